@@ -1,0 +1,244 @@
+"""Seeded tensors for one step, with everything that must not be read poisoned.
+
+What is legal but unusual is ordinary here: q, k and v are views of one fused QKV tensor, `out` is strided (P9), the
+table is as narrow as it may be (P3), and the cache may lie in any layout (P1). All random numbers are drawn on the
+CPU, so a case is the same case on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from attnlib.testing.batch_spec import BatchSpec
+from attnlib.testing.layouts import CacheViews, Dimensions, allocate_views, poison_value, write_slots
+from attnlib.testing.oracle import OracleResult, Terms, paged_attention
+from attnlib.testing.placements import Placement
+
+__all__ = ["StepInputs", "make_inputs", "make_terms"]
+
+Scale = float | torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """One layer's tensors for one step, on one device.
+
+    Attributes:
+        query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv]: views of one tensor.
+        out: [T, Hq, Dv] strided view over poison.
+        cache: context filled in; this step's tokens too when `written`.
+        block_table [R, M] int32, query_start_loc [R+1] int32, seq_lens [R] int32, slot_mapping [T] int64.
+    """
+
+    batch: BatchSpec
+    dims: Dimensions
+    placement: Placement
+    seed: int
+    written: bool
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor
+    cache: CacheViews
+    block_table: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    slot_mapping: torch.Tensor
+
+    def oracle(self, terms: Terms, precision: torch.dtype = torch.float64) -> OracleResult:
+        """What this step must give once its tokens are in the cache."""
+        if not self.written:
+            raise RuntimeError(
+                "the oracle reads the cache: make the inputs with written=True (same seed, same tensors)"
+            )
+        return paged_attention(
+            self.query,
+            self.cache.key,
+            self.cache.value,
+            self.block_table,
+            self.query_start_loc,
+            self.seq_lens,
+            terms,
+            precision,
+        )
+
+    def written_slots(self) -> list[int]:
+        """Slots of this step's tokens, in token order."""
+        return [slot for slot in self.slot_mapping.tolist() if slot >= 0]
+
+
+def make_inputs(
+    batch: BatchSpec,
+    dims: Dimensions,
+    placement: Placement,
+    *,
+    seed: int = 0,
+    layout: str = "NHD",
+    device: torch.device | str = "cpu",
+    poison: str = "zero",
+    written: bool = True,
+    k_scale: Scale = 1.0,
+    v_scale: Scale = 1.0,
+    contiguous: bool = False,
+) -> StepInputs:
+    """Make one step.
+
+    Two calls that differ only in `poison`, `written`, `layout`, `contiguous` or `device` hold the same numbers in
+    every place that may be read.
+
+    Args:
+        poison: what fills cache elements outside every sequence, padding rows of q, k, v, and out.
+        written: whether this step's keys and values are in the cache already.
+        k_scale, v_scale: what a one-byte cache stores its tokens divided by; a number or [Hkv].
+        contiguous: own, packed memory for q, k, v and out instead of strided views.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = _fused_qkv(batch, dims, generator, poison)
+    cache = allocate_views(dims, placement.num_blocks, layout, "cpu", poison)
+    _fill_context(cache, batch, dims, placement, generator, k_scale, v_scale)
+    slots = _slot_mapping(batch, placement, dims.block_size)
+    kept = [row for row, slot in enumerate(slots) if slot >= 0]
+    if written:
+        write_slots(cache.key, [slots[row] for row in kept], key[kept], _cpu(k_scale))
+        write_slots(cache.value, [slots[row] for row in kept], value[kept], _cpu(v_scale))
+    starts = [0]
+    for query_len in batch.query_lens:
+        starts.append(starts[-1] + query_len)
+    out = _strided_out(batch, dims, poison)
+    if contiguous:
+        query, key, value, out = query.contiguous(), key.contiguous(), value.contiguous(), out.contiguous()
+    return StepInputs(
+        batch=batch,
+        dims=dims,
+        placement=placement,
+        seed=seed,
+        written=written,
+        query=_move(query, device),
+        key=_move(key, device),
+        value=_move(value, device),
+        out=_move(out, device),
+        cache=_move_cache(cache, dims, placement.num_blocks, device),
+        block_table=_move(placement.block_table, device),
+        query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(batch.seq_lens, dtype=torch.int32, device=device),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
+    )
+
+
+def make_terms(
+    dims: Dimensions,
+    batch: BatchSpec,
+    features: Mapping[str, object],
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> Terms:
+    """Terms for a case: `features` are fields of `Terms`, where True asks for seeded tensors.
+
+    `alibi_slopes=True` gives the usual powers of two, `sinks=True` logits that take a fair share of the weight,
+    `query_bias=True` a random tree over the query span (each token sees itself), with finite biases elsewhere.
+    """
+    generator = torch.Generator().manual_seed(seed + 1)
+    drawn: dict[str, object] = {"scale": dims.head_size**-0.5, **features}
+    if drawn.get("alibi_slopes") is True:
+        drawn["alibi_slopes"] = torch.tensor([2.0 ** (-8.0 * (h + 1) / dims.num_heads) for h in range(dims.num_heads)])
+    if drawn.get("sinks") is True:
+        drawn["sinks"] = torch.randn(dims.num_heads, generator=generator) + 1.0
+    if drawn.get("query_bias") is True:
+        drawn["query_bias"] = _tree_bias(batch, generator)
+    moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in drawn.items()}
+    return Terms(**moved)  # type: ignore[arg-type]
+
+
+def _tree_bias(batch: BatchSpec, generator: torch.Generator) -> torch.Tensor:
+    width = max(batch.max_query_len, 1)
+    bias = torch.randn(batch.num_tokens, width, generator=generator)
+    hidden = torch.rand(batch.num_tokens, width, generator=generator) < 0.3
+    row = 0
+    for query_len in batch.query_lens:
+        for i in range(query_len):
+            hidden[row + i, i] = False
+        row += query_len
+    return bias.masked_fill(hidden, -math.inf)
+
+
+def _fused_qkv(
+    batch: BatchSpec, dims: Dimensions, generator: torch.Generator, poison: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    sizes = (
+        dims.num_heads * dims.head_size,
+        dims.num_kv_heads * dims.head_size,
+        dims.num_kv_heads * dims.head_size_v,
+    )
+    fused = torch.randn(batch.num_actual_tokens, sum(sizes), generator=generator).to(dims.dtype)
+    padding = torch.full((batch.padding_tokens, sum(sizes)), poison_value(dims.dtype, poison), dtype=dims.dtype)
+    query, key, value = torch.split(torch.cat([fused, padding]), list(sizes), dim=1)
+    return (
+        query.view(-1, dims.num_heads, dims.head_size),
+        key.view(-1, dims.num_kv_heads, dims.head_size),
+        value.view(-1, dims.num_kv_heads, dims.head_size_v),
+    )
+
+
+def _strided_out(batch: BatchSpec, dims: Dimensions, poison: str) -> torch.Tensor:
+    """[T, Hq, Dv] inside a wider and longer-headed buffer: neither the token nor the head stride is packed."""
+    shape = (batch.num_tokens, dims.num_heads + 1, dims.head_size_v + 8)
+    buffer = torch.full(shape, poison_value(dims.dtype, poison), dtype=dims.dtype)
+    return buffer[:, : dims.num_heads, : dims.head_size_v]
+
+
+def _fill_context(
+    cache: CacheViews,
+    batch: BatchSpec,
+    dims: Dimensions,
+    placement: Placement,
+    generator: torch.Generator,
+    k_scale: Scale,
+    v_scale: Scale,
+) -> None:
+    """Draw keys and values for every request's context; blocks that requests share are drawn by the first."""
+    filled: set[int] = set()
+    for request, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
+        context = max(seq_len - query_len, 0)
+        keys = torch.randn(context, dims.num_kv_heads, dims.head_size, generator=generator).to(dims.dtype)
+        values = torch.randn(context, dims.num_kv_heads, dims.head_size_v, generator=generator).to(dims.dtype)
+        slots = placement.slots(request, 0, context, dims.block_size)
+        fresh = [i for i, slot in enumerate(slots) if slot not in filled]
+        filled.update(slots)
+        write_slots(cache.key, [slots[i] for i in fresh], keys[fresh], _cpu(k_scale))
+        write_slots(cache.value, [slots[i] for i in fresh], values[fresh], _cpu(v_scale))
+
+
+def _slot_mapping(batch: BatchSpec, placement: Placement, block_size: int) -> list[int]:
+    """Slots of the query tokens; tokens at negative positions (a query longer than its sequence) get -1."""
+    slots: list[int] = []
+    for request, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
+        homeless = max(query_len - seq_len, 0)
+        slots += [-1] * homeless
+        slots += placement.slots(request, seq_len - query_len + homeless, seq_len, block_size)
+    return slots + [-1] * batch.padding_tokens
+
+
+def _cpu(scale: Scale) -> Scale:
+    return scale.cpu() if isinstance(scale, torch.Tensor) else scale
+
+
+def _move(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """To a device with the strides and the neighbourhood kept: the whole allocation moves."""
+    if torch.device(device).type == "cpu":
+        return tensor
+    base = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
+    return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _move_cache(cache: CacheViews, dims: Dimensions, num_blocks: int, device: torch.device | str) -> CacheViews:
+    if torch.device(device).type == "cpu":
+        return cache
+    moved = allocate_views(dims, num_blocks, cache.layout, device)
+    for source, target in zip(cache.storage, moved.storage, strict=True):
+        target.copy_(source)
+    return moved

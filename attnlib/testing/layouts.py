@@ -1,0 +1,140 @@
+"""Every way a cache may lie in memory, made by hand.
+
+A layout here is what P1 and P2 allow: two views of the same shape over some allocation. The kit builds, fills, reads
+and compares these views itself, with plain indexing, so that no backend is ever judged by its own reading of its own
+writing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attnlib.errors import ContractError
+
+__all__ = ["CACHE_LAYOUTS", "CacheViews", "Dimensions", "allocate_views", "poison_value", "read_slots", "write_slots"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dimensions:
+    """Sizes and dtypes of one layer: Hq, Hkv, D, Dv, N."""
+
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 32
+    head_size_v: int = 32
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class CacheViews:
+    """A cache as its two views and the allocation under them.
+
+    Attributes:
+        key: [B, N, Hkv, D]; value: [B, N, Hkv, Dv]; last stride 1.
+        storage: flat uint8 view of everything allocated, gaps included.
+        layout: a name of `CACHE_LAYOUTS`.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    storage: tuple[torch.Tensor, ...]
+    layout: str
+
+
+def _nhd(dims: Dimensions, blocks: int, empty: Callable[[Sequence[int]], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    head = (blocks, dims.block_size, dims.num_kv_heads)
+    key, value = empty((*head, dims.head_size)), empty((*head, dims.head_size_v))
+    return key, value, key, value
+
+
+def _hnd(dims: Dimensions, blocks: int, empty: Callable[[Sequence[int]], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    head = (blocks, dims.num_kv_heads, dims.block_size)
+    key, value = empty((*head, dims.head_size)), empty((*head, dims.head_size_v))
+    return key.transpose(1, 2), value.transpose(1, 2), key, value
+
+
+def _packed(dims: Dimensions, blocks: int, empty: Callable[[Sequence[int]], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    both = empty((blocks, dims.block_size, dims.num_kv_heads, dims.head_size + dims.head_size_v))
+    return both[..., : dims.head_size], both[..., dims.head_size :], both
+
+
+def _interleaved(
+    dims: Dimensions, blocks: int, empty: Callable[[Sequence[int]], torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """K block, V block, K block, ... in one allocation, as vLLM's (num_blocks, 2, ...) caches are."""
+    tokens = dims.block_size * dims.num_kv_heads
+    both = empty((blocks, tokens * (dims.head_size + dims.head_size_v)))
+    key = both[:, : tokens * dims.head_size].view(blocks, dims.block_size, dims.num_kv_heads, dims.head_size)
+    value = both[:, tokens * dims.head_size :].view(blocks, dims.block_size, dims.num_kv_heads, dims.head_size_v)
+    return key, value, both
+
+
+_MAKERS = {"NHD": _nhd, "HND": _hnd, "packed": _packed, "interleaved": _interleaved}
+CACHE_LAYOUTS: tuple[str, ...] = tuple(_MAKERS)
+
+
+def allocate_views(
+    dims: Dimensions, num_blocks: int, layout: str = "NHD", device: torch.device | str = "cpu", fill: str = "zero"
+) -> CacheViews:
+    """Allocate a cache in one of `CACHE_LAYOUTS`, every element holding `poison_value(fill)`.
+
+    Raises:
+        ContractError: an unknown layout.
+    """
+    if layout not in _MAKERS:
+        raise ContractError(f"no cache layout is named {layout!r}; the layouts are {', '.join(CACHE_LAYOUTS)}")
+    value = poison_value(dims.cache_dtype, fill)
+
+    def empty(shape: Sequence[int]) -> torch.Tensor:
+        filled = torch.full(tuple(shape), value, dtype=torch.float32).to(dims.cache_dtype)
+        return filled.to(device)
+
+    key, val, *allocations = _MAKERS[layout](dims, num_blocks, empty)
+    return CacheViews(key, val, tuple(t.view(-1).view(torch.uint8) for t in allocations), layout)
+
+
+def poison_value(dtype: torch.dtype, kind: str) -> float:
+    """A number that ruins whatever reads it: nan, inf, huge (the largest finite) or, for clean runs, zero.
+
+    Formats without infinities (float8_e4m3fn) take NaN instead.
+
+    Raises:
+        ContractError: an unknown kind.
+    """
+    huge = torch.finfo(dtype).max
+    has_inf = dtype != torch.float8_e4m3fn
+    values = {"zero": 0.0, "nan": math.nan, "inf": math.inf if has_inf else math.nan, "huge": huge}
+    if kind not in values:
+        raise ContractError(f"no poison is named {kind!r}; the kinds are {', '.join(values)}")
+    return values[kind]
+
+
+def _raw(view: torch.Tensor) -> torch.Tensor:
+    """The view as something that every torch build can index: 1-byte floats as bytes."""
+    return view.view(torch.uint8) if view.element_size() == 1 else view
+
+
+def write_slots(view: torch.Tensor, slots: Sequence[int], tokens: torch.Tensor, scale: float | torch.Tensor) -> None:
+    """Store tokens [T, H, D] at slots (P4); a one-byte view stores tokens / scale, saturated (M9)."""
+    if not len(slots):
+        return
+    block_size = view.shape[1]
+    index = torch.as_tensor(slots, dtype=torch.long, device=view.device)
+    stored = tokens
+    if view.element_size() == 1:
+        limit = torch.finfo(view.dtype).max
+        per_head = torch.as_tensor(scale, dtype=torch.float32, device=tokens.device).expand(tokens.shape[1])
+        stored = (tokens.float() / per_head[:, None]).clamp(-limit, limit)
+    _raw(view)[index // block_size, index % block_size] = _raw(stored.to(view.dtype))
+
+
+def read_slots(view: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
+    """[len(slots), H, D] as stored."""
+    index = torch.as_tensor(slots, dtype=torch.long, device=view.device)
+    return _raw(view)[index // view.shape[1], index % view.shape[1]].view(view.dtype)

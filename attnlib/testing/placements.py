@@ -1,0 +1,134 @@
+"""Where a batch's blocks lie in the pool, because a kernel that is right on neighbours may be wrong on strangers.
+
+A placement fixes the physical blocks of every request and the block table over them (P3): exactly as wide as the
+longest request needs or wider, with garbage past each request's end, and optionally between two guard zones, so that
+one column too far is a block id of 2^30.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from attnlib.errors import ContractError
+from attnlib.testing.batch_spec import BatchSpec
+
+__all__ = ["PLACEMENTS", "GarbageKind", "Placement", "PlacementKind", "blocks_needed", "place"]
+
+PlacementKind = Literal["contiguous", "shuffled", "interleaved", "reversed", "shared_prefix", "top"]
+GarbageKind = Literal["plausible", "minus_one", "huge"]
+PLACEMENTS: tuple[str, ...] = get_args(PlacementKind)
+
+_HUGE_BLOCK = 2**30
+_GUARD_ENTRIES = 64
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Physical blocks of a batch.
+
+    Attributes:
+        blocks: per request, the physical block of each of its logical blocks.
+        num_blocks: size of the pool, blocks that nobody uses included.
+        block_table: [R, M] int32 on the CPU; entries past a request's blocks are garbage.
+    """
+
+    blocks: tuple[tuple[int, ...], ...]
+    num_blocks: int
+    block_table: torch.Tensor
+
+    def slots(self, request: int, start: int, stop: int, block_size: int) -> list[int]:
+        """Slots (P4) of positions [start, stop) of one request."""
+        row = self.blocks[request]
+        return [row[p // block_size] * block_size + p % block_size for p in range(start, stop)]
+
+
+def blocks_needed(seq_len: int, block_size: int) -> int:
+    """ceil(seq_len / block_size)."""
+    return -(-seq_len // block_size)
+
+
+def place(
+    batch: BatchSpec,
+    block_size: int,
+    kind: PlacementKind = "shuffled",
+    *,
+    seed: int = 0,
+    spare_blocks: int = 3,
+    extra_columns: int = 0,
+    garbage: GarbageKind = "plausible",
+    guarded: bool = False,
+) -> Placement:
+    """Lay a batch's blocks out in a pool.
+
+    Args:
+        kind: contiguous (request after request), shuffled, interleaved (requests take turns), reversed, shared_prefix
+            (requests share the blocks that lie in every request's context), top (at the end of a pool four times the
+            size).
+        spare_blocks: blocks that no request owns.
+        extra_columns: columns beyond the width that the longest request needs; 0 is the exact width.
+        garbage: what fills the entries past a request's blocks: ids that exist but are not the request's, -1, or 2^30.
+        guarded: put the table between two zones of 2^30 in one allocation.
+
+    Raises:
+        ContractError: an unknown kind.
+    """
+    if kind not in PLACEMENTS:
+        raise ContractError(f"no placement is named {kind!r}; the kinds are {', '.join(PLACEMENTS)}")
+    counts = [blocks_needed(seq_len, block_size) for seq_len in batch.seq_lens]
+    shared = _shared_blocks(batch, block_size) if kind == "shared_prefix" else 0
+    owned = _distribute(kind, [max(count - shared, 0) for count in counts], seed)
+    used = sum(counts) - shared * max(len(counts) - 1, 0) if shared else sum(counts)
+    base = 3 * used + spare_blocks if kind == "top" else 0
+    prefix = list(range(used - shared, used))
+    rows = [
+        tuple(base + block for block in [*prefix[:count], *mine]) for mine, count in zip(owned, counts, strict=True)
+    ]
+    num_blocks = base + used + (0 if kind == "top" else spare_blocks)
+    table = _table(rows, num_blocks, extra_columns, garbage, guarded)
+    return Placement(tuple(rows), num_blocks, table)
+
+
+def _shared_blocks(batch: BatchSpec, block_size: int) -> int:
+    """Whole blocks that hold context only, for every request: nobody writes to them in this step."""
+    contexts = [max(s - q, 0) for q, s in zip(batch.query_lens, batch.seq_lens, strict=True)]
+    return min((context // block_size for context in contexts), default=0)
+
+
+def _distribute(kind: str, counts: Sequence[int], seed: int) -> list[list[int]]:
+    """Hand blocks 0, 1, ... out to requests that need counts[r] each."""
+    order = [request for request, count in enumerate(counts) for _ in range(count)]
+    if kind == "interleaved":
+        order = [r for turn in range(max(counts, default=0)) for r, count in enumerate(counts) if turn < count]
+    blocks = list(range(len(order)))
+    if kind in ("shuffled", "shared_prefix"):
+        random.Random(seed).shuffle(blocks)
+    elif kind == "reversed":
+        blocks.reverse()
+    owned: list[list[int]] = [[] for _ in counts]
+    for request, block in zip(order, blocks, strict=True):
+        owned[request].append(block)
+    return owned
+
+
+def _table(
+    rows: Sequence[Sequence[int]], num_blocks: int, extra_columns: int, garbage: GarbageKind, guarded: bool
+) -> torch.Tensor:
+    width = max((len(row) for row in rows), default=0) + extra_columns
+    guard = _GUARD_ENTRIES if guarded else 0
+    storage = torch.full((len(rows) * width + 2 * guard,), _HUGE_BLOCK, dtype=torch.int32)
+    table = storage[guard : guard + len(rows) * width].view(len(rows), width)
+    for request, row in enumerate(rows):
+        strangers = [block for block in range(num_blocks) if block not in row] or [0]
+        for column in range(width):
+            if column < len(row):
+                table[request, column] = row[column]
+            elif garbage == "plausible":
+                table[request, column] = strangers[(request + column) % len(strangers)]
+            else:
+                table[request, column] = -1 if garbage == "minus_one" else _HUGE_BLOCK
+    return table
