@@ -1,0 +1,212 @@
+"""The interface of a backend: one class that ties a declaration, a builder and an implementation together.
+
+Write three small classes and register one name:
+
+    class MyImpl(AttentionImpl):                 # per layer: forward(query, cache, metadata, output, lse)
+    class MyBuilder(AttentionMetadataBuilder):   # per batch: build(common_prefix_len, common)
+    class MyBackend(AttentionBackend):           # get_name, get_impl_cls, get_metadata_cls, get_builder_cls, capabilities
+
+Required methods are abstract, optional ones have working defaults, and nothing is found by hasattr.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from attnlib.cache.layout import layout_named
+from attnlib.cache.storage import BlockPairs, PagedKVCache
+from attnlib.capabilities import Capabilities, refusals
+from attnlib.device import DeviceInfo, resolve_device
+from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
+from attnlib.metadata.state import AttentionState
+from attnlib.spec import AttentionSpec
+
+__all__ = ["AttentionBackend", "AttentionImpl"]
+
+
+class AttentionBackend(ABC):
+    """One way to compute attention. A class that is never instantiated: everything is a class or static method.
+
+    Attributes:
+        capabilities: what it can do; every field left out counts as "cannot" (fail closed).
+        description: one line for tables.
+        config: settings given at registration; they reach the builder and every impl.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities()
+    description: ClassVar[str] = ""
+    config: ClassVar[Mapping[str, Any]] = {}
+
+    @staticmethod
+    @abstractmethod
+    def get_name() -> str:
+        """The name that users choose it by, in lower case."""
+
+    @staticmethod
+    @abstractmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        """The per-layer class."""
+
+    @staticmethod
+    @abstractmethod
+    def get_metadata_cls() -> type[AttentionMetadata]:
+        """The dataclass that the builder makes."""
+
+    @staticmethod
+    @abstractmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+        """The per-batch class."""
+
+    @staticmethod
+    def get_state_cls() -> type[AttentionState[Any]]:
+        """The class of what is kept for a runner's lifetime (graph buffers)."""
+        return AttentionState
+
+    @classmethod
+    def unavailable(cls, device: DeviceInfo) -> list[str]:
+        """Why it cannot run here at all (package, compiler, driver), each with the next action; empty when it can. No CUDA start-up, no network."""
+        return []
+
+    @classmethod
+    def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
+        """Reasons that no single capability can express (one feature with another); empty when there are none."""
+        return []
+
+    @classmethod
+    def validate_configuration(cls, spec: AttentionSpec, device: torch.device | str | DeviceInfo | None = None) -> list[str]:
+        """Every reason why it cannot serve `spec` on `device`, availability aside; empty means that it fits."""
+        info = resolve_device(device)
+        return refusals(spec, info, cls.capabilities) + cls.supports_combination(spec, info)
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype: str | torch.dtype = "auto"
+    ) -> tuple[int, ...]:
+        """The logical shape of one layer's cache: `(2, num_blocks, block_size, num_kv_heads, head_size)`, keys then values (P2)."""
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+    @classmethod
+    def get_kv_cache_stride_order(cls, layout: str | None = None) -> tuple[int, ...]:
+        """For each physical dimension, outermost first, which dimension of `get_kv_cache_shape` it is (P2).
+
+        Args:
+            layout: a layout's name; None means the one that this backend reads best.
+        """
+        reads = cls.capabilities.kv_cache_layouts or ("NHD",)
+        preferred = next((name for name in reads if name != "ANY"), "NHD")
+        return layout_named(layout or preferred).stride_order
+
+    @staticmethod
+    def copy_blocks(kv_caches: Sequence[PagedKVCache], src_to_dists: BlockPairs) -> None:
+        """Copy blocks (source, destination) within each layer's cache; see `PagedKVCache.copy_blocks`."""
+        for cache in kv_caches:
+            cache.copy_blocks(src_to_dists)
+
+    @staticmethod
+    def swap_blocks(src_kv_cache: PagedKVCache, dst_kv_cache: PagedKVCache, src_to_dst: BlockPairs) -> None:
+        """Copy blocks of one cache into another, across devices too; see `PagedKVCache.swap_blocks`."""
+        src_kv_cache.swap_blocks(dst_kv_cache, src_to_dst)
+
+    @classmethod
+    def make_metadata(cls, *args: Any, **kwargs: Any) -> AttentionMetadata:
+        """An instance of `get_metadata_cls()`."""
+        return cls.get_metadata_cls()(*args, **kwargs)
+
+    @classmethod
+    def make_builder(cls, spec: AttentionSpec, device: torch.device | str | None = None, **kwargs: Any) -> AttentionMetadataBuilder[Any]:
+        """A builder with this backend's `config`; keyword arguments as `AttentionMetadataBuilder` takes them."""
+        return cls.get_builder_cls()(spec, device, config=cls.config, **kwargs)
+
+    @classmethod
+    def full_cls_name(cls) -> tuple[str, str]:
+        """(module, qualified name), to find the class again in another process."""
+        return cls.__module__, cls.__qualname__
+
+
+class AttentionImpl(ABC):
+    """One layer's attention on one backend.
+
+    Args:
+        spec: what the layer needs; already accepted by the backend.
+        scale: softmax scale; None means 1/sqrt(head_size).
+        alibi_slopes: `[Hq]` float32, when `spec.has_alibi`.
+        sinks: `[Hq]` float32, when `spec.has_sink`.
+        kv_sharing_target_layer_name: the layer whose cache this one reads (P8).
+        config: the backend's own settings.
+        prefix: the layer's name, for messages.
+
+    Raises:
+        ContractError: slopes or sinks without the spec saying so, the other way round, or of the wrong shape.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        *,
+        scale: float | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        kv_sharing_target_layer_name: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        prefix: str = "",
+    ) -> None:
+        self.spec = spec
+        self.scale = spec.head_size**-0.5 if scale is None else float(scale)
+        self.alibi_slopes = _per_head("alibi_slopes", alibi_slopes, spec.has_alibi, "has_alibi", spec.num_heads)
+        self.sinks = _per_head("sinks", sinks, spec.has_sink, "has_sink", spec.num_heads)
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.config = dict(config or {})
+        self.prefix = prefix
+
+    @abstractmethod
+    def forward(
+        self, query: torch.Tensor, cache: PagedKVCache, metadata: Any, output: torch.Tensor, lse: torch.Tensor | None = None
+    ) -> None:
+        """Attend to what is in the cache; new keys are there already (P7).
+
+        Args:
+            query: `[T, Hq, D]`, strided (P9).
+            cache: this layer's cache.
+            metadata: what this backend's builder made.
+            output: `[T, Hq, Dv]`, strided, written in place; rows at or past the batch's tokens become 0 (M6).
+            lse: `[T, Hq]` float32, written in place when given (M5).
+        """
+
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
+        """Write new keys and values to their slots (P4); by default with the kernels that fit the cache's device.
+
+        Args:
+            key: `[T, Hkv, D]`, strided; may be longer than `slot_mapping`.
+            value: `[T, Hkv, Dv]`, likewise.
+            cache: this layer's cache.
+            slot_mapping: `[T]` int64; -1 writes nothing.
+        """
+        from attnlib.ops.torch.cache_write import write_kv
+
+        write_kv(key, value, cache.key_cache, cache.value_cache, slot_mapping, k_scale=cache.k_scale, v_scale=cache.v_scale)
+
+    def forward_unpaged(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: Any, output: torch.Tensor, lse: torch.Tensor | None = None
+    ) -> None:
+        """Attend to keys that were never cached (encoders): `key` `[Tk, Hkv, D]` and `value` `[Tk, Hkv, Dv]` are packed like the queries."""
+        raise UnsupportedConfigError(
+            f"{type(self).__name__} attends through the paged cache only; attn_type={self.spec.attn_type.value} needs another backend (torch has it)"
+        )
+
+
+def _per_head(name: str, values: torch.Tensor | None, declared: bool, flag: str, num_heads: int) -> torch.Tensor | None:
+    if (values is not None) != declared:
+        given = "given" if values is not None else "missing"
+        raise ContractError(f"{name} {given}, but the spec says {flag}={declared}: the backend was chosen by the spec, so both must agree")
+    if values is None:
+        return None
+    if values.shape != (num_heads,):
+        raise ContractError(f"{name} has shape {tuple(values.shape)}; it must be [{num_heads}], one for each query head")
+    return values.to(torch.float32).contiguous()
+
+

@@ -1,0 +1,66 @@
+"""Card of the `torch` backend: plain torch, on any device. The default on a CPU, and the reference that says what is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnlib.backends.base import AttentionBackend, AttentionImpl
+from attnlib.capabilities import Capabilities, Sizes
+from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
+from attnlib.spec import AttentionType, CudaGraphSupport, MaskKind
+
+__all__ = ["TorchBackend"]
+
+
+class TorchBackend(AttentionBackend):
+    """Everything that a spec can say, computed by torch."""
+
+    description = "plain torch, on any device"
+    capabilities = Capabilities(
+        devices=("cpu", "cuda", "mps", "xpu"),
+        rocm=True,
+        dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        kv_cache_dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2),
+        kv_scale_kinds=("tensor", "head"),
+        head_sizes=Sizes(1),
+        head_size_v_may_differ=True,
+        block_sizes=Sizes(1),
+        kv_cache_layouts=("NHD", "HND", "NHD_INTERLEAVED", "HND_INTERLEAVED", "NHD_PACKED", "HND_PACKED", "ANY"),
+        group_sizes=Sizes(1),
+        attn_types=tuple(AttentionType),
+        mask_kinds=tuple(MaskKind),
+        sliding_window=True,
+        attention_chunks=True,
+        logits_soft_cap=True,
+        alibi=True,
+        sink=True,
+        mla=True,
+        lse=True,
+        kv_sharing=True,
+        batch_invariant=True,
+        cudagraph=CudaGraphSupport.NEVER,
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        return "torch"
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        from attnlib.backends.torch.impl import TorchImpl
+
+        return TorchImpl
+
+    @staticmethod
+    def get_metadata_cls() -> type[AttentionMetadata]:
+        from attnlib.backends.torch.metadata import TorchMetadata
+
+        return TorchMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+        from attnlib.backends.torch.metadata import TorchMetadataBuilder
+
+        return TorchMetadataBuilder

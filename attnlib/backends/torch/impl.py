@@ -1,0 +1,91 @@
+"""Per-layer attention of the `torch` backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnlib.backends.base import AttentionImpl
+from attnlib.backends.torch.metadata import TorchMetadata
+from attnlib.cache.storage import PagedKVCache
+from attnlib.ops.torch.paged_decode import paged_decode
+from attnlib.ops.torch.paged_prefill import paged_prefill
+from attnlib.ops.torch.varlen_prefill import varlen_prefill
+
+__all__ = ["TorchImpl"]
+
+
+class TorchImpl(AttentionImpl):
+    """Attention by torch's own operations, decodes and prefills each by their own path."""
+
+    def forward(
+        self, query: torch.Tensor, cache: PagedKVCache, metadata: TorchMetadata, output: torch.Tensor, lse: torch.Tensor | None = None
+    ) -> None:
+        """See `AttentionImpl.forward`."""
+        split = metadata.num_decode_tokens
+        decode, prefill = metadata.decode_metadata, metadata.prefill_metadata
+        if decode is not None:
+            rows = slice(0, None if prefill is None else split)
+            self._attend(paged_decode, decode, query[rows], cache, output[rows], None if lse is None else lse[rows])
+        if prefill is not None or decode is None:
+            part = metadata if prefill is None else prefill
+            rows = slice(split, None)
+            self._attend(paged_prefill, part, query[rows], cache, output[rows], None if lse is None else lse[rows])
+
+    def forward_unpaged(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: TorchMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """See `AttentionImpl.forward_unpaged`."""
+        varlen_prefill(
+            query,
+            key,
+            value,
+            metadata.query_start_loc,
+            metadata.query_start_loc,
+            max_seqlen_q=metadata.max_query_len,
+            max_seqlen_k=metadata.max_query_len,
+            out=output,
+            lse=lse,
+            **self._meaning(metadata),
+        )
+
+    def _attend(
+        self, kernel: Any, part: TorchMetadata, query: torch.Tensor, cache: PagedKVCache, output: torch.Tensor, lse: torch.Tensor | None
+    ) -> None:
+        kernel(
+            query,
+            cache.key_cache,
+            cache.value_cache,
+            part.block_table,
+            part.query_start_loc,
+            part.seq_lens,
+            max_query_len=part.max_query_len,
+            max_seq_len=part.max_seq_len,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+            query_start_loc_cpu=part.query_start_loc_cpu,
+            seq_lens_cpu=part.seq_lens_cpu,
+            batch_invariant=self.spec.batch_invariant,
+            out=output,
+            lse=lse,
+            **self._meaning(part),
+        )
+
+    def _meaning(self, part: TorchMetadata) -> dict[str, Any]:
+        return {
+            "scale": self.scale,
+            "causal": part.causal,
+            "window": self.spec.visible_window.as_kernel_args(),
+            "attention_chunk_size": self.spec.attention_chunk_size or 0,
+            "logits_soft_cap": self.spec.logits_soft_cap or 0.0,
+            "alibi_slopes": self.alibi_slopes,
+            "sinks": self.sinks,
+            "query_bias": part.query_bias,
+        }

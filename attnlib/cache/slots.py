@@ -1,0 +1,50 @@
+"""Where each new token goes: slot = block * block_size + offset (P4)."""
+
+from __future__ import annotations
+
+import torch
+
+from attnlib.errors import ContractError
+
+__all__ = ["compute_slot_mapping"]
+
+
+def compute_slot_mapping(
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    num_tokens: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The slot of every query token of a batch.
+
+    Args:
+        query_start_loc: `[R+1]` int32, where each request's tokens start.
+        seq_lens: `[R]` int32, context plus new tokens (M1).
+        block_table: `[R, max_blocks]` int32 (P3).
+        block_size: tokens in one block.
+        num_tokens: length of the result; None reads it from `query_start_loc` (a host sync on a GPU).
+        out: `[num_tokens]` int64, written in place when given.
+
+    Returns:
+        `[num_tokens]` int64; rows at or past the last request's end hold -1 and write nothing.
+
+    Raises:
+        ContractError: wrong dtypes, or tables and lengths that do not fit each other.
+    """
+    if block_size < 1:
+        raise ContractError(f"block_size={block_size} must be at least 1")
+    if block_table.dim() != 2 or block_table.shape[0] != seq_lens.shape[0] or query_start_loc.shape[0] != seq_lens.shape[0] + 1:
+        raise ContractError(
+            f"block_table {tuple(block_table.shape)}, seq_lens {tuple(seq_lens.shape)} and query_start_loc {tuple(query_start_loc.shape)} "
+            f"must be [R, max_blocks], [R] and [R+1]",
+            rule="P3",
+        )
+    if num_tokens is None:
+        num_tokens = int(query_start_loc[-1])
+    if block_table.is_cuda:
+        from attnlib.ops.triton import slots as kernels
+    else:
+        from attnlib.ops.torch import slots as kernels  # type: ignore[no-redef]
+    return kernels.compute_slot_mapping(query_start_loc, seq_lens, block_table, block_size, num_tokens, out=out)

@@ -1,0 +1,248 @@
+"""The cache of one layer: two strided views over one or two allocations (P1), and moving whole blocks of it.
+
+Nothing here infers a size from a shape that a layout could change: `key_cache` is `[B, N, Hkv, D]` and `value_cache` `[B, N, Hkv, Dv]` in every
+layout, only their strides differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from attnlib.cache.layout import LAYOUTS, get_kv_cache_layout, layout_named
+from attnlib.errors import ContractError
+from attnlib.spec import AttentionSpec
+
+__all__ = ["PagedKVCache"]
+
+Scale = float | torch.Tensor
+BlockPairs = Sequence[tuple[int, int]] | torch.Tensor
+
+
+class PagedKVCache:
+    """One layer's keys and values in blocks.
+
+    Attributes:
+        key_cache: `[B, N, Hkv, D]`, any strides, the last one 1.
+        value_cache: `[B, N, Hkv, Dv]`, likewise; it may interleave with, lie beside or alias the keys.
+        layout: name of the order in memory, or None for foreign views.
+        k_scale, v_scale: stored value * scale = real value (M9): a float, or a float32 tensor `[]` or `[Hkv]`.
+    """
+
+    def __init__(
+        self, key_cache: torch.Tensor, value_cache: torch.Tensor, *, layout: str | None = None, k_scale: Scale = 1.0, v_scale: Scale = 1.0
+    ) -> None:
+        _check_views(key_cache, value_cache)
+        self.key_cache = key_cache
+        self.value_cache = value_cache
+        self.layout = layout
+        self.k_scale = _checked_scale("k_scale", k_scale, key_cache)
+        self.v_scale = _checked_scale("v_scale", v_scale, value_cache)
+
+    @classmethod
+    def allocate(
+        cls,
+        spec: AttentionSpec,
+        num_blocks: int,
+        device: torch.device | str | None = None,
+        layout: str | None = None,
+        *,
+        k_scale: Scale = 1.0,
+        v_scale: Scale = 1.0,
+    ) -> PagedKVCache:
+        """A zero-filled cache of `num_blocks` blocks in the dtype and block size of `spec`.
+
+        Args:
+            spec: heads, sizes, dtype and block size.
+            num_blocks: blocks in the pool (B).
+            device: where; None is torch's default device.
+            layout: order in memory; None means `spec.kv_cache_layout`, else the user's override, else "NHD".
+            k_scale, v_scale: scales of a quantised cache.
+
+        Raises:
+            ContractError: `num_blocks` below 1, or a spec whose attention is not paged.
+            LayoutMismatchError: an unknown layout.
+        """
+        if num_blocks < 1:
+            raise ContractError(f"num_blocks={num_blocks} must be at least 1")
+        if not spec.is_paged:
+            raise ContractError(f"attn_type={spec.attn_type.value} keeps no keys between steps and needs no cache: call the layer with cache=None")
+        order = layout_named(layout or spec.kv_cache_layout or get_kv_cache_layout() or "NHD")
+        sizes = (num_blocks, spec.block_size, spec.num_kv_heads)
+        if spec.use_mla:  # one latent per token: the value is a prefix of the key and takes no memory of its own
+            key = torch.zeros(*sizes, spec.head_size, dtype=spec.kv_dtype, device=device)
+            return cls(key, key[..., : spec.head_size_v], layout="NHD", k_scale=k_scale, v_scale=v_scale)
+        k_strides, v_strides, v_offset = order.strides(*sizes, spec.head_size, spec.head_size_v)
+        per_token = spec.num_kv_heads * (spec.head_size + spec.head_size_v)
+        pool = torch.zeros(num_blocks * spec.block_size * per_token, dtype=spec.kv_dtype, device=device)
+        key = pool.as_strided((*sizes, spec.head_size), k_strides)
+        value = pool.as_strided((*sizes, spec.head_size_v), v_strides, v_offset)
+        return cls(key, value, layout=order.name, k_scale=k_scale, v_scale=v_scale)
+
+    @classmethod
+    def from_views(
+        cls, key_cache: torch.Tensor, value_cache: torch.Tensor, *, k_scale: Scale = 1.0, v_scale: Scale = 1.0
+    ) -> PagedKVCache:
+        """A cache over somebody else's memory: `[B, N, Hkv, D]` and `[B, N, Hkv, Dv]` views with any strides, the last one 1. Nothing is copied."""
+        return cls(key_cache, value_cache, layout=_recognise(key_cache, value_cache), k_scale=k_scale, v_scale=v_scale)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool (B)."""
+        return self.key_cache.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in one block (N)."""
+        return self.key_cache.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads (Hkv)."""
+        return self.key_cache.shape[2]
+
+    @property
+    def head_size(self) -> int:
+        """Elements of one key head (D)."""
+        return self.key_cache.shape[3]
+
+    @property
+    def head_size_v(self) -> int:
+        """Elements of one value head (Dv)."""
+        return self.value_cache.shape[3]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the stored elements."""
+        return self.key_cache.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the cache lies."""
+        return self.key_cache.device
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that fit: B * N."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def values_alias_keys(self) -> bool:
+        """True when the values are a prefix of the keys (MLA): writing the keys writes both."""
+        return self.value_cache.data_ptr() == self.key_cache.data_ptr() and self.value_cache.stride()[:3] == self.key_cache.stride()[:3]
+
+    def copy_blocks(self, pairs: BlockPairs) -> None:
+        """Copy whole blocks within this cache, all at once: every source is read before any destination is written.
+
+        Args:
+            pairs: (source, destination) block ids, or an integer tensor `[n, 2]`.
+
+        Raises:
+            ContractError: an id out of range, or a destination named twice; nothing is written then.
+        """
+        source, destination = self._checked_pairs(pairs, self)
+        _move(self, self, source, destination)
+
+    def swap_blocks(self, other: PagedKVCache, pairs: BlockPairs) -> None:
+        """Copy whole blocks of this cache into `other`, which may be on another device or in another layout (swapping out and in).
+
+        Raises:
+            ContractError: as `copy_blocks`, or `other` stores another block shape or dtype.
+        """
+        for name in ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise ContractError(f"swap_blocks between unlike caches: {name} is {mine} here and {theirs} there")
+        source, destination = self._checked_pairs(pairs, other)
+        _move(self, other, source, destination)
+
+    def zero_blocks(self, block_ids: Iterable[int]) -> None:
+        """Fill whole blocks with zeros.
+
+        Raises:
+            ContractError: an id out of range; nothing is written then.
+        """
+        ids = list(block_ids)
+        _check_ids("block_ids", ids, self.num_blocks)
+        if not ids:
+            return
+        index = torch.tensor(ids, device=self.device)
+        for view in (self.key_cache, self.value_cache):
+            _bytes(view).index_fill_(0, index, 0)
+
+    def _checked_pairs(self, pairs: BlockPairs, target: PagedKVCache) -> tuple[list[int], list[int]]:
+        rows = pairs.tolist() if isinstance(pairs, torch.Tensor) else [tuple(pair) for pair in pairs]
+        source, destination = [int(row[0]) for row in rows], [int(row[1]) for row in rows]
+        _check_ids("source block", source, self.num_blocks)
+        _check_ids("destination block", destination, target.num_blocks)
+        doubles = sorted({block for block in destination if destination.count(block) > 1}) if len(set(destination)) < len(destination) else []
+        if doubles:
+            raise ContractError(f"destination block {doubles[0]} is named more than once: which copy should win is not defined")
+        return source, destination
+
+    def __repr__(self) -> str:
+        return (
+            f"PagedKVCache({self.num_blocks} blocks x {self.block_size} tokens x {self.num_kv_heads} heads x {self.head_size}"
+            f"{'' if self.head_size_v == self.head_size else f'/{self.head_size_v}'}, {str(self.dtype).removeprefix('torch.')}, "
+            f"{self.layout or 'foreign layout'}, {self.device})"
+        )
+
+
+def _move(source: PagedKVCache, target: PagedKVCache, source_ids: list[int], target_ids: list[int]) -> None:
+    if not source_ids:
+        return
+    take = torch.tensor(source_ids, device=source.device)
+    put = torch.tensor(target_ids, device=target.device)
+    taken = [_bytes(view).index_select(0, take) for view in (source.key_cache, source.value_cache)]
+    for view, blocks in zip((target.key_cache, target.value_cache), taken, strict=True):
+        _bytes(view).index_copy_(0, put, blocks.to(target.device))
+
+
+def _bytes(view: torch.Tensor) -> torch.Tensor:
+    """8-bit floats seen as bytes: torch moves them, but cannot index them on every device."""
+    return view.view(torch.uint8) if view.dtype.itemsize == 1 else view
+
+
+def _check_ids(what: str, ids: Sequence[int], num_blocks: int) -> None:
+    for position, block in enumerate(ids):
+        if not 0 <= block < num_blocks:
+            raise ContractError(f"{what} {block} (entry {position}) is outside the pool of {num_blocks} blocks (0 to {num_blocks - 1})", rule="P3")
+
+
+def _check_views(key: torch.Tensor, value: torch.Tensor) -> None:
+    for name, view in (("key_cache", key), ("value_cache", value)):
+        if view.dim() != 4:
+            raise ContractError(f"{name} has shape {tuple(view.shape)}; it must be [blocks, block_size, num_kv_heads, head_size]", rule="P1")
+        if view.stride(3) != 1 and view.shape[3] > 1:
+            raise ContractError(f"{name} has stride {view.stride(3)} along the head; the last stride must be 1", rule="P1")
+    if key.shape[:3] != value.shape[:3]:
+        raise ContractError(
+            f"key_cache {tuple(key.shape)} and value_cache {tuple(value.shape)} must agree in blocks, block_size and heads", rule="P1"
+        )
+    if key.dtype != value.dtype or key.device != value.device:
+        raise ContractError(
+            f"key_cache ({key.dtype}, {key.device}) and value_cache ({value.dtype}, {value.device}) must agree in dtype and device", rule="P1"
+        )
+
+
+def _checked_scale(name: str, scale: Scale, view: torch.Tensor) -> Scale:
+    if not isinstance(scale, torch.Tensor):
+        return float(scale)
+    if scale.dtype != torch.float32 or scale.shape not in ((), (view.shape[2],)) or scale.device != view.device:
+        raise ContractError(
+            f"{name} is {scale.dtype} {tuple(scale.shape)} on {scale.device}; it must be float32, a scalar or [{view.shape[2]}] (KV heads), "
+            f"on {view.device}",
+            rule="M9",
+        )
+    return scale
+
+
+def _recognise(key: torch.Tensor, value: torch.Tensor) -> str | None:
+    """The name of the layout whose strides these views have, if it is one of ours."""
+    sizes = (key.shape[0], key.shape[1], key.shape[2], key.shape[3], value.shape[3])
+    for layout in LAYOUTS.values():
+        k_strides, v_strides, _ = layout.strides(*sizes)
+        if key.stride() == k_strides and value.stride() == v_strides:
+            return layout.name
+    return None

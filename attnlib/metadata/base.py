@@ -1,0 +1,162 @@
+"""A backend's own view of a batch, and the builder that makes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from attnlib.device import resolve_device
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.parameters import PerLayerParameters
+from attnlib.metadata.split import reorder_batch_to_split_decodes_and_prefills
+from attnlib.spec import AttentionSpec, CudaGraphSupport
+from attnlib.workspace import BatchLimits
+
+__all__ = ["AttentionMetadata", "AttentionMetadataBuilder", "M"]
+
+
+@dataclass(kw_only=True)
+class AttentionMetadata(ABC):
+    """A batch as one backend wants it. Subclasses are dataclasses and add what their kernels take.
+
+    Attributes:
+        num_prefills: requests that go the prefill way.
+        num_prefill_tokens: their tokens.
+        num_decode_tokens: tokens of the requests that go the decode way.
+        slot_mapping: [>= T] int64 device (P4), or None where nothing is cached.
+        multi_modal_placeholder_index_maps: for engines that carry it along; attnlib does not read it.
+        enable_kv_scales_calculation: likewise.
+    """
+
+    num_prefills: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    slot_mapping: torch.Tensor | None
+    multi_modal_placeholder_index_maps: Mapping[str, Any] | None = None
+    enable_kv_scales_calculation: bool = False
+
+    @property
+    @abstractmethod
+    def prefill_metadata(self) -> AttentionMetadata | None:
+        """The part of the batch that goes the prefill way; None when there is none."""
+
+    @property
+    @abstractmethod
+    def decode_metadata(self) -> AttentionMetadata | None:
+        """The part of the batch that goes the decode way; None when there is none."""
+
+    def asdict_zerocopy(self, skip_fields: set[str] | None = None) -> dict[str, Any]:
+        """Field -> value without copying tensors (`dataclasses.asdict` copies deeply)."""
+        skip = skip_fields or set()
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in skip}
+
+
+M = TypeVar("M", bound=AttentionMetadata)
+
+
+class AttentionMetadataBuilder(ABC, Generic[M]):
+    """Turns `CommonAttentionMetadata` into a backend's metadata: once per batch, not once per layer. No host sync.
+
+    Args:
+        spec: the layers' spec; all layers served by one builder share it.
+        device: where the kernels run; None means a GPU where torch sees one, else the CPU.
+        layer_names: the layers that this builder serves, for messages.
+        layers: scale, window and soft cap of each layer, for kernels that plan with them; () when the kernels take them at the call.
+        config: the backend's own settings, as given at registration.
+        limits: the largest batch that will ever be built. Buffers are then allocated once, here; without limits they grow as batches do.
+    """
+
+    cudagraph_support: ClassVar[CudaGraphSupport] = CudaGraphSupport.NEVER
+    reorder_batch_threshold: ClassVar[int | None] = None
+    """Requests with at most this many new tokens go the decode way and want to stand first; None: the order does not matter."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        device: torch.device | str | None = None,
+        *,
+        layer_names: Sequence[str] = (),
+        layers: Mapping[str, PerLayerParameters] | None = None,
+        config: Mapping[str, Any] | None = None,
+        limits: BatchLimits | None = None,
+    ) -> None:
+        self.spec = spec
+        self.device = resolve_device(device).torch_device
+        self.layer_names = tuple(layer_names or (layers or ()))
+        self.layers = dict(layers or {})
+        self.config = dict(config or {})
+        self.limits = limits
+
+    @property
+    def kv_cache_spec(self) -> AttentionSpec:
+        """vLLM's name for `spec`."""
+        return self.spec
+
+    @property
+    def full_cudagraph_supported(self) -> bool:
+        """True when every batch can be captured (the seed's flag; `cudagraph_support` says it in levels)."""
+        return self.cudagraph_support is CudaGraphSupport.ALWAYS
+
+    @abstractmethod
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> M:
+        """The backend's metadata of one batch.
+
+        Args:
+            common_prefix_len: leading tokens that all requests share; 0 when unknown. A backend without cascade attention ignores it.
+            common_attn_metadata: the batch.
+            fast_build: prefer a quick build over quick kernels (drafts that serve a few layers only).
+        """
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> M:
+        """The metadata to capture a CUDA graph with; by default an ordinary build."""
+        return self.build(0, common_attn_metadata)
+
+    def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> M:
+        """The metadata of one draft step of speculative decoding."""
+        return self.build(0, common_attn_metadata, fast_build=True)
+
+    def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Whether this batch can be captured, by `cudagraph_support` and the batch's query lengths."""
+        if self.cudagraph_support is CudaGraphSupport.ALWAYS:
+            return True
+        if self.cudagraph_support is CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE:
+            return common_attn_metadata.max_query_len <= 1
+        if self.cudagraph_support is CudaGraphSupport.UNIFORM_BATCH:
+            lengths = common_attn_metadata.query_lens_cpu
+            lengths = lengths[lengths > 0]  # padding rows have none
+            return lengths.numel() == 0 or bool((lengths == lengths[0]).all())
+        return False
+
+    def use_cascade_attention(
+        self,
+        common_prefix_len: int,
+        query_lens: np.ndarray,
+        num_query_heads: int,
+        num_kv_heads: int,
+        use_alibi: bool,
+        use_sliding_window: bool,
+        num_sms: int,
+    ) -> bool:
+        """Whether attending to the common prefix once for the whole batch would pay; False unless a backend knows better."""
+        return False
+
+    def reorder_batch(self, input_batch: Any, scheduler_output: Any) -> bool:
+        """Bring the requests that go the decode way to the front of the runner's batch, with as few swaps as possible.
+
+        Returns:
+            True when the batch was changed.
+        """
+        if self.reorder_batch_threshold is None:
+            return False
+        return reorder_batch_to_split_decodes_and_prefills(input_batch, scheduler_output, self.reorder_batch_threshold)
+
+    def update_block_table(self, metadata: M, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> M:
+        """The same batch with other blocks (another layer group of the same shape): everything else is reused."""
+        changes: dict[str, Any] = {"block_table": block_table, "slot_mapping": slot_mapping}
+        return dataclasses.replace(metadata, **changes)

@@ -1,0 +1,147 @@
+"""The metadata of every backend that reads a dense block table: one batch, cut once into a decode part and a prefill part.
+
+Requests with few new tokens are bound by memory and go the decode way; they stand first (`reorder_batch`), so each part is a slice of the batch
+and of q. A decode that stands behind a prefill is served right too, only by the prefill kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+
+from attnlib.errors import ContractError
+from attnlib.metadata.base import AttentionMetadata
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.split import leading_decodes
+from attnlib.spec import AttentionSpec
+
+__all__ = ["PagedMetadata", "paged_fields"]
+
+P = TypeVar("P", bound="PagedMetadata")
+
+
+@dataclass(kw_only=True)
+class PagedMetadata(AttentionMetadata):
+    """A batch over the paged cache (and, with `block_table` None, over unpaged keys).
+
+    Attributes:
+        num_actual_tokens: T.
+        num_decodes: requests at the front that go the decode way.
+        max_query_len, max_seq_len: upper bounds over the batch.
+        max_decode_query_len: upper bound over the decode part.
+        query_start_loc: [R+1] int32 device.
+        prefill_query_start_loc: [num_prefills+1] int32 device, counted from the first prefill token; None without a mixed batch.
+        seq_lens: [R] int32 device.
+        block_table: [R, max_blocks] int32 device, or None.
+        causal: for the batch or per request ([R] device), from the batch or else from the spec.
+        query_bias: [T, >= max_query_len] float32 device or None.
+        query_start_loc_cpu, seq_lens_cpu: the same lengths on the host, for backends that plan there.
+    """
+
+    num_actual_tokens: int
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int
+    max_decode_query_len: int
+    query_start_loc: torch.Tensor
+    prefill_query_start_loc: torch.Tensor | None
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor | None
+    causal: bool | torch.Tensor
+    query_bias: torch.Tensor | None
+    query_start_loc_cpu: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+
+    @property
+    def num_reqs(self) -> int:
+        """R."""
+        return self.num_decodes + self.num_prefills
+
+    @cached_property
+    def decode_metadata(self: P) -> P | None:  # type: ignore[override]  # cached: every layer of the step asks
+        """The decode part as a batch of its own; None when no request goes that way."""
+        if self.num_decodes == 0:
+            return None
+        return self if self.num_prefills == 0 else self._part(slice(0, self.num_decodes), slice(0, self.num_decode_tokens))
+
+    @cached_property
+    def prefill_metadata(self: P) -> P | None:  # type: ignore[override]  # as above
+        """The prefill part as a batch of its own; None when no request goes that way."""
+        if self.num_prefills == 0:
+            return None
+        if self.num_decodes == 0:
+            return self
+        return self._part(slice(self.num_decodes, self.num_reqs), slice(self.num_decode_tokens, self.num_actual_tokens))
+
+    def _part(self: P, requests: slice, tokens: slice) -> P:
+        is_decode = requests.start == 0
+        starts = slice(requests.start, requests.stop + 1)
+        count, num_tokens = requests.stop - requests.start, tokens.stop - tokens.start
+        return replace(
+            self,
+            num_actual_tokens=num_tokens,
+            num_decodes=count if is_decode else 0,
+            num_decode_tokens=num_tokens if is_decode else 0,
+            num_prefills=0 if is_decode else count,
+            num_prefill_tokens=0 if is_decode else num_tokens,
+            max_query_len=self.max_decode_query_len if is_decode else self.max_query_len,
+            query_start_loc=self.query_start_loc[starts] if is_decode else self._prefill_starts(starts),
+            prefill_query_start_loc=None,
+            seq_lens=self.seq_lens[requests],
+            block_table=None if self.block_table is None else self.block_table[requests],
+            slot_mapping=None if self.slot_mapping is None else self.slot_mapping[tokens],
+            causal=self.causal[requests] if isinstance(self.causal, torch.Tensor) else self.causal,
+            query_bias=None if self.query_bias is None else self.query_bias[tokens],
+            query_start_loc_cpu=self.query_start_loc_cpu[starts] - self.query_start_loc_cpu[requests.start],
+            seq_lens_cpu=self.seq_lens_cpu[requests],
+        )
+
+    def _prefill_starts(self, starts: slice) -> torch.Tensor:
+        if self.prefill_query_start_loc is not None:
+            return self.prefill_query_start_loc
+        return self.query_start_loc[starts] - self.num_decode_tokens
+
+
+def paged_fields(common: CommonAttentionMetadata, spec: AttentionSpec, decode_threshold: int | None) -> dict[str, Any]:
+    """The fields of `PagedMetadata` for a batch, as keyword arguments for a backend's subclass. No host sync.
+
+    Args:
+        common: the batch.
+        spec: decides causality where the batch leaves it open, and whether a table is needed.
+        decode_threshold: most new tokens of a request that goes the decode way; None sends everything the prefill way.
+
+    Raises:
+        ContractError: a paged layer without a block table.
+    """
+    if spec.is_paged and common.block_table_tensor is None:
+        raise ContractError(
+            f"attn_type={spec.attn_type.value} reads the cache through a block table, but the batch has none: pass block_table and block_size", rule="P3"
+        )
+    threshold = decode_threshold if spec.is_paged and decode_threshold is not None else 0
+    num_decodes, decode_tokens = leading_decodes(common, threshold)
+    if decode_tokens == 0:
+        num_decodes = 0  # nothing but padding in front: let the prefill way take the batch whole
+    num_prefills = common.num_reqs - num_decodes
+    mixed = num_decodes > 0 and num_prefills > 0
+    return {
+        "num_prefills": num_prefills,
+        "num_prefill_tokens": common.num_actual_tokens - decode_tokens,
+        "num_decode_tokens": decode_tokens,
+        "slot_mapping": common.slot_mapping,
+        "num_actual_tokens": common.num_actual_tokens,
+        "num_decodes": num_decodes,
+        "max_query_len": common.max_query_len,
+        "max_seq_len": common.max_seq_len,
+        "max_decode_query_len": min(threshold, common.max_query_len),
+        "query_start_loc": common.query_start_loc,
+        "prefill_query_start_loc": common.query_start_loc[num_decodes:] - decode_tokens if mixed else None,
+        "seq_lens": common.seq_lens,
+        "block_table": common.block_table_tensor if spec.is_paged else None,
+        "causal": spec.is_causal if common.causal is None else common.causal,
+        "query_bias": common.query_bias,
+        "query_start_loc_cpu": common.query_start_loc_cpu,
+        "seq_lens_cpu": common.seq_lens_cpu,
+    }

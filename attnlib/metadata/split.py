@@ -1,0 +1,137 @@
+"""Telling decodes from prefills, and bringing a batch into that order."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from attnlib.errors import ContractError
+from attnlib.metadata.common import CommonAttentionMetadata
+
+__all__ = [
+    "reorder_batch_to_split_decodes_and_prefills",
+    "split_decodes_and_prefills",
+    "split_decodes_prefills_and_extends",
+    "split_prefill_chunks",
+]
+
+
+class InputBatch(Protocol):
+    """What reordering needs of a runner's batch."""
+
+    @property
+    def req_ids(self) -> list[str]:
+        """Request ids by row."""
+
+    def swap_states(self, first: int, second: int) -> None:
+        """Exchange two rows."""
+
+
+def split_decodes_and_prefills(
+    common_attn_metadata: CommonAttentionMetadata, decode_threshold: int = 1, *, require_uniform: bool = False
+) -> tuple[int, int, int, int]:
+    """Where the prefills begin in a batch whose decodes stand first.
+
+    Args:
+        common_attn_metadata: the batch.
+        decode_threshold: most new tokens of a request that still counts as a decode.
+        require_uniform: decodes must all have as many tokens as the first request (empty padding rows count with them).
+
+    Returns:
+        (num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens).
+
+    Raises:
+        ContractError: a decode stands behind a prefill; reorder the batch first.
+    """
+    common = common_attn_metadata
+    if common.num_reqs == 0 or (common.max_query_len <= decode_threshold and not require_uniform):
+        return common.num_reqs, 0, common.num_actual_tokens, 0
+    lengths = common.query_lens_cpu
+    is_prefill = lengths > decode_threshold
+    if require_uniform:
+        is_prefill = is_prefill | ((lengths != lengths[0]) & (lengths != 0))
+    first = first_true(is_prefill)
+    if not require_uniform and not bool(is_prefill[first:].all()):
+        request = first + first_true(~is_prefill[first:])
+        raise ContractError(
+            f"request {request} has {int(lengths[request])} new tokens (a decode, threshold {decode_threshold}) but stands behind request {first} "
+            f"with {int(lengths[first])}: reorder the batch so that decodes come first"
+        )
+    decode_tokens = int(common.query_start_loc_cpu[first])
+    return first, common.num_reqs - first, decode_tokens, common.num_actual_tokens - decode_tokens
+
+
+def leading_decodes(common: CommonAttentionMetadata, decode_threshold: int) -> tuple[int, int]:
+    """(requests, tokens) of the run of decodes at the front of a batch in any order; what stands behind goes the prefill way, decodes too."""
+    if common.max_query_len <= decode_threshold:
+        return common.num_reqs, common.num_actual_tokens
+    first = first_true(common.query_lens_cpu > decode_threshold)
+    return first, int(common.query_start_loc_cpu[first])
+
+
+def first_true(flags: torch.Tensor) -> int:
+    """Index of the first True, or the length when there is none."""
+    return int(flags.int().argmax()) if bool(flags.any()) else flags.shape[0]
+
+
+def split_decodes_prefills_and_extends(
+    common_attn_metadata: CommonAttentionMetadata, decode_threshold: int = 1
+) -> tuple[int, int, int, int, int, int]:
+    """As `split_decodes_and_prefills`, with the prefills told apart: an extend has context, a pure prefill has none. Order: decode, extend, prefill.
+
+    Returns:
+        (num_decodes, num_extends, num_prefills, num_decode_tokens, num_extend_tokens, num_prefill_tokens).
+    """
+    common = common_attn_metadata
+    decodes, rest, decode_tokens, rest_tokens = split_decodes_and_prefills(common, decode_threshold)
+    pure = (common.seq_lens_cpu == common.query_lens_cpu)[decodes:]
+    extends = first_true(pure)
+    if not bool(pure[extends:].all()):
+        raise ContractError(f"request {decodes + extends + first_true(~pure[extends:])} has context but stands behind a pure prefill: extends come first")
+    extend_tokens = int(common.query_start_loc_cpu[decodes + extends]) - decode_tokens if rest else 0
+    return decodes, extends, rest - extends, decode_tokens, extend_tokens, rest_tokens - extend_tokens
+
+
+def split_prefill_chunks(seq_lens_cpu: torch.Tensor, workspace_size: int, request_offset: int = 0) -> list[tuple[int, int]]:
+    """Greedy packing: runs of requests whose summed lengths fit `workspace_size`.
+
+    Returns:
+        (first, end) request indices of each run, counted from `request_offset`.
+
+    Raises:
+        ContractError: one request alone is too long.
+    """
+    chunks: list[tuple[int, int]] = []
+    start = total = 0
+    for index, length in enumerate(int(n) for n in seq_lens_cpu):
+        if length > workspace_size:
+            raise ContractError(f"seq_lens[{request_offset + index}]={length} alone exceeds workspace_size={workspace_size}")
+        if total + length > workspace_size:
+            chunks.append((request_offset + start, request_offset + index))
+            start, total = index, 0
+        total += length
+    if start < seq_lens_cpu.shape[0]:
+        chunks.append((request_offset + start, request_offset + seq_lens_cpu.shape[0]))
+    return chunks
+
+
+def reorder_batch_to_split_decodes_and_prefills(input_batch: InputBatch, scheduler_output: Any, decode_threshold: int = 1) -> bool:
+    """Bring requests with at most `decode_threshold` scheduled tokens to the front, with the fewest swaps.
+
+    Args:
+        input_batch: has `req_ids` by row and `swap_states(i, j)`.
+        scheduler_output: has `num_scheduled_tokens`, request id -> tokens.
+        decode_threshold: as in `split_decodes_and_prefills`.
+
+    Returns:
+        True when rows were exchanged.
+    """
+    is_decode = [scheduler_output.num_scheduled_tokens[request] <= decode_threshold for request in input_batch.req_ids]
+    num_decodes = sum(is_decode)
+    # Every prefill among the first rows pairs with a decode behind them; nobody else has to move.
+    misplaced_prefills = [row for row in range(num_decodes) if not is_decode[row]]
+    misplaced_decodes = [row for row in range(num_decodes, len(is_decode)) if is_decode[row]]
+    for prefill, decode in zip(misplaced_prefills, reversed(misplaced_decodes), strict=True):
+        input_batch.swap_states(prefill, decode)
+    return bool(misplaced_prefills)

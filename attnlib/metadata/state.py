@@ -1,0 +1,137 @@
+"""What a backend keeps for a runner's lifetime: its builder, and the persistent buffers that a CUDA graph reads from.
+
+A captured graph replays addresses, not values. So a batch that is to be replayed is first copied into buffers whose addresses never change:
+`graph_capture_get_metadata_for_batch` makes metadata over them, `begin_forward` fills them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic
+
+import torch
+
+from attnlib.errors import ContractError
+from attnlib.metadata.base import AttentionMetadataBuilder, M
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.workspace import BatchLimits
+
+__all__ = ["AttentionState"]
+
+
+class AttentionState(Generic[M]):
+    """Persistent state of one backend for one runner.
+
+    Args:
+        builder: the backend's builder.
+        limits: the largest batch that will be captured or replayed.
+        max_blocks: columns of the persistent block table; None means what `limits.max_seq_len` needs.
+    """
+
+    def __init__(self, builder: AttentionMetadataBuilder[M], limits: BatchLimits, *, max_blocks: int | None = None) -> None:
+        self.builder = builder
+        self.limits = limits
+        self.max_blocks = max_blocks or -(-limits.max_seq_len // builder.spec.block_size)
+        device, reqs, tokens = builder.device, limits.max_num_reqs, limits.max_num_tokens
+        self._query_start_loc = torch.zeros(reqs + 1, dtype=torch.int32, device=device)
+        self._seq_lens = torch.zeros(reqs, dtype=torch.int32, device=device)
+        self._block_table = torch.zeros(reqs, self.max_blocks, dtype=torch.int32, device=device)
+        self._slot_mapping = torch.full((tokens,), -1, dtype=torch.int64, device=device)
+
+    def begin_forward(self, common_attn_metadata: CommonAttentionMetadata, padded_num_reqs: int, query_len: int = 1) -> CommonAttentionMetadata:
+        """Copy a batch into the persistent buffers, padded to a captured size. No host sync.
+
+        Padding rows are the one documented kind (M7): query_len 0, seq_len 0, slot -1.
+
+        Args:
+            common_attn_metadata: the batch; at most `padded_num_reqs` requests of at most `query_len` new tokens.
+            padded_num_reqs: the captured batch size.
+            query_len: new tokens per request at capture.
+
+        Returns:
+            the padded batch over the persistent buffers.
+
+        Raises:
+            ContractError: the batch does not fit the captured size or the limits.
+        """
+        common, tokens = common_attn_metadata, padded_num_reqs * query_len
+        self._check_fits(common, padded_num_reqs, query_len)
+        reqs = common.num_reqs
+        self._query_start_loc[: reqs + 1].copy_(common.query_start_loc, non_blocking=True)
+        self._query_start_loc[reqs + 1 : padded_num_reqs + 1].fill_(common.num_actual_tokens)
+        self._seq_lens[:reqs].copy_(common.seq_lens, non_blocking=True)
+        self._seq_lens[reqs:padded_num_reqs].fill_(0)
+        if common.block_table_tensor is not None:
+            width = common.block_table_tensor.shape[1]
+            self._block_table[:reqs, :width].copy_(common.block_table_tensor, non_blocking=True)
+        self._slot_mapping[:tokens].fill_(-1)
+        if common.slot_mapping is not None:
+            self._slot_mapping[: common.num_actual_tokens].copy_(common.slot_mapping[: common.num_actual_tokens], non_blocking=True)
+        return self._padded(padded_num_reqs, query_len, common)
+
+    def get_graph_input_buffers(self, attn_metadata: M | None = None, is_encoder_decoder_model: bool = False) -> dict[str, torch.Tensor]:
+        """The persistent buffers by name: what a captured graph reads. They keep their addresses for the state's lifetime (G3)."""
+        return {
+            "query_start_loc": self._query_start_loc,
+            "seq_lens": self._seq_lens,
+            "block_table": self._block_table,
+            "slot_mapping": self._slot_mapping,
+        }
+
+    def graph_capture_get_metadata_for_batch(self, batch_size: int, is_encoder_decoder_model: bool = False, *, query_len: int = 1) -> M:
+        """Metadata to capture a graph of `batch_size` requests of `query_len` tokens with, over the persistent buffers.
+
+        The captured lengths are small (each request sees just its own new tokens); bounds are the limits, so grids fit every later batch.
+        """
+        starts = torch.arange(batch_size + 1, dtype=torch.int32) * query_len
+        lengths = torch.full((batch_size,), query_len, dtype=torch.int32)
+        self._check_size(batch_size, query_len)
+        self._query_start_loc[: batch_size + 1].copy_(starts, non_blocking=True)
+        self._seq_lens[:batch_size].copy_(lengths, non_blocking=True)
+        self._slot_mapping.fill_(-1)
+        return self.builder.build_for_cudagraph_capture(self._padded(batch_size, query_len, None))
+
+    def graph_clone(self, batch_size: int) -> AttentionState[M]:
+        """A state with buffers of its own for `batch_size` requests (a second graph that may be in flight at the same time)."""
+        per_request = -(-self.limits.max_num_tokens // self.limits.max_num_reqs)
+        limits = BatchLimits(max_num_reqs=batch_size, max_num_tokens=batch_size * per_request, max_seq_len=self.limits.max_seq_len)
+        return type(self)(self.builder, limits, max_blocks=self.max_blocks)
+
+    def _padded(self, reqs: int, query_len: int, common: CommonAttentionMetadata | None) -> CommonAttentionMetadata:
+        """A batch of `reqs` rows over the buffers; host copies say the same as the device, bounds are the captured ones."""
+        starts, seq_lens = torch.arange(reqs + 1, dtype=torch.int32) * query_len, torch.full((reqs,), query_len, dtype=torch.int32)
+        extra: dict[str, Any] = {}
+        if common is not None:
+            starts = torch.cat([common.query_start_loc_cpu, common.query_start_loc_cpu[-1:].expand(reqs - common.num_reqs)])
+            seq_lens = torch.cat([common.seq_lens_cpu, torch.zeros(reqs - common.num_reqs, dtype=torch.int32)])
+            extra = {"causal": common.causal, "query_bias": common.query_bias}
+        return CommonAttentionMetadata(
+            query_start_loc=self._query_start_loc[: reqs + 1],
+            query_start_loc_cpu=starts,
+            seq_lens=self._seq_lens[:reqs],
+            seq_lens_cpu=seq_lens,
+            num_computed_tokens_cpu=seq_lens - (starts[1:] - starts[:-1]),
+            num_reqs=reqs,
+            num_actual_tokens=reqs * query_len,
+            max_query_len=query_len,
+            max_seq_len=self.limits.max_seq_len,
+            block_table_tensor=self._block_table[:reqs],
+            slot_mapping=self._slot_mapping[: reqs * query_len],
+            **extra,
+        )
+
+    def _check_fits(self, common: CommonAttentionMetadata, reqs: int, query_len: int) -> None:
+        self._check_size(reqs, query_len)
+        if common.num_reqs > reqs or common.max_query_len > query_len:
+            raise ContractError(
+                f"{common.num_reqs} requests of up to {common.max_query_len} tokens do not fit a graph captured for {reqs} requests of {query_len}"
+            )
+        width = 0 if common.block_table_tensor is None else common.block_table_tensor.shape[1]
+        if width > self.max_blocks:
+            raise ContractError(f"block_table has {width} columns, the captured one has {self.max_blocks}: raise max_seq_len in the limits", rule="P3")
+
+    def _check_size(self, reqs: int, query_len: int) -> None:
+        if reqs > self.limits.max_num_reqs or reqs * query_len > self.limits.max_num_tokens:
+            raise ContractError(
+                f"{reqs} requests of {query_len} tokens exceed the limits of {self.limits.max_num_reqs} requests and "
+                f"{self.limits.max_num_tokens} tokens"
+            )

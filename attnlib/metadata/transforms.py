@@ -1,0 +1,52 @@
+"""A batch seen as another batch: attention within chunks as ordinary causal attention over more, shorter requests."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from attnlib.errors import ContractError
+
+__all__ = ["make_local_attention_virtual_batches"]
+
+
+def make_local_attention_virtual_batches(
+    attn_chunk_size: int, query_start_loc_np: np.ndarray, seq_lens_np: np.ndarray, block_table: torch.Tensor, block_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, torch.Tensor]:
+    """One virtual request for each chunk that a request's new tokens touch; within it, plain causal attention is chunked attention.
+
+    A request with context c and length s touches the chunks c // chunk to (s - 1) // chunk. Virtual requests keep the order of the tokens, so the
+    packed query tensor serves unchanged. A request without new tokens touches none.
+
+    Args:
+        attn_chunk_size: positions in one chunk; a multiple of `block_size`.
+        query_start_loc_np: [R+1] int32, where each request's tokens start.
+        seq_lens_np: [R] int32, context plus new tokens.
+        block_table: [R, max_blocks] int32, any device.
+        block_size: tokens in one block.
+
+    Returns:
+        (query lengths [V], query starts [V+1], sequence lengths [V], block table [V, attn_chunk_size / block_size]) of V virtual requests. Table
+        entries behind a virtual request's last block repeat some block of the request and are never read (P3).
+
+    Raises:
+        ContractError: the chunk is no multiple of the block.
+    """
+    if block_size < 1 or attn_chunk_size % block_size:
+        raise ContractError(f"attn_chunk_size={attn_chunk_size} is no multiple of block_size={block_size}: a virtual request must start with a block")
+    query_lens = np.diff(query_start_loc_np)
+    context = seq_lens_np - query_lens
+    first = context // attn_chunk_size
+    counts = np.where(query_lens > 0, (seq_lens_np - 1) // attn_chunk_size - first + 1, 0)
+    request = np.repeat(np.arange(len(seq_lens_np)), counts)
+    chunk = np.arange(len(request)) - np.repeat(np.cumsum(counts) - counts, counts) + first[request]
+    key_start = chunk * attn_chunk_size
+    key_end = np.minimum(seq_lens_np[request], key_start + attn_chunk_size)
+    query_lens_local = (key_end - np.maximum(context[request], key_start)).astype(np.int32)
+    starts_local = np.zeros(len(request) + 1, dtype=np.int32)
+    np.cumsum(query_lens_local, out=starts_local[1:])
+    columns = (key_start // block_size)[:, None] + np.arange(attn_chunk_size // block_size)
+    columns = np.minimum(columns, max(block_table.shape[1] - 1, 0))
+    rows_index = torch.from_numpy(np.repeat(request, columns.shape[1])).to(block_table.device)
+    local_table = block_table[rows_index, torch.from_numpy(columns.reshape(-1)).to(block_table.device)]
+    return query_lens_local, starts_local, (key_end - key_start).astype(np.int32), local_table.view(len(request), -1)
