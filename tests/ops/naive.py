@@ -73,7 +73,7 @@ def naive_varlen_attention(
     query_bias: Tensor | None = None,
     **ignored: object,
 ) -> tuple[Tensor, Tensor]:
-    """The same over packed, unpaged keys `[Tk, Hkv, D]` and values `[Tk, Hkv, Dv]`, with the names of `varlen_prefill`."""
+    """The same over packed, unpaged keys `[Tk, Hkv, D]` and values `[Tk, Hkv, Dv]`, named as in `varlen_prefill`."""
     ends = cu_seqlens_k.tolist()
     spans = [slice(ends[request], ends[request + 1]) for request in range(len(ends) - 1)]
     keys = [key[span].cpu().double() for span in spans]
