@@ -62,13 +62,17 @@ def device_info(kind: str, index: int) -> DeviceInfo:
     if kind != "cuda":
         return DeviceInfo(type=kind)
     if index < 0:
-        index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+        index = torch.cuda.current_device() if _cuda_started() else 0
     is_rocm = torch.version.hip is not None
-    facts = None if torch.cuda.is_initialized() or is_rocm else _from_nvml(index)
+    facts = None if _cuda_started() or is_rocm else _from_nvml(index)
     if facts is None and torch.cuda.is_available():
         facts = torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
     capability, name = facts if facts else (None, "no such device")
     return DeviceInfo(type="cuda", index=index, capability=capability, is_rocm=is_rocm, name=name)
+
+
+def _cuda_started() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def _from_nvml(index: int) -> tuple[tuple[int, int], str] | None:

@@ -178,7 +178,8 @@ class AttentionSpec:
                 raise ContractError(f"{name}={value!r} must be an integer of at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ContractError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}: every KV head serves the same number of query heads"
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}: "
+                f"every KV head serves the same number of query heads"
             )
         if self.use_mla and (self.num_kv_heads != 1 or self.head_size_v > self.head_size):
             raise ContractError(
@@ -190,7 +191,9 @@ class AttentionSpec:
         if self.sliding_window is not None and self.window is not None:
             raise ContractError(f"sliding_window={self.sliding_window} and window={tuple(self.window)} say the same thing twice: give one")
         if self.sliding_window is not None and self.sliding_window < 1:
-            raise ContractError(f"sliding_window={self.sliding_window} must be at least 1 (1 shows the query's own key only); None for no window", rule="M2")
+            raise ContractError(
+                f"sliding_window={self.sliding_window} must be at least 1 (1 shows the query's own key only); None for no window", rule="M2"
+            )
         for side, value in zip(("left", "right"), self.window or (), strict=False):
             if value is not None and value < 0:
                 raise ContractError(f"window {side}={value} must not be negative; 0 shows no key on that side, None shows all", rule="M2")

@@ -54,7 +54,9 @@ def check_call(
     elif key.shape[0] < tokens:
         raise ContractError(f"key has {key.shape[0]} rows, but the batch has {tokens} tokens")
     if return_lse and layer.backend.capabilities.lse is not True:
-        raise ContractError(f"backend {layer.backend.get_name()} cannot return the LSE: set needs_lse=True in the spec and selection finds one that can")
+        raise ContractError(
+            f"backend {layer.backend.get_name()} cannot return the LSE: set needs_lse=True in the spec and selection finds one that can"
+        )
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, heads: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
@@ -136,7 +138,8 @@ def _check_table(table: list[list[int]], seq_lens: list[int], cache: PagedKVCach
         for column, block in enumerate(table[request][:need]):
             if not 0 <= block < cache.num_blocks:
                 raise ContractError(
-                    f"block_table[{request}][{column}]={block} is outside the pool of {cache.num_blocks} blocks (0 to {cache.num_blocks - 1})", rule="P3"
+                    f"block_table[{request}][{column}]={block} is outside the pool of {cache.num_blocks} blocks (0 to {cache.num_blocks - 1})",
+                    rule="P3",
                 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import torch
 
 from attnlib.errors import ContractError
@@ -43,8 +45,7 @@ def compute_slot_mapping(
         )
     if num_tokens is None:
         num_tokens = int(query_start_loc[-1])
-    if block_table.is_cuda:
-        from attnlib.ops.triton import slots as kernels
-    else:
-        from attnlib.ops.torch import slots as kernels  # type: ignore[no-redef]
-    return kernels.compute_slot_mapping(query_start_loc, seq_lens, block_table, block_size, num_tokens, out=out)
+    twin = "triton" if block_table.is_cuda else "torch"
+    kernels = import_module(f"attnlib.ops.{twin}.slots")
+    slots: torch.Tensor = kernels.compute_slot_mapping(query_start_loc, seq_lens, block_table, block_size, num_tokens, out=out)
+    return slots

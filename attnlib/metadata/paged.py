@@ -61,14 +61,14 @@ class PagedMetadata(AttentionMetadata):
         return self.num_decodes + self.num_prefills
 
     @cached_property
-    def decode_metadata(self: P) -> P | None:  # type: ignore[override]  # cached: every layer of the step asks
+    def decode_metadata(self: P) -> P | None:  # cached: every layer of the step asks
         """The decode part as a batch of its own; None when no request goes that way."""
         if self.num_decodes == 0:
             return None
         return self if self.num_prefills == 0 else self._part(slice(0, self.num_decodes), slice(0, self.num_decode_tokens))
 
     @cached_property
-    def prefill_metadata(self: P) -> P | None:  # type: ignore[override]  # as above
+    def prefill_metadata(self: P) -> P | None:
         """The prefill part as a batch of its own; None when no request goes that way."""
         if self.num_prefills == 0:
             return None
@@ -118,7 +118,8 @@ def paged_fields(common: CommonAttentionMetadata, spec: AttentionSpec, decode_th
     """
     if spec.is_paged and common.block_table_tensor is None:
         raise ContractError(
-            f"attn_type={spec.attn_type.value} reads the cache through a block table, but the batch has none: pass block_table and block_size", rule="P3"
+            f"attn_type={spec.attn_type.value} reads the cache through a block table, but the batch has none: pass block_table and block_size",
+            rule="P3",
         )
     threshold = decode_threshold if spec.is_paged and decode_threshold is not None else 0
     num_decodes, decode_tokens = leading_decodes(common, threshold)

@@ -88,7 +88,8 @@ def split_decodes_prefills_and_extends(
     pure = (common.seq_lens_cpu == common.query_lens_cpu)[decodes:]
     extends = first_true(pure)
     if not bool(pure[extends:].all()):
-        raise ContractError(f"request {decodes + extends + first_true(~pure[extends:])} has context but stands behind a pure prefill: extends come first")
+        request = decodes + extends + first_true(~pure[extends:])
+        raise ContractError(f"request {request} has context but stands behind a pure prefill: extends come first")
     extend_tokens = int(common.query_start_loc_cpu[decodes + extends]) - decode_tokens if rest else 0
     return decodes, extends, rest - extends, decode_tokens, extend_tokens, rest_tokens - extend_tokens
 

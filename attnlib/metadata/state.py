@@ -127,7 +127,9 @@ class AttentionState(Generic[M]):
             )
         width = 0 if common.block_table_tensor is None else common.block_table_tensor.shape[1]
         if width > self.max_blocks:
-            raise ContractError(f"block_table has {width} columns, the captured one has {self.max_blocks}: raise max_seq_len in the limits", rule="P3")
+            raise ContractError(
+                f"block_table has {width} columns, the captured one has {self.max_blocks}: raise max_seq_len in the limits", rule="P3"
+            )
 
     def _check_size(self, reqs: int, query_len: int) -> None:
         if reqs > self.limits.max_num_reqs or reqs * query_len > self.limits.max_num_tokens:

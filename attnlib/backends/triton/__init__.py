@@ -1,0 +1,104 @@
+"""Card of the `triton` backend: attnlib's own kernels, pure Python, compiled by Triton for the chip at hand. Importable without triton."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import importlib.util
+import os
+import shutil
+from typing import Any
+
+import torch
+
+from attnlib.backends.base import AttentionBackend, AttentionImpl
+from attnlib.capabilities import Capabilities, Sizes
+from attnlib.device import DeviceInfo
+from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
+from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind
+
+__all__ = ["TritonBackend"]
+
+
+class TritonBackend(AttentionBackend):
+    """In-house Triton kernels: CUDA from Ampere on, ROCm, and the CPU under Triton's interpreter."""
+
+    description = "in-house Triton kernels, no compiler toolkit needed"
+    capabilities = Capabilities(
+        devices=("cuda", "cpu"),
+        min_capability=(8, 0),
+        rocm=True,
+        dtypes=(torch.float16, torch.bfloat16, torch.float32),
+        kv_cache_dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2),
+        kv_scale_kinds=("tensor", "head"),
+        head_sizes=Sizes(8, 512, 8),
+        head_size_v_may_differ=True,
+        block_sizes=Sizes(1),
+        kv_cache_layouts=("NHD", "HND", "NHD_INTERLEAVED", "HND_INTERLEAVED", "NHD_PACKED", "HND_PACKED", "ANY"),
+        group_sizes=Sizes(1),
+        attn_types=tuple(AttentionType),
+        mask_kinds=tuple(MaskKind),
+        sliding_window=True,
+        attention_chunks=True,
+        logits_soft_cap=True,
+        alibi=True,
+        sink=True,
+        mla=False,
+        lse=True,
+        kv_sharing=True,
+        batch_invariant=False,
+        cudagraph=CudaGraphSupport.ALWAYS,
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        return "triton"
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        from attnlib.backends.triton.impl import TritonImpl
+
+        return TritonImpl
+
+    @staticmethod
+    def get_metadata_cls() -> type[AttentionMetadata]:
+        from attnlib.backends.triton.metadata import TritonMetadata
+
+        return TritonMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+        from attnlib.backends.triton.metadata import TritonMetadataBuilder
+
+        return TritonMetadataBuilder
+
+    @classmethod
+    def unavailable(cls, device: DeviceInfo) -> list[str]:
+        """Triton missing, no interpreter on a CPU, or (on a GPU) no C compiler or driver library for Triton's launcher."""
+        if importlib.util.find_spec("triton") is None:
+            return ['triton is not installed: pip install "triton>=3.6"']
+        if device.type == "cpu":
+            interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+            return [] if interpreted else ["on a CPU Triton only interprets: set TRITON_INTERPRET=1 before triton is imported (slow, for tests)"]
+        return [] if device.is_rocm else _toolchain_gaps()
+
+    @classmethod
+    def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
+        """On a CPU the interpreter computes with numpy, which has no bfloat16."""
+        if device.type == "cpu" and torch.bfloat16 in (spec.dtype, spec.kv_dtype):
+            return ["bfloat16 on a CPU: Triton's interpreter multiplies it wrongly (use float32 or float16 there)"]
+        return []
+
+
+def _toolchain_gaps() -> list[str]:
+    """What Triton's own launcher needs before the first kernel: a C compiler and the driver library (J1)."""
+    gaps = []
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+    if not compiler or not (os.path.isfile(compiler) or shutil.which(compiler)):
+        gaps.append("no C compiler for Triton's launcher: install gcc or clang, or set CC to one")
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        if ctypes.util.find_library("cuda") is None:
+            gaps.append("libcuda.so.1 is not found: install the NVIDIA driver, or put its folder on LD_LIBRARY_PATH")
+    return gaps

@@ -1,0 +1,103 @@
+"""Per-layer attention of the `triton` backend: decodes and prefills side by side on one batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnlib.backends.base import AttentionImpl
+from attnlib.backends.triton.metadata import TritonMetadata
+from attnlib.cache.storage import PagedKVCache
+from attnlib.ops.triton.cache_write import write_kv
+from attnlib.ops.triton.paged_decode import paged_decode
+from attnlib.ops.triton.paged_prefill import paged_prefill
+from attnlib.ops.triton.varlen_prefill import varlen_prefill
+
+__all__ = ["TritonImpl"]
+
+
+class TritonImpl(AttentionImpl):
+    """Attention by attnlib's own kernels."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        spec = self.spec
+        self._meaning: dict[str, Any] = {
+            "scale": self.scale,
+            "window": spec.visible_window.as_kernel_args(),
+            "attention_chunk_size": spec.attention_chunk_size or 0,
+            "logits_soft_cap": spec.logits_soft_cap or 0.0,
+            "alibi_slopes": self.alibi_slopes,
+            "sinks": self.sinks,
+        }
+
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
+        """See `AttentionImpl.write_kv`."""
+        write_kv(key, value, cache.key_cache, cache.value_cache, slot_mapping, k_scale=cache.k_scale, v_scale=cache.v_scale)
+
+    def forward(
+        self, query: torch.Tensor, cache: PagedKVCache, metadata: TritonMetadata, output: torch.Tensor, lse: torch.Tensor | None = None
+    ) -> None:
+        """See `AttentionImpl.forward`."""
+        if metadata.num_prefills == 0 and metadata.num_decodes:
+            self._decode(metadata, query, cache, output, lse)
+            return
+        if metadata.num_decodes == 0:
+            self._prefill(metadata, query, cache, output, lse)
+            return
+        split, decode, prefill = metadata.num_decode_tokens, metadata.decode_metadata, metadata.prefill_metadata
+        assert decode is not None and prefill is not None  # both counts are above 0
+        self._decode(decode, query[:split], cache, output[:split], None if lse is None else lse[:split])
+        self._prefill(prefill, query[split:], cache, output[split:], None if lse is None else lse[split:])
+
+    def forward_unpaged(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: TritonMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """See `AttentionImpl.forward_unpaged`."""
+        varlen_prefill(
+            query,
+            key,
+            value,
+            metadata.query_start_loc,
+            metadata.query_start_loc,
+            max_seqlen_q=metadata.max_query_len,
+            max_seqlen_k=metadata.max_query_len,
+            causal=metadata.causal,
+            query_bias=metadata.query_bias,
+            out=output,
+            lse=lse,
+            **self._meaning,
+        )
+
+    def _decode(
+        self, part: TritonMetadata, query: torch.Tensor, cache: PagedKVCache, output: torch.Tensor, lse: torch.Tensor | None
+    ) -> None:
+        paged_decode(*self._paged(part, query, cache), num_splits=part.num_splits, workspace=part.workspace, **self._call(part, cache, output, lse))
+
+    def _prefill(
+        self, part: TritonMetadata, query: torch.Tensor, cache: PagedKVCache, output: torch.Tensor, lse: torch.Tensor | None
+    ) -> None:
+        paged_prefill(*self._paged(part, query, cache), **self._call(part, cache, output, lse))
+
+    def _paged(self, part: TritonMetadata, query: torch.Tensor, cache: PagedKVCache) -> tuple[Any, ...]:
+        return query, cache.key_cache, cache.value_cache, part.block_table, part.query_start_loc, part.seq_lens
+
+    def _call(self, part: TritonMetadata, cache: PagedKVCache, output: torch.Tensor, lse: torch.Tensor | None) -> dict[str, Any]:
+        return {
+            "max_query_len": part.max_query_len,
+            "max_seq_len": part.max_seq_len,
+            "causal": part.causal,
+            "query_bias": part.query_bias,
+            "k_scale": cache.k_scale,
+            "v_scale": cache.v_scale,
+            "out": output,
+            "lse": lse,
+            **self._meaning,
+        }

@@ -1,0 +1,87 @@
+"""Metadata of the `triton` backend: the common paged metadata, and how decode shares its keys among programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from attnlib.metadata.base import AttentionMetadataBuilder
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.paged import PagedMetadata, paged_fields
+from attnlib.ops.triton.paged_decode import decode_num_splits, paged_decode_workspace_bytes
+from attnlib.spec import AttentionSpec, CudaGraphSupport
+from attnlib.workspace import Workspace
+
+__all__ = ["TritonMetadata", "TritonMetadataBuilder"]
+
+
+@dataclass(kw_only=True)
+class TritonMetadata(PagedMetadata):
+    """A batch for the Triton kernels.
+
+    Attributes:
+        num_splits: most programs that share one request's keys in decode; from upper bounds only, so a graph replays it with other lengths.
+        workspace: their partial results, [>= bytes] uint8 device; None when nothing is split.
+    """
+
+    num_splits: int = 1
+    workspace: torch.Tensor | None = None
+
+
+class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
+    """Requests of up to 8 new tokens (decode and verify steps) go the decode way."""
+
+    cudagraph_support: ClassVar[CudaGraphSupport] = CudaGraphSupport.ALWAYS
+    reorder_batch_threshold: ClassVar[int | None] = 8
+
+    def __init__(self, spec: AttentionSpec, device: torch.device | str | None = None, **kwargs: Any) -> None:
+        super().__init__(spec, device, **kwargs)
+        self._workspace = Workspace(self.device, self._declared_bytes(), fixed=self.limits is not None)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of scratch memory held now; with `limits`, all that will ever be held."""
+        return self._workspace.num_bytes
+
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> TritonMetadata:
+        """The batch, cut into decodes and prefills, with the decode's splits chosen."""
+        fields = paged_fields(common_attn_metadata, self.spec, self.reorder_batch_threshold)
+        splits, workspace = 1, None
+        if fields["num_decodes"]:
+            causal = fields["causal"] is True
+            splits = self._splits(fields["num_decodes"], fields["max_decode_query_len"], fields["max_seq_len"], causal)
+            needed = paged_decode_workspace_bytes(fields["num_decode_tokens"], self.spec.num_heads, self.spec.head_size_v, splits)
+            workspace = self._workspace.reserve(needed) if needed else None
+        return TritonMetadata(**fields, num_splits=splits, workspace=workspace)
+
+    def _splits(self, num_reqs: int, query_len: int, max_seq_len: int, causal: bool) -> int:
+        spec = self.spec
+        return decode_num_splits(
+            num_reqs,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            head_size_v=spec.head_size_v,
+            kv_dtype=spec.kv_dtype,
+            max_query_len=query_len,
+            max_seq_len=max_seq_len,
+            window=spec.visible_window.as_kernel_args(),
+            causal=causal,
+            attention_chunk_size=spec.attention_chunk_size or 0,
+            device=self.device,
+        )
+
+    def _declared_bytes(self) -> int:
+        """The most that any batch within the limits needs: splits fall as requests rise, so the largest product is looked for."""
+        limits = self.limits
+        if limits is None:
+            return 0
+        most = 0
+        for query_len in range(1, min(self.reorder_batch_threshold or 1, limits.max_num_tokens) + 1):
+            for reqs in range(1, min(limits.max_num_reqs, limits.max_num_tokens // query_len) + 1):
+                splits = self._splits(reqs, query_len, limits.max_seq_len, causal=False)
+                tokens = min(reqs * query_len, limits.max_num_tokens)
+                most = max(most, paged_decode_workspace_bytes(tokens, self.spec.num_heads, self.spec.head_size_v, splits))
+        return most
