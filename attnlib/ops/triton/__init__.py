@@ -1,0 +1,11 @@
+"""The Triton twin: the same operations as `ops.torch`, as plain Triton kernels for NVIDIA and AMD GPUs.
+
+    cache_write, slots                      where new keys and values go
+    paged_decode, paged_prefill             attention over the paged cache: memory-bound and compute-bound batches
+    varlen_prefill, merge_states            attention without a cache; joining two partial results
+    attend, mask, softmax, quant, schedule  what the attention kernels share: the loop over keys and its parts
+    tiles, splits, device, arguments        host side: pure tables and heuristics, chip limits, argument preparation
+
+Only this folder imports triton. Under `TRITON_INTERPRET=1`, set before triton is first imported, everything runs on
+CPU tensors.
+"""

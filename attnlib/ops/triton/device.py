@@ -1,0 +1,93 @@
+"""What the kernels' heuristics may know about a chip, read once per device.
+
+Tiles and splits are pure functions of these numbers, so any chip can be imagined in a test. A CPU has no such numbers;
+under the interpreter a fixed small chip stands in, small enough that short test sequences still span several tiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from attnlib.errors import BackendUnavailableError
+
+__all__ = ["INTERPRETED", "DeviceLimits", "device_guard", "limits_of"]
+
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+"""Whether this process runs kernels on the CPU: decided when a kernel is decorated, so when this package is imported."""
+
+_NO_GUARD: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """The numbers of one chip.
+
+    Attributes:
+        num_sms: streaming multiprocessors (compute units on AMD).
+        shared_memory: bytes of shared memory that one block may use.
+        shared_memory_per_sm: bytes of shared memory that the blocks on one multiprocessor share.
+        capability: (major, minor) on NVIDIA, (0, 0) elsewhere.
+        has_fp8: whether the chip converts OCP float8 by itself; without it the kernels decode bytes.
+    """
+
+    num_sms: int
+    shared_memory: int
+    shared_memory_per_sm: int
+    capability: tuple[int, int]
+    has_fp8: bool
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Whether tiles of 64 rows and more are multiplied by warpgroups (Hopper)."""
+        return self.capability[0] == 9
+
+
+INTERPRETER_LIMITS = DeviceLimits(
+    num_sms=4, shared_memory=48 * 1024, shared_memory_per_sm=96 * 1024, capability=(0, 0), has_fp8=False
+)
+
+
+def limits_of(tensor: Tensor) -> DeviceLimits:
+    """The limits of the tensor's device.
+
+    Raises:
+        BackendUnavailableError: the tensor lies on a CPU and the process does not interpret Triton.
+    """
+    if tensor.is_cuda:
+        return _cuda_limits(tensor.device.index or 0)
+    if not INTERPRETED:
+        raise BackendUnavailableError(
+            f"the Triton kernels were given a tensor on {tensor.device}; move it to a GPU, or set TRITON_INTERPRET=1 "
+            "before triton is first imported to interpret them on the CPU"
+        )
+    return INTERPRETER_LIMITS
+
+
+@functools.cache
+def _cuda_limits(index: int) -> DeviceLimits:
+    properties = torch.cuda.get_device_properties(index)
+    is_hip = torch.version.hip is not None
+    shared = int(getattr(properties, "shared_memory_per_block_optin", 0) or 64 * 1024)
+    per_sm = int(getattr(properties, "shared_memory_per_multiprocessor", 0) or shared)
+    capability = (0, 0) if is_hip else (properties.major, properties.minor)
+    return DeviceLimits(
+        num_sms=properties.multi_processor_count,
+        shared_memory=shared,
+        shared_memory_per_sm=max(per_sm, shared),
+        capability=capability,
+        has_fp8=capability >= (8, 9),
+    )
+
+
+def device_guard(tensor: Tensor) -> AbstractContextManager[object]:
+    """A context in which launches go to the tensor's device; free when it is the current one."""
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return _NO_GUARD
+    return torch.cuda.device(tensor.device)

@@ -1,0 +1,92 @@
+"""Merging attention over disjoint keys."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnlib.ops.triton.merge_states import merge_states
+from tests.ops.triton.paged_inputs import DTYPES, assert_close
+
+
+def _states(parts: int, device: torch.device, dtype: torch.dtype, size: int = 24) -> tuple[list[Tensor], list[Tensor]]:
+    generator = torch.Generator().manual_seed(parts)
+    outs = [torch.randn(7, 3, size, generator=generator).to(dtype).to(device) for _ in range(parts)]
+    return outs, [(3 * torch.randn(7, 3, generator=generator)).to(device) for _ in range(parts)]
+
+
+def _expected(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    stacked = torch.stack([lse.double().cpu() for lse in lses])
+    merged = torch.logsumexp(stacked, 0)
+    weights = torch.exp(stacked - merged)[..., None]
+    return (weights * torch.stack([out.double().cpu() for out in outs])).sum(0), merged
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [16, 24, 128])
+def test_merges_by_natural_logarithm(device: torch.device, dtype: torch.dtype, size: int) -> None:
+    """L1, M5: weights are exp(lse - merged lse); a base-2 reading would be off by far."""
+    (a, b), (la, lb) = _states(2, device, dtype, size)
+    out, lse = torch.full_like(a, float("nan")), torch.full_like(la, float("nan"))
+    merge_states(a, la, b, lb, out, lse)
+    want_out, want_lse = _expected([a, b], [la, lb])
+    assert_close(out, want_out, dtype)
+    assert_close(lse, want_lse, torch.float32, "lse")
+
+
+def test_in_place_and_without_lse(device: torch.device) -> None:
+    """The output may be one of the inputs; the LSE is optional."""
+    (a, b), (la, lb) = _states(2, device, torch.float32)
+    want_out, want_lse = _expected([a, b], [la, lb])
+    second = b.clone()
+    merge_states(a, la, second, lb, second)
+    merge_states(a, la, b, lb, a, la)
+    assert_close(second, want_out, torch.float32)
+    assert_close(a, want_out, torch.float32)
+    assert_close(la, want_lse, torch.float32, "lse")
+
+
+def test_three_parts_in_any_order(device: torch.device) -> None:
+    """L2: merging is associative."""
+    outs, lses = _states(3, device, torch.float32)
+    want_out, want_lse = _expected(outs, lses)
+    for first, second, third in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        out, lse = outs[first].clone(), lses[first].clone()
+        merge_states(out, lse, outs[second], lses[second], out, lse)
+        merge_states(out, lse, outs[third], lses[third], out, lse)
+        assert_close(out, want_out, torch.float32)
+        assert_close(lse, want_lse, torch.float32, "lse")
+
+
+@pytest.mark.parametrize("empty", [-math.inf, math.inf], ids=["minus_inf", "plus_inf"])
+def test_empty_sides(device: torch.device, empty: float) -> None:
+    """M5: an empty side changes nothing, even if it holds NaN; two of them give 0 and -inf."""
+    (a, b), (la, lb) = _states(2, device, torch.float32)
+    a[0], la[0] = float("nan"), empty
+    b[1], lb[1] = float("nan"), empty
+    a[2], la[2], b[2], lb[2] = float("nan"), empty, float("nan"), empty
+    out, lse = torch.full_like(a, float("nan")), torch.full_like(la, float("nan"))
+    merge_states(a, la, b, lb, out, lse)
+    assert torch.equal(out[0], b[0]) and torch.equal(out[1], a[1])
+    assert torch.equal(out[2], torch.zeros_like(out[2])) and bool((lse[2] == -math.inf).all())
+    assert_close(lse[:2], torch.stack([lb[0], la[1]]), torch.float32, "lse")
+
+
+def test_strided_inputs(device: torch.device) -> None:
+    """P9: any strides on tokens and heads."""
+    (a, b), (la, lb) = _states(2, device, torch.float32)
+    want_out, _ = _expected([a, b], [la, lb])
+    wide = torch.full((3, 7, 30), float("nan"), device=device)
+    out = wide.transpose(0, 1)[..., 3:27]
+    merge_states(a.transpose(0, 1).contiguous().transpose(0, 1), la, b, lb, out)
+    assert_close(out, want_out, torch.float32)
+    assert wide[..., :3].isnan().all() and wide[..., 27:].isnan().all()
+
+
+def test_nothing_to_merge(device: torch.device) -> None:
+    """M7: zero tokens."""
+    out, lse = torch.empty(0, 3, 16, device=device), torch.empty(0, 3, device=device)
+    merge_states(out, lse, out, lse, out, lse)
