@@ -98,13 +98,16 @@ def make_inputs(
     """
     generator = torch.Generator().manual_seed(seed)
     query, key, value = _fused_qkv(batch, dims, generator, poison)
+    if layout == "ALIASED":
+        value = key[..., : dims.head_size_v]
     cache = allocate_views(dims, placement.num_blocks, layout, "cpu", poison)
     _fill_context(cache, batch, dims, placement, generator, k_scale, v_scale)
     slots = _slot_mapping(batch, placement, dims.block_size)
     kept = [row for row, slot in enumerate(slots) if slot >= 0]
     if written:
         write_slots(cache.key, [slots[row] for row in kept], key[kept], _cpu(k_scale))
-        write_slots(cache.value, [slots[row] for row in kept], value[kept], _cpu(v_scale))
+        if layout != "ALIASED":
+            write_slots(cache.value, [slots[row] for row in kept], value[kept], _cpu(v_scale))
     starts = [0]
     for query_len in batch.query_lens:
         starts.append(starts[-1] + query_len)
@@ -210,7 +213,8 @@ def _fill_context(
         fresh = [i for i, slot in enumerate(slots) if slot not in filled]
         filled.update(slots)
         write_slots(cache.key, [slots[i] for i in fresh], keys[fresh], _cpu(k_scale))
-        write_slots(cache.value, [slots[i] for i in fresh], values[fresh], _cpu(v_scale))
+        if cache.layout != "ALIASED":
+            write_slots(cache.value, [slots[i] for i in fresh], values[fresh], _cpu(v_scale))
 
 
 def _slot_mapping(batch: BatchSpec, placement: Placement, block_size: int) -> list[int]:

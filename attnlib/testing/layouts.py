@@ -47,36 +47,55 @@ class CacheViews:
     layout: str
 
 
-def _nhd(dims: Dimensions, blocks: int, empty: Callable[[Sequence[int]], torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    head = (blocks, dims.block_size, dims.num_kv_heads)
-    key, value = empty((*head, dims.head_size)), empty((*head, dims.head_size_v))
-    return key, value, key, value
+Allocate = Callable[[Sequence[int]], torch.Tensor]
+_Parts = tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]
 
 
-def _hnd(dims: Dimensions, blocks: int, empty: Callable[[Sequence[int]], torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    head = (blocks, dims.num_kv_heads, dims.block_size)
-    key, value = empty((*head, dims.head_size)), empty((*head, dims.head_size_v))
-    return key.transpose(1, 2), value.transpose(1, 2), key, value
+def _separate(dims: Dimensions, blocks: int, empty: Allocate, heads_first: bool) -> _Parts:
+    """K and V in tensors of their own."""
+    page = (dims.num_kv_heads, dims.block_size) if heads_first else (dims.block_size, dims.num_kv_heads)
+    key, value = empty((blocks, *page, dims.head_size)), empty((blocks, *page, dims.head_size_v))
+    if heads_first:
+        return key.transpose(1, 2), value.transpose(1, 2), (key, value)
+    return key, value, (key, value)
 
 
-def _packed(dims: Dimensions, blocks: int, empty: Callable[[Sequence[int]], torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    both = empty((blocks, dims.block_size, dims.num_kv_heads, dims.head_size + dims.head_size_v))
-    return both[..., : dims.head_size], both[..., dims.head_size :], both
-
-
-def _interleaved(
-    dims: Dimensions, blocks: int, empty: Callable[[Sequence[int]], torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
+def _interleaved(dims: Dimensions, blocks: int, empty: Allocate, heads_first: bool) -> _Parts:
     """K block, V block, K block, ... in one allocation, as vLLM's (num_blocks, 2, ...) caches are."""
-    tokens = dims.block_size * dims.num_kv_heads
-    both = empty((blocks, tokens * (dims.head_size + dims.head_size_v)))
-    key = both[:, : tokens * dims.head_size].view(blocks, dims.block_size, dims.num_kv_heads, dims.head_size)
-    value = both[:, tokens * dims.head_size :].view(blocks, dims.block_size, dims.num_kv_heads, dims.head_size_v)
-    return key, value, both
+    page = (dims.num_kv_heads, dims.block_size) if heads_first else (dims.block_size, dims.num_kv_heads)
+    split = page[0] * page[1] * dims.head_size
+    both = empty((blocks, page[0] * page[1] * (dims.head_size + dims.head_size_v)))
+    key = both[:, :split].view(blocks, *page, dims.head_size)
+    value = both[:, split:].view(blocks, *page, dims.head_size_v)
+    if heads_first:
+        return key.transpose(1, 2), value.transpose(1, 2), (both,)
+    return key, value, (both,)
 
 
-_MAKERS = {"NHD": _nhd, "HND": _hnd, "packed": _packed, "interleaved": _interleaved}
-CACHE_LAYOUTS: tuple[str, ...] = tuple(_MAKERS)
+def _packed(dims: Dimensions, blocks: int, empty: Allocate, heads_first: bool) -> _Parts:
+    """[K | V] in one last dimension."""
+    page = (dims.num_kv_heads, dims.block_size) if heads_first else (dims.block_size, dims.num_kv_heads)
+    both = empty((blocks, *page, dims.head_size + dims.head_size_v))
+    seen = both.transpose(1, 2) if heads_first else both
+    return seen[..., : dims.head_size], seen[..., dims.head_size :], (both,)
+
+
+def _aliased(dims: Dimensions, blocks: int, empty: Allocate, heads_first: bool) -> _Parts:
+    """The value is a prefix of the key (multi-head latent attention)."""
+    key = empty((blocks, dims.block_size, dims.num_kv_heads, dims.head_size))
+    return key, key[..., : dims.head_size_v], (key,)
+
+
+_MAKERS: dict[str, tuple[Callable[[Dimensions, int, Allocate, bool], _Parts], bool]] = {
+    "NHD": (_separate, False),
+    "HND": (_separate, True),
+    "NHD_INTERLEAVED": (_interleaved, False),
+    "HND_INTERLEAVED": (_interleaved, True),
+    "NHD_PACKED": (_packed, False),
+    "HND_PACKED": (_packed, True),
+    "ALIASED": (_aliased, False),
+}
+CACHE_LAYOUTS: tuple[str, ...] = tuple(name for name in _MAKERS if name != "ALIASED")
 
 
 def allocate_views(
@@ -88,14 +107,15 @@ def allocate_views(
         ContractError: an unknown layout.
     """
     if layout not in _MAKERS:
-        raise ContractError(f"no cache layout is named {layout!r}; the layouts are {', '.join(CACHE_LAYOUTS)}")
+        raise ContractError(f"no cache layout is named {layout!r}; the layouts are {', '.join(_MAKERS)}")
     value = poison_value(dims.cache_dtype, fill)
 
     def empty(shape: Sequence[int]) -> torch.Tensor:
         filled = torch.full(tuple(shape), value, dtype=torch.float32).to(dims.cache_dtype)
         return filled.to(device)
 
-    key, val, *allocations = _MAKERS[layout](dims, num_blocks, empty)
+    make, heads_first = _MAKERS[layout]
+    key, val, allocations = make(dims, num_blocks, empty, heads_first)
     return CacheViews(key, val, tuple(t.view(-1).view(torch.uint8) for t in allocations), layout)
 
 

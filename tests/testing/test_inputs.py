@@ -37,7 +37,7 @@ def test_layouts_are_two_views_of_one_shape(layout: str, cache_dtype: torch.dtyp
 
 def test_interleaved_views_share_an_allocation_without_overlap() -> None:
     """P1: K and V may alternate in one tensor."""
-    cache = allocate_views(DIMS, 4, "interleaved")
+    cache = allocate_views(DIMS, 4, "NHD_INTERLEAVED")
     assert len(cache.storage) == 1
     cache.key.fill_(1.0)
     assert (cache.value == 0).all()

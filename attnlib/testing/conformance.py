@@ -1,0 +1,176 @@
+"""The exam: run every probe on a backend and return a report.
+
+    report = run_conformance("triton")
+    assert report.passed, report
+
+A backend is taken by name, by `module:Class` path or as a class. A skip is not a pass: what was refused or not run is
+counted and listed apart, and a backend that refuses everything has not passed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attnlib.backends.base import AttentionBackend
+from attnlib.device import resolve_device
+from attnlib.testing.coverage import Coverage, measure_coverage
+from attnlib.testing.outcome import Outcome, Verdict
+from attnlib.testing.probe import Probe, run_probe
+from attnlib.testing.probes import PROBES
+from attnlib.testing.subject import Subject, load_backend
+
+__all__ = ["ConformanceReport", "find_others", "run_conformance"]
+
+Backend = type[AttentionBackend]
+
+
+@dataclass(frozen=True)
+class ConformanceReport:
+    """The result of one exam.
+
+    Attributes:
+        backend: how the caller named it; backend_class: "module:Class" of what was run.
+        device, seed, quick, only: how it was run.
+        base_case: the sizes that the probes varied.
+        outcomes: every case, in order.
+        coverage: what became of each declared capability.
+        seconds: how long it took.
+        versions: of what the verdict may depend on.
+    """
+
+    backend: str
+    backend_class: str
+    device: str
+    seed: int
+    quick: bool
+    only: str | None
+    base_case: str
+    outcomes: tuple[Outcome, ...]
+    coverage: Coverage
+    seconds: float
+    versions: dict[str, str]
+
+    @property
+    def passed(self) -> bool:
+        """No failure, and at least one pass: refusing or skipping everything is not passing."""
+        return not self.failures and self.count(Verdict.PASS) > 0
+
+    @property
+    def failures(self) -> tuple[Outcome, ...]:
+        """The cases that failed."""
+        return tuple(outcome for outcome in self.outcomes if outcome.verdict is Verdict.FAIL)
+
+    def count(self, verdict: Verdict) -> int:
+        """How many cases ended so."""
+        return sum(outcome.verdict is verdict for outcome in self.outcomes)
+
+    def failed_probes(self) -> tuple[str, ...]:
+        """Ids of the probes with a failure, in order."""
+        return tuple(dict.fromkeys(outcome.probe for outcome in self.failures))
+
+    def __str__(self) -> str:
+        """The readable report; see `attnlib.testing.report`."""
+        from attnlib.testing.report import render_report
+
+        return render_report(self)
+
+
+def run_conformance(
+    backend: str | Backend,
+    *,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    quick: bool = False,
+    only: str | None = None,
+    against: Sequence[str | Backend] | None = None,
+    label: str | None = None,
+    probes: Iterable[Probe] = PROBES,
+    on_outcome: Callable[[Outcome], None] | None = None,
+) -> ConformanceReport:
+    """Examine a backend.
+
+    Args:
+        backend: a registered name, a `module:Class` path or a class.
+        device: where; None means a GPU where torch sees one that the backend declares, else the CPU.
+        seed: of every random number; the verdict must not depend on it.
+        quick: the short form of each probe.
+        only: comma-separated PROBE or PROBE/CASE patterns.
+        against: backends to exchange caches with; None means `torch` when it is there.
+        label: how the backend is named in reproduction lines; None derives it from `backend`.
+        probes: which probes to ask.
+        on_outcome: called after every case, for progress bars.
+
+    Raises:
+        UnknownBackendError: no backend of that name.
+        ContractError: the backend accepts none of the ordinary cases, so there is nothing to examine.
+    """
+    started = time.perf_counter()
+    loaded = load_backend(backend)
+    place = _choose_device(loaded, device)
+    if against is not None:
+        others: tuple[Backend, ...] = tuple(load_backend(other) for other in against)
+    else:
+        others = tuple(found for found in find_others(place) if found.get_name() == "torch")
+    name = label or (backend if isinstance(backend, str) else ":".join(loaded.full_cls_name()))
+    subject = Subject(loaded, name, place, seed, quick, others)
+    base = subject.base
+    outcomes: list[Outcome] = []
+    for probe in probes:
+        outcomes += run_probe(probe, subject, only, on_outcome)
+    return ConformanceReport(
+        backend=name,
+        backend_class=":".join(loaded.full_cls_name()),
+        device=str(place),
+        seed=seed,
+        quick=quick,
+        only=only,
+        base_case=str(base),
+        outcomes=tuple(outcomes),
+        coverage=measure_coverage(loaded, outcomes),
+        seconds=time.perf_counter() - started,
+        versions=_versions(),
+    )
+
+
+def find_others(device: torch.device) -> list[Backend]:
+    """Every registered backend that can run on `device` here."""
+    from attnlib.selection import list_backends
+
+    info, found = resolve_device(device), []
+    for name in list_backends():
+        try:
+            backend = load_backend(name)
+        except ImportError:
+            continue  # its package is missing: it is no candidate here, and `attnlib list` says why
+        declared = backend.capabilities.devices or ()
+        if info.type in declared and not backend.unavailable(info):
+            found.append(backend)
+    return found
+
+
+def _choose_device(backend: Backend, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        place = torch.device(device)
+    else:
+        declared = backend.capabilities.devices or ("cpu",)
+        place = torch.device("cuda" if "cuda" in declared and torch.cuda.is_available() else "cpu")
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
+    return place
+
+
+def _versions() -> dict[str, str]:
+    import platform
+    import sys
+
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    triton = sys.modules.get("triton")
+    if triton is not None:
+        versions["triton"] = str(triton.__version__)
+    if torch.cuda.is_initialized():
+        versions["gpu"] = torch.cuda.get_device_name()
+    return versions

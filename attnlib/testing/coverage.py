@@ -1,0 +1,121 @@
+"""Which declared capabilities an exam really exercised.
+
+A backend that declares too little shrinks its own exam, and one that declares too much is believed until somebody
+counts. So every capability is one of four things at the end: exercised by a case that passed, declared but not
+exercised, declared as not supported (refused), or not stated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from attnlib.backends.base import AttentionBackend
+from attnlib.capabilities import NOT_STATED, Capabilities
+from attnlib.spec import CudaGraphSupport
+from attnlib.testing.case import Case
+from attnlib.testing.outcome import Outcome, Verdict
+
+__all__ = ["Coverage", "capability_uses", "measure_coverage"]
+
+_SIZED = ("head_sizes", "block_sizes", "group_sizes")
+_LISTED = ("devices", "dtypes", "kv_cache_dtypes", "kv_scale_kinds", "kv_cache_layouts", "attn_types", "mask_kinds")
+_FLAGS = (
+    "head_size_v_may_differ",
+    "sliding_window",
+    "attention_chunks",
+    "logits_soft_cap",
+    "alibi",
+    "sink",
+    "mla",
+    "lse",
+    "kv_sharing",
+    "batch_invariant",
+)
+
+
+def _word(value: Any) -> str:
+    return str(getattr(value, "value", value)).removeprefix("torch.")
+
+
+def capability_uses(case: Case, device_type: str) -> tuple[str, ...]:
+    """The capabilities that a case needs, as "field" or "field:value"."""
+    spec = case.spec
+    uses = [f"devices:{device_type}", f"dtypes:{_word(spec.dtype)}", "head_sizes", "group_sizes"]
+    uses += [f"attn_types:{_word(spec.attn_type)}", f"mask_kinds:{_word(spec.mask_kind)}"]
+    if spec.is_paged:
+        uses += ["block_sizes", f"kv_cache_dtypes:{_word(spec.kv_dtype)}"]
+    if spec.kv_cache_layout is not None:
+        uses.append(f"kv_cache_layouts:{spec.kv_cache_layout}")
+    if spec.is_kv_quantized:
+        uses.append(f"kv_scale_kinds:{spec.kv_scale_kind}")
+    flags = {
+        "head_size_v_may_differ": spec.head_size_v != spec.head_size and not spec.use_mla,
+        "sliding_window": not spec.visible_window.is_full,
+        "attention_chunks": spec.attention_chunk_size is not None,
+        "logits_soft_cap": spec.logits_soft_cap is not None,
+        "alibi": spec.has_alibi,
+        "sink": spec.has_sink,
+        "mla": spec.use_mla,
+        "lse": spec.needs_lse,
+        "kv_sharing": spec.kv_sharing,
+        "batch_invariant": spec.batch_invariant,
+        f"cudagraph:{spec.cudagraph.name}": spec.cudagraph is not CudaGraphSupport.NEVER,
+    }
+    return (*uses, *(name for name, used in flags.items() if used))
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Capabilities by what became of them."""
+
+    exercised: tuple[str, ...]
+    not_exercised: tuple[str, ...]
+    not_supported: tuple[str, ...]
+    not_stated: tuple[str, ...]
+
+    @property
+    def num_declared(self) -> int:
+        """Declared as supported."""
+        return len(self.exercised) + len(self.not_exercised)
+
+    def __str__(self) -> str:
+        """One line for reports."""
+        return (
+            f"{len(self.exercised)}/{self.num_declared} declared capabilities exercised, "
+            f"{len(self.not_supported)} declared as not supported, {len(self.not_stated)} not stated"
+        )
+
+
+def _declared(caps: Capabilities) -> tuple[list[str], list[str], list[str]]:
+    """(supported, not supported, not stated), in the words of `capability_uses`."""
+    supported: list[str] = []
+    unsupported: list[str] = []
+    unstated: list[str] = []
+    for name in (*_SIZED, *_LISTED, *_FLAGS, "cudagraph"):
+        value = getattr(caps, name)
+        if value is NOT_STATED:
+            unstated.append(name)
+        elif name in _SIZED:
+            supported.append(name)
+        elif name in _LISTED:
+            supported += [f"{name}:{_word(entry)}" for entry in value if entry != "ANY"]
+        elif name == "cudagraph":
+            levels = [level for level in CudaGraphSupport if CudaGraphSupport.NEVER < level <= value]
+            supported += [f"cudagraph:{level.name}" for level in levels]
+        else:
+            (supported if value else unsupported).append(name)
+    return supported, unsupported, unstated
+
+
+def measure_coverage(backend: type[AttentionBackend], outcomes: Iterable[Outcome]) -> Coverage:
+    """Count what the passing cases used against what the backend declares."""
+    used = {use for outcome in outcomes if outcome.verdict is Verdict.PASS for use in outcome.uses}
+    supported, unsupported, unstated = _declared(backend.capabilities)
+    return Coverage(
+        exercised=tuple(name for name in supported if name in used),
+        not_exercised=tuple(name for name in supported if name not in used),
+        not_supported=tuple(unsupported),
+        not_stated=tuple(unstated),
+    )

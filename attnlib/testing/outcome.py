@@ -1,0 +1,71 @@
+"""What a probe's case can end in: pass, fail, refused, not run. Only the first is a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+__all__ = ["NotRun", "Outcome", "Refused", "Verdict", "reproduction_line"]
+
+
+class Verdict(str, Enum):
+    """How a case ended."""
+
+    PASS = "pass"
+    FAIL = "fail"
+    REFUSED = "refused"
+    """The backend said beforehand, with reasons, that it cannot do this."""
+    NOT_RUN = "not-run"
+    """The machine or the caller gave no chance to find out (no GPU, no second backend)."""
+
+
+class Refused(Exception):
+    """Raised inside a case when the backend declares that it cannot serve it."""
+
+    def __init__(self, reasons: Sequence[str]) -> None:
+        super().__init__("; ".join(reasons))
+        self.reasons = tuple(reasons)
+
+
+class NotRun(Exception):
+    """Raised inside a case when it cannot be run here; the text says why."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One case's end.
+
+    Attributes:
+        probe: id of the probe, such as "F1".
+        case: id of the case within it.
+        verdict: how it ended.
+        message: empty for a pass; what was wrong, why it was refused or not run.
+        reproduce: one command line that runs this case alone.
+        uses: capabilities that the case needs, such as "dtypes:bfloat16".
+        seconds: how long it took.
+    """
+
+    probe: str
+    case: str
+    verdict: Verdict
+    message: str = ""
+    reproduce: str = ""
+    uses: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def id(self) -> str:
+        """PROBE/CASE."""
+        return f"{self.probe}/{self.case}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "verdict": self.verdict.value, "uses": list(self.uses)}
+
+
+def reproduction_line(backend: str, probe: str, case: str, seed: int, device: str, quick: bool) -> str:
+    """The command that runs one case alone."""
+    extra = f" --device {device}" if device != "cpu" else ""
+    return f"attnlib verify {backend} --only {probe}/{case} --seed {seed}{extra}{' --quick' if quick else ''}"

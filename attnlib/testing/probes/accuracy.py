@@ -1,0 +1,120 @@
+"""V2: does it compute attention, within the error budget of its precision, over everything it declares?
+
+Shapes that no table has a power of two for, every named batch, every feature and pairs of them, every dtype, layout
+and cache dtype. The backend writes the step's keys itself; the oracle reads a cache that the kit wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attnlib.capabilities import Sizes
+from attnlib.testing.batch_spec import NAMED_BATCHES
+from attnlib.testing.case import Case
+from attnlib.testing.layouts import CACHE_LAYOUTS
+from attnlib.testing.probe import Check, Probe
+from attnlib.testing.runner import judge, run_case
+from attnlib.testing.subject import Subject
+
+__all__ = ["PROBES"]
+
+_HEAD_SIZES = (16, 32, 40, 64, 72, 80, 96, 112, 120, 128, 192, 256, 512)
+_GROUPS = (1, 3, 5, 6, 7, 8, 16, 24)
+_BLOCKS = (8, 16, 32, 64, 128, 256, 544)
+_COMBINATIONS: dict[str, dict[str, object]] = {
+    "window+sinks": {"sliding_window": 9, "sinks": True},
+    "window+soft_cap": {"sliding_window": 20, "logits_soft_cap": 5.0},
+    "window+alibi": {"sliding_window": 17, "alibi": True},
+    "chunk+sinks": {"attention_chunk_size": 24, "sinks": True},
+    "bidirectional+window": {"mask": "bidirectional", "window": (5, 3)},
+    "right_window_only": {"mask": "bidirectional", "window": (None, 0)},
+    "tree+window": {"mask": "query_bias", "sliding_window": 11},
+    "per_request+soft_cap": {"mask": "per_request", "logits_soft_cap": 3.0},
+    "everything": {"sliding_window": 13, "logits_soft_cap": 4.0, "alibi": True, "sinks": True},
+}
+
+
+def _check(subject: Subject, name: str, case: Case) -> Check:
+    return Check(name, lambda: judge(case, run_case(subject.backend, case, subject.device), subject.device), case)
+
+
+def _batches(subject: Subject) -> Iterator[Check]:
+    for name in NAMED_BATCHES:
+        if not subject.quick or name in ("decode", "mixed", "chunked", "page_edges", "graph_padding"):
+            yield _check(subject, f"batch-{name}", subject.case(batch=name))
+
+
+def _features(subject: Subject) -> Iterator[Check]:
+    for name, features in _COMBINATIONS.items():
+        for batch in ("decode_long", "chunked"):
+            if not subject.quick or (name in ("window+sinks", "everything") and batch == "chunked"):
+                yield _check(subject, f"{name}-{batch}", subject.case(batch=batch, **features))
+
+
+def _shapes(subject: Subject) -> Iterator[Check]:
+    heads = (40, 64, 96) if subject.quick else _HEAD_SIZES
+    for head in heads:
+        yield _check(subject, f"head-{head}", subject.case(batch="q7s20_q1s37", head_size=head))
+    for key_size, value_size in ((48, 32), (64, 128), (192, 128)):
+        if not subject.quick or key_size == 48:
+            case = subject.case(batch="q7s20_q1s37", head_size=key_size, head_size_v=value_size)
+            yield _check(subject, f"head-{key_size}-value-{value_size}", case)
+    for group in (5, 7) if subject.quick else _GROUPS:
+        case = subject.case(batch="q5s21_q1s40", num_heads=2 * group, num_kv_heads=2)
+        yield _check(subject, f"group-{group}", case)
+    yield _check(subject, "one-kv-head", subject.case(batch="q5s21_q1s40", num_heads=3, num_kv_heads=1))
+    for block in (8, 64) if subject.quick else _BLOCKS:
+        batch = f"q1s{block + 1}_q3s{block}_q2s{2 * block - 1}"
+        yield _check(subject, f"block-{block}", subject.case(batch=batch, block_size=block))
+
+
+def _storage(subject: Subject) -> Iterator[Check]:
+    for dtype in ("float32", "float16", "bfloat16"):
+        yield _check(subject, f"dtype-{dtype}", subject.case(dtype=dtype))
+    for layout in CACHE_LAYOUTS:
+        if layout != subject.base.layout and not (subject.quick and layout not in ("HND", "NHD_PACKED")):
+            yield _check(subject, f"layout-{layout}", subject.case(layout=layout, batch="q7s40_q1s33"))
+    for stored in ("fp8_e4m3", "fp8_e5m2"):
+        for kind in ("tensor", "head"):
+            if not subject.quick or (stored == "fp8_e4m3" and kind == "head"):
+                changes = {"kv_cache_dtype": stored, "kv_scale_kind": kind, "k_scale": 0.0625, "v_scale": 0.03125}
+                yield _check(subject, f"cache-{stored}-{kind}", subject.case(batch="q5s40_q1s33", **changes))
+    yield _check(subject, "cache-bfloat16", subject.case(batch="q5s40_q1s33", kv_cache_dtype="bfloat16"))
+    yield _check(subject, "cache-float16", subject.case(batch="q5s40_q1s33", kv_cache_dtype="float16"))
+    for placement in ("reversed", "interleaved", "shared_prefix", "top"):
+        if not subject.quick or placement == "shared_prefix":
+            yield _check(subject, f"placement-{placement}", subject.case(batch="q5s70_3q1s60", placement=placement))
+
+
+def _places_in_a_model(subject: Subject) -> Iterator[Check]:
+    mla = {"use_mla": True, "num_heads": 4, "num_kv_heads": 1, "head_size": 96, "head_size_v": 64, "layout": "ALIASED"}
+    yield _check(subject, "mla", subject.case(batch="q5s40_q1s33", **mla))
+    for name, features in (
+        ("encoder", {}),
+        ("encoder-window", {"window": (4, 2)}),
+        ("encoder-soft_cap", {"logits_soft_cap": 2.0}),
+    ):
+        case = subject.case(batch="q20_q1_q33_q0", attn_type="encoder_only", mask="bidirectional", **features)
+        yield _check(subject, name, case)
+    cross = subject.case(batch="q3s20_q40s7_q1s33_q2s0", attn_type="encoder_decoder", mask="bidirectional")
+    yield _check(subject, "cross-attention", cross)
+
+
+def _accuracy(subject: Subject) -> Iterator[Check]:
+    yield from _batches(subject)
+    yield from _features(subject)
+    yield from _shapes(subject)
+    yield from _storage(subject)
+    yield from _places_in_a_model(subject)
+    yield from _declared_sizes(subject)
+
+
+def _declared_sizes(subject: Subject) -> Iterator[Check]:
+    """A backend that lists exact sizes is run at each of them, not only at the kit's own choice."""
+    capabilities = subject.backend.capabilities
+    for field, sizes in (("head_size", capabilities.head_sizes), ("block_size", capabilities.block_sizes)):
+        for size in sizes.exactly if isinstance(sizes, Sizes) else ():
+            yield _check(subject, f"declared-{field}-{size}", subject.case(batch="q3s20_q1s17", **{field: size}))
+
+
+PROBES = (Probe("V2", "results within the error budget", _accuracy),)

@@ -1,0 +1,108 @@
+"""O1, O2: addresses beyond 2^31 elements, and tables without a spare column.
+
+O1 (P6): a request lies at the top of a pool of more than 2^31 elements. The pool is allocated and never filled, so on a
+CPU only the pages of that request take real memory.
+O2 (P3): the block table has exactly the columns that the longest sequence needs, and lies between two zones of block
+ids 2^30, so that a read one entry too far goes somewhere that cannot exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from attnlib.testing.budget import compare_bits
+from attnlib.testing.case import Case, Step
+from attnlib.testing.layouts import CacheViews
+from attnlib.testing.outcome import NotRun
+from attnlib.testing.probe import Check, Probe
+from attnlib.testing.runner import judge, run_case, run_step
+from attnlib.testing.subject import Subject
+
+__all__ = ["PROBES"]
+
+_LIMIT = 2**31
+
+
+def _at_the_top(step: Step, device: torch.device) -> Step:
+    """The same step with its pool moved to the end of one that has more than 2^31 elements.
+
+    Raises:
+        NotRun: the memory is not there.
+    """
+    inputs, dims = step.inputs, step.case.dimensions
+    per_block = dims.block_size * dims.num_kv_heads * min(dims.head_size, dims.head_size_v)
+    small = inputs.placement.num_blocks
+    num_blocks = _LIMIT // per_block + small + 1
+    views = []
+    for view in (inputs.cache.key, inputs.cache.value):
+        # Keep the order in memory: HND pools are allocated head first and seen through a transpose.
+        heads_first = view.stride(2) > view.stride(1)
+        page = (view.shape[2], view.shape[1]) if heads_first else (view.shape[1], view.shape[2])
+        try:
+            pool = torch.empty(num_blocks, *page, view.shape[3], dtype=view.dtype, device=device)
+        except RuntimeError as error:
+            raise NotRun(f"a pool of 2^31 elements does not fit here: {str(error).splitlines()[0]}") from None
+        pool = pool.transpose(1, 2) if heads_first else pool
+        pool[-small:].copy_(view)
+        views.append(pool)
+    shift = num_blocks - small
+    owned = torch.tensor(
+        [[column < len(row) for column in range(inputs.block_table.shape[1])] for row in inputs.placement.blocks],
+        dtype=torch.bool,
+        device=device,
+    ).view_as(inputs.block_table)
+    moved = replace(
+        inputs,
+        cache=CacheViews(views[0], views[1], (), inputs.cache.layout),
+        block_table=torch.where(owned, inputs.block_table + shift, 0).to(torch.int32),
+        slot_mapping=torch.where(
+            inputs.slot_mapping >= 0, inputs.slot_mapping + shift * dims.block_size, inputs.slot_mapping
+        ),
+    )
+    return replace(step, inputs=moved)
+
+
+def _check_top(subject: Subject, case: Case) -> str:
+    step = _at_the_top(case.step(subject.device, written=False), subject.device)
+    seen = run_step(subject.backend, step)
+    wrong = judge(case, seen, subject.device)
+    return f"a request at the top of a pool of more than 2^31 elements (P6): {wrong}" if wrong else ""
+
+
+def _beyond_int32(subject: Subject) -> Iterator[Check]:
+    dtype = next((name for name in ("bfloat16", "float16") if subject.accepts(subject.case(dtype=name))), None)
+    for name, batch in (("decode", "q1s37_q1s20"), ("prefill", "q20s41_q3"), ("mixed", "q1s37_q1s16_q9s20")):
+        case = subject.case(batch=batch, dtype=dtype or subject.base.dtype, layout=subject.base.layout, poison="zero")
+        yield Check(name, lambda case=case: _check_top(subject, case), case)  # type: ignore[misc]
+
+
+def _check_guarded(subject: Subject, case: Case) -> str:
+    guarded = case.but(guarded=True, extra_columns=0, garbage="huge")
+    seen = run_case(subject.backend, guarded, subject.device)
+    plain = run_case(subject.backend, case, subject.device)
+    if wrong := judge(guarded, seen, subject.device):
+        return wrong
+    same = compare_bits(seen.out, plain.out)
+    return "" if same.passed else f"the width of the block table changes the result: {same} | case: {guarded}"
+
+
+def _exact_width(subject: Subject) -> Iterator[Check]:
+    block = subject.base.block_size
+    batches = {
+        "decode": f"q1s{2 * block + 3}_q1s{block}_q1s1",
+        "prefill": f"q{block + 1}_q{2 * block - 1}_q3",
+        "mixed": f"q1s{3 * block + 1}_q{block - 1}_q2s{2 * block}",
+        "long": f"q1s{19 * block + 5}_q1s2",
+    }
+    for name, batch in batches.items():
+        case = subject.case(batch=batch)
+        yield Check(name, lambda case=case: _check_guarded(subject, case), case)  # type: ignore[misc]
+
+
+PROBES = (
+    Probe("O2", "tables without a spare column", _exact_width),
+    Probe("O1", "pools beyond 2^31 elements", _beyond_int32),
+)

@@ -1,0 +1,142 @@
+"""D1, D2: the same call gives the same bits, and where it is declared, whoever the neighbours are.
+
+D2 (M8): one call twice, on fresh tensors.
+D1 (M8): with `batch_invariant=True`, random batches run as a whole and request by request; every row must keep its
+bits. A prefill cut in chunks must keep them too.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from attnlib.testing.batch_spec import BatchSpec
+from attnlib.testing.budget import compare_bits
+from attnlib.testing.case import Case, Step
+from attnlib.testing.probe import Check, Probe
+from attnlib.testing.runner import run_case, run_step
+from attnlib.testing.subject import Subject
+
+__all__ = ["PROBES", "select_requests"]
+
+
+def select_requests(step: Step, requests: Sequence[int], query_spans: Sequence[tuple[int, int]] | None = None) -> Step:
+    """A smaller batch over the same cache.
+
+    Args:
+        requests: which requests stay, in this order.
+        query_spans: for each, the part [start, stop) of its query tokens that stays; the sequence then ends with the
+            last of them. None keeps all.
+    """
+    inputs, batch = step.inputs, step.inputs.batch
+    first = [sum(batch.query_lens[:r]) for r in range(batch.num_reqs)]
+    spans = query_spans or [(0, batch.query_lens[r]) for r in requests]
+    seq_lens = [batch.seq_lens[r] - (batch.query_lens[r] - stop) for r, (_, stop) in zip(requests, spans, strict=True)]
+    rows = [row for r, (a, b) in zip(requests, spans, strict=True) for row in range(first[r] + a, first[r] + b)]
+    index = torch.tensor(rows, dtype=torch.long, device=inputs.query.device)
+    smaller = BatchSpec(tuple(b - a for a, b in spans), tuple(seq_lens))
+    starts = [0]
+    for query_len in smaller.query_lens:
+        starts.append(starts[-1] + query_len)
+    chosen = torch.tensor(list(requests), dtype=torch.long, device=inputs.query.device)
+    bias = step.terms.query_bias
+    causal = step.terms.causal
+    return replace(
+        step,
+        case=step.case.but(batch=str(smaller)),
+        inputs=replace(
+            inputs,
+            batch=smaller,
+            query=inputs.query[index],
+            key=inputs.key[index],
+            value=inputs.value[index],
+            out=torch.full_like(inputs.out[index], float("nan")),
+            block_table=inputs.block_table[chosen],
+            query_start_loc=torch.tensor(starts, dtype=torch.int32, device=inputs.query.device),
+            seq_lens=torch.tensor(smaller.seq_lens, dtype=torch.int32, device=inputs.query.device),
+            slot_mapping=inputs.slot_mapping[index],
+        ),
+        terms=replace(
+            step.terms,
+            query_bias=None if bias is None else bias[index],
+            causal=causal[chosen] if isinstance(causal, torch.Tensor) else causal,
+        ),
+    )
+
+
+def _check_twice(subject: Subject, case: Case) -> str:
+    first, second = (run_case(subject.backend, case, subject.device) for _ in range(2))
+    findings = [compare_bits(second.out, first.out, "out")]
+    if first.lse is not None and second.lse is not None:
+        findings.append(compare_bits(second.lse, first.lse, "lse"))
+    wrong = [str(finding) for finding in findings if not finding.passed]
+    return f"the same call twice gives other bits (M8): {'; '.join(wrong)} | case: {case}" if wrong else ""
+
+
+def _twice(subject: Subject) -> Iterator[Check]:
+    for batch in ("decode_long", "prefill", "mixed"):
+        case = subject.case(batch=batch)
+        yield Check(batch, lambda case=case: _check_twice(subject, case), case)  # type: ignore[misc]
+
+
+def _random_batch(seed: int, block: int) -> str:
+    draw = random.Random(seed)
+    parts = [f"q1s{draw.randint(1, 6 * block)}" for _ in range(draw.randint(1, 4))]
+    parts += [f"q{q}s{q + draw.randint(0, 3 * block)}" for q in (draw.randint(2, 2 * block) for _ in range(2))]
+    return "_".join(parts)
+
+
+def _check_alone(subject: Subject, case: Case) -> str:
+    step = case.step(subject.device)
+    together = run_step(subject.backend, step).out.clone()
+    row = 0
+    for request, query_len in enumerate(case.batch_spec.query_lens):
+        alone = run_step(subject.backend, select_requests(step, [request])).out
+        same = compare_bits(together[row : row + query_len], alone)
+        if not same.passed:
+            return (
+                f"batch_invariant is declared, but request {request} has other bits alone than in its batch (M8): "
+                f"{same} | case: {case}"
+            )
+        row += query_len
+    return ""
+
+
+def _check_chunks(subject: Subject, case: Case, chunk: int) -> str:
+    step = case.step(subject.device)
+    length = case.batch_spec.query_lens[0]
+    whole = run_step(subject.backend, step).out.clone()
+    for start in range(0, length, chunk):
+        stop = min(start + chunk, length)
+        part = run_step(subject.backend, select_requests(step, [0], [(start, stop)])).out
+        same = compare_bits(part, whole[start:stop])
+        if not same.passed:
+            return (
+                f"batch_invariant is declared, but tokens {start} to {stop} of a prefill have other bits as a "
+                f"chunk of their own (M8): {same} | case: {case}"
+            )
+    return ""
+
+
+def _invariance(subject: Subject) -> Iterator[Check]:
+    block = subject.base.block_size
+    for draw in range(3 if subject.quick else 8):
+        batch = _random_batch(1000 * subject.seed + draw, block)
+        case = subject.case(batch=batch, batch_invariant=True, needs_lse=False)
+        yield Check(f"batch-{draw}", lambda case=case: _check_alone(subject, case), case)  # type: ignore[misc]
+    case = subject.case(batch=f"q{3 * block + 5}", batch_invariant=True, needs_lse=False)
+    for chunk in (block, block + 7) if subject.quick else (5, block, block + 7, 2 * block):
+        yield Check(
+            f"chunks-of-{chunk}",
+            lambda chunk=chunk: _check_chunks(subject, case, chunk),  # type: ignore[misc]
+            case,
+        )
+
+
+PROBES = (
+    Probe("D2", "the same call twice gives the same bits", _twice),
+    Probe("D1", "bits do not depend on the neighbours, where declared", _invariance),
+)

@@ -1,0 +1,194 @@
+"""G1-G4: metadata that outlives its batch.
+
+G1: a step is captured at a padded size and replayed for smaller batches with other lengths, other blocks and poisoned
+padding. On a GPU it is a CUDA graph. On a CPU replay means calling forward again with the metadata of the capture:
+whatever the builder copied instead of pointing at is stale there just as it is in a graph.
+G3: what a graph points at keeps its address from one build to the next.
+G4 (GPU): two steps are built and run behind a long kernel without any synchronisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attnlib.testing.case import Case, Step
+from attnlib.testing.layouts import allocate_views
+from attnlib.testing.probe import Check, Probe
+from attnlib.testing.runner import Observation, attend, judge, make_impl
+from attnlib.testing.subject import Subject
+from attnlib.workspace import BatchLimits
+
+__all__ = ["PROBES"]
+
+_REQUESTS = 6
+
+
+class _Captured:
+    """Static tensors, a state and a captured step that can be replayed."""
+
+    def __init__(self, subject: Subject, case: Case, query_len: int, num_blocks: int) -> None:
+        self.subject, self.case, self.query_len = subject, case, query_len
+        tokens, dims, device = _REQUESTS * query_len, case.dimensions, subject.device
+        self.limits = BatchLimits(max_num_reqs=_REQUESTS, max_num_tokens=tokens, max_seq_len=6 * case.block_size)
+        self.builder = subject.backend.make_builder(case.spec, device, limits=self.limits)
+        self.state = subject.backend.get_state_cls()(self.builder, self.limits)
+        self.views = allocate_views(dims, num_blocks, case.layout, device)
+        self.query = torch.zeros(tokens, dims.num_heads, dims.head_size, dtype=dims.dtype, device=device)
+        self.key = torch.zeros(tokens, dims.num_kv_heads, dims.head_size, dtype=dims.dtype, device=device)
+        self.value = torch.zeros(tokens, dims.num_kv_heads, dims.head_size_v, dtype=dims.dtype, device=device)
+        self.out = torch.zeros(tokens, dims.num_heads, dims.head_size_v, dtype=dims.dtype, device=device)
+        template = case.but(batch=f"{_REQUESTS}q{query_len}").step(device)
+        self.impl = make_impl(subject.backend, template)
+        self.cache = replace(template, inputs=replace(template.inputs, cache=self.views)).cache()
+        self.metadata: Any = self.state.graph_capture_get_metadata_for_batch(_REQUESTS, query_len=query_len)
+        self.replay = self._capture()
+
+    def _run(self) -> None:
+        self.impl.write_kv(self.key, self.value, self.cache, self.metadata.slot_mapping)
+        self.impl.forward(self.query, self.cache, self.metadata, self.out)
+
+    def _capture(self) -> Callable[[], None]:
+        if not self.subject.on_gpu:
+            return self._run
+        side = torch.cuda.Stream(device=self.subject.device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._run()
+            self._run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._run()
+        return graph.replay
+
+    def load(self, step: Step) -> Any:
+        """Put a live batch into the static tensors, poison what is left over; returns rebuilt metadata."""
+        rows = step.inputs.query.shape[0]
+        for static, live in (
+            (self.query, step.inputs.query),
+            (self.key, step.inputs.key),
+            (self.value, step.inputs.value),
+        ):
+            static.fill_(float("nan"))
+            static[:rows].copy_(live)
+        self.out.fill_(float("nan"))
+        blocks = step.inputs.placement.num_blocks
+        for static, live in ((self.views.key, step.inputs.cache.key), (self.views.value, step.inputs.cache.value)):
+            static[:blocks].copy_(live)
+        padded = self.state.begin_forward(step.common(), _REQUESTS, self.query_len)
+        return self.builder.build(0, padded)
+
+
+def _live_batches(block: int, query_len: int) -> tuple[str, ...]:
+    q = query_len
+    return (
+        "_".join(f"q{q}s{s}" for s in (2 * block + 3, q, block, 5 * block, block + 1, 3 * block)),
+        "_".join(f"q{q}s{s}" for s in (block + 2, 4 * block - 1)),
+        f"q{q}s{5 * block + 1}",
+        "_".join(f"q{q}s{s}" for s in (q, q, q, q + 1)),
+        "2q0s0",
+        "_".join(f"q{q}s{s}" for s in (3 * block, 2 * block, block, q)),
+    )
+
+
+def _check_replay(subject: Subject, case: Case, query_len: int) -> str:
+    block = case.block_size
+    lives = [
+        case.but(batch=batch, placement=placement, seed=case.seed + number, extra_columns=0)
+        for number, (batch, placement) in enumerate(
+            zip(
+                _live_batches(block, query_len),
+                ("shuffled", "reversed", "top", "contiguous", "shuffled", "interleaved"),
+                strict=True,
+            )
+        )
+    ]
+    steps = [live.step(subject.device, written=False) for live in lives]
+    captured = _Captured(subject, case, query_len, max(step.inputs.placement.num_blocks for step in steps))
+    for number, (live, step) in enumerate(zip(lives, steps, strict=True)):
+        captured.load(step)
+        captured.replay()
+        rows = live.batch_spec.num_actual_tokens
+        wrong = judge(live, Observation(captured.out[:rows], None), subject.device)
+        if wrong:
+            return f"replay {number} of a step captured for {_REQUESTS} requests of {query_len}: {wrong}"
+        if captured.out[rows:].any():
+            return f"replay {number}: padding rows {rows} and later must be exactly 0 (M6) | case: {live}"
+    return ""
+
+
+def _replays(subject: Subject) -> Iterator[Check]:
+    for level, query_lens in (("UNIFORM_SINGLE_TOKEN_DECODE", (1,)), ("UNIFORM_BATCH", (1, 4)), ("ALWAYS", (1, 9))):
+        for query_len in query_lens:
+            case = subject.case(cudagraph=level, needs_lse=False)
+            yield Check(
+                f"{level.lower()}-q{query_len}",
+                lambda case=case, query_len=query_len: _check_replay(subject, case, query_len),  # type: ignore[misc]
+                case,
+            )
+
+
+def _addresses(metadata: Any) -> dict[str, int]:
+    return {
+        name: value.data_ptr()
+        for name, value in metadata.asdict_zerocopy().items()
+        if isinstance(value, torch.Tensor) and not name.endswith("_cpu")
+    }
+
+
+def _check_addresses(subject: Subject, case: Case) -> str:
+    steps = [
+        case.but(batch=batch, extra_columns=0).step(subject.device, written=False)
+        for batch in _live_batches(case.block_size, 1)
+    ]
+    captured = _Captured(subject, case, 1, max(step.inputs.placement.num_blocks for step in steps))
+    buffers = {name: tensor.data_ptr() for name, tensor in captured.state.get_graph_input_buffers().items()}
+    at_capture = _addresses(captured.metadata)
+    for step in steps:
+        now = _addresses(captured.load(step))
+        moved = [name for name, address in at_capture.items() if name in now and now[name] != address]
+        if moved:
+            return f"{', '.join(moved)} of the metadata moved between builds; a graph would read the old address (G3)"
+        for name, tensor in captured.state.get_graph_input_buffers().items():
+            if tensor.data_ptr() != buffers.get(name):
+                return f"graph input buffer {name} moved between builds (G3)"
+    return ""
+
+
+def _lifetimes(subject: Subject) -> Iterator[Check]:
+    case = subject.case(cudagraph="UNIFORM_SINGLE_TOKEN_DECODE", needs_lse=False)
+    yield Check("addresses", lambda: _check_addresses(subject, case), case)
+
+
+def _check_race(subject: Subject, first: Case, second: Case) -> str:
+    builder = subject.backend.make_builder(first.spec, subject.device)
+    steps = [case.step(subject.device) for case in (first, second)]
+    impl = make_impl(subject.backend, steps[0])
+    commons = [step.common() for step in steps]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)  # about a tenth of a second: everything below is queued behind it
+    seen = [attend(impl, step, builder.build(0, common)) for step, common in zip(steps, commons, strict=True)]
+    torch.cuda.synchronize()
+    wrong = [judge(case, got, subject.device) for case, got in zip((first, second), seen, strict=True)]
+    return "; ".join(f"step {n} of two in flight: {text}" for n, text in enumerate(wrong) if text)
+
+
+def _race(subject: Subject) -> Iterator[Check]:
+    for name, batches in (
+        ("decodes", ("decode", "decode_long")),
+        ("mixed", ("mixed", "ragged")),
+        ("long-then-short", ("decode_long", "q1s3")),
+    ):
+        first, second = (subject.case(batch=batch) for batch in batches)
+        yield Check(name, lambda a=first, b=second: _check_race(subject, a, b), first)  # type: ignore[misc]
+
+
+PROBES = (
+    Probe("G1", "captured steps replay right for other batches", _replays),
+    Probe("G3", "what a graph points at stays where it is", _lifetimes),
+    Probe("G4", "two steps in flight do not disturb each other", _race, needs_gpu=True),
+)

@@ -1,0 +1,78 @@
+"""F1: does every parameter change the result, and change it rightly?
+
+A parameter that is accepted and ignored passes any test that compares a backend with itself. Here each one is turned
+on, in decodes and in prefills apart; the result must be within budget of the oracle with it, and at least ten times
+the budget away from the oracle without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attnlib.testing.budget import compare
+from attnlib.testing.case import Case
+from attnlib.testing.probe import Check, Probe
+from attnlib.testing.runner import judge, run_case
+from attnlib.testing.subject import Subject
+
+__all__ = ["PROBES"]
+
+_FACTOR = 10
+_FP8: dict[str, object] = {"kv_cache_dtype": "fp8_e4m3"}
+_SEPARATE = {"decode": "q1s37_q4s7_q4s9_q1s64", "prefill": "q23_q17s24"}
+_PARAMETERS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    # name: (fields with it, fields without it)
+    "scale": ({"scale": 0.5}, {}),
+    "soft_cap": ({"logits_soft_cap": 1.0}, {}),
+    "sliding_window": ({"sliding_window": 6}, {}),
+    "two_sided_window": ({"mask": "bidirectional", "window": (4, 2)}, {"mask": "bidirectional"}),
+    "attention_chunk": ({"attention_chunk_size": 16}, {}),
+    "alibi": ({"alibi": True}, {}),
+    "sinks": ({"sinks": True}, {}),
+    "bidirectional": ({"mask": "bidirectional"}, {}),
+    "per_request_causal": ({"mask": "per_request"}, {}),
+    "query_bias": ({"mask": "query_bias"}, {}),
+    "k_scale": ({**_FP8, "k_scale": 0.25}, _FP8),
+    "v_scale": ({**_FP8, "v_scale": 0.5}, _FP8),
+    "k_scale_per_head": ({**_FP8, "k_scale": 0.25, "kv_scale_kind": "head"}, {**_FP8, "kv_scale_kind": "head"}),
+    "v_scale_per_head": ({**_FP8, "v_scale": 0.5, "kv_scale_kind": "head"}, {**_FP8, "kv_scale_kind": "head"}),
+}
+
+
+def _check(subject: Subject, parameter: str, case: Case, without: dict[str, object]) -> str:
+    # The caches are the kit's: a write that ignores a scale must not cancel a read that ignores it.
+    step = case.step(subject.device)
+    seen = run_case(subject.backend, case, subject.device, written=True)
+    wrong = judge(case, seen, subject.device, step)
+    plain = case.but(**{name: getattr(Case(), name) for name in (*_PARAMETERS[parameter][0],)}).but(**without)
+    off = plain.terms(subject.device)
+    expected_off = step.inputs.oracle(off)
+    expected_on, honest = step.oracle(), step.oracle(case.torch_dtype)
+    allowed = compare(seen.out, expected_on.out, honest.out, case.torch_dtype)
+    moved = float((seen.out.double() - expected_off.out).abs().nan_to_num().max())
+    if not wrong and moved < _FACTOR * allowed.max_allowed:
+        return (
+            f"{parameter} moves the output by {moved:.3g}, less than {_FACTOR} times the allowed error "
+            f"{allowed.max_allowed:.3g} | case: {case}"
+        )
+    if wrong and compare(seen.out, expected_off.out, honest.out, case.torch_dtype).passed:
+        return f"{parameter} is ignored: the output is the one without it | case: {case}"
+    return f"{parameter}: {wrong}" if wrong else ""
+
+
+def _sensitivity(subject: Subject) -> Iterator[Check]:
+    for parameter, (with_it, without) in _PARAMETERS.items():
+        for phase, batch in _SEPARATE.items():
+            if subject.quick and phase == "prefill" and parameter.endswith("per_head"):
+                continue
+            case = subject.case(batch=batch, **with_it)
+            yield Check(
+                f"{parameter}-{phase}",
+                lambda parameter=parameter, case=case, without=without: _check(  # type: ignore[misc]
+                    subject, parameter, case, without
+                ),
+                case,
+            )
+
+
+PROBES = (Probe("F1", "every parameter changes the result, rightly", _sensitivity),)

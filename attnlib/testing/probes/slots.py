@@ -1,0 +1,144 @@
+"""K3 and Q3: writing puts every token in its slot, and nothing anywhere else.
+
+The whole allocation, gaps included, is compared byte by byte with what the kit itself would have written. Slot -1
+writes nothing; the length of `slot_mapping`, not the key's, says how many tokens are written (P4); one-byte caches
+saturate (M9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from attnlib.testing.case import Case, Step
+from attnlib.testing.layouts import CACHE_LAYOUTS, read_slots
+from attnlib.testing.probe import Check, Probe
+from attnlib.testing.runner import make_impl
+from attnlib.testing.subject import Subject
+
+__all__ = ["PROBES", "compare_storage"]
+
+
+def compare_storage(got: Step, want: Step) -> str:
+    """ "" when two steps' caches hold the same bytes; for one-byte caches, the same up to a rounding tie."""
+    for name, mine, theirs in (
+        ("key", got.inputs.cache.key, want.inputs.cache.key),
+        ("value", got.inputs.cache.value, want.inputs.cache.value),
+    ):
+        differs = _different(mine, theirs)
+        if differs.any():
+            slots = torch.nonzero(differs.flatten()).flatten().tolist()
+            written = set(want.inputs.written_slots())
+            strangers = [slot for slot in slots if slot not in written]
+            if strangers:
+                return (
+                    f"{name}_cache changed at slot {strangers[0]}, which nobody wrote to ({len(strangers)} such slots)"
+                )
+            return (
+                f"{name}_cache holds something else at slot {slots[0]} ({len(slots)} of {len(written)} written slots)"
+            )
+    return ""
+
+
+def _different(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """[B, N] bool. Equal bits, NaN being NaN; a one-byte float may be the other neighbour of a tie (one step away)."""
+    a, b = mine.float(), theirs.float()
+    same = (a == b) | (torch.isnan(a) & torch.isnan(b))
+    if mine.element_size() == 1:
+        bits_a, bits_b = mine.view(torch.uint8).int(), theirs.view(torch.uint8).int()
+        same |= ((bits_a - bits_b).abs() <= 1) & torch.isfinite(a) & torch.isfinite(b)
+    return ~same.all(dim=3).all(dim=2)
+
+
+def _write(subject: Subject, step: Step, slot_mapping: torch.Tensor) -> None:
+    impl = make_impl(subject.backend, step)
+    impl.write_kv(step.inputs.key, step.inputs.value, step.cache(), slot_mapping)
+
+
+def _check_written(subject: Subject, case: Case) -> str:
+    got, want = case.step(subject.device, written=False), case.step(subject.device)
+    _write(subject, got, got.inputs.slot_mapping)
+    wrong = compare_storage(got, want)
+    return f"{wrong} | case: {case}" if wrong else ""
+
+
+def _check_skipped(subject: Subject, case: Case, keep: str) -> str:
+    """Some slots replaced by -1, in the middle or all, and a mapping shorter than the key."""
+    got, want = case.step(subject.device, written=False), case.step(subject.device)
+    slots = got.inputs.slot_mapping.clone()
+    kept = torch.zeros_like(slots, dtype=torch.bool)
+    if keep == "every-second":
+        kept[::2] = True
+    elif keep == "first-half":
+        kept[: len(slots) // 2] = True
+    skipped = [slot for slot, stays in zip(slots.tolist(), kept.tolist(), strict=True) if not stays and slot >= 0]
+    mapping = slots[: len(slots) // 2] if keep == "first-half" else slots.masked_fill(~kept, -1)
+    before = [read_slots(view, skipped).clone() for view in (got.inputs.cache.key, got.inputs.cache.value)]
+    _write(subject, got, mapping)
+    for name, view, old in zip(("key", "value"), (got.inputs.cache.key, got.inputs.cache.value), before, strict=True):
+        now = read_slots(view, skipped)
+        if not torch.equal(now.contiguous().view(torch.uint8), old.contiguous().view(torch.uint8)):
+            return f"{name}_cache was written where the slot was -1 or the mapping had ended (P4) | case: {case}"
+    block_size = case.block_size
+    for mine, theirs in (
+        (got.inputs.cache.key, want.inputs.cache.key),
+        (got.inputs.cache.value, want.inputs.cache.value),
+    ):
+        if skipped:
+            at = torch.tensor(skipped, device=mine.device)
+            _raw(mine)[at // block_size, at % block_size] = _raw(theirs)[at // block_size, at % block_size]
+    wrong = compare_storage(got, want)
+    return f"{wrong} | case: {case}" if wrong else ""
+
+
+def _raw(view: torch.Tensor) -> torch.Tensor:
+    return view.view(torch.uint8) if view.element_size() == 1 else view
+
+
+def _check_saturates(subject: Subject, case: Case) -> str:
+    step = case.step(subject.device, written=False)
+    step.inputs.key.fill_(torch.finfo(case.torch_dtype).max)
+    step.inputs.value.fill_(-torch.finfo(case.torch_dtype).max)
+    _write(subject, step, step.inputs.slot_mapping)
+    limit = torch.finfo(case.dimensions.cache_dtype).max
+    slots = step.inputs.written_slots()
+    keys, values = (read_slots(view, slots).float() for view in (step.inputs.cache.key, step.inputs.cache.value))
+    if not (keys == limit).all() or not (values == -limit).all():
+        return f"values beyond the format must saturate at {limit} (M9), got {float(keys.flatten()[0])} | case: {case}"
+    return ""
+
+
+def _slots(subject: Subject) -> Iterator[Check]:
+    for batch in ("mixed", "graph_padding", "page_edges", "empty", "only_padding"):
+        case = subject.case(batch=batch)
+        yield Check(f"written-{batch}", lambda case=case: _check_written(subject, case), case)  # type: ignore[misc]
+    for layout in CACHE_LAYOUTS:
+        case = subject.case(batch="ragged", layout=layout)
+        yield Check(f"written-{layout}", lambda case=case: _check_written(subject, case), case)  # type: ignore[misc]
+    for keep in ("every-second", "none", "first-half"):
+        case = subject.case(batch="mixed")
+        yield Check(
+            f"skipped-{keep}",
+            lambda case=case, keep=keep: _check_skipped(subject, case, keep),  # type: ignore[misc]
+            case,
+        )
+
+
+def _saturation(subject: Subject) -> Iterator[Check]:
+    for stored in ("fp8_e4m3", "fp8_e5m2"):
+        case = subject.case(batch="q3s20_q1s17", kv_cache_dtype=stored, k_scale=0.5, v_scale=0.25)
+        yield Check(stored, lambda case=case: _check_saturates(subject, case), case)  # type: ignore[misc]
+        for kind in ("tensor", "head"):
+            scaled = case.but(kv_scale_kind=kind, k_scale=0.0625, v_scale=0.03125)
+            yield Check(
+                f"written-{stored}-{kind}",
+                lambda case=scaled: _check_written(subject, case),  # type: ignore[misc]
+                scaled,
+            )
+
+
+PROBES = (
+    Probe("K3", "writes land in their slots and nowhere else", _slots),
+    Probe("Q3", "one-byte writes scale and saturate", _saturation),
+)

@@ -1,0 +1,116 @@
+"""W2: exactly which keys does each query see?
+
+All keys are zero, so every visible key weighs the same; the value of key k is one-hot at k. Then the output of a query
+is 1/n at the n keys that it sees and 0 elsewhere, and the visible set is read off without any tolerance. Values are
+shorter than sequences, so the sequence is uncovered in pieces of Dv keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+
+from attnlib.testing.case import Case
+from attnlib.testing.inputs import StepInputs
+from attnlib.testing.layouts import write_slots
+from attnlib.testing.oracle import visible_keys
+from attnlib.testing.probe import Check, Probe
+from attnlib.testing.runner import run_step
+from attnlib.testing.subject import Subject
+
+__all__ = ["PROBES", "seen_keys"]
+
+
+def seen_keys(subject: Subject, case: Case) -> list[torch.Tensor]:
+    """Per request [query_len, seq_len] bool: the keys that the backend lets each query see, on every head."""
+    batch, dims = case.batch_spec, case.dimensions
+    longest = max(batch.max_seq_len, 1)
+    per_head = []
+    for first in range(0, longest, dims.head_size_v):
+
+        def uncover(inputs: StepInputs, first: int = first) -> None:
+            for request, seq_len in enumerate(batch.seq_lens):
+                slots = inputs.placement.slots(request, 0, seq_len, dims.block_size)
+                shape = (seq_len, dims.num_kv_heads)
+                keys = torch.zeros(*shape, dims.head_size, dtype=dims.dtype, device=inputs.query.device)
+                values = torch.zeros(*shape, dims.head_size_v, dtype=dims.dtype, device=inputs.query.device)
+                stop = min(first + dims.head_size_v, seq_len)
+                for key in range(first, stop):
+                    values[key, :, key - first] = 1.0
+                write_slots(inputs.cache.key, slots, keys, 1.0)
+                write_slots(inputs.cache.value, slots, values, 1.0)
+
+        step = case.step(subject.device).rewrite(uncover)
+        per_head.append(run_step(subject.backend, step).out > 0)
+    uncovered = torch.cat(per_head, dim=2)  # [T, Hq, >= longest]
+    rows, seen = 0, []
+    for query_len, seq_len in zip(batch.query_lens, batch.seq_lens, strict=True):
+        heads = uncovered[rows : rows + query_len, :, :seq_len]
+        if not torch.equal(heads.any(dim=1), heads.all(dim=1)):
+            raise AssertionError(f"heads of one query see different keys | case: {case}")
+        seen.append(heads.any(dim=1))
+        rows += query_len
+    return seen
+
+
+def _ranges(keys: list[int]) -> str:
+    """[3, 4, 5, 9] -> "3-5, 9"."""
+    text = "".join("x" if key in set(keys) else "." for key in range(max(keys, default=-1) + 1))
+    spans = [(match.start(), match.end() - 1) for match in re.finditer("x+", text)]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) or "none"
+
+
+def _compare(subject: Subject, case: Case) -> str:
+    seen = seen_keys(subject, case)
+    terms, batch = case.terms("cpu"), case.batch_spec
+    for request, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
+        positions = seq_len - query_len + torch.arange(query_len)
+        expected = visible_keys(positions, seq_len, terms.of_request(request, slice(0, 0)))
+        for i in range(query_len):
+            got = torch.nonzero(seen[request][i].cpu()).flatten().tolist()
+            want = torch.nonzero(expected[i]).flatten().tolist()
+            if got != want:
+                return (
+                    f"the query at position {int(positions[i])} of request {request} (seq_len {seq_len}, query_len "
+                    f"{query_len}) sees keys {_ranges(got)}; it must see {_ranges(want)} | case: {case}"
+                )
+    return ""
+
+
+def _window_cases(subject: Subject) -> Iterator[tuple[str, Case]]:
+    block = subject.base.block_size
+    windows = (1, 2, block - 1, block, block + 1)
+    for window in (2, block) if subject.quick else windows:
+        edges = sorted({max(window - 1, 1), window, window + 1, 2 * block + 3})
+        phases = {
+            "decode": "_".join(f"q1s{edge}" for edge in edges),
+            "verify": f"q4s{window + 4}_q4s{2 * block + 1}",
+            "chunked": f"q9s{window + 11}_q10s{2 * block + 2}",
+            "full": "_".join(f"q{edge}" for edge in edges),
+        }
+        for phase, batch in phases.items():
+            yield f"window-{window}-{phase}", subject.case(batch=batch, sliding_window=window)
+
+
+def _mask_cases(subject: Subject) -> Iterator[tuple[str, Case]]:
+    block = subject.base.block_size
+    batch = f"q1s{block + 2}_q4s{2 * block}_q11s{block + 3}_q{block + 1}"
+    yield "causal", subject.case(batch=batch)
+    yield "bidirectional", subject.case(batch=batch, mask="bidirectional")
+    yield "per_request", subject.case(batch=batch, mask="per_request")
+    yield "two_sided", subject.case(batch=batch, mask="bidirectional", sliding_window=3)
+    yield "left_2_right_0", subject.case(batch=batch, mask="bidirectional", window=(2, 0))
+    yield "left_0_right_1", subject.case(batch=batch, mask="bidirectional", window=(0, 1))
+    yield "chunk", subject.case(batch=batch, attention_chunk_size=block + 4)
+    yield "chunk_of_one_block", subject.case(batch=batch, attention_chunk_size=block)
+
+
+def _visibility(subject: Subject) -> Iterator[Check]:
+    for name, case in (*_mask_cases(subject), *_window_cases(subject)):
+        case = case.but(needs_lse=False)
+        yield Check(name, lambda case=case: _compare(subject, case), case)  # type: ignore[misc]
+
+
+PROBES = (Probe("W2", "which keys each query sees", _visibility),)

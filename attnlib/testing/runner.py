@@ -1,0 +1,95 @@
+"""Run one step on one backend, the way an engine does: builder once, impl, write, attend.
+
+Nothing here knows what is right; `judge` asks the oracle and the budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnlib.backends.base import AttentionBackend, AttentionImpl
+from attnlib.testing.budget import compare
+from attnlib.testing.case import Case, Step
+from attnlib.testing.outcome import Refused
+
+__all__ = ["Observation", "attend", "check_supported", "judge", "make_impl", "run_case", "run_step"]
+
+Backend = type[AttentionBackend]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a backend gave: out [T, Hq, Dv], and lse [T, Hq] float32 where it was asked for."""
+
+    out: torch.Tensor
+    lse: torch.Tensor | None
+
+
+def check_supported(backend: Backend, case: Case, device: torch.device | str) -> None:
+    """Raise `Refused` when the backend declares that it cannot serve the case."""
+    reasons = backend.validate_configuration(case.spec, device)
+    if reasons:
+        raise Refused(reasons)
+
+
+def make_impl(backend: Backend, step: Step) -> AttentionImpl:
+    """The per-layer object of a step."""
+    return backend.get_impl_cls()(
+        step.spec,
+        scale=step.terms.scale,
+        alibi_slopes=step.terms.alibi_slopes,
+        sinks=step.terms.sinks,
+        kv_sharing_target_layer_name="producer" if step.spec.kv_sharing else None,
+        config=backend.config,
+        prefix="verify",
+    )
+
+
+def attend(impl: AttentionImpl, step: Step, metadata: Any) -> Observation:
+    """One forward into poisoned, strided outputs."""
+    inputs = step.inputs
+    lse = None
+    if step.spec.needs_lse:
+        lse = torch.full(inputs.query.shape[:2], float("nan"), dtype=torch.float32, device=inputs.query.device)
+    if step.case.is_paged:
+        impl.forward(inputs.query, step.cache(), metadata, inputs.out, lse)
+    else:
+        impl.forward_unpaged(inputs.query, inputs.key, inputs.value, metadata, inputs.out, lse)
+    return Observation(inputs.out, lse)
+
+
+def run_step(backend: Backend, step: Step) -> Observation:
+    """Build, write what is not written yet (P7), attend."""
+    impl = make_impl(backend, step)
+    metadata = backend.make_builder(step.spec, step.inputs.query.device).build(0, step.common())
+    if step.case.is_paged and not step.inputs.written:
+        impl.write_kv(step.inputs.key, step.inputs.value, step.cache(), metadata.slot_mapping)
+    return attend(impl, step, metadata)
+
+
+def run_case(backend: Backend, case: Case, device: torch.device | str, *, written: bool = False) -> Observation:
+    """One case on fresh tensors; by default the backend writes this step's keys itself.
+
+    Raises:
+        Refused: the backend declares that it cannot.
+    """
+    check_supported(backend, case, device)
+    written = written or case.attn_type == "encoder_decoder" or case.kv_sharing
+    return run_step(backend, case.step(device, written=written))
+
+
+def judge(case: Case, seen: Observation, device: torch.device | str, truth: Step | None = None) -> str:
+    """Hold an observation against the oracle: "" within budget, else both errors and the case."""
+    truth = truth or case.step(device)
+    expected, honest = truth.oracle(), truth.oracle(case.torch_dtype)
+    findings = [compare(seen.out, expected.out, honest.out, case.torch_dtype, "out")]
+    if seen.lse is not None:
+        findings.append(compare(seen.lse, expected.lse, honest.lse, case.torch_dtype, "lse"))
+    rows = case.batch_spec.num_actual_tokens
+    wrong = [str(finding) for finding in findings if not finding.passed]
+    if seen.out[rows:].any():
+        wrong.append(f"rows {rows} and later belong to nobody and must be exactly 0 (M6)")
+    return f"{'; '.join(wrong)} | case: {case}" if wrong else ""

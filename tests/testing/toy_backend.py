@@ -1,0 +1,237 @@
+"""A small right backend, made of small steps, so that `wrong_backends` can get exactly one of them wrong.
+
+It computes in float64, one request at a time, and reads every length and table entry from the metadata's tensors when
+it runs, so it may even claim CUDA graphs: what it points at is current when a step is replayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from attnlib.backends.base import AttentionBackend, AttentionImpl
+from attnlib.cache.storage import PagedKVCache
+from attnlib.capabilities import Capabilities, Sizes
+from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.spec import AttentionType, CudaGraphSupport, MaskKind
+
+
+@dataclass(kw_only=True)
+class ToyMetadata(AttentionMetadata):
+    """The batch by its tensors."""
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    causal: bool | torch.Tensor
+
+    @property
+    def prefill_metadata(self) -> ToyMetadata | None:
+        return self
+
+    @property
+    def decode_metadata(self) -> ToyMetadata | None:
+        return None
+
+
+class ToyBuilder(AttentionMetadataBuilder[ToyMetadata]):
+    cudagraph_support = CudaGraphSupport.ALWAYS
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> ToyMetadata:
+        common = common_attn_metadata
+        assert common.block_table_tensor is not None
+        return ToyMetadata(
+            num_prefills=common.num_reqs,
+            num_prefill_tokens=common.num_actual_tokens,
+            num_decode_tokens=0,
+            slot_mapping=common.slot_mapping,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            causal=self.spec.is_causal if common.causal is None else common.causal,
+        )
+
+
+class ToyImpl(AttentionImpl):
+    """Attention in steps that can each be overridden."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: Any,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+        for request, seq_len in enumerate(seq_lens):
+            rows = slice(starts[request], starts[request + 1])
+            causal = metadata.causal
+            causal = bool(causal[request]) if isinstance(causal, torch.Tensor) else causal
+            keys, values = self.gather(cache, metadata.block_table[request], seq_len)
+            out, denominator = self.attend(query[rows].double(), keys, values, seq_len, causal)
+            output[rows] = out.to(output.dtype)
+            self.store_lse(lse, rows, denominator)
+        self.clear_tail(output, lse, starts[-1])
+
+    def clear_tail(self, output: torch.Tensor, lse: torch.Tensor | None, row: int) -> None:
+        output[row:] = 0
+        if lse is not None:
+            lse[row:] = -torch.inf
+
+    def store_lse(self, lse: torch.Tensor | None, rows: slice, values: torch.Tensor) -> None:
+        if lse is not None:
+            lse[rows] = values.float()
+
+    def gather(self, cache: PagedKVCache, row: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[S, Hkv, D] and [S, Hkv, Dv] in float64, dequantised."""
+        position = torch.arange(seq_len, device=row.device)
+        slots = row[position // cache.block_size].long() * cache.block_size + position % cache.block_size
+        return self.read(cache.key_cache, slots, self.key_scale(cache)), self.read(
+            cache.value_cache, slots, self.value_scale(cache)
+        )
+
+    def read(self, view: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        raw = view.view(torch.uint8) if view.element_size() == 1 else view
+        tokens = raw[slots // view.shape[1], slots % view.shape[1]].view(view.dtype).double()
+        return tokens * scale[:, None]
+
+    def key_scale(self, cache: PagedKVCache) -> torch.Tensor:
+        return torch.as_tensor(cache.k_scale, device=cache.device).double().expand(self.spec.num_kv_heads)
+
+    def value_scale(self, cache: PagedKVCache) -> torch.Tensor:
+        return torch.as_tensor(cache.v_scale, device=cache.device).double().expand(self.spec.num_kv_heads)
+
+    def kv_head_of(self, head: int) -> int:
+        return head // self.spec.group_size
+
+    def first_position(self, query_len: int, seq_len: int) -> int:
+        return seq_len - query_len
+
+    def left_keys(self, query_len: int) -> int | None:
+        return self.spec.visible_window.left
+
+    def logits(self, query: torch.Tensor, keys: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+        """[q, Hq, S] before the mask."""
+        scores = self.scale * torch.einsum("qhd,khd->qhk", query, keys)
+        if self.spec.logits_soft_cap:
+            scores = self.spec.logits_soft_cap * torch.tanh(scores / self.spec.logits_soft_cap)
+        if self.alibi_slopes is not None:
+            scores = scores - self.alibi_slopes.double()[None, :, None] * distance.abs()[:, None, :]
+        return scores
+
+    def visible(self, p: torch.Tensor, k: torch.Tensor, causal: bool, query_len: int) -> torch.Tensor:
+        seen = (k <= p) if causal else torch.ones(len(p), k.shape[1], dtype=torch.bool, device=p.device)
+        left, right = self.left_keys(query_len), self.spec.visible_window.right
+        if left is not None:
+            seen = seen & (k >= p - left)
+        if right is not None:
+            seen = seen & (k <= p + right)
+        chunk = self.spec.attention_chunk_size
+        return seen if chunk is None else seen & (k // chunk == p // chunk)
+
+    def sink(self, query_len: int) -> torch.Tensor | None:
+        return self.sinks
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seq_len: int, causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One request: out [q, Hq, Dv] and LSE [q, Hq], float64."""
+        heads = [self.kv_head_of(head) for head in range(self.spec.num_heads)]
+        keys, values = keys[:, heads], values[:, heads]
+        query_len = query.shape[0]
+        p = self.first_position(query_len, seq_len) + torch.arange(query_len, device=query.device)[:, None]
+        k = torch.arange(keys.shape[0], device=query.device)[None, :]
+        scores = self.logits(query, keys, p - k)
+        seen = self.visible(p, k, causal, query_len) & (k < seq_len)
+        scores = scores.masked_fill(~seen[:, None, :], -torch.inf)
+        return self.weigh(scores, values, self.sink(query_len))
+
+    def weigh(
+        self, scores: torch.Tensor, values: torch.Tensor, sink: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = scores
+        if sink is not None:
+            logits = torch.cat([scores, sink.double()[None, :, None].expand(*scores.shape[:2], 1)], dim=2)
+        if logits.shape[2] == 0:
+            return scores.new_zeros(*scores.shape[:2], values.shape[2]), scores.new_full(scores.shape[:2], -torch.inf)
+        lse = torch.logsumexp(logits, dim=2)
+        weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+        return torch.einsum("qhk,khd->qhd", weights, values), lse
+
+
+TOY_CAPABILITIES = Capabilities(
+    devices=("cpu", "cuda"),
+    dtypes=(torch.float32, torch.bfloat16, torch.float16),
+    kv_cache_dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
+    kv_scale_kinds=("tensor", "head"),
+    head_sizes=Sizes(1),
+    head_size_v_may_differ=True,
+    block_sizes=Sizes(1),
+    kv_cache_layouts=("NHD", "HND", "ANY"),
+    group_sizes=Sizes(1),
+    attn_types=(AttentionType.DECODER,),
+    mask_kinds=(MaskKind.CAUSAL, MaskKind.BIDIRECTIONAL, MaskKind.PER_REQUEST),
+    sliding_window=True,
+    attention_chunks=True,
+    logits_soft_cap=True,
+    alibi=True,
+    sink=True,
+    mla=False,
+    lse=True,
+    kv_sharing=True,
+    batch_invariant=False,
+    cudagraph=CudaGraphSupport.ALWAYS,
+)
+
+
+class ToyBackend(AttentionBackend):
+    """Right in everything that it declares."""
+
+    capabilities = TOY_CAPABILITIES
+
+    @staticmethod
+    def get_name() -> str:
+        return "toy"
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        return ToyImpl
+
+    @staticmethod
+    def get_metadata_cls() -> type[AttentionMetadata]:
+        return ToyMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+        return ToyBuilder
+
+
+def toy_with(
+    impl: type[AttentionImpl] = ToyImpl,
+    builder: type[AttentionMetadataBuilder[Any]] = ToyBuilder,
+    **declared: Any,
+) -> type[AttentionBackend]:
+    """A backend of the toy's making with one part exchanged and some declarations changed."""
+
+    class Changed(ToyBackend):
+        capabilities = replace(TOY_CAPABILITIES, **declared)
+
+        @staticmethod
+        def get_name() -> str:
+            return impl.__name__ if impl is not ToyImpl else builder.__name__
+
+        @staticmethod
+        def get_impl_cls() -> type[AttentionImpl]:
+            return impl
+
+        @staticmethod
+        def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+            return builder
+
+    return Changed

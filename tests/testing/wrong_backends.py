@@ -1,0 +1,354 @@
+"""Backends that are wrong on purpose, each in one step, as real ones have been.
+
+`WRONG` maps a name to the backend and to the probe that is meant to catch it. The suite about the suite demands that
+each is failed, and by that probe.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attnlib.backends.base import AttentionBackend
+from attnlib.cache.storage import PagedKVCache
+from attnlib.device import DeviceInfo
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.spec import AttentionSpec
+from tests.testing.toy_backend import ToyBackend, ToyBuilder, ToyImpl, ToyMetadata, toy_with
+
+
+class OffByOneWindow(ToyImpl):
+    """W taken for the keys before the query's own: one key too many."""
+
+    def left_keys(self, query_len: int) -> int | None:
+        left = super().left_keys(query_len)
+        return None if left is None else left + 1
+
+
+class WindowOnPrefillOnly(ToyImpl):
+    """Decodes see everything."""
+
+    def left_keys(self, query_len: int) -> int | None:
+        return None if query_len == 1 else super().left_keys(query_len)
+
+
+class IgnoredSoftCap(ToyImpl):
+    """Accepted at construction, never read."""
+
+    def logits(self, query: torch.Tensor, keys: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+        capped, self.spec = self.spec, self.spec.replace(logits_soft_cap=None)
+        scores = super().logits(query, keys, distance)
+        self.spec = capped
+        return scores
+
+
+class ScaleTwiceUnderSoftCap(ToyImpl):
+    """The capped score is scaled once more."""
+
+    def logits(self, query: torch.Tensor, keys: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+        return super().logits(query, keys, distance) * (self.scale if self.spec.logits_soft_cap else 1.0)
+
+
+class BaseTwoLse(ToyImpl):
+    """exp2 inside, and no conversion on the way out."""
+
+    def store_lse(self, lse: torch.Tensor | None, rows: slice, values: torch.Tensor) -> None:
+        super().store_lse(lse, rows, values / math.log(2))
+
+
+class TransposedLse(ToyImpl):
+    """[Hq, T] in memory, as flash-attn has it, in a tensor that says [T, Hq]."""
+
+    def clear_tail(self, output: torch.Tensor, lse: torch.Tensor | None, row: int) -> None:
+        super().clear_tail(output, lse, row)
+        if lse is not None:
+            lse.copy_(lse.T.contiguous().view_as(lse))
+
+
+class SinkPerSplit(ToyImpl):
+    """Long key ranges are cut in two, and each half adds the sink to its denominator."""
+
+    def weigh(
+        self, scores: torch.Tensor, values: torch.Tensor, sink: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cut = scores.shape[2] // 2
+        if sink is None or cut < 64:
+            return super().weigh(scores, values, sink)
+        a, lse_a = super().weigh(scores[..., :cut], values[:cut], sink)
+        b, lse_b = super().weigh(scores[..., cut:], values[cut:], sink)
+        lse = torch.logaddexp(lse_a, lse_b)
+        return a * torch.exp(lse_a - lse)[..., None] + b * torch.exp(lse_b - lse)[..., None], lse
+
+
+class SinkIgnoredInDecode(ToyImpl):
+    """Only the prefill kernel knows sinks."""
+
+    def sink(self, query_len: int) -> torch.Tensor | None:
+        return None if query_len == 1 else self.sinks
+
+
+class TopLeftCausal(ToyImpl):
+    """torch's is_causal: the first query sees the first key only."""
+
+    def first_position(self, query_len: int, seq_len: int) -> int:
+        return 0 if query_len > 1 else seq_len - 1
+
+
+class IgnoredKScale(ToyImpl):
+    """Stored keys taken for real ones."""
+
+    def key_scale(self, cache: PagedKVCache) -> torch.Tensor:
+        return torch.ones(self.spec.num_kv_heads, dtype=torch.float64)
+
+
+class IgnoredVScale(ToyImpl):
+    """Stored values taken for real ones."""
+
+    def value_scale(self, cache: PagedKVCache) -> torch.Tensor:
+        return torch.ones(self.spec.num_kv_heads, dtype=torch.float64)
+
+
+class PerHeadScaleAveraged(ToyImpl):
+    """One number for all heads where each has its own."""
+
+    def value_scale(self, cache: PagedKVCache) -> torch.Tensor:
+        scale = super().value_scale(cache)
+        return scale.mean().expand_as(scale)
+
+
+class WritesSlotMinusOne(ToyImpl):
+    """Python's index -1 is the last slot of the pool."""
+
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
+        last = cache.num_slots - 1
+        super().write_kv(key, value, cache, torch.where(slot_mapping < 0, last, slot_mapping))
+
+
+class IgnoresMappingLength(ToyImpl):
+    """Writes as many tokens as the key has, at the slots that follow."""
+
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
+        missing = key.shape[0] - slot_mapping.shape[0]
+        more = torch.arange(1, missing + 1) + (slot_mapping.max() if slot_mapping.numel() else 0)
+        super().write_kv(key, value, cache, torch.cat([slot_mapping, more.clamp(max=cache.num_slots - 1)]))
+
+
+class WrapsInsteadOfSaturating(ToyImpl):
+    """Casts to fp8 without clamping."""
+
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
+        limit = torch.finfo(cache.dtype).max
+        super().write_kv(key % limit, value % limit, cache, slot_mapping)
+
+
+class ReadsPastTable(ToyImpl):
+    """Loads one table entry too many and looks at its block before masking."""
+
+    def gather(self, cache: PagedKVCache, row: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+        needed = -(-seq_len // cache.block_size)
+        beyond = torch.as_strided(row, (needed + 1,), (1,), row.storage_offset())
+        cache.key_cache[beyond.long()]
+        return super().gather(cache, row, seq_len)
+
+
+class Int32Offsets(ToyImpl):
+    """Element offsets in 32 bits wrap around at 2^31."""
+
+    def read(self, view: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        block = slots // view.shape[1]
+        wrapped = (block * view.stride(0)).to(torch.int32).to(torch.int64)
+        block = torch.where(wrapped < 0, 0, wrapped // view.stride(0))
+        return super().read(view, block * view.shape[1] + slots % view.shape[1], scale)
+
+
+class NanFromUnusedValues(ToyImpl):
+    """Every entry of the table is read, and masked keys weigh 0 times whatever their value is."""
+
+    def gather(self, cache: PagedKVCache, row: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().gather(cache, row.clamp(0, cache.num_blocks - 1), row.shape[0] * cache.block_size)
+
+
+class ValuesClearedByBlock(ToyImpl):
+    """Scores are masked by token, values cleared by whole blocks: the last block's tail gets through."""
+
+    def gather(self, cache: PagedKVCache, row: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = -(-seq_len // cache.block_size)
+        return super().gather(cache, row, blocks * cache.block_size)
+
+
+class UninitialisedAccumulator(ToyImpl):
+    """Adds to memory that nobody cleared."""
+
+    def weigh(
+        self, scores: torch.Tensor, values: torch.Tensor, sink: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = super().weigh(scores, values, sink)
+        return out + 0.0 * torch.empty(out.shape, dtype=out.dtype).clamp(-1, 1), lse
+
+
+class StaleMetadataBuilder(ToyBuilder):
+    """Copies the table and the lengths at build time: a replayed graph sees those of the capture."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> ToyMetadata:
+        built = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return replace(built, block_table=built.block_table.clone(), seq_lens=built.seq_lens.clone())
+
+
+class BatchDependentBits(ToyImpl):
+    """Rounds by a rule that depends on how many requests there are."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: Any,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        super().forward(query, cache, metadata, output, lse)
+        if metadata.seq_lens.shape[0] > 2:
+            output.copy_(torch.nextafter(output, torch.zeros_like(output)))
+
+
+class WrongGroups(ToyImpl):
+    """Rounds the ratio of heads to a power of two and takes the remainder by modulo."""
+
+    def kv_head_of(self, head: int) -> int:
+        group = self.spec.group_size
+        return head // group if group & (group - 1) == 0 else head % self.spec.num_kv_heads
+
+
+class LeavesPaddingRows(ToyImpl):
+    """Rows past the batch keep what the buffer held."""
+
+    def clear_tail(self, output: torch.Tensor, lse: torch.Tensor | None, row: int) -> None:
+        return
+
+
+class AssumesPackedQuery(ToyImpl):
+    """Reads q as if its token stride were Hq * D."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: Any,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        heads, size = query.shape[1:]
+        packed = torch.as_strided(query, query.shape, (heads * size, size, 1), query.storage_offset())
+        super().forward(packed, cache, metadata, output, lse)
+
+
+class FailsOnEmptyRequests(ToyImpl):
+    """A request without keys has no maximum."""
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seq_len: int, causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.amax(keys, dim=0)
+        return super().attend(query, keys, values, seq_len, causal)
+
+
+class UniformWhenNothingIsVisible(ToyImpl):
+    """A finite number instead of -inf in the mask: a row that sees nothing averages everything."""
+
+    def weigh(
+        self, scores: torch.Tensor, values: torch.Tensor, sink: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().weigh(scores.clamp(min=-1e30), values, sink)
+
+
+class SharingLayerWrites(ToyImpl):
+    """Writes in forward, whosever cache it is."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: Any,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        super().forward(query, cache, metadata, output, lse)
+        if self.spec.kv_sharing and metadata.slot_mapping is not None:
+            tokens = query[:, : self.spec.num_kv_heads]
+            self.write_kv(tokens, tokens, cache, metadata.slot_mapping)
+
+
+class NeverTheSameTwice(ToyImpl):
+    """A race, in effect: the last bit depends on who came first."""
+
+    calls = 0
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: Any,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        super().forward(query, cache, metadata, output, lse)
+        NeverTheSameTwice.calls += 1
+        if NeverTheSameTwice.calls % 2:
+            output.copy_(torch.nextafter(output, torch.zeros_like(output)))
+
+
+class IgnoredAlibi(ToyImpl):
+    """Slopes are accepted and never read."""
+
+    def logits(self, query: torch.Tensor, keys: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+        return super().logits(query, keys, distance * 0)
+
+
+class SilentRefusal(ToyBackend):
+    """Refuses without saying why."""
+
+    @classmethod
+    def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
+        return [""] if spec.has_alibi else []
+
+
+WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
+    "off-by-one window": (toy_with(OffByOneWindow), "W2"),
+    "window on one phase only": (toy_with(WindowOnPrefillOnly), "W2"),
+    "ignored soft cap": (toy_with(IgnoredSoftCap), "F1"),
+    "soft cap after scale twice": (toy_with(ScaleTwiceUnderSoftCap), "F1"),
+    "base-2 LSE": (toy_with(BaseTwoLse), "L1"),
+    "base-2 LSE, merged": (toy_with(BaseTwoLse), "L2"),
+    "transposed LSE": (toy_with(TransposedLse), "L1"),
+    "sink counted per split": (toy_with(SinkPerSplit), "L3"),
+    "sink ignored in decode": (toy_with(SinkIgnoredInDecode), "F1"),
+    "top-left causal": (toy_with(TopLeftCausal), "W2"),
+    "ignored k_scale": (toy_with(IgnoredKScale), "F1"),
+    "ignored v_scale": (toy_with(IgnoredVScale), "F1"),
+    "one scale for all heads": (toy_with(PerHeadScaleAveraged), "F1"),
+    "written slot -1": (toy_with(WritesSlotMinusOne), "K3"),
+    "mapping length ignored": (toy_with(IgnoresMappingLength), "K3"),
+    "fp8 without saturation": (toy_with(WrapsInsteadOfSaturating), "Q3"),
+    "read past the table": (toy_with(ReadsPastTable), "O2"),
+    "int32 offsets": (toy_with(Int32Offsets), "O1"),
+    "NaN from unused V": (toy_with(NanFromUnusedValues), "N1"),
+    "V zeroed by a coarser rule than the mask": (toy_with(ValuesClearedByBlock), "N1"),
+    "uninitialised accumulator": (toy_with(UninitialisedAccumulator), "N1"),
+    "stale metadata on graph replay": (toy_with(builder=StaleMetadataBuilder), "G1"),
+    "moving metadata under a graph": (toy_with(builder=StaleMetadataBuilder), "G3"),
+    "batch-dependent bits declared invariant": (toy_with(BatchDependentBits, batch_invariant=True), "D1"),
+    "wrong groups for a ratio that is no power of two": (toy_with(WrongGroups), "V2"),
+    "padding rows left as they were": (toy_with(LeavesPaddingRows), "N3"),
+    "packed query assumed": (toy_with(AssumesPackedQuery), "K4"),
+    "empty requests crash": (toy_with(FailsOnEmptyRequests), "N2"),
+    "rows that see nothing average everything": (toy_with(UniformWhenNothingIsVisible), "N2"),
+    "a sharing layer writes": (toy_with(SharingLayerWrites), "K6"),
+    "other bits the second time": (toy_with(NeverTheSameTwice), "D2"),
+    "ignored ALiBi": (toy_with(IgnoredAlibi), "F1"),
+    "refusal without a reason": (SilentRefusal, "R1"),
+}
+"""What is wrong -> the backend, and the probe that is meant to catch it."""
