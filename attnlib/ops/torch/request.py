@@ -1,0 +1,159 @@
+"""Attention of one request's rows, block of rows by block of rows.
+
+Each block reads only the keys that one of its rows can see, so a window costs its width and not the sequence. A block
+goes to fused attention where that says the same, and the general path takes the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attnlib.ops.torch.fused import can_fuse, fused_attention
+from attnlib.ops.torch.general import general_attention
+from attnlib.ops.torch.mask import is_fully_visible, key_range, score_bias, visible_keys
+from attnlib.ops.torch.quant import compute_dtype
+from attnlib.ops.torch.rules import ScoreRules
+
+__all__ = ["KeySpan", "QueryRows", "attend_rows", "fill_blind", "rows_bias", "score_dtype"]
+
+# Rows per fused block: enough to keep the kernel busy, few enough that the mask of a block stays small.
+_FUSED_ROWS = 512
+# Scores that the general path holds at a time: 64 MiB in float32.
+_GENERAL_SCORES = 1 << 24
+
+
+@dataclass(frozen=True)
+class QueryRows:
+    """Consecutive query rows of one request.
+
+    Attributes:
+        query: `[L, Hq, D]`.
+        first: position of row 0; may be negative.
+        seq_len: the request's length.
+        span_start: position of the request's first query row, where the explicit bias begins.
+        causal: the request's flag; a tensor when only the device knows it.
+        bias: `[L, query_len]` explicit bias of these rows over the request's query span, or None.
+    """
+
+    query: Tensor
+    first: int
+    seq_len: int
+    span_start: int
+    causal: bool | Tensor
+    bias: Tensor | None = None
+
+    @property
+    def last(self) -> int:
+        return self.first + self.query.shape[0] - 1
+
+    def part(self, begin: int, end: int) -> QueryRows:
+        """Rows `[begin, end)` of these."""
+        bias = None if self.bias is None else self.bias[begin:end]
+        return replace(self, query=self.query[begin:end], first=self.first + begin, bias=bias)
+
+
+@dataclass(frozen=True)
+class KeySpan:
+    """Consecutive positions of one request, raw as stored: `key [S, Hkv, D]`, `value [S, Hkv, Dv]`, from `start` on.
+
+    The factors are what a stored value is multiplied by: a float, or `[1]` or `[Hkv]` float32.
+    """
+
+    key: Tensor
+    value: Tensor
+    start: int = 0
+    k_factor: float | Tensor = 1.0
+    v_factor: float | Tensor = 1.0
+
+    def between(self, start: int, end: int) -> KeySpan:
+        """Positions `[start, end)` of these."""
+        rows = slice(start - self.start, end - self.start)
+        return replace(self, key=self.key[rows], value=self.value[rows], start=start)
+
+
+def attend_rows(rows: QueryRows, span: KeySpan, rules: ScoreRules, out: Tensor, lse: Tensor | None) -> None:
+    """Write `out [L, Hq, Dv]` and `lse [L, Hq]`; `span` holds every key that some row can see (`mask.key_range`)."""
+    num_rows, num_heads, _ = rows.query.shape
+    dtype = compute_dtype(rows.query, span.key, span.k_factor, span.v_factor)
+    fused = can_fuse(rows.query.device, dtype, rules.soft_cap)
+    step = _FUSED_ROWS if fused else max(1, _GENERAL_SCORES // max(1, num_heads * rows.seq_len))
+    if fused and _is_square(rows, 0, rows.seq_len, rules):
+        step = num_rows
+    for begin in range(0, num_rows, step):
+        part = rows.part(begin, min(begin + step, num_rows))
+        start, end = key_range(part.first, part.last, part.seq_len, part.causal, rules)
+        part_out = out[begin : begin + step]
+        part_lse = None if lse is None else lse[begin : begin + step]
+        if end <= start:
+            fill_blind(part_out, part_lse, rules.sinks)
+        else:
+            attend = _attend_fused if fused else _attend_general
+            result, logs = attend(part, span.between(start, end), rules, dtype)
+            part_out.copy_(result)
+            if part_lse is not None:
+                part_lse.copy_(logs)
+
+
+def fill_blind(out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> None:
+    """The answer for rows without a key: output 0; LSE -inf, or the sink (M5)."""
+    out.zero_()
+    if lse is not None and sinks is not None:
+        lse.copy_(sinks.expand(lse.shape))
+    elif lse is not None:
+        lse.fill_(-torch.inf)
+
+
+def rows_bias(rows: QueryRows, start: int, end: int, rules: ScoreRules) -> Tensor | None:
+    """Mask and biases of these rows against keys `[start, end)`: `[1 or Hq, L, S]`, or None where nothing is added.
+
+    Keys past the sequence, which only padding makes, are hidden.
+    """
+    dense = end <= rows.seq_len and is_fully_visible(rows.first, rows.last, start, end, rows.causal, rules)
+    if dense and rules.alibi_slopes is None and rows.bias is None:
+        return None
+    device = rows.query.device
+    positions = torch.arange(rows.first, rows.last + 1, device=device)
+    keys = torch.arange(start, end, device=device)
+    visible = None if dense else visible_keys(positions, keys, rows.causal, rules) & (keys < rows.seq_len)
+    own = None if rows.bias is None else _laid_out(rows.bias, start, end, rows.span_start)
+    return score_bias(positions, keys, visible, rules, own, score_dtype(rows.query))
+
+
+def score_dtype(query: Tensor) -> torch.dtype:
+    """The dtype of scores and statistics: float32, or float64 for a float64 query (M8)."""
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+def _attend_fused(rows: QueryRows, span: KeySpan, rules: ScoreRules, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    end = span.start + span.key.shape[0]
+    square = _is_square(rows, span.start, end, rules)
+    bias = None if square else rows_bias(rows, span.start, end, rules)
+    query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (rows.query, span.key, span.value))
+    out, lse = fused_attention(
+        query, key, value, None if bias is None else bias.unsqueeze(0), rules, span.k_factor, span.v_factor,
+        dtype=dtype, square_causal=square,
+    )  # fmt: skip
+    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+
+
+def _attend_general(rows: QueryRows, span: KeySpan, rules: ScoreRules, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    bias = rows_bias(rows, span.start, span.start + span.key.shape[0], rules)
+    return general_attention(rows.query, span.key, span.value, bias, rules, span.k_factor, span.v_factor)
+
+
+def _is_square(rows: QueryRows, start: int, end: int, rules: ScoreRules) -> bool:
+    """Whether the operator's own causal mask, aligned to the top left, is the mask that is meant."""
+    plain = rules.alibi_slopes is None and rows.bias is None and rules.chunk <= 0 and rows.causal is True
+    return plain and rows.first == start and rows.last == end - 1 and not 0 <= rules.window[0] < end - start - 1
+
+
+def _laid_out(bias: Tensor, start: int, end: int, span_start: int) -> Tensor:
+    """The explicit bias over keys `[start, end)`: its own columns for the query span, 0 before it."""
+    laid = bias.new_zeros(bias.shape[0], end - start)
+    begin, end = max(start, span_start), min(end, span_start + bias.shape[1])
+    if begin < end:
+        laid[:, begin - start : end - start] = bias[:, begin - span_start : end - span_start]
+    return laid

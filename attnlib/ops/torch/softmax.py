@@ -1,0 +1,41 @@
+"""Softmax that survives rows without a key, and the sink, before or after the fact.
+
+A sink may be part of the denominator from the start (`softmax_with_sink`) or be added to a finished result, given its
+LSE (`add_sink`): it carries no value, so it only shrinks what is there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["add_sink", "softmax_with_sink"]
+
+
+def softmax_with_sink(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weights `[H, L, S]` and natural-log LSE `[H, L]` of logits `[H, L, S]`, in the logits' dtype.
+
+    A row of -inf without a sink has weights 0 and LSE -inf; with a sink, weights 0 and LSE = sink. S may be 0.
+    """
+    sink = None if sinks is None else sinks.to(logits.dtype)[:, None].expand(logits.shape[:-1])
+    if logits.shape[-1] == 0:
+        empty = logits.new_full(logits.shape[:-1], -torch.inf)
+        return logits, empty if sink is None else sink.contiguous()
+    peak = logits.amax(dim=-1)
+    if sink is not None:
+        peak = torch.maximum(peak, sink)
+    peak = peak.masked_fill(peak == -torch.inf, 0.0)
+    weights = torch.exp(logits - peak.unsqueeze(-1))
+    total = weights.sum(dim=-1)
+    if sink is not None:
+        total = total + torch.exp(sink - peak)
+    lse = peak + torch.log(total)
+    return weights / total.masked_fill(total == 0, 1.0).unsqueeze(-1), lse
+
+
+def add_sink(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Let one more logit per head take its share: `out [..., Hq, L, Dv]`, `lse [..., Hq, L]`, `sinks [Hq]`."""
+    sink = sinks.to(lse.dtype)[:, None]
+    total = torch.logaddexp(lse, sink)
+    share = torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))
+    return out * share.unsqueeze(-1), total
