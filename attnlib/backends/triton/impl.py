@@ -79,7 +79,7 @@ class TritonImpl(AttentionImpl):
     def _decode(
         self, part: TritonMetadata, query: torch.Tensor, cache: PagedKVCache, output: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
-        paged_decode(*self._paged(part, query, cache), num_splits=part.num_splits, workspace=part.workspace, **self._call(part, cache, output, lse))
+        paged_decode(*self._paged(part, query, cache), workspace=part.workspace, **self._call(part, cache, output, lse))
 
     def _prefill(
         self, part: TritonMetadata, query: torch.Tensor, cache: PagedKVCache, output: torch.Tensor, lse: torch.Tensor | None

@@ -1,4 +1,4 @@
-"""Metadata of the `triton` backend: the common paged metadata, and how decode shares its keys among programs."""
+"""Metadata of the `triton` backend: the common paged metadata, and scratch memory for decodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.paged import PagedMetadata, paged_fields
-from attnlib.ops.triton.paged_decode import decode_num_splits, paged_decode_workspace_bytes
+from attnlib.ops.triton.paged_decode import paged_decode_num_splits, paged_decode_workspace_bytes
 from attnlib.spec import AttentionSpec, CudaGraphSupport
 from attnlib.workspace import Workspace
 
@@ -22,11 +22,10 @@ class TritonMetadata(PagedMetadata):
     """A batch for the Triton kernels.
 
     Attributes:
-        num_splits: most programs that share one request's keys in decode; from upper bounds only, so a graph replays it with other lengths.
-        workspace: their partial results, [>= bytes] uint8 device; None when nothing is split.
+        workspace: partial results of the programs that share one request's keys in decode, [>= bytes] uint8 device; None when nothing is split.
+            Its size follows from upper bounds only, so a graph replays it with other lengths.
     """
 
-    num_splits: int = 1
     workspace: torch.Tensor | None = None
 
 
@@ -38,6 +37,9 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
 
     def __init__(self, spec: AttentionSpec, device: torch.device | str | None = None, **kwargs: Any) -> None:
         super().__init__(spec, device, **kwargs)
+        # The heuristic reads heads, sizes, dtype and device off tensors; empty ones say as much as real ones.
+        self._query_like = torch.empty(0, spec.num_heads, spec.head_size, dtype=spec.dtype, device=self.device)
+        self._cache_like = torch.empty(0, spec.block_size, spec.num_kv_heads, spec.head_size, dtype=spec.kv_dtype, device=self.device)
         self._workspace = Workspace(self.device, self._declared_bytes(), fixed=self.limits is not None)
 
     @property
@@ -46,31 +48,28 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         return self._workspace.num_bytes
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> TritonMetadata:
-        """The batch, cut into decodes and prefills, with the decode's splits chosen."""
+        """The batch, cut into decodes and prefills, with scratch memory for the decode's splits."""
         fields = paged_fields(common_attn_metadata, self.spec, self.reorder_batch_threshold)
-        splits, workspace = 1, None
+        workspace = None
         if fields["num_decodes"]:
             causal = fields["causal"] is True
             splits = self._splits(fields["num_decodes"], fields["max_decode_query_len"], fields["max_seq_len"], causal)
             needed = paged_decode_workspace_bytes(fields["num_decode_tokens"], self.spec.num_heads, self.spec.head_size_v, splits)
             workspace = self._workspace.reserve(needed) if needed else None
-        return TritonMetadata(**fields, num_splits=splits, workspace=workspace)
+        return TritonMetadata(**fields, workspace=workspace)
 
     def _splits(self, num_reqs: int, query_len: int, max_seq_len: int, causal: bool) -> int:
         spec = self.spec
-        return decode_num_splits(
-            num_reqs,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_size=spec.head_size,
-            head_size_v=spec.head_size_v,
-            kv_dtype=spec.kv_dtype,
+        return paged_decode_num_splits(
+            self._query_like,
+            self._cache_like,
+            spec.head_size_v,
+            num_reqs=num_reqs,
             max_query_len=query_len,
             max_seq_len=max_seq_len,
-            window=spec.visible_window.as_kernel_args(),
             causal=causal,
+            window=spec.visible_window.as_kernel_args(),
             attention_chunk_size=spec.attention_chunk_size or 0,
-            device=self.device,
         )
 
     def _declared_bytes(self) -> int:
