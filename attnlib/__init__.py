@@ -1,0 +1,82 @@
+"""attnlib: the attention layer of an LLM inference engine, as a library.
+
+Three walks lead through it, each forward only:
+
+    SETUP  once        AttentionSpec -> get_attn_backend / explain -> backend; PagedKVCache.allocate
+    STEP   per batch   lengths -> block table -> slots -> CommonAttentionMetadata -> the backend's builder.build -> its metadata
+    LAYER  per layer   Attention(q, k, v, cache, metadata) -> write_kv -> forward -> a kernel -> out (and LSE)
+
+Every public name below is imported when it is first used: `import attnlib` costs next to nothing, loads neither triton nor any kernel package, and
+starts no CUDA.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Attention": "attnlib.layer",
+    "AttentionBackend": "attnlib.backends.base",
+    "AttentionImpl": "attnlib.backends.base",
+    "AttentionMetadata": "attnlib.metadata.base",
+    "AttentionMetadataBuilder": "attnlib.metadata.base",
+    "AttentionSpec": "attnlib.spec",
+    "AttentionState": "attnlib.metadata.state",
+    "AttentionType": "attnlib.spec",
+    "BatchLimits": "attnlib.workspace",
+    "BlockAllocator": "attnlib.cache.allocator",
+    "BlockTable": "attnlib.cache.table",
+    "Capabilities": "attnlib.capabilities",
+    "CommonAttentionMetadata": "attnlib.metadata.common",
+    "CudaGraphSupport": "attnlib.spec",
+    "MaskKind": "attnlib.spec",
+    "PagedKVCache": "attnlib.cache.storage",
+    "Window": "attnlib.spec",
+    "compute_slot_mapping": "attnlib.cache.slots",
+    "explain": "attnlib.selection",
+    "get_attn_backend": "attnlib.selection",
+    "get_kv_cache_layout": "attnlib.cache.layout",
+    "list_backends": "attnlib.selection",
+    "register_backend": "attnlib.selection",
+    "set_kv_cache_layout": "attnlib.cache.layout",
+    "shadow": "attnlib.testing.shadow",
+    "unregister_backend": "attnlib.selection",
+    "use_backend": "attnlib.selection",
+}
+
+__all__ = [*sorted(_HOME), "__version__", "errors"]
+
+if TYPE_CHECKING:
+    from attnlib import errors
+    from attnlib.backends.base import AttentionBackend, AttentionImpl
+    from attnlib.cache.allocator import BlockAllocator
+    from attnlib.cache.layout import get_kv_cache_layout, set_kv_cache_layout
+    from attnlib.cache.slots import compute_slot_mapping
+    from attnlib.cache.storage import PagedKVCache
+    from attnlib.cache.table import BlockTable
+    from attnlib.capabilities import Capabilities
+    from attnlib.layer import Attention
+    from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
+    from attnlib.metadata.common import CommonAttentionMetadata
+    from attnlib.metadata.state import AttentionState
+    from attnlib.selection import explain, get_attn_backend, list_backends, register_backend, unregister_backend, use_backend
+    from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind, Window
+    from attnlib.testing.shadow import shadow
+    from attnlib.workspace import BatchLimits
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module("attnlib.errors")
+    if name not in _HOME:
+        raise AttributeError(f"module 'attnlib' has no attribute {name!r}; its public names are {', '.join(__all__)}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value  # found once; the next look-up does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
