@@ -1,0 +1,160 @@
+"""Per-layer attention of the `flash_attn` backend: one call by keyword, and its results brought into the contract's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnlib.backends.base import AttentionImpl
+from attnlib.backends.flash_attn.metadata import FlashAttnMetadata
+from attnlib.backends.flash_attn.probe import FlashKernel
+from attnlib.backends.results import apply_sinks, clear_rows, fill_empty, is_capturing, store_lse
+from attnlib.cache.storage import PagedKVCache, Scale
+from attnlib.errors import ContractError
+
+__all__ = ["FlashAttnImpl"]
+
+_ALIGNMENT_BYTES = 16
+_FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
+
+
+class FlashAttnImpl(AttentionImpl):
+    """Attention by FlashAttention."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sinks_bf16: torch.Tensor | None = None
+        if self.sinks is not None:
+            rounded = self.sinks.to(torch.bfloat16)
+            self._sinks_bf16 = rounded if bool((rounded.float() == self.sinks).all()) else None
+        self._descales: dict[tuple[float, torch.device], torch.Tensor] = {}
+
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
+        """See `AttentionImpl.write_kv`; on a GPU with the Triton kernel, because FlashAttention has none that takes slots."""
+        if not key.is_cuda:
+            super().write_kv(key, value, cache, slot_mapping)
+            return
+        from attnlib.ops.triton.cache_write import write_kv
+
+        write_kv(key, value, cache.key_cache, cache.value_cache, slot_mapping, k_scale=cache.k_scale, v_scale=cache.v_scale)
+
+    def forward(
+        self, query: torch.Tensor, cache: PagedKVCache, metadata: FlashAttnMetadata, output: torch.Tensor, lse: torch.Tensor | None = None
+    ) -> None:
+        """See `AttentionImpl.forward`."""
+        tokens = metadata.num_actual_tokens
+        if tokens and metadata.num_reqs and metadata.max_seq_len:
+            self._attend(query[:tokens], cache, metadata, output[:tokens], None if lse is None else lse[:tokens])
+        else:
+            fill_empty(output, lse, self.sinks)
+        clear_rows(output, lse, metadata.query_start_loc, None if is_capturing(output) else metadata.live_tokens)
+
+    def _attend(
+        self, query: torch.Tensor, cache: PagedKVCache, metadata: FlashAttnMetadata, output: torch.Tensor, lse: torch.Tensor | None
+    ) -> None:
+        kernel = metadata.kernel
+        _check_alignment(cache, self.prefix)
+        late_sinks = self._late_sinks(kernel)
+        arguments = self._call(query, cache, metadata)
+        wants_lse = lse is not None or late_sinks is not None
+        lse_flag = kernel.keywords.first("return_softmax_lse", "return_lse", "return_attn_probs")
+        if wants_lse and lse_flag is not None:
+            arguments[lse_flag] = True
+        if "out" in kernel.keywords:
+            arguments["out"] = output
+        result = kernel.function(**arguments)
+        attended, kernel_lse = (result[0], result[1]) if isinstance(result, tuple) else (result, None)
+        if attended.data_ptr() != output.data_ptr():
+            output.copy_(attended)
+        if not wants_lse or kernel_lse is None:
+            return
+        target = torch.empty(output.shape[:2], dtype=torch.float32, device=output.device) if lse is None else lse
+        store_lse(kernel_lse.t(), target)
+        if late_sinks is not None:
+            apply_sinks(output, target, late_sinks)
+        elif self.sinks is not None:  # an empty row's denominator is the sink alone
+            torch.where(torch.isneginf(target), self.sinks, target, out=target)
+
+    def _late_sinks(self, kernel: FlashKernel) -> torch.Tensor | None:
+        """FlashAttention 3 takes sinks in bfloat16; those that it would round are applied afterwards, from the LSE."""
+        return self.sinks if kernel.version == 3 and self._sinks_bf16 is None else None
+
+    def _call(self, query: torch.Tensor, cache: PagedKVCache, metadata: FlashAttnMetadata) -> dict[str, Any]:
+        kernel, spec = metadata.kernel, self.spec
+        takes = kernel.keywords
+        left, right = spec.visible_window.as_kernel_args()
+        unbounded: tuple[int | None, int | None] = (left if left >= 0 else None, right if right >= 0 else None)
+        arguments: dict[str, Any] = {
+            "q": query,
+            takes.first("k_cache", "k") or "k": cache.key_cache,
+            takes.first("v_cache", "v") or "v": cache.value_cache,
+            "cu_seqlens_q": metadata.query_start_loc,
+            "max_seqlen_q": metadata.query_bound,
+            takes.first("block_table", "page_table") or "block_table": metadata.block_table,
+            "softmax_scale": self.scale,
+            "causal": metadata.causal,
+            "window_size": unbounded if kernel.version == 4 else (left, right),
+            **kernel.select,
+        }
+        lengths = takes.first("seqused_k", "cache_seqlens")
+        if lengths is None:
+            arguments["cu_seqlens_k"] = metadata.key_start_loc
+        else:
+            arguments[lengths] = metadata.seq_lens
+        if kernel.takes_key_bound:
+            arguments["max_seqlen_k"] = metadata.key_bound
+        self._add_features(arguments, query, cache, metadata)
+        return arguments
+
+    def _add_features(self, arguments: dict[str, Any], query: torch.Tensor, cache: PagedKVCache, metadata: FlashAttnMetadata) -> None:
+        kernel, spec = metadata.kernel, self.spec
+        if spec.logits_soft_cap:
+            arguments["softcap"] = spec.logits_soft_cap
+        if self.alibi_slopes is not None:
+            arguments["alibi_slopes"] = self.alibi_slopes
+        if self.sinks is not None and self._late_sinks(kernel) is None:
+            name = kernel.keywords.first("s_aux", "sinks", "sink", "learnable_sink") or "s_aux"
+            arguments[name] = self.sinks if kernel.version == 4 else self._sinks_bf16
+        if kernel.version == 3:
+            if "num_splits" in kernel.keywords:
+                arguments["num_splits"] = int(self.config.get("num_splits", 0))
+            if metadata.scheduler_metadata is not None:
+                arguments["scheduler_metadata"] = metadata.scheduler_metadata
+            if spec.is_kv_quantized:
+                self._add_scales(arguments, query, cache, metadata.num_reqs)
+
+    def _add_scales(self, arguments: dict[str, Any], query: torch.Tensor, cache: PagedKVCache, num_reqs: int) -> None:
+        """A float8 cache wants a float8 query: the largest element becomes the largest float8 number."""
+        scale = (query.abs().amax().float() / _FLOAT8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+        arguments["q"] = (query.float() / scale).to(torch.float8_e4m3fn)
+        shape = (num_reqs, self.spec.num_kv_heads)
+        arguments["q_descale"] = scale.view(1, 1).expand(shape)
+        arguments["k_descale"] = self._descale(cache.k_scale, query.device).expand(shape)
+        arguments["v_descale"] = self._descale(cache.v_scale, query.device).expand(shape)
+
+    def _descale(self, scale: Scale, device: torch.device) -> torch.Tensor:
+        """A scale as a `[1, 1]` or `[1, Hkv]` tensor; floats are put on the device once."""
+        if isinstance(scale, torch.Tensor):
+            return scale.view(1, -1)
+        kept = self._descales.get((scale, device))
+        if kept is None:
+            kept = self._descales[scale, device] = torch.full((1, 1), scale, dtype=torch.float32, device=device)
+        return kept
+
+
+def _check_alignment(cache: PagedKVCache, prefix: str) -> None:
+    """The kernels load 16 bytes at a time.
+
+    Raises:
+        ContractError: a stride of the cache that is no multiple of 16 bytes; the message names the view and the stride.
+    """
+    size = cache.dtype.itemsize
+    for name, view in (("key_cache", cache.key_cache), ("value_cache", cache.value_cache)):
+        for axis in range(3):
+            if view.shape[axis] > 1 and view.stride(axis) * size % _ALIGNMENT_BYTES:
+                raise ContractError(
+                    f"{name} of layer {prefix or '(unnamed)'} has stride {view.stride(axis)} along dimension {axis}, {view.stride(axis) * size} bytes; "
+                    f"FlashAttention needs multiples of {_ALIGNMENT_BYTES} bytes: choose triton for this cache",
+                    rule="P1",
+                )

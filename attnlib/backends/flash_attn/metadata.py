@@ -1,0 +1,151 @@
+"""Metadata of the `flash_attn` backend: the batch as one varlen call, the kernel that serves it, and its schedule where it takes one ahead of time.
+
+The kernels mix decodes and prefills in one launch, so the batch is not cut in two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from attnlib.backends.flash_attn.limits import choose_kernel
+from attnlib.backends.flash_attn.probe import FlashKernel
+from attnlib.backends.probing import keywords_of
+from attnlib.device import resolve_device
+from attnlib.errors import BackendUnavailableError, ContractError, UnsupportedConfigError
+from attnlib.metadata.base import AttentionMetadataBuilder
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.paged import PagedMetadata, paged_fields
+from attnlib.spec import AttentionSpec, CudaGraphSupport
+
+__all__ = ["FlashAttnMetadata", "FlashAttnMetadataBuilder"]
+
+
+@dataclass(kw_only=True)
+class FlashAttnMetadata(PagedMetadata):
+    """A batch for FlashAttention.
+
+    Attributes:
+        kernel: the installed kernel that serves it.
+        live_tokens: tokens of real requests; fewer than `num_actual_tokens` when a graph's batch is padded.
+        query_bound: the longest query as the kernel is told it.
+        key_bound: the longest sequence as the kernel takes it.
+        key_start_loc: [R+1] int32 device, running sum of `seq_lens`, for kernels that want it; else None.
+        scheduler_metadata: [n] int32 device, the schedule computed ahead of time; None leaves it to each call.
+    """
+
+    kernel: FlashKernel
+    live_tokens: int
+    query_bound: int
+    key_bound: int
+    key_start_loc: torch.Tensor | None = None
+    scheduler_metadata: torch.Tensor | None = None
+
+
+class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
+    """Chooses the kernel once, and has it schedule each batch once instead of once per layer where it can.
+
+    Raises:
+        BackendUnavailableError, UnsupportedConfigError: no installed kernel serves the spec on this device; all reasons are given.
+    """
+
+    cudagraph_support: ClassVar[CudaGraphSupport] = CudaGraphSupport.UNIFORM_BATCH
+
+    def __init__(self, spec: AttentionSpec, device: torch.device | str | None = None, **kwargs: Any) -> None:
+        super().__init__(spec, device, **kwargs)
+        kernel, reasons = choose_kernel(spec, resolve_device(self.device), self.config)
+        if kernel is None and not reasons:
+            raise BackendUnavailableError("no FlashAttention is installed: pip install flash-attn, or pip install --pre flash-attn-4")
+        if kernel is None:
+            raise UnsupportedConfigError(
+                "no installed FlashAttention serves this spec: " + "; ".join(reasons), backend="flash_attn", reasons=reasons
+            )
+        self.kernel = kernel
+        self._aot = kernel.scheduler is not None and bool(self.config.get("aot_schedule", True))
+        rounded = -(-self.limits.max_num_reqs // 4) * 4 if self.limits else 0
+        self._schedule = torch.zeros(1 + 4 * rounded, dtype=torch.int32, device=self.device) if self._aot and self.limits else None
+
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> FlashAttnMetadata:
+        """The batch as one call; scheduled ahead of time unless `fast_build`."""
+        return self._build(common_attn_metadata, schedule=not fast_build, for_capture=False)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> FlashAttnMetadata:
+        """As `build`, with nothing taken for granted that a replayed batch may change."""
+        return self._build(common_attn_metadata, schedule=True, for_capture=True)
+
+    def update_block_table(
+        self, metadata: FlashAttnMetadata, block_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> FlashAttnMetadata:
+        """The same batch with other blocks; a schedule that was made for another width of the table is dropped."""
+        changed = replace(metadata, block_table=block_table, slot_mapping=slot_mapping, key_bound=self._key_bound(block_table, metadata.max_seq_len))
+        return changed if changed.key_bound == metadata.key_bound else replace(changed, scheduler_metadata=None)
+
+    def _build(self, common: CommonAttentionMetadata, *, schedule: bool, for_capture: bool) -> FlashAttnMetadata:
+        _check(common)
+        fields = paged_fields(common, self.spec, None)
+        metadata = FlashAttnMetadata(
+            **fields,
+            kernel=self.kernel,
+            live_tokens=int(common.query_start_loc_cpu[-1]),
+            query_bound=self._query_bound(common, for_capture),
+            key_bound=self._key_bound(fields["block_table"], common.max_seq_len),
+            key_start_loc=None if self.kernel.takes_lengths else _running_sum(common.seq_lens),
+        )
+        if schedule and self._aot and metadata.num_actual_tokens and metadata.max_seq_len:
+            metadata.scheduler_metadata = self._scheduled(metadata)
+        return metadata
+
+    def _query_bound(self, common: CommonAttentionMetadata, for_capture: bool) -> int:
+        """FlashAttention 2 takes a bound of 1 as "row r is request r" and ignores the starts: only true where every request has one token."""
+        if self.kernel.version != 2 or common.max_query_len != 1:
+            return common.max_query_len
+        uniform = not for_capture and not self.spec.needs_lse and bool((common.query_lens_cpu == 1).all())
+        return 1 if uniform and common.num_actual_tokens == common.num_reqs else 2
+
+    def _key_bound(self, block_table: torch.Tensor | None, max_seq_len: int) -> int:
+        if self.kernel.takes_key_bound or block_table is None:
+            return max_seq_len
+        return block_table.shape[1] * self.spec.block_size
+
+    def _scheduled(self, metadata: FlashAttnMetadata) -> torch.Tensor:
+        spec, scheduler = self.spec, self.kernel.scheduler
+        assert scheduler is not None  # _aot says so
+        arguments: dict[str, Any] = {
+            "batch_size": metadata.num_reqs,
+            "max_seqlen_q": metadata.query_bound,
+            "max_seqlen_k": metadata.key_bound,
+            "num_heads_q": spec.num_heads,
+            "num_heads_kv": spec.num_kv_heads,
+            "headdim": spec.head_size,
+            "headdim_v": spec.head_size_v,
+            "cache_seqlens": metadata.seq_lens,
+            "cu_seqlens_q": metadata.query_start_loc,
+            "qkv_dtype": spec.kv_dtype,
+            "page_size": spec.block_size,
+            "causal": metadata.causal,
+            "window_size": spec.visible_window.as_kernel_args(),
+            "has_softcap": bool(spec.logits_soft_cap),
+            "num_splits": int(self.config.get("num_splits", 0)),
+        }
+        takes = keywords_of(scheduler)
+        schedule: torch.Tensor = scheduler(**{name: value for name, value in arguments.items() if takes.takes(name)})
+        if self._schedule is None or schedule.numel() > self._schedule.numel():
+            return schedule
+        kept = self._schedule[: schedule.numel()]  # one address for the builder's lifetime: graphs hold it
+        kept.copy_(schedule, non_blocking=True)
+        return kept
+
+
+def _running_sum(lengths: torch.Tensor) -> torch.Tensor:
+    starts = torch.zeros(lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
+    torch.cumsum(lengths, 0, dtype=torch.int32, out=starts[1:])
+    return starts
+
+
+def _check(common: CommonAttentionMetadata) -> None:
+    if isinstance(common.causal, torch.Tensor):
+        raise ContractError("FlashAttention takes one causal flag for a batch, not one per request: mask_kind=per_request needs another backend")
+    if common.query_bias is not None:
+        raise ContractError("FlashAttention takes no query_bias: mask_kind=query_bias needs another backend (triton, torch)")

@@ -1,0 +1,181 @@
+"""Stand-ins for the FlashAttention builds: the real signatures, computed by plain torch, with the traps of the real ones built in."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from attnlib.ops.torch.paged_prefill import paged_prefill
+
+NAMES = ("flash_attn", "flash_attn_3", "flash_attn_interface", "flash_attn_config", "vllm", "sgl_kernel")
+
+
+class Recorder:
+    """Every call of a fake, by keyword."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.scheduled: list[dict[str, Any]] = []
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.calls[-1]
+
+
+def attend(
+    q: Any, k: Any, v: Any, starts: Any, lengths: Any, table: Any, *, scale: Any, causal: bool, window: Any, softcap: float = 0.0,
+    alibi_slopes: Any = None, sinks: Any = None, empty: float = float("-inf"),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [T, Hq, Dv], LSE [Hq, T]); empty rows get `empty`, rows past the batch keep garbage."""
+    left, right = (-1 if side is None else side for side in window)
+    out = torch.full((*q.shape[:2], v.shape[-1]), float("nan"), dtype=q.dtype)
+    lse = torch.full(q.shape[:2], float("nan"))
+    end = int(starts[-1])
+    paged_prefill(
+        q[:end], k, v, table, starts, lengths, max_query_len=int((starts[1:] - starts[:-1]).max()), max_seq_len=int(lengths.max()), scale=scale,
+        causal=causal, window=(left, right), logits_soft_cap=softcap, alibi_slopes=alibi_slopes, sinks=None if sinks is None else sinks.float(),
+        out=out[:end], lse=lse[:end],
+    )  # fmt: skip
+    lse[:end] = torch.where(torch.isneginf(lse[:end]), torch.tensor(empty), lse[:end])
+    return out, lse.t().contiguous()
+
+
+def install(monkeypatch: pytest.MonkeyPatch, path: str, **attributes: Any) -> ModuleType:
+    """Put a module (and its parents) into `sys.modules`."""
+    parts = path.split(".")
+    for depth in range(1, len(parts) + 1):
+        name = ".".join(parts[:depth])
+        if sys.modules.get(name) is None or depth == len(parts):
+            module = ModuleType(name)
+            # Parents are namespaces without a file of their own, as FlashAttention 4 leaves `flash_attn`.
+            module.__file__ = f"/fake/{name.replace('.', '/')}/__init__.py" if depth == len(parts) else None
+            module.__path__ = []
+            monkeypatch.setitem(sys.modules, name, module)
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if none of the packages existed."""
+    for name in NAMES:
+        for loaded in [module for module in sys.modules if module == name or module.startswith(name + ".")]:
+            monkeypatch.delitem(sys.modules, loaded)
+        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]  # the documented way to forbid an import
+
+
+def fake_fa2(record: Recorder) -> Any:
+    """flash_attn 2.8: running sums of lengths, no `out`, +inf for empty rows, and the bound of 1 that ignores the starts."""
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
+        softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
+    ):  # fmt: skip
+        record.calls.append({name: value for name, value in locals().items() if name != "record"})
+        if k.shape[1] % 256:
+            raise RuntimeError("Paged KV cache block size must be divisible by 256")
+        if max_seqlen_q == 1 and q.shape[0] != cu_seqlens_q.shape[0] - 1:
+            raise RuntimeError("shape '[batch_size, ngroups, ...]' is invalid for input")
+        lengths = (cu_seqlens_k[1:] - cu_seqlens_k[:-1]).to(torch.int32)
+        out, lse = attend(
+            q, k, v, cu_seqlens_q, lengths, block_table, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
+            alibi_slopes=alibi_slopes, empty=float("inf"),
+        )  # fmt: skip
+        return (out, lse, None) if return_attn_probs else out
+
+    return flash_attn_varlen_func
+
+
+def fake_fa3(record: Recorder) -> tuple[Any, Any]:
+    """FlashAttention 3 upstream: kvcache entry, no `out`, no sinks, a scheduler."""
+
+    def flash_attn_with_kvcache(
+        q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
+        cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, q_descale=None,
+        k_descale=None, v_descale=None, softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0,
+        rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
+    ):  # fmt: skip
+        record.calls.append({name: value for name, value in locals().items() if name != "record"})
+        out, lse = attend(
+            q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap
+        )
+        return (out, lse, None, None) if return_softmax_lse else out
+
+    return flash_attn_with_kvcache, _scheduler(record)
+
+
+def _scheduler(record: Recorder) -> Any:
+    def get_scheduler_metadata(
+        batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, qkv_dtype=torch.bfloat16, headdim_v=None,
+        cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1),
+        has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0,
+    ):  # fmt: skip
+        record.scheduled.append({name: value for name, value in locals().items() if name != "record"})
+        return torch.arange(batch_size + 1, dtype=torch.int32)
+
+    return get_scheduler_metadata
+
+
+def fake_vllm(record: Recorder) -> tuple[Any, Any]:
+    """vLLM's build: several generations behind one function, `out`, `s_aux`, a scheduler."""
+
+    def flash_attn_varlen_func(
+        q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, q_v=None, dropout_p=0.0, softmax_scale=None,
+        causal=False, window_size=None, softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
+        return_softmax_lse=False, out=None, scheduler_metadata=None, q_descale=None, k_descale=None, v_descale=None, num_splits=0,
+        output_scale=None, fa_version=2, s_aux=None,
+    ):  # fmt: skip
+        record.calls.append({name: value for name, value in locals().items() if name != "record"})
+        assert s_aux is None or (s_aux.dtype == torch.bfloat16 and fa_version == 3)
+        result, lse = attend(
+            q, k, v, cu_seqlens_q, seqused_k, block_table, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
+            alibi_slopes=alibi_slopes, sinks=s_aux,
+        )  # fmt: skip
+        if s_aux is not None:  # blocks without any key leave early, with -inf
+            empty = (seqused_k == 0).repeat_interleave(cu_seqlens_q[1:] - cu_seqlens_q[:-1])
+            lse[:, : len(empty)].masked_fill_(empty, float("-inf"))
+        out.copy_(result)
+        return (out, lse) if return_softmax_lse else out
+
+    return flash_attn_varlen_func, _scheduler(record)
+
+
+def fake_fa4(record: Recorder) -> Any:
+    """flash-attn-4: `page_table` on the varlen function, None for an open window, float32 sinks, a new argument at position 3."""
+
+    def flash_attn_varlen_func(
+        q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, seqused_q=None,
+        seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False, window_size=(None, None),
+        learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, score_mod=None, mask_mod=None, return_lse=False,
+        scheduler_metadata=None,
+    ):  # fmt: skip
+        record.calls.append({name: value for name, value in locals().items() if name != "record"})
+        assert cu_seqlens_k is None and all(side is None or side >= 0 for side in window_size)
+        out, lse = attend(
+            q, k, v, cu_seqlens_q, seqused_k, page_table, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
+            sinks=learnable_sink,
+        )  # fmt: skip
+        return (out, lse, None, None, None) if return_lse else (out, None)
+
+    return flash_attn_varlen_func
+
+
+def fake_sglang(record: Recorder) -> Any:
+    """SGLang's build: the kvcache entry with `sinks` and `ver`."""
+
+    def flash_attn_with_kvcache(
+        q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, page_table=None, cu_seqlens_q=None, max_seqlen_q=None, softmax_scale=None,
+        causal=False, window_size=(-1, -1), softcap=0.0, num_splits=0, return_softmax_lse=False, sinks=None, ver=3,
+    ):  # fmt: skip
+        record.calls.append({name: value for name, value in locals().items() if name != "record"})
+        out, lse = attend(
+            q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
+            sinks=sinks,
+        )  # fmt: skip
+        return (out, lse) if return_softmax_lse else out
+
+    return flash_attn_with_kvcache
