@@ -26,6 +26,7 @@ class DeviceInfo:
         capability: compute capability (major, minor); None on a CPU, and where it cannot be found out.
         is_rocm: True for an AMD device.
         name: what the driver calls it.
+        imagined: the device is not here; what it would need of this machine (drivers, compilers) is not looked for.
     """
 
     type: str
@@ -33,6 +34,7 @@ class DeviceInfo:
     capability: tuple[int, int] | None = None
     is_rocm: bool = False
     name: str = ""
+    imagined: bool = False
 
     @property
     def torch_device(self) -> torch.device:

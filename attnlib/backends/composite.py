@@ -169,11 +169,11 @@ class CompositeBackend(AttentionBackend):
     impl_cls: ClassVar[type[CompositeImpl]]
 
     @classmethod
-    def get_name(cls) -> str:  # type: ignore[override]  # a pair's name depends on the class
+    def get_name(cls) -> str:
         return f"prefill:{cls.prefill_backend.get_name()},decode:{cls.decode_backend.get_name()}"
 
     @classmethod
-    def get_impl_cls(cls) -> type[AttentionImpl]:  # type: ignore[override]  # as above
+    def get_impl_cls(cls) -> type[AttentionImpl]:
         return cls.impl_cls
 
     @staticmethod
@@ -181,7 +181,7 @@ class CompositeBackend(AttentionBackend):
         return CompositeMetadata
 
     @classmethod
-    def get_builder_cls(cls) -> type[AttentionMetadataBuilder[Any]]:  # type: ignore[override]  # as above
+    def get_builder_cls(cls) -> type[AttentionMetadataBuilder[Any]]:
         return cls.builder_cls
 
     @classmethod
@@ -233,7 +233,7 @@ def _reduce(cls: Any) -> tuple[Any, ...]:
     return make_composite, (cls.prefill_backend, cls.decode_backend)
 
 
-copyreg.pickle(_CompositeMeta, _reduce)  # type: ignore[arg-type]  # the stubs know instances only, pickle asks for metaclasses too
+copyreg.pickle(_CompositeMeta, _reduce)
 
 
 def _common(prefill: Backend, decode: Backend) -> Capabilities:

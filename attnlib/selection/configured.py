@@ -34,4 +34,4 @@ def _reduce(cls: Any) -> tuple[Any, ...]:
     return configured, (cls._configured_from, cls.config)
 
 
-copyreg.pickle(_ConfiguredMeta, _reduce)  # type: ignore[arg-type]  # the stubs know instances only, pickle asks for metaclasses too
+copyreg.pickle(_ConfiguredMeta, _reduce)

@@ -10,14 +10,14 @@ from attnlib.backends.base import AttentionBackend, AttentionImpl
 from attnlib.capabilities import Capabilities
 from attnlib.errors import RegistrationError
 
-__all__ = ["check_backend_class"]
+__all__ = ["check_backend_class", "check_backend_parts"]
 
 _REQUIRED = ("get_name", "get_impl_cls", "get_metadata_cls", "get_builder_cls")
 _FORWARD_PARAMETERS = ("self", "query", "cache", "metadata", "output", "lse")
 
 
 def check_backend_class(backend: Any, label: str) -> None:
-    """Raise when `backend` cannot serve as a backend; nothing that its methods would import is imported.
+    """Raise when `backend` cannot be a backend; nothing that its methods would import is imported.
 
     Raises:
         RegistrationError: the message names what is missing, and shows both signatures where one differs.
@@ -26,35 +26,39 @@ def check_backend_class(backend: Any, label: str) -> None:
         raise RegistrationError(f"backend {label!r} is {backend!r}; it must be a subclass of attnlib.AttentionBackend")
     missing = [name for name in _REQUIRED if getattr(getattr(backend, name), "__isabstractmethod__", False)]
     if missing:
-        raise RegistrationError(f"backend {label!r} ({backend.__qualname__}) lacks {', '.join(missing)}: all four are required class or static methods")
+        raise RegistrationError(
+            f"backend {label!r} ({backend.__qualname__}) lacks {', '.join(missing)}: all four are required class or static methods"
+        )
     if not isinstance(backend.capabilities, Capabilities):
         raise RegistrationError(f"backend {label!r}: capabilities is {backend.capabilities!r}; it must be an attnlib.Capabilities(...)")
-    if backend.__module__ not in _lazy_modules(backend):
+
+
+def check_backend_parts(backend: type[AttentionBackend], label: str) -> None:
+    """`check_backend_class`, and its impl and metadata too. Parts whose own imports fail are left to selection, which reports that as a reason.
+
+    Raises:
+        RegistrationError: as above; both signatures are shown where `forward` differs.
+    """
+    check_backend_class(backend, label)
+    try:
+        impl, metadata = backend.get_impl_cls(), backend.get_metadata_cls()
+    except Exception:
         return
-    _check_forward(backend, label)
+    _check_impl(impl, label)
+    if not is_dataclass(metadata):
+        raise RegistrationError(f"backend {label!r}: get_metadata_cls() returned {metadata!r}; it must be a dataclass, so that batches can be recorded")
 
 
-def _lazy_modules(backend: type[AttentionBackend]) -> set[str]:
-    """Modules whose impl class can be looked at for free: those where the impl lives in the backend's own, already imported module."""
-    module = inspect.getmodule(backend)
-    own = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, AttentionImpl)] if module else []
-    return {backend.__module__} if own and any(value is not AttentionImpl for value in own) else set()
-
-
-def _check_forward(backend: type[AttentionBackend], label: str) -> None:
-    impl = backend.get_impl_cls()
+def _check_impl(impl: Any, label: str) -> None:
     if not isinstance(impl, type) or not issubclass(impl, AttentionImpl):
         raise RegistrationError(f"backend {label!r}: get_impl_cls() returned {impl!r}; it must return a subclass of attnlib.AttentionImpl")
+    if getattr(impl.forward, "__isabstractmethod__", False):
+        raise RegistrationError(f"backend {label!r}: {impl.__qualname__} does not implement forward")
     signature = inspect.signature(impl.forward)
-    names = tuple(signature.parameters)
+    names = tuple(signature.parameters)[: len(_FORWARD_PARAMETERS)]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
-    if names[: len(_FORWARD_PARAMETERS)] != _FORWARD_PARAMETERS and not takes_any:
+    if names != _FORWARD_PARAMETERS and not takes_any:
         wanted = inspect.signature(AttentionImpl.forward)
         raise RegistrationError(
             f"backend {label!r}: {impl.__qualname__}.forward{signature} does not fit; the layer calls forward{wanted}: keep these names and this order"
         )
-    metadata = backend.get_metadata_cls()
-    if not is_dataclass(metadata):
-        raise RegistrationError(f"backend {label!r}: get_metadata_cls() returned {metadata!r}; metadata must be a dataclass, so that it can be replaced and recorded")
-    if impl.forward is AttentionImpl.forward:
-        raise RegistrationError(f"backend {label!r}: {impl.__qualname__} does not implement forward")

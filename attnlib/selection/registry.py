@@ -17,7 +17,7 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.backends.builtin import BUILTIN_BACKENDS
 from attnlib.errors import RegistrationError
 from attnlib.selection.configured import configured
-from attnlib.selection.inspection import check_backend_class
+from attnlib.selection.inspection import check_backend_class, check_backend_parts
 
 __all__ = ["ENTRY_POINT_GROUP", "Registration", "generation", "lookup", "register_backend", "registrations", "unregister_backend"]
 
@@ -188,7 +188,7 @@ def _put(
         if ":" not in backend:
             raise RegistrationError(f"{backend!r} is no path to a backend; write it as 'package.module:Class'")
     else:
-        check_backend_class(backend, key)
+        check_backend_parts(backend, key)
     _registered[key] = Registration(key, backend, priority, install_hint, dict(config or {}), "registered")
     _generation += 1
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from attnlib.selection.report import CandidateReport, SelectionReport, Verdict
 from attnlib.selection.request import AUTO, Request, parse_request, unknown_backend
 from attnlib.spec import AttentionSpec
 
-__all__ = ["explain", "get_attn_backend", "list_backends", "load_backend", "resolve", "use_backend"]
+__all__ = ["availability", "explain", "get_attn_backend", "list_backends", "load_backend", "resolve", "use_backend"]
 
 Backend = type[AttentionBackend]
 _log = logging.getLogger("attnlib")
@@ -179,20 +180,25 @@ def _select(spec: AttentionSpec, backend: str | Backend | None, device: DeviceIn
     if report.chosen is None:
         raise _refusal(spec, request, report)
     if request.is_auto:
-        passed = "; ".join(f"{c.name}: {c.verdict.value} ({', '.join(c.reasons)})" for c in report.candidates if c.name != report.chosen and c.reasons)
-        _log.info("%schose %s on %s%s", f"{layer_name}: " if layer_name else "", report.chosen, report.device, f" [{passed}]" if passed else "")
+        _log.info("%s%s", f"{layer_name}: " if layer_name else "", _one_line(report))
     names = [report.chosen, report.chosen] if request.is_auto else [str(request.prefill), str(request.decode)]
     prefill, decode = (_loaded(name, classes) for name in names)
     return prefill if prefill is decode else make_composite(prefill, decode)
+
+
+def _one_line(report: SelectionReport) -> str:
+    passed = [f"{c.name}: {c.verdict.value} ({', '.join(c.reasons)})" for c in report.candidates if c.name != report.chosen and c.reasons]
+    return f"chose {report.chosen} on {report.device}" + (f" [{'; '.join(passed)}]" if passed else "")
 
 
 def _request(backend: str | Backend | None) -> tuple[Request, Mapping[str, Backend]]:
     """The wish that counts, and the class it came with if it came as one."""
     for wish, source in ((backend, "argument"), (_context.get(), "use_backend"), (env.read("ATTNLIB_BACKEND"), "ATTNLIB_BACKEND")):
         if isinstance(wish, type):
-            check_backend_class(wish, getattr(wish, "__qualname__", str(wish)))
-            name = f"{wish.get_name()}"
-            return Request(source, name, name), {name: wish}
+            given: Backend = wish
+            check_backend_class(given, given.__qualname__)
+            name = given.get_name()
+            return Request(source, name, name), {name: given}
         if wish:
             request = parse_request(wish, source, registrations())
             if not request.is_auto or request.excluded:
@@ -211,13 +217,19 @@ def _loaded(name: str, classes: Mapping[str, Backend]) -> Backend:
     return classes.get(name) or load_backend(name)
 
 
+def availability(entry: Registration, device: DeviceInfo) -> tuple[Backend | None, list[str]]:
+    """(its class, or None where it cannot be imported; why it cannot run on `device`, empty when it can). Never raises."""
+    try:
+        backend = entry.load()
+        return backend, backend.unavailable(device)
+    except Exception as error:  # a hollow package, an ABI clash or a RuntimeError at import is a reason, never a crash
+        return None, [_told(error, entry)]
+
+
 def _prober(device: DeviceInfo, classes: Mapping[str, Backend]) -> Probe:
     def probe(entry: Registration) -> tuple[Backend | None, list[str]]:
-        try:
-            backend = classes.get(entry.name) or entry.load()
-            return backend, backend.unavailable(device)
-        except Exception as error:  # a hollow package, an ABI clash or a RuntimeError at import is a reason, never a crash
-            return None, [_told(error, entry)]
+        given = classes.get(entry.name)
+        return availability(replace(entry, target=given, config={}) if given else entry, device)
 
     return probe
 
@@ -254,6 +266,12 @@ def _get_by_seed_arguments(
     if is_attention_free:
         raise UnsupportedConfigError("is_attention_free=True: a model without attention needs no attention backend", reasons=["is_attention_free"])
     spec = AttentionSpec(
-        num_heads=1, head_size=head_size, dtype=dtype, kv_cache_dtype=kv_cache_dtype or "auto", block_size=block_size, use_mla=use_mla, has_sink=has_sink
+        num_heads=1,
+        head_size=head_size,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype or "auto",
+        block_size=block_size,
+        use_mla=use_mla,
+        has_sink=has_sink,
     )
     return get_attn_backend(spec)

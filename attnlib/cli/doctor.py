@@ -1,0 +1,110 @@
+"""`attnlib doctor`: what is here, what works, and what to do about the rest. It always finishes: every probe is guarded, a failure is a value."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from attnlib.env import ENVIRONMENT, FOREIGN_VARIABLES
+from attnlib.cli.smoke import smoke_test
+
+__all__ = ["main"]
+
+_PACKAGES = ("attnlib", "torch", "triton", "numpy", "transformers", "flash-attn", "flash-attn-4", "flashinfer-python")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the findings; 0 when some backend computes what it should here."""
+    parser = argparse.ArgumentParser(prog="attnlib doctor", description="Versions, hardware, and one tiny kernel on every backend.")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(argv)
+    findings = {
+        "versions": _guarded(_versions),
+        "machine": _guarded(_machine),
+        "environment": _guarded(_environment),
+        "backends": _guarded(_backends),
+    }
+    if options.json:
+        print(json.dumps(findings, indent=2, default=str))
+    else:
+        _show(findings)
+    backends = findings["backends"]
+    return 0 if isinstance(backends, list) and any(row["works"] for row in backends) else 1
+
+
+def _guarded(probe: Callable[[], Any]) -> Any:
+    try:
+        return probe()
+    except Exception as error:  # a doctor that dies of the disease helps nobody
+        return {"failed": f"{type(error).__name__}: {error}"}
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _machine() -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "system": platform.platform(),
+        "torch CUDA": torch.version.cuda or "none",
+        "torch HIP": torch.version.hip or "none",
+        "torch C++11 ABI": torch.compiled_with_cxx11_abi(),
+    }
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            facts[f"cuda:{index}"] = (
+                f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.multi_processor_count} SMs, "
+                f"{properties.total_memory // 2**30} GiB"
+            )
+    else:
+        facts["GPU"] = "none that torch sees"
+    return facts
+
+
+def _environment() -> dict[str, str]:
+    ours = {name: os.environ.get(name, f"(default {variable.default or 'none'})") for name, variable in ENVIRONMENT.items()}
+    foreign = {name: f"{os.environ[name]}  <- attnlib does not read this" for name in FOREIGN_VARIABLES if name in os.environ}
+    return {**ours, **foreign, "TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "(not set)")}
+
+
+def _backends() -> list[dict[str, Any]]:
+    from attnlib.device import resolve_device
+    from attnlib.selection.registry import registrations
+    from attnlib.selection.selector import availability
+
+    device, rows = resolve_device(None), []
+    for entry in sorted(registrations().values(), key=lambda e: (-(e.priority or 0), e.name)):
+        backend, missing = availability(entry, device)
+        if backend is None or missing:
+            rows.append({"name": entry.name, "works": False, "finding": f"unavailable: {'; '.join(missing)}"})
+            continue
+        finding = smoke_test(backend, device)
+        rows.append({"name": entry.name, "works": finding.startswith("ran"), "finding": finding})
+    return rows
+
+
+def _show(findings: dict[str, Any]) -> None:
+    for title in ("versions", "machine", "environment"):
+        print(title)
+        for name, value in findings[title].items():
+            print(f"  {name:<24} {value}")
+    print("backends")
+    backends = findings["backends"]
+    for row in backends if isinstance(backends, list) else [{"name": "?", "works": False, "finding": backends["failed"]}]:
+        print(f"  {row['name']:<14} {'works' if row['works'] else '-':<6} {row['finding']}")
+    print(f"python {sys.executable}")

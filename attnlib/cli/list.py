@@ -1,0 +1,43 @@
+"""`attnlib list`: all known backends, and whether they can run here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from attnlib.device import resolve_device
+from attnlib.selection.registry import registrations
+from attnlib.selection.selector import availability
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="attnlib list", description="All known backends, and whether they can run here.")
+    parser.add_argument("--device", default=None, help="device to ask for (default: a GPU where there is one, else the CPU)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(argv)
+    device = resolve_device(options.device)
+    rows = []
+    for entry in sorted(registrations().values(), key=lambda e: (-(e.priority or 0), e.name)):
+        backend, missing = availability(entry, device)
+        rows.append(
+            {
+                "name": entry.name,
+                "priority": entry.priority,
+                "origin": entry.origin,
+                "description": backend.description if backend else "",
+                "available": backend is not None and not missing,
+                "reasons": missing,
+            }
+        )
+    if options.json:
+        print(json.dumps({"device": str(device), "backends": rows}, indent=2))
+        return 0
+    print(f"on {device}")
+    for row in rows:
+        text = row["description"] if row["available"] else "; ".join(row["reasons"])  # type: ignore[arg-type]  # a list of str in every row
+        print(f"  {row['name']:<12} {'available' if row['available'] else 'unavailable':<11}  {text}")
+    return 0

@@ -1,0 +1,65 @@
+"""The `attnlib` command: finds the subcommand and hands over."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from attnlib.errors import AttnlibError
+
+__all__ = ["COMMANDS", "main"]
+
+
+@dataclass(frozen=True)
+class _Command:
+    """One subcommand: where its `main(argv)` is, and one line of help."""
+
+    path: str
+    help: str
+
+    def load(self) -> Callable[[Sequence[str]], int]:
+        module, name = self.path.split(":")
+        found: Callable[[Sequence[str]], int] = getattr(import_module(module), name)
+        return found
+
+
+COMMANDS: dict[str, _Command] = {
+    "list": _Command("attnlib.cli.list:main", "all known backends, and whether they can run here"),
+    "explain": _Command("attnlib.cli.explain:main", "which backend a spec or a model gets, and why"),
+    "doctor": _Command("attnlib.cli.doctor:main", "versions, hardware, and a tiny kernel on every backend"),
+    "demo": _Command("attnlib.cli.demo:main", "serve a batch of prompts through the paged cache and check every token"),
+    "verify": _Command("attnlib.testing.commands:verify_main", "the exam: does a backend compute what the rules say?"),
+    "parity": _Command("attnlib.testing.commands:parity_main", "every pair of installed backends, and how far apart they are"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `attnlib ARGS`; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["--version"]:
+        from attnlib import __version__
+
+        print(f"attnlib {__version__}")
+        return 0
+    if not arguments or arguments[0] in ("-h", "--help") or arguments[0] not in COMMANDS:
+        return _usage(arguments)
+    try:
+        return COMMANDS[arguments[0]].load()(arguments[1:])
+    except AttnlibError as error:
+        print(f"attnlib {arguments[0]}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _usage(arguments: Sequence[str]) -> int:
+    wrong = bool(arguments) and arguments[0] not in ("-h", "--help")
+    out = sys.stderr if wrong else sys.stdout
+    if wrong:
+        print(f"attnlib: unknown command {arguments[0]!r}\n", file=out)
+    print("usage: attnlib COMMAND [OPTIONS]   (attnlib COMMAND --help tells the options)\n", file=out)
+    for name, command in COMMANDS.items():
+        print(f"  {name:<8} {command.help}", file=out)
+    return 2 if wrong else 0
