@@ -27,6 +27,18 @@ class BuiltinBackend:
 BUILTIN_BACKENDS: dict[str, BuiltinBackend] = {
     backend.name: backend
     for backend in (
+        BuiltinBackend(
+            "flash_attn",
+            "attnlib.backends.flash_attn:FlashAttnBackend",
+            400,
+            "pip install flash-attn (2), or pip install --pre flash-attn-4 (4, Hopper and later)",
+        ),
+        BuiltinBackend(
+            "flashinfer",
+            "attnlib.backends.flashinfer:FlashInferBackend",
+            350,
+            "pip install flashinfer-python (it compiles its kernels with nvcc and ninja at first use)",
+        ),
         BuiltinBackend("triton", "attnlib.backends.triton:TritonBackend", 300),
         BuiltinBackend("torch", "attnlib.backends.torch:TorchBackend", 100),
     )

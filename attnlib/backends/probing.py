@@ -98,7 +98,7 @@ def import_guarded(path: str) -> Import:
             f"{path} is hollow: its module {missing} is missing ({_said(error)}). It was installed without its compiled part, or without a package "
             f"that it needs: reinstall it with its binaries, or uninstall it",
         )
-    except Exception as error:  # noqa: BLE001  # any package may raise anything at import
+    except Exception as error:  # any package may raise anything at import
         return Import(None, f"{path} fails at import: {_said(error)}. {_advice(str(error))}")
 
 

@@ -154,7 +154,7 @@ def _check_alignment(cache: PagedKVCache, prefix: str) -> None:
         for axis in range(3):
             if view.shape[axis] > 1 and view.stride(axis) * size % _ALIGNMENT_BYTES:
                 raise ContractError(
-                    f"{name} of layer {prefix or '(unnamed)'} has stride {view.stride(axis)} along dimension {axis}, {view.stride(axis) * size} bytes; "
-                    f"FlashAttention needs multiples of {_ALIGNMENT_BYTES} bytes: choose triton for this cache",
+                    f"{name} of layer {prefix or '(unnamed)'} has stride {view.stride(axis)} along dimension {axis}, "
+                    f"{view.stride(axis) * size} bytes; FlashAttention needs multiples of {_ALIGNMENT_BYTES} bytes: choose triton for this cache",
                     rule="P1",
                 )

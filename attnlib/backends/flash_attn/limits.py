@@ -87,14 +87,14 @@ def _combinations(kernel: FlashKernel, spec: AttentionSpec, device: DeviceInfo, 
     if size_v != size and kernel.version == 3:
         fits = (128 < size <= 192 and 96 < size_v <= 128) or (size <= 64 and size_v <= 512)
         if not fits or size_v % 8 or f"FLASHATTENTION_DISABLE_HDIMDIFF{64 if size <= 64 else 192}" in kernel.flags:
-            reasons.append(f"head_size={size} with head_size_v={size_v} not supported (supported: 129 to 192 with 97 to 128, up to 64 with up to 512)")
+            reasons.append(f"head_size={size} with head_size_v={size_v} not supported (129 to 192 with 97 to 128, or up to 64 with up to 512)")
     if kernel.version == 4 and (size_v > 256 or size_v % 8):
         reasons.append(f"head_size_v={size_v} not supported (supported: multiples of 8 from 8 to 256)")
     blackwell = device.capability is not None and device.capability[0] >= 10
     if kernel.version == 4 and blackwell and max(size, size_v) > 128 and (size, size_v) not in ((192, 128), (256, 256)):
-        reasons.append(f"head_size={size} with head_size_v={size_v} not supported on this chip (supported: 8 to 128, 192 with 128, 256 with 256)")
+        reasons.append(f"head_size={size} with head_size_v={size_v} not supported on this chip (8 to 128, 192 with 128, 256 with 256)")
     if kernel.version == 3 and spec.has_sink and (size_v != size or spec.num_heads > _SINK_HEADS_FA3):
-        reasons.append(f"attention sinks with num_heads={spec.num_heads}, head_size_v={size_v} not supported (up to {_SINK_HEADS_FA3} heads, equal sizes)")
+        reasons.append(f"sinks with num_heads={spec.num_heads}, head_size_v={size_v} not supported (up to {_SINK_HEADS_FA3} heads of equal size)")
     if kernel.version == 3 and spec.is_kv_quantized:
         reasons += _fp8_reasons(spec, config)
     return reasons
@@ -108,7 +108,8 @@ def _fp8_reasons(spec: AttentionSpec, config: Mapping[str, Any]) -> list[str]:
         reasons.append(f"kv_cache_dtype={spec.kv_cache_dtype} needs a head_size that is a multiple of 16, not {spec.head_size}")
     if not config.get("quantize_query", False):
         reasons.append(
-            f"kv_cache_dtype={spec.kv_cache_dtype} needs a float8 query, which costs accuracy: register the backend with config quantize_query=True to allow it"
+            f"kv_cache_dtype={spec.kv_cache_dtype} needs a float8 query, which costs accuracy: "
+            f"register the backend with config quantize_query=True to allow it"
         )
     return reasons
 

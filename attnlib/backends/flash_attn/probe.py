@@ -120,7 +120,6 @@ def _recognise(path: str, release: str, module: ModuleType) -> tuple[list[FlashK
         if getattr(module, "__file__", None) is None:
             return [], []  # a namespace that another package's submodule brought into being
         return [], [f"{path} has neither flash_attn_varlen_func nor flash_attn_with_kvcache: a hollow build; reinstall it with its binaries"]
-    gaps: list[str] = []
     if kvcache is not None:
         names = keywords_of(kvcache)
         if all(name in names for name in ("page_table", "cu_seqlens_q", "cache_seqlens")):
@@ -133,8 +132,8 @@ def _recognise(path: str, release: str, module: ModuleType) -> tuple[list[FlashK
             return [FlashKernel(4, path, release, varlen, names)], []
         if "block_table" in names:
             return [FlashKernel(2, path, release, varlen, names, block_multiple=256)], []
-    gaps.append(f"{path}{' ' + release if release else ''} reads no paged cache (no block_table or page_table argument): install flash-attn 2.6 or later")
-    return [], gaps
+    name = f"{path} {release}".strip()
+    return [], [f"{name} reads no paged cache (no block_table or page_table argument): install flash-attn 2.6 or later"]
 
 
 def _third(

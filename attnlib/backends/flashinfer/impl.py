@@ -1,0 +1,102 @@
+"""Per-layer attention of the `flashinfer` backend: run the layer's plan, and bring its results into the contract's form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from attnlib.backends.base import AttentionImpl
+from attnlib.backends.flashinfer.metadata import FlashInferMetadata, plan_key
+from attnlib.backends.flashinfer.plans import Lease, PlanKey
+from attnlib.backends.results import apply_sinks, clear_rows, fill_empty, is_capturing, mark_empty_rows
+from attnlib.cache.storage import PagedKVCache
+from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.metadata.parameters import PerLayerParameters
+
+__all__ = ["FlashInferImpl"]
+
+_NO_KEY = -4.5e4
+"""FlashInfer stands for -inf with -5e4; a base-2 LSE at or below this is one of a row that sees no key."""
+
+
+class FlashInferImpl(AttentionImpl):
+    """Attention by FlashInfer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        left, right = self.spec.visible_window.as_kernel_args()
+        self._key = plan_key(PerLayerParameters(left, self.spec.logits_soft_cap, self.scale, right))
+
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
+        """See `AttentionImpl.write_kv`; on a GPU with the Triton kernel, because FlashInfer appends by request and position, not by slot."""
+        if not key.is_cuda:
+            super().write_kv(key, value, cache, slot_mapping)
+            return
+        from attnlib.ops.triton.cache_write import write_kv
+
+        write_kv(key, value, cache.key_cache, cache.value_cache, slot_mapping, k_scale=cache.k_scale, v_scale=cache.v_scale)
+
+    def forward(
+        self, query: torch.Tensor, cache: PagedKVCache, metadata: FlashInferMetadata, output: torch.Tensor, lse: torch.Tensor | None = None
+    ) -> None:
+        """See `AttentionImpl.forward`."""
+        split, end = metadata.num_decode_tokens, metadata.num_actual_tokens
+        for plans, rows in ((metadata.decode_plans, slice(0, split)), (metadata.prefill_plans, slice(split, end))):
+            part_lse = None if lse is None else lse[rows]
+            if plans:
+                self._run(self._plan(plans), query[rows], cache, output[rows], part_lse)
+            else:
+                fill_empty(output[rows], part_lse, self.sinks)
+        clear_rows(output, lse, metadata.query_start_loc, None if is_capturing(output) else metadata.live_tokens)
+
+    def _plan(self, plans: Mapping[PlanKey, Lease]) -> Any:
+        lease = plans.get(self._key)
+        if lease is None:
+            planned = "; ".join(str(key) for key in plans)
+            raise UnsupportedConfigError(
+                f"layer {self.prefix or '(unnamed)'} needs a plan for {self._key}, but the batch was planned for {planned}: "
+                f"give the builder all its layers (layers=get_per_layer_parameters(...))",
+                backend="flashinfer",
+            )
+        return lease.wrapper
+
+    def _run(
+        self, wrapper: Any, query: torch.Tensor, cache: PagedKVCache, output: torch.Tensor, lse: torch.Tensor | None
+    ) -> None:
+        _check_strides(cache, self.prefix)
+        k_scale, v_scale = cache.k_scale, cache.v_scale
+        if isinstance(k_scale, torch.Tensor):  # its value is on the device; as part of the query it need not be read back
+            query = (query.float() * k_scale).to(query.dtype)
+        packed = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+        wants_lse = lse is not None or self.sinks is not None
+        base2 = torch.empty(output.shape[:2], dtype=torch.float32, device=output.device) if wants_lse else None
+        wrapper.run(
+            q=query,
+            paged_kv_cache=(cache.key_cache, cache.value_cache),
+            q_scale=self.scale,
+            k_scale=k_scale if isinstance(k_scale, float) else None,
+            v_scale=v_scale if isinstance(v_scale, float) else None,
+            out=packed,
+            lse=base2,
+            return_lse=wants_lse,
+        )
+        if isinstance(v_scale, torch.Tensor):
+            packed.mul_(v_scale)
+        if base2 is not None:
+            target = torch.empty_like(base2) if lse is None else lse
+            mark_empty_rows(base2, target, _NO_KEY)
+            if self.sinks is not None:
+                apply_sinks(packed, target, self.sinks)
+        if packed is not output:
+            output.copy_(packed)
+
+
+def _check_strides(cache: PagedKVCache, prefix: str) -> None:
+    if cache.key_cache.stride() != cache.value_cache.stride():
+        raise ContractError(
+            f"keys of layer {prefix or '(unnamed)'} have strides {cache.key_cache.stride()} and values {cache.value_cache.stride()}; "
+            f"flashinfer needs them equal: choose triton for this cache",
+            rule="P1",
+        )
