@@ -1,0 +1,122 @@
+"""Masks that only a `[T, S]` tensor says: a user's own 4-D mask, spans that see each other, a bias per head (T5).
+
+They are honoured, never dropped. Where the new tokens are all the keys there are, and every head has the same mask, the mask is an explicit bias
+over the query span, which every backend with that capability takes. The rest is written out in torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.integrations.transformers.layers import Call, builder_for, layer_for, layer_name
+from attnlib.integrations.transformers.pages import token_pages
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.selection import explain, get_attn_backend
+from attnlib.spec import MaskKind
+
+__all__ = ["attend_dense", "dense_weights"]
+
+logger = logging.getLogger("attnlib")
+_told: WeakSet[nn.Module] = WeakSet()
+
+
+def attend_dense(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    """Attention under an evaluated mask, `[B, T, Hq, Dv]`.
+
+    Args:
+        call: the call; its window and causality are not applied: the mask says everything.
+        mask: `[B or 1, Hq or 1, T, S]`, bool (True where visible) or added to the scores; None for none. Keys past a longer S are cut off it.
+        bias: `[B or 1, Hq or 1, T, S]` added to the scores, or None.
+
+    Raises:
+        ContractError: a mask of another shape.
+        UnsupportedConfigError: a backend other than torch was insisted on, and the mask is none that it takes.
+    """
+    added = _added(call, mask, bias)
+    batch, heads, queries, keys = (call.query.shape[0], *added.shape[1:3], call.key.shape[2])
+    if heads == 1 and queries == keys == call.query.shape[2] and bias is None:
+        return _attend_by_query_bias(call, added.expand(batch, 1, queries, keys).reshape(batch * queries, keys))
+    _refuse_if_insisted(call)
+    weights = _weights(call, added)
+    grouped = weights.view(batch, call.key.shape[1], -1, keys)
+    out = torch.matmul(grouped, call.value.to(weights.dtype))
+    return out.view(batch, -1, queries, call.value.shape[3]).transpose(1, 2).to(call.query.dtype)
+
+
+def dense_weights(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    """The weights after the softmax, `[B, Hq, T, S]` in the query's dtype: what transformers calls attentions."""
+    return _weights(call, _added(call, mask, bias)).to(call.query.dtype)
+
+
+def _added(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    """What is added to the scores, float32 `[B or 1, Hq or 1, T, S]`."""
+    added = torch.zeros(1, 1, call.query.shape[2], call.key.shape[2], device=call.query.device)
+    for name, term in (("attention_mask", mask), ("position_bias", bias)):
+        if term is None:
+            continue
+        term = term[..., : call.key.shape[2]].to(call.query.device)
+        _check_shape(name, term, call)
+        if term.dtype == torch.bool:
+            term = torch.zeros_like(term, dtype=torch.float32).masked_fill_(~term, -torch.inf)
+        added = added + term.float()
+    return added
+
+
+def _check_shape(name: str, term: torch.Tensor, call: Call) -> None:
+    limits = (call.query.shape[0], call.query.shape[1], call.query.shape[2], call.key.shape[2])
+    if term.dim() != 4 or any(size not in (1, limit) for size, limit in zip(term.shape, limits, strict=True)):
+        raise ContractError(f"{name} has shape {tuple(term.shape)}; each of its 4 sizes must be 1 or that of {list(limits)} (batch, heads, T, S)")
+
+
+def _weights(call: Call, added: torch.Tensor) -> torch.Tensor:
+    """Softmax of the scores, float32 `[B, Hq, T, S]`; a row that sees nothing is 0."""
+    batch, heads, queries, head_size = call.query.shape
+    kv_heads, keys = call.key.shape[1:3]
+    rows = call.query.float().reshape(batch, kv_heads, -1, head_size)
+    scores = torch.matmul(rows, call.key.float().transpose(2, 3)).view(batch, heads, queries, keys) * call.scale
+    if call.soft_cap is not None:
+        scores = torch.tanh(scores / call.soft_cap) * call.soft_cap
+    scores = scores + added
+    if call.sinks is not None:
+        sinks = call.sinks.float().view(1, heads, 1, 1).expand(batch, heads, queries, 1)
+        return torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
+    blind = (scores == -torch.inf).all(-1, keepdim=True)
+    return torch.softmax(scores, dim=-1).masked_fill(blind, 0.0)
+
+
+def _attend_by_query_bias(call: Call, rows: torch.Tensor) -> torch.Tensor:
+    batch, heads, queries, _ = call.query.shape
+    cache, ratio = token_pages(call.key, call.value)
+    spec = call.spec(block_size=1, mask_kind=MaskKind.QUERY_BIAS)
+    layer, device = layer_for(call, spec), call.query.device
+    tokens = torch.arange(queries, dtype=torch.int32, device=device)
+    lengths = [queries] * batch
+    common = CommonAttentionMetadata.from_lengths(lengths, lengths, device=device, causal=False, query_bias=rows.contiguous())
+    common = common.replace(block_table_tensor=torch.arange(batch, dtype=torch.int32, device=device)[:, None] * ratio + tokens)
+    metadata = builder_for(layer.backend, spec, device).build(0, common)
+    flat = call.query.transpose(1, 2).reshape(batch * queries, heads, -1)
+    out: torch.Tensor = layer(flat, None, None, cache, metadata)
+    return out.view(batch, queries, heads, -1)
+
+
+def _refuse_if_insisted(call: Call) -> None:
+    """This path is torch's; a backend that was asked for by name is never replaced."""
+    spec, device = call.spec(block_size=1), call.query.device
+    backend = get_attn_backend(spec, None, device)
+    if backend.get_name() == "torch":
+        return
+    source = explain(spec, device).source
+    if source != "auto":
+        raise UnsupportedConfigError(
+            f"{layer_name(call.module)}: this attention mask differs between heads, or hides single keys of earlier steps, which only the torch "
+            f"backend computes, and {source} insists on {backend.get_name()}: choose 'torch' or 'auto'",
+            backend=backend.get_name(),
+        )
+    if call.module not in _told:
+        _told.add(call.module)
+        logger.info("%s: torch instead of %s, for a mask that only it computes", layer_name(call.module), backend.get_name())
