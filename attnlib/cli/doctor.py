@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from attnlib.env import ENVIRONMENT, FOREIGN_VARIABLES
 from attnlib.cli.smoke import smoke_test
+from attnlib.env import ENVIRONMENT, FOREIGN_VARIABLES
 
 __all__ = ["main"]
 

@@ -46,7 +46,7 @@ def check_backend_parts(backend: type[AttentionBackend], label: str) -> None:
         return
     _check_impl(impl, label)
     if not is_dataclass(metadata):
-        raise RegistrationError(f"backend {label!r}: get_metadata_cls() returned {metadata!r}; it must be a dataclass, so that batches can be recorded")
+        raise RegistrationError(f"backend {label!r}: get_metadata_cls() returned {metadata!r}; it must be a dataclass")
 
 
 def _check_impl(impl: Any, label: str) -> None:
@@ -60,5 +60,5 @@ def _check_impl(impl: Any, label: str) -> None:
     if names != _FORWARD_PARAMETERS and not takes_any:
         wanted = inspect.signature(AttentionImpl.forward)
         raise RegistrationError(
-            f"backend {label!r}: {impl.__qualname__}.forward{signature} does not fit; the layer calls forward{wanted}: keep these names and this order"
+            f"backend {label!r}: {impl.__qualname__}.forward{signature} does not fit; the layer calls forward{wanted}: keep names and order"
         )

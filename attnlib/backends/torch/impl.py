@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from attnlib.ops.torch.paged_decode import paged_decode
-from attnlib.ops.torch.paged_prefill import paged_prefill
-from attnlib.ops.torch.varlen_prefill import varlen_prefill
 
 from attnlib.backends.base import AttentionImpl
 from attnlib.backends.torch.metadata import TorchMetadata
 from attnlib.cache.storage import PagedKVCache
+from attnlib.ops.torch.paged_decode import paged_decode
+from attnlib.ops.torch.paged_prefill import paged_prefill
+from attnlib.ops.torch.varlen_prefill import varlen_prefill
 
 __all__ = ["TorchImpl"]
 

@@ -1,0 +1,45 @@
+"""Importing and selecting is light: measured in fresh processes, with a test of the test."""
+
+import subprocess
+import sys
+
+HEAVY = ("triton", "transformers", "flash_attn", "flashinfer", "vllm", "hypothesis", "pytest")
+
+PROBE = """
+import sys, torch
+before = set(sys.modules)
+{statement}
+import torch
+heavy = sorted({{name.split('.')[0] for name in set(sys.modules) - before}} & set({heavy!r}))
+print(heavy, torch.cuda.is_initialized())
+"""
+
+
+def _loads(statement: str) -> str:
+    program = PROBE.format(statement=statement, heavy=HEAVY)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_import_loads_nothing_heavy() -> None:
+    assert _loads("import attnlib") == "[] False"
+
+
+def test_selection_loads_nothing_heavy_and_starts_no_cuda() -> None:
+    """H2: selection on a CPU imports cards only."""
+    spec = "attnlib.AttentionSpec(num_heads=4, head_size=64, dtype=torch.float32)"
+    assert _loads(f"import attnlib; attnlib.get_attn_backend({spec}, device='cpu'); attnlib.explain({spec}, device='cpu')") == "[] False"
+
+
+def test_the_probe_sees_a_heavy_import() -> None:
+    assert _loads("import hypothesis") == "['hypothesis'] False"
+
+
+def test_an_excluded_backend_is_never_imported() -> None:
+    """I6: `-name` keeps auto from importing even the card."""
+    statement = (
+        "import os; os.environ['ATTNLIB_BACKEND'] = '-flash_attn,-flashinfer'\n"
+        "import attnlib\n"
+        "attnlib.get_attn_backend(attnlib.AttentionSpec(num_heads=4, head_size=64, dtype=torch.float32), device='cpu')\n"
+        "assert not [m for m in sys.modules if m.startswith(('attnlib.backends.flash_attn', 'attnlib.backends.flashinfer'))]"
+    )
+    assert _loads(statement) == "[] False"
