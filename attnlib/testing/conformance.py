@@ -19,11 +19,11 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.device import resolve_device
 from attnlib.testing.coverage import Coverage, measure_coverage
 from attnlib.testing.outcome import Outcome, Verdict
-from attnlib.testing.probe import Probe, run_probe
+from attnlib.testing.probe import Probe, run_probe, select_checks
 from attnlib.testing.probes import PROBES
 from attnlib.testing.subject import Subject, load_backend
 
-__all__ = ["ConformanceReport", "find_others", "run_conformance"]
+__all__ = ["ConformanceReport", "count_checks", "find_others", "make_subject", "run_conformance"]
 
 Backend = type[AttentionBackend]
 
@@ -99,7 +99,7 @@ def run_conformance(
         seed: of every random number; the verdict must not depend on it.
         quick: the short form of each probe.
         only: comma-separated PROBE or PROBE/CASE patterns.
-        against: backends to exchange caches with; None means `torch` when it is there.
+        against: backends to exchange caches with; None means `torch`, and for `torch` itself whatever else runs here.
         label: how the backend is named in reproduction lines; None derives it from `backend`.
         probes: which probes to ask.
         on_outcome: called after every case, for progress bars.
@@ -109,31 +109,50 @@ def run_conformance(
         ContractError: the backend accepts none of the ordinary cases, so there is nothing to examine.
     """
     started = time.perf_counter()
-    loaded = load_backend(backend)
-    place = _choose_device(loaded, device)
-    if against is not None:
-        others: tuple[Backend, ...] = tuple(load_backend(other) for other in against)
-    else:
-        others = tuple(found for found in find_others(place) if found.get_name() == "torch")
-    name = label or (backend if isinstance(backend, str) else ":".join(loaded.full_cls_name()))
-    subject = Subject(loaded, name, place, seed, quick, others)
+    subject = make_subject(backend, device=device, seed=seed, quick=quick, against=against, label=label)
     base = subject.base
     outcomes: list[Outcome] = []
     for probe in probes:
         outcomes += run_probe(probe, subject, only, on_outcome)
     return ConformanceReport(
-        backend=name,
-        backend_class=":".join(loaded.full_cls_name()),
-        device=str(place),
+        backend=subject.label,
+        backend_class=":".join(subject.backend.full_cls_name()),
+        device=str(subject.device),
         seed=seed,
         quick=quick,
         only=only,
         base_case=str(base),
         outcomes=tuple(outcomes),
-        coverage=measure_coverage(loaded, outcomes),
+        coverage=measure_coverage(subject.backend, outcomes),
         seconds=time.perf_counter() - started,
         versions=_versions(),
     )
+
+
+def make_subject(
+    backend: str | Backend,
+    *,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    quick: bool = False,
+    against: Sequence[str | Backend] | None = None,
+    label: str | None = None,
+) -> Subject:
+    """Who sits the exam, from the arguments of `run_conformance`."""
+    loaded = load_backend(backend)
+    place = _choose_device(loaded, device)
+    if against is not None:
+        others: tuple[Backend, ...] = tuple(load_backend(other) for other in against)
+    else:
+        is_torch = loaded.get_name() == "torch"
+        others = tuple(found for found in find_others(place) if (found.get_name() == "torch") is not is_torch)
+    name = label or (backend if isinstance(backend, str) else ":".join(loaded.full_cls_name()))
+    return Subject(loaded, name, place, seed, quick, others)
+
+
+def count_checks(subject: Subject, only: str | None = None, probes: Iterable[Probe] = PROBES) -> int:
+    """How many cases an exam will have, without running any."""
+    return sum(len(select_checks(probe, subject, only)) for probe in probes)
 
 
 def find_others(device: torch.device) -> list[Backend]:
@@ -171,6 +190,6 @@ def _versions() -> dict[str, str]:
     triton = sys.modules.get("triton")
     if triton is not None:
         versions["triton"] = str(triton.__version__)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         versions["gpu"] = torch.cuda.get_device_name()
     return versions

@@ -66,6 +66,9 @@ class Outcome:
 
 
 def reproduction_line(backend: str, probe: str, case: str, seed: int, device: str, quick: bool) -> str:
-    """The command that runs one case alone."""
+    """What runs one case alone: a command, or a call for a class that no path leads to."""
+    if "<locals>" in backend:
+        name = backend.rsplit(".", 1)[-1]
+        return f'run_conformance({name}, only="{probe}/{case}", seed={seed}, device="{device}", quick={quick})'
     extra = f" --device {device}" if device != "cpu" else ""
     return f"attnlib verify {backend} --only {probe}/{case} --seed {seed}{extra}{' --quick' if quick else ''}"

@@ -19,7 +19,7 @@ from attnlib.testing.outcome import NotRun, Outcome, Refused, Verdict, reproduct
 from attnlib.testing.runner import check_supported
 from attnlib.testing.subject import Subject
 
-__all__ = ["Check", "Probe", "matches", "run_probe"]
+__all__ = ["Check", "Probe", "matches", "run_check", "run_probe", "select_checks"]
 
 
 @dataclass(frozen=True)
@@ -64,28 +64,32 @@ def matches(probe: str, case: str, only: str | None) -> bool:
     )
 
 
+def select_checks(probe: Probe, subject: Subject, only: str | None = None) -> list[Check]:
+    """The checks of a probe that are asked for; a GPU probe without a GPU has one, which says so."""
+    if probe.needs_gpu and not subject.on_gpu:
+
+        def not_here() -> str:
+            raise NotRun(f"needs a GPU, runs on {subject.device}")
+
+        asked = only is None or any(pattern.split("/")[0].strip() == probe.id for pattern in only.split(","))
+        return [Check("all", not_here)] if asked else []
+    return [check for check in probe.checks(subject) if matches(probe.id, check.id, only)]
+
+
 def run_probe(
     probe: Probe, subject: Subject, only: str | None = None, on_outcome: Callable[[Outcome], None] | None = None
 ) -> list[Outcome]:
     """Run a probe's checks, each to an outcome; nothing that a backend raises stops the exam."""
-    if probe.needs_gpu and not subject.on_gpu:
-        if not (only is None or any(pattern.split("/")[0].strip() == probe.id for pattern in only.split(","))):
-            return []
-        outcome = Outcome(probe.id, "all", Verdict.NOT_RUN, f"needs a GPU, runs on {subject.device}")
-        if on_outcome is not None:
-            on_outcome(outcome)
-        return [outcome]
     outcomes = []
-    for check in probe.checks(subject):
-        if not matches(probe.id, check.id, only):
-            continue
-        outcomes.append(_run_check(probe, check, subject))
+    for check in select_checks(probe, subject, only):
+        outcomes.append(run_check(probe, check, subject))
         if on_outcome is not None:
             on_outcome(outcomes[-1])
     return outcomes
 
 
-def _run_check(probe: Probe, check: Check, subject: Subject) -> Outcome:
+def run_check(probe: Probe, check: Check, subject: Subject) -> Outcome:
+    """Run one check to its outcome."""
     started = time.perf_counter()
     uses: tuple[str, ...] = ()
     try:

@@ -12,10 +12,11 @@ import torch
 
 from attnlib.backends.base import AttentionBackend, AttentionImpl
 from attnlib.testing.budget import compare
-from attnlib.testing.case import Case, Step
+from attnlib.testing.case import Case
 from attnlib.testing.outcome import Refused
+from attnlib.testing.step import Step
 
-__all__ = ["Observation", "attend", "check_supported", "judge", "make_impl", "run_case", "run_step"]
+__all__ = ["Observation", "attend", "check_supported", "exchange", "judge", "make_impl", "run_case", "run_step"]
 
 Backend = type[AttentionBackend]
 
@@ -79,6 +80,20 @@ def run_case(backend: Backend, case: Case, device: torch.device | str, *, writte
     check_supported(backend, case, device)
     written = written or case.attn_type == "encoder_decoder" or case.kv_sharing
     return run_step(backend, case.step(device, written=written))
+
+
+def exchange(writer: Backend, reader: Backend, case: Case, device: torch.device | str) -> Observation:
+    """One backend writes this step's keys into a cache, another attends to it.
+
+    Raises:
+        Refused: one of the two declares that it cannot; the reasons say which.
+    """
+    for backend in (writer, reader):
+        if reasons := backend.validate_configuration(case.spec, device):
+            raise Refused([f"{backend.get_name()}: {reason}" for reason in reasons])
+    step = case.step(device, written=False)
+    make_impl(writer, step).write_kv(step.inputs.key, step.inputs.value, step.cache(), step.inputs.slot_mapping)
+    return attend(make_impl(reader, step), step, reader.make_builder(case.spec, device).build(0, step.common()))
 
 
 def judge(case: Case, seen: Observation, device: torch.device | str, truth: Step | None = None) -> str:

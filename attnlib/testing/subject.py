@@ -8,11 +8,14 @@ that takes everything.
 from __future__ import annotations
 
 import itertools
-import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,7 +32,7 @@ Backend = type[AttentionBackend]
 
 
 def load_backend(backend: str | Backend) -> Backend:
-    """A backend class from a name, a `module:Class` path or itself.
+    """A backend class from a name, a `module:Class` or `path/to/file.py:Class` path, or itself.
 
     Raises:
         UnknownBackendError: no backend of that name is registered.
@@ -42,12 +45,22 @@ def load_backend(backend: str | Backend) -> Backend:
 
         return load_registered(backend)
     module, _, name = backend.partition(":")
-    found: Any = import_module(module)
+    found: Any = _module_from_file(module) if module.endswith(".py") else import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
     if not (isinstance(found, type) and issubclass(found, AttentionBackend)):
         raise ContractError(f"{backend} is {found!r}, not a subclass of attnlib.AttentionBackend")
     return found
+
+
+def _module_from_file(path: str) -> ModuleType:
+    spec = spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None or not Path(path).exists():
+        raise ContractError(f"{path} is no Python file to load a backend from")
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 @dataclass(frozen=True)
@@ -74,11 +87,6 @@ class Subject:
     def on_gpu(self) -> bool:
         """True on a CUDA device."""
         return self.device.type == "cuda"
-
-    @property
-    def interpreted(self) -> bool:
-        """True where kernels run in an interpreter, thousands of times slower: cases stay small then."""
-        return os.environ.get("TRITON_INTERPRET") == "1"
 
     def accepts(self, case: Case) -> bool:
         """Whether the backend takes the case."""

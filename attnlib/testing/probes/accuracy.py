@@ -69,7 +69,7 @@ def _shapes(subject: Subject) -> Iterator[Check]:
 
 
 def _storage(subject: Subject) -> Iterator[Check]:
-    for dtype in ("float32", "float16", "bfloat16"):
+    for dtype in ("float32", "float16", "bfloat16", "float64"):
         yield _check(subject, f"dtype-{dtype}", subject.case(dtype=dtype))
     for layout in CACHE_LAYOUTS:
         if layout != subject.base.layout and not (subject.quick and layout not in ("HND", "NHD_PACKED")):
@@ -96,6 +96,8 @@ def _places_in_a_model(subject: Subject) -> Iterator[Check]:
     ):
         case = subject.case(batch="q20_q1_q33_q0", attn_type="encoder_only", mask="bidirectional", **features)
         yield _check(subject, name, case)
+    encoder = subject.case(batch="q9_q14", attn_type="encoder", mask="bidirectional")
+    yield _check(subject, "encoder-of-a-decoder", encoder)
     cross = subject.case(batch="q3s20_q40s7_q1s33_q2s0", attn_type="encoder_decoder", mask="bidirectional")
     yield _check(subject, "cross-attention", cross)
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from attnlib.testing.case import Case, Step
+from attnlib.testing.case import Case
 from attnlib.testing.layouts import allocate_views
 from attnlib.testing.probe import Check, Probe
 from attnlib.testing.runner import Observation, attend, judge, make_impl
+from attnlib.testing.step import Step
 from attnlib.testing.subject import Subject
 from attnlib.workspace import BatchLimits
 
@@ -54,7 +55,7 @@ class _Captured:
     def _capture(self) -> Callable[[], None]:
         if not self.subject.on_gpu:
             return self._run
-        side = torch.cuda.Stream(device=self.subject.device)
+        side = torch.cuda.Stream(device=self.subject.device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self._run()
@@ -170,7 +171,7 @@ def _check_race(subject: Subject, first: Case, second: Case) -> str:
     impl = make_impl(subject.backend, steps[0])
     commons = [step.common() for step in steps]
     torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)  # about a tenth of a second: everything below is queued behind it
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # about a tenth of a second: everything below is queued behind it
     seen = [attend(impl, step, builder.build(0, common)) for step, common in zip(steps, commons, strict=True)]
     torch.cuda.synchronize()
     wrong = [judge(case, got, subject.device) for case, got in zip((first, second), seen, strict=True)]

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attnlib.testing.case import Case
-from attnlib.testing.outcome import NotRun, Refused
+from attnlib.testing.outcome import NotRun
 from attnlib.testing.probe import Check, Probe
-from attnlib.testing.runner import Backend, attend, judge, make_impl
+from attnlib.testing.runner import Backend, exchange, judge
 from attnlib.testing.subject import Subject
 
 __all__ = ["PROBES", "write_then_read"]
@@ -27,13 +27,7 @@ def write_then_read(writer: Backend, reader: Backend, case: Case, subject: Subje
     Raises:
         Refused: one of the two refuses the case; the reasons say which.
     """
-    for backend in (writer, reader):
-        if reasons := backend.validate_configuration(case.spec, subject.device):
-            raise Refused([f"{backend.get_name()}: {reason}" for reason in reasons])
-    step = case.step(subject.device, written=False)
-    make_impl(writer, step).write_kv(step.inputs.key, step.inputs.value, step.cache(), step.inputs.slot_mapping)
-    metadata = reader.make_builder(case.spec, subject.device).build(0, step.common())
-    wrong = judge(case, attend(make_impl(reader, step), step, metadata), subject.device)
+    wrong = judge(case, exchange(writer, reader, case, subject.device), subject.device)
     return f"{writer.get_name()} writes, {reader.get_name()} reads: {wrong}" if wrong else ""
 
 

@@ -15,9 +15,10 @@ import torch
 
 from attnlib.testing.batch_spec import BatchSpec
 from attnlib.testing.budget import compare
-from attnlib.testing.case import Case, Step
+from attnlib.testing.case import Case
 from attnlib.testing.probe import Check, Probe
 from attnlib.testing.runner import Observation, judge, make_impl, run_case
+from attnlib.testing.step import Step
 from attnlib.testing.subject import Subject
 
 __all__ = ["PROBES"]

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 
 import torch
 
-from attnlib.testing.case import Case, Step
+from attnlib.testing.case import Case
 from attnlib.testing.layouts import CACHE_LAYOUTS, read_slots
 from attnlib.testing.probe import Check, Probe
 from attnlib.testing.runner import make_impl
+from attnlib.testing.step import Step
 from attnlib.testing.subject import Subject
 
 __all__ = ["PROBES", "compare_storage"]

@@ -1,0 +1,175 @@
+"""The kit on the command line: `attnlib verify`, `attnlib parity`, `attnlib replay`.
+
+`attnlib.cli` adds these parsers to its own; each `run_*` returns the exit code. The `*_main` functions take a list of
+arguments, for callers without a command line of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "add_parity_parser",
+    "add_replay_parser",
+    "add_verify_parser",
+    "parity_main",
+    "replay_main",
+    "run_parity_command",
+    "run_replay",
+    "run_verify",
+    "verify_main",
+]
+
+_PATH_HELP = "a registered name, module:Class, or path/to/file.py:Class"
+
+
+def _add(commands: Any, name: str, about: str, parser: argparse.ArgumentParser | None) -> argparse.ArgumentParser:
+    made: argparse.ArgumentParser = parser or commands.add_parser(name, help=about, description=about)
+    made.add_argument("--device", help="cpu, cuda, cuda:1; default: a GPU where torch sees one, else the CPU")
+    made.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout")
+    return made
+
+
+def add_verify_parser(commands: Any, parser: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
+    """Add `verify` to an argparse subparsers object (or fill `parser`)."""
+    about = "Examine a backend: does it compute what the contract says? Exit code 0 when it passes."
+    made = _add(commands, "verify", about, parser)
+    made.add_argument("backend", help=_PATH_HELP)
+    made.add_argument("--against", nargs="+", metavar="NAME", help="backends to exchange caches with (default: torch)")
+    made.add_argument("--only", metavar="PROBE[/CASE],...", help="run these probes or cases only; * and ? match")
+    made.add_argument("--seed", type=int, default=0, help="of every random number (default 0)")
+    made.add_argument("--seeds", type=int, default=1, metavar="N", help="repeat with N seeds in a row from --seed")
+    made.add_argument("--quick", action="store_true", help="the short form of each probe")
+    made.set_defaults(run=run_verify)
+    return made
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """Run `verify`: 0 when every seed passed, 1 when one failed, 2 for bad arguments."""
+    from attnlib.errors import AttnlibError
+    from attnlib.testing.conformance import count_checks, make_subject, run_conformance
+    from attnlib.testing.outcome import Outcome, Verdict
+    from attnlib.testing.progress import ProgressBar
+    from attnlib.testing.report import report_to_json
+
+    _find_modules_here(args.backend)
+    passed, documents = True, []
+    for seed in range(args.seed, args.seed + args.seeds):
+        chosen = {"device": args.device, "seed": seed, "quick": args.quick, "against": args.against}
+        try:
+            total = count_checks(make_subject(args.backend, **chosen), args.only)
+            if total == 0:
+                print(f"attnlib verify: nothing matches --only {args.only}", file=sys.stderr)
+                return 2
+            bar = ProgressBar(total)
+
+            def show(outcome: Outcome, bar: ProgressBar = bar) -> None:
+                bar.advance(outcome.id, outcome.verdict is Verdict.FAIL)
+
+            report = run_conformance(args.backend, only=args.only, on_outcome=show, **chosen)
+        except (AttnlibError, ImportError, AttributeError) as error:
+            print(f"attnlib verify: {error}", file=sys.stderr)
+            return 2
+        bar.close()
+        documents.append(report_to_json(report))
+        passed = passed and report.passed
+        if args.json != "-":
+            print(report)
+    text = documents[0] if len(documents) == 1 else f"[{','.join(documents)}]"
+    _write_json(args.json, text)
+    return 0 if passed else 1
+
+
+def add_parity_parser(commands: Any, parser: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
+    """Add `parity` to an argparse subparsers object (or fill `parser`)."""
+    about = "Compare all installed backends with each other: one writes the cache, another reads it."
+    made = _add(commands, "parity", about, parser)
+    made.add_argument("backends", nargs="*", help=f"{_PATH_HELP}; default: everything that runs here")
+    made.add_argument("--seed", type=int, default=0, help="of every random number (default 0)")
+    made.set_defaults(run=run_parity_command)
+    return made
+
+
+def run_parity_command(args: argparse.Namespace) -> int:
+    """Run `parity`: 0 when no cell failed, 1 when one did, 2 for bad arguments."""
+    from attnlib.errors import AttnlibError
+    from attnlib.testing.parity import run_parity
+
+    for backend in args.backends:
+        _find_modules_here(backend)
+    try:
+        report = run_parity(args.backends or None, device=args.device, seed=args.seed)
+    except (AttnlibError, ImportError, AttributeError) as error:
+        print(f"attnlib parity: {error}", file=sys.stderr)
+        return 2
+    if args.json != "-":
+        print(report)
+    _write_json(args.json, report.to_json())
+    return 0 if report.passed else 1
+
+
+def add_replay_parser(commands: Any, parser: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
+    """Add `replay` to an argparse subparsers object (or fill `parser`)."""
+    about = "Run a recorded call on a backend and hold the result against the oracle."
+    made: argparse.ArgumentParser = parser or commands.add_parser("replay", help=about, description=about)
+    made.add_argument("recording", help="a file written by shadow or save_recording")
+    made.add_argument("backend", help=_PATH_HELP)
+    made.add_argument("--device", default="cpu", help="where to run it (default cpu)")
+    made.add_argument("--shrink", metavar="FILE", help="write the smallest part that still fails to FILE")
+    made.set_defaults(run=run_replay)
+    return made
+
+
+def run_replay(args: argparse.Namespace) -> int:
+    """Run `replay`: 0 within budget, 1 over budget, 2 for bad arguments."""
+    from attnlib.errors import AttnlibError
+    from attnlib.testing.outcome import Refused
+    from attnlib.testing.record import load_recording, save_recording
+    from attnlib.testing.replay import replay, shrink
+
+    _find_modules_here(args.backend)
+    try:
+        step = load_recording(args.recording, args.device)
+        result = replay(step, args.backend)
+    except (AttnlibError, ImportError, AttributeError, FileNotFoundError, Refused) as error:
+        print(f"attnlib replay: {error}", file=sys.stderr)
+        return 2
+    print(result)
+    if not result.passed and args.shrink:
+        smallest = shrink(step, lambda part: not replay(part, args.backend).passed)
+        path = save_recording(smallest, args.shrink)
+        print(f"smallest failing part: {smallest.inputs.batch}, written to {path}")
+    return 0 if result.passed else 1
+
+
+def _find_modules_here(backend: str) -> None:
+    """module:Class is looked for in the working directory too, as `python -m` does."""
+    if ":" in backend and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
+def _write_json(target: str | None, text: str) -> None:
+    if target == "-":
+        print(text)
+    elif target:
+        Path(target).write_text(text + "\n", encoding="utf-8")
+
+
+def verify_main(argv: list[str] | None = None) -> int:
+    """`attnlib verify` by itself."""
+    return run_verify(add_verify_parser(None, argparse.ArgumentParser(prog="attnlib verify")).parse_args(argv))
+
+
+def parity_main(argv: list[str] | None = None) -> int:
+    """`attnlib parity` by itself."""
+    parser = add_parity_parser(None, argparse.ArgumentParser(prog="attnlib parity"))
+    return run_parity_command(parser.parse_args(argv))
+
+
+def replay_main(argv: list[str] | None = None) -> int:
+    """`attnlib replay` by itself."""
+    return run_replay(add_replay_parser(None, argparse.ArgumentParser(prog="attnlib replay")).parse_args(argv))

@@ -1,0 +1,100 @@
+"""The command line: exit codes, filters, JSON, bad arguments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from attnlib.testing.case import Case
+from attnlib.testing.commands import parity_main, replay_main, verify_main
+from attnlib.testing.progress import ProgressBar
+from attnlib.testing.record import save_recording
+
+TOY = "tests.testing.toy_backend:ToyBackend"
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "one_file_backend.py") + ":OneFileBackend"
+
+
+def test_verify_prints_a_table_and_returns_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify_main([TOY, "--device", "cpu", "--only", "W2,V2/batch-*", "--quick"]) == 0
+    out = capsys.readouterr().out
+    assert "which keys each query sees" in out
+    assert out.rstrip().endswith("PASSED")
+
+
+def test_verify_takes_a_file_and_other_backends(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify_main([EXAMPLE, "--device", "cpu", "--against", TOY, "--only", "K2", "--quick"]) == 0
+    assert "2 refused with a reason" in capsys.readouterr().out
+
+
+def test_verify_returns_one_when_it_fails(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "bad.py"
+    path.write_text(
+        "from tests.testing.toy_backend import toy_with\n"
+        "from tests.testing.wrong_backends import TopLeftCausal\n"
+        "Bad = toy_with(TopLeftCausal)\n"
+    )
+    assert verify_main([f"{path}:Bad", "--device", "cpu", "--only", "W2", "--quick"]) == 1
+    out = capsys.readouterr().out
+    assert "it must see 0-" in out
+    assert f"reproduce: attnlib verify {path}:Bad --only W2/" in out
+
+
+def test_verify_json_goes_to_stdout_or_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = [TOY, "--device", "cpu", "--only", "D2", "--json"]
+    assert verify_main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["counts"]["pass"] == 3
+    target = tmp_path / "report.json"
+    assert verify_main([*arguments, str(target), "--seeds", "2"]) == 0
+    assert [report["seed"] for report in json.loads(target.read_text())] == [0, 1]
+    assert "PASSED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["no_such_backend"], "no_such_backend"),
+        (["no_such_module:Backend"], "no_such_module"),
+        (["tests.testing.toy_backend:Nobody"], "Nobody"),
+        (["tests.testing.toy_backend:ToyImpl"], "not a subclass of attnlib.AttentionBackend"),
+        (["nowhere.py:Backend"], "nowhere.py is no Python file"),
+        ([TOY, "--device", "cpu", "--only", "Z9"], "nothing matches --only Z9"),
+    ],
+)
+def test_bad_arguments_are_named_and_return_two(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verify_main(arguments) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_parity_prints_the_matrix(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parity_main([TOY, EXAMPLE, "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "writes \\ reads" in out
+    assert "one_file" in out
+
+
+def test_replay_runs_and_shrinks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    recording = save_recording(Case(batch="q5s20_q1s9", sliding_window=3).step(), tmp_path / "call.pt")
+    assert replay_main([str(recording), TOY]) == 0
+    assert "within budget of the oracle" in capsys.readouterr().out
+    bad = tmp_path / "bad.py"
+    bad.write_text(
+        "from tests.testing.toy_backend import toy_with\n"
+        "from tests.testing.wrong_backends import OffByOneWindow\n"
+        "Bad = toy_with(OffByOneWindow)\n"
+    )
+    small = tmp_path / "small.pt"
+    assert replay_main([str(recording), f"{bad}:Bad", "--shrink", str(small)]) == 1
+    assert "smallest failing part: q1s" in capsys.readouterr().out
+    assert replay_main([str(small), f"{bad}:Bad"]) == 1
+    assert replay_main([str(tmp_path / "none.pt"), TOY]) == 2
+
+
+def test_the_bar_counts_and_names() -> None:
+    bar = ProgressBar(4, enabled=False)
+    bar.advance("W2/causal")
+    bar.advance("W2/chunk", failed=True)
+    assert bar.line("W2/chunk") == "[##############--------------] 2/4, 1 failed  W2/chunk"

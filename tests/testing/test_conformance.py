@@ -1,0 +1,156 @@
+"""The exam as a function: what its report says, counts and refuses to call a pass."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from attnlib.errors import ContractError
+from attnlib.testing.conformance import count_checks, make_subject, run_conformance
+from attnlib.testing.outcome import NotRun, Outcome, Refused, Verdict
+from attnlib.testing.probe import Check, Probe, matches, run_probe
+from attnlib.testing.probes import PROBES
+from attnlib.testing.report import render_report, report_to_json
+from tests.testing.toy_backend import ToyBackend, ToyImpl, toy_with
+
+
+class Broken(ToyImpl):
+    """Raises in every forward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError("nobody home")
+
+
+def test_the_torch_backend_passes() -> None:
+    """H1: the reference passes its own exam on a CPU, quick form, caches exchanged with another backend."""
+    report = run_conformance("torch", device="cpu", quick=True, against=[ToyBackend])
+    assert report.passed, str(report)
+    assert {outcome.probe for outcome in report.outcomes} == {probe.id for probe in PROBES}
+    assert not report.coverage.not_stated
+
+
+def test_twenty_seeds_give_one_verdict() -> None:
+    """V4: the verdict does not depend on the seed."""
+    for seed in range(20):
+        report = run_conformance("torch", device="cpu", seed=seed, quick=True, against=[])
+        assert report.passed, f"seed {seed}\n{report}"
+
+
+def test_everything_raised_is_a_failure_with_its_place_and_case() -> None:
+    report = run_conformance(toy_with(Broken), device="cpu", against=[], only="V2/batch-decode")
+    assert not report.passed
+    (failure,) = report.failures
+    assert "raised ValueError: nobody home (test_conformance.py:" in failure.message
+    assert "case: batch=" in failure.message
+    assert failure.reproduce.startswith('run_conformance(Changed, only="V2/batch-decode", seed=0')
+
+
+def test_refusing_everything_is_not_passing() -> None:
+    report = run_conformance(toy_with(sink=False), device="cpu", against=[], only="L3")
+    assert not report.failures
+    assert report.count(Verdict.REFUSED) == len(report.outcomes) > 0
+    assert not report.passed
+
+
+def test_a_backend_that_accepts_nothing_ordinary_is_told_why() -> None:
+    with pytest.raises(ContractError, match="accepts none of the ordinary cases on cpu, for instance: .*dtype"):
+        run_conformance(toy_with(dtypes=(torch.float64,)), device="cpu", against=[])
+
+
+def test_gpu_probes_say_why_they_did_not_run() -> None:
+    report = run_conformance(ToyBackend, device="cpu", against=[], only="P2")
+    (outcome,) = report.outcomes
+    assert outcome.verdict is Verdict.NOT_RUN
+    assert outcome.message == "needs a GPU, runs on cpu"
+
+
+def test_coverage_counts_exercised_declared_refused_and_unstated() -> None:
+    """A capability counts as exercised only by a case that passed and used it."""
+    from attnlib.capabilities import NOT_STATED
+
+    backend = toy_with(alibi=False, mla=NOT_STATED)
+    report = run_conformance(backend, device="cpu", against=[], only="V2/batch-decode,V2/window+sinks-chunked")
+    coverage = report.coverage
+    assert {"sink", "sliding_window", "dtypes:float32", "lse", "devices:cpu"} <= set(coverage.exercised)
+    assert {"logits_soft_cap", "dtypes:float16", "devices:cuda"} <= set(coverage.not_exercised)
+    assert "alibi" in coverage.not_supported
+    assert coverage.not_stated == ("mla",)
+    assert f"{len(coverage.exercised)}/{coverage.num_declared} declared capabilities exercised" in str(report)
+
+
+def test_a_failed_case_exercises_nothing() -> None:
+    report = run_conformance(toy_with(Broken), device="cpu", against=[], only="V2/batch-decode")
+    assert report.coverage.exercised == ()
+
+
+def test_the_report_shows_failures_skips_and_the_count() -> None:
+    report = run_conformance(
+        toy_with(Broken, sink=False), device="cpu", against=[], only="V2/batch-*,L3,G4", quick=True
+    )
+    text = render_report(report, failures=2)
+    assert "FAIL V2/batch-decode: raised ValueError" in text
+    assert "     reproduce: run_conformance(Changed, " in text
+    assert "and 3 more failures" in text
+    assert "refused: attention sinks: not supported (L3/" in text
+    assert "not-run: needs a GPU, runs on cpu (G4/all)" in text
+    assert "5 fail" in text.splitlines()[-1]
+    assert text.splitlines()[-1].endswith("FAILED")
+
+
+def test_json_keeps_everything() -> None:
+    report = run_conformance(ToyBackend, device="cpu", against=[], only="W2", quick=True)
+    data = json.loads(report_to_json(report))
+    assert data["version"] == 1
+    assert data["passed"] is True
+    assert data["counts"]["pass"] == len(data["outcomes"]) == len(report.outcomes)
+    assert data["outcomes"][0]["reproduce"].startswith("attnlib verify ")
+
+
+def test_counting_runs_nothing() -> None:
+    subject = make_subject(toy_with(Broken), device="cpu", against=[], quick=True)
+    total = count_checks(subject)
+    assert total == len(run_conformance(toy_with(Broken), device="cpu", against=[], quick=True).outcomes)
+
+
+def test_case_ids_are_unique() -> None:
+    """A reproduction line names one case."""
+    subject = make_subject("torch", device="cpu")
+    for probe in PROBES:
+        ids = [check.id for check in probe.checks(subject)] if not probe.needs_gpu else []
+        assert len(set(ids)) == len(ids), probe.id
+
+
+@pytest.mark.parametrize(
+    ("only", "probe", "case", "expected"),
+    [
+        (None, "W2", "causal", True),
+        ("W2", "W2", "causal", True),
+        ("W2/causal", "W2", "causal", True),
+        ("W2/causal", "W2", "chunk", False),
+        ("W2/window-*,F1", "W2", "window-2-decode", True),
+        ("W2/window-*,F1", "F1", "sinks-decode", True),
+        ("F?", "F1", "sinks-decode", True),
+        ("F1", "W2", "causal", False),
+    ],
+)
+def test_only_matches_probes_and_cases(only: str | None, probe: str, case: str, expected: bool) -> None:
+    assert matches(probe, case, only) is expected
+
+
+def test_a_check_ends_in_one_of_four_ways() -> None:
+    def refuse() -> str:
+        raise Refused(["too big: 9 > 8"])
+
+    def skip() -> str:
+        raise NotRun("no such thing here")
+
+    checks = [Check("a", lambda: ""), Check("b", lambda: "wrong"), Check("c", refuse), Check("d", skip)]
+    subject = make_subject(ToyBackend, device="cpu", against=[])
+    seen: list[Outcome] = []
+    outcomes = run_probe(Probe("X1", "a test", lambda _: iter(checks)), subject, on_outcome=seen.append)
+    assert [o.verdict for o in outcomes] == [Verdict.PASS, Verdict.FAIL, Verdict.REFUSED, Verdict.NOT_RUN]
+    assert [o.message for o in outcomes] == ["", "wrong", "too big: 9 > 8", "no such thing here"]
+    assert seen == outcomes

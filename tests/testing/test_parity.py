@@ -1,0 +1,48 @@
+"""The pairwise matrix: right pairs pass, a wrong reader is found in its column, refusals are not passes."""
+
+from __future__ import annotations
+
+import json
+
+from attnlib.testing.outcome import Verdict
+from attnlib.testing.parity import run_parity
+from tests.testing.toy_backend import ToyBackend, ToyImpl, toy_with
+from tests.testing.wrong_backends import OffByOneWindow, WritesSlotMinusOne
+
+TORCH = "attnlib.backends.torch:TorchBackend"
+
+
+def test_two_right_backends_agree_in_every_ordered_pair() -> None:
+    """K2: all ordered pairs, each with itself too."""
+    report = run_parity([TORCH, ToyBackend], device="cpu")
+    assert report.passed, str(report)
+    pairs = {(cell.writer, cell.reader) for cell in report.cells}
+    assert pairs == {(a, b) for a in ("torch", "toy") for b in ("torch", "toy")}
+    assert all(cell.difference < 1e-4 for cell in report.cells if cell.verdict is Verdict.PASS)
+
+
+def test_a_wrong_reader_is_found_in_its_column() -> None:
+    report = run_parity([ToyBackend, toy_with(OffByOneWindow)], device="cpu")
+    assert not report.passed
+    wrong = {(cell.reader, cell.case) for cell in report.cells if cell.verdict is Verdict.FAIL}
+    assert wrong == {("OffByOneWindow", "window")}
+    assert "FAIL toy writes, OffByOneWindow reads, window: out over budget" in str(report)
+
+
+def test_refusals_are_not_passes() -> None:
+    class Picky(ToyImpl):
+        """Right, but declares little."""
+
+    picky = toy_with(Picky, sink=False, alibi=False)
+    report = run_parity([ToyBackend, picky], device="cpu")
+    refused = {(cell.writer, cell.case) for cell in report.cells if cell.verdict is Verdict.REFUSED}
+    assert ("toy", "sinks") in refused
+    assert "7/7" in str(report)
+    assert "9/9" in str(report)
+
+
+def test_writing_is_examined_too() -> None:
+    """A writer that spoils a slot that somebody reads is found whoever reads."""
+    report = run_parity([toy_with(WritesSlotMinusOne), ToyBackend], device="cpu")
+    assert {cell.case for cell in report.cells} >= {"decode", "fp8"}
+    assert json.loads(report.to_json())["passed"] is report.passed

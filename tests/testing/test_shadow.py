@@ -1,0 +1,122 @@
+"""Shadow: live calls rerun on a second backend, with the error of each layer and a file for each that is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from attnlib.backends.base import AttentionBackend
+from attnlib.errors import ContractError
+from attnlib.layer import Attention
+from attnlib.testing.case import Case
+from attnlib.testing.record import load_recording
+from attnlib.testing.replay import replay
+from attnlib.testing.shadow import shadow
+from tests.testing.toy_backend import ToyBackend, toy_with
+from tests.testing.wrong_backends import BaseTwoLse, OffByOneWindow
+
+CASE = Case(batch="mixed", sliding_window=5, needs_lse=True)
+
+
+class Model(nn.Module):
+    """Two layers over caches of their own."""
+
+    def __init__(self, backends: list[type[AttentionBackend]], case: Case = CASE) -> None:
+        super().__init__()
+        self.case, self.backends = case, backends
+        self.layers = nn.ModuleList(
+            Attention(case.spec, backend=backend, prefix=f"layers.{number}", device="cpu")
+            for number, backend in enumerate(backends)
+        )
+
+    def forward(self, flat: bool = False) -> list[Any]:
+        results = []
+        for layer, backend in zip(self.layers, self.backends, strict=True):
+            step = self.case.step(written=False)
+            inputs = step.inputs
+            metadata = backend.make_builder(step.spec, "cpu").build(0, step.common())
+            tensors = [t.flatten(1) if flat else t for t in (inputs.query, inputs.key, inputs.value)]
+            results.append(layer(*tensors, step.cache(), metadata, return_lse=True))
+        return results
+
+
+def test_agreement_is_recorded_per_layer(tmp_path: Path) -> None:
+    model = Model([ToyBackend, ToyBackend])
+    with shadow("torch", dump_dir=tmp_path) as log:
+        model()
+        model(flat=True)
+    assert log.passed
+    assert log.calls == 4
+    assert [record.layer for record in log.records] == ["layers.0", "layers.1"] * 2
+    assert all(0 < record.out_error < 1e-5 for record in log.records)
+    assert all(record.lse_error is not None and record.lse_error < 1e-5 for record in log.records)
+    assert list(tmp_path.iterdir()) == []
+    assert "layers.1" in str(log)
+
+
+def test_shadowing_does_not_change_the_live_result() -> None:
+    model = Model([ToyBackend])
+    plain = model()[0][0]
+    with shadow("torch"):
+        shadowed = model()[0][0]
+    assert torch.equal(plain, shadowed)
+
+
+def test_a_wrong_layer_is_named_and_its_call_written(tmp_path: Path) -> None:
+    wrong = toy_with(OffByOneWindow)
+    with shadow("torch", dump_dir=tmp_path) as log:
+        Model([ToyBackend, wrong])()
+    assert not log.passed
+    good, bad = log.records
+    assert not good.message
+    assert "over budget" in bad.message
+    assert bad.path is not None
+    step = load_recording(bad.path)
+    assert not replay(step, wrong).passed
+    assert replay(step, "torch").passed
+    assert f"written to {bad.path}" in str(log)
+
+
+def test_a_wrong_lse_is_found(tmp_path: Path) -> None:
+    """L1: outputs agree, the LSE does not."""
+    with shadow("torch", dump_dir=tmp_path) as log:
+        Model([toy_with(BaseTwoLse)])()
+    (record,) = log.records
+    assert record.out_error < 1e-5
+    assert record.lse_error is not None and record.lse_error > 0.5
+    assert "lse over budget" in record.message
+
+
+def test_every_samples_each_layer_by_itself() -> None:
+    model = Model([ToyBackend, ToyBackend])
+    with shadow("torch", every=3) as log:
+        for _ in range(7):
+            model()
+    assert log.calls == 14
+    assert [(record.layer, record.call) for record in log.records] == [
+        (f"layers.{layer}", call) for call in (0, 3, 6) for layer in (0, 1)
+    ]
+
+
+def test_what_cannot_be_shadowed_says_why_and_is_no_pass() -> None:
+    with shadow(toy_with(sliding_window=False)) as log:
+        Model([ToyBackend])()
+    assert "sliding_window=5: not supported" in log.records[0].skipped
+    assert not log.passed
+
+
+def test_the_hook_is_gone_after_the_block() -> None:
+    model = Model([ToyBackend])
+    with shadow("torch") as log:
+        pass
+    model()
+    assert log.records == []
+
+
+def test_every_below_one_is_refused() -> None:
+    with pytest.raises(ContractError, match="every=0 must be at least 1"), shadow("torch", every=0):
+        pass
