@@ -85,7 +85,9 @@ class PagedKVCache:
         cls, key_cache: torch.Tensor, value_cache: torch.Tensor, *, k_scale: Scale = 1.0, v_scale: Scale = 1.0
     ) -> PagedKVCache:
         """A cache over somebody else's memory: `[B, N, Hkv, D]` and `[B, N, Hkv, Dv]` views with any strides, the last one 1. Nothing is copied."""
-        return cls(key_cache, value_cache, layout=_recognise(key_cache, value_cache), k_scale=k_scale, v_scale=v_scale)
+        cache = cls(key_cache, value_cache, k_scale=k_scale, v_scale=v_scale)
+        cache.layout = _recognise(key_cache, value_cache)
+        return cache
 
     @property
     def num_blocks(self) -> int:

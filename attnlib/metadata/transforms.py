@@ -49,4 +49,4 @@ def make_local_attention_virtual_batches(
     columns = np.minimum(columns, max(block_table.shape[1] - 1, 0))
     rows_index = torch.from_numpy(np.repeat(request, columns.shape[1])).to(block_table.device)
     local_table = block_table[rows_index, torch.from_numpy(columns.reshape(-1)).to(block_table.device)]
-    return query_lens_local, starts_local, (key_end - key_start).astype(np.int32), local_table.view(len(request), -1)
+    return query_lens_local, starts_local, (key_end - key_start).astype(np.int32), local_table.view(columns.shape)

@@ -1,0 +1,72 @@
+"""M1, M7, P3, P4: a batch from plain lists, and what it refuses."""
+
+import pytest
+import torch
+
+from attnlib.errors import ContractError
+from attnlib.metadata.common import CommonAttentionMetadata
+
+
+def _batch(**changes) -> CommonAttentionMetadata:
+    arguments = {"query_lens": [1, 3], "seq_lens": [5, 3], "block_table": [[9, 2], [4]], "block_size": 4, "device": "cpu", **changes}
+    return CommonAttentionMetadata.from_lengths(**arguments)
+
+
+def test_the_facts_of_a_batch() -> None:
+    batch = _batch()
+    assert batch.query_start_loc.tolist() == [0, 1, 4] and batch.query_start_loc.dtype == torch.int32
+    assert batch.seq_lens.tolist() == [5, 3] and batch.num_computed_tokens_cpu.tolist() == [4, 0]
+    assert (batch.num_reqs, batch.num_actual_tokens, batch.max_query_len, batch.max_seq_len) == (2, 4, 3, 5)
+    assert batch.block_table_tensor.tolist() == [[9, 2], [4, -1]]
+    assert batch.slot_mapping.tolist() == [8, 16, 17, 18] and batch.slot_mapping.dtype == torch.int64
+    assert batch.compute_num_computed_tokens().tolist() == [4, 0] and batch.query_lens_cpu.tolist() == [1, 3]
+
+
+def test_a_tensor_table_gives_the_same() -> None:
+    table = torch.tensor([[9, 2, 2**30], [4, -1, -7]])
+    assert _batch(block_table=table).slot_mapping.tolist() == _batch().slot_mapping.tolist()
+
+
+@pytest.mark.parametrize("lengths", [([], []), ([0], [0]), ([0, 0], [3, 0]), ([2, 0, 1], [2, 0, 1])])
+def test_empty_is_legal_everywhere(lengths: tuple) -> None:
+    """M7"""
+    queries, sequences = lengths
+    table = [[index] for index in range(len(queries))]
+    batch = CommonAttentionMetadata.from_lengths(queries, sequences, table, 4, "cpu")
+    assert batch.num_actual_tokens == sum(queries) == batch.slot_mapping.shape[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query_lens": [1, 3, 1]}, "3 query_lens and 2 seq_lens"),
+        ({"query_lens": [1, -3]}, r"query_lens\[1\]=-3 must not be negative"),
+        ({"seq_lens": [5, 2]}, r"seq_lens\[1\]=2 is below query_lens\[1\]=3.*\[M1\]"),
+        ({"block_table": [[9], [4]]}, r"block_table row 0 has 1 entries, but seq_lens\[0\]=5 needs 2 blocks of 4 tokens \[P3\]"),
+        ({"block_table": torch.tensor([[9], [4]])}, r"block_table row 0 has 1 entries, but seq_lens\[0\]=5 needs 2 blocks"),
+        ({"block_table": [[9, 2]]}, "block_table has 1 rows for 2 requests"),
+        ({"block_table": [[9, -1], [4]]}, r"block_table\[0\]\[1\]=-1 is no block, but request 0 writes position 4"),
+        ({"block_size": None}, "block_size=None must be given"),
+        ({"block_size": 0}, "block_size=0 must be given"),
+    ],
+)
+def test_what_does_not_fit_is_named(changes: dict, message: str) -> None:
+    with pytest.raises(ContractError, match=message):
+        _batch(**changes)
+
+
+def test_slots_behind_the_tokens_are_filled_with_minus_one() -> None:
+    """The padding of a CUDA graph writes nothing (P4)."""
+    batch = _batch().replace(slot_mapping=torch.arange(9))
+    assert batch.slot_mapping.tolist() == [0, 1, 2, 3, -1, -1, -1, -1, -1]
+
+
+def test_unpadded_takes_the_first_requests() -> None:
+    batch = _batch(causal=torch.tensor([True, False])).unpadded(1, 1)
+    assert (batch.num_reqs, batch.num_actual_tokens, batch.seq_lens.tolist(), batch.slot_mapping.tolist()) == (1, 1, [5], [8])
+    assert batch.causal.tolist() == [True]
+
+
+def test_another_modality_may_be_shorter_than_the_queries() -> None:
+    batch = CommonAttentionMetadata.from_lengths([4], [2], [[0]], 4, "cpu", is_cross_attention=True)
+    assert batch.slot_mapping is None and batch.seq_lens.tolist() == [2]
