@@ -1,0 +1,144 @@
+"""Fuzz: hypothesis draws specs and batches; every draw passes, or selection refuses it with a reason.
+
+The draws go far beyond the kit's own cases: odd sizes, features in any combination, batches without any pattern.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.selection import get_attn_backend
+from attnlib.testing.batch_spec import BatchSpec, parse_batch
+from attnlib.testing.case import Case
+from attnlib.testing.layouts import CACHE_LAYOUTS
+from attnlib.testing.placements import PLACEMENTS
+from attnlib.testing.runner import judge, run_case
+from tests.testing.toy_backend import toy_with
+from tests.testing.wrong_backends import OffByOneWindow
+
+DRAWS = int(os.environ.get("ATTNLIB_FUZZ_DRAWS", "60"))
+RELAXED = settings(
+    max_examples=DRAWS,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+
+
+@st.composite
+def batches(draw: Any) -> str:
+    """Any batch: up to six requests, queries of 0 to 20 over contexts of 0 to 60, padding rows."""
+    requests = draw(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 60)), max_size=6))
+    batch = BatchSpec(
+        tuple(query for query, _ in requests),
+        tuple(query + context for query, context in requests),
+        draw(st.integers(0, 3)),
+    )
+    return str(batch)
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    """Any case; impossible ones included, the spec has to say so."""
+    causal = draw(st.sampled_from(["causal", "causal", "bidirectional", "per_request", "query_bias"]))
+    cache = draw(st.sampled_from(["auto", "auto", "auto", "fp8_e4m3", "fp8_e5m2", "bfloat16"]))
+    window = draw(st.sampled_from([None, None, "sliding", "general"]))
+    side = st.one_of(st.none(), st.integers(0, 30))
+    return Case(
+        batch=draw(batches()),
+        seed=draw(st.integers(0, 10**6)),
+        num_kv_heads=(kv := draw(st.sampled_from([1, 2, 3]))),
+        num_heads=kv * draw(st.sampled_from([1, 2, 3, 5, 7, 8])),
+        head_size=draw(st.sampled_from([8, 16, 24, 32, 40, 64, 72])),
+        head_size_v=draw(st.sampled_from([None, None, 16, 48])),
+        block_size=draw(st.sampled_from([1, 8, 16, 17, 24, 32, 64])),
+        dtype=draw(st.sampled_from(["float32", "float32", "float16", "bfloat16", "float64"])),
+        kv_cache_dtype=cache,
+        kv_scale_kind=draw(st.sampled_from(["tensor", "head"])) if cache.startswith("fp8") else "tensor",
+        k_scale=draw(st.sampled_from([1.0, 0.125])) if cache.startswith("fp8") else 1.0,
+        v_scale=draw(st.sampled_from([1.0, 0.0625])) if cache.startswith("fp8") else 1.0,
+        scale=draw(st.sampled_from([None, 0.05, 1.0])),
+        mask=causal,
+        sliding_window=draw(st.integers(1, 40)) if window == "sliding" else None,
+        window=(draw(side), draw(side)) if window == "general" else None,
+        attention_chunk_size=draw(st.sampled_from([None, None, 1, 8, 33])),
+        logits_soft_cap=draw(st.sampled_from([None, None, 0.5, 20.0])),
+        alibi=draw(st.booleans()),
+        sinks=draw(st.booleans()),
+        needs_lse=draw(st.booleans()),
+        layout=draw(st.sampled_from(CACHE_LAYOUTS)),
+        placement=draw(st.sampled_from(PLACEMENTS)),
+        garbage=draw(st.sampled_from(["plausible", "minus_one", "huge"])),
+        extra_columns=draw(st.integers(0, 2)),
+        poison=draw(st.sampled_from(["zero", "nan", "inf", "huge"])),
+        contiguous=draw(st.booleans()),
+        batch_invariant=draw(st.sampled_from([False, False, False, True])),
+    )
+
+
+def passes_or_is_refused(case: Case, backend: Any) -> str:
+    """ "passed" or the refusal; anything else raises."""
+    try:
+        chosen = get_attn_backend(case.spec, backend, "cpu")
+    except UnsupportedConfigError as refusal:
+        assert refusal.reasons and all(refusal.reasons)
+        return str(refusal)
+    wrong = judge(case, run_case(chosen, case, "cpu"), "cpu")
+    assert not wrong, f"{chosen.get_name()}: {wrong}"
+    return "passed"
+
+
+@RELAXED
+@given(cases())
+def test_the_torch_backend_passes_every_draw(case: Case) -> None:
+    """The reference refuses nothing that a spec can say."""
+    assert passes_or_is_refused(case, "torch") == "passed"
+
+
+@RELAXED
+@given(cases())
+def test_auto_passes_or_refuses_with_a_reason(case: Case) -> None:
+    passes_or_is_refused(case, None)
+
+
+@RELAXED
+@given(cases())
+def test_a_picky_backend_passes_or_refuses_with_a_reason(case: Case) -> None:
+    """One that declares little is never run on more than it declares."""
+    from attnlib.capabilities import Sizes
+
+    picky = toy_with(alibi=False, sink=False, block_sizes=Sizes(multiple_of=8), dtypes=(torch.float32,))
+    answer = passes_or_is_refused(case, picky)
+    if case.alibi:
+        assert "ALiBi" in answer
+
+
+@RELAXED
+@given(batches())
+def test_batches_survive_their_own_grammar(text: str) -> None:
+    assert str(parse_batch(text)) == text
+
+
+def test_fuzzing_finds_a_wrong_backend() -> None:
+    """The fuzz itself can fail: an off-by-one window does not survive it."""
+
+    @RELAXED
+    @given(cases())
+    def run(case: Case) -> None:
+        passes_or_is_refused(case, toy_with(OffByOneWindow, batch_invariant=True))
+
+    with pytest.raises(AssertionError, match="over budget|not where they should be"):
+        run()
+
+
+@pytest.mark.parametrize("changes", [{"num_heads": 5}, {"sliding_window": 0}, {"window": (-1, 2)}, {"head_size": 0}])
+def test_impossible_specs_are_named_before_anything_runs(changes: dict[str, Any]) -> None:
+    with pytest.raises(ContractError):
+        _ = Case(num_kv_heads=2).but(**changes).spec
