@@ -80,7 +80,7 @@ class TritonBackend(AttentionBackend):
         if device.type == "cpu":
             interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
             return [] if interpreted else ["on a CPU Triton only interprets: set TRITON_INTERPRET=1 before triton is imported (slow, for tests)"]
-        return [] if device.is_rocm or device.imagined else _toolchain_gaps()
+        return _toolchain_gaps() if device.type == "cuda" and not (device.is_rocm or device.imagined) else []
 
     @classmethod
     def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:

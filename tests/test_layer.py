@@ -1,0 +1,212 @@
+"""The layer: writes, then attends; and what it refuses before anything is written."""
+
+import pytest
+import torch
+
+import attnlib
+from attnlib.errors import ContractError
+from tests.ops.naive import naive_attention
+
+SPEC = attnlib.AttentionSpec(num_heads=4, num_kv_heads=2, head_size=8, head_size_v=6, dtype=torch.float32, block_size=4)
+
+
+def _inputs(tokens: int = 6, **changes):
+    torch.manual_seed(0)
+    spec = SPEC.replace(**changes)
+    layer = attnlib.Attention(spec, device="cpu", prefix="layers.0")
+    cache = attnlib.PagedKVCache.allocate(spec, 8, "cpu")
+    common = attnlib.CommonAttentionMetadata.from_lengths([1, tokens - 1], [1, tokens - 1], [[6], [1, 3]], 4, "cpu")
+    step = layer.backend.make_builder(spec, "cpu").build(0, common)
+    q, k, v = torch.randn(tokens, 4, 8), torch.randn(tokens, 2, 8), torch.randn(tokens, 2, 6)
+    return layer, cache, step, q, k, v
+
+
+def test_it_writes_then_attends() -> None:
+    """P7: new keys are in the cache before anyone attends to them."""
+    layer, cache, step, q, k, v = _inputs()
+    out, lse = layer(q, k, v, cache, step, return_lse=True)
+    reference, reference_lse = naive_attention(
+        q, cache.key_cache, cache.value_cache, step.block_table, step.query_start_loc, step.seq_lens, max_query_len=5, max_seq_len=5, scale=8**-0.5
+    )
+    assert torch.allclose(out.double(), reference, atol=1e-6) and torch.allclose(lse.double(), reference_lse, atol=1e-6)
+    assert torch.equal(cache.key_cache[6, 0], k[0]) and torch.equal(cache.value_cache[3, 0], v[5])
+
+
+def test_output_comes_as_the_query_came() -> None:
+    layer, cache, step, q, k, v = _inputs()
+    per_head = layer(q, k, v, cache, step)
+    flat = layer(q.flatten(1), k.flatten(1), v.flatten(1), cache, step)
+    assert per_head.shape == (6, 4, 6) and flat.shape == (6, 24) and torch.equal(per_head.flatten(1), flat)
+
+
+def test_it_writes_into_a_given_output_strided_or_flat() -> None:
+    """P9"""
+    layer, cache, step, q, k, v = _inputs()
+    expected = layer(q, k, v, cache, step)
+    wide = torch.full((6, 4, 10), float("nan"))
+    assert layer(q, k, v, cache, step, output=wide[..., :6]) is not None
+    assert torch.equal(wide[..., :6], expected) and wide[..., 6:].isnan().all()
+
+
+def test_fused_qkv_views_are_ordinary() -> None:
+    """P9: q, k, v as strided views of one projection."""
+    layer, cache, step, q, k, v = _inputs()
+    fused = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], dim=1)
+    views = fused[:, :32], fused[:, 32:48], fused[:, 48:]
+    assert torch.equal(layer(*views, cache, step).view(6, 4, 6), layer(q, k, v, cache, step))
+
+
+def test_padding_rows_come_back_as_zero() -> None:
+    """M6"""
+    layer, cache, step, q, k, v = _inputs()
+    pad = torch.full((9, 4, 8), float("nan"))
+    pad[:6] = q
+    out = layer(pad, k, v, cache, step)
+    assert (out[6:] == 0).all() and torch.equal(out[:6], layer(q, k, v, cache, step))
+
+
+def test_a_layer_that_shares_a_cache_never_writes() -> None:
+    """P8"""
+    layer, cache, step, q, k, v = _inputs()
+    layer(q, k, v, cache, step)
+    before = cache.key_cache.clone()
+    reader = attnlib.Attention(SPEC, device="cpu", kv_sharing_target_layer_name="layers.0")
+    assert reader.spec.kv_sharing
+    assert torch.equal(reader(q, k + 1, v + 1, cache, step), reader(q, None, None, cache, step))
+    assert torch.equal(cache.key_cache, before)
+
+
+def test_encoders_need_no_cache() -> None:
+    spec = SPEC.replace(attn_type="encoder_only", mask_kind="bidirectional")
+    layer = attnlib.Attention(spec, device="cpu")
+    step = layer.backend.make_builder(spec, "cpu").build(0, attnlib.CommonAttentionMetadata.from_lengths([2, 3], [2, 3], device="cpu"))
+    q, k, v = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 6)
+    out = layer(q, k, v, None, step)
+    weights = torch.softmax(q[2:, 1] @ k[2:, 0].T * 8**-0.5, -1)
+    assert torch.allclose(out[2:, 1], weights @ v[2:, 0], atol=1e-6)
+    with pytest.raises(ContractError, match="caches nothing, so key and value must be given"):
+        layer(q, None, None, None, step)
+
+
+def test_vllms_argument_list() -> None:
+    layer = attnlib.Attention.from_arguments(4, 8, 0.5, 2, alibi_slopes=[0.1] * 4, per_layer_sliding_window=9, prefix="a", device="cpu")
+    assert layer.spec.sliding_window == 9 and layer.spec.has_alibi and layer.impl.scale == 0.5
+    assert layer.get_attn_backend().get_name() == "torch" and "scale=0.5" in repr(layer)
+
+
+def test_scales_go_to_the_cache_and_must_agree() -> None:
+    """M9"""
+    layer, cache, step, q, k, v = _inputs(kv_cache_dtype="fp8")
+    layer.calc_kv_scales(q, k, v)
+    out = layer(q, k, v, cache, step)
+    keys, values = cache.key_cache.float() * layer.k_scale, cache.value_cache.float() * layer.v_scale
+    reference, _ = naive_attention(
+        q, keys, values, step.block_table, step.query_start_loc, step.seq_lens, max_query_len=5, max_seq_len=5, scale=8**-0.5
+    )
+    assert torch.allclose(out.double(), reference, atol=1e-5), "exact over what the cache really holds"
+    assert (keys[6, 0] - k[0]).abs().max() <= k.abs().max() / 16, "and what it holds is within e4m3's half step of 1/16"
+    assert cache.k_scale is layer.k_scale
+    other = attnlib.Attention(layer.spec, device="cpu", k_scale=3.0)
+    with pytest.raises(ContractError, match=r"k_scale of layer \(unnamed\) is 3.0.*must agree \[M9\]"):
+        other(q, k, v, cache, step)
+
+
+def _break(name: str):
+    layer, cache, step, q, k, v = _inputs()
+    call = {"query": q, "key": k, "value": v, "cache": cache, "metadata": step}
+    call.update(
+        {
+            "query dtype": {"query": q.half()},
+            "key heads": {"key": torch.zeros(6, 3, 8)},
+            "value size": {"value": torch.zeros(6, 2, 8)},
+            "key rows": {"key": k[:4], "value": v[:4]},
+            "value rows": {"value": v[:4]},
+            "no value": {"value": None},
+            "query rows": {"query": q[:3]},
+            "cache block": {"cache": attnlib.PagedKVCache.allocate(SPEC.replace(block_size=8), 8, "cpu")},
+            "cache heads": {"cache": attnlib.PagedKVCache.allocate(SPEC.replace(num_kv_heads=4), 8, "cpu")},
+            "cache dtype": {"cache": attnlib.PagedKVCache.allocate(SPEC.replace(kv_cache_dtype="fp8"), 8, "cpu")},
+            "no cache": {"cache": None},
+            "strided head": {"query": torch.zeros(6, 8, 4).transpose(1, 2)},
+            "slots int32": {"metadata": _with(step, slot_mapping=step.slot_mapping.int())},
+            "device": {"key": k.to("meta"), "value": v.to("meta")},
+        }[name]
+    )
+    return layer, cache, call
+
+
+def _with(step, **changes):
+    import dataclasses
+
+    return dataclasses.replace(step, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("query dtype", "query is torch.float16, the spec says torch.float32"),
+        ("key heads", r"key has shape \(6, 3, 8\); it must be \[tokens, 2, 8\] or \[tokens, 16\]"),
+        ("value size", r"value has shape \(6, 2, 8\); it must be \[tokens, 2, 6\]"),
+        ("key rows", r"slot_mapping names 6 tokens, but key has 4 rows \[P4\]"),
+        ("value rows", "key has 6 rows and value 4"),
+        ("no value", "value is None and the other is not"),
+        ("query rows", r"query has 3 rows, but the batch has 6 tokens"),
+        ("cache block", r"cache has block_size=8, the spec says 4"),
+        ("cache heads", "cache has num_kv_heads=4, the spec says 2"),
+        ("cache dtype", "cache stores torch.float8_e4m3fn, the spec says torch.float32"),
+        ("no cache", "attends through a cache: pass a PagedKVCache"),
+        ("strided head", "query has stride 4 along the head"),
+        ("slots int32", r"slot_mapping is torch.int32; it must be int64"),
+        ("device", "key is on meta, query on cpu"),
+    ],
+)
+def test_bad_calls_are_named_and_change_nothing(name: str, message: str) -> None:
+    layer, cache, call = _break(name)
+    before = cache.key_cache.clone(), cache.value_cache.clone()
+    with pytest.raises(ContractError, match=message):
+        layer(**call)
+    assert torch.equal(cache.key_cache, before[0]) and torch.equal(cache.value_cache, before[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query_start_loc": [0, 4, 3]}, r"query_start_loc falls from 4 to 3 at request 1"),
+        ({"query_start_loc": [1, 4, 6]}, r"query_start_loc\[0\]=1 must be 0"),
+        ({"query_start_loc": [0, 1, 60]}, "query_start_loc ends at 60, but query has 6 rows"),
+        ({"seq_lens": [1, -5]}, r"seq_lens\[1\]=-5 must not be negative"),
+        ({"seq_lens": [1, 9]}, r"block_table row 1 has 2 entries, but seq_lens\[1\]=9 needs 3 blocks of 4 tokens \[P3\]"),
+        ({"block_table": [[6, 0], [1, 8]]}, r"block_table\[1\]\[1\]=8 is outside the pool of 8 blocks \(0 to 7\) \[P3\]"),
+        ({"block_table": [[-1, 0], [1, 3]]}, r"block_table\[0\]\[0\]=-1 is outside"),
+        ({"slot_mapping": [24, 4, 5, 6, 7, 32]}, r"slot_mapping\[5\]=32 is outside the cache of 32 slots"),
+        ({"slot_mapping": [24, 4, 5, -2, 7, 12]}, r"slot_mapping\[3\]=-2 is outside"),
+        ({"slot_mapping": [24, 4, 5, 4, 7, 12]}, r"slot_mapping\[3\] and slot_mapping\[1\] are both 4"),
+    ],
+)
+def test_validation_reads_the_numbers(changes: dict, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """O3: ATTNLIB_VALIDATE=1 names tensor, request and value; nothing is written."""
+    monkeypatch.setenv("ATTNLIB_VALIDATE", "1")
+    layer, cache, step, q, k, v = _inputs()
+    layer(q, k, v, cache, step)
+    before = cache.key_cache.clone()
+    broken = {name: torch.tensor(value, dtype=getattr(step, name).dtype) for name, value in changes.items()}
+    with pytest.raises(ContractError, match=message):
+        layer(q, k + 1, v, cache, _with(step, **broken))
+    assert torch.equal(cache.key_cache, before)
+
+
+def test_garbage_behind_a_rows_end_is_legal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P3: entries past the last block mean nothing, to validation too."""
+    monkeypatch.setenv("ATTNLIB_VALIDATE", "1")
+    layer, cache, step, q, k, v = _inputs()
+    garbage = _with(step, block_table=torch.tensor([[6, 2**30], [1, 3]], dtype=torch.int32))
+    assert torch.equal(layer(q, k, v, cache, garbage), layer(q, k, v, cache, step))
+
+
+def test_slopes_and_sinks_agree_with_the_spec() -> None:
+    with pytest.raises(ContractError, match="sinks missing, but the spec says has_sink=True"):
+        attnlib.Attention(SPEC.replace(has_sink=True), device="cpu")
+    with pytest.raises(ContractError, match="alibi_slopes given, but the spec says has_alibi=False"):
+        attnlib.Attention(SPEC, device="cpu", alibi_slopes=[0.1] * 4)
+    with pytest.raises(ContractError, match=r"sinks has shape \(3,\); it must be \[4\]"):
+        attnlib.Attention(SPEC.replace(has_sink=True), device="cpu", sinks=torch.zeros(3))
