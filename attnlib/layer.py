@@ -15,7 +15,9 @@ from torch import nn
 from attnlib import env
 from attnlib.backends.base import AttentionBackend
 from attnlib.cache.storage import PagedKVCache, Scale
+from attnlib.compile import attend_opaquely
 from attnlib.errors import ContractError
+from attnlib.handles import register
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec, AttentionType
 from attnlib.validation import check_call, check_values
@@ -75,6 +77,7 @@ class Attention(nn.Module):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.prefix = prefix
         self._writes = spec.is_paged and not spec.kv_sharing
+        self.handle = register(self)
 
     @classmethod
     def from_arguments(
@@ -166,23 +169,51 @@ class Attention(nn.Module):
         q = query.view(-1, spec.num_heads, spec.head_size) if query.dim() == 2 else query
         k = key.view(-1, spec.num_kv_heads, spec.head_size) if key is not None and key.dim() == 2 else key
         v = value.view(-1, spec.num_kv_heads, spec.head_size_v) if value is not None and value.dim() == 2 else value
-        check_call(self, q, k, v, cache, metadata, return_lse)
-        if cache is not None:
-            self._hand_over_scales(cache)
-        level = env.read("ATTNLIB_VALIDATE")
-        if level:
-            check_values(self, q, cache, metadata)
         out = self._output_for(query, output)
         heads = out.view(-1, spec.num_heads, spec.head_size_v) if out.dim() == 2 else out
         lse = torch.empty(q.shape[0], spec.num_heads, dtype=torch.float32, device=q.device) if return_lse else None
-        if cache is None:
-            assert k is not None and v is not None  # check_call has made sure
-            self.impl.forward_unpaged(q, k, v, metadata, heads, lse)
+        if torch.compiler.is_compiling():
+            attend_opaquely(self, q, k, v, cache, metadata, heads, lse)
         else:
-            if k is not None and v is not None and self._writes and metadata.slot_mapping is not None:
-                self.impl.write_kv(k, v, cache, metadata.slot_mapping)
-            self.impl.forward(q, cache, metadata, heads, lse)
+            self.attend(q, k, v, cache, metadata, heads, lse)
         return (out, lse) if return_lse else out
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache | None,
+        metadata: Any,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """`forward` on tensors that are all per head, into outputs that exist: check, write the new keys, attend. Never traced.
+
+        Args:
+            query, key, value: `[T, Hq, D]`, `[T, Hkv, D]`, `[T, Hkv, Dv]`.
+            cache, metadata: as in `forward`.
+            output: `[T, Hq, Dv]`, written in place; lse: `[T, Hq]` float32, written in place when given.
+
+        Raises:
+            ContractError: as `forward`.
+        """
+        check_call(self, query, key, value, cache, metadata, lse is not None)
+        if cache is not None:
+            self._hand_over_scales(cache)
+        if env.read("ATTNLIB_VALIDATE"):
+            check_values(self, query, cache, metadata)
+        if cache is None:
+            assert key is not None and value is not None  # check_call has made sure
+            self.impl.forward_unpaged(query, key, value, metadata, output, lse)
+            return
+        if key is not None and value is not None and self._writes and metadata.slot_mapping is not None:
+            self.impl.write_kv(key, value, cache, metadata.slot_mapping)
+        self.impl.forward(query, cache, metadata, output, lse)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.handle = register(self)  # a copy of a layer is another layer
 
     def calc_kv_scales(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Set `k_scale` and `v_scale` so that the largest element of `key` and `value` becomes the largest that the cache's dtype can hold.

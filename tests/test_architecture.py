@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "attnlib"
 
 FLOORS = (
-    ("errors", "env", "device"),
+    ("errors", "env", "device", "handles"),
     ("spec", "capabilities"),
     ("ops",),
     ("cache", "workspace"),

@@ -12,6 +12,7 @@ import torch
 
 from attnlib.cache.layout import LAYOUTS, get_kv_cache_layout, layout_named
 from attnlib.errors import ContractError
+from attnlib.handles import handle_of
 from attnlib.spec import AttentionSpec
 
 __all__ = ["PagedKVCache"]
@@ -39,6 +40,7 @@ class PagedKVCache:
         self.layout = layout
         self.k_scale = _checked_scale("k_scale", k_scale, key_cache)
         self.v_scale = _checked_scale("v_scale", v_scale, value_cache)
+        self.handle = handle_of(self)
 
     @classmethod
     def allocate(

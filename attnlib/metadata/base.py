@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from attnlib.device import resolve_device
+from attnlib.handles import handle_of
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.parameters import PerLayerParameters
 from attnlib.metadata.split import reorder_batch_to_split_decodes_and_prefills
@@ -32,6 +33,8 @@ class AttentionMetadata(ABC):
         slot_mapping: [>= T] int64 device (P4), or None where nothing is cached.
         multi_modal_placeholder_index_maps: for engines that carry it along; attnlib does not read it.
         enable_kv_scales_calculation: likewise.
+
+    A subclass with a `__post_init__` of its own calls this one: it gives the batch the handle that torch.compile needs.
     """
 
     num_prefills: int
@@ -40,6 +43,9 @@ class AttentionMetadata(ABC):
     slot_mapping: torch.Tensor | None
     multi_modal_placeholder_index_maps: Mapping[str, Any] | None = None
     enable_kv_scales_calculation: bool = False
+
+    def __post_init__(self) -> None:
+        self.handle = handle_of(self)  # no field: a copy of this batch is another batch
 
     @property
     @abstractmethod

@@ -1,0 +1,154 @@
+"""torch.compile: a layer is one opaque operator; the whole model compiles once, and gives what it gives without."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from attnlib.backends.torch import TorchBackend
+from attnlib.cache.storage import PagedKVCache
+from attnlib.compile import attend
+from attnlib.errors import ContractError
+from attnlib.handles import handle_of, object_behind, register
+from attnlib.layer import Attention
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.spec import AttentionSpec, AttentionType
+
+SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32, block_size=16, needs_lse=True)
+
+
+class Model(nn.Module):
+    """Two layers of fused QKV, attention and an output projection, with a residual."""
+
+    def __init__(self, spec: AttentionSpec, backend: Any = TorchBackend) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.spec = spec
+        heads = spec.num_heads + 2 * spec.num_kv_heads
+        self.qkv = nn.ModuleList(nn.Linear(64, heads * spec.head_size, bias=False, dtype=spec.dtype) for _ in range(2))
+        self.attention = nn.ModuleList(Attention(spec, backend=backend, device="cpu", prefix=f"layers.{i}") for i in range(2))
+        self.out = nn.ModuleList(nn.Linear(spec.num_heads * spec.head_size, 64, bias=False, dtype=spec.dtype) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor, caches: Any, metadata: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes = [self.spec.num_heads * self.spec.head_size, *[self.spec.num_kv_heads * self.spec.head_size] * 2]
+        total = hidden.new_zeros(hidden.shape[0], self.spec.num_heads, dtype=torch.float32)
+        for i in range(2):
+            q, k, v = self.qkv[i](hidden).split(sizes, dim=-1)
+            attended, lse = self.attention[i](q, k, v, caches[i], metadata, return_lse=True)
+            hidden = hidden + self.out[i](attended)
+            total = total + lse
+        return hidden, total
+
+
+def _caches(spec: AttentionSpec) -> list[PagedKVCache]:
+    return [PagedKVCache.allocate(spec, 16, "cpu") for _ in range(2)]
+
+
+def _steps(spec: AttentionSpec, backend: Any = TorchBackend) -> list[Any]:
+    """A prefill and two decodes of the same requests, one of another batch size."""
+    builder = backend.make_builder(spec, "cpu")
+    tables = [[3, 5, 1], [7, 2, 0]]
+    batches = [([20, 9], [20, 9], tables), ([1, 1], [21, 10], tables), ([1], [22], tables[:1])]
+    return [builder.build(0, CommonAttentionMetadata.from_lengths(q, s, t, spec.block_size, "cpu")) for q, s, t in batches]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs g++"))]
+
+
+@pytest.mark.parametrize("compiler", BACKENDS)
+@torch.inference_mode()
+def test_fullgraph_equals_eager(compiler: str) -> None:
+    """The compiled model gives what the plain one gives, step after step, and both write the same cache."""
+    model = Model(SPEC)
+    compiled = torch.compile(model, backend=compiler, fullgraph=True, dynamic=True)
+    plain_caches, caches = _caches(SPEC), _caches(SPEC)
+    for step in _steps(SPEC):
+        hidden = torch.randn(step.num_actual_tokens, 64)
+        expected = model(hidden, plain_caches, step)
+        actual = compiled(hidden, caches, step)
+        for mine, theirs in zip(actual, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(caches, plain_caches, strict=True):
+        torch.testing.assert_close(mine.key_cache, theirs.key_cache, rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_another_batch_compiles_nothing() -> None:
+    """Metadata and caches are read at every call, not baked into the graph: same shapes, no new graph."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = Model(SPEC)
+    compiled = torch.compile(model, backend=count, fullgraph=True, dynamic=True)
+    plain_caches, caches = _caches(SPEC), _caches(SPEC)
+    prefill, *_ = _steps(SPEC)
+    for other in (caches, _caches(SPEC)):
+        for step in (prefill, *_steps(SPEC)[:1]):
+            hidden = torch.randn(step.num_actual_tokens, 64)
+            torch.testing.assert_close(compiled(hidden, other, step)[0], model(hidden, plain_caches, step)[0], rtol=1e-5, atol=1e-5)
+    assert len(graphs) == 1
+    assert sum(node.target is torch.ops.attnlib.attend.default or "attend" in str(node.target) for node in graphs[0].graph.nodes) == 2
+
+
+@torch.inference_mode()
+def test_checks_still_speak_from_inside() -> None:
+    """A bad call is refused at run time with the layer's own words."""
+    layer = Attention(SPEC, backend=TorchBackend, device="cpu")
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    step = _steps(SPEC)[0]
+    q, kv = torch.randn(step.num_actual_tokens - 1, 4, 16), torch.randn(step.num_actual_tokens, 2, 16)
+    with pytest.raises(ContractError, match="query has 28 rows, but the batch has 29 tokens"):
+        compiled(q, kv, kv, _caches(SPEC)[0], step)
+
+
+@torch.inference_mode()
+def test_encoders_have_no_cache() -> None:
+    spec = SPEC.replace(attn_type=AttentionType.ENCODER_ONLY)
+    layer = Attention(spec, backend=TorchBackend, device="cpu")
+    step = TorchBackend.make_builder(spec, "cpu").build(0, CommonAttentionMetadata.from_lengths([5, 9], [5, 9], device="cpu"))
+    q, k, v = torch.randn(14, 4, 16), torch.randn(14, 2, 16), torch.randn(14, 2, 16)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v, None, step), layer(q, k, v, None, step))
+
+
+@torch.inference_mode()
+def test_the_operator_is_what_it_declares() -> None:
+    """Schema, fake implementation and mutation, by torch's own checker."""
+    layer = Attention(SPEC, backend=TorchBackend, device="cpu")
+    cache, step = _caches(SPEC)[0], _steps(SPEC)[0]
+    q, kv = torch.randn(29, 4, 16), torch.randn(29, 2, 16)
+    out, lse = torch.empty(29, 4, 16), torch.empty(29, 4)
+    arguments = (q, kv, kv, out, lse, layer.handle, cache.handle, step.handle)
+    torch.library.opcheck(attend, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_copy_of_a_layer_is_another_layer() -> None:
+    layer = Attention(SPEC, backend=TorchBackend, device="cpu")
+    twin = copy.deepcopy(layer)
+    assert twin.handle != layer.handle and object_behind(twin.handle, "layer") is twin and object_behind(layer.handle, "layer") is layer
+
+
+def test_handles_keep_nothing_alive() -> None:
+    class Thing: ...
+
+    thing = Thing()
+    number, handle = register(thing), handle_of(thing)
+    assert object_behind(number, "thing") is thing and object_behind(handle, "thing") is thing and int(handle) != number
+    del thing
+    gc.collect()
+    with pytest.raises(ContractError, match="the thing of this call does not exist any more"):
+        object_behind(handle, "thing")
