@@ -403,6 +403,17 @@ def test_a_schedule_is_made_once_a_batch_at_one_address(monkeypatch: pytest.Monk
     assert builder.build(0, step.common, fast_build=True).scheduler_metadata is None
 
 
+def test_running_sums_of_lengths_stay_at_one_address(monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder) -> None:
+    """G3: what FlashAttention 2 takes instead of lengths is made in the build; a graph would read a buffer that is gone."""
+    install_fa2(monkeypatch, record)
+    spec = spec_of(block_size=256)
+    builder = builder_for(monkeypatch, spec, limits=BatchLimits(max_num_reqs=8, max_num_tokens=64, max_seq_len=512))
+    first = builder.build(0, make_step(spec, [1, 1], [30, 4]).common).key_start_loc
+    second = builder.build(0, make_step(spec, [1, 1, 1], [7, 4, 300]).common).key_start_loc
+    assert first is not None and second is not None and first.data_ptr() == second.data_ptr()
+    assert second.tolist() == [0, 7, 11, 311]
+
+
 def test_the_kvcache_entry_is_scheduled_for_the_width_of_its_table(monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder) -> None:
     """It takes no longest sequence, so both calls must go by the table; another width drops the schedule."""
     install_fa3(monkeypatch, record)

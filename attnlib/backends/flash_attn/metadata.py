@@ -66,6 +66,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         self._aot = kernel.scheduler is not None and bool(self.config.get("aot_schedule", True))
         rounded = -(-self.limits.max_num_reqs // 4) * 4 if self.limits else 0
         self._schedule = torch.zeros(1 + 4 * rounded, dtype=torch.int32, device=self.device) if self._aot and self.limits else None
+        self._key_starts = torch.zeros(1 + rounded, dtype=torch.int32, device=self.device) if not kernel.takes_lengths and self.limits else None
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> FlashAttnMetadata:
         """The batch as one call; scheduled ahead of time unless `fast_build`."""
@@ -91,7 +92,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             live_tokens=int(common.query_start_loc_cpu[-1]),
             query_bound=self._query_bound(common, for_capture),
             key_bound=self._key_bound(fields["block_table"], common.max_seq_len),
-            key_start_loc=None if self.kernel.takes_lengths else _running_sum(common.seq_lens),
+            key_start_loc=None if self.kernel.takes_lengths else self._running_sum(common.seq_lens),
         )
         if schedule and self._aot and metadata.num_actual_tokens and metadata.max_seq_len:
             metadata.scheduler_metadata = self._scheduled(metadata)
@@ -108,6 +109,14 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         if self.kernel.takes_key_bound or block_table is None:
             return max_seq_len
         return block_table.shape[1] * self.spec.block_size
+
+    def _running_sum(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Where each request's keys start; with limits at one address, because graphs hold it."""
+        count = lengths.shape[0] + 1
+        kept = self._key_starts
+        starts = torch.zeros(count, dtype=torch.int32, device=lengths.device) if kept is None else kept[:count]
+        torch.cumsum(lengths, 0, dtype=torch.int32, out=starts[1:])
+        return starts
 
     def _scheduled(self, metadata: FlashAttnMetadata) -> torch.Tensor:
         spec, scheduler = self.spec, self.kernel.scheduler
@@ -136,12 +145,6 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         kept = self._schedule[: schedule.numel()]  # one address for the builder's lifetime: graphs hold it
         kept.copy_(schedule, non_blocking=True)
         return kept
-
-
-def _running_sum(lengths: torch.Tensor) -> torch.Tensor:
-    starts = torch.zeros(lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
-    torch.cumsum(lengths, 0, dtype=torch.int32, out=starts[1:])
-    return starts
 
 
 def _check(common: CommonAttentionMetadata) -> None:

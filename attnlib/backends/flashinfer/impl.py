@@ -47,7 +47,7 @@ class FlashInferImpl(AttentionImpl):
             part_lse = None if lse is None else lse[rows]
             if plans:
                 self._run(self._plan(plans), query[rows], cache, output[rows], part_lse)
-            else:
+            elif rows.start < rows.stop:
                 fill_empty(output[rows], part_lse, self.sinks)
         clear_rows(output, lse, metadata.query_start_loc, None if is_capturing(output) else metadata.live_tokens)
 

@@ -1,0 +1,158 @@
+"""Compile and plan before the first request: run every kind of batch that a declared range of shapes can hold, once.
+
+What is compiled depends on a few classes of shapes, not on lengths: how many rows share a tile (the longest query), whether a request's keys are
+split (requests and longest sequence, as bounds), whether a batch mixes decodes with prefills and where it is cut, whether the LSE is wanted, and
+how q, k, v lie in memory. `warmup` walks through the classes. Bounds are as large as the limits, the work itself is small: long sequences are
+declared, not read. It runs on the caller's own cache, because its strides matter too, and leaves it as it was: every slot is -1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from attnlib.cache.slots import compute_slot_mapping
+from attnlib.cache.storage import PagedKVCache
+from attnlib.errors import ContractError
+from attnlib.layer import Attention
+from attnlib.metadata.base import AttentionMetadataBuilder
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.spec import AttentionSpec
+from attnlib.workspace import BatchLimits
+
+__all__ = ["WarmupReport", "warmup", "warmup_batches"]
+
+_LONGEST_TILE = 256
+"""Longer queries than this take the same tiles; more of them would only cost time."""
+
+
+@dataclass(frozen=True)
+class WarmupReport:
+    """What was run.
+
+    Attributes:
+        batches: query lengths of each batch, in order.
+        seconds: how long it took.
+    """
+
+    batches: tuple[tuple[int, ...], ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"warmed up with {len(self.batches)} batches in {self.seconds:.1f} s"
+
+
+def warmup(
+    layer: Attention,
+    cache: PagedKVCache | None,
+    limits: BatchLimits,
+    *,
+    builder: AttentionMetadataBuilder[Any] | None = None,
+    max_blocks: int | None = None,
+    device: torch.device | str | None = None,
+) -> WarmupReport:
+    """Run every class of batch within `limits` on one layer; layers with the same spec on the same kind of cache need no warm-up of their own.
+
+    Args:
+        layer: the layer; its backend compiles and plans what it will need.
+        cache: the layer's own cache, unchanged afterwards; None for encoders, which have none.
+        limits: the largest batch that will come.
+        builder: the builder that will be used (its workspace and plans are warmed too); None makes one with `limits`.
+        max_blocks: columns of the block table that will be used; None means what `limits.max_seq_len` needs.
+        device: where, when there is no cache to tell.
+
+    Raises:
+        ContractError: a paged layer without a cache.
+    """
+    spec = layer.spec
+    if spec.is_paged and cache is None:
+        raise ContractError(f"warmup of a layer with attn_type={spec.attn_type.value} needs its cache: kernels depend on how it lies in memory")
+    where = cache.device if cache is not None else torch.device(device or torch.get_default_device())
+    builder = builder or layer.backend.make_builder(spec, where, limits=limits)
+    started, batches = time.perf_counter(), warmup_batches(limits, builder.reorder_batch_threshold)
+    columns = max_blocks or -(-limits.max_seq_len // spec.block_size)
+    with torch.no_grad():
+        for lengths in batches:
+            for common in _commons(spec, lengths, limits, columns, where):
+                _run(layer, cache, builder.build(0, common), sum(lengths), where)
+        _warm_helpers(spec, where)
+    if where.type == "cuda":
+        torch.cuda.synchronize(where)
+    return WarmupReport(tuple(batches), time.perf_counter() - started)
+
+
+def warmup_batches(limits: BatchLimits, decode_threshold: int | None = None) -> list[tuple[int, ...]]:
+    """Query lengths of the batches to run: each class of shapes within the limits, smallest first.
+
+    Args:
+        limits: the largest batch that will come.
+        decode_threshold: most new tokens of a request that goes the decode way, by the builder; None when it makes no difference.
+    """
+    threshold = decode_threshold or 1
+    queries = sorted({*range(1, min(threshold, limits.max_num_tokens) + 1), *_powers(min(limits.max_num_tokens, _LONGEST_TILE))})
+    found: dict[tuple[int, ...], None] = {}
+    for query in queries:
+        for reqs in _powers(limits.max_num_reqs):
+            if reqs * query <= limits.max_num_tokens and (query <= threshold or reqs <= 2):
+                found[(query,) * reqs] = None
+    for decodes in range(1, 5):  # where a batch is cut decides how the rest of its arrays is aligned
+        for query in (threshold + 1, min(limits.max_num_tokens, _LONGEST_TILE) - decodes):
+            if query > threshold and decodes + query <= limits.max_num_tokens and decodes + 1 <= limits.max_num_reqs:
+                found[(1,) * decodes + (query,)] = None
+    return list(found)
+
+
+def _powers(limit: int) -> list[int]:
+    powers = [1 << exponent for exponent in range(limit.bit_length()) if 1 << exponent <= limit]
+    return powers if limit in powers else [*powers, limit]
+
+
+def _commons(
+    spec: AttentionSpec, lengths: tuple[int, ...], limits: BatchLimits, columns: int, device: torch.device
+) -> Iterator[CommonAttentionMetadata]:
+    """The batch with the tightest and with the widest bound on sequences (splits follow it); no slot is written."""
+    most = max(limits.max_seq_len, *lengths)
+    for bound in (max(lengths), most):
+        if not spec.is_paged:
+            yield CommonAttentionMetadata.from_lengths(lengths, lengths, device=device, max_seq_len=bound)
+            continue
+        table = torch.zeros(len(lengths), max(columns, -(-max(lengths) // spec.block_size)), dtype=torch.int32)
+        common = CommonAttentionMetadata.from_lengths(lengths, lengths, table, spec.block_size, device, max_seq_len=bound)
+        assert common.slot_mapping is not None  # there is a table
+        common.slot_mapping.fill_(-1)
+        yield common
+
+
+def _run(layer: Attention, cache: PagedKVCache | None, metadata: Any, num_tokens: int, device: torch.device) -> None:
+    for fused in (True, False):
+        query, key, value = _inputs(layer.spec, num_tokens, device, fused)
+        for return_lse in (False, True) if layer.spec.needs_lse else (False,):
+            layer(query, key, value, cache, metadata, return_lse)
+
+
+def _inputs(spec: AttentionSpec, num_tokens: int, device: torch.device, fused: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v as tensors of their own, or as views of one fused QKV (P9)."""
+    sizes = (spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size, spec.num_kv_heads * spec.head_size_v)
+    if fused:
+        query, key, value = torch.zeros(num_tokens, sum(sizes), dtype=spec.dtype, device=device).split(list(sizes), dim=1)
+    else:
+        query, key, value = (torch.zeros(num_tokens, size, dtype=spec.dtype, device=device) for size in sizes)
+    return query, key, value
+
+
+def _warm_helpers(spec: AttentionSpec, device: torch.device) -> None:
+    """Kernels beside attention itself: slot mapping of a table on the device, and merging."""
+    if spec.is_paged:
+        starts, lens = torch.tensor([0, 1], dtype=torch.int32, device=device), torch.ones(1, dtype=torch.int32, device=device)
+        compute_slot_mapping(starts, lens, torch.zeros(1, 1, dtype=torch.int32, device=device), spec.block_size, 1)
+    if spec.needs_lse:
+        merge = import_module(f"attnlib.ops.{'triton' if device.type == 'cuda' else 'torch'}.merge_states").merge_states
+        out = torch.zeros(1, spec.num_heads, spec.head_size_v, dtype=spec.dtype, device=device)
+        lse = torch.zeros(1, spec.num_heads, dtype=torch.float32, device=device)
+        for merged in (None, torch.empty_like(lse)):
+            merge(out, lse, out, lse, torch.empty_like(out), merged)

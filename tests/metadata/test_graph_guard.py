@@ -1,0 +1,54 @@
+"""The graph guard names what moved between capture and replay (G3)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnlib.backends.torch import TorchBackend
+from attnlib.errors import ContractError
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.graph_guard import GraphGuard, tensor_addresses
+from attnlib.metadata.state import AttentionState
+from attnlib.spec import AttentionSpec
+from attnlib.workspace import BatchLimits
+
+SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32, block_size=16)
+
+
+def _state() -> AttentionState:
+    limits = BatchLimits(max_num_reqs=4, max_num_tokens=4, max_seq_len=64)
+    return AttentionState(TorchBackend.make_builder(SPEC, "cpu", limits=limits), limits)
+
+
+def _batch() -> CommonAttentionMetadata:
+    return CommonAttentionMetadata.from_lengths([1, 1], [20, 3], [[1, 2], [3]], 16, "cpu")
+
+
+def test_batches_over_persistent_buffers_pass() -> None:
+    state = _state()
+    guard = GraphGuard(state.graph_capture_get_metadata_for_batch(4), include_cpu=True)
+    guard.check(state.builder.build(0, state.begin_forward(_batch(), 4)))
+
+
+def test_a_batch_of_its_own_is_named_tensor_by_tensor() -> None:
+    state = _state()
+    guard = GraphGuard(state.graph_capture_get_metadata_for_batch(4), include_cpu=True)
+    with pytest.raises(ContractError) as error:
+        guard.check(state.builder.build(0, _batch()))
+    for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping"):
+        assert f"{name} was at 0x" in str(error.value)
+    assert "begin_forward" in str(error.value) and "_cpu" not in str(error.value)
+
+
+def test_shapes_and_missing_tensors_count() -> None:
+    buffer = torch.zeros(8)
+    guard = GraphGuard({"a": buffer[:4], "b": buffer}, include_cpu=True)
+    findings = guard.moved({"a": buffer[:3], "b": None})
+    assert "['a'] had shape (4,)" in findings[0] and "['b'] was a tensor at capture and is none now" in findings[1]
+
+
+def test_cpu_tensors_are_left_out_unless_asked_for() -> None:
+    guard = GraphGuard({"a": torch.zeros(3)})
+    assert guard.moved({"a": torch.zeros(3)}) == []
+    assert [name for name, _ in tensor_addresses({"a": torch.zeros(3), "b": 4})] == ["['a']"]

@@ -1,0 +1,63 @@
+"""Warm-up runs every class of shapes within the limits, on the caller's cache, and leaves the cache alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from attnlib.backends.torch import TorchBackend
+from attnlib.backends.torch.impl import TorchImpl
+from attnlib.cache.storage import PagedKVCache
+from attnlib.errors import ContractError
+from attnlib.layer import Attention
+from attnlib.spec import AttentionSpec, AttentionType
+from attnlib.warmup import warmup, warmup_batches
+from attnlib.workspace import BatchLimits
+
+LIMITS = BatchLimits(max_num_reqs=6, max_num_tokens=40, max_seq_len=96)
+SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32, block_size=16, needs_lse=True)
+
+
+def test_batches_cover_the_classes_and_stay_within_the_limits() -> None:
+    """P1: every query length up to the threshold, powers of two and the limit above it, few and many requests, mixed batches of every alignment."""
+    batches = warmup_batches(LIMITS, 8)
+    for lengths in batches:
+        assert len(lengths) <= 6 and sum(lengths) <= 40
+    uniform = {(lengths[0], len(lengths)) for lengths in batches if len(set(lengths)) == 1}
+    assert {(query, 1) for query in range(1, 9)} <= uniform
+    assert {(1, reqs) for reqs in (1, 2, 4, 6)} <= uniform and {(16, 1), (32, 1), (40, 1), (16, 2)} <= uniform
+    mixed = [lengths for lengths in batches if len(set(lengths)) > 1]
+    assert {lengths.count(1) for lengths in mixed} == {1, 2, 3, 4} and {max(lengths) for lengths in mixed} >= {9, 39}
+    assert warmup_batches(BatchLimits(max_num_reqs=1, max_num_tokens=1, max_seq_len=1)) == [(1,)]
+
+
+def test_the_cache_is_unchanged_and_every_batch_is_run_twice_or_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    forward = TorchImpl.forward
+
+    def recorded(self: TorchImpl, query: torch.Tensor, cache: Any, metadata: Any, output: torch.Tensor, lse: torch.Tensor | None = None) -> None:
+        lengths = tuple((metadata.query_start_loc_cpu[1:] - metadata.query_start_loc_cpu[:-1]).tolist())
+        seen.append((lengths, metadata.max_seq_len, query.is_contiguous(), lse is not None))
+        forward(self, query, cache, metadata, output, lse)
+
+    monkeypatch.setattr(TorchImpl, "forward", recorded)
+    cache = PagedKVCache.allocate(SPEC, 4, "cpu", "HND_INTERLEAVED")
+    cache.key_cache.normal_()
+    cache.value_cache.normal_()
+    before = (cache.key_cache.clone(), cache.value_cache.clone())
+    report = warmup(Attention(SPEC, backend=TorchBackend, device="cpu"), cache, LIMITS)
+    assert torch.equal(cache.key_cache, before[0]) and torch.equal(cache.value_cache, before[1])
+    assert {lengths for lengths, *_ in seen} == set(report.batches) and str(len(report.batches)) in str(report)
+    for lengths in report.batches:
+        kinds = {(bound, contiguous, lse) for batch, bound, contiguous, lse in seen if batch == lengths}
+        forms = 1 if sum(lengths) == 1 else 2  # one row of a fused tensor is as contiguous as a row of its own
+        assert len(kinds) == len({max(lengths), 96}) * forms * 2
+
+
+def test_encoders_need_no_cache_and_decoders_do() -> None:
+    encoder = Attention(SPEC.replace(attn_type=AttentionType.ENCODER_ONLY), backend=TorchBackend, device="cpu")
+    assert warmup(encoder, None, LIMITS, device="cpu").batches
+    with pytest.raises(ContractError, match="attn_type=decoder needs its cache"):
+        warmup(Attention(SPEC, backend=TorchBackend, device="cpu"), None, LIMITS)
