@@ -15,12 +15,19 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlib.backends.base import AttentionBackend, AttentionImpl
-from attnlib.cache.storage import PagedKVCache
-from attnlib.capabilities import Capabilities, Sizes
-from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
-from attnlib.metadata.common import CommonAttentionMetadata
-from attnlib.spec import AttentionType, CudaGraphSupport, MaskKind
+from attnlib import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    Capabilities,
+    CommonAttentionMetadata,
+    CudaGraphSupport,
+    MaskKind,
+    PagedKVCache,
+)
+from attnlib.capabilities import Sizes
 
 
 @dataclass(kw_only=True)
@@ -153,8 +160,8 @@ class OneFileBackend(AttentionBackend):
 
 
 if __name__ == "__main__":
-    from attnlib.testing.conformance import run_conformance
+    from attnlib.testing import run_conformance
 
-    report = run_conformance(OneFileBackend, label="examples/one_file_backend.py")
+    report = run_conformance(OneFileBackend, label=f"{__file__}:OneFileBackend")
     print(report)
     sys.exit(0 if report.passed else 1)

@@ -111,8 +111,9 @@ def allocate_views(
     value = poison_value(dims.cache_dtype, fill)
 
     def empty(shape: Sequence[int]) -> torch.Tensor:
-        filled = torch.full(tuple(shape), value, dtype=torch.float32).to(dims.cache_dtype)
-        return filled.to(device)
+        # No build of torch fills one-byte floats on every device, and float32 does not hold float64's largest number.
+        through = torch.float64 if dims.cache_dtype == torch.float64 else torch.float32
+        return torch.full(tuple(shape), value, dtype=through).to(dims.cache_dtype).to(device)
 
     make, heads_first = _MAKERS[layout]
     key, val, allocations = make(dims, num_blocks, empty, heads_first)

@@ -1,0 +1,36 @@
+"""`attnlib verify triton --quick` under Triton's interpreter, on the CPU, in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_the_triton_backend_passes_under_the_interpreter(tmp_path: Path) -> None:
+    """H1: zero failures; skips are refusals with a reason or GPU probes."""
+    target = tmp_path / "report.json"
+    arguments = ["triton", "--quick", "--device", "cpu", "--json", str(target)]
+    code = f"import sys; from attnlib.testing.commands import verify_main; sys.exit(verify_main({arguments!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    report = json.loads(target.read_text())
+    assert report["counts"]["fail"] == 0
+    assert report["counts"]["pass"] > 150
+    skipped = [outcome for outcome in report["outcomes"] if outcome["verdict"] in ("refused", "not-run")]
+    assert all(outcome["message"] for outcome in skipped)
