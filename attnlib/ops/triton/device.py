@@ -20,7 +20,7 @@ from attnlib.errors import BackendUnavailableError
 __all__ = ["INTERPRETED", "DeviceLimits", "device_guard", "limits_of"]
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-"""Whether this process runs kernels on the CPU: decided when a kernel is decorated, so when this package is imported."""
+"""Whether this process runs kernels on the CPU; triton decides it when a kernel is decorated, so at import."""
 
 _NO_GUARD: AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -35,6 +35,7 @@ class DeviceLimits:
         shared_memory_per_sm: bytes of shared memory that the blocks on one multiprocessor share.
         capability: (major, minor) on NVIDIA, (0, 0) elsewhere.
         has_fp8: whether the chip converts OCP float8 by itself; without it the kernels decode bytes.
+        is_amd: whether it is an AMD chip.
     """
 
     num_sms: int
@@ -42,15 +43,19 @@ class DeviceLimits:
     shared_memory_per_sm: int
     capability: tuple[int, int]
     has_fp8: bool
+    is_amd: bool = False
 
     @property
-    def has_wgmma(self) -> bool:
-        """Whether tiles of 64 rows and more are multiplied by warpgroups (Hopper)."""
-        return self.capability[0] == 9
+    def products(self) -> str:
+        """How the chip multiplies tiles of 64 rows and more: "async" reads operands from shared memory (wgmma on
+        Hopper, tcgen05 on data-centre Blackwell), "sync" is mma.sync, "mfma" is AMD's."""
+        if self.is_amd:
+            return "mfma"
+        return "async" if self.capability[0] in (9, 10, 11) else "sync"
 
 
 INTERPRETER_LIMITS = DeviceLimits(
-    num_sms=4, shared_memory=48 * 1024, shared_memory_per_sm=96 * 1024, capability=(0, 0), has_fp8=False
+    num_sms=4, shared_memory=99 * 1024, shared_memory_per_sm=100 * 1024, capability=(0, 0), has_fp8=False
 )
 
 
@@ -83,6 +88,7 @@ def _cuda_limits(index: int) -> DeviceLimits:
         shared_memory_per_sm=max(per_sm, shared),
         capability=capability,
         has_fp8=capability >= (8, 9),
+        is_amd=is_hip,
     )
 
 

@@ -35,26 +35,26 @@ def transform_scores(products, qk_scale, soft_cap, slopes, positions, keys, bias
 
 @triton.jit
 def online_softmax(scores, factor, peak, total, MASKED: tl.constexpr, SCALE_LATE: tl.constexpr):
-    """One step of the running softmax over a tile: (weights [M, N], decay of what came before [M], new peak, new total).
+    """One step of the running softmax: (weights [M, N], decay of what came before [M], new peak, new total).
 
-    `scores` are base-2 logits, or raw products with a positive `factor` to go when SCALE_LATE (the factor then rides on
-    the exponent's multiply-add). `peak` is the largest logit so far and `l` the sum of weights relative to it. A row that
-    has seen no key keeps peak = -inf, and is measured from 0 so that -inf is never subtracted from -inf.
+    `scores` are base-2 logits, or raw products with a positive `factor` to go when SCALE_LATE (the factor then rides
+    on the exponent's multiply-add). `peak` is the largest logit so far and `total` the sum of weights relative to it. A
+    row that has seen no key keeps peak = -inf, and is measured from 0 so that -inf is never subtracted from -inf.
     """
     tile_max = tl.max(scores, 1)
     if SCALE_LATE:
         tile_max = tile_max * factor
-    new_m = tl.maximum(peak, tile_max)
+    new_peak = tl.maximum(peak, tile_max)
     if MASKED:
-        anchor = tl.where(new_m == float("-inf"), 0.0, new_m)
+        anchor = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     else:
-        anchor = new_m
+        anchor = new_peak
     if SCALE_LATE:
         weights = tl.exp2(scores * factor - anchor[:, None])
     else:
         weights = tl.exp2(scores - anchor[:, None])
     decay = tl.exp2(peak - anchor)
-    return weights, decay, new_m, total * decay + tl.sum(weights, 1)
+    return weights, decay, new_peak, total * decay + tl.sum(weights, 1)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Paged batches for the Triton kernels' tests, hostile where the contract allows it.
 
 Whatever a kernel may not use holds the worst that could lie there: NaN in every cache element outside a request's
-positions (P5), huge ids in every table entry past its last block (P3), NaN in the output buffers. So each parity test is
-a poison test too.
+positions (P5), huge ids in every table entry past its last block (P3), NaN in the output buffers. So each parity test
+is a poison test too.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def test_every_byte_decodes_to_its_number(device: torch.device, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 def test_numbers_encode_to_the_nearest(device: torch.device, dtype: torch.dtype) -> None:
-    """M9: the same rounding as torch's own conversion for all that the format can hold, ties and subnormals included."""
+    """M9: rounded as torch's own conversion does for all that the format can hold, ties and subnormals included."""
     representable = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype).float()
     finite = representable[representable.isfinite()].sort().values.unique()
     ties = (finite[1:] + finite[:-1]) / 2

@@ -1,0 +1,39 @@
+"""Which keys a query sees, as one half-open interval.
+
+Causality, both sides of a window, an attention chunk and the length of the request are all intervals of key positions,
+so their intersection is one too, and the loop over keys compares each key with two numbers whatever the features are.
+Both ends never decrease from one query to the next: the first and last query of a tile bound the keys that the tile
+visits, and the last query's start and the first query's end bound the keys that all of its rows see.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["CAUSAL_ALWAYS", "CAUSAL_NEVER", "CAUSAL_PER_REQUEST", "visible_span"]
+
+CAUSAL_NEVER: tl.constexpr = tl.constexpr(0)
+CAUSAL_ALWAYS: tl.constexpr = tl.constexpr(1)
+CAUSAL_PER_REQUEST: tl.constexpr = tl.constexpr(2)
+
+
+@triton.jit
+def visible_span(position, seq_len, causal, left, right, chunk, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr,
+                 HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr):  # fmt: skip
+    """[first, last) of the keys that a query at `position` sees (M1, M2); empty when last <= first."""
+    first = position * 0
+    last = first + seq_len
+    if CAUSAL == CAUSAL_ALWAYS:
+        last = tl.minimum(last, position + 1)
+    elif CAUSAL == CAUSAL_PER_REQUEST:
+        last = tl.where(causal != 0, tl.minimum(last, position + 1), last)
+    if HAS_LEFT:
+        first = tl.maximum(first, position - left)
+    if HAS_RIGHT:
+        last = tl.minimum(last, position + right + 1)
+    if HAS_CHUNK:
+        start = tl.maximum(position, 0) // chunk * chunk
+        first = tl.maximum(first, start)
+        last = tl.where(position < 0, 0, tl.minimum(last, start + chunk))
+    return first, last

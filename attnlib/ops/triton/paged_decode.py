@@ -1,0 +1,369 @@
+"""Decode over the paged cache: few query tokens per request, so the time is that of reading keys and values once.
+
+One program per (group of heads, split, request). A long request's keys are split over several programs, whose partial
+results (float32, in the workspace) a second kernel joins; a request that needs one split is written directly. Flash
+decoding is the origin of the split, FlashAttention's GQA packing that of the rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnlib.errors import ContractError
+from attnlib.ops.triton.arguments import UNSPECIALISED, Options, attention_constants, attention_values
+from attnlib.ops.triton.attend import aligned, attend, pack_rows, store_rows
+from attnlib.ops.triton.device import DeviceLimits, device_guard, limits_of
+from attnlib.ops.triton.quant import KV_NATIVE, KV_PLAIN, load_scale
+from attnlib.ops.triton.schedule import request_tiles, tiles_per_split
+from attnlib.ops.triton.softmax import LN2, finish_rows
+from attnlib.ops.triton.splits import (
+    MIN_TILES_PER_SPLIT,
+    SPLIT_LIMIT,
+    choose_num_splits,
+    paged_decode_workspace_bytes,
+    visible_bound,
+)
+from attnlib.ops.triton.tiles import Tile, choose_decode_tile, next_power_of_2, shared_bytes
+
+__all__ = ["paged_decode", "paged_decode_num_splits", "paged_decode_workspace_bytes"]
+
+_COMBINE_STEP = 16
+_MAX_RESIDENT = 4
+"""Programs per multiprocessor that splits are reckoned with at most; more would not read memory any faster."""
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def _decode_kernel(query, key, value, out, lse, query_start_loc, seq_lens, causal_flags, alibi_slopes, sinks, bias,
+                   k_scale, v_scale, scale, soft_cap, left, right, chunk, num_reqs, num_tokens, stride_qt, stride_qh,
+                   stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_ot, stride_oh, stride_lt,
+                   stride_bt, block_table, stride_table, partials, num_splits, load_per_split, num_heads,
+                   SPLIT: tl.constexpr, BALANCED: tl.constexpr, MIN_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
+                   TILE_HEADS: tl.constexpr, TILE_TOKENS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
+                   D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr,
+                   DV1: tl.constexpr, KV_KIND: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr,
+                   HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
+                   HAS_ALIBI: tl.constexpr, HAS_SINK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr,
+                   K_SCALE_KIND: tl.constexpr, V_SCALE_KIND: tl.constexpr, SCALE_LATE: tl.constexpr,
+                   VEC_Q: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr, VEC_O: tl.constexpr):  # fmt: skip
+    request = tl.program_id(2)
+    split = tl.program_id(1)
+    head_block = tl.program_id(0) % HEAD_BLOCKS
+    num_kv_heads = num_heads // GROUP
+    kv_head = tl.program_id(0) // HEAD_BLOCKS % num_kv_heads
+    first_token = tl.program_id(0) // (HEAD_BLOCKS * num_kv_heads) * TILE_TOKENS
+    head_offset = head_block * TILE_HEADS
+    counts = partials
+    if SPLIT:
+        rows64 = num_tokens.to(tl.int64) * num_heads
+        counts = partials + rows64 * num_splits * (DV + 1)
+
+    start = tl.load(query_start_loc + request)
+    if request == num_reqs:
+        # Rows after the last request (M6): zero, whatever lay there.
+        if split == 0:
+            for tail in range(start + first_token, num_tokens, TILE_TOKENS):
+                token, head, valid = pack_rows(tail, num_tokens, head_offset, GROUP, TILE_HEADS, TILE_TOKENS, BLOCK_M)
+                head = kv_head * GROUP + head
+                nothing = tl.zeros([BLOCK_M], tl.float32)
+                offsets = token.to(tl.int64) * stride_ot + head.to(tl.int64) * stride_oh
+                store_rows(out, offsets, tl.zeros([BLOCK_M, DV0], tl.float32), nothing, valid, DV, 0, DV0, VEC_O)
+                if DV1 > 0:
+                    store_rows(out, offsets, tl.zeros([BLOCK_M, DV1], tl.float32), nothing, valid, DV, DV0, DV1, VEC_O)
+                if HAS_LSE:
+                    tl.store(lse + token.to(tl.int64) * stride_lt + head, nothing - float("inf"), mask=valid)
+                if SPLIT:
+                    tl.store(counts + token, nothing, mask=valid)
+        return
+
+    query_len = tl.load(query_start_loc + request + 1) - start
+    if first_token >= query_len:
+        return
+    seq_len = tl.load(seq_lens + request)
+    causal = 0
+    if CAUSAL == 2:
+        causal = tl.load(causal_flags + request).to(tl.int32)
+    splits_used = 1
+    split_begin = 0
+    split_end = 0
+    if SPLIT:
+        first_tile, own_tiles = request_tiles(query_start_loc, seq_lens, causal_flags, request, True, left, right,
+                                              chunk, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+        per_split = tiles_per_split(query_start_loc, seq_lens, causal_flags, num_reqs, own_tiles, num_splits,
+                                    load_per_split, left, right, chunk, BALANCED, MIN_TILES, MAX_SPLITS, 128, BLOCK_N,
+                                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+        splits_used = (own_tiles + per_split - 1) // per_split
+        split_begin = (first_tile + split * per_split) * BLOCK_N
+        split_end = split_begin + per_split * BLOCK_N
+        if split >= tl.maximum(splits_used, 1):
+            return
+
+    token, head, valid = pack_rows(first_token, query_len, head_offset, GROUP, TILE_HEADS, TILE_TOKENS, BLOCK_M)
+    head = kv_head * GROUP + head
+    row_token = start + token
+    kv_head64 = kv_head.to(tl.int64)
+    slopes = 0.0
+    if HAS_ALIBI:
+        slopes = tl.load(alibi_slopes + head, mask=valid, other=0.0)
+    bias_rows = bias
+    if HAS_BIAS:
+        bias_rows = bias + tl.where(valid, row_token, 0).to(tl.int64) * stride_bt
+    last_token = tl.minimum(first_token + TILE_TOKENS, query_len) - 1
+    query_offsets = row_token.to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
+    acc0, acc1, peak, total = attend(
+        query, query_offsets, valid, token, first_token, last_token, query_len, seq_len, causal,
+        key + aligned(kv_head64 * stride_kh, VEC_K), value + aligned(kv_head64 * stride_vh, VEC_V),
+        block_table + request.to(tl.int64) * stride_table,
+        split_begin, split_end, stride_kb, stride_kn, stride_vb, stride_vn,
+        scale * load_scale(k_scale, kv_head, K_SCALE_KIND), soft_cap, slopes, bias_rows, left, right, chunk, SPLIT,
+        True, True, BLOCK_M, BLOCK_N, BLOCK_SIZE, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE, CAUSAL, HAS_LEFT,
+        HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, VEC_Q, VEC_K, VEC_V)  # fmt: skip
+
+    sink = 0.0
+    if HAS_SINK:
+        sink = tl.load(sinks + head, mask=valid, other=0.0)
+    v_factor = load_scale(v_scale, kv_head, V_SCALE_KIND)
+    if SPLIT:
+        if tl.program_id(0) // HEAD_BLOCKS % num_kv_heads == 0 and split == 0:
+            tl.store(counts + row_token, tl.zeros([BLOCK_M], tl.float32) + splits_used.to(tl.float32), mask=valid)
+    if splits_used <= 1:
+        factor, base2_lse = finish_rows(peak, total, sink, HAS_SINK)
+        offsets = row_token.to(tl.int64) * stride_ot + head.to(tl.int64) * stride_oh
+        store_rows(out, offsets, acc0, factor * v_factor, valid, DV, 0, DV0, VEC_O)
+        if DV1 > 0:
+            store_rows(out, offsets, acc1, factor * v_factor, valid, DV, DV0, DV1, VEC_O)
+        if HAS_LSE:
+            tl.store(lse + row_token.to(tl.int64) * stride_lt + head, base2_lse * LN2, mask=valid)
+    if SPLIT:
+        if splits_used > 1:
+            factor, base2_lse = finish_rows(peak, total, sink, False)
+            rows = (row_token.to(tl.int64) * num_heads + head) * num_splits + split
+            store_rows(partials, rows * DV, acc0, factor * v_factor, valid, DV, 0, DV0, 1)
+            if DV1 > 0:
+                store_rows(partials, rows * DV, acc1, factor * v_factor, valid, DV, DV0, DV1, 1)
+            lses = partials + num_tokens.to(tl.int64) * num_heads * num_splits * DV
+            tl.store(lses + rows, base2_lse, mask=valid)
+
+
+@triton.jit(do_not_specialize=["num_splits", "num_tokens", "num_heads", "stride_ot", "stride_oh", "stride_lt"])
+def _combine_kernel(partials, sinks, out, lse, num_splits, num_tokens, num_heads, stride_ot, stride_oh, stride_lt,
+                    HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+                    STEP: tl.constexpr):  # fmt: skip
+    head = tl.program_id(0)
+    token = tl.program_id(1)
+    rows64 = num_tokens.to(tl.int64) * num_heads
+    lses = partials + rows64 * num_splits * DV
+    used = tl.load(lses + rows64 * num_splits + token).to(tl.int32)
+    if used <= 1:
+        return
+    row = (token.to(tl.int64) * num_heads + head) * num_splits
+    lanes = tl.arange(0, DV_PAD)
+    acc = tl.zeros([DV_PAD], tl.float32)
+    peak = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    for base in range(0, used, STEP):
+        splits = base + tl.arange(0, STEP)
+        live = splits < used
+        parts = tl.load(lses + row + splits, mask=live, other=float("-inf"))
+        values = tl.load(
+            partials + (row + splits)[:, None] * DV + lanes[None, :],
+            mask=live[:, None] & (lanes < DV)[None, :],
+            other=0.0,
+        )
+        top = tl.maximum(peak, tl.max(parts, 0))
+        anchor = tl.where(top == float("-inf"), 0.0, top)
+        weights = tl.exp2(parts - anchor)
+        decay = tl.exp2(peak - anchor)
+        acc = acc * decay + tl.sum(weights[:, None] * values, 0)
+        total = total * decay + tl.sum(weights, 0)
+        peak = top
+    sink = tl.zeros([1], tl.float32)
+    if HAS_SINK:
+        sink += tl.load(sinks + head)
+    factor, base2_lse = finish_rows(peak, total, sink, HAS_SINK)
+    offsets = token.to(tl.int64) * stride_ot + head.to(tl.int64) * stride_oh + lanes
+    tl.store(out + offsets, (acc * factor).to(out.dtype.element_ty), mask=lanes < DV)
+    if HAS_LSE:
+        one = tl.arange(0, 1)
+        tl.store(lse + token.to(tl.int64) * stride_lt + head + one, base2_lse * LN2)
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """What a decode launch knows before it sees lengths.
+
+    Attributes:
+        tile: shape of one program.
+        tile_heads: query heads of a KV head's group in one tile.
+        tile_tokens: query tokens in one tile.
+        head_blocks: tiles that hold a group's heads.
+        groups: programs per request and split.
+        slots: programs that the chip runs at a time.
+    """
+
+    tile: Tile
+    tile_heads: int
+    tile_tokens: int
+    head_blocks: int
+    groups: int
+    slots: int
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    head_size_v: int,
+    query_bytes: int,
+    cache_bytes: int,
+    max_query_len: int,
+    has_bias: bool,
+    limits: DeviceLimits,
+) -> DecodePlan:
+    group = num_heads // num_kv_heads
+    tile = choose_decode_tile(
+        head_size, head_size_v, query_bytes, cache_bytes, group * max_query_len, limits.shared_memory, limits.products,
+        has_bias,
+    )  # fmt: skip
+    tile_heads = min(group, tile.block_m)
+    tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(group, tile_heads)
+    need = shared_bytes(tile, head_size, head_size_v, query_bytes, cache_bytes, limits.products, has_bias)
+    resident = max(1, min(_MAX_RESIDENT, limits.shared_memory_per_sm // need))
+    groups = num_kv_heads * head_blocks * triton.cdiv(max_query_len, tile_tokens)
+    return DecodePlan(tile, tile_heads, tile_tokens, head_blocks, groups, limits.num_sms * resident)
+
+
+def paged_decode_num_splits(
+    query: Tensor,
+    key_cache: Tensor,
+    head_size_v: int,
+    *,
+    num_reqs: int,
+    max_query_len: int,
+    max_seq_len: int,
+    causal: bool = True,
+    window: tuple[int, int] = (-1, -1),
+    attention_chunk_size: int = 0,
+    has_query_bias: bool = False,
+) -> int:
+    """The bound on splits that `paged_decode` uses when it is given none: for sizing a workspace beforehand.
+
+    Args:
+        query: any tensor `[*, Hq, D]` of the dtype and on the device that will be used.
+        key_cache: the cache view `[B, N, Hkv, D]`.
+        head_size_v: Dv.
+        num_reqs: requests of the batch.
+        max_query_len: upper bound of the query lengths.
+        max_seq_len: upper bound of the sequence lengths.
+        causal: False also stands for causality per request.
+        window: (left, right), -1 unbounded.
+        attention_chunk_size: 0 is none.
+        has_query_bias: whether `query_bias` will be given.
+    """
+    plan = _plan(query.shape[1], key_cache.shape[2], query.shape[2], head_size_v, query.element_size(),
+                 key_cache.element_size(), max(1, max_query_len), has_query_bias, limits_of(query))  # fmt: skip
+    visible = visible_bound(max_query_len, max_seq_len, window, causal, attention_chunk_size)
+    return choose_num_splits(num_reqs, plan.groups, visible, plan.tile.block_n, plan.slots)
+
+
+def paged_decode(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    causal: bool | Tensor = True,
+    window: tuple[int, int] = (-1, -1),
+    attention_chunk_size: int = 0,
+    logits_soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    query_bias: Tensor | None = None,
+    k_scale: float | Tensor = 1.0,
+    v_scale: float | Tensor = 1.0,
+    out: Tensor,
+    lse: Tensor | None = None,
+    num_splits: int | None = None,
+    workspace: Tensor | None = None,
+) -> None:
+    """Attention for batches whose queries are all short (typically 1 to 8 tokens); arguments as in `paged_prefill`.
+
+    Args:
+        query: `[T, Hq, D]` float16, bfloat16 or float32.
+        key_cache: `[B, N, Hkv, D]`, strided (P1).
+        value_cache: `[B, N, Hkv, Dv]`, strided.
+        block_table: `[R, M]` int32.
+        query_start_loc: `[R + 1]` int32.
+        seq_lens: `[R]` int32.
+        num_splits: programs that may share one request's keys. None: chosen from the bounds, and used by length (long
+            requests are cut in more pieces). A number cuts every request into that many parts whatever its neighbours
+            are, so that a row's bits depend on its own request only.
+        workspace: contiguous float32 or uint8 tensor of at least `paged_decode_workspace_bytes(...)` bytes; made when
+            None and needed.
+
+    Raises:
+        ContractError: a workspace that is too small, or tensors the kernels cannot address.
+    """
+    num_tokens, num_reqs = query.shape[0], seq_lens.shape[0]
+    if num_tokens == 0 or query.shape[1] == 0:
+        return
+    limits = limits_of(query)
+    options = Options(scale, causal, window, attention_chunk_size, logits_soft_cap, alibi_slopes, sinks, query_bias,
+                      k_scale, v_scale, out, lse)  # fmt: skip
+    constants = attention_constants(query, key_cache, value_cache, options, key_cache.shape[1], limits.has_fp8)
+    head_size_v, max_query_len = out.shape[2], max(1, max_query_len)
+    plan = _plan(query.shape[1], key_cache.shape[2], query.shape[2], head_size_v, query.element_size(),
+                 key_cache.element_size(), max_query_len, query_bias is not None, limits)  # fmt: skip
+    tile, balanced = plan.tile, num_splits is None
+    if num_splits is None:
+        visible = visible_bound(max_query_len, max_seq_len, window, causal is True, attention_chunk_size)
+        num_splits = choose_num_splits(num_reqs, plan.groups, visible, tile.block_n, plan.slots)
+    partials = _partials(workspace, num_tokens, query.shape[1], head_size_v, num_splits, query.device)
+    values = attention_values(query, key_cache, value_cache, query_start_loc, seq_lens, options,
+                              constants["KV_KIND"] not in (KV_PLAIN.value, KV_NATIVE.value))  # fmt: skip
+    with device_guard(query):
+        _decode_kernel[(plan.groups, num_splits, num_reqs + 1)](
+            *values, block_table, block_table.stride(0), partials, num_splits, plan.groups / plan.slots, query.shape[1],
+            SPLIT=num_splits > 1, BALANCED=balanced, MIN_TILES=MIN_TILES_PER_SPLIT, MAX_SPLITS=SPLIT_LIMIT,
+            TILE_HEADS=plan.tile_heads, TILE_TOKENS=plan.tile_tokens, HEAD_BLOCKS=plan.head_blocks,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            enable_fp_fusion=True, **constants,
+        )  # fmt: skip
+        if num_splits > 1:
+            _combine_kernel[(query.shape[1], num_tokens)](
+                partials, sinks, out, lse, num_splits, num_tokens, query.shape[1], out.stride(0), out.stride(1),
+                0 if lse is None else lse.stride(0), sinks is not None, lse is not None, head_size_v,
+                next_power_of_2(head_size_v), _COMBINE_STEP, num_warps=4, enable_fp_fusion=True,
+            )  # fmt: skip
+
+
+def _partials(
+    workspace: Tensor | None, num_tokens: int, num_heads: int, head_size_v: int, num_splits: int, device: torch.device
+) -> Tensor | None:
+    """The float32 workspace, checked or made; None when one split needs none."""
+    need = paged_decode_workspace_bytes(num_tokens, num_heads, head_size_v, num_splits)
+    if need == 0:
+        return None
+    if workspace is None:
+        return torch.empty(need // 4, dtype=torch.float32, device=device)
+    have = workspace.numel() * workspace.element_size()
+    if have < need:
+        raise ContractError(
+            f"workspace holds {have} bytes and {need} are needed for {num_tokens} tokens, {num_heads} heads and "
+            f"{num_splits} splits; allocate paged_decode_workspace_bytes({num_tokens}, {num_heads}, {head_size_v}, "
+            f"{num_splits}) bytes or pass a smaller num_splits"
+        )
+    return workspace if workspace.dtype == torch.float32 else workspace.view(torch.float32)

@@ -1,0 +1,50 @@
+"""What the heuristics know about a chip."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnlib.errors import BackendUnavailableError
+from attnlib.ops.triton import device as device_module
+from attnlib.ops.triton.device import INTERPRETER_LIMITS, DeviceLimits, device_guard, limits_of
+
+
+def test_the_interpreter_has_fixed_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """H1: a CPU tensor under the interpreter has a chip of fixed numbers, without float8."""
+    monkeypatch.setattr(device_module, "INTERPRETED", True)
+    assert limits_of(torch.empty(1)) is INTERPRETER_LIMITS
+    assert not INTERPRETER_LIMITS.has_fp8
+
+
+def test_a_cpu_tensor_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E: the error names the device and what to do."""
+    monkeypatch.setattr(device_module, "INTERPRETED", False)
+    with pytest.raises(BackendUnavailableError, match=r"a tensor on cpu; move it to a GPU, or set TRITON_INTERPRET=1"):
+        limits_of(torch.empty(1))
+
+
+def test_how_chips_multiply() -> None:
+    """Hopper and data-centre Blackwell read operands in place; consumer Blackwell does not."""
+
+    def products(capability: tuple[int, int], is_amd: bool = False) -> str:
+        return DeviceLimits(1, 1, 1, capability, False, is_amd).products
+
+    assert products((9, 0)) == products((10, 0)) == "async"
+    assert products((8, 0)) == products((8, 9)) == products((12, 0)) == "sync"
+    assert products((0, 0), is_amd=True) == "mfma"
+
+
+def test_the_guard_is_free_on_a_cpu() -> None:
+    """H3: launches run under a guard for the tensor's device; a CPU tensor needs none."""
+    with device_guard(torch.empty(1)) as nothing:
+        assert nothing is None
+
+
+@pytest.mark.gpu
+def test_a_gpu_states_its_limits() -> None:
+    """The numbers come from the device, once."""
+    tensor = torch.empty(1, device="cuda")
+    limits = limits_of(tensor)
+    assert limits is limits_of(tensor)
+    assert limits.num_sms > 0 and limits.shared_memory >= 48 * 1024
