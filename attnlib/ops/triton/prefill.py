@@ -1,0 +1,158 @@
+"""The prefill kernel, over a paged cache or packed keys and values; `paged_prefill` and `varlen_prefill` launch it.
+
+One program per tile of query rows and group of heads. The grid comes from upper bounds (T // tokens per tile, one more
+for each request, one for the rest); a program finds its request on the device. Tiles run from the last to the first, so
+that under a causal mask the longest rows start first.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnlib.ops.triton.arguments import UNSPECIALISED, Options, attention_constants, attention_values
+from attnlib.ops.triton.attend import aligned, attend, pack_rows, store_rows
+from attnlib.ops.triton.device import device_guard, limits_of
+from attnlib.ops.triton.quant import KV_NATIVE, KV_PLAIN, load_scale
+from attnlib.ops.triton.schedule import find_request
+from attnlib.ops.triton.softmax import LN2, finish_rows
+from attnlib.ops.triton.tiles import choose_prefill_tile
+
+__all__ = ["launch_prefill"]
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def _prefill_kernel(query, key, value, out, lse, query_start_loc, seq_lens, causal_flags, alibi_slopes, sinks, bias,
+                    k_scale, v_scale, scale, soft_cap, left, right, chunk, num_reqs, num_tokens, stride_qt, stride_qh,
+                    stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_ot, stride_oh, stride_lt,
+                    stride_bt, block_table, stride_table, num_tiles, PAGED: tl.constexpr, TILE_HEADS: tl.constexpr,
+                    TILE_TOKENS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
+                    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+                    D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
+                    KV_KIND: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr,
+                    HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+                    HAS_SINK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr, K_SCALE_KIND: tl.constexpr,
+                    V_SCALE_KIND: tl.constexpr, SCALE_LATE: tl.constexpr, VEC_Q: tl.constexpr, VEC_K: tl.constexpr,
+                    VEC_V: tl.constexpr, VEC_O: tl.constexpr):  # fmt: skip
+    tile = num_tiles - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1) // HEAD_BLOCKS
+    head_offset = tl.program_id(1) % HEAD_BLOCKS * TILE_HEADS
+    request = find_request(query_start_loc, tile, num_reqs, TILE_TOKENS, 128)
+    start = tl.load(query_start_loc + request)
+    first_token = (tile - (start // TILE_TOKENS + request)) * TILE_TOKENS
+
+    if request == num_reqs:
+        # Rows after the last request (M6): zero, whatever lay there.
+        token, head, valid = pack_rows(
+            first_token, num_tokens - start, head_offset, GROUP, TILE_HEADS, TILE_TOKENS, BLOCK_M
+        )
+        head = kv_head * GROUP + head
+        token64 = (start + token).to(tl.int64)
+        nothing = tl.zeros([BLOCK_M], tl.float32)
+        offsets = token64 * stride_ot + head.to(tl.int64) * stride_oh
+        store_rows(out, offsets, tl.zeros([BLOCK_M, DV0], tl.float32), nothing, valid, DV, 0, DV0, VEC_O)
+        if DV1 > 0:
+            store_rows(out, offsets, tl.zeros([BLOCK_M, DV1], tl.float32), nothing, valid, DV, DV0, DV1, VEC_O)
+        if HAS_LSE:
+            tl.store(lse + token64 * stride_lt + head, nothing - float("inf"), mask=valid)
+        return
+
+    query_len = tl.load(query_start_loc + request + 1) - start
+    if first_token >= query_len:
+        return
+    kv_head64 = kv_head.to(tl.int64)
+    key += aligned(kv_head64 * stride_kh, VEC_K)
+    value += aligned(kv_head64 * stride_vh, VEC_V)
+    if PAGED:
+        seq_len = tl.load(seq_lens + request)
+        table = block_table + request.to(tl.int64) * stride_table
+    else:
+        # Without a cache `seq_lens` holds where each request's keys start.
+        first_key = tl.load(seq_lens + request)
+        seq_len = tl.load(seq_lens + request + 1) - first_key
+        key += aligned(first_key.to(tl.int64) * stride_kn, VEC_K)
+        value += aligned(first_key.to(tl.int64) * stride_vn, VEC_V)
+        table = block_table
+    causal = 0
+    if CAUSAL == 2:
+        causal = tl.load(causal_flags + request).to(tl.int32)
+
+    token, head, valid = pack_rows(first_token, query_len, head_offset, GROUP, TILE_HEADS, TILE_TOKENS, BLOCK_M)
+    head = kv_head * GROUP + head
+    token64 = (start + token).to(tl.int64)
+    slopes = 0.0
+    if HAS_ALIBI:
+        slopes = tl.load(alibi_slopes + head, mask=valid, other=0.0)
+    bias_rows = bias
+    if HAS_BIAS:
+        bias_rows = bias + tl.where(valid, token64, 0) * stride_bt
+    last_token = tl.minimum(first_token + TILE_TOKENS, query_len) - 1
+    query_offsets = token64 * stride_qt + head.to(tl.int64) * stride_qh
+    acc0, acc1, peak, total = attend(
+        query, query_offsets, valid, token, first_token, last_token, query_len, seq_len, causal, key, value, table,
+        0, 0, stride_kb, stride_kn, stride_vb, stride_vn, scale * load_scale(k_scale, kv_head, K_SCALE_KIND),
+        soft_cap, slopes, bias_rows, left, right, chunk, False, False, PAGED, BLOCK_M, BLOCK_N, BLOCK_SIZE, D, D0, D1,
+        DV, DV0, DV1, KV_KIND, COMPUTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_ALIBI, HAS_BIAS,
+        SCALE_LATE, VEC_Q, VEC_K, VEC_V)  # fmt: skip
+
+    sink = 0.0
+    if HAS_SINK:
+        sink = tl.load(sinks + head, mask=valid, other=0.0)
+    factor, base2_lse = finish_rows(peak, total, sink, HAS_SINK)
+    factor = factor * load_scale(v_scale, kv_head, V_SCALE_KIND)
+    offsets = token64 * stride_ot + head.to(tl.int64) * stride_oh
+    store_rows(out, offsets, acc0, factor, valid, DV, 0, DV0, VEC_O)
+    if DV1 > 0:
+        store_rows(out, offsets, acc1, factor, valid, DV, DV0, DV1, VEC_O)
+    if HAS_LSE:
+        tl.store(lse + token64 * stride_lt + head, base2_lse * LN2, mask=valid)
+
+
+def launch_prefill(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_table: Tensor | None,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    max_query_len: int,
+    options: Options,
+) -> None:
+    """Run the prefill kernel.
+
+    Args:
+        query: `[T, Hq, D]`.
+        key: `[B, N, Hkv, D]`, or `[Tk, Hkv, D]` when `block_table` is None.
+        value: likewise, with Dv.
+        block_table: `[R, M]` int32, or None for packed keys.
+        query_start_loc: `[R + 1]` int32.
+        seq_lens: `[R]` int32; for packed keys `[R + 1]` int32, where each request's keys start.
+        max_query_len: upper bound of the query lengths; chooses the tile and nothing else.
+        options: the optional features.
+    """
+    num_tokens, num_heads, head_size = query.shape
+    if num_tokens == 0 or num_heads == 0:
+        return
+    limits = limits_of(query)
+    paged = block_table is not None
+    constants = attention_constants(query, key, value, options, key.shape[1] if paged else 1, limits.has_fp8)
+    group = constants["GROUP"]
+    tile = choose_prefill_tile(
+        head_size, options.out.shape[2], query.element_size(), key.element_size(), group * max(1, max_query_len),
+        limits.shared_memory, limits.products, options.query_bias is not None,
+    )  # fmt: skip
+    tile_heads = min(group, tile.block_m)
+    tile_tokens = tile.block_m // tile_heads
+    head_blocks = triton.cdiv(group, tile_heads)
+    num_tiles = num_tokens // tile_tokens + query_start_loc.shape[0]
+    values = attention_values(query, key, value, query_start_loc, seq_lens, options,
+                              constants["KV_KIND"] not in (KV_PLAIN.value, KV_NATIVE.value))  # fmt: skip
+    with device_guard(query):
+        _prefill_kernel[(num_tiles, key.shape[-2] * head_blocks)](
+            *values, block_table, block_table.stride(0) if block_table is not None else 0, num_tiles, PAGED=paged,
+            TILE_HEADS=tile_heads, TILE_TOKENS=tile_tokens, HEAD_BLOCKS=head_blocks, BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            enable_fp_fusion=True, **constants,
+        )  # fmt: skip
