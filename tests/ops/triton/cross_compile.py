@@ -1,0 +1,308 @@
+"""Compile the Triton kernels for chips that are not here, through the launchers that users call.
+
+A stub driver names the target, and every launch is turned into a warm-up, so nothing runs. It needs a process that does
+not interpret Triton: the tests start one per target with `python -m tests.ops.triton.cross_compile TARGET CASE...` and
+read one JSON line per compiled kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from attnlib.ops.triton import device
+from attnlib.ops.triton.device import DeviceLimits
+from attnlib.ops.triton.tiles import Tile, shared_bytes
+
+__all__ = ["CASES", "TARGETS", "Compiled", "Launch", "Target", "compile_for", "describe", "run_case", "stub_target"]
+
+KB = 1024
+
+
+@dataclass(frozen=True)
+class Target:
+    """A chip: what the compiler is told and what the heuristics are told."""
+
+    gpu: GPUTarget
+    limits: DeviceLimits
+    device_id: int
+
+
+TARGETS = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), DeviceLimits(108, 163 * KB, 164 * KB, (8, 0), False), 0),
+    "sm_86": Target(GPUTarget("cuda", 86, 32), DeviceLimits(84, 99 * KB, 100 * KB, (8, 6), False), 1),
+    "sm_89": Target(GPUTarget("cuda", 89, 32), DeviceLimits(58, 99 * KB, 100 * KB, (8, 9), True), 2),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), DeviceLimits(132, 227 * KB, 228 * KB, (9, 0), True), 3),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), DeviceLimits(148, 227 * KB, 228 * KB, (10, 0), True), 4),
+    "sm_120": Target(GPUTarget("cuda", 120, 32), DeviceLimits(188, 99 * KB, 100 * KB, (12, 0), True), 5),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), DeviceLimits(304, 64 * KB, 64 * KB, (0, 0), False, True), 6),
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What became of one kernel.
+
+    Attributes:
+        kernel: name of the kernel function.
+        shared: bytes of shared memory.
+        estimate: what the tile chooser reckoned with, None for kernels without tiles.
+        registers: per thread, None where the toolchain does not tell.
+        spilled: bytes of local memory per thread (stack and spills), None where the toolchain does not tell.
+        seconds: time of the compilation.
+        instructions: how often some instructions of interest occur in the PTX.
+    """
+
+    kernel: str
+    shared: int
+    estimate: int | None
+    registers: int | None
+    spilled: int | None
+    seconds: float
+    instructions: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch that only compiled: the compiled kernel, the time it took, the estimate of its shared memory."""
+
+    kernel: Any
+    seconds: float
+    estimate: int | None
+
+
+class _StubDriver:
+    """Just enough of a driver to compile: it has a target and a device id, and cannot launch."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target.gpu
+
+    def get_current_device(self) -> int:
+        return self._target.device_id
+
+    def get_current_stream(self, index: int) -> int:
+        return 0
+
+
+@contextmanager
+def stub_target(name: str) -> Iterator[list[Launch]]:
+    """Within, launches only compile for the target `name`; yields the list of what was compiled."""
+    if device.INTERPRETED:
+        raise RuntimeError("this process interprets Triton; start one without TRITON_INTERPRET")
+    target = TARGETS[name]
+    compiled: list[Launch] = []
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        seconds = time.perf_counter() - began
+        compiled.append(Launch(kernel, seconds, _estimate(args, kwargs, target.limits)))
+        return kernel
+
+    saved = device.INTERPRETED, device.INTERPRETER_LIMITS
+    triton.runtime.driver.set_active(_StubDriver(target))
+    JITFunction.run = compile_only
+    device.INTERPRETED, device.INTERPRETER_LIMITS = True, target.limits
+    try:
+        yield compiled
+    finally:
+        JITFunction.run = launch
+        device.INTERPRETED, device.INTERPRETER_LIMITS = saved
+
+
+def compile_for(name: str, cases: list[str]) -> dict[str, list[Compiled]]:
+    """Compile the named cases for one target."""
+    results: dict[str, list[Compiled]] = {}
+    with stub_target(name) as compiled:
+        for case in cases:
+            del compiled[:]
+            run_case(case)
+            results[case] = [describe(launch) for launch in compiled]
+    return results
+
+
+def _estimate(args: tuple[Any, ...], kwargs: dict[str, Any], limits: DeviceLimits) -> int | None:
+    """The tile chooser's estimate of shared memory for an attention kernel's launch."""
+    if "BLOCK_M" not in kwargs:
+        return None
+    tile = Tile(kwargs["BLOCK_M"], kwargs["BLOCK_N"], kwargs["num_warps"], kwargs["num_stages"])
+    query, key = args[:2]
+    return shared_bytes(tile, kwargs["D"], kwargs["DV"], query.element_size(), key.element_size(), limits.products,
+                        kwargs["HAS_BIAS"])  # fmt: skip
+
+
+def describe(launch: Launch) -> Compiled:
+    """Read what a compilation left behind."""
+    kernel = launch.kernel
+    registers = spilled = None
+    ptx = kernel.asm.get("ptx", "")
+    if ptx:
+        registers, spilled = _resources(kernel.asm["cubin"])
+    words = ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "ldmatrix", "cp.async.cg", "cp.async.ca", "bar.sync")
+    counts = {word: len(re.findall(rf"\b{re.escape(word)}", ptx)) for word in words}
+    return Compiled(
+        kernel.metadata.name, kernel.metadata.shared, launch.estimate, registers, spilled, round(launch.seconds, 2),
+        {word: count for word, count in counts.items() if count},
+    )  # fmt: skip
+
+
+def _resources(cubin: bytes) -> tuple[int | None, int | None]:
+    """(registers, bytes of stack) of a cubin, as the cuobjdump in Triton's wheel reads them."""
+    tool = triton.knobs.nvidia.cuobjdump.path
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+    return (int(found[1]), int(found[2]) + int(found[3])) if found else (None, None)
+
+
+def _paged(name: str, options: dict[str, Any]) -> None:
+    from attnlib.ops.triton.paged_decode import paged_decode
+    from attnlib.ops.triton.paged_prefill import paged_prefill
+
+    group, kv_heads = options.pop("group", 4), 8
+    size, size_v = options.pop("d", 128), options.pop("dv", 0)
+    dtype, cache_dtype = options.pop("dtype", torch.bfloat16), options.pop("cache", None)
+    block_size = options.pop("n", 16)
+    query_len = options.pop("q", 1 if name == "decode" else 2048)
+    query = torch.empty(64, group * kv_heads, size, dtype=dtype)
+    key = torch.empty(2, block_size, kv_heads, size, dtype=cache_dtype or dtype)
+    value = torch.empty(2, block_size, kv_heads, size_v or size, dtype=cache_dtype or dtype)
+    table, lengths = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    features = _features(options.pop("features", ""), query, kv_heads)
+    call = paged_decode if name == "decode" else paged_prefill
+    call(query, key, value, table, torch.zeros(3, dtype=torch.int32), lengths, max_query_len=query_len,
+         max_seq_len=32768, scale=0.1, out=torch.empty(64, group * kv_heads, size_v or size, dtype=dtype),
+         **features, **options)  # fmt: skip
+
+
+def _varlen(options: dict[str, Any]) -> None:
+    from attnlib.ops.triton.varlen_prefill import varlen_prefill
+
+    size, dtype = options.get("d", 64), options.get("dtype", torch.float16)
+    query, key = torch.empty(64, 12, size, dtype=dtype), torch.empty(64, 12, size, dtype=dtype)
+    starts = torch.zeros(3, dtype=torch.int32)
+    varlen_prefill(query, key, key, starts, starts, max_seqlen_q=512, max_seqlen_k=512, scale=0.1,
+                   out=torch.empty_like(query), **_features(options.get("features", ""), query, 12))  # fmt: skip
+
+
+def _features(names: str, query: torch.Tensor, kv_heads: int) -> dict[str, Any]:
+    heads = query.shape[1]
+    values: dict[str, Any] = {
+        "window": (127, 0),
+        "sinks": torch.empty(heads),
+        "alibi": torch.empty(heads),
+        "bias": torch.empty(query.shape[0], 2048),
+        "cap": 50.0,
+        "chunk": 8192,
+        "lse": torch.empty(query.shape[0], heads),
+        "causal_each": torch.zeros(2, dtype=torch.bool),
+        "k_heads": torch.ones(kv_heads),
+    }
+    words = {"alibi": "alibi_slopes", "bias": "query_bias", "cap": "logits_soft_cap", "chunk": "attention_chunk_size",
+             "causal_each": "causal", "k_heads": "k_scale"}  # fmt: skip
+    return {words.get(name, name): values[name] for name in names.split()}
+
+
+def _cache_write(dtype: torch.dtype) -> None:
+    from attnlib.ops.triton.cache_write import write_kv
+
+    key = torch.empty(4, 8, 128, dtype=torch.bfloat16)
+    cache = torch.empty(2, 16, 8, 128, dtype=dtype)
+    write_kv(key, key, cache, cache, torch.zeros(4, dtype=torch.int64), k_scale=0.5, v_scale=torch.ones(8))
+
+
+def _slots() -> None:
+    from attnlib.ops.triton.slots import compute_slot_mapping
+
+    starts, lengths = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    compute_slot_mapping(starts, lengths, torch.zeros(2, 4, dtype=torch.int32), 16, 100)
+
+
+def _merge() -> None:
+    from attnlib.ops.triton.merge_states import merge_states
+
+    out, lse = torch.empty(4, 8, 128, dtype=torch.bfloat16), torch.empty(4, 8)
+    merge_states(out, lse, out, lse, out, lse)
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_ALL = "window alibi bias cap chunk lse sinks"
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "write": ("write", {"dtype": torch.bfloat16}),
+    "write-fp8": ("write", {"dtype": E4M3}),
+    "slots": ("slots", {}),
+    "merge": ("merge", {}),
+    "decode-64": ("decode", {"d": 64, "group": 8, "features": "window sinks"}),
+    "decode-128": ("decode", {}),
+    "decode-128-page128": ("decode", {"n": 128}),
+    "decode-128-verify": ("decode", {"q": 4}),
+    "decode-256": ("decode", {"d": 256, "group": 2, "features": "cap"}),
+    "decode-96": ("decode", {"d": 96}),
+    "decode-128-e4m3": ("decode", {"cache": E4M3}),
+    "decode-128-e5m2": ("decode", {"cache": E5M2, "features": "k_heads"}),
+    "decode-128-f32": ("decode", {"dtype": torch.float32}),
+    "decode-512": ("decode", {"d": 512, "group": 16}),
+    "decode-576": ("decode", {"d": 576, "dv": 512, "group": 16}),
+    "decode-all": ("decode", {"features": _ALL}),
+    "prefill-64": ("prefill", {"d": 64, "group": 8, "features": "sinks"}),
+    "prefill-64-window": ("prefill", {"d": 64, "group": 8, "features": "window sinks"}),
+    "prefill-128": ("prefill", {}),
+    "prefill-128-page128": ("prefill", {"n": 128}),
+    "prefill-256": ("prefill", {"d": 256, "group": 2, "features": "cap"}),
+    "prefill-96": ("prefill", {"d": 96}),
+    "prefill-192": ("prefill", {"d": 192, "dv": 128, "group": 1}),
+    "prefill-128-e4m3": ("prefill", {"cache": E4M3}),
+    "prefill-128-e5m2": ("prefill", {"cache": E5M2}),
+    "prefill-128-f32": ("prefill", {"dtype": torch.float32}),
+    "prefill-512": ("prefill", {"d": 512}),
+    "prefill-all": ("prefill", {"features": _ALL + " causal_each"}),
+    "varlen-64": ("varlen", {}),
+    "varlen-64-window": ("varlen", {"features": "window"}),
+}
+
+
+def run_case(name: str) -> None:
+    """Call the launcher of one case."""
+    what, options = CASES[name]
+    options = dict(options)
+    if what in ("decode", "prefill"):
+        _paged(what, options)
+    elif what == "varlen":
+        _varlen(options)
+    elif what == "write":
+        _cache_write(options["dtype"])
+    else:
+        {"slots": _slots, "merge": _merge}[what]()
+
+
+def main(arguments: list[str]) -> None:
+    target, cases = arguments[0], arguments[1:] or list(CASES)
+    for case in cases:
+        try:
+            results: dict[str, Any] = {"kernels": [asdict(c) for c in compile_for(target, [case])[case]]}
+        except Exception as error:
+            results = {"error": f"{type(error).__name__}: {error}"[-2000:]}
+        print(json.dumps({"target": target, "case": case, **results}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
