@@ -6,7 +6,8 @@ scale, slopes and sinks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,7 +23,10 @@ from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec, AttentionType
 from attnlib.validation import check_call, check_values
 
-__all__ = ["Attention"]
+__all__ = ["OBSERVERS", "Attention"]
+
+OBSERVERS: list[Callable[..., None]] = []
+"""Called after every call of every layer with (layer, query, key, value, cache, metadata, output, lse); `attnlib.shadow` stands here while it runs."""
 
 
 class Attention(nn.Module):
@@ -201,18 +205,23 @@ class Attention(nn.Module):
         check_call(self, query, key, value, cache, metadata, lse is not None)
         if cache is not None:
             self._hand_over_scales(cache)
-        if env.read("ATTNLIB_VALIDATE"):
+        level = env.read("ATTNLIB_VALIDATE")
+        if level:
             check_values(self, query, cache, metadata)
         if cache is None:
             assert key is not None and value is not None  # check_call has made sure
             self.impl.forward_unpaged(query, key, value, metadata, output, lse)
-            return
-        if key is not None and value is not None and self._writes and metadata.slot_mapping is not None:
-            self.impl.write_kv(key, value, cache, metadata.slot_mapping)
-        self.impl.forward(query, cache, metadata, output, lse)
+        else:
+            if key is not None and value is not None and self._writes and metadata.slot_mapping is not None:
+                self.impl.write_kv(key, value, cache, metadata.slot_mapping)
+            self.impl.forward(query, cache, metadata, output, lse)
+        if level == 2:
+            import_module("attnlib.testing.shadow").watch_for_validation()
+        for observer in OBSERVERS:
+            observer(self, query, key, value, cache, metadata, output, lse)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.handle = register(self)  # a copy of a layer is another layer
 
     def calc_kv_scales(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -139,7 +139,7 @@ def _inputs(spec: AttentionSpec, num_tokens: int, device: torch.device, fused: b
     """q, k, v as tensors of their own, or as views of one fused QKV (P9)."""
     sizes = (spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size, spec.num_kv_heads * spec.head_size_v)
     if fused:
-        query, key, value = torch.zeros(num_tokens, sum(sizes), dtype=spec.dtype, device=device).split(list(sizes), dim=1)
+        query, key, value = torch.split(torch.zeros(num_tokens, sum(sizes), dtype=spec.dtype, device=device), list(sizes), dim=1)
     else:
         query, key, value = (torch.zeros(num_tokens, size, dtype=spec.dtype, device=device) for size in sizes)
     return query, key, value

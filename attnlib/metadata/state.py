@@ -51,7 +51,7 @@ class AttentionState(Generic[M]):
             the padded batch over the persistent buffers.
 
         Raises:
-            ContractError: the batch does not fit the captured size or the limits.
+            ContractError: the batch does not fit the captured size or the limits, or carries a mask in tensors of its own.
         """
         common, tokens = common_attn_metadata, padded_num_reqs * query_len
         self._check_fits(common, padded_num_reqs, query_len)
@@ -103,7 +103,7 @@ class AttentionState(Generic[M]):
         if common is not None:
             starts = torch.cat([common.query_start_loc_cpu, common.query_start_loc_cpu[-1:].expand(reqs - common.num_reqs)])
             seq_lens = torch.cat([common.seq_lens_cpu, torch.zeros(reqs - common.num_reqs, dtype=torch.int32)])
-            extra = {"causal": common.causal, "query_bias": common.query_bias}
+            extra = {"causal": common.causal}
         return CommonAttentionMetadata(
             query_start_loc=self._query_start_loc[: reqs + 1],
             query_start_loc_cpu=starts,
@@ -125,10 +125,17 @@ class AttentionState(Generic[M]):
             raise ContractError(
                 f"{common.num_reqs} requests of up to {common.max_query_len} tokens do not fit a graph captured for {reqs} requests of {query_len}"
             )
+        for name, value in (("causal", common.causal), ("query_bias", common.query_bias)):
+            if isinstance(value, torch.Tensor):
+                raise ContractError(f"{name} is a tensor of this batch, and a captured graph would keep reading it: run such batches without a graph")
         width = 0 if common.block_table_tensor is None else common.block_table_tensor.shape[1]
         if width > self.max_blocks:
             raise ContractError(
                 f"block_table has {width} columns, the captured one has {self.max_blocks}: raise max_seq_len in the limits", rule="P3"
+            )
+        if common.max_seq_len > self.limits.max_seq_len:
+            raise ContractError(
+                f"max_seq_len={common.max_seq_len} exceeds the {self.limits.max_seq_len} that graphs are captured for: raise it in the limits"
             )
 
     def _check_size(self, reqs: int, query_len: int) -> None:

@@ -52,3 +52,15 @@ def test_cpu_tensors_are_left_out_unless_asked_for() -> None:
     guard = GraphGuard({"a": torch.zeros(3)})
     assert guard.moved({"a": torch.zeros(3)}) == []
     assert [name for name, _ in tensor_addresses({"a": torch.zeros(3), "b": 4})] == ["['a']"]
+
+
+def test_a_batch_that_a_graph_would_read_wrongly_is_refused() -> None:
+    """G1: longer sequences than captured, and masks in tensors that are not persistent."""
+    state, batch = _state(), _batch()
+    for changes, words in (
+        ({"max_seq_len": 65}, "max_seq_len=65 exceeds the 64"),
+        ({"causal": torch.tensor([True, False])}, "causal is a tensor of this batch"),
+        ({"query_bias": torch.zeros(2, 1)}, "query_bias is a tensor of this batch"),
+    ):
+        with pytest.raises(ContractError, match=words):
+            state.begin_forward(batch.replace(**changes), 4)
