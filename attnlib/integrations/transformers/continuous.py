@@ -142,7 +142,7 @@ def _common(
 ) -> CommonAttentionMetadata:
     """The batch, with its lengths on the host where they can be had for nothing, or the backend needs them."""
     starts = step.starts.to(torch.int32)
-    on_host = starts.device.type == "cpu" or layer.backend.get_builder_cls().cudagraph_support is CudaGraphSupport.NEVER
+    on_host = _wants_host_lengths(layer, starts)
     if on_host and step.capturing:
         raise UnsupportedConfigError(
             f"backend {layer.backend.get_name()} needs lengths on the host, which a CUDA graph cannot give: pass "
@@ -162,6 +162,10 @@ def _common(
         max_query_len=min(int(kwargs.get("max_length_q") or kwargs.get("max_seqlen_q") or num_tokens), num_tokens),
         max_seq_len=longest,
     )
+
+
+def _wants_host_lengths(layer: Attention, starts: torch.Tensor) -> bool:
+    return starts.device.type == "cpu" or layer.backend.get_builder_cls().cudagraph_support is CudaGraphSupport.NEVER
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:

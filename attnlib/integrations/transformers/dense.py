@@ -63,7 +63,9 @@ def _added(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | None) -> 
         _check_shape(name, term, call)
         if term.dtype == torch.bool:
             term = torch.zeros_like(term, dtype=torch.float32).masked_fill_(~term, -torch.inf)
-        added = added + term.float()
+        else:  # transformers writes "hidden" as the lowest number there is
+            term = term.float().masked_fill(term <= torch.finfo(term.dtype).min, -torch.inf)
+        added = added + term
     return added
 
 

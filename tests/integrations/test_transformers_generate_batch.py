@@ -1,0 +1,187 @@
+"""`generate_batch`: continuous batching on attnlib writes and reads transformers' paged cache in place."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import PagedAttentionCache, initialization, model_runner
+
+from attnlib.errors import UnsupportedConfigError
+from attnlib.integrations.transformers import continuous
+from tests.integrations.tiny_models import DECODERS, decoder, generated, prompts
+
+PAGE = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
+LENGTHS = {"torch": (5, 9, 33, 18), "triton": (3, 11)}
+TOKENS = {"torch": 10, "triton": 3}
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("psutil") is None and PAGE == "block_size",
+    reason="without psutil this version of transformers finds no memory for the cache on a CPU",
+)
+
+
+def eager_tokens(model: Any, inputs: list[list[int]], tokens: int) -> list[list[int]]:
+    """What plain `generate` with eager attention says, prompt by prompt."""
+    rows = [{"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)} for ids in inputs]
+    return [generated(model, "eager", row, tokens)[0, row["input_ids"].shape[1] :].tolist() for row in rows]
+
+
+def batch_tokens(model: Any, inputs: list[list[int]], tokens: int, implementation: str = "attnlib", **settings: Any) -> list[list[int]]:
+    """What `generate_batch` says. The budget of 24 tokens a step cuts long prompts into chunks."""
+    model.set_attn_implementation(implementation)
+    config = ContinuousBatchingConfig(**{"num_blocks": 64, "max_batch_tokens": 24, PAGE: 8, **settings})
+    outputs = model.generate_batch(
+        inputs=inputs,
+        generation_config=GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=config,
+        progress_bar=False,
+    )
+    assert len(outputs) == len(inputs), [getattr(output, "error", None) for output in outputs.values()]
+    return [outputs[key].generated_tokens for key in sorted(outputs, key=lambda key: int(key.split("_")[-1]))]
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_tokens_are_eagers(name: str, backend: str) -> None:
+    """Prompts below and above page and window, some of them prefilled in chunks beside running decodes."""
+    model, inputs = decoder(name), prompts(*LENGTHS[backend])
+    tokens = batch_tokens(model, inputs, TOKENS[backend])
+    assert model.config._attn_implementation == "attnlib"
+    assert tokens == eager_tokens(model, inputs, TOKENS[backend])
+
+
+def test_full_attention_gathers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P4, P7: keys are written by slot and read by block table; the cache's own update, which gathers, is never asked."""
+    monkeypatch.setenv("ATTNLIB_BACKEND", "torch")
+    asked: Counter[int] = Counter()
+    update = PagedAttentionCache.update
+
+    def counting(self: PagedAttentionCache, *args: Any, **kwargs: Any) -> Any:
+        asked[kwargs["layer_idx"]] += 1
+        return update(self, *args, **kwargs)
+
+    monkeypatch.setattr(PagedAttentionCache, "update", counting)
+    inputs = prompts(9, 20)
+    for name, gathering in (("qwen3", set()), ("gemma3", {0})):
+        asked.clear()
+        model = decoder(name)
+        assert batch_tokens(model, inputs, 5) == eager_tokens(model, inputs, 5)
+        assert set(asked) == gathering, name
+
+
+def test_a_shared_prefix_is_read_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that share pages of a prefix read them through their own tables."""
+    monkeypatch.setenv("ATTNLIB_BACKEND", "torch")
+    prefix, model = prompts(17)[0], decoder("llama")
+    inputs = [prefix + tail for tail in prompts(3, 6, 1, seed=5)]
+    assert batch_tokens(model, inputs, 6) == eager_tokens(model, inputs, 6)
+
+
+def test_metadata_is_built_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of one kind share their step's metadata, and no step uses another's."""
+    from attnlib.backends.torch.metadata import TorchMetadataBuilder
+
+    monkeypatch.setenv("ATTNLIB_BACKEND", "torch")
+    builds, steps = [], []
+    build, step_of = TorchMetadataBuilder.build, continuous._step_of
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        builds.append(self.spec)
+        return build(self, *args, **kwargs)
+
+    def watching(cache: Any, index: int, kwargs: dict[str, Any]) -> Any:
+        step = step_of(cache, index, kwargs)
+        steps.append((index, step))
+        return step
+
+    monkeypatch.setattr(TorchMetadataBuilder, "build", counting)
+    monkeypatch.setattr(continuous, "_step_of", watching)
+    batch_tokens(decoder("qwen3"), prompts(5, 30), 4)
+    distinct = {id(step) for _, step in steps}
+    assert len(builds) == len(distinct) == len(steps) // 2  # two layers, one build each step
+    assert all(steps[i][1] is steps[i + 1][1] for i in range(0, len(steps), 2))
+
+
+def test_a_repeated_step_is_a_new_step() -> None:
+    """A capture runs the same step twice with the same tensors: what the first run derived from them is not used again."""
+
+    class Cache:
+        pass
+
+    cache, starts = Cache(), torch.tensor([0, 1, 2], dtype=torch.int32)
+    first = [continuous._step_of(cache, layer, {"cu_seq_lens_q": starts}) for layer in (0, 1)]
+    again = [continuous._step_of(cache, layer, {"cu_seq_lens_q": starts}) for layer in (0, 1)]
+    other = continuous._step_of(cache, 5, {"cu_seq_lens_q": starts.clone()})
+    assert first[0] is first[1] and again[0] is again[1]
+    assert first[0] is not again[0] and other is not again[0]
+
+
+def test_padded_batches_of_graphs(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """M6, M7: batches padded as for CUDA graphs (empty requests, tokens past the last start, trash indices), lengths unknown on the host."""
+    init = model_runner.ModelRunner.__init__
+
+    def padding(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.pad_inputs = True
+
+    monkeypatch.setattr(model_runner.ModelRunner, "__init__", padding)
+    monkeypatch.setattr(model_runner.ModelRunner, "warmup", lambda self, model: None)
+    if backend == "triton":
+        monkeypatch.setattr(continuous, "_wants_host_lengths", lambda layer, starts: False)
+    inputs = prompts(*LENGTHS[backend])
+    for name in ("llama", "gemma2"):
+        model = decoder(name)
+        settings = {"q_padding_interval_size": 8, "kv_padding_interval_size": 16}
+        assert batch_tokens(model, inputs, TOKENS[backend], **settings) == eager_tokens(model, inputs, TOKENS[backend]), name
+
+
+def test_the_decode_path_hands_over_block_tables(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P3: decode-only batches come with transformers' own table, -1 where a row ends; slots are computed from it."""
+    monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", lambda *args: None)
+    attend, tables = continuous._placement, []
+
+    def watching(storage: Any, lengths: Any, kwargs: dict[str, Any], num_tokens: int) -> Any:
+        tables.append(kwargs.get("block_table"))
+        return attend(storage, lengths, kwargs, num_tokens)
+
+    monkeypatch.setattr(continuous, "_placement", watching)
+    model, inputs = decoder("llama"), prompts(*LENGTHS[backend])
+    assert batch_tokens(model, inputs, TOKENS[backend], max_blocks_per_request=8) == eager_tokens(model, inputs, TOKENS[backend])
+    assert any(table is not None for table in tables) and any(table is None for table in tables)
+
+
+def test_a_backend_that_needs_the_host_refuses_capture() -> None:
+    """The reason names the backend and the setting that helps."""
+
+    class Layer:
+        from attnlib.backends.torch import TorchBackend as backend
+
+    step = continuous._Step(torch.tensor([0, 1], dtype=torch.int32), capturing=True)
+    with pytest.raises(UnsupportedConfigError, match=r"torch needs lengths on the host.*use_cuda_graph=False"):
+        continuous._common(Layer(), step, torch.tensor([1]), {"max_length_q": 1}, 1, 1)  # type: ignore[arg-type]
+
+
+def test_a_wrong_page_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test of the tests above: a block table that is one page off changes the tokens."""
+    monkeypatch.setenv("ATTNLIB_BACKEND", "torch")
+    placement = continuous._placement
+
+    def off(*args: Any) -> Any:
+        table, slots, longest = placement(*args)
+        return table.roll(1, dims=1), slots, longest
+
+    model, inputs = decoder("llama"), prompts(20, 30)
+    expected = eager_tokens(model, inputs, 6)
+    monkeypatch.setattr(continuous, "_placement", off)
+    assert batch_tokens(model, inputs, 6) != expected
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_other_implementations_still_run(implementation: str) -> None:
+    """What attnlib answers for itself changes nothing for others, whose masks are made as before."""
+    model, inputs = decoder("qwen3"), prompts(5, 12)
+    assert batch_tokens(model, inputs, 4, implementation) == eager_tokens(model, inputs, 4)

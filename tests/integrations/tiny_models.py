@@ -1,0 +1,147 @@
+"""Tiny random models of the architectures that matter, and how to run them two ways.
+
+Weights are drawn wide enough that features tell in the logits, and the output has weights of its own: with transformers' initial weights, or with
+those of the embedding, greedy tokens repeat themselves and would not notice a lost window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import transformers as hf
+
+VOCABULARY = 64
+WINDOW = 5
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+_LAYERS = ["sliding_attention", "full_attention"]
+
+DECODERS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_SIZES)),
+    "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**_SIZES, head_dim=8)),
+    "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**_SIZES, sliding_window=WINDOW)),
+    "gemma2": lambda: hf.Gemma2ForCausalLM(
+        hf.Gemma2Config(**_SIZES, head_dim=8, sliding_window=WINDOW, attn_logit_softcapping=2.0, query_pre_attn_scalar=4)
+    ),
+    "gemma3": lambda: hf.Gemma3ForCausalLM(
+        hf.Gemma3TextConfig(**_SIZES, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=4, layer_types=_LAYERS)
+    ),
+    "gpt_oss": lambda: hf.GptOssForCausalLM(
+        hf.GptOssConfig(**_SIZES, head_dim=8, sliding_window=WINDOW, num_local_experts=2, num_experts_per_tok=1, layer_types=_LAYERS)
+    ),
+}
+
+_DECODERS_ONLY = ("num_key_value_heads", "bos_token_id", "eos_token_id", "tie_word_embeddings")
+_ENCODER_SIZES = {key: value for key, value in _SIZES.items() if key not in _DECODERS_ONLY}
+
+ENCODERS: dict[str, Callable[[], Any]] = {
+    "bert": lambda: hf.BertModel(hf.BertConfig(**_ENCODER_SIZES)),
+    "roberta": lambda: hf.RobertaModel(hf.RobertaConfig(**_ENCODER_SIZES)),
+    "albert": lambda: hf.AlbertModel(hf.AlbertConfig(**_ENCODER_SIZES)),
+    "modernbert": lambda: hf.ModernBertModel(
+        hf.ModernBertConfig(
+            **_ENCODER_SIZES,
+            local_attention=4,
+            global_attn_every_n_layers=2,
+            bos_token_id=1,
+            eos_token_id=2,
+            cls_token_id=1,
+            sep_token_id=2,
+        )
+    ),
+}
+
+_PAIR_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def bart() -> Any:
+    """An encoder-decoder: three kinds of attention in one model."""
+    return randomized(hf.BartForConditionalGeneration(hf.BartConfig(**_PAIR_SIZES, max_position_embeddings=64, decoder_start_token_id=2)))
+
+
+def whisper() -> Any:
+    """An encoder-decoder over audio features."""
+    config = hf.WhisperConfig(**_PAIR_SIZES, num_mel_bins=8, max_source_positions=12, max_target_positions=32, decoder_start_token_id=3)
+    return randomized(hf.WhisperForConditionalGeneration(config))
+
+
+def t5() -> Any:
+    """An encoder-decoder whose attention adds a bias per head."""
+    config = hf.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1
+    )
+    return randomized(hf.T5ForConditionalGeneration(config))
+
+
+def randomized(model: Any, seed: int = 1) -> Any:
+    """The model in evaluation mode with wide random weights, float32."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = noise * 0.2 if parameter.dim() > 1 else parameter.data.float() + noise * 0.3
+    return model.eval()
+
+
+def decoder(name: str) -> Any:
+    """A decoder of `DECODERS`."""
+    return randomized(DECODERS[name]())
+
+
+def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    """Random prompts of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+def padded(rows: Sequence[Sequence[int]], side: str) -> dict[str, torch.Tensor]:
+    """A batch as a tokenizer makes it: `input_ids` and `attention_mask`, `[B, T]`."""
+    longest = max(len(row) for row in rows)
+    ids, mask = torch.zeros(len(rows), longest, dtype=torch.long), torch.zeros(len(rows), longest, dtype=torch.long)
+    for index, row in enumerate(rows):
+        where = slice(longest - len(row), longest) if side == "left" else slice(0, len(row))
+        ids[index, where], mask[index, where] = torch.tensor(row), 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@torch.no_grad()
+def run(model: Any, implementation: str, call: Callable[[Any], Any]) -> Any:
+    """What `call(model)` returns under one attention implementation."""
+    model.set_attn_implementation(implementation)
+    return call(model)
+
+
+def difference(model: Any, call: Callable[[Any], torch.Tensor], where: torch.Tensor | None = None) -> float:
+    """Largest difference between attnlib and eager, over the positions where `where` is not 0."""
+    gap = (run(model, "attnlib", call) - run(model, "eager", call)).abs()
+    return float(gap.max() if where is None else gap[where.bool()].max())
+
+
+def generated(model: Any, implementation: str, batch: dict[str, torch.Tensor], tokens: int, **kwargs: Any) -> torch.Tensor:
+    """Greedy tokens, prompts included."""
+    return run(model, implementation, lambda m: m.generate(**batch, max_new_tokens=tokens, do_sample=False, **kwargs))
