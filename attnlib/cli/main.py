@@ -32,6 +32,7 @@ COMMANDS: dict[str, _Command] = {
     "demo": _Command("attnlib.cli.demo:main", "serve a batch of prompts through the paged cache and check every token"),
     "verify": _Command("attnlib.testing.commands:verify_main", "the exam: does a backend compute what the rules say?"),
     "parity": _Command("attnlib.testing.commands:parity_main", "every pair of installed backends, and how far apart they are"),
+    "replay": _Command("attnlib.testing.commands:replay_main", "run a recorded call on a backend, and shrink it while it fails"),
 }
 
 

@@ -1,7 +1,7 @@
 """The kit on the command line: `attnlib verify`, `attnlib parity`, `attnlib replay`.
 
-`attnlib.cli` adds these parsers to its own; each `run_*` returns the exit code. The `*_main` functions take a list of
-arguments, for callers without a command line of their own.
+`attnlib.cli` hands over to the `*_main` functions; each takes a list of arguments and returns the exit code: 0 for a
+pass, 1 for a failure, 2 for arguments that name nothing.
 """
 
 from __future__ import annotations
@@ -9,46 +9,35 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-__all__ = [
-    "add_parity_parser",
-    "add_replay_parser",
-    "add_verify_parser",
-    "parity_main",
-    "replay_main",
-    "run_parity_command",
-    "run_replay",
-    "run_verify",
-    "verify_main",
-]
+__all__ = ["parity_main", "parity_parser", "replay_main", "replay_parser", "verify_main", "verify_parser"]
 
 _PATH_HELP = "a registered name, module:Class, or path/to/file.py:Class"
 
 
-def _add(commands: Any, name: str, about: str, parser: argparse.ArgumentParser | None) -> argparse.ArgumentParser:
-    made: argparse.ArgumentParser = parser or commands.add_parser(name, help=about, description=about)
+def _parser(name: str, about: str) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog=f"attnlib {name}", description=about)
     made.add_argument("--device", help="cpu, cuda, cuda:1; default: a GPU where torch sees one, else the CPU")
     made.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout")
     return made
 
 
-def add_verify_parser(commands: Any, parser: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
-    """Add `verify` to an argparse subparsers object (or fill `parser`)."""
+def verify_parser() -> argparse.ArgumentParser:
+    """The arguments of `attnlib verify`."""
     about = "Examine a backend: does it compute what the contract says? Exit code 0 when it passes."
-    made = _add(commands, "verify", about, parser)
+    made = _parser("verify", about)
     made.add_argument("backend", help=_PATH_HELP)
     made.add_argument("--against", nargs="+", metavar="NAME", help="backends to exchange caches with (default: torch)")
     made.add_argument("--only", metavar="PROBE[/CASE],...", help="run these probes or cases only; * and ? match")
     made.add_argument("--seed", type=int, default=0, help="of every random number (default 0)")
     made.add_argument("--seeds", type=int, default=1, metavar="N", help="repeat with N seeds in a row from --seed")
     made.add_argument("--quick", action="store_true", help="the short form of each probe")
-    made.set_defaults(run=run_verify)
     return made
 
 
-def run_verify(args: argparse.Namespace) -> int:
+def _run_verify(args: argparse.Namespace) -> int:
     """Run `verify`: 0 when every seed passed, 1 when one failed, 2 for bad arguments."""
     from attnlib.errors import AttnlibError
     from attnlib.testing.conformance import count_checks, make_subject, run_conformance
@@ -84,17 +73,16 @@ def run_verify(args: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
-def add_parity_parser(commands: Any, parser: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
-    """Add `parity` to an argparse subparsers object (or fill `parser`)."""
+def parity_parser() -> argparse.ArgumentParser:
+    """The arguments of `attnlib parity`."""
     about = "Compare all installed backends with each other: one writes the cache, another reads it."
-    made = _add(commands, "parity", about, parser)
+    made = _parser("parity", about)
     made.add_argument("backends", nargs="*", help=f"{_PATH_HELP}; default: everything that runs here")
     made.add_argument("--seed", type=int, default=0, help="of every random number (default 0)")
-    made.set_defaults(run=run_parity_command)
     return made
 
 
-def run_parity_command(args: argparse.Namespace) -> int:
+def _run_parity_command(args: argparse.Namespace) -> int:
     """Run `parity`: 0 when no cell failed, 1 when one did, 2 for bad arguments."""
     from attnlib.errors import AttnlibError
     from attnlib.testing.parity import run_parity
@@ -112,19 +100,18 @@ def run_parity_command(args: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
-def add_replay_parser(commands: Any, parser: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
-    """Add `replay` to an argparse subparsers object (or fill `parser`)."""
+def replay_parser() -> argparse.ArgumentParser:
+    """The arguments of `attnlib replay`."""
     about = "Run a recorded call on a backend and hold the result against the oracle."
-    made: argparse.ArgumentParser = parser or commands.add_parser("replay", help=about, description=about)
+    made = argparse.ArgumentParser(prog="attnlib replay", description=about)
     made.add_argument("recording", help="a file written by shadow or save_recording")
     made.add_argument("backend", help=_PATH_HELP)
     made.add_argument("--device", default="cpu", help="where to run it (default cpu)")
     made.add_argument("--shrink", metavar="FILE", help="write the smallest part that still fails to FILE")
-    made.set_defaults(run=run_replay)
     return made
 
 
-def run_replay(args: argparse.Namespace) -> int:
+def _run_replay(args: argparse.Namespace) -> int:
     """Run `replay`: 0 within budget, 1 over budget, 2 for bad arguments."""
     from attnlib.errors import AttnlibError
     from attnlib.testing.outcome import Refused
@@ -159,17 +146,16 @@ def _write_json(target: str | None, text: str) -> None:
         Path(target).write_text(text + "\n", encoding="utf-8")
 
 
-def verify_main(argv: list[str] | None = None) -> int:
-    """`attnlib verify` by itself."""
-    return run_verify(add_verify_parser(None, argparse.ArgumentParser(prog="attnlib verify")).parse_args(argv))
+def verify_main(argv: Sequence[str] | None = None) -> int:
+    """`attnlib verify`."""
+    return _run_verify(verify_parser().parse_args(argv))
 
 
-def parity_main(argv: list[str] | None = None) -> int:
-    """`attnlib parity` by itself."""
-    parser = add_parity_parser(None, argparse.ArgumentParser(prog="attnlib parity"))
-    return run_parity_command(parser.parse_args(argv))
+def parity_main(argv: Sequence[str] | None = None) -> int:
+    """`attnlib parity`."""
+    return _run_parity_command(parity_parser().parse_args(argv))
 
 
-def replay_main(argv: list[str] | None = None) -> int:
-    """`attnlib replay` by itself."""
-    return run_replay(add_replay_parser(None, argparse.ArgumentParser(prog="attnlib replay")).parse_args(argv))
+def replay_main(argv: Sequence[str] | None = None) -> int:
+    """`attnlib replay`."""
+    return _run_replay(replay_parser().parse_args(argv))

@@ -11,6 +11,7 @@ to a file that `attnlib.testing.replay` runs and shrinks.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from attnlib import env
 from attnlib.backends.base import AttentionBackend
@@ -29,7 +29,7 @@ from attnlib.testing.runner import Observation, judge, run_step
 from attnlib.testing.step import Step
 from attnlib.testing.subject import load_backend
 
-__all__ = ["ShadowLog", "ShadowRecord", "shadow", "shadow_call"]
+__all__ = ["ShadowLog", "ShadowRecord", "shadow", "shadow_call", "watch_for_validation"]
 
 Backend = type[AttentionBackend]
 
@@ -96,6 +96,7 @@ class ShadowLog:
         return "\n".join([format_table(header, rows), *wrong])
 
 
+@torch.no_grad()
 def shadow_call(
     layer: Any,
     backend: Backend,
@@ -113,26 +114,19 @@ def shadow_call(
     """Rerun one finished call of an `Attention` layer on `backend`.
 
     Args:
-        query, key, value: as the layer took them, flat or per head.
-        out, lse: what it returned.
+        query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv]: what it was given.
+        out [T, Hq, Dv], lse [T, Hq]: what it gave.
         dump_dir: where results over budget are written; None means ATTNLIB_DUMP_DIR.
     """
     name = layer.prefix or type(layer).__name__
     if cache is None:
         return ShadowRecord(name, number, skipped="no cache: unpaged calls are not shadowed")
-    spec = layer.spec
-
-    def per_head(tensor: torch.Tensor | None, heads: int, size: int) -> torch.Tensor | None:
-        return tensor.view(-1, heads, size) if tensor is not None and tensor.dim() == 2 else tensor
-
-    q = per_head(query, spec.num_heads, spec.head_size)
-    assert q is not None
     try:
         step = capture_call(
-            spec.replace(needs_lse=lse is not None),
-            q,
-            per_head(key, spec.num_kv_heads, spec.head_size),
-            per_head(value, spec.num_kv_heads, spec.head_size_v),
+            layer.spec.replace(needs_lse=lse is not None),
+            query,
+            key,
+            value,
             cache,
             metadata,
             scale=layer.impl.scale,
@@ -141,10 +135,10 @@ def shadow_call(
         )
     except ContractError as error:
         return ShadowRecord(name, number, skipped=str(error))
-    if reasons := backend.validate_configuration(step.spec, q.device):
+    if reasons := backend.validate_configuration(step.spec, query.device):
         return ShadowRecord(name, number, skipped=f"{backend.get_name()}: {'; '.join(reasons)}")
-    live = Observation(out.view(q.shape[0], spec.num_heads, spec.head_size_v), lse)
-    return _compare(step, backend, live, name, number, Path(dump_dir or env.read("ATTNLIB_DUMP_DIR")))
+    folder = Path(dump_dir or env.read("ATTNLIB_DUMP_DIR"))
+    return _compare(step, backend, Observation(out, lse), name, number, folder)
 
 
 def _compare(step: Step, backend: Backend, live: Observation, name: str, number: int, folder: Path) -> ShadowRecord:
@@ -183,44 +177,42 @@ def shadow(
     Raises:
         ContractError: `every` below 1.
     """
-    from torch.nn.modules.module import register_module_forward_hook
-
-    from attnlib.layer import Attention
+    from attnlib.layer import OBSERVERS
 
     if every < 1:
         raise ContractError(f"every={every} must be at least 1 (1 shadows every call)")
     loaded = load_backend(backend)
     log, seen = ShadowLog(loaded.get_name()), dict[int, int]()
 
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if not isinstance(module, Attention):
-            return
-        count = seen.get(id(module), 0)
-        seen[id(module)] = count + 1
+    def observe(layer: Any, *call: Any) -> None:
+        count = seen.get(id(layer), 0)
+        seen[id(layer)] = count + 1
         log.calls += 1
-        if count % every:
-            return
-        names = ("query", "key", "value", "cache", "metadata")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        out, lse = result if isinstance(result, tuple) else (result, None)
-        with torch.no_grad():
-            record = shadow_call(
-                module,
-                loaded,
-                given["query"],
-                given.get("key"),
-                given.get("value"),
-                given.get("cache"),
-                given.get("metadata"),
-                out,
-                lse,
-                number=count,
-                dump_dir=dump_dir,
-            )
-        log.records.append(record)
+        if count % every == 0:
+            log.records.append(shadow_call(layer, loaded, *call, number=count, dump_dir=dump_dir))
 
-    handle = register_module_forward_hook(after, with_kwargs=True)
+    OBSERVERS.append(observe)
     try:
         yield log
     finally:
-        handle.remove()
+        OBSERVERS.remove(observe)
+
+
+def watch_for_validation() -> None:
+    """ATTNLIB_VALIDATE=2: from now on every call is shadowed by `torch`, and one that is over budget is a warning."""
+    from attnlib.layer import OBSERVERS
+
+    if _validate not in OBSERVERS:
+        OBSERVERS.append(_validate)
+
+
+def _validate(layer: Any, *call: Any) -> None:
+    if env.read("ATTNLIB_VALIDATE") != 2 or layer.backend.get_name() == "torch":
+        return
+    record = shadow_call(layer, load_backend("torch"), *call)
+    if record.message:
+        warnings.warn(
+            f"{record.layer} on {layer.backend.get_name()} differs from the torch backend: {record.message}; "
+            f"written to {record.path}, run it again with `attnlib replay`",
+            stacklevel=2,
+        )

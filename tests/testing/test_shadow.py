@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,17 @@ def test_the_hook_is_gone_after_the_block() -> None:
 def test_every_below_one_is_refused() -> None:
     with pytest.raises(ContractError, match="every=0 must be at least 1"), shadow("torch", every=0):
         pass
+
+
+def test_validate_2_shadows_every_call_and_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ATTNLIB_VALIDATE=2 needs no code: a wrong layer is a warning that names it and its replayable file."""
+    monkeypatch.setenv("ATTNLIB_VALIDATE", "2")
+    monkeypatch.setenv("ATTNLIB_DUMP_DIR", str(tmp_path))
+    with pytest.warns(UserWarning, match="layers.1 on OffByOneWindow differs from the torch backend: out over budget"):
+        Model([ToyBackend, toy_with(OffByOneWindow)])()
+    (path,) = tmp_path.iterdir()
+    assert not replay(load_recording(path), toy_with(OffByOneWindow)).passed
+    monkeypatch.setenv("ATTNLIB_VALIDATE", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Model([toy_with(OffByOneWindow)])()
