@@ -1,23 +1,25 @@
 """Turning tensors and options into kernel arguments, in the one order that the attention kernels share.
 
-What never changes for a layer (dtypes, head sizes, features, tile) becomes compile-time constants; what changes from
-step to step stays a plain integer that Triton does not specialise on, so nothing compiles after warm-up.
+What never changes for a layer (dtypes, head sizes, strides, features, tile) becomes compile-time constants, worked
+out once per `Signature`; what changes from step to step stays a plain integer that Triton does not specialise on, so
+nothing compiles after warm-up.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.ops.triton.quant import KV_PLAIN, kv_kind, scale_kind
+from attnlib.ops.triton.device import DeviceLimits
+from attnlib.ops.triton.quant import KV_NATIVE, KV_PLAIN, kv_kind, scale_kind
 from attnlib.ops.triton.tiles import split_head_size
 
-__all__ = ["UNSPECIALISED", "Options", "attention_constants", "attention_values"]
+__all__ = ["UNSPECIALISED", "Options", "Signature", "attention_constants", "attention_values", "signature_of"]
 
 _UNBOUNDED = 1 << 30
 _COMPUTE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -25,13 +27,12 @@ _COMPUTE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float3
 UNSPECIALISED = [
     "num_reqs", "num_tokens", "left", "right", "chunk", "stride_qt", "stride_qh", "stride_kb", "stride_kn", "stride_kh",
     "stride_vb", "stride_vn", "stride_vh", "stride_ot", "stride_oh", "stride_lt", "stride_bt", "stride_table",
-    "num_splits", "num_tiles",
+    "num_splits", "num_tiles", "num_heads",
 ]  # fmt: skip
 """Parameters of the attention kernels whose values must not choose a compilation."""
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(NamedTuple):
     """The optional features of one call, as the public functions take them."""
 
     scale: float
@@ -48,42 +49,87 @@ class Options:
     lse: Tensor | None
 
 
+class Signature(NamedTuple):
+    """All that compile-time constants follow from: equal signatures share a compiled kernel."""
+
+    query_dtype: torch.dtype
+    cache_dtype: torch.dtype
+    query_shape: tuple[int, ...]
+    key_shape: tuple[int, ...]
+    value_shape: tuple[int, ...]
+    query_stride: tuple[int, ...]
+    key_stride: tuple[int, ...]
+    value_stride: tuple[int, ...]
+    out_stride: tuple[int, ...]
+    out_dtype: torch.dtype
+    causal: int
+    features: tuple[bool, ...]
+    scale_kinds: tuple[int, int]
+    limits: DeviceLimits
+
+    @property
+    def fp8_as_bytes(self) -> bool:
+        """Whether the kernel sees the float8 cache as bytes."""
+        return kv_kind(self.cache_dtype, self.limits.has_fp8) not in (KV_PLAIN.value, KV_NATIVE.value)
+
+
+def signature_of(query: Tensor, key: Tensor, value: Tensor, options: Options, limits: DeviceLimits) -> Signature:
+    """The signature of a call. Numbers of tokens are part of it only as one or many: a lone token has no stride."""
+    tokens, num_heads, head_size = query.shape
+    rows = key.shape[1] if key.dim() == 4 else min(key.shape[0], 2)
+    left, right = options.window
+    causal = options.causal
+    return Signature(
+        query.dtype, key.dtype, (min(tokens, 2), num_heads, head_size),
+        (rows, *key.shape[-2:]), (rows, *value.shape[-2:]),
+        query.stride(), key.stride(), value.stride(), options.out.stride(), options.out.dtype,
+        2 if isinstance(causal, Tensor) else int(causal),
+        (left >= 0, right >= 0, options.attention_chunk_size > 0, options.logits_soft_cap > 0,
+         options.alibi_slopes is not None, options.sinks is not None, options.query_bias is not None,
+         options.lse is not None, options.scale > 0),
+        (scale_kind(options.k_scale), scale_kind(options.v_scale)), limits,
+    )  # fmt: skip
+
+
 def attention_values(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, seq_lens: Tensor, options: Options, fp8: bool
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, seq_lens: Tensor, options: Options, as_bytes: bool
 ) -> tuple[Any, ...]:
     """The runtime arguments that every attention kernel begins with."""
     left, right = options.window
     causal = options.causal
     flags = causal.view(torch.uint8) if isinstance(causal, Tensor) else None
     bias, lse, out = options.query_bias, options.lse, options.out
-    if fp8:
+    if as_bytes:
         key, value = key.view(torch.uint8), value.view(torch.uint8)
-    ks, vs = key.stride(), value.stride()
+    qs, ks, vs, os = query.stride(), key.stride(), value.stride(), out.stride()
     return (
         query, key, value, out, lse, starts, seq_lens, flags, options.alibi_slopes, options.sinks, bias,
         options.k_scale, options.v_scale, options.scale, options.logits_soft_cap,
         min(left, _UNBOUNDED), min(right, _UNBOUNDED), min(options.attention_chunk_size, _UNBOUNDED),
-        starts.shape[0] - 1, query.shape[0], query.stride(0), query.stride(1), ks[0], ks[-3], ks[-2], vs[0], vs[-3],
-        vs[-2], out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
-        0 if bias is None else bias.stride(0),
+        starts.shape[0] - 1, query.shape[0], qs[0], qs[1], ks[0], ks[-3], ks[-2], vs[0], vs[-3], vs[-2], os[0], os[1],
+        0 if lse is None else lse.stride(0), 0 if bias is None else bias.stride(0),
     )  # fmt: skip
 
 
-def attention_constants(
-    query: Tensor, key: Tensor, value: Tensor, options: Options, block_size: int, has_fp8: bool
-) -> dict[str, Any]:
-    """The compile-time arguments that every attention kernel shares, by name."""
-    head_size, head_size_v = query.shape[2], options.out.shape[2]
-    kind = kv_kind(key.dtype, has_fp8)
+@functools.lru_cache(maxsize=1024)
+def attention_constants(signature: Signature) -> dict[str, Any]:
+    """The compile-time arguments that every attention kernel shares, by name; shared, so not to be changed.
+
+    Raises:
+        ContractError: a dtype without kernel, heads that do not divide, or a last dimension that is not dense.
+    """
+    _, num_heads, head_size = signature.query_shape
+    block_size, num_kv_heads, head_size_v = signature.value_shape
+    if num_heads % num_kv_heads:
+        raise ContractError(f"query has {num_heads} heads and the keys {num_kv_heads}; the first must be a multiple")
+    left, right, chunk, cap, alibi, sink, bias, lse, positive = signature.features
+    kind = kv_kind(signature.cache_dtype, signature.limits.has_fp8)
+    query_bytes, cache_bytes = signature.query_dtype.itemsize, signature.cache_dtype.itemsize
     d0, d1 = split_head_size(head_size)
     dv0, dv1 = split_head_size(head_size_v)
-    causal = options.causal
-    scale = options.scale
-    has_cap = options.logits_soft_cap > 0
-    has_alibi, has_bias = options.alibi_slopes is not None, options.query_bias is not None
     return {
-        "BLOCK_SIZE": block_size,
-        "GROUP": query.shape[1] // key.shape[-2],
+        "BLOCK_SIZE": block_size if len(signature.key_stride) == 4 else 1,
+        "GROUP": num_heads // num_kv_heads,
         "D": head_size,
         "D0": d0,
         "D1": d1,
@@ -91,27 +137,27 @@ def attention_constants(
         "DV0": dv0,
         "DV1": dv1,
         "KV_KIND": kind,
-        "COMPUTE": compute_dtype(query.dtype, kind),
-        "CAUSAL": 2 if isinstance(causal, Tensor) else int(causal),
-        "HAS_LEFT": options.window[0] >= 0,
-        "HAS_RIGHT": options.window[1] >= 0,
-        "HAS_CHUNK": options.attention_chunk_size > 0,
-        "HAS_CAP": has_cap,
-        "HAS_ALIBI": has_alibi,
-        "HAS_SINK": options.sinks is not None,
-        "HAS_BIAS": has_bias,
-        "HAS_LSE": options.lse is not None,
-        "K_SCALE_KIND": scale_kind(options.k_scale),
-        "V_SCALE_KIND": scale_kind(options.v_scale),
-        "SCALE_LATE": scale > 0 and not (has_cap or has_alibi or has_bias),
-        "VEC_Q": _vector(query),
-        "VEC_K": _vector(key),
-        "VEC_V": _vector(value),
-        "VEC_O": _vector(options.out),
+        "COMPUTE": _compute_dtype(signature.query_dtype, kind),
+        "CAUSAL": signature.causal,
+        "HAS_LEFT": left,
+        "HAS_RIGHT": right,
+        "HAS_CHUNK": chunk,
+        "HAS_CAP": cap,
+        "HAS_ALIBI": alibi,
+        "HAS_SINK": sink,
+        "HAS_BIAS": bias,
+        "HAS_LSE": lse,
+        "K_SCALE_KIND": signature.scale_kinds[0],
+        "V_SCALE_KIND": signature.scale_kinds[1],
+        "SCALE_LATE": positive and not (cap or alibi or bias),
+        "VEC_Q": _vector("query", signature.query_shape, signature.query_stride, query_bytes),
+        "VEC_K": _vector("key", signature.key_shape, signature.key_stride, cache_bytes),
+        "VEC_V": _vector("value", signature.value_shape, signature.value_stride, cache_bytes),
+        "VEC_O": _vector("out", signature.query_shape, signature.out_stride, signature.out_dtype.itemsize),
     }
 
 
-def compute_dtype(query_dtype: torch.dtype, kind: int) -> tl.dtype:
+def _compute_dtype(query_dtype: torch.dtype, kind: int) -> tl.dtype:
     """What products are computed in: the query's dtype, and float16 for 16-bit queries over a float8 cache, which
     float16 holds exactly and reaches in fewer instructions than bfloat16."""
     if query_dtype not in _COMPUTE:
@@ -121,14 +167,13 @@ def compute_dtype(query_dtype: torch.dtype, kind: int) -> tl.dtype:
     return _COMPUTE[query_dtype]
 
 
-def _vector(tensor: Tensor) -> int:
-    """Elements per 16 bytes when every row starts on such a boundary (given that the tensor does), or 1."""
-    elements = 16 // tensor.element_size()
-    strides = tensor.stride()
-    if strides[-1] != 1 and tensor.shape[-1] > 1:
-        raise ContractError(
-            f"a tensor of shape {tuple(tensor.shape)} has last stride {strides[-1]}; make its last dimension dense",
-            rule="P1",
-        )
-    aligned = all(s % elements == 0 or n == 1 for s, n in zip(strides[:-1], tensor.shape[:-1], strict=True))
-    return elements if aligned else 1
+def _vector(name: str, shape: tuple[int, ...], strides: tuple[int, ...], element_bytes: int) -> int:
+    """Elements per 16 bytes when every row starts on such a boundary (given that the tensor does), or 1.
+
+    `shape` is that of the last three dimensions; a paged tensor has a block stride before them."""
+    if strides[-1] != 1 and shape[-1] > 1:
+        raise ContractError(f"{name} has last stride {strides[-1]}; make its last dimension dense", rule="P1")
+    elements = 16 // element_bytes
+    blocks = strides[:-3]
+    rows = [stride for stride, size in zip(strides[-3:-1], shape[:-1], strict=True) if size > 1]
+    return elements if all(stride % elements == 0 for stride in (*blocks, *rows)) else 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -16,10 +17,17 @@ import triton.language as tl
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.ops.triton.arguments import UNSPECIALISED, Options, attention_constants, attention_values
+from attnlib.ops.triton.arguments import (
+    UNSPECIALISED,
+    Options,
+    Signature,
+    attention_constants,
+    attention_values,
+    signature_of,
+)
 from attnlib.ops.triton.attend import aligned, attend, pack_rows, store_rows
 from attnlib.ops.triton.device import DeviceLimits, device_guard, limits_of
-from attnlib.ops.triton.quant import KV_NATIVE, KV_PLAIN, load_scale
+from attnlib.ops.triton.quant import load_scale
 from attnlib.ops.triton.schedule import request_tiles, tiles_per_split
 from attnlib.ops.triton.softmax import LN2, finish_rows
 from attnlib.ops.triton.splits import (
@@ -200,19 +208,15 @@ class DecodePlan:
 
     Attributes:
         tile: shape of one program.
-        tile_heads: query heads of a KV head's group in one tile.
-        tile_tokens: query tokens in one tile.
-        head_blocks: tiles that hold a group's heads.
         groups: programs per request and split.
         slots: programs that the chip runs at a time.
+        packing: compile-time constants that say how rows are packed.
     """
 
     tile: Tile
-    tile_heads: int
-    tile_tokens: int
-    head_blocks: int
     groups: int
     slots: int
+    packing: dict[str, int]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -237,7 +241,33 @@ def _plan(
     need = shared_bytes(tile, head_size, head_size_v, query_bytes, cache_bytes, limits.products, has_bias)
     resident = max(1, min(_MAX_RESIDENT, limits.shared_memory_per_sm // need))
     groups = num_kv_heads * head_blocks * triton.cdiv(max_query_len, tile_tokens)
-    return DecodePlan(tile, tile_heads, tile_tokens, head_blocks, groups, limits.num_sms * resident)
+    packing = {"TILE_HEADS": tile_heads, "TILE_TOKENS": tile_tokens, "HEAD_BLOCKS": head_blocks}
+    return DecodePlan(tile, groups, limits.num_sms * resident, packing)
+
+
+@functools.lru_cache(maxsize=1024)
+def _constants(
+    signature: Signature, max_query_len: int, split: bool, balanced: bool
+) -> tuple[DecodePlan, dict[str, Any]]:
+    """The plan of a launch and every named argument of its kernel."""
+    shared = attention_constants(signature)
+    _, num_heads, head_size = signature.query_shape
+    _, num_kv_heads, head_size_v = signature.value_shape
+    plan = _plan(num_heads, num_kv_heads, head_size, head_size_v, signature.query_dtype.itemsize,
+                 signature.cache_dtype.itemsize, max_query_len, shared["HAS_BIAS"], signature.limits)  # fmt: skip
+    return plan, {
+        **shared,
+        **plan.packing,
+        "SPLIT": split,
+        "BALANCED": balanced,
+        "MIN_TILES": MIN_TILES_PER_SPLIT,
+        "MAX_SPLITS": SPLIT_LIMIT,
+        "BLOCK_M": plan.tile.block_m,
+        "BLOCK_N": plan.tile.block_n,
+        "num_warps": plan.tile.num_warps,
+        "num_stages": plan.tile.num_stages,
+        "enable_fp_fusion": True,
+    }
 
 
 def paged_decode_num_splits(
@@ -251,7 +281,6 @@ def paged_decode_num_splits(
     causal: bool = True,
     window: tuple[int, int] = (-1, -1),
     attention_chunk_size: int = 0,
-    has_query_bias: bool = False,
 ) -> int:
     """The bound on splits that `paged_decode` uses when it is given none: for sizing a workspace beforehand.
 
@@ -265,10 +294,9 @@ def paged_decode_num_splits(
         causal: False also stands for causality per request.
         window: (left, right), -1 unbounded.
         attention_chunk_size: 0 is none.
-        has_query_bias: whether `query_bias` will be given.
     """
     plan = _plan(query.shape[1], key_cache.shape[2], query.shape[2], head_size_v, query.element_size(),
-                 key_cache.element_size(), max(1, max_query_len), has_query_bias, limits_of(query))  # fmt: skip
+                 key_cache.element_size(), max(1, max_query_len), False, limits_of(query))  # fmt: skip
     visible = visible_bound(max_query_len, max_seq_len, window, causal, attention_chunk_size)
     return choose_num_splits(num_reqs, plan.groups, visible, plan.tile.block_n, plan.slots)
 
@@ -322,25 +350,20 @@ def paged_decode(
     limits = limits_of(query)
     options = Options(scale, causal, window, attention_chunk_size, logits_soft_cap, alibi_slopes, sinks, query_bias,
                       k_scale, v_scale, out, lse)  # fmt: skip
-    constants = attention_constants(query, key_cache, value_cache, options, key_cache.shape[1], limits.has_fp8)
-    head_size_v, max_query_len = out.shape[2], max(1, max_query_len)
-    plan = _plan(query.shape[1], key_cache.shape[2], query.shape[2], head_size_v, query.element_size(),
-                 key_cache.element_size(), max_query_len, query_bias is not None, limits)  # fmt: skip
-    tile, balanced = plan.tile, num_splits is None
+    balanced, head_size_v, max_query_len = num_splits is None, out.shape[2], max(1, max_query_len)
     if num_splits is None:
-        visible = visible_bound(max_query_len, max_seq_len, window, causal is True, attention_chunk_size)
-        num_splits = choose_num_splits(num_reqs, plan.groups, visible, tile.block_n, plan.slots)
+        num_splits = paged_decode_num_splits(
+            query, key_cache, head_size_v, num_reqs=num_reqs, max_query_len=max_query_len, max_seq_len=max_seq_len,
+            causal=causal is True, window=window, attention_chunk_size=attention_chunk_size,
+        )  # fmt: skip
+    signature = signature_of(query, key_cache, value_cache, options, limits)
+    plan, constants = _constants(signature, max_query_len, num_splits > 1, balanced)
     partials = _partials(workspace, num_tokens, query.shape[1], head_size_v, num_splits, query.device)
-    values = attention_values(query, key_cache, value_cache, query_start_loc, seq_lens, options,
-                              constants["KV_KIND"] not in (KV_PLAIN.value, KV_NATIVE.value))  # fmt: skip
+    values = attention_values(query, key_cache, value_cache, query_start_loc, seq_lens, options, signature.fp8_as_bytes)
     with device_guard(query):
         _decode_kernel[(plan.groups, num_splits, num_reqs + 1)](
             *values, block_table, block_table.stride(0), partials, num_splits, plan.groups / plan.slots, query.shape[1],
-            SPLIT=num_splits > 1, BALANCED=balanced, MIN_TILES=MIN_TILES_PER_SPLIT, MAX_SPLITS=SPLIT_LIMIT,
-            TILE_HEADS=plan.tile_heads, TILE_TOKENS=plan.tile_tokens, HEAD_BLOCKS=plan.head_blocks,
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages,
-            enable_fp_fusion=True, **constants,
+            **constants,
         )  # fmt: skip
         if num_splits > 1:
             _combine_kernel[(query.shape[1], num_tokens)](

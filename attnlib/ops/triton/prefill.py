@@ -7,19 +7,32 @@ that under a causal mask the longest rows start first.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnlib.ops.triton.arguments import UNSPECIALISED, Options, attention_constants, attention_values
+from attnlib.ops.triton.arguments import (
+    UNSPECIALISED,
+    Options,
+    Signature,
+    attention_constants,
+    attention_values,
+    signature_of,
+)
 from attnlib.ops.triton.attend import aligned, attend, pack_rows, store_rows
 from attnlib.ops.triton.device import device_guard, limits_of
-from attnlib.ops.triton.quant import KV_NATIVE, KV_PLAIN, load_scale
+from attnlib.ops.triton.quant import load_scale
 from attnlib.ops.triton.schedule import find_request
 from attnlib.ops.triton.softmax import LN2, finish_rows
-from attnlib.ops.triton.tiles import choose_prefill_tile
+from attnlib.ops.triton.tiles import choose_prefill_tile, next_power_of_2
 
 __all__ = ["launch_prefill"]
+
+_MOST_ROWS = 128
+"""Rows of the largest tile."""
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -132,27 +145,44 @@ def launch_prefill(
         max_query_len: upper bound of the query lengths; chooses the tile and nothing else.
         options: the optional features.
     """
-    num_tokens, num_heads, head_size = query.shape
+    num_tokens, num_heads, _ = query.shape
     if num_tokens == 0 or num_heads == 0:
         return
-    limits = limits_of(query)
     paged = block_table is not None
-    constants = attention_constants(query, key, value, options, key.shape[1] if paged else 1, limits.has_fp8)
-    group = constants["GROUP"]
+    signature = signature_of(query, key, value, options, limits_of(query))
+    constants = _constants(signature, _row_class(num_heads // key.shape[-2] * max_query_len), paged)
+    num_tiles = num_tokens // constants["TILE_TOKENS"] + query_start_loc.shape[0]
+    values = attention_values(query, key, value, query_start_loc, seq_lens, options, signature.fp8_as_bytes)
+    with device_guard(query):
+        _prefill_kernel[(num_tiles, key.shape[-2] * constants["HEAD_BLOCKS"])](
+            *values, block_table, block_table.stride(0) if block_table is not None else 0, num_tiles, **constants
+        )
+
+
+def _row_class(rows: int) -> int:
+    """Row counts that choose the same tile, as one number."""
+    return min(_MOST_ROWS, next_power_of_2(rows))
+
+
+@functools.lru_cache(maxsize=1024)
+def _constants(signature: Signature, rows: int, paged: bool) -> dict[str, Any]:
+    """Every named argument of the kernel."""
+    shared = attention_constants(signature)
+    group, limits = shared["GROUP"], signature.limits
     tile = choose_prefill_tile(
-        head_size, options.out.shape[2], query.element_size(), key.element_size(), group * max(1, max_query_len),
-        limits.shared_memory, limits.products, options.query_bias is not None,
+        shared["D"], shared["DV"], signature.query_dtype.itemsize, signature.cache_dtype.itemsize,
+        rows, limits.shared_memory, limits.products, shared["HAS_BIAS"],
     )  # fmt: skip
     tile_heads = min(group, tile.block_m)
-    tile_tokens = tile.block_m // tile_heads
-    head_blocks = triton.cdiv(group, tile_heads)
-    num_tiles = num_tokens // tile_tokens + query_start_loc.shape[0]
-    values = attention_values(query, key, value, query_start_loc, seq_lens, options,
-                              constants["KV_KIND"] not in (KV_PLAIN.value, KV_NATIVE.value))  # fmt: skip
-    with device_guard(query):
-        _prefill_kernel[(num_tiles, key.shape[-2] * head_blocks)](
-            *values, block_table, block_table.stride(0) if block_table is not None else 0, num_tiles, PAGED=paged,
-            TILE_HEADS=tile_heads, TILE_TOKENS=tile_tokens, HEAD_BLOCKS=head_blocks, BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages,
-            enable_fp_fusion=True, **constants,
-        )  # fmt: skip
+    return {
+        **shared,
+        "PAGED": paged,
+        "TILE_HEADS": tile_heads,
+        "TILE_TOKENS": tile.block_m // tile_heads,
+        "HEAD_BLOCKS": triton.cdiv(group, tile_heads),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "enable_fp_fusion": True,
+    }
