@@ -91,3 +91,27 @@ def test_flashinfer_serves_unlike_layers_from_one_build() -> None:
         theirs = Attention(spec, backend=reference, device="cuda", scale=parameters.sm_scale)
         expected = theirs(q, None, None, cache, reference.make_builder(spec, "cuda").build(0, common))
         torch.testing.assert_close(mine, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("name", FOREIGN)
+@torch.inference_mode()
+def test_sinks_within_the_kernel_and_after_it(name: str, exact: bool) -> None:
+    """M4: sinks that bfloat16 holds go into FlashAttention 3; all others are applied from the LSE."""
+    from attnlib.cache.storage import PagedKVCache
+    from attnlib.layer import Attention
+
+    spec = spec_of(head_size=64, has_sink=True, needs_lse=True)
+    backend, reference = backend_or_skip(name, spec), load_backend("torch")
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.25, 3.0, 0.0, -2.0, 1.5], device="cuda") + (0.0 if exact else 1e-3)
+    cache = PagedKVCache.allocate(spec, 100, "cuda")
+    cache.key_cache.normal_()
+    cache.value_cache.normal_()
+    common = batch_of(spec, [1, 1, 20], [300, 1, 200], 100, 0)
+    q = torch.randn(22, 8, 64, dtype=spec.dtype, device="cuda")
+    results = []
+    for cls in (backend, reference):
+        layer = Attention(spec, backend=cls, device="cuda", sinks=sinks)
+        results.append(layer(q, None, None, cache, cls.make_builder(spec, "cuda").build(0, common), True))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-3, atol=1e-3)

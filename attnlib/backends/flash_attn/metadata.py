@@ -29,7 +29,7 @@ class FlashAttnMetadata(PagedMetadata):
 
     Attributes:
         kernel: the installed kernel that serves it.
-        live_tokens: tokens of real requests; fewer than `num_actual_tokens` when a graph's batch is padded.
+        live_tokens: tokens of real requests, fewer than `num_actual_tokens` when a graph's batch is padded; None leaves it to the device (capture).
         query_bound: the longest query as the kernel is told it.
         key_bound: the longest sequence as the kernel takes it.
         key_start_loc: [R+1] int32 device, running sum of `seq_lens`, for kernels that want it; else None.
@@ -37,7 +37,7 @@ class FlashAttnMetadata(PagedMetadata):
     """
 
     kernel: FlashKernel
-    live_tokens: int
+    live_tokens: int | None
     query_bound: int
     key_bound: int
     key_start_loc: torch.Tensor | None = None
@@ -89,7 +89,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         metadata = FlashAttnMetadata(
             **fields,
             kernel=self.kernel,
-            live_tokens=int(common.query_start_loc_cpu[-1]),
+            live_tokens=None if for_capture else int(common.query_start_loc_cpu[-1]),
             query_bound=self._query_bound(common, for_capture),
             key_bound=self._key_bound(fields["block_table"], common.max_seq_len),
             key_start_loc=None if self.kernel.takes_lengths else self._running_sum(common.seq_lens),

@@ -38,13 +38,13 @@ class FlashInferMetadata(PagedMetadata):
     """A batch for FlashInfer.
 
     Attributes:
-        live_tokens: tokens of real requests; fewer than `num_actual_tokens` when a graph's batch is padded.
+        live_tokens: tokens of real requests, fewer than `num_actual_tokens` when a graph's batch is padded; None leaves it to the device (capture).
         decode_plans: key -> planned decode wrapper for the first `num_decode_tokens` rows; empty when there are none.
         prefill_plans: key -> planned prefill wrapper for the rows behind them.
         common: the batch it was built from, to plan again with other blocks.
     """
 
-    live_tokens: int
+    live_tokens: int | None
     decode_plans: Mapping[PlanKey, Lease] = field(default_factory=dict)
     prefill_plans: Mapping[PlanKey, Lease] = field(default_factory=dict)
     common: CommonAttentionMetadata
@@ -98,7 +98,9 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         slot = _graph_id(common)
         if slot not in self._graphs:
             self._graphs[slot] = {key: self._graph_pool(common).take() for key in self._keys}
-        return self._build(common, self._graphs[slot])
+        metadata = self._build(common, self._graphs[slot])
+        metadata.live_tokens = None  # another number at every replay
+        return metadata
 
     def update_block_table(
         self, metadata: FlashInferMetadata, block_table: torch.Tensor, slot_mapping: torch.Tensor
@@ -249,7 +251,8 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         per_row = spec.num_heads * (spec.head_size_v + 1) * 4
         split_tiles = -(-2 * processors // spec.num_kv_heads) * 128
-        captured = 2 * (self.limits.max_num_reqs if self.limits else 0) * 16
+        tile = next((rows for rows in (16, 64) if spec.group_size <= rows), 128)
+        captured = 2 * (self.limits.max_num_reqs if self.limits else 0) * tile
         return max(128 * _MIB, per_row * max(split_tiles, captured) + 16 * _MIB)
 
 
