@@ -308,6 +308,39 @@ class IgnoredAlibi(ToyImpl):
         return super().logits(query, keys, distance * 0)
 
 
+class FirstTileFullyMasked(ToyImpl):
+    """Online softmax over tiles of 32 keys without a guard: exp(-inf - -inf) where a row's first tile is all masked."""
+
+    def weigh(
+        self, scores: torch.Tensor, values: torch.Tensor, sink: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = super().weigh(scores, values, sink)
+        if scores.shape[2] > 32:
+            largest = scores[..., :32].amax(dim=2)
+            out = out + 0.0 * torch.exp(largest - largest)[..., None]
+        return out, lse
+
+
+class PrivateOrder(ToyImpl):
+    """Stores heads back to front and reads them back to front: right by itself, wrong with anybody else."""
+
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
+        super().write_kv(key.flip(1), value.flip(1), cache, slot_mapping)
+
+    def read(self, view: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return super().read(view, slots, scale).flip(1)
+
+
+class IgnoredStrides(ToyImpl):
+    """Infers the order in memory from the shape: right for NHD, wrong for everything else."""
+
+    def read(self, view: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        packed = (view.shape[1] * view.shape[2] * view.shape[3], view.shape[2] * view.shape[3], view.shape[3], 1)
+        room = view.untyped_storage().nbytes() // view.element_size() - view.storage_offset()
+        fits = 1 + sum((n - 1) * s for n, s in zip(view.shape, packed, strict=True)) <= room
+        return super().read(view.as_strided(view.shape, packed) if fits else view, slots, scale)
+
+
 class SilentRefusal(ToyBackend):
     """Refuses without saying why."""
 
@@ -349,6 +382,9 @@ WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     "a sharing layer writes": (toy_with(SharingLayerWrites), "K6"),
     "other bits the second time": (toy_with(NeverTheSameTwice), "D2"),
     "ignored ALiBi": (toy_with(IgnoredAlibi), "F1"),
+    "NaN where a row's first tile is masked": (toy_with(FirstTileFullyMasked), "N4"),
+    "a private order of heads": (toy_with(PrivateOrder), "K2"),
+    "strides inferred from shapes": (toy_with(IgnoredStrides), "V2"),
     "refusal without a reason": (SilentRefusal, "R1"),
 }
 """What is wrong -> the backend, and the probe that is meant to catch it."""

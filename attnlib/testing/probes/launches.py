@@ -1,9 +1,10 @@
 """P1-P3 (GPU): after warm-up there is no compile, no synchronisation and no allocation.
 
-P1: random batches after a warm-up; Triton's compile hook must stay silent. Backends that compile by other means are
+P1: random batches after `attnlib.warmup`; Triton's compile hook must stay silent. Backends that compile by other means are
 reported as not run: nobody else offers a hook.
 P2: build, write and forward under torch's sync debug mode "error".
 P3: forward allocates nothing: the output is the caller's and the workspace was declared.
+Backends that declare no CUDA-graph level have promised neither, and refuse both.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from collections.abc import Iterator
 
 import torch
 
+from attnlib.cache.storage import PagedKVCache
 from attnlib.testing.case import Case
 from attnlib.testing.outcome import NotRun
 from attnlib.testing.probe import Check, Probe
 from attnlib.testing.runner import attend, make_impl, run_case
 from attnlib.testing.subject import Subject
+from attnlib.workspace import BatchLimits
 
 __all__ = ["PROBES"]
 
@@ -34,23 +37,29 @@ def _random_case(subject: Subject, draw: random.Random) -> Case:
     return subject.case(batch="_".join(parts) or "q1", seed=draw.randint(0, 10**6), poison="zero")
 
 
-def _check_compiles(subject: Subject) -> str:
-    warm = ("decode", "decode_long", "verify", "prefill", "chunked", "mixed", "ragged", "page_edges", "graph_padding")
-    for batch in warm:
-        run_case(subject.backend, subject.case(batch=batch), subject.device)
-    draw = random.Random(subject.seed)
-    for _ in range(6):
-        run_case(subject.backend, _random_case(subject, draw), subject.device)
+def _check_compiles(subject: Subject, case: Case) -> str:
+    from attnlib.layer import Attention
+    from attnlib.warmup import warmup
+
+    spec, block = case.spec, case.block_size
+    limits = BatchLimits(max_num_reqs=16, max_num_tokens=12 + 48 * block, max_seq_len=40 * block)
+    layer = Attention(spec, backend=subject.backend, device=subject.device)
+    builder = subject.backend.make_builder(spec, subject.device, limits=limits)
+    cache = PagedKVCache.allocate(spec, 64, subject.device, case.layout)
+    warmup(layer, cache, limits, builder=builder)
     triton = sys.modules.get("triton")
     if triton is None:
         raise NotRun("this backend does not use Triton, and no other compiler offers a hook")
     compiled: list[str] = []
-    runtime = triton.knobs.runtime
+    runtime, draw = triton.knobs.runtime, random.Random(subject.seed)
     previous = runtime.jit_post_compile_hook
     runtime.jit_post_compile_hook = lambda *args, **kwargs: compiled.append(str(kwargs.get("repr", "a kernel")))
     try:
         for _ in range(_SWEEP):
-            run_case(subject.backend, _random_case(subject, draw), subject.device)
+            step = _random_case(subject, draw).step(subject.device, written=False)
+            metadata = builder.build(0, step.common())
+            layer.impl.write_kv(step.inputs.key, step.inputs.value, step.cache(), metadata.slot_mapping)
+            attend(layer.impl, step, metadata)
     finally:
         runtime.jit_post_compile_hook = previous
     if compiled:
@@ -59,7 +68,8 @@ def _check_compiles(subject: Subject) -> str:
 
 
 def _compiles(subject: Subject) -> Iterator[Check]:
-    yield Check("random-batches", lambda: _check_compiles(subject), subject.case())
+    case = subject.case()
+    yield Check("random-batches", lambda: _check_compiles(subject, case), case)
 
 
 def _check_syncs(subject: Subject, case: Case) -> str:
@@ -100,13 +110,15 @@ def _check_allocations(subject: Subject, case: Case) -> str:
 
 def _syncs(subject: Subject) -> Iterator[Check]:
     for batch in ("decode", "decode_long", "prefill", "mixed"):
-        case = subject.case(batch=batch)
+        # Only who lets a graph capture it has promised to neither wait nor allocate.
+        case = subject.case(batch=batch, cudagraph="UNIFORM_SINGLE_TOKEN_DECODE")
         yield Check(batch, lambda case=case: _check_syncs(subject, case), case)  # type: ignore[misc]
 
 
 def _allocations(subject: Subject) -> Iterator[Check]:
     for batch in ("decode", "decode_long", "prefill", "mixed"):
-        case = subject.case(batch=batch)
+        # Only who lets a graph capture it has promised to neither wait nor allocate.
+        case = subject.case(batch=batch, cudagraph="UNIFORM_SINGLE_TOKEN_DECODE")
         yield Check(batch, lambda case=case: _check_allocations(subject, case), case)  # type: ignore[misc]
 
 
