@@ -1,0 +1,112 @@
+"""The command itself: options, the three walks, the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnlib import env
+from attnlib.cache.allocator import BlockAllocator
+from attnlib.errors import ContractError
+from attnlib.selection import explain
+from attnlib.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from attnlib.cli.demo.model import Subject
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; 0 when every token and logit is what the model's own eager attention says, 1 when not, 2 when it cannot run."""
+    options = _parser().parse_args(argv)
+    if importlib.util.find_spec("transformers") is None:
+        print('attnlib demo runs a transformers model: pip install "attnlib[transformers]"', file=sys.stderr)
+        return 2
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    _interpret_if_asked(options.backend or env.read("ATTNLIB_BACKEND"), device)
+    return _demo(options, device)
+
+
+def _demo(options: argparse.Namespace, device: torch.device) -> int:
+    # Imported here: a run that interprets Triton has to say so before anything imports it.
+    from attnlib.cli.demo.model import prompts
+    from attnlib.cli.demo.scheduler import Request, Scheduler
+    from attnlib.cli.demo.serve import serve
+    from attnlib.cli.demo.verdict import judge
+    from attnlib.cli.demo.view import Progress, as_json, figures, show
+    from attnlib.integrations.transformers.paged_model import PagedModel
+
+    subject = _subject(options, device)
+    count = options.requests or (3 if options.tiny else 12)
+    new_tokens = options.max_new_tokens or (4 if options.tiny else 24)
+    requests = [Request(index, subject.encode(text), new_tokens) for index, text in enumerate(prompts(count, tiny=options.tiny))]
+    paged = PagedModel(subject.model, num_blocks=options.num_blocks, block_size=options.block_size, backend=options.backend)
+    budget = options.token_budget or (48 if options.tiny else 128)
+    scheduler = Scheduler(BlockAllocator(options.num_blocks, options.block_size), budget, options.max_num_reqs)
+    if not options.json:
+        print(f"{subject.name}, {str(next(subject.model.parameters()).dtype).removeprefix('torch.')} on {device}\n")
+        print(explain(_spec(subject, options), device, options.backend), end="\n\n")
+    served = serve(paged, scheduler, requests, Progress(requests, enabled=not options.json))
+    numbers, verdict = figures(paged, requests, served), judge(subject.model, requests, served.logits)
+    if options.json:
+        print(json.dumps(as_json(subject, requests, numbers, verdict), indent=2))
+    else:
+        show(subject, requests, numbers, verdict)
+    return 0 if verdict.passed else 1
+
+
+def _subject(options: argparse.Namespace, device: torch.device) -> Subject:
+    from attnlib.cli.demo.model import embedded, named
+
+    dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ContractError(f"--dtype {options.dtype} is no torch dtype; use float32, bfloat16 or float16")
+    if options.model:
+        return named(options.model, device, dtype)
+    return embedded(device, dtype, options.seed, tiny=options.tiny)
+
+
+def _spec(subject: Subject, options: argparse.Namespace) -> AttentionSpec:
+    """The spec of the model's full-attention layers, for the table; each layer's own is made when it is first called."""
+    config = subject.model.config.get_text_config()
+    heads = config.num_attention_heads
+    return AttentionSpec(
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        dtype=next(subject.model.parameters()).dtype,
+        block_size=options.block_size,
+    )
+
+
+def _interpret_if_asked(wish: str, device: torch.device) -> None:
+    """Triton named on a machine without a GPU means its interpreter: switch it on, and say so, before anything imports triton."""
+    if device.type == "cpu" and "triton" in wish.replace("-triton", "") and "TRITON_INTERPRET" not in os.environ and "triton" not in sys.modules:
+        os.environ["TRITON_INTERPRET"] = "1"
+        print("no GPU here: Triton's kernels run in its interpreter (TRITON_INTERPRET=1), which is slow; --tiny keeps it short", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="attnlib demo", description=__doc__)
+    parser.add_argument("--model", help="folder or name of a causal language model (default: a small decoder with seeded weights)")
+    parser.add_argument("--backend", help="as ATTNLIB_BACKEND")
+    parser.add_argument("--device", help="default: a GPU where there is one, else the CPU")
+    parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--requests", type=int, help="how many prompts (default 12; 3 with --tiny)")
+    parser.add_argument("--max-new-tokens", type=int, help="tokens to generate for each (default 24; 4 with --tiny)")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens in one cache block (default 16)")
+    parser.add_argument("--num-blocks", type=int, default=256, help="blocks in the cache (default 256)")
+    parser.add_argument("--token-budget", type=int, help="most tokens in one step (default 128; 48 with --tiny)")
+    parser.add_argument("--max-num-reqs", type=int, default=64, help="most requests in one step (default 64)")
+    parser.add_argument("--seed", type=int, default=0, help="of the default model's weights")
+    parser.add_argument("--tiny", action="store_true", help="a very small model and three short prompts")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser

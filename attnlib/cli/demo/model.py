@@ -1,0 +1,78 @@
+"""What the demo serves when no model is named: a small decoder with seeded weights, made on the spot, and prompts of bytes. Nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Subject", "embedded", "named", "prompts"]
+
+_PREFIX = "You are a patient assistant who answers in one short sentence and never invents a figure. "
+_QUESTIONS = (
+    "Why is the sky blue?",
+    "Name three uses of a paged cache.",
+    "How many keys does a window of four show to the tenth query, and which are they, counted from zero?",
+    "What is a block table?",
+    "Tell me a story about a scheduler that never let a running request wait for a prompt, and what happened when memory was short.",
+    "Hello!",
+    "Translate 'attention' into any language you like.",
+    "List the first eight prime numbers, then their sum, then the sum of their squares, each on a line of its own.",
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and its words.
+
+    Attributes:
+        name: for the report.
+        model: a causal language model of transformers, in eval mode.
+        encode, decode: text to token ids and back.
+    """
+
+    name: str
+    model: Any
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+
+
+def embedded(device: torch.device, dtype: torch.dtype, seed: int, *, tiny: bool) -> Subject:
+    """A Llama-shaped decoder with seeded random weights over bytes: what it says is noise, and the same noise every time."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    layers, hidden, heads, kv_heads = (2, 64, 4, 2) if tiny else (4, 256, 8, 2)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=4096,
+        attn_implementation="eager",
+        initializer_range=0.08,  # the default 0.02 leaves logits so flat that many tokens tie
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config).eval().to(device=device, dtype=dtype)
+    name = f"embedded decoder, {layers} layers, {heads}/{kv_heads} heads of {hidden // heads}, seed {seed}"
+    return Subject(name, model, lambda text: list(text.encode()), lambda ids: bytes(ids).decode("latin-1"))
+
+
+def named(path: str, device: torch.device, dtype: torch.dtype) -> Subject:
+    """Any causal language model that transformers can load, by folder or by name."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval().to(device)
+    return Subject(path, model, lambda text: list(tokenizer(text)["input_ids"]), lambda ids: str(tokenizer.decode(ids)))
+
+
+def prompts(count: int, *, tiny: bool) -> list[str]:
+    """Prompts of mixed lengths with a common beginning."""
+    prefix = _PREFIX[:35] if tiny else _PREFIX
+    questions = [question[:24] for question in _QUESTIONS] if tiny else _QUESTIONS
+    return [prefix + questions[index % len(questions)] * (1 + index // len(questions)) for index in range(count)]
