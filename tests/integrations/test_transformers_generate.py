@@ -10,7 +10,20 @@ import torch
 from attnlib.integrations.transformers import masks
 from attnlib.integrations.transformers.patterns import Pattern
 from attnlib.spec import Window
-from tests.integrations.tiny_models import DECODERS, bart, decoder, difference, generated, padded, prompts, t5, whisper
+from tests.integrations.tiny_models import (
+    DECODERS,
+    bart,
+    decoder,
+    deepseek_v3,
+    difference,
+    gemma3_with_images,
+    generated,
+    padded,
+    prompts,
+    run,
+    t5,
+    whisper,
+)
 
 TOKENS = {"torch": 10, "triton": 3}
 SIDES = {"left": (9, 5, 2), "right": (9, 7, 5)}
@@ -78,6 +91,24 @@ def test_a_prompt_in_two_pieces(name: str, backend: str) -> None:
         return torch.cat([first, m(ids[:, 6:], attention_mask=mask, past_key_values=cache).logits], dim=1)
 
     assert difference(model, in_pieces, mask) < 2e-5
+
+
+def test_values_smaller_than_keys(backend: str, tokens: int) -> None:
+    """P1: K and V of different head sizes, as multi-head latent attention expands them."""
+    model, batch = deepseek_v3(), padded(prompts(7, 4), "left")
+    assert torch.equal(generated(model, "attnlib", batch, tokens), generated(model, "eager", batch, tokens))
+
+
+def test_image_tokens_see_each_other(backend: str, tokens: int) -> None:
+    """Gemma 3 with images: spans that are visible both ways, in the prompt and behind it."""
+    ids = torch.tensor([[5, 61, 60, 60, 60, 60, 62, 7, 8], [9, 10, 61, 60, 60, 60, 60, 62, 3]])
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
+    model, spans = gemma3_with_images(), {"token_type_ids": (ids == 60).long()}
+    assert difference(model, lambda m: m(**batch, **spans).logits) < 2e-5
+    seen, unseen = (run(model, "attnlib", lambda m, t=types: m(**batch, token_type_ids=t).logits) for types in (spans["token_type_ids"], ids * 0))
+    assert float((seen - unseen).abs().max()) > 1e-2
+    assert torch.equal(generated(model, "attnlib", {**batch, **spans}, tokens), generated(model, "eager", {**batch, **spans}, tokens))
 
 
 def test_cross_attention_of_bart(backend: str, tokens: int) -> None:

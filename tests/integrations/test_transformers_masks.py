@@ -69,6 +69,18 @@ def test_packed_sequences_do_not_see_each_other(name: str, backend: str, routes:
     assert float((run(model, "attnlib", call) - whole).abs().max()) > 1e-2
 
 
+def test_packed_sequences_told_by_the_caller(routes: list[str | None]) -> None:
+    """cu_seq_lens_q, the FlashAttention keyword, says the same as position_ids, also where a cache keeps transformers from looking at those."""
+    ids, positions = torch.tensor(prompts(9)), torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2]])
+    starts, model = torch.tensor([0, 4, 6, 9], dtype=torch.int32), decoder("mistral")
+    expected = run(model, "eager", lambda m: m(ids, position_ids=positions, use_cache=False).logits)
+    found = run(model, "attnlib", lambda m: m(ids, position_ids=positions, cu_seq_lens_q=starts).logits)
+    assert float((found - expected).abs().max()) < 2e-5
+    assert set(routes) == {"unpaged"}
+    with pytest.raises(ContractError, match=r"cu_seq_lens_q=\[0, 4, 6, 8\].*rise from 0 to the length"):
+        run(model, "attnlib", lambda m: m(ids, position_ids=positions, cu_seq_lens_q=starts.clamp(max=8)))
+
+
 @pytest.mark.parametrize("as_float", [True, False])
 def test_a_users_own_mask_is_honoured(as_float: bool, backend: str) -> None:
     """A 4-D mask, bool or added, that no padding could say."""

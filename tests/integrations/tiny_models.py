@@ -99,6 +99,45 @@ def t5() -> Any:
     return randomized(hf.T5ForConditionalGeneration(config))
 
 
+def deepseek_v3() -> Any:
+    """A decoder whose values are smaller than its keys."""
+    config = hf.DeepseekV3Config(
+        **{**_SIZES, "num_key_value_heads": 4},
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+    )
+    return randomized(hf.DeepseekV3ForCausalLM(config))
+
+
+def gemma3_with_images() -> Any:
+    """A decoder whose image tokens see each other both ways; token 60 stands for an image's."""
+    text = {key: value for key, value in _SIZES.items() if key != "tie_word_embeddings"}
+    config = hf.Gemma3Config(
+        text_config={**text, "head_dim": 8, "sliding_window": WINDOW, "layer_types": _LAYERS},
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "image_size": 16,
+            "patch_size": 4,
+        },
+        mm_tokens_per_image=4,
+        image_token_index=60,
+        boi_token_index=61,
+        eoi_token_index=62,
+    )
+    return randomized(hf.Gemma3ForConditionalGeneration(config))
+
+
 def randomized(model: Any, seed: int = 1) -> Any:
     """The model in evaluation mode with wide random weights, float32."""
     generator = torch.Generator().manual_seed(seed)

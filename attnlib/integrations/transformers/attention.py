@@ -59,14 +59,15 @@ def attnlib_attention(
     if kwargs.get("attnlib_step") is not None:
         from attnlib.integrations.transformers.paged_model import attend
 
-        return attend(module, query, key, value, kwargs.pop("attnlib_step"), scaling=scale, **kwargs)
+        result: tuple[torch.Tensor, torch.Tensor | None] = attend(module, query, key, value, kwargs.pop("attnlib_step"), scaling=scale, **kwargs)
+        return result
     _refuse(module, (query, key, value), dropout, kwargs)
     with torch.no_grad():
         call = _call(module, query, key, value, scale, kwargs)
         if kwargs.get("cache") is not None and kwargs.get("write_index") is not None:
             return attend_continuous(call, kwargs["cache"], kwargs), None
         bias = kwargs.get("position_bias")
-        out = attend_plain(call, attention_mask, bias)
+        out = attend_plain(call, attention_mask, bias, kwargs)
         weights = _weights(call, attention_mask, bias) if kwargs.get("output_attentions") else None
     if torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value)):
         out = _InferenceOnly.apply(out, query, key, value)  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -160,7 +160,7 @@ class StepMask:
 
     def _evaluated_pattern(self) -> torch.Tensor:
         """The mask of a module that let transformers describe none: causal or not, its window, and padding."""
-        assert self.pattern is not None and self.pattern.is_plain  # a description is missing only there
+        assert self.pattern is not None and self.pattern.chunk is None  # a description is missing only there
         query = torch.arange(self.q_length, device=self.device)[:, None] + self.q_offset - self.kv_offset
         distance = torch.arange(self.kv_length, device=self.device) - query
         left, right = self.pattern.window
@@ -170,6 +170,9 @@ class StepMask:
         keys[:, self.width :] = False
         if padding is not None:
             keys[:, : self.width] = padding
+        if self.pattern.segments is not None:
+            segments = self.pattern.segments.to(self.device)
+            visible = visible & (segments[:, None, :, None] == segments[:, None, None, :])
         return visible & keys[:, None, None, :]
 
 

@@ -21,6 +21,7 @@ from attnlib.errors import ContractError
 from attnlib.integrations.transformers.dense import attend_dense
 from attnlib.integrations.transformers.layers import Call, builder_for, layer_for
 from attnlib.integrations.transformers.masks import Rows, StepMask, read_mask
+from attnlib.integrations.transformers.packing import segment_lengths, with_callers_segments
 from attnlib.integrations.transformers.pages import token_pages, token_table
 from attnlib.integrations.transformers.patterns import Pattern
 from attnlib.layer import Attention
@@ -41,13 +42,14 @@ class _Plan:
     queries: torch.Tensor | None
 
 
-def attend_plain(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+def attend_plain(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor:
     """Attention over keys that are all there, `[B, T, Hq, Dv]`; rows of padding queries are 0.
 
     Args:
         call: the call.
         mask: what `attnlib_mask` made, a padding mask `[B, S]` (True or non-zero for tokens), or a mask `[B or 1, Hq or 1, T, S]` (bool, or added).
         bias: `[B or 1, Hq or 1, T, S]` added to the scores, or None.
+        kwargs: what else the model passed on; `cu_seq_lens_q` may pack sequences.
 
     Raises:
         ContractError: the mask does not fit queries and keys.
@@ -59,7 +61,7 @@ def attend_plain(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | Non
     if step is None:
         step = mask_of(call, mask)
     step.check(call.query, call.key)
-    step = _without_window(step)
+    step = _without_window(with_callers_segments(step, kwargs))
     route = None if bias is not None else _route(step)
     if route is None:
         return attend_dense(call, step.dense(), bias)
@@ -190,7 +192,7 @@ def _unpaged_plan(layer: Attention, step: StepMask, device: torch.device) -> _Pl
     rows, taken = step.rows(), None
     assert step.pattern is not None  # see _route
     if step.pattern.segments is not None:
-        lengths = _segment_lengths(step.pattern.segments, step.batch_size)
+        lengths = segment_lengths(step.pattern.segments, step.batch_size)
     elif rows is None:
         lengths = [step.q_length] * step.batch_size
     else:
@@ -202,15 +204,6 @@ def _unpaged_plan(layer: Attention, step: StepMask, device: torch.device) -> _Pl
 def _taken(queries: np.ndarray, device: torch.device) -> torch.Tensor | None:
     """Where the marked queries lie among the B * T; None when all are marked."""
     return None if bool(queries.all()) else torch.from_numpy(np.flatnonzero(queries)).to(device, non_blocking=True)
-
-
-def _segment_lengths(segments: torch.Tensor, batch_size: int) -> list[int]:
-    """Tokens of each packed sequence, row after row; no sequence crosses a row."""
-    lengths: list[int] = []
-    for row in segments.expand(batch_size, -1).cpu().numpy():
-        ends = np.flatnonzero(np.diff(row)) + 1
-        lengths += np.diff([0, *ends, len(row)]).tolist()
-    return lengths
 
 
 def _packed(states: torch.Tensor, taken: torch.Tensor | None) -> torch.Tensor:
