@@ -30,7 +30,7 @@ def attend_dense(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | Non
 
     Args:
         call: the call; its window and causality are not applied: the mask says everything.
-        mask: `[B or 1, Hq or 1, T, S]`, bool (True where visible) or added to the scores; None for none. Keys past a longer S are cut off it.
+        mask: `[B or 1, Hq or 1, T, S]`, bool (True where visible) or added to the scores; None for none. One that is longer than S is cut.
         bias: `[B or 1, Hq or 1, T, S]` added to the scores, or None.
 
     Raises:
