@@ -7,8 +7,8 @@
     model.generate_batch(prompts)         # continuous batching over the paged cache, natively
 
 In comes one call per layer, in transformers' shapes; out goes a call of an attnlib `Attention`. `registration` is the door, `attention` the
-function behind it, `masks` and `patterns` say what is visible (`packing`: in packed rows), `plain`, `continuous` and `dense` are the three ways through, `layers` keeps what
-belongs to a module. transformers 5.17 and later.
+function behind it, `masks` and `patterns` say what is visible (`packing`: in packed rows), `plain`, `continuous` and `dense` are the three ways
+through, `pages` and `storage` show transformers' memory as a paged cache, `layers` keeps what belongs to a module. transformers 5.17 and later.
 """
 
 from __future__ import annotations
