@@ -86,6 +86,7 @@ class Capabilities:
         cudagraph: the most that a CUDA graph can hold.
         needs_finite_cache: unused cache elements must be finite (P5); allocation zero-fills, `explain` says so.
         deterministic: the same call twice gives the same bits (M8).
+        allocates_in_forward: its kernels take scratch memory from torch's allocator at every call, which no declaration of bytes can prevent.
     """
 
     devices: tuple[str, ...] = NOT_STATED
@@ -114,6 +115,7 @@ class Capabilities:
     cudagraph: CudaGraphSupport = NOT_STATED
     needs_finite_cache: bool = False
     deterministic: bool = True
+    allocates_in_forward: bool = False
 
     def stated(self) -> dict[str, Any]:
         """The fields that were stated, by name."""

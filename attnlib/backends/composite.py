@@ -249,6 +249,7 @@ def _common(prefill: Backend, decode: Backend) -> Capabilities:
         min_capability=max((c for c in (mine.min_capability, other.min_capability) if c), default=None),
         max_capability=min((c for c in (mine.max_capability, other.max_capability) if c), default=None),
         needs_finite_cache=mine.needs_finite_cache or other.needs_finite_cache,
+        allocates_in_forward=mine.allocates_in_forward or other.allocates_in_forward,
         batch_invariant=False,
         cudagraph=min(mine.cudagraph or CudaGraphSupport.NEVER, other.cudagraph or CudaGraphSupport.NEVER),
     )

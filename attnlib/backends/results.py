@@ -59,9 +59,9 @@ def store_lse(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def mark_empty_rows(lse_base2: torch.Tensor, target: torch.Tensor, floor: float) -> None:
-    """Copy a base-2 LSE `[T, Hq]` to `target` in natural log; values at or below `floor` stand for "no key" and become -inf."""
+    """Copy a base-2 LSE `[T, Hq]` to `target` (which may be the same) in natural log; at or below `floor` it stands for "no key": -inf (M5)."""
     torch.mul(lse_base2, LOG_2, out=target)
-    target.masked_fill_(lse_base2 <= floor, -math.inf)
+    torch.threshold_(target, floor * LOG_2, -math.inf)  # the one way to do this without a temporary
 
 
 def apply_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:

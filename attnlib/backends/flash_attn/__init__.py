@@ -54,6 +54,7 @@ class FlashAttnBackend(AttentionBackend):
         batch_invariant=False,
         cudagraph=CudaGraphSupport.UNIFORM_BATCH,
         needs_finite_cache=True,  # FlashAttention 3 and 4; one cache serves whichever is chosen
+        allocates_in_forward=True,  # the LSE and the partial results of split keys
     )
 
     @staticmethod

@@ -53,6 +53,7 @@ def capabilities_of(kernel: FlashKernel) -> Capabilities:
         batch_invariant=False,
         cudagraph=CudaGraphSupport.UNIFORM_BATCH,
         needs_finite_cache=version in (3, 4),
+        allocates_in_forward=True,
     )
 
 

@@ -46,7 +46,7 @@ class FlashInferImpl(AttentionImpl):
         for plans, rows in ((metadata.decode_plans, slice(0, split)), (metadata.prefill_plans, slice(split, end))):
             part_lse = None if lse is None else lse[rows]
             if plans:
-                self._run(self._plan(plans), query[rows], cache, output[rows], part_lse)
+                self._run(self._plan(plans), query[rows], cache, output[rows], part_lse, metadata.scratch)
             elif rows.start < rows.stop:
                 fill_empty(output[rows], part_lse, self.sinks)
         clear_rows(output, lse, metadata.query_start_loc, None if is_capturing(output) else metadata.live_tokens)
@@ -63,15 +63,13 @@ class FlashInferImpl(AttentionImpl):
         return lease.wrapper
 
     def _run(
-        self, wrapper: Any, query: torch.Tensor, cache: PagedKVCache, output: torch.Tensor, lse: torch.Tensor | None
+        self, wrapper: Any, query: torch.Tensor, cache: PagedKVCache, output: torch.Tensor, lse: torch.Tensor | None, scratch: torch.Tensor
     ) -> None:
         _check_strides(cache, self.prefix)
         k_scale, v_scale = cache.k_scale, cache.v_scale
         if isinstance(k_scale, torch.Tensor):  # its value is on the device; as part of the query it need not be read back
             query = (query.float() * k_scale).to(query.dtype)
-        packed = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
-        wants_lse = lse is not None or self.sinks is not None
-        base2 = torch.empty(output.shape[:2], dtype=torch.float32, device=output.device) if wants_lse else None
+        packed, kernel_lse = _packed(output, lse, scratch, wants_lse=lse is not None or self.sinks is not None)
         wrapper.run(
             q=query,
             paged_kv_cache=(cache.key_cache, cache.value_cache),
@@ -79,18 +77,33 @@ class FlashInferImpl(AttentionImpl):
             k_scale=k_scale if isinstance(k_scale, float) else None,
             v_scale=v_scale if isinstance(v_scale, float) else None,
             out=packed,
-            lse=base2,
-            return_lse=wants_lse,
+            lse=kernel_lse,
+            return_lse=kernel_lse is not None,
         )
         if isinstance(v_scale, torch.Tensor):
             packed.mul_(v_scale)
-        if base2 is not None:
-            target = torch.empty_like(base2) if lse is None else lse
-            mark_empty_rows(base2, target, _NO_KEY)
+        if kernel_lse is not None:
+            target = kernel_lse if lse is None else lse
+            mark_empty_rows(kernel_lse, target, _NO_KEY)
             if self.sinks is not None:
                 apply_sinks(packed, target, self.sinks)
         if packed is not output:
             output.copy_(packed)
+
+
+def _packed(
+    output: torch.Tensor, lse: torch.Tensor | None, scratch: torch.Tensor, *, wants_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Where the kernel writes: the caller's own tensors where they are packed, else views of the scratch memory."""
+    rows, heads, size = output.shape
+    end = rows * heads * size * output.element_size()
+    packed = output if output.is_contiguous() else scratch[:end].view(output.dtype).view(output.shape)
+    if not wants_lse:
+        return packed, None
+    if lse is not None and lse.is_contiguous():
+        return packed, lse
+    start = -(-end // 256) * 256
+    return packed, scratch[start : start + rows * heads * 4].view(torch.float32).view(rows, heads)
 
 
 def _check_strides(cache: PagedKVCache, prefix: str) -> None:

@@ -23,7 +23,7 @@ from attnlib.metadata.parameters import PerLayerParameters, group_layers
 from attnlib.spec import AttentionSpec, CudaGraphSupport
 from attnlib.workspace import Workspace
 
-__all__ = ["FlashInferMetadata", "FlashInferMetadataBuilder", "plan_key"]
+__all__ = ["FlashInferMetadata", "FlashInferMetadataBuilder", "plan_key", "scratch_bytes"]
 
 _MIB = 1024 * 1024
 
@@ -42,12 +42,14 @@ class FlashInferMetadata(PagedMetadata):
         decode_plans: key -> planned decode wrapper for the first `num_decode_tokens` rows; empty when there are none.
         prefill_plans: key -> planned prefill wrapper for the rows behind them.
         common: the batch it was built from, to plan again with other blocks.
+        scratch: bytes on the device for one layer's packed output and LSE; layers take turns.
     """
 
     live_tokens: int | None
     decode_plans: Mapping[PlanKey, Lease] = field(default_factory=dict)
     prefill_plans: Mapping[PlanKey, Lease] = field(default_factory=dict)
     common: CommonAttentionMetadata
+    scratch: torch.Tensor
 
 
 class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
@@ -72,13 +74,15 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         self._keys = self._plan_keys()
         self._workspace = Workspace(self.device, self._declared_bytes(), fixed=True)
         self._workspace.reserve(0).zero_()  # the decode wrapper counts on zeros in its first use
+        most = scratch_bytes(spec, self.limits.max_num_tokens) if self.limits else 0
+        self._scratch = Workspace(self.device, most, fixed=self.limits is not None)
         self._pools: dict[str, WrapperPool] = {}
         self._graphs: dict[tuple[int, int], dict[PlanKey, Lease]] = {}
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes of scratch memory held, apart from 8 MiB on the device and 8 MiB pinned for each plan in flight."""
-        return self._workspace.num_bytes
+        return self._workspace.num_bytes + self._scratch.num_bytes
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> FlashInferMetadata:
         """The batch, planned."""
@@ -119,7 +123,8 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             num_prefill_tokens=common.num_actual_tokens - min(decodes, common.num_actual_tokens),
             max_decode_query_len=1,
         )
-        metadata = FlashInferMetadata(**fields, live_tokens=int(common.query_start_loc_cpu[-1]), common=common)
+        scratch = self._scratch.reserve(scratch_bytes(self.spec, common.num_actual_tokens))
+        metadata = FlashInferMetadata(**fields, live_tokens=int(common.query_start_loc_cpu[-1]), common=common, scratch=scratch)
         # A request without new tokens has no row to compute, whatever its length.
         lengths = np.where(common.query_lens_cpu.numpy() > 0, common.seq_lens_cpu.numpy(), 0).astype(np.int32)
         if decodes and common.max_seq_len:
@@ -254,6 +259,12 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         tile = next((rows for rows in (16, 64) if spec.group_size <= rows), 128)
         captured = 2 * (self.limits.max_num_reqs if self.limits else 0) * tile
         return max(128 * _MIB, per_row * max(split_tiles, captured) + 16 * _MIB)
+
+
+def scratch_bytes(spec: AttentionSpec, num_tokens: int) -> int:
+    """Bytes for one layer's output, packed, and its LSE, float32, each from a multiple of 256 on."""
+    rows = num_tokens * spec.num_heads
+    return -(-rows * spec.head_size_v * spec.dtype.itemsize // 256) * 256 + rows * 4
 
 
 def _graph_id(common: CommonAttentionMetadata) -> tuple[int, int]:

@@ -17,7 +17,7 @@ import torch
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.testing.case import Case
-from attnlib.testing.outcome import NotRun
+from attnlib.testing.outcome import NotRun, Refused
 from attnlib.testing.probe import Check, Probe
 from attnlib.testing.runner import attend, make_impl, run_case
 from attnlib.testing.subject import Subject
@@ -94,6 +94,8 @@ def _check_syncs(subject: Subject, case: Case) -> str:
 
 
 def _check_allocations(subject: Subject, case: Case) -> str:
+    if subject.backend.capabilities.allocates_in_forward:
+        raise Refused(["allocates_in_forward is declared: its kernels take scratch memory from torch's allocator at every call"])
     step = case.step(subject.device)
     metadata = subject.backend.make_builder(step.spec, subject.device).build(0, step.common())
     impl = make_impl(subject.backend, step)
