@@ -4,8 +4,7 @@ Run it as a program and it sits the exam:
 
     python examples/one_file_backend.py
 
-It is meant to be read and copied. Three small classes and a declaration are all that a backend is; what the declaration
-leaves out is refused by selection before anything runs, so a small backend is an honest one.
+It is meant to be read and copied: three small classes and a declaration are all that a backend is.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from attnlib import (
     AttentionType,
     Capabilities,
     CommonAttentionMetadata,
-    CudaGraphSupport,
     MaskKind,
     PagedKVCache,
 )
@@ -40,13 +38,11 @@ class LoopMetadata(AttentionMetadata):
 
     @property
     def prefill_metadata(self) -> LoopMetadata | None:
-        """Everything goes one way here."""
-        return self
+        return self  # everything goes one way here
 
     @property
     def decode_metadata(self) -> LoopMetadata | None:
-        """Nothing goes the other."""
-        return None
+        return None  # and nothing the other
 
 
 class LoopBuilder(AttentionMetadataBuilder[LoopMetadata]):
@@ -115,14 +111,13 @@ class LoopImpl(AttentionImpl):
 
 
 class OneFileBackend(AttentionBackend):
-    """The three of them together, and what they can do."""
+    """The three of them together, and what they can do; whatever is not stated is refused."""
 
     description = "one request at a time, in plain torch"
     capabilities = Capabilities(
         devices=("cpu", "cuda"),
         dtypes=(torch.float32, torch.bfloat16, torch.float16),
         kv_cache_dtypes=(torch.float32, torch.bfloat16, torch.float16),
-        kv_scale_kinds=(),
         head_sizes=Sizes(1),
         head_size_v_may_differ=True,
         block_sizes=Sizes(1),
@@ -131,15 +126,9 @@ class OneFileBackend(AttentionBackend):
         attn_types=(AttentionType.DECODER,),
         mask_kinds=(MaskKind.CAUSAL,),
         sliding_window=True,
-        attention_chunks=False,
         logits_soft_cap=True,
-        alibi=False,
-        sink=False,
-        mla=False,
         lse=True,
         kv_sharing=True,
-        batch_invariant=False,
-        cudagraph=CudaGraphSupport.NEVER,
     )
 
     @staticmethod

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -108,9 +109,7 @@ def make_inputs(
         write_slots(cache.key, [slots[row] for row in kept], key[kept], _cpu(k_scale))
         if layout != "ALIASED":
             write_slots(cache.value, [slots[row] for row in kept], value[kept], _cpu(v_scale))
-    starts = [0]
-    for query_len in batch.query_lens:
-        starts.append(starts[-1] + query_len)
+    starts = [0, *accumulate(batch.query_lens)]
     out = _strided_out(batch, dims, poison)
     if contiguous:
         query, key, value, out = query.contiguous(), key.contiguous(), value.contiguous(), out.contiguous()

@@ -6,7 +6,7 @@ the journey. The file holds tensors and plain values only (`torch.load(..., weig
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -98,55 +98,54 @@ def capture_call(
     """
     query_lens, seq_lens, table = _lengths(metadata)
     batch = BatchSpec(tuple(query_lens), tuple(seq_lens), max(query.shape[0] - sum(query_lens), 0))
-    block_size = cache.block_size
-    rows = [table[r, : -(-seq_len // block_size)].tolist() for r, seq_len in enumerate(seq_lens)]
-    touched = sorted({block for row in rows for block in row})
-    renumber = {block: index for index, block in enumerate(touched)}
+    placement, touched = _renumbered(table, seq_lens, cache.block_size)
     pages = torch.tensor(touched, dtype=torch.long, device=cache.device)
-    views = CacheViews(*thaw_pair(freeze_pair(cache.key_cache, cache.value_cache, pages), query.device), (), "NHD")
-    blocks = tuple(tuple(renumber[block] for block in row) for row in rows)
-    width = max((len(row) for row in blocks), default=0)
-    dense = torch.tensor([[*row, *[-1] * (width - len(row))] for row in blocks], dtype=torch.int32)
-    dense = dense.view(len(blocks), width)
-    placement = Placement(blocks, len(touched), dense)
     slots = [
         slot
         for r, (q, s) in enumerate(zip(query_lens, seq_lens, strict=True))
-        for slot in ([-1] * max(q - s, 0) + placement.slots(r, max(s - q, 0), s, block_size))
+        for slot in ([-1] * max(q - s, 0) + placement.slots(r, max(s - q, 0), s, cache.block_size))
     ]
     case = case_of(spec, batch)
-    left, right = case.terms("cpu").window
-    causal = getattr(metadata, "causal", None)
-    bias = getattr(metadata, "query_bias", None)
+    device, kv_heads = query.device, spec.num_kv_heads
     inputs = StepInputs(
         batch=batch,
         dims=case.dimensions,
         placement=placement,
         seed=0,
         written=written,
-        query=thaw(freeze(query), query.device),
-        key=thaw(freeze(query[:, : spec.num_kv_heads] if key is None else key), query.device),
-        value=thaw(freeze(query[:, : spec.num_kv_heads, : spec.head_size_v] if value is None else value), query.device),
+        query=thaw(freeze(query), device),
+        key=thaw(freeze(query[:, :kv_heads] if key is None else key), device),
+        value=thaw(freeze(query[:, :kv_heads, : spec.head_size_v] if value is None else value), device),
         out=query.new_full((query.shape[0], spec.num_heads, spec.head_size_v), float("nan")),
-        cache=views,
-        block_table=dense.to(query.device),
+        cache=CacheViews(*thaw_pair(freeze_pair(cache.key_cache, cache.value_cache, pages), device), (), "NHD"),
+        block_table=placement.block_table.to(device),
         query_start_loc=metadata.query_start_loc.clone(),
         seq_lens=metadata.seq_lens.clone(),
-        slot_mapping=torch.tensor([*slots, *[-1] * batch.padding_tokens], dtype=torch.int64, device=query.device),
+        slot_mapping=torch.tensor([*slots, *[-1] * batch.padding_tokens], dtype=torch.int64, device=device),
     )
-    terms = Terms(
+    causal = getattr(metadata, "causal", None)
+    terms = replace(
+        case.terms(device),
         scale=scale,
         causal=spec.is_causal if causal is None else causal,
-        window=(left, right),
-        attention_chunk_size=spec.attention_chunk_size or 0,
-        logits_soft_cap=spec.logits_soft_cap or 0.0,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
-        query_bias=bias,
+        query_bias=getattr(metadata, "query_bias", None),
         k_scale=cache.k_scale,
         v_scale=cache.v_scale,
     )
     return Step(case, spec, inputs, terms)
+
+
+def _renumbered(table: torch.Tensor, seq_lens: list[int], block_size: int) -> tuple[Placement, list[int]]:
+    """The touched blocks counted from 0, and which blocks of the pool they were."""
+    rows = [table[r, : -(-seq_len // block_size)].tolist() for r, seq_len in enumerate(seq_lens)]
+    touched = sorted({block for row in rows for block in row})
+    index = {block: number for number, block in enumerate(touched)}
+    blocks = tuple(tuple(index[block] for block in row) for row in rows)
+    width = max((len(row) for row in blocks), default=0)
+    dense = torch.tensor([[*row, *[-1] * (width - len(row))] for row in blocks], dtype=torch.int32)
+    return Placement(blocks, len(touched), dense.view(len(blocks), width)), touched
 
 
 def _plain(value: Any) -> Any:

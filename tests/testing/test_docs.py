@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from attnlib.capabilities import Capabilities
+from attnlib.testing.conformance import run_conformance
 from attnlib.testing.probes import PROBES
-from tests.testing.toy_backend import ToyBackend
+from tests.testing.toy_backend import ToyBackend, toy_with
+from tests.testing.wrong_backends import OffByOneWindow
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -29,6 +31,14 @@ def test_the_case_built_by_hand_runs(capsys: pytest.CaptureFixture[str]) -> None
     (block,) = [block for block in _python_blocks("test-your-backend.md") if "Case(" in block]
     exec(block, {"MyBackend": ToyBackend})
     assert capsys.readouterr().out == "within budget\n"
+
+
+def test_the_failure_shown_is_a_real_one() -> None:
+    backend = toy_with(OffByOneWindow)
+    report = run_conformance(backend, device="cpu", only="W2/window-2-decode", against=[], label="my_backend")
+    shown = re.search(r"```text\n(FAIL .*?)```", (DOCS / "test-your-backend.md").read_text(), re.DOTALL)
+    assert shown is not None
+    assert shown[1] in f"{report}\n"
 
 
 def test_the_suite_class_of_the_guide_is_a_suite() -> None:

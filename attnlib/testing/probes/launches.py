@@ -95,7 +95,9 @@ def _check_syncs(subject: Subject, case: Case) -> str:
 
 def _check_allocations(subject: Subject, case: Case) -> str:
     if subject.backend.capabilities.allocates_in_forward:
-        raise Refused(["allocates_in_forward is declared: its kernels take scratch memory from torch's allocator at every call"])
+        raise Refused(
+            ["allocates_in_forward is declared: its kernels take scratch memory from torch's allocator at every call"]
+        )
     step = case.step(subject.device)
     metadata = subject.backend.make_builder(step.spec, subject.device).build(0, step.common())
     impl = make_impl(subject.backend, step)
