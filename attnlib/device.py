@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -49,9 +50,12 @@ class DeviceInfo:
 
 
 def resolve_device(device: torch.device | str | DeviceInfo | None) -> DeviceInfo:
-    """Facts about `device`; None means a GPU where torch sees one, else the CPU."""
+    """Facts about `device`; None means a GPU where torch sees one, else the CPU. "sm_90" stands for an NVIDIA GPU of that kind that is not here."""
     if isinstance(device, DeviceInfo):
         return device
+    imagined = re.fullmatch(r"sm_?(\d+)(\d)a?", device) if isinstance(device, str) else None
+    if imagined:
+        return DeviceInfo("cuda", 0, (int(imagined[1]), int(imagined[2])), name="imagined", imagined=True)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from attnlib.cli.hf_config import specs_from_config
-from attnlib.device import DeviceInfo, resolve_device
+from attnlib.device import resolve_device
 from attnlib.errors import ContractError
 from attnlib.selection import explain
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
@@ -25,7 +24,7 @@ _SWITCHES = ("has_alibi", "has_sink", "use_mla", "needs_lse", "kv_sharing", "bat
 def main(argv: Sequence[str] | None = None) -> int:
     """Print one table for each kind of layer; 1 when some kind gets no backend."""
     options = _parser().parse_args(argv)
-    device = _device(options.device)
+    device = resolve_device(options.device)
     fields = _fields(options)
     if options.config:
         specs = specs_from_config(options.config, **fields)
@@ -70,9 +69,3 @@ def _fields(options: argparse.Namespace) -> dict[str, Any]:
         fields["dtype"] = dtype
     return fields
 
-
-def _device(text: str | None) -> DeviceInfo:
-    imagined = re.fullmatch(r"sm_?(\d+)(\d)a?", text or "")
-    if imagined:
-        return DeviceInfo("cuda", 0, (int(imagined[1]), int(imagined[2])), name="imagined", imagined=True)
-    return resolve_device(text)

@@ -87,7 +87,7 @@ def test_the_demo_on_torch(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 
 
 def test_the_demo_as_json_with_preemptions(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--tiny", "--device", "cpu", "--json", "--num-blocks", "10", "--block-size", "8", "--max-new-tokens", "20"]
+    arguments = ["--tiny", "--device", "cpu", "--json", "--num-blocks", "11", "--block-size", "8", "--max-new-tokens", "20"]
     assert main(["demo", *arguments]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["verdict"]["passed"] and result["verdict"]["tokens"] == 60 and result["preemptions"] > 0
