@@ -101,10 +101,16 @@ def attention_values(
     bias, lse, out = options.query_bias, options.lse, options.out
     if as_bytes:
         key, value = key.view(torch.uint8), value.view(torch.uint8)
+    k_scale, v_scale = options.k_scale, options.v_scale
+    for name, rows in (("lse", lse), ("query_bias", bias)):
+        if rows is not None and rows.stride(1) != 1:
+            raise ContractError(f"{name} has last stride {rows.stride(1)}; make its last dimension dense")
     qs, ks, vs, os = query.stride(), key.stride(), value.stride(), out.stride()
     return (
         query, key, value, out, lse, starts, seq_lens, flags, options.alibi_slopes, options.sinks, bias,
-        options.k_scale, options.v_scale, options.scale, options.logits_soft_cap,
+        k_scale if isinstance(k_scale, Tensor) else float(k_scale),
+        v_scale if isinstance(v_scale, Tensor) else float(v_scale),
+        float(options.scale), float(options.logits_soft_cap),
         min(left, _UNBOUNDED), min(right, _UNBOUNDED), min(options.attention_chunk_size, _UNBOUNDED),
         starts.shape[0] - 1, query.shape[0], qs[0], qs[1], ks[0], ks[-3], ks[-2], vs[0], vs[-3], vs[-2], os[0], os[1],
         0 if lse is None else lse.stride(0), 0 if bias is None else bias.stride(0),

@@ -54,9 +54,7 @@ class DeviceLimits:
         return "async" if self.capability[0] in (9, 10, 11) else "sync"
 
 
-INTERPRETER_LIMITS = DeviceLimits(
-    num_sms=4, shared_memory=99 * 1024, shared_memory_per_sm=100 * 1024, capability=(0, 0), has_fp8=False
-)
+INTERPRETER_LIMITS = DeviceLimits(num_sms=4, shared_memory=99 * 1024, shared_memory_per_sm=100 * 1024, capability=(0, 0), has_fp8=False)
 
 
 def limits_of(tensor: Tensor) -> DeviceLimits:

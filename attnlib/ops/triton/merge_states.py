@@ -50,9 +50,7 @@ def _merge_states_kernel(out_a, lse_a, out_b, lse_b, out, lse, num_heads, stride
         tl.store(lse + token * stride_lo + head, merged, mask=live)
 
 
-def merge_states(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor | None = None
-) -> None:
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
     """Merge attention over keys A with attention over keys B.
 
     Args:

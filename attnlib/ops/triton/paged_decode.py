@@ -246,9 +246,7 @@ def _plan(
 
 
 @functools.lru_cache(maxsize=1024)
-def _constants(
-    signature: Signature, max_query_len: int, split: bool, balanced: bool
-) -> tuple[DecodePlan, dict[str, Any]]:
+def _constants(signature: Signature, max_query_len: int, split: bool, balanced: bool) -> tuple[DecodePlan, dict[str, Any]]:
     """The plan of a launch and every named argument of its kernel."""
     shared = attention_constants(signature)
     _, num_heads, head_size = signature.query_shape
@@ -373,9 +371,7 @@ def paged_decode(
             )  # fmt: skip
 
 
-def _partials(
-    workspace: Tensor | None, num_tokens: int, num_heads: int, head_size_v: int, num_splits: int, device: torch.device
-) -> Tensor | None:
+def _partials(workspace: Tensor | None, num_tokens: int, num_heads: int, head_size_v: int, num_splits: int, device: torch.device) -> Tensor | None:
     """The float32 workspace, checked or made; None when one split needs none."""
     need = paged_decode_workspace_bytes(num_tokens, num_heads, head_size_v, num_splits)
     if need == 0:

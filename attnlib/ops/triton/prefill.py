@@ -57,9 +57,7 @@ def _prefill_kernel(query, key, value, out, lse, query_start_loc, seq_lens, caus
 
     if request == num_reqs:
         # Rows after the last request (M6): zero, whatever lay there.
-        token, head, valid = pack_rows(
-            first_token, num_tokens - start, head_offset, GROUP, TILE_HEADS, TILE_TOKENS, BLOCK_M
-        )
+        token, head, valid = pack_rows(first_token, num_tokens - start, head_offset, GROUP, TILE_HEADS, TILE_TOKENS, BLOCK_M)
         head = kv_head * GROUP + head
         token64 = (start + token).to(tl.int64)
         nothing = tl.zeros([BLOCK_M], tl.float32)

@@ -21,9 +21,7 @@ _WAVES = 4
 """How many times over the grid may fill the chip when lengths are ragged; programs without work leave at once."""
 
 
-def visible_bound(
-    max_query_len: int, max_seq_len: int, window: tuple[int, int], causal: bool, attention_chunk_size: int
-) -> int:
+def visible_bound(max_query_len: int, max_seq_len: int, window: tuple[int, int], causal: bool, attention_chunk_size: int) -> int:
     """The most keys that the queries of one request can see together.
 
     Args:

@@ -208,9 +208,7 @@ def choose_prefill_tile(
     rows = min(best[0].block_m, max(16, next_power_of_2(max_rows)))
     tiles = [_narrowed(tile, rows) for tile in best]
     spare = _fallbacks(rows, tiles[0].num_warps)
-    return _first_that_fits(
-        [*tiles, *spare], (head_size, head_size_v), (query_bytes, cache_bytes), shared_memory, products, has_bias
-    )
+    return _first_that_fits([*tiles, *spare], (head_size, head_size_v), (query_bytes, cache_bytes), shared_memory, products, has_bias)
 
 
 @functools.lru_cache(maxsize=512)
@@ -233,6 +231,4 @@ def choose_decode_tile(
     rows = min(64 if width <= 256 and query_bytes < 4 else 16, max(16, next_power_of_2(max_rows)))
     tiles = [_widened(tile, rows) for tile in best]
     spare = _fallbacks(rows, tiles[0].num_warps)
-    return _first_that_fits(
-        [*tiles, *spare], (head_size, head_size_v), (query_bytes, cache_bytes), shared_memory, products, has_bias
-    )
+    return _first_that_fits([*tiles, *spare], (head_size, head_size_v), (query_bytes, cache_bytes), shared_memory, products, has_bias)

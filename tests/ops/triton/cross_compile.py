@@ -58,6 +58,7 @@ class Compiled:
 
     Attributes:
         kernel: name of the kernel function.
+        hash: the compiler's identity of the compiled kernel.
         shared: bytes of shared memory.
         estimate: what the tile chooser reckoned with, None for kernels without tiles.
         registers: per thread, None where the toolchain does not tell.
@@ -67,6 +68,7 @@ class Compiled:
     """
 
     kernel: str
+    hash: str
     shared: int
     estimate: int | None
     registers: int | None
@@ -158,7 +160,8 @@ def describe(launch: Launch) -> Compiled:
     words = ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "ldmatrix", "cp.async.cg", "cp.async.ca", "bar.sync")
     counts = {word: len(re.findall(rf"\b{re.escape(word)}", ptx)) for word in words}
     return Compiled(
-        kernel.metadata.name, kernel.metadata.shared, launch.estimate, registers, spilled, round(launch.seconds, 2),
+        kernel.metadata.name, kernel.hash, kernel.metadata.shared, launch.estimate, registers, spilled,
+        round(launch.seconds, 2),
         {word: count for word, count in counts.items() if count},
     )  # fmt: skip
 
@@ -244,6 +247,22 @@ def _merge() -> None:
     merge_states(out, lse, out, lse, out, lse)
 
 
+def _varying() -> None:
+    """Decodes and prefills of one layer over many batches: whatever varies from step to step, varies here."""
+    from attnlib.ops.triton.paged_decode import paged_decode
+    from attnlib.ops.triton.paged_prefill import paged_prefill
+
+    key = torch.empty(2, 16, 8, 128, dtype=torch.bfloat16)
+    for requests, tokens, columns, longest, window in ((1, 1, 1, 1000, 16), (3, 5, 16, 4096, 33), (16, 16, 17, 77, 1)):
+        query = torch.empty(tokens, 32, 128, dtype=torch.bfloat16)
+        table = torch.zeros(requests, columns, dtype=torch.int32)
+        lengths = torch.zeros(requests + 1, dtype=torch.int32)
+        batch = (query, key, key, table, lengths, lengths[:-1])
+        options = {"max_seq_len": longest, "scale": 1 / requests, "window": (window, -1), "out": query}
+        paged_decode(*batch, max_query_len=1, num_splits=2 + requests, **options)
+        paged_prefill(*batch, max_query_len=512 + requests, **options)
+
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _ALL = "window alibi bias cap chunk lse sinks"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -251,6 +270,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "write-fp8": ("write", {"dtype": E4M3}),
     "slots": ("slots", {}),
     "merge": ("merge", {}),
+    "varying": ("varying", {}),
     "decode-64": ("decode", {"d": 64, "group": 8, "features": "window sinks"}),
     "decode-128": ("decode", {}),
     "decode-128-page128": ("decode", {"n": 128}),
@@ -291,7 +311,7 @@ def run_case(name: str) -> None:
     elif what == "write":
         _cache_write(options["dtype"])
     else:
-        {"slots": _slots, "merge": _merge}[what]()
+        {"slots": _slots, "merge": _merge, "varying": _varying}[what]()
 
 
 def main(arguments: list[str]) -> None:

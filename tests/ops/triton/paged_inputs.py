@@ -58,9 +58,7 @@ def make_cache(
         both = poison(blocks, 2, block_size, heads, max(d, dv))
         return both[:, 0, ..., :d], both[:, 1, ..., :dv]
     if layout == "block_last":
-        return poison(block_size, heads, blocks, d).permute(2, 0, 1, 3), poison(heads, block_size, blocks, dv).permute(
-            2, 1, 0, 3
-        )
+        return poison(block_size, heads, blocks, d).permute(2, 0, 1, 3), poison(heads, block_size, blocks, dv).permute(2, 1, 0, 3)
     raise ValueError(layout)
 
 
@@ -85,9 +83,7 @@ class PagedBatch:
     def run(self, kernel: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """(out, lse) of a kernel, from buffers full of NaN."""
         tokens, heads, _ = self.query.shape
-        out = torch.full(
-            (tokens, heads, self.value_cache.shape[3]), float("nan"), dtype=self.query.dtype, device=self.query.device
-        )
+        out = torch.full((tokens, heads, self.value_cache.shape[3]), float("nan"), dtype=self.query.dtype, device=self.query.device)
         lse = torch.full((tokens, heads), float("nan"), dtype=torch.float32, device=self.query.device)
         kernel(*self.tensors(), **{**self.options, "out": out, "lse": lse, **options})
         return out, lse

@@ -189,9 +189,7 @@ def test_a_workspace_is_used_and_its_size_is_checked(device: torch.device) -> No
     guard = torch.full((need // 4 + 1,), float("nan"), device=device)
     batch.check(partial(paged_decode, num_splits=4, workspace=guard[:-1]))
     assert guard[-1].isnan() and not guard[:-1].isnan().all()
-    batch.check(
-        partial(paged_decode, num_splits=4, workspace=torch.full((need,), 255, dtype=torch.uint8, device=device))
-    )
+    batch.check(partial(paged_decode, num_splits=4, workspace=torch.full((need,), 255, dtype=torch.uint8, device=device)))
     with pytest.raises(ContractError, match=rf"workspace holds {need - 4} bytes and {need} are needed for 2 tokens"):
         batch.run(paged_decode, num_splits=4, workspace=guard[:-2])
     assert paged_decode_workspace_bytes(2, 4, 32, 1) == 0
@@ -200,9 +198,7 @@ def test_a_workspace_is_used_and_its_size_is_checked(device: torch.device) -> No
 def test_the_bound_for_a_workspace_is_the_one_used(device: torch.device) -> None:
     """P3 of the field notes: a workspace sized by `paged_decode_num_splits` fits the call without num_splits."""
     batch = make_batch(device, [1, 1], [200, 60])
-    bound = paged_decode_num_splits(
-        batch.query, batch.key_cache, 32, num_reqs=2, max_query_len=1, max_seq_len=batch.options["max_seq_len"]
-    )
+    bound = paged_decode_num_splits(batch.query, batch.key_cache, 32, num_reqs=2, max_query_len=1, max_seq_len=batch.options["max_seq_len"])
     assert bound > 1
     need = paged_decode_workspace_bytes(2, 4, 32, bound)
     batch.check(partial(paged_decode, workspace=torch.empty(need, dtype=torch.uint8, device=device)))

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from attnlib.errors import ContractError
+from attnlib.ops.triton.paged_decode import paged_decode
 from attnlib.ops.triton.paged_prefill import paged_prefill
 from tests.ops.triton.features import FEATURES, feature_options
 from tests.ops.triton.paged_inputs import BF16, DTYPES, LAYOUTS, PagedBatch, assert_close, make_batch
@@ -179,12 +181,40 @@ def test_the_same_call_twice_gives_the_same_bits(device: torch.device) -> None:
     assert torch.equal(batch.run(paged_prefill)[0], batch.run(paged_prefill)[0])
 
 
+def test_tensors_that_cannot_be_addressed_are_named(device: torch.device) -> None:
+    """E: a last dimension that is not dense, or heads that do not divide, raise before any launch."""
+    batch = make_batch(device, [3], [5])
+    with pytest.raises(ContractError, match=r"query has last stride 2; make its last dimension dense \[P1\]"):
+        PagedBatch(batch.query.repeat(1, 1, 2)[..., ::2], *batch.tensors()[1:], 3, batch.options).run(paged_prefill)
+    with pytest.raises(ContractError, match=r"lse has last stride 3; make its last dimension dense"):
+        batch.run(paged_prefill, lse=torch.empty(4, 3, device=device).T)
+    with pytest.raises(ContractError, match=r"query has 3 heads and the keys 2; the first must be a multiple"):
+        PagedBatch(batch.query[:, :3], *batch.tensors()[1:], 3, batch.options).run(paged_prefill)
+
+
 def test_without_lse(device: torch.device) -> None:
     """The LSE is optional and changes nothing."""
     batch = _batch(device)
     with_lse, _ = batch.run(paged_prefill)
     without, _ = batch.run(paged_prefill, lse=None)
     assert torch.equal(with_lse, without)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [paged_prefill, paged_decode])
+def test_a_pool_beyond_two_to_the_31_elements(device: torch.device, kernel: Any) -> None:
+    """P6, O1: a request in the top blocks of a large pool computes what it does in a small one, bit for bit."""
+    small = make_batch(device, [3], [60], heads=4, kv_heads=1, d=128, dtype=torch.float16)
+    blocks = (1 << 31) // (16 * 128) + 64
+    shift = blocks - small.key_cache.shape[0]
+    caches = []
+    for cache in (small.key_cache, small.value_cache):
+        pool = torch.empty(blocks, 16, 1, 128, dtype=torch.float16, device=device)
+        pool[shift:] = cache
+        caches.append(pool)
+    table = torch.where(small.block_table < shift, small.block_table + shift, small.block_table)
+    large = PagedBatch(small.query, *caches, table, small.query_start_loc, small.seq_lens, 3, small.options)
+    assert torch.equal(large.run(kernel)[0], small.run(kernel)[0])
 
 
 @pytest.mark.gpu

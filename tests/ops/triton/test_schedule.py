@@ -26,9 +26,7 @@ def _split_kernel(starts, seq_lens, out, num_reqs, num_splits, load, BALANCED: t
     tl.store(out + request * 2 + 1, per_split)
 
 
-def _splits(
-    device: torch.device, seq_lens: list[int], num_splits: int, load: float, balanced: bool
-) -> list[tuple[int, int]]:
+def _splits(device: torch.device, seq_lens: list[int], num_splits: int, load: float, balanced: bool) -> list[tuple[int, int]]:
     """(tiles, splits used) of each request of a decode batch."""
     starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=device)
     out = torch.zeros(len(seq_lens), 2, dtype=torch.int32, device=device)

@@ -15,9 +15,7 @@ def _expected(starts: list[int], lengths: list[int], table: torch.Tensor, block_
         for i in range(query_len):
             position = length - query_len + i
             if position >= 0:
-                slots[starts[request] + i] = int(table[request, position // block_size]) * block_size + (
-                    position % block_size
-                )
+                slots[starts[request] + i] = int(table[request, position // block_size]) * block_size + (position % block_size)
     return slots
 
 

@@ -71,12 +71,8 @@ def test_encoder_decoder_lengths(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "d", "dv"), [(2, 2, 16, 16), (6, 2, 40, 24), (2, 1, 96, 96), (1, 1, 64, 64)]
-)
-def test_shapes_and_dtypes(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int, dv: int
-) -> None:
+@pytest.mark.parametrize(("heads", "kv_heads", "d", "dv"), [(2, 2, 16, 16), (6, 2, 40, 24), (2, 1, 96, 96), (1, 1, 64, 64)])
+def test_shapes_and_dtypes(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int, dv: int) -> None:
     """Dtypes, groups, head sizes that are no power of two, values of another size."""
     _packed(device, [17, 30], [17, 30], heads=heads, kv_heads=kv_heads, d=d, dv=dv, dtype=dtype).check()
 
