@@ -113,7 +113,10 @@ def run_conformance(
     base = subject.base
     outcomes: list[Outcome] = []
     for probe in probes:
-        outcomes += run_probe(probe, subject, only, on_outcome)
+        if culprit := _gpu_lost_in(outcomes):
+            outcomes.append(Outcome(probe.id, "all", Verdict.NOT_RUN, f"{culprit} broke the CUDA context"))
+        else:
+            outcomes += run_probe(probe, subject, only, on_outcome)
     return ConformanceReport(
         backend=subject.label,
         backend_class=":".join(subject.backend.full_cls_name()),
@@ -169,6 +172,12 @@ def find_others(device: torch.device) -> list[Backend]:
         if info.type in declared and not backend.unavailable(info):
             found.append(backend)
     return found
+
+
+def _gpu_lost_in(outcomes: Sequence[Outcome]) -> str:
+    """The first case that ended in a sticky CUDA error: whatever runs after it fails without being at fault."""
+    lost = (outcome.id for outcome in outcomes if outcome.verdict is Verdict.FAIL and "CUDA error" in outcome.message)
+    return next(lost, "")
 
 
 def _choose_device(backend: Backend, device: torch.device | str | None) -> torch.device:

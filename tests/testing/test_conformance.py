@@ -154,3 +154,18 @@ def test_a_check_ends_in_one_of_four_ways() -> None:
     assert [o.verdict for o in outcomes] == [Verdict.PASS, Verdict.FAIL, Verdict.REFUSED, Verdict.NOT_RUN]
     assert [o.message for o in outcomes] == ["", "wrong", "too big: 9 > 8", "no such thing here"]
     assert seen == outcomes
+
+
+def test_after_a_broken_cuda_context_nobody_else_is_blamed() -> None:
+    """A sticky error fails everything behind it; only the first is at fault."""
+
+    def crash() -> str:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    probes = [
+        Probe("X1", "crashes", lambda _: iter([Check("a", crash)])),
+        Probe("X2", "is innocent", lambda _: iter([Check("a", lambda: "")])),
+    ]
+    report = run_conformance(ToyBackend, device="cpu", against=[], probes=probes)
+    assert [outcome.id for outcome in report.failures] == ["X1/a"]
+    assert report.outcomes[1].message == "X1/a broke the CUDA context"
