@@ -34,6 +34,7 @@ _HOME = {
     "CudaGraphSupport": "attnlib.spec",
     "MaskKind": "attnlib.spec",
     "PagedKVCache": "attnlib.cache.storage",
+    "Sizes": "attnlib.capabilities",
     "Window": "attnlib.spec",
     "compute_slot_mapping": "attnlib.cache.slots",
     "explain": "attnlib.selection",
@@ -50,22 +51,37 @@ _HOME = {
 __all__ = [*sorted(_HOME), "__version__", "errors"]
 
 if TYPE_CHECKING:
-    from attnlib import errors
-    from attnlib.backends.base import AttentionBackend, AttentionImpl
-    from attnlib.cache.allocator import BlockAllocator
-    from attnlib.cache.layout import get_kv_cache_layout, set_kv_cache_layout
-    from attnlib.cache.slots import compute_slot_mapping
-    from attnlib.cache.storage import PagedKVCache
-    from attnlib.cache.table import BlockTable
-    from attnlib.capabilities import Capabilities
-    from attnlib.layer import Attention
-    from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
-    from attnlib.metadata.common import CommonAttentionMetadata
-    from attnlib.metadata.state import AttentionState
-    from attnlib.selection import explain, get_attn_backend, list_backends, register_backend, unregister_backend, use_backend
-    from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind, Window
-    from attnlib.testing.shadow import shadow
-    from attnlib.workspace import BatchLimits
+    from attnlib import errors as errors
+    from attnlib.backends.base import AttentionBackend as AttentionBackend
+    from attnlib.backends.base import AttentionImpl as AttentionImpl
+    from attnlib.cache.allocator import BlockAllocator as BlockAllocator
+    from attnlib.cache.layout import get_kv_cache_layout as get_kv_cache_layout
+    from attnlib.cache.layout import set_kv_cache_layout as set_kv_cache_layout
+    from attnlib.cache.slots import compute_slot_mapping as compute_slot_mapping
+    from attnlib.cache.storage import PagedKVCache as PagedKVCache
+    from attnlib.cache.table import BlockTable as BlockTable
+    from attnlib.capabilities import Capabilities as Capabilities
+    from attnlib.capabilities import Sizes as Sizes
+    from attnlib.layer import Attention as Attention
+    from attnlib.metadata.base import AttentionMetadata as AttentionMetadata
+    from attnlib.metadata.base import AttentionMetadataBuilder as AttentionMetadataBuilder
+    from attnlib.metadata.common import CommonAttentionMetadata as CommonAttentionMetadata
+    from attnlib.metadata.state import AttentionState as AttentionState
+    from attnlib.selection import explain as explain
+    from attnlib.selection import get_attn_backend as get_attn_backend
+    from attnlib.selection import list_backends as list_backends
+    from attnlib.selection import register_backend as register_backend
+    from attnlib.selection import unregister_backend as unregister_backend
+    from attnlib.selection import use_backend as use_backend
+    from attnlib.spec import AttentionSpec as AttentionSpec
+    from attnlib.spec import AttentionType as AttentionType
+    from attnlib.spec import CudaGraphSupport as CudaGraphSupport
+    from attnlib.spec import MaskKind as MaskKind
+    from attnlib.spec import Window as Window
+    from attnlib.testing.shadow import shadow as shadow
+    from attnlib.workspace import BatchLimits as BatchLimits
+
+
 
 
 def __getattr__(name: str) -> Any:

@@ -26,7 +26,7 @@ from attnlib.validation import check_call, check_values
 __all__ = ["OBSERVERS", "Attention"]
 
 OBSERVERS: list[Callable[..., None]] = []
-"""Called after every call of every layer with (layer, query, key, value, cache, metadata, output, lse); `attnlib.shadow` stands here while it runs."""
+"""Called after every call of a layer with (layer, query, key, value, cache, metadata, output, lse); `attnlib.shadow` stands here."""
 
 
 class Attention(nn.Module):

@@ -4,7 +4,7 @@ import attnlib
 
 PUBLIC = """
 Attention AttentionBackend AttentionImpl AttentionMetadata AttentionMetadataBuilder AttentionSpec AttentionState AttentionType BatchLimits
-BlockAllocator BlockTable Capabilities CommonAttentionMetadata CudaGraphSupport MaskKind PagedKVCache Window compute_slot_mapping errors explain
+BlockAllocator BlockTable Capabilities CommonAttentionMetadata CudaGraphSupport MaskKind PagedKVCache Sizes Window compute_slot_mapping errors explain
 get_attn_backend get_kv_cache_layout list_backends register_backend set_kv_cache_layout shadow unregister_backend use_backend __version__
 """.split()
 

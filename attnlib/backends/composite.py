@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copyreg
 from abc import ABCMeta
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 

@@ -34,6 +34,7 @@ def verify_parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0, help="of every random number (default 0)")
     made.add_argument("--seeds", type=int, default=1, metavar="N", help="repeat with N seeds in a row from --seed")
     made.add_argument("--quick", action="store_true", help="the short form of each probe")
+    made.add_argument("--jobs", type=int, metavar="N", help="processes to run the cases in (default: several on a GPU, one elsewhere)")
     return made
 
 
@@ -59,7 +60,7 @@ def _run_verify(args: argparse.Namespace) -> int:
             def show(outcome: Outcome, bar: ProgressBar = bar) -> None:
                 bar.advance(outcome.id, outcome.verdict is Verdict.FAIL)
 
-            report = run_conformance(args.backend, only=args.only, on_outcome=show, **chosen)
+            report = run_conformance(args.backend, only=args.only, jobs=args.jobs, on_outcome=show, **chosen)
         except (AttnlibError, ImportError, AttributeError) as error:
             print(f"attnlib verify: {error}", file=sys.stderr)
             return 2

@@ -19,6 +19,7 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.device import resolve_device
 from attnlib.testing.coverage import Coverage, measure_coverage
 from attnlib.testing.outcome import Outcome, Verdict
+from attnlib.testing.parallel import default_jobs, run_in_parallel
 from attnlib.testing.probe import Probe, run_probe, select_checks
 from attnlib.testing.probes import PROBES
 from attnlib.testing.subject import Subject, load_backend
@@ -89,6 +90,7 @@ def run_conformance(
     against: Sequence[str | Backend] | None = None,
     label: str | None = None,
     probes: Iterable[Probe] = PROBES,
+    jobs: int | None = None,
     on_outcome: Callable[[Outcome], None] | None = None,
 ) -> ConformanceReport:
     """Examine a backend.
@@ -102,6 +104,7 @@ def run_conformance(
         against: backends to exchange caches with; None means `torch`, and for `torch` itself whatever else runs here.
         label: how the backend is named in reproduction lines; None derives it from `backend`.
         probes: which probes to ask.
+        jobs: processes to run the cases in; None means several on a GPU, where compiling takes the time, and one elsewhere.
         on_outcome: called after every case, for progress bars.
 
     Raises:
@@ -111,12 +114,11 @@ def run_conformance(
     started = time.perf_counter()
     subject = make_subject(backend, device=device, seed=seed, quick=quick, against=against, label=label)
     base = subject.base
-    outcomes: list[Outcome] = []
-    for probe in probes:
-        if culprit := _gpu_lost_in(outcomes):
-            outcomes.append(Outcome(probe.id, "all", Verdict.NOT_RUN, f"{culprit} broke the CUDA context"))
-        else:
-            outcomes += run_probe(probe, subject, only, on_outcome)
+    processes = default_jobs(subject) if jobs is None else jobs
+    if processes > 1 and probes is PROBES:
+        outcomes = run_in_parallel(subject, only, processes, on_outcome)
+    else:
+        outcomes = _run_in_order(probes, subject, only, on_outcome)
     return ConformanceReport(
         backend=subject.label,
         backend_class=":".join(subject.backend.full_cls_name()),
@@ -130,6 +132,18 @@ def run_conformance(
         seconds=time.perf_counter() - started,
         versions=_versions(),
     )
+
+
+def _run_in_order(
+    probes: Iterable[Probe], subject: Subject, only: str | None, on_outcome: Callable[[Outcome], None] | None
+) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    for probe in probes:
+        if culprit := _gpu_lost_in(outcomes):
+            outcomes.append(Outcome(probe.id, "all", Verdict.NOT_RUN, f"{culprit} broke the CUDA context"))
+        else:
+            outcomes += run_probe(probe, subject, only, on_outcome)
+    return outcomes
 
 
 def make_subject(

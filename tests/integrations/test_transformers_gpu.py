@@ -58,6 +58,9 @@ def test_continuous_batching_float32(name: str, graphs: bool, backend: str) -> N
     if graphs and backend == "torch":
         pytest.skip("the torch backend needs lengths on the host, which a graph cannot give")
     model, inputs = float32_model(name), prompts(5, 9, 33, 18)
+    if graphs and name == "gpt_oss":
+        # The default experts go through torch's grouped_mm, which for float32 copies offsets from the CPU: no graph can hold that.
+        model.set_experts_implementation("batched_mm")
     settings = {"use_cuda_graph": graphs, "max_batch_tokens": 64}
     tokens = batch_tokens(model, inputs, 12, **settings)
     assert tokens == eager_tokens_on_gpu(model, inputs, 12)
