@@ -32,6 +32,7 @@ from attnlib.ops.triton.schedule import request_tiles, tiles_per_split
 from attnlib.ops.triton.softmax import LN2, finish_rows
 from attnlib.ops.triton.splits import (
     MIN_TILES_PER_SPLIT,
+    RESIDENT_LIMIT,
     SPLIT_LIMIT,
     choose_num_splits,
     paged_decode_workspace_bytes,
@@ -42,8 +43,8 @@ from attnlib.ops.triton.tiles import Tile, choose_decode_tile, next_power_of_2, 
 __all__ = ["paged_decode", "paged_decode_num_splits", "paged_decode_workspace_bytes"]
 
 _COMBINE_STEP = 16
-_MAX_RESIDENT = 4
-"""Programs per multiprocessor that splits are reckoned with at most; more would not read memory any faster."""
+_MOST_REQUESTS = 65534
+"""A grid's third dimension, less the programs for the rows after the last request."""
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -163,8 +164,8 @@ def _decode_kernel(query, key, value, out, lse, query_start_loc, seq_lens, causa
 def _combine_kernel(partials, sinks, out, lse, num_splits, num_tokens, num_heads, stride_ot, stride_oh, stride_lt,
                     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
                     STEP: tl.constexpr):  # fmt: skip
-    head = tl.program_id(0)
-    token = tl.program_id(1)
+    token = tl.program_id(0)
+    head = tl.program_id(1)
     rows64 = num_tokens.to(tl.int64) * num_heads
     lses = partials + rows64 * num_splits * DV
     used = tl.load(lses + rows64 * num_splits + token).to(tl.int32)
@@ -239,7 +240,7 @@ def _plan(
     tile_heads = min(group, tile.block_m)
     tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(group, tile_heads)
     need = shared_bytes(tile, head_size, head_size_v, query_bytes, cache_bytes, limits.products, has_bias)
-    resident = max(1, min(_MAX_RESIDENT, limits.shared_memory_per_sm // need))
+    resident = max(1, min(RESIDENT_LIMIT, limits.shared_memory_per_sm // need))
     groups = num_kv_heads * head_blocks * triton.cdiv(max_query_len, tile_tokens)
     packing = {"TILE_HEADS": tile_heads, "TILE_TOKENS": tile_tokens, "HEAD_BLOCKS": head_blocks}
     return DecodePlan(tile, groups, limits.num_sms * resident, packing)
@@ -345,6 +346,8 @@ def paged_decode(
     num_tokens, num_reqs = query.shape[0], seq_lens.shape[0]
     if num_tokens == 0 or query.shape[1] == 0:
         return
+    if num_reqs > _MOST_REQUESTS:
+        raise ContractError(f"a decode batch of {num_reqs} requests is beyond {_MOST_REQUESTS}; call once for each part of it")
     limits = limits_of(query)
     options = Options(scale, causal, window, attention_chunk_size, logits_soft_cap, alibi_slopes, sinks, query_bias,
                       k_scale, v_scale, out, lse)  # fmt: skip
@@ -364,7 +367,7 @@ def paged_decode(
             **constants,
         )  # fmt: skip
         if num_splits > 1:
-            _combine_kernel[(query.shape[1], num_tokens)](
+            _combine_kernel[(num_tokens, query.shape[1])](
                 partials, sinks, out, lse, num_splits, num_tokens, query.shape[1], out.stride(0), out.stride(1),
                 0 if lse is None else lse.stride(0), sinks is not None, lse is not None, head_size_v,
                 next_power_of_2(head_size_v), _COMBINE_STEP, num_warps=4, enable_fp_fusion=True,

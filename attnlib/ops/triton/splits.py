@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["MIN_TILES_PER_SPLIT", "SPLIT_LIMIT", "choose_num_splits", "paged_decode_workspace_bytes", "visible_bound"]
+__all__ = ["MIN_TILES_PER_SPLIT", "RESIDENT_LIMIT", "SPLIT_LIMIT", "choose_num_splits", "paged_decode_workspace_bytes", "visible_bound"]
 
 SPLIT_LIMIT = 256
 """More partial results than this cost the combine step more than they bring."""
+
+RESIDENT_LIMIT = 4
+"""Programs per multiprocessor that splits are reckoned with at most; more would not read memory any faster."""
 
 MIN_TILES_PER_SPLIT = 2
 """Key tiles that one split takes at least, so that a load is in flight while another is used."""

@@ -204,6 +204,15 @@ def test_the_bound_for_a_workspace_is_the_one_used(device: torch.device) -> None
     batch.check(partial(paged_decode, workspace=torch.empty(need, dtype=torch.uint8, device=device)))
 
 
+def test_too_many_requests_are_refused(device: torch.device) -> None:
+    """E: more requests than a grid holds raise before any launch, with the limit."""
+    batch = make_batch(device, [1], [5])
+    many = torch.zeros(65535, dtype=torch.int32, device=device)
+    batch = PagedBatch(*batch.tensors()[:5], many, 1, batch.options)
+    with pytest.raises(ContractError, match=r"65535 requests is beyond 65534; call once for each part"):
+        batch.run(paged_decode)
+
+
 def test_a_query_dtype_without_kernel_is_named(device: torch.device) -> None:
     """E: an unsupported dtype raises before any launch."""
     batch = make_batch(device, [1], [5])
