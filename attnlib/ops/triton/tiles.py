@@ -79,15 +79,16 @@ def next_power_of_2(n: int) -> int:
 
 
 def split_head_size(size: int) -> tuple[int, int]:
-    """A head size as one or two powers of two of at least 16: (size or more, 0), or two parts with less padding.
+    """A head size as one or two powers of two: (size or more, at least 16; 0), or two parts with less padding.
 
     96 is 64 + 32 and 192 is 128 + 64, with nothing wasted; 112 as 64 + 64 would save nothing over 128, so it stays one.
+    A second part has at least 32 elements: over fewer, the four warps of a decode all multiply the same.
     """
     whole = max(16, next_power_of_2(size))
     large = whole // 2
     if whole == size or large < 16:
         return whole, 0
-    small = max(16, next_power_of_2(size - large))
+    small = max(32, next_power_of_2(size - large))
     return (large, small) if large + small < whole else (whole, 0)
 
 

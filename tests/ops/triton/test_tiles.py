@@ -63,10 +63,10 @@ def test_big_chips_get_big_tiles() -> None:
 
 def test_head_sizes_are_cut_without_waste() -> None:
     """One power of two, or two where that pads less."""
-    cuts = {16: (16, 0), 8: (16, 0), 40: (32, 16), 64: (64, 0), 72: (64, 16), 80: (64, 16), 96: (64, 32), 112: (128, 0),
+    cuts = {16: (16, 0), 8: (16, 0), 40: (64, 0), 64: (64, 0), 72: (64, 32), 80: (64, 32), 96: (64, 32), 112: (128, 0),
             120: (128, 0), 128: (128, 0), 192: (128, 64), 256: (256, 0), 512: (512, 0), 576: (512, 64)}  # fmt: skip
     assert {size: split_head_size(size) for size in cuts} == cuts
     for size in range(1, 600):
         large, small = split_head_size(size)
         assert size <= large + small <= max(16, next_power_of_2(size))
-        assert small == 0 or (small >= 16 and large < size)
+        assert small == 0 or (small >= 32 and large < size)
