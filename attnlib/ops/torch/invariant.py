@@ -1,9 +1,9 @@
 """Attention whose bits per row depend on nothing but that row and its keys (M8, `batch_invariant=True`).
 
-A matrix product may sum in another order when its shape or its strides change. So rows are computed in tiles that are
-cut at fixed positions of the request, multiples of `TILE` whatever the chunking, against copies of the keys that are cut
+A matrix product may sum in another order when its shape or strides change. So rows are computed in tiles that are cut
+at fixed positions of the request, multiples of `TILE` whatever the chunking, against copies of the keys that are cut
 at fixed positions too; rows and keys that do not exist are masked zeros. The shapes that a row is computed with then
-follow from its position (for a layer that looks ahead, from the sequence length as well), and so do its bits: decoded or
+follow from its position (for a layer that looks ahead, from the sequence length too), and so do its bits: decoded or
 prefilled, alone or in a batch.
 """
 

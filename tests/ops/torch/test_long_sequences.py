@@ -1,0 +1,76 @@
+"""Lengths that span several blocks of fused attention (512 keys, 512 rows) and several gather groups, against plain float64 torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnlib.ops.torch import paged_decode as decode_module
+from attnlib.ops.torch.paged_decode import paged_decode
+from attnlib.ops.torch.paged_prefill import paged_prefill
+from tests.ops.naive import gather_positions
+from tests.ops.paged_case import make_case
+
+
+def dense(case: Any, window: int | None = None) -> tuple[Tensor, Tensor]:
+    """Causal attention of every request with one mask per request, in float64."""
+    query, key_cache, value_cache, table, starts, lengths = case.tensors
+    out, lse = [], []
+    for request, seq_len in enumerate(lengths.tolist()):
+        rows = query[starts[request] : starts[request + 1]].double().transpose(0, 1)
+        key, value = (
+            gather_positions(cache, table[request].tolist(), seq_len, cache.shape[1]).transpose(0, 1)
+            for cache in (key_cache, value_cache)
+        )
+        group = query.shape[1] // key.shape[0]
+        key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
+        distance = (torch.arange(rows.shape[1]) + seq_len - rows.shape[1])[:, None] - torch.arange(seq_len)
+        hidden = (distance < 0) | (distance >= (window or seq_len))
+        scores = (rows @ key.transpose(1, 2) * case.kwargs["scale"]).masked_fill(hidden, -math.inf)
+        out.append((torch.softmax(scores, -1) @ value).transpose(0, 1))
+        lse.append(torch.logsumexp(scores, -1).transpose(0, 1))
+    return torch.cat(out), torch.cat(lse)
+
+
+def long_case(query_lens: tuple[int, ...], seq_lens: tuple[int, ...], monkeypatch: Any, **kwargs: Any) -> Any:
+    monkeypatch.setattr("tests.ops.paged_case.naive_attention", lambda *args, **ignored: None)
+    return make_case(query_lens, seq_lens, head_size=8, block_size=16, **kwargs)
+
+
+@pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
+@pytest.mark.parametrize("window", [None, 40, 700])
+@pytest.mark.parametrize("lens", [((1, 2, 1), (1300, 1100, 600)), ((1100,), (1100,)), ((520, 70), (1300, 70))])
+def test_across_blocks(operation: Any, window: int | None, lens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """M1, M2, M5: out and LSE do not notice where a block ends, first blocks without a visible key included."""
+    kwargs = {} if window is None else {"window": (window - 1, -1)}
+    case = long_case(*lens, monkeypatch, **kwargs)
+    out, lse = case.run(operation)
+    wanted_out, wanted_lse = dense(case, window)
+    torch.testing.assert_close(out.double(), wanted_out, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("budget", [1, 1 << 12, 1 << 14])
+def test_gather_budget_changes_no_bit(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few heads and requests are gathered at a time, each row is computed alike when lengths are equal."""
+    case = long_case((1,) * 5, (96,) * 5, monkeypatch, num_kv_heads=4, num_heads=8, sinks=torch.randn(8))
+    whole = case.run(paged_decode)
+    monkeypatch.setattr(decode_module, "_GATHER_BYTES", budget)
+    parts = case.run(paged_decode)
+    assert torch.equal(whole[0], parts[0]) and torch.equal(whole[1], parts[1])
+
+
+@pytest.mark.parametrize("budget", [1, 1 << 12])
+def test_gather_budget_with_ragged_lengths(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups cut by budget, query length and raggedness: every row is written once and right."""
+    monkeypatch.setattr(decode_module, "_GATHER_BYTES", budget)
+    query_lens, seq_lens = (1, 3, 1, 1, 2, 1, 1), (70, 9, 5, 200, 44, 190, 16)
+    slopes, scales = torch.tensor([0.5, 0.3, 0.2, 0.1]), torch.tensor([0.5, 2.0])
+    case = make_case(
+        query_lens, seq_lens, alibi_slopes=slopes, k_scale=scales, v_scale=scales, sinks=slopes * 3, head_size=8
+    )
+    case.check(paged_decode)

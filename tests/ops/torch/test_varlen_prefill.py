@@ -1,0 +1,57 @@
+"""Unpaged attention against the float64 loops (M1 to M8)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from attnlib.ops.torch.varlen_prefill import varlen_prefill
+from tests.ops.naive import naive_varlen_attention
+
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.06])
+MEANINGS: dict[str, dict[str, Any]] = {
+    "bidirectional": {},
+    "causal": {"causal": True},
+    "causal_per_request": {"causal": torch.tensor([True, False, True])},
+    "symmetric_window": {"window": (2, 2)},
+    "window_0": {"window": (0, 0)},
+    "chunk": {"attention_chunk_size": 4, "causal": True},
+    "cap": {"logits_soft_cap": 1.0},
+    "alibi_and_sinks": {"alibi_slopes": SLOPES, "sinks": SLOPES * 4 - 1},
+}
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("meaning", MEANINGS)
+@pytest.mark.parametrize("lens", [((6, 9, 3), (6, 9, 3)), ((2, 5, 3), (9, 5, 1)), ((0, 4, 2), (3, 0, 7))])
+def test_meaning(lens: tuple[tuple[int, ...], tuple[int, ...]], meaning: str, batch_invariant: bool) -> None:
+    """Self- and cross-attention of encoders, with strided inputs and rows past the batch (M6)."""
+    starts, key_starts = (torch.tensor([0, *part]).cumsum(0).int() for part in lens)
+    num_tokens = int(starts[-1]) + 2
+    query = torch.randn(num_tokens, 6, 16)[:, 1:5]
+    packed = torch.randn(int(key_starts[-1]), 2, 28)
+    key, value = packed[..., :16], packed[..., 16:]
+    bias = torch.randn(num_tokens, 10).masked_fill(torch.rand(num_tokens, 10) < 0.2, -math.inf)
+    for query_bias in (None, bias):
+        out, lse = torch.full((num_tokens, 4, 12), math.nan), torch.full((num_tokens, 4), math.nan)
+        arguments = {"scale": 0.25, "max_seqlen_q": 9, "max_seqlen_k": 9, "query_bias": query_bias, **MEANINGS[meaning]}
+        varlen_prefill(
+            query, key, value, starts, key_starts, **arguments, out=out, lse=lse, batch_invariant=batch_invariant
+        )  # type: ignore[arg-type]
+        wanted = naive_varlen_attention(query, key, value, starts, key_starts, **arguments)  # type: ignore[arg-type]
+        torch.testing.assert_close(out.double(), wanted[0], atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(lse.double(), wanted[1], atol=2e-5, rtol=2e-5)
+
+
+def test_no_requests() -> None:
+    """M7: nothing to do is done."""
+    starts = torch.zeros(1, dtype=torch.int32)
+    out = torch.full((2, 4, 8), math.nan)
+    varlen_prefill(
+        torch.randn(2, 4, 8), torch.randn(0, 2, 8), torch.randn(0, 2, 8), starts, starts, max_seqlen_q=0, max_seqlen_k=0,
+        scale=1.0, out=out,
+    )  # fmt: skip
+    assert torch.equal(out, torch.zeros_like(out))
