@@ -19,7 +19,7 @@ from attnlib.ops.triton.device import DeviceLimits
 from attnlib.ops.triton.quant import KV_NATIVE, KV_PLAIN, kv_kind, scale_kind
 from attnlib.ops.triton.tiles import split_head_size
 
-__all__ = ["UNSPECIALISED", "Options", "Signature", "attention_constants", "attention_values", "signature_of"]
+__all__ = ["UNALIGNED", "UNSPECIALISED", "Options", "Signature", "attention_constants", "attention_values", "signature_of"]
 
 _UNBOUNDED = 1 << 30
 _COMPUTE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -30,6 +30,11 @@ UNSPECIALISED = [
     "num_splits", "num_tiles", "num_heads",
 ]  # fmt: skip
 """Parameters of the attention kernels whose values must not choose a compilation."""
+
+UNALIGNED = [
+    "query_start_loc", "seq_lens", "causal_flags", "block_table", "alibi_slopes", "sinks", "bias", "k_scale", "v_scale", "lse",
+]  # fmt: skip
+"""Pointers whose alignment must not choose one either: they are slices of a batch, cut wherever its decodes end."""
 
 
 class Options(NamedTuple):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.ops.triton.arguments import (
+    UNALIGNED,
     UNSPECIALISED,
     Options,
     Signature,
@@ -47,7 +48,7 @@ _MOST_REQUESTS = 65534
 """A grid's third dimension, less the programs for the rows after the last request."""
 
 
-@triton.jit(do_not_specialize=UNSPECIALISED)
+@triton.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
 def _decode_kernel(query, key, value, out, lse, query_start_loc, seq_lens, causal_flags, alibi_slopes, sinks, bias,
                    k_scale, v_scale, scale, soft_cap, left, right, chunk, num_reqs, num_tokens, stride_qt, stride_qh,
                    stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_ot, stride_oh, stride_lt,
@@ -160,7 +161,10 @@ def _decode_kernel(query, key, value, out, lse, query_start_loc, seq_lens, causa
             tl.store(lses + rows, base2_lse, mask=valid)
 
 
-@triton.jit(do_not_specialize=["num_splits", "num_tokens", "num_heads", "stride_ot", "stride_oh", "stride_lt"])
+@triton.jit(
+    do_not_specialize=["num_splits", "num_tokens", "num_heads", "stride_ot", "stride_oh", "stride_lt"],
+    do_not_specialize_on_alignment=["sinks", "lse"],
+)
 def _combine_kernel(partials, sinks, out, lse, num_splits, num_tokens, num_heads, stride_ot, stride_oh, stride_lt,
                     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
                     STEP: tl.constexpr):  # fmt: skip

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnlib.ops.triton.arguments import (
+    UNALIGNED,
     UNSPECIALISED,
     Options,
     Signature,
@@ -35,7 +36,7 @@ _MOST_ROWS = 128
 """Rows of the largest tile."""
 
 
-@triton.jit(do_not_specialize=UNSPECIALISED)
+@triton.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
 def _prefill_kernel(query, key, value, out, lse, query_start_loc, seq_lens, causal_flags, alibi_slopes, sinks, bias,
                     k_scale, v_scale, scale, soft_cap, left, right, chunk, num_reqs, num_tokens, stride_qt, stride_qh,
                     stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_ot, stride_oh, stride_lt,

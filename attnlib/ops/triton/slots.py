@@ -15,7 +15,10 @@ _BLOCK_T = 64
 _BLOCK_R = 64
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "max_blocks", "stride_table"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_tokens", "max_blocks", "stride_table"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table"],
+)
 def _slot_mapping_kernel(query_start_loc, seq_lens, block_table, slots, num_reqs, num_tokens, max_blocks,
                          stride_table, BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
                          BLOCK_R: tl.constexpr):  # fmt: skip
