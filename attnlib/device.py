@@ -14,6 +14,8 @@ from functools import lru_cache
 
 import torch
 
+from attnlib.errors import ContractError
+
 __all__ = ["DeviceInfo", "device_info", "resolve_device"]
 
 
@@ -50,7 +52,11 @@ class DeviceInfo:
 
 
 def resolve_device(device: torch.device | str | DeviceInfo | None) -> DeviceInfo:
-    """Facts about `device`; None means a GPU where torch sees one, else the CPU. "sm_90" stands for an NVIDIA GPU of that kind that is not here."""
+    """Facts about `device`; None means a GPU where torch sees one, else the CPU. "sm_90" stands for an NVIDIA GPU of that kind that is not here.
+
+    Raises:
+        ContractError: torch knows no such device.
+    """
     if isinstance(device, DeviceInfo):
         return device
     imagined = re.fullmatch(r"sm_?(\d+)(\d)a?", device) if isinstance(device, str) else None
@@ -58,7 +64,10 @@ def resolve_device(device: torch.device | str | DeviceInfo | None) -> DeviceInfo
         return DeviceInfo("cuda", 0, (int(imagined[1]), int(imagined[2])), name="imagined", imagined=True)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ContractError(f"device={device!r} is not known; use 'cpu', 'cuda', 'cuda:1', another of torch's, or 'sm_90' to imagine a GPU") from None
     return device_info(device.type, -1 if device.index is None else device.index)
 
 

@@ -84,8 +84,8 @@ def _environment() -> dict[str, str]:
 
 def _backends() -> list[dict[str, Any]]:
     from attnlib.device import resolve_device
+    from attnlib.selection.availability import availability
     from attnlib.selection.registry import registrations
-    from attnlib.selection.selector import availability
 
     device, rows = resolve_device(None), []
     for entry in sorted(registrations().values(), key=lambda e: (-(e.priority or 0), e.name)):

@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 
 from attnlib.device import resolve_device
+from attnlib.selection.availability import availability
 from attnlib.selection.registry import registrations
-from attnlib.selection.selector import availability
 
 __all__ = ["main"]
 

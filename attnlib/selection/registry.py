@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar, overload
 
 from attnlib import env
@@ -19,9 +19,11 @@ from attnlib.errors import RegistrationError
 from attnlib.selection.configured import configured
 from attnlib.selection.inspection import check_backend_class, check_backend_parts
 
-__all__ = ["ENTRY_POINT_GROUP", "Registration", "generation", "lookup", "register_backend", "registrations", "unregister_backend"]
+__all__ = ["ENTRY_POINT_GROUP", "OWN_ORIGINS", "Registration", "generation", "lookup", "register_backend", "registrations", "unregister_backend"]
 
 ENTRY_POINT_GROUP = "attnlib.backends"
+OWN_ORIGINS = ("built in", "registered", "argument")
+"""Origins of backends that this process named itself; any other origin is an installed package."""
 
 Backend = type[AttentionBackend]
 B = TypeVar("B", bound=Backend)
@@ -37,7 +39,7 @@ class Registration:
         priority: higher is tried first by auto; None keeps it out of auto.
         install_hint: the command that brings what it needs.
         config: settings that reach builder and impl.
-        origin: "built in", "registered" or the distribution that offers it.
+        origin: one of `OWN_ORIGINS`, or the distribution that offers it.
     """
 
     name: str
@@ -179,7 +181,7 @@ def _put(
 ) -> None:
     global _generation
     key = name.strip().lower()
-    if not key or not key.replace("_", "").replace("-", "").replace(".", "").isalnum() or key == "auto" or key.startswith("-"):
+    if not _is_name(key):
         raise RegistrationError(f"{name!r} is no name for a backend: use letters, digits, '_', '-' and '.', and not 'auto'")
     known = registrations().get(key)
     if known is not None and not override:
@@ -193,15 +195,31 @@ def _put(
     _generation += 1
 
 
+def _is_name(key: str) -> bool:
+    return key.replace("_", "").replace("-", "").replace(".", "").isalnum() and key != "auto" and not key.startswith("-")
+
+
 def _read_plugins() -> None:
-    global _plugins_read, _generation
+    global _plugins_read
     _plugins_read = True
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        key, offered = point.name.lower(), point.dist.name if point.dist else "an unknown package"
-        known = _registered.get(key)
-        if known is not None:
-            if known.target != point.value:
-                warnings.warn(f"backend {key!r} offered by {offered} is ignored: the name is taken ({known.origin})", stacklevel=2)
-            continue
+    try:
+        points = list(entry_points(group=ENTRY_POINT_GROUP))
+    except Exception as error:  # the metadata of any installed package may be damaged
+        warnings.warn(f"backends of installed packages cannot be listed: {type(error).__name__}: {error}", stacklevel=2)
+        return
+    for point in points:
+        _add_plugin(point)
+
+
+def _add_plugin(point: EntryPoint) -> None:
+    """Take what a package offers; what cannot be taken is one warning with both names."""
+    global _generation
+    key, offered = point.name.strip().lower(), point.dist.name if point.dist else "an unknown package"
+    known = _registered.get(key)
+    if not _is_name(key) or ":" not in point.value:
+        warnings.warn(f"backend {point.name!r} = {point.value!r} offered by {offered} is ignored: it needs a name and 'module:Class'", stacklevel=4)
+    elif known is None:
         _registered[key] = Registration(key, point.value, origin=offered)
         _generation += 1
+    elif known.target != point.value:
+        warnings.warn(f"backend {key!r} offered by {offered} is ignored: the name is taken ({known.origin})", stacklevel=4)

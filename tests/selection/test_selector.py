@@ -15,11 +15,18 @@ from attnlib.backends.torch import TorchBackend
 from attnlib.backends.triton import TritonBackend
 from attnlib.capabilities import Sizes
 from attnlib.device import DeviceInfo
-from attnlib.errors import BackendUnavailableError, RegistrationError, UnknownBackendError, UnsupportedConfigError
+from attnlib.errors import (
+    BackendUnavailableError,
+    ContractError,
+    LayoutMismatchError,
+    RegistrationError,
+    UnknownBackendError,
+    UnsupportedConfigError,
+)
+from attnlib.selection.decision import resolve
 from attnlib.selection.registry import Registration, lookup
 from attnlib.selection.report import Verdict
 from attnlib.selection.request import AUTO, Request, parse_request
-from attnlib.selection.selector import resolve
 
 SPEC = attnlib.AttentionSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.float32)
 H200, T4, CPU = DeviceInfo("cuda", 0, (9, 0), name="H200", imagined=True), DeviceInfo("cuda", 0, (7, 5), imagined=True), DeviceInfo("cpu")
@@ -100,8 +107,11 @@ def test_an_explicit_choice_is_refused_with_all_reasons_never_replaced() -> None
 
 def test_an_explicit_choice_that_is_not_here_is_an_error() -> None:
     attnlib.register_backend("gone", "no_such_package.backend:Backend", install_hint="pip install no-such-package")
-    with pytest.raises(BackendUnavailableError, match="ModuleNotFoundError.*no_such_package.*try: pip install no-such-package.*torch"):
+    with pytest.raises(BackendUnavailableError, match="ModuleNotFoundError.*no_such_package.*try: pip install no-such-package.*torch") as caught:
         _chosen(backend="gone")
+    text = str(caught.value)
+    assert f"torch {torch.__version__}, cxx11 ABI {torch.compiled_with_cxx11_abi()}, CUDA {torch.version.cuda}; cpu]" in text, "I3"
+    assert isinstance(caught.value, ImportError) and text.count("cxx11 ABI") == 1
 
 
 @pytest.mark.parametrize("body", ["raise RuntimeError('version mismatch')", "raise OSError('undefined symbol: _ZN3c10')", "Backend = 3"])
@@ -170,6 +180,80 @@ def test_forms_that_mean_nothing_are_errors(text: str) -> None:
         _chosen(backend=text)
 
 
+@pytest.mark.parametrize("wish", [5, torch.float32, ["torch"]])
+def test_a_wish_of_another_kind_is_named(wish: object) -> None:
+    with pytest.raises(UnknownBackendError, match="argument=.* is a (int|dtype|list): give a backend's name"):
+        _chosen(backend=wish)
+    with pytest.raises(UnknownBackendError, match="use_backend=.* is a (int|dtype|list)"), attnlib.use_backend(wish):
+        pass
+    with pytest.raises(RegistrationError, match="must be a subclass of attnlib.AttentionBackend"):
+        _chosen(backend=int)
+
+
+def test_unknown_devices_are_named() -> None:
+    with pytest.raises(ContractError, match="device='gpu' is not known; use 'cpu', 'cuda'"):
+        attnlib.explain(SPEC, "gpu")
+
+
+def test_a_class_needs_no_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An argument or `use_backend` may be a class; it stands in for a registered backend of its name, and `explain` agrees."""
+    assert _chosen(backend=Other) is Other
+    with attnlib.use_backend(Other):
+        assert _chosen() is Other and attnlib.explain(SPEC, "cpu").source == "use_backend"
+    report = attnlib.explain(SPEC, "cpu", Other)
+    assert report.chosen == "other" and [c.name for c in report.candidates].count("other") == 1
+    mine = type("Mine", (Other,), {"get_name": staticmethod(lambda: "torch")})
+    assert _chosen(backend=mine) is mine and [c.name for c in attnlib.explain(SPEC, "cpu", mine).candidates].count("torch") == 1
+    assert _chosen() is TorchBackend
+
+
+def test_explain_and_selection_agree_about_pairs() -> None:
+    """Halves that each fit may not fit together: no common layout, or no decode phase."""
+    for layout in ("NHD", "HND"):
+        backend = type(layout, (Other,), {"capabilities": dataclasses.replace(TorchBackend.capabilities, kv_cache_layouts=(layout,))})
+        attnlib.register_backend(layout, backend)
+    attnlib.register_backend("other", Other)
+    report = attnlib.explain(SPEC, "cpu", "prefill:nhd,decode:hnd")
+    assert report.chosen is None and report.candidates[0].name == "prefill:nhd,decode:hnd"
+    assert "no common KV-cache layout" in report.candidates[0].reasons[0]
+    with pytest.raises(LayoutMismatchError, match="no common KV-cache layout"):
+        _chosen(backend="prefill:nhd,decode:hnd")
+    encoder = SPEC.replace(attn_type="encoder_only")
+    assert attnlib.explain(encoder, "cpu", "prefill:other,decode:torch").chosen is None
+    with pytest.raises(UnsupportedConfigError, match="attn_type=encoder_only has no decode phase: name one backend"):
+        _chosen(spec=encoder, backend="prefill:other,decode:torch")
+    assert attnlib.explain(SPEC, "cpu", "prefill:other,decode:torch").candidates[0].verdict is Verdict.ACCEPTED
+
+
+def test_a_layout_that_the_user_insists_on_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P2: who cannot read it is no candidate; changing it takes effect at once."""
+    capabilities = dataclasses.replace(TorchBackend.capabilities, kv_cache_layouts=("NHD",))
+    attnlib.register_backend("nhd", type("Nhd", (Other,), {"capabilities": capabilities}), priority=900)
+    assert _chosen().capabilities.kv_cache_layouts == ("NHD",)
+    monkeypatch.setenv("ATTNLIB_KV_CACHE_LAYOUT", "HND")
+    assert _chosen() is TorchBackend
+    assert attnlib.explain(SPEC, "cpu").reasons()["nhd"] == ["kv_cache_layout=HND not supported (supported: NHD)"]
+    assert _chosen(spec=SPEC.replace(kv_cache_layout="NHD")).capabilities.kv_cache_layouts == ("NHD",), "a spec's own layout wins"
+    monkeypatch.delenv("ATTNLIB_KV_CACHE_LAYOUT")
+    attnlib.set_kv_cache_layout("HND")
+    try:
+        assert _chosen() is TorchBackend
+    finally:
+        attnlib.set_kv_cache_layout(None)
+
+
+@pytest.mark.parametrize("method", ["validate_configuration", "unavailable"])
+def test_a_backend_that_fails_when_asked_does_not_take_the_choice_away(method: str) -> None:
+    def fails(cls, *args):
+        raise RuntimeError("boom")
+
+    attnlib.register_backend("failing", type("Failing", (Other,), {method: classmethod(fails)}), priority=900)
+    assert _chosen() is TorchBackend
+    assert "RuntimeError: boom" in attnlib.explain(SPEC, "cpu").reasons()["failing"][0]
+    with pytest.raises((UnsupportedConfigError, BackendUnavailableError), match="RuntimeError: boom"):
+        _chosen(backend="failing")
+
+
 def test_requests_read_back() -> None:
     known = ("torch", "triton")
     assert parse_request("auto", "x", known).is_auto
@@ -211,8 +295,14 @@ def test_foreign_variables_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_seed_form() -> None:
     """vLLM's positional arguments."""
     assert attnlib.get_attn_backend(64, torch.float32, "auto", 16, False, use_mla=False, has_sink=True) is TorchBackend
+    assert attnlib.get_attn_backend(head_size=64, dtype=torch.float32, kv_cache_dtype=None, block_size=16) is TorchBackend
+    assert attnlib.get_attn_backend(64, torch.float32, None, 16) is attnlib.get_attn_backend(64, torch.float32, None, block_size=16)
     with pytest.raises(UnsupportedConfigError, match="needs no attention backend"):
         attnlib.get_attn_backend(64, torch.float32, "auto", 16, True)
+    with pytest.raises(ContractError, match="spec='torch' must be an attnlib.AttentionSpec"):
+        attnlib.get_attn_backend("torch")
+    with pytest.raises(ContractError, match="spec=None must be"):
+        attnlib.get_attn_backend()
 
 
 def test_names_are_taken_once() -> None:
