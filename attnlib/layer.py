@@ -21,7 +21,7 @@ from attnlib.errors import ContractError
 from attnlib.handles import register
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec, AttentionType
-from attnlib.validation import check_call, check_values
+from attnlib.validation import check_call, check_values, per_head
 
 __all__ = ["OBSERVERS", "Attention"]
 
@@ -65,7 +65,7 @@ class Attention(nn.Module):
         if kv_sharing_target_layer_name is not None and not spec.kv_sharing:
             spec = spec.replace(kv_sharing=True)
         self.spec = spec
-        self.backend = get_attn_backend(spec, backend, device)
+        self.backend = get_attn_backend(spec, backend, device, layer_name=prefix)
         if alibi_slopes is not None and not isinstance(alibi_slopes, torch.Tensor):
             alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32, device=device)
         self.impl = self.backend.get_impl_cls()(
@@ -168,11 +168,12 @@ class Attention(nn.Module):
 
         Raises:
             ContractError: a tensor that does not fit the spec, the cache or the batch; nothing is written or launched then.
+            LayoutMismatchError: the backend does not read the cache's order in memory; likewise.
         """
         spec = self.spec
-        q = query.view(-1, spec.num_heads, spec.head_size) if query.dim() == 2 else query
-        k = key.view(-1, spec.num_kv_heads, spec.head_size) if key is not None and key.dim() == 2 else key
-        v = value.view(-1, spec.num_kv_heads, spec.head_size_v) if value is not None and value.dim() == 2 else value
+        q = per_head("query", query, spec.num_heads, spec.head_size)
+        k = None if key is None else per_head("key", key, spec.num_kv_heads, spec.head_size)
+        v = None if value is None else per_head("value", value, spec.num_kv_heads, spec.head_size_v)
         out = self._output_for(query, output)
         heads = out.view(-1, spec.num_heads, spec.head_size_v) if out.dim() == 2 else out
         lse = torch.empty(q.shape[0], spec.num_heads, dtype=torch.float32, device=q.device) if return_lse else None

@@ -11,12 +11,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnlib.cache.storage import PagedKVCache
-from attnlib.errors import ContractError
+from attnlib.errors import ContractError, LayoutMismatchError
 
 if TYPE_CHECKING:
     from attnlib.layer import Attention
 
-__all__ = ["check_call", "check_values"]
+__all__ = ["check_call", "check_values", "per_head"]
+
+
+def per_head(name: str, tensor: torch.Tensor, num_heads: int, head_size: int) -> torch.Tensor:
+    """`[tokens, num_heads, head_size]` of a tensor that came flat or per head; a view, no copy.
+
+    Raises:
+        ContractError: a flat tensor of another width. Reshaping it anyway would turn heads into tokens.
+    """
+    if tensor.dim() != 2:
+        return tensor  # `check_call` judges the rest
+    if tensor.shape[1] != num_heads * head_size:
+        raise ContractError(_wrong_shape(name, tensor, num_heads, head_size))
+    return tensor.view(tensor.shape[0], num_heads, head_size)
 
 
 def check_call(
@@ -32,6 +45,7 @@ def check_call(
 
     Raises:
         ContractError: the message names the tensor, what it is and what it must be.
+        LayoutMismatchError: the backend does not read the cache's order in memory.
     """
     spec = layer.spec
     _check_tensor("query", query, (spec.num_heads, spec.head_size), spec.dtype, query.device)
@@ -61,13 +75,17 @@ def check_call(
 
 def _check_tensor(name: str, tensor: torch.Tensor, heads: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
     if tensor.dim() != 3 or tensor.shape[1:] != heads:
-        raise ContractError(f"{name} has shape {tuple(tensor.shape)}; it must be [tokens, {heads[0]}, {heads[1]}] or [tokens, {heads[0] * heads[1]}]")
+        raise ContractError(_wrong_shape(name, tensor, *heads))
     if tensor.dtype != dtype:
         raise ContractError(f"{name} is {tensor.dtype}, the spec says {dtype}")
     if tensor.device != device:
         raise ContractError(f"{name} is on {tensor.device}, query on {device}: all tensors of a call must be on one device")
     if tensor.stride(2) != 1 and tensor.shape[2] > 1:
         raise ContractError(f"{name} has stride {tensor.stride(2)} along the head; the last stride must be 1", rule="P9")
+
+
+def _wrong_shape(name: str, tensor: torch.Tensor, num_heads: int, head_size: int) -> str:
+    return f"{name} has shape {tuple(tensor.shape)}; it must be [tokens, {num_heads}, {head_size}] or [tokens, {num_heads * head_size}]"
 
 
 def _check_cache(layer: Attention, cache: PagedKVCache, key: torch.Tensor | None, device: torch.device, metadata: Any) -> None:
@@ -81,6 +99,13 @@ def _check_cache(layer: Attention, cache: PagedKVCache, key: torch.Tensor | None
         raise ContractError(f"cache stores {cache.dtype}, the spec says {spec.kv_dtype}", rule="P1")
     if cache.device != device:
         raise ContractError(f"cache is on {cache.device}, query on {device}: all tensors of a call must be on one device")
+    reads = layer.backend.capabilities.kv_cache_layouts or ("NHD",)
+    named = cache.layout is not None  # views of no named order are left to the backend, which has their strides
+    if named and cache.layout not in reads and "ANY" not in reads:
+        raise LayoutMismatchError(
+            f"backend {layer.backend.get_name()} reads {', '.join(reads)}, but the cache is laid out as {cache.layout}: "
+            f"allocate it with layout={reads[0]!r} [P2]"
+        )
     slots = getattr(metadata, "slot_mapping", None)
     if slots is None:
         return

@@ -1,10 +1,13 @@
 """The layer: writes, then attends; and what it refuses before anything is written."""
 
+import dataclasses
+
 import pytest
 import torch
 
 import attnlib
-from attnlib.errors import ContractError
+from attnlib.backends.torch import TorchBackend
+from attnlib.errors import ContractError, LayoutMismatchError
 from tests.ops.naive import naive_attention
 
 SPEC = attnlib.AttentionSpec(num_heads=4, num_kv_heads=2, head_size=8, head_size_v=6, dtype=torch.float32, block_size=4)
@@ -130,14 +133,15 @@ def _break(name: str):
             "strided head": {"query": torch.zeros(6, 8, 4).transpose(1, 2)},
             "slots int32": {"metadata": _with(step, slot_mapping=step.slot_mapping.int())},
             "device": {"key": k.to("meta"), "value": v.to("meta")},
+            "flat query too narrow": {"query": torch.zeros(6, 31)},
+            "flat query of two tokens in a row": {"query": torch.zeros(6, 64)},
+            "flat key of two tokens in a row": {"key": torch.zeros(6, 32), "value": torch.zeros(6, 24)},
         }[name]
     )
     return layer, cache, call
 
 
 def _with(step, **changes):
-    import dataclasses
-
     return dataclasses.replace(step, **changes)
 
 
@@ -158,6 +162,9 @@ def _with(step, **changes):
         ("strided head", "query has stride 4 along the head"),
         ("slots int32", r"slot_mapping is torch.int32; it must be int64"),
         ("device", "key is on meta, query on cpu"),
+        ("flat query too narrow", r"query has shape \(6, 31\); it must be \[tokens, 4, 8\] or \[tokens, 32\]"),
+        ("flat query of two tokens in a row", r"query has shape \(6, 64\); it must be"),
+        ("flat key of two tokens in a row", r"key has shape \(6, 32\); it must be \[tokens, 2, 8\] or \[tokens, 16\]"),
     ],
 )
 def test_bad_calls_are_named_and_change_nothing(name: str, message: str) -> None:
@@ -201,6 +208,27 @@ def test_garbage_behind_a_rows_end_is_legal(monkeypatch: pytest.MonkeyPatch) -> 
     layer, cache, step, q, k, v = _inputs()
     garbage = _with(step, block_table=torch.tensor([[6, 2**30], [1, 3]], dtype=torch.int32))
     assert torch.equal(layer(q, k, v, cache, garbage), layer(q, k, v, cache, step))
+
+
+def test_a_cache_in_an_order_that_the_backend_does_not_read_is_refused() -> None:
+    """P2: kernels that read one order must never see another; views of no named order are left to the backend, which has their strides."""
+    backend = type("HeadsFirst", (TorchBackend,), {"capabilities": dataclasses.replace(TorchBackend.capabilities, kv_cache_layouts=("HND",))})
+    _, cache, step, q, k, v = _inputs()
+    layer, before = attnlib.Attention(SPEC, backend=backend, device="cpu"), cache.key_cache.clone()
+    with pytest.raises(LayoutMismatchError, match=r"reads HND, but the cache is laid out as NHD: allocate it with layout='HND' \[P2\]"):
+        layer(q, k, v, cache, step)
+    assert torch.equal(cache.key_cache, before)
+    expected = attnlib.Attention(SPEC, device="cpu")(q, k, v, cache, step)
+    assert torch.equal(layer(q, k, v, attnlib.PagedKVCache.allocate(SPEC, 8, "cpu", "HND"), step), expected)
+    wide = torch.zeros(8, 4, 2, 20)
+    assert torch.equal(layer(q, k, v, attnlib.PagedKVCache.from_views(wide[..., :8], wide[..., 12:18]), step), expected)
+
+
+def test_selection_is_told_the_layers_name(caplog: pytest.LogCaptureFixture) -> None:
+    """S7"""
+    with caplog.at_level("INFO", logger="attnlib"):
+        attnlib.Attention(SPEC.replace(head_size=56), device="cpu", prefix="vision.layers.3")
+    assert "vision.layers.3: chose torch on cpu" in caplog.text
 
 
 def test_slopes_and_sinks_agree_with_the_spec() -> None:
