@@ -47,7 +47,9 @@ def gather_blocks(cache: Tensor, blocks: Tensor, memory: Tensor | None = None) -
     else:
         rows = memory[: math.prod(shape) * cache.element_size()].view(cache.dtype).view(shape)
     if num_blocks > 0:
-        torch.index_select(cache, 0, blocks, out=rows.permute(1, 2, 0, 3))
+        # As integers, because not every device selects one-byte floats.
+        source, target = (side.view(torch.uint8) if side.element_size() == 1 else side for side in (cache, rows))
+        torch.index_select(source, 0, blocks, out=target.permute(1, 2, 0, 3))
     return rows.view(num_heads, num_blocks * block_size, head_size).transpose(0, 1)
 
 

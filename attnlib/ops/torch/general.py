@@ -36,7 +36,7 @@ def general_attention(
     num_rows, num_heads, _ = query.shape
     num_keys, num_kv_heads, head_size_v = value.shape
     weights, lse = attention_weights(query, key, bias, rules, k_factor)
-    grouped = weights.reshape(num_kv_heads, -1, num_keys)
+    grouped = weights.reshape(num_kv_heads, num_heads // num_kv_heads * num_rows, num_keys)
     out = torch.bmm(grouped, value.to(weights.dtype).transpose(0, 1))
     out = out * _over_heads(v_factor)
     return out.view(num_heads, num_rows, head_size_v).transpose(0, 1), lse.transpose(0, 1)
@@ -49,7 +49,7 @@ def attention_weights(
     num_rows, num_heads, head_size = query.shape
     num_keys, num_kv_heads, _ = key.shape
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    rows = query.to(dtype).transpose(0, 1).reshape(num_kv_heads, -1, head_size)
+    rows = query.to(dtype).transpose(0, 1).reshape(num_kv_heads, num_heads // num_kv_heads * num_rows, head_size)
     logits = torch.bmm(rows, key.to(dtype).permute(1, 2, 0)) * rules.scale * _over_heads(k_factor)
     if rules.soft_cap > 0:
         logits = torch.tanh(logits / rules.soft_cap) * rules.soft_cap
