@@ -1,0 +1,57 @@
+"""TMA descriptors of a paged cache.
+
+A cache view [B, N, Hkv, D] of any strides is described as [B, Hkv, N, D], so that a box is the rows of one page and one
+KV head. Descriptors are kept by address and shape, because checking and building one costs microseconds; they hold the
+address alone and keep no tensor alive.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from attnlib.ops.triton.hopper.dialect import TensorDescriptor
+
+__all__ = ["cache_descriptor"]
+
+_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+class _Address:
+    """What a descriptor asks of a tensor."""
+
+    __slots__ = ("_pointer", "dtype")
+
+    def __init__(self, pointer: int, dtype: torch.dtype) -> None:
+        self._pointer = pointer
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        return self._pointer
+
+
+@functools.lru_cache(maxsize=512)
+def _describe(pointer: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, width: int) -> TensorDescriptor:
+    blocks, positions, heads, size = shape
+    # The stride of a dimension of size 1 is arbitrary (P1), and TMA wants a multiple of 16 bytes.
+    block, position, head = (8 if n == 1 else s for n, s in zip(shape[:3], strides[:3], strict=True))
+    layout = gl.NVMMASharedLayout.get_default_for([rows, width], _DTYPES[dtype])
+    return TensorDescriptor(
+        _Address(pointer, dtype),
+        [blocks, heads, positions, size],
+        [block, head, position, 1],
+        [1, 1, rows, width],
+        gl.NVMMASharedLayout(layout.swizzle_byte_width, 16, 4),
+    )
+
+
+def cache_descriptor(cache: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """The descriptor of a cache `[B, N, Hkv, D]` for boxes of `rows` positions and `width` >= D elements.
+
+    Elements past D and pages past B read as zero.
+    """
+    return _describe(cache.data_ptr(), cache.dtype, tuple(cache.shape), tuple(cache.stride()), rows, width)

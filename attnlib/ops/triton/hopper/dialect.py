@@ -1,0 +1,47 @@
+"""What Gluon calls things, release by release.
+
+Names under `triton.experimental` move between minors. This module is the one place that knows: kernels import the
+concept from here. Seen: Triton 3.6.0 and 3.9.0.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+__all__ = ["TensorDescriptor", "exp2", "load_box", "named_arrive", "named_sync", "partition_barrier"]
+
+partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+"""Synchronises the threads of the partition that calls it (`thread_barrier` up to 3.6)."""
+
+load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+"""TMA copy of a box into shared memory, completing on an mbarrier (`async_copy_global_to_shared` up to 3.7)."""
+
+
+@gluon.jit
+def named_sync(ID: gl.constexpr):
+    """Wait at named barrier ID of 256 threads. Ids 9 to 14 are free of Triton's own."""
+    if ID == 9:
+        gl.inline_asm_elementwise("bar.sync 9, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
+    elif ID == 10:
+        gl.inline_asm_elementwise("bar.sync 10, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
+    else:
+        gl.static_assert(ID == 11)
+        gl.inline_asm_elementwise("bar.sync 11, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
+
+
+@gluon.jit
+def named_arrive(ID: gl.constexpr):
+    """Arrive at named barrier ID of 256 threads without waiting."""
+    if ID == 9:
+        gl.inline_asm_elementwise("bar.arrive 9, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
+    else:
+        gl.static_assert(ID == 10)
+        gl.inline_asm_elementwise("bar.arrive 10, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
+
+
+@gluon.jit
+def exp2(x):
+    return gl.exp2(x)

@@ -1,0 +1,385 @@
+"""The prefill kernel for Hopper: two warpgroups that multiply, one warp that loads.
+
+A work item is a tile of 128 rows and one KV head; a row is one query head of one query token, the heads of a group
+beside each other, so that they share a stream of keys and values. Each consumer warpgroup owns 64 rows. The producer
+warp fills rings of key and value tiles by TMA, one box per page; `full` barriers count bytes, `empty` barriers count the
+two consumers. Tiles of keys are walked from the diagonal leftwards.
+
+Within a warpgroup the product of the next tile's keys is issued before that of the last tile's values is awaited
+(FlashAttention-3, Shah et al. 2024); between the two, named barriers let one compute its softmax while the other's
+products run. Ring positions are carried across work items, so a grid smaller than the number of items is persistent.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attnlib.ops.triton.hopper.dialect import exp2, load_box, named_arrive, named_sync, partition_barrier
+from attnlib.ops.triton.hopper.schedule import find_tile, row_span, visited_tiles
+
+__all__ = ["UNSPECIALISED", "hopper_prefill_kernel"]
+
+LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
+LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
+
+UNSPECIALISED = [
+    "left", "right", "chunk", "num_reqs", "num_tokens", "num_tiles", "num_blocks", "stride_qt", "stride_qh",
+    "stride_ot", "stride_oh", "stride_lt", "stride_table",
+]  # fmt: skip
+"""Parameters whose values must not choose a compilation."""
+
+
+@gluon.jit
+def _aligned(offset):
+    """An offset that the launcher knows to be a multiple of 8 elements (16 bytes), as the compiler should know too."""
+    return (offset >> 3) << 3
+
+
+@gluon.jit
+def _take_turn(WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
+    if TURNS:
+        named_sync(9 + WARPGROUP)
+
+
+@gluon.jit
+def _pass_turn(WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
+    if TURNS:
+        named_arrive(10 - WARPGROUP)
+
+
+@gluon.jit
+def _producer(key, value, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_tiles, num_blocks,
+              stride_table, k_ring, v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS: gl.constexpr,
+              TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
+              CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+              HAS_CHUNK: gl.constexpr):  # fmt: skip
+    """Fill the rings. Pages past the request's last one are aimed past the pool's end, which TMA fills with zeros."""
+    BOX: gl.constexpr = min(BLOCK_SIZE, BLOCK_N)
+    BOXES: gl.constexpr = BLOCK_N // BOX
+    K_BYTES: gl.constexpr = BLOCK_N * k_ring.shape[2] * 2
+    V_BYTES: gl.constexpr = BLOCK_N * v_ring.shape[2] * 2
+    step = 0
+    for item in range(gl.program_id(0), num_tiles * NUM_KV_HEADS, gl.num_programs(0)):
+        request, start, first_token, kv_head = find_tile(item, query_start_loc, num_reqs, num_tiles, NUM_KV_HEADS, TILE_TOKENS)
+        if request < num_reqs:
+            query_len = gl.load(query_start_loc + request + 1) - start
+            if first_token < query_len:
+                seq_len = gl.load(seq_lens + request)
+                begin, _, _, end = visited_tiles(first_token, query_len, seq_len, left, right, chunk, TILE_TOKENS,
+                                                 BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+                table = block_table + request.to(gl.int64) * stride_table
+                pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
+                for back in range(0, end - begin):
+                    tile = end - 1 - back
+                    stage = step % STAGES
+                    parity = (step // STAGES) & 1
+                    first_page = tile * BLOCK_N // BLOCK_SIZE
+                    inside = tile * BLOCK_N % BLOCK_SIZE
+                    blocks = ()
+                    for box in gl.static_range(BOXES):
+                        page = gl.load(table + first_page + box, mask=first_page + box < pages, other=num_blocks)
+                        blocks = blocks + (page,)
+                    k_tile = k_ring.index(stage)
+                    mbarrier.wait(k_empty.index(stage), parity ^ 1)
+                    mbarrier.expect(k_full.index(stage), K_BYTES)
+                    for box in gl.static_range(BOXES):
+                        load_box(key, [blocks[box], kv_head, inside, 0], k_full.index(stage),
+                                 k_tile.slice(box * BOX, BOX, 0))  # fmt: skip
+                    v_tile = v_ring.index(stage)
+                    mbarrier.wait(v_empty.index(stage), parity ^ 1)
+                    mbarrier.expect(v_full.index(stage), V_BYTES)
+                    for box in gl.static_range(BOXES):
+                        load_box(value, [blocks[box], kv_head, inside, 0], v_full.index(stage),
+                                 v_tile.slice(box * BOX, BOX, 0))  # fmt: skip
+                    step += 1
+
+
+@gluon.jit
+def _softmax_step(scores, peak, total, row_first, row_last, tile_start, factor, soft_cap, MASKED: gl.constexpr,
+                  CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr):  # fmt: skip
+    """Raw products to weights: (weights, decay of what came before, new peak, new total); everything in base 2."""
+    BLOCK_N: gl.constexpr = scores.shape[1]
+    if HAS_CAP:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), exact at both infinities; `factor` is 2 log2(e) scale / cap here.
+        grown = exp2(scores * factor)
+        scores = (soft_cap - (2.0 * soft_cap) / (grown + 1.0)) * LOG2E
+        weight_factor = 1.0
+    else:
+        weight_factor = factor
+    if MASKED:
+        keys = tile_start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores.type.layout))
+        visible = keys[None, :] < row_last[:, None]
+        if CHECK_FIRST:
+            visible = visible & (keys[None, :] >= row_first[:, None])
+        scores = gl.where(visible, scores, float("-inf"))
+    new_peak = gl.maximum(peak, gl.max(scores, 1) * weight_factor)
+    anchor = new_peak
+    if MASKED:
+        anchor = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = exp2(scores * weight_factor - anchor[:, None])
+    decay = exp2(peak - anchor)
+    return weights, decay, new_peak, total * decay + gl.sum(weights, 1)
+
+
+@gluon.jit
+def _step(q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total, step, tile, row_first,
+          row_last, factor, soft_cap, WARPGROUP: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+          MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr):  # fmt: skip
+    """Products with the keys of `tile` and with the values of the tile before it, then the softmax between them."""
+    ROWS: gl.constexpr = q_tile.shape[0]
+    BLOCK_N: gl.constexpr = k_ring.shape[1]
+    S_LAYOUT: gl.constexpr = row_last.type.layout.parent
+    stage = step % STAGES
+    parity = (step // STAGES) & 1
+    v_stage = (step - 1) % STAGES
+    v_parity = ((step - 1) // STAGES) & 1
+    mbarrier.wait(k_full.index(stage), parity)
+    _take_turn(WARPGROUP, TURNS)
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+    scores = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(v_stage), v_parity)
+    acc = warpgroup_mma(weights, v_ring.index(v_stage), acc, is_async=True)
+    _pass_turn(WARPGROUP, TURNS)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    grown, decay, peak, total = _softmax_step(
+        scores, peak, total, row_first, row_last, tile * BLOCK_N, factor, soft_cap, MASKED, CHECK_FIRST, HAS_CAP
+    )
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(v_empty.index(v_stage), count=1)
+    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
+    weights = gl.convert_layout(grown.to(q_tile.dtype), weights.type.layout)
+    return acc, weights, peak, total
+
+
+@gluon.jit
+def _clear_values(v_tile, valid, WARPGROUP: gl.constexpr):
+    """Zero the rows of a value tile from `valid` on; each consumer does its half (P5: 0 * NaN is NaN)."""
+    ROWS: gl.constexpr = v_tile.shape[0] // 2
+    WIDTH: gl.constexpr = v_tile.shape[1]
+    LANES: gl.constexpr = min(32, WIDTH // 8)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    half = v_tile.slice(WARPGROUP * ROWS, ROWS, 0)
+    rows = WARPGROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    content = half.load(layout)
+    half.store(gl.where(rows[:, None] < valid, content, 0.0))
+    fence_async_shared()
+    named_sync(11)
+
+
+@gluon.jit
+def _store_rows(out, offsets, tile, valid, head_size):
+    """Store rows [M, W] at element offsets [M], columns up to head_size."""
+    columns = gl.arange(0, tile.shape[1], gl.SliceLayout(0, tile.type.layout))
+    pointers = out + _aligned(offsets)[:, None] + columns[None, :]
+    gl.store(pointers, tile, mask=valid[:, None] & (columns < head_size)[None, :])
+
+
+@gluon.jit
+def _rows(first_token, query_len, kv_head, WARPGROUP: gl.constexpr, GROUP: gl.constexpr, TILE_TOKENS: gl.constexpr,
+          layout: gl.constexpr):  # fmt: skip
+    """(token within the request, query head, whether the row exists) of this warpgroup's 64 rows."""
+    rows = WARPGROUP * 64 + gl.arange(0, 64, layout)
+    token = first_token + rows // GROUP
+    return token, kv_head * GROUP + rows % GROUP, (rows < TILE_TOKENS * GROUP) & (token < query_len)
+
+
+@gluon.jit
+def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, scale, soft_cap, left, right, chunk, num_reqs,
+              num_tokens, num_tiles, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tiles, k_ring, v_ring,
+              k_full, k_empty, v_full, v_empty, WARPGROUP: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
+              GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, TILE_TOKENS: gl.constexpr,
+              BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, STAGED_STORE: gl.constexpr,
+              CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+              HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr):  # fmt: skip
+    WIDTH: gl.constexpr = q_tiles.shape[2]
+    WIDTH_V: gl.constexpr = v_ring.shape[2]
+    BLOCK_N: gl.constexpr = k_ring.shape[1]
+    DTYPE: gl.constexpr = q_tiles.dtype
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    Q_LANES: gl.constexpr = min(32, WIDTH // 8)
+    Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // Q_LANES, Q_LANES], [4, 1], [1, 0])
+    V_LANES: gl.constexpr = min(32, WIDTH_V // 8)
+    STORE_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // V_LANES, V_LANES], [4, 1], [1, 0])
+    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK
+    q_tile = q_tiles.index(WARPGROUP)
+    if HAS_CAP:
+        factor = scale * (2.0 * LOG2E) / soft_cap
+    else:
+        factor = scale * LOG2E
+    if TURNS and WARPGROUP == 1:
+        named_arrive(9)
+
+    step = 0
+    for item in range(gl.program_id(0), num_tiles * NUM_KV_HEADS, gl.num_programs(0)):
+        request, start, first_token, kv_head = find_tile(item, query_start_loc, num_reqs, num_tiles, NUM_KV_HEADS, TILE_TOKENS)
+        if request == num_reqs:
+            # Rows after the last request (M6): zero, whatever lay there.
+            token, head, valid = _rows(first_token, num_tokens - start, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
+                                       gl.SliceLayout(1, STORE_LAYOUT))  # fmt: skip
+            offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
+            _store_rows(out, offsets, gl.zeros([64, WIDTH_V], DTYPE, STORE_LAYOUT), valid, DV)
+            if HAS_LSE:
+                nothing = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, STORE_LAYOUT))
+                gl.store(lse + (start + token).to(gl.int64) * stride_lt + head, nothing, mask=valid)
+        else:
+            query_len = gl.load(query_start_loc + request + 1) - start
+            if first_token < query_len:
+                seq_len = gl.load(seq_lens + request)
+                begin, left_end, right_begin, end = visited_tiles(
+                    first_token, query_len, seq_len, left, right, chunk, TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT,
+                    HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+
+                token, head, valid = _rows(first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
+                                           gl.SliceLayout(1, Q_LAYOUT))  # fmt: skip
+                offsets = _aligned((start + token).to(gl.int64) * stride_qt + head.to(gl.int64) * stride_qh)
+                columns = gl.arange(0, WIDTH, gl.SliceLayout(0, Q_LAYOUT))
+                mask = valid[:, None] & (columns < D)[None, :]
+                q = gl.load(query + offsets[:, None] + columns[None, :], mask=mask, other=0.0)
+                partition_barrier()
+                q_tile.store(q)
+                fence_async_shared()
+                partition_barrier()
+
+                token, head, valid = _rows(first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS, ROW)
+                row_first, row_last = row_span(token + (seq_len - query_len), seq_len, left, right, chunk, CAUSAL,
+                                               HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+                peak = gl.full([64], float("-inf"), gl.float32, ROW)
+                total = gl.full([64], 0.0, gl.float32, ROW)
+                acc = gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT)
+                if end > begin:
+                    stage = step % STAGES
+                    parity = (step // STAGES) & 1
+                    mbarrier.wait(k_full.index(stage), parity)
+                    nothing = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
+                    scores = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+                    scores = warpgroup_mma_wait(0, deps=[scores])
+                    mbarrier.arrive(k_empty.index(stage), count=1)
+                    grown, _, peak, total = _softmax_step(scores, peak, total, row_first, row_last,
+                                                          (end - 1) * BLOCK_N, factor, soft_cap, True, CHECK_LEFT,
+                                                          HAS_CAP)  # fmt: skip
+                    weights = gl.convert_layout(grown.to(DTYPE), P_LAYOUT)
+                    past_end = seq_len - (end - 1) * BLOCK_N
+                    if (past_end < BLOCK_N) & (seq_len % BLOCK_SIZE != 0):
+                        mbarrier.wait(v_full.index(stage), parity)
+                        _clear_values(v_ring.index(stage), past_end, WARPGROUP)
+                    step += 1
+
+                    full_end = gl.minimum(right_begin, end - 1)
+                    full_begin = gl.minimum(left_end, full_end)
+                    for back in range(0, end - 1 - full_end):
+                        acc, weights, peak, total = _step(
+                            q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total, step,
+                            end - 2 - back, row_first, row_last, factor, soft_cap, WARPGROUP, STAGES, TURNS, True,
+                            CHECK_LEFT, HAS_CAP)  # fmt: skip
+                        step += 1
+                    for back in range(0, full_end - full_begin):
+                        acc, weights, peak, total = _step(
+                            q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total, step,
+                            full_end - 1 - back, row_first, row_last, factor, soft_cap, WARPGROUP, STAGES, TURNS,
+                            False, CHECK_LEFT, HAS_CAP)  # fmt: skip
+                        step += 1
+                    if CHECK_LEFT:
+                        for back in range(0, full_begin - begin):
+                            acc, weights, peak, total = _step(
+                                q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total,
+                                step, full_begin - 1 - back, row_first, row_last, factor, soft_cap, WARPGROUP, STAGES,
+                                TURNS, True, CHECK_LEFT, HAS_CAP)  # fmt: skip
+                            step += 1
+
+                    stage = (step - 1) % STAGES
+                    mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) & 1)
+                    acc = warpgroup_mma(weights, v_ring.index(stage), acc, is_async=True)
+                    acc = warpgroup_mma_wait(0, deps=[acc])
+                    mbarrier.arrive(v_empty.index(stage), count=1)
+
+                anchor = gl.where(peak == float("-inf"), 0.0, peak)
+                decay = gl.full([64], 1.0, gl.float32, ROW)
+                if HAS_SINK:
+                    # The sink counts here, once (M4).
+                    sink = gl.load(sinks + head, mask=valid, other=0.0) * LOG2E
+                    top = gl.maximum(peak, sink)
+                    anchor = gl.where(top == float("-inf"), 0.0, top)
+                    decay = exp2(peak - anchor)
+                    total = total * decay + exp2(sink - anchor)
+                empty = total == 0.0
+                safe = gl.where(empty, 1.0, total)
+                if HAS_LSE:
+                    natural = gl.where(empty, float("-inf"), anchor + gl.log2(safe)) * LN2
+                    gl.store(lse + (start + token).to(gl.int64) * stride_lt + head, natural, mask=valid)
+                finish = gl.convert_layout(decay / safe, gl.SliceLayout(1, O_LAYOUT))
+                rows = (acc * finish[:, None]).to(DTYPE)
+                if STAGED_STORE:
+                    # Through the query's own shared memory, so that stores are 16 bytes wide.
+                    partition_barrier()
+                    q_tile.store(rows)
+                    partition_barrier()
+                    token, head, valid = _rows(first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
+                                               gl.SliceLayout(1, STORE_LAYOUT))  # fmt: skip
+                    offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
+                    _store_rows(out, offsets, q_tile.load(STORE_LAYOUT), valid, DV)
+                else:
+                    token, head, valid = _rows(first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
+                                               gl.SliceLayout(1, O_LAYOUT))  # fmt: skip
+                    offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
+                    _store_rows(out, offsets, rows, valid, DV)
+
+
+@gluon.jit(do_not_specialize=UNSPECIALISED)
+def hopper_prefill_kernel(key, value, query, out, lse, sinks, query_start_loc, seq_lens, block_table, scale, soft_cap,
+                          left, right, chunk, num_reqs, num_tokens, num_tiles, num_blocks, stride_qt, stride_qh,
+                          stride_ot, stride_oh, stride_lt, stride_table, NUM_KV_HEADS: gl.constexpr,
+                          GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr,
+                          WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
+                          BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+                          STAGED_STORE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+                          PRODUCER_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
+                          HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
+                          HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr):  # fmt: skip
+    """One CTA of 4 + 4 + 1 warps; grid: any number of programs up to num_tiles * NUM_KV_HEADS."""
+    Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, WIDTH], key.dtype)
+    K_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH], key.dtype)
+    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH_V], key.dtype)
+    q_tiles = gl.allocate_shared_memory(key.dtype, [2, 64, WIDTH], Q_SHARED)
+    k_ring = gl.allocate_shared_memory(key.dtype, [STAGES, BLOCK_N, WIDTH], K_SHARED)
+    v_ring = gl.allocate_shared_memory(key.dtype, [STAGES, BLOCK_N, WIDTH_V], V_SHARED)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=2)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_consumer, (
+                query, out, lse, sinks, query_start_loc, seq_lens, scale, soft_cap, left, right, chunk, num_reqs,
+                num_tokens, num_tiles, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tiles, k_ring, v_ring,
+                k_full, k_empty, v_full, v_empty, 0, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
+                TURNS, STAGED_STORE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+            (_consumer, (
+                query, out, lse, sinks, query_start_loc, seq_lens, scale, soft_cap, left, right, chunk, num_reqs,
+                num_tokens, num_tiles, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tiles, k_ring, v_ring,
+                k_full, k_empty, v_full, v_empty, 1, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
+                TURNS, STAGED_STORE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+            (_producer, (
+                key, value, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_tiles,
+                num_blocks, stride_table, k_ring, v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS, TILE_TOKENS,
+                BLOCK_N, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,74 @@
+"""Shapes of the Hopper prefill: a pure table, so that every entry can be compiled without the chip.
+
+One CTA holds 128 rows of queries and two rings, of keys and of values; it takes the whole multiprocessor, because two
+multiplying warpgroups of 240 registers leave room for nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from attnlib.errors import UnsupportedConfigError
+
+__all__ = ["ROWS", "SHARED_MEMORY", "HopperTile", "choose_hopper_tile", "padded_width", "shared_bytes"]
+
+ROWS = 128
+"""Query rows of a work item: two warpgroups of 64."""
+
+SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory that one CTA may have on SM90."""
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """How one CTA works.
+
+    Attributes:
+        block_n: keys per step.
+        stages: depth of the rings.
+        turns: whether the two warpgroups take turns at the tensor cores.
+        staged_store: whether outputs pass through shared memory on their way out, for wide stores.
+        persistent: one CTA per multiprocessor that walks the work items, instead of one CTA for each.
+        consumer_registers: per thread of a multiplying warpgroup.
+        producer_registers: per thread of the loading warp.
+    """
+
+    block_n: int
+    stages: int
+    turns: bool = True
+    staged_store: bool = True
+    persistent: bool = False
+    consumer_registers: int = 240
+    producer_registers: int = 24
+
+
+def padded_width(head_size: int) -> int:
+    """The head size that shared memory holds: a power of two of at least 64; TMA fills the rest with zeros."""
+    return max(64, 1 << (head_size - 1).bit_length())
+
+
+def shared_bytes(tile: HopperTile, head_size: int, head_size_v: int) -> int:
+    """Shared memory of one CTA in bytes, for 16-bit elements."""
+    width, width_v = padded_width(head_size), padded_width(head_size_v)
+    return 2 * (ROWS * width + tile.stages * tile.block_n * (width + width_v)) + 1024
+
+
+@functools.lru_cache(maxsize=64)
+def choose_hopper_tile(head_size: int, head_size_v: int) -> HopperTile:
+    """The tile for a pair of head sizes.
+
+    Raises:
+        UnsupportedConfigError: no tile fits the shared memory.
+    """
+    widest = max(padded_width(head_size), padded_width(head_size_v))
+    candidates = [HopperTile(128, 2), HopperTile(64, 2)] if widest <= 128 else [HopperTile(64, 2)]
+    for tile in candidates:
+        if shared_bytes(tile, head_size, head_size_v) <= SHARED_MEMORY:
+            return tile
+    raise UnsupportedConfigError(
+        f"head sizes {head_size} (keys) and {head_size_v} (values) need "
+        f"{shared_bytes(candidates[-1], head_size, head_size_v)} bytes of shared memory with the smallest tile, and "
+        f"Hopper has {SHARED_MEMORY}; use the plain Triton prefill",
+        backend="triton",
+    )

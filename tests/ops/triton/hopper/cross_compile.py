@@ -1,0 +1,124 @@
+"""Compile the Hopper kernels without a GPU, through their launcher, and read what ptxas says about them.
+
+`python -m tests.ops.triton.hopper.cross_compile CASE...` prints one JSON line for each case. A process of its own,
+because it must not interpret Triton.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import torch
+import triton
+
+from attnlib.ops.triton.hopper.paged_prefill import launch_hopper_prefill
+from attnlib.ops.triton.hopper.tiles import choose_hopper_tile, shared_bytes
+from tests.ops.triton.cross_compile import stub_target
+
+__all__ = ["CASES", "compile_case"]
+
+BF16, FP16 = torch.bfloat16, torch.float16
+CASES: dict[str, dict[str, Any]] = {
+    "128": {},
+    "128-page32": {"n": 32},
+    "128-page64": {"n": 64},
+    "128-page128": {"n": 128},
+    "128-page256": {"n": 256},
+    "128-fp16": {"dtype": FP16},
+    "128-bidirectional": {"causal": False},
+    "128-group1": {"group": 1},
+    "128-group5": {"group": 5},
+    "128-lse": {"lse": True},
+    "128-window": {"window": (127, 0)},
+    "128-sinks-cap": {"sinks": True, "cap": 50.0, "lse": True},
+    "128-all": {"sinks": True, "cap": 50.0, "lse": True, "window": (127, 31), "chunk": 8192},
+    "128-no-turns": {"tile": {"turns": False}},
+    "128-direct-store": {"tile": {"staged_store": False}},
+    "64": {"d": 64, "group": 8},
+    "64-sinks-window": {"d": 64, "group": 8, "sinks": True, "window": (127, 0)},
+    "96": {"d": 96},
+    "192-128": {"d": 192, "dv": 128, "group": 1},
+    "256": {"d": 256, "group": 2},
+    "256-page128-cap": {"d": 256, "group": 2, "n": 128, "cap": 50.0},
+}
+
+
+def compile_case(name: str) -> dict[str, Any]:
+    """What became of one case: shared memory and its estimate, registers, stack and spilled bytes, accesses to local
+    memory in the loops over keys, and what ptxas warned of."""
+    options = CASES[name]
+    d, dtype, kv_heads = options.get("d", 128), options.get("dtype", BF16), 8
+    dv, heads = options.get("dv", d), options.get("group", 4) * kv_heads
+    tile = dataclasses.replace(choose_hopper_tile(d, dv), **options.get("tile", {}))
+    lengths = torch.zeros(2, dtype=torch.int32)
+    log = io.StringIO()
+    triton.knobs.nvidia.dump_ptxas_log = True
+    triton.knobs.compilation.always_compile = True
+    with stub_target("sm_90") as launches, contextlib.redirect_stdout(log):
+        launch_hopper_prefill(
+            torch.empty(64, heads, d, dtype=dtype), torch.empty(2, options.get("n", 16), kv_heads, d, dtype=dtype),
+            torch.empty(2, options.get("n", 16), kv_heads, dv, dtype=dtype), torch.zeros(2, 4, dtype=torch.int32),
+            torch.zeros(3, dtype=torch.int32), lengths, tile, scale=0.1, causal=options.get("causal", True),
+            window=options.get("window", (-1, -1)), attention_chunk_size=options.get("chunk", 0),
+            logits_soft_cap=options.get("cap", 0.0), sinks=torch.empty(heads) if options.get("sinks") else None,
+            out=torch.empty(64, heads, dv, dtype=dtype), lse=torch.empty(64, heads) if options.get("lse") else None,
+        )  # fmt: skip
+    (launch,) = launches
+    text = log.getvalue()
+    spills = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    assert spills is not None, text
+    used = re.search(r"Used (\d+) registers", text)
+    assert used is not None, text
+    return {
+        "shared": launch.kernel.metadata.shared,
+        "estimate": shared_bytes(tile, d, dv),
+        "registers": int(used[1]),
+        "stack": int(spills[1]),
+        "spilled": int(spills[2]),
+        "loops": _key_loops(launch.kernel.asm["cubin"]),
+        "warnings": [line for line in text.splitlines() if re.search(r"C75\d\d|serializ|[Ww]arning", line)],
+        "wgmma": launch.kernel.asm["ptx"].count("wgmma.mma_async"),
+        "seconds": round(launch.seconds, 1),
+    }
+
+
+def _key_loops(cubin: bytes) -> list[int]:
+    """Accesses to local memory in each loop over keys: those in which exactly two groups of products end, and
+    nothing is stored to global memory (so no loop over tiles of queries)."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = triton.knobs.nvidia.nvdisasm.path
+        text = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    lines = text.splitlines()
+    labels = {match[1]: at for at, line in enumerate(lines) if (match := re.match(r"(\.L_x_\d+):", line.strip()))}
+    found = []
+    for at, line in enumerate(lines):
+        jump = re.search(r"BRA[^`]*`\((\.L_x_\d+)\)", line)
+        if jump is None or labels[jump[1]] > at:
+            continue
+        body = lines[labels[jump[1]] : at]
+        if not any("STG" in each or "USETMAXREG" in each for each in body) and sum("HGMMA" in each and "gsb0" in each for each in body) == 2:
+            found.append(sum(bool(re.search(r"\b(LDL|STL)\b", each)) for each in body))
+    return found
+
+
+def main(names: list[str]) -> None:
+    for name in names or list(CASES):
+        try:
+            result = compile_case(name)
+        except Exception as error:
+            result = {"error": f"{type(error).__name__}: {error}"[-3000:]}
+        print(json.dumps({"case": name, "triton": triton.__version__, **result}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
