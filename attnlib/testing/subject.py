@@ -32,7 +32,7 @@ Backend = type[AttentionBackend]
 
 
 def load_backend(backend: str | Backend) -> Backend:
-    """A backend class from a name, a `module:Class` or `path/to/file.py:Class` path, or itself.
+    """A backend class from a name, a pair (`prefill:NAME,decode:NAME`), a `module:Class` or `path/to/file.py:Class` path, or itself.
 
     Raises:
         UnknownBackendError: no backend of that name is registered.
@@ -40,7 +40,7 @@ def load_backend(backend: str | Backend) -> Backend:
     """
     if isinstance(backend, type):
         return backend
-    if ":" not in backend:
+    if ":" not in backend or backend.lower().startswith(("prefill:", "decode:")):
         from attnlib.selection import load_backend as load_registered
 
         return load_registered(backend)

@@ -1,0 +1,147 @@
+"""Card of the pairs: two backends, one for each phase, as one ordinary backend, `prefill:flash_attn,decode:triton`.
+
+Both read one cache. The builder lets each child build for its own part of the batch; the impl runs each child on its own rows. What the pair can
+do is what both can do.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from abc import ABCMeta
+from dataclasses import fields
+from typing import Any, ClassVar
+
+from attnlib.backends.base import AttentionBackend, AttentionImpl
+from attnlib.backends.composite.impl import CompositeImpl
+from attnlib.backends.composite.metadata import CompositeMetadata, CompositeMetadataBuilder
+from attnlib.cache.layout import LAYOUTS, negotiate_layout
+from attnlib.capabilities import NOT_STATED, Capabilities, Sizes
+from attnlib.device import DeviceInfo
+from attnlib.errors import LayoutMismatchError
+from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
+from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport
+
+__all__ = ["CompositeBackend", "make_composite"]
+
+Backend = type[AttentionBackend]
+
+
+class CompositeBackend(AttentionBackend):
+    """Base of every pair; `make_composite` makes the classes."""
+
+    prefill_backend: ClassVar[Backend]
+    decode_backend: ClassVar[Backend]
+    builder_cls: ClassVar[type[CompositeMetadataBuilder]]
+    impl_cls: ClassVar[type[CompositeImpl]]
+
+    @classmethod
+    def get_name(cls) -> str:
+        return f"prefill:{cls.prefill_backend.get_name()},decode:{cls.decode_backend.get_name()}"
+
+    @classmethod
+    def get_impl_cls(cls) -> type[AttentionImpl]:
+        return cls.impl_cls
+
+    @staticmethod
+    def get_metadata_cls() -> type[AttentionMetadata]:
+        return CompositeMetadata
+
+    @classmethod
+    def get_builder_cls(cls) -> type[AttentionMetadataBuilder[Any]]:
+        return cls.builder_cls
+
+    @classmethod
+    def unavailable(cls, device: DeviceInfo) -> list[str]:
+        """What is missing for either."""
+        return [f"{child.get_name()}: {reason}" for child in (cls.prefill_backend, cls.decode_backend) for reason in child.unavailable(device)]
+
+    @classmethod
+    def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
+        """Either child's own reasons (they name the child), and encoders, which have one phase only."""
+        reasons = [
+            f"{child.get_name()}: {reason}"
+            for child in (cls.prefill_backend, cls.decode_backend)
+            for reason in child.validate_configuration(spec, device)
+        ]
+        return reasons if spec.is_paged else [*reasons, f"attn_type={spec.attn_type.value} has no decode phase: name one backend"]
+
+
+class _CompositeMeta(ABCMeta):
+    """Metaclass of pairs: they are made at run time, so they are pickled by their two halves."""
+
+
+_made: dict[tuple[Backend, Backend], Backend] = {}
+
+
+def make_composite(prefill: Backend, decode: Backend) -> Backend:
+    """The backend that sends prefills to one backend and decodes to another; the same class each time, and the backend itself for equal halves.
+
+    Raises:
+        LayoutMismatchError: the two read no common cache layout.
+    """
+    if prefill is decode:
+        return prefill
+    if (prefill, decode) not in _made:
+        capabilities = _common(prefill, decode)
+        halves = {"prefill_backend": prefill, "decode_backend": decode, "__module__": __name__}
+        builder = {**halves, "cudagraph_support": capabilities.cudagraph}
+        body = {
+            **halves,
+            "description": f"prefills by {prefill.get_name()}, decodes by {decode.get_name()}",
+            "capabilities": capabilities,
+            "builder_cls": type("CompositeMetadataBuilder", (CompositeMetadataBuilder,), builder),
+            "impl_cls": type("CompositeImpl", (CompositeImpl,), halves),
+        }
+        _made[prefill, decode] = _CompositeMeta("CompositeBackend", (CompositeBackend,), body)  # type: ignore[assignment]  # a class
+    return _made[prefill, decode]
+
+
+def _reduce(cls: Any) -> tuple[Any, ...]:
+    return make_composite, (cls.prefill_backend, cls.decode_backend)
+
+
+copyreg.pickle(_CompositeMeta, _reduce)
+
+
+def _common(prefill: Backend, decode: Backend) -> Capabilities:
+    """What both declare. Sets of sizes cannot be intersected in general: those of the decode half stand, and `supports_combination` asks both."""
+    mine, other = prefill.capabilities, decode.capabilities
+    layouts = _layouts(prefill, decode)
+    values: dict[str, Any] = {}
+    for name in (field.name for field in fields(Capabilities)):
+        values[name] = _both(getattr(mine, name), getattr(other, name))
+    values.update(
+        kv_cache_layouts=layouts,
+        attn_types=tuple(t for t in values["attn_types"] or () if t in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)),
+        min_capability=max((c for c in (mine.min_capability, other.min_capability) if c), default=None),
+        max_capability=min((c for c in (mine.max_capability, other.max_capability) if c), default=None),
+        needs_finite_cache=mine.needs_finite_cache or other.needs_finite_cache,
+        allocates_in_forward=mine.allocates_in_forward or other.allocates_in_forward,
+        batch_invariant=False,
+        # A mixed batch is cut at a place that a graph would freeze; a uniform one goes to one half as a whole.
+        cudagraph=min(mine.cudagraph or CudaGraphSupport.NEVER, other.cudagraph or CudaGraphSupport.NEVER, CudaGraphSupport.UNIFORM_BATCH),
+    )
+    return Capabilities(**values)
+
+
+def _both(mine: Any, other: Any) -> Any:
+    if mine is NOT_STATED or other is NOT_STATED:
+        return NOT_STATED
+    if isinstance(mine, bool):
+        return mine and other
+    if isinstance(mine, tuple) and isinstance(other, tuple) and not isinstance(mine, Sizes):
+        return tuple(value for value in mine if value in other)
+    return other
+
+
+def _layouts(prefill: Backend, decode: Backend) -> tuple[str, ...]:
+    demands = [(child.get_name(), child.capabilities.kv_cache_layouts or ("NHD",)) for child in (prefill, decode)]
+    best = negotiate_layout(demands)  # raises with both demands when there is none
+    rest = []
+    for name in LAYOUTS:
+        try:
+            negotiate_layout(demands, name)
+        except LayoutMismatchError:
+            continue
+        rest.append(name)
+    return (best, *(name for name in rest if name != best))

@@ -1,0 +1,43 @@
+"""A pair's layer: each child on its own rows of q and the output; one of them writes the cache for both."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from attnlib.backends.base import AttentionBackend, AttentionImpl
+from attnlib.backends.composite.metadata import CompositeMetadata
+from attnlib.cache.storage import PagedKVCache
+from attnlib.spec import AttentionSpec
+
+__all__ = ["CompositeImpl"]
+
+
+class CompositeImpl(AttentionImpl):
+    """Runs each child on its own rows; the prefill child writes the cache. `make_composite` makes a subclass for each pair."""
+
+    prefill_backend: ClassVar[type[AttentionBackend]]
+    decode_backend: ClassVar[type[AttentionBackend]]
+
+    def __init__(self, spec: AttentionSpec, **kwargs: Any) -> None:
+        super().__init__(spec, **kwargs)
+        kwargs.pop("config", None)
+        self._prefill = self.prefill_backend.get_impl_cls()(spec, config=self.prefill_backend.config, **kwargs)
+        self._decode = self.decode_backend.get_impl_cls()(spec, config=self.decode_backend.config, **kwargs)
+
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
+        """See `AttentionImpl.write_kv`."""
+        self._prefill.write_kv(key, value, cache, slot_mapping)
+
+    def forward(
+        self, query: torch.Tensor, cache: PagedKVCache, metadata: CompositeMetadata, output: torch.Tensor, lse: torch.Tensor | None = None
+    ) -> None:
+        """See `AttentionImpl.forward`."""
+        split = metadata.num_decode_tokens if metadata.prefill is not None and metadata.decode is not None else None
+        if metadata.decode is not None:
+            rows = slice(0, split)
+            self._decode.forward(query[rows], cache, metadata.decode, output[rows], None if lse is None else lse[rows])
+        if metadata.prefill is not None:
+            rows = slice(split or 0, None)
+            self._prefill.forward(query[rows], cache, metadata.prefill, output[rows], None if lse is None else lse[rows])

@@ -1,0 +1,133 @@
+"""Metadata of a pair: the batch is cut where the decode child's decodes end, and each child builds its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from attnlib.backends.base import AttentionBackend
+from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.split import leading_decodes
+from attnlib.spec import AttentionSpec
+
+__all__ = ["CompositeMetadata", "CompositeMetadataBuilder"]
+
+BuildPart = Callable[[AttentionMetadataBuilder[Any], CommonAttentionMetadata], Any]
+
+
+@dataclass(kw_only=True)
+class CompositeMetadata(AttentionMetadata):
+    """A batch in two parts, each in its own backend's form.
+
+    Attributes:
+        num_actual_tokens: T.
+        num_decodes: requests of the decode part, which stands first.
+        query_start_loc, seq_lens, block_table: of the whole batch, for validation and records.
+        decode, prefill: the children's metadata; None for a part without requests.
+    """
+
+    num_actual_tokens: int
+    num_decodes: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor | None
+    decode: Any
+    prefill: Any
+
+    @property
+    def prefill_metadata(self) -> Any:
+        """The prefill child's metadata."""
+        return self.prefill
+
+    @property
+    def decode_metadata(self) -> Any:
+        """The decode child's metadata."""
+        return self.decode
+
+
+class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
+    """Lets each child build for its own part of the batch. `make_composite` makes a subclass for each pair."""
+
+    prefill_backend: ClassVar[type[AttentionBackend]]
+    decode_backend: ClassVar[type[AttentionBackend]]
+
+    def __init__(self, spec: AttentionSpec, device: torch.device | str | None = None, **kwargs: Any) -> None:
+        super().__init__(spec, device, **kwargs)
+        kwargs.pop("config", None)
+        self._prefill = self.prefill_backend.make_builder(spec, device, **kwargs)
+        self._decode = self.decode_backend.make_builder(spec, device, **kwargs)
+        self._threshold = self._decode.reorder_batch_threshold or 1
+
+    def reorder_batch(self, input_batch: Any, scheduler_output: Any) -> bool:
+        """As the decode child wants it."""
+        return self._decode.reorder_batch(input_batch, scheduler_output)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> CompositeMetadata:
+        """Both children's metadata; a part without requests is not built."""
+        return self._build(common_attn_metadata, lambda builder, part: builder.build(common_prefix_len, part, fast_build))
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> CompositeMetadata:
+        """As `build`, by the capture builds of the children: a uniform batch goes to one of them as a whole."""
+        return self._build(common_attn_metadata, lambda builder, part: builder.build_for_cudagraph_capture(part))
+
+    def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> CompositeMetadata:
+        """As `build`, by the draft builds of the children."""
+        return self._build(common_attn_metadata, lambda builder, part: builder.build_for_drafting(part, draft_index))
+
+    def update_block_table(self, metadata: CompositeMetadata, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> CompositeMetadata:
+        """The same batch with other blocks, in the children too."""
+        updated = super().update_block_table(metadata, block_table, slot_mapping)
+        requests, tokens = metadata.num_decodes, metadata.num_decode_tokens
+        if metadata.decode is not None:
+            upto = (requests, tokens) if metadata.prefill is not None else (None, None)  # a batch of decodes alone keeps its padding
+            updated.decode = self._decode.update_block_table(metadata.decode, block_table[: upto[0]], slot_mapping[: upto[1]])
+        if metadata.prefill is not None:
+            updated.prefill = self._prefill.update_block_table(metadata.prefill, block_table[requests:], slot_mapping[tokens:])
+        return updated
+
+    def _build(self, common: CommonAttentionMetadata, build: BuildPart) -> CompositeMetadata:
+        decodes, tokens = leading_decodes(common, self._threshold)
+        if tokens == 0:
+            decodes = 0  # nothing but padding in front, or lengths that the host does not know: the prefill child takes the batch whole
+        decode = prefill = None
+        if decodes and decodes == common.num_reqs:
+            decode = build(self._decode, common)
+        elif decodes == 0:
+            prefill = build(self._prefill, common)
+        else:
+            decode = build(self._decode, common.unpadded(decodes, tokens))
+            prefill = build(self._prefill, _behind(common, decodes, tokens))
+        return CompositeMetadata(
+            num_prefills=common.num_reqs - decodes,
+            num_prefill_tokens=common.num_actual_tokens - tokens,
+            num_decode_tokens=tokens,
+            slot_mapping=common.slot_mapping,
+            num_actual_tokens=common.num_actual_tokens,
+            num_decodes=decodes,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            decode=decode,
+            prefill=prefill,
+        )
+
+
+def _behind(common: CommonAttentionMetadata, num_reqs: int, num_tokens: int) -> CommonAttentionMetadata:
+    """The requests after the first `num_reqs`, as a batch of their own."""
+    return common.replace(
+        query_start_loc=common.query_start_loc[num_reqs:] - num_tokens,
+        query_start_loc_cpu=common.query_start_loc_cpu[num_reqs:] - num_tokens,
+        seq_lens=common.seq_lens[num_reqs:],
+        seq_lens_cpu=common.seq_lens_cpu[num_reqs:],
+        num_computed_tokens_cpu=common.num_computed_tokens_cpu[num_reqs:],
+        num_reqs=common.num_reqs - num_reqs,
+        num_actual_tokens=common.num_actual_tokens - num_tokens,
+        block_table_tensor=None if common.block_table_tensor is None else common.block_table_tensor[num_reqs:],
+        slot_mapping=None if common.slot_mapping is None else common.slot_mapping[num_tokens:],
+        causal=common.causal[num_reqs:] if isinstance(common.causal, torch.Tensor) else common.causal,
+        query_bias=None if common.query_bias is None else common.query_bias[num_tokens:],
+    )
