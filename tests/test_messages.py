@@ -1,0 +1,189 @@
+"""Every error names the value, the limit and the next action. One line here for each kind, so that a text cannot decay unnoticed."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import attnlib
+from attnlib import env, errors
+from attnlib.backends.torch import TorchBackend
+from attnlib.cache.layout import negotiate_layout
+from attnlib.workspace import Workspace
+
+SPEC = attnlib.AttentionSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.float32, block_size=16)
+
+
+@pytest.fixture(autouse=True)
+def _no_wish(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in env.ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+
+
+def _gone() -> None:
+    attnlib.register_backend("gone", "no_such_package:Backend", install_hint="pip install no-such-package")
+    try:
+        attnlib.get_attn_backend(SPEC, "gone", "cpu")
+    finally:
+        attnlib.unregister_backend("gone")
+
+
+def _refused() -> None:
+    attnlib.get_attn_backend(SPEC.replace(kv_cache_layout="HND"), _limited(kv_cache_layouts=("NHD",), sink=False), "cpu")
+
+
+def _limited(**changes: object) -> type[TorchBackend]:
+    capabilities = attnlib.Capabilities(**{**TorchBackend.capabilities.stated(), **changes})
+    return type("Limited", (TorchBackend,), {"capabilities": capabilities, "get_name": staticmethod(lambda: "limited")})
+
+
+def _wrong_variable() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATTNLIB_VALIDATE", "yes")
+        env.read("ATTNLIB_VALIDATE")
+
+
+class WrongForward(TorchBackend.get_impl_cls()):  # type: ignore[misc]  # found at run time
+    """Takes q where the layer passes query."""
+
+    def forward(self, q, kv, metadata, out):
+        pass
+
+
+MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple[str, ...]]] = {
+    # kind: (error, what raises it, (the value, the limit, the next action))
+    "unknown name": (
+        errors.UnknownBackendError,
+        lambda: attnlib.get_attn_backend(SPEC, "flash_atn", "cpu"),
+        ("'flash_atn'", "from argument", "Did you mean 'flash_attn'?", "Registered: flash_attn, flashinfer, torch, triton"),
+    ),
+    "unknown form": (
+        errors.UnknownBackendError,
+        lambda: attnlib.get_attn_backend(SPEC, "prefill:torch", "cpu"),
+        ("argument='prefill:torch'", "not understood", "'prefill:NAME,decode:NAME'"),
+    ),
+    "not here": (
+        errors.BackendUnavailableError,
+        _gone,
+        ("'gone' (from argument)", "No module named 'no_such_package'", "try: pip install no-such-package", "accept the same spec here: torch"),
+    ),
+    "refused": (
+        errors.UnsupportedConfigError,
+        _refused,
+        ("'limited' (from argument) is rejected on cpu", "kv_cache_layout=HND not supported (supported: NHD)", "accept the same spec here: torch"),
+    ),
+    "no candidate": (
+        errors.UnsupportedConfigError,
+        lambda: attnlib.get_attn_backend(SPEC, device=attnlib.device.DeviceInfo("tpu")),
+        ("no backend fits AttentionSpec(", "on tpu", "torch: device tpu not supported (supported: cpu, cuda"),
+    ),
+    "no common layout": (
+        errors.LayoutMismatchError,
+        lambda: negotiate_layout([("layer 0", ("NHD",)), ("layer 1", ("HND",))]),
+        ("layer 0 reads NHD; layer 1 reads HND", "Choose backends that share one"),
+    ),
+    "unknown layout": (
+        errors.LayoutMismatchError,
+        lambda: attnlib.set_kv_cache_layout("DHN"),
+        ("kv_cache_layout='DHN'", "NHD, HND, NHD_INTERLEAVED"),
+    ),
+    "impossible spec": (
+        errors.ContractError,
+        lambda: SPEC.replace(sliding_window=0),
+        ("sliding_window=0", "at least 1", "None for no window", "[M2]"),
+    ),
+    "lengths": (
+        errors.ContractError,
+        lambda: attnlib.CommonAttentionMetadata.from_lengths([3], [2], [[0]], 16, "cpu"),
+        ("seq_lens[0]=2", "below query_lens[0]=3", "count context and new tokens", "[M1]"),
+    ),
+    "narrow table": (
+        errors.ContractError,
+        lambda: attnlib.CommonAttentionMetadata.from_lengths([1], [40], [[0, 1]], 16, "cpu"),
+        ("block_table row 0 has 2 entries", "seq_lens[0]=40 needs 3 blocks of 16 tokens", "[P3]"),
+    ),
+    "block out of range": (
+        errors.ContractError,
+        lambda: attnlib.PagedKVCache.allocate(SPEC, 2, "cpu").copy_blocks([(0, 2)]),
+        ("destination block 2 (entry 0)", "pool of 2 blocks (0 to 1)", "[P3]"),
+    ),
+    "workspace": (
+        errors.ContractError,
+        lambda: Workspace(torch.device("cpu"), 8, fixed=True).reserve(9),
+        ("needs 9 bytes", "8 were declared", "raise the BatchLimits"),
+    ),
+    "unknown device": (
+        errors.ContractError,
+        lambda: attnlib.explain(SPEC, "gpu"),
+        ("device='gpu'", "'cpu', 'cuda'"),
+    ),
+    "cache full": (
+        errors.CacheExhaustedError,
+        lambda: attnlib.BlockAllocator(2, 16).allocate(3),
+        ("3 blocks of 16 tokens asked for", "2 of 2 are free", "preempt one, or allocate a larger cache"),
+    ),
+    "freed twice": (
+        errors.ContractError,
+        lambda: attnlib.BlockAllocator(2, 16).free([1]),
+        ("cannot free block 1", "nobody holds it", "freed twice, or never allocated"),
+    ),
+    "incomplete class": (
+        errors.RegistrationError,
+        lambda: attnlib.register_backend("x", type("Empty", (attnlib.AttentionBackend,), {})),
+        ("backend 'x' (Empty)", "lacks get_name, get_impl_cls, get_metadata_cls, get_builder_cls"),
+    ),
+    "wrong signature": (
+        errors.RegistrationError,
+        lambda: attnlib.register_backend("x", type("Wrong", (TorchBackend,), {"get_impl_cls": staticmethod(lambda: WrongForward)})),
+        ("WrongForward.forward(self, q, kv, metadata, out)", "the layer calls forward(self, query: ", "keep names and order"),
+    ),
+    "taken name": (
+        errors.RegistrationError,
+        lambda: attnlib.register_backend("torch", TorchBackend),
+        ("'torch' is registered already (built in)", "override=True"),
+    ),
+    "variable": (
+        errors.EnvironmentVariableError,
+        _wrong_variable,
+        ("ATTNLIB_VALIDATE='yes'", "expected 0, 1 or 2", "Unset it or set one of"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_value_limit_and_next_action(kind: str) -> None:
+    error, act, parts = MESSAGES[kind]
+    with pytest.raises(error) as caught:
+        act()
+    assert type(caught.value) is error
+    text = str(caught.value)
+    for part in parts:
+        assert part in text, f"{part!r} is missing in {text!r}"
+
+
+def test_every_kind_of_error_has_a_line_here() -> None:
+    leaves = {cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, errors.AttnlibError)} - {errors.AttnlibError}
+    assert {error for error, _, _ in MESSAGES.values()} == leaves
+    assert {cls.__name__ for cls in leaves} | {"AttnlibError"} == set(errors.__all__)
+
+
+def test_the_drawing_is_the_tree() -> None:
+    """The module's docstring draws each error and the built-in one that it also is."""
+    drawn = dict(re.findall(r"[|`]- (\w+) .*?\(also an? (\w+)\)", errors.__doc__ or ""))
+    built_in = {
+        name: next(base.__name__ for base in getattr(errors, name).__mro__ if base.__module__ == "builtins" and base is not Exception)
+        for name in errors.__all__
+        if name != "AttnlibError"
+    }
+    assert drawn == built_in
+
+
+def test_selection_errors_carry_their_reasons_as_data() -> None:
+    with pytest.raises(errors.UnsupportedConfigError) as caught:
+        attnlib.get_attn_backend(SPEC.replace(has_sink=True, kv_cache_layout="HND"), _limited(kv_cache_layouts=("NHD",), sink=False), "cpu")
+    assert caught.value.backend == "limited"
+    assert caught.value.reasons == ("kv_cache_layout=HND not supported (supported: NHD)", "attention sinks: not supported")
