@@ -29,6 +29,7 @@ MEANINGS: dict[str, dict[str, Any]] = {
     "bidirectional": {"causal": False},
     "window_of_four": {"window": (3, -1)},
     "window_left_0": {"window": (0, -1)},
+    "window_left_0_bidirectional": {"window": (0, -1), "causal": False},
     "window_both_0": {"window": (0, 0), "causal": False},
     "window_right_0": {"window": (2, 0), "causal": False},
     "window_both_sides": {"window": (2, 3), "causal": False},
@@ -160,6 +161,26 @@ def test_garbage_changes_no_bit(operation: Any, kwargs: dict[str, Any], dtype: t
     clean.tensors[3].clamp_(0, clean.tensors[1].shape[0] - 1)
     for got, wanted in zip(poisoned.run(operation), clean.run(operation), strict=True):
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
+@pytest.mark.parametrize("batch_invariant", [True, False])
+@pytest.mark.parametrize("kwargs", [{"window": (5, -1)}, {"window": (5, -1), "logits_soft_cap": 2.0}, {"attention_chunk_size": 7}])
+def test_what_left_the_window_may_be_overwritten(operation: Any, batch_invariant: bool, kwargs: dict[str, Any]) -> None:
+    """P5: positions that no row of this step sees may hold NaN, inside the first visible page too."""
+    case = make_case((1, 2), (9, 20), **kwargs)
+    for request, first_seen in enumerate((7 if "attention_chunk_size" in kwargs else 3, 14 if "attention_chunk_size" in kwargs else 13)):
+        for position in range(first_seen):
+            block = int(case.tensors[3][request, position // 4])
+            for cache in case.tensors[1:3]:
+                cache[block, position % 4] = math.nan
+    case.check(operation, batch_invariant=batch_invariant)
+
+
+@pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
+def test_many_rows_with_biases_per_head(operation: Any) -> None:
+    """More rows than are stacked per KV head: each query head keeps its own slope."""
+    make_case((70,), (75,), num_heads=6, num_kv_heads=2, head_size=4, alibi_slopes=SLOPES).check(operation)
 
 
 @pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
