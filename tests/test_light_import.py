@@ -42,16 +42,16 @@ print(time.perf_counter() - begin)
 """
 
 
-def _seconds(statement: str) -> float:
-    """The quickest of three fresh processes: what the statement costs, not what else the machine was doing."""
+def _seconds(statement: str, rounds: int) -> float:
+    """The quickest of some fresh processes: what the statement costs, not what else the machine was doing."""
     program = TIMER.format(statement=statement)
-    return min(float(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout) for _ in range(3))
+    return min(float(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout) for _ in range(rounds))
 
 
 def test_import_costs_next_to_nothing_over_torch() -> None:
     """At most 50 ms; the clock sees 60 ms when they are there."""
-    assert _seconds("import attnlib") < 0.05
-    assert _seconds("time.sleep(0.06); import attnlib") > 0.05
+    assert _seconds("import attnlib", 2) < 0.05
+    assert _seconds("time.sleep(0.06); import attnlib", 1) > 0.05
 
 
 def test_an_excluded_backend_is_never_imported() -> None:

@@ -1,4 +1,7 @@
-"""`attnlib doctor`: what is here, what works, and what to do about the rest. It always finishes: every probe is guarded, a failure is a value."""
+"""`attnlib doctor`: what is here, what works, and what to do about the rest.
+
+It always finishes: every probe is guarded, backends are examined in processes of their own, and a failure is a value.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ from typing import Any
 
 import torch
 
-from attnlib.cli.smoke import smoke_test
 from attnlib.env import ENVIRONMENT, FOREIGN_VARIABLES
 
 __all__ = ["main"]
@@ -83,19 +85,10 @@ def _environment() -> dict[str, str]:
 
 
 def _backends() -> list[dict[str, Any]]:
-    from attnlib.device import resolve_device
-    from attnlib.selection.availability import availability
+    from attnlib.cli.apart import examine_apart
     from attnlib.selection.registry import registrations
 
-    device, rows = resolve_device(None), []
-    for entry in sorted(registrations().values(), key=lambda e: (-(e.priority or 0), e.name)):
-        backend, missing = availability(entry, device)
-        if backend is None or missing:
-            rows.append({"name": entry.name, "works": False, "finding": f"unavailable: {'; '.join(missing)}"})
-            continue
-        finding = smoke_test(backend, device)
-        rows.append({"name": entry.name, "works": finding.startswith("ran"), "finding": finding})
-    return rows
+    return examine_apart(sorted(registrations().values(), key=lambda e: (-(e.priority or 0), e.name)))
 
 
 def _show(findings: dict[str, Any]) -> None:

@@ -8,12 +8,14 @@ import sys
 import pytest
 import torch
 
+import attnlib
 from attnlib.backends.torch import TorchBackend
-from attnlib.cli import doctor, main
+from attnlib.cli import apart, doctor, main
 from attnlib.cli.hf_config import specs_from_config
 from attnlib.cli.smoke import smoke_test
 from attnlib.device import DeviceInfo
 from attnlib.errors import ContractError
+from attnlib.selection.registry import Registration
 from attnlib.spec import AttentionType
 
 
@@ -119,6 +121,34 @@ def test_doctor_always_finishes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr(doctor, "_backends", lambda: 1 / 0)
     assert main(["doctor"]) == 1
     assert "ZeroDivisionError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("program", "finding"),
+    [
+        ("import os; os.abort()", "crashed its process: SIGABRT"),
+        ("raise SystemExit(3)", "ended its process with status 3"),
+        ("raise RuntimeError('no kernel image')", "ended its process with status 1 (RuntimeError: no kernel image)"),
+        ("print('hello')", "ended its process without a finding"),
+        ("import time; time.sleep(60)", "did not finish within 0.5 s"),
+    ],
+)
+def test_a_backend_that_takes_its_process_down_is_a_finding(program: str, finding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I4: and the doctor goes on to the next."""
+    monkeypatch.setattr(apart, "_command", lambda name: [sys.executable, "-c", program])
+    timeout = 0.5 if "sleep" in program else 60.0
+    (row,) = apart.examine_apart([Registration("fragile", "x:Y")], timeout)
+    assert row == {"name": "fragile", "works": False, "finding": finding}
+
+
+def test_the_doctor_knows_what_only_this_process_registered(capsys: pytest.CaptureFixture[str]) -> None:
+    attnlib.register_backend("mine", TorchBackend)
+    try:
+        assert main(["doctor", "--json"]) == 0
+    finally:
+        attnlib.unregister_backend("mine")
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["backends"]}
+    assert rows["mine"]["works"] and not rows["flashinfer"]["works"] and rows["flashinfer"]["finding"].startswith("unavailable: ")
 
 
 def test_the_smoke_test_can_fail() -> None:
