@@ -1,4 +1,8 @@
-"""Specs from a Hugging Face `config.json`: one for each kind of layer that the model has. Reads the file as JSON; transformers is not needed."""
+"""Specs from a Hugging Face `config.json`: one for each kind of layer that the model has. Reads the file as JSON; transformers is not needed.
+
+A spec that is quietly wrong would give a confident wrong answer, so what families of models say in their own words is translated here: names of
+sizes, ALiBi, one KV head for all, heads in two parts (MLA as transformers computes it), half windows.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,9 @@ __all__ = ["specs_from_config"]
 
 _ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "deberta", "mpnet", "modernbert", "camembert")
 _SINKS = ("gpt_oss",)
+_ALIBI = ("bloom",)
+_WITHOUT_KEYS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe", "mlp")
+"""Kinds of layers in hybrid models that keep a state of fixed size, or attend to nothing: no attention backend serves them."""
 
 
 def specs_from_config(path: str | Path, **overrides: Any) -> dict[str, AttentionSpec]:
@@ -33,36 +40,67 @@ def specs_from_config(path: str | Path, **overrides: Any) -> dict[str, Attention
         raise ContractError(f"no config file at {file}: give a config.json or the folder that holds one")
     config = json.loads(file.read_text())
     config = config.get("text_config") or config
-    common = {**_common_fields(config, file), **overrides}
-    window, chunk = _window(config), config.get("attention_chunk_size")
-    kinds = list(dict.fromkeys(config.get("layer_types") or [])) or (["sliding_attention"] if window else ["full_attention"])
-    specs = {}
-    for kind in kinds:
-        narrowed: dict[str, Any] = {}
-        if kind == "sliding_attention":
-            narrowed = {"sliding_window": window}
-        elif kind == "chunked_attention":
-            narrowed = {"attention_chunk_size": chunk}
-        specs[kind] = AttentionSpec(**{**common, **narrowed, **overrides})
-    return specs
+    common = _common_fields(config, file)
+    window = _window(config)
+    listed = list(dict.fromkeys(config.get("layer_types") or []))
+    kinds = [kind for kind in listed if kind not in _WITHOUT_KEYS]
+    if listed and not kinds:
+        raise ContractError(f"{file} has no attention layers: its layer_types are {', '.join(listed)}")
+    if not listed:
+        kinds = ["sliding_attention"] if window else ["full_attention"]
+    return {kind: AttentionSpec(**{**common, **_narrowed(kind, window, config, file, overrides), **overrides}) for kind in kinds}
+
+
+def _narrowed(kind: str, window: int | None, config: dict[str, Any], file: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+    """What a kind of layer has beside the common fields."""
+    if kind == "sliding_attention":
+        if window is None and config.get("use_sliding_window") is not False and not {"sliding_window", "window"} & overrides.keys():
+            raise ContractError(f"{file} has sliding_attention layers and no sliding_window: give one")
+        return {"sliding_window": window}
+    if kind == "chunked_attention":
+        return {"attention_chunk_size": config.get("attention_chunk_size")}
+    return {}
 
 
 def _common_fields(config: dict[str, Any], file: Path) -> dict[str, Any]:
-    heads = config.get("num_attention_heads") or config.get("n_head")
-    hidden = config.get("hidden_size") or config.get("n_embd")
+    heads = _first(config, "num_attention_heads", "n_head", "n_heads")
+    hidden = _first(config, "hidden_size", "n_embd", "d_model", "dim")
     if not heads or not (config.get("head_dim") or hidden):
         raise ContractError(f"{file} has no num_attention_heads with hidden_size or head_dim: is it the config of a transformer?")
     model = str(config.get("model_type", ""))
     return {
         "num_heads": heads,
-        "num_kv_heads": config.get("num_key_value_heads") or heads,
-        "head_size": config.get("head_dim") or hidden // heads,
+        "num_kv_heads": _num_kv_heads(config, heads),
+        **_head_sizes(config, hidden, heads),
         "dtype": getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")),
         "logits_soft_cap": config.get("attn_logit_softcapping"),
+        "has_alibi": model in _ALIBI or bool(config.get("alibi")) or bool((config.get("attn_config") or {}).get("alibi")),
         "has_sink": model in _SINKS,
         "attn_type": AttentionType.ENCODER_ONLY if model in _ENCODERS else AttentionType.DECODER,
     }
 
 
+def _num_kv_heads(config: dict[str, Any], heads: int) -> int:
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1  # Falcon: its num_kv_heads does not count then
+    inner = (config.get("attn_config") or {}).get("kv_n_heads")
+    return _first(config, "num_key_value_heads", "num_kv_heads") or inner or heads
+
+
+def _head_sizes(config: dict[str, Any], hidden: int, heads: int) -> dict[str, int]:
+    if config.get("kv_lora_rank") and config.get("qk_nope_head_dim"):  # head_dim is the rotary part alone there
+        return {"head_size": config["qk_nope_head_dim"] + config["qk_rope_head_dim"], "head_size_v": config["v_head_dim"]}
+    return {"head_size": config.get("head_dim") or hidden // heads}
+
+
 def _window(config: dict[str, Any]) -> int | None:
-    return None if config.get("use_sliding_window") is False else config.get("sliding_window")
+    """W of M2, the query's own key among them."""
+    if config.get("use_sliding_window") is False:
+        return None
+    if config.get("local_attention"):  # ModernBERT: the whole width; keys up to half of it away are visible
+        return int(config["local_attention"]) // 2 + 1
+    return config.get("sliding_window")
+
+
+def _first(config: dict[str, Any], *names: str) -> Any:
+    return next((config[name] for name in names if config.get(name)), None)

@@ -14,9 +14,10 @@ import torch
 
 from attnlib import env
 from attnlib.cache.allocator import BlockAllocator
+from attnlib.cli.hf_config import specs_of
+from attnlib.device import resolve_device
 from attnlib.errors import ContractError
 from attnlib.selection import explain
-from attnlib.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from attnlib.cli.demo.model import Subject
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if importlib.util.find_spec("transformers") is None:
         print('attnlib demo runs a transformers model: pip install "attnlib[transformers]"', file=sys.stderr)
         return 2
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(options.device)
     _interpret_if_asked(options.backend or env.read("ATTNLIB_BACKEND"), device)
     return _demo(options, device)
 
@@ -39,7 +40,7 @@ def _demo(options: argparse.Namespace, device: torch.device) -> int:
     # Imported here: a run that interprets Triton has to say so before anything imports it.
     from attnlib.cli.demo.model import prompts
     from attnlib.cli.demo.scheduler import Request, Scheduler
-    from attnlib.cli.demo.serve import serve
+    from attnlib.cli.demo.serve import serve, warm_up
     from attnlib.cli.demo.verdict import judge
     from attnlib.cli.demo.view import Progress, as_json, figures, show
     from attnlib.integrations.transformers.paged_model import PagedModel
@@ -53,9 +54,10 @@ def _demo(options: argparse.Namespace, device: torch.device) -> int:
     scheduler = Scheduler(BlockAllocator(options.num_blocks, options.block_size), budget, options.max_num_reqs)
     if not options.json:
         print(f"{subject.name}, {str(next(subject.model.parameters()).dtype).removeprefix('torch.')} on {device}\n")
-        print(explain(_spec(subject, options), device, options.backend), end="\n\n")
-    served = serve(paged, scheduler, requests, Progress(requests, enabled=not options.json))
-    numbers, verdict = figures(paged, requests, served), judge(subject.model, requests, served.logits)
+        print(_selection(subject, options, device), end="\n\n")
+    warmed = warm_up(paged, scheduler, requests) if device.type != "cpu" else 0.0
+    served = serve(paged, scheduler, requests, None if options.json else Progress(requests))
+    numbers, verdict = {**figures(paged, requests, served), "warmup_seconds": warmed}, judge(subject.model, requests, served.logits)
     if options.json:
         print(json.dumps(as_json(subject, requests, numbers, verdict), indent=2))
     else:
@@ -63,10 +65,22 @@ def _demo(options: argparse.Namespace, device: torch.device) -> int:
     return 0 if verdict.passed else 1
 
 
+def _device(wish: str | None) -> torch.device:
+    """The device asked for, or a GPU where there is one, or the CPU.
+
+    Raises:
+        ContractError: torch knows no such device, or it is not here.
+    """
+    device = resolve_device(wish)
+    if device.imagined or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ContractError(f"--device {wish}: no such device is here (torch {torch.__version__}); use --device cpu")
+    return torch.device(wish or device.type)
+
+
 def _subject(options: argparse.Namespace, device: torch.device) -> Subject:
     from attnlib.cli.demo.model import embedded, named
 
-    dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"), None)
+    dtype = getattr(torch, options.dtype or ("float32" if device.type == "cpu" else "bfloat16"), None)
     if not isinstance(dtype, torch.dtype):
         raise ContractError(f"--dtype {options.dtype} is no torch dtype; use float32, bfloat16 or float16")
     if options.model:
@@ -74,17 +88,12 @@ def _subject(options: argparse.Namespace, device: torch.device) -> Subject:
     return embedded(device, dtype, options.seed, tiny=options.tiny)
 
 
-def _spec(subject: Subject, options: argparse.Namespace) -> AttentionSpec:
-    """The spec of the model's full-attention layers, for the table; each layer's own is made when it is first called."""
-    config = subject.model.config.get_text_config()
-    heads = config.num_attention_heads
-    return AttentionSpec(
-        num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        dtype=next(subject.model.parameters()).dtype,
-        block_size=options.block_size,
-    )
+def _selection(subject: Subject, options: argparse.Namespace, device: torch.device) -> str:
+    """A table for each kind of layer that the model's config names; the layers themselves ask again when they are first called."""
+    model = subject.model
+    specs = specs_of(model.config.to_dict(), subject.name, dtype=next(model.parameters()).dtype, block_size=options.block_size)
+    tables = {kind: str(explain(spec, device, options.backend)) for kind, spec in specs.items()}
+    return "\n\n".join(table if len(tables) == 1 else f"{kind}\n{table}" for kind, table in tables.items())
 
 
 def _interpret_if_asked(wish: str, device: torch.device) -> None:
@@ -94,18 +103,25 @@ def _interpret_if_asked(wish: str, device: torch.device) -> None:
         print("no GPU here: Triton's kernels run in its interpreter (TRITON_INTERPRET=1), which is slow; --tiny keeps it short", file=sys.stderr)
 
 
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is below 1")
+    return number
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="attnlib demo", description=__doc__)
     parser.add_argument("--model", help="folder or name of a causal language model (default: a small decoder with seeded weights)")
     parser.add_argument("--backend", help="as ATTNLIB_BACKEND")
     parser.add_argument("--device", help="default: a GPU where there is one, else the CPU")
     parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
-    parser.add_argument("--requests", type=int, help="how many prompts (default 12; 3 with --tiny)")
-    parser.add_argument("--max-new-tokens", type=int, help="tokens to generate for each (default 24; 4 with --tiny)")
-    parser.add_argument("--block-size", type=int, default=16, help="tokens in one cache block (default 16)")
-    parser.add_argument("--num-blocks", type=int, default=256, help="blocks in the cache (default 256)")
-    parser.add_argument("--token-budget", type=int, help="most tokens in one step (default 128; 48 with --tiny)")
-    parser.add_argument("--max-num-reqs", type=int, default=64, help="most requests in one step (default 64)")
+    parser.add_argument("--requests", type=_count, help="how many prompts (default 12; 3 with --tiny)")
+    parser.add_argument("--max-new-tokens", type=_count, help="tokens to generate for each (default 24; 4 with --tiny)")
+    parser.add_argument("--block-size", type=_count, default=16, help="tokens in one cache block (default 16)")
+    parser.add_argument("--num-blocks", type=_count, default=256, help="blocks in the cache (default 256)")
+    parser.add_argument("--token-budget", type=_count, help="most tokens in one step (default 128; 48 with --tiny)")
+    parser.add_argument("--max-num-reqs", type=_count, default=64, help="most requests in one step (default 64)")
     parser.add_argument("--seed", type=int, default=0, help="of the default model's weights")
     parser.add_argument("--tiny", action="store_true", help="a very small model and three short prompts")
     parser.add_argument("--json", action="store_true", help="print JSON")

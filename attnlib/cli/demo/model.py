@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from attnlib.errors import ContractError
+
 __all__ = ["Subject", "embedded", "named", "prompts"]
 
 _PREFIX = "You are a patient assistant who answers in one short sentence and never invents a figure. "
@@ -63,11 +65,21 @@ def embedded(device: torch.device, dtype: torch.dtype, seed: int, *, tiny: bool)
 
 
 def named(path: str, device: torch.device, dtype: torch.dtype) -> Subject:
-    """Any causal language model that transformers can load, by folder or by name."""
+    """Any causal language model that transformers can load, by folder or by name.
+
+    Raises:
+        ContractError: transformers cannot load it; the message holds what it said.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval().to(device)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval().to(device)
+    except (OSError, ValueError) as error:
+        raise ContractError(
+            f"--model {path}: transformers cannot load a causal language model with its tokenizer from there; give a folder that holds one, or a "
+            f"name on its hub: {error}"
+        ) from error
     return Subject(path, model, lambda text: list(tokenizer(text)["input_ids"]), lambda ids: str(tokenizer.decode(ids)))
 
 

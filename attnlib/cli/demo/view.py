@@ -12,25 +12,27 @@ from attnlib.cli.demo.serve import Served
 from attnlib.cli.demo.verdict import Verdict
 from attnlib.integrations.transformers.paged_model import PagedModel
 
-__all__ = ["Progress", "figures", "show"]
+__all__ = ["Progress", "as_json", "figures", "show"]
 
 
 class Progress:
-    """A bar on a terminal; nothing elsewhere, so that logs stay readable."""
+    """A bar on a terminal; elsewhere one line at each quarter, so that logs stay readable."""
 
-    def __init__(self, requests: list[Request], *, enabled: bool) -> None:
+    def __init__(self, requests: list[Request]) -> None:
         self._requests = requests
         self._total = sum(request.max_new_tokens for request in requests)
-        self._enabled = enabled and sys.stdout.isatty()
+        self._told = 0
 
     def __call__(self, served: Served) -> None:
         """Draw it anew after a step."""
-        if not self._enabled:
-            return
         done = sum(len(request.generated) for request in self._requests)
         filled = 30 * done // self._total
-        end = "\n" if done == self._total else ""
-        print(f"\r[{'#' * filled}{'.' * (30 - filled)}] {done}/{self._total} tokens, step {served.steps}", end=end, flush=True)
+        line = f"[{'#' * filled}{'.' * (30 - filled)}] {done}/{self._total} tokens, step {served.steps}"
+        if sys.stdout.isatty():
+            print(f"\r{line}", end="\n" if done == self._total else "", flush=True)
+        elif 4 * done // self._total > self._told:
+            self._told = 4 * done // self._total
+            print(line, flush=True)
 
 
 def figures(paged: PagedModel, requests: list[Request], served: Served) -> dict[str, Any]:
@@ -64,6 +66,7 @@ def show(subject: Subject, requests: list[Request], numbers: dict[str, Any], ver
     print(
         f"\n{numbers['generated_tokens']} tokens for {numbers['requests']} requests in {numbers['seconds']:.2f} s and {numbers['steps']} steps: "
         f"{numbers['tokens_per_second']:.0f} tokens/s on {', '.join(numbers['backends'])}"
+        + (f", after a warm-up of {numbers['warmup_seconds']:.1f} s" if numbers["warmup_seconds"] else "")
     )
     print(
         f"prompts: {numbers['prompt_tokens']} tokens, {numbers['reused_prompt_tokens']} of them found in the cache; "

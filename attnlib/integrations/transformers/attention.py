@@ -56,12 +56,15 @@ def attnlib_attention(
         ContractError: a mask that does not fit.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    _refuse(module, (query, key, value), dropout, kwargs)
     if kwargs.get("attnlib_step") is not None:
         from attnlib.integrations.transformers.paged_model import attend
 
-        result: tuple[torch.Tensor, torch.Tensor | None] = attend(module, query, key, value, kwargs.pop("attnlib_step"), scaling=scale, **kwargs)
+        step = kwargs.pop("attnlib_step")
+        result: tuple[torch.Tensor, torch.Tensor | None] = attend(
+            module, query, key, value, step, attention_mask=attention_mask, scaling=scale, **kwargs
+        )
         return result
-    _refuse(module, (query, key, value), dropout, kwargs)
     with torch.no_grad():
         call = _call(module, query, key, value, scale, kwargs)
         if kwargs.get("cache") is not None and kwargs.get("write_index") is not None:

@@ -1,0 +1,153 @@
+"""`PagedModel`: models step by step over attnlib's own caches say what they say by themselves, or are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+import attnlib
+from attnlib.cache.allocator import BlockAllocator
+from attnlib.cli.demo.scheduler import Request, Scheduler
+from attnlib.cli.demo.serve import serve
+from attnlib.cli.demo.verdict import judge
+from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.integrations.transformers.paged_model import PagedModel
+from attnlib.workspace import BatchLimits
+from tests.integrations.tiny_models import DECODERS, VOCABULARY, decoder, deepseek_v3, gemma3_with_images, prompts, randomized
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+
+
+def llama4(**fields: Any) -> Any:
+    """A decoder whose chunks of 6 only its masks know."""
+    config = hf.Llama4TextConfig(
+        **_SIZES,
+        head_dim=8,
+        attention_chunk_size=6,
+        num_local_experts=2,
+        intermediate_size_mlp=48,
+        layer_types=["chunked_attention", "full_attention"],
+        no_rope_layers=[1, 0],
+        **fields,
+    )
+    return randomized(hf.Llama4ForCausalLM(config))
+
+
+def cohere2() -> Any:
+    """Another decoder with windows in every other layer."""
+    return randomized(hf.Cohere2ForCausalLM(hf.Cohere2Config(**_SIZES, sliding_window=5, layer_types=["sliding_attention", "full_attention"])))
+
+
+MODELS = {
+    **{name: (lambda name=name: decoder(name)) for name in DECODERS},
+    "cohere2": cohere2,
+    "llama4": lambda: llama4(attn_temperature_tuning=False),
+    "deepseek_v3": deepseek_v3,
+    "gemma3_with_images": gemma3_with_images,
+}
+
+
+def _served(model: Any, backend: str, lengths: tuple[int, ...] = (3, 9, 21), new_tokens: int = 6, **kwargs: Any) -> tuple[PagedModel, Any]:
+    """Prompts with a common beginning through a small scheduler, in chunks; the model and the verdict."""
+    common = prompts(17, seed=3)[0]
+    requests = [Request(index, common + prompt, new_tokens) for index, prompt in enumerate(prompts(*lengths))]
+    paged = PagedModel(model, num_blocks=32, block_size=8, backend=backend, **kwargs)
+    served = serve(paged, Scheduler(BlockAllocator(32, 8), 16, 8), requests)
+    assert sum(request.num_reused for request in requests) > 0
+    return paged, judge(model, requests, served.logits)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_and_logits_are_the_models_own(name: str) -> None:
+    """Chunked prefill, prefix reuse and decodes; windows, soft caps, sinks, chunks and small values included."""
+    _, verdict = _served(MODELS[name](), "torch")
+    assert verdict.passed and verdict.tokens == 18, str(verdict)
+
+
+def test_through_triton() -> None:
+    """The same through the other backend: sinks, and a window in every other layer."""
+    paged, verdict = _served(decoder("gpt_oss"), "triton", lengths=(3, 9), new_tokens=3)
+    assert verdict.passed, str(verdict)
+    assert {layer.backend.get_name() for layer, _ in paged.layers()} == {"triton"}
+
+
+def test_layers_of_one_kind_share_a_builder() -> None:
+    paged, verdict = _served(decoder("gpt_oss"), "torch", limits=BatchLimits(max_num_reqs=8, max_num_tokens=16, max_seq_len=64))
+    assert verdict.passed
+    assert sorted(spec.sliding_window or 0 for spec in paged.specs) == [0, 5] and all(spec.has_sink for spec in paged.specs)
+    layers = [layer for layer, _ in paged.layers()]
+    assert paged.builder_of(layers[0]) is not paged.builder_of(layers[1])
+    assert paged.cache_bytes == sum(c.key_cache.nbytes + c.value_cache.nbytes for _, c in paged.layers())
+    llama, _ = _served(decoder("llama"), "torch")
+    assert len({id(llama.builder_of(layer)) for layer, _ in llama.layers()}) == 1 and list(llama.specs.values()) == [2]
+
+
+def test_a_quantised_cache_is_used() -> None:
+    """Eight bits cannot give the same logits in float32; that they do not shows that the cache is what was asked for."""
+    model = decoder("llama")
+    paged, verdict = _served(model, "torch", kv_cache_dtype="fp8_e4m3")
+    assert paged.layers()[0][1].key_cache.dtype is torch.float8_e4m3fn
+    assert 1e-4 < verdict.largest_error < 1.0
+
+
+def test_the_model_is_as_it_was_afterwards() -> None:
+    model = decoder("llama")
+    model.set_attn_implementation("sdpa")
+    paged = PagedModel(model, num_blocks=4)
+    with pytest.raises(RuntimeError, match="stop"), paged.attached():
+        assert model.config._attn_implementation == "attnlib"
+        raise RuntimeError("stop")
+    assert model.config._attn_implementation == "sdpa"
+
+
+def _one_step(model: Any, **kwargs: Any) -> torch.Tensor:
+    paged = PagedModel(model, num_blocks=4, backend="torch")
+    batch = attnlib.CommonAttentionMetadata.from_lengths([3], [3], [[0]], 16, "cpu")
+    with paged.attached(), torch.no_grad():
+        from attnlib.integrations.transformers.paged_model import PagedStep
+
+        return model(torch.tensor([[5, 6, 7]]), use_cache=False, attnlib_step=PagedStep(paged, batch), **kwargs).logits
+
+
+def test_a_padding_mask_is_refused() -> None:
+    """It would be ignored: which keys there are is what the block table and the lengths say."""
+    with pytest.raises(UnsupportedConfigError, match=r"LlamaAttention\.0: the mask of this step is more than causal"):
+        _one_step(decoder("llama"), attention_mask=torch.tensor([[0, 1, 1]]))
+
+
+def test_a_callers_own_mask_is_refused() -> None:
+    with pytest.raises(UnsupportedConfigError, match="or a mask of the caller's own"):
+        _one_step(decoder("llama"), attention_mask=torch.zeros(1, 1, 3, 3))
+
+
+def test_a_layer_that_is_not_causal_is_refused() -> None:
+    model = decoder("llama")
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(UnsupportedConfigError, match=r"LlamaAttention\.0 is not causal"):
+        _one_step(model)
+
+
+def test_queries_scaled_by_their_place_in_the_row_are_refused() -> None:
+    with pytest.raises(UnsupportedConfigError, match="attn_temperature_tuning"):
+        PagedModel(llama4(attn_temperature_tuning=True), num_blocks=4)
+
+
+def test_a_block_that_does_not_exist_is_named() -> None:
+    """The contract's checks reach through the model."""
+    paged = PagedModel(decoder("llama"), num_blocks=4, backend="torch")
+    batch = attnlib.CommonAttentionMetadata.from_lengths([3], [3], [[9]], 16, "cpu")
+    with pytest.raises(ContractError, match="9"), paged.attached():
+        paged.step(torch.tensor([5, 6, 7]), torch.arange(3), batch)
