@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import torch
 
 from attnlib import env
 from attnlib.cache.allocator import BlockAllocator
-from attnlib.cli.hf_config import specs_of
+from attnlib.cli.hf_config import specs_from_config
 from attnlib.device import resolve_device
 from attnlib.errors import ContractError
 from attnlib.selection import explain
@@ -91,7 +92,9 @@ def _subject(options: argparse.Namespace, device: torch.device) -> Subject:
 def _selection(subject: Subject, options: argparse.Namespace, device: torch.device) -> str:
     """A table for each kind of layer that the model's config names; the layers themselves ask again when they are first called."""
     model = subject.model
-    specs = specs_of(model.config.to_dict(), subject.name, dtype=next(model.parameters()).dtype, block_size=options.block_size)
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        specs = specs_from_config(folder, dtype=next(model.parameters()).dtype, block_size=options.block_size)
     tables = {kind: str(explain(spec, device, options.backend)) for kind, spec in specs.items()}
     return "\n\n".join(table if len(tables) == 1 else f"{kind}\n{table}" for kind, table in tables.items())
 
