@@ -89,6 +89,25 @@ def test_explain_a_model_by_its_config(tmp_path, capsys: pytest.CaptureFixture[s
         ({"hidden_size": 64, "num_attention_heads": 4, "sliding_window": 8, "use_sliding_window": False}, {"sliding_window": None}),
         ({"hidden_size": 64, "num_attention_heads": 4, "attn_logit_softcapping": 50.0}, {"logits_soft_cap": 50.0}),
         ({"model_type": "bert", "hidden_size": 64, "num_attention_heads": 4}, {"attn_type": AttentionType.ENCODER_ONLY}),
+        ({"model_type": "bloom", "n_head": 4, "hidden_size": 64}, {"has_alibi": True, "head_size": 16}),
+        ({"model_type": "mpt", "n_heads": 4, "d_model": 64, "attn_config": {"alibi": True, "kv_n_heads": 2}}, {"has_alibi": True, "num_kv_heads": 2}),
+        ({"hidden_size": 64, "num_attention_heads": 4, "multi_query": True, "num_kv_heads": 4}, {"num_kv_heads": 1}),
+        (
+            {"hidden_size": 64, "num_attention_heads": 4, "multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 2},
+            {"num_kv_heads": 2},
+        ),
+        (
+            {"num_attention_heads": 4, "head_dim": 8, "kv_lora_rank": 9, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+            {"head_size": 24, "head_size_v": 16, "num_kv_heads": 4},
+        ),
+        (
+            {"model_type": "modernbert", "hidden_size": 64, "num_attention_heads": 4, "local_attention": 128, "layer_types": ["sliding_attention"]},
+            {"sliding_window": 65, "attn_type": AttentionType.ENCODER_ONLY},
+        ),
+        (
+            {"hidden_size": 64, "num_attention_heads": 4, "layer_types": ["linear_attention", "full_attention"]},
+            {"sliding_window": None, "head_size": 16},
+        ),
         ({"model_type": "x", "text_config": {"hidden_size": 64, "num_attention_heads": 4, "dtype": "float16"}}, {"dtype": torch.float16}),
     ],
 )
@@ -105,6 +124,14 @@ def test_configs_that_say_too_little(tmp_path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ContractError, match="has no num_attention_heads"):
         specs_from_config(tmp_path)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "layer_types": ["mamba"]}))
+    with pytest.raises(ContractError, match="no attention layers: its layer_types are mamba"):
+        specs_from_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "layer_types": ["sliding_attention"]}))
+    with pytest.raises(ContractError, match="sliding_attention layers and no sliding_window: give one"):
+        specs_from_config(tmp_path)
+    assert specs_from_config(tmp_path, sliding_window=9)["sliding_attention"].sliding_window == 9
 
 
 def test_doctor_runs_a_kernel_on_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
