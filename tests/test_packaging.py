@@ -1,0 +1,98 @@
+"""What is built is what is here: sdist, wheel from the sdist, installed into a clean folder, imported and run from there."""
+
+from __future__ import annotations
+
+import email.parser
+import importlib.util
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = {str(path.relative_to(ROOT)) for path in (ROOT / "attnlib").rglob("*.py")}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(sdist, wheel made from it), built without network by the tools of the `test` extra."""
+    for tool in ("build", "hatchling"):
+        if importlib.util.find_spec(tool) is None:
+            pytest.skip(f"{tool} is not installed: pip install 'attnlib[test]'")
+    folder = tmp_path_factory.mktemp("dist")
+    done = _python(["-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)], cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(folder.glob("*.tar.gz")), next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def site(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, installed into a folder of its own."""
+    folder = tmp_path_factory.mktemp("site")
+    done = _python(["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(folder), str(built[1])], cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def _python(arguments: list[str], cwd: Path, path: str = "") -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
+    names = set(zipfile.ZipFile(built[1]).namelist())
+    assert {name for name in names if name.endswith(".py")} == SOURCES
+    assert "attnlib/py.typed" in names
+    assert not [name for name in names if not name.endswith((".py", "/py.typed")) and ".dist-info/" not in name]
+    assert built[1].name.endswith("-py3-none-any.whl"), "I1: pure Python"
+
+
+def test_the_sdist_holds_what_the_tests_need_and_no_scratch(built: tuple[Path, Path]) -> None:
+    names = {name.partition("/")[2] for name in tarfile.open(built[0]).getnames()}
+    assert names >= SOURCES | {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "pyproject.toml", "tests/test_packaging.py", "docs/architecture.md"}
+    assert not [name for name in names if name.startswith(".") and name != ".gitignore"]
+
+
+def test_it_imports_and_runs_from_the_wheel_alone(site: Path, tmp_path: Path) -> None:
+    """The three walks from the installed copy, far from the checkout, and the command beside it."""
+    program = (
+        "import attnlib, torch\n"
+        "spec = attnlib.AttentionSpec(num_heads=4, head_size=16, dtype=torch.float32)\n"
+        "cache = attnlib.PagedKVCache.allocate(spec, 2, 'cpu')\n"
+        "batch = attnlib.CommonAttentionMetadata.from_lengths([3], [3], [[1]], 16, 'cpu')\n"
+        "layer = attnlib.Attention(spec, device='cpu')\n"
+        "out = layer(*torch.ones(3, 3, 4, 16), cache, layer.backend.make_builder(spec, 'cpu').build(0, batch))\n"
+        "print(attnlib.__file__, bool((out == 1).all()), all(getattr(attnlib, name) is not None for name in attnlib.__all__))"
+    )
+    done = _python(["-c", program], cwd=tmp_path, path=str(site))
+    assert done.stdout.split() == [str(site / "attnlib" / "__init__.py"), "True", "True"], done.stderr
+    listed = _python(["-m", "attnlib", "list", "--device", "cpu"], cwd=tmp_path, path=str(site))
+    assert "torch        available" in listed.stdout, listed.stderr
+
+
+def test_the_wheel_names_its_doors(site: Path) -> None:
+    (doors,) = site.glob("attnlib-*.dist-info/entry_points.txt")
+    assert "attnlib = attnlib.cli:main" in doors.read_text() and "attnlib = attnlib.testing.plugin" in doors.read_text()
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    """Word for word, and last, so that pytest's own summary closes it; and lint and types before it."""
+    lines = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line and not line.startswith("#")]
+    readme = (ROOT / "README.md").read_text()
+    assert lines[-1] == 'pip install -e ".[test]" && pytest' and lines[-1] in readme
+    assert {"ruff check .", "mypy"} <= set(lines[:-1]) and "set -euo pipefail" in lines
+
+
+def test_what_the_wheel_declares(site: Path) -> None:
+    """Python 3.10 to 3.13, torch 2.10 and later, Triton 3.6 to 3.9 on Linux; kernel packages are extras and never dependencies (I1)."""
+    (metadata,) = site.glob("attnlib-*.dist-info/METADATA")
+    headers = email.parser.Parser().parsestr(metadata.read_text())
+    assert set(headers["Requires-Python"].split(",")) == {">=3.10", "<3.14"}
+    needs = [need for need in headers.get_all("Requires-Dist") if "extra ==" not in need]
+    assert {need.split(";")[0].strip().split("<")[0].split(">")[0] for need in needs} <= {"torch", "triton", "numpy"}
+    assert "torch>=2.10" in needs and any("triton<3.10,>=3.6" in need and "Linux" in need for need in needs)
+    assert set(headers.get_all("Provides-Extra")) == {"flash-attn", "flashinfer", "transformers", "bench", "docs", "test", "dev"}
