@@ -50,9 +50,9 @@ class Verdict:
     def __str__(self) -> str:
         tokens = f"{self.equal}/{self.tokens} tokens equal to eager attention's"
         error = f"largest logit error {self.largest_error:.1e} of the row's largest (allowed {self.budget:.0e})"
-        ties = f"; {self.excused} where eager prefers its own by less than that" if self.excused else ""
+        ties = f"; {self.excused} differ where eager prefers its own by less than that" if self.excused else ""
         divergence = f"; first divergence: {self.divergence}" if self.divergence else ""
-        return f"{'PASSED' if self.passed else 'FAILED'}: {tokens}{ties}; {error}{divergence}"
+        return f"{'PASSED' if self.passed else 'FAILED'}: {tokens}; {error}{ties}{divergence}"
 
 
 def judge(model: Any, requests: list[Request], logits: dict[int, list[torch.Tensor]]) -> Verdict:
