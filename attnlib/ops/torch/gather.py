@@ -14,9 +14,8 @@ import threading
 import torch
 from torch import Tensor
 
-__all__ = ["PageBuffer", "contiguous_run", "gather_pages", "read_pages"]
+__all__ = ["contiguous_run", "gather_blocks", "gather_memory", "request_positions"]
 
-# The largest scratch that a thread keeps; what is larger is allocated for the call.
 _KEPT_BYTES = 256 << 20
 _kept = threading.local()
 
@@ -36,58 +35,44 @@ def contiguous_run(cache: Tensor, blocks: Tensor) -> Tensor | None:
     return cache[first].as_strided(shape, cache.stride()[1:])
 
 
-def read_pages(caches: list[Tensor], blocks: Tensor) -> list[Tensor]:
-    """The pages from each cache, `[n * N, Hkv, D]`: views where their ids allow it on a CPU, copies otherwise."""
-    if blocks.device.type == "cpu":
-        views = [contiguous_run(cache, blocks) for cache in caches]
-        if all(view is not None for view in views):
-            return [view for view in views if view is not None]
-    return gather_pages(caches, blocks)
+def gather_blocks(cache: Tensor, blocks: Tensor, memory: Tensor | None = None) -> Tensor:
+    """A copy of the pages, `[n * N, Hkv, D]` as a view of memory in the order head, position, element.
 
-
-def gather_pages(caches: list[Tensor], blocks: Tensor) -> list[Tensor]:
-    """Copies of the pages from each cache, `[n * N, Hkv, D]`; on a CPU the thread's next gather overwrites them."""
-    return PageBuffer(caches, blocks.numel()).load(blocks)
-
-
-class PageBuffer:
-    """Room for the copies of `num_pages` pages from each cache, in the order head, position, element.
-
-    On a CPU the memory is the thread's own and the next buffer shares it: an allocator hands megabytes back to the
-    system, and faulting them in anew at every call costs as much as the gathering.
+    `memory` is one-dimensional, uint8 and large enough for the copy; None allocates.
     """
-
-    def __init__(self, caches: list[Tensor], num_pages: int) -> None:
-        shapes = [(cache.shape[2], num_pages, cache.shape[1], cache.shape[3]) for cache in caches]
-        sizes = [math.prod(shape) * cache.element_size() for shape, cache in zip(shapes, caches, strict=True)]
-        memory = _scratch(sum(_aligned(size) for size in sizes), caches[0].device)
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self.rows: list[Tensor] = []
-        begin = 0
-        for cache, shape, size in zip(caches, shapes, sizes, strict=True):
-            rows = memory[begin : begin + size].view(cache.dtype).view(shape)
-            # One-byte floats as integers, because not every device selects them.
-            source, target = (side.view(torch.uint8) if side.element_size() == 1 else side for side in (cache, rows))
-            self._copies.append((source, target.permute(1, 2, 0, 3)))
-            self.rows.append(rows.view(shape[0], num_pages * shape[2], shape[3]).transpose(0, 1))
-            begin += _aligned(size)
-
-    def load(self, blocks: Tensor) -> list[Tensor]:
-        """Copy these pages, as many as there is room for; `[n * N, Hkv, D]` from each cache."""
-        if blocks.numel() > 0:
-            for source, target in self._copies:
-                torch.index_select(source, 0, blocks, out=target)
-        return self.rows
+    num_blocks, (_, block_size, num_heads, head_size) = blocks.numel(), cache.shape
+    shape = (num_heads, num_blocks, block_size, head_size)
+    if memory is None:
+        rows = torch.empty(shape, dtype=cache.dtype, device=cache.device)
+    else:
+        rows = memory[: math.prod(shape) * cache.element_size()].view(cache.dtype).view(shape)
+    if num_blocks > 0:
+        # As integers, because not every device selects one-byte floats.
+        source, target = (side.view(torch.uint8) if side.element_size() == 1 else side for side in (cache, rows))
+        torch.index_select(source, 0, blocks, out=target.permute(1, 2, 0, 3))
+    return rows.view(num_heads, num_blocks * block_size, head_size).transpose(0, 1)
 
 
-def _scratch(num_bytes: int, device: torch.device) -> Tensor:
-    if device.type != "cpu" or num_bytes > _KEPT_BYTES:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+def gather_memory(num_bytes: int) -> Tensor:
+    """Scratch on the CPU, `[num_bytes]` uint8, the same for every call of a thread: use it up before asking again.
+
+    An allocator hands a buffer of megabytes back to the system, and faulting it in anew at every call costs as much as
+    the gathering. Larger requests than `_KEPT_BYTES` are allocated and not kept.
+    """
+    if num_bytes > _KEPT_BYTES:
+        return torch.empty(num_bytes, dtype=torch.uint8)
     kept: Tensor | None = getattr(_kept, "memory", None)
     if kept is None or kept.numel() < num_bytes:
         kept = _kept.memory = torch.empty(num_bytes, dtype=torch.uint8)
     return kept[:num_bytes]
 
 
-def _aligned(size: int) -> int:
-    return -(-size // 64) * 64
+def request_positions(cache: Tensor, table_row: Tensor, start: int, end: int) -> Tensor:
+    """Positions `[start, end)` of one request and no others, `[end - start, Hkv, D]`; a view where possible."""
+    block_size = cache.shape[1]
+    first = start // block_size
+    blocks = table_row[first : -(-end // block_size)]
+    rows = contiguous_run(cache, blocks) if cache.device.type == "cpu" else None
+    if rows is None:
+        rows = gather_blocks(cache, blocks)
+    return rows[start - first * block_size : end - first * block_size]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attnlib.ops.torch.batch import Request
-from attnlib.ops.torch.gather import read_pages
+from attnlib.ops.torch.gather import request_positions
 from attnlib.ops.torch.invariant import attend_rows_invariant
 from attnlib.ops.torch.mask import key_range
 from attnlib.ops.torch.request import KeySpan, QueryRows, attend_rows
@@ -34,19 +34,12 @@ class PagedInputs:
         first = request.first_position
         return QueryRows(self.query[request.rows], first, request.seq_len, first, request.causal, bias)
 
-    def blocks(self, request: Request, rules: ScoreRules) -> Tensor:
-        """Ids of the pages that hold a position which some row of the request may see."""
-        start, end = visible_range(request, rules)
-        block_size = self.key_cache.shape[1]
-        return self.block_table[request.index, start // block_size : -(-end // block_size)]
-
     def span(self, request: Request, rules: ScoreRules) -> KeySpan:
-        """The keys and values that any row of the request may see, and no others; valid until the next gather."""
+        """The keys and values that any row of the request may see, and no others."""
         start, end = visible_range(request, rules)
-        block_size = self.key_cache.shape[1]
-        first = start // block_size * block_size
-        pages = read_pages([self.key_cache, self.value_cache], self.blocks(request, rules))
-        key, value = (side[start - first : end - first] for side in pages)
+        table_row = self.block_table[request.index]
+        key = request_positions(self.key_cache, table_row, start, end)
+        value = request_positions(self.value_cache, table_row, start, end)
         return KeySpan(key, value, start, self.k_factor, self.v_factor)
 
 

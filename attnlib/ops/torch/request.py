@@ -89,15 +89,12 @@ def attend_rows(rows: QueryRows, span: KeySpan, rules: ScoreRules, out: Tensor, 
         part_lse = None if lse is None else lse[begin : begin + step]
         if end <= start:
             fill_blind(part_out, part_lse, rules.sinks)
-            continue
-        keys = span.between(start, end)
-        if fused and part_lse is None and _is_plain_square(part, keys, rules):
-            part_out.copy_(_attend_square(part, keys, rules, dtype))
-            continue
-        result, logs = (_attend_fused if fused else _attend_general)(part, keys, rules, dtype)
-        part_out.copy_(result)
-        if part_lse is not None:
-            part_lse.copy_(logs)
+        else:
+            attend = _attend_fused if fused else _attend_general
+            result, logs = attend(part, span.between(start, end), rules, dtype)
+            part_out.copy_(result)
+            if part_lse is not None:
+                part_lse.copy_(logs)
 
 
 def fill_blind(out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> None:
@@ -142,14 +139,6 @@ def _attend_fused(rows: QueryRows, span: KeySpan, rules: ScoreRules, dtype: torc
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
-def _attend_square(rows: QueryRows, span: KeySpan, rules: ScoreRules, dtype: torch.dtype) -> Tensor:
-    query, key, value = (part.to(dtype).transpose(0, 1).unsqueeze(0) for part in (rows.query, span.key, span.value))
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=rules.scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return out[0].transpose(0, 1)
-
-
 def _attend_general(rows: QueryRows, span: KeySpan, rules: ScoreRules, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     bias = rows_bias(rows, span.start, span.start + span.key.shape[0], rules)
     return general_attention(rows.query, span.key, span.value, bias, rules, span.k_factor, span.v_factor)
@@ -159,14 +148,6 @@ def _is_square(rows: QueryRows, start: int, end: int, rules: ScoreRules) -> bool
     """Whether the operator's own causal mask, aligned to the top left, is the mask that is meant."""
     plain = rules.alibi_slopes is None and rows.bias is None and rules.chunk <= 0 and rows.causal is True
     return plain and rows.first == start and rows.last == end - 1 and not 0 <= rules.window[0] < end - start - 1
-
-
-def _is_plain_square(rows: QueryRows, span: KeySpan, rules: ScoreRules) -> bool:
-    """Whether torch's public function says the same: a causal square of one head size, nothing rescaled, no sink."""
-    unscaled = all(not isinstance(factor, Tensor) and factor == 1.0 for factor in (span.k_factor, span.v_factor))
-    end = span.start + span.key.shape[0]
-    one_size = span.key.shape[2] == span.value.shape[2]
-    return unscaled and one_size and rules.sinks is None and _is_square(rows, span.start, end, rules)
 
 
 def _laid_out(bias: Tensor, start: int, end: int, span_start: int) -> Tensor:

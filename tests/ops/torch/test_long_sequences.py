@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnlib.ops.torch import decode_group as decode_module
+from attnlib.ops.torch import paged_decode as decode_module
 from attnlib.ops.torch.paged_decode import paged_decode
 from attnlib.ops.torch.paged_prefill import paged_prefill
 from tests.ops.naive import gather_positions
@@ -55,16 +55,13 @@ def test_across_blocks(operation: Any, window: int | None, lens: Any, monkeypatc
 
 
 @pytest.mark.parametrize("budget", [1, 1 << 12, 1 << 14])
-@pytest.mark.parametrize("sinks", [None, torch.tensor([0.3, -1.0, 2.0, 0.0, -math.inf, 4.0, 1.0, -2.0])])
-def test_gather_budget(budget: int, sinks: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """M4, M8: in half precision pages are split by heads, which changes no bit; in float32 by positions, merged in float32."""
-    for dtype, tolerance in ((torch.bfloat16, 0.0), (torch.float16, 0.0), (torch.float32, 1e-6)):
-        monkeypatch.setattr(decode_module, "_GATHER_BYTES", 4 << 20)
-        case = long_case((1,) * 5, (90,) * 5, monkeypatch, num_kv_heads=4, num_heads=8, sinks=sinks, dtype=dtype)
-        whole = case.run(paged_decode)
-        monkeypatch.setattr(decode_module, "_GATHER_BYTES", budget)
-        for got, wanted in zip(case.run(paged_decode), whole, strict=True):
-            torch.testing.assert_close(got, wanted, atol=tolerance, rtol=tolerance)
+def test_gather_budget_changes_no_bit(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few heads and requests are gathered at a time, each row is computed alike when lengths are equal."""
+    case = long_case((1,) * 5, (96,) * 5, monkeypatch, num_kv_heads=4, num_heads=8, sinks=torch.randn(8))
+    whole = case.run(paged_decode)
+    monkeypatch.setattr(decode_module, "_GATHER_BYTES", budget)
+    parts = case.run(paged_decode)
+    assert torch.equal(whole[0], parts[0]) and torch.equal(whole[1], parts[1])
 
 
 @pytest.mark.parametrize("budget", [1, 1 << 12])
