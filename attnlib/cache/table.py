@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from attnlib.errors import ContractError
@@ -29,10 +28,9 @@ class BlockTable:
         device = torch.device(device or "cpu")
         # Pageable on purpose: the driver has taken its copy when the call returns, so the next step may change rows while this one still runs.
         # A pinned buffer would be read later, behind the host's back.
-        self._host = torch.full((max_reqs, max_blocks), -1, dtype=torch.int32)
-        self._rows: np.ndarray = self._host.numpy()
+        self._host = torch.full((max_reqs, max_blocks), -1, dtype=torch.int32, device="cpu")
         self._device = self._host if device.type == "cpu" else torch.full_like(self._host, -1, device=device)
-        self.num_blocks_per_row = np.zeros(max_reqs, dtype=np.int32)
+        self.num_blocks_per_row = torch.zeros(max_reqs, dtype=torch.int32, device="cpu")
 
     @property
     def max_reqs(self) -> int:
@@ -47,7 +45,7 @@ class BlockTable:
     def row(self, index: int) -> list[int]:
         """The block ids of a row."""
         count = int(self.num_blocks_per_row[self._checked(index)])
-        return [int(block) for block in self._rows[index, :count]]
+        return [int(block) for block in self._host[index, :count]]
 
     def add_row(self, block_ids: Sequence[int], index: int) -> None:
         """Replace a row."""
@@ -64,23 +62,23 @@ class BlockTable:
         end = start + len(block_ids)
         if end > self.max_blocks:
             raise ContractError(f"row {index} would hold {end} blocks, but the table has {self.max_blocks} columns: make it wider", rule="P3")
-        self._rows[index, start:end] = block_ids
+        self._host[index, start:end] = torch.as_tensor(block_ids, dtype=torch.int32)
         self.num_blocks_per_row[index] = end
 
     def clear_row(self, index: int) -> None:
         """Empty a row."""
-        self._rows[self._checked(index)] = -1
+        self._host[self._checked(index)] = -1
         self.num_blocks_per_row[index] = 0
 
     def move_row(self, source: int, target: int) -> None:
         """Copy row `source` over row `target` (a finished request's place is taken by the last one)."""
-        self._rows[self._checked(target)] = self._rows[self._checked(source)]
+        self._host[self._checked(target)] = self._host[self._checked(source)]
         self.num_blocks_per_row[target] = self.num_blocks_per_row[source]
 
     def swap_row(self, first: int, second: int) -> None:
         """Exchange two rows."""
         pair, other = [self._checked(first), self._checked(second)], [second, first]
-        self._rows[pair] = self._rows[other]
+        self._host[pair] = self._host[other]
         self.num_blocks_per_row[pair] = self.num_blocks_per_row[other]
 
     def commit(self, num_reqs: int) -> torch.Tensor:

@@ -6,9 +6,8 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-import numpy as np
 import torch
 
 from attnlib.device import resolve_device
@@ -18,6 +17,9 @@ from attnlib.metadata.parameters import PerLayerParameters
 from attnlib.metadata.split import reorder_batch_to_split_decodes_and_prefills
 from attnlib.spec import AttentionSpec, CudaGraphSupport
 from attnlib.workspace import BatchLimits
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["AttentionMetadata", "AttentionMetadataBuilder", "M"]
 

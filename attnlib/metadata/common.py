@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from attnlib.errors import ContractError
@@ -89,25 +88,24 @@ class CommonAttentionMetadata:
             ContractError: lengths that do not fit each other, or a table too narrow for them; the message names the request.
         """
         queries, sequences = _checked_lengths(query_lens, seq_lens, is_cross_attention)
-        starts = np.zeros(len(queries) + 1, dtype=np.int32)
-        np.cumsum(queries, out=starts[1:])
+        starts = torch.zeros(len(queries) + 1, dtype=torch.int32, device="cpu")
+        torch.cumsum(queries, 0, out=starts[1:])
         device = torch.get_default_device() if device is None else torch.device(device)
-        start_cpu, seq_cpu = torch.from_numpy(starts), torch.from_numpy(sequences)
         table = slots = None
         if block_table is not None:
             if block_size is None or block_size < 1:
                 raise ContractError(f"block_size={block_size} must be given with a block table, and be at least 1")
             table, slots = _place(block_table, starts, queries, sequences, block_size, device, write=not is_cross_attention)
         return cls(
-            query_start_loc=start_cpu.to(device, non_blocking=True),
-            query_start_loc_cpu=start_cpu,
-            seq_lens=seq_cpu.to(device, non_blocking=True),
-            seq_lens_cpu=seq_cpu,
-            num_computed_tokens_cpu=torch.from_numpy(np.maximum(sequences - queries, 0)),
+            query_start_loc=starts.to(device, non_blocking=True),
+            query_start_loc_cpu=starts,
+            seq_lens=sequences.to(device, non_blocking=True),
+            seq_lens_cpu=sequences,
+            num_computed_tokens_cpu=(sequences - queries).clamp(min=0),
             num_reqs=len(queries),
             num_actual_tokens=int(starts[-1]),
-            max_query_len=int(queries.max(initial=0)) if max_query_len is None else max_query_len,
-            max_seq_len=int(sequences.max(initial=0)) if max_seq_len is None else max_seq_len,
+            max_query_len=_largest(queries) if max_query_len is None else max_query_len,
+            max_seq_len=_largest(sequences) if max_seq_len is None else max_seq_len,
             block_table_tensor=table,
             slot_mapping=slots,
             causal=causal,
@@ -151,17 +149,17 @@ class CommonAttentionMetadata:
         )
 
 
-def _checked_lengths(query_lens: Sequence[int], seq_lens: Sequence[int], is_cross_attention: bool) -> tuple[np.ndarray, np.ndarray]:
-    queries, sequences = np.asarray(query_lens, dtype=np.int32).reshape(-1), np.asarray(seq_lens, dtype=np.int32).reshape(-1)
+def _checked_lengths(query_lens: Sequence[int], seq_lens: Sequence[int], is_cross_attention: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    queries, sequences = (torch.as_tensor(lengths, dtype=torch.int32, device="cpu").reshape(-1) for lengths in (query_lens, seq_lens))
     if queries.shape != sequences.shape:
         raise ContractError(f"{len(queries)} query_lens and {len(sequences)} seq_lens: every request needs one of each", rule="M1")
     for name, lengths in (("query_lens", queries), ("seq_lens", sequences)):
-        if lengths.min(initial=0) < 0:
-            request = int(np.argmax(lengths < 0))
+        if bool((lengths < 0).any()):
+            request = _first(lengths < 0)
             raise ContractError(f"{name}[{request}]={lengths[request]} must not be negative", rule="M7")
     short = sequences < queries
     if not is_cross_attention and short.any():
-        request = int(np.argmax(short))
+        request = _first(short)
         raise ContractError(
             f"seq_lens[{request}]={sequences[request]} is below query_lens[{request}]={queries[request]}: seq_lens count context and new tokens",
             rule="M1",
@@ -170,7 +168,14 @@ def _checked_lengths(query_lens: Sequence[int], seq_lens: Sequence[int], is_cros
 
 
 def _place(
-    block_table: _TableLike, starts: np.ndarray, queries: np.ndarray, sequences: np.ndarray, block_size: int, device: torch.device, *, write: bool
+    block_table: _TableLike,
+    starts: torch.Tensor,
+    queries: torch.Tensor,
+    sequences: torch.Tensor,
+    block_size: int,
+    device: torch.device,
+    *,
+    write: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The table on the device, and the slot of every new token (none is written for another modality's sequences)."""
     if isinstance(block_table, torch.Tensor) and block_table.device.type != "cpu":
@@ -180,41 +185,40 @@ def _place(
         _check_width(table.shape, sequences, block_size)
         if not write:
             return table, None
-        start, seq = (torch.from_numpy(array).to(device, non_blocking=True) for array in (starts, sequences))
+        start, seq = (lengths.to(device, non_blocking=True) for lengths in (starts, sequences))
         return table, compute_slot_mapping(start, seq, table, block_size, int(starts[-1]))
     rows = _dense(block_table, sequences, block_size)
     _check_width(rows.shape, sequences, block_size)
-    table = torch.from_numpy(rows).to(device, non_blocking=True)
+    table = rows.to(device, non_blocking=True)
     if not write:
         return table, None
-    request = np.repeat(np.arange(len(queries)), queries)
-    position = np.arange(len(request)) - np.repeat(starts[:-1], queries) + np.repeat(sequences - queries, queries)
-    blocks = rows[request, position // block_size].astype(np.int64)
-    if blocks.min(initial=0) < 0:
-        token = int(np.argmax(blocks < 0))
+    request = torch.repeat_interleave(torch.arange(len(queries), device="cpu"), queries.long())
+    position = torch.arange(len(request), device="cpu") + (sequences - queries - starts[:-1])[request]
+    blocks = rows[request, position // block_size].long()
+    if bool((blocks < 0).any()):
+        token = _first(blocks < 0)
         raise ContractError(
             f"block_table[{request[token]}][{position[token] // block_size}]={blocks[token]} is no block, but request {request[token]} "
             f"writes position {position[token]} to it",
             rule="P3",
         )
-    return table, torch.from_numpy(blocks * block_size + position % block_size).to(device, non_blocking=True)
+    return table, (blocks * block_size + position % block_size).to(device, non_blocking=True)
 
 
-def _dense(block_table: _TableLike, sequences: np.ndarray, block_size: int) -> np.ndarray:
+def _dense(block_table: _TableLike, sequences: torch.Tensor, block_size: int) -> torch.Tensor:
     if isinstance(block_table, torch.Tensor):
-        return np.ascontiguousarray(block_table.numpy(), dtype=np.int32)
+        return block_table.to(torch.int32).contiguous()
     if len(block_table) != len(sequences):
         raise ContractError(f"block_table has {len(block_table)} rows for {len(sequences)} requests", rule="P3")
     for request, row in enumerate(block_table):
         if len(row) * block_size < sequences[request]:
             raise ContractError(_too_narrow(request, len(row), int(sequences[request]), block_size), rule="P3")
-    rows = np.full((len(block_table), max((len(row) for row in block_table), default=0)), -1, dtype=np.int32)
-    for request, row in enumerate(block_table):
-        rows[request, : len(row)] = row
-    return rows
+    width = max((len(row) for row in block_table), default=0)
+    rows = [[*row, *[-1] * (width - len(row))] for row in block_table]
+    return torch.tensor(rows, dtype=torch.int32, device="cpu").reshape(len(rows), width)
 
 
-def _check_width(shape: Sequence[int], sequences: np.ndarray, block_size: int) -> None:
+def _check_width(shape: Sequence[int], sequences: torch.Tensor, block_size: int) -> None:
     if len(shape) != 2 or shape[0] != len(sequences):
         raise ContractError(f"block_table has shape {tuple(shape)}; it must be [{len(sequences)} requests, max_blocks]", rule="P3")
     if len(sequences) and int(sequences.max()) > shape[1] * block_size:
@@ -225,3 +229,11 @@ def _check_width(shape: Sequence[int], sequences: np.ndarray, block_size: int) -
 def _too_narrow(request: int, columns: int, seq_len: int, block_size: int) -> str:
     need = -(-seq_len // block_size)
     return f"block_table row {request} has {columns} entries, but seq_lens[{request}]={seq_len} needs {need} blocks of {block_size} tokens"
+
+
+def _largest(lengths: torch.Tensor) -> int:
+    return int(lengths.max()) if lengths.numel() else 0
+
+
+def _first(flags: torch.Tensor) -> int:
+    return int(flags.int().argmax())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING
+
 import torch
 
 from attnlib.errors import ContractError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["make_local_attention_virtual_batches"]
 
@@ -32,6 +36,8 @@ def make_local_attention_virtual_batches(
     Raises:
         ContractError: the chunk is no multiple of the block.
     """
+    import numpy as np  # the caller's arrays are numpy's (vLLM's signature); nothing else in the core needs it
+
     if block_size < 1 or attn_chunk_size % block_size:
         raise ContractError(f"attn_chunk_size={attn_chunk_size} is no multiple of block_size={block_size}: a virtual request must start with a block")
     query_lens = np.diff(query_start_loc_np)
