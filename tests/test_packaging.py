@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = {str(path.relative_to(ROOT)) for path in (ROOT / "attnlib").rglob("*.py")}
+TABLES = {str(path.relative_to(ROOT)) for path in (ROOT / "attnlib" / "ops" / "triton" / "tables").glob("*.json")}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
     names = set(zipfile.ZipFile(built[1]).namelist())
     assert {name for name in names if name.endswith(".py")} == SOURCES
     assert "attnlib/py.typed" in names
-    assert not [name for name in names if not name.endswith((".py", "/py.typed")) and ".dist-info/" not in name]
+    assert TABLES and {name for name in names if name.endswith(".json")} == TABLES
+    assert not [name for name in names - TABLES if not name.endswith((".py", "/py.typed")) and ".dist-info/" not in name]
     assert built[1].name.endswith("-py3-none-any.whl"), "I1: pure Python"
 
 

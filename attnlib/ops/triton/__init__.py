@@ -4,7 +4,8 @@
     paged_decode, paged_prefill             attention over the paged cache: memory-bound and compute-bound batches
     varlen_prefill, merge_states            attention without a cache; joining two partial results
     attend, mask, softmax, quant, schedule  what the attention kernels share: the loop over keys and its parts
-    tiles, splits, device, arguments        host side: pure tables and heuristics, chip limits, argument preparation
+    tiles, tile_tables, splits              host side: pure choices of tiles (from tables/*.json) and of splits
+    device, arguments                       chip limits, argument preparation
 
 Only this folder imports triton. Under `TRITON_INTERPRET=1`, set before triton is first imported, everything runs on
 CPU tensors.

@@ -16,8 +16,9 @@ import triton
 from torch import Tensor
 
 from attnlib.errors import BackendUnavailableError
+from attnlib.ops.triton.tile_tables import TileTable
 
-__all__ = ["INTERPRETED", "DeviceLimits", "device_guard", "limits_of"]
+__all__ = ["INTERPRETED", "DeviceLimits", "device_guard", "limits_of", "set_tuned_tiles"]
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether this process runs kernels on the CPU; triton decides it when a kernel is decorated, so at import."""
@@ -36,6 +37,7 @@ class DeviceLimits:
         capability: (major, minor) on NVIDIA, (0, 0) elsewhere.
         has_fp8: whether the chip converts OCP float8 by itself; without it the kernels decode bytes.
         is_amd: whether it is an AMD chip.
+        tuned: the user's own tiles for this chip (`set_tuned_tiles`), None without; part of every cache's key.
     """
 
     num_sms: int
@@ -44,6 +46,7 @@ class DeviceLimits:
     capability: tuple[int, int]
     has_fp8: bool
     is_amd: bool = False
+    tuned: TileTable | None = None
 
     @property
     def products(self) -> str:
@@ -87,7 +90,23 @@ def _cuda_limits(index: int) -> DeviceLimits:
         capability=capability,
         has_fp8=capability >= (8, 9),
         is_amd=is_hip,
+        tuned=_tuned.get(index),
     )
+
+
+_tuned: dict[int, TileTable] = {}
+
+
+def set_tuned_tiles(index: int, table: TileTable | None) -> None:
+    """From now on, choose tiles for CUDA device `index` from `table` before the shipped tables; None takes it away.
+
+    Plans and launches that were made before keep their tiles: call it before the first one, as the backend does.
+    """
+    if _tuned.get(index) is not table:
+        _tuned.pop(index, None)
+        if table is not None:
+            _tuned[index] = table
+        _cuda_limits.cache_clear()
 
 
 def device_guard(tensor: Tensor) -> AbstractContextManager[object]:

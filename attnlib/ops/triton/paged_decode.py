@@ -39,6 +39,7 @@ from attnlib.ops.triton.splits import (
     paged_decode_workspace_bytes,
     visible_bound,
 )
+from attnlib.ops.triton.tile_tables import work_bounds, work_class
 from attnlib.ops.triton.tiles import Tile, choose_decode_tile, next_power_of_2, shared_bytes
 
 __all__ = ["paged_decode", "paged_decode_num_splits", "paged_decode_workspace_bytes"]
@@ -235,11 +236,12 @@ def _plan(
     max_query_len: int,
     has_bias: bool,
     limits: DeviceLimits,
+    keys_per_sm: int | None,
 ) -> DecodePlan:
     group = num_heads // num_kv_heads
     tile = choose_decode_tile(
         head_size, head_size_v, query_bytes, cache_bytes, group * max_query_len, limits.shared_memory, limits.products,
-        has_bias,
+        has_bias, keys_per_sm=keys_per_sm, tuned=limits.tuned,
     )  # fmt: skip
     tile_heads = min(group, tile.block_m)
     tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(group, tile_heads)
@@ -251,13 +253,16 @@ def _plan(
 
 
 @functools.lru_cache(maxsize=1024)
-def _constants(signature: Signature, max_query_len: int, split: bool, balanced: bool) -> tuple[DecodePlan, dict[str, Any]]:
+def _constants(
+    signature: Signature, max_query_len: int, split: bool, balanced: bool, keys_per_sm: int | None
+) -> tuple[DecodePlan, dict[str, Any]]:
     """The plan of a launch and every named argument of its kernel."""
     shared = attention_constants(signature)
     _, num_heads, head_size = signature.query_shape
     _, num_kv_heads, head_size_v = signature.value_shape
     plan = _plan(num_heads, num_kv_heads, head_size, head_size_v, signature.query_dtype.itemsize,
-                 signature.cache_dtype.itemsize, max_query_len, shared["HAS_BIAS"], signature.limits)  # fmt: skip
+                 signature.cache_dtype.itemsize, max_query_len, shared["HAS_BIAS"], signature.limits,
+                 keys_per_sm)  # fmt: skip
     return plan, {
         **shared,
         **plan.packing,
@@ -271,6 +276,13 @@ def _constants(signature: Signature, max_query_len: int, split: bool, balanced: 
         "num_stages": plan.tile.num_stages,
         "enable_fp_fusion": True,
     }
+
+
+def _work(num_reqs: int, num_kv_heads: int, visible: int, limits: DeviceLimits) -> int | None:
+    """The class of work, where tiles depend on it at all; a row's bits then depend on its neighbours' bounds."""
+    if not work_bounds("decode", limits.tuned):
+        return None
+    return work_class(num_reqs, num_kv_heads, visible, limits.num_sms)
 
 
 def paged_decode_num_splits(
@@ -298,9 +310,11 @@ def paged_decode_num_splits(
         window: (left, right), -1 unbounded.
         attention_chunk_size: 0 is none.
     """
-    plan = _plan(query.shape[1], key_cache.shape[2], query.shape[2], head_size_v, query.element_size(),
-                 key_cache.element_size(), max(1, max_query_len), False, limits_of(query))  # fmt: skip
+    limits, num_kv_heads = limits_of(query), key_cache.shape[2]
     visible = visible_bound(max_query_len, max_seq_len, window, causal, attention_chunk_size)
+    work = _work(num_reqs, num_kv_heads, visible, limits)
+    plan = _plan(query.shape[1], num_kv_heads, query.shape[2], head_size_v, query.element_size(),
+                 key_cache.element_size(), max(1, max_query_len), False, limits, work)  # fmt: skip
     return choose_num_splits(num_reqs, plan.groups, visible, plan.tile.block_n, plan.slots)
 
 
@@ -355,14 +369,16 @@ def paged_decode(
     limits = limits_of(query)
     options = Options(scale, causal, window, attention_chunk_size, logits_soft_cap, alibi_slopes, sinks, query_bias,
                       k_scale, v_scale, out, lse)  # fmt: skip
-    balanced, head_size_v, max_query_len = num_splits is None, out.shape[2], max(1, max_query_len)
+    balanced, head_size_v, max_query_len, work = num_splits is None, out.shape[2], max(1, max_query_len), None
     if num_splits is None:
+        visible = visible_bound(max_query_len, max_seq_len, window, causal is True, attention_chunk_size)
+        work = _work(num_reqs, key_cache.shape[2], visible, limits)
         num_splits = paged_decode_num_splits(
             query, key_cache, head_size_v, num_reqs=num_reqs, max_query_len=max_query_len, max_seq_len=max_seq_len,
             causal=causal is True, window=window, attention_chunk_size=attention_chunk_size,
         )  # fmt: skip
     signature = signature_of(query, key_cache, value_cache, options, limits)
-    plan, constants = _constants(signature, max_query_len, num_splits > 1, balanced)
+    plan, constants = _constants(signature, max_query_len, num_splits > 1, balanced, work)
     partials = _partials(workspace, num_tokens, query.shape[1], head_size_v, num_splits, query.device)
     values = attention_values(query, key_cache, value_cache, query_start_loc, seq_lens, options, signature.fp8_as_bytes)
     with device_guard(query):

@@ -170,7 +170,7 @@ def _constants(signature: Signature, rows: int, paged: bool) -> dict[str, Any]:
     group, limits = shared["GROUP"], signature.limits
     tile = choose_prefill_tile(
         shared["D"], shared["DV"], signature.query_dtype.itemsize, signature.cache_dtype.itemsize,
-        rows, limits.shared_memory, limits.products, shared["HAS_BIAS"],
+        rows, limits.shared_memory, limits.products, shared["HAS_BIAS"], tuned=limits.tuned,
     )  # fmt: skip
     tile_heads = min(group, tile.block_m)
     return {

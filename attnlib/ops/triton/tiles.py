@@ -1,8 +1,9 @@
-"""Tile shapes: pure tables and arithmetic, so that every choice can be checked without the chip it is for.
+"""Tile shapes: pure functions over tables, so that every choice can be checked without the chip it is for.
 
-A tile is chosen from what a chip can hold, never by timing at run time. `shared_bytes` is an upper estimate of the
-shared memory that the compiler will ask for; the compile tests hold it against the compiler's own number, and the
-tables' tiles against their register spills.
+A tile is chosen from tables (`tile_tables`) and from what a chip can hold, never by timing at run time: from upper
+bounds alone, so that a captured graph and a warmed-up process never meet another one. `shared_bytes` is an upper
+estimate of the shared memory that the compiler will ask for; the compile tests hold it against the compiler's own
+number, and the tables' tiles against their register spills.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from attnlib.errors import UnsupportedConfigError
+from attnlib.ops.triton.tile_tables import Situation, TileTable, matching
 
 __all__ = ["Tile", "choose_decode_tile", "choose_prefill_tile", "next_power_of_2", "shared_bytes", "split_head_size"]
 
@@ -31,46 +33,6 @@ class Tile:
     block_n: int
     num_warps: int
     num_stages: int
-
-
-_PREFILL: dict[str, tuple[tuple[int, tuple[Tile, ...]], ...]] = {
-    "async": (
-        (64, (Tile(128, 128, 8, 3), Tile(128, 128, 8, 2))),
-        (128, (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2))),
-        (192, (Tile(128, 64, 8, 2),)),
-        (256, (Tile(128, 32, 8, 3), Tile(128, 32, 8, 2))),
-        (576, (Tile(32, 32, 8, 2),)),
-    ),
-    "sync": (
-        (64, (Tile(128, 64, 4, 3), Tile(128, 64, 4, 2))),
-        (128, (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2))),
-        (256, (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2))),
-        (576, (Tile(32, 32, 8, 2),)),
-    ),
-    "float32": (
-        (128, (Tile(32, 32, 8, 2),)),
-        (256, (Tile(32, 16, 8, 2),)),
-        (576, (Tile(16, 16, 8, 2),)),
-    ),
-}
-"""Prefill tiles by how the chip multiplies and the wider of the two padded head sizes, best first; what is left when
-none of them fits comes from `_fallbacks`. "async" are chips whose tensor cores read shared memory (Hopper, Blackwell
-data centre), "sync" all others. Picked among the tiles that compile without heavy spills for sm_80, sm_90, sm_100,
-sm_120 and gfx942; not yet tuned by time."""
-
-_DECODE: dict[str, tuple[tuple[int, tuple[Tile, ...]], ...]] = {
-    "16-bit": (
-        (128, (Tile(16, 64, 4, 3), Tile(16, 64, 4, 2))),
-        (256, (Tile(16, 32, 4, 3), Tile(16, 32, 4, 2))),
-        (576, (Tile(16, 32, 8, 3), Tile(16, 32, 8, 2), Tile(16, 16, 8, 2))),
-    ),
-    "float32": (
-        (128, (Tile(16, 32, 8, 2),)),
-        (576, (Tile(16, 16, 8, 2),)),
-    ),
-}
-"""Decode tiles by format of the products and padded head size, for up to 16 rows. 64 keys of head size 128 in three
-stages are what an H200 streamed fastest."""
 
 
 def next_power_of_2(n: int) -> int:
@@ -173,8 +135,16 @@ def _first_that_fits(
     )
 
 
-def _row(table: tuple[tuple[int, tuple[Tile, ...]], ...], width: int) -> tuple[Tile, ...]:
-    return next((tiles for limit, tiles in table if width <= limit), table[-1][1])
+def _tabled(
+    op: str, sizes: tuple[int, int], element_bytes: tuple[int, int], max_rows: int, products: str, keys_per_sm: int | None,
+    tuned: TileTable | None,
+) -> list[Tile]:  # fmt: skip
+    """The tables' tiles for these sizes, best first."""
+    width = max(sum(split_head_size(sizes[0])), sum(split_head_size(sizes[1])))
+    query_bytes, cache_bytes = element_bytes
+    elements = "float32" if query_bytes == 4 else "fp8" if cache_bytes == 1 else "16-bit"
+    now = Situation(op, products, elements, width, max(16, next_power_of_2(max_rows)), keys_per_sm)
+    return [Tile(**dict(entry.tile)) for entry in matching(now, tuned)]
 
 
 @functools.lru_cache(maxsize=512)
@@ -187,6 +157,8 @@ def choose_prefill_tile(
     shared_memory: int,
     products: str,
     has_bias: bool = False,
+    *,
+    tuned: TileTable | None = None,
 ) -> Tile:
     """The tile of a prefill: as many rows as the table has for the head size, fewer when the batch has fewer.
 
@@ -199,17 +171,17 @@ def choose_prefill_tile(
         shared_memory: limit per program in bytes.
         products: how the chip multiplies: "async", "sync" or "mfma".
         has_bias: whether there is a query bias.
+        tuned: the user's own table for the chip, asked before the shipped ones.
 
     Raises:
         UnsupportedConfigError: not even the smallest tile fits.
     """
-    width = max(sum(split_head_size(head_size)), sum(split_head_size(head_size_v)))
-    kind = "float32" if query_bytes == 4 else "async" if products == "async" else "sync"
-    best = _row(_PREFILL[kind], width)
-    rows = min(best[0].block_m, max(16, next_power_of_2(max_rows)))
-    tiles = [_narrowed(tile, rows) for tile in best]
-    spare = _fallbacks(rows, tiles[0].num_warps)
-    return _first_that_fits([*tiles, *spare], (head_size, head_size_v), (query_bytes, cache_bytes), shared_memory, products, has_bias)
+    sizes, element_bytes = (head_size, head_size_v), (query_bytes, cache_bytes)
+    best = _tabled("prefill", sizes, element_bytes, max_rows, products, None, tuned)
+    rows = max(16, next_power_of_2(max_rows))
+    tiles = [_narrowed(tile, min(tile.block_m, rows)) for tile in best]
+    spare = _fallbacks(tiles[0].block_m, tiles[0].num_warps)
+    return _first_that_fits([*tiles, *spare], sizes, element_bytes, shared_memory, products, has_bias)
 
 
 @functools.lru_cache(maxsize=512)
@@ -222,14 +194,22 @@ def choose_decode_tile(
     shared_memory: int,
     products: str,
     has_bias: bool = False,
+    *,
+    keys_per_sm: int | None = None,
+    tuned: TileTable | None = None,
 ) -> Tile:
     """The tile of a decode: as few rows (16 to 64) as hold the group's heads and the step's tokens.
 
-    Arguments and errors as in `choose_prefill_tile`.
+    Other arguments and errors as in `choose_prefill_tile`.
+
+    Args:
+        keys_per_sm: class of work, from `tile_tables.work_class`; None where a row's bits must not depend on its
+            neighbours, which takes the tile that serves any amount of work.
     """
+    sizes, element_bytes = (head_size, head_size_v), (query_bytes, cache_bytes)
+    best = _tabled("decode", sizes, element_bytes, max_rows, products, keys_per_sm, tuned)
     width = max(sum(split_head_size(head_size)), sum(split_head_size(head_size_v)))
-    best = _row(_DECODE["float32" if query_bytes == 4 else "16-bit"], width)
     rows = min(64 if width <= 256 and query_bytes < 4 else 16, max(16, next_power_of_2(max_rows)))
     tiles = [_widened(tile, rows) for tile in best]
     spare = _fallbacks(rows, tiles[0].num_warps)
-    return _first_that_fits([*tiles, *spare], (head_size, head_size_v), (query_bytes, cache_bytes), shared_memory, products, has_bias)
+    return _first_that_fits([*tiles, *spare], sizes, element_bytes, shared_memory, products, has_bias)

@@ -162,9 +162,18 @@ def paged_prefill(
     Raises:
         UnsupportedConfigError: head sizes for which no tile fits the chip.
     """
+    group = query.shape[1] // max(1, key_cache.shape[2])
+    tile = choose_hopper_tile(
+        query.shape[2], value_cache.shape[3], rows=_row_class(group * max_query_len), block_size=key_cache.shape[1],
+        tuned=limits_of(query).tuned,
+    )  # fmt: skip
     launch_hopper_prefill(
-        query, key_cache, value_cache, block_table, query_start_loc, seq_lens,
-        choose_hopper_tile(query.shape[2], value_cache.shape[3]), scale=scale * float(k_scale), causal=bool(causal),
+        query, key_cache, value_cache, block_table, query_start_loc, seq_lens, tile, scale=scale * float(k_scale), causal=bool(causal),
         window=window, attention_chunk_size=attention_chunk_size, logits_soft_cap=logits_soft_cap, sinks=sinks,
         out=out, lse=lse,
     )  # fmt: skip
+
+
+def _row_class(rows: int) -> int:
+    """Row counts among which tiles do not differ, as one number, so that lengths do not fill the chooser's cache."""
+    return min(1 << 20, 1 << max(0, rows - 1).bit_length())

@@ -1,4 +1,4 @@
-"""Shapes of the Hopper prefill: a pure table, so that every entry can be compiled without the chip.
+"""Shapes of the Hopper prefill: chosen from the tables by a pure function, so that every entry can be compiled without the chip.
 
 One CTA holds 128 rows of queries and two rings, of keys and of values; it takes the whole multiprocessor, because two
 multiplying warpgroups of 240 registers leave room for nothing else.
@@ -10,6 +10,7 @@ import functools
 from dataclasses import dataclass
 
 from attnlib.errors import UnsupportedConfigError
+from attnlib.ops.triton.tile_tables import Situation, TileTable, matching
 
 __all__ = ["ROWS", "SHARED_MEMORY", "HopperTile", "choose_hopper_tile", "padded_width", "shared_bytes"]
 
@@ -55,20 +56,38 @@ def shared_bytes(tile: HopperTile, head_size: int, head_size_v: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def choose_hopper_tile(head_size: int, head_size_v: int) -> HopperTile:
+def choose_hopper_tile(
+    head_size: int,
+    head_size_v: int,
+    *,
+    rows: int | None = None,
+    block_size: int | None = None,
+    tuned: TileTable | None = None,
+) -> HopperTile:
     """The tile for a pair of head sizes.
+
+    Args:
+        head_size: D.
+        head_size_v: Dv.
+        rows: query tokens times heads of the group that the longest request has, by an upper bound; None is many.
+        block_size: N; None matches no entry that has a condition on it.
+        tuned: the user's own table for the chip, asked before the shipped ones.
 
     Raises:
         UnsupportedConfigError: no tile fits the shared memory.
     """
     widest = max(padded_width(head_size), padded_width(head_size_v))
-    candidates = [HopperTile(128, 2), HopperTile(64, 2)] if widest <= 128 else [HopperTile(64, 2)]
-    for tile in candidates:
-        if shared_bytes(tile, head_size, head_size_v) <= SHARED_MEMORY:
+    many = 1 << 30 if rows is None else max(16, 1 << max(0, rows - 1).bit_length())
+    now = Situation("hopper_prefill", "async", "16-bit", widest, many, None, block_size)
+    need = 0
+    for entry in matching(now, tuned):
+        tile = HopperTile(**dict(entry.tile))
+        need = shared_bytes(tile, head_size, head_size_v)
+        if need <= SHARED_MEMORY:
             return tile
+    smallest = need or shared_bytes(HopperTile(64, 2), head_size, head_size_v)
     raise UnsupportedConfigError(
-        f"head sizes {head_size} (keys) and {head_size_v} (values) need "
-        f"{shared_bytes(candidates[-1], head_size, head_size_v)} bytes of shared memory with the smallest tile, and "
-        f"Hopper has {SHARED_MEMORY}; use the plain Triton prefill",
+        f"head sizes {head_size} (keys) and {head_size_v} (values) need {smallest} bytes of shared memory with the "
+        f"smallest tile, and Hopper has {SHARED_MEMORY}; use the plain Triton prefill",
         backend="triton",
     )

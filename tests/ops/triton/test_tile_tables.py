@@ -1,0 +1,143 @@
+"""Tile tables: what ships is whole and tells where it comes from; what is wrong is named; choices follow the table."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.ops.triton.hopper.tiles import HopperTile, choose_hopper_tile
+from attnlib.ops.triton.hopper.tiles import shared_bytes as hopper_bytes
+from attnlib.ops.triton.tile_tables import (
+    ELEMENTS,
+    PRODUCTS,
+    Situation,
+    TileTable,
+    matching,
+    parse_table,
+    shipped_tables,
+    work_bounds,
+    work_class,
+)
+from attnlib.ops.triton.tiles import Tile, choose_decode_tile, choose_prefill_tile, shared_bytes
+
+KB = 1024
+LINE: dict[str, Any] = {
+    "op": "decode",
+    "tile": {"block_m": 16, "block_n": 128, "num_warps": 4, "num_stages": 2},
+    "provenance": "mine",
+}
+
+
+def _table(*lines: dict[str, Any]) -> TileTable:
+    return parse_table({"schema": 1, "chip": "test chip", "provenance": {"mine": {"command": "by hand"}}, "tiles": list(lines)}, "mine.json")
+
+
+@pytest.mark.parametrize("products", PRODUCTS)
+@pytest.mark.parametrize("elements", ELEMENTS)
+@pytest.mark.parametrize("op", ["decode", "prefill"])
+def test_the_shipped_tables_have_a_tile_for_every_chip_format_and_size(op: str, products: str, elements: str) -> None:
+    """P6: a gap in a table would be found at the first call on that chip; here it is found before."""
+    for width in (16, 64, 96, 128, 192, 256, 512, 576, 1024):
+        for rows in (16, 64, 1 << 20):
+            found = list(matching(Situation(op, products, elements, width, rows)))
+            assert found, (op, products, elements, width)
+            assert all(len(entry.provenance) > 3 for entry in found)
+
+
+def test_no_shipped_entry_is_shadowed() -> None:
+    """Of entries under the same conditions the first that fits is taken, so each has to need less memory than those before it."""
+    for table in shipped_tables():
+        seen: dict[tuple[Any, ...], int] = {}
+        for entry in table.entries:
+            width, tile = dict((name, least) for name, least, _ in entry.ranges)["head_size"], dict(entry.tile)
+            if entry.op == "hopper_prefill":
+                need = hopper_bytes(HopperTile(**tile), 128, 128)
+            else:
+                query, products = 4 if entry.elements == ("float32",) else 2, entry.products[0] if entry.products else "sync"
+                need = shared_bytes(Tile(**tile), width, width, query, query, products)
+            key = (entry.op, entry.products, entry.elements, entry.ranges)
+            assert need < seen.get(key, 1 << 30), (table.name, entry)
+            seen[key] = need
+
+
+def test_tables_are_read_late() -> None:
+    """Speed rules: importing attnlib, and even the choosers, opens no table."""
+    program = (
+        "import sys\nopened = []\nsys.addaudithook(lambda name, args: opened.append(str(args[0])) if name == 'open' else None)\n"
+        "import attnlib, attnlib.ops.triton.tiles\nassert not [each for each in opened if each.endswith('.json')], opened\n"
+        "attnlib.ops.triton.tiles.choose_decode_tile(128, 128, 2, 2, 4, 1 << 17, 'sync')\n"
+        "assert len([each for each in opened if 'triton/tables' in each and each.endswith('.json')]) >= 2\nassert 'triton' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_tuned_table_comes_first_where_it_matches_and_fits() -> None:
+    tuned = _table({**LINE, "head_size": [65, 128], "rows": [16, 16], "products": ["async"]})
+    mine, shipped = Tile(16, 128, 4, 2), choose_decode_tile(128, 128, 2, 2, 4, 227 * KB, "async")
+    assert shipped != mine
+    assert choose_decode_tile(128, 128, 2, 2, 4, 227 * KB, "async", tuned=tuned) == mine
+    for arguments in ((64, 64, 2, 2, 4, 227 * KB, "async"), (128, 128, 2, 2, 32, 227 * KB, "async"), (128, 128, 2, 2, 4, 99 * KB, "sync")):
+        assert choose_decode_tile(*arguments, tuned=tuned) == choose_decode_tile(*arguments)
+    assert choose_decode_tile(128, 128, 2, 2, 4, 64 * KB, "async", tuned=tuned).block_n < 128, "128 keys do not fit 64 KB"
+
+
+def test_prefill_and_hopper_tiles_come_from_the_same_table() -> None:
+    prefill = {"op": "prefill", "tile": {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 2}, "provenance": "mine"}
+    hopper = {"op": "hopper_prefill", "tile": {"block_n": 64, "stages": 3, "persistent": True}, "provenance": "mine", "block_size": [128, 256]}
+    tuned = _table(prefill, hopper)
+    assert choose_prefill_tile(128, 128, 2, 2, 4096, 227 * KB, "async", tuned=tuned) == Tile(64, 64, 4, 2)
+    assert choose_prefill_tile(128, 128, 2, 2, 20, 227 * KB, "async", tuned=tuned) == Tile(32, 64, 4, 2)
+    assert choose_hopper_tile(128, 128, block_size=128, tuned=tuned) == HopperTile(64, 3, persistent=True)
+    assert choose_hopper_tile(128, 128, block_size=16, tuned=tuned) == choose_hopper_tile(128, 128) == HopperTile(128, 2)
+    with pytest.raises(UnsupportedConfigError, match="head sizes 512"):
+        choose_hopper_tile(512, 512, tuned=tuned)
+
+
+def test_tiles_may_depend_on_classes_of_work_and_never_on_neighbours_when_asked_not_to() -> None:
+    """M8: `keys_per_sm=None`, batch-invariant decode, gets the tile without a bound on work."""
+    small = {**LINE, "keys_per_sm": [0, 1024]}
+    large = {**LINE, "keys_per_sm": [16385, None], "tile": {**LINE["tile"], "block_n": 32}}
+    tuned = _table(small, large)
+    assert work_bounds("decode", tuned) == (1024, 16384) and work_bounds("prefill", tuned) == ()
+    found = {work: choose_decode_tile(128, 128, 2, 2, 4, 227 * KB, "async", keys_per_sm=work, tuned=tuned).block_n for work in (1, 1024, 4096, 65536)}
+    assert found == {1: 128, 1024: 128, 4096: 64, 65536: 32}
+    assert choose_decode_tile(128, 128, 2, 2, 4, 227 * KB, "async", tuned=tuned).block_n == 64
+
+
+def test_classes_of_work_are_powers_of_four() -> None:
+    assert [work_class(1, 1, keys, 1) for keys in (0, 1, 2, 4, 5, 16, 17)] == [1, 1, 4, 4, 16, 16, 64]
+    assert work_class(64, 8, 8192, 132) == 65536 and work_class(1, 8, 8192, 132) == 1024
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"op": "dekode"}, r"op='dekode' must be one of decode, prefill, hopper_prefill"),
+    ({"tile": {"block_m": 16}}, r"tile needs the number 'block_n'"),
+    ({"tile": {**LINE["tile"], "block_n": 48}}, r"tile has block_n=48, which must be a power of two"),
+    ({"tile": {**LINE["tile"], "num_stages": 0}}, r"tile has num_stages=0, which must be in \[1, 8\]"),
+    ({"tile": {**LINE["tile"], "colour": 3}}, r"tile has 'colour', which no tile of decode has"),
+    ({"products": ["tensor"]}, r"products has 'tensor', which must be one of async, sync, mfma"),
+    ({"head_size": ["a", 3]}, r"head_size=\['a', 3\] must be \[least, most\]"),
+    ({"keys_per_sm": [0, 100]}, r"keys_per_sm=\[0, 100\] must end at a power of 4"),
+    ({"provenance": "hearsay"}, r"provenance 'hearsay' is not among 'mine'"),
+    ({"speed": 3}, r"'speed' is not known"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), WRONG)
+def test_what_is_wrong_with_a_table_is_named(change: dict[str, Any], words: str) -> None:
+    good = copy.deepcopy(LINE)
+    with pytest.raises(ContractError, match=r"tile table mine.json, tiles\[1\]: " + words + r".*attnlib tune"):
+        _table(good, {**good, **change})
+
+
+def test_a_table_of_another_schema_is_refused() -> None:
+    with pytest.raises(ContractError, match=r"has schema 7 and this version reads 1; write it anew with attnlib tune"):
+        parse_table({"schema": 7}, "old.json")
+    with pytest.raises(ContractError, match="has schema 'list'"):
+        parse_table([], "old.json")
