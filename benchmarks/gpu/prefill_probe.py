@@ -222,6 +222,7 @@ def parse_tile(variant: str, d: int, dv: int) -> Any:
             "noturn": {"turns": False},
             "direct": {"staged_store": False},
             "persist": {"persistent": True},
+            "nosec": {"sections": False},
         }.get(flag) or {
             "n": {"block_n": int(flag[1:] or 0)},
             "s": {"stages": int(flag[1:] or 0)},
@@ -254,7 +255,7 @@ def make_call(variant: str, batch: Batch, out: Any, lse: Any) -> Any:
     from attnlib.ops.triton.hopper.paged_prefill import launch_hopper_prefill
 
     tile = parse_tile(variant, batch.d, batch.dv)
-    return lambda: launch_hopper_prefill(*arguments, tile, **batch.options, out=out, lse=lse)
+    return lambda: launch_hopper_prefill(*arguments, tile, max_seq_len=bounds["max_seq_len"], **batch.options, out=out, lse=lse)
 
 
 def check(name: str, variant: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnlib.ops.triton.device import DeviceLimits, device_guard, limits_of
 from attnlib.ops.triton.hopper.descriptors import cache_descriptor
 from attnlib.ops.triton.hopper.prefill import hopper_prefill_kernel
-from attnlib.ops.triton.hopper.tiles import ROWS, HopperTile, choose_hopper_tile, padded_width
+from attnlib.ops.triton.hopper.tiles import ROWS, HopperTile, choose_hopper_tile, choose_section, padded_width
 
 __all__ = ["hopper_prefill_gaps", "launch_hopper_prefill", "paged_prefill"]
 
@@ -93,6 +93,7 @@ def launch_hopper_prefill(
     seq_lens: Tensor,
     tile: HopperTile,
     *,
+    max_seq_len: int,
     scale: float,
     causal: bool,
     window: tuple[int, int],
@@ -116,12 +117,13 @@ def launch_hopper_prefill(
     items = num_tiles * num_kv_heads
     programs = min(items, limits_of(query).num_sms) if tile.persistent else items
     box = min(block_size, tile.block_n)
+    section = choose_section(num_kv_heads, max_seq_len, width + width_v) if tile.sections else num_kv_heads
     left, right = window
     with device_guard(query):
         hopper_prefill_kernel[(programs,)](
             cache_descriptor(key_cache, box, width), cache_descriptor(value_cache, box, width_v), query, out, lse,
             sinks, query_start_loc, seq_lens, block_table, scale, logits_soft_cap, min(left, _UNBOUNDED),
-            min(right, _UNBOUNDED), min(attention_chunk_size, _UNBOUNDED), num_reqs, num_tokens, num_tiles, num_blocks,
+            min(right, _UNBOUNDED), min(attention_chunk_size, _UNBOUNDED), num_reqs, num_tokens, num_tiles, section, num_blocks,
             query.stride(0), query.stride(1), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
             block_table.stride(0), NUM_KV_HEADS=num_kv_heads, GROUP=group, D=head_size, DV=head_size_v, WIDTH=width,
             WIDTH_V=width_v, TILE_TOKENS=tile_tokens, BLOCK_N=tile.block_n, BLOCK_SIZE=block_size, STAGES=tile.stages,
@@ -168,7 +170,8 @@ def paged_prefill(
         tuned=limits_of(query).tuned,
     )  # fmt: skip
     launch_hopper_prefill(
-        query, key_cache, value_cache, block_table, query_start_loc, seq_lens, tile, scale=scale * float(k_scale), causal=bool(causal),
+        query, key_cache, value_cache, block_table, query_start_loc, seq_lens, tile, max_seq_len=max_seq_len,
+        scale=scale * float(k_scale), causal=bool(causal),
         window=window, attention_chunk_size=attention_chunk_size, logits_soft_cap=logits_soft_cap, sinks=sinks,
         out=out, lse=lse,
     )  # fmt: skip

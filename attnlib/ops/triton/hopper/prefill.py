@@ -30,7 +30,7 @@ LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
 
 UNSPECIALISED = [
-    "left", "right", "chunk", "num_reqs", "num_tokens", "num_tiles", "num_blocks", "stride_qt", "stride_qh",
+    "left", "right", "chunk", "num_reqs", "num_tokens", "num_tiles", "section", "num_blocks", "stride_qt", "stride_qh",
     "stride_ot", "stride_oh", "stride_lt", "stride_table",
 ]  # fmt: skip
 """Parameters whose values must not choose a compilation."""
@@ -55,8 +55,8 @@ def _pass_turn(WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
 
 
 @gluon.jit
-def _producer(key, value, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_tiles, num_blocks,
-              stride_table, k_ring, v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS: gl.constexpr,
+def _producer(key, value, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_tiles, section,
+              num_blocks, stride_table, k_ring, v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS: gl.constexpr,
               TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
               CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
               HAS_CHUNK: gl.constexpr):  # fmt: skip
@@ -66,8 +66,9 @@ def _producer(key, value, query_start_loc, seq_lens, block_table, left, right, c
     K_BYTES: gl.constexpr = BLOCK_N * k_ring.shape[2] * 2
     V_BYTES: gl.constexpr = BLOCK_N * v_ring.shape[2] * 2
     step = 0
-    for item in range(gl.program_id(0), num_tiles * NUM_KV_HEADS, gl.num_programs(0)):
-        request, start, first_token, kv_head = find_tile(item, query_start_loc, num_reqs, num_tiles, NUM_KV_HEADS, TILE_TOKENS)
+    for turn in range(0, (num_tiles * NUM_KV_HEADS + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        request, start, first_token, kv_head = find_tile(turn, query_start_loc, num_reqs, num_tiles, section,
+                                                             NUM_KV_HEADS, TILE_TOKENS)  # fmt: skip
         if request < num_reqs:
             query_len = gl.load(query_start_loc + request + 1) - start
             if first_token < query_len:
@@ -129,11 +130,37 @@ def _softmax_step(scores, peak, total, row_first, row_last, tile_start, factor, 
 
 
 @gluon.jit
+def _pack(weights, DTYPE: gl.constexpr):
+    """Weights [M, N] in float32 as pairs of DTYPE in 32-bit words [M, N // 2]: carried over a loop's edge one by one,
+    16-bit values would take a register each and be packed again for every product."""
+    M: gl.constexpr = weights.shape[0]
+    N: gl.constexpr = weights.shape[1]
+    low, high = gl.split(gl.reshape(weights, [M, N // 2, 2]))
+    if DTYPE == gl.bfloat16:
+        words = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, True, 1)
+    else:
+        words = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, True, 1)
+    return words
+
+
+@gluon.jit
+def _unpack(words, DTYPE: gl.constexpr, P_LAYOUT: gl.constexpr):
+    """The operand of the product with the values."""
+    M: gl.constexpr = words.shape[0]
+    N: gl.constexpr = words.shape[1] * 2
+    low = words.to(gl.int16).to(DTYPE, bitcast=True)
+    high = (words >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+    return gl.convert_layout(gl.reshape(gl.join(low, high), [M, N]), P_LAYOUT)
+
+
+@gluon.jit
 def _step(q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total, step, tile, row_first,
           row_last, factor, soft_cap, WARPGROUP: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
-          MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr):  # fmt: skip
+          MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
+          P_LAYOUT: gl.constexpr):  # fmt: skip
     """Products with the keys of `tile` and with the values of the tile before it, then the softmax between them."""
     ROWS: gl.constexpr = q_tile.shape[0]
+    DTYPE: gl.constexpr = q_tile.dtype
     BLOCK_N: gl.constexpr = k_ring.shape[1]
     S_LAYOUT: gl.constexpr = row_last.type.layout.parent
     stage = step % STAGES
@@ -145,7 +172,7 @@ def _step(q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     scores = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(v_stage), v_parity)
-    acc = warpgroup_mma(weights, v_ring.index(v_stage), acc, is_async=True)
+    acc = warpgroup_mma(_unpack(weights, DTYPE, P_LAYOUT), v_ring.index(v_stage), acc, is_async=True)
     _pass_turn(WARPGROUP, TURNS)
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(stage), count=1)
@@ -155,8 +182,7 @@ def _step(q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index(v_stage), count=1)
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
-    weights = gl.convert_layout(grown.to(q_tile.dtype), weights.type.layout)
-    return acc, weights, peak, total
+    return acc, _pack(grown, DTYPE), peak, total
 
 
 @gluon.jit
@@ -193,7 +219,7 @@ def _rows(first_token, query_len, kv_head, WARPGROUP: gl.constexpr, GROUP: gl.co
 
 @gluon.jit
 def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, scale, soft_cap, left, right, chunk, num_reqs,
-              num_tokens, num_tiles, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tiles, k_ring, v_ring,
+              num_tokens, num_tiles, section, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tiles, k_ring, v_ring,
               k_full, k_empty, v_full, v_empty, WARPGROUP: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
               GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, TILE_TOKENS: gl.constexpr,
               BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, STAGED_STORE: gl.constexpr,
@@ -221,8 +247,9 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, scale, soft_cap
         named_arrive(9)
 
     step = 0
-    for item in range(gl.program_id(0), num_tiles * NUM_KV_HEADS, gl.num_programs(0)):
-        request, start, first_token, kv_head = find_tile(item, query_start_loc, num_reqs, num_tiles, NUM_KV_HEADS, TILE_TOKENS)
+    for turn in range(0, (num_tiles * NUM_KV_HEADS + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        request, start, first_token, kv_head = find_tile(turn, query_start_loc, num_reqs, num_tiles, section,
+                                                             NUM_KV_HEADS, TILE_TOKENS)  # fmt: skip
         if request == num_reqs:
             # Rows after the last request (M6): zero, whatever lay there.
             token, head, valid = _rows(first_token, num_tokens - start, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
@@ -268,7 +295,7 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, scale, soft_cap
                     grown, _, peak, total = _softmax_step(scores, peak, total, row_first, row_last,
                                                           (end - 1) * BLOCK_N, factor, soft_cap, True, CHECK_LEFT,
                                                           HAS_CAP)  # fmt: skip
-                    weights = gl.convert_layout(grown.to(DTYPE), P_LAYOUT)
+                    weights = _pack(grown, DTYPE)
                     past_end = seq_len - (end - 1) * BLOCK_N
                     if (past_end < BLOCK_N) & (seq_len % BLOCK_SIZE != 0):
                         mbarrier.wait(v_full.index(stage), parity)
@@ -281,25 +308,25 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, scale, soft_cap
                         acc, weights, peak, total = _step(
                             q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total, step,
                             end - 2 - back, row_first, row_last, factor, soft_cap, WARPGROUP, STAGES, TURNS, True,
-                            CHECK_LEFT, HAS_CAP)  # fmt: skip
+                            CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
                         step += 1
                     for back in range(0, full_end - full_begin):
                         acc, weights, peak, total = _step(
                             q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total, step,
                             full_end - 1 - back, row_first, row_last, factor, soft_cap, WARPGROUP, STAGES, TURNS,
-                            False, CHECK_LEFT, HAS_CAP)  # fmt: skip
+                            False, CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
                         step += 1
                     if CHECK_LEFT:
                         for back in range(0, full_begin - begin):
                             acc, weights, peak, total = _step(
                                 q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total,
                                 step, full_begin - 1 - back, row_first, row_last, factor, soft_cap, WARPGROUP, STAGES,
-                                TURNS, True, CHECK_LEFT, HAS_CAP)  # fmt: skip
+                                TURNS, True, CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
                             step += 1
 
                     stage = (step - 1) % STAGES
                     mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) & 1)
-                    acc = warpgroup_mma(weights, v_ring.index(stage), acc, is_async=True)
+                    acc = warpgroup_mma(_unpack(weights, DTYPE, P_LAYOUT), v_ring.index(stage), acc, is_async=True)
                     acc = warpgroup_mma_wait(0, deps=[acc])
                     mbarrier.arrive(v_empty.index(stage), count=1)
 
@@ -337,7 +364,7 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, scale, soft_cap
 
 @gluon.jit(do_not_specialize=UNSPECIALISED)
 def hopper_prefill_kernel(key, value, query, out, lse, sinks, query_start_loc, seq_lens, block_table, scale, soft_cap,
-                          left, right, chunk, num_reqs, num_tokens, num_tiles, num_blocks, stride_qt, stride_qh,
+                          left, right, chunk, num_reqs, num_tokens, num_tiles, section, num_blocks, stride_qt, stride_qh,
                           stride_ot, stride_oh, stride_lt, stride_table, NUM_KV_HEADS: gl.constexpr,
                           GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr,
                           WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -367,17 +394,17 @@ def hopper_prefill_kernel(key, value, query, out, lse, sinks, query_start_loc, s
         [
             (_consumer, (
                 query, out, lse, sinks, query_start_loc, seq_lens, scale, soft_cap, left, right, chunk, num_reqs,
-                num_tokens, num_tiles, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tiles, k_ring, v_ring,
+                num_tokens, num_tiles, section, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tiles, k_ring, v_ring,
                 k_full, k_empty, v_full, v_empty, 0, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
                 TURNS, STAGED_STORE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
             (_consumer, (
                 query, out, lse, sinks, query_start_loc, seq_lens, scale, soft_cap, left, right, chunk, num_reqs,
-                num_tokens, num_tiles, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tiles, k_ring, v_ring,
+                num_tokens, num_tiles, section, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tiles, k_ring, v_ring,
                 k_full, k_empty, v_full, v_empty, 1, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
                 TURNS, STAGED_STORE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
             (_producer, (
                 key, value, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_tiles,
-                num_blocks, stride_table, k_ring, v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS, TILE_TOKENS,
+                section, num_blocks, stride_table, k_ring, v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS, TILE_TOKENS,
                 BLOCK_N, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
         ],
         [4, 1],

@@ -12,13 +12,17 @@ from dataclasses import dataclass
 from attnlib.errors import UnsupportedConfigError
 from attnlib.ops.triton.tile_tables import Situation, TileTable, matching
 
-__all__ = ["ROWS", "SHARED_MEMORY", "HopperTile", "choose_hopper_tile", "padded_width", "shared_bytes"]
+__all__ = ["ROWS", "SHARED_MEMORY", "HopperTile", "choose_hopper_tile", "choose_section", "padded_width", "shared_bytes"]
 
 ROWS = 128
 """Query rows of a work item: two warpgroups of 64."""
 
 SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that one CTA may have on SM90."""
+
+
+L2_BYTES = 32 * 1024 * 1024
+"""What of the 50 MB of L2 may be counted on for keys and values; each half of the chip keeps copies of its own."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class HopperTile:
         turns: whether the two warpgroups take turns at the tensor cores.
         staged_store: whether outputs pass through shared memory on their way out, for wide stores.
         persistent: one CTA per multiprocessor that walks the work items, instead of one CTA for each.
+        sections: KV heads in groups that fit the L2 cache together (`choose_section`), instead of all beside each other.
         consumer_registers: per thread of a multiplying warpgroup.
         producer_registers: per thread of the loading warp.
     """
@@ -40,6 +45,7 @@ class HopperTile:
     turns: bool = True
     staged_store: bool = True
     persistent: bool = False
+    sections: bool = True
     consumer_registers: int = 240
     producer_registers: int = 24
 
@@ -53,6 +59,20 @@ def shared_bytes(tile: HopperTile, head_size: int, head_size_v: int) -> int:
     """Shared memory of one CTA in bytes, for 16-bit elements."""
     width, width_v = padded_width(head_size), padded_width(head_size_v)
     return 2 * (ROWS * width + tile.stages * tile.block_n * (width + width_v)) + 1024
+
+
+def choose_section(num_kv_heads: int, max_seq_len: int, widths: int) -> int:
+    """KV heads that are worked on side by side: as many as keep their keys and values of the longest request in L2.
+
+    Args:
+        num_kv_heads: Hkv.
+        max_seq_len: upper bound of the sequence lengths.
+        widths: padded head sizes of keys and values together.
+    """
+    section = num_kv_heads
+    while section % 2 == 0 and section * max_seq_len * widths * 2 > L2_BYTES:
+        section //= 2
+    return section
 
 
 @functools.lru_cache(maxsize=64)

@@ -66,7 +66,7 @@ def compile_case(name: str) -> dict[str, Any]:
         launch_hopper_prefill(
             torch.empty(64, heads, d, dtype=dtype), torch.empty(2, options.get("n", 16), kv_heads, d, dtype=dtype),
             torch.empty(2, options.get("n", 16), kv_heads, dv, dtype=dtype), torch.zeros(2, 4, dtype=torch.int32),
-            torch.zeros(3, dtype=torch.int32), lengths, tile, scale=0.1, causal=options.get("causal", True),
+            torch.zeros(3, dtype=torch.int32), lengths, tile, max_seq_len=64, scale=0.1, causal=options.get("causal", True),
             window=options.get("window", (-1, -1)), attention_chunk_size=options.get("chunk", 0),
             logits_soft_cap=options.get("cap", 0.0), sinks=torch.empty(heads) if options.get("sinks") else None,
             out=torch.empty(64, heads, dv, dtype=dtype), lse=torch.empty(64, heads) if options.get("lse") else None,
