@@ -95,6 +95,14 @@ ENVIRONMENT: Mapping[str, EnvironmentVariable] = {
             "0 ignores backends offered by installed packages through the entry-point group `attnlib.backends`.",
             _switch,
         ),
+        EnvironmentVariable(
+            "ATTNLIB_TUNING",
+            "",
+            "a file, or `off`",
+            "The tuning table that auto and the triton backend's tiles follow, as `attnlib tune` writes it; not set, it is "
+            "`~/.cache/attnlib/tuning/CHIP.json` where that exists. `off` ignores all tuning tables.",
+            _text,
+        ),
     )
 }
 

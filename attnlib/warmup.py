@@ -1,9 +1,10 @@
 """Compile and plan before the first request: run every kind of batch that a declared range of shapes can hold, once.
 
 What is compiled depends on a few classes of shapes, not on lengths: how many rows share a tile (the longest query), whether a request's keys are
-split (requests and longest sequence, as bounds), whether a batch mixes decodes with prefills and where it is cut, whether the LSE is wanted, and
-how q, k, v lie in memory. `warmup` walks through the classes. Bounds are as large as the limits, the work itself is small: long sequences are
-declared, not read. It runs on the caller's own cache, because its strides matter too, and leaves it as it was: every slot is -1.
+split and how much there is to read (requests and longest sequence, as bounds), whether a batch mixes decodes with prefills and where it is cut,
+whether the LSE is wanted, and how q, k, v lie in memory. `warmup` walks through the classes. Bounds are as large as the limits, the work itself is
+small: long sequences are declared, not read. It runs on the caller's own cache, because its strides matter too, and leaves it as it was: every slot
+is -1.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.spec import AttentionSpec
 from attnlib.workspace import BatchLimits
 
-__all__ = ["WarmupReport", "warmup", "warmup_batches"]
+__all__ = ["WarmupReport", "seq_len_bounds", "warmup", "warmup_batches"]
 
 _LONGEST_TILE = 256
 """Longer queries than this take the same tiles; more of them would only cost time."""
@@ -107,6 +108,15 @@ def warmup_batches(limits: BatchLimits, decode_threshold: int | None = None) -> 
     return list(found)
 
 
+def seq_len_bounds(least: int, most: int) -> list[int]:
+    """Bounds on the sequences from `least` to `most`, both ends among them, each at most 4 times the one before: classes of work, by which tiles may
+    be chosen, are powers of 4, so none of them is passed over."""
+    bounds = [most]
+    while bounds[-1] > least:
+        bounds.append(max(least, -(-bounds[-1] // 4)))
+    return bounds[::-1]
+
+
 def _powers(limit: int) -> list[int]:
     powers = [1 << exponent for exponent in range(limit.bit_length()) if 1 << exponent <= limit]
     return powers if limit in powers else [*powers, limit]
@@ -115,9 +125,8 @@ def _powers(limit: int) -> list[int]:
 def _commons(
     spec: AttentionSpec, lengths: tuple[int, ...], limits: BatchLimits, columns: int, device: torch.device
 ) -> Iterator[CommonAttentionMetadata]:
-    """The batch with the tightest and with the widest bound on sequences (splits follow it); no slot is written."""
-    most = max(limits.max_seq_len, *lengths)
-    for bound in (max(lengths), most):
+    """The batch with each bound on sequences that may make a difference (splits and tiles follow it); no slot is written."""
+    for bound in seq_len_bounds(max(lengths), max(limits.max_seq_len, *lengths)):
         if not spec.is_paged:
             yield CommonAttentionMetadata.from_lengths(lengths, lengths, device=device, max_seq_len=bound)
             continue

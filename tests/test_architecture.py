@@ -11,7 +11,7 @@ FLOORS = (
     ("errors", "env", "device", "handles"),
     ("spec", "capabilities"),
     ("ops",),
-    ("cache", "workspace"),
+    ("cache", "workspace", "tuning"),
     ("metadata",),
     ("backends.base", "backends.builtin", "backends.probing", "backends.results"),
     ("backends",),

@@ -13,6 +13,7 @@ from attnlib.selection.registry import Registration
 from attnlib.selection.report import CandidateReport, SelectionReport, Verdict
 from attnlib.selection.request import Request
 from attnlib.spec import AttentionSpec
+from attnlib.tuning import Ranking
 
 __all__ = ["Probe", "refusal", "resolve"]
 
@@ -20,7 +21,14 @@ Backend = type[AttentionBackend]
 Probe = Callable[[Registration], "tuple[Backend | None, list[str]]"]
 
 
-def resolve(spec: AttentionSpec, device: DeviceInfo, entries: Sequence[Registration], request: Request, probe: Probe) -> SelectionReport:
+def resolve(
+    spec: AttentionSpec,
+    device: DeviceInfo,
+    entries: Sequence[Registration],
+    request: Request,
+    probe: Probe,
+    ranking: Ranking | None = None,
+) -> SelectionReport:
     """The decision.
 
     Args:
@@ -29,8 +37,9 @@ def resolve(spec: AttentionSpec, device: DeviceInfo, entries: Sequence[Registrat
         entries: all known backends.
         request: what the user asked for.
         probe: entry -> (its class or None, why it is not available); never called for an excluded one.
+        ranking: the order of backends that was measured on this chip for such layers, where somebody has.
     """
-    auto_order = by_priority(entries, device)
+    auto_order = by_priority(entries, device, ranking.order if ranking else ())
     rest = sorted((entry for entry in entries if entry not in auto_order), key=lambda e: e.name)
     candidates: list[CandidateReport] = []
     accepted: dict[str, Backend] = {}
@@ -39,7 +48,8 @@ def resolve(spec: AttentionSpec, device: DeviceInfo, entries: Sequence[Registrat
             candidates.append(CandidateReport(entry.name, Verdict.EXCLUDED, (f"taken out by {request.source}",)))
             continue
         backend, missing = probe(entry)
-        candidates.append(_judge(spec, device, entry, backend, missing, in_auto=entry in auto_order))
+        told = None if entry in auto_order else "only by name"
+        candidates.append(_judge(spec, device, entry, backend, missing, told or (ranking.told(entry.name) if ranking else None)))
         if backend is not None and candidates[-1].verdict is Verdict.ACCEPTED:
             accepted[entry.name] = backend
     chosen = None
@@ -55,14 +65,14 @@ def resolve(spec: AttentionSpec, device: DeviceInfo, entries: Sequence[Registrat
 
 
 def _judge(
-    spec: AttentionSpec, device: DeviceInfo, entry: Registration, backend: Backend | None, missing: list[str], *, in_auto: bool
+    spec: AttentionSpec, device: DeviceInfo, entry: Registration, backend: Backend | None, missing: list[str], rank: str | None
 ) -> CandidateReport:
     if backend is None or missing:
         return CandidateReport(entry.name, Verdict.UNAVAILABLE, tuple(missing))
     reasons = _reasons(backend, spec, device)
     if reasons:
         return CandidateReport(entry.name, Verdict.REJECTED, reasons)
-    notes = [] if in_auto else ["only by name"]
+    notes = [rank] if rank else []
     if backend.capabilities.needs_finite_cache:
         notes.append("needs a cache without NaN or Inf in unused slots")
     return CandidateReport(entry.name, Verdict.ACCEPTED, tuple(notes))

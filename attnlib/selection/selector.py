@@ -16,7 +16,7 @@ from typing import Any, overload
 
 import torch
 
-from attnlib import env
+from attnlib import env, tuning
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.composite import make_composite
 from attnlib.cache.layout import get_kv_cache_layout
@@ -138,20 +138,20 @@ def explain(spec: AttentionSpec, device: Device = None, backend: str | Backend |
     """
     info = resolve_device(device)
     request, given = _request(backend)
-    return resolve(_as_laid_out(spec), info, _entries(given), request, _prober(info))
+    return resolve(_as_laid_out(spec), info, _entries(given), request, _prober(info), _ranking(spec, info))
 
 
 def _key(spec: AttentionSpec, backend: Any, device: Any) -> tuple[Any, ...]:
     """All that could change the answer."""
-    wish, interpreter = os.environ.get("ATTNLIB_BACKEND"), os.environ.get("TRITON_INTERPRET")
-    return (spec, backend, device, _context.get(), wish, interpreter, get_kv_cache_layout(), generation())
+    variables = tuple(os.environ.get(name) for name in ("ATTNLIB_BACKEND", "ATTNLIB_TUNING", "TRITON_INTERPRET"))
+    return (spec, backend, device, _context.get(), variables, get_kv_cache_layout(), generation(), tuning.generation())
 
 
 def _select(spec: AttentionSpec, backend: str | Backend | None, device: DeviceInfo, layer_name: str) -> Backend:
     env.warn_about_foreign_variables()
     request, given = _request(backend)
     entries = {entry.name: entry for entry in _entries(given)}
-    report = resolve(_as_laid_out(spec), device, list(entries.values()), request, _prober(device))
+    report = resolve(_as_laid_out(spec), device, list(entries.values()), request, _prober(device), _ranking(spec, device))
     if report.chosen is None:
         if request.is_composite and {request.prefill, request.decode} <= {c.name for c in report.candidates if c.verdict is Verdict.ACCEPTED}:
             make_composite(entries[str(request.prefill)].load(), entries[str(request.decode)].load())  # raises when it is the layouts
@@ -202,6 +202,12 @@ def _as_laid_out(spec: AttentionSpec) -> AttentionSpec:
     if insisted is None or spec.kv_cache_layout is not None or not spec.is_paged or spec.use_mla:
         return spec
     return spec.replace(kv_cache_layout=insisted)
+
+
+def _ranking(spec: AttentionSpec, device: DeviceInfo) -> tuning.Ranking | None:
+    """What the user's tuning table says of such layers on this chip."""
+    table = tuning.tuning_for(device)
+    return table.ranking(spec) if table else None
 
 
 def _prober(device: DeviceInfo) -> Probe:

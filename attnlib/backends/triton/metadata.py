@@ -7,10 +7,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from attnlib.backends.triton.tuned import use_tuned_tiles
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.paged import PagedMetadata, paged_fields
+from attnlib.ops.triton.device import limits_of
 from attnlib.ops.triton.paged_decode import paged_decode_num_splits, paged_decode_workspace_bytes
+from attnlib.ops.triton.tile_tables import work_bounds
 from attnlib.spec import AttentionSpec, CudaGraphSupport
 from attnlib.workspace import Workspace
 
@@ -34,9 +37,11 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
 
     cudagraph_support: ClassVar[CudaGraphSupport] = CudaGraphSupport.ALWAYS
     reorder_batch_threshold: ClassVar[int | None] = 8
+    needs_host_lengths: ClassVar[bool] = False  # they only say where a mixed batch may be cut; uncut it is served right too
 
     def __init__(self, spec: AttentionSpec, device: torch.device | str | None = None, **kwargs: Any) -> None:
         super().__init__(spec, device, **kwargs)
+        use_tuned_tiles(self.device)  # before anything is planned from tiles
         # The heuristic reads heads, sizes, dtype and device off tensors; empty ones say as much as real ones.
         self._query_like = torch.empty(0, spec.num_heads, spec.head_size, dtype=spec.dtype, device=self.device)
         self._cache_like = torch.empty(0, spec.block_size, spec.num_kv_heads, spec.head_size, dtype=spec.kv_dtype, device=self.device)
@@ -80,7 +85,13 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         most = 0
         for query_len in range(1, min(self.reorder_batch_threshold or 1, limits.max_num_tokens) + 1):
             for reqs in range(1, min(limits.max_num_reqs, limits.max_num_tokens // query_len) + 1):
-                splits = self._splits(reqs, query_len, limits.max_seq_len, causal=False)
+                splits = max(self._splits(reqs, query_len, seq_len, causal=False) for seq_len in self._tile_edges(reqs, limits.max_seq_len))
                 tokens = min(reqs * query_len, limits.max_num_tokens)
                 most = max(most, paged_decode_workspace_bytes(tokens, self.spec.num_heads, self.spec.head_size_v, splits))
         return most
+
+    def _tile_edges(self, num_reqs: int, max_seq_len: int) -> list[int]:
+        """The longest sequences that each decode tile may meet: a tile for less work may be cut in more pieces."""
+        chip = limits_of(self._query_like)
+        edges = [bound * chip.num_sms // (num_reqs * self.spec.num_kv_heads) for bound in work_bounds("decode", chip.tuned)]
+        return [max_seq_len, *(edge for edge in edges if 0 < edge < max_seq_len)]
