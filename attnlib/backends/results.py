@@ -6,17 +6,35 @@ Everything here runs on the device without asking it anything, so it may be capt
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
-__all__ = ["apply_sinks", "clear_rows", "fill_empty", "is_capturing", "mark_empty_rows", "store_lse"]
+__all__ = ["apply_sinks", "clear_rows", "fill_empty", "is_capturing", "mark_empty_rows", "same_batch_at_replay", "store_lse"]
 
 LOG_2 = math.log(2.0)
+
+_same_batch: ContextVar[bool] = ContextVar("same_batch", default=False)
+
+
+@contextmanager
+def same_batch_at_replay() -> Iterator[None]:
+    """Graphs captured inside are replayed with the very batch they were captured with, so what the host knows does hold.
+
+    For benchmarks: a foreign kernel is then timed alone, without the kernels that clear rows which this batch does not have.
+    """
+    token = _same_batch.set(True)
+    try:
+        yield
+    finally:
+        _same_batch.reset(token)
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:
     """Whether work on this tensor's device is being captured in a CUDA graph now; what the host knows does not hold at replay then."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing() and not _same_batch.get()
 
 
 def fill_empty(output: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None = None) -> None:

@@ -1,0 +1,158 @@
+"""A case: a batch and the shape of the layer that serves it, in one value that fits a command line.
+
+Grammar: `BATCH[@KEY=VALUE,...]`, where BATCH is the grammar of `attnlib.testing.batch_spec`:
+
+    32q1s4k                          32 decodes at 4096 tokens, 32/8 heads of 128, pages of 16, bfloat16
+    32q1s8k@heads=64/8,d=64,window=128,sinks
+    q16k@page=128,kv=fp8_e4m3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from attnlib.errors import ContractError
+from attnlib.spec import AttentionSpec
+from attnlib.testing.batch_spec import BatchSpec, parse_batch
+
+__all__ = ["DECODE_TOKENS", "BenchCase", "parse_case"]
+
+DECODE_TOKENS = 8
+"""A request with at most this many new tokens is a decode (or a verify step): bound by memory, not by arithmetic."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchCase:
+    """What is measured.
+
+    Attributes:
+        name: unique among the cases of a run.
+        batch: query and sequence lengths (M1).
+        num_heads, num_kv_heads, head_size, head_size_v, block_size: Hq, Hkv, D, Dv, N; Dv None is D.
+        dtype: of q, k, v and the output; kv_cache_dtype: of the cache, "auto" is `dtype`.
+        sliding_window: keys visible, the query's own among them (M2).
+        logits_soft_cap: M3; sinks: one sink logit per head (M4).
+    """
+
+    name: str
+    batch: BatchSpec
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_size: int = 128
+    head_size_v: int | None = None
+    block_size: int = 16
+    dtype: str = "bfloat16"
+    kv_cache_dtype: str = "auto"
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+    sinks: bool = False
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The case in the library's words; the cache lies as NHD, which every backend is asked to read.
+
+        Raises:
+            ContractError: sizes that no layer can have, or a dtype that torch does not know.
+        """
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ContractError(f"dtype={self.dtype} of case {self.name} is no torch dtype; write bfloat16, float16 or float32")
+        return AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            head_size_v=self.head_size_v or self.head_size,
+            dtype=dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
+            block_size=self.block_size,
+            kv_cache_layout="NHD",
+            sliding_window=self.sliding_window,
+            logits_soft_cap=self.logits_soft_cap,
+            has_sink=self.sinks,
+        )
+
+    @property
+    def kind(self) -> str:
+        """decode (every request adds a few tokens), prefill (none does) or mixed."""
+        small = [length <= DECODE_TOKENS for length in self.batch.query_lens]
+        return "decode" if all(small) else "mixed" if any(small) else "prefill"
+
+    @property
+    def shape(self) -> str:
+        """Heads, sizes and features, in a few words."""
+        told = [f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_size}"]
+        if self.head_size_v not in (None, self.head_size):
+            told[0] += f" and {self.head_size_v}"
+        told += [f"window {self.sliding_window}"] if self.sliding_window else []
+        told += [f"soft cap {self.logits_soft_cap:g}"] if self.logits_soft_cap else []
+        told += ["sinks"] if self.sinks else []
+        stored = "" if self.kv_cache_dtype == "auto" else f", cache {self.kv_cache_dtype}"
+        return ", ".join([*told, f"page {self.block_size}", self.dtype]) + stored
+
+    def with_page(self, block_size: int) -> BenchCase:
+        """The same case over pages of another size, with a name that says so; itself when the size is the same."""
+        if block_size == self.block_size:
+            return self
+        base = self.name.removesuffix(f"-p{self.block_size}")
+        return replace(self, block_size=block_size, name=f"{base}-p{block_size}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Field -> plain value; the batch in its grammar."""
+        return {**asdict(self), "batch": str(self.batch)}
+
+
+def _pair(text: str) -> dict[str, Any]:
+    heads, _, kv_heads = text.partition("/")
+    return {"num_heads": int(heads), "num_kv_heads": int(kv_heads or heads)}
+
+
+_KEYS: Mapping[str, Callable[[str], dict[str, Any]]] = {
+    "heads": _pair,
+    "d": lambda text: {"head_size": int(text)},
+    "dv": lambda text: {"head_size_v": int(text)},
+    "page": lambda text: {"block_size": int(text)},
+    "window": lambda text: {"sliding_window": int(text)},
+    "cap": lambda text: {"logits_soft_cap": float(text)},
+    "sinks": lambda text: {"sinks": text not in ("0", "no")},
+    "dtype": lambda text: {"dtype": text},
+    "kv": lambda text: {"kv_cache_dtype": text},
+}
+
+
+def parse_case(text: str) -> BenchCase:
+    """A case in the grammar of this module; its name is the text.
+
+    Raises:
+        ContractError: a batch or a key that does not parse, or sizes that no layer can have; the message gives the keys.
+    """
+    batch, _, settings = text.partition("@")
+    fields: dict[str, Any] = {}
+    for setting in filter(None, settings.split(",")):
+        key, _, value = setting.partition("=")
+        if key not in _KEYS:
+            raise ContractError(f"case {text!r}: {key!r} is no setting; write BATCH@KEY=VALUE,... with {', '.join(_KEYS)}")
+        try:
+            fields.update(_KEYS[key](value))
+        except ValueError:
+            raise ContractError(f"case {text!r}: {setting!r} does not parse; {key} takes a number (heads: QUERY/KV)") from None
+    case = BenchCase(name=text, batch=parse_batch(batch), **fields)
+    _check(case)
+    return case
+
+
+def _check(case: BenchCase) -> None:
+    """What a measurement needs beyond what a spec needs: something to do, and keys for every query.
+
+    Raises:
+        ContractError: an empty batch, padding rows, or a query longer than its sequence.
+    """
+    _ = case.spec
+    if case.batch.padding_tokens or not case.batch.num_actual_tokens:
+        raise ContractError(f"case {case.name!r} has padding rows or no query tokens; measure a batch that has work and nothing else")
+    for request, (query_len, seq_len) in enumerate(zip(case.batch.query_lens, case.batch.seq_lens, strict=True)):
+        if query_len > seq_len:
+            raise ContractError(f"case {case.name!r}: request {request} has {query_len} query tokens in a sequence of {seq_len}")

@@ -1,0 +1,169 @@
+"""`attnlib bench`: arguments, the loop over cases, and files that grow case by case."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from attnlib.bench.case import BenchCase
+from attnlib.bench.ceilings import Ceilings, measure_ceilings
+from attnlib.bench.contenders import Contender, find_contenders, split_names
+from attnlib.bench.measure import DeviceLostError, answers, measure_case, unmeasured
+from attnlib.bench.provenance import provenance
+from attnlib.bench.results import Document, Row, Run, merge, read_document, write_document
+from attnlib.bench.suites import SUITES, choose_cases
+from attnlib.bench.table import HEADER, LEGEND, case_lines, heading, kernel_lines, summary_line
+from attnlib.device import resolve_device
+from attnlib.errors import ContractError
+
+__all__ = ["main", "parser"]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `attnlib bench`."""
+    made = argparse.ArgumentParser(
+        prog="attnlib bench",
+        description="Backends side by side on the same tensors, right before fast. Exit code 1 when one is wrong or fails, 2 for bad arguments.",
+        epilog="A CASE is a name, a glob over names, or BATCH[@KEY=VALUE,...] such as 32q1s4k@heads=64/8,d=64,window=128,sinks.",
+    )
+    made.add_argument("cases", nargs="*", metavar="CASE", help="what to measure (default: the suite)")
+    made.add_argument("--suite", choices=tuple(SUITES), help="named cases (default: anchors on a GPU, cpu elsewhere)")
+    made.add_argument("--backends", metavar="NAME,...", help="names, module:Class, or NAME[KEY=VALUE;...] (default: all that run here)")
+    made.add_argument("--device", help="cpu, cuda, cuda:1; default: a GPU where torch sees one, else the CPU")
+    made.add_argument("--page", type=int, metavar="N", help="block size of every case (default: each its own)")
+    made.add_argument("--eager", action="store_true", help="time eager calls instead of CUDA graphs")
+    made.add_argument("--no-check", action="store_true", help="time without looking at the answers; rows say so")
+    made.add_argument("--limit-seconds", type=float, metavar="S", help="begin no case after S seconds; the rest is named as not run")
+    made.add_argument("--list", action="store_true", help="show the cases and stop")
+    made.add_argument("--json", metavar="FILE", help="write results to FILE after each case")
+    made.add_argument("--figures", metavar="DIR", help="draw SVG and PNG figures into DIR (needs matplotlib)")
+    made.add_argument("--from-json", nargs="+", metavar="FILE", help="measure nothing: show, merge (--json) or draw (--figures) what is in FILEs")
+    made.add_argument("--commit", help="attnlib's commit, for a copy without history")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`attnlib bench`; returns the exit status."""
+    arguments = list(sys.argv[2:] if argv is None else argv)
+    options = parser().parse_args(arguments)
+    if options.figures:
+        _require_matplotlib()
+    if options.from_json:
+        return _show(options)
+    device = resolve_device(options.device)
+    if device.imagined or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ContractError(f"--device {options.device} is not here: measuring needs the device itself; use --device cpu, or run where it is")
+    default = "anchors" if device.type == "cuda" else "cpu"
+    cases = choose_cases(options.cases, options.suite, default, options.page)
+    if options.list:
+        for case in cases:
+            print(f"{case.name:<30} {case.kind:<8} {_brief(case)} · {case.shape}")
+        return 0
+    contenders = find_contenders(split_names(options.backends) if options.backends else None, device.torch_device)
+    if not contenders:
+        raise ContractError(f"no backend runs on {device}: `attnlib list` tells why; --backends names one all the same")
+    return _run(options, cases, contenders, device.torch_device, "attnlib bench " + shlex.join(arguments))
+
+
+def _brief(case: BenchCase) -> str:
+    text = str(case.batch)
+    return text if len(text) <= 40 else f"{case.batch.num_reqs} requests of {min(case.batch.seq_lens)} to {max(case.batch.seq_lens)} keys"
+
+
+def _run(options: argparse.Namespace, cases: list[BenchCase], contenders: list[Contender], device: torch.device, command: str) -> int:
+    """Measure case by case; every case is printed and written before the next one begins."""
+    begin = time.perf_counter()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    facts = provenance(command, options.commit, device)
+    ceilings = measure_ceilings(device)
+    run = Run(facts, dict(ceilings.to_json()))
+    _say(heading(run), f"backends: {', '.join(one.label for one in contenders)}", LEGEND, "", HEADER)
+    rows: list[Row] = []
+    lost = ""
+    for number, case in enumerate(cases):
+        elapsed = time.perf_counter() - begin
+        late = options.limit_seconds is not None and elapsed > options.limit_seconds
+        reason = lost or (f"the limit of {options.limit_seconds:g} s was reached" if late else "")
+        if reason:
+            found = [unmeasured(case, one.label, "not run", reason) for one in contenders]
+        else:
+            print(f"[{number + 1}/{len(cases)}, {elapsed:.0f} s] {case.name}", file=sys.stderr, flush=True)
+            found, lost = _measure(case, contenders, device, ceilings, options)
+            _say(case_lines(found))
+        rows += found
+        if options.json:
+            write_document(Document((run,), tuple(rows)), options.json)
+    return _finish(options, Document((run,), tuple(rows)), time.perf_counter() - begin)
+
+
+def _measure(
+    case: BenchCase, contenders: list[Contender], device: torch.device, ceilings: Ceilings, options: argparse.Namespace
+) -> tuple[list[Row], str]:
+    """(rows, why nothing more can be measured in this process)."""
+    try:
+        return measure_case(case, contenders, device, ceilings, graphs=not options.eager, check=not options.no_check), ""
+    except DeviceLostError as error:
+        failed = [unmeasured(case, one.label, "failed", str(error)) for one in contenders]
+        return failed, f"{error}; measure the rest in a new process"
+    except Exception as error:  # one case must not cost the others theirs
+        reason = f"{type(error).__name__}: {error}"
+        lost = "" if answers(device) else f"the device answers no more after {case.name} ({reason}); measure the rest in a new process"
+        return [unmeasured(case, one.label, "failed", reason) for one in contenders], lost
+
+
+def _finish(options: argparse.Namespace, document: Document, seconds: float) -> int:
+    left = list(dict.fromkeys(row.case for row in document.rows if row.status == "not run"))
+    if left:
+        reason = next(row.reason for row in document.rows if row.status == "not run")
+        _say("", f"not run ({reason}): {' '.join(left)}")
+    _say("", *kernel_lines(document.rows), summary_line(document.rows, seconds))
+    _draw(options, document)
+    return 1 if any(row.status in ("wrong", "failed") for row in document.rows) else 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    """Show, merge and draw results of earlier runs."""
+    document = merge([read_document(path) for path in options.from_json])
+    for index, run in enumerate(document.runs):
+        mine = [row for row in document.rows if row.run == index]
+        if not mine:
+            continue
+        _say(heading(run), HEADER)
+        for name in dict.fromkeys(row.case for row in mine):
+            _say(case_lines([row for row in mine if row.case == name]))
+    if options.json:
+        write_document(_without_empty_runs(document), options.json)
+    _draw(options, document)
+    return 0
+
+
+def _without_empty_runs(document: Document) -> Document:
+    used = sorted({row.run for row in document.rows})
+    rows = tuple(replace(row, run=used.index(row.run)) for row in document.rows)
+    return Document(tuple(document.runs[index] for index in used), rows)
+
+
+def _draw(options: argparse.Namespace, document: Document) -> None:
+    if options.figures:
+        from attnlib.bench.figures import draw_figures
+
+        for path in draw_figures(document, options.figures):
+            _say(f"wrote {path}")
+
+
+def _require_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401  # asked before anything is measured, not after
+    except ImportError as error:
+        raise ContractError(f"--figures needs matplotlib ({error}): pip install 'attnlib[bench]', or write --json and draw elsewhere") from None
+
+
+def _say(*lines: str) -> None:
+    print("\n".join(lines), flush=True)

@@ -1,0 +1,225 @@
+"""Results as pictures: decode bandwidth, prefill rate, and the time of `triton` over the best peer's.
+
+Drawn from a document and from nothing else, so that a figure can be made again, elsewhere, from the committed JSON.
+Colours are Okabe and Ito's, told apart by every kind of sight, and every backend has a marker of its own besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from attnlib.bench.results import Document, Row, ratio
+
+__all__ = ["draw_figures"]
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_BETTER, _WORSE = "#0072B2", "#D55E00"
+_GREY = "#555555"
+_WIDTH = 8.0
+_STYLE = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.hashsalt": "attnlib",  # the same rows give the same file
+    "svg.fonttype": "path",
+}
+
+
+def draw_figures(document: Document, folder: str | Path) -> list[Path]:
+    """Draw what the document has rows for: `decode`, `prefill`, `ratio`, each as SVG and PNG.
+
+    Returns:
+        the files written.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    pictures: dict[str, Callable[[Document, Any], Any]] = {"decode": _decode, "prefill": _prefill, "ratio": _ratio}
+    with matplotlib.rc_context(_STYLE):
+        for name, draw in pictures.items():
+            figure = draw(document, pyplot)
+            if figure is None:
+                continue
+            figure.text(0.995, 0.004, _caption(document), ha="right", va="bottom", fontsize=6.5, color=_GREY)
+            for kind in ("svg", "png"):
+                path = target / f"{name}.{kind}"
+                figure.savefig(path, dpi=160, metadata={"Date": None} if kind == "svg" else None)
+                written.append(path)
+            pyplot.close(figure)
+    return written
+
+
+def _caption(document: Document) -> str:
+    told = []
+    for index, run in enumerate(document.runs):
+        if any(row.run == index for row in document.rows):
+            facts = run.provenance
+            where = facts.get("gpu") or facts.get("cpu", "unknown")
+            told.append(f"{where}, torch {facts.get('torch')}, triton {facts.get('triton')}, attnlib {facts.get('commit')}, {facts.get('date')}")
+    return "   |   ".join(dict.fromkeys(told)) if len(told) < 3 else f"{told[0]}   and {len(told) - 1} more runs"
+
+
+def _timed(document: Document, kind: str) -> list[Row]:
+    return [row for row in document.rows if row.kind == kind and row.us]
+
+
+def _backends(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
+    """Backend -> colour and marker; `triton` always has the first."""
+    names = sorted(dict.fromkeys(row.backend for row in rows), key=lambda name: name != "triton")
+    return {name: (_COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)]) for place, name in enumerate(names)}
+
+
+def _requests(row: Row) -> list[tuple[int, int]]:
+    """(query tokens, sequence) of each request, read from the batch's grammar."""
+    from attnlib.testing.batch_spec import parse_batch
+
+    batch = parse_batch(row.batch)
+    return list(zip(batch.query_lens, batch.seq_lens, strict=True))
+
+
+def _label(row: Row) -> str:
+    """The case's name without what the axis says already."""
+    name = row.case.removeprefix("cpu-").removeprefix(f"{row.kind}-")
+    return name.removesuffix(f"-p{row.settings.get('block_size')}")
+
+
+def _points(axes: Any, cases: Sequence[str], rows: Sequence[Row], value: Callable[[Row], float | None], style: dict[str, tuple[str, str]]) -> None:
+    """One marker for each backend and case; backends stand side by side within a case."""
+    for place, (backend, (colour, marker)) in enumerate(style.items()):
+        mine = {row.case: value(row) for row in rows if row.backend == backend}
+        shift = (place - (len(style) - 1) / 2) * 0.14
+        where = [index + shift for index, case in enumerate(cases) if mine.get(case) is not None]
+        heights = [mine[case] for case in cases if mine.get(case) is not None]
+        axes.plot(where, heights, linestyle="none", marker=marker, color=colour, markersize=5.5, label=backend)
+
+
+def _axis(axes: Any, labels: Sequence[str], title: str) -> None:
+    axes.set_xticks(range(len(labels)), labels, rotation=40, ha="right", rotation_mode="anchor")
+    axes.set_xlim(-0.6, len(labels) - 0.4)
+    axes.set_ylim(bottom=0)
+    axes.set_title(title, loc="left")
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.grid(axis="x", color="#f0f0f0", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def _ceiling(axes: Any, document: Document, rows: Sequence[Row], key: str, unit: str) -> None:
+    """The ceiling of each run that the rows come from; a band where runs differ."""
+    values = [float(document.runs[index].ceilings[key]) for index in sorted({row.run for row in rows})]
+    middle = sum(values) / len(values)
+    axes.axhline(middle, color=_GREY, linestyle="--", linewidth=1)
+    if max(values) > min(values):
+        axes.axhspan(min(values), max(values), color=_GREY, alpha=0.15, linewidth=0)
+    axes.annotate(
+        f"ceiling, {middle:.3g} {unit}" if middle < 10 else f"ceiling, {middle:.0f} {unit}",
+        (0.005, middle),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 3),
+        textcoords="offset points",
+        fontsize=7.5,
+        color=_GREY,
+    )
+    axes.set_ylim(top=max(axes.get_ylim()[1], middle * 1.1))
+
+
+def _legend(figure: Any, style: dict[str, tuple[str, str]], pyplot: Any) -> None:
+    handles = [pyplot.Line2D([], [], linestyle="none", marker=marker, color=colour, label=name) for name, (colour, marker) in style.items()]
+    figure.legend(handles=handles, loc="upper right", ncols=len(handles), frameon=False, fontsize=8.5)
+
+
+def _decode(document: Document, pyplot: Any) -> Any:
+    """GB/s of keys and values, cases in order of the bytes they read."""
+    rows = [row for row in _timed(document, "decode") if row.gbps]
+    if not rows:
+        return None
+    size = {row.case: (row.gbps or 0.0) * (row.us or 0.0) for row in rows}
+    cases = sorted(dict.fromkeys(row.case for row in rows), key=lambda case: size[case])
+    labels = {row.case: _label(row) for row in rows}
+    style = _backends(rows)
+    figure, axes = pyplot.subplots(figsize=(_WIDTH, 4.4), layout="constrained")
+    figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.91))
+    _points(axes, cases, rows, lambda row: row.gbps, style)
+    _axis(axes, [f"{labels[case]}\n{_megabytes(size[case])}" for case in cases], "Decode: keys and values read per second, by bytes read")
+    axes.tick_params(axis="x", labelsize=7.5)
+    axes.set_ylabel("GB/s")
+    _ceiling(axes, document, rows, "read_gbps", "GB/s read")
+    _legend(figure, style, pyplot)
+    return figure
+
+
+def _megabytes(thousands: float) -> str:
+    """GB/s times microseconds are thousands of bytes."""
+    megabytes = thousands / 1e3
+    return f"{megabytes:.0f} MB" if megabytes >= 10 else f"{megabytes:.2g} MB"
+
+
+def _prefill(document: Document, pyplot: Any) -> Any:
+    """TFLOP/s over visible pairs, a panel for each page size."""
+    rows = [row for row in _timed(document, "prefill") if row.tflops]
+    if not rows:
+        return None
+    pages = sorted({int(row.settings.get("block_size", 0)) for row in rows})
+    groups = [[row for row in rows if int(row.settings.get("block_size", 0)) == page] for page in pages]
+    counts = [len({row.case for row in group}) for group in groups]
+    style = _backends(rows)
+    figure, panels = pyplot.subplots(
+        1, len(pages), figsize=(_WIDTH, 4.0), sharey=True, squeeze=False, layout="constrained", width_ratios=[count + 1 for count in counts]
+    )
+    figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.91))
+    for axes, page, group in zip(panels[0], pages, groups, strict=True):
+        order = {row.case: (_plain(row), *_pairs(row)) for row in group}
+        cases = sorted(order, key=lambda case: order[case])
+        labels = {row.case: _label(row) for row in group}
+        _points(axes, cases, group, lambda row: row.tflops, style)
+        _axis(axes, [labels[case] for case in cases], f"Prefill, page {page}")
+    panels[0][0].set_ylabel("TFLOP/s over visible pairs")
+    for axes in panels[0]:
+        _ceiling(axes, document, rows, "matmul_tflops", "TFLOP/s")
+    _legend(figure, style, pyplot)
+    return figure
+
+
+def _plain(row: Row) -> bool:
+    """Sorts ordinary heads before the others: windows and other head sizes are no points of the same curve."""
+    return row.settings.get("head_size") != 128 or bool(row.settings.get("sliding_window"))
+
+
+def _pairs(row: Row) -> tuple[int, int]:
+    """(longest sequence, query tokens): the length of a prefill."""
+    requests = _requests(row)
+    return max(seq for _, seq in requests), sum(query for query, _ in requests)
+
+
+def _ratio(document: Document, pyplot: Any) -> Any:
+    """The time of `triton` over the best peer's, a bar for each case."""
+    found = [(row, value) for row in document.rows if (value := ratio(document.rows, row)) is not None]
+    if not found:
+        return None
+    figure, axes = pyplot.subplots(figsize=(_WIDTH, 0.9 + 0.21 * len(found)), layout="constrained")
+    figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.97))
+    values = [value for _, value in found]
+    colours = [_BETTER if value <= 1 else _WORSE for value in values]
+    bars = axes.barh(range(len(found)), values, color=colours, height=0.7)
+    for bar, value in zip(bars, values, strict=True):
+        bar.set_hatch("" if value <= 1 else "////")
+        bar.set_edgecolor("white")
+    axes.bar_label(bars, labels=[f"{value:.2f}" for value in values], padding=3, fontsize=8)
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.set_yticks(range(len(found)), [row.case for row, _ in found])
+    axes.set_ylim(len(found) - 0.4, -0.6)
+    axes.set_xlim(0, max(1.1, max(values) * 1.1))
+    axes.set_xlabel("time of triton / time of the best peer in the same run (shorter is faster; hatched: slower than the peer)")
+    axes.set_title("triton against the best peer", loc="left")
+    return figure

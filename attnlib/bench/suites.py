@@ -1,0 +1,112 @@
+"""Named cases: the rows that attnlib's speed is judged by, and small ones for a first look and for machines without a GPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from attnlib.bench.case import BenchCase, parse_case
+from attnlib.errors import ContractError
+from attnlib.testing.batch_spec import BatchSpec, parse_batch
+
+__all__ = ["SUITES", "choose_cases", "known_cases"]
+
+
+def _ragged(count: int, shortest: int, longest: int, seed: int) -> BatchSpec:
+    """Decodes of very unequal lengths, short ones being likelier, the same ones everywhere."""
+    draw = random.Random(seed)
+    lengths = tuple(shortest + int((longest - shortest) * draw.random() ** 2) for _ in range(count))
+    return BatchSpec((1,) * count, lengths)
+
+
+def _cases(*lines: tuple[str, str | BatchSpec, dict[str, Any]]) -> tuple[BenchCase, ...]:
+    return tuple(
+        BenchCase(name=name, batch=parse_batch(batch) if isinstance(batch, str) else batch, **fields) for name, batch, fields in lines
+    )
+
+
+_GPT_OSS: dict[str, Any] = {"num_heads": 64, "num_kv_heads": 8, "head_size": 64, "sinks": True}
+_GEMMA: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 8, "head_size": 256}
+
+_DECODE = _cases(
+    ("decode-1x1k", "q1s1k", {}),
+    ("decode-1x8k", "q1s8k", {}),
+    ("decode-1x128k", "q1s128k", {}),
+    ("decode-4x32k", "4q1s32k", {}),
+    ("decode-8x8k", "8q1s8k", {}),
+    ("decode-16x4k", "16q1s4k", {}),
+    ("decode-32x4k", "32q1s4k", {}),
+    ("decode-64x8k", "64q1s8k", {}),
+    ("decode-128x2k", "128q1s2k", {}),
+    ("decode-256x1k", "256q1s1k", {}),
+    ("decode-ragged48", _ragged(48, 200, 32 * 1024, seed=23), {}),
+    ("decode-1x32k-64heads", "q1s32k", {"num_heads": 64}),
+    ("decode-32x4k-mha", "32q1s4k", {"num_kv_heads": 32}),
+    ("decode-32x8k-mqa", "32q1s8k", {"num_kv_heads": 1}),
+    ("decode-32x8k-d64-w128-sinks", "32q1s8k", {**_GPT_OSS, "sliding_window": 128}),
+    ("decode-32x8k-d64-sinks", "32q1s8k", _GPT_OSS),
+    ("decode-32x8k-d256-cap50", "32q1s8k", {**_GEMMA, "logits_soft_cap": 50.0}),
+    ("verify-16x4k", "16q4s4k", {}),
+)
+_LENGTHS = (("1x2k", "q2k"), ("4x4k", "4q4k"), ("1x16k", "q16k"), ("1x32k", "q32k"), ("2k-over-32k", "q2ks32k"))
+_PREFILL = _cases(
+    *((f"prefill-{name}-p{page}", batch, {"block_size": page}) for page in (16, 128) for name, batch in _LENGTHS),
+    ("prefill-1x8k-d64-sinks", "q8k", _GPT_OSS),
+    ("prefill-1x8k-d64-w128-sinks", "q8k", {**_GPT_OSS, "sliding_window": 128}),
+    ("prefill-1x8k-d256", "q8k", _GEMMA),
+)
+_MIXED = _cases(("mixed-60x4k-and-2k", "60q1s4k_q2k", {}))
+_SMALL: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "dtype": "float32"}
+_CPU = _cases(
+    ("cpu-decode-1x512", "q1s512", _SMALL),
+    ("cpu-decode-8x256", "8q1s256", _SMALL),
+    ("cpu-decode-ragged", _ragged(6, 20, 600, seed=0), _SMALL),
+    ("cpu-verify-4x256", "4q4s256", _SMALL),
+    ("cpu-prefill-1x256", "q256", _SMALL),
+    ("cpu-prefill-64-over-512", "q64s512", _SMALL),
+    ("cpu-prefill-1x256-w32-sinks", "q256", {**_SMALL, "sliding_window": 32, "sinks": True}),
+    ("cpu-mixed-4x256-and-128", "4q1s256_q128", _SMALL),
+)
+_QUICK = ("decode-1x8k", "decode-32x4k", "decode-ragged48", "prefill-1x2k-p16", "prefill-1x16k-p16", "mixed-60x4k-and-2k")
+_ANCHORS = (*_DECODE, *_PREFILL, *_MIXED)
+
+SUITES: Mapping[str, tuple[BenchCase, ...]] = {
+    "anchors": _ANCHORS,
+    "quick": tuple(case for case in _ANCHORS if case.name in _QUICK),
+    "cpu": _CPU,
+}
+"""Name -> cases. `anchors` are the rows that the project measures itself by on an H200."""
+
+
+def known_cases() -> dict[str, BenchCase]:
+    """Every named case."""
+    return {case.name: case for cases in SUITES.values() for case in cases}
+
+
+def choose_cases(wishes: Sequence[str], suite: str | None, default: str, page: int | None = None) -> list[BenchCase]:
+    """The cases of a run, each once, in the order asked for.
+
+    Args:
+        wishes: names, globs over names (`decode-*`), or cases in the grammar of `case`; empty for the whole suite.
+        suite: where names are looked for; None looks in all suites, and takes `default` when nothing is wished.
+        page: block size for every case; None leaves each its own.
+
+    Raises:
+        ContractError: a wish that is neither a known name nor a case.
+    """
+    pool = {case.name: case for case in SUITES[suite]} if suite else known_cases()
+    chosen: list[BenchCase] = [] if wishes else list(SUITES[suite or default])
+    for wish in wishes:
+        named = [case for name, case in pool.items() if fnmatchcase(name, wish)]
+        chosen += named or [_parsed(wish, pool)]
+    paged = [case.with_page(page) if page else case for case in chosen]
+    return list({case.name: case for case in paged}.values())
+
+
+def _parsed(wish: str, pool: Mapping[str, BenchCase]) -> BenchCase:
+    try:
+        return parse_case(wish)
+    except ContractError as error:
+        raise ContractError(f"{error}; nor is it the name of a case: --list shows the {len(pool)} names") from None

@@ -1,0 +1,132 @@
+"""Rows as text: a case is a line, and under it a line for each backend; the same as Markdown for the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from attnlib.bench.results import Document, Row, Run, ratio
+
+__all__ = ["HEADER", "LEGEND", "case_lines", "heading", "kernel_lines", "markdown", "summary_line"]
+
+_COLUMNS = (
+    ("backend", 28),
+    ("us", 10),
+    ("rate", 14),
+    ("ceiling", 8),
+    ("to peer", 8),
+    ("eager us", 10),
+    ("write us", 9),
+    ("build us", 9),
+    ("layer us", 9),
+)
+LEGEND = (
+    "us: one call, CUDA-graph replay on cold caches (eager where marked) · rate: K and V read, or products over visible pairs · "
+    "ceiling: share of what this run's ceilings allow · to peer: time of triton over the best other backend's · "
+    "eager us: host and device · write us: cache write · build us, layer us: host time of one build, one Attention call"
+)
+
+
+def _line(cells: Iterable[str]) -> str:
+    padded = [cell.ljust(width) if number == 0 else cell.rjust(width) for number, (cell, (_, width)) in enumerate(zip(cells, _COLUMNS, strict=True))]
+    return "  " + " ".join(padded).rstrip()
+
+
+HEADER = _line(name for name, _ in _COLUMNS)
+
+
+def heading(run: Run) -> str:
+    """Where and with what a run was made, and its ceilings."""
+    facts, ceilings = run.provenance, run.ceilings
+    where = facts.get("gpu") or facts.get("cpu", "unknown")
+    made = ", ".join(f"{name} {facts[name]}" for name in ("torch", "triton", "driver", "commit") if name in facts)
+    limits = (
+        f"ceilings: copy {ceilings['copy_gbps']:.0f} GB/s, read {ceilings['read_gbps']:.0f} GB/s, "
+        f"{ceilings['matmul']} {ceilings['matmul_tflops']:.3g} TFLOP/s"
+    )
+    return f"{where}, {made}, {facts.get('date', '')}\n{limits}"
+
+
+def case_lines(rows: Sequence[Row]) -> str:
+    """All rows of one case."""
+    first = rows[0]
+    batch = f": {first.batch}" if first.batch != first.case and len(first.batch) <= 40 else ""
+    return "\n".join([f"{first.case}{batch} · {first.shape}", *(_row_lines(rows, row) for row in rows)])
+
+
+def _row_lines(rows: Sequence[Row], row: Row) -> str:
+    if row.status != "ok":
+        shown = "WRONG" if row.status == "wrong" else row.status
+        return f"  {row.backend.ljust(_COLUMNS[0][1])} {shown}: {_short(row.reason)}"
+    to_peer = ratio(rows, row)
+    cells = [
+        row.backend,
+        _number(row.us),
+        rate(row),
+        "" if row.share is None else f"{row.share:.1%}",
+        "" if to_peer is None else f"{to_peer:.3f}",
+        *(_number(value) for value in (row.eager_us, row.write_us, row.build_us, row.layer_us)),
+    ]
+    marks = [] if row.how == "graph" else ["eager"]
+    marks += [] if row.checked else ["NOT CHECKED"]
+    marks += [_short(row.note)] if row.note else []
+    return _line(cells) + (f"  [{'; '.join(marks)}]" if marks else "")
+
+
+def rate(row: Row) -> str:
+    """GB/s of keys and values for decodes, TFLOP/s for prefills, nothing for a mixed batch, which is bound by both."""
+    if row.kind == "decode" and row.gbps is not None:
+        return f"{row.gbps:.0f} GB/s" if row.gbps >= 100 else f"{row.gbps:.2g} GB/s"
+    if row.kind == "prefill" and row.tflops is not None:
+        return f"{row.tflops:.0f} TFLOP/s" if row.tflops >= 10 else f"{row.tflops:.2g} TFLOP/s"
+    return ""
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}" if value < 10_000 else f"{value:.0f}"
+
+
+def _short(text: str, most: int = 160) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def kernel_lines(rows: Sequence[Row]) -> list[str]:
+    """Which kernels stood behind a backend that has several: `flash_attn ran FlashAttention 3 (...)`."""
+    found = {row.backend: sorted({other.kernel for other in rows if other.backend == row.backend and other.kernel}) for row in rows}
+    return [f"{backend} ran {' and '.join(kernels)}" for backend, kernels in found.items() if kernels]
+
+
+def summary_line(rows: Sequence[Row], seconds: float) -> str:
+    """Rows by status, how often triton is at least as fast as the best peer, and how long it took."""
+    counts = {status: sum(row.status == status for row in rows) for status in dict.fromkeys(row.status for row in rows)}
+    ratios = [found for row in rows if (found := ratio(rows, row)) is not None]
+    told = [f"{count} {status}" for status, count in counts.items()]
+    if ratios:
+        told.append(f"triton at most 1.00 x the best peer's time on {sum(value <= 1.0 for value in ratios)} of {len(ratios)} cases")
+    return " · ".join([f"{len(rows)} rows", *told, f"{seconds:.0f} s"])
+
+
+def markdown(document: Document) -> str:
+    """A Markdown table of all cases, backends side by side, and what each run was."""
+    rows = document.rows
+    names = list(dict.fromkeys(row.backend for row in rows))
+    lines = ["| case | " + " | ".join(f"`{name}` us" for name in names) + " | rate of `triton` | of ceiling | to best peer |"]
+    lines.append("|---|" + "---:|" * (len(names) + 3))
+    for case, group in groupby(rows, key=lambda row: row.case):
+        mine = {row.backend: row for row in group}
+        ours = mine.get("triton")
+        to_peer = ratio(rows, ours) if ours else None
+        cells = [_cell(mine.get(name)) for name in names]
+        cells += [rate(ours) if ours else "", f"{ours.share:.1%}" if ours and ours.share else "", "" if to_peer is None else f"{to_peer:.2f}"]
+        lines.append(f"| {case} | " + " | ".join(cells) + " |")
+    made = [f"- {heading(run).replace(chr(10), '; ')}; `{run.provenance.get('command', '')}`" for run in document.runs]
+    made += [f"- `{line.replace(' ran ', '` ran ', 1)}" for line in kernel_lines(rows)]
+    return "\n".join([*lines, "", *made]) + "\n"
+
+
+def _cell(row: Row | None) -> str:
+    if row is None or row.status == "not run":
+        return "-"
+    if row.status != "ok":
+        return row.status
+    return _number(row.us) + ("" if row.how == "graph" else " (eager)")
