@@ -83,6 +83,9 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     cudagraph_support: ClassVar[CudaGraphSupport] = CudaGraphSupport.NEVER
     reorder_batch_threshold: ClassVar[int | None] = None
     """Requests with at most this many new tokens go the decode way and want to stand first; None: the order does not matter."""
+    needs_host_lengths: ClassVar[bool] = True
+    """Whether `build` reads the lengths on the host (`query_start_loc_cpu`, `seq_lens_cpu`). A builder that says False is also right when they are
+    all 0: a runner that knows lengths on the device only then spares a copy for each batch, and can capture steps of any shape."""
 
     def __init__(
         self,

@@ -5,7 +5,8 @@ Its table comes from the step's read and write indices (or is handed over, on th
 that no table describes: the cache gathers their few keys, and the kernel reads those as one-token blocks.
 
 CUDA graphs capture the steps, so on a GPU nothing here reads from the device: lengths stay there, and every size is an upper bound that transformers
-gives as an int. A backend that needs lengths on the host can serve, but not be captured.
+gives as an int. A backend that needs lengths on the host (it says so, `AttentionMetadataBuilder.needs_host_lengths`) can serve, at the price of one
+copy for each batch, but not be captured.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from attnlib.integrations.transformers.pages import token_pages
 from attnlib.integrations.transformers.storage import LayerStorage, layer_storage, sliding_update
 from attnlib.layer import Attention
 from attnlib.metadata.common import CommonAttentionMetadata
-from attnlib.spec import CudaGraphSupport
 
 __all__ = ["attend_continuous"]
 
@@ -140,7 +140,7 @@ def _placement(
 def _common(
     layer: Attention, step: _Step, lengths: torch.Tensor, kwargs: dict[str, Any], num_tokens: int, longest: int
 ) -> CommonAttentionMetadata:
-    """The batch, with its lengths on the host where they can be had for nothing, or the backend needs them."""
+    """The batch, with its lengths on the host where they can be had for nothing, or the backend needs them (one copy, which waits)."""
     starts = step.starts.to(torch.int32)
     on_host = _wants_host_lengths(layer, starts)
     if on_host and step.capturing:
@@ -150,7 +150,8 @@ def _common(
             backend=layer.backend.get_name(),
         )
     # Unknown lengths are 0 on the host: a batch of more than decodes then goes the prefill way as a whole.
-    starts_cpu, lengths_cpu = (starts.cpu(), lengths.cpu()) if on_host else (_zeros(starts), _zeros(lengths))
+    both = torch.cat([starts, lengths]).cpu() if on_host else torch.zeros(starts.numel() + lengths.numel(), dtype=torch.int32)
+    starts_cpu, lengths_cpu = both[: starts.numel()], both[starts.numel() :]
     return CommonAttentionMetadata(
         query_start_loc=starts,
         query_start_loc_cpu=starts_cpu,
@@ -165,10 +166,6 @@ def _common(
 
 
 def _wants_host_lengths(layer: Attention, starts: torch.Tensor) -> bool:
-    return starts.device.type == "cpu" or layer.backend.get_builder_cls().cudagraph_support is CudaGraphSupport.NEVER
-
-
-def _zeros(like: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(like.shape, dtype=torch.int32)
+    return starts.device.type == "cpu" or layer.backend.get_builder_cls().needs_host_lengths
 
 

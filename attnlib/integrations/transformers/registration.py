@@ -120,7 +120,8 @@ def _can_be_captured(config: Any) -> bool:
         backend = get_attn_backend(spec, None, "cuda")
     except AttnlibError:
         return True  # the layer itself will say what is wrong
-    return backend.get_builder_cls().cudagraph_support is CudaGraphSupport.ALWAYS
+    builder = backend.get_builder_cls()
+    return builder.cudagraph_support is CudaGraphSupport.ALWAYS and not builder.needs_host_lengths
 
 
 def _offer_decode_path(original: Callable[..., Any]) -> Callable[..., Any]:
