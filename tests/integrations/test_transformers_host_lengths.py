@@ -1,0 +1,114 @@
+"""`generate_batch` on backends that plan with lengths on the host, as on a GPU, where transformers hands over lengths on the device only.
+
+On a CPU lengths are always at hand, so these tests take that shortcut away and leave the decision to what the builder declares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import attnlib
+from attnlib.backends.composite import make_composite
+from attnlib.backends.flash_attn import FlashAttnBackend
+from attnlib.backends.flashinfer import FlashInferBackend
+from attnlib.backends.flashinfer import metadata as flashinfer_metadata
+from attnlib.backends.flashinfer.probe import find_api
+from attnlib.backends.torch import TorchBackend
+from attnlib.backends.triton import TritonBackend
+from attnlib.capabilities import Sizes
+from attnlib.device import DeviceInfo
+from attnlib.integrations.transformers import continuous
+from tests.backends import fake_flashinfer
+from tests.integrations.test_transformers_generate_batch import batch_tokens, eager_tokens, pytestmark  # noqa: F401  # also skips here
+from tests.integrations.tiny_models import decoder, prompts
+
+H200 = DeviceInfo("cuda", 0, (9, 0), name="NVIDIA H200")
+
+
+class _Layer:
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+
+
+def _as_on_a_gpu(layer: Any, starts: torch.Tensor) -> bool:
+    return bool(layer.backend.get_builder_cls().needs_host_lengths)
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_flashinfer.Recorder]:
+    """FlashInfer's stand-in, registered under its own name for a CPU and tiny float32 heads."""
+    record = fake_flashinfer.Recorder()
+    fake_flashinfer.install(monkeypatch, record)
+    monkeypatch.setattr(flashinfer_metadata, "resolve_device", lambda _: H200)
+    find_api.cache_clear()
+    capabilities = dataclasses.replace(
+        FlashInferBackend.capabilities, devices=("cpu", "cuda"), min_capability=None, dtypes=(torch.float32,), head_sizes=Sizes(1)
+    )
+    body = {"capabilities": capabilities, "unavailable": classmethod(lambda cls, device: [])}
+    backend = type("OnCpu", (FlashInferBackend,), {**body, "get_name": staticmethod(lambda: "flashinfer_on_cpu")})
+    attnlib.register_backend("flashinfer_on_cpu", backend, config={"workspace_bytes": 64})
+    monkeypatch.setenv("ATTNLIB_BACKEND", "flashinfer_on_cpu")
+    monkeypatch.setenv("ATTNLIB_VALIDATE", "0")
+    yield record
+    attnlib.unregister_backend("flashinfer_on_cpu")
+    find_api.cache_clear()
+
+
+def test_who_needs_lengths_on_the_host() -> None:
+    """Only a builder that says it does without gets none; pairs cut by them, and a backend that says nothing is given them."""
+    on_device = torch.empty(3, device="meta")
+    pair = make_composite(FlashAttnBackend, TritonBackend)
+    wants = {backend: continuous._wants_host_lengths(_Layer(backend), on_device) for backend in (FlashInferBackend, FlashAttnBackend, pair)}  # type: ignore[arg-type]
+    assert all(wants.values()), wants
+    assert continuous._wants_host_lengths(_Layer(TorchBackend), on_device)  # type: ignore[arg-type]
+    assert not continuous._wants_host_lengths(_Layer(TritonBackend), on_device)  # type: ignore[arg-type]
+
+
+def test_flashinfer_plans_with_true_lengths(monkeypatch: pytest.MonkeyPatch, record: fake_flashinfer.Recorder) -> None:
+    """Chunked prefills beside decodes: tokens are eager's, decodes go to the decode wrapper, and no plan is empty."""
+    monkeypatch.setattr(continuous, "_wants_host_lengths", _as_on_a_gpu)
+    model, inputs = decoder("llama"), prompts(5, 9, 33, 18)
+    assert batch_tokens(model, inputs, 10) == eager_tokens(model, inputs, 10)
+    assert {run["kind"] for run in record.runs} >= {"decode", "fa3"}
+    assert all(int(plan["indptr"][-1]) > 0 for plan in record.plans)
+
+
+def test_one_copy_for_each_batch(monkeypatch: pytest.MonkeyPatch, record: fake_flashinfer.Recorder) -> None:
+    """Starts and lengths reach the host together, once for all layers of a step."""
+    monkeypatch.setattr(continuous, "_wants_host_lengths", _as_on_a_gpu)
+    copies: list[int] = []
+    to_host = torch.Tensor.cpu
+
+    def counting(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        copies.append(self.numel())
+        return to_host(self, *args, **kwargs)
+
+    common = continuous._common
+    built: list[int] = []
+
+    def watching(*args: Any) -> Any:
+        before = len(copies)
+        result = common(*args)
+        built.append(len(copies) - before)
+        return result
+
+    monkeypatch.setattr(torch.Tensor, "cpu", counting)
+    monkeypatch.setattr(continuous, "_common", watching)
+    batch_tokens(decoder("llama"), prompts(5, 9), 4)
+    assert built and set(built) == {1}
+
+
+def test_without_them_the_tokens_are_wrong(monkeypatch: pytest.MonkeyPatch, record: fake_flashinfer.Recorder) -> None:
+    """A test of the tests above: zeros in place of the lengths, as a builder that wrongly does without would get them."""
+    monkeypatch.setattr(continuous, "_wants_host_lengths", lambda layer, starts: False)
+    model, inputs = decoder("llama"), prompts(5, 9)
+    try:
+        tokens = batch_tokens(model, inputs, 6)
+    except AssertionError:  # the stand-in refused the plan, so no request came back
+        return
+    assert tokens != eager_tokens(model, inputs, 6)
