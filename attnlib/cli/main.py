@@ -34,6 +34,7 @@ COMMANDS: dict[str, _Command] = {
     "parity": _Command("attnlib.testing.commands:parity_main", "every pair of installed backends, and how far apart they are"),
     "replay": _Command("attnlib.testing.commands:replay_main", "run a recorded call on a backend, and shrink it while it fails"),
     "bench": _Command("attnlib.bench.command:main", "backends side by side: right, then how fast, in the same run"),
+    "tune": _Command("attnlib.cli.tune:main", "measure tiles and backends on this chip, for auto to follow"),
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -18,7 +18,7 @@ from torch import Tensor
 from attnlib.errors import BackendUnavailableError
 from attnlib.ops.triton.tile_tables import TileTable
 
-__all__ = ["INTERPRETED", "DeviceLimits", "device_guard", "limits_of", "set_tuned_tiles"]
+__all__ = ["INTERPRETED", "DeviceLimits", "device_guard", "device_index", "limits_of", "set_tuned_tiles"]
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether this process runs kernels on the CPU; triton decides it when a kernel is decorated, so at import."""
@@ -73,7 +73,7 @@ def limits_of(tensor: Tensor) -> DeviceLimits:
             f"the Triton kernels were given a tensor on {tensor.device}; move it to a GPU, or set TRITON_INTERPRET=1 "
             "before triton is first imported to interpret them on the CPU"
         )
-    return INTERPRETER_LIMITS
+    return replace(INTERPRETER_LIMITS, tuned=_tuned[_INTERPRETER]) if _INTERPRETER in _tuned else INTERPRETER_LIMITS
 
 
 @functools.cache
@@ -94,11 +94,17 @@ def _cuda_limits(index: int) -> DeviceLimits:
     )
 
 
+_INTERPRETER = -1
 _tuned: dict[int, TileTable] = {}
 
 
+def device_index(tensor: Tensor) -> int:
+    """The number of the tensor's device for `set_tuned_tiles`: its CUDA index, -1 for the interpreter."""
+    return (tensor.device.index or 0) if tensor.is_cuda else _INTERPRETER
+
+
 def set_tuned_tiles(index: int, table: TileTable | None) -> None:
-    """From now on, choose tiles for CUDA device `index` from `table` before the shipped tables; None takes it away.
+    """From now on, choose tiles for device `index` from `table` before the shipped tables; None takes it away.
 
     Plans and launches that were made before keep their tiles: call it before the first one, as the backend does.
     """

@@ -1,0 +1,125 @@
+"""Which tiles are worth a try: a pure function of the case and of what the chip can hold, the tile of today first.
+
+The grid is small on purpose. What it leaves out either cannot fit, or never came near the best where it was tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from attnlib.bench.case import BenchCase
+from attnlib.ops.triton.hopper.tiles import SHARED_MEMORY, HopperTile, choose_hopper_tile, padded_width
+from attnlib.ops.triton.hopper.tiles import shared_bytes as hopper_bytes
+from attnlib.ops.triton.splits import visible_bound
+from attnlib.ops.triton.tile_tables import work_class
+from attnlib.ops.triton.tiles import (
+    Tile,
+    choose_decode_tile,
+    choose_prefill_tile,
+    next_power_of_2,
+    shared_bytes,
+    split_head_size,
+)
+
+if TYPE_CHECKING:  # it imports triton, and plans are made where there is none
+    from attnlib.ops.triton.device import DeviceLimits
+
+__all__ = ["Group", "candidates", "group_of", "operations"]
+
+_DECODE = (
+    (64, 3, 4), (64, 2, 4), (32, 3, 4), (128, 2, 4), (32, 2, 2), (32, 4, 4), (64, 4, 4), (128, 3, 4), (64, 3, 8),
+    (128, 2, 8), (32, 2, 4), (16, 4, 4),
+)  # fmt: skip
+_PREFILL = (
+    (128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 4, 3),
+    (128, 32, 8, 3), (128, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 3), (64, 128, 4, 2), (128, 32, 4, 3), (64, 32, 4, 2),
+)  # fmt: skip
+_FEW = 4
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases that share a tile, as the conditions of a table's entry say it.
+
+    Attributes:
+        op: decode, prefill or hopper_prefill.
+        products, elements: how the chip multiplies, and what.
+        head_size: the wider of the two, as padded.
+        rows: class of rows; the most that are told apart is 128.
+        block_size: N, for the Hopper prefill only.
+        work: class of work, for decode only.
+    """
+
+    op: str
+    products: str
+    elements: str
+    head_size: int
+    rows: int
+    block_size: int | None = None
+    work: int | None = None
+
+
+def operations(case: BenchCase, limits: DeviceLimits, wanted: tuple[str, ...]) -> list[str]:
+    """The operations that a case can measure tiles of, among those wanted; mixed batches measure none, they only mix."""
+    if case.kind != "prefill":
+        return ["decode"] if case.kind == "decode" and "decode" in wanted else []
+    sizes = (case.head_size, case.head_size_v or case.head_size)
+    hopper = limits.capability[0] == 9 and case.spec.kv_dtype == case.spec.dtype and case.spec.dtype.itemsize == 2
+    hopper = hopper and all(64 <= size <= 256 and size % 8 == 0 for size in sizes) and case.block_size in (16, 32, 64, 128, 256)
+    return [op for op in ("prefill", "hopper_prefill") if op in wanted and (op == "prefill" or hopper)]
+
+
+def group_of(case: BenchCase, op: str, limits: DeviceLimits) -> Group:
+    """The group of a case."""
+    sizes = (case.head_size, case.head_size_v or case.head_size)
+    spec, rows = case.spec, min(128, max(16, next_power_of_2(case.batch.max_query_len * case.spec.group_size)))
+    elements = "float32" if spec.dtype.itemsize == 4 else "fp8" if spec.kv_dtype.itemsize == 1 else "16-bit"
+    if op == "hopper_prefill":
+        return Group(op, limits.products, elements, max(map(padded_width, sizes)), 128, case.block_size)
+    width = max(sum(split_head_size(size)) for size in sizes)
+    if op == "prefill":
+        return Group(op, limits.products, elements, width, rows)
+    window = spec.visible_window.as_kernel_args()
+    visible = visible_bound(case.batch.max_query_len, case.batch.max_seq_len, window, True, 0)
+    return Group(op, limits.products, elements, width, rows, None, work_class(case.batch.num_reqs, spec.num_kv_heads, visible, limits.num_sms))
+
+
+def candidates(case: BenchCase, op: str, limits: DeviceLimits, quick: bool = False) -> list[dict[str, Any]]:
+    """Tiles for a case by their numbers: first the one that is chosen today, then others that the chip can hold; a few of them when `quick`."""
+    sizes = (case.head_size, case.head_size_v or case.head_size)
+    if op == "hopper_prefill":
+        return _first(_hopper(case, sizes, limits), quick)
+    element_bytes = (case.spec.dtype.itemsize, case.spec.kv_dtype.itemsize)
+    rows = case.batch.max_query_len * case.spec.group_size
+    arguments = (*sizes, *element_bytes, rows, limits.shared_memory, limits.products)
+    if op == "decode":
+        work = group_of(case, op, limits).work
+        today = choose_decode_tile(*arguments, keys_per_sm=work, tuned=limits.tuned)
+        others = [Tile(today.block_m, block_n, warps, stages) for block_n, stages, warps in _DECODE]
+    else:
+        today = choose_prefill_tile(*arguments, tuned=limits.tuned)
+        others = [Tile(*numbers) for numbers in _PREFILL if numbers[0] <= max(16, next_power_of_2(rows))]
+    fitting = (tile for tile in others if shared_bytes(tile, *sizes, *element_bytes, limits.products) <= limits.shared_memory)
+    return _first((vars(tile) for tile in (today, *fitting)), quick)
+
+
+def _hopper(case: BenchCase, sizes: tuple[int, int], limits: DeviceLimits) -> Iterator[dict[str, Any]]:
+    today = choose_hopper_tile(*sizes, rows=case.batch.max_query_len * case.spec.group_size, block_size=case.block_size, tuned=limits.tuned)
+    yield vars(today)
+    for block_n in (128, 64):
+        for stages in (2, 3):
+            for persistent in (False, True):
+                for turns in (True, False):
+                    tile = HopperTile(block_n, stages, turns=turns, persistent=persistent)
+                    if hopper_bytes(tile, *sizes) <= SHARED_MEMORY and (max(sizes) <= 128 or block_n <= 64):
+                        yield vars(tile)
+
+
+def _first(tiles: Iterator[dict[str, Any]], quick: bool) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for tile in tiles:
+        if tile not in found:
+            found.append(dict(tile))
+    return found[: _FEW + 1] if quick else found
