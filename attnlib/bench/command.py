@@ -14,7 +14,8 @@ import torch
 from attnlib.bench.case import BenchCase
 from attnlib.bench.ceilings import Ceilings, measure_ceilings
 from attnlib.bench.contenders import Contender, find_contenders, split_names
-from attnlib.bench.measure import DeviceLostError, answers, measure_case, unmeasured
+from attnlib.bench.entry import unmeasured
+from attnlib.bench.measure import DeviceLostError, answers, measure_case
 from attnlib.bench.provenance import provenance
 from attnlib.bench.results import Document, Row, Run, merge, read_document, write_document
 from attnlib.bench.suites import SUITES, choose_cases
@@ -84,6 +85,8 @@ def _run(options: argparse.Namespace, cases: list[BenchCase], contenders: list[C
     facts = provenance(command, options.commit, device)
     ceilings = measure_ceilings(device)
     run = Run(facts, dict(ceilings.to_json()))
+    if facts["environment"]:
+        _say("set: " + ", ".join(f"{name}={value}" for name, value in facts["environment"].items()) + " (validation and recording cost time)")
     _say(heading(run), f"backends: {', '.join(one.label for one in contenders)}", LEGEND, "", HEADER)
     rows: list[Row] = []
     lost = ""

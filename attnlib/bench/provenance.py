@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -36,6 +37,7 @@ def provenance(command: str | None = None, commit: str | None = None, device: to
         "threads": torch.get_num_threads(),
         "cpu": _cpu(),
     }
+    facts["environment"] = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("ATTNLIB_", "TRITON_"))}
     facts["peers"] = {name: found for name in _PEERS if (found := _version(name)) != "not installed"}
     if torch.cuda.is_available() and (device is None or device.type == "cuda"):
         facts["gpu"] = torch.cuda.get_device_name(device)

@@ -92,11 +92,15 @@ class GraphWatch:
         torch.cuda.synchronize(device)
         gc.collect()  # nothing is to be freed while the capture lasts
         self._graph = torch.cuda.CUDAGraph()
-        with same_batch_at_replay(), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            for number in range(captured):
-                call(number % copies)
-        self._graph.replay()
-        torch.cuda.synchronize(device)
+        before = torch.cuda.current_stream(device)
+        try:
+            with same_batch_at_replay(), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                for number in range(captured):
+                    call(number % copies)
+        except Exception:
+            torch.cuda.set_stream(before)  # a capture that fails leaves its own stream behind as the current one
+            raise
+        self.replay()
         self._replays = 1
         self._replays = max(min(int(_ROUND_US / max(self._replayed_us(), 1.0)), 200), 1)
         self.calls = captured * self._replays
@@ -104,6 +108,11 @@ class GraphWatch:
     def round(self) -> tuple[float, float | None]:
         """(microseconds per call, None); one replay first, so that clocks are up and the caches hold what a call leaves there."""
         return self._replayed_us() / self.calls, None
+
+    def replay(self) -> None:
+        """One replay, to its end."""
+        self._graph.replay()
+        torch.cuda.synchronize(self._device)
 
     def _replayed_us(self) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch leaves it untyped

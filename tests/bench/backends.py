@@ -1,0 +1,71 @@
+"""Backends for the bench to judge: a right one under another name, and wrong ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attnlib.backends.base import AttentionImpl
+from attnlib.backends.torch import TorchBackend
+
+_TorchImpl: Any = TorchBackend.get_impl_cls()
+
+
+class OneRowOff(_TorchImpl):
+    """Its last row is a tenth too large."""
+
+    def forward(self, query: Any, cache: Any, metadata: Any, output: torch.Tensor, lse: Any = None) -> None:
+        super().forward(query, cache, metadata, output, lse)
+        output[-1] *= 1.1
+
+
+class LeavesARow(_TorchImpl):
+    """Never writes row 1."""
+
+    def forward(self, query: Any, cache: Any, metadata: Any, output: torch.Tensor, lse: Any = None) -> None:
+        kept = output[1].clone()
+        super().forward(query, cache, metadata, output, lse)
+        output[1] = kept
+
+
+class WritesNothing(_TorchImpl):
+    """Its cache write is very fast."""
+
+    def write_kv(self, key: Any, value: Any, cache: Any, slot_mapping: Any) -> None:
+        pass
+
+
+class Raises(_TorchImpl):
+    """Fails at the first call."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no kernel image\nand a long trace")
+
+
+class FailsToBuildAgain(_TorchImpl):
+    """Right, and able to be timed; its layer cannot be called."""
+
+    calls = 0
+
+    def write_kv(self, key: Any, value: Any, cache: Any, slot_mapping: Any) -> None:
+        type(self).calls += 1
+        if type(self).calls > 1:
+            raise RuntimeError("writes once only")
+        super().write_kv(key, value, cache, slot_mapping)
+
+
+def _backend(name: str, impl: type[AttentionImpl]) -> type[TorchBackend]:
+    body = {"get_name": staticmethod(lambda: name), "get_impl_cls": staticmethod(lambda: impl), "__module__": __name__}
+    return type(name, (TorchBackend,), body)
+
+
+Right = _backend("Right", _TorchImpl)
+WrongRow = _backend("WrongRow", OneRowOff)
+WrongHole = _backend("WrongHole", LeavesARow)
+WrongWrite = _backend("WrongWrite", WritesNothing)
+Broken = _backend("Broken", Raises)
+NoSinks = _backend("NoSinks", _TorchImpl)
+NoSinks.capabilities = replace(TorchBackend.capabilities, sink=False)
+HalfBroken = _backend("HalfBroken", FailsToBuildAgain)

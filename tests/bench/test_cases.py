@@ -1,0 +1,149 @@
+"""Cases: the anchors' rows by name, the grammar, and which cases a command line means."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from attnlib.bench.case import BenchCase, parse_case
+from attnlib.bench.suites import SUITES, choose_cases, known_cases
+from attnlib.bench.work import flops, kv_bytes, read_keys, roofline_us, visible_pairs
+from attnlib.errors import ContractError
+from attnlib.testing.batch_spec import parse_batch
+from attnlib.testing.oracle import Terms, visible_keys
+
+ANCHORS = {
+    # name: (batch, Hq/Hkv, D, page, window, cap, sinks)
+    "decode-1x1k": ("q1s1024", "32/8", 128, 16, None, None, False),
+    "decode-1x8k": ("q1s8192", "32/8", 128, 16, None, None, False),
+    "decode-1x128k": ("q1s131072", "32/8", 128, 16, None, None, False),
+    "decode-4x32k": ("4q1s32768", "32/8", 128, 16, None, None, False),
+    "decode-8x8k": ("8q1s8192", "32/8", 128, 16, None, None, False),
+    "decode-16x4k": ("16q1s4096", "32/8", 128, 16, None, None, False),
+    "decode-32x4k": ("32q1s4096", "32/8", 128, 16, None, None, False),
+    "decode-64x8k": ("64q1s8192", "32/8", 128, 16, None, None, False),
+    "decode-128x2k": ("128q1s2048", "32/8", 128, 16, None, None, False),
+    "decode-256x1k": ("256q1s1024", "32/8", 128, 16, None, None, False),
+    "decode-1x32k-64heads": ("q1s32768", "64/8", 128, 16, None, None, False),
+    "decode-32x4k-mha": ("32q1s4096", "32/32", 128, 16, None, None, False),
+    "decode-32x8k-mqa": ("32q1s8192", "32/1", 128, 16, None, None, False),
+    "decode-32x8k-d64-w128-sinks": ("32q1s8192", "64/8", 64, 16, 128, None, True),
+    "decode-32x8k-d64-sinks": ("32q1s8192", "64/8", 64, 16, None, None, True),
+    "decode-32x8k-d256-cap50": ("32q1s8192", "16/8", 256, 16, None, 50.0, False),
+    "verify-16x4k": ("16q4s4096", "32/8", 128, 16, None, None, False),
+    "prefill-1x2k-p16": ("q2048", "32/8", 128, 16, None, None, False),
+    "prefill-4x4k-p16": ("4q4096", "32/8", 128, 16, None, None, False),
+    "prefill-1x16k-p16": ("q16384", "32/8", 128, 16, None, None, False),
+    "prefill-1x32k-p16": ("q32768", "32/8", 128, 16, None, None, False),
+    "prefill-2k-over-32k-p16": ("q2048s32768", "32/8", 128, 16, None, None, False),
+    "prefill-1x2k-p128": ("q2048", "32/8", 128, 128, None, None, False),
+    "prefill-4x4k-p128": ("4q4096", "32/8", 128, 128, None, None, False),
+    "prefill-1x16k-p128": ("q16384", "32/8", 128, 128, None, None, False),
+    "prefill-1x32k-p128": ("q32768", "32/8", 128, 128, None, None, False),
+    "prefill-2k-over-32k-p128": ("q2048s32768", "32/8", 128, 128, None, None, False),
+    "prefill-1x8k-d64-sinks": ("q8192", "64/8", 64, 16, None, None, True),
+    "prefill-1x8k-d64-w128-sinks": ("q8192", "64/8", 64, 16, 128, None, True),
+    "prefill-1x8k-d256": ("q8192", "16/8", 256, 16, None, None, False),
+    "mixed-60x4k-and-2k": ("60q1s4096_q2048", "32/8", 128, 16, None, None, False),
+}
+
+
+def test_the_anchors_are_all_there_as_they_are_written_down() -> None:
+    found = {
+        case.name: (
+            str(case.batch), f"{case.num_heads}/{case.num_kv_heads}", case.head_size, case.block_size, case.sliding_window, case.logits_soft_cap,
+            case.sinks,
+        )
+        for case in SUITES["anchors"]
+    }  # fmt: skip
+    ragged = found.pop("decode-ragged48")
+    assert found == ANCHORS
+    assert ragged[1:] == ("32/8", 128, 16, None, None, False)
+    assert {case.dtype for case in SUITES["anchors"]} == {"bfloat16"}
+
+
+def test_the_ragged_batch_is_the_same_everywhere() -> None:
+    """48 decodes of 200 to 32k keys, 452943 in all: the seed may not change, or figures of two days cannot be compared."""
+    batch = known_cases()["decode-ragged48"].batch
+    assert batch.num_reqs == 48 and set(batch.query_lens) == {1} and sum(batch.seq_lens) == 452943
+    assert 200 <= min(batch.seq_lens) < 400 and 28_000 < max(batch.seq_lens) <= 32 * 1024
+    assert len(set(batch.seq_lens)) > 40
+
+
+def test_kinds() -> None:
+    kinds = {case.name: case.kind for case in known_cases().values()}
+    for name, kind in kinds.items():
+        first = name.removeprefix("cpu-").split("-")[0]
+        assert kind == {"verify": "decode"}.get(first, first), name
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 8, 100])
+def test_work_is_counted_as_the_mask_shows_it(window: int | None) -> None:
+    """Against the oracle's mask, pair by pair."""
+    terms = Terms(scale=1.0, window=(-1, -1) if window is None else (window - 1, 0))
+    for query_len, context in itertools.product((0, 1, 2, 4, 9), (0, 1, 3, 7, 12)):
+        seq_len = query_len + context
+        mask = visible_keys(torch.arange(context, seq_len), seq_len, terms)
+        assert visible_pairs(query_len, seq_len, window) == int(mask.sum()), (query_len, seq_len)
+        assert read_keys(query_len, seq_len, window) == int(mask.any(dim=0).sum()), (query_len, seq_len)
+
+
+def test_bytes_and_operations_by_hand() -> None:
+    case = parse_case("2q1s100_q10@heads=6/2,d=32,dv=16,window=40,kv=fp8_e4m3,dtype=float16")
+    assert kv_bytes(case) == (40 + 40 + 10) * 2 * (32 + 16)
+    assert flops(case) == (40 + 40 + 55) * 6 * 2 * (32 + 16)
+    assert known_cases()["decode-32x4k"].spec.kv_dtype == torch.bfloat16
+    assert kv_bytes(known_cases()["decode-32x4k"]) == 2 * 32 * 4096 * 8 * 128 * 2
+    assert flops(known_cases()["prefill-1x2k-p16"]) == 4 * 128 * 32 * (2048 * 2049 // 2)
+
+
+def test_the_roofline_takes_each_request_by_what_bounds_it() -> None:
+    """anchors: 1 x 128k reads 537 MB, 126 us at 4270 GB/s; a 16k prefill is bound by its products."""
+    assert roofline_us(known_cases()["decode-1x128k"], 4270, 700) == pytest.approx(125.7, abs=0.1)
+    prefill = known_cases()["prefill-1x16k-p16"]
+    assert roofline_us(prefill, 4270, 700) == pytest.approx(flops(prefill) / 700e6)
+    parts = [BenchCase(name="", batch=parse_batch(text)) for text in ("60q1s4k", "q2k")]
+    assert roofline_us(known_cases()["mixed-60x4k-and-2k"], 4270, 700) == pytest.approx(sum(roofline_us(part, 4270, 700) for part in parts))
+
+
+def test_a_case_in_a_few_letters() -> None:
+    case = parse_case("32q1s8k@heads=64/8,d=64,window=128,sinks,page=32,cap=30")
+    assert (case.num_heads, case.num_kv_heads, case.head_size, case.block_size) == (64, 8, 64, 32)
+    assert (case.sliding_window, case.logits_soft_cap, case.sinks, case.kind) == (128, 30.0, True, "decode")
+    spec = case.spec
+    assert spec.has_sink and spec.sliding_window == 128 and spec.kv_cache_layout == "NHD"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("32q1s8k@haeds=4", "'haeds' is no setting; write BATCH@KEY=VALUE,... with heads, d"),
+        ("32q1s8k@d=big", "'d=big' does not parse"),
+        ("decode-1x9k", "segment 'decode-1x9k' does not parse"),
+        ("q1s8@heads=3/2", "num_heads=3 is not a multiple"),
+        ("q1s8@dtype=float7", "dtype=float7 of case"),
+        ("q8s4", "8 query tokens in a sequence of 4"),
+        ("q1s4_pad2", "padding rows"),
+        ("empty", "no query tokens"),
+    ],
+)
+def test_what_is_no_case_is_told(text: str, message: str) -> None:
+    with pytest.raises(ContractError, match=message.replace("(", r"\(")):
+        parse_case(text)
+
+
+def test_choosing_cases() -> None:
+    assert [case.name for case in choose_cases([], None, "quick")] == [case.name for case in SUITES["quick"]]
+    assert len(SUITES["quick"]) == 6
+    names = [case.name for case in choose_cases(["prefill-*-p128", "decode-1x1k", "decode-1x*", "q5@page=8"], None, "cpu")]
+    assert names[:5] == [f"prefill-{length}-p128" for length in ("1x2k", "4x4k", "1x16k", "1x32k", "2k-over-32k")]
+    assert names[5:] == ["decode-1x1k", "decode-1x8k", "decode-1x128k", "decode-1x32k-64heads", "q5@page=8"]
+    with pytest.raises(ContractError, match="nor is it the name of a case"):
+        choose_cases(["decode-*"], "cpu", "cpu")
+
+
+def test_other_pages_are_other_cases() -> None:
+    paged = choose_cases(["prefill-1x2k-*", "decode-1x1k"], None, "cpu", page=128)
+    assert [(case.name, case.block_size) for case in paged] == [("prefill-1x2k-p128", 128), ("decode-1x1k-p128", 128)]
