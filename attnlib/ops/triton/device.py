@@ -120,3 +120,14 @@ def device_guard(tensor: Tensor) -> AbstractContextManager[object]:
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return _NO_GUARD
     return torch.cuda.device(tensor.device)
+
+
+_ALONE: dict[str, bool] = {"PDL": False}
+_DEPENDENT: dict[str, bool] = {"PDL": True, "launch_pdl": True}
+
+
+def programmatic_launch(limits: DeviceLimits) -> dict[str, bool]:
+    """Named arguments of a kernel that waits for its predecessor itself (programmatic dependent launch, from Hopper
+    on): its launch then overlaps the predecessor's end. Such a kernel has a constexpr `PDL` and, with it set, calls
+    `gdc_wait` before it reads anything."""
+    return _DEPENDENT if limits.capability >= (9, 0) else _ALONE

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnlib.errors import ContractError
 from attnlib.ops.triton.arguments import (
@@ -27,7 +28,7 @@ from attnlib.ops.triton.arguments import (
     signature_of,
 )
 from attnlib.ops.triton.attend import aligned, attend, pack_rows, store_rows
-from attnlib.ops.triton.device import DeviceLimits, device_guard, limits_of
+from attnlib.ops.triton.device import DeviceLimits, device_guard, limits_of, programmatic_launch
 from attnlib.ops.triton.quant import load_scale
 from attnlib.ops.triton.schedule import request_tiles, tiles_per_split
 from attnlib.ops.triton.softmax import LN2, finish_rows
@@ -54,8 +55,8 @@ def _decode_kernel(query, key, value, out, lse, query_start_loc, seq_lens, causa
                    k_scale, v_scale, scale, soft_cap, left, right, chunk, num_reqs, num_tokens, stride_qt, stride_qh,
                    stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_ot, stride_oh, stride_lt,
                    stride_bt, block_table, stride_table, partials, num_splits, load_per_split, num_heads,
-                   SPLIT: tl.constexpr, BALANCED: tl.constexpr, MIN_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
-                   TILE_HEADS: tl.constexpr, TILE_TOKENS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
+                   PDL: tl.constexpr, SPLIT: tl.constexpr, BALANCED: tl.constexpr, MIN_TILES: tl.constexpr,
+                   MAX_SPLITS: tl.constexpr, TILE_HEADS: tl.constexpr, TILE_TOKENS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
                    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr,
                    DV1: tl.constexpr, KV_KIND: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr,
@@ -63,6 +64,10 @@ def _decode_kernel(query, key, value, out, lse, query_start_loc, seq_lens, causa
                    HAS_ALIBI: tl.constexpr, HAS_SINK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr,
                    K_SCALE_KIND: tl.constexpr, V_SCALE_KIND: tl.constexpr, SCALE_LATE: tl.constexpr,
                    VEC_Q: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr, VEC_O: tl.constexpr):  # fmt: skip
+    if PDL:
+        # This grid may start while the one before it drains, and the next may do so here; nothing is read before the wait.
+        gdc_wait()
+        gdc_launch_dependents()
     request = tl.program_id(2)
     split = tl.program_id(1)
     head_block = tl.program_id(0) % HEAD_BLOCKS
@@ -168,7 +173,10 @@ def _decode_kernel(query, key, value, out, lse, query_start_loc, seq_lens, causa
 )
 def _combine_kernel(partials, sinks, out, lse, num_splits, num_tokens, num_heads, stride_ot, stride_oh, stride_lt,
                     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
-                    STEP: tl.constexpr):  # fmt: skip
+                    STEP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0)
     head = tl.program_id(1)
     rows64 = num_tokens.to(tl.int64) * num_heads
@@ -266,6 +274,7 @@ def _constants(
     return plan, {
         **shared,
         **plan.packing,
+        **programmatic_launch(signature.limits),
         "SPLIT": split,
         "BALANCED": balanced,
         "MIN_TILES": MIN_TILES_PER_SPLIT,
@@ -391,6 +400,7 @@ def paged_decode(
                 partials, sinks, out, lse, num_splits, num_tokens, query.shape[1], out.stride(0), out.stride(1),
                 0 if lse is None else lse.stride(0), sinks is not None, lse is not None, head_size_v,
                 next_power_of_2(head_size_v), _COMBINE_STEP, num_warps=4, enable_fp_fusion=True,
+                **programmatic_launch(limits),
             )  # fmt: skip
 
 
