@@ -52,6 +52,7 @@ def test_python_blocks_run_and_print_what_is_shown(page: Path, monkeypatch: pyte
     for name in [name for name in os.environ if name.startswith("ATTNLIB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("ATTNLIB_PLUGINS", "0")
+    monkeypatch.setenv("ATTNLIB_TUNING", "off")
     monkeypatch.syspath_prepend(ROOT)
     before = set(attnlib.list_backends())
     namespace: dict = {"__name__": f"docs_{page.stem}"}
@@ -86,9 +87,12 @@ def test_commands_print_what_is_shown(page: Path) -> None:
                 rest = rest.split(part, 1)[1]
 
 
+_SILENT = {"ATTNLIB_PLUGINS": "0", "ATTNLIB_TUNING": "off"}
+
+
 def _fresh() -> dict[str, str]:
     """The environment of a reader who has set nothing."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("ATTNLIB_", "TRITON_INTERPRET"))} | {"ATTNLIB_PLUGINS": "0"}
+    return {name: value for name, value in os.environ.items() if not name.startswith(("ATTNLIB_", "TRITON_INTERPRET"))} | _SILENT
 
 
 def test_recorded_outputs_are_quotations() -> None:
