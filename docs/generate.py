@@ -1,4 +1,5 @@
-"""Writes the generated pages: docs/environment.md from the table of variables, docs/support.md by asking the backend classes.
+"""Writes what is generated: docs/environment.md from the table of variables, docs/support.md by asking the backend classes, and the results in
+docs/performance.md from what was measured.
 
     python docs/generate.py
 """
@@ -10,6 +11,8 @@ from pathlib import Path
 import torch
 
 import attnlib
+from attnlib.bench.results import read_document
+from attnlib.bench.table import markdown
 from attnlib.capabilities import Capabilities
 from attnlib.device import DeviceInfo
 from attnlib.env import ENVIRONMENT, FOREIGN_VARIABLES
@@ -103,9 +106,37 @@ def _on(name: str, device: DeviceInfo) -> str:
     return "interpreter only" if name == "triton" and device.type == "cpu" else "yes"
 
 
+ROOT = Path(__file__).parent.parent
+MEASURED = ROOT / "benchmarks" / "results" / "h200" / "bench.json"
+BEGIN, END = "<!-- results: generated", "<!-- end of results -->"
+FIGURES = {
+    "ratio": "The time of triton over that of the best peer, for each case",
+    "decode": "Gigabytes of keys and values read per second by each backend, for each decode case, with the read ceiling",
+    "prefill": "TFLOP/s over visible pairs of each backend, for each prefill case, with the ceiling of a matrix product",
+}
+
+
+def performance() -> str:
+    """docs/performance.md with its results as they were measured last."""
+    page = (ROOT / "docs" / "performance.md").read_text()
+    start = page.index("\n", page.index(BEGIN)) + 1
+    return page[:start] + results(MEASURED) + page[page.index(END) :]
+
+
+def results(measured: Path) -> str:
+    """The table and figures of a result file of `attnlib bench`."""
+    if not measured.exists():
+        return "\nNone are committed yet.\n\n"
+    text = "\n" + markdown(read_document(measured)) + "\n"
+    for name, told in FIGURES.items():
+        if (measured.parent / "figures" / f"{name}.svg").exists():
+            text += f"![{told}](../benchmarks/results/h200/figures/{name}.svg)\n\n"
+    return text
+
+
 def pages() -> dict[str, str]:
     """File name -> text of every generated page."""
-    return {"environment.md": environment(), "support.md": support()}
+    return {"environment.md": environment(), "support.md": support(), "performance.md": performance()}
 
 
 if __name__ == "__main__":

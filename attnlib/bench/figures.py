@@ -99,7 +99,7 @@ def _points(axes: Any, cases: Sequence[str], rows: Sequence[Row], value: Callabl
     """One marker for each backend and case; backends stand side by side within a case."""
     for place, (backend, (colour, marker)) in enumerate(style.items()):
         mine = {row.case: value(row) for row in rows if row.backend == backend}
-        shift = (place - (len(style) - 1) / 2) * 0.14
+        shift = (place - (len(style) - 1) / 2) * 0.2
         where = [index + shift for index, case in enumerate(cases) if mine.get(case) is not None]
         heights = [mine[case] for case in cases if mine.get(case) is not None]
         axes.plot(where, heights, linestyle="none", marker=marker, color=colour, markersize=5.5, label=backend)
@@ -149,7 +149,7 @@ def _decode(document: Document, pyplot: Any) -> Any:
     labels = {row.case: _label(row) for row in rows}
     style = _backends(rows)
     figure, axes = pyplot.subplots(figsize=(_WIDTH, 4.4), layout="constrained")
-    figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.91))
+    figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.9))
     _points(axes, cases, rows, lambda row: row.gbps, style)
     _axis(axes, [f"{labels[case]}\n{_megabytes(size[case])}" for case in cases], "Decode: keys and values read per second, by bytes read")
     axes.tick_params(axis="x", labelsize=7.5)
@@ -162,6 +162,8 @@ def _decode(document: Document, pyplot: Any) -> Any:
 def _megabytes(thousands: float) -> str:
     """GB/s times microseconds are thousands of bytes."""
     megabytes = thousands / 1e3
+    if megabytes >= 1000:
+        return f"{megabytes / 1e3:.2g} GB"
     return f"{megabytes:.0f} MB" if megabytes >= 10 else f"{megabytes:.2g} MB"
 
 
@@ -177,7 +179,7 @@ def _prefill(document: Document, pyplot: Any) -> Any:
     figure, panels = pyplot.subplots(
         1, len(pages), figsize=(_WIDTH, 4.0), sharey=True, squeeze=False, layout="constrained", width_ratios=[count + 1 for count in counts]
     )
-    figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.91))
+    figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.9))
     for axes, page, group in zip(panels[0], pages, groups, strict=True):
         order = {row.case: (_plain(row), *_pairs(row)) for row in group}
         cases = sorted(order, key=lambda case: order[case])
@@ -215,11 +217,12 @@ def _ratio(document: Document, pyplot: Any) -> Any:
     for bar, value in zip(bars, values, strict=True):
         bar.set_hatch("" if value <= 1 else "////")
         bar.set_edgecolor("white")
-    axes.bar_label(bars, labels=[f"{value:.2f}" for value in values], padding=3, fontsize=8)
-    axes.axvline(1.0, color="black", linewidth=1)
+    axes.axvline(1.0, color="black", linewidth=1, zorder=1.5)
+    paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # so that the line at 1 crosses no number
+    axes.bar_label(bars, labels=[f"{value:.2f}" for value in values], padding=3, fontsize=8, bbox=paper)
     axes.set_yticks(range(len(found)), [row.case for row, _ in found])
     axes.set_ylim(len(found) - 0.4, -0.6)
     axes.set_xlim(0, max(1.1, max(values) * 1.1))
-    axes.set_xlabel("time of triton / time of the best peer in the same run (shorter is faster; hatched: slower than the peer)")
-    axes.set_title("triton against the best peer", loc="left")
+    axes.set_xlabel("time over the best peer's, same run (hatched: slower than the peer)")
+    axes.set_title("triton against the best peer: less is faster", loc="left")
     return figure

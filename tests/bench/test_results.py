@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -120,3 +121,19 @@ def test_the_markdown_table() -> None:
     assert "| decode-1x8k | 9.0 | 10.0 | 11111 GB/s | 50.0% | 0.90 |" in text
     assert "| prefill-a | 7.0 | - | 14286 TFLOP/s | 50.0% |  |" in text
     assert "- `flash_attn` ran FlashAttention 3 (x)" in text and "`attnlib bench`" in text
+
+
+def test_the_documentation_shows_what_was_measured(tmp_path: Path) -> None:
+    """docs/performance.md takes its table from the committed results, and says so where there are none."""
+    place = Path(__file__).parent.parent.parent / "docs" / "generate.py"
+    spec = importlib.util.spec_from_file_location("generate", place)
+    assert spec is not None and spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    assert generate.results(tmp_path / "none.json") == "\nNone are committed yet.\n\n"
+    document = Document((run_of(),), (row_of("triton", 9.0),))
+    write_document(document, tmp_path / "bench.json")
+    assert markdown(document) in generate.results(tmp_path / "bench.json") and "![" not in generate.results(tmp_path / "bench.json")
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "ratio.svg").touch()
+    assert "](../benchmarks/results/h200/figures/ratio.svg)" in generate.results(tmp_path / "bench.json")
