@@ -150,16 +150,21 @@ def fake_fa4(record: Recorder) -> Any:
     def flash_attn_varlen_func(
         q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, seqused_q=None,
         seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False, window_size=(None, None),
-        learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, score_mod=None, mask_mod=None, return_lse=False,
-        scheduler_metadata=None,
+        learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, score_mod=None, score_mod_bwd=None, mask_mod=None,
+        block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, return_lse=False, scheduler_metadata=None, seqlen_k_per_split=None,
+        disable_scheduler_metadata=False, gather_bwd_recompute_p=False, gather_bwd_token_chunk=None,
     ):  # fmt: skip
         record.calls.append({name: value for name, value in locals().items() if name != "record"})
         assert cu_seqlens_k is None and all(side is None or side >= 0 for side in window_size)
+        assert num_splits == 1, "SplitKV not supported on SM 9.0"
+        assert q.shape[-1] % 16 == v.shape[-1] % 16 == 0, "Paged KV does not support irregular head dim"
+        assert q.dtype == k.dtype == v.dtype and {t.dtype for t in (cu_seqlens_q, seqused_k, page_table)} == {torch.int32}
+        assert page_table.shape[0] == len(cu_seqlens_q) - 1 == len(seqused_k) and page_table.stride(-1) == 1
         out, lse = attend(
             q, k, v, cu_seqlens_q, seqused_k, page_table, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
             sinks=learnable_sink,
         )  # fmt: skip
-        return (out, lse, None, None, None) if return_lse else (out, None)
+        return out, lse if return_lse else None
 
     return flash_attn_varlen_func
 

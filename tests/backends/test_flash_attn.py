@@ -219,6 +219,8 @@ def test_insisting_never_falls_back(monkeypatch: pytest.MonkeyPatch, record: fak
         ({"has_alibi": True}, 4, "ALiBi slopes: not supported"),
         ({"kv_cache_dtype": "fp8"}, 4, "kv_cache_dtype=float8_e4m3fn not supported"),
         ({"head_size": 264}, 4, "head_size=264 not supported"),
+        ({"head_size": 72}, 4, "paged keys with head_size=72, head_size_v=72 not supported (supported: multiples of 16)"),
+        ({"head_size": 64, "head_size_v": 40}, 4, "paged keys with head_size_v=40 not supported"),
         ({"head_size": 128, "head_size_v": 64}, 3, "head_size=128 with head_size_v=64 not supported"),
         ({"kv_cache_dtype": "fp8"}, 3, "needs a float8 query"),
         ({"kv_cache_dtype": "fp8_e5m2"}, 3, "kv_cache_dtype=float8_e5m2 not supported"),

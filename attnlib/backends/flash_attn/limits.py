@@ -91,6 +91,10 @@ def _combinations(kernel: FlashKernel, spec: AttentionSpec, device: DeviceInfo, 
             reasons.append(f"head_size={size} with head_size_v={size_v} not supported (129 to 192 with 97 to 128, or up to 64 with up to 512)")
     if kernel.version == 4 and (size_v > 256 or size_v % 8):
         reasons.append(f"head_size_v={size_v} not supported (supported: multiples of 8 from 8 to 256)")
+    irregular = [f"{name}={value}" for name, value in (("head_size", size), ("head_size_v", size_v)) if value % 16]
+    if kernel.version == 4 and irregular:
+        # pages that are no whole key tile, whose size differs from kernel to kernel, are copied without a check of the head's end
+        reasons.append(f"paged keys with {', '.join(dict.fromkeys(irregular))} not supported (supported: multiples of 16)")
     blackwell = device.capability is not None and device.capability[0] >= 10
     if kernel.version == 4 and blackwell and max(size, size_v) > 128 and (size, size_v) not in ((192, 128), (256, 256)):
         reasons.append(f"head_size={size} with head_size_v={size_v} not supported on this chip (8 to 128, 192 with 128, 256 with 256)")
