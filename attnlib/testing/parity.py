@@ -8,6 +8,7 @@ one of the two declares that it cannot.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -76,9 +77,7 @@ class ParityReport:
         header = ("writes \\ reads", *self.backends)
         rows = [(writer, *(self._summary(writer, reader) for reader in self.backends)) for writer in self.backends]
         failures = [
-            f"FAIL {cell.writer} writes, {cell.reader} reads, {cell.case}: {cell.message}"
-            for cell in self.cells
-            if cell.verdict is Verdict.FAIL
+            f"FAIL {cell.writer} writes, {cell.reader} reads, {cell.case}: {cell.message}" for cell in self.cells if cell.verdict is Verdict.FAIL
         ]
         legend = "passed/run of the cases that both accept; largest difference to the writer's own result"
         parts = [f"attnlib parity on {self.device}: {legend}", "", format_table(header, rows), *failures]
@@ -90,12 +89,22 @@ class ParityReport:
         if not run:
             return "refused"
         passed = sum(cell.verdict is Verdict.PASS for cell in run)
-        return f"{passed}/{len(run)}  {max(cell.difference for cell in run):.1e}"
+        largest = self.largest(writer, reader)
+        return f"{passed}/{len(run)}  {'no result' if largest is None else f'{largest:.1e}'}"
+
+    def largest(self, writer: str, reader: str) -> float | None:
+        """The largest difference between the reader's and the writer's own results over all cases; None when no case gave a result."""
+        found = [cell.difference for cell in self.cells if (cell.writer, cell.reader) == (writer, reader)]
+        return max((difference for difference in found if not math.isnan(difference)), default=None)
 
     def to_json(self) -> str:
-        """Everything, with stable keys."""
-        cells = [{**asdict(cell), "verdict": cell.verdict.value} for cell in self.cells]
-        data = {"version": 1, "device": self.device, "backends": list(self.backends), "passed": self.passed}
+        """Everything, with stable keys; `largest` is the matrix, writer -> reader -> difference or null."""
+        cells = [
+            {**asdict(cell), "verdict": cell.verdict.value, "difference": None if math.isnan(cell.difference) else cell.difference}
+            for cell in self.cells
+        ]
+        matrix = {writer: {reader: self.largest(writer, reader) for reader in self.backends} for writer in self.backends}
+        data = {"version": 1, "device": self.device, "backends": list(self.backends), "passed": self.passed, "largest": matrix}
         return json.dumps({**data, "cells": cells}, indent=1)
 
 
@@ -132,9 +141,7 @@ def run_parity(
     return ParityReport(str(place), tuple(backend.get_name() for backend in chosen), tuple(cells))
 
 
-def _cell(
-    writer: Backend, reader: Backend, name: str, case: Case, device: torch.device, own: list[torch.Tensor]
-) -> ParityCell:
+def _cell(writer: Backend, reader: Backend, name: str, case: Case, device: torch.device, own: list[torch.Tensor]) -> ParityCell:
     """Run one cell; `own` keeps the writer's own result, which comes first."""
     verdict, message, difference = Verdict.PASS, "", float("nan")
     try:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.benchmarks.scripts import load
 
 pytest.importorskip("transformers", reason="the benchmark runs a transformers model")
 if importlib.util.find_spec("psutil") is None:
@@ -19,19 +20,8 @@ if importlib.util.find_spec("psutil") is None:
     if "page_size" not in ContinuousBatchingConfig.__dataclass_fields__:
         pytest.skip("without psutil this version of transformers finds no memory for the cache on a CPU", allow_module_level=True)
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512}
 SETTINGS: dict[str, Any] = {"page_size": 16, "num_blocks": 40, "max_batch_tokens": 48}
-
-
-def load(name: str) -> Any:
-    """A script of benchmarks/gpu as a module."""
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 decoder = load("decoder_model")

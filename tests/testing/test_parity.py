@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 
 from attnlib.testing.outcome import Verdict
-from attnlib.testing.parity import run_parity
+from attnlib.testing.parity import ParityCell, ParityReport, run_parity
 from tests.testing.toy_backend import ToyBackend, ToyImpl, toy_with
 from tests.testing.wrong_backends import OffByOneWindow, WritesSlotMinusOne
 
@@ -19,6 +20,10 @@ def test_two_right_backends_agree_in_every_ordered_pair() -> None:
     pairs = {(cell.writer, cell.reader) for cell in report.cells}
     assert pairs == {(a, b) for a in ("torch", "toy") for b in ("torch", "toy")}
     assert all(cell.difference < 1e-4 for cell in report.cells if cell.verdict is Verdict.PASS)
+    matrix = json.loads(report.to_json())["largest"]
+    assert matrix["torch"]["torch"] == 0.0 and matrix["torch"]["toy"] == max(
+        cell.difference for cell in report.cells if (cell.writer, cell.reader) == ("torch", "toy") and cell.verdict is Verdict.PASS
+    )
 
 
 def test_a_wrong_reader_is_found_in_its_column() -> None:
@@ -46,3 +51,16 @@ def test_writing_is_examined_too() -> None:
     report = run_parity([toy_with(WritesSlotMinusOne), ToyBackend], device="cpu")
     assert {cell.case for cell in report.cells} >= {"decode", "fp8"}
     assert json.loads(report.to_json())["passed"] is report.passed
+
+
+def test_a_pair_without_a_result_has_no_largest_difference() -> None:
+    """A cell that raised or was refused says so in strict JSON, and does not hide the others' differences."""
+    cells = [
+        ParityCell("a", "b", "decode", Verdict.PASS, "", 0.25),
+        ParityCell("a", "b", "window", Verdict.FAIL, "raised RuntimeError: no", math.nan),
+        ParityCell("b", "a", "window", Verdict.FAIL, "raised RuntimeError: no", math.nan),
+    ]
+    report = ParityReport("cpu", ("a", "b"), tuple(cells))
+    text = report.to_json()
+    assert "NaN" not in text and json.loads(text)["largest"] == {"a": {"a": None, "b": 0.25}, "b": {"a": None, "b": None}}
+    assert "1/2  2.5e-01" in str(report) and "0/1  no result" in str(report)

@@ -1,0 +1,20 @@
+"""The scripts of benchmarks/gpu as modules: the folder is no package, because each script runs by its path."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
+
+
+def load(name: str) -> Any:
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

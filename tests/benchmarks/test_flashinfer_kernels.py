@@ -1,0 +1,145 @@
+"""The list of FlashInfer kernels that the exam needs, and how they are trimmed and packed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnlib.backends.flashinfer import FlashInferBackend
+from attnlib.backends.flashinfer import metadata as flashinfer_metadata
+from attnlib.backends.flashinfer.probe import find_api
+from attnlib.testing import run_conformance
+from tests.backends import fake_flashinfer
+from tests.backends.test_stand_in_exam import _on_cpu
+from tests.benchmarks.scripts import load
+
+script = load("flashinfer_kernels")
+
+PAGED_FA2 = """#include <flashinfer/attention/prefill.cuh>
+#include "batch_prefill_config.inc"
+
+namespace flashinfer {
+
+constexpr auto use_custom_mask = MaskMode::kCustom == MaskMode::kCustom;
+
+
+template cudaError_t BatchPrefillWithPagedKVCacheDispatched<
+    /*CTA_TILE_Q=*/16, 64, 64, PosEncodingMode::kNone, false, MaskMode::kCustom,
+    DefaultAttention<use_custom_mask, false, false, false>, PagedParams>(PagedParams params, nv_bfloat16* tmp_v, float* tmp_s, cudaStream_t s);
+
+template cudaError_t BatchPrefillWithPagedKVCacheDispatched<
+    /*CTA_TILE_Q=*/64, 64, 64, PosEncodingMode::kNone, false, MaskMode::kCustom,
+    DefaultAttention<use_custom_mask, false, false, false>, PagedParams>(PagedParams params, nv_bfloat16* tmp_v, float* tmp_s, cudaStream_t s);
+
+};  // namespace flashinfer
+"""
+
+
+@dataclasses.dataclass
+class Spec:
+    sources: list[Path]
+
+
+def test_the_exam_plans_for_no_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """J3: what is compiled ahead is what the exam asks for. A new case with another kernel fails here, not on a GPU ten minutes in."""
+    record, asked = fake_flashinfer.Recorder(), set()
+    module = fake_flashinfer.install(monkeypatch, record)
+    for wrapper in (module.BatchDecodeWithPagedKVCacheWrapper, module.BatchPrefillWithPagedKVCacheWrapper):
+
+        def watched(plan: Any) -> Any:
+            @functools.wraps(plan)
+            def watching(self: Any, **arguments: Any) -> Any:
+                types = [str(arguments[name]).removeprefix("torch.") for name in ("q_data_type", "kv_data_type")]
+                size = arguments.get("head_dim") or arguments["head_dim_qk"]
+                asked.add(script.Kernel(self.backend, *types, size, arguments["window_left"] != -1, arguments["logits_soft_cap"] > 0))
+                return plan(self, **arguments)
+
+            return watching
+
+        monkeypatch.setattr(wrapper, "plan", watched(wrapper.plan))
+    find_api.cache_clear()
+    backend = _on_cpu(monkeypatch, FlashInferBackend, flashinfer_metadata, {"workspace_bytes": 64})
+    report = run_conformance(backend, device="cpu", label="flashinfer")
+    find_api.cache_clear()
+    assert report.passed, str(report)
+    assert len(asked) > 8 and asked <= set(script.SETS["exam"]), asked - set(script.SETS["exam"])
+
+
+def test_what_attnlib_never_calls_is_left_out(tmp_path: Path) -> None:
+    """Paged kernels without a mask and with a causal one stay; the entries of the others remain, without a kernel."""
+    names = [f"batch_prefill_{kind}_kernel_mask_{mask}.cu" for kind in ("paged", "ragged") for mask in range(4)] + ["batch_prefill.cu"]
+    for name in names:
+        (tmp_path / name).write_text(PAGED_FA2 if "paged" in name else PAGED_FA2.replace("Paged", "Ragged"))
+    sources = script.lean(Spec([tmp_path / name for name in names])).sources
+    kept = {path.name for path in sources if not path.name.startswith("stub_")}
+    assert kept == {"batch_prefill_paged_kernel_mask_0.cu", "batch_prefill_paged_kernel_mask_1.cu", "batch_prefill.cu"}
+    stub = (tmp_path / "stub_batch_prefill_paged_kernel_mask_2.cu").read_text()
+    assert "prefill.cuh" not in stub and "return cudaErrorNotSupported" in stub
+    assert stub.count("template cudaError_t BatchPrefillWithPagedKVCacheDispatched") == 2
+    assert stub.count("DefaultAttention<true,") == 2 and "use_custom_mask" not in stub
+    assert "DefaultAttention<false, false" in (tmp_path / "stub_batch_prefill_ragged_kernel_mask_0.cu").read_text()
+
+
+def test_an_unknown_source_is_refused() -> None:
+    with pytest.raises(ValueError, match="--full"):
+        script.stub_of("namespace flashinfer {}", False)
+
+
+def test_packs_are_small_and_come_back(tmp_path: Path) -> None:
+    """Every part stands alone; what is already there is left alone."""
+    folder, out, back = tmp_path / "aot", tmp_path / "out", tmp_path / "back"
+    for number in range(5):
+        path = folder / f"module_{number}" / f"module_{number}.so"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(bytes((number * 7 + i * i) % 251 for i in range(9000)))
+    size = 16 * 1024
+    parts = script.pack(folder, out, part_bytes=size)
+    assert len(parts) > 1 and all(part.stat().st_size <= size for part in parts)
+    assert all(tarfile.is_tarfile(part) for part in parts)
+    (back / "module_3").mkdir(parents=True)
+    (back / "module_3" / "module_3.so").write_bytes(b"mine")
+    assert sorted(script.unpack(out, back)) == ["module_0.so", "module_1.so", "module_2.so", "module_4.so"]
+    assert (back / "module_3" / "module_3.so").read_bytes() == b"mine"
+    assert (back / "module_2" / "module_2.so").read_bytes() == (folder / "module_2" / "module_2.so").read_bytes()
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A module description, and ninja replaced by a list of what it says."""
+
+    @dataclasses.dataclass
+    class Module:
+        name: str = "module"
+        is_aot: bool = False
+        sources: tuple[Path, ...] = ()
+        aot_path: Path = tmp_path / "aot" / "module" / "module.so"
+        jit_library_path: Path = tmp_path / "jit" / "module.so"
+
+    module = Module()
+    module.jit_library_path.parent.mkdir()
+    module.jit_library_path.write_bytes(b"library")
+    monkeypatch.setattr(script, "spec_of", lambda kernel: module)
+    return module
+
+
+@pytest.mark.parametrize(("says", "there"), [([""], True), (["error: no", ""], True), (["error: no", "error: still"], False)])
+def test_a_module_that_does_not_compile_lean_is_compiled_whole(
+    monkeypatch: pytest.MonkeyPatch, built: Any, says: list[str], there: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """J4: and what the compiler said is shown."""
+    builder, answers = script.Builder(deadline=float("inf"), jobs=1, full=False), list(says)
+    monkeypatch.setattr(builder, "_ninja", lambda spec: answers.pop(0))
+    assert builder.build(script.SETS["exam"][0]) is there and not answers
+    assert built.aot_path.exists() is there
+    said = capsys.readouterr().out
+    assert all(word in said for word in says)
+
+
+def test_nothing_starts_when_time_is_up(built: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not script.Builder(deadline=0.0, jobs=1, full=False).build(script.SETS["exam"][0])
+    assert "no time left" in capsys.readouterr().out
