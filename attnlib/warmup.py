@@ -26,7 +26,7 @@ from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.spec import AttentionSpec
 from attnlib.workspace import BatchLimits
 
-__all__ = ["WarmupReport", "seq_len_bounds", "warmup", "warmup_batches"]
+__all__ = ["WarmupReport", "warmup", "warmup_batches"]
 
 _LONGEST_TILE = 256
 """Longer queries than this take the same tiles; more of them would only cost time."""
@@ -79,7 +79,8 @@ def warmup(
     columns = max_blocks or -(-limits.max_seq_len // spec.block_size)
     with torch.no_grad():
         for lengths in batches:
-            for common in _commons(spec, lengths, limits, columns, where):
+            bounds = builder.seq_len_bounds(len(lengths), max(lengths), max(limits.max_seq_len, *lengths))
+            for common in _commons(spec, lengths, bounds, columns, where):
                 _run(layer, cache, builder.build(0, common), sum(lengths), where)
         _warm_helpers(spec, where)
     if where.type == "cuda":
@@ -108,25 +109,16 @@ def warmup_batches(limits: BatchLimits, decode_threshold: int | None = None) -> 
     return list(found)
 
 
-def seq_len_bounds(least: int, most: int) -> list[int]:
-    """Bounds on the sequences from `least` to `most`, both ends among them, each at most 4 times the one before: classes of work, by which tiles may
-    be chosen, are powers of 4, so none of them is passed over."""
-    bounds = [most]
-    while bounds[-1] > least:
-        bounds.append(max(least, -(-bounds[-1] // 4)))
-    return bounds[::-1]
-
-
 def _powers(limit: int) -> list[int]:
     powers = [1 << exponent for exponent in range(limit.bit_length()) if 1 << exponent <= limit]
     return powers if limit in powers else [*powers, limit]
 
 
 def _commons(
-    spec: AttentionSpec, lengths: tuple[int, ...], limits: BatchLimits, columns: int, device: torch.device
+    spec: AttentionSpec, lengths: tuple[int, ...], bounds: list[int], columns: int, device: torch.device
 ) -> Iterator[CommonAttentionMetadata]:
     """The batch with each bound on sequences that may make a difference (splits and tiles follow it); no slot is written."""
-    for bound in seq_len_bounds(max(lengths), max(limits.max_seq_len, *lengths)):
+    for bound in bounds:
         if not spec.is_paged:
             yield CommonAttentionMetadata.from_lengths(lengths, lengths, device=device, max_seq_len=bound)
             continue

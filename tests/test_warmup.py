@@ -12,9 +12,8 @@ from attnlib.backends.torch.impl import TorchImpl
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.layer import Attention
-from attnlib.ops.triton.tile_tables import work_class
 from attnlib.spec import AttentionSpec, AttentionType
-from attnlib.warmup import seq_len_bounds, warmup, warmup_batches
+from attnlib.warmup import warmup, warmup_batches
 from attnlib.workspace import BatchLimits
 
 LIMITS = BatchLimits(max_num_reqs=6, max_num_tokens=40, max_seq_len=96)
@@ -54,17 +53,7 @@ def test_the_cache_is_unchanged_and_every_batch_is_run_twice_or_more(monkeypatch
     for lengths in report.batches:
         kinds = {(bound, contiguous, lse) for batch, bound, contiguous, lse in seen if batch == lengths}
         forms = 1 if sum(lengths) == 1 else 2  # one row of a fused tensor is as contiguous as a row of its own
-        assert {bound for bound, *_ in kinds} == set(seq_len_bounds(max(lengths), 96))
-        assert len(kinds) == len(seq_len_bounds(max(lengths), 96)) * forms * 2
-
-
-def test_bounds_on_sequences_pass_over_no_class_of_work() -> None:
-    """P1: tiles may follow classes that are powers of 4 (`ops.triton.tile_tables.work_class`)."""
-    assert seq_len_bounds(1, 96) == [1, 2, 6, 24, 96] and seq_len_bounds(96, 96) == [96] and seq_len_bounds(40, 96) == [40, 96]
-    for most in (97, 1000, 4096):
-        for reqs in (1, 2, 3, 64, 200):
-            met = {work_class(reqs, 8, bound, 132) for bound in seq_len_bounds(1, most)}
-            assert met == {work_class(reqs, 8, seq_len, 132) for seq_len in range(1, most + 1)}
+        assert len(kinds) == len({max(lengths), 96}) * forms * 2
 
 
 def test_encoders_need_no_cache_and_decoders_do() -> None:

@@ -132,6 +132,13 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         """The metadata of one draft step of speculative decoding."""
         return self.build(0, common_attn_metadata, fast_build=True)
 
+    def seq_len_bounds(self, num_reqs: int, least: int, most: int) -> list[int]:
+        """Upper bounds on sequences, from `least` to `most`, among which a batch of `num_reqs` may meet different kernels: what a warm-up runs.
+
+        By default the two ends, between which the same kernels read more or fewer keys.
+        """
+        return sorted({least, most})
+
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
         """Whether this batch can be captured, by `cudagraph_support` and the batch's query lengths."""
         if self.cudagraph_support is CudaGraphSupport.ALWAYS:

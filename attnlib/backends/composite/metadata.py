@@ -78,6 +78,10 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         """As `build`, by the draft builds of the children."""
         return self._build(common_attn_metadata, lambda builder, part: builder.build_for_drafting(part, draft_index))
 
+    def seq_len_bounds(self, num_reqs: int, least: int, most: int) -> list[int]:
+        """Those of both children."""
+        return sorted({bound for builder in (self._prefill, self._decode) for bound in builder.seq_len_bounds(num_reqs, least, most)})
+
     def update_block_table(self, metadata: CompositeMetadata, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> CompositeMetadata:
         """The same batch with other blocks, in the children too."""
         updated = super().update_block_table(metadata, block_table, slot_mapping)

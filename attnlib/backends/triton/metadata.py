@@ -90,6 +90,13 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
                 most = max(most, paged_decode_workspace_bytes(tokens, self.spec.num_heads, self.spec.head_size_v, splits))
         return most
 
+    def seq_len_bounds(self, num_reqs: int, least: int, most: int) -> list[int]:
+        """Where tiles depend on work, both sides of every edge between two tiles; and of every power of 2, where keys may begin to be split."""
+        inner = {edge + side for edge in self._tile_edges(num_reqs, most) for side in (0, 1)}
+        if len(inner) > 2:
+            inner |= {(1 << exponent) - side for exponent in range(most.bit_length()) for side in (0, 1)}
+        return sorted({least, most, *(bound for bound in inner if least < bound < most)})
+
     def _tile_edges(self, num_reqs: int, max_seq_len: int) -> list[int]:
         """The longest sequences that each decode tile may meet: a tile for less work may be cut in more pieces."""
         chip = limits_of(self._query_like)
