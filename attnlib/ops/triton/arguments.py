@@ -3,6 +3,9 @@
 What never changes for a layer (dtypes, head sizes, strides, features, tile) becomes compile-time constants, worked
 out once per `Signature`; what changes from step to step stays a plain integer that Triton does not specialise on, so
 nothing compiles after warm-up.
+
+A step's layers call with the same numbers and other addresses. `launch_key` names all but the addresses, so that
+everything else is worked out by the first of them; `attention_tensors` is what remains for each call.
 """
 
 from __future__ import annotations
@@ -16,10 +19,14 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.ops.triton.device import DeviceLimits
-from attnlib.ops.triton.quant import KV_NATIVE, KV_PLAIN, kv_kind, scale_kind
+from attnlib.ops.triton.launch import dtype_of
+from attnlib.ops.triton.quant import KV_NATIVE, KV_PLAIN, kv_kind, scale_class, scale_kind
 from attnlib.ops.triton.tiles import split_head_size
 
-__all__ = ["UNALIGNED", "UNSPECIALISED", "Options", "Signature", "attention_constants", "attention_values", "signature_of"]
+__all__ = [
+    "UNALIGNED", "UNSPECIALISED", "Options", "Signature", "attention_constants", "attention_numbers", "attention_tensors",
+    "launch_key", "signature_of",
+]  # fmt: skip
 
 _UNBOUNDED = 1 << 30
 _COMPUTE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -96,27 +103,52 @@ def signature_of(query: Tensor, key: Tensor, value: Tensor, options: Options, li
     )  # fmt: skip
 
 
-def attention_values(
+def launch_key(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, seq_lens: Tensor, block_table: Tensor | None, options: Options
+) -> tuple[Any, ...]:
+    """Everything that grids, constants and kernels follow from: calls with equal keys differ in addresses and scales."""
+    scale, causal, window, chunk, cap, alibi, sinks, bias, k_scale, v_scale, out, lse = options
+    return (
+        query.get_device(), query.dtype, query.shape, query.stride(), key.dtype, key.shape, key.stride(),
+        value.dtype, value.shape, value.stride(), out.dtype, out.shape, out.stride(),
+        starts.dtype, starts.shape, seq_lens.dtype, seq_lens.shape,
+        None if block_table is None else (block_table.dtype, block_table.stride()),
+        scale, window, chunk, cap, dtype_of(causal) or causal, dtype_of(alibi), dtype_of(sinks),
+        None if bias is None else (bias.dtype, bias.stride()), None if lse is None else (lse.dtype, lse.stride()),
+        scale_class(k_scale), scale_class(v_scale),
+    )  # fmt: skip
+
+
+def attention_tensors(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, seq_lens: Tensor, options: Options, as_bytes: bool
 ) -> tuple[Any, ...]:
-    """The runtime arguments that every attention kernel begins with."""
-    left, right = options.window
-    causal = options.causal
-    flags = causal.view(torch.uint8) if isinstance(causal, Tensor) else None
-    bias, lse, out = options.query_bias, options.lse, options.out
+    """The tensors and scales that every attention kernel's arguments begin with."""
+    _, causal, _, _, _, alibi, sinks, bias, k_scale, v_scale, out, lse = options
     if as_bytes:
         key, value = key.view(torch.uint8), value.view(torch.uint8)
-    k_scale, v_scale = options.k_scale, options.v_scale
+    return (
+        query, key, value, out, lse, starts, seq_lens,
+        causal.view(torch.uint8) if isinstance(causal, Tensor) else None, alibi, sinks, bias,
+        k_scale if isinstance(k_scale, Tensor) else float(k_scale),
+        v_scale if isinstance(v_scale, Tensor) else float(v_scale),
+    )  # fmt: skip
+
+
+def attention_numbers(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, options: Options) -> tuple[float | int, ...]:
+    """The numbers that follow them; equal for calls with equal `launch_key`.
+
+    Raises:
+        ContractError: an LSE or a bias whose last dimension is not dense.
+    """
+    left, right = options.window
+    bias, lse, out = options.query_bias, options.lse, options.out
     for name, rows in (("lse", lse), ("query_bias", bias)):
         if rows is not None and rows.stride(1) != 1:
             raise ContractError(f"{name} has last stride {rows.stride(1)}; make its last dimension dense")
     qs, ks, vs, os = query.stride(), key.stride(), value.stride(), out.stride()
     return (
-        query, key, value, out, lse, starts, seq_lens, flags, options.alibi_slopes, options.sinks, bias,
-        k_scale if isinstance(k_scale, Tensor) else float(k_scale),
-        v_scale if isinstance(v_scale, Tensor) else float(v_scale),
         float(options.scale), float(options.logits_soft_cap),
-        min(left, _UNBOUNDED), min(right, _UNBOUNDED), min(options.attention_chunk_size, _UNBOUNDED),
+        min(int(left), _UNBOUNDED), min(int(right), _UNBOUNDED), min(int(options.attention_chunk_size), _UNBOUNDED),
         starts.shape[0] - 1, query.shape[0], qs[0], qs[1], ks[0], ks[-3], ks[-2], vs[0], vs[-3], vs[-2], os[0], os[1],
         0 if lse is None else lse.stride(0), 0 if bias is None else bias.stride(0),
     )  # fmt: skip

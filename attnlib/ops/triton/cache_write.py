@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.ops.triton.device import device_guard, limits_of
-from attnlib.ops.triton.quant import encode_fp8, load_scale, scale_kind
+from attnlib.ops.triton.device import DeviceLimits, device_guard, limits_of
+from attnlib.ops.triton.launch import BoundLaunch, Remembered
+from attnlib.ops.triton.quant import encode_fp8, load_scale, scale_class, scale_kind
 
 __all__ = ["write_kv"]
 
@@ -40,7 +43,7 @@ def _store_heads(source, cache, slot, token, heads, mask_heads, scale, stride_st
         tl.store(target, x.to(cache.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping", "k_scale", "v_scale"])  # slices, read one element at a time
 def _write_kv_kernel(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, num_heads, stride_kt,
                      stride_kh, stride_vt, stride_vh, stride_kcb, stride_kcn, stride_kch, stride_vcb, stride_vcn,
                      stride_vch, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
@@ -83,7 +86,51 @@ def write_kv(
     Raises:
         ContractError: slots that are not int64, or keys with fewer rows than there are slots.
     """
-    num_tokens, num_heads = slot_mapping.shape[0], key_cache.shape[2]
+    limits = limits_of(key_cache)
+    same = (
+        key.get_device(), key.dtype, key.shape, key.stride(), value.dtype, value.shape, value.stride(),
+        key_cache.dtype, key_cache.shape, key_cache.stride(), value_cache.dtype, value_cache.shape, value_cache.stride(),
+        slot_mapping.dtype, slot_mapping.shape, scale_class(k_scale), scale_class(v_scale),
+    )  # fmt: skip
+    launch = _launches.get(same)
+    if launch is None or launch.limits is not limits:
+        _check(key, value, slot_mapping)
+        launch = _prepare(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, limits)
+        _launches.keep(same, launch)
+    if launch.write is None:
+        return
+    if launch.as_bytes:
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+    addresses = key.data_ptr() | value.data_ptr() | key_cache.data_ptr() | value_cache.data_ptr()
+    scales = (k_scale if isinstance(k_scale, Tensor) else float(k_scale), v_scale if isinstance(v_scale, Tensor) else float(v_scale))
+    with device_guard(key_cache):
+        launch.write((key, value, key_cache, value_cache, slot_mapping, *scales, *launch.numbers), addresses, launch.index)
+
+
+@dataclass(frozen=True)
+class _WriteLaunch:
+    """A call of `write_kv` less its addresses: what the layers of one step share.
+
+    Attributes:
+        limits: the chip it was worked out for.
+        index: its number.
+        numbers: the runtime numbers.
+        as_bytes: whether the kernel sees the cache as bytes.
+        write: the kernel; None when there is nothing to write.
+    """
+
+    limits: DeviceLimits
+    index: int
+    numbers: tuple[int, ...]
+    as_bytes: bool
+    write: BoundLaunch | None
+
+
+_launches: Remembered[_WriteLaunch] = Remembered()
+
+
+def _check(key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+    num_tokens = slot_mapping.shape[0]
     if slot_mapping.dtype != torch.int64:
         raise ContractError(f"slot_mapping has dtype {slot_mapping.dtype}; convert it to torch.int64", rule="P4")
     if key.shape[0] < num_tokens or value.shape[0] < num_tokens:
@@ -92,20 +139,31 @@ def write_kv(
             "shorten slot_mapping or pass every token's key and value",
             rule="P4",
         )
-    if num_tokens == 0 or num_heads == 0:
-        return
-    limits_of(key_cache)
-    head_size, head_size_v, block_size = key_cache.shape[3], value_cache.shape[3], key_cache.shape[1]
-    fp8, e5m2 = key_cache.dtype in _FP8, key_cache.dtype == torch.float8_e5m2
-    if fp8:
-        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+
+
+def _prepare(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, k_scale: float | Tensor,
+    v_scale: float | Tensor, limits: DeviceLimits,
+) -> _WriteLaunch:  # fmt: skip
+    """Choose the grid and the compile-time arguments."""
+    num_tokens, (_, block_size, num_heads, head_size), head_size_v = slot_mapping.shape[0], key_cache.shape, value_cache.shape[3]
     padded, padded_v = triton.next_power_of_2(head_size), triton.next_power_of_2(head_size_v)
     block_h = min(triton.next_power_of_2(num_heads), max(1, _ELEMENTS_PER_PROGRAM // max(padded, padded_v)))
-    with device_guard(key_cache):
-        _write_kv_kernel[(num_tokens, triton.cdiv(num_heads, block_h))](
-            key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, num_heads, key.stride(0),
-            key.stride(1), value.stride(0), value.stride(1), key_cache.stride(0), key_cache.stride(1),
-            key_cache.stride(2), value_cache.stride(0), value_cache.stride(1), value_cache.stride(2), block_size,
-            head_size, head_size_v, padded, padded_v, block_h, scale_kind(k_scale), scale_kind(v_scale), fp8, e5m2,
-            num_warps=4 if padded * block_h > 512 else 1, enable_fp_fusion=True,
-        )  # fmt: skip
+    numbers = (num_heads, *key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3])
+    constants = {
+        "BLOCK_SIZE": block_size,
+        "D": head_size,
+        "DV": head_size_v,
+        "D_PAD": padded,
+        "DV_PAD": padded_v,
+        "BLOCK_H": block_h,
+        "K_SCALE_KIND": scale_kind(k_scale),
+        "V_SCALE_KIND": scale_kind(v_scale),
+        "FP8": key_cache.dtype in _FP8,
+        "E5M2": key_cache.dtype == torch.float8_e5m2,
+        "num_warps": 4 if padded * block_h > 512 else 1,
+        "enable_fp_fusion": True,
+    }
+    write = BoundLaunch(_write_kv_kernel, (num_tokens, triton.cdiv(num_heads, block_h), 1), constants)
+    nothing = num_tokens == 0 or num_heads == 0
+    return _WriteLaunch(limits, key.get_device(), numbers, constants["FP8"], None if nothing else write)

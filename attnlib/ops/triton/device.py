@@ -67,7 +67,7 @@ def limits_of(tensor: Tensor) -> DeviceLimits:
         BackendUnavailableError: the tensor lies on a CPU and the process does not interpret Triton.
     """
     if tensor.is_cuda:
-        return _cuda_limits(tensor.device.index or 0)
+        return _cuda_limits(tensor.get_device())
     if not INTERPRETED:
         raise BackendUnavailableError(
             f"the Triton kernels were given a tensor on {tensor.device}; move it to a GPU, or set TRITON_INTERPRET=1 "
@@ -117,7 +117,8 @@ def set_tuned_tiles(index: int, table: TileTable | None) -> None:
 
 def device_guard(tensor: Tensor) -> AbstractContextManager[object]:
     """A context in which launches go to the tensor's device; free when it is the current one."""
-    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+    index = tensor.get_device()
+    if index < 0 or index == torch.cuda.current_device():
         return _NO_GUARD
     return torch.cuda.device(tensor.device)
 

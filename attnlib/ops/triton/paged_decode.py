@@ -24,11 +24,14 @@ from attnlib.ops.triton.arguments import (
     Options,
     Signature,
     attention_constants,
-    attention_values,
+    attention_numbers,
+    attention_tensors,
+    launch_key,
     signature_of,
 )
 from attnlib.ops.triton.attend import aligned, attend, pack_rows, store_rows
 from attnlib.ops.triton.device import DeviceLimits, device_guard, limits_of, programmatic_launch
+from attnlib.ops.triton.launch import BoundLaunch, Remembered
 from attnlib.ops.triton.quant import load_scale
 from attnlib.ops.triton.schedule import request_tiles, tiles_per_split
 from attnlib.ops.triton.softmax import LN2, finish_rows
@@ -370,52 +373,147 @@ def paged_decode(
     Raises:
         ContractError: a workspace that is too small, or tensors the kernels cannot address.
     """
-    num_tokens, num_reqs = query.shape[0], seq_lens.shape[0]
-    if num_tokens == 0 or query.shape[1] == 0:
+    if query.numel() == 0:
         return
-    if num_reqs > _MOST_REQUESTS:
-        raise ContractError(f"a decode batch of {num_reqs} requests is beyond {_MOST_REQUESTS}; call once for each part of it")
-    limits = limits_of(query)
     options = Options(scale, causal, window, attention_chunk_size, logits_soft_cap, alibi_slopes, sinks, query_bias,
                       k_scale, v_scale, out, lse)  # fmt: skip
-    balanced, head_size_v, max_query_len, work = num_splits is None, out.shape[2], max(1, max_query_len), None
-    if num_splits is None:
-        visible = visible_bound(max_query_len, max_seq_len, window, causal is True, attention_chunk_size)
-        work = _work(num_reqs, key_cache.shape[2], visible, limits)
-        num_splits = paged_decode_num_splits(
-            query, key_cache, head_size_v, num_reqs=num_reqs, max_query_len=max_query_len, max_seq_len=max_seq_len,
-            causal=causal is True, window=window, attention_chunk_size=attention_chunk_size,
-        )  # fmt: skip
-    signature = signature_of(query, key_cache, value_cache, options, limits)
-    plan, constants = _constants(signature, max_query_len, num_splits > 1, balanced, work)
-    partials = _partials(workspace, num_tokens, query.shape[1], head_size_v, num_splits, query.device)
-    values = attention_values(query, key_cache, value_cache, query_start_loc, seq_lens, options, signature.fp8_as_bytes)
+    limits = limits_of(query)
+    same = launch_key(query, key_cache, value_cache, query_start_loc, seq_lens, block_table, options)
+    key = (same, max_query_len, max_seq_len, num_splits)
+    launch = _launches.get(key)
+    if launch is None or launch.limits is not limits:
+        launch = _launches.keep(key, _prepare(same, query, key_cache, value_cache, block_table, query_start_loc, seq_lens,
+                                              options, limits, max(1, max_query_len), max_seq_len, num_splits))  # fmt: skip
+    partials = _partials(workspace, launch.partial_floats, launch, query.device) if launch.combine is not None else None
     with device_guard(query):
-        _decode_kernel[(plan.groups, num_splits, num_reqs + 1)](
-            *values, block_table, block_table.stride(0), partials, num_splits, plan.groups / plan.slots, query.shape[1],
-            **constants,
+        _launch(launch, query, key_cache, value_cache, block_table, query_start_loc, seq_lens, options, partials)
+
+
+@dataclass(frozen=True)
+class _DecodeLaunch:
+    """A call of `paged_decode` less its addresses: what the layers of one step share.
+
+    Attributes:
+        limits: the chip it was worked out for.
+        index: its number.
+        numbers, table_stride, last: the runtime numbers of the attention kernel, between its tensors.
+        combine_numbers: those of the combining kernel.
+        partial_floats: float32 elements of workspace.
+        as_bytes: whether the kernel sees a float8 cache as bytes.
+        attend: the attention kernel.
+        combine: the kernel that joins splits; None when nothing is split.
+    """
+
+    limits: DeviceLimits
+    index: int
+    numbers: tuple[float | int, ...]
+    table_stride: int
+    last: tuple[float | int, ...]
+    combine_numbers: tuple[int, ...]
+    partial_floats: int
+    as_bytes: bool
+    attend: BoundLaunch
+    combine: BoundLaunch | None
+
+
+_launches: Remembered[_DecodeLaunch] = Remembered()
+_launches_by_splits: Remembered[_DecodeLaunch] = Remembered()
+"""The same by the split count instead of the longest sequence, which grows with every step."""
+
+
+def _launch(
+    launch: _DecodeLaunch,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_table: Tensor,
+    starts: Tensor,
+    seq_lens: Tensor,
+    options: Options,
+    partials: Tensor | None,
+) -> None:
+    """Attention, and the joining of its splits."""
+    out, index = options.out, launch.index
+    tensors = attention_tensors(query, key, value, starts, seq_lens, options, launch.as_bytes)
+    addresses = query.data_ptr() | key.data_ptr() | value.data_ptr()
+    written = out.data_ptr() | (0 if partials is None else partials.data_ptr())
+    launch.attend(
+        (*tensors, *launch.numbers, block_table, launch.table_stride, partials, *launch.last), addresses | written, index
+    )
+    if launch.combine is not None:
+        launch.combine((partials, options.sinks, out, options.lse, *launch.combine_numbers), written, index)
+
+
+def _prepare(
+    same: tuple[Any, ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_table: Tensor,
+    starts: Tensor,
+    seq_lens: Tensor,
+    options: Options,
+    limits: DeviceLimits,
+    max_query_len: int,
+    max_seq_len: int,
+    num_splits: int | None,
+) -> _DecodeLaunch:
+    """Choose splits and tile, and find or make the launch that goes with them."""
+    num_reqs = seq_lens.shape[0]
+    if num_reqs > _MOST_REQUESTS:
+        raise ContractError(f"a decode batch of {num_reqs} requests is beyond {_MOST_REQUESTS}; call once for each part of it")
+    balanced, work = num_splits is None, None
+    if num_splits is None:
+        causal, window, chunk = options.causal is True, options.window, options.attention_chunk_size
+        visible = visible_bound(max_query_len, max_seq_len, window, causal, chunk)
+        work = _work(num_reqs, key.shape[2], visible, limits)
+        num_splits = paged_decode_num_splits(
+            query, key, value.shape[3], num_reqs=num_reqs, max_query_len=max_query_len, max_seq_len=max_seq_len,
+            causal=causal, window=window, attention_chunk_size=chunk,
         )  # fmt: skip
-        if num_splits > 1:
-            _combine_kernel[(num_tokens, query.shape[1])](
-                partials, sinks, out, lse, num_splits, num_tokens, query.shape[1], out.stride(0), out.stride(1),
-                0 if lse is None else lse.stride(0), sinks is not None, lse is not None, head_size_v,
-                next_power_of_2(head_size_v), _COMBINE_STEP, num_warps=4, enable_fp_fusion=True,
-                **programmatic_launch(limits),
-            )  # fmt: skip
+    identity = (same, max_query_len, num_splits, balanced, work)
+    launch = _launches_by_splits.get(identity)
+    if launch is not None and launch.limits is limits:
+        return launch
+    signature = signature_of(query, key, value, options, limits)
+    plan, constants = _constants(signature, max_query_len, num_splits > 1, balanced, work)
+    num_tokens, num_heads, _ = query.shape
+    out, lse = options.out, options.lse
+    return _launches_by_splits.keep(identity, _DecodeLaunch(
+        limits, query.get_device(), attention_numbers(query, key, value, starts, options), block_table.stride(0),
+        (num_splits, plan.groups / plan.slots, num_heads),
+        (num_splits, num_tokens, num_heads, out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)),
+        paged_decode_workspace_bytes(num_tokens, num_heads, value.shape[3], num_splits) // 4, signature.fp8_as_bytes,
+        BoundLaunch(_decode_kernel, (plan.groups, num_splits, num_reqs + 1), constants),
+        _combination(signature, num_tokens, options) if num_splits > 1 else None,
+    ))  # fmt: skip
 
 
-def _partials(workspace: Tensor | None, num_tokens: int, num_heads: int, head_size_v: int, num_splits: int, device: torch.device) -> Tensor | None:
-    """The float32 workspace, checked or made; None when one split needs none."""
-    need = paged_decode_workspace_bytes(num_tokens, num_heads, head_size_v, num_splits)
-    if need == 0:
-        return None
+def _combination(signature: Signature, num_tokens: int, options: Options) -> BoundLaunch:
+    """The launch of the combining kernel."""
+    num_heads, head_size_v = signature.query_shape[1], signature.value_shape[2]
+    constants = {
+        "HAS_SINK": options.sinks is not None,
+        "HAS_LSE": options.lse is not None,
+        "DV": head_size_v,
+        "DV_PAD": next_power_of_2(head_size_v),
+        "STEP": _COMBINE_STEP,
+        "num_warps": 4,
+        "enable_fp_fusion": True,
+        **programmatic_launch(signature.limits),
+    }
+    return BoundLaunch(_combine_kernel, (num_tokens, num_heads, 1), constants)
+
+
+def _partials(workspace: Tensor | None, floats: int, launch: _DecodeLaunch, device: torch.device) -> Tensor:
+    """The float32 workspace, checked or made."""
     if workspace is None:
-        return torch.empty(need // 4, dtype=torch.float32, device=device)
+        return torch.empty(floats, dtype=torch.float32, device=device)
     have = workspace.numel() * workspace.element_size()
-    if have < need:
+    if have < 4 * floats:
+        num_splits, num_tokens, num_heads = launch.combine_numbers[:3]
         raise ContractError(
-            f"workspace holds {have} bytes and {need} are needed for {num_tokens} tokens, {num_heads} heads and "
-            f"{num_splits} splits; allocate paged_decode_workspace_bytes({num_tokens}, {num_heads}, {head_size_v}, "
-            f"{num_splits}) bytes or pass a smaller num_splits"
+            f"workspace holds {have} bytes and {4 * floats} are needed for {num_tokens} tokens, {num_heads} heads and "
+            f"{num_splits} splits; allocate what paged_decode_workspace_bytes says for them, or pass a smaller num_splits"
         )
     return workspace if workspace.dtype == torch.float32 else workspace.view(torch.float32)

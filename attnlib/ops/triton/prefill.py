@@ -8,6 +8,7 @@ that under a causal mask the longest rows start first.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -20,11 +21,14 @@ from attnlib.ops.triton.arguments import (
     Options,
     Signature,
     attention_constants,
-    attention_values,
+    attention_numbers,
+    attention_tensors,
+    launch_key,
     signature_of,
 )
 from attnlib.ops.triton.attend import aligned, attend, pack_rows, store_rows
-from attnlib.ops.triton.device import device_guard, limits_of
+from attnlib.ops.triton.device import DeviceLimits, device_guard, limits_of
+from attnlib.ops.triton.launch import BoundLaunch, Remembered
 from attnlib.ops.triton.quant import load_scale
 from attnlib.ops.triton.schedule import find_request
 from attnlib.ops.triton.softmax import LN2, finish_rows
@@ -144,18 +148,58 @@ def launch_prefill(
         max_query_len: upper bound of the query lengths; chooses the tile and nothing else.
         options: the optional features.
     """
-    num_tokens, num_heads, _ = query.shape
-    if num_tokens == 0 or num_heads == 0:
+    if query.numel() == 0:
         return
-    paged = block_table is not None
-    signature = signature_of(query, key, value, options, limits_of(query))
-    constants = _constants(signature, _row_class(num_heads // key.shape[-2] * max_query_len), paged)
-    num_tiles = num_tokens // constants["TILE_TOKENS"] + query_start_loc.shape[0]
-    values = attention_values(query, key, value, query_start_loc, seq_lens, options, signature.fp8_as_bytes)
+    limits = limits_of(query)
+    same = (launch_key(query, key, value, query_start_loc, seq_lens, block_table, options), max_query_len)
+    launch = _launches.get(same)
+    if launch is None or launch.limits is not limits:
+        launch = _prepare(query, key, value, block_table, query_start_loc, options, limits, max_query_len)
+        _launches.keep(same, launch)
+    tensors = attention_tensors(query, key, value, query_start_loc, seq_lens, options, launch.as_bytes)
+    addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | options.out.data_ptr()
     with device_guard(query):
-        _prefill_kernel[(num_tiles, key.shape[-2] * constants["HEAD_BLOCKS"])](
-            *values, block_table, block_table.stride(0) if block_table is not None else 0, num_tiles, **constants
-        )
+        launch.attend((*tensors, *launch.numbers, block_table, *launch.last), addresses, launch.index)
+
+
+@dataclass(frozen=True)
+class _PrefillLaunch:
+    """A call of `launch_prefill` less its addresses: what the layers of one step share.
+
+    Attributes:
+        limits: the chip it was worked out for.
+        index: its number.
+        numbers, last: the runtime numbers before and after the block table.
+        as_bytes: whether the kernel sees a float8 cache as bytes.
+        attend: the kernel.
+    """
+
+    limits: DeviceLimits
+    index: int
+    numbers: tuple[float | int, ...]
+    last: tuple[int, int]
+    as_bytes: bool
+    attend: BoundLaunch
+
+
+_launches: Remembered[_PrefillLaunch] = Remembered()
+
+
+def _prepare(
+    query: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None, starts: Tensor, options: Options,
+    limits: DeviceLimits, max_query_len: int,
+) -> _PrefillLaunch:  # fmt: skip
+    """Choose tile and grid."""
+    num_tokens, num_heads, _ = query.shape
+    num_kv_heads = key.shape[-2]
+    signature = signature_of(query, key, value, options, limits)
+    constants = _constants(signature, _row_class(num_heads // num_kv_heads * max_query_len), block_table is not None)
+    num_tiles = num_tokens // constants["TILE_TOKENS"] + starts.shape[0]
+    return _PrefillLaunch(
+        limits, query.get_device(), attention_numbers(query, key, value, starts, options),
+        (block_table.stride(0) if block_table is not None else 0, num_tiles), signature.fp8_as_bytes,
+        BoundLaunch(_prefill_kernel, (num_tiles, num_kv_heads * constants["HEAD_BLOCKS"], 1), constants),
+    )  # fmt: skip
 
 
 def _row_class(rows: int) -> int:

@@ -25,6 +25,7 @@ __all__ = [
     "encode_fp8",
     "kv_kind",
     "load_scale",
+    "scale_class",
     "scale_kind",
 ]
 
@@ -52,6 +53,11 @@ def scale_kind(scale: float | Tensor) -> int:
     if not isinstance(scale, Tensor):
         return int(SCALE_FLOAT.value)
     return int(SCALE_TENSOR.value if scale.numel() == 1 else SCALE_PER_HEAD.value)
+
+
+def scale_class(scale: float | Tensor) -> tuple[torch.dtype, int] | None:
+    """What of a scale chooses a kernel: dtype and number of a tensor's elements, None for a number."""
+    return (scale.dtype, scale.numel()) if isinstance(scale, Tensor) else None
 
 
 @triton.jit
