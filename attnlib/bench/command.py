@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace, cases: list[BenchCase], contenders: list[C
     ceilings = measure_ceilings(device)
     run = Run(facts, dict(ceilings.to_json()))
     if facts["environment"]:
-        _say("set: " + ", ".join(f"{name}={value}" for name, value in facts["environment"].items()) + " (validation and recording cost time)")
+        _say("set: " + ", ".join(f"{name}={value}" for name, value in facts["environment"].items()) + "")
     _say(heading(run), f"backends: {', '.join(one.label for one in contenders)}", LEGEND, "", HEADER)
     rows: list[Row] = []
     lost = ""

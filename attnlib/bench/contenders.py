@@ -21,7 +21,7 @@ from attnlib.selection.configured import configured
 from attnlib.selection.registry import registrations
 from attnlib.testing.subject import load_backend
 
-__all__ = ["HOUSE", "OURS", "Contender", "find_contenders", "split_names"]
+__all__ = ["HOUSE", "OURS", "Contender", "base_name", "find_contenders", "split_names"]
 
 OURS = "triton"
 HOUSE = (OURS, "torch")
@@ -44,6 +44,11 @@ class Contender:
     absent: tuple[str, ...] = ()
 
 
+def base_name(label: str) -> str:
+    """A label without its settings: `triton[...]` is `triton` still, and no peer."""
+    return label.partition("[")[0]
+
+
 def split_names(text: str) -> list[str]:
     """Names separated by commas; commas within brackets do not separate."""
     return [name.strip() for name in re.split(r",(?![^\[]*\])", text) if name.strip()]
@@ -53,14 +58,15 @@ def find_contenders(names: list[str] | None, device: torch.device) -> list[Conte
     """The backends of a run, in the order asked for.
 
     Args:
-        names: None means every backend that can run on the device; on a GPU without `torch`, the slow reference, unless it is named.
+        names: None means every backend that can run on the device, without what would measure nothing of interest unless it is named: on a GPU
+            `torch`, the slow reference, and elsewhere `triton`, which is interpreted there.
 
     Raises:
         ContractError, UnknownBackendError: a name that leads to no backend.
     """
     if names is None:
         found = [_registered(name, device) for name in registrations()]
-        left_out = ("torch",) if device.type == "cuda" else ()
+        left_out = ("torch",) if device.type == "cuda" else (OURS,)
         able = [contender for contender in found if not contender.absent and contender.label not in left_out]
         return sorted(able, key=lambda contender: (contender.label != OURS, contender.label == "torch"))
     return [_named(name, device) for name in dict.fromkeys(names)]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from attnlib.bench.contenders import OURS
 from attnlib.bench.results import Document, Row, ratio
 
 __all__ = ["draw_figures"]
@@ -77,7 +78,7 @@ def _timed(document: Document, kind: str) -> list[Row]:
 
 def _backends(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
     """Backend -> colour and marker; `triton` always has the first."""
-    names = sorted(dict.fromkeys(row.backend for row in rows), key=lambda name: name != "triton")
+    names = sorted(dict.fromkeys(row.backend for row in rows), key=lambda name: name != OURS)
     return {name: (_COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)]) for place, name in enumerate(names)}
 
 
@@ -97,9 +98,10 @@ def _label(row: Row) -> str:
 
 def _points(axes: Any, cases: Sequence[str], rows: Sequence[Row], value: Callable[[Row], float | None], style: dict[str, tuple[str, str]]) -> None:
     """One marker for each backend and case; backends stand side by side within a case."""
+    step = min(0.2, 0.7 / len(style))
     for place, (backend, (colour, marker)) in enumerate(style.items()):
         mine = {row.case: value(row) for row in rows if row.backend == backend}
-        shift = (place - (len(style) - 1) / 2) * 0.2
+        shift = (place - (len(style) - 1) / 2) * step
         where = [index + shift for index, case in enumerate(cases) if mine.get(case) is not None]
         heights = [mine[case] for case in cases if mine.get(case) is not None]
         axes.plot(where, heights, linestyle="none", marker=marker, color=colour, markersize=5.5, label=backend)
@@ -136,7 +138,7 @@ def _ceiling(axes: Any, document: Document, rows: Sequence[Row], key: str, unit:
 
 def _legend(figure: Any, style: dict[str, tuple[str, str]], pyplot: Any) -> None:
     handles = [pyplot.Line2D([], [], linestyle="none", marker=marker, color=colour, label=name) for name, (colour, marker) in style.items()]
-    figure.legend(handles=handles, loc="upper right", ncols=len(handles), frameon=False, fontsize=8.5)
+    figure.legend(handles=handles, loc="upper right", ncols=min(len(handles), 4), frameon=False, fontsize=8.5)
 
 
 def _decode(document: Document, pyplot: Any) -> Any:
@@ -144,7 +146,7 @@ def _decode(document: Document, pyplot: Any) -> Any:
     rows = [row for row in _timed(document, "decode") if row.gbps]
     if not rows:
         return None
-    size = {row.case: (row.gbps or 0.0) * (row.us or 0.0) for row in rows}
+    size = {row.case: float(round((row.gbps or 0.0) * (row.us or 0.0))) for row in rows}
     cases = sorted(dict.fromkeys(row.case for row in rows), key=lambda case: size[case])
     labels = {row.case: _label(row) for row in rows}
     style = _backends(rows)
@@ -181,7 +183,7 @@ def _prefill(document: Document, pyplot: Any) -> Any:
     )
     figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.9))
     for axes, page, group in zip(panels[0], pages, groups, strict=True):
-        order = {row.case: (_plain(row), *_pairs(row)) for row in group}
+        order = {row.case: (_special(row), *_pairs(row)) for row in group}
         cases = sorted(order, key=lambda case: order[case])
         labels = {row.case: _label(row) for row in group}
         _points(axes, cases, group, lambda row: row.tflops, style)
@@ -193,8 +195,8 @@ def _prefill(document: Document, pyplot: Any) -> Any:
     return figure
 
 
-def _plain(row: Row) -> bool:
-    """Sorts ordinary heads before the others: windows and other head sizes are no points of the same curve."""
+def _special(row: Row) -> bool:
+    """Stands behind the ordinary cases: windows and other head sizes are no points of the same curve."""
     return row.settings.get("head_size") != 128 or bool(row.settings.get("sliding_window"))
 
 
@@ -206,7 +208,7 @@ def _pairs(row: Row) -> tuple[int, int]:
 
 def _ratio(document: Document, pyplot: Any) -> Any:
     """The time of `triton` over the best peer's, a bar for each case."""
-    found = [(row, value) for row in document.rows if (value := ratio(document.rows, row)) is not None]
+    found = [(row, value) for row in document.rows if row.backend == OURS and (value := ratio(document.rows, row)) is not None]
     if not found:
         return None
     figure, axes = pyplot.subplots(figsize=(_WIDTH, 0.9 + 0.21 * len(found)), layout="constrained")

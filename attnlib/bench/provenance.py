@@ -37,7 +37,11 @@ def provenance(command: str | None = None, commit: str | None = None, device: to
         "threads": torch.get_num_threads(),
         "cpu": _cpu(),
     }
-    facts["environment"] = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("ATTNLIB_", "TRITON_"))}
+    facts["environment"] = {
+        name: Path(value).name if os.sep in value else value  # a result file names no place on a machine
+        for name, value in sorted(os.environ.items())
+        if name.startswith("ATTNLIB_") or name == "TRITON_INTERPRET"
+    }
     facts["peers"] = {name: found for name in _PEERS if (found := _version(name)) != "not installed"}
     if torch.cuda.is_available() and (device is None or device.type == "cuda"):
         facts["gpu"] = torch.cuda.get_device_name(device)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from attnlib.bench.contenders import HOUSE, OURS
+from attnlib.bench.contenders import HOUSE, OURS, base_name
 from attnlib.errors import ContractError
 
 __all__ = ["SCHEMA", "Document", "Row", "Run", "best_peer", "merge", "ratio", "read_document", "write_document"]
@@ -143,12 +143,12 @@ def best_peer(rows: Iterable[Row], like: Row) -> Row | None:
     peers = [
         row
         for row in rows
-        if row.status == "ok" and row.backend not in HOUSE and (row.case, row.run, row.how) == (like.case, like.run, like.how) and row.us
+        if row.status == "ok" and base_name(row.backend) not in HOUSE and (row.case, row.run, row.how) == (like.case, like.run, like.how) and row.us
     ]
     return min(peers, key=lambda row: row.us or 0.0, default=None)
 
 
 def ratio(rows: Sequence[Row], row: Row) -> float | None:
-    """The time of `triton` over the best peer's; None for other backends and where one of the two has no time."""
-    peer = best_peer(rows, row) if row.backend == OURS and row.us else None
+    """The time of `triton` (with or without settings) over the best peer's; None for other backends and where one of the two has no time."""
+    peer = best_peer(rows, row) if base_name(row.backend) == OURS and row.us else None
     return row.us / peer.us if peer is not None and row.us and peer.us else None

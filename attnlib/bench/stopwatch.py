@@ -23,6 +23,7 @@ Call = Callable[[int], object]
 
 ROUNDS = 7
 _ROUND_US = 3000.0
+_REPLAY_US = 10_000.0
 _MOST_CALLS = 480
 _LONG_US = 200_000.0
 
@@ -87,7 +88,8 @@ class GraphWatch:
         side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            call(0)
+            for number in range(copies):
+                call(number)  # whatever a launch prepares for an address it has not seen happens here
         torch.cuda.current_stream(device).wait_stream(side)
         torch.cuda.synchronize(device)
         gc.collect()  # nothing is to be freed while the capture lasts
@@ -102,7 +104,7 @@ class GraphWatch:
             raise
         self.replay()
         self._replays = 1
-        self._replays = max(min(int(_ROUND_US / max(self._replayed_us(), 1.0)), 200), 1)
+        self._replays = max(min(int(_REPLAY_US / max(self._replayed_us(), 1.0)), 200), 1)
         self.calls = captured * self._replays
 
     def round(self) -> tuple[float, float | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
+from attnlib.bench.contenders import OURS
 from attnlib.bench.results import Document, Row, Run, ratio
 
 __all__ = ["HEADER", "LEGEND", "case_lines", "heading", "kernel_lines", "markdown", "summary_line"]
@@ -99,7 +100,7 @@ def kernel_lines(rows: Sequence[Row]) -> list[str]:
 def summary_line(rows: Sequence[Row], seconds: float) -> str:
     """Rows by status, how often triton is at least as fast as the best peer, and how long it took."""
     counts = {status: sum(row.status == status for row in rows) for status in dict.fromkeys(row.status for row in rows)}
-    ratios = [found for row in rows if (found := ratio(rows, row)) is not None]
+    ratios = [found for row in rows if row.backend == OURS and (found := ratio(rows, row)) is not None]
     told = [f"{count} {status}" for status, count in counts.items()]
     if ratios:
         told.append(f"triton at most 1.00 x the best peer's time on {sum(value <= 1.0 for value in ratios)} of {len(ratios)} cases")
@@ -114,7 +115,7 @@ def markdown(document: Document) -> str:
     lines.append("|---|" + "---:|" * (len(names) + 3))
     for case, group in groupby(rows, key=lambda row: row.case):
         mine = {row.backend: row for row in group}
-        ours = mine.get("triton")
+        ours = mine.get(OURS)
         to_peer = ratio(rows, ours) if ours else None
         cells = [_cell(mine.get(name)) for name in names]
         cells += [rate(ours) if ours else "", f"{ours.share:.1%}" if ours and ours.share else "", "" if to_peer is None else f"{to_peer:.2f}"]

@@ -84,6 +84,8 @@ def test_the_ratio_is_to_the_best_right_peer_of_the_same_run() -> None:
     peer = best_peer(rows, ours)
     assert peer is not None and peer.backend == "flash_attn"
     assert ratio(rows, ours) == pytest.approx(0.9) and ratio(rows, rows[2]) is None
+    variant = row_of("triton[gluon=0]", 8.0)
+    assert best_peer([*rows, variant], ours) == peer and ratio([*rows, variant], variant) == pytest.approx(0.8)
     assert ratio([ours], ours) is None and ratio(rows, row_of("triton")) is None
 
 
