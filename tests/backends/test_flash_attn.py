@@ -241,6 +241,43 @@ def test_each_generation_refuses_with_its_limit(
     assert any(words in reason and reason.startswith(f"FlashAttention {version} (") for reason in reasons), reasons
 
 
+@pytest.mark.parametrize(
+    ("device", "refused_by"),
+    [
+        (T4, ["compute capability 7.5 is below 8.0"]),
+        (DeviceInfo("cuda", 0, (12, 0), name="RTX 5090"), ["FlashAttention 3 (flash_attn_interface)", "FlashAttention 4 (flash_attn.cute)"]),
+    ],
+)
+def test_a_card_without_a_kernel_is_refused_before_any_kernel(
+    monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder, device: DeviceInfo, refused_by: list[str]
+) -> None:
+    """I4: "only supports Ampere" and "no kernel image" are reasons at selection, for every generation."""
+    install_fa3(monkeypatch, record)
+    install_fa4(monkeypatch, record)
+    reasons = FlashAttnBackend.validate_configuration(spec_of(), device)
+    assert all(any(reason.startswith(words) for reason in reasons) for words in refused_by), reasons
+    assert all(f"{device.capability[0]}.{device.capability[1]}" in reason for reason in reasons if device.capability), reasons
+
+
+def test_an_argument_that_an_older_release_lacks_is_a_feature_less(monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder) -> None:
+    """I5, vllm#20556: 2.5 had no softcap and 2.3 no alibi_slopes; a spec that needs one is refused, others are served without naming it."""
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
+        return_attn_probs=False, block_table=None,
+    ):  # fmt: skip
+        record.calls.append({"softmax_scale": softmax_scale})
+        out = torch.zeros_like(q)
+        return (out, torch.zeros(q.shape[1], q.shape[0]), None) if return_attn_probs else out
+
+    fakes.install(monkeypatch, "flash_attn", flash_attn_varlen_func=flash_attn_varlen_func)
+    for changes, words in (({"logits_soft_cap": 30.0}, "logits_soft_cap=30.0: not supported"), ({"has_alibi": True}, "ALiBi")):
+        reasons = FlashAttnBackend.validate_configuration(spec_of(block_size=256, **changes), H200)
+        assert any(words in reason for reason in reasons), reasons
+    run(monkeypatch, make_step(spec_of(block_size=256), [1, 3], [9, 30]))
+    assert len(record.calls) == 1, "called without a TypeError"
+
+
 def test_the_builder_refuses_as_selection_does(monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder) -> None:
     with pytest.raises(BackendUnavailableError, match="pip install"):
         builder_for(monkeypatch, spec_of())

@@ -433,3 +433,84 @@ def test_the_toolchain_is_looked_for_where_flashinfer_looks(monkeypatch: pytest.
     assert toolchain_gaps("0.6.12") == []
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     assert "/nowhere/bin/nvcc" in toolchain_gaps("0.6.12")[0]
+
+
+def test_a_path_in_place_of_a_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm#36077: CUDA_HOME=":/usr/local/cuda" is taken by FlashInfer as it is; the reason shows where that leads."""
+    monkeypatch.setattr(probe, "_has_prebuilt_files", lambda: False)
+    monkeypatch.setenv("CUDA_HOME", ":/usr/local/cuda")
+    assert "nvcc is not at :/usr/local/cuda/bin/nvcc: set CUDA_HOME" in toolchain_gaps("0.6.12")[0]
+
+
+def test_prebuilt_files_need_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """J2, fi#2093: kernels inside the package serve a box without nvcc; an empty folder for them does not."""
+    package = tmp_path / "flashinfer"
+    module = package / "data" / "aot" / "batch_prefill" / "batch_prefill.so"
+    module.parent.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    monkeypatch.delitem(sys.modules, "flashinfer")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert len(toolchain_gaps("0.6.12")) == 2
+    module.write_bytes(b"")
+    assert toolchain_gaps("0.6.12") == []
+
+
+def test_a_card_that_is_too_old_is_refused_before_any_kernel(record: fakes.Recorder) -> None:
+    """I4: no "no kernel image" at the first forward."""
+    (reason,) = FlashInferBackend.validate_configuration(spec_of(), DeviceInfo("cuda", 0, (7, 0), name="Tesla V100"))
+    assert "7.0" in reason and "8.0" in reason
+
+
+NINJA = """Ninja build failed. Ninja output:
+ninja: Entering directory `/cache/module'
+[1/10] nvcc --generate-dependencies-with-compile -MF error.d -c paged_mask_0.cu
+FAILED: paged_mask_0.cuda.o
+/include/prefill.cuh(12): error: identifier "cuda" is undefined
+nvcc fatal   : Unsupported gpu architecture 'compute_90a' (error)
+ninja: build stopped: subcommand failed."""
+
+
+def test_a_failed_build_shows_the_compilers_words(monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder) -> None:
+    """J4, fi#4410: the error lines and the next action instead of ninja's output."""
+    spec = spec_of()
+    builder = builder_for(monkeypatch, spec)
+
+    def fail(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(NINJA)
+
+    monkeypatch.setattr(sys.modules["flashinfer"].BatchDecodeWithPagedKVCacheWrapper, "plan", fail)
+    with pytest.raises(BackendUnavailableError) as caught:
+        builder.build(0, make_step(spec, [1, 1], [5, 20]).common)
+    text = str(caught.value)
+    assert 'error: identifier "cuda" is undefined | nvcc fatal' in text and "CUDA_HOME" in text and "head_size=64" in text
+    assert "Entering directory" not in text and "-MF" not in text
+
+
+def test_other_errors_of_a_plan_stay_what_they_are(monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder) -> None:
+    """A full workspace is no failed build."""
+    spec = spec_of()
+    builder = builder_for(monkeypatch, spec)
+
+    def fail(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Buffer overflow when allocating memory for batch_prefill_tmp_v")
+
+    monkeypatch.setattr(sys.modules["flashinfer"].BatchDecodeWithPagedKVCacheWrapper, "plan", fail)
+    with pytest.raises(RuntimeError, match="^Buffer overflow"):
+        builder.build(0, make_step(spec, [1], [5]).common)
+
+
+def test_a_possible_build_is_announced_once(monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder, caplog: pytest.LogCaptureFixture) -> None:
+    """J4: before it begins, with what and where; another window is the same kernel."""
+    from attnlib.backends.flashinfer import wrappers
+
+    monkeypatch.setattr(wrappers, "_announced", set())
+    caplog.set_level("INFO", logger="attnlib")
+    for window in (4, 9, None):
+        spec = spec_of(sliding_window=window)
+        builder = builder_for(monkeypatch, spec)
+        for _ in range(2):
+            builder.build(0, make_step(spec, [1], [5]).common)
+    said = [record.getMessage() for record in caplog.records if "first plan for" in record.getMessage()]
+    assert len(said) == 2 and all("head_size=64" in line and "compiled now" in line and "cache" in line for line in said)

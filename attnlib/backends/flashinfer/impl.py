@@ -91,9 +91,7 @@ class FlashInferImpl(AttentionImpl):
             output.copy_(packed)
 
 
-def _packed(
-    output: torch.Tensor, lse: torch.Tensor | None, scratch: torch.Tensor, *, wants_lse: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _packed(output: torch.Tensor, lse: torch.Tensor | None, scratch: torch.Tensor, *, wants_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Where the kernel writes: the caller's own tensors where they are packed, else views of the scratch memory."""
     rows, heads, size = output.shape
     end = rows * heads * size * output.element_size()

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from attnlib.backends.flashinfer.plans import Lease, PageList, PlanKey, WrapperPool, list_pages
+from attnlib.backends.flashinfer.plans import Lease, PageList, PlanKey, list_pages
 from attnlib.backends.flashinfer.probe import find_api
+from attnlib.backends.flashinfer.wrappers import Wrappers
 from attnlib.device import resolve_device
 from attnlib.errors import BackendUnavailableError, ContractError, UnsupportedConfigError
 from attnlib.metadata.base import AttentionMetadataBuilder
@@ -24,8 +25,6 @@ from attnlib.spec import AttentionSpec, CudaGraphSupport
 from attnlib.workspace import Workspace
 
 __all__ = ["FlashInferMetadata", "FlashInferMetadataBuilder", "plan_key", "scratch_bytes"]
-
-_MIB = 1024 * 1024
 
 
 def plan_key(parameters: PerLayerParameters) -> PlanKey:
@@ -69,20 +68,16 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         api, problem = find_api(info.capability)
         if api is None:
             raise BackendUnavailableError(problem)
-        self._api = api
-        self._hopper = info.capability is not None and info.capability[0] == 9
         self._keys = self._plan_keys()
-        self._workspace = Workspace(self.device, self._declared_bytes(), fixed=True)
-        self._workspace.reserve(0).zero_()  # the decode wrapper counts on zeros in its first use
+        self._wrappers = Wrappers(api, spec, self.device, self.config, info.capability is not None and info.capability[0] == 9, self.limits)
         most = scratch_bytes(spec, self.limits.max_num_tokens) if self.limits else 0
         self._scratch = Workspace(self.device, most, fixed=self.limits is not None)
-        self._pools: dict[str, WrapperPool] = {}
         self._graphs: dict[tuple[int, int], dict[PlanKey, Lease]] = {}
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes of scratch memory held, apart from 8 MiB on the device and 8 MiB pinned for each plan in flight."""
-        return self._workspace.num_bytes + self._scratch.num_bytes
+        return self._wrappers.workspace_bytes + self._scratch.num_bytes
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> FlashInferMetadata:
         """The batch, planned."""
@@ -101,14 +96,12 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             )
         slot = _graph_id(common)
         if slot not in self._graphs:
-            self._graphs[slot] = {key: self._graph_pool(common).take() for key in self._keys}
+            self._graphs[slot] = {key: self._wrappers.graph_pool(common).take() for key in self._keys}
         metadata = self._build(common, self._graphs[slot])
         metadata.live_tokens = None  # another number at every replay
         return metadata
 
-    def update_block_table(
-        self, metadata: FlashInferMetadata, block_table: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> FlashInferMetadata:
+    def update_block_table(self, metadata: FlashInferMetadata, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> FlashInferMetadata:
         """The same batch with other blocks: page ids are part of a plan, so it is planned again."""
         return self._build(metadata.common.replace(block_table_tensor=block_table, slot_mapping=slot_mapping), None)
 
@@ -135,19 +128,19 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
 
     def _plan_decode(self, common: CommonAttentionMetadata, lengths: np.ndarray, graph: dict[PlanKey, Lease] | None) -> dict[PlanKey, Lease]:
         pages = self._pages(common, lengths, 0)
-        plans = graph or {key: self._pool("decode").take() for key in self._keys}
+        plans = graph or {key: self._wrappers.pool("decode").take() for key in self._keys}
         for key, lease in plans.items():
             if graph is not None:
                 lease.await_copy()
-            lease.wrapper.plan(
+            self._wrappers.plan(
+                lease,
+                key,
                 indptr=pages.indptr,
                 indices=pages.indices,
                 last_page_len=pages.last_page_len,
                 head_dim=self.spec.head_size,
                 seq_lens=pages.seq_lens,
-                **self._plan_arguments(key),
             )
-            lease.planned()
         return plans
 
     def _plan_prefill(self, common: CommonAttentionMetadata, lengths: np.ndarray, first: int, causal: bool) -> dict[PlanKey, Lease]:
@@ -156,8 +149,10 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         sees_all = bool((lengths >= common.query_lens_cpu.numpy())[first:].all())
         plans = {}
         for key in self._keys:
-            lease = self._pool(self._prefill_backend(key, sees_all)).take()
-            lease.wrapper.plan(
+            lease = self._wrappers.pool(self._wrappers.prefill_backend(key, sees_all)).take()
+            self._wrappers.plan(
+                lease,
+                key,
                 qo_indptr=starts,
                 paged_kv_indptr=pages.indptr,
                 paged_kv_indices=pages.indices,
@@ -165,74 +160,13 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
                 head_dim_qk=self.spec.head_size,
                 causal=causal or key.window_right == 0,
                 seq_lens=pages.seq_lens,
-                **self._plan_arguments(key),
             )
-            lease.planned()
             plans[key] = lease
         return plans
 
     def _pages(self, common: CommonAttentionMetadata, lengths: np.ndarray, first: int) -> PageList:
         assert common.block_table_tensor is not None  # paged_fields has made sure
         return list_pages(lengths, common.block_table_tensor[first : first + len(lengths)], self.spec.block_size)
-
-    def _plan_arguments(self, key: PlanKey) -> dict[str, Any]:
-        """What both wrappers' plans take. The scale is 1 here and given at the call, so layers of different scales share a plan."""
-        return {
-            "num_qo_heads": self.spec.num_heads,
-            "num_kv_heads": self.spec.num_kv_heads,
-            "page_size": self.spec.block_size,
-            "window_left": key.window_left,
-            "logits_soft_cap": key.logits_soft_cap or 0.0,
-            "q_data_type": self.spec.dtype,
-            "kv_data_type": self.spec.kv_dtype,
-            "sm_scale": 1.0,
-            "non_blocking": True,
-        }
-
-    def _prefill_backend(self, key: PlanKey, every_row_sees_a_key: bool) -> str:
-        """fa3 is faster on Hopper; it gives rows that see no key a weight, takes no float8 cache with a 16-bit query, and is left out for windows."""
-        wish = self.config.get("prefill_backend", "auto")
-        fits = self._hopper and every_row_sees_a_key and not self.spec.is_kv_quantized
-        if wish == "fa3":
-            return "fa3" if fits else "fa2"
-        return "fa3" if wish == "auto" and fits and key.window_left < 0 else "fa2"
-
-    def _pool(self, kind: str) -> WrapperPool:
-        if kind not in self._pools:
-            scratch = self._workspace.reserve(0)
-
-            def make() -> Any:
-                if kind == "decode":
-                    return self._api.decode(float_workspace_buffer=scratch, kv_layout="NHD", use_tensor_cores=self._tensor_cores(), backend="fa2")
-                return self._api.prefill(float_workspace_buffer=scratch, kv_layout="NHD", backend=kind)
-
-            self._pools[kind] = WrapperPool(make, self.device)
-        return self._pools[kind]
-
-    def _graph_pool(self, common: CommonAttentionMetadata) -> WrapperPool:
-        """Decode wrappers over buffers of their own, for one captured batch size."""
-        assert common.block_table_tensor is not None  # single-token decodes are paged
-        reqs, most = common.num_reqs, common.block_table_tensor.shape[1]
-
-        def make() -> Any:
-            def empty(size: int) -> torch.Tensor:
-                return torch.zeros(size, dtype=torch.int32, device=self.device)
-
-            return self._api.decode(
-                float_workspace_buffer=self._workspace.reserve(0),
-                kv_layout="NHD",
-                use_cuda_graph=True,
-                use_tensor_cores=self._tensor_cores(),
-                paged_kv_indptr_buffer=empty(reqs + 1),
-                paged_kv_indices_buffer=empty(max(reqs * most, 1)),
-                paged_kv_last_page_len_buffer=empty(reqs),
-                backend="fa2",
-            )
-
-        return WrapperPool(make, self.device)
-
-    def _tensor_cores(self) -> bool:
-        return bool(self.config.get("tensor_cores", True))
 
     def _plan_keys(self) -> tuple[PlanKey, ...]:
         left, right = self.spec.visible_window.as_kernel_args()
@@ -245,20 +179,6 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
                     backend="flashinfer",
                 )
         return tuple(dict.fromkeys(plan_key(parameters) for parameters in groups))
-
-    def _declared_bytes(self) -> int:
-        """Partial results of split keys: two programs per multiprocessor, or two tiles per request of a captured batch, each of a whole tile."""
-        given = self.config.get("workspace_bytes")
-        if given is not None:
-            return int(given)
-        spec, processors = self.spec, 1
-        if self.device.type == "cuda":
-            processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        per_row = spec.num_heads * (spec.head_size_v + 1) * 4
-        split_tiles = -(-2 * processors // spec.num_kv_heads) * 128
-        tile = next((rows for rows in (16, 64) if spec.group_size <= rows), 128)
-        captured = 2 * (self.limits.max_num_reqs if self.limits else 0) * tile
-        return max(128 * _MIB, per_row * max(split_tiles, captured) + 16 * _MIB)
 
 
 def scratch_bytes(spec: AttentionSpec, num_tokens: int) -> int:

@@ -58,7 +58,7 @@ def find_api(capability: tuple[int, int] | None) -> tuple[FlashInferApi | None, 
             being chosen; naming it in FLASHINFER_CUDA_ARCH_LIST during the import spares that.
     """
     if not is_installed("flashinfer"):
-        return None, 'flashinfer is not installed: pip install flashinfer-python'
+        return None, "flashinfer is not installed: pip install flashinfer-python"
     with _architecture_named(capability):
         imported = import_guarded("flashinfer")
     if imported.module is None:

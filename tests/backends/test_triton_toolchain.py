@@ -1,0 +1,72 @@
+"""Whether Triton can compile its launcher is known when a backend is chosen, not at the first kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnlib.backends.triton import TritonBackend
+from attnlib.device import DeviceInfo
+
+pytest.importorskip("triton", reason="the reasons are about a Triton that is there")
+
+H200 = DeviceInfo("cuda", 0, (9, 0), name="NVIDIA H200")
+
+
+@pytest.fixture(autouse=True)
+def _bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No compiler anywhere, and a driver library that loads."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+
+
+def compiler(folder: Path, name: str) -> str:
+    """An executable that exists."""
+    path = folder / name
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_missing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """J1, sgl#1067: "Failed to find C compiler" of a runtime image."""
+    assert TritonBackend.unavailable(H200) == ["no C compiler for Triton's launcher: install gcc or clang, or set CC to one"]
+    compiler(tmp_path, "gcc")
+    assert TritonBackend.unavailable(H200) == []
+    monkeypatch.setenv("CC", "/nowhere/gcc")
+    assert len(TritonBackend.unavailable(H200)) == 1, "CC wins over the PATH, as it does for Triton"
+    monkeypatch.setenv("CC", compiler(tmp_path, "my-compiler"))
+    assert TritonBackend.unavailable(H200) == []
+
+
+def test_a_missing_driver_library_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """J1, unsloth#1141: cannot find -lcuda."""
+    compiler(tmp_path, "gcc")
+
+    def refuse(name: str) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
+    (reason,) = TritonBackend.unavailable(H200)
+    assert "libcuda.so.1 is not found" in reason and "LD_LIBRARY_PATH" in reason
+
+
+def test_imagined_hardware_is_not_held_to_this_machine() -> None:
+    """`explain(spec, device="H200")` on a laptop is about the H200."""
+    imagined = DeviceInfo("cuda", 0, (9, 0), name="NVIDIA H200", imagined=True)
+    assert TritonBackend.unavailable(imagined) == []
+
+
+def test_without_triton_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I2: not installed is a reason with the command that installs it."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    before = set(sys.modules)
+    assert TritonBackend.unavailable(H200) == ['triton is not installed: pip install "triton>=3.6"']
+    assert not {name for name in set(sys.modules) - before if name.startswith("triton")}
