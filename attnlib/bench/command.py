@@ -13,7 +13,7 @@ import torch
 
 from attnlib.bench.case import BenchCase
 from attnlib.bench.ceilings import Ceilings, measure_ceilings
-from attnlib.bench.contenders import Contender, find_contenders, split_names
+from attnlib.bench.contenders import Contender, absent, find_contenders, split_names
 from attnlib.bench.entry import unmeasured
 from attnlib.bench.measure import DeviceLostError, answers, measure_case
 from attnlib.bench.provenance import provenance
@@ -87,7 +87,8 @@ def _run(options: argparse.Namespace, cases: list[BenchCase], contenders: list[C
     run = Run(facts, dict(ceilings.to_json()))
     if facts["environment"]:
         _say("set: " + ", ".join(f"{name}={value}" for name, value in facts["environment"].items()) + "")
-    _say(heading(run), f"backends: {', '.join(one.label for one in contenders)}", LEGEND, "", HEADER)
+    missing = [] if options.backends else [f"not here: {one.label} ({'; '.join(one.absent)})" for one in absent(device)]
+    _say(heading(run), f"backends: {', '.join(one.label for one in contenders)}", *missing, LEGEND, "", HEADER)
     rows: list[Row] = []
     lost = ""
     for number, case in enumerate(cases):
@@ -111,7 +112,8 @@ def _measure(
 ) -> tuple[list[Row], str]:
     """(rows, why nothing more can be measured in this process)."""
     try:
-        return measure_case(case, contenders, device, ceilings, graphs=not options.eager, check=not options.no_check), ""
+        graphs = device.type == "cuda" and not options.eager
+        return measure_case(case, contenders, device, ceilings, graphs=graphs, check=not options.no_check), ""
     except DeviceLostError as error:
         failed = [unmeasured(case, one.label, "failed", str(error)) for one in contenders]
         return failed, f"{error}; measure the rest in a new process"

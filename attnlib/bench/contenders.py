@@ -21,7 +21,7 @@ from attnlib.selection.configured import configured
 from attnlib.selection.registry import registrations
 from attnlib.testing.subject import load_backend
 
-__all__ = ["HOUSE", "OURS", "Contender", "base_name", "find_contenders", "split_names"]
+__all__ = ["HOUSE", "OURS", "Contender", "absent", "base_name", "find_contenders", "split_names"]
 
 OURS = "triton"
 HOUSE = (OURS, "torch")
@@ -72,6 +72,11 @@ def find_contenders(names: list[str] | None, device: torch.device) -> list[Conte
     return [_named(name, device) for name in dict.fromkeys(names)]
 
 
+def absent(device: torch.device) -> list[Contender]:
+    """Known backends that cannot run here: a comparison should say who is missing."""
+    return [found for name in registrations() if (found := _registered(name, device)).absent]
+
+
 def _registered(name: str, device: torch.device) -> Contender:
     backend, missing = availability(registrations()[name], resolve_device(device))
     return Contender(name, backend, tuple(missing))
@@ -84,10 +89,10 @@ def _named(text: str, device: torch.device) -> Contender:
     path, settings = match["path"].strip(), _settings(text, match["settings"] or "")
     if path.lower() in registrations():
         found = _registered(path.lower(), device)
-        backend, absent = found.backend, found.absent
+        backend, reasons, label = found.backend, found.absent, text.lower()
     else:
-        backend, absent = _loaded(path), ()
-    return Contender(text.lower() if path.lower() in registrations() else text, None if backend is None else configured(backend, settings), absent)
+        backend, reasons, label = _loaded(path), (), text
+    return Contender(label, None if backend is None else configured(backend, settings), reasons)
 
 
 def _loaded(path: str) -> type[AttentionBackend]:

@@ -31,13 +31,13 @@ class DeviceLostError(RuntimeError):
 
 @torch.inference_mode()
 def measure_case(
-    case: BenchCase, contenders: Sequence[Contender], device: torch.device, ceilings: Ceilings, *, graphs: bool = True, check: bool = True
+    case: BenchCase, contenders: Sequence[Contender], device: torch.device, ceilings: Ceilings, *, graphs: bool = False, check: bool = True
 ) -> list[Row]:
     """Rows of one case, a contender each, in their order.
 
     Args:
         ceilings: of this run, for shares.
-        graphs: time CUDA graphs where the device has them; else eager calls.
+        graphs: time CUDA graphs; else eager calls.
         check: judge before timing; without it rows say so.
 
     Raises:
@@ -57,7 +57,7 @@ def measure_case(
                 entries.append(enter(case, one, material))
         gate = Gate(material) if check else None
         right = _judged(entries, gate, rows, device) if gate else entries
-        _time(right, gate, rows, device, graphs and device.type == "cuda", ceilings)
+        _time(right, gate, rows, device, graphs, ceilings)
     result = [row if (row := rows[one.label]) is not None else unmeasured(case, one.label, "failed", "no result") for one in contenders]
     material, able = None, []
     entries.clear()
@@ -177,7 +177,8 @@ def _watch(entry: Entry, graphs: bool, device: torch.device) -> EagerWatch | Gra
             entry.row = replace(entry.row, how="graph")
             return watch
         except Exception as error:  # a backend that cannot be captured is shown with its eager time
-            torch.cuda.synchronize(device)
+            if not answers(device):
+                raise
             entry.row = replace(entry.row, note=f"no graph: {told(error.__context__ or error)}")
     entry.row = replace(entry.row, how="eager")
     return EagerWatch(entry.attend, copies, device, entry.expected_us)

@@ -92,9 +92,9 @@ class GraphWatch:
                 call(number)  # whatever a launch prepares for an address it has not seen happens here
         torch.cuda.current_stream(device).wait_stream(side)
         torch.cuda.synchronize(device)
-        gc.collect()  # nothing is to be freed while the capture lasts
         self._graph = torch.cuda.CUDAGraph()
-        before = torch.cuda.current_stream(device)
+        before, collects = torch.cuda.current_stream(device), gc.isenabled()
+        gc.disable()  # nothing is to be freed while the capture lasts
         try:
             with same_batch_at_replay(), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 for number in range(captured):
@@ -102,6 +102,9 @@ class GraphWatch:
         except Exception:
             torch.cuda.set_stream(before)  # a capture that fails leaves its own stream behind as the current one
             raise
+        finally:
+            if collects:
+                gc.enable()
         self.replay()
         self._replays = 1
         self._replays = max(min(int(_REPLAY_US / max(self._replayed_us(), 1.0)), 200), 1)

@@ -30,7 +30,7 @@ def test_a_run_prints_and_writes_case_by_case(tmp_path: Path, capsys: pytest.Cap
     assert main(["bench", SMALL, OTHER, "--device", "cpu", "--json", str(target), "--commit", "abc1234"]) == 0
     shown = capsys.readouterr()
     assert f"{SMALL}: 2q1s40 · 4/2 heads of 16, page 16, float32" in shown.out and "2 rows · 2 ok" in shown.out
-    assert "[1/2, " in shown.err
+    assert "not here: flashinfer (flashinfer is not installed" in shown.out and "[1/2, " in shown.err
     document = read_document(target)
     assert [row.case for row in document.rows] == [SMALL, OTHER] and all(row.us for row in document.rows)
     facts = document.runs[0].provenance

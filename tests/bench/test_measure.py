@@ -212,3 +212,40 @@ def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.Mo
     with pytest.raises(RuntimeError, match="not permitted"):
         stopwatch.GraphWatch(call, 1, torch.device("cuda"), 60.0)
     assert len(fake.streams) == 1
+
+
+class FakeGraph(stopwatch.EagerWatch):
+    """A graph whose replay is one call."""
+
+    def replay(self) -> None:
+        self._call(self._copies - 1)
+
+
+def test_graphs_are_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "GraphWatch", FakeGraph)
+    (row,) = rows_of("torch", graphs=True)
+    assert (row.status, row.how, row.note) == ("ok", "graph", "") and row.us and row.write_us and row.eager_us
+
+
+def test_what_a_graph_computes_is_judged_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stale(FakeGraph):
+        def replay(self) -> None:
+            pass  # nothing is written
+
+    monkeypatch.setattr(measure, "GraphWatch", Stale)
+    (row,) = rows_of("torch", graphs=True)
+    assert row.status == "wrong" and row.reason.startswith("replayed from a CUDA graph: out: 12 rows hold NaN") and row.us is None
+
+
+def test_what_cannot_be_captured_is_timed_eagerly_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoGraph(FakeGraph):
+        def __init__(self, *args: Any) -> None:
+            try:
+                raise RuntimeError("cannot sync while capturing\nlong trace")
+            except RuntimeError as root:
+                raise RuntimeError("capture_end failed") from root
+
+    monkeypatch.setattr(measure, "GraphWatch", NoGraph)
+    (row,) = rows_of("torch", graphs=True)
+    assert (row.status, row.how, row.note.split(";")[0]) == ("ok", "eager", "no graph: RuntimeError: cannot sync while capturing")
+    assert row.us and row.layer_us and row.write_us is None and "no time for the cache write" in row.note
