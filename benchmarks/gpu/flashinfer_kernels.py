@@ -75,8 +75,9 @@ _STUB_FA2 = """#include <flashinfer/attention/mask.cuh>
 #include <flashinfer/pos_enc.cuh>
 #include "batch_prefill_config.inc"
 namespace flashinfer {
-template <uint32_t CTA_TILE_Q, uint32_t HEAD_DIM_QK, uint32_t HEAD_DIM_VO, PosEncodingMode POS_ENCODING_MODE, bool USE_FP16_QK_REDUCTION,
-          MaskMode MASK_MODE, typename AttentionVariant, typename Params>
+"""
+_BODY_FA2 = """template <uint32_t CTA_TILE_Q, uint32_t HEAD_DIM_QK, uint32_t HEAD_DIM_VO, PosEncodingMode POS_ENCODING_MODE,
+          bool USE_FP16_QK_REDUCTION, MaskMode MASK_MODE, typename AttentionVariant, typename Params>
 cudaError_t @NAME@(Params params, typename Params::DTypeO* tmp_v, float* tmp_s, bool enable_pdl, cudaStream_t stream) {
   return cudaErrorNotSupported;
 }
@@ -85,8 +86,9 @@ _STUB_FA3 = """#include <flashinfer/attention/mask.cuh>
 #include <flashinfer/math.cuh>
 #include "batch_prefill_sm90_config.inc"
 namespace flashinfer {
-template <uint32_t HEAD_DIM_QK, uint32_t HEAD_DIM_VO, MaskMode MASK_MODE, bool LEFT_SLIDING_WINDOW, bool SAME_SCHEDULE_FOR_ALL_HEADS,
-          typename AttentionVariant, typename Params>
+"""
+_BODY_FA3 = """template <uint32_t HEAD_DIM_QK, uint32_t HEAD_DIM_VO, MaskMode MASK_MODE, bool LEFT_SLIDING_WINDOW,
+          bool SAME_SCHEDULE_FOR_ALL_HEADS, typename AttentionVariant, typename Params>
 cudaError_t @NAME@(Params& params, bool enable_pdl, cudaStream_t stream) {
   return cudaErrorNotSupported;
 }
@@ -100,26 +102,33 @@ def is_needed(source: Path) -> bool:
     return "ragged" not in name and not name.endswith(("_mask_2.cu", "_mask_3.cu"))
 
 
-def stub_of(text: str, custom_mask: bool) -> str:
-    """The same entries as a generated source has, with a body that reports "not supported" instead of a kernel."""
-    entries = list(_ENTRY.finditer(text))
-    if not entries:
-        raise ValueError("a generated source without entries: another FlashInfer than 0.6.12? use --full")
-    preamble = (_STUB_FA3 if "sm90" in text else _STUB_FA2).replace("@NAME@", entries[0].group(1))
-    body = "\n".join(entry.group(0).replace("use_custom_mask", str(custom_mask).lower()) for entry in entries)
-    return f"{preamble}{body}\n}}  // namespace flashinfer\n"
+def stub_of(sources: list[tuple[str, bool]]) -> str:
+    """One source with the entries of several generated ones, and a body that reports "not supported" in place of each kernel.
+
+    Args:
+        sources: (text, whether it is of the custom mask) of each; all of one module.
+    """
+    hopper = any("sm90" in text for text, _ in sources)
+    names, entries = dict[str, None](), list[str]()
+    for text, custom in sources:
+        found = list(_ENTRY.finditer(text))
+        if not found:
+            raise ValueError("a generated source without entries: another FlashInfer than 0.6.12? use --full")
+        names.update({entry.group(1): None for entry in found})
+        entries += [entry.group(0).replace("use_custom_mask", str(custom).lower()) for entry in found]
+    bodies = [(_BODY_FA3 if hopper else _BODY_FA2).replace("@NAME@", name) for name in names]
+    return "".join([_STUB_FA3 if hopper else _STUB_FA2, *bodies, "\n".join(entries), "\n}  // namespace flashinfer\n"])
 
 
 def lean(spec: Any) -> Any:
-    """The spec with the files that attnlib never calls replaced by stubs beside them."""
-    sources = []
-    for source in spec.sources:
-        if not is_needed(source):
-            stub = source.with_name(f"stub_{source.name}")
-            stub.write_text(stub_of(source.read_text(), "_mask_2" in source.name))
-            source = stub
-        sources.append(source)
-    return dataclasses.replace(spec, sources=sources)
+    """The spec with one stub in place of the files that attnlib never calls."""
+    kept = [source for source in spec.sources if is_needed(source)]
+    others = [source for source in spec.sources if not is_needed(source)]
+    if not others:
+        return spec
+    stub = others[0].with_name("stub.cu")
+    stub.write_text(stub_of([(source.read_text(), "_mask_2" in source.name) for source in others]))
+    return dataclasses.replace(spec, sources=[*kept, stub])
 
 
 def spec_of(kernel: Kernel) -> Any:
@@ -157,7 +166,7 @@ class Builder:
             self.say(f"{spec.name}: already there")
             return True
         began = time.monotonic()
-        errors = "asked for" if self.full else self._ninja(lean(spec))
+        errors = self._lean(spec)
         if errors and not self._late():
             self.say(f"{spec.name}: compiling it whole ({errors})")
             errors = self._ninja(spec)
@@ -170,6 +179,15 @@ class Builder:
         waiting.replace(spec.aot_path)
         self.say(f"{spec.name}: {time.monotonic() - began:.0f} s, {spec.aot_path.stat().st_size / 2**20:.1f} MiB")
         return True
+
+    def _lean(self, spec: Any) -> str:
+        if self.full:
+            return "asked for"
+        try:
+            trimmed = lean(spec)
+        except ValueError as error:
+            return str(error)
+        return self._ninja(trimmed)
 
     def _late(self) -> bool:
         return time.monotonic() >= self.deadline

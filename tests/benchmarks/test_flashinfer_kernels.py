@@ -76,18 +76,23 @@ def test_what_attnlib_never_calls_is_left_out(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).write_text(PAGED_FA2 if "paged" in name else PAGED_FA2.replace("Paged", "Ragged"))
     sources = script.lean(Spec([tmp_path / name for name in names])).sources
-    kept = {path.name for path in sources if not path.name.startswith("stub_")}
-    assert kept == {"batch_prefill_paged_kernel_mask_0.cu", "batch_prefill_paged_kernel_mask_1.cu", "batch_prefill.cu"}
-    stub = (tmp_path / "stub_batch_prefill_paged_kernel_mask_2.cu").read_text()
-    assert "prefill.cuh" not in stub and "return cudaErrorNotSupported" in stub
-    assert stub.count("template cudaError_t BatchPrefillWithPagedKVCacheDispatched") == 2
-    assert stub.count("DefaultAttention<true,") == 2 and "use_custom_mask" not in stub
-    assert "DefaultAttention<false, false" in (tmp_path / "stub_batch_prefill_ragged_kernel_mask_0.cu").read_text()
+    assert {path.name for path in sources} == {
+        "batch_prefill_paged_kernel_mask_0.cu",
+        "batch_prefill_paged_kernel_mask_1.cu",
+        "batch_prefill.cu",
+        "stub.cu",
+    }
+    stub = (tmp_path / "stub.cu").read_text()
+    assert "prefill.cuh" not in stub and stub.count("return cudaErrorNotSupported") == 2, "one body for each of the two names"
+    assert stub.count("template cudaError_t BatchPrefillWithPagedKVCacheDispatched") == 2 * 2
+    assert stub.count("template cudaError_t BatchPrefillWithRaggedKVCacheDispatched") == 4 * 2
+    assert stub.count("DefaultAttention<true,") == 2 * 2, "the custom mask, paged and ragged"
+    assert "use_custom_mask" not in stub
 
 
 def test_an_unknown_source_is_refused() -> None:
     with pytest.raises(ValueError, match="--full"):
-        script.stub_of("namespace flashinfer {}", False)
+        script.stub_of([("namespace flashinfer {}", False)])
 
 
 def test_packs_are_small_and_come_back(tmp_path: Path) -> None:
