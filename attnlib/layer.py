@@ -21,7 +21,7 @@ from attnlib.errors import ContractError
 from attnlib.handles import register
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec, AttentionType
-from attnlib.validation import check_call, check_values, per_head
+from attnlib.validation import call_facts, check_call, check_values, per_head
 
 __all__ = ["OBSERVERS", "Attention"]
 
@@ -81,6 +81,7 @@ class Attention(nn.Module):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.prefix = prefix
         self._writes = spec.is_paged and not spec.kv_sharing
+        self._accepted: tuple[Any, ...] = ()  # the facts of the last call that passed `check_call`
         self.handle = register(self)
 
     @classmethod
@@ -203,7 +204,10 @@ class Attention(nn.Module):
         Raises:
             ContractError: as `forward`.
         """
-        check_call(self, query, key, value, cache, metadata, lse is not None)
+        facts = call_facts(query, key, value, cache, metadata, lse is not None)
+        if facts != self._accepted:
+            check_call(self, query, key, value, cache, metadata, lse is not None)
+            self._accepted = facts
         if cache is not None:
             self._hand_over_scales(cache)
         level = env.read("ATTNLIB_VALIDATE")
@@ -255,6 +259,8 @@ class Attention(nn.Module):
         spec = self.spec
         shape = (query.shape[0], spec.num_heads * spec.head_size_v) if query.dim() == 2 else (query.shape[0], spec.num_heads, spec.head_size_v)
         if output is None:
+            if query.shape == shape and query.is_contiguous():
+                return torch.empty_like(query)  # the cheaper call
             return torch.empty(shape, dtype=query.dtype, device=query.device)
         if output.shape not in (shape, (query.shape[0], spec.num_heads, spec.head_size_v)):
             raise ContractError(f"output has shape {tuple(output.shape)}; it must be {list(shape)}", rule="P9")

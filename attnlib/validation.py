@@ -1,6 +1,7 @@
 """Bad input gets a clear error before any launch.
 
-`check_call` looks only at what the host knows for free (shapes, dtypes, devices) and runs on every call. `check_values` reads the metadata back
+`check_call` looks only at what the host knows for free (shapes, dtypes, devices) and runs on every call that differs in any of it from the layer's
+last (`call_facts`). `check_values` reads the metadata back
 from the device and checks every P- and M-rule that numbers can break; ATTNLIB_VALIDATE=1 turns it on.
 """
 
@@ -16,7 +17,7 @@ from attnlib.errors import ContractError, LayoutMismatchError
 if TYPE_CHECKING:
     from attnlib.layer import Attention
 
-__all__ = ["check_call", "check_values", "per_head"]
+__all__ = ["call_facts", "check_call", "check_values", "per_head"]
 
 
 def per_head(name: str, tensor: torch.Tensor, num_heads: int, head_size: int) -> torch.Tensor:
@@ -30,6 +31,31 @@ def per_head(name: str, tensor: torch.Tensor, num_heads: int, head_size: int) ->
     if tensor.shape[1] != num_heads * head_size:
         raise ContractError(_wrong_shape(name, tensor, num_heads, head_size))
     return tensor.view(tensor.shape[0], num_heads, head_size)
+
+
+def call_facts(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    cache: PagedKVCache | None,
+    metadata: Any,
+    return_lse: bool,
+) -> tuple[Any, ...]:
+    """All that `check_call` reads of a call: when one of two calls of a layer with equal facts has passed, so does the other."""
+    slots = getattr(metadata, "slot_mapping", None)
+    stored = None
+    if cache is not None:
+        keys = cache.key_cache
+        stored = (keys.shape, keys.dtype, keys.device, cache.value_cache.shape, cache.layout)
+    return (
+        query.shape, query.stride(), query.dtype, query.device,
+        None if key is None else (key.shape, key.stride(), key.dtype, key.device),
+        None if value is None else (value.shape, value.stride(), value.dtype, value.device),
+        stored,
+        getattr(metadata, "num_actual_tokens", None),
+        None if slots is None else (slots.dtype, slots.shape),
+        return_lse,
+    )  # fmt: skip
 
 
 def check_call(

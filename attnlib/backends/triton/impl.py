@@ -79,25 +79,44 @@ class TritonImpl(AttentionImpl):
     def _decode(
         self, part: TritonMetadata, query: torch.Tensor, cache: PagedKVCache, output: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
-        paged_decode(*self._paged(part, query, cache), workspace=part.workspace, **self._call(part, cache, output, lse))
+        assert part.block_table is not None  # the builder refuses a paged layer without one
+        paged_decode(
+            query,
+            cache.key_cache,
+            cache.value_cache,
+            part.block_table,
+            part.query_start_loc,
+            part.seq_lens,
+            max_query_len=part.max_query_len,
+            max_seq_len=part.max_seq_len,
+            causal=part.causal,
+            query_bias=part.query_bias,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+            out=output,
+            lse=lse,
+            workspace=part.workspace,
+            **self._meaning,
+        )
 
     def _prefill(
         self, part: TritonMetadata, query: torch.Tensor, cache: PagedKVCache, output: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
-        paged_prefill(*self._paged(part, query, cache), **self._call(part, cache, output, lse))
-
-    def _paged(self, part: TritonMetadata, query: torch.Tensor, cache: PagedKVCache) -> tuple[Any, ...]:
-        return query, cache.key_cache, cache.value_cache, part.block_table, part.query_start_loc, part.seq_lens
-
-    def _call(self, part: TritonMetadata, cache: PagedKVCache, output: torch.Tensor, lse: torch.Tensor | None) -> dict[str, Any]:
-        return {
-            "max_query_len": part.max_query_len,
-            "max_seq_len": part.max_seq_len,
-            "causal": part.causal,
-            "query_bias": part.query_bias,
-            "k_scale": cache.k_scale,
-            "v_scale": cache.v_scale,
-            "out": output,
-            "lse": lse,
+        assert part.block_table is not None  # the builder refuses a paged layer without one
+        paged_prefill(
+            query,
+            cache.key_cache,
+            cache.value_cache,
+            part.block_table,
+            part.query_start_loc,
+            part.seq_lens,
+            max_query_len=part.max_query_len,
+            max_seq_len=part.max_seq_len,
+            causal=part.causal,
+            query_bias=part.query_bias,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+            out=output,
+            lse=lse,
             **self._meaning,
-        }
+        )

@@ -25,7 +25,7 @@ class TritonMetadata(PagedMetadata):
     """A batch for the Triton kernels.
 
     Attributes:
-        workspace: partial results of the programs that share one request's keys in decode, [>= bytes] uint8 device; None when nothing is split.
+        workspace: partial results of the programs that share one request's keys in decode, [>= elements] float32 device; None when nothing is split.
             Its size follows from upper bounds only, so a graph replays it with other lengths.
     """
 
@@ -60,7 +60,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             causal = fields["causal"] is True
             splits = self._splits(fields["num_decodes"], fields["max_decode_query_len"], fields["max_seq_len"], causal)
             needed = paged_decode_workspace_bytes(fields["num_decode_tokens"], self.spec.num_heads, self.spec.head_size_v, splits)
-            workspace = self._workspace.reserve(needed) if needed else None
+            workspace = self._workspace.reserve(needed).view(torch.float32) if needed else None
         return TritonMetadata(**fields, workspace=workspace)
 
     def _splits(self, num_reqs: int, query_len: int, max_seq_len: int, causal: bool) -> int:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.ops.triton.device import DeviceLimits
-from attnlib.ops.triton.launch import dtype_of
 from attnlib.ops.triton.quant import KV_NATIVE, KV_PLAIN, kv_kind, scale_class, scale_kind
 from attnlib.ops.triton.tiles import split_head_size
 
@@ -113,7 +112,8 @@ def launch_key(
         value.dtype, value.shape, value.stride(), out.dtype, out.shape, out.stride(),
         starts.dtype, starts.shape, seq_lens.dtype, seq_lens.shape,
         None if block_table is None else (block_table.dtype, block_table.stride()),
-        scale, window, chunk, cap, dtype_of(causal) or causal, dtype_of(alibi), dtype_of(sinks),
+        scale, window, chunk, cap, causal.dtype if isinstance(causal, Tensor) else causal,
+        None if alibi is None else alibi.dtype, None if sinks is None else sinks.dtype,
         None if bias is None else (bias.dtype, bias.stride()), None if lse is None else (lse.dtype, lse.stride()),
         scale_class(k_scale), scale_class(v_scale),
     )  # fmt: skip

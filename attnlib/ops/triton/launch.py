@@ -18,12 +18,11 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import triton
-from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from attnlib.ops.triton import device as chips
 
-__all__ = ["BoundLaunch", "Remembered", "dtype_of"]
+__all__ = ["BoundLaunch", "Remembered"]
 
 _FIRST, _END = (3, 6), (3, 10)
 """Versions of Triton, from the first to before the end, whose launchers take the arguments as they are given here."""
@@ -46,11 +45,6 @@ def _known_switches() -> bool:
 
 
 _KNOWN = _known_version() and _known_switches() and hasattr(_KNOBS.compilation, "instrumentation_mode")
-
-
-def dtype_of(value: object) -> object:
-    """What of an optional tensor argument chooses a kernel, besides its address: its dtype; None for anything else."""
-    return value.dtype if isinstance(value, Tensor) else None
 
 
 def _undisturbed() -> bool:
