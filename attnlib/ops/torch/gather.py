@@ -9,15 +9,11 @@ addresses in 64 bits (P6).
 from __future__ import annotations
 
 import math
-import threading
 
 import torch
 from torch import Tensor
 
-__all__ = ["contiguous_run", "gather_blocks", "gather_memory", "request_positions"]
-
-_KEPT_BYTES = 256 << 20
-_kept = threading.local()
+__all__ = ["PageBuffer", "Scratch", "contiguous_run", "gather_blocks", "request_positions"]
 
 
 def contiguous_run(cache: Tensor, blocks: Tensor) -> Tensor | None:
@@ -35,36 +31,51 @@ def contiguous_run(cache: Tensor, blocks: Tensor) -> Tensor | None:
     return cache[first].as_strided(shape, cache.stride()[1:])
 
 
-def gather_blocks(cache: Tensor, blocks: Tensor, memory: Tensor | None = None) -> Tensor:
-    """A copy of the pages, `[n * N, Hkv, D]` as a view of memory in the order head, position, element.
+def gather_blocks(cache: Tensor, blocks: Tensor) -> Tensor:
+    """A copy of the pages, `[n * N, Hkv, D]` as a view of memory in the order head, position, element."""
+    return PageBuffer([cache], blocks.numel(), Scratch(cache.device)).load(blocks)[0]
 
-    `memory` is one-dimensional, uint8 and large enough for the copy; None allocates.
+
+class Scratch:
+    """Memory of one call: grows to what is asked for, and whoever takes next overwrites what was taken before.
+
+    It belongs to the call that made it, so that no call ever meets the pages of another.
     """
-    num_blocks, (_, block_size, num_heads, head_size) = blocks.numel(), cache.shape
-    shape = (num_heads, num_blocks, block_size, head_size)
-    if memory is None:
-        rows = torch.empty(shape, dtype=cache.dtype, device=cache.device)
-    else:
-        rows = memory[: math.prod(shape) * cache.element_size()].view(cache.dtype).view(shape)
-    if num_blocks > 0:
-        # As integers, because not every device selects one-byte floats.
-        source, target = (side.view(torch.uint8) if side.element_size() == 1 else side for side in (cache, rows))
-        torch.index_select(source, 0, blocks, out=target.permute(1, 2, 0, 3))
-    return rows.view(num_heads, num_blocks * block_size, head_size).transpose(0, 1)
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """`[num_bytes]` uint8, aligned as the allocator aligns, with anything in it."""
+        if self._memory.numel() < num_bytes:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._memory.device)
+        return self._memory[:num_bytes]
 
 
-def gather_memory(num_bytes: int) -> Tensor:
-    """Scratch on the CPU, `[num_bytes]` uint8, the same for every call of a thread: use it up before asking again.
+class PageBuffer:
+    """Room for copies of `num_pages` pages from each cache, in the order head, position, element."""
 
-    An allocator hands a buffer of megabytes back to the system, and faulting it in anew at every call costs as much as
-    the gathering. Larger requests than `_KEPT_BYTES` are allocated and not kept.
-    """
-    if num_bytes > _KEPT_BYTES:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-    kept: Tensor | None = getattr(_kept, "memory", None)
-    if kept is None or kept.numel() < num_bytes:
-        kept = _kept.memory = torch.empty(num_bytes, dtype=torch.uint8)
-    return kept[:num_bytes]
+    def __init__(self, caches: list[Tensor], num_pages: int, scratch: Scratch) -> None:
+        shapes = [(cache.shape[2], num_pages, cache.shape[1], cache.shape[3]) for cache in caches]
+        sizes = [math.prod(shape) * cache.element_size() for shape, cache in zip(shapes, caches, strict=True)]
+        memory = scratch.take(sum(_aligned(size) for size in sizes))
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self.rows: list[Tensor] = []
+        begin = 0
+        for cache, shape, size in zip(caches, shapes, sizes, strict=True):
+            rows = memory[begin : begin + size].view(cache.dtype).view(shape)
+            # One-byte floats as integers, because not every device selects them.
+            source, target = (side.view(torch.uint8) if side.element_size() == 1 else side for side in (cache, rows))
+            self._copies.append((source, target.permute(1, 2, 0, 3)))
+            self.rows.append(rows.view(shape[0], num_pages * shape[2], shape[3]).transpose(0, 1))
+            begin += _aligned(size)
+
+    def load(self, blocks: Tensor) -> list[Tensor]:
+        """Copy these pages, exactly as many as there is room for; `[n * N, Hkv, D]` from each cache, until the next load."""
+        if blocks.numel() > 0:
+            for source, target in self._copies:
+                torch.index_select(source, 0, blocks, out=target)
+        return self.rows
 
 
 def request_positions(cache: Tensor, table_row: Tensor, start: int, end: int) -> Tensor:
@@ -76,3 +87,7 @@ def request_positions(cache: Tensor, table_row: Tensor, start: int, end: int) ->
     if rows is None:
         rows = gather_blocks(cache, blocks)
     return rows[start - first * block_size : end - first * block_size]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64

@@ -34,6 +34,12 @@ class PagedInputs:
         first = request.first_position
         return QueryRows(self.query[request.rows], first, request.seq_len, first, request.causal, bias)
 
+    def blocks(self, request: Request, rules: ScoreRules) -> Tensor:
+        """Ids of the pages that hold a position which some row of the request may see."""
+        start, end = visible_range(request, rules)
+        block_size = self.key_cache.shape[1]
+        return self.block_table[request.index, start // block_size : -(-end // block_size)]
+
     def span(self, request: Request, rules: ScoreRules) -> KeySpan:
         """The keys and values that any row of the request may see, and no others."""
         start, end = visible_range(request, rules)

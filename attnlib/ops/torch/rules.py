@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -28,8 +28,3 @@ class ScoreRules:
     window: tuple[int, int] = (-1, -1)
     chunk: int = 0
     sinks: Tensor | None = None
-
-    def for_heads(self, heads: slice) -> ScoreRules:
-        """The rules of some of the query heads."""
-        slopes = None if self.alibi_slopes is None else self.alibi_slopes[heads]
-        return replace(self, alibi_slopes=slopes, sinks=None if self.sinks is None else self.sinks[heads])

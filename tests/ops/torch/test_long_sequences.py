@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnlib.ops.torch import paged_decode as decode_module
+from attnlib.ops.torch import decode_group, gather
 from attnlib.ops.torch.paged_decode import paged_decode
 from attnlib.ops.torch.paged_prefill import paged_prefill
 from tests.ops.naive import gather_positions
@@ -54,20 +54,43 @@ def test_across_blocks(operation: Any, window: int | None, lens: Any, monkeypatc
     torch.testing.assert_close(lse.double(), wanted_lse, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("budget", [1, 1 << 12, 1 << 14])
-def test_gather_budget_changes_no_bit(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few heads and requests are gathered at a time, each row is computed alike when lengths are equal."""
-    case = long_case((1,) * 5, (96,) * 5, monkeypatch, num_kv_heads=4, num_heads=8, sinks=torch.randn(8))
-    whole = case.run(paged_decode)
-    monkeypatch.setattr(decode_module, "_GATHER_BYTES", budget)
-    parts = case.run(paged_decode)
-    assert torch.equal(whole[0], parts[0]) and torch.equal(whole[1], parts[1])
+@pytest.mark.parametrize("budget", [1, 1 << 11, 1 << 13])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.3, -1.0, 2.0, 0.0, -math.inf, 4.0, 1.0, -2.0])])
+def test_gather_budget(budget: int, sinks: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """M4, M8: in half precision pages are split by heads, which changes no bit; in float32 by positions, merged in float32."""
+    for dtype, tolerance in ((torch.bfloat16, 0.0), (torch.float16, 0.0), (torch.float32, 1e-6)):
+        monkeypatch.setattr(decode_group, "_GATHER_BYTES", 1 << 20)
+        case = long_case((1,) * 5, (90,) * 5, monkeypatch, num_kv_heads=4, num_heads=8, sinks=sinks, dtype=dtype)
+        whole = case.run(paged_decode)
+        monkeypatch.setattr(decode_group, "_GATHER_BYTES", budget)
+        for got, wanted in zip(case.run(paged_decode), whole, strict=True):
+            torch.testing.assert_close(got, wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("budget", [1, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_the_scratch_held_is_never_read(budget: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5, M8: memory that is gathered into is read only where this call's pages were copied to: NaN elsewhere changes no bit."""
+    monkeypatch.setattr(decode_group, "_GATHER_BYTES", budget)
+    case = long_case((1, 2, 1, 1, 2), (90, 41, 83, 33, 40), monkeypatch, dtype=dtype)
+    clean = [case.run(operation) for operation in (paged_decode, paged_prefill)]
+    take, taken = gather.Scratch.take, []
+
+    def poisoned(scratch: gather.Scratch, num_bytes: int) -> Tensor:
+        taken.append(take(scratch, num_bytes).fill_(0xFF))
+        return taken[-1]
+
+    monkeypatch.setattr(gather.Scratch, "take", poisoned)
+    for operation, wanted in zip((paged_decode, paged_prefill), clean, strict=True):
+        taken.clear()
+        out, lse = case.run(operation)
+        assert taken and torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
 
 
 @pytest.mark.parametrize("budget", [1, 1 << 12])
 def test_gather_budget_with_ragged_lengths(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups cut by budget, query length and raggedness: every row is written once and right."""
-    monkeypatch.setattr(decode_module, "_GATHER_BYTES", budget)
+    monkeypatch.setattr(decode_group, "_GATHER_BYTES", budget)
     query_lens, seq_lens = (1, 3, 1, 1, 2, 1, 1), (70, 9, 5, 200, 44, 190, 16)
     slopes, scales = torch.tensor([0.5, 0.3, 0.2, 0.1]), torch.tensor([0.5, 2.0])
     case = make_case(

@@ -178,6 +178,17 @@ def test_what_left_the_window_may_be_overwritten(operation: Any, batch_invariant
 
 
 @pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("meaning", ["causal", "sinks", "soft_cap", "k_v_scales", "window_of_four"])
+def test_without_lse(operation: Any, meaning: str, dtype: torch.dtype) -> None:
+    """M5: whether an LSE is asked for changes no bit of the output, a whole prompt included."""
+    case = make_case((1, 70, 1), (9, 70, 1), num_heads=HEADS, num_kv_heads=KV_HEADS, dtype=dtype, **MEANINGS[meaning])
+    out = torch.full_like(case.query, math.nan)
+    operation(*case.tensors, **case.kwargs, out=out)
+    assert torch.equal(out, case.run(operation)[0])
+
+
+@pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
 def test_many_rows_with_biases_per_head(operation: Any) -> None:
     """More rows than are stacked per KV head: each query head keeps its own slope."""
     make_case((70,), (75,), num_heads=6, num_kv_heads=2, head_size=4, alibi_slopes=SLOPES).check(operation)
