@@ -18,6 +18,7 @@ Packs (`flashinfer_kernels.NN.tar`, at most 15 MiB each, xz inside) are written 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
 import io
 import lzma
@@ -187,7 +188,7 @@ class Builder:
             trimmed = lean(spec)
         except ValueError as error:
             return str(error)
-        return self._ninja(trimmed)
+        return self._ninja(trimmed) or unresolved(spec.jit_library_path)
 
     def _late(self) -> bool:
         return time.monotonic() >= self.deadline
@@ -209,6 +210,15 @@ class Builder:
             return ""
         told = [line for line in said.splitlines() if "error" in line.lower()] or said.splitlines()
         return " | ".join(told[-4:])[-1500:]
+
+
+def unresolved(library: Path) -> str:
+    """ "" when a library has all its symbols, else what the loader misses: a stub that fits no entry would otherwise show at the first call."""
+    try:
+        ctypes.CDLL(str(library), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def library_folder() -> Path:

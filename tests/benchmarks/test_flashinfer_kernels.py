@@ -139,10 +139,19 @@ def test_a_module_that_does_not_compile_lean_is_compiled_whole(
     """J4: and what the compiler said is shown."""
     builder, answers = script.Builder(deadline=float("inf"), jobs=1, full=False), list(says)
     monkeypatch.setattr(builder, "_ninja", lambda spec: answers.pop(0))
+    monkeypatch.setattr(script, "unresolved", lambda library: "")
     assert builder.build(script.SETS["exam"][0]) is there and not answers
     assert built.aot_path.exists() is there
     said = capsys.readouterr().out
     assert all(word in said for word in says)
+
+
+def test_a_lean_module_that_does_not_load_is_compiled_whole(monkeypatch: pytest.MonkeyPatch, built: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """A library with a missing symbol loads lazily and would fail at its first call: the loader is asked for everything now."""
+    builder, compiled = script.Builder(deadline=float("inf"), jobs=1, full=False), []
+    monkeypatch.setattr(builder, "_ninja", lambda spec: compiled.append(spec) or "")
+    assert builder.build(script.SETS["exam"][0]) and len(compiled) == 2, "these bytes are no library"
+    assert "compiling it whole" in capsys.readouterr().out
 
 
 def test_nothing_starts_when_time_is_up(built: Any, capsys: pytest.CaptureFixture[str]) -> None:
