@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnlib.ops.triton.device import device_guard, limits_of
+from attnlib.ops.triton.launch import BoundLaunch, Remembered
 from attnlib.ops.triton.softmax import LN2, LOG2E
 
 __all__ = ["merge_states"]
@@ -61,16 +62,28 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out
         out: `[T, Hq, Dv]`, written; may be `out_a` or `out_b`. A row that neither side has seen becomes 0.
         lse: `[T, Hq]` float32, written when given; may be `lse_a` or `lse_b`.
     """
-    num_tokens, num_heads, head_size_v = out.shape
-    if num_tokens == 0 or num_heads == 0:
+    if out.numel() == 0:
         return
     limits_of(out)
+    target = lse if lse is not None else lse_a
+    tensors = (out_a, lse_a, out_b, lse_b, out, target)
+    same = (out.get_device(), out.shape, lse is None, *((x.dtype, x.stride()) for x in tensors))
+    launch = _launches.get(same) or _launches.keep(same, _bind(out, lse is not None))
+    numbers = (
+        out.shape[1], out_a.stride(0), out_a.stride(1), out_b.stride(0), out_b.stride(1), out.stride(0), out.stride(1),
+        lse_a.stride(0), lse_b.stride(0), target.stride(0),
+    )  # fmt: skip
+    addresses = out_a.data_ptr() | lse_a.data_ptr() | out_b.data_ptr() | lse_b.data_ptr() | out.data_ptr() | target.data_ptr()
+    with device_guard(out):
+        launch((*tensors, *numbers), addresses, out.get_device())
+
+
+_launches: Remembered[BoundLaunch] = Remembered()
+
+
+def _bind(out: Tensor, has_lse: bool) -> BoundLaunch:
+    num_tokens, num_heads, head_size_v = out.shape
     padded = triton.next_power_of_2(head_size_v)
     block_h = max(1, min(triton.next_power_of_2(num_heads), _ELEMENTS_PER_PROGRAM // padded))
-    target = lse if lse is not None else lse_a
-    with device_guard(out):
-        _merge_states_kernel[(num_tokens, triton.cdiv(num_heads, block_h))](
-            out_a, lse_a, out_b, lse_b, out, target, num_heads, out_a.stride(0), out_a.stride(1),
-            out_b.stride(0), out_b.stride(1), out.stride(0), out.stride(1), lse_a.stride(0), lse_b.stride(0),
-            target.stride(0), lse is not None, head_size_v, padded, block_h, num_warps=4, enable_fp_fusion=True,
-        )  # fmt: skip
+    constants = {"HAS_LSE": has_lse, "DV": head_size_v, "DV_PAD": padded, "BLOCK_H": block_h, "num_warps": 4, "enable_fp_fusion": True}
+    return BoundLaunch(_merge_states_kernel, (num_tokens, triton.cdiv(num_heads, block_h), 1), constants)

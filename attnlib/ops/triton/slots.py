@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnlib.ops.triton.device import device_guard, limits_of
+from attnlib.ops.triton.launch import BoundLaunch, Remembered
 
 __all__ = ["compute_slot_mapping"]
 
@@ -66,9 +67,20 @@ def compute_slot_mapping(
     if num_tokens == 0:
         return out
     limits_of(query_start_loc)
+    same = (
+        out.get_device(), query_start_loc.dtype, seq_lens.dtype, block_table.dtype, out.dtype, seq_lens.shape, num_tokens,
+        block_table.shape, block_table.stride(), block_size,
+    )  # fmt: skip
+    launch = _launches.get(same) or _launches.keep(same, _bind(num_tokens, block_size))
+    numbers = (seq_lens.shape[0], num_tokens, block_table.shape[1], block_table.stride(0))
     with device_guard(query_start_loc):
-        _slot_mapping_kernel[(triton.cdiv(num_tokens, _BLOCK_T),)](
-            query_start_loc, seq_lens, block_table, out, seq_lens.shape[0], num_tokens, block_table.shape[1],
-            block_table.stride(0), block_size, _BLOCK_T, _BLOCK_R, num_warps=2, enable_fp_fusion=True,
-        )  # fmt: skip
+        launch((query_start_loc, seq_lens, block_table, out, *numbers), out.data_ptr(), out.get_device())
     return out
+
+
+_launches: Remembered[BoundLaunch] = Remembered()
+
+
+def _bind(num_tokens: int, block_size: int) -> BoundLaunch:
+    constants = {"BLOCK_SIZE": block_size, "BLOCK_T": _BLOCK_T, "BLOCK_R": _BLOCK_R, "num_warps": 2, "enable_fp_fusion": True}
+    return BoundLaunch(_slot_mapping_kernel, (triton.cdiv(num_tokens, _BLOCK_T), 1, 1), constants)

@@ -1,0 +1,69 @@
+"""Bound launches are Triton's own launches, only cheaper; nothing is compiled or run here, `recorded_launches` records."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnlib.ops.triton import device, launch
+from attnlib.ops.triton.launch import BoundLaunch
+
+ROOT = Path(__file__).parents[3]
+CHECKS = [
+    "check_random_calls",
+    "check_second_call_is_bound",
+    "check_hooks_and_switches_are_honoured",
+    "check_unknown_tritons_are_left_alone",
+    "check_memory_is_bounded",
+]
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, str]:
+    """Check -> "" or its traceback, from a process that does not interpret Triton."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.ops.triton.recorded_launches"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_bound_launches(results: dict[str, str], check: str) -> None:
+    """P1: a bound launch takes the kernel that Triton would choose, and steps aside for hooks and unknown versions."""
+    assert results[check] == ""
+
+
+def test_every_check_is_asked_for(results: dict[str, str]) -> None:
+    """A check that the list above forgets would not count."""
+    assert sorted(results) == sorted(CHECKS)
+
+
+@pytest.mark.skipif(not device.INTERPRETED, reason="this process does not interpret Triton")
+def test_interpreted_kernels_stay_unbound() -> None:
+    """Under the interpreter every launch goes Triton's way."""
+    from attnlib.ops.triton.slots import _slot_mapping_kernel
+
+    constants = {"BLOCK_SIZE": 4, "BLOCK_T": 16, "BLOCK_R": 16, "num_warps": 2}
+    bound = BoundLaunch(_slot_mapping_kernel, (1, 1, 1), constants)
+    starts, lens = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([6], dtype=torch.int32)
+    table = torch.tensor([[3, 5]], dtype=torch.int32)
+    for _ in range(2):
+        slots = torch.zeros(3, dtype=torch.int64)
+        bound((starts, lens, table, slots, 1, 3, 2, 2), 0, -1)
+        assert slots.tolist() == [20, 21, -1]
+    assert not bound.is_bound
+
+
+@pytest.mark.parametrize(("version", "known"), [("3.5.1", False), ("3.6.0", True), ("3.9.0+git", True), ("3.10.0", False), ("main", False)])
+def test_only_tested_versions_are_bound(monkeypatch: pytest.MonkeyPatch, version: str, known: bool) -> None:
+    """Internals move between minors: outside the tested range nothing is bound."""
+    monkeypatch.setattr("triton.__version__", version)
+    assert launch._known_version() is known
