@@ -30,6 +30,7 @@ class DeviceInfo:
         is_rocm: True for an AMD device.
         name: what the driver calls it.
         imagined: the device is not here; what it would need of this machine (drivers, compilers) is not looked for.
+        missing: the device was asked for as a real one, and neither the driver nor torch sees it.
     """
 
     type: str
@@ -38,6 +39,17 @@ class DeviceInfo:
     is_rocm: bool = False
     name: str = ""
     imagined: bool = False
+    missing: bool = False
+
+    @property
+    def gaps(self) -> list[str]:
+        """Why nothing can run on it, with the next action: one reason when it is missing, none otherwise."""
+        if not self.missing:
+            return []
+        return [
+            f"no CUDA device {self.index} is visible (driver, CUDA_VISIBLE_DEVICES, torch {torch.__version__}): use device='cpu', "
+            "or ask about a GPU that is elsewhere by device='sm_90'"
+        ]
 
     @property
     def torch_device(self) -> torch.device:
@@ -47,6 +59,8 @@ class DeviceInfo:
     def __str__(self) -> str:
         if self.type == "cpu":
             return "cpu"
+        if self.missing:
+            return f"{self.type}:{self.index} (not visible here)"
         capability = f"sm_{self.capability[0]}{self.capability[1]}" if self.capability else "capability unknown"
         return f"{self.type}:{self.index} ({self.name or 'unknown'}, {capability})"
 
@@ -80,10 +94,11 @@ def device_info(kind: str, index: int) -> DeviceInfo:
         index = torch.cuda.current_device() if _cuda_started() else 0
     is_rocm = torch.version.hip is not None
     facts = None if _cuda_started() or is_rocm else _from_nvml(index)
-    if facts is None and torch.cuda.is_available():
+    if facts is None and torch.cuda.is_available() and index < torch.cuda.device_count():
         facts = torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
-    capability, name = facts if facts else (None, "no such device")
-    return DeviceInfo(type="cuda", index=index, capability=capability, is_rocm=is_rocm, name=name)
+    if facts is None:
+        return DeviceInfo(type="cuda", index=index, is_rocm=is_rocm, name="no such device", missing=True)
+    return DeviceInfo(type="cuda", index=index, capability=facts[0], is_rocm=is_rocm, name=facts[1])
 
 
 def _cuda_started() -> bool:

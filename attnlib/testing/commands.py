@@ -1,7 +1,7 @@
 """The kit on the command line: `attnlib verify`, `attnlib parity`, `attnlib replay`.
 
 `attnlib.cli` hands over to the `*_main` functions; each takes a list of arguments and returns the exit code: 0 for a
-pass, 1 for a failure, 2 for arguments that name nothing.
+pass, 1 for a failure, 2 for arguments that name nothing, 3 for a backend that cannot run here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 __all__ = ["parity_main", "parity_parser", "replay_main", "replay_parser", "verify_main", "verify_parser"]
+
+UNAVAILABLE = 3
+"""Exit code for a backend whose package, compiler or device is missing here: nothing was examined."""
 
 _PATH_HELP = "a registered name, module:Class, or path/to/file.py:Class"
 
@@ -26,7 +29,7 @@ def _parser(name: str, about: str) -> argparse.ArgumentParser:
 
 def verify_parser() -> argparse.ArgumentParser:
     """The arguments of `attnlib verify`."""
-    about = "Examine a backend: does it compute what the contract says? Exit code 0 when it passes."
+    about = "Examine a backend: does it compute what the contract says? Exit code 0 when it passes, 1 when it fails, 3 when it cannot run here."
     made = _parser("verify", about)
     made.add_argument("backend", help=_PATH_HELP)
     made.add_argument("--against", nargs="+", metavar="NAME", help="backends to exchange caches with (default: torch)")
@@ -39,8 +42,8 @@ def verify_parser() -> argparse.ArgumentParser:
 
 
 def _run_verify(args: argparse.Namespace) -> int:
-    """Run `verify`: 0 when every seed passed, 1 when one failed, 2 for bad arguments."""
-    from attnlib.errors import AttnlibError
+    """Run `verify`: 0 when every seed passed, 1 when one failed, 2 for bad arguments, 3 for a backend that cannot run here."""
+    from attnlib.errors import AttnlibError, BackendUnavailableError
     from attnlib.testing.conformance import count_checks, make_subject, run_conformance
     from attnlib.testing.outcome import Outcome, Verdict
     from attnlib.testing.progress import ProgressBar
@@ -63,7 +66,7 @@ def _run_verify(args: argparse.Namespace) -> int:
             report = run_conformance(args.backend, only=args.only, jobs=args.jobs, on_outcome=show, **chosen)
         except (AttnlibError, ImportError, AttributeError) as error:
             print(f"attnlib verify: {error}", file=sys.stderr)
-            return 2
+            return UNAVAILABLE if isinstance(error, BackendUnavailableError) else 2
         bar.close()
         documents.append(report_to_json(report))
         passed = passed and report.passed

@@ -17,6 +17,7 @@ import torch
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.device import resolve_device
+from attnlib.errors import BackendUnavailableError
 from attnlib.testing.coverage import Coverage, measure_coverage
 from attnlib.testing.outcome import Outcome, Verdict
 from attnlib.testing.parallel import default_jobs, run_in_parallel
@@ -109,6 +110,7 @@ def run_conformance(
 
     Raises:
         UnknownBackendError: no backend of that name.
+        BackendUnavailableError: it cannot run here; the message says why and what to do.
         ContractError: the backend accepts none of the ordinary cases, so there is nothing to examine.
     """
     started = time.perf_counter()
@@ -155,9 +157,16 @@ def make_subject(
     against: Sequence[str | Backend] | None = None,
     label: str | None = None,
 ) -> Subject:
-    """Who sits the exam, from the arguments of `run_conformance`."""
+    """Who sits the exam, from the arguments of `run_conformance`.
+
+    Raises:
+        UnknownBackendError: no backend of that name.
+        BackendUnavailableError: it cannot run here: its package, compiler or device is missing; the message names the next action.
+    """
     loaded = load_backend(backend)
     place = _choose_device(loaded, device)
+    if missing := [*resolve_device(place).gaps, *loaded.unavailable(resolve_device(place))]:
+        raise BackendUnavailableError(f"{loaded.get_name()} is unavailable on {place}: {'; '.join(missing)}")
     if against is not None:
         others: tuple[Backend, ...] = tuple(load_backend(other) for other in against)
     else:
@@ -200,7 +209,7 @@ def _choose_device(backend: Backend, device: torch.device | str | None) -> torch
     else:
         declared = backend.capabilities.devices or ("cpu",)
         place = torch.device("cuda" if "cuda" in declared and torch.cuda.is_available() else "cpu")
-    if place.type == "cuda" and place.index is None:
+    if place.type == "cuda" and place.index is None and torch.cuda.is_available():
         place = torch.device("cuda", torch.cuda.current_device())
     return place
 

@@ -14,7 +14,7 @@ from attnlib import env
 from attnlib.backends.torch import TorchBackend
 from attnlib.backends.triton import TritonBackend
 from attnlib.capabilities import Sizes
-from attnlib.device import DeviceInfo
+from attnlib.device import DeviceInfo, resolve_device
 from attnlib.errors import (
     BackendUnavailableError,
     ContractError,
@@ -376,3 +376,23 @@ def test_classes_that_do_not_fit_show_why() -> None:
 def test_every_built_in_path_leads_to_a_backend_of_that_name() -> None:
     for name in attnlib.list_backends():
         assert attnlib.selection.load_backend(name).get_name() == name
+
+
+def test_a_device_that_is_not_visible() -> None:
+    """Nothing is chosen for a GPU that nobody sees: each candidate says so, with the next action, and an imagined one is answered."""
+    gone = DeviceInfo("cuda", 3, name="no such device", missing=True)
+    spec = attnlib.AttentionSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.float16, block_size=16)
+    report = attnlib.explain(spec, device=gone)
+    assert report.chosen is None and "cuda:3 (not visible here)" in str(report)
+    for name in ("torch", "triton"):
+        reason = next(candidate for candidate in report.candidates if candidate.name == name).reasons[0]
+        assert reason.startswith("no CUDA device 3 is visible") and "device='cpu'" in reason and "device='sm_90'" in reason
+    with pytest.raises(UnsupportedConfigError, match="no CUDA device 3 is visible"):
+        attnlib.get_attn_backend(spec, device=gone)
+    assert attnlib.explain(spec, device="sm_90").chosen is not None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_cuda_asked_for_where_there_is_none() -> None:
+    """The facts about "cuda" on a machine without a GPU say that it is missing."""
+    assert resolve_device("cuda").missing and not resolve_device("cpu").missing and not resolve_device("sm_90").missing

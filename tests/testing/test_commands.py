@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from attnlib.testing.case import Case
 from attnlib.testing.commands import parity_main, replay_main, verify_main
@@ -49,6 +50,24 @@ def test_verify_json_goes_to_stdout_or_a_file(capsys: pytest.CaptureFixture[str]
     assert verify_main([*arguments, str(target), "--seeds", "2"]) == 0
     assert [report["seed"] for report in json.loads(target.read_text())] == [0, 1]
     assert "PASSED" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["triton"], "triton is unavailable on cpu: on a CPU Triton only interprets: set TRITON_INTERPRET=1 before"),
+        (["torch", "--device", "cuda"], "torch is unavailable on cuda: no CUDA device 0 is visible"),
+    ],
+)
+def test_verify_says_in_one_line_what_cannot_run_here(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is examined: no table, no failures, the reason with its next action, and an exit code of its own."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert verify_main(arguments) == 3
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"attnlib verify: {reason}") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
