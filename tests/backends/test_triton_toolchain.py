@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import importlib.metadata
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,3 +71,32 @@ def test_without_triton_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> 
     before = set(sys.modules)
     assert TritonBackend.unavailable(H200) == ['triton is not installed: pip install "triton>=3.6"']
     assert not {name for name in set(sys.modules) - before if name.startswith("triton")}
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "gaps"),
+    [
+        ("3.6.0", "2.3.5", []),
+        ("3.6.0", "2.4.0", ['the interpreter of Triton 3.6 fails with numpy 2.4: pip install "triton>=3.7", or pip install "numpy<2.4"']),
+        ("3.6.1+rocm", "2.10.1", ['the interpreter of Triton 3.6 fails with numpy 2.10: pip install "triton>=3.7", or pip install "numpy<2.4"']),
+        ("3.7.0", "2.4.6", []),
+        ("3.9.0", "2.4.6", []),
+        ("3.9.0", None, ["Triton's interpreter needs numpy: pip install numpy"]),
+    ],
+)
+def test_the_interpreter_and_numpy(triton: str, numpy: str | None, gaps: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6's interpreter under numpy 2.4 is a reason, not a failing kernel; on a GPU nobody asks for numpy."""
+
+    def version(name: str) -> str:
+        found = {"triton": triton, "numpy": numpy}[name]
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert TritonBackend.unavailable(DeviceInfo("cpu")) == gaps
+    monkeypatch.delenv("TRITON_INTERPRET")
+    asked = TritonBackend.unavailable(DeviceInfo("cpu"))
+    assert asked[0].startswith("on a CPU Triton only interprets: set TRITON_INTERPRET=1") and asked[1:] == gaps
+    assert TritonBackend.unavailable(DeviceInfo("cuda", 0, (9, 0), imagined=True)) == []

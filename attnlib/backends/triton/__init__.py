@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 from typing import Any
 
@@ -74,12 +76,11 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def unavailable(cls, device: DeviceInfo) -> list[str]:
-        """Triton missing, no interpreter on a CPU, or (on a GPU) no C compiler or driver library for Triton's launcher."""
+        """Triton missing; on a CPU no interpreter, or one that fails with this numpy; on a GPU no C compiler or driver library for the launcher."""
         if importlib.util.find_spec("triton") is None:
             return ['triton is not installed: pip install "triton>=3.6"']
         if device.type == "cpu":
-            interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-            return [] if interpreted else ["on a CPU Triton only interprets: set TRITON_INTERPRET=1 before triton is imported (slow, for tests)"]
+            return _interpreter_gaps()
         return _toolchain_gaps() if device.type == "cuda" and not (device.is_rocm or device.imagined) else []
 
     @classmethod
@@ -88,6 +89,32 @@ class TritonBackend(AttentionBackend):
         if device.type == "cpu" and torch.bfloat16 in (spec.dtype, spec.kv_dtype):
             return ["bfloat16 on a CPU: Triton's interpreter multiplies it wrongly (use float32 or float16 there)"]
         return []
+
+
+def _interpreter_gaps() -> list[str]:
+    """What stands between a CPU and Triton's interpreter: the switch, and numpy.
+
+    Triton 3.6's interpreter makes Python scalars of one-element arrays, which numpy 2.4 refuses; Triton 3.7's does not.
+    """
+    gaps = []
+    if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
+        gaps.append("on a CPU Triton only interprets: set TRITON_INTERPRET=1 before triton is imported (slow, for tests)")
+    installed = {name: _version(name) for name in ("triton", "numpy")}
+    if not installed["numpy"]:
+        gaps.append("Triton's interpreter needs numpy: pip install numpy")
+    elif (0,) < installed["triton"] < (3, 7) and installed["numpy"] >= (2, 4):
+        triton, numpy = (".".join(map(str, version)) for version in installed.values())
+        gaps.append(f'the interpreter of Triton {triton} fails with numpy {numpy}: pip install "triton>=3.7", or pip install "numpy<2.4"')
+    return gaps
+
+
+def _version(package: str) -> tuple[int, ...]:
+    """(major, minor) of what is installed; empty when it is not, or not as a package. Imports nothing."""
+    try:
+        found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+    return (int(found[1]), int(found[2])) if found else ()
 
 
 def _toolchain_gaps() -> list[str]:
