@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -199,6 +199,25 @@ class StaleMetadataBuilder(ToyBuilder):
         return replace(built, block_table=built.block_table.clone(), seq_lens=built.seq_lens.clone())
 
 
+class LastBuildWins(ToyBuilder):
+    """Keeps its plan on the class, where the builder of another kind of layer overwrites it before anybody runs."""
+
+    left: ClassVar[int | None] = None
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> ToyMetadata:
+        LastBuildWins.left = self.spec.visible_window.left
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+
+class ReadsTheSharedPlan(ToyImpl):
+    """Right as long as all layers are of one kind."""
+
+    def left_keys(self, query_len: int) -> int | None:
+        return LastBuildWins.left
+
+
 class BatchDependentBits(ToyImpl):
     """Rounds by a rule that depends on how many requests there are."""
 
@@ -373,6 +392,7 @@ WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     "uninitialised accumulator": (toy_with(UninitialisedAccumulator), "N1"),
     "stale metadata on graph replay": (toy_with(builder=StaleMetadataBuilder), "G1"),
     "moving metadata under a graph": (toy_with(builder=StaleMetadataBuilder), "G3"),
+    "one plan for layers of all kinds": (toy_with(ReadsTheSharedPlan, LastBuildWins), "F2"),
     "batch-dependent bits declared invariant": (toy_with(BatchDependentBits, batch_invariant=True), "D1"),
     "wrong groups for a ratio that is no power of two": (toy_with(WrongGroups), "V2"),
     "padding rows left as they were": (toy_with(LeavesPaddingRows), "N3"),

@@ -14,6 +14,7 @@ from attnlib.testing.probes import (
     empties,
     graphs,
     hygiene,
+    interleaved,
     interop,
     launches,
     lse,
@@ -31,6 +32,7 @@ __all__ = ["PROBES"]
 PROBES: tuple[Probe, ...] = (
     *visibility.PROBES,
     *sensitivity.PROBES,
+    *interleaved.PROBES,
     *accuracy.PROBES,
     *poison.PROBES,
     *empties.PROBES,

@@ -1,0 +1,64 @@
+"""F2: layers of several kinds through one backend, all of a step's plans made before any layer runs.
+
+A model interleaves full and windowed layers, layers with another cap or scale, or layers with another number of KV
+heads. An engine builds once per kind and step, on the same batch, and then runs the layers in turn. What a builder
+plans for one kind must survive the builds and the layers of the others, and the next step must not meet the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from attnlib.testing.case import Case
+from attnlib.testing.probe import Check, Probe
+from attnlib.testing.runner import attend, check_supported, judge, make_impl
+from attnlib.testing.subject import Subject
+
+__all__ = ["PROBES"]
+
+_KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "full-and-window": ({}, {"sliding_window": 5}),
+    "two-windows": ({"sliding_window": 3}, {"sliding_window": 19}),
+    "full-and-chunks": ({}, {"attention_chunk_size": 8}),
+    "two-soft-caps": ({"logits_soft_cap": 2.0}, {"logits_soft_cap": 30.0}),
+    "two-scales": ({}, {"scale": 0.7}),
+    "sinks-and-none": ({"sinks": True}, {}),
+    "alibi-and-none": ({"alibi": True}, {}),
+    "other-kv-heads": ({}, {"num_kv_heads": 1}),
+    "bidirectional": ({}, {"mask": "bidirectional"}),
+}
+_QUICK = ("full-and-window", "two-soft-caps", "other-kv-heads")
+
+
+def _check(subject: Subject, cases: list[Case], batches: tuple[str, ...]) -> str:
+    for case in cases:
+        check_supported(subject.backend, case, subject.device)
+    builders = [subject.backend.make_builder(case.spec, subject.device) for case in cases]
+    for batch in batches:
+        layers = [case.but(batch=batch) for case in cases]
+        steps = [case.step(subject.device, written=False) for case in layers]
+        common = steps[0].common()
+        plans = [builder.build(0, common) for builder in builders]
+        impls = [make_impl(subject.backend, step) for step in steps]
+        for impl, step, plan in zip(impls, steps, plans, strict=True):
+            impl.write_kv(step.inputs.key, step.inputs.value, step.cache(), plan.slot_mapping)
+        for turn in range(2):
+            for index, (impl, step, plan) in enumerate(zip(impls, steps, plans, strict=True)):
+                if wrong := judge(layers[index], attend(impl, step, plan), subject.device):
+                    return f"layer {index} of {len(layers)} interleaved kinds, turn {turn}: {wrong}"
+    return ""
+
+
+def _interleaved(subject: Subject) -> Iterator[Check]:
+    for name in _QUICK if subject.quick else _KINDS:
+        cases = [subject.case(batch="mixed", needs_lse=False, **kind) for kind in _KINDS[name]]
+        last = cases[1] if _KINDS[name][1] else cases[0]
+        yield Check(
+            name,
+            lambda cases=cases: _check(subject, cases, ("mixed", "decode")),  # type: ignore[misc]
+            last,
+        )
+
+
+PROBES = (Probe("F2", "layers of several kinds take turns over one batch", _interleaved),)
