@@ -76,7 +76,8 @@ def group_of(case: BenchCase, op: str, limits: DeviceLimits) -> Group:
     """The group of a case."""
     sizes = (case.head_size, case.head_size_v or case.head_size)
     spec, rows = case.spec, min(128, max(16, next_power_of_2(case.batch.max_query_len * case.spec.group_size)))
-    elements = "float32" if spec.dtype.itemsize == 4 else "fp8" if spec.kv_dtype.itemsize == 1 else "16-bit"
+    stored = "16-bit" if spec.kv_dtype.itemsize > 1 else "fp8" if limits.has_fp8 else "fp8-bytes"
+    elements = "float32" if spec.dtype.itemsize == 4 else stored
     if op == "hopper_prefill":
         return Group(op, limits.products, elements, max(map(padded_width, sizes)), 128, case.block_size)
     width = max(sum(split_head_size(size)) for size in sizes)
@@ -97,10 +98,10 @@ def candidates(case: BenchCase, op: str, limits: DeviceLimits, quick: bool = Fal
     arguments = (*sizes, *element_bytes, rows, limits.shared_memory, limits.products)
     if op == "decode":
         work = group_of(case, op, limits).work
-        today = choose_decode_tile(*arguments, keys_per_sm=work, tuned=limits.tuned)
+        today = choose_decode_tile(*arguments, keys_per_sm=work, native_fp8=limits.has_fp8, tuned=limits.tuned)
         others = [Tile(today.block_m, block_n, warps, stages) for block_n, stages, warps in _DECODE]
     else:
-        today = choose_prefill_tile(*arguments, tuned=limits.tuned)
+        today = choose_prefill_tile(*arguments, native_fp8=limits.has_fp8, tuned=limits.tuned)
         others = [Tile(*numbers) for numbers in _PREFILL if numbers[0] <= max(16, next_power_of_2(rows))]
     fitting = (tile for tile in others if shared_bytes(tile, *sizes, *element_bytes, limits.products) <= limits.shared_memory)
     return _first((vars(tile) for tile in (today, *fitting)), quick)

@@ -252,7 +252,7 @@ def _plan(
     group = num_heads // num_kv_heads
     tile = choose_decode_tile(
         head_size, head_size_v, query_bytes, cache_bytes, group * max_query_len, limits.shared_memory, limits.products,
-        has_bias, keys_per_sm=keys_per_sm, tuned=limits.tuned,
+        has_bias, keys_per_sm=keys_per_sm, native_fp8=limits.has_fp8, tuned=limits.tuned,
     )  # fmt: skip
     tile_heads = min(group, tile.block_m)
     tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(group, tile_heads)

@@ -214,7 +214,8 @@ def _constants(signature: Signature, rows: int, paged: bool) -> dict[str, Any]:
     group, limits = shared["GROUP"], signature.limits
     tile = choose_prefill_tile(
         shared["D"], shared["DV"], signature.query_dtype.itemsize, signature.cache_dtype.itemsize,
-        rows, limits.shared_memory, limits.products, shared["HAS_BIAS"], tuned=limits.tuned,
+        rows, limits.shared_memory, limits.products, shared["HAS_BIAS"], native_fp8=limits.has_fp8,
+        tuned=limits.tuned,
     )  # fmt: skip
     tile_heads = min(group, tile.block_m)
     return {

@@ -8,7 +8,8 @@ checked on any machine.
      "provenance": {NAME: how, where, with which versions and by which command it was measured},
      "tiles": [{"op": "decode", "products": ["async"], "elements": ["16-bit", "fp8"], "head_size": [65, 128],
                 "rows": [16, 16], "keys_per_sm": [0, 4096], "block_size": [16, 16],
-                "tile": {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 3}, "provenance": NAME}]}
+                "tile": {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 3}, "provenance": NAME,
+                "spills": 64}]}
 
 Ranges include both ends, null is no bound, and a condition that is left out always holds.
 """
@@ -37,7 +38,7 @@ OPS = {
 """Operation -> numbers that its tiles must have."""
 
 PRODUCTS = ("async", "sync", "mfma")
-ELEMENTS = ("16-bit", "fp8", "float32")
+ELEMENTS = ("16-bit", "fp8", "fp8-bytes", "float32")
 CONDITIONS = ("head_size", "rows", "keys_per_sm", "block_size")
 """Conditions that are ranges of numbers, in the words of `Situation`."""
 
@@ -52,7 +53,8 @@ class Situation:
     Attributes:
         op: one of `OPS`.
         products: how the chip multiplies.
-        elements: "16-bit", "fp8" (16-bit queries over a float8 cache) or "float32", what products are computed in.
+        elements: "16-bit"; "fp8", 16-bit queries over a float8 cache, or "fp8-bytes", the same where the chip cannot
+            convert float8 and the kernel decodes bytes, in more registers; or "float32".
         head_size: the wider of the two head sizes, as padded.
         rows: query tokens times heads of the group of the longest request, as a power of two of at least 16.
         keys_per_sm: class of work (`work_class`); None where it must not matter, so that entries with a bound on it
@@ -80,6 +82,8 @@ class TileEntry:
         ranges: condition -> (least, most); None is unbounded.
         tile: its numbers by name.
         provenance: where they come from.
+        spills: bytes of local memory per thread that the compiler may use for it, on any chip that it is for; the
+            compile tests hold the shipped tables to it.
     """
 
     op: str
@@ -88,6 +92,7 @@ class TileEntry:
     ranges: tuple[tuple[str, int | None, int | None], ...]
     tile: tuple[tuple[str, Any], ...]
     provenance: str
+    spills: int = 0
 
     def matches(self, now: Situation) -> bool:
         """Whether the entry is for this situation."""
@@ -197,7 +202,7 @@ def _entry(line: Any, sources: Mapping[str, Any]) -> TileEntry:
     if not isinstance(line, Mapping):
         raise ValueError(f"is a {type(line).__name__} and must be an object")
     op, tile = line["op"], dict(line["tile"])
-    known = {"op", "products", "elements", "tile", "provenance", "measured", *CONDITIONS}
+    known = {"op", "products", "elements", "tile", "provenance", "measured", "spills", *CONDITIONS}
     if strangers := sorted(set(line) - known):
         raise ValueError(f"{strangers[0]!r} is not known, only {', '.join(sorted(known))}")
     if op not in OPS:
@@ -217,7 +222,7 @@ def _entry(line: Any, sources: Mapping[str, Any]) -> TileEntry:
     return TileEntry(
         op, _words(line, "products", PRODUCTS), _words(line, "elements", ELEMENTS),
         tuple((name, *_range(name, line[name])) for name in CONDITIONS if name in line),
-        tuple(tile.items()), line["provenance"],
+        tuple(tile.items()), line["provenance"], int(line.get("spills", 0)),
     )  # fmt: skip
 
 

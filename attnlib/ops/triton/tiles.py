@@ -137,12 +137,12 @@ def _first_that_fits(
 
 def _tabled(
     op: str, sizes: tuple[int, int], element_bytes: tuple[int, int], max_rows: int, products: str, keys_per_sm: int | None,
-    tuned: TileTable | None,
+    native_fp8: bool, tuned: TileTable | None,
 ) -> list[Tile]:  # fmt: skip
     """The tables' tiles for these sizes, best first."""
     width = max(sum(split_head_size(sizes[0])), sum(split_head_size(sizes[1])))
     query_bytes, cache_bytes = element_bytes
-    elements = "float32" if query_bytes == 4 else "fp8" if cache_bytes == 1 else "16-bit"
+    elements = "float32" if query_bytes == 4 else "16-bit" if cache_bytes > 1 else "fp8" if native_fp8 else "fp8-bytes"
     now = Situation(op, products, elements, width, max(16, next_power_of_2(max_rows)), keys_per_sm)
     return [Tile(**dict(entry.tile)) for entry in matching(now, tuned)]
 
@@ -158,6 +158,7 @@ def choose_prefill_tile(
     products: str,
     has_bias: bool = False,
     *,
+    native_fp8: bool = True,
     tuned: TileTable | None = None,
 ) -> Tile:
     """The tile of a prefill: as many rows as the table has for the head size, fewer when the batch has fewer.
@@ -171,13 +172,14 @@ def choose_prefill_tile(
         shared_memory: limit per program in bytes.
         products: how the chip multiplies: "async", "sync" or "mfma".
         has_bias: whether there is a query bias.
+        native_fp8: whether the chip converts float8 by itself.
         tuned: the user's own table for the chip, asked before the shipped ones.
 
     Raises:
         UnsupportedConfigError: not even the smallest tile fits.
     """
     sizes, element_bytes = (head_size, head_size_v), (query_bytes, cache_bytes)
-    best = _tabled("prefill", sizes, element_bytes, max_rows, products, None, tuned)
+    best = _tabled("prefill", sizes, element_bytes, max_rows, products, None, native_fp8, tuned)
     rows = max(16, next_power_of_2(max_rows))
     tiles = [_narrowed(tile, min(tile.block_m, rows)) for tile in best]
     spare = _fallbacks(tiles[0].block_m, tiles[0].num_warps)
@@ -196,6 +198,7 @@ def choose_decode_tile(
     has_bias: bool = False,
     *,
     keys_per_sm: int | None = None,
+    native_fp8: bool = True,
     tuned: TileTable | None = None,
 ) -> Tile:
     """The tile of a decode: as few rows (16 to 64) as hold the group's heads and the step's tokens.
@@ -207,7 +210,7 @@ def choose_decode_tile(
             neighbours, which takes the tile that serves any amount of work.
     """
     sizes, element_bytes = (head_size, head_size_v), (query_bytes, cache_bytes)
-    best = _tabled("decode", sizes, element_bytes, max_rows, products, keys_per_sm, tuned)
+    best = _tabled("decode", sizes, element_bytes, max_rows, products, keys_per_sm, native_fp8, tuned)
     width = max(sum(split_head_size(head_size)), sum(split_head_size(head_size_v)))
     rows = min(64 if width <= 256 and query_bytes < 4 else 16, max(16, next_power_of_2(max_rows)))
     tiles = [_widened(tile, rows) for tile in best]

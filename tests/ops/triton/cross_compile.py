@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +26,13 @@ from triton.runtime.jit import JITFunction
 
 from attnlib.ops.triton import device
 from attnlib.ops.triton.device import DeviceLimits
+from attnlib.ops.triton.tile_tables import TileEntry, TileTable, shipped_tables
 from attnlib.ops.triton.tiles import Tile, shared_bytes
 
-__all__ = ["CASES", "TARGETS", "Compiled", "Launch", "Target", "compile_for", "describe", "run_case", "stub_target"]
+__all__ = [
+    "CASES", "TARGETS", "Compiled", "Launch", "Target", "compile_for", "describe", "entry_cases", "entry_fits",
+    "entry_sizes", "formats_of", "run_case", "stub_target",
+]  # fmt: skip
 
 KB = 1024
 
@@ -61,6 +66,7 @@ class Compiled:
         hash: the compiler's identity of the compiled kernel.
         shared: bytes of shared memory.
         estimate: what the tile chooser reckoned with, None for kernels without tiles.
+        tile: its tile, None likewise.
         registers: per thread, None where the toolchain does not tell.
         spilled: bytes of local memory per thread (stack and spills), None where the toolchain does not tell.
         seconds: time of the compilation.
@@ -71,6 +77,7 @@ class Compiled:
     hash: str
     shared: int
     estimate: int | None
+    tile: dict[str, int] | None
     registers: int | None
     spilled: int | None
     seconds: float
@@ -79,11 +86,12 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch that only compiled: the compiled kernel, the time it took, the estimate of its shared memory."""
+    """One launch that only compiled: the compiled kernel, the time it took, its tile and the estimate of its shared memory."""
 
     kernel: Any
     seconds: float
     estimate: int | None
+    tile: Tile | None
 
 
 class _StubDriver:
@@ -115,7 +123,7 @@ def stub_target(name: str) -> Iterator[list[Launch]]:
         began = time.perf_counter()
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
         seconds = time.perf_counter() - began
-        compiled.append(Launch(kernel, seconds, _estimate(args, kwargs, target.limits)))
+        compiled.append(Launch(kernel, seconds, *_tile(args, kwargs, target.limits)))
         return kernel
 
     saved = device.INTERPRETED, device.INTERPRETER_LIMITS
@@ -140,14 +148,15 @@ def compile_for(name: str, cases: list[str]) -> dict[str, list[Compiled]]:
     return results
 
 
-def _estimate(args: tuple[Any, ...], kwargs: dict[str, Any], limits: DeviceLimits) -> int | None:
-    """The tile chooser's estimate of shared memory for an attention kernel's launch."""
+def _tile(args: tuple[Any, ...], kwargs: dict[str, Any], limits: DeviceLimits) -> tuple[int | None, Tile | None]:
+    """(the tile chooser's estimate of shared memory, the tile) of an attention kernel's launch."""
     if "BLOCK_M" not in kwargs:
-        return None
+        return None, None
     tile = Tile(kwargs["BLOCK_M"], kwargs["BLOCK_N"], kwargs["num_warps"], kwargs["num_stages"])
     query, key = args[:2]
-    return shared_bytes(tile, kwargs["D"], kwargs["DV"], query.element_size(), key.element_size(), limits.products,
+    need = shared_bytes(tile, kwargs["D"], kwargs["DV"], query.element_size(), key.element_size(), limits.products,
                         kwargs["HAS_BIAS"])  # fmt: skip
+    return need, tile
 
 
 def describe(launch: Launch) -> Compiled:
@@ -157,10 +166,13 @@ def describe(launch: Launch) -> Compiled:
     ptx = kernel.asm.get("ptx", "")
     if ptx:
         registers, spilled = _resources(kernel.asm["cubin"])
+    elif "amdgcn" in kernel.asm:
+        registers, spilled = _amd_resources(kernel.asm["amdgcn"])
     words = ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "ldmatrix", "cp.async.cg", "cp.async.ca", "bar.sync")
     counts = {word: len(re.findall(rf"\b{re.escape(word)}", ptx)) for word in words}
     return Compiled(
-        kernel.metadata.name, kernel.hash, kernel.metadata.shared, launch.estimate, registers, spilled,
+        kernel.metadata.name, kernel.hash, kernel.metadata.shared, launch.estimate,
+        vars(launch.tile) if launch.tile else None, registers, spilled,
         round(launch.seconds, 2),
         {word: count for word, count in counts.items() if count},
     )  # fmt: skip
@@ -175,6 +187,13 @@ def _resources(cubin: bytes) -> tuple[int | None, int | None]:
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=False).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
     return (int(found[1]), int(found[2]) + int(found[3])) if found else (None, None)
+
+
+def _amd_resources(assembly: str) -> tuple[int | None, int | None]:
+    """(vector registers, bytes of scratch memory per thread) by the metadata at the end of AMD assembly."""
+    registers = re.search(r"\.vgpr_count:\s+(\d+)", assembly)
+    scratch = re.search(r"\.private_segment_fixed_size:\s+(\d+)", assembly)
+    return (int(registers[1]) if registers else None), (int(scratch[1]) if scratch else None)
 
 
 def _paged(name: str, options: dict[str, Any]) -> None:
@@ -300,8 +319,65 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def entry_cases() -> dict[str, TileEntry]:
+    """Every entry of the shipped tables for the plain kernels, by the name of its case: `entry:FILE:INDEX`."""
+    return {
+        f"entry:{Path(table.name).stem}:{index}": entry
+        for table in shipped_tables()
+        for index, entry in enumerate(table.entries)
+        if entry.op in ("decode", "prefill")
+    }
+
+
+def entry_sizes(entry: TileEntry) -> tuple[int, int]:
+    """The largest head sizes that an entry is for."""
+    _, most = next((least, most) for name, least, most in entry.ranges if name == "head_size")
+    if most is not None:
+        return most, most
+    return (576, 512) if entry.op == "decode" else (512, 512)
+
+
+def formats_of(entry: TileEntry, target: str) -> list[str]:
+    """Endings of the cases of an entry on a target: "" over a cache of the query's dtype, ":fp8" over a float8 cache."""
+    fp8 = "fp8" if TARGETS[target].limits.has_fp8 else "fp8-bytes"
+    plain = {"16-bit", "float32"} & set(entry.elements)
+    return [*([""] if plain else []), *([":fp8"] if fp8 in entry.elements else [])]
+
+
+def entry_fits(entry: TileEntry, target: str) -> bool:
+    """Whether an entry is for the target, and small enough for it: what does not fit is passed over there."""
+    limits = TARGETS[target].limits
+    if entry.elements and not formats_of(entry, target):
+        return False
+    if entry.products and limits.products not in entry.products:
+        return False
+    query = 4 if entry.elements == ("float32",) else 2
+    cache = query if formats_of(entry, target)[:1] == [""] else 1
+    need = shared_bytes(Tile(**dict(entry.tile)), *entry_sizes(entry), query, cache, limits.products)
+    return need <= limits.shared_memory
+
+
+def _run_entry(name: str) -> None:
+    """Launch with a table that holds one entry and nothing else; the tile that was launched must be its own."""
+    entry, fp8 = entry_cases()[name.removesuffix(":fp8")], name.endswith(":fp8")
+    size, size_v = entry_sizes(entry)
+    options: dict[str, Any] = {"d": size, "dv": size_v, "group": 16 if size > 256 else 4}
+    if entry.elements == ("float32",):
+        options["dtype"] = torch.float32
+    elif fp8:
+        options["cache"] = torch.float8_e4m3fn
+    device.set_tuned_tiles(-1, TileTable(name, "any", (entry,)))
+    try:
+        _paged(entry.op, options)
+    finally:
+        device.set_tuned_tiles(-1, None)
+
+
 def run_case(name: str) -> None:
     """Call the launcher of one case."""
+    if name.startswith("entry:"):
+        _run_entry(name)
+        return
     what, options = CASES[name]
     options = dict(options)
     if what in ("decode", "prefill"):

@@ -1,6 +1,8 @@
-"""Every kernel compiled, through its launcher, for chips that are not here.
+"""Every kernel and every entry of the tile tables compiled, through the launchers, for chips that are not here.
 
-A process per target compiles the cases of `cross_compile`; the tests read what became of them.
+A process per target compiles the cases of `cross_compile`; the tests read what became of them. By default each kernel is
+compiled for each target, and each table entry for one of the targets that it is for, in turn; with `--every-target` each
+entry for all of them, over 16-bit and float8 caches. The Hopper prefill is in `hopper/test_compile.py`.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,30 +19,57 @@ from typing import Any
 
 import pytest
 
+from attnlib.ops.triton.tile_tables import TileEntry
+from tests.ops.triton.cross_compile import entry_cases, entry_fits, formats_of
+
 ROOT = Path(__file__).parents[3]
 LIMITS = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}
 SMALL = ["write", "write-fp8", "slots", "merge"]
-MAIN = ["decode-64", "decode-128", "decode-256", "decode-128-e4m3", "prefill-64", "prefill-128", "prefill-256",
-        "prefill-128-e4m3", "varlen-64-window"]  # fmt: skip
-HOPPER = ["varying", "decode-96", "decode-128-page128", "decode-128-verify", "decode-128-e5m2", "decode-all",
-          "prefill-192", "prefill-all"]  # fmt: skip
+MAIN = ["decode-64", "decode-256", "decode-128-e4m3", "prefill-128", "prefill-256", "prefill-128-e4m3", "varlen-64-window"]
+HOPPER = ["varying", "decode-96", "decode-128", "decode-128-page128", "decode-128-verify", "decode-128-e5m2", "decode-all",
+          "prefill-64", "prefill-192", "prefill-all"]  # fmt: skip
+KERNELS = {
+    name
+    for path in (ROOT / "attnlib" / "ops" / "triton").glob("*.py")
+    for name in re.findall(r"^def (_\w+_kernel)\(", path.read_text(), re.MULTILINE)
+}
+"""Every plain kernel of the package, read from the sources, so that none is forgotten here."""
 SPILL_CEILING = 300
-"""Bytes of local memory per thread. The full-featured kernels come near it; plain ones stay far below."""
+"""Bytes of local memory per thread of the cases with features. The full-featured kernels come near it; plain ones stay far
+below. Table entries state a ceiling of their own."""
+
+ENTRIES = entry_cases()
 
 
-def _compiled(target: str) -> dict[str, Any]:
-    """What became of the target's cases; the first call starts all targets, two at a time."""
-    return _started()[target].result()
+def _fitting(entry: TileEntry) -> list[str]:
+    return [target for target in LIMITS if entry_fits(entry, target)]
+
+
+def entry_plan(every_target: bool) -> dict[str, list[str]]:
+    """Target -> the cases of table entries that are compiled for it."""
+    plan: dict[str, list[str]] = {target: [] for target in LIMITS}
+    for number, (name, entry) in enumerate(ENTRIES.items()):
+        fitting = _fitting(entry)
+        for target in fitting if every_target else fitting[number % len(fitting) :][:1] if fitting else []:
+            formats = formats_of(entry, target)
+            plan[target] += [name + ending for ending in (formats if every_target else formats[:1])]
+    return plan
+
+
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> dict[str, Future[dict[str, Any]]]:
+    """Target -> what becomes of its cases; all targets are started at once, two at a time."""
+    return _started(request.config.getoption("--every-target"))
 
 
 @functools.cache
-def _started() -> dict[str, Future[dict[str, Any]]]:
-    pool = ThreadPoolExecutor(2)
-    return {target: pool.submit(_compile, target) for target in LIMITS}
+def _started(every_target: bool) -> dict[str, Future[dict[str, Any]]]:
+    pool, plan = ThreadPoolExecutor(2), entry_plan(every_target)
+    return {target: pool.submit(_compile, target, plan[target]) for target in LIMITS}
 
 
-def _compile(target: str) -> dict[str, Any]:
-    cases = SMALL + MAIN + (HOPPER if target == "sm_90" else [])
+def _compile(target: str, entries: list[str]) -> dict[str, Any]:
+    cases = SMALL + MAIN + (HOPPER if target == "sm_90" else []) + entries
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.ops.triton.cross_compile", target, *cases],
                          capture_output=True, text=True, cwd=ROOT, env=environment, check=False)  # fmt: skip
@@ -49,22 +79,28 @@ def _compile(target: str) -> dict[str, Any]:
     return {result["case"]: result for result in results}
 
 
+Compiled = dict[str, Future[dict[str, Any]]]
+
+
 @pytest.mark.parametrize("target", LIMITS)
-def test_compiles_within_the_chip(target: str) -> None:
-    """Q1, P6: every case compiles for the target, fits its shared memory, and spills little where that can be told."""
-    for case, result in _compiled(target).items():
+def test_compiles_within_the_chip(target: str, compiled: Compiled) -> None:
+    """Q1, P6: every kernel compiles for every target, fits its shared memory, and spills little."""
+    met = set()
+    for case, result in compiled[target].result().items():
         assert "error" not in result, f"{case} for {target}: {result['error']}"
         for kernel in result["kernels"]:
+            met.add(kernel["kernel"])
             assert kernel["shared"] <= LIMITS[target] * 1024, (case, kernel)
-            assert kernel["spilled"] is None or kernel["spilled"] <= SPILL_CEILING, (case, kernel)
-            assert target == "gfx942" or kernel["registers"] is not None, (case, kernel)
+            assert kernel["registers"] is not None and kernel["spilled"] is not None, (case, kernel)
+            assert case.startswith("entry:") or kernel["spilled"] <= SPILL_CEILING, (case, kernel)
+    assert len(KERNELS) >= 6 and met >= KERNELS, KERNELS - met
 
 
 @pytest.mark.parametrize("target", LIMITS)
-def test_the_estimate_of_shared_memory_is_an_upper_one(target: str) -> None:
+def test_the_estimate_of_shared_memory_is_an_upper_one(target: str, compiled: Compiled) -> None:
     """P6: what the tile chooser reckons with is at least what the compiler takes."""
     checked = 0
-    for case, result in _compiled(target).items():
+    for case, result in compiled[target].result().items():
         for kernel in result["kernels"]:
             if kernel["estimate"] is not None:
                 assert kernel["shared"] <= kernel["estimate"], (case, kernel)
@@ -72,26 +108,53 @@ def test_the_estimate_of_shared_memory_is_an_upper_one(target: str) -> None:
     assert checked >= len(MAIN)
 
 
-def test_lengths_do_not_compile_anything() -> None:
+@pytest.mark.parametrize("name", ENTRIES)
+def test_every_table_entry_compiles_below_its_own_ceiling(name: str, compiled: Compiled, request: pytest.FixtureRequest) -> None:
+    """Speed rules: an entry is for at least one target that it fits; there its own tile is launched, and spills no more than the table states."""
+    entry, checked = ENTRIES[name], 0
+    for target, cases in entry_plan(request.config.getoption("--every-target")).items():
+        for case in cases:
+            if case.removesuffix(":fp8") != name:
+                continue
+            result = compiled[target].result()[case]
+            assert "error" not in result, f"{case} for {target}: {result['error']}"
+            kernel = result["kernels"][0]
+            assert kernel["tile"] == dict(entry.tile), f"{case} for {target}: another tile was launched"
+            assert kernel["spilled"] <= entry.spills, f"{case} for {target}: {kernel}"
+            checked += 1
+    assert checked, f"{name} fits no target that it is for"
+
+
+def test_entries_take_turns_on_all_targets() -> None:
+    """The sample leaves out no target, and the whole plan no entry, format or target."""
+    sample, whole = entry_plan(False), entry_plan(True)
+    assert all(sample.values()) and {name.removesuffix(":fp8") for names in sample.values() for name in names} == set(ENTRIES)
+    assert all(set(sample[target]) <= set(whole[target]) for target in LIMITS)
+    assert {(name.removesuffix(":fp8"), target) for target, names in whole.items() for name in names} == {
+        (name, target) for name, entry in ENTRIES.items() for target in _fitting(entry)
+    }
+
+
+def test_lengths_do_not_compile_anything(compiled: Compiled) -> None:
     """P1 of the field notes: other numbers of requests, tokens, columns, splits, lengths and window sizes meet the same
     compiled kernels."""
-    kernels = _compiled("sm_90")["varying"]["kernels"]
+    kernels = compiled["sm_90"].result()["varying"]["kernels"]
     assert len(kernels) == 9
     assert len({(kernel["kernel"], kernel["hash"]) for kernel in kernels}) == 3
 
 
 @pytest.mark.parametrize("case", ["prefill-64", "prefill-128", "prefill-256", "prefill-128-e4m3"])
-def test_prefill_multiplies_asynchronously_on_hopper(case: str) -> None:
+def test_prefill_multiplies_asynchronously_on_hopper(case: str, compiled: Compiled) -> None:
     """Tiles of 64 rows and more go through wgmma, fed by cp.async."""
-    (kernel,) = _compiled("sm_90")[case]["kernels"]
+    (kernel,) = compiled["sm_90"].result()[case]["kernels"]
     assert kernel["instructions"]["wgmma.mma_async"] > 0
     assert kernel["instructions"]["cp.async.cg"] > 0
     assert "mma.sync" not in kernel["instructions"]
 
 
 @pytest.mark.parametrize("case", ["decode-64", "decode-128", "decode-256", "decode-96", "decode-all"])
-def test_decode_loads_ahead(case: str) -> None:
+def test_decode_loads_ahead(case: str, compiled: Compiled) -> None:
     """Keys and values arrive through cp.async with 16 bytes a thread: the loop over pages is pipelined."""
-    decode = _compiled("sm_90")[case]["kernels"][0]
+    decode = compiled["sm_90"].result()[case]["kernels"][0]
     assert decode["instructions"]["cp.async.cg"] >= 8
     assert decode["instructions"]["mma.sync"] > 0

@@ -21,9 +21,10 @@ import triton
 
 from attnlib.ops.triton.hopper.paged_prefill import launch_hopper_prefill
 from attnlib.ops.triton.hopper.tiles import choose_hopper_tile, shared_bytes
+from attnlib.ops.triton.tile_tables import TileEntry, shipped_tables
 from tests.ops.triton.cross_compile import stub_target
 
-__all__ = ["CASES", "compile_case"]
+__all__ = ["CASES", "compile_case", "entry_cases"]
 
 BF16, FP16 = torch.bfloat16, torch.float16
 CASES: dict[str, dict[str, Any]] = {
@@ -51,10 +52,22 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def entry_cases() -> dict[str, TileEntry]:
+    """Every entry of the shipped tables for this kernel, by the name of its case: `entry:INDEX`."""
+    found = [entry for table in shipped_tables() for entry in table.entries if entry.op == "hopper_prefill"]
+    return {f"entry:{index}": entry for index, entry in enumerate(found)}
+
+
+def _entry_options(entry: TileEntry) -> dict[str, Any]:
+    """The largest head size and page that an entry is for, with its tile."""
+    most = {name: most for name, _, most in entry.ranges}
+    return {"d": most.get("head_size") or 256, "n": most.get("block_size") or 16, "tile": dict(entry.tile)}
+
+
 def compile_case(name: str) -> dict[str, Any]:
     """What became of one case: shared memory and its estimate, registers, stack and spilled bytes, accesses to local
     memory in the loops over keys, and what ptxas warned of."""
-    options = CASES[name]
+    options = CASES[name] if name in CASES else _entry_options(entry_cases()[name])
     d, dtype, kv_heads = options.get("d", 128), options.get("dtype", BF16), 8
     dv, heads = options.get("dv", d), options.get("group", 4) * kv_heads
     tile = dataclasses.replace(choose_hopper_tile(d, dv), **options.get("tile", {}))
