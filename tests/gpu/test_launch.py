@@ -1,0 +1,163 @@
+"""Bound launches give the bits that Triton's own launches give, at any address and stride, eager and captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.gpu.devices import needs_gpu
+
+pytest.importorskip("triton")
+pytestmark = [pytest.mark.gpu, needs_gpu]
+
+Call = Callable[[], None]
+HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 8, 2, 128, 16, 64
+
+
+class Placement(NamedTuple):
+    """How tensors lie: `offset` elements off the allocation's start, `room` elements between the rows of tokens."""
+
+    offset: int
+    room: int
+
+
+PLACEMENTS = [Placement(0, 0), Placement(8, 16), Placement(1, 0), Placement(0, 3), Placement(0, 0)]
+
+
+def _tensor(shape: tuple[int, ...], place: Placement, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    inner = [1]
+    for size in reversed(shape[1:]):
+        inner.insert(0, inner[0] * size)
+    inner[0] += place.room
+    flat = torch.randn(place.offset + shape[0] * inner[0], device="cuda").to(dtype)
+    return flat.as_strided(shape, inner, place.offset)
+
+
+def _attention(place: Placement, query_lens: list[int], seq_lens: list[int], num_splits: int | None, decode: bool) -> tuple[Call, list[torch.Tensor]]:
+    from attnlib.ops.triton.paged_decode import paged_decode
+    from attnlib.ops.triton.paged_prefill import paged_prefill
+
+    tokens = sum(query_lens)
+    query, out = (_tensor((tokens, HEADS, SIZE), place) for _ in range(2))
+    cache = [_tensor((BLOCKS, BLOCK, KV_HEADS, SIZE), place) for _ in range(2)]
+    lse = torch.empty(tokens, HEADS, device="cuda")
+    starts = torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    lens = torch.tensor(seq_lens, dtype=torch.int32, device="cuda")
+    table = torch.randperm(BLOCKS, device="cuda")[: len(seq_lens) * 8].view(len(seq_lens), 8).to(torch.int32)
+    batch = (query, cache[0], cache[1], table, starts, lens)
+    options: dict[str, Any] = {"max_query_len": max(query_lens), "max_seq_len": 128, "scale": 0.1, "out": out, "lse": lse}
+    if not decode:
+        return lambda: paged_prefill(*batch, **options), [out, lse]
+    workspace = torch.empty(1 << 18, device="cuda")
+    return lambda: paged_decode(*batch, num_splits=num_splits, workspace=workspace, **options), [out, lse]
+
+
+def _write(place: Placement) -> tuple[Call, list[torch.Tensor]]:
+    from attnlib.ops.triton.cache_write import write_kv
+
+    key, value = (_tensor((9, KV_HEADS, SIZE), place) for _ in range(2))
+    cache = [_tensor((BLOCKS, BLOCK, KV_HEADS, SIZE), place) for _ in range(2)]
+    slots = torch.randperm(BLOCKS * BLOCK, device="cuda")[:9]
+    return lambda: write_kv(key, value, cache[0], cache[1], slots), cache
+
+
+CASES: dict[str, Callable[[Placement], tuple[Call, list[torch.Tensor]]]] = {
+    "decode": lambda place: _attention(place, [1] * 4, [128, 1, 77, 16], 1, True),
+    "decode-split": lambda place: _attention(place, [1] * 4, [128, 1, 77, 16], 4, True),
+    "decode-auto": lambda place: _attention(place, [1], [128], None, True),
+    "verify": lambda place: _attention(place, [4, 2, 3], [128, 12, 77], None, True),
+    "prefill": lambda place: _attention(place, [50, 1, 17], [100, 1, 128], None, False),
+    "write": _write,
+}
+
+
+def _result(call: Call, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    for output in outputs:
+        output.zero_()
+    call()
+    return [output.clone() for output in outputs]
+
+
+def _by_triton(monkeypatch: pytest.MonkeyPatch, call: Call, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    from attnlib.ops.triton import launch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "_undisturbed", lambda: False)
+        return _result(call, outputs)
+
+
+def _same_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.inference_mode()
+def test_bound_launches_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """Aligned and unaligned addresses, padded and odd strides take turns; each is called until it is bound."""
+    for place in PLACEMENTS:
+        call, outputs = CASES[case](place)
+        expected = _by_triton(monkeypatch, call, outputs)
+        assert all(bool(result.float().abs().sum() > 0) for result in expected)
+        for _ in range(3):
+            assert _same_bits(_result(call, outputs), expected), place
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.inference_mode()
+def test_bound_launches_are_captured(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """G1: a bound launch goes to the stream that is current at the call, so a graph holds it."""
+    call, outputs = CASES[case](PLACEMENTS[0])
+    expected = _by_triton(monkeypatch, call, outputs)
+    for _ in range(2):
+        call()  # bound by now
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for output in outputs:
+        output.zero_()
+    torch.cuda.synchronize()
+    assert not any(bool(output.any()) for output in outputs), "capturing ran the kernel"
+    graph.replay()
+    torch.cuda.synchronize()
+    assert _same_bits([output.clone() for output in outputs], expected)
+
+
+@torch.inference_mode()
+def test_launches_are_bound_on_this_triton() -> None:
+    """The supported versions bind: without it every call pays Triton's own launch."""
+    from attnlib.ops.triton import cache_write, paged_decode, prefill
+
+    for module in (cache_write, paged_decode, prefill):
+        module._launches.clear()
+    paged_decode._launches_by_splits.clear()
+    for case in ("decode-split", "prefill", "write"):
+        CASES[case](PLACEMENTS[0])[0]()
+    (decode,), (prefilled,), (written,) = (module._launches.values() for module in (paged_decode, prefill, cache_write))
+    assert decode.combine is not None and decode.attend.is_bound and decode.combine.is_bound
+    assert prefilled.attend.is_bound
+    assert written.write is not None and written.write.is_bound
+
+
+@torch.inference_mode()
+def test_hooks_see_bound_kernels() -> None:
+    """A profiler that hooks launches after they were bound still sees each of them."""
+    triton = pytest.importorskip("triton")
+    call, _ = CASES["decode-split"](PLACEMENTS[0])
+    for _ in range(2):
+        call()
+    seen: list[str] = []
+
+    def listen(metadata: Any) -> None:
+        seen.append(metadata.get()["name"])
+
+    triton.knobs.runtime.launch_enter_hook.add(listen)
+    try:
+        call()
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(listen)
+    call()
+    assert seen == ["_decode_kernel", "_combine_kernel"]
