@@ -109,8 +109,8 @@ def launch_key(
     scale, causal, window, chunk, cap, alibi, sinks, bias, k_scale, v_scale, out, lse = options
     return (
         query.get_device(), query.dtype, query.shape, query.stride(), key.dtype, key.shape, key.stride(),
-        value.dtype, value.shape, value.stride(), out.dtype, out.shape, out.stride(),
-        starts.dtype, starts.shape, seq_lens.dtype, seq_lens.shape,
+        value.dtype, value.shape, value.stride(), out.dtype, out.stride(), starts.dtype, starts.shape,
+        seq_lens.dtype, seq_lens.shape,
         None if block_table is None else (block_table.dtype, block_table.stride()),
         scale, window, chunk, cap, causal.dtype if isinstance(causal, Tensor) else causal,
         None if alibi is None else alibi.dtype, None if sinks is None else sinks.dtype,

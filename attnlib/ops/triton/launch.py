@@ -89,13 +89,14 @@ class BoundLaunch:
         constants: compile-time arguments and options (`num_warps`, ...) by name.
     """
 
-    __slots__ = ("_call", "_constants", "_grid", "_head", "_hooks", "_kernel", "_stream", "_tail")
+    __slots__ = ("_call", "_compiled", "_constants", "_grid", "_head", "_hooks", "_kernel", "_stream", "_tail")
 
     def __init__(self, kernel: Any, grid: tuple[int, int, int], constants: dict[str, Any]) -> None:
         self._kernel = kernel
         self._grid = grid
         self._constants = constants
         self._call: Callable[..., None] | None = None
+        self._compiled: object = None
         self._head: tuple[Any, ...] = ()
         self._tail: tuple[Any, ...] = ()
         self._hooks: Any = ()
@@ -137,6 +138,7 @@ class BoundLaunch:
         self._stream = triton.runtime.driver.active.get_current_stream
         self._tail = tuple(self._constants[name] for name in names)
         self._head = direct[1]
+        self._compiled = compiled  # newer Tritons unload a kernel that nobody holds
         self._call = direct[0]  # last: another thread may be launching
 
 
