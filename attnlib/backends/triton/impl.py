@@ -18,7 +18,8 @@ __all__ = ["TritonImpl"]
 
 
 class TritonImpl(AttentionImpl):
-    """Attention by attnlib's own kernels."""
+    """Attention by attnlib's own kernels. On a Hopper chip the Gluon kernels serve what they can and
+    are quicker at; `config={"kernels": "portable"}` keeps to the plain ones, "hopper" takes the others wherever they can."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -31,6 +32,7 @@ class TritonImpl(AttentionImpl):
             "alibi_slopes": self.alibi_slopes,
             "sinks": self.sinks,
         }
+        self._kernels = str(self.config.get("kernels", "auto"))
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
         """See `AttentionImpl.write_kv`."""
@@ -96,6 +98,7 @@ class TritonImpl(AttentionImpl):
             out=output,
             lse=lse,
             workspace=part.workspace,
+            kernels=self._kernels,
             **self._meaning,
         )
 
@@ -118,5 +121,6 @@ class TritonImpl(AttentionImpl):
             v_scale=cache.v_scale,
             out=output,
             lse=lse,
+            kernels=self._kernels,
             **self._meaning,
         )

@@ -12,6 +12,8 @@ from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.paged import PagedMetadata, paged_fields
 from attnlib.ops.triton.device import limits_of
+from attnlib.ops.triton.gluon import hopper_choice
+from attnlib.ops.triton.hopper.limits import HOPPER_DECODE_KEYS
 from attnlib.ops.triton.paged_decode import paged_decode_num_splits, paged_decode_workspace_bytes
 from attnlib.ops.triton.tile_tables import work_bounds
 from attnlib.spec import AttentionSpec, CudaGraphSupport
@@ -60,6 +62,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             causal = fields["causal"] is True
             splits = self._splits(fields["num_decodes"], fields["max_decode_query_len"], fields["max_seq_len"], causal)
             needed = paged_decode_workspace_bytes(fields["num_decode_tokens"], self.spec.num_heads, self.spec.head_size_v, splits)
+            needed = max(needed, self._hopper_bytes(fields["num_decode_tokens"], fields["max_decode_query_len"]))
             workspace = self._workspace.reserve(needed).view(torch.float32) if needed else None
         return TritonMetadata(**fields, workspace=workspace)
 
@@ -84,18 +87,28 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             return 0
         most = 0
         for query_len in range(1, min(self.reorder_batch_threshold or 1, limits.max_num_tokens) + 1):
+            most = max(most, self._hopper_bytes(limits.max_num_tokens, query_len))
             for reqs in range(1, min(limits.max_num_reqs, limits.max_num_tokens // query_len) + 1):
                 splits = max(self._splits(reqs, query_len, seq_len, causal=False) for seq_len in self._tile_edges(reqs, limits.max_seq_len))
                 tokens = min(reqs * query_len, limits.max_num_tokens)
                 most = max(most, paged_decode_workspace_bytes(tokens, self.spec.num_heads, self.spec.head_size_v, splits))
         return most
 
+    def _hopper_bytes(self, num_tokens: int, query_len: int) -> int:
+        """What Hopper's own decode wants; 0 elsewhere."""
+        chip = limits_of(self._query_like)
+        if chip.capability[0] != 9 or self.config.get("kernels") == "portable" or (fast := hopper_choice()) is None:
+            return 0
+        return int(fast.decode_workspace_bytes(self._query_like, self._cache_like, self.spec.head_size_v, num_tokens, query_len, chip))
+
     def seq_len_bounds(self, num_reqs: int, least: int, most: int) -> list[int]:
-        """Where tiles depend on work, both sides of every edge between two tiles; and of every power of 2, where keys may begin to be split."""
+        """Where tiles depend on work, both sides of every edge between two tiles, and of every power of 2, where keys may begin to be split; on
+        Hopper both sides of the length from which its own decode is the quicker one."""
+        edge = [HOPPER_DECODE_KEYS - 1, HOPPER_DECODE_KEYS] if limits_of(self._query_like).capability[0] == 9 else []
         inner = {edge + side for edge in self._tile_edges(num_reqs, most) for side in (0, 1)}
         if len(inner) > 2:
             inner |= {(1 << exponent) - side for exponent in range(most.bit_length()) for side in (0, 1)}
-        return sorted({least, most, *(bound for bound in inner if least < bound < most)})
+        return sorted({least, most, *(bound for bound in (*inner, *edge) if least < bound < most)})
 
     def _tile_edges(self, num_reqs: int, max_seq_len: int) -> list[int]:
         """The longest sequences that each decode tile may meet: a tile for less work may be cut in more pieces."""

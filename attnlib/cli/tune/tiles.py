@@ -5,6 +5,7 @@ The kernels are called as they are, without a backend around them, with a table 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,9 +119,10 @@ def _call(op: str, material: Material) -> Callable[[int], object]:
 
 
 def _operation(op: str) -> Callable[..., None]:
-    room = {"decode": "paged_decode", "prefill": "paged_prefill", "hopper_prefill": "hopper.paged_prefill"}[op]
-    found: Callable[..., None] = getattr(import_module(f"attnlib.ops.triton.{room}"), room.rpartition(".")[2])
-    return found
+    """The public operation, kept to the kernel whose tiles are tried."""
+    room = f"paged_{op.removeprefix('hopper_')}"
+    found: Callable[..., None] = getattr(import_module(f"attnlib.ops.triton.{room}"), room)
+    return functools.partial(found, kernels="hopper" if op.startswith("hopper_") else "portable")
 
 
 def _workspace(material: Material, bounds: Mapping[str, Any]) -> torch.Tensor | None:

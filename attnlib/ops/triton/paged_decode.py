@@ -31,6 +31,7 @@ from attnlib.ops.triton.arguments import (
 )
 from attnlib.ops.triton.attend import aligned, attend, pack_rows, store_rows
 from attnlib.ops.triton.device import DeviceLimits, device_guard, limits_of, programmatic_launch
+from attnlib.ops.triton.gluon import hopper_choice
 from attnlib.ops.triton.launch import BoundLaunch, Remembered
 from attnlib.ops.triton.quant import load_scale
 from attnlib.ops.triton.schedule import request_tiles, tiles_per_split
@@ -354,6 +355,7 @@ def paged_decode(
     lse: Tensor | None = None,
     num_splits: int | None = None,
     workspace: Tensor | None = None,
+    kernels: str = "auto",
 ) -> None:
     """Attention for batches whose queries are all short (typically 1 to 8 tokens); arguments as in `paged_prefill`.
 
@@ -368,7 +370,10 @@ def paged_decode(
             requests are cut in more pieces). A number cuts every request into that many parts whatever its neighbours
             are, so that a row's bits depend on its own request only.
         workspace: contiguous float32 or uint8 tensor of at least `paged_decode_workspace_bytes(...)` bytes; made when
-            None and needed.
+            None and needed. The Gluon decode of Hopper wants more (`hopper.choice.decode_workspace_bytes`) and is passed
+            over when it gets less.
+        kernels: "auto" takes the Hopper decode where it can serve the call and is the quicker one, "hopper" wherever it
+            can, "portable" never.
 
     Raises:
         ContractError: a workspace that is too small, or tensors the kernels cannot address.
@@ -379,6 +384,11 @@ def paged_decode(
                       k_scale, v_scale, out, lse)  # fmt: skip
     limits = limits_of(query)
     same = launch_key(query, key_cache, value_cache, query_start_loc, seq_lens, block_table, options)
+    if limits.capability[0] == 9 and kernels != "portable" and num_splits is None and (fast := hopper_choice()) is not None:
+        visible = visible_bound(max_query_len, max_seq_len, window, causal is True, attention_chunk_size)
+        if fast.try_decode(same, query, key_cache, value_cache, block_table, query_start_loc, seq_lens, options, limits,
+                           max(1, max_query_len), visible, workspace, kernels == "hopper"):  # fmt: skip
+            return
     key = (same, max_query_len, max_seq_len, num_splits)
     launch = _launches.get(key)
     if launch is None or launch.limits is not limits:

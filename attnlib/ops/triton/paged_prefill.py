@@ -32,6 +32,7 @@ def paged_prefill(
     v_scale: float | Tensor = 1.0,
     out: Tensor,
     lse: Tensor | None = None,
+    kernels: str = "auto",
 ) -> None:
     """Attention of ragged query spans over the paged cache.
 
@@ -59,6 +60,7 @@ def paged_prefill(
         v_scale: likewise.
         out: `[T, Hq, Dv]`, written; rows at or past `query_start_loc[-1]` become 0 (M6).
         lse: `[T, Hq]` float32, written when given: natural log of the softmax denominator (M5).
+        kernels: "auto" takes the Hopper prefill where it can serve the call, "portable" always the plain kernel.
 
     Raises:
         ContractError: tensors the kernel cannot address.
@@ -68,5 +70,5 @@ def paged_prefill(
                       k_scale, v_scale, out, lse)  # fmt: skip
     launch_prefill(
         query, key_cache, value_cache, block_table, query_start_loc, seq_lens, max_query_len=max_query_len,
-        options=options,
+        options=options, max_seq_len=max_seq_len, kernels=kernels,
     )  # fmt: skip

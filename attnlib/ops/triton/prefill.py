@@ -28,6 +28,7 @@ from attnlib.ops.triton.arguments import (
 )
 from attnlib.ops.triton.attend import aligned, attend, pack_rows, store_rows
 from attnlib.ops.triton.device import DeviceLimits, device_guard, limits_of
+from attnlib.ops.triton.gluon import hopper_choice
 from attnlib.ops.triton.launch import BoundLaunch, Remembered
 from attnlib.ops.triton.quant import load_scale
 from attnlib.ops.triton.schedule import find_request
@@ -135,8 +136,10 @@ def launch_prefill(
     *,
     max_query_len: int,
     options: Options,
+    max_seq_len: int = 0,
+    kernels: str = "portable",
 ) -> None:
-    """Run the prefill kernel.
+    """Run the prefill kernel, or Hopper's own one where it can serve the call.
 
     Args:
         query: `[T, Hq, D]`.
@@ -147,11 +150,18 @@ def launch_prefill(
         seq_lens: `[R]` int32; for packed keys `[R + 1]` int32, where each request's keys start.
         max_query_len: upper bound of the query lengths; chooses the tile and nothing else.
         options: the optional features.
+        max_seq_len: upper bound of the sequence lengths; only the Hopper prefill looks at it.
+        kernels: "portable" keeps to the plain kernel.
     """
     if query.numel() == 0:
         return
     limits = limits_of(query)
-    same = (launch_key(query, key, value, query_start_loc, seq_lens, block_table, options), max_query_len)
+    alike = launch_key(query, key, value, query_start_loc, seq_lens, block_table, options)
+    if limits.capability[0] == 9 and kernels != "portable" and block_table is not None and (fast := hopper_choice()) is not None:
+        if fast.try_prefill(alike, query, key, value, block_table, query_start_loc, seq_lens, options, limits,
+                            max_query_len, max_seq_len):  # fmt: skip
+            return
+    same = (alike, max_query_len)
     launch = _launches.get(same)
     if launch is None or launch.limits is not limits:
         launch = _prepare(query, key, value, block_table, query_start_loc, options, limits, max_query_len)

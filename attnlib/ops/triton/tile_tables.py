@@ -34,6 +34,7 @@ OPS = {
     "decode": ("block_m", "block_n", "num_warps", "num_stages"),
     "prefill": ("block_m", "block_n", "num_warps", "num_stages"),
     "hopper_prefill": ("block_n", "stages"),
+    "hopper_decode": ("block_n", "stages"),
 }
 """Operation -> numbers that its tiles must have."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from attnlib.errors import ContractError, UnsupportedConfigError
-from attnlib.ops.triton.hopper.tiles import HopperTile, choose_hopper_tile
+from attnlib.ops.triton.hopper.tiles import DecodeTile, HopperTile, choose_hopper_tile, decode_shared_bytes
 from attnlib.ops.triton.hopper.tiles import shared_bytes as hopper_bytes
 from attnlib.ops.triton.tile_tables import (
     ELEMENTS,
@@ -57,6 +57,8 @@ def test_no_shipped_entry_is_shadowed() -> None:
             width, tile = dict((name, least) for name, least, _ in entry.ranges)["head_size"], dict(entry.tile)
             if entry.op == "hopper_prefill":
                 need = hopper_bytes(HopperTile(**tile), 128, 128)
+            elif entry.op == "hopper_decode":
+                need = decode_shared_bytes(DecodeTile(**tile), 128, 128)
             else:
                 query, products = 4 if entry.elements == ("float32",) else 2, entry.products[0] if entry.products else "sync"
                 need = shared_bytes(Tile(**tile), width, width, query, query, products)

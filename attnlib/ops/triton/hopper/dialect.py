@@ -11,7 +11,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = ["TensorDescriptor", "exp2", "load_box", "named_arrive", "named_sync", "partition_barrier"]
+__all__ = [
+    "TensorDescriptor", "await_predecessor", "exp2", "load_box", "named_arrive", "named_sync", "partition_barrier",
+    "release_successor",
+]  # fmt: skip
 
 partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 """Synchronises the threads of the partition that calls it (`thread_barrier` up to 3.6)."""
@@ -45,3 +48,15 @@ def named_arrive(ID: gl.constexpr):
 @gluon.jit
 def exp2(x):
     return gl.exp2(x)
+
+
+@gluon.jit
+def await_predecessor():
+    """Wait until the kernel before this one has ended and its writes are seen (programmatic dependent launch)."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
+
+
+@gluon.jit
+def release_successor():
+    """Let the kernel after this one start, once every CTA has come here; it waits for this one's end by itself."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)

@@ -22,12 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnlib.ops.triton.hopper.dialect import exp2, load_box, named_arrive, named_sync, partition_barrier
+from attnlib.ops.triton.hopper.products import overlapped_step, pack_weights, unpack_weights
 from attnlib.ops.triton.hopper.schedule import find_tile, row_span, visited_tiles
+from attnlib.ops.triton.hopper.softmax import LN2, LOG2E, hide_keys, score_factor, transform_scores, weigh
 
-__all__ = ["UNSPECIALISED", "hopper_prefill_kernel"]
-
-LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
-LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
+__all__ = ["UNALIGNED", "UNSPECIALISED", "hopper_prefill_kernel"]
 
 UNSPECIALISED = [
     "left", "right", "chunk", "num_reqs", "num_tokens", "num_tiles", "section", "num_blocks", "stride_qt", "stride_qh",
@@ -35,23 +34,14 @@ UNSPECIALISED = [
 ]  # fmt: skip
 """Parameters whose values must not choose a compilation."""
 
+UNALIGNED = ["lse", "sinks", "query_start_loc", "seq_lens", "block_table"]
+"""Pointers whose alignment must not choose one either: they are slices of a batch, cut wherever its decodes end."""
+
 
 @gluon.jit
 def _aligned(offset):
     """An offset that the launcher knows to be a multiple of 8 elements (16 bytes), as the compiler should know too."""
     return (offset >> 3) << 3
-
-
-@gluon.jit
-def _take_turn(WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
-    if TURNS:
-        named_sync(9 + WARPGROUP)
-
-
-@gluon.jit
-def _pass_turn(WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
-    if TURNS:
-        named_arrive(10 - WARPGROUP)
 
 
 @gluon.jit
@@ -100,89 +90,6 @@ def _producer(key, value, query_start_loc, seq_lens, block_table, left, right, c
                         load_box(value, [blocks[box], kv_head, inside, 0], v_full.index(stage),
                                  v_tile.slice(box * BOX, BOX, 0))  # fmt: skip
                     step += 1
-
-
-@gluon.jit
-def _softmax_step(scores, peak, total, row_first, row_last, tile_start, factor, soft_cap, MASKED: gl.constexpr,
-                  CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr):  # fmt: skip
-    """Raw products to weights: (weights, decay of what came before, new peak, new total); everything in base 2."""
-    BLOCK_N: gl.constexpr = scores.shape[1]
-    if HAS_CAP:
-        # tanh(x) = 1 - 2 / (exp(2x) + 1), exact at both infinities; `factor` is 2 log2(e) scale / cap here.
-        grown = exp2(scores * factor)
-        scores = (soft_cap - (2.0 * soft_cap) / (grown + 1.0)) * LOG2E
-        weight_factor = 1.0
-    else:
-        weight_factor = factor
-    if MASKED:
-        keys = tile_start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores.type.layout))
-        visible = keys[None, :] < row_last[:, None]
-        if CHECK_FIRST:
-            visible = visible & (keys[None, :] >= row_first[:, None])
-        scores = gl.where(visible, scores, float("-inf"))
-    new_peak = gl.maximum(peak, gl.max(scores, 1) * weight_factor)
-    anchor = new_peak
-    if MASKED:
-        anchor = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weights = exp2(scores * weight_factor - anchor[:, None])
-    decay = exp2(peak - anchor)
-    return weights, decay, new_peak, total * decay + gl.sum(weights, 1)
-
-
-@gluon.jit
-def _pack(weights, DTYPE: gl.constexpr):
-    """Weights [M, N] in float32 as pairs of DTYPE in 32-bit words [M, N // 2]: carried over a loop's edge one by one,
-    16-bit values would take a register each and be packed again for every product."""
-    M: gl.constexpr = weights.shape[0]
-    N: gl.constexpr = weights.shape[1]
-    low, high = gl.split(gl.reshape(weights, [M, N // 2, 2]))
-    if DTYPE == gl.bfloat16:
-        words = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, True, 1)
-    else:
-        words = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, True, 1)
-    return words
-
-
-@gluon.jit
-def _unpack(words, DTYPE: gl.constexpr, P_LAYOUT: gl.constexpr):
-    """The operand of the product with the values."""
-    M: gl.constexpr = words.shape[0]
-    N: gl.constexpr = words.shape[1] * 2
-    low = words.to(gl.int16).to(DTYPE, bitcast=True)
-    high = (words >> 16).to(gl.int16).to(DTYPE, bitcast=True)
-    return gl.convert_layout(gl.reshape(gl.join(low, high), [M, N]), P_LAYOUT)
-
-
-@gluon.jit
-def _step(q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total, step, tile, row_first,
-          row_last, factor, soft_cap, WARPGROUP: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
-          MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
-          P_LAYOUT: gl.constexpr):  # fmt: skip
-    """Products with the keys of `tile` and with the values of the tile before it, then the softmax between them."""
-    ROWS: gl.constexpr = q_tile.shape[0]
-    DTYPE: gl.constexpr = q_tile.dtype
-    BLOCK_N: gl.constexpr = k_ring.shape[1]
-    S_LAYOUT: gl.constexpr = row_last.type.layout.parent
-    stage = step % STAGES
-    parity = (step // STAGES) & 1
-    v_stage = (step - 1) % STAGES
-    v_parity = ((step - 1) // STAGES) & 1
-    mbarrier.wait(k_full.index(stage), parity)
-    _take_turn(WARPGROUP, TURNS)
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    scores = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(v_stage), v_parity)
-    acc = warpgroup_mma(_unpack(weights, DTYPE, P_LAYOUT), v_ring.index(v_stage), acc, is_async=True)
-    _pass_turn(WARPGROUP, TURNS)
-    scores = warpgroup_mma_wait(1, deps=[scores])
-    mbarrier.arrive(k_empty.index(stage), count=1)
-    grown, decay, peak, total = _softmax_step(
-        scores, peak, total, row_first, row_last, tile * BLOCK_N, factor, soft_cap, MASKED, CHECK_FIRST, HAS_CAP
-    )
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(v_empty.index(v_stage), count=1)
-    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return acc, _pack(grown, DTYPE), peak, total
 
 
 @gluon.jit
@@ -239,10 +146,7 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, scale, soft_cap
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK
     q_tile = q_tiles.index(WARPGROUP)
-    if HAS_CAP:
-        factor = scale * (2.0 * LOG2E) / soft_cap
-    else:
-        factor = scale * LOG2E
+    factor = score_factor(scale, soft_cap, HAS_CAP)
     if TURNS and WARPGROUP == 1:
         named_arrive(9)
 
@@ -292,10 +196,10 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, scale, soft_cap
                     scores = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
                     scores = warpgroup_mma_wait(0, deps=[scores])
                     mbarrier.arrive(k_empty.index(stage), count=1)
-                    grown, _, peak, total = _softmax_step(scores, peak, total, row_first, row_last,
-                                                          (end - 1) * BLOCK_N, factor, soft_cap, True, CHECK_LEFT,
-                                                          HAS_CAP)  # fmt: skip
-                    weights = _pack(grown, DTYPE)
+                    scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
+                    scores = hide_keys(scores, row_first, row_last, (end - 1) * BLOCK_N, CHECK_LEFT)
+                    grown, _, peak, total = weigh(scores, factor, peak, total, True, HAS_CAP)
+                    weights = pack_weights(grown, DTYPE)
                     past_end = seq_len - (end - 1) * BLOCK_N
                     if (past_end < BLOCK_N) & (seq_len % BLOCK_SIZE != 0):
                         mbarrier.wait(v_full.index(stage), parity)
@@ -305,20 +209,20 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, scale, soft_cap
                     full_end = gl.minimum(right_begin, end - 1)
                     full_begin = gl.minimum(left_end, full_end)
                     for back in range(0, end - 1 - full_end):
-                        acc, weights, peak, total = _step(
+                        acc, weights, peak, total = overlapped_step(
                             q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total, step,
                             end - 2 - back, row_first, row_last, factor, soft_cap, WARPGROUP, STAGES, TURNS, True,
                             CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
                         step += 1
                     for back in range(0, full_end - full_begin):
-                        acc, weights, peak, total = _step(
+                        acc, weights, peak, total = overlapped_step(
                             q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total, step,
                             full_end - 1 - back, row_first, row_last, factor, soft_cap, WARPGROUP, STAGES, TURNS,
                             False, CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
                         step += 1
                     if CHECK_LEFT:
                         for back in range(0, full_begin - begin):
-                            acc, weights, peak, total = _step(
+                            acc, weights, peak, total = overlapped_step(
                                 q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total,
                                 step, full_begin - 1 - back, row_first, row_last, factor, soft_cap, WARPGROUP, STAGES,
                                 TURNS, True, CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
@@ -326,7 +230,7 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, scale, soft_cap
 
                     stage = (step - 1) % STAGES
                     mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) & 1)
-                    acc = warpgroup_mma(_unpack(weights, DTYPE, P_LAYOUT), v_ring.index(stage), acc, is_async=True)
+                    acc = warpgroup_mma(unpack_weights(weights, DTYPE, P_LAYOUT), v_ring.index(stage), acc, is_async=True)
                     acc = warpgroup_mma_wait(0, deps=[acc])
                     mbarrier.arrive(v_empty.index(stage), count=1)
 
@@ -362,7 +266,7 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, scale, soft_cap
                     _store_rows(out, offsets, rows, valid, DV)
 
 
-@gluon.jit(do_not_specialize=UNSPECIALISED)
+@gluon.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
 def hopper_prefill_kernel(key, value, query, out, lse, sinks, query_start_loc, seq_lens, block_table, scale, soft_cap,
                           left, right, chunk, num_reqs, num_tokens, num_tiles, section, num_blocks, stride_qt, stride_qh,
                           stride_ot, stride_oh, stride_lt, stride_table, NUM_KV_HEADS: gl.constexpr,

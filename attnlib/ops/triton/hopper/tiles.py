@@ -10,12 +10,13 @@ import functools
 from dataclasses import dataclass
 
 from attnlib.errors import UnsupportedConfigError
+from attnlib.ops.triton.hopper.limits import DECODE_ROWS, ROWS
 from attnlib.ops.triton.tile_tables import Situation, TileTable, matching
 
-__all__ = ["ROWS", "SHARED_MEMORY", "HopperTile", "choose_hopper_tile", "choose_section", "padded_width", "shared_bytes"]
-
-ROWS = 128
-"""Query rows of a work item: two warpgroups of 64."""
+__all__ = [
+    "SHARED_MEMORY", "DecodeTile", "HopperTile", "choose_hopper_decode_tile", "choose_hopper_tile", "choose_section",
+    "decode_shared_bytes", "padded_width", "shared_bytes",
+]  # fmt: skip
 
 SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that one CTA may have on SM90."""
@@ -48,6 +49,21 @@ class HopperTile:
     sections: bool = True
     consumer_registers: int = 240
     producer_registers: int = 24
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """How one decode CTA works.
+
+    Attributes:
+        block_n: keys per step.
+        stages: depth of the rings.
+        resident: CTAs that share a multiprocessor, 1 or 2.
+    """
+
+    block_n: int
+    stages: int
+    resident: int = 1
 
 
 def padded_width(head_size: int) -> int:
@@ -109,5 +125,28 @@ def choose_hopper_tile(
     raise UnsupportedConfigError(
         f"head sizes {head_size} (keys) and {head_size_v} (values) need {smallest} bytes of shared memory with the "
         f"smallest tile, and Hopper has {SHARED_MEMORY}; use the plain Triton prefill",
+        backend="triton",
+    )
+
+
+def decode_shared_bytes(tile: DecodeTile, head_size: int, head_size_v: int) -> int:
+    """Shared memory of one decode CTA in bytes, for 16-bit elements."""
+    width, width_v = padded_width(head_size), padded_width(head_size_v)
+    return 2 * (DECODE_ROWS * width + tile.stages * tile.block_n * (width + width_v)) + 1024
+
+
+@functools.lru_cache(maxsize=64)
+def choose_hopper_decode_tile(head_size: int, head_size_v: int, *, tuned: TileTable | None = None) -> DecodeTile:
+    """The decode tile for a pair of head sizes; arguments and errors as in `choose_hopper_tile`."""
+    widest = max(padded_width(head_size), padded_width(head_size_v))
+    need = 0
+    for entry in matching(Situation("hopper_decode", "async", "16-bit", widest, DECODE_ROWS), tuned):
+        tile = DecodeTile(**dict(entry.tile))
+        need = decode_shared_bytes(tile, head_size, head_size_v)
+        if need <= SHARED_MEMORY:
+            return tile
+    raise UnsupportedConfigError(
+        f"head sizes {head_size} (keys) and {head_size_v} (values) need {need} bytes of shared memory with the smallest "
+        f"decode tile, and Hopper has {SHARED_MEMORY}; use the plain Triton decode",
         backend="triton",
     )

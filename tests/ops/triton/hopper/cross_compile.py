@@ -19,8 +19,14 @@ from typing import Any
 import torch
 import triton
 
+from attnlib.ops.triton.hopper.paged_decode import launch_hopper_decode
 from attnlib.ops.triton.hopper.paged_prefill import launch_hopper_prefill
-from attnlib.ops.triton.hopper.tiles import choose_hopper_tile, shared_bytes
+from attnlib.ops.triton.hopper.tiles import (
+    choose_hopper_decode_tile,
+    choose_hopper_tile,
+    decode_shared_bytes,
+    shared_bytes,
+)
 from attnlib.ops.triton.tile_tables import TileEntry, shipped_tables
 from tests.ops.triton.cross_compile import stub_target
 
@@ -49,19 +55,27 @@ CASES: dict[str, dict[str, Any]] = {
     "192-128": {"d": 192, "dv": 128, "group": 1},
     "256": {"d": 256, "group": 2},
     "256-page128-cap": {"d": 256, "group": 2, "n": 128, "cap": 50.0},
+    "decode-128": {"op": "hopper_decode"},
+    "decode-128-page128": {"op": "hopper_decode", "n": 128},
+    "decode-128-mqa": {"op": "hopper_decode", "group": 32},
+    "decode-128-all": {"op": "hopper_decode", "sinks": True, "cap": 50.0, "lse": True, "window": (4095, 31), "chunk": 8192},
+    "decode-64-sinks": {"op": "hopper_decode", "d": 64, "group": 8, "sinks": True, "dtype": FP16},
+    "decode-192-128": {"op": "hopper_decode", "d": 192, "dv": 128, "group": 1},
+    "decode-256-cap": {"op": "hopper_decode", "d": 256, "group": 2, "cap": 50.0},
 }
 
 
 def entry_cases() -> dict[str, TileEntry]:
-    """Every entry of the shipped tables for this kernel, by the name of its case: `entry:INDEX`."""
-    found = [entry for table in shipped_tables() for entry in table.entries if entry.op == "hopper_prefill"]
-    return {f"entry:{index}": entry for index, entry in enumerate(found)}
+    """Every entry of the shipped tables for these kernels, by the name of its case: `OP:INDEX`."""
+    found = [entry for table in shipped_tables() for entry in table.entries if entry.op in ("hopper_prefill", "hopper_decode")]
+    return {f"{entry.op}:{index}": entry for index, entry in enumerate(found)}
 
 
 def _entry_options(entry: TileEntry) -> dict[str, Any]:
     """The largest head size and page that an entry is for, with its tile."""
     most = {name: most for name, _, most in entry.ranges}
-    return {"d": most.get("head_size") or 256, "n": most.get("block_size") or 16, "tile": dict(entry.tile)}
+    size = most.get("head_size") or 256
+    return {"op": entry.op, "d": size, "n": most.get("block_size") or 16, "tile": dict(entry.tile), "group": 8 if size == 64 else 4}
 
 
 def compile_case(name: str) -> dict[str, Any]:
@@ -70,21 +84,30 @@ def compile_case(name: str) -> dict[str, Any]:
     options = CASES[name] if name in CASES else _entry_options(entry_cases()[name])
     d, dtype, kv_heads = options.get("d", 128), options.get("dtype", BF16), 8
     dv, heads = options.get("dv", d), options.get("group", 4) * kv_heads
-    tile = dataclasses.replace(choose_hopper_tile(d, dv), **options.get("tile", {}))
+    decode = options.get("op") == "hopper_decode"
+    chosen: Any = choose_hopper_decode_tile(d, dv) if decode else choose_hopper_tile(d, dv)
+    tile = dataclasses.replace(chosen, **options.get("tile", {}))
     lengths = torch.zeros(2, dtype=torch.int32)
+    shapes = (
+        torch.empty(64, heads, d, dtype=dtype), torch.empty(2, options.get("n", 16), kv_heads, d, dtype=dtype),
+        torch.empty(2, options.get("n", 16), kv_heads, dv, dtype=dtype), torch.zeros(2, 4, dtype=torch.int32),
+        torch.zeros(3, dtype=torch.int32), lengths,
+    )  # fmt: skip
+    meaning: dict[str, Any] = {
+        "scale": 0.1, "causal": options.get("causal", True), "window": options.get("window", (-1, -1)),
+        "attention_chunk_size": options.get("chunk", 0), "logits_soft_cap": options.get("cap", 0.0),
+        "sinks": torch.empty(heads) if options.get("sinks") else None, "out": torch.empty(64, heads, dv, dtype=dtype),
+        "lse": torch.empty(64, heads) if options.get("lse") else None,
+    }  # fmt: skip
     log = io.StringIO()
     triton.knobs.nvidia.dump_ptxas_log = True
     triton.knobs.compilation.always_compile = True
     with stub_target("sm_90") as launches, contextlib.redirect_stdout(log):
-        launch_hopper_prefill(
-            torch.empty(64, heads, d, dtype=dtype), torch.empty(2, options.get("n", 16), kv_heads, d, dtype=dtype),
-            torch.empty(2, options.get("n", 16), kv_heads, dv, dtype=dtype), torch.zeros(2, 4, dtype=torch.int32),
-            torch.zeros(3, dtype=torch.int32), lengths, tile, max_seq_len=64, scale=0.1, causal=options.get("causal", True),
-            window=options.get("window", (-1, -1)), attention_chunk_size=options.get("chunk", 0),
-            logits_soft_cap=options.get("cap", 0.0), sinks=torch.empty(heads) if options.get("sinks") else None,
-            out=torch.empty(64, heads, dv, dtype=dtype), lse=torch.empty(64, heads) if options.get("lse") else None,
-        )  # fmt: skip
-    (launch,) = launches
+        if decode:
+            launch_hopper_decode(*shapes, tile, max_query_len=1, workspace=torch.empty(1 << 22), **meaning)
+        else:
+            launch_hopper_prefill(*shapes, tile, max_seq_len=64, **meaning)
+    launch = launches[0]
     text = log.getvalue()
     spills = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
     assert spills is not None, text
@@ -92,20 +115,20 @@ def compile_case(name: str) -> dict[str, Any]:
     assert used is not None, text
     return {
         "shared": launch.kernel.metadata.shared,
-        "estimate": shared_bytes(tile, d, dv),
+        "estimate": decode_shared_bytes(tile, d, dv) if decode else shared_bytes(tile, d, dv),
         "registers": int(used[1]),
         "stack": int(spills[1]),
         "spilled": int(spills[2]),
-        "loops": _key_loops(launch.kernel.asm["cubin"]),
+        "loops": _key_loops(launch.kernel.asm["cubin"], 4 if decode else 2),
         "warnings": [line for line in text.splitlines() if re.search(r"C75\d\d|serializ|[Ww]arning", line)],
         "wgmma": launch.kernel.asm["ptx"].count("wgmma.mma_async"),
         "seconds": round(launch.seconds, 1),
     }
 
 
-def _key_loops(cubin: bytes) -> list[int]:
-    """Accesses to local memory in each loop over keys: those in which exactly two groups of products end, and
-    nothing is stored to global memory (so no loop over tiles of queries)."""
+def _key_loops(cubin: bytes, groups: int) -> list[int]:
+    """Accesses to local memory in each loop over keys: those in which exactly so many groups of products end (two, or
+    twice two where a branch tells masked tiles from others), and nothing is stored to global memory (so no loop over tiles of queries)."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -119,7 +142,7 @@ def _key_loops(cubin: bytes) -> list[int]:
         if jump is None or labels[jump[1]] > at:
             continue
         body = lines[labels[jump[1]] : at]
-        if not any("STG" in each or "USETMAXREG" in each for each in body) and sum("HGMMA" in each and "gsb0" in each for each in body) == 2:
+        if not any("STG" in each or "USETMAXREG" in each for each in body) and sum("HGMMA" in each and "gsb0" in each for each in body) == groups:
             found.append(sum(bool(re.search(r"\b(LDL|STL)\b", each)) for each in body))
     return found
 

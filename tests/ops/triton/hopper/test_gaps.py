@@ -1,37 +1,53 @@
-"""What the Hopper prefill says it does not do, and the shapes it chooses: pure functions, asked about chips not here."""
+"""What the Hopper kernels say they do not do, and the shapes they choose: pure functions, asked about chips not here."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from attnlib.errors import UnsupportedConfigError
-from attnlib.ops.triton.device import DeviceLimits
-from attnlib.ops.triton.hopper.paged_prefill import hopper_prefill_gaps
-from attnlib.ops.triton.hopper.tiles import SHARED_MEMORY, choose_hopper_tile, padded_width, shared_bytes
+from attnlib.ops.triton import gluon
+from attnlib.ops.triton.hopper.choice import stride_gaps
+from attnlib.ops.triton.hopper.limits import HOPPER_DECODE_KEYS, decode_gaps, prefers_hopper_decode, prefill_gaps
+from attnlib.ops.triton.hopper.tiles import (
+    SHARED_MEMORY,
+    choose_hopper_decode_tile,
+    choose_hopper_tile,
+    decode_shared_bytes,
+    padded_width,
+    shared_bytes,
+)
 
-H200 = {"num_sms": 132, "shared_memory": 232448, "shared_memory_per_sm": 233472, "capability": (9, 0), "has_fp8": True}
 BF16 = torch.bfloat16
 
 
-def _gaps(
-    *, d: int = 128, dv: int = 128, n: int = 16, heads: int = 8, kv_heads: int = 2, dtype: torch.dtype = BF16,
-    cache: torch.dtype = BF16, capability: tuple[int, int] = (9, 0), **options: Any,
+def _prefill(
+    *, d: int = 128, dv: int = 128, n: int = 16, group: int = 4, dtype: torch.dtype = BF16, cache: torch.dtype = BF16,
+    capability: tuple[int, int] = (9, 0), **features: Any,
 ) -> list[str]:  # fmt: skip
-    limits = DeviceLimits(**{**H200, "capability": capability})
-    query, out = torch.empty(4, heads, d, dtype=dtype), torch.empty(4, heads, dv, dtype=dtype)
-    key, value = torch.empty(3, n, kv_heads, d, dtype=cache), torch.empty(3, n, kv_heads, dv, dtype=cache)
-    return hopper_prefill_gaps(query, key, value, out, **{"limits": limits, "scale": 1.0, **options})
+    return prefill_gaps(capability, dtype, cache, (d, dv), n, group, **features)
 
 
-@pytest.mark.parametrize("shape", [{}, {"n": 256}, {"d": 96, "dv": 96}, {"d": 192}, {"d": 256, "dv": 256}, {"heads": 10},
-                                   {"dtype": torch.float16, "cache": torch.float16}])  # fmt: skip
-def test_takes_what_models_have(shape: dict[str, Any]) -> None:
-    assert _gaps(**shape) == []
+def _decode(*, kv_heads: int = 8, tokens: int = 1, **options: Any) -> list[str]:
+    layer = {"d": 128, "dv": 128, "n": 16, "group": 4, "dtype": BF16, "cache": BF16, "capability": (9, 0), **options}
+    sizes = (layer.pop("d"), layer.pop("dv"))
+    facts = [layer.pop(name) for name in ("capability", "dtype", "cache")]
+    return decode_gaps(*facts, sizes, layer.pop("n"), layer.pop("group"), kv_heads, 132, tokens, **layer)
 
 
+LAYERS = [{}, {"n": 256}, {"d": 96, "dv": 96}, {"d": 192}, {"d": 256, "dv": 256}, {"group": 5}, {"dtype": torch.float16, "cache": torch.float16}]
+
+
+@pytest.mark.parametrize("gaps", [_prefill, _decode])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_takes_what_models_have(layer: dict[str, Any], gaps: Callable[..., list[str]]) -> None:
+    assert gaps(**layer) == []
+
+
+@pytest.mark.parametrize("gaps", [_prefill, _decode])
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -41,34 +57,63 @@ def test_takes_what_models_have(shape: dict[str, Any]) -> None:
         ({"d": 32, "dv": 32}, "head size 32"),
         ({"d": 576, "dv": 512}, "head size 576"),
         ({"n": 48}, "block_size 48"),
-        ({"heads": 256, "kv_heads": 1}, "256 query heads"),
-        ({"causal": torch.ones(1, dtype=torch.bool)}, "causal per request"),
-        ({"alibi_slopes": torch.ones(8)}, "alibi_slopes"),
-        ({"query_bias": torch.ones(4, 4)}, "query_bias"),
-        ({"k_scale": torch.ones(())}, "k_scale"),
-        ({"v_scale": 0.5}, "v_scale"),
-        ({"scale": -1.0}, "scale is -1.0"),
+        ({"group": 256}, "256 query heads"),
+        ({"causal_per_request": True}, "causal per request"),
+        ({"alibi": True}, "alibi_slopes"),
+        ({"bias": True}, "query_bias"),
+        ({"scales": True}, "k_scale"),
     ],
 )
-def test_names_every_gap_with_its_value(options: dict[str, Any], words: str) -> None:
-    gaps = _gaps(**options)
-    assert any(words in gap for gap in gaps), gaps
+def test_names_every_gap_with_its_value(options: dict[str, Any], words: str, gaps: Callable[..., list[str]]) -> None:
+    found = gaps(**options)
+    assert any(words in gap for gap in found), found
+
+
+def test_decode_packs_as_many_rows_as_one_warpgroup_has() -> None:
+    assert _decode(group=16, tokens=4) == []
+    assert "16 query heads for each KV head times 5 tokens" in _decode(group=16, tokens=5)[0]
+    assert "133 KV heads" in _decode(kv_heads=133)[0]
+
+
+def test_short_and_windowed_decodes_stay_with_the_plain_kernel() -> None:
+    """Measured: it is the quicker one there."""
+    assert not prefers_hopper_decode(1024) and prefers_hopper_decode(HOPPER_DECODE_KEYS)
 
 
 def test_strides_that_tma_cannot_take_are_gaps() -> None:
     """P1, P9: views are ordinary, but boxes of 16 bytes need strides that are multiples of them."""
-    limits = DeviceLimits(**H200)
-    query, out = torch.empty(4, 8, 128, dtype=BF16), torch.empty(4, 8, 128, dtype=BF16)
+    query = torch.empty(4, 8, 128, dtype=BF16)
     cache = torch.empty(3, 16, 2, 132, dtype=BF16)[..., :128]
-    first, second = hopper_prefill_gaps(query, cache, cache, out, limits=limits, scale=1.0)
+    first, second = stride_gaps(query=query, key_cache=cache, value_cache=cache, out=query)
     assert "key_cache has stride 132 in dimension 2" in first and "value_cache has stride 132" in second
 
 
 def test_arbitrary_strides_of_single_blocks_and_heads_are_no_gap() -> None:
     """P1: a dimension of size 1 carries any stride."""
-    query, out = torch.empty(4, 8, 128, dtype=BF16), torch.empty(4, 8, 128, dtype=BF16)
+    query = torch.empty(4, 8, 128, dtype=BF16)
     cache = torch.empty(4096, dtype=BF16).as_strided((1, 16, 1, 128), (3, 128, 7, 1))
-    assert hopper_prefill_gaps(query, cache, cache, out, limits=DeviceLimits(**H200), scale=1.0) == []
+    assert stride_gaps(query=query, key_cache=cache, value_cache=cache, out=query) == []
+
+
+def test_a_gluon_that_cannot_be_imported_is_a_reason_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names under triton.experimental move: plain Triton then serves everything."""
+
+    def gone(name: str) -> Any:
+        raise ImportError(f"no {name} in this Triton")
+
+    monkeypatch.setattr(gluon, "import_module", gone)
+    gluon._load.cache_clear()
+    try:
+        assert gluon.hopper_choice() is None
+        assert gluon.hopper_missing() == "ImportError: no attnlib.ops.triton.hopper.choice in this Triton"
+    finally:
+        gluon._load.cache_clear()
+
+
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)])
+def test_decode_tiles_fit(d: int, dv: int) -> None:
+    tile = choose_hopper_decode_tile(d, dv)
+    assert decode_shared_bytes(tile, d, dv) <= SHARED_MEMORY and tile.stages >= 2
 
 
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)])
