@@ -167,8 +167,12 @@ def _with(step, **changes):
         ("flat key of two tokens in a row", r"key has shape \(6, 32\); it must be \[tokens, 2, 8\] or \[tokens, 16\]"),
     ],
 )
-def test_bad_calls_are_named_and_change_nothing(name: str, message: str) -> None:
+@pytest.mark.parametrize("seasoned", [False, True], ids=["first-call", "after-a-good-call"])
+def test_bad_calls_are_named_and_change_nothing(name: str, message: str, seasoned: bool) -> None:
     layer, cache, call = _break(name)
+    if seasoned:  # what a layer has accepted once it does not check again, so every difference has to count
+        _, other_cache, step, q, k, v = _inputs()
+        layer(q, k, v, other_cache, step)
     before = cache.key_cache.clone(), cache.value_cache.clone()
     with pytest.raises(ContractError, match=message):
         layer(**call)
