@@ -140,7 +140,7 @@ def try_decode(
         scale=options.scale * float(options.k_scale), causal=bool(options.causal), window=options.window,
         attention_chunk_size=options.attention_chunk_size, logits_soft_cap=options.logits_soft_cap, sinks=options.sinks,
         out=options.out, lse=options.lse,
-        workspace=workspace if workspace.dtype == torch.float32 else workspace.view(torch.float32),
+        workspace=workspace if workspace.dtype == torch.float32 else workspace.view(torch.float32), same=same,
     )  # fmt: skip
     return True
 
