@@ -224,8 +224,9 @@ def parse_tile(variant: str, d: int, dv: int) -> Any:
             "persist": {"persistent": True},
             "nosec": {"sections": False},
         }.get(flag) or {
-            "n": {"block_n": int(flag[1:] or 0)},
-            "s": {"stages": int(flag[1:] or 0)},
+            "n": {"block_n": int(flag[1:] or 0) if flag[1:].isdigit() else 0},
+            "s": {"stages": int(flag[1:] or 0) if flag[1:].isdigit() else 0},
+            "q": {"q_stages": int(flag[1:] or 0)},
             "r": {"producer_registers": int(flag[1:] or 0), "consumer_registers": 240 - (int(flag[1:] or 0) - 24) // 2},
         }[flag[0]]
         tile = dataclasses.replace(tile, **change)

@@ -122,5 +122,6 @@ class TritonImpl(AttentionImpl):
             out=output,
             lse=lse,
             kernels=self._kernels,
+            counters=part.counters,
             **self._meaning,
         )

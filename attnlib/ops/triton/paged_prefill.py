@@ -33,6 +33,7 @@ def paged_prefill(
     out: Tensor,
     lse: Tensor | None = None,
     kernels: str = "auto",
+    counters: Tensor | None = None,
 ) -> None:
     """Attention of ragged query spans over the paged cache.
 
@@ -61,6 +62,8 @@ def paged_prefill(
         out: `[T, Hq, Dv]`, written; rows at or past `query_start_loc[-1]` become 0 (M6).
         lse: `[T, Hq]` float32, written when given: natural log of the softmax denominator (M5).
         kernels: "auto" takes the Hopper prefill where it can serve the call, "portable" always the plain kernel.
+        counters: two int32 zeros, by which the programs of the Hopper prefill share the work, and which it leaves as it
+            found them; made when None. Calls that may overlap need counters of their own.
 
     Raises:
         ContractError: tensors the kernel cannot address.
@@ -70,5 +73,5 @@ def paged_prefill(
                       k_scale, v_scale, out, lse)  # fmt: skip
     launch_prefill(
         query, key_cache, value_cache, block_table, query_start_loc, seq_lens, max_query_len=max_query_len,
-        options=options, max_seq_len=max_seq_len, kernels=kernels,
+        options=options, max_seq_len=max_seq_len, kernels=kernels, counters=counters,
     )  # fmt: skip

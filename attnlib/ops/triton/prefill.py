@@ -138,6 +138,7 @@ def launch_prefill(
     options: Options,
     max_seq_len: int = 0,
     kernels: str = "portable",
+    counters: Tensor | None = None,
 ) -> None:
     """Run the prefill kernel, or Hopper's own one where it can serve the call.
 
@@ -152,6 +153,7 @@ def launch_prefill(
         options: the optional features.
         max_seq_len: upper bound of the sequence lengths; only the Hopper prefill looks at it.
         kernels: "portable" keeps to the plain kernel.
+        counters: as in `paged_prefill`.
     """
     if query.numel() == 0:
         return
@@ -159,7 +161,7 @@ def launch_prefill(
     alike = launch_key(query, key, value, query_start_loc, seq_lens, block_table, options)
     if limits.capability[0] == 9 and kernels != "portable" and block_table is not None and (fast := hopper_choice()) is not None:
         if fast.try_prefill(alike, query, key, value, block_table, query_start_loc, seq_lens, options, limits,
-                            max_query_len, max_seq_len):  # fmt: skip
+                            max_query_len, max_seq_len, counters):  # fmt: skip
             return
     same = (alike, max_query_len)
     launch = _launches.get(same)

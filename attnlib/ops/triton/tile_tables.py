@@ -40,7 +40,7 @@ OPS = {
 
 PRODUCTS = ("async", "sync", "mfma")
 ELEMENTS = ("16-bit", "fp8", "fp8-bytes", "float32")
-CONDITIONS = ("head_size", "rows", "keys_per_sm", "block_size")
+CONDITIONS = ("head_size", "rows", "keys_per_sm", "block_size", "visible")
 """Conditions that are ranges of numbers, in the words of `Situation`."""
 
 _SCHEMA = 1
@@ -61,6 +61,7 @@ class Situation:
         keys_per_sm: class of work (`work_class`); None where it must not matter, so that entries with a bound on it
             do not match.
         block_size: N; None where it is not known, likewise.
+        visible: keys that one query sees at most, by its window or chunk; None without one, likewise.
     """
 
     op: str
@@ -70,6 +71,7 @@ class Situation:
     rows: int
     keys_per_sm: int | None = None
     block_size: int | None = None
+    visible: int | None = None
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,13 @@ def _impossible(query: Tensor, key: Tensor, value: Tensor, options: Options) -> 
     return bool(tensors) or key.shape[0] == 0 or value.dtype != key.dtype or options.out.dtype != query.dtype or options.scale <= 0
 
 
+def _visible(options: Options) -> int | None:
+    """Keys that one query sees at most, where a window or a chunk says so."""
+    left, right = options.window[0], 0 if options.causal is True else options.window[1]
+    bounds = [left + right + 1] if left >= 0 and right >= 0 else []
+    return min([*bounds, *([options.attention_chunk_size] if options.attention_chunk_size > 0 else [])], default=None)
+
+
 def try_prefill(
     same: Hashable,
     query: Tensor,
@@ -79,6 +86,7 @@ def try_prefill(
     limits: DeviceLimits,
     max_query_len: int,
     max_seq_len: int,
+    counters: Tensor | None,
 ) -> bool:
     """Serve the call if the Hopper prefill can; whether it did. `same` is the call's `launch_key`."""
     rows = query.shape[1] // max(1, key.shape[2]) * max_query_len
@@ -86,7 +94,10 @@ def try_prefill(
     tile = _prefill_tiles.get(known, known)
     if tile is known:
         fits = not prefill_gaps(*_layer(query, key, value, limits), **_features(options)) and not _impossible(query, key, value, options)
-        tile = choose_hopper_tile(key.shape[3], value.shape[3], rows=known[1], block_size=key.shape[1], tuned=limits.tuned) if fits else None
+        tile = None
+        if fits:
+            shape = {"rows": known[1], "block_size": key.shape[1], "visible": _visible(options)}
+            tile = choose_hopper_tile(key.shape[3], value.shape[3], **shape, tuned=limits.tuned)
         _prefill_tiles.keep(known, tile)
     if tile is None or not _aligned(query, key, value, options.out):
         return False
@@ -95,7 +106,7 @@ def try_prefill(
         query, key, value, block_table, starts, seq_lens, tile, max_seq_len=max_seq_len,
         scale=options.scale * float(options.k_scale), causal=bool(options.causal), window=options.window,
         attention_chunk_size=options.attention_chunk_size, logits_soft_cap=options.logits_soft_cap, sinks=options.sinks,
-        out=options.out, lse=options.lse,
+        out=options.out, lse=options.lse, counters=counters,
     )  # fmt: skip
     return True
 

@@ -1,4 +1,4 @@
-"""TMA descriptors of a paged cache.
+"""TMA descriptors of a paged cache and of queries.
 
 A cache view [B, N, Hkv, D] of any strides is described as [B, Hkv, N, D], so that a box is the rows of one page and one
 KV head. Descriptors are kept by address and shape, because checking and building one costs microseconds; they hold the
@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.hopper.dialect import TensorDescriptor
 
-__all__ = ["cache_descriptor"]
+__all__ = ["cache_descriptor", "query_descriptor"]
 
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -55,3 +55,20 @@ def cache_descriptor(cache: Tensor, rows: int, width: int) -> TensorDescriptor:
     Elements past D and pages past B read as zero.
     """
     return _describe(cache.data_ptr(), cache.dtype, tuple(cache.shape), tuple(cache.stride()), rows, width)
+
+
+@functools.lru_cache(maxsize=512)
+def _describe_query(
+    pointer: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], tokens: int, heads: int, width: int
+) -> TensorDescriptor:
+    token, head = (8 if n == 1 else s for n, s in zip(shape[:2], strides[:2], strict=True))
+    layout = gl.NVMMASharedLayout.get_default_for([tokens * heads, width], _DTYPES[dtype])
+    return TensorDescriptor(
+        _Address(pointer, dtype), list(shape), [token, head, 1], [tokens, heads, width],
+        gl.NVMMASharedLayout(layout.swizzle_byte_width, 16, 3),
+    )  # fmt: skip
+
+
+def query_descriptor(query: Tensor, tokens: int, heads: int, width: int) -> TensorDescriptor:
+    """The descriptor of queries `[T, Hq, D]` for boxes of `heads` heads of `tokens` tokens and `width` >= D elements."""
+    return _describe_query(query.data_ptr(), query.dtype, tuple(query.shape), tuple(query.stride()), tokens, heads, width)

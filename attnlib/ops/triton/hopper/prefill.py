@@ -21,7 +21,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnlib.ops.triton.hopper.dialect import exp2, load_box, named_arrive, named_sync, partition_barrier
+from attnlib.ops.triton.hopper.dialect import (
+    await_predecessor,
+    exp2,
+    load_box,
+    named_arrive,
+    named_sync,
+    partition_barrier,
+    release_successor,
+)
 from attnlib.ops.triton.hopper.products import overlapped_step, pack_weights, unpack_weights
 from attnlib.ops.triton.hopper.schedule import find_tile, row_span, visited_tiles
 from attnlib.ops.triton.hopper.softmax import LN2, LOG2E, hide_keys, score_factor, transform_scores, weigh
@@ -45,24 +53,93 @@ def _aligned(offset):
 
 
 @gluon.jit
-def _producer(key, value, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_tiles, section,
-              num_blocks, stride_table, k_ring, v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS: gl.constexpr,
+def _write_note(notes, place, value):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    notes.index(place).store(gl.full([1], 0, gl.int32, layout) + value)
+
+
+@gluon.jit
+def _read_note(notes, place):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.sum(notes.index(place).load(layout), 0)
+
+
+@gluon.jit
+def _count_up(counter):
+    """Add one to a counter that all CTAs share; what it was."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    lanes = gl.arange(0, 32, layout)
+    before = gl.atomic_add(counter + lanes * 0, gl.full([32], 1, gl.int32, layout), mask=lanes == 0, sem="relaxed")
+    return gl.sum(gl.where(lanes == 0, before, 0), 0)
+
+
+@gluon.jit
+def _publish(notes, n_full, n_empty, turn, request, start, first_token, kv_head, query_len, seq_len, NOTE: gl.constexpr):
+    """Tell both consumers of the next work item; request -1 is the end."""
+    slot = turn % 2
+    mbarrier.wait(n_empty.index(slot), ((turn // 2) & 1) ^ 1)
+    _write_note(notes, slot * NOTE, request)
+    _write_note(notes, slot * NOTE + 1, start)
+    _write_note(notes, slot * NOTE + 2, first_token)
+    _write_note(notes, slot * NOTE + 3, kv_head)
+    _write_note(notes, slot * NOTE + 4, query_len)
+    _write_note(notes, slot * NOTE + 5, seq_len)
+    mbarrier.arrive(n_full.index(slot), count=1)
+
+
+@gluon.jit
+def _producer(key, value, query_map, query_start_loc, seq_lens, block_table, counters, left, right, chunk, num_reqs,
+              num_tokens, num_tiles, section, num_blocks, stride_table, notes, q_tiles, k_ring, v_ring, n_full, n_empty,
+              q_full, q_empty, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
               TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
-              CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+              Q_STAGES: gl.constexpr, LOAD_QUERY: gl.constexpr, PERSISTENT: gl.constexpr, PDL: gl.constexpr,
+              NOTE: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
               HAS_CHUNK: gl.constexpr):  # fmt: skip
-    """Fill the rings. Pages past the request's last one are aimed past the pool's end, which TMA fills with zeros."""
+    """Choose work items, tell the consumers, and fill the rings; over the borders of items as far as the rings reach.
+
+    Pages past the request's last one are aimed past the pool's end, which TMA fills with zeros.
+    """
     BOX: gl.constexpr = min(BLOCK_SIZE, BLOCK_N)
     BOXES: gl.constexpr = BLOCK_N // BOX
+    Q_BYTES: gl.constexpr = 2 * 64 * q_tiles.shape[2] * 2
     K_BYTES: gl.constexpr = BLOCK_N * k_ring.shape[2] * 2
     V_BYTES: gl.constexpr = BLOCK_N * v_ring.shape[2] * 2
+    if PDL:
+        await_predecessor()
+        release_successor()
+    items = num_tiles * NUM_KV_HEADS
+    item = gl.program_id(0)
+    turn = 0
+    fetched = 0
     step = 0
-    for turn in range(0, (num_tiles * NUM_KV_HEADS + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        request, start, first_token, kv_head = find_tile(turn, query_start_loc, num_reqs, num_tiles, section,
-                                                             NUM_KV_HEADS, TILE_TOKENS)  # fmt: skip
+    while item < items:
+        following = items
+        if PERSISTENT:
+            following = gl.num_programs(0) + _count_up(counters)
+        request, start, first_token, kv_head = find_tile(item, query_start_loc, num_reqs, num_tiles, section, NUM_KV_HEADS,
+                                                         TILE_TOKENS)  # fmt: skip
+        query_len = num_tokens - start
+        seq_len = 0
         if request < num_reqs:
             query_len = gl.load(query_start_loc + request + 1) - start
-            if first_token < query_len:
-                seq_len = gl.load(seq_lens + request)
+            seq_len = gl.load(seq_lens + request)
+        if first_token < query_len:
+            _publish(notes, n_full, n_empty, turn, request, start, first_token, kv_head, query_len, seq_len, NOTE)
+            turn += 1
+            if request < num_reqs:
+                if LOAD_QUERY:
+                    q_slot = fetched % Q_STAGES
+                    mbarrier.wait(q_empty.index(q_slot), ((fetched // Q_STAGES) & 1) ^ 1)
+                    mbarrier.expect(q_full.index(q_slot), Q_BYTES)
+                    first_row = start + first_token
+                    for half in gl.static_range(2):
+                        if GROUP <= 64:
+                            load_box(query_map, [first_row + half * (64 // GROUP), kv_head * GROUP, 0],
+                                     q_full.index(q_slot), q_tiles.index(q_slot * 2 + half))  # fmt: skip
+                        else:
+                            load_box(query_map, [first_row, kv_head * GROUP + half * 64, 0], q_full.index(q_slot),
+                                     q_tiles.index(q_slot * 2 + half))  # fmt: skip
+                    fetched += 1
                 begin, _, _, end = visited_tiles(first_token, query_len, seq_len, left, right, chunk, TILE_TOKENS,
                                                  BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
                 table = block_table + request.to(gl.int64) * stride_table
@@ -90,6 +167,13 @@ def _producer(key, value, query_start_loc, seq_lens, block_table, left, right, c
                         load_box(value, [blocks[box], kv_head, inside, 0], v_full.index(stage),
                                  v_tile.slice(box * BOX, BOX, 0))  # fmt: skip
                     step += 1
+        item = following
+    _publish(notes, n_full, n_empty, turn, -1, 0, 0, 0, 0, 0, NOTE)
+    if PERSISTENT:
+        # The last CTA to run out of work leaves both counters as they were found.
+        if _count_up(counters + 1) == gl.num_programs(0) - 1:
+            gl.store(counters, 0)
+            gl.store(counters + 1, 0)
 
 
 @gluon.jit
@@ -125,12 +209,12 @@ def _rows(first_token, query_len, kv_head, WARPGROUP: gl.constexpr, GROUP: gl.co
 
 
 @gluon.jit
-def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, scale, soft_cap, left, right, chunk, num_reqs,
-              num_tokens, num_tiles, section, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tiles, k_ring, v_ring,
-              k_full, k_empty, v_full, v_empty, WARPGROUP: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
-              GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, TILE_TOKENS: gl.constexpr,
-              BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, STAGED_STORE: gl.constexpr,
-              CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+def _consumer(query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, stride_qt, stride_qh, stride_ot,
+              stride_oh, stride_lt, notes, q_tiles, k_ring, v_ring, n_full, n_empty, q_full, q_empty, k_full, k_empty,
+              v_full, v_empty, WARPGROUP: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+              TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+              LOAD_QUERY: gl.constexpr, TURNS: gl.constexpr, STAGED_STORE: gl.constexpr, PDL: gl.constexpr,
+              NOTE: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
               HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr):  # fmt: skip
     WIDTH: gl.constexpr = q_tiles.shape[2]
     WIDTH_V: gl.constexpr = v_ring.shape[2]
@@ -145,32 +229,47 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, scale, soft_cap
     STORE_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // V_LANES, V_LANES], [4, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK
-    q_tile = q_tiles.index(WARPGROUP)
     factor = score_factor(scale, soft_cap, HAS_CAP)
     if TURNS and WARPGROUP == 1:
         named_arrive(9)
+    if PDL:
+        await_predecessor()
+        release_successor()
 
+    turn = 0
+    fetched = 0
     step = 0
-    for turn in range(0, (num_tiles * NUM_KV_HEADS + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        request, start, first_token, kv_head = find_tile(turn, query_start_loc, num_reqs, num_tiles, section,
-                                                             NUM_KV_HEADS, TILE_TOKENS)  # fmt: skip
+    request = 0
+    while request >= 0:
+        slot = turn % 2
+        mbarrier.wait(n_full.index(slot), (turn // 2) & 1)
+        request = _read_note(notes, slot * NOTE)
+        start = _read_note(notes, slot * NOTE + 1)
+        first_token = _read_note(notes, slot * NOTE + 2)
+        kv_head = _read_note(notes, slot * NOTE + 3)
+        query_len = _read_note(notes, slot * NOTE + 4)
+        seq_len = _read_note(notes, slot * NOTE + 5)
+        mbarrier.arrive(n_empty.index(slot), count=1)
+        turn += 1
         if request == num_reqs:
             # Rows after the last request (M6): zero, whatever lay there.
-            token, head, valid = _rows(first_token, num_tokens - start, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
+            token, head, valid = _rows(first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
                                        gl.SliceLayout(1, STORE_LAYOUT))  # fmt: skip
             offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
             _store_rows(out, offsets, gl.zeros([64, WIDTH_V], DTYPE, STORE_LAYOUT), valid, DV)
             if HAS_LSE:
                 nothing = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, STORE_LAYOUT))
                 gl.store(lse + (start + token).to(gl.int64) * stride_lt + head, nothing, mask=valid)
-        else:
-            query_len = gl.load(query_start_loc + request + 1) - start
-            if first_token < query_len:
-                seq_len = gl.load(seq_lens + request)
-                begin, left_end, right_begin, end = visited_tiles(
-                    first_token, query_len, seq_len, left, right, chunk, TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+        if (request >= 0) & (request < num_reqs):
+            begin, left_end, right_begin, end = visited_tiles(
+                first_token, query_len, seq_len, left, right, chunk, TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                HAS_CHUNK)  # fmt: skip
 
+            q_slot = fetched % Q_STAGES
+            q_tile = q_tiles.index(q_slot * 2 + WARPGROUP)
+            if LOAD_QUERY:
+                mbarrier.wait(q_full.index(q_slot), (fetched // Q_STAGES) & 1)
+            else:
                 token, head, valid = _rows(first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
                                            gl.SliceLayout(1, Q_LAYOUT))  # fmt: skip
                 offsets = _aligned((start + token).to(gl.int64) * stride_qt + head.to(gl.int64) * stride_qh)
@@ -181,113 +280,131 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, scale, soft_cap
                 q_tile.store(q)
                 fence_async_shared()
                 partition_barrier()
+            fetched += 1
 
-                token, head, valid = _rows(first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS, ROW)
-                row_first, row_last = row_span(token + (seq_len - query_len), seq_len, left, right, chunk, CAUSAL,
-                                               HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
-                peak = gl.full([64], float("-inf"), gl.float32, ROW)
-                total = gl.full([64], 0.0, gl.float32, ROW)
-                acc = gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT)
-                if end > begin:
-                    stage = step % STAGES
-                    parity = (step // STAGES) & 1
-                    mbarrier.wait(k_full.index(stage), parity)
-                    nothing = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
-                    scores = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-                    scores = warpgroup_mma_wait(0, deps=[scores])
-                    mbarrier.arrive(k_empty.index(stage), count=1)
-                    scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
-                    scores = hide_keys(scores, row_first, row_last, (end - 1) * BLOCK_N, CHECK_LEFT)
-                    grown, _, peak, total = weigh(scores, factor, peak, total, True, HAS_CAP)
-                    weights = pack_weights(grown, DTYPE)
-                    past_end = seq_len - (end - 1) * BLOCK_N
-                    if (past_end < BLOCK_N) & (seq_len % BLOCK_SIZE != 0):
-                        mbarrier.wait(v_full.index(stage), parity)
-                        _clear_values(v_ring.index(stage), past_end, WARPGROUP)
+            token, head, valid = _rows(first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS, ROW)
+            row_first, row_last = row_span(token + (seq_len - query_len), seq_len, left, right, chunk, CAUSAL,
+                                           HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            peak = gl.full([64], float("-inf"), gl.float32, ROW)
+            total = gl.full([64], 0.0, gl.float32, ROW)
+            acc = gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT)
+            if end > begin:
+                stage = step % STAGES
+                parity = (step // STAGES) & 1
+                mbarrier.wait(k_full.index(stage), parity)
+                nothing = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
+                scores = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+                scores = warpgroup_mma_wait(0, deps=[scores])
+                mbarrier.arrive(k_empty.index(stage), count=1)
+                scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
+                scores = hide_keys(scores, row_first, row_last, (end - 1) * BLOCK_N, CHECK_LEFT)
+                grown, _, peak, total = weigh(scores, factor, peak, total, True, HAS_CAP)
+                weights = pack_weights(grown, DTYPE)
+                past_end = seq_len - (end - 1) * BLOCK_N
+                if (past_end < BLOCK_N) & (seq_len % BLOCK_SIZE != 0):
+                    mbarrier.wait(v_full.index(stage), parity)
+                    _clear_values(v_ring.index(stage), past_end, WARPGROUP)
+                step += 1
+
+                full_end = gl.minimum(right_begin, end - 1)
+                full_begin = gl.minimum(left_end, full_end)
+                for back in range(0, end - 1 - full_end):
+                    acc, weights, peak, total = overlapped_step(
+                        q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total, step,
+                        end - 2 - back, row_first, row_last, factor, soft_cap, WARPGROUP, STAGES, TURNS, True,
+                        CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
                     step += 1
-
-                    full_end = gl.minimum(right_begin, end - 1)
-                    full_begin = gl.minimum(left_end, full_end)
-                    for back in range(0, end - 1 - full_end):
+                for back in range(0, full_end - full_begin):
+                    acc, weights, peak, total = overlapped_step(
+                        q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total, step,
+                        full_end - 1 - back, row_first, row_last, factor, soft_cap, WARPGROUP, STAGES, TURNS,
+                        False, CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
+                    step += 1
+                if CHECK_LEFT:
+                    for back in range(0, full_begin - begin):
                         acc, weights, peak, total = overlapped_step(
-                            q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total, step,
-                            end - 2 - back, row_first, row_last, factor, soft_cap, WARPGROUP, STAGES, TURNS, True,
-                            CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
+                            q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total,
+                            step, full_begin - 1 - back, row_first, row_last, factor, soft_cap, WARPGROUP, STAGES,
+                            TURNS, True, CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
                         step += 1
-                    for back in range(0, full_end - full_begin):
-                        acc, weights, peak, total = overlapped_step(
-                            q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total, step,
-                            full_end - 1 - back, row_first, row_last, factor, soft_cap, WARPGROUP, STAGES, TURNS,
-                            False, CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
-                        step += 1
-                    if CHECK_LEFT:
-                        for back in range(0, full_begin - begin):
-                            acc, weights, peak, total = overlapped_step(
-                                q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total,
-                                step, full_begin - 1 - back, row_first, row_last, factor, soft_cap, WARPGROUP, STAGES,
-                                TURNS, True, CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
-                            step += 1
 
-                    stage = (step - 1) % STAGES
-                    mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) & 1)
-                    acc = warpgroup_mma(unpack_weights(weights, DTYPE, P_LAYOUT), v_ring.index(stage), acc, is_async=True)
-                    acc = warpgroup_mma_wait(0, deps=[acc])
-                    mbarrier.arrive(v_empty.index(stage), count=1)
+                stage = (step - 1) % STAGES
+                mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) & 1)
+                acc = warpgroup_mma(unpack_weights(weights, DTYPE, P_LAYOUT), v_ring.index(stage), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                mbarrier.arrive(v_empty.index(stage), count=1)
 
-                anchor = gl.where(peak == float("-inf"), 0.0, peak)
-                decay = gl.full([64], 1.0, gl.float32, ROW)
-                if HAS_SINK:
-                    # The sink counts here, once (M4).
-                    sink = gl.load(sinks + head, mask=valid, other=0.0) * LOG2E
-                    top = gl.maximum(peak, sink)
-                    anchor = gl.where(top == float("-inf"), 0.0, top)
-                    decay = exp2(peak - anchor)
-                    total = total * decay + exp2(sink - anchor)
-                empty = total == 0.0
-                safe = gl.where(empty, 1.0, total)
-                if HAS_LSE:
-                    natural = gl.where(empty, float("-inf"), anchor + gl.log2(safe)) * LN2
-                    gl.store(lse + (start + token).to(gl.int64) * stride_lt + head, natural, mask=valid)
-                finish = gl.convert_layout(decay / safe, gl.SliceLayout(1, O_LAYOUT))
-                rows = (acc * finish[:, None]).to(DTYPE)
-                if STAGED_STORE:
-                    # Through the query's own shared memory, so that stores are 16 bytes wide.
-                    partition_barrier()
-                    q_tile.store(rows)
-                    partition_barrier()
-                    token, head, valid = _rows(first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
-                                               gl.SliceLayout(1, STORE_LAYOUT))  # fmt: skip
-                    offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
-                    _store_rows(out, offsets, q_tile.load(STORE_LAYOUT), valid, DV)
-                else:
-                    token, head, valid = _rows(first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
-                                               gl.SliceLayout(1, O_LAYOUT))  # fmt: skip
-                    offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
-                    _store_rows(out, offsets, rows, valid, DV)
+            anchor = gl.where(peak == float("-inf"), 0.0, peak)
+            decay = gl.full([64], 1.0, gl.float32, ROW)
+            if HAS_SINK:
+                # The sink counts here, once (M4).
+                sink = gl.load(sinks + head, mask=valid, other=0.0) * LOG2E
+                top = gl.maximum(peak, sink)
+                anchor = gl.where(top == float("-inf"), 0.0, top)
+                decay = exp2(peak - anchor)
+                total = total * decay + exp2(sink - anchor)
+            empty = total == 0.0
+            safe = gl.where(empty, 1.0, total)
+            if HAS_LSE:
+                natural = gl.where(empty, float("-inf"), anchor + gl.log2(safe)) * LN2
+                gl.store(lse + (start + token).to(gl.int64) * stride_lt + head, natural, mask=valid)
+            finish = gl.convert_layout(decay / safe, gl.SliceLayout(1, O_LAYOUT))
+            rows = (acc * finish[:, None]).to(DTYPE)
+            if STAGED_STORE:
+                # Through the query's own shared memory, so that stores are 16 bytes wide.
+                partition_barrier()
+                q_tile.store(rows)
+                partition_barrier()
+                token, head, valid = _rows(first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
+                                           gl.SliceLayout(1, STORE_LAYOUT))  # fmt: skip
+                offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
+                _store_rows(out, offsets, q_tile.load(STORE_LAYOUT), valid, DV)
+            else:
+                token, head, valid = _rows(first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
+                                           gl.SliceLayout(1, O_LAYOUT))  # fmt: skip
+                offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
+                _store_rows(out, offsets, rows, valid, DV)
+            if LOAD_QUERY:
+                # The next queries come here by TMA, after what was staged here has been read.
+                fence_async_shared()
+                mbarrier.arrive(q_empty.index(q_slot), count=1)
 
 
 @gluon.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
-def hopper_prefill_kernel(key, value, query, out, lse, sinks, query_start_loc, seq_lens, block_table, scale, soft_cap,
-                          left, right, chunk, num_reqs, num_tokens, num_tiles, section, num_blocks, stride_qt, stride_qh,
-                          stride_ot, stride_oh, stride_lt, stride_table, NUM_KV_HEADS: gl.constexpr,
-                          GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr,
-                          WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
-                          BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+def hopper_prefill_kernel(key, value, query_map, query, out, lse, sinks, query_start_loc, seq_lens, block_table, counters,
+                          scale, soft_cap, left, right, chunk, num_reqs, num_tokens, num_tiles, section, num_blocks,
+                          stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_table,
+                          NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+                          WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
+                          BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+                          LOAD_QUERY: gl.constexpr, PERSISTENT: gl.constexpr, TURNS: gl.constexpr,
                           STAGED_STORE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-                          PRODUCER_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
-                          HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
-                          HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr):  # fmt: skip
-    """One CTA of 4 + 4 + 1 warps; grid: any number of programs up to num_tiles * NUM_KV_HEADS."""
+                          PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr, CAUSAL: gl.constexpr,
+                          HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+                          HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr):  # fmt: skip
+    """One CTA of 4 + 4 + 1 warps; grid: num_tiles * NUM_KV_HEADS programs, or fewer with PERSISTENT."""
+    NOTE: gl.constexpr = 6
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, WIDTH], key.dtype)
     K_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH], key.dtype)
     V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH_V], key.dtype)
-    q_tiles = gl.allocate_shared_memory(key.dtype, [2, 64, WIDTH], Q_SHARED)
+    q_tiles = gl.allocate_shared_memory(key.dtype, [Q_STAGES * 2, 64, WIDTH], Q_SHARED)
     k_ring = gl.allocate_shared_memory(key.dtype, [STAGES, BLOCK_N, WIDTH], K_SHARED)
     v_ring = gl.allocate_shared_memory(key.dtype, [STAGES, BLOCK_N, WIDTH_V], V_SHARED)
+    notes = gl.allocate_shared_memory(gl.int32, [2 * NOTE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    n_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    n_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(2):
+        mbarrier.init(n_full.index(slot), count=1)
+        mbarrier.init(n_empty.index(slot), count=2)
+    for slot in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(slot), count=1)
+        mbarrier.init(q_empty.index(slot), count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
@@ -297,19 +414,20 @@ def hopper_prefill_kernel(key, value, query, out, lse, sinks, query_start_loc, s
     gl.warp_specialize(
         [
             (_consumer, (
-                query, out, lse, sinks, query_start_loc, seq_lens, scale, soft_cap, left, right, chunk, num_reqs,
-                num_tokens, num_tiles, section, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tiles, k_ring, v_ring,
-                k_full, k_empty, v_full, v_empty, 0, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
-                TURNS, STAGED_STORE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, stride_qt, stride_qh, stride_ot,
+                stride_oh, stride_lt, notes, q_tiles, k_ring, v_ring, n_full, n_empty, q_full, q_empty, k_full, k_empty,
+                v_full, v_empty, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, LOAD_QUERY, TURNS,
+                STAGED_STORE, PDL, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
             (_consumer, (
-                query, out, lse, sinks, query_start_loc, seq_lens, scale, soft_cap, left, right, chunk, num_reqs,
-                num_tokens, num_tiles, section, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tiles, k_ring, v_ring,
-                k_full, k_empty, v_full, v_empty, 1, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
-                TURNS, STAGED_STORE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, stride_qt, stride_qh, stride_ot,
+                stride_oh, stride_lt, notes, q_tiles, k_ring, v_ring, n_full, n_empty, q_full, q_empty, k_full, k_empty,
+                v_full, v_empty, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, LOAD_QUERY, TURNS,
+                STAGED_STORE, PDL, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
             (_producer, (
-                key, value, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_tiles,
-                section, num_blocks, stride_table, k_ring, v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS, TILE_TOKENS,
-                BLOCK_N, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+                key, value, query_map, query_start_loc, seq_lens, block_table, counters, left, right, chunk, num_reqs,
+                num_tokens, num_tiles, section, num_blocks, stride_table, notes, q_tiles, k_ring, v_ring, n_full, n_empty,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS, GROUP, TILE_TOKENS, BLOCK_N, BLOCK_SIZE,
+                STAGES, Q_STAGES, LOAD_QUERY, PERSISTENT, PDL, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

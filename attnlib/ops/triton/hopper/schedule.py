@@ -12,18 +12,14 @@ __all__ = ["find_tile", "row_span", "visited_tiles"]
 
 
 @gluon.jit
-def find_tile(turn, query_start_loc, num_reqs, num_tiles, section, NUM_KV_HEADS: gl.constexpr, TILE_TOKENS: gl.constexpr):
-    """(request, its first row, first token of the tile within the request, KV head) of this program's work item
-    number `turn`.
+def find_tile(item, query_start_loc, num_reqs, num_tiles, section, NUM_KV_HEADS: gl.constexpr, TILE_TOKENS: gl.constexpr):
+    """(request, its first row, first token of the tile within the request, KV head) of a work item.
 
     Items come in sections of `section` KV heads, whose keys and values stay in the L2 cache together. Within one they
     run from the last tile to the first, all its heads beside each other, so that under a causal mask the longest rows
-    start first. Persistent programs take items to and fro, so that none takes the longest of every round. Request r
-    owns the tiles from start[r] // TILE_TOKENS + r on; `num_reqs` stands for the rows after the last request.
+    start first. Request r owns the tiles from start[r] // TILE_TOKENS + r on; `num_reqs` stands for the rows after the
+    last request.
     """
-    programs = gl.num_programs(0)
-    program = gl.program_id(0)
-    item = turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
     per_section = num_tiles * section
     within = item % per_section
     tile = num_tiles - 1 - within // section
@@ -39,8 +35,6 @@ def find_tile(turn, query_start_loc, num_reqs, num_tiles, section, NUM_KV_HEADS:
         request += gl.sum((mask & (begins <= tile)).to(gl.int32), 0)
     start = gl.load(query_start_loc + request)
     first_token = (tile - (start // TILE_TOKENS + request)) * TILE_TOKENS
-    # No such item: a tile that begins after every request's last token.
-    first_token = gl.where(item < num_tiles * NUM_KV_HEADS, first_token, 1 << 30)
     return request, start, first_token, kv_head
 
 

@@ -22,7 +22,7 @@ SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that one CTA may have on SM90."""
 
 
-L2_BYTES = 32 * 1024 * 1024
+L2_BYTES = 40 * 1024 * 1024
 """What of the 50 MB of L2 may be counted on for keys and values; each half of the chip keeps copies of its own."""
 
 
@@ -37,6 +37,7 @@ class HopperTile:
         staged_store: whether outputs pass through shared memory on their way out, for wide stores.
         persistent: one CTA per multiprocessor that walks the work items, instead of one CTA for each.
         sections: KV heads in groups that fit the L2 cache together (`choose_section`), instead of all beside each other.
+        q_stages: tiles of queries that are held, 2 to load those of the next work item ahead.
         consumer_registers: per thread of a multiplying warpgroup.
         producer_registers: per thread of the loading warp.
     """
@@ -47,6 +48,7 @@ class HopperTile:
     staged_store: bool = True
     persistent: bool = False
     sections: bool = True
+    q_stages: int = 1
     consumer_registers: int = 240
     producer_registers: int = 24
 
@@ -74,7 +76,7 @@ def padded_width(head_size: int) -> int:
 def shared_bytes(tile: HopperTile, head_size: int, head_size_v: int) -> int:
     """Shared memory of one CTA in bytes, for 16-bit elements."""
     width, width_v = padded_width(head_size), padded_width(head_size_v)
-    return 2 * (ROWS * width + tile.stages * tile.block_n * (width + width_v)) + 1024
+    return 2 * (tile.q_stages * ROWS * width + tile.stages * tile.block_n * (width + width_v)) + 1024
 
 
 def choose_section(num_kv_heads: int, max_seq_len: int, widths: int) -> int:
@@ -98,6 +100,7 @@ def choose_hopper_tile(
     *,
     rows: int | None = None,
     block_size: int | None = None,
+    visible: int | None = None,
     tuned: TileTable | None = None,
 ) -> HopperTile:
     """The tile for a pair of head sizes.
@@ -107,6 +110,7 @@ def choose_hopper_tile(
         head_size_v: Dv.
         rows: query tokens times heads of the group that the longest request has, by an upper bound; None is many.
         block_size: N; None matches no entry that has a condition on it.
+        visible: keys that one query sees at most, where a window or chunk says so; None likewise.
         tuned: the user's own table for the chip, asked before the shipped ones.
 
     Raises:
@@ -114,7 +118,7 @@ def choose_hopper_tile(
     """
     widest = max(padded_width(head_size), padded_width(head_size_v))
     many = 1 << 30 if rows is None else max(16, 1 << max(0, rows - 1).bit_length())
-    now = Situation("hopper_prefill", "async", "16-bit", widest, many, None, block_size)
+    now = Situation("hopper_prefill", "async", "16-bit", widest, many, None, block_size, visible)
     need = 0
     for entry in matching(now, tuned):
         tile = HopperTile(**dict(entry.tile))
