@@ -108,11 +108,11 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     def seq_len_bounds(self, num_reqs: int, least: int, most: int) -> list[int]:
         """Where tiles depend on work, both sides of every edge between two tiles, and of every power of 2, where keys may begin to be split; on
         Hopper both sides of the length from which its own decode is the quicker one."""
-        edge = [HOPPER_DECODE_KEYS - 1, HOPPER_DECODE_KEYS] if limits_of(self._query_like).capability[0] == 9 else []
+        turns = [keys - side for keys in HOPPER_DECODE_KEYS for side in (0, 1)] if limits_of(self._query_like).capability[0] == 9 else []
         inner = {edge + side for edge in self._tile_edges(num_reqs, most) for side in (0, 1)}
         if len(inner) > 2:
             inner |= {(1 << exponent) - side for exponent in range(most.bit_length()) for side in (0, 1)}
-        return sorted({least, most, *(bound for bound in (*inner, *edge) if least < bound < most)})
+        return sorted({least, most, *(bound for bound in (*inner, *turns) if least < bound < most)})
 
     def _tile_edges(self, num_reqs: int, max_seq_len: int) -> list[int]:
         """The longest sequences that each decode tile may meet: a tile for less work may be cut in more pieces."""

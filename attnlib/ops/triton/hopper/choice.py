@@ -131,11 +131,12 @@ def try_decode(
     `visible` is the most keys that a request's queries see. A workspace that is too small for this kernel, though large
     enough for the plain one, leaves the call to the plain one.
     """
-    known = (same, max_query_len, insist or prefers_hopper_decode(visible), limits.tuned)
+    wanted = insist or prefers_hopper_decode(visible, seq_lens.shape[0], key.shape[2], limits.num_sms)
+    known = (same, max_query_len, wanted, limits.tuned)
     tile = _decode_tiles.get(known, known)
     if tile is known:
         layer = (*_layer(query, key, value, limits), key.shape[2], limits.num_sms, max_query_len)
-        fits = known[2] and not decode_gaps(*layer, **_features(options)) and not _impossible(query, key, value, options)
+        fits = wanted and not decode_gaps(*layer, **_features(options)) and not _impossible(query, key, value, options)
         tile = choose_hopper_decode_tile(key.shape[3], value.shape[3], tuned=limits.tuned) if fits else None
         _decode_tiles.keep(known, tile)
     if tile is None or not _aligned(query, key, value, options.out):

@@ -21,6 +21,18 @@ _MOST_PARTS = 255
 _UNBOUNDED = 1 << 30
 
 
+_FEW_ROWS = 1024
+"""Rows (tokens times query heads) up to which each has a program of its own in the join: quickest for a few, while of
+many most have nothing to merge and cost a program each."""
+
+
+def _join_tile(num_rows: int, group: int) -> dict[str, int]:
+    """How the join works: heads of a program, pieces that it loads together, and its warps."""
+    if num_rows <= _FEW_ROWS:
+        return {"HEADS": 1, "STEP": 32, "num_warps": 1}
+    return {"HEADS": min(4, triton.next_power_of_2(group)), "STEP": 8, "num_warps": 4}
+
+
 def _parts(slots: int, num_kv_heads: int) -> int:
     """Parts of one CTA for each KV head: as many as the chip holds at a time."""
     return min(max(1, slots // num_kv_heads), _MOST_PARTS)
@@ -72,7 +84,7 @@ def launch_hopper_decode(
     num_reqs = query_start_loc.shape[0] - 1
     box = min(block_size, tile.block_n)
     left, right = window
-    heads = min(4, triton.next_power_of_2(group))
+    join_tile = _join_tile(num_tokens * num_heads, group)
     stride_lt = 0 if lse is None else lse.stride(0)
     attend = (
         cache_descriptor(key_cache, box, width), cache_descriptor(value_cache, box, width_v), query, out, lse, sinks,
@@ -92,10 +104,10 @@ def launch_hopper_decode(
                 HAS_CAP=logits_soft_cap > 0, HAS_SINK=sinks is not None, HAS_LSE=lse is not None, num_warps=4,
                 enable_fp_fusion=True, launch_pdl=True, maxnreg=128 if width_v <= 128 else 168,
             )),
-            BoundLaunch(join_pieces, (num_tokens, num_kv_heads, triton.cdiv(group, heads)), dict(
-                NUM_KV_HEADS=num_kv_heads, GROUP=group, HEADS=heads, DV=head_size_v,
-                DV_PAD=triton.next_power_of_2(head_size_v), STEP=16, HAS_SINK=sinks is not None,
-                HAS_LSE=lse is not None, num_warps=4, enable_fp_fusion=True, launch_pdl=True,
+            BoundLaunch(join_pieces, (num_tokens, num_kv_heads, triton.cdiv(group, join_tile["HEADS"])), dict(
+                NUM_KV_HEADS=num_kv_heads, GROUP=group, DV=head_size_v,
+                DV_PAD=triton.next_power_of_2(head_size_v), HAS_SINK=sinks is not None,
+                HAS_LSE=lse is not None, enable_fp_fusion=True, launch_pdl=True, **join_tile,
             )),
         )  # fmt: skip
         if same is not None:
