@@ -26,10 +26,10 @@ _FEW_ROWS = 1024
 many most have nothing to merge and cost a program each."""
 
 
-def _join_tile(num_rows: int, group: int) -> dict[str, int]:
+def _join_tile(num_rows: int, group: int, head_size_v: int) -> dict[str, int]:
     """How the join works: heads of a program, pieces that it loads together, and its warps."""
     if num_rows <= _FEW_ROWS:
-        return {"HEADS": 1, "STEP": 32, "num_warps": 1}
+        return {"HEADS": 1, "STEP": 32 if head_size_v <= 128 else 16, "num_warps": 1}
     return {"HEADS": min(4, triton.next_power_of_2(group)), "STEP": 8, "num_warps": 4}
 
 
@@ -84,7 +84,7 @@ def launch_hopper_decode(
     num_reqs = query_start_loc.shape[0] - 1
     box = min(block_size, tile.block_n)
     left, right = window
-    join_tile = _join_tile(num_tokens * num_heads, group)
+    join_tile = _join_tile(num_tokens * num_heads, group, head_size_v)
     stride_lt = 0 if lse is None else lse.stride(0)
     attend = (
         cache_descriptor(key_cache, box, width), cache_descriptor(value_cache, box, width_v), query, out, lse, sinks,
