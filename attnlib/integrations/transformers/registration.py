@@ -109,19 +109,22 @@ def _can_be_captured(config: Any) -> bool:
     """Whether CUDA graphs can hold what selection would choose for this model."""
     if not torch.cuda.is_available():
         return True  # transformers turns graphs off by itself
-    heads = config.num_attention_heads
-    spec = AttentionSpec(
-        num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        dtype=getattr(config, "dtype", None) or torch.get_default_dtype(),
-    )
-    try:
-        backend = get_attn_backend(spec, None, "cuda")
-    except AttnlibError:
-        return True  # the layer itself will say what is wrong
-    builder = backend.get_builder_cls()
-    return builder.cudagraph_support is CudaGraphSupport.ALWAYS and not builder.needs_host_lengths
+    stated = getattr(config, "dtype", None)
+    # A config need not say what dtype its model was loaded in; most backends take 16 bits only.
+    for dtype in (stated,) if isinstance(stated, torch.dtype) and stated != torch.float32 else (torch.bfloat16, torch.float32):
+        heads = config.num_attention_heads
+        spec = AttentionSpec(
+            num_heads=heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            dtype=dtype,
+        )
+        try:
+            builder = get_attn_backend(spec, None, "cuda").get_builder_cls()
+        except AttnlibError:
+            continue
+        return builder.cudagraph_support is CudaGraphSupport.ALWAYS and not builder.needs_host_lengths
+    return False  # nothing is known of what the layers will choose, and eager steps always work
 
 
 def _offer_decode_path(original: Callable[..., Any]) -> Callable[..., Any]:
