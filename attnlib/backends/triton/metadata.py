@@ -49,6 +49,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         # The heuristic reads heads, sizes, dtype and device off tensors; empty ones say as much as real ones.
         self._query_like = torch.empty(0, spec.num_heads, spec.head_size, dtype=spec.dtype, device=self.device)
         self._cache_like = torch.empty(0, spec.block_size, spec.num_kv_heads, spec.head_size, dtype=spec.kv_dtype, device=self.device)
+        self._counters: torch.Tensor | None = None
         self._shares_work = limits_of(self._query_like).capability[0] == 9 and self.config.get("kernels") != "portable"
         self._workspace = Workspace(self.device, self._declared_bytes(), fixed=self.limits is not None)
 
@@ -67,8 +68,15 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             needed = paged_decode_workspace_bytes(fields["num_decode_tokens"], self.spec.num_heads, self.spec.head_size_v, splits)
             needed = max(needed, self._hopper_bytes(fields["num_decode_tokens"], fields["max_decode_query_len"]))
             workspace = self._workspace.reserve(needed).view(torch.float32) if needed else None
-        counters = torch.zeros(2, dtype=torch.int32, device=self.device) if fields["num_prefills"] and self._shares_work else None
-        return TritonMetadata(**fields, workspace=workspace, counters=counters)
+        return TritonMetadata(**fields, workspace=workspace, counters=self._work_counters() if fields["num_prefills"] else None)
+
+    def _work_counters(self) -> torch.Tensor | None:
+        """Zeros for one batch; with `limits` always the same ones, as a graph wants (the kernels leave them as they found them)."""
+        if not self._shares_work:
+            return None
+        if self._counters is None or self.limits is None:
+            self._counters = torch.zeros(2, dtype=torch.int32, device=self.device)
+        return self._counters
 
     def _splits(self, num_reqs: int, query_len: int, max_seq_len: int, causal: bool) -> int:
         spec = self.spec
