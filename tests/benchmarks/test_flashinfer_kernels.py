@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from attnlib.backends.flashinfer import FlashInferBackend
 from attnlib.backends.flashinfer import metadata as flashinfer_metadata
 from attnlib.backends.flashinfer.probe import find_api
+from attnlib.bench.suites import SUITES
+from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.testing import run_conformance
 from tests.backends import fake_flashinfer
 from tests.backends.test_stand_in_exam import _on_cpu
@@ -45,10 +49,11 @@ class Spec:
     sources: list[Path]
 
 
-def test_the_exam_plans_for_no_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """J3: what is compiled ahead is what the exam asks for. A new case with another kernel fails here, not on a GPU ten minutes in."""
-    record, asked = fake_flashinfer.Recorder(), set()
-    module = fake_flashinfer.install(monkeypatch, record)
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Any]]:
+    """FlashInfer by its stand-in, and the kernels that plans have asked for so far."""
+    kernels: set[Any] = set()
+    module = fake_flashinfer.install(monkeypatch, fake_flashinfer.Recorder())
     for wrapper in (module.BatchDecodeWithPagedKVCacheWrapper, module.BatchPrefillWithPagedKVCacheWrapper):
 
         def watched(plan: Any) -> Any:
@@ -56,18 +61,36 @@ def test_the_exam_plans_for_no_other_kernels(monkeypatch: pytest.MonkeyPatch) ->
             def watching(self: Any, **arguments: Any) -> Any:
                 types = [str(arguments[name]).removeprefix("torch.") for name in ("q_data_type", "kv_data_type")]
                 size = arguments.get("head_dim") or arguments["head_dim_qk"]
-                asked.add(script.Kernel(self.backend, *types, size, arguments["window_left"] != -1, arguments["logits_soft_cap"] > 0))
+                kernels.add(script.Kernel(self.backend, *types, size, arguments["window_left"] != -1, arguments["logits_soft_cap"] > 0))
                 return plan(self, **arguments)
 
             return watching
 
         monkeypatch.setattr(wrapper, "plan", watched(wrapper.plan))
     find_api.cache_clear()
+    yield kernels
+    find_api.cache_clear()
+
+
+def test_the_exam_plans_for_no_other_kernels(monkeypatch: pytest.MonkeyPatch, asked: set[Any]) -> None:
+    """J3: what is compiled ahead is what the exam asks for. A new case with another kernel fails here, not on a GPU ten minutes in."""
     backend = _on_cpu(monkeypatch, FlashInferBackend, flashinfer_metadata, {"workspace_bytes": 64})
     report = run_conformance(backend, device="cpu", label="flashinfer")
-    find_api.cache_clear()
     assert report.passed, str(report)
     assert len(asked) > 8 and asked <= set(script.SETS["exam"]), asked - set(script.SETS["exam"])
+
+
+def test_the_bench_plans_for_no_other_kernels(monkeypatch: pytest.MonkeyPatch, asked: set[Any]) -> None:
+    """J3: every row of `attnlib bench` that FlashInfer can serve finds its kernel where nothing may be compiled."""
+    backend = _on_cpu(monkeypatch, FlashInferBackend, flashinfer_metadata, {"workspace_bytes": 64})
+    for case in SUITES["anchors"]:
+        batch, pages = case.batch, -(-case.batch.max_seq_len // case.block_size)
+        table = torch.zeros(batch.num_reqs, pages, dtype=torch.int32)
+        common = CommonAttentionMetadata.from_lengths(list(batch.query_lens), list(batch.seq_lens), table, case.block_size, "cpu")
+        backend.make_builder(case.spec, "cpu").build(0, common)
+    compiled = {kernel for kernels in script.SETS.values() for kernel in kernels}
+    assert {kernel.head_size for kernel in asked} == {64, 128, 256}
+    assert asked <= compiled, asked - compiled
 
 
 def test_what_attnlib_never_calls_is_left_out(tmp_path: Path) -> None:
