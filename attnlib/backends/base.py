@@ -78,6 +78,12 @@ class AttentionBackend(ABC):
         return []
 
     @classmethod
+    def notes(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
+        """What `explain` says of an accepted backend, a line each: which of its kernels will serve the layer, and why not the quicker ones. Like
+        the checks it imports no kernel package and starts no CUDA."""
+        return []
+
+    @classmethod
     def validate_configuration(cls, spec: AttentionSpec, device: torch.device | str | DeviceInfo | None = None) -> list[str]:
         """Every reason why it cannot serve `spec` on `device`, availability aside; empty means that it fits."""
         info = resolve_device(device)

@@ -72,10 +72,17 @@ def _judge(
     reasons = _reasons(backend, spec, device)
     if reasons:
         return CandidateReport(entry.name, Verdict.REJECTED, reasons)
-    notes = [rank] if rank else []
+    notes = [*([rank] if rank else []), *_notes(backend, spec, device)]
     if backend.capabilities.needs_finite_cache:
         notes.append("needs a cache without NaN or Inf in unused slots")
     return CandidateReport(entry.name, Verdict.ACCEPTED, tuple(notes))
+
+
+def _notes(backend: Backend, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
+    try:
+        return backend.notes(spec, device)
+    except Exception as error:  # a remark must not cost the choice
+        return [f"its own notes failed: {type(error).__name__}: {error}"]
 
 
 def _judge_pair(spec: AttentionSpec, device: DeviceInfo, request: Request, accepted: dict[str, Backend]) -> CandidateReport:
@@ -96,9 +103,9 @@ def _reasons(backend: Backend, spec: AttentionSpec, device: DeviceInfo) -> tuple
 
 
 def _with_rank(candidate: CandidateReport, chosen: str | None) -> CandidateReport:
-    if candidate.verdict is not Verdict.ACCEPTED or candidate.name == chosen or candidate.reasons:
+    if candidate.verdict is not Verdict.ACCEPTED or candidate.name == chosen or candidate.reasons or not chosen or ":" in chosen:
         return candidate
-    return CandidateReport(candidate.name, candidate.verdict, ("lower priority",) if chosen and ":" not in chosen else ())
+    return CandidateReport(candidate.name, candidate.verdict, ("lower priority",))
 
 
 def refusal(spec: AttentionSpec, request: Request, report: SelectionReport, facts: Callable[[str], str]) -> AttnlibError:

@@ -67,5 +67,6 @@ class SelectionReport:
         for candidate in self.candidates:
             head = f"  {candidate.name:<{width}}  {candidate.verdict.value:<11}"
             for index, reason in enumerate(candidate.reasons or ("",)):
-                lines.append((head if index == 0 else " " * len(head)).rstrip() + (f"  {reason}" if reason else ""))
+                begin = head.rstrip() if index == 0 else " " * len(head.rstrip())
+                lines.append(begin + (f"  {reason}" if reason else ""))
         return "\n".join(lines)

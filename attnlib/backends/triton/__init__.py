@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from attnlib.backends.base import AttentionBackend, AttentionImpl
+from attnlib.backends.triton.notes import hopper_notes
 from attnlib.capabilities import Capabilities, Sizes
 from attnlib.device import DeviceInfo
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
@@ -82,6 +83,15 @@ class TritonBackend(AttentionBackend):
         if device.type == "cpu":
             return _interpreter_gaps()
         return _toolchain_gaps() if device.type == "cuda" and not (device.is_rocm or device.imagined) else []
+
+    @classmethod
+    def notes(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
+        """On Hopper, which phases its own Gluon kernels serve, and what leaves a phase to the plain ones."""
+        if device.type != "cuda" or device.is_rocm or not device.capability or device.capability[0] != 9 or not spec.is_paged:
+            return []
+        if cls.config.get("kernels") == "portable":
+            return ["plain Triton kernels (kernels=portable)"]
+        return hopper_notes(spec, device.capability)
 
     @classmethod
     def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
