@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -10,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from attnlib.backends.flash_attn import FlashAttnBackend
+from attnlib.backends.flash_attn import FlashAttnBackend, probe
 from attnlib.backends.flash_attn import metadata as metadata_module
 from attnlib.backends.flash_attn.impl import FlashAttnImpl
 from attnlib.backends.flash_attn.limits import choose_kernel
 from attnlib.backends.flash_attn.metadata import FlashAttnMetadataBuilder
 from attnlib.backends.flash_attn.probe import find_kernels
+from attnlib.backends.probing import Import
 from attnlib.device import DeviceInfo
 from attnlib.errors import BackendUnavailableError, ContractError, UnsupportedConfigError
 from attnlib.metadata.state import AttentionState
@@ -522,3 +524,26 @@ def test_an_unaligned_cache_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, 
     step.cache = PagedKVCache.from_views(wide[..., :16], wide[..., :16].clone())
     with pytest.raises(ContractError, match=r"key_cache of layer model.0 has stride \d+ along dimension 1.*16 bytes"):
         run(monkeypatch, step, prefix="model.0")
+
+
+def test_flash_attention_4_is_told_the_chip_while_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """H2: the quack that it imports starts CUDA at import unless QUACK_ARCH says the chip; the user's own value stays."""
+    told: list[str | None] = []
+
+    def look(path: str) -> Import:
+        told.append(os.environ.get("QUACK_ARCH"))
+        return Import(None)
+
+    monkeypatch.delenv("QUACK_ARCH", raising=False)
+    monkeypatch.setattr(probe, "import_guarded", look)
+    monkeypatch.setattr(probe, "resolve_device", lambda device: DeviceInfo("cuda", 0, (9, 0), name="H200"))
+    probe.find_kernels.cache_clear()
+    try:
+        probe.find_kernels()
+        assert set(told) == {"90"} and "QUACK_ARCH" not in os.environ
+        monkeypatch.setenv("QUACK_ARCH", "120")
+        probe.find_kernels.cache_clear()
+        probe.find_kernels()
+        assert told[-1] == "120" and os.environ["QUACK_ARCH"] == "120"
+    finally:
+        probe.find_kernels.cache_clear()

@@ -12,13 +12,16 @@ under guard, and what is found there is told apart by what it takes:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
 from attnlib.backends.probing import Import, Keywords, import_guarded, is_installed, keywords_of, package_version
+from attnlib.device import resolve_device
 
 __all__ = ["SOURCES", "FlashKernel", "Found", "find_kernels", "nothing_installed"]
 
@@ -102,7 +105,8 @@ def find_kernels() -> Found:
     for path, distributions in SOURCES:
         if any(path.startswith(f"{parent}.") for parent in broken):
             continue  # it would only fail again, with the same words
-        imported: Import = import_guarded(path)
+        with _chip_told_to_quack():
+            imported: Import = import_guarded(path)
         if imported.problem:
             broken.append(path)
             gaps.append(imported.problem)
@@ -111,6 +115,20 @@ def find_kernels() -> Found:
             kernels += found
             gaps += missing
     return Found(tuple(kernels), tuple(gaps))
+
+
+@contextmanager
+def _chip_told_to_quack() -> Iterator[None]:
+    """quack, which FlashAttention 4 imports, asks CUDA for the chip at import, and so starts it, unless QUACK_ARCH says which one it is (H2)."""
+    capability = resolve_device(None).capability
+    if capability is None or os.environ.get("QUACK_ARCH"):
+        yield
+        return
+    os.environ["QUACK_ARCH"] = "{}{}".format(*capability)
+    try:
+        yield
+    finally:
+        os.environ.pop("QUACK_ARCH", None)
 
 
 def _recognise(path: str, release: str, module: ModuleType) -> tuple[list[FlashKernel], list[str]]:
