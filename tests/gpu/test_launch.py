@@ -36,7 +36,9 @@ def _tensor(shape: tuple[int, ...], place: Placement, dtype: torch.dtype = torch
     return flat.as_strided(shape, inner, place.offset)
 
 
-def _attention(place: Placement, query_lens: list[int], seq_lens: list[int], num_splits: int | None, decode: bool) -> tuple[Call, list[torch.Tensor]]:
+def _attention(
+    place: Placement, query_lens: list[int], seq_lens: list[int], num_splits: int | None, decode: bool, kernels: str = "auto"
+) -> tuple[Call, list[torch.Tensor]]:
     from attnlib.ops.triton.paged_decode import paged_decode
     from attnlib.ops.triton.paged_prefill import paged_prefill
 
@@ -48,10 +50,10 @@ def _attention(place: Placement, query_lens: list[int], seq_lens: list[int], num
     lens = torch.tensor(seq_lens, dtype=torch.int32, device="cuda")
     table = torch.randperm(BLOCKS, device="cuda")[: len(seq_lens) * 8].view(len(seq_lens), 8).to(torch.int32)
     batch = (query, cache[0], cache[1], table, starts, lens)
-    options: dict[str, Any] = {"max_query_len": max(query_lens), "max_seq_len": 128, "scale": 0.1, "out": out, "lse": lse}
+    options: dict[str, Any] = {"max_query_len": max(query_lens), "max_seq_len": 128, "scale": 0.1, "out": out, "lse": lse, "kernels": kernels}
     if not decode:
         return lambda: paged_prefill(*batch, **options), [out, lse]
-    workspace = torch.empty(1 << 18, device="cuda")
+    workspace = torch.empty(1 << 21, device="cuda")  # enough for Hopper's own decode
     return lambda: paged_decode(*batch, num_splits=num_splits, workspace=workspace, **options), [out, lse]
 
 
@@ -70,6 +72,9 @@ CASES: dict[str, Callable[[Placement], tuple[Call, list[torch.Tensor]]]] = {
     "decode-auto": lambda place: _attention(place, [1], [128], None, True),
     "verify": lambda place: _attention(place, [4, 2, 3], [128, 12, 77], None, True),
     "prefill": lambda place: _attention(place, [50, 1, 17], [100, 1, 128], None, False),
+    "prefill-portable": lambda place: _attention(place, [50, 1, 17], [100, 1, 128], None, False, "portable"),
+    "hopper-decode": lambda place: _attention(place, [1] * 4, [128, 1, 77, 16], None, True, "hopper"),
+    "hopper-verify": lambda place: _attention(place, [4, 2, 3], [128, 12, 77], None, True, "hopper"),
     "write": _write,
 }
 
@@ -127,20 +132,55 @@ def test_bound_launches_are_captured(monkeypatch: pytest.MonkeyPatch, case: str)
 
 
 @torch.inference_mode()
-def test_launches_are_bound_on_this_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_are_bound_on_this_triton() -> None:
     """The supported versions bind: without it every call pays Triton's own launch."""
     from attnlib.ops.triton import cache_write, paged_decode, prefill
 
-    monkeypatch.setattr(prefill, "hopper_choice", lambda: None)  # the plain kernel, on a Hopper chip too
     for module in (cache_write, paged_decode, prefill):
         module._launches.clear()
     paged_decode._launches_by_splits.clear()
-    for case in ("decode-split", "prefill", "write"):
+    for case in ("decode-split", "prefill-portable", "write"):
         CASES[case](PLACEMENTS[0])[0]()
     (decode,), (prefilled,), (written,) = (module._launches.values() for module in (paged_decode, prefill, cache_write))
-    assert decode.combine is not None and decode.attend.is_bound and decode.combine.is_bound
-    assert prefilled.attend.is_bound
+    assert decode.plain is not None and decode.plain.combine is not None
+    assert decode.plain.attend.is_bound and decode.plain.combine.is_bound
+    assert prefilled.plain is not None and prefilled.plain.attend.is_bound
     assert written.write is not None and written.write.is_bound
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="the Gluon kernels are Hopper's")
+@torch.inference_mode()
+def test_hopper_launches_keep_their_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a bound launch encoded is used again: for 6 calls in turn over two caches each descriptor is made once."""
+    from attnlib.ops.triton import paged_decode, prefill
+    from attnlib.ops.triton.hopper import descriptors
+    from attnlib.ops.triton.launch import BoundLaunch
+
+    made: list[int] = []
+    own = BoundLaunch.expand
+
+    def counted(self: BoundLaunch, number: int, descriptor: Any) -> tuple[Any, ...]:
+        made.append(number)
+        return own(self, number, descriptor)
+
+    monkeypatch.setattr(BoundLaunch, "expand", counted)
+    for module in (paged_decode, prefill):
+        module._launches.clear()
+    for case, numbers in (("hopper-decode", [0, 0, 1, 1]), ("prefill", [0, 0, 1, 1, 2, 2])):
+        calls = [CASES[case](PLACEMENTS[0]) for _ in range(2)]
+        made.clear()
+        descriptors._encoded.clear()  # other tests had tensors of the same shapes, maybe in the same places
+        for call, outputs in calls:
+            expected = _by_triton(monkeypatch, call, outputs)
+            assert _same_bits(_result(call, outputs), expected)
+        for call, _ in calls * 3:
+            call()
+        for call, outputs in calls:
+            assert _same_bits(_result(call, outputs), _by_triton(monkeypatch, call, outputs))
+        assert sorted(made) == numbers
+    (decode,), (prefilled,) = (module._launches.values() for module in (paged_decode, prefill))
+    assert decode.fast is not None and decode.fast.attend.ready(0) and decode.fast.join.ready(0)
+    assert prefilled.fast is not None and prefilled.fast.attend.ready(0)
 
 
 @torch.inference_mode()

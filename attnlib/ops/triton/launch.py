@@ -21,6 +21,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from attnlib.ops.triton import device as chips
+from attnlib.ops.triton.direct import direct_call
 
 __all__ = ["BoundLaunch", "Remembered"]
 
@@ -81,7 +82,11 @@ class BoundLaunch:
 
     Whoever makes one promises that all its calls agree in: which arguments are tensors, their dtypes, and the values of
     all integers. Floats may differ (Triton does not look at their values). The callers keep one object for each
-    combination, in caches whose keys hold dtypes, shapes and strides.
+    combination, in caches whose keys hold dtypes, shapes and strides. (An integer that the kernel is not specialised on
+    may differ too.)
+
+    A kernel with TMA descriptors, or one whose tensors the caller knows by address only, has a quicker way: where
+    `ready` says so, `go` takes encoded descriptors (`expand`) and addresses.
 
     Args:
         kernel: the `triton.jit` function; its parameters are the runtime arguments, then the compile-time ones.
@@ -89,13 +94,20 @@ class BoundLaunch:
         constants: compile-time arguments and options (`num_warps`, ...) by name.
     """
 
-    __slots__ = ("_call", "_compiled", "_constants", "_grid", "_head", "_hooks", "_kernel", "_stream", "_tail")
+    __slots__ = (
+        "_bare", "_call", "_compiled", "_constants", "_expand", "_grid", "_head", "_hooks", "_kernel", "_packed", "_stream",
+        "_tail", "maps",
+    )  # fmt: skip
 
     def __init__(self, kernel: Any, grid: tuple[int, int, int], constants: dict[str, Any]) -> None:
         self._kernel = kernel
         self._grid = grid
         self._constants = constants
         self._call: Callable[..., None] | None = None
+        self._bare: Callable[..., None] | None = None
+        self._expand: Callable[[int, Any], tuple[Any, ...]] | None = None
+        self._packed = False
+        self.maps = ""
         self._compiled: object = None
         self._head: tuple[Any, ...] = ()
         self._tail: tuple[Any, ...] = ()
@@ -120,8 +132,28 @@ class BoundLaunch:
             self._launch_and_bind(arguments, addresses)
         elif addresses & _ALIGNMENT or self._hooks or not _undisturbed():
             self._kernel[self._grid](*arguments, **self._constants)
+        elif self._packed:
+            call(*self._grid, self._stream(index), *self._head, (*arguments, *self._tail))
         else:
             call(*self._grid, self._stream(index), *self._head, *arguments, *self._tail)
+
+    def ready(self, addresses: int) -> bool:
+        """Whether `go` may take the next launch; `addresses` as in a call."""
+        return self._bare is not None and not (addresses & _ALIGNMENT or self._hooks) and _undisturbed()
+
+    def expand(self, number: int, descriptor: Any) -> tuple[Any, ...]:
+        """What `go` takes in place of the kernel's `number`-th descriptor. It holds for every launch with equal `maps`,
+        for it follows from that and the descriptor."""
+        assert self._expand is not None  # who has descriptors and is `ready` has it
+        return self._expand(number, descriptor)
+
+    def go(self, arguments: tuple[Any, ...], index: int) -> None:
+        """Launch as a call does, once `ready`, with expanded descriptors and tensors or addresses."""
+        assert self._bare is not None
+        if self._packed:
+            self._bare(*self._grid, self._stream(index), *self._head, (*arguments, *self._tail))
+        else:
+            self._bare(*self._grid, self._stream(index), *self._head, *arguments, *self._tail)
 
     def _launch_and_bind(self, arguments: tuple[Any, ...], addresses: int) -> None:
         compiled = self._kernel[self._grid](*arguments, **self._constants)
@@ -131,33 +163,16 @@ class BoundLaunch:
         in_order = not any(parameter.is_constexpr for parameter in self._kernel.params[: len(arguments)])
         if not in_order or len(arguments) + len(names) != len(self._kernel.params) or not _undisturbed():
             return
-        direct = _direct_call(compiled)
+        direct = direct_call(compiled)
         if direct is None:
             return
         self._hooks = self._kernel.pre_run_hooks
         self._stream = triton.runtime.driver.active.get_current_stream
         self._tail = tuple(self._constants[name] for name in names)
-        self._head = direct[1]
+        self._head, self._packed, self._expand, self.maps = direct.head, direct.packed, direct.expand, direct.maps
         self._compiled = compiled  # newer Tritons unload a kernel that nobody holds
-        self._call = direct[0]  # last: another thread may be launching
-
-
-def _direct_call(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
-    """A function that launches, and what it takes between the stream and the kernel's arguments; None if unknown."""
-    launcher, function = getattr(compiled, "run", None), getattr(compiled, "function", None)
-    target = getattr(getattr(compiled, "metadata", None), "target", None)
-    if function is None or not callable(launcher) or getattr(target, "backend", "") != "cuda":
-        return None  # on AMD Triton also looks at the size of a tensor's memory
-    metadata = (compiled.packed_metadata, None, None, None)  # no launch metadata, no hooks
-    fields = ("launch", "global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
-    if type(launcher).__name__ != "CudaLauncher" or not all(hasattr(launcher, name) for name in fields):
-        return None
-    if launcher.global_scratch_size or launcher.profile_scratch_size:
-        return launcher, (function, *metadata)
-    if triton.__version__.startswith("3.6.") and not hasattr(launcher, "arg_annotations"):
-        flags = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)  # and no scratch memory
-        return launcher.launch, (function, *flags, *metadata)
-    return launcher, (function, *metadata)
+        self._bare = direct.bare
+        self._call = direct.call  # last, with the one before it: another thread may be launching
 
 
 def _no_stream(index: int) -> int:

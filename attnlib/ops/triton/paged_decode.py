@@ -384,16 +384,20 @@ def paged_decode(
                       k_scale, v_scale, out, lse)  # fmt: skip
     limits = limits_of(query)
     same = launch_key(query, key_cache, value_cache, query_start_loc, seq_lens, block_table, options)
-    if limits.capability[0] == 9 and kernels != "portable" and num_splits is None and (fast := hopper_choice()) is not None:
+    known = (same, max_query_len, max_seq_len, num_splits, kernels)
+    found = _launches.get(known)
+    if found is None or found.limits is not limits:
         visible = visible_bound(max_query_len, max_seq_len, window, causal is True, attention_chunk_size)
-        if fast.try_decode(same, query, key_cache, value_cache, block_table, query_start_loc, seq_lens, options, limits,
-                           max(1, max_query_len), visible, workspace, kernels == "hopper"):  # fmt: skip
-            return
-    key = (same, max_query_len, max_seq_len, num_splits)
-    launch = _launches.get(key)
-    if launch is None or launch.limits is not limits:
-        launch = _launches.keep(key, _prepare(same, query, key_cache, value_cache, block_table, query_start_loc, seq_lens,
-                                              options, limits, max(1, max_query_len), max_seq_len, num_splits))  # fmt: skip
+        found = _launches.keep(known, _Launches(limits, _hopper_launch(
+            same, query, key_cache, value_cache, block_table, query_start_loc, options, limits, max_query_len, visible,
+            num_splits, kernels,
+        )))  # fmt: skip
+    if found.fast is not None and found.fast.serve(query, key_cache, value_cache, block_table, query_start_loc, seq_lens, options, workspace):
+        return
+    launch = found.plain
+    if launch is None:
+        launch = found.plain = _prepare(same, query, key_cache, value_cache, block_table, query_start_loc, seq_lens,
+                                        options, limits, max(1, max_query_len), max_seq_len, num_splits)  # fmt: skip
     partials = _partials(workspace, launch.partial_floats, launch, query.device) if launch.combine is not None else None
     with device_guard(query):
         _launch(launch, query, key_cache, value_cache, block_table, query_start_loc, seq_lens, options, partials)
@@ -426,9 +430,35 @@ class _DecodeLaunch:
     combine: BoundLaunch | None
 
 
-_launches: Remembered[_DecodeLaunch] = Remembered()
+@dataclass
+class _Launches:
+    """What serves calls of one kind.
+
+    Attributes:
+        limits: the chip that it was worked out for.
+        fast: Hopper's own decode (a `HopperDecode`), which looks at addresses and workspace before it serves a call; None
+            where it cannot serve any, or is the slower one.
+        plain: the portable kernels; None until they are needed.
+    """
+
+    limits: DeviceLimits
+    fast: Any
+    plain: _DecodeLaunch | None = None
+
+
+_launches: Remembered[_Launches] = Remembered()
 _launches_by_splits: Remembered[_DecodeLaunch] = Remembered()
-"""The same by the split count instead of the longest sequence, which grows with every step."""
+"""The portable kernels by the split count instead of the longest sequence, which grows with every step."""
+
+
+def _hopper_launch(
+    same: tuple[Any, ...], query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, starts: Tensor, options: Options,
+    limits: DeviceLimits, max_query_len: int, visible: int, num_splits: int | None, kernels: str,
+) -> Any:  # fmt: skip
+    if limits.capability[0] != 9 or kernels == "portable" or num_splits is not None or (fast := hopper_choice()) is None:
+        return None
+    batch = (query, key, value, block_table, starts)
+    return fast.find_decode(same, *batch, options, limits, max(1, max_query_len), visible, kernels == "hopper")
 
 
 def _launch(

@@ -158,16 +158,16 @@ def launch_prefill(
     if query.numel() == 0:
         return
     limits = limits_of(query)
-    alike = launch_key(query, key, value, query_start_loc, seq_lens, block_table, options)
-    if limits.capability[0] == 9 and kernels != "portable" and block_table is not None and (fast := hopper_choice()) is not None:
-        if fast.try_prefill(alike, query, key, value, block_table, query_start_loc, seq_lens, options, limits,
-                            max_query_len, max_seq_len, counters):  # fmt: skip
-            return
-    same = (alike, max_query_len)
-    launch = _launches.get(same)
-    if launch is None or launch.limits is not limits:
-        launch = _prepare(query, key, value, block_table, query_start_loc, options, limits, max_query_len)
-        _launches.keep(same, launch)
+    same = (launch_key(query, key, value, query_start_loc, seq_lens, block_table, options), max_query_len, kernels)
+    found = _launches.get(same)
+    if found is None or found.limits is not limits:
+        found = _Launches(limits, _hopper_launch(query, key, value, block_table, query_start_loc, options, limits, max_query_len, kernels))
+        _launches.keep(same, found)
+    if found.fast is not None and found.fast.serve(query, key, value, block_table, query_start_loc, seq_lens, options, max_seq_len, counters):
+        return
+    launch = found.plain
+    if launch is None:
+        launch = found.plain = _prepare(query, key, value, block_table, query_start_loc, options, limits, max_query_len)
     tensors = attention_tensors(query, key, value, query_start_loc, seq_lens, options, launch.as_bytes)
     addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | options.out.data_ptr()
     with device_guard(query):
@@ -179,14 +179,12 @@ class _PrefillLaunch:
     """A call of `launch_prefill` less its addresses: what the layers of one step share.
 
     Attributes:
-        limits: the chip it was worked out for.
-        index: its number.
+        index: the device's number.
         numbers, last: the runtime numbers before and after the block table.
         as_bytes: whether the kernel sees a float8 cache as bytes.
         attend: the kernel.
     """
 
-    limits: DeviceLimits
     index: int
     numbers: tuple[float | int, ...]
     last: tuple[int, int]
@@ -194,7 +192,32 @@ class _PrefillLaunch:
     attend: BoundLaunch
 
 
-_launches: Remembered[_PrefillLaunch] = Remembered()
+@dataclass
+class _Launches:
+    """What serves calls of one kind.
+
+    Attributes:
+        limits: the chip that it was worked out for.
+        fast: Hopper's own prefill (a `HopperPrefill`), which looks at addresses before it serves a call; None where it
+            cannot serve any.
+        plain: the portable kernel; None until it is needed.
+    """
+
+    limits: DeviceLimits
+    fast: Any
+    plain: _PrefillLaunch | None = None
+
+
+_launches: Remembered[_Launches] = Remembered()
+
+
+def _hopper_launch(
+    query: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None, starts: Tensor, options: Options,
+    limits: DeviceLimits, max_query_len: int, kernels: str,
+) -> Any:  # fmt: skip
+    if limits.capability[0] != 9 or kernels == "portable" or block_table is None or (fast := hopper_choice()) is None:
+        return None
+    return fast.find_prefill(query, key, value, block_table, starts, options, limits, max_query_len)
 
 
 def _prepare(
@@ -208,7 +231,7 @@ def _prepare(
     constants = _constants(signature, _row_class(num_heads // num_kv_heads * max_query_len), block_table is not None)
     num_tiles = num_tokens // constants["TILE_TOKENS"] + starts.shape[0]
     return _PrefillLaunch(
-        limits, query.get_device(), attention_numbers(query, key, value, starts, options),
+        query.get_device(), attention_numbers(query, key, value, starts, options),
         (block_table.stride(0) if block_table is not None else 0, num_tiles), signature.fp8_as_bytes,
         BoundLaunch(_prefill_kernel, (num_tiles, num_kv_heads * constants["HEAD_BLOCKS"], 1), constants),
     )  # fmt: skip

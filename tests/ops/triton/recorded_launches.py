@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -32,95 +32,30 @@ from attnlib.ops.triton import (
     slots,
 )
 from attnlib.ops.triton.device import DeviceLimits
+from attnlib.ops.triton.hopper import choice as hopper_choice
 from attnlib.ops.triton.hopper import paged_decode as hopper_decode
 from attnlib.ops.triton.hopper import paged_prefill as hopper_prefill
+from tests.ops.triton.stub_driver import BY_TRITON, DRIVER, ENCODED, REAL_LAUNCHER, RECORDS, Record, StandIn, replace_launcher
 
 CHIP = DeviceLimits(132, 227 * 1024, 228 * 1024, (9, 0), True)
-MODULES = (arguments, cache_write, merge_states, paged_decode, prefill, slots, hopper_decode, hopper_prefill)
+MODULES = (arguments, cache_write, merge_states, paged_decode, prefill, slots, hopper_choice, hopper_decode, hopper_prefill)
 
 BOUND_KERNELS = {
     "_decode_kernel", "_combine_kernel", "_prefill_kernel", "_write_kv_kernel", "_merge_states_kernel", "_slot_mapping_kernel",
-    "hopper_decode_kernel", "join_pieces",
+    "hopper_decode_kernel", "join_pieces", "hopper_prefill_kernel",
 }  # fmt: skip
-MEMORIES = ("_launches", "_launches_by_splits")
-
-
-class Record(NamedTuple):
-    """One launch: the kernel by Triton's key, grid, stream, launch attributes, and the arguments with addresses for tensors."""
-
-    kernel: str
-    grid: tuple[int, int, int]
-    stream: int
-    attributes: tuple[Any, ...]
-    arguments: tuple[Any, ...]
-
-
-RECORDS: list[Record] = []
-BY_TRITON: list[str] = []
-"""Kernels launched through `JITFunction.run`, in order."""
-
-
-class CudaLauncher:
-    """A stand-in for Triton's launcher object, with the interface that both ends of the supported range share."""
-
-    global_scratch_size = profile_scratch_size = 0
-    launch_cooperative_grid = False
-
-    def __init__(self, key: str, launch_pdl: bool) -> None:
-        self.key, self.launch_pdl = key, launch_pdl
-
-    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
-        self.launch(x, y, z, stream, function, self.launch_cooperative_grid, self.launch_pdl, None, None, *rest)
-
-    def launch(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
-        """Takes what the C function of Triton 3.6 takes."""
-        (cooperative, pdl, scratch, profile), (metadata, launch_metadata, enter, leave), values = rest[:4], rest[4:8], rest[8:]
-        assert function == 7 and metadata == ("packed",) and scratch is profile is launch_metadata is None
-        hooked = bool(getattr(enter, "calls", None) or getattr(leave, "calls", None))
-        plain = tuple(value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values)
-        RECORDS.append(Record(self.key, (x, y, z), stream, (cooperative, pdl, hooked), plain))
-
-
-class StandIn:
-    """In the place of a compiled kernel."""
-
-    def __init__(self, key: str, launch_pdl: bool) -> None:
-        self.run = CudaLauncher(key, launch_pdl)
-        self.function, self.packed_metadata = 7, ("packed",)
-        self.metadata = SimpleNamespace(target=GPUTarget("cuda", 90, 32))
-
-    def launch_metadata(self, grid: Any, stream: int, *args: Any) -> None:
-        return None
-
-
-class Driver:
-    """One device whose current stream is `stream`."""
-
-    def __init__(self) -> None:
-        self.stream = 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return -1
-
-    def get_current_stream(self, index: int) -> int:
-        assert index == -1
-        return self.stream
-
-
-DRIVER = Driver()
+MEMORIES = ("_launches", "_launches_by_splits", "_decodes")
 
 
 def install() -> None:
     """From now on nothing is compiled or launched in this process, only recorded."""
     assert not device.INTERPRETED
     triton.runtime.driver.set_active(DRIVER)
+    replace_launcher()
     own_run = JITFunction.run
 
     def stand_in(self: Any, key: str, signature: Any, index: int, constants: Any, options: Any, *rest: Any) -> StandIn:
-        kernel = StandIn(f"{self.fn.__name__} {key}", options.launch_pdl)
+        kernel = StandIn(f"{self.fn.__name__} {key}", signature, options.launch_pdl)
         self.device_caches[index][0][key] = kernel
         return kernel
 
@@ -153,7 +88,7 @@ def by_triton() -> Iterator[None]:
 
 def recorded(call: Callable[[], object]) -> tuple[list[Record], list[str]]:
     """The launches of a call, and which of them went through Triton."""
-    del RECORDS[:], BY_TRITON[:]
+    del RECORDS[:], BY_TRITON[:], ENCODED[:]
     call()
     return list(RECORDS), list(BY_TRITON)
 
@@ -219,17 +154,22 @@ def attention(draw: Draw, decode: bool) -> Callable[[], object]:
         # The workspace of both calls has to be the same for their records to be.
         options["workspace"] = tensor(draw, (1 << 20,), torch.float32)
         return lambda: paged_decode.paged_decode(*batch, **options)
+    options["counters"] = tensor(draw, (2,), torch.int32)
     return lambda: paged_prefill.paged_prefill(*batch, **options)
 
 
-def hopper(draw: Draw) -> Callable[[], object]:
-    """One random call of `paged_decode` that the Gluon kernel of Hopper can serve."""
+def hopper(draw: Draw, decode: bool) -> Callable[[], object]:
+    """One random call of `paged_decode` or `paged_prefill` that a Gluon kernel of Hopper can mostly serve."""
     heads, tokens, reqs = draw.choice((4, 8)), draw.choice((1, 16)), draw.choice((1, 16))
-    query, out = (torch.zeros(tokens, heads + draw.choice((0, 8)), 64, dtype=torch.bfloat16)[:, :heads] for _ in range(2))
-    key = torch.zeros(draw.choice((8, 9)), 16, 2 + draw.choice((0, 2)), 64, dtype=torch.bfloat16)[:, :, :2]
+    dtype = draw.choice((torch.bfloat16, torch.float16))
+    offset = draw.choice((0, 0, 0, 0, 0, 0, 8, 1))
+    room = draw.choice((0, 8))
+    rows = tokens * (heads + room)
+    query, out = (torch.zeros(offset + rows * 64, dtype=dtype)[offset:].view(tokens, heads + room, 64)[:, :heads] for _ in range(2))
+    key = torch.zeros(draw.choice((8, 9)), draw.choice((16, 32)), 2 + draw.choice((0, 2)), 64, dtype=dtype)[:, :, :2]
     batch = (query, key, key if draw.choice((True, False)) else torch.zeros_like(key), ints(draw, reqs, 8), ints(draw, reqs + 1), ints(draw, reqs))
     options = {
-        "max_query_len": draw.choice((1, 4)),
+        "max_query_len": draw.choice((1, 4)) if decode else draw.choice((16, 100)),
         "max_seq_len": draw.choice((4097, 8000)),
         "scale": draw.choice((0.1, 1.0)),
         "window": draw.choice(((-1, -1), (1, -1), (16, 0))),
@@ -237,10 +177,17 @@ def hopper(draw: Draw) -> Callable[[], object]:
         "logits_soft_cap": draw.choice((0.0, 1.0)),
         "sinks": draw.choice((None, tensor(draw, (heads,), torch.float32))),
         "lse": draw.choice((None, tensor(draw, (tokens, heads), torch.float32))),
-        "workspace": tensor(draw, (1 << 20,), torch.float32),
-        "kernels": "hopper",
+        "k_scale": draw.choice((1.0, 0.5)),
+        "v_scale": draw.choice((1.0, 1.0, 0.5)),
+        "kernels": "hopper" if decode else "auto",
     }
-    return lambda: paged_decode.paged_decode(*batch, out=out, **options)
+    # What a call would make for itself has to be the same for both calls, for their records to be.
+    if decode:
+        workspace = tensor(draw, (1 << 20,), torch.float32)
+        options["workspace"] = draw.choice((workspace, workspace.view(torch.uint8)))
+        return lambda: paged_decode.paged_decode(*batch, out=out, **options)
+    options["counters"] = tensor(draw, (2,), torch.int32)
+    return lambda: paged_prefill.paged_prefill(*batch, out=out, **options)
 
 
 def write(draw: Draw) -> Callable[[], object]:
@@ -273,7 +220,8 @@ def slot_mapping(draw: Draw) -> Callable[[], object]:
 KINDS: dict[str, Callable[[Draw], Callable[[], object]]] = {
     "decode": lambda draw: attention(draw, True),
     "prefill": lambda draw: attention(draw, False),
-    "hopper": hopper,
+    "hopper decode": lambda draw: hopper(draw, True),
+    "hopper prefill": lambda draw: hopper(draw, False),
     "write": write,
     "merge": merge,
     "slots": slot_mapping,
@@ -356,7 +304,7 @@ def check_hooks_and_switches_are_honoured() -> None:
 
 def check_unknown_tritons_are_left_alone() -> None:
     """Another version, another launcher, a kernel that needs scratch memory of an unknown kind: Triton launches."""
-    for holder, name, value in ((launch, "_KNOWN", False), (launch, "_direct_call", lambda compiled: None)):
+    for holder, name, value in ((launch, "_KNOWN", False), (launch, "direct_call", lambda compiled: None)):
         before = getattr(holder, name)
         setattr(holder, name, value)
         paged_decode._launches.clear()
@@ -367,10 +315,66 @@ def check_unknown_tritons_are_left_alone() -> None:
                 assert len(recorded(call)[1]) == 2, name
         finally:
             setattr(holder, name, before)
-    foreign = StandIn("foreign", False)
+    foreign = StandIn("foreign", {}, False)
     foreign.metadata = SimpleNamespace(target=GPUTarget("hip", "gfx942", 64))
-    assert launch._direct_call(foreign) is None
-    assert launch._direct_call(object()) is None
+    assert launch.direct_call(foreign) is None
+    assert launch.direct_call(object()) is None
+
+
+def hopper_call(decode: bool, query: torch.Tensor, cache: torch.Tensor, **others: Any) -> Callable[[], object]:
+    """A call that Hopper's own kernels serve, unless `others` says otherwise."""
+    tokens, _, _ = query.shape
+    out, workspace, counters = torch.zeros_like(query), torch.zeros(1 << 20), torch.zeros(2, dtype=torch.int32)
+    table, starts, lens = (torch.zeros(shape, dtype=torch.int32) for shape in ((tokens, 8), (tokens + 1,), (tokens,)))
+    batch = (query, cache, cache, table, starts, lens)
+    options: dict[str, Any] = {"max_seq_len": 600, "scale": 0.1, "out": out}
+    if decode:
+        options |= {"max_query_len": 1, "workspace": workspace, **others}
+        return lambda: paged_decode.paged_decode(*batch, **options)
+    options |= {"max_query_len": 64, "counters": counters, **others}
+    return lambda: paged_prefill.paged_prefill(*batch, **options)
+
+
+def check_descriptors_are_encoded_once() -> None:
+    """Addresses that were seen are not encoded again, a new one is, and what is kept is what Triton makes of it."""
+    if not REAL_LAUNCHER:
+        return  # bound there too, through the launcher object, which encodes at each call
+    # Shapes that no other check has, so that nothing is kept of them.
+    query, cache = torch.zeros(5, 8, 64, dtype=torch.bfloat16), torch.zeros(11, 16, 2, 64, dtype=torch.bfloat16)
+    for decode, kernels in ((True, ["hopper_decode_kernel", "join_pieces"]), (False, ["hopper_prefill_kernel"])):
+        call = hopper_call(decode, query, cache)
+        assert recorded(call)[1] == kernels
+        assert not recorded(call)[1]  # bound; keeps what it encodes
+        again, through_triton = recorded(call)
+        assert not through_triton and not ENCODED
+        with by_triton():
+            assert recorded(call)[0] == again and len(ENCODED) == (2 if decode else 3)
+        assert any(isinstance(value, tuple) and value[0] == "encoded" for value in again[0].arguments)
+        for other, pool, fresh in ((query.clone(), cache, not decode), (query, cache.clone(), 2)):
+            moved = hopper_call(decode, other, pool)
+            theirs, through_triton = recorded(moved)
+            assert not through_triton and len(ENCODED) == int(fresh), (decode, ENCODED)
+            assert recorded(moved)[0] == theirs and not ENCODED
+            with by_triton():
+                assert recorded(moved)[0] == theirs
+
+
+def check_each_call_is_looked_at() -> None:
+    """What the key of a launch does not hold is looked at in every call: addresses, scales and the workspace."""
+    query, cache = torch.zeros(5, 8, 64, dtype=torch.bfloat16), torch.zeros(8, 16, 2, 64, dtype=torch.bfloat16)
+    off = torch.zeros(5 * 8 * 64 + 1, dtype=torch.bfloat16)[1:].view(5, 8, 64)
+
+    def kernels(call: Callable[[], object]) -> list[str]:
+        return [record.kernel.split()[0] for record in recorded(call)[0]]
+
+    for decode, fast, plain in ((True, "hopper_decode_kernel", "_decode_kernel"), (False, "hopper_prefill_kernel", "_prefill_kernel")):
+        strange: list[dict[str, Any]] = [{"v_scale": 0.5}, {"out": off}, {"kernels": "portable"}]
+        if decode:
+            strange.append({"workspace": torch.zeros(50_000)})
+        for others in strange:
+            for _ in range(2):
+                assert kernels(hopper_call(decode, query, cache))[0] == fast
+                assert kernels(hopper_call(decode, query, cache, **others))[0] == plain, others
 
 
 def check_memory_is_bounded() -> None:
@@ -387,6 +391,8 @@ CHECKS: tuple[Callable[[], None], ...] = (
     check_second_call_is_bound,
     check_hooks_and_switches_are_honoured,
     check_unknown_tritons_are_left_alone,
+    check_descriptors_are_encoded_once,
+    check_each_call_is_looked_at,
     check_memory_is_bounded,
 )
 

@@ -20,6 +20,8 @@ CHECKS = [
     "check_second_call_is_bound",
     "check_hooks_and_switches_are_honoured",
     "check_unknown_tritons_are_left_alone",
+    "check_descriptors_are_encoded_once",
+    "check_each_call_is_looked_at",
     "check_memory_is_bounded",
 ]
 

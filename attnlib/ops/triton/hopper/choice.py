@@ -1,8 +1,7 @@
 """Whether a call of the Triton operations goes the Hopper way, and with which tile; the plain kernels serve the rest.
 
-The public operations come here once they know that the chip is a Hopper. What follows from shapes and features is
-worked out once for each kind of call; addresses are looked at every time, because TMA and 16-byte loads want aligned
-ones.
+The public operations come here once they know that the chip is a Hopper, and remember the answer for calls of the same
+kind. What they get looks at addresses at every call, because TMA and 16-byte loads want aligned ones.
 """
 
 from __future__ import annotations
@@ -10,21 +9,19 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from attnlib.ops.triton.arguments import Options
 from attnlib.ops.triton.device import DeviceLimits
 from attnlib.ops.triton.hopper.limits import decode_gaps, prefers_hopper_decode, prefill_gaps
-from attnlib.ops.triton.hopper.paged_decode import hopper_decode_workspace_bytes, launch_hopper_decode
-from attnlib.ops.triton.hopper.paged_prefill import launch_hopper_prefill
-from attnlib.ops.triton.hopper.tiles import DecodeTile, HopperTile, choose_hopper_decode_tile, choose_hopper_tile
+from attnlib.ops.triton.hopper.paged_decode import HopperDecode, hopper_decode_workspace_bytes, plan_hopper_decode
+from attnlib.ops.triton.hopper.paged_prefill import HopperPrefill, plan_hopper_prefill
+from attnlib.ops.triton.hopper.tiles import choose_hopper_decode_tile, choose_hopper_tile
 from attnlib.ops.triton.launch import Remembered
 
-__all__ = ["decode_workspace_bytes", "stride_gaps", "try_decode", "try_prefill"]
+__all__ = ["decode_workspace_bytes", "find_decode", "find_prefill", "stride_gaps"]
 
-_prefill_tiles: Remembered[HopperTile | None] = Remembered()
-_decode_tiles: Remembered[DecodeTile | None] = Remembered()
+_decodes: Remembered[HopperDecode] = Remembered()
 
 
 def stride_gaps(**tensors: Tensor) -> list[str]:
@@ -39,15 +36,8 @@ def stride_gaps(**tensors: Tensor) -> list[str]:
     return gaps
 
 
-def _aligned(*tensors: Tensor) -> bool:
-    addresses = 0
-    for tensor in tensors:
-        addresses |= tensor.data_ptr()
-    return addresses & 15 == 0
-
-
 def _features(options: Options) -> dict[str, bool]:
-    scales = isinstance(options.k_scale, Tensor) or isinstance(options.v_scale, Tensor) or options.v_scale != 1.0
+    scales = isinstance(options.k_scale, Tensor) or isinstance(options.v_scale, Tensor)  # a number is looked at in each call
     return {
         "causal_per_request": isinstance(options.causal, Tensor),
         "alibi": options.alibi_slopes is not None,
@@ -74,91 +64,70 @@ def _visible(options: Options) -> int | None:
     return min([*bounds, *([options.attention_chunk_size] if options.attention_chunk_size > 0 else [])], default=None)
 
 
-def try_prefill(
-    same: Hashable,
+def find_prefill(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     block_table: Tensor,
     starts: Tensor,
-    seq_lens: Tensor,
     options: Options,
     limits: DeviceLimits,
     max_query_len: int,
-    max_seq_len: int,
-    counters: Tensor | None,
-) -> bool:
-    """Serve the call if the Hopper prefill can; whether it did. `same` is the call's `launch_key`."""
-    rows = query.shape[1] // max(1, key.shape[2]) * max_query_len
-    known = (same, min(1 << 20, 1 << max(0, rows - 1).bit_length()), limits.tuned)
-    tile = _prefill_tiles.get(known, known)
-    if tile is known:
-        fits = not prefill_gaps(*_layer(query, key, value, limits), **_features(options)) and not _impossible(query, key, value, options)
-        tile = None
-        if fits:
-            shape = {"rows": known[1], "block_size": key.shape[1], "visible": _visible(options)}
-            tile = choose_hopper_tile(key.shape[3], value.shape[3], **shape, tuned=limits.tuned)
-        _prefill_tiles.keep(known, tile)
-    if tile is None or not _aligned(query, key, value, options.out):
-        return False
-    assert isinstance(tile, HopperTile)  # the other kinds are handled above
-    launch_hopper_prefill(
-        query, key, value, block_table, starts, seq_lens, tile, max_seq_len=max_seq_len,
-        scale=options.scale * float(options.k_scale), causal=bool(options.causal), window=options.window,
-        attention_chunk_size=options.attention_chunk_size, logits_soft_cap=options.logits_soft_cap, sinks=options.sinks,
-        out=options.out, lse=options.lse, counters=counters,
+) -> HopperPrefill | None:
+    """The Hopper prefill for calls like this one (with an equal `launch_key`); None where it cannot serve them."""
+    if prefill_gaps(*_layer(query, key, value, limits), **_features(options)) or _impossible(query, key, value, options):
+        return None
+    rows = query.shape[1] // key.shape[2] * max_query_len
+    tile = choose_hopper_tile(
+        key.shape[3], value.shape[3], rows=min(1 << 20, 1 << max(0, rows - 1).bit_length()), block_size=key.shape[1],
+        visible=_visible(options), tuned=limits.tuned,
     )  # fmt: skip
-    return True
+    return plan_hopper_prefill(query, key, value, block_table, starts, options, tile, limits)
 
 
-def try_decode(
+def find_decode(
     same: Hashable,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     block_table: Tensor,
     starts: Tensor,
-    seq_lens: Tensor,
     options: Options,
     limits: DeviceLimits,
     max_query_len: int,
     visible: int,
-    workspace: Tensor | None,
     insist: bool,
-) -> bool:
-    """Serve the call if the Hopper decode can and is the quicker one (or with `insist`, if it can); whether it did.
+) -> HopperDecode | None:
+    """The Hopper decode for calls like this one; None where it cannot serve them or (without `insist`) is the slower one.
 
-    `visible` is the most keys that a request's queries see. A workspace that is too small for this kernel, though large
-    enough for the plain one, leaves the call to the plain one.
+    Args:
+        same: the call's `launch_key`: calls with equal ones share the launches, however long their sequences grow.
+        query: as in `paged_decode`, like what is not named here.
+        key: likewise.
+        value: likewise.
+        block_table: likewise.
+        starts: `query_start_loc`.
+        options: the call's options.
+        limits: the chip.
+        max_query_len: upper bound of the query lengths, at least 1.
+        visible: the most keys that a request's queries see.
+        insist: whether it is wanted even where it is the slower one.
     """
-    wanted = insist or prefers_hopper_decode(visible, seq_lens.shape[0], key.shape[2], limits.num_sms)
-    known = (same, max_query_len, wanted, limits.tuned)
-    tile = _decode_tiles.get(known, known)
-    if tile is known:
-        layer = (*_layer(query, key, value, limits), key.shape[2], limits.num_sms, max_query_len)
-        fits = wanted and not decode_gaps(*layer, **_features(options)) and not _impossible(query, key, value, options)
-        tile = choose_hopper_decode_tile(key.shape[3], value.shape[3], tuned=limits.tuned) if fits else None
-        _decode_tiles.keep(known, tile)
-    if tile is None or not _aligned(query, key, value, options.out):
-        return False
-    assert isinstance(tile, DecodeTile)  # the other kinds are handled above
-    need = _workspace_bytes(query, key, value.shape[3], query.shape[0], max_query_len, limits, tile)
-    if workspace is None:
-        workspace = torch.empty(need // 4, dtype=torch.float32, device=query.device)
-    elif workspace.numel() * workspace.element_size() < need:
-        return False
-    launch_hopper_decode(
-        query, key, value, block_table, starts, seq_lens, tile, max_query_len=max_query_len,
-        scale=options.scale * float(options.k_scale), causal=bool(options.causal), window=options.window,
-        attention_chunk_size=options.attention_chunk_size, logits_soft_cap=options.logits_soft_cap, sinks=options.sinks,
-        out=options.out, lse=options.lse,
-        workspace=workspace if workspace.dtype == torch.float32 else workspace.view(torch.float32), same=same,
-    )  # fmt: skip
-    return True
+    if not insist and not prefers_hopper_decode(visible, starts.shape[0] - 1, key.shape[2], limits.num_sms):
+        return None
+    known = (same, max_query_len)
+    launch = _decodes.get(known)
+    if launch is not None and launch.limits is limits:
+        return launch
+    layer = (*_layer(query, key, value, limits), key.shape[2], limits.num_sms, max_query_len)
+    if decode_gaps(*layer, **_features(options)) or _impossible(query, key, value, options):
+        return None
+    tile = choose_hopper_decode_tile(key.shape[3], value.shape[3], tuned=limits.tuned)
+    return _decodes.keep(known, plan_hopper_decode(query, key, value, block_table, starts, options, tile, limits, max_query_len))
 
 
 def decode_workspace_bytes(query: Tensor, key: Tensor, head_size_v: int, num_tokens: int, max_query_len: int, limits: DeviceLimits) -> int:
-    """Bytes that `try_decode` wants for such calls; 0 where the plain kernel serves them in any case.
+    """Bytes that the Hopper decode wants for such calls; 0 where the plain kernel serves them in any case.
 
     Args:
         query: any tensor `[*, Hq, D]` of the dtype that will be used.
@@ -173,13 +142,5 @@ def decode_workspace_bytes(query: Tensor, key: Tensor, head_size_v: int, num_tok
     if decode_gaps(*layer):
         return 0
     tile = choose_hopper_decode_tile(key.shape[3], head_size_v, tuned=limits.tuned)
-    return _workspace_bytes(query, key, head_size_v, num_tokens, max_query_len, limits, tile)
-
-
-def _workspace_bytes(
-    query: Tensor, key: Tensor, head_size_v: int, num_tokens: int, max_query_len: int, limits: DeviceLimits, tile: DecodeTile
-) -> int:
-    num_kv_heads = key.shape[2]
-    return hopper_decode_workspace_bytes(
-        num_tokens, num_kv_heads, query.shape[1] // num_kv_heads, max_query_len, head_size_v, limits.num_sms * tile.resident
-    )
+    slots = limits.num_sms * tile.resident
+    return hopper_decode_workspace_bytes(num_tokens, key.shape[2], group, max_query_len, head_size_v, slots)

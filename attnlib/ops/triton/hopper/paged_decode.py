@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from attnlib.ops.triton.device import device_guard, limits_of
+from attnlib.ops.triton.arguments import Options
+from attnlib.ops.triton.device import DeviceLimits, device_guard, limits_of
 from attnlib.ops.triton.hopper.decode import hopper_decode_kernel, join_pieces
-from attnlib.ops.triton.hopper.descriptors import cache_descriptor
+from attnlib.ops.triton.hopper.descriptors import Encoded, cache_descriptor, cache_facts
 from attnlib.ops.triton.hopper.limits import DECODE_ROWS
 from attnlib.ops.triton.hopper.tiles import DecodeTile, padded_width
-from attnlib.ops.triton.launch import BoundLaunch, Remembered
+from attnlib.ops.triton.launch import BoundLaunch
 
-__all__ = ["hopper_decode_workspace_bytes", "launch_hopper_decode"]
+__all__ = ["HopperDecode", "hopper_decode_workspace_bytes", "launch_hopper_decode", "plan_hopper_decode"]
 
 _MOST_PARTS = 255
 _UNBOUNDED = 1 << 30
@@ -44,6 +46,123 @@ def hopper_decode_workspace_bytes(num_tokens: int, num_kv_heads: int, group: int
     return 4 * (2 * _parts(slots, num_kv_heads) * num_kv_heads * rows * (head_size_v + 1) + num_tokens * num_kv_heads)
 
 
+@dataclass
+class HopperDecode:
+    """A call of the Hopper decode less its addresses and scales: what the layers of one step share.
+
+    Attributes:
+        limits: the chip that it was worked out for.
+        index: the device's number.
+        boxes: positions of a TMA box, and the padded widths of keys and values.
+        numbers: the attention kernel's runtime numbers after its scale.
+        join_numbers: those of the kernel that joins pieces.
+        lses, pieces: where those lie in the workspace, in float32 elements; partial outputs come first.
+        num_bytes: what the workspace has to hold.
+        encoded: the TMA descriptors of caches of this shape.
+        attend, join: the two kernels.
+    """
+
+    limits: DeviceLimits
+    index: int
+    boxes: tuple[int, int, int]
+    numbers: tuple[float | int, ...]
+    join_numbers: tuple[int, ...]
+    lses: int
+    pieces: int
+    num_bytes: int
+    encoded: Encoded
+    attend: BoundLaunch
+    join: BoundLaunch
+
+    def serve(
+        self, query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, starts: Tensor, seq_lens: Tensor,
+        options: Options, workspace: Tensor | None,
+    ) -> bool:  # fmt: skip
+        """Launch unless addresses, scales or the workspace are beyond this kernel; whether it did."""
+        out = options.out
+        asked, keys, values, written = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
+        if (asked | keys | values | written) & 15 or options.v_scale != 1.0:
+            return False
+        if workspace is None:
+            workspace = torch.empty(self.num_bytes // 4, dtype=torch.float32, device=query.device)
+        elif workspace.nbytes < self.num_bytes:
+            return False
+        partials, scale = workspace.data_ptr(), options.scale * float(options.k_scale)
+        written |= partials
+        with device_guard(query):
+            if self.attend.ready(asked | written) and self.join.ready(written):
+                maps = self.encoded.find(self.attend, keys, values) or self._encode(key, value, keys, values)
+                lses, pieces = partials + 4 * self.lses, partials + 4 * self.pieces
+                self.attend.go((*maps, query, out, options.lse, options.sinks, starts, seq_lens, block_table, partials, lses,
+                                pieces, scale, *self.numbers), self.index)  # fmt: skip
+                self.join.go((partials, lses, pieces, starts, options.sinks, out, options.lse, *self.join_numbers), self.index)
+            else:
+                self._by_triton(query, key, value, block_table, starts, seq_lens, options, workspace, scale, asked | written)
+        return True
+
+    def _descriptors(self, key: Tensor, value: Tensor) -> tuple[Any, Any]:
+        box, width, width_v = self.boxes
+        return cache_descriptor(key, box, width), cache_descriptor(value, box, width_v)
+
+    def _encode(self, key: Tensor, value: Tensor, keys: int, values: int) -> tuple[Any, ...]:
+        return self.encoded.keep(self.attend, (keys, values), *self._descriptors(key, value))
+
+    def _by_triton(
+        self, query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, starts: Tensor, seq_lens: Tensor,
+        options: Options, workspace: Tensor, scale: float, addresses: int,
+    ) -> None:  # fmt: skip
+        """The launches with Triton's own arguments, where the encoded ones may not be used (yet)."""
+        partials = workspace if workspace.dtype == torch.float32 else workspace.view(torch.float32)
+        lses, pieces = partials[self.lses :], partials[self.pieces :].view(torch.int32)
+        out, lse, sinks = options.out, options.lse, options.sinks
+        attend = (*self._descriptors(key, value), query, out, lse, sinks, starts, seq_lens, block_table, partials, lses, pieces, scale)
+        self.attend((*attend, *self.numbers), addresses, self.index)
+        written = out.data_ptr() | partials.data_ptr()
+        self.join((partials, lses, pieces, starts, sinks, out, lse, *self.join_numbers), written, self.index)
+
+
+def plan_hopper_decode(
+    query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, starts: Tensor, options: Options, tile: DecodeTile,
+    limits: DeviceLimits, max_query_len: int,
+) -> HopperDecode:  # fmt: skip
+    """Work out the launches of calls like this one, with a given tile; there is at least one query and one block."""
+    (num_tokens, num_heads, head_size), (_, block_size, num_kv_heads, _) = query.shape, key.shape
+    head_size_v, group = value.shape[3], num_heads // num_kv_heads
+    width, width_v, box = padded_width(head_size), padded_width(head_size_v), min(block_size, tile.block_n)
+    rows, num_reqs, (left, right) = group * max_query_len, starts.shape[0] - 1, options.window
+    slots, out, lse = limits.num_sms * tile.resident, options.out, options.lse
+    programs = _parts(slots, num_kv_heads) * num_kv_heads
+    places, stride_lt = 2 * programs * rows, 0 if lse is None else lse.stride(0)
+    shared = {
+        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "DV": head_size_v, "HAS_SINK": options.sinks is not None,
+        "HAS_LSE": lse is not None, "enable_fp_fusion": True, "launch_pdl": True,
+    }  # fmt: skip
+    attend = {
+        **shared, "D": head_size, "WIDTH": width, "WIDTH_V": width_v, "TILE_TOKENS": DECODE_ROWS // group,
+        "BLOCK_N": tile.block_n, "BLOCK_SIZE": block_size, "STAGES": tile.stages, "CAUSAL": bool(options.causal),
+        "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0, "HAS_CHUNK": options.attention_chunk_size > 0,
+        "HAS_CAP": options.logits_soft_cap > 0, "num_warps": 4, "maxnreg": 128 if width_v <= 128 else 168,
+    }  # fmt: skip
+    join = {**shared, "DV_PAD": triton.next_power_of_2(head_size_v), **_join_tile(num_tokens * num_heads, group, head_size_v)}
+    return HopperDecode(
+        limits=limits,
+        index=query.get_device(),
+        boxes=(box, width, width_v),
+        numbers=(
+            float(options.logits_soft_cap), min(left, _UNBOUNDED), min(right, _UNBOUNDED), min(options.attention_chunk_size, _UNBOUNDED),
+            num_reqs, key.shape[0], rows, query.stride(0), query.stride(1), out.stride(0), out.stride(1), stride_lt,
+            block_table.stride(0),
+        ),
+        join_numbers=(num_reqs, rows, out.stride(0), out.stride(1), stride_lt),
+        lses=places * head_size_v,
+        pieces=places * (head_size_v + 1),
+        num_bytes=hopper_decode_workspace_bytes(num_tokens, num_kv_heads, group, max_query_len, head_size_v, slots),
+        encoded=Encoded(cache_facts(key, value, box, width, width_v), 0),
+        attend=BoundLaunch(hopper_decode_kernel, (programs, 1, 1), attend),
+        join=BoundLaunch(join_pieces, (num_tokens, num_kv_heads, triton.cdiv(group, join["HEADS"])), join),
+    )  # fmt: skip
+
+
 def launch_hopper_decode(
     query: Tensor,
     key_cache: Tensor,
@@ -63,59 +182,11 @@ def launch_hopper_decode(
     out: Tensor,
     lse: Tensor | None,
     workspace: Tensor,
-    same: Hashable | None = None,
 ) -> None:
-    """Run the kernel with a given tile; arguments as in `paged_decode`, `workspace` contiguous float32.
-
-    With `same`, the call's `launch_key`, launches are bound.
-    """
-    num_tokens, num_heads, head_size = query.shape
-    num_blocks, block_size, num_kv_heads, _ = key_cache.shape
-    head_size_v = value_cache.shape[3]
-    if num_tokens == 0 or num_heads == 0:
+    """Run the kernel once with a given tile; arguments as in `paged_decode`, `workspace` contiguous and large enough."""
+    if query.numel() == 0:
         return
-    width, width_v = padded_width(head_size), padded_width(head_size_v)
-    group = num_heads // num_kv_heads
-    rows = group * max_query_len
-    programs = _parts(limits_of(query).num_sms * tile.resident, num_kv_heads) * num_kv_heads
-    places = 2 * programs * rows
-    partials, partial_lses = workspace, workspace[places * head_size_v :]
-    pieces = workspace[places * (head_size_v + 1) :].view(torch.int32)
-    num_reqs = query_start_loc.shape[0] - 1
-    box = min(block_size, tile.block_n)
-    left, right = window
-    join_tile = _join_tile(num_tokens * num_heads, group, head_size_v)
-    stride_lt = 0 if lse is None else lse.stride(0)
-    attend = (
-        cache_descriptor(key_cache, box, width), cache_descriptor(value_cache, box, width_v), query, out, lse, sinks,
-        query_start_loc, seq_lens, block_table, partials, partial_lses, pieces, scale, logits_soft_cap,
-        min(left, _UNBOUNDED), min(right, _UNBOUNDED), min(attention_chunk_size, _UNBOUNDED), num_reqs, num_blocks,
-        rows, query.stride(0), query.stride(1), out.stride(0), out.stride(1), stride_lt, block_table.stride(0),
-    )  # fmt: skip
-    join = (partials, partial_lses, pieces, query_start_loc, sinks, out, lse, num_reqs, rows, out.stride(0), out.stride(1), stride_lt)
-    known = (same, tile, max_query_len, programs)
-    launches = None if same is None else _launches.get(known)
-    if launches is None:
-        launches = (
-            BoundLaunch(hopper_decode_kernel, (programs, 1, 1), dict(
-                NUM_KV_HEADS=num_kv_heads, GROUP=group, D=head_size, DV=head_size_v, WIDTH=width, WIDTH_V=width_v,
-                TILE_TOKENS=DECODE_ROWS // group, BLOCK_N=tile.block_n, BLOCK_SIZE=block_size, STAGES=tile.stages,
-                CAUSAL=causal, HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, HAS_CHUNK=attention_chunk_size > 0,
-                HAS_CAP=logits_soft_cap > 0, HAS_SINK=sinks is not None, HAS_LSE=lse is not None, num_warps=4,
-                enable_fp_fusion=True, launch_pdl=True, maxnreg=128 if width_v <= 128 else 168,
-            )),
-            BoundLaunch(join_pieces, (num_tokens, num_kv_heads, triton.cdiv(group, join_tile["HEADS"])), dict(
-                NUM_KV_HEADS=num_kv_heads, GROUP=group, DV=head_size_v,
-                DV_PAD=triton.next_power_of_2(head_size_v), HAS_SINK=sinks is not None,
-                HAS_LSE=lse is not None, enable_fp_fusion=True, launch_pdl=True, **join_tile,
-            )),
-        )  # fmt: skip
-        if same is not None:
-            _launches.keep(known, launches)
-    index, written = query.get_device(), out.data_ptr() | partials.data_ptr()
-    with device_guard(query):
-        launches[0](attend, written | query.data_ptr(), index)
-        launches[1](join, written, index)
-
-
-_launches: Remembered[tuple[BoundLaunch, BoundLaunch]] = Remembered()
+    options = Options(scale, causal, window, attention_chunk_size, logits_soft_cap, None, sinks, None, 1.0, 1.0, out, lse)
+    batch = (query, key_cache, value_cache, block_table, query_start_loc)
+    if not plan_hopper_decode(*batch, options, tile, limits_of(query), max_query_len).serve(*batch, seq_lens, options, workspace):
+        raise ValueError("the Hopper decode wants tensors on 16-byte boundaries and a workspace of hopper_decode_workspace_bytes")
