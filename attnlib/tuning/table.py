@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnlib.errors import ContractError
-from attnlib.ops.triton.hopper.tiles import HopperTile
+from attnlib.ops.triton.hopper.tiles import DecodeTile, HopperTile
 from attnlib.ops.triton.tile_tables import TileTable, parse_table
 from attnlib.spec import AttentionSpec
 from attnlib.tuning.layers import layer_class
@@ -69,6 +69,9 @@ class Tuning:
         return next((ranking for ranking in self.rankings if ranking.layer == kind), None)
 
 
+_HOPPER = {"hopper_prefill": HopperTile, "hopper_decode": DecodeTile}
+
+
 def parse_tuning(data: Any, source: str) -> Tuning:
     """A table from its JSON.
 
@@ -77,9 +80,9 @@ def parse_tuning(data: Any, source: str) -> Tuning:
     """
     tiles = parse_table(data, source)
     for index, entry in enumerate(tiles.entries):
-        if entry.op == "hopper_prefill":
+        if entry.op in _HOPPER:
             try:
-                HopperTile(**dict(entry.tile))
+                _HOPPER[entry.op](**dict(entry.tile))
             except TypeError as error:
                 raise ContractError(f"tile table {source}, tiles[{index}]: {error}; write the table anew with attnlib tune") from None
     rankings = []

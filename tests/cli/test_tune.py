@@ -22,6 +22,7 @@ from attnlib.cli.tune.plan import plan_cases
 from attnlib.cli.tune.tiles import Trial, best_entries, measure_tiles
 from attnlib.errors import ContractError
 from attnlib.ops.triton.device import DeviceLimits, limits_of
+from attnlib.ops.triton.hopper.tiles import SHARED_MEMORY, DecodeTile, choose_hopper_decode_tile, decode_shared_bytes
 from attnlib.ops.triton.tile_tables import parse_table
 from attnlib.ops.triton.tiles import Tile, choose_decode_tile, shared_bytes
 
@@ -76,9 +77,18 @@ def test_candidates_fit_the_chip_and_begin_with_the_tile_of_today() -> None:
     assert candidates(parse_case("8q1s8k"), "decode", H200)[0] == vars(today)
 
 
+def test_hopper_decodes_try_the_shipped_tile_first_and_only_what_fits() -> None:
+    tiles = candidates(parse_case("8q1s8k"), "hopper_decode", H200)
+    assert tiles[0] == vars(choose_hopper_decode_tile(128, 128)) and len(tiles) > 4
+    assert all(decode_shared_bytes(DecodeTile(**tile), 128, 128) <= SHARED_MEMORY for tile in tiles)
+    group = group_of(parse_case("8q1s8k"), "hopper_decode", H200)
+    assert (group.head_size, group.work, group.block_size) == (128, None, None)
+
+
 def test_operations_are_those_that_can_run() -> None:
-    every = ("decode", "prefill", "hopper_prefill")
-    assert operations(parse_case("8q1s8k"), H200, every) == ["decode"]
+    every = ("decode", "prefill", "hopper_prefill", "hopper_decode")
+    assert operations(parse_case("8q1s8k"), H200, every) == ["decode", "hopper_decode"]
+    assert operations(parse_case("8q8s8k@heads=64/4"), H200, every) == operations(parse_case("8q1s8k"), L4, every) == ["decode"]
     assert operations(parse_case("q2k"), H200, every) == ["prefill", "hopper_prefill"]
     assert operations(parse_case("q2k"), H200, ("decode",)) == []
     assert operations(parse_case("4q1s2k_q2k"), H200, every) == []
@@ -199,7 +209,7 @@ def test_rankings_come_from_bench_results_of_this_chip_too(tmp_path: Path, capsy
     ("words", "told"),
     [
         (["--ops", "decode"], "tiles are measured on a GPU and this is cpu; leave --ops out"),
-        (["--ops", "dekode"], "--ops dekode is not known; write decode, prefill, hopper_prefill, or none"),
+        (["--ops", "dekode"], "--ops dekode is not known; write decode, prefill, hopper_prefill, hopper_decode, or none"),
         (["--shapes", "q1s8"], "ATTNLIB_TUNING=off: there is no table to write; unset it, or name a file by --out"),
     ],
 )

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from attnlib.bench.case import BenchCase
-from attnlib.ops.triton.hopper.tiles import SHARED_MEMORY, HopperTile, choose_hopper_tile, padded_width
+from attnlib.ops.triton.hopper.limits import DECODE_ROWS, decode_gaps, prefill_gaps
+from attnlib.ops.triton.hopper.tiles import (
+    SHARED_MEMORY,
+    DecodeTile,
+    HopperTile,
+    choose_hopper_decode_tile,
+    choose_hopper_tile,
+    decode_shared_bytes,
+    padded_width,
+)
 from attnlib.ops.triton.hopper.tiles import shared_bytes as hopper_bytes
 from attnlib.ops.triton.splits import visible_bound
 from attnlib.ops.triton.tile_tables import work_class
@@ -37,6 +46,7 @@ _PREFILL = (
     (128, 32, 8, 3), (128, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 3), (64, 128, 4, 2), (128, 32, 4, 3), (64, 32, 4, 2),
     (32, 32, 4, 2), (64, 16, 4, 2), (32, 64, 8, 2),
 )  # fmt: skip
+_HOPPER_DECODE = ((128, 2), (64, 4), (64, 3), (128, 3), (128, 4), (64, 2), (64, 6))
 _FEW = 4
 
 
@@ -45,7 +55,7 @@ class Group:
     """Cases that share a tile, as the conditions of a table's entry say it.
 
     Attributes:
-        op: decode, prefill or hopper_prefill.
+        op: decode, prefill, hopper_prefill or hopper_decode.
         products, elements: how the chip multiplies, and what.
         head_size: the wider of the two, as padded.
         rows: class of rows; the most that are told apart is 128.
@@ -64,12 +74,18 @@ class Group:
 
 def operations(case: BenchCase, limits: DeviceLimits, wanted: tuple[str, ...]) -> list[str]:
     """The operations that a case can measure tiles of, among those wanted; mixed batches measure none, they only mix."""
-    if case.kind != "prefill":
-        return ["decode"] if case.kind == "decode" and "decode" in wanted else []
-    sizes = (case.head_size, case.head_size_v or case.head_size)
-    hopper = limits.capability[0] == 9 and case.spec.kv_dtype == case.spec.dtype and case.spec.dtype.itemsize == 2
-    hopper = hopper and all(64 <= size <= 256 and size % 8 == 0 for size in sizes) and case.block_size in (16, 32, 64, 128, 256)
-    return [op for op in ("prefill", "hopper_prefill") if op in wanted and (op == "prefill" or hopper)]
+    if case.kind not in ("prefill", "decode"):
+        return []
+    return [op for op in (case.kind, f"hopper_{case.kind}") if op in wanted and (op == case.kind or _on_hopper(case, limits))]
+
+
+def _on_hopper(case: BenchCase, limits: DeviceLimits) -> bool:
+    """Whether the chip's own kernel can serve the case."""
+    spec, sizes = case.spec, (case.head_size, case.head_size_v or case.head_size)
+    layer = (limits.capability, spec.dtype, spec.kv_dtype, sizes, case.block_size, spec.group_size)
+    if case.kind == "prefill":
+        return not prefill_gaps(*layer)
+    return not decode_gaps(*layer, spec.num_kv_heads, limits.num_sms, case.batch.max_query_len)
 
 
 def group_of(case: BenchCase, op: str, limits: DeviceLimits) -> Group:
@@ -80,6 +96,8 @@ def group_of(case: BenchCase, op: str, limits: DeviceLimits) -> Group:
     elements = "float32" if spec.dtype.itemsize == 4 else stored
     if op == "hopper_prefill":
         return Group(op, limits.products, elements, max(map(padded_width, sizes)), 128, case.block_size)
+    if op == "hopper_decode":
+        return Group(op, limits.products, elements, max(map(padded_width, sizes)), DECODE_ROWS)
     width = max(sum(split_head_size(size)) for size in sizes)
     if op == "prefill":
         return Group(op, limits.products, elements, width, rows)
@@ -92,7 +110,9 @@ def candidates(case: BenchCase, op: str, limits: DeviceLimits, quick: bool = Fal
     """Tiles for a case by their numbers: first the one that is chosen today, then others that the chip can hold; a few of them when `quick`."""
     sizes = (case.head_size, case.head_size_v or case.head_size)
     if op == "hopper_prefill":
-        return _first(_hopper(case, sizes, limits), quick)
+        return _first(_hopper_prefill(case, sizes, limits), quick)
+    if op == "hopper_decode":
+        return _first(_hopper_decode(sizes, limits), quick)
     element_bytes = (case.spec.dtype.itemsize, case.spec.kv_dtype.itemsize)
     rows = case.batch.max_query_len * case.spec.group_size
     arguments = (*sizes, *element_bytes, rows, limits.shared_memory, limits.products)
@@ -107,16 +127,25 @@ def candidates(case: BenchCase, op: str, limits: DeviceLimits, quick: bool = Fal
     return _first((vars(tile) for tile in (today, *fitting)), quick)
 
 
-def _hopper(case: BenchCase, sizes: tuple[int, int], limits: DeviceLimits) -> Iterator[dict[str, Any]]:
+def _hopper_decode(sizes: tuple[int, int], limits: DeviceLimits) -> Iterator[dict[str, Any]]:
+    yield vars(choose_hopper_decode_tile(*sizes, tuned=limits.tuned))
+    for block_n, stages in _HOPPER_DECODE:
+        tile = DecodeTile(block_n, stages)
+        if decode_shared_bytes(tile, *sizes) <= SHARED_MEMORY and (max(sizes) <= 128 or block_n <= 64):
+            yield vars(tile)
+
+
+def _hopper_prefill(case: BenchCase, sizes: tuple[int, int], limits: DeviceLimits) -> Iterator[dict[str, Any]]:
     today = choose_hopper_tile(*sizes, rows=case.batch.max_query_len * case.spec.group_size, block_size=case.block_size, tuned=limits.tuned)
     yield vars(today)
     for block_n in (128, 64):
         for stages in (2, 3):
             for persistent in (False, True):
                 for turns in (True, False):
-                    tile = HopperTile(block_n, stages, turns=turns, persistent=persistent)
-                    if hopper_bytes(tile, *sizes) <= SHARED_MEMORY and (max(sizes) <= 128 or block_n <= 64):
-                        yield vars(tile)
+                    for q_stages in (2, 1) if persistent else (1,):
+                        tile = HopperTile(block_n, stages, turns=turns, persistent=persistent, q_stages=q_stages)
+                        if hopper_bytes(tile, *sizes) <= SHARED_MEMORY and (max(sizes) <= 128 or block_n <= 64):
+                            yield vars(tile)
 
 
 def _first(tiles: Iterator[dict[str, Any]], quick: bool) -> list[dict[str, Any]]:

@@ -181,7 +181,7 @@ def _entries(
     line["head_size"] = [family.head_size, family.head_size]
     if family.op == "hopper_prefill":
         line["block_size"] = [family.block_size, family.block_size]
-    else:
+    elif family.op != "hopper_decode":
         line["rows"] = [family.rows, None if family.rows >= 128 else family.rows]
     spans: list[dict[str, Any]] = []
     for group in sorted(members, key=lambda each: each.work or 0):
