@@ -1,11 +1,12 @@
 """Check and time variants of the Hopper prefill on the chip, beside plain Triton and FlashAttention-3.
 
     python benchmarks/gpu/prefill_probe.py                       # checks, then times
-    python benchmarks/gpu/prefill_probe.py --do check --variants g g:persist --cases ragged window
-    python benchmarks/gpu/prefill_probe.py --do time --rows 16k 2k --variants g g:noturn plain fa3
+    python benchmarks/gpu/prefill_probe.py --do check --variants g g:single --cases ragged window
+    python benchmarks/gpu/prefill_probe.py --do time --rows 16k 2k --variants g g:turn plain fa3
 
-A variant is `g` with flags (noturn, direct, persist, n64, n128, sK for K stages, rP for P producer registers), `plain`
-or `fa3`. Units run in child processes under a watchdog, so that a kernel that hangs or faults costs one unit and not
+A variant is `g`, the tile of the tables, with flags (turn, noturn, direct, single, persist, nosec, n64, n128, sK for K
+stages, qK for K tiles of queries, rP for P producer registers), `plain` or `fa3`.
+Units run in child processes under a watchdog, so that a kernel that hangs or faults costs one unit and not
 the run; what a unit finds is printed at once, and all of it goes to $OUT/prefill_probe.json.
 """
 
@@ -77,8 +78,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "mixed": {"lens": ([1] * 60 + [2048], [4096] * 60 + [2048])},
     "matmul": {},
 }
-DEFAULT_CHECK_VARIANTS = ["g", "g:persist"]
-DEFAULT_TIME_VARIANTS = ["g", "g:noturn", "g:direct", "g:persist", "g:persist:direct", "plain", "fa3"]
+DEFAULT_CHECK_VARIANTS = ["g", "g:single"]
+DEFAULT_TIME_VARIANTS = ["g", "g:turn", "g:direct", "g:single", "g:nosec", "plain", "fa3"]
 
 
 class Batch:
@@ -220,8 +221,10 @@ def parse_tile(variant: str, d: int, dv: int) -> Any:
     for flag in variant.split(":")[1:]:
         change: dict[str, Any] = {
             "noturn": {"turns": False},
+            "turn": {"turns": True},
             "direct": {"staged_store": False},
             "persist": {"persistent": True},
+            "single": {"persistent": False, "q_stages": 1},
             "nosec": {"sections": False},
         }.get(flag) or {
             "n": {"block_n": int(flag[1:] or 0) if flag[1:].isdigit() else 0},
@@ -240,7 +243,7 @@ def make_call(variant: str, batch: Batch, out: Any, lse: Any) -> Any:
     if variant == "plain":
         from attnlib.ops.triton.paged_prefill import paged_prefill
 
-        return lambda: paged_prefill(*arguments, **bounds, **batch.options, out=out, lse=lse)
+        return lambda: paged_prefill(*arguments, **bounds, **batch.options, out=out, lse=lse, kernels="portable")
     if variant == "fa3":
         from vllm.vllm_flash_attn import flash_attn_varlen_func
 

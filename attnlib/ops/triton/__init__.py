@@ -6,6 +6,8 @@
     attend, mask, softmax, quant, schedule  what the attention kernels share: the loop over keys and its parts
     tiles, tile_tables, splits              host side: pure choices of tiles (from tables/*.json) and of splits
     device, arguments                       chip limits, argument preparation
+    launch, direct                          launches that are bound once, and the C function beneath Triton's launcher
+    gluon, hopper/                          the door to the Gluon kernels of one chip, and these kernels
 
 Only this folder imports triton. Under `TRITON_INTERPRET=1`, set before triton is first imported, everything runs on
 CPU tensors.

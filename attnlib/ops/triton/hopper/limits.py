@@ -21,7 +21,8 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 HOPPER_DECODE_KEYS = (512, 2048)
 """Keys from which the Hopper decode is the quicker one, for batches of at most one (request, KV head) pair for each
 multiprocessor, and for larger ones. On an H200: 1 request of 1k, 6.9 against 7.8 us; 256 of 1k, 263 against 253; 128 of
-2k, 255 against 264; windows of 128, 8 against 6."""
+2k, 255 against 264; windows of 128, 9 against 6 (benchmarks/results/h200/tiles.txt). Lengths between were not measured, so
+neither bound is sharp."""
 
 
 def _shared_gaps(
