@@ -11,6 +11,7 @@ from attnlib.backends.triton.metadata import TritonMetadata
 from attnlib.cache.storage import PagedKVCache
 from attnlib.ops.triton.cache_write import write_kv
 from attnlib.ops.triton.paged_decode import paged_decode
+from attnlib.ops.triton.paged_mixed import Half, paged_mixed
 from attnlib.ops.triton.paged_prefill import paged_prefill
 from attnlib.ops.triton.varlen_prefill import varlen_prefill
 
@@ -50,8 +51,18 @@ class TritonImpl(AttentionImpl):
             return
         split, decode, prefill = metadata.num_decode_tokens, metadata.decode_metadata, metadata.prefill_metadata
         assert decode is not None and prefill is not None  # both counts are above 0
-        self._decode(decode, query[:split], cache, output[:split], None if lse is None else lse[:split])
-        self._prefill(prefill, query[split:], cache, output[split:], None if lse is None else lse[split:])
+        paged_mixed(
+            _half(decode, query[:split], output[:split], None if lse is None else lse[:split]),
+            _half(prefill, query[split:], output[split:], None if lse is None else lse[split:]),
+            cache.key_cache,
+            cache.value_cache,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+            workspace=decode.workspace,
+            counters=prefill.counters,
+            kernels=self._kernels,
+            **self._meaning,
+        )
 
     def forward_unpaged(
         self,
@@ -125,3 +136,10 @@ class TritonImpl(AttentionImpl):
             counters=part.counters,
             **self._meaning,
         )
+
+
+def _half(part: TritonMetadata, query: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None) -> Half:
+    assert part.block_table is not None  # the builder refuses a paged layer without one
+    return Half(
+        query, part.block_table, part.query_start_loc, part.seq_lens, part.max_query_len, part.max_seq_len, part.causal, part.query_bias, output, lse
+    )

@@ -24,6 +24,12 @@ __all__ = ["decode_workspace_bytes", "find_decode", "find_prefill", "stride_gaps
 _decodes: Remembered[HopperDecode] = Remembered()
 
 
+def slots_beside_prefill(num_sms: int) -> int:
+    """Decode programs that run beside a prefill: 8 of 11, as few as still read at nearly full speed. On an H200, 60
+    requests of 4k: 4246 GB/s by 132 programs, 4105 by 96, 3744 by 88 (benchmarks/results/h200/tiles.txt)."""
+    return num_sms * 8 // 11
+
+
 def stride_gaps(**tensors: Tensor) -> list[str]:
     """Why tensors cannot be read in 16-byte pieces; empty when they can (given that they start on such a boundary)."""
     gaps = []
@@ -97,6 +103,7 @@ def find_decode(
     max_query_len: int,
     visible: int,
     insist: bool,
+    beside_prefill: bool = False,
 ) -> HopperDecode | None:
     """The Hopper decode for calls like this one; None where it cannot serve them or (without `insist`) is the slower one.
 
@@ -112,10 +119,11 @@ def find_decode(
         max_query_len: upper bound of the query lengths, at least 1.
         visible: the most keys that a request's queries see.
         insist: whether it is wanted even where it is the slower one.
+        beside_prefill: whether a prefill is to run at the same time, on the multiprocessors that it leaves free.
     """
     if not insist and not prefers_hopper_decode(visible, starts.shape[0] - 1, key.shape[2], limits.num_sms):
         return None
-    known = (same, max_query_len)
+    known = (same, max_query_len, beside_prefill)
     launch = _decodes.get(known)
     if launch is not None and launch.limits is limits:
         return launch
@@ -123,7 +131,8 @@ def find_decode(
     if decode_gaps(*layer, **_features(options)) or _impossible(query, key, value, options):
         return None
     tile = choose_hopper_decode_tile(key.shape[3], value.shape[3], tuned=limits.tuned)
-    return _decodes.keep(known, plan_hopper_decode(query, key, value, block_table, starts, options, tile, limits, max_query_len))
+    slots = slots_beside_prefill(limits.num_sms) if beside_prefill else None
+    return _decodes.keep(known, plan_hopper_decode(query, key, value, block_table, starts, options, tile, limits, max_query_len, slots))
 
 
 def decode_workspace_bytes(query: Tensor, key: Tensor, head_size_v: int, num_tokens: int, max_query_len: int, limits: DeviceLimits) -> int:

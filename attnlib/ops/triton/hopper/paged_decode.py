@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,9 +77,15 @@ class HopperDecode:
 
     def serve(
         self, query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, starts: Tensor, seq_lens: Tensor,
-        options: Options, workspace: Tensor | None,
+        options: Options, workspace: Tensor | None, beside: Callable[[], object] | None = None,
     ) -> bool:  # fmt: skip
-        """Launch unless addresses, scales or the workspace are beyond this kernel; whether it did."""
+        """Launch unless addresses, scales or the workspace are beyond this kernel; whether it did.
+
+        Args:
+            workspace: as in `paged_decode`.
+            beside: launches what runs on the multiprocessors that this call leaves free, between its two kernels; the
+                second waits for it.
+        """
         out = options.out
         asked, keys, values, written = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
         if (asked | keys | values | written) & 15 or options.v_scale != 1.0:
@@ -95,9 +102,11 @@ class HopperDecode:
                 lses, pieces = partials + 4 * self.lses, partials + 4 * self.pieces
                 self.attend.go((*maps, query, out, options.lse, options.sinks, starts, seq_lens, block_table, partials, lses,
                                 pieces, scale, *self.numbers), self.index)  # fmt: skip
+                if beside is not None:
+                    beside()
                 self.join.go((partials, lses, pieces, starts, options.sinks, out, options.lse, *self.join_numbers), self.index)
             else:
-                self._by_triton(query, key, value, block_table, starts, seq_lens, options, workspace, scale, asked | written)
+                self._by_triton(query, key, value, block_table, starts, seq_lens, options, workspace, scale, asked | written, beside)
         return True
 
     def _descriptors(self, key: Tensor, value: Tensor) -> tuple[Any, Any]:
@@ -109,7 +118,7 @@ class HopperDecode:
 
     def _by_triton(
         self, query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, starts: Tensor, seq_lens: Tensor,
-        options: Options, workspace: Tensor, scale: float, addresses: int,
+        options: Options, workspace: Tensor, scale: float, addresses: int, beside: Callable[[], object] | None,
     ) -> None:  # fmt: skip
         """The launches with Triton's own arguments, where the encoded ones may not be used (yet)."""
         partials = workspace if workspace.dtype == torch.float32 else workspace.view(torch.float32)
@@ -117,20 +126,23 @@ class HopperDecode:
         out, lse, sinks = options.out, options.lse, options.sinks
         attend = (*self._descriptors(key, value), query, out, lse, sinks, starts, seq_lens, block_table, partials, lses, pieces, scale)
         self.attend((*attend, *self.numbers), addresses, self.index)
+        if beside is not None:
+            beside()
         written = out.data_ptr() | partials.data_ptr()
         self.join((partials, lses, pieces, starts, sinks, out, lse, *self.join_numbers), written, self.index)
 
 
 def plan_hopper_decode(
     query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, starts: Tensor, options: Options, tile: DecodeTile,
-    limits: DeviceLimits, max_query_len: int,
+    limits: DeviceLimits, max_query_len: int, slots: int | None = None,
 ) -> HopperDecode:  # fmt: skip
-    """Work out the launches of calls like this one, with a given tile; there is at least one query and one block."""
+    """Work out the launches of calls like this one, with a given tile; there is at least one query and one block.
+    `slots` is how many programs may run at a time; None is as many as the chip holds."""
     (num_tokens, num_heads, head_size), (_, block_size, num_kv_heads, _) = query.shape, key.shape
     head_size_v, group = value.shape[3], num_heads // num_kv_heads
     width, width_v, box = padded_width(head_size), padded_width(head_size_v), min(block_size, tile.block_n)
     rows, num_reqs, (left, right) = group * max_query_len, starts.shape[0] - 1, options.window
-    slots, out, lse = limits.num_sms * tile.resident, options.out, options.lse
+    slots, out, lse = slots or limits.num_sms * tile.resident, options.out, options.lse
     programs = _parts(slots, num_kv_heads) * num_kv_heads
     places, stride_lt = 2 * programs * rows, 0 if lse is None else lse.stride(0)
     shared = {

@@ -32,7 +32,7 @@ class HopperPrefill:
         num_kv_heads: Hkv.
         boxes: positions of a TMA box, and the padded widths of keys and values.
         query_box: tokens and heads of a box of queries; None where queries do not come by TMA.
-        first_numbers, last_numbers: the kernel's runtime numbers between its scale and its section, and after that.
+        first_numbers, last_numbers: the kernel's runtime numbers between its scale and `beside`, and after its section.
         caches, queries: the TMA descriptors of caches and of queries of this shape.
         attend: the kernel.
     """
@@ -51,11 +51,17 @@ class HopperPrefill:
 
     def serve(
         self, query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, starts: Tensor, seq_lens: Tensor,
-        options: Options, max_seq_len: int, counters: Tensor | None,
+        options: Options, max_seq_len: int, counters: Tensor | None, beside: bool = False,
     ) -> bool:  # fmt: skip
-        """Launch unless addresses or scales are beyond this kernel; whether it did. `counters` as in `paged_prefill`."""
+        """Launch unless addresses or scales are beyond this kernel; whether it did.
+
+        Args:
+            counters: as in `paged_prefill`.
+            beside: whether to start while the kernel launched before runs, which must let it (`release_successor`) and must
+                have seen everything before itself end by then.
+        """
         asked, keys, values, written = query.data_ptr(), key.data_ptr(), value.data_ptr(), options.out.data_ptr()
-        if (asked | keys | values | written) & 15 or options.v_scale != 1.0:
+        if not self.accepts(query, key, value, options):
             return False
         if not self.tile.persistent:
             counters = None
@@ -67,7 +73,7 @@ class HopperPrefill:
             section = choose_section(section, max_seq_len, width + width_v)
         scale = options.scale * float(options.k_scale)
         rest = (query, options.out, options.lse, options.sinks, starts, seq_lens, block_table, counters, scale,
-                *self.first_numbers, section, *self.last_numbers)  # fmt: skip
+                *self.first_numbers, int(beside), section, *self.last_numbers)  # fmt: skip
         with device_guard(query):
             if self.attend.ready(addresses):
                 maps = self.caches.find(self.attend, keys, values) or self._encode_caches(key, value, keys, values)
@@ -78,6 +84,11 @@ class HopperPrefill:
             else:
                 self.attend((*self._cache_descriptors(key, value), self._query_descriptor(query), *rest), addresses, self.index)
         return True
+
+    def accepts(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> bool:
+        """Whether `serve` would launch."""
+        addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | options.out.data_ptr()
+        return not addresses & 15 and options.v_scale == 1.0
 
     def _cache_descriptors(self, key: Tensor, value: Tensor) -> tuple[Any, Any]:
         box, width, width_v = self.boxes
@@ -111,7 +122,7 @@ def plan_hopper_prefill(
         "TILE_TOKENS": tile_tokens, "BLOCK_N": tile.block_n, "BLOCK_SIZE": block_size, "STAGES": tile.stages,
         "Q_STAGES": tile.q_stages, "LOAD_QUERY": load_query, "PERSISTENT": tile.persistent, "TURNS": tile.turns,
         "STAGED_STORE": tile.staged_store and width == width_v, "CONSUMER_REGISTERS": tile.consumer_registers,
-        "PRODUCER_REGISTERS": tile.producer_registers, "PDL": True, "CAUSAL": bool(options.causal), "HAS_LEFT": left >= 0,
+        "PRODUCER_REGISTERS": tile.producer_registers, "CAUSAL": bool(options.causal), "HAS_LEFT": left >= 0,
         "HAS_RIGHT": right >= 0, "HAS_CHUNK": options.attention_chunk_size > 0, "HAS_CAP": options.logits_soft_cap > 0,
         "HAS_SINK": options.sinks is not None, "HAS_LSE": lse is not None, "num_warps": 4, "enable_fp_fusion": True,
         "launch_pdl": True,

@@ -8,6 +8,9 @@ two consumers. Tiles of keys are walked from the diagonal leftwards.
 Within a warpgroup the product of the next tile's keys is issued before that of the last tile's values is awaited
 (FlashAttention-3, Shah et al. 2024); between the two, named barriers let one compute its softmax while the other's
 products run. Ring positions are carried across work items, so a grid smaller than the number of items is persistent.
+
+With `beside` the kernel starts while the one before it runs, on the multiprocessors that this one left free, and awaits
+it at its own end: that is how the prefills of a mixed batch run beside its decodes.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from attnlib.ops.triton.hopper.softmax import LN2, LOG2E, hide_keys, score_facto
 __all__ = ["UNALIGNED", "UNSPECIALISED", "hopper_prefill_kernel"]
 
 UNSPECIALISED = [
-    "left", "right", "chunk", "num_reqs", "num_tokens", "num_tiles", "section", "num_blocks", "stride_qt", "stride_qh",
+    "left", "right", "chunk", "num_reqs", "num_tokens", "num_tiles", "beside", "section", "num_blocks", "stride_qt", "stride_qh",
     "stride_ot", "stride_oh", "stride_lt", "stride_table",
 ]  # fmt: skip
 """Parameters whose values must not choose a compilation."""
@@ -89,10 +92,10 @@ def _publish(notes, n_full, n_empty, turn, request, start, first_token, kv_head,
 
 @gluon.jit
 def _producer(key, value, query_map, query_start_loc, seq_lens, block_table, counters, left, right, chunk, num_reqs,
-              num_tokens, num_tiles, section, num_blocks, stride_table, notes, q_tiles, k_ring, v_ring, n_full, n_empty,
+              num_tokens, num_tiles, beside, section, num_blocks, stride_table, notes, q_tiles, k_ring, v_ring, n_full, n_empty,
               q_full, q_empty, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
               TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
-              Q_STAGES: gl.constexpr, LOAD_QUERY: gl.constexpr, PERSISTENT: gl.constexpr, PDL: gl.constexpr,
+              Q_STAGES: gl.constexpr, LOAD_QUERY: gl.constexpr, PERSISTENT: gl.constexpr,
               NOTE: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
               HAS_CHUNK: gl.constexpr):  # fmt: skip
     """Choose work items, tell the consumers, and fill the rings; over the borders of items as far as the rings reach.
@@ -104,7 +107,7 @@ def _producer(key, value, query_map, query_start_loc, seq_lens, block_table, cou
     Q_BYTES: gl.constexpr = 2 * 64 * q_tiles.shape[2] * 2
     K_BYTES: gl.constexpr = BLOCK_N * k_ring.shape[2] * 2
     V_BYTES: gl.constexpr = BLOCK_N * v_ring.shape[2] * 2
-    if PDL:
+    if beside == 0:
         await_predecessor()
         release_successor()
     items = num_tiles * NUM_KV_HEADS
@@ -174,6 +177,9 @@ def _producer(key, value, query_map, query_start_loc, seq_lens, block_table, cou
         if _count_up(counters + 1) == gl.num_programs(0) - 1:
             gl.store(counters, 0)
             gl.store(counters + 1, 0)
+    if beside != 0:
+        # Who waits for this kernel may count on the one before it, too.
+        await_predecessor()
 
 
 @gluon.jit
@@ -209,11 +215,11 @@ def _rows(first_token, query_len, kv_head, WARPGROUP: gl.constexpr, GROUP: gl.co
 
 
 @gluon.jit
-def _consumer(query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, stride_qt, stride_qh, stride_ot,
+def _consumer(query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, beside, stride_qt, stride_qh, stride_ot,
               stride_oh, stride_lt, notes, q_tiles, k_ring, v_ring, n_full, n_empty, q_full, q_empty, k_full, k_empty,
               v_full, v_empty, WARPGROUP: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
               TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-              LOAD_QUERY: gl.constexpr, TURNS: gl.constexpr, STAGED_STORE: gl.constexpr, PDL: gl.constexpr,
+              LOAD_QUERY: gl.constexpr, TURNS: gl.constexpr, STAGED_STORE: gl.constexpr,
               NOTE: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
               HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr):  # fmt: skip
     WIDTH: gl.constexpr = q_tiles.shape[2]
@@ -232,7 +238,7 @@ def _consumer(query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_r
     factor = score_factor(scale, soft_cap, HAS_CAP)
     if TURNS and WARPGROUP == 1:
         named_arrive(9)
-    if PDL:
+    if beside == 0:
         await_predecessor()
         release_successor()
 
@@ -372,14 +378,14 @@ def _consumer(query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_r
 
 @gluon.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
 def hopper_prefill_kernel(key, value, query_map, query, out, lse, sinks, query_start_loc, seq_lens, block_table, counters,
-                          scale, soft_cap, left, right, chunk, num_reqs, num_tokens, num_tiles, section, num_blocks,
+                          scale, soft_cap, left, right, chunk, num_reqs, num_tokens, num_tiles, beside, section, num_blocks,
                           stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_table,
                           NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
                           WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
                           BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
                           LOAD_QUERY: gl.constexpr, PERSISTENT: gl.constexpr, TURNS: gl.constexpr,
                           STAGED_STORE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-                          PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr, CAUSAL: gl.constexpr,
+                          PRODUCER_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr,
                           HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
                           HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr):  # fmt: skip
     """One CTA of 4 + 4 + 1 warps; grid: num_tiles * NUM_KV_HEADS programs, or fewer with PERSISTENT."""
@@ -414,20 +420,20 @@ def hopper_prefill_kernel(key, value, query_map, query, out, lse, sinks, query_s
     gl.warp_specialize(
         [
             (_consumer, (
-                query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, stride_qt, stride_qh, stride_ot,
+                query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, beside, stride_qt, stride_qh, stride_ot,
                 stride_oh, stride_lt, notes, q_tiles, k_ring, v_ring, n_full, n_empty, q_full, q_empty, k_full, k_empty,
                 v_full, v_empty, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, LOAD_QUERY, TURNS,
-                STAGED_STORE, PDL, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                STAGED_STORE, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
             (_consumer, (
-                query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, stride_qt, stride_qh, stride_ot,
+                query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, beside, stride_qt, stride_qh, stride_ot,
                 stride_oh, stride_lt, notes, q_tiles, k_ring, v_ring, n_full, n_empty, q_full, q_empty, k_full, k_empty,
                 v_full, v_empty, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, LOAD_QUERY, TURNS,
-                STAGED_STORE, PDL, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                STAGED_STORE, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
             (_producer, (
                 key, value, query_map, query_start_loc, seq_lens, block_table, counters, left, right, chunk, num_reqs,
-                num_tokens, num_tiles, section, num_blocks, stride_table, notes, q_tiles, k_ring, v_ring, n_full, n_empty,
+                num_tokens, num_tiles, beside, section, num_blocks, stride_table, notes, q_tiles, k_ring, v_ring, n_full, n_empty,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS, GROUP, TILE_TOKENS, BLOCK_N, BLOCK_SIZE,
-                STAGES, Q_STAGES, LOAD_QUERY, PERSISTENT, PDL, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+                STAGES, Q_STAGES, LOAD_QUERY, PERSISTENT, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

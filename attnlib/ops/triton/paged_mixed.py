@@ -1,0 +1,134 @@
+"""Attention of a mixed batch: the decodes and the prefills of one step.
+
+Decodes are bound by memory and prefills by arithmetic, so on a Hopper chip they run at the same time: the decode kernel
+takes as many multiprocessors as it needs to keep the memory busy, and the prefill starts on the others (and on those,
+once they fall free) without waiting for it. Elsewhere one runs after the other.
+
+POD-Attention (Kamath et al. 2025) gets the same overlap from one fused kernel; here it comes from programmatic dependent
+launch, so each keeps its own kernel, and a captured graph keeps the overlap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from attnlib.ops.triton.arguments import Options, launch_key
+from attnlib.ops.triton.device import DeviceLimits, device_guard, limits_of
+from attnlib.ops.triton.gluon import hopper_choice
+from attnlib.ops.triton.launch import Remembered
+from attnlib.ops.triton.paged_decode import paged_decode
+from attnlib.ops.triton.paged_prefill import paged_prefill
+from attnlib.ops.triton.splits import visible_bound
+
+__all__ = ["Half", "paged_mixed"]
+
+
+class Half(NamedTuple):
+    """The decodes or the prefills of a step; fields as the arguments of `paged_decode` and `paged_prefill`."""
+
+    query: Tensor
+    block_table: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    max_query_len: int
+    max_seq_len: int
+    causal: bool | Tensor
+    query_bias: Tensor | None
+    out: Tensor
+    lse: Tensor | None
+
+
+@dataclass
+class _Pair:
+    """What serves the two halves of such batches at the same time.
+
+    Attributes:
+        limits: the chip that it was worked out for.
+        decode: a `HopperDecode`; None where the halves run one after the other.
+        prefill: a `HopperPrefill`; likewise.
+    """
+
+    limits: DeviceLimits
+    decode: Any
+    prefill: Any
+
+
+_pairs: Remembered[_Pair] = Remembered()
+
+
+def paged_mixed(
+    decodes: Half, prefills: Half, key_cache: Tensor, value_cache: Tensor, *, workspace: Tensor | None = None,
+    counters: Tensor | None = None, kernels: str = "auto", **meaning: Any,
+) -> None:  # fmt: skip
+    """Attention for both halves of a step, at the same time where that is quicker.
+
+    Args:
+        decodes: requests with short queries.
+        prefills: the others.
+        key_cache: `[B, N, Hkv, D]`, strided (P1).
+        value_cache: `[B, N, Hkv, Dv]`, likewise.
+        workspace: for the decodes, as in `paged_decode`.
+        counters: for the prefills, as in `paged_prefill`.
+        kernels: as in both.
+        meaning: scale, window, attention_chunk_size, logits_soft_cap, alibi_slopes, sinks, k_scale, v_scale, as in both.
+
+    Raises:
+        ContractError, UnsupportedConfigError: as both do.
+    """
+    if not _at_once(decodes, prefills, key_cache, value_cache, workspace, counters, kernels, meaning):
+        paged_decode(key_cache=key_cache, value_cache=value_cache, workspace=workspace, kernels=kernels, **decodes._asdict(), **meaning)
+        paged_prefill(key_cache=key_cache, value_cache=value_cache, counters=counters, kernels=kernels, **prefills._asdict(), **meaning)
+
+
+def _at_once(
+    decodes: Half, prefills: Half, key: Tensor, value: Tensor, workspace: Tensor | None, counters: Tensor | None, kernels: str,
+    meaning: dict[str, Any],
+) -> bool:  # fmt: skip
+    """Launch both halves side by side; whether that could be done."""
+    limits = limits_of(decodes.query)
+    if limits.capability[0] != 9 or kernels == "portable" or not (decodes.query.numel() and prefills.query.numel()):
+        return False
+    ask, fill = _options(decodes, meaning), _options(prefills, meaning)
+    pair = _find(decodes, prefills, key, value, ask, fill, limits, kernels)
+    if pair.decode is None or pair.prefill is None or not pair.prefill.accepts(prefills.query, key, value, fill):
+        return False
+
+    def launch_prefills() -> None:
+        pair.prefill.serve(
+            prefills.query, key, value, prefills.block_table, prefills.query_start_loc, prefills.seq_lens, fill, prefills.max_seq_len,
+            counters, beside=True,
+        )  # fmt: skip
+
+    with device_guard(decodes.query):
+        return bool(pair.decode.serve(
+            decodes.query, key, value, decodes.block_table, decodes.query_start_loc, decodes.seq_lens, ask, workspace, launch_prefills
+        ))  # fmt: skip
+
+
+def _find(
+    decodes: Half, prefills: Half, key: Tensor, value: Tensor, ask: Options, fill: Options, limits: DeviceLimits, kernels: str
+) -> _Pair:
+    halves = ((decodes, ask), (prefills, fill))
+    keys = [launch_key(half.query, key, value, half.query_start_loc, half.seq_lens, half.block_table, options) for half, options in halves]
+    known = (*keys, decodes.max_query_len, decodes.max_seq_len, prefills.max_query_len, kernels)
+    pair = _pairs.get(known)
+    if pair is not None and pair.limits is limits:
+        return pair
+    decode = prefill = None
+    if (fast := hopper_choice()) is not None:
+        visible = visible_bound(decodes.max_query_len, decodes.max_seq_len, ask.window, ask.causal is True, ask.attention_chunk_size)
+        decode = fast.find_decode(
+            keys[0], decodes.query, key, value, decodes.block_table, decodes.query_start_loc, ask, limits, max(1, decodes.max_query_len),
+            visible, kernels == "hopper", beside_prefill=True,
+        )  # fmt: skip
+        prefill = fast.find_prefill(
+            prefills.query, key, value, prefills.block_table, prefills.query_start_loc, fill, limits, prefills.max_query_len
+        )
+    return _pairs.keep(known, _Pair(limits, decode, prefill))
+
+
+def _options(half: Half, meaning: dict[str, Any]) -> Options:
+    return Options(causal=half.causal, query_bias=half.query_bias, out=half.out, lse=half.lse, **meaning)
