@@ -5,7 +5,8 @@ side by side, so that the heads of a page are read at about the same time and me
 the end of one request, several whole ones and the beginning of another; what belongs to one request is a piece. A
 request in one piece is written out at once, the others as float32 partial results that `join_pieces` merges. One warp
 loads ahead by TMA over the borders of pieces, so the memory never waits for a new request; one warpgroup multiplies.
-Lengths are read on the device only, so a captured graph replays right with others.
+Lengths are read on the device only, so a captured graph replays right with others. While the kernel before this one ends,
+the first tiles of every part are already on their way into L2.
 
 The equal cut is stream-K's (Osama et al. 2023); FlashAttention-3 and FlashInfer plan a similar one before the launch.
 """
@@ -29,6 +30,7 @@ from attnlib.ops.triton.hopper.dialect import (
     exp2,
     load_box,
     partition_barrier,
+    prefetch_row,
     release_successor,
 )
 from attnlib.ops.triton.hopper.products import overlapped_step, pack_weights, unpack_weights
@@ -39,8 +41,8 @@ from attnlib.ops.triton.softmax import finish_rows
 __all__ = ["UNALIGNED", "UNSPECIALISED", "hopper_decode_kernel", "join_pieces"]
 
 UNSPECIALISED = [
-    "left", "right", "chunk", "num_reqs", "num_blocks", "rows", "stride_qt", "stride_qh", "stride_ot", "stride_oh",
-    "stride_lt", "stride_table",
+    "left", "right", "chunk", "num_reqs", "num_blocks", "num_pages", "rows", "stride_qt", "stride_qh", "stride_ot", "stride_oh",
+    "stride_lt", "stride_table", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn", "stride_vh",
 ]  # fmt: skip
 """Parameters whose values must not choose a compilation."""
 
@@ -51,11 +53,13 @@ UNALIGNED = ["lse", "sinks", "query_start_loc", "seq_lens", "block_table", "part
 @gluon.jit
 def _request_tiles(query_start_loc, seq_lens, request, mask, left, right, chunk, BLOCK_N: gl.constexpr,
                    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-                   HAS_CHUNK: gl.constexpr):  # fmt: skip
-    """How many key tiles a request's queries see, at least one when there are queries; for one request or a vector."""
-    start = gl.load(query_start_loc + request, mask=mask, other=0)
-    query_len = gl.load(query_start_loc + request + 1, mask=mask, other=0) - start
-    seq_len = gl.load(seq_lens + request, mask=mask, other=0)
+                   HAS_CHUNK: gl.constexpr, EARLY: gl.constexpr = False):  # fmt: skip
+    """How many key tiles a request's queries see, at least one when there are queries; for one request or a vector.
+    EARLY reads stay out of L1, because what they find may be old."""
+    CACHE: gl.constexpr = ".cg" if EARLY else ""
+    start = gl.load(query_start_loc + request, mask=mask, other=0, cache_modifier=CACHE)
+    query_len = gl.load(query_start_loc + request + 1, mask=mask, other=0, cache_modifier=CACHE) - start
+    seq_len = gl.load(seq_lens + request, mask=mask, other=0, cache_modifier=CACHE)
     first, _ = row_span(seq_len - query_len, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
     _, last = row_span(seq_len - 1, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
     tiles = (gl.maximum(last, 0) + BLOCK_N - 1) // BLOCK_N - gl.maximum(first, 0) // BLOCK_N
@@ -70,7 +74,7 @@ def _add(a, b):
 @gluon.jit
 def _my_part(query_start_loc, seq_lens, left, right, chunk, num_reqs, part, parts,
              BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-             HAS_CHUNK: gl.constexpr):  # fmt: skip
+             HAS_CHUNK: gl.constexpr, EARLY: gl.constexpr = False):  # fmt: skip
     """(first position, end, share, first request, positions before that request) of a part of the line."""
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = 128
@@ -78,12 +82,12 @@ def _my_part(query_start_loc, seq_lens, left, right, chunk, num_reqs, part, part
     total = 0
     if num_reqs == 1:
         total = _request_tiles(query_start_loc, seq_lens, 0, True, left, right, chunk, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                               HAS_CHUNK)  # fmt: skip
+                               HAS_CHUNK, EARLY)  # fmt: skip
     else:
         for base in range(0, num_reqs, LANES):
             lanes = base + gl.arange(0, LANES, layout)
             tiles = _request_tiles(query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, BLOCK_N, CAUSAL,
-                                   HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+                                   HAS_LEFT, HAS_RIGHT, HAS_CHUNK, EARLY)  # fmt: skip
             total += gl.sum(tiles, 0)
     share = (total + parts - 1) // parts
     begin = part * share
@@ -95,7 +99,7 @@ def _my_part(query_start_loc, seq_lens, left, right, chunk, num_reqs, part, part
         for base in range(0, num_reqs, LANES):
             lanes = base + gl.arange(0, LANES, layout)
             tiles = _request_tiles(query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, BLOCK_N, CAUSAL,
-                                   HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+                                   HAS_LEFT, HAS_RIGHT, HAS_CHUNK, EARLY)  # fmt: skip
             ends = seen + gl.associative_scan(tiles, 0, _add)
             past = (ends <= begin) & (lanes < num_reqs)
             request += gl.sum(past.to(gl.int32), 0)
@@ -105,9 +109,44 @@ def _my_part(query_start_loc, seq_lens, left, right, chunk, num_reqs, part, part
 
 
 @gluon.jit
-def _producer(key, value, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_blocks,
-              stride_table, k_ring, v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS: gl.constexpr,
-              TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
+def _warm_cache(cache, stride_block, stride_position, stride_head, query_start_loc, seq_lens, block_table, left, right,
+                chunk, num_reqs, num_blocks, num_pages, stride_table, NUM_KV_HEADS: gl.constexpr, SIZE: gl.constexpr,
+                AHEAD: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+                CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+                HAS_CHUNK: gl.constexpr):  # fmt: skip
+    """Send for the first AHEAD key tiles of this part, into L2, before the kernel ahead of this one has ended.
+
+    What that kernel still writes may be read too early here, lengths and tables included, so nothing depends on what is
+    found: rows outside of the pool are left out, and everything is read again later. These reads stay out of L1, which
+    would keep what they saw.
+    """
+    begin, end, _, request, before = _my_part(query_start_loc, seq_lens, left, right, chunk, num_reqs,
+                                              gl.program_id(0) // NUM_KV_HEADS, gl.num_programs(0) // NUM_KV_HEADS,
+                                              BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, True)  # fmt: skip
+    if (begin < end) & (request < num_reqs):
+        query_len = (gl.load(query_start_loc + request + 1, cache_modifier=".cg")
+                     - gl.load(query_start_loc + request, cache_modifier=".cg"))  # fmt: skip
+        seq_len = gl.load(seq_lens + request, cache_modifier=".cg")
+        first_tile, _, _, _ = visited_tiles(0, query_len, seq_len, left, right, chunk, TILE_TOKENS, BLOCK_N, CAUSAL,
+                                            HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+        first_key = (first_tile + begin - before) * BLOCK_N
+        last_key = gl.minimum(seq_len, first_key + gl.minimum(end - begin, AHEAD) * BLOCK_N)
+        WARPS: gl.constexpr = gl.num_warps()
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+        table = block_table + request.to(gl.int64) * stride_table
+        rows = cache + (gl.program_id(0) % NUM_KV_HEADS).to(gl.int64) * stride_head
+        for base in range(0, AHEAD * BLOCK_N, 32 * WARPS):
+            key = first_key + base + gl.arange(0, 32 * WARPS, layout)
+            there = (key >= 0) & (key < last_key) & (key // BLOCK_SIZE < num_pages)
+            block = gl.load(table + key // BLOCK_SIZE, mask=there, other=-1, cache_modifier=".cg")
+            there = there & (block >= 0) & (block < num_blocks)
+            prefetch_row(rows + block.to(gl.int64) * stride_block + (key % BLOCK_SIZE).to(gl.int64) * stride_position, there, SIZE * 2)
+
+
+@gluon.jit
+def _producer(key, value, key_rows, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_blocks,
+              num_pages, stride_table, stride_kb, stride_kn, stride_kh, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+              NUM_KV_HEADS: gl.constexpr, D: gl.constexpr, AHEAD: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
               CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
               HAS_CHUNK: gl.constexpr):  # fmt: skip
     """Fill the rings piece after piece. Pages past a request's last one are aimed past the pool's end: zeros."""
@@ -115,6 +154,10 @@ def _producer(key, value, query_start_loc, seq_lens, block_table, left, right, c
     BOXES: gl.constexpr = BLOCK_N // BOX
     K_BYTES: gl.constexpr = BLOCK_N * k_ring.shape[2] * 2
     V_BYTES: gl.constexpr = BLOCK_N * v_ring.shape[2] * 2
+    if AHEAD > 0:
+        _warm_cache(key_rows, stride_kb, stride_kn, stride_kh, query_start_loc, seq_lens, block_table, left, right, chunk,
+                    num_reqs, num_blocks, num_pages, stride_table, NUM_KV_HEADS, D, AHEAD, TILE_TOKENS, BLOCK_N, BLOCK_SIZE,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
     await_predecessor()
     release_successor()
     position, part_end, _, request, before = _my_part(query_start_loc, seq_lens, left, right, chunk, num_reqs,
@@ -175,10 +218,11 @@ def _clear_values(v_tile, valid):
 
 
 @gluon.jit
-def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, partials, partial_lses, pieces, scale, soft_cap, left,
-              right, chunk, num_reqs, rows, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tile, k_ring, v_ring,
-              k_full, k_empty, v_full, v_empty, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
-              DV: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
+def _consumer(query, value_rows, out, lse, sinks, query_start_loc, seq_lens, block_table, partials, partial_lses, pieces, scale,
+              soft_cap, left, right, chunk, num_reqs, num_blocks, num_pages, rows, stride_qt, stride_qh, stride_ot, stride_oh,
+              stride_lt, stride_table, stride_vb, stride_vn, stride_vh, q_tile, k_ring, v_ring, k_full, k_empty, v_full,
+              v_empty, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
+              DV: gl.constexpr, AHEAD: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
               CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
               HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr):  # fmt: skip
     WIDTH: gl.constexpr = q_tile.shape[1]
@@ -194,6 +238,10 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, partials, parti
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK
     factor = score_factor(scale, soft_cap, HAS_CAP)
+    if AHEAD > 0:
+        _warm_cache(value_rows, stride_vb, stride_vn, stride_vh, query_start_loc, seq_lens, block_table, left, right, chunk,
+                    num_reqs, num_blocks, num_pages, stride_table, NUM_KV_HEADS, DV, AHEAD, TILE_TOKENS, BLOCK_N, BLOCK_SIZE,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
     await_predecessor()
     release_successor()
     part_begin, part_end, share, request, before = _my_part(query_start_loc, seq_lens, left, right, chunk, num_reqs,
@@ -313,11 +361,12 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, partials, parti
 
 
 @gluon.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
-def hopper_decode_kernel(key, value, query, out, lse, sinks, query_start_loc, seq_lens, block_table, partials,
-                         partial_lses, pieces, scale, soft_cap, left, right, chunk, num_reqs, num_blocks, rows, stride_qt,
-                         stride_qh, stride_ot, stride_oh, stride_lt, stride_table, NUM_KV_HEADS: gl.constexpr,
-                         GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr,
-                         WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
+def hopper_decode_kernel(key, value, key_rows, value_rows, query, out, lse, sinks, query_start_loc, seq_lens, block_table, partials,
+                         partial_lses, pieces, scale, soft_cap, left, right, chunk, num_reqs, num_blocks, num_pages, rows,
+                         stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_table, stride_kb, stride_kn, stride_kh,
+                         stride_vb, stride_vn, stride_vh, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
+                         DV: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, AHEAD: gl.constexpr,
+                         TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
                          BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
                          HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
                          HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr):  # fmt: skip
@@ -341,14 +390,15 @@ def hopper_decode_kernel(key, value, query, out, lse, sinks, query_start_loc, se
     gl.warp_specialize(
         [
             (_consumer, (
-                query, out, lse, sinks, query_start_loc, seq_lens, partials, partial_lses, pieces, scale, soft_cap, left,
-                right, chunk, num_reqs, rows, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tile, k_ring,
-                v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
+                query, value_rows, out, lse, sinks, query_start_loc, seq_lens, block_table, partials, partial_lses, pieces, scale,
+                soft_cap, left, right, chunk, num_reqs, num_blocks, num_pages, rows, stride_qt, stride_qh, stride_ot,
+                stride_oh, stride_lt, stride_table, stride_vb, stride_vn, stride_vh, q_tile, k_ring, v_ring, k_full, k_empty,
+                v_full, v_empty, NUM_KV_HEADS, GROUP, D, DV, AHEAD, TILE_TOKENS, BLOCK_SIZE, STAGES,
                 CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
             (_producer, (
-                key, value, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_blocks,
-                stride_table, k_ring, v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N,
-                BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+                key, value, key_rows, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_blocks,
+                num_pages, stride_table, stride_kb, stride_kn, stride_kh, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+                NUM_KV_HEADS, D, AHEAD, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
         ],
         [1],
         [48],
@@ -364,8 +414,8 @@ def join_pieces(partials, partial_lses, pieces, query_start_loc, sinks, out, lse
                 DV_PAD: tl.constexpr, STEP: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr):  # fmt: skip
     """Merge the pieces of HEADS query heads of one token and KV head; rows after the last request become 0 (M6).
     Grid: (T, KV heads, blocks of HEADS in a group)."""
+    gdc_launch_dependents()  # first: who comes next can set itself up, and waits for this kernel's end by itself
     gdc_wait()
-    gdc_launch_dependents()
     token = tl.program_id(0)
     kv_head = tl.program_id(1)
     within = tl.program_id(2) * HEADS + tl.arange(0, HEADS)

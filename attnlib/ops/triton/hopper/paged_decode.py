@@ -100,7 +100,7 @@ class HopperDecode:
             if self.attend.ready(asked | written) and self.join.ready(written):
                 maps = self.encoded.find(self.attend, keys, values) or self._encode(key, value, keys, values)
                 lses, pieces = partials + 4 * self.lses, partials + 4 * self.pieces
-                self.attend.go((*maps, query, out, options.lse, options.sinks, starts, seq_lens, block_table, partials, lses,
+                self.attend.go((*maps, keys, values, query, out, options.lse, options.sinks, starts, seq_lens, block_table, partials, lses,
                                 pieces, scale, *self.numbers), self.index)  # fmt: skip
                 if beside is not None:
                     beside()
@@ -124,7 +124,7 @@ class HopperDecode:
         partials = workspace if workspace.dtype == torch.float32 else workspace.view(torch.float32)
         lses, pieces = partials[self.lses :], partials[self.pieces :].view(torch.int32)
         out, lse, sinks = options.out, options.lse, options.sinks
-        attend = (*self._descriptors(key, value), query, out, lse, sinks, starts, seq_lens, block_table, partials, lses, pieces, scale)
+        attend = (*self._descriptors(key, value), key, value, query, out, lse, sinks, starts, seq_lens, block_table, partials, lses, pieces, scale)
         self.attend((*attend, *self.numbers), addresses, self.index)
         if beside is not None:
             beside()
@@ -150,7 +150,7 @@ def plan_hopper_decode(
         "HAS_LSE": lse is not None, "enable_fp_fusion": True, "launch_pdl": True,
     }  # fmt: skip
     attend = {
-        **shared, "D": head_size, "WIDTH": width, "WIDTH_V": width_v, "TILE_TOKENS": DECODE_ROWS // group,
+        **shared, "D": head_size, "WIDTH": width, "WIDTH_V": width_v, "AHEAD": tile.ahead, "TILE_TOKENS": DECODE_ROWS // group,
         "BLOCK_N": tile.block_n, "BLOCK_SIZE": block_size, "STAGES": tile.stages, "CAUSAL": bool(options.causal),
         "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0, "HAS_CHUNK": options.attention_chunk_size > 0,
         "HAS_CAP": options.logits_soft_cap > 0, "num_warps": 4, "maxnreg": 128 if width_v <= 128 else 168,
@@ -162,8 +162,8 @@ def plan_hopper_decode(
         boxes=(box, width, width_v),
         numbers=(
             float(options.logits_soft_cap), min(left, _UNBOUNDED), min(right, _UNBOUNDED), min(options.attention_chunk_size, _UNBOUNDED),
-            num_reqs, key.shape[0], rows, query.stride(0), query.stride(1), out.stride(0), out.stride(1), stride_lt,
-            block_table.stride(0),
+            num_reqs, key.shape[0], block_table.shape[1], rows, query.stride(0), query.stride(1), out.stride(0), out.stride(1), stride_lt,
+            block_table.stride(0), *key.stride()[:3], *value.stride()[:3],
         ),
         join_numbers=(num_reqs, rows, out.stride(0), out.stride(1), stride_lt),
         lses=places * head_size_v,

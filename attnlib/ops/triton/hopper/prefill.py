@@ -112,13 +112,19 @@ def _producer(key, value, query_map, query_start_loc, seq_lens, block_table, cou
         release_successor()
     items = num_tiles * NUM_KV_HEADS
     item = gl.program_id(0)
+    handed_out = gl.num_programs(0)
+    if PERSISTENT:
+        if beside != 0:
+            # Programs that find no place yet must not own work.
+            item = _count_up(counters)
+            handed_out = 0
     turn = 0
     fetched = 0
     step = 0
     while item < items:
         following = items
         if PERSISTENT:
-            following = gl.num_programs(0) + _count_up(counters)
+            following = handed_out + _count_up(counters)
         request, start, first_token, kv_head = find_tile(item, query_start_loc, num_reqs, num_tiles, section, NUM_KV_HEADS,
                                                          TILE_TOKENS)  # fmt: skip
         query_len = num_tokens - start

@@ -61,11 +61,13 @@ class DecodeTile:
         block_n: keys per step.
         stages: depth of the rings.
         resident: CTAs that share a multiprocessor, 1 or 2.
+        ahead: key tiles that a CTA sends for into L2 while the kernel before it ends.
     """
 
     block_n: int
     stages: int
     resident: int = 1
+    ahead: int = 2
 
 
 def padded_width(head_size: int) -> int:
