@@ -70,8 +70,8 @@ def _decode_kernel(query, key, value, out, lse, query_start_loc, seq_lens, causa
                    VEC_Q: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr, VEC_O: tl.constexpr):  # fmt: skip
     if PDL:
         # This grid may start while the one before it drains, and the next may do so here; nothing is read before the wait.
-        gdc_launch_dependents()  # who comes next can set itself up, and waits for this kernel's end by itself
         gdc_wait()
+        gdc_launch_dependents()
     request = tl.program_id(2)
     split = tl.program_id(1)
     head_block = tl.program_id(0) % HEAD_BLOCKS
@@ -179,8 +179,8 @@ def _combine_kernel(partials, sinks, out, lse, num_splits, num_tokens, num_heads
                     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
                     STEP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     if PDL:
-        gdc_launch_dependents()  # who comes next can set itself up, and waits for this kernel's end by itself
         gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0)
     head = tl.program_id(1)
     rows64 = num_tokens.to(tl.int64) * num_heads

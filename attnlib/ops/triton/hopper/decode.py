@@ -5,8 +5,10 @@ side by side, so that the heads of a page are read at about the same time and me
 the end of one request, several whole ones and the beginning of another; what belongs to one request is a piece. A
 request in one piece is written out at once, the others as float32 partial results that `join_pieces` merges. One warp
 loads ahead by TMA over the borders of pieces, so the memory never waits for a new request; one warpgroup multiplies.
-Lengths are read on the device only, so a captured graph replays right with others. While the kernel before this one ends,
-the first tiles of every part are already on their way into L2.
+
+The few rows of a request (query heads of a group times tokens) are the columns of both products: keys times queries, then
+values times weights, because an asynchronous product has at least 64 rows and may have as few as 8 columns.
+Lengths are read on the device only, so a captured graph replays right with others.
 
 The equal cut is stream-K's (Osama et al. 2023); FlashAttention-3 and FlashInfer plan a similar one before the launch.
 """
@@ -30,19 +32,17 @@ from attnlib.ops.triton.hopper.dialect import (
     exp2,
     load_box,
     partition_barrier,
-    prefetch_row,
     release_successor,
 )
-from attnlib.ops.triton.hopper.products import overlapped_step, pack_weights, unpack_weights
 from attnlib.ops.triton.hopper.schedule import row_span, visited_tiles
-from attnlib.ops.triton.hopper.softmax import LN2, LOG2E, hide_keys, score_factor, transform_scores, weigh
+from attnlib.ops.triton.hopper.softmax import LN2, LOG2E, score_factor, transform_scores
 from attnlib.ops.triton.softmax import finish_rows
 
 __all__ = ["UNALIGNED", "UNSPECIALISED", "hopper_decode_kernel", "join_pieces"]
 
 UNSPECIALISED = [
-    "left", "right", "chunk", "num_reqs", "num_blocks", "num_pages", "rows", "stride_qt", "stride_qh", "stride_ot", "stride_oh",
-    "stride_lt", "stride_table", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn", "stride_vh",
+    "left", "right", "chunk", "num_reqs", "num_blocks", "rows", "stride_qt", "stride_qh", "stride_ot", "stride_oh",
+    "stride_lt", "stride_table",
 ]  # fmt: skip
 """Parameters whose values must not choose a compilation."""
 
@@ -53,13 +53,11 @@ UNALIGNED = ["lse", "sinks", "query_start_loc", "seq_lens", "block_table", "part
 @gluon.jit
 def _request_tiles(query_start_loc, seq_lens, request, mask, left, right, chunk, BLOCK_N: gl.constexpr,
                    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-                   HAS_CHUNK: gl.constexpr, EARLY: gl.constexpr = False):  # fmt: skip
-    """How many key tiles a request's queries see, at least one when there are queries; for one request or a vector.
-    EARLY reads stay out of L1, because what they find may be old."""
-    CACHE: gl.constexpr = ".cg" if EARLY else ""
-    start = gl.load(query_start_loc + request, mask=mask, other=0, cache_modifier=CACHE)
-    query_len = gl.load(query_start_loc + request + 1, mask=mask, other=0, cache_modifier=CACHE) - start
-    seq_len = gl.load(seq_lens + request, mask=mask, other=0, cache_modifier=CACHE)
+                   HAS_CHUNK: gl.constexpr):  # fmt: skip
+    """How many key tiles a request's queries see, at least one when there are queries; for one request or a vector."""
+    start = gl.load(query_start_loc + request, mask=mask, other=0)
+    query_len = gl.load(query_start_loc + request + 1, mask=mask, other=0) - start
+    seq_len = gl.load(seq_lens + request, mask=mask, other=0)
     first, _ = row_span(seq_len - query_len, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
     _, last = row_span(seq_len - 1, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
     tiles = (gl.maximum(last, 0) + BLOCK_N - 1) // BLOCK_N - gl.maximum(first, 0) // BLOCK_N
@@ -74,7 +72,7 @@ def _add(a, b):
 @gluon.jit
 def _my_part(query_start_loc, seq_lens, left, right, chunk, num_reqs, part, parts,
              BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-             HAS_CHUNK: gl.constexpr, EARLY: gl.constexpr = False):  # fmt: skip
+             HAS_CHUNK: gl.constexpr):  # fmt: skip
     """(first position, end, share, first request, positions before that request) of a part of the line."""
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = 128
@@ -82,12 +80,12 @@ def _my_part(query_start_loc, seq_lens, left, right, chunk, num_reqs, part, part
     total = 0
     if num_reqs == 1:
         total = _request_tiles(query_start_loc, seq_lens, 0, True, left, right, chunk, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                               HAS_CHUNK, EARLY)  # fmt: skip
+                               HAS_CHUNK)  # fmt: skip
     else:
         for base in range(0, num_reqs, LANES):
             lanes = base + gl.arange(0, LANES, layout)
             tiles = _request_tiles(query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, BLOCK_N, CAUSAL,
-                                   HAS_LEFT, HAS_RIGHT, HAS_CHUNK, EARLY)  # fmt: skip
+                                   HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
             total += gl.sum(tiles, 0)
     share = (total + parts - 1) // parts
     begin = part * share
@@ -99,7 +97,7 @@ def _my_part(query_start_loc, seq_lens, left, right, chunk, num_reqs, part, part
         for base in range(0, num_reqs, LANES):
             lanes = base + gl.arange(0, LANES, layout)
             tiles = _request_tiles(query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, BLOCK_N, CAUSAL,
-                                   HAS_LEFT, HAS_RIGHT, HAS_CHUNK, EARLY)  # fmt: skip
+                                   HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
             ends = seen + gl.associative_scan(tiles, 0, _add)
             past = (ends <= begin) & (lanes < num_reqs)
             request += gl.sum(past.to(gl.int32), 0)
@@ -109,44 +107,9 @@ def _my_part(query_start_loc, seq_lens, left, right, chunk, num_reqs, part, part
 
 
 @gluon.jit
-def _warm_cache(cache, stride_block, stride_position, stride_head, query_start_loc, seq_lens, block_table, left, right,
-                chunk, num_reqs, num_blocks, num_pages, stride_table, NUM_KV_HEADS: gl.constexpr, SIZE: gl.constexpr,
-                AHEAD: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-                CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-                HAS_CHUNK: gl.constexpr):  # fmt: skip
-    """Send for the first AHEAD key tiles of this part, into L2, before the kernel ahead of this one has ended.
-
-    What that kernel still writes may be read too early here, lengths and tables included, so nothing depends on what is
-    found: rows outside of the pool are left out, and everything is read again later. These reads stay out of L1, which
-    would keep what they saw.
-    """
-    begin, end, _, request, before = _my_part(query_start_loc, seq_lens, left, right, chunk, num_reqs,
-                                              gl.program_id(0) // NUM_KV_HEADS, gl.num_programs(0) // NUM_KV_HEADS,
-                                              BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, True)  # fmt: skip
-    if (begin < end) & (request < num_reqs):
-        query_len = (gl.load(query_start_loc + request + 1, cache_modifier=".cg")
-                     - gl.load(query_start_loc + request, cache_modifier=".cg"))  # fmt: skip
-        seq_len = gl.load(seq_lens + request, cache_modifier=".cg")
-        first_tile, _, _, _ = visited_tiles(0, query_len, seq_len, left, right, chunk, TILE_TOKENS, BLOCK_N, CAUSAL,
-                                            HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
-        first_key = (first_tile + begin - before) * BLOCK_N
-        last_key = gl.minimum(seq_len, first_key + gl.minimum(end - begin, AHEAD) * BLOCK_N)
-        WARPS: gl.constexpr = gl.num_warps()
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-        table = block_table + request.to(gl.int64) * stride_table
-        rows = cache + (gl.program_id(0) % NUM_KV_HEADS).to(gl.int64) * stride_head
-        for base in range(0, AHEAD * BLOCK_N, 32 * WARPS):
-            key = first_key + base + gl.arange(0, 32 * WARPS, layout)
-            there = (key >= 0) & (key < last_key) & (key // BLOCK_SIZE < num_pages)
-            block = gl.load(table + key // BLOCK_SIZE, mask=there, other=-1, cache_modifier=".cg")
-            there = there & (block >= 0) & (block < num_blocks)
-            prefetch_row(rows + block.to(gl.int64) * stride_block + (key % BLOCK_SIZE).to(gl.int64) * stride_position, there, SIZE * 2)
-
-
-@gluon.jit
-def _producer(key, value, key_rows, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_blocks,
-              num_pages, stride_table, stride_kb, stride_kn, stride_kh, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
-              NUM_KV_HEADS: gl.constexpr, D: gl.constexpr, AHEAD: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
+def _producer(key, value, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_blocks,
+              stride_table, k_ring, v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS: gl.constexpr,
+              TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
               CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
               HAS_CHUNK: gl.constexpr):  # fmt: skip
     """Fill the rings piece after piece. Pages past a request's last one are aimed past the pool's end: zeros."""
@@ -154,10 +117,6 @@ def _producer(key, value, key_rows, query_start_loc, seq_lens, block_table, left
     BOXES: gl.constexpr = BLOCK_N // BOX
     K_BYTES: gl.constexpr = BLOCK_N * k_ring.shape[2] * 2
     V_BYTES: gl.constexpr = BLOCK_N * v_ring.shape[2] * 2
-    if AHEAD > 0:
-        _warm_cache(key_rows, stride_kb, stride_kn, stride_kh, query_start_loc, seq_lens, block_table, left, right, chunk,
-                    num_reqs, num_blocks, num_pages, stride_table, NUM_KV_HEADS, D, AHEAD, TILE_TOKENS, BLOCK_N, BLOCK_SIZE,
-                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
     await_predecessor()
     release_successor()
     position, part_end, _, request, before = _my_part(query_start_loc, seq_lens, left, right, chunk, num_reqs,
@@ -218,30 +177,94 @@ def _clear_values(v_tile, valid):
 
 
 @gluon.jit
-def _consumer(query, value_rows, out, lse, sinks, query_start_loc, seq_lens, block_table, partials, partial_lses, pieces, scale,
-              soft_cap, left, right, chunk, num_reqs, num_blocks, num_pages, rows, stride_qt, stride_qh, stride_ot, stride_oh,
-              stride_lt, stride_table, stride_vb, stride_vn, stride_vh, q_tile, k_ring, v_ring, k_full, k_empty, v_full,
-              v_empty, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
-              DV: gl.constexpr, AHEAD: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
+def _weigh_keys(scores, factor, peak, MASKED: gl.constexpr, HAS_CAP: gl.constexpr):
+    """(weights, decay of what came before, new peak) of scores [keys, rows]; as `softmax.weigh`, across the other axis."""
+    if HAS_CAP:
+        weight_factor = 1.0
+    else:
+        weight_factor = factor
+    new_peak = gl.maximum(peak, gl.max(scores, 0) * weight_factor)
+    anchor = new_peak
+    if MASKED:
+        anchor = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+    return exp2(scores * weight_factor - anchor[None, :]), exp2(peak - anchor), new_peak
+
+
+@gluon.jit
+def _hide_keys(scores, row_first, row_last, tile_start, CHECK_FIRST: gl.constexpr):
+    """-inf for the keys that a row does not see; scores [keys, rows]."""
+    KEYS: gl.constexpr = scores.shape[0]
+    keys = tile_start + gl.arange(0, KEYS, gl.SliceLayout(1, scores.type.layout))
+    visible = keys[:, None] < row_last[None, :]
+    if CHECK_FIRST:
+        visible = visible & (keys[:, None] >= row_first[None, :])
+    return gl.where(visible, scores, float("-inf"))
+
+
+@gluon.jit
+def _add_weights(total, decay, weights):
+    """The sum of weights by key, which saves a sum across warps in every step, where registers hold so many numbers."""
+    if weights.shape[1] <= 16:
+        return total * decay[None, :] + weights
+    else:
+        return total * decay + gl.sum(weights, 0)
+
+
+@gluon.jit
+def _hand_over(p_tile, weights):
+    """Put weights [keys, rows] where the product with the values finds them. Nothing may still read the last ones."""
+    p_tile.store(gl.permute(weights, (1, 0)).to(p_tile.dtype))
+    fence_async_shared()
+    partition_barrier()
+
+
+@gluon.jit
+def _step(q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, peak, total, step, tile, row_first, row_last,
+          factor, soft_cap, STAGES: gl.constexpr, MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr,
+          HAS_CAP: gl.constexpr):  # fmt: skip
+    """Products with the keys of `tile` and with the values of the tile before it, then the softmax between them."""
+    KEYS: gl.constexpr = k_ring.shape[1]
+    ROWS: gl.constexpr = q_tile.shape[0]
+    LAYOUT: gl.constexpr = acc.type.layout
+    stage = step % STAGES
+    v_stage = (step - 1) % STAGES
+    nothing = gl.zeros([KEYS, ROWS], gl.float32, LAYOUT)
+    mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
+    scores = warpgroup_mma(k_ring.index(stage), q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(v_stage), ((step - 1) // STAGES) & 1)
+    acc = warpgroup_mma(v_ring.index(v_stage).permute((1, 0)), p_tile.permute((1, 0)), acc, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
+    if MASKED:
+        scores = _hide_keys(scores, row_first, row_last, tile * KEYS, CHECK_FIRST)
+    weights, decay, peak = _weigh_keys(scores, factor, peak, MASKED, HAS_CAP)
+    total = _add_weights(total, decay, weights)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(v_empty.index(v_stage), count=1)
+    acc = acc * decay[None, :]
+    _hand_over(p_tile, weights)
+    return acc, peak, total
+
+
+@gluon.jit
+def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, partials, partial_lses, pieces, scale, soft_cap, left,
+              right, chunk, num_reqs, rows, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tile, p_tile, k_ring,
+              v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
+              DV: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
               CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
               HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr):  # fmt: skip
+    ROWS: gl.constexpr = q_tile.shape[0]
     WIDTH: gl.constexpr = q_tile.shape[1]
     WIDTH_V: gl.constexpr = v_ring.shape[2]
     BLOCK_N: gl.constexpr = k_ring.shape[1]
     DTYPE: gl.constexpr = q_tile.dtype
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])  # [keys or values, rows]
+    COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     Q_LANES: gl.constexpr = min(32, WIDTH // 8)
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // Q_LANES, Q_LANES], [4, 1], [1, 0])
-    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK
     factor = score_factor(scale, soft_cap, HAS_CAP)
-    if AHEAD > 0:
-        _warm_cache(value_rows, stride_vb, stride_vn, stride_vh, query_start_loc, seq_lens, block_table, left, right, chunk,
-                    num_reqs, num_blocks, num_pages, stride_table, NUM_KV_HEADS, DV, AHEAD, TILE_TOKENS, BLOCK_N, BLOCK_SIZE,
-                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
     await_predecessor()
     release_successor()
     part_begin, part_end, share, request, before = _my_part(query_start_loc, seq_lens, left, right, chunk, num_reqs,
@@ -266,7 +289,7 @@ def _consumer(query, value_rows, out, lse, sinks, query_start_loc, seq_lens, blo
                 0, query_len, seq_len, left, right, chunk, TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
                 HAS_CHUNK)  # fmt: skip
 
-            q_rows = gl.arange(0, 64, gl.SliceLayout(1, Q_LAYOUT))
+            q_rows = gl.arange(0, ROWS, gl.SliceLayout(1, Q_LAYOUT))
             q_valid = (q_rows < TILE_TOKENS * GROUP) & (q_rows // GROUP < query_len)
             offsets = (start + q_rows // GROUP).to(gl.int64) * stride_qt + (kv_head * GROUP + q_rows % GROUP).to(gl.int64) * stride_qh
             offsets = (offsets >> 3) << 3
@@ -277,44 +300,43 @@ def _consumer(query, value_rows, out, lse, sinks, query_start_loc, seq_lens, blo
             fence_async_shared()
             partition_barrier()
 
-            row = gl.arange(0, 64, ROW)
+            row = gl.arange(0, ROWS, COLUMN)
             token = row // GROUP
             row_first, row_last = row_span(token + (seq_len - query_len), seq_len, left, right, chunk, CAUSAL, HAS_LEFT,
                                            HAS_RIGHT, HAS_CHUNK)  # fmt: skip
-            peak = gl.full([64], float("-inf"), gl.float32, ROW)
-            total = gl.full([64], 0.0, gl.float32, ROW)
-            acc = gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT)
+            peak = gl.full([ROWS], float("-inf"), gl.float32, COLUMN)
+            acc = gl.zeros([WIDTH_V, ROWS], gl.float32, LAYOUT)
             tile = first_tile + skipped
             stage = step % STAGES
-            parity = (step // STAGES) & 1
-            mbarrier.wait(k_full.index(stage), parity)
-            nothing = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
-            scores = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
+            nothing = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
+            scores = warpgroup_mma(k_ring.index(stage), q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k_empty.index(stage), count=1)
             scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
-            scores = hide_keys(scores, row_first, row_last, tile * BLOCK_N, CHECK_LEFT)
-            grown, _, peak, total = weigh(scores, factor, peak, total, True, HAS_CAP)
-            weights = pack_weights(grown, DTYPE)
+            scores = _hide_keys(scores, row_first, row_last, tile * BLOCK_N, CHECK_LEFT)
+            weights, _, peak = _weigh_keys(scores, factor, peak, True, HAS_CAP)
+            total = weights
+            if ROWS > 16:
+                total = gl.sum(weights, 0)
+            _hand_over(p_tile, weights)
             for i in range(1, count):
                 tile = first_tile + skipped + i
                 if (tile >= right_begin) | (tile < left_end):
-                    acc, weights, peak, total = overlapped_step(
-                        q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total, step + i,
-                        tile, row_first, row_last, factor, soft_cap, 0, STAGES, False, True, CHECK_LEFT, HAS_CAP,
-                        P_LAYOUT)  # fmt: skip
+                    acc, peak, total = _step(
+                        q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, peak, total, step + i, tile,
+                        row_first, row_last, factor, soft_cap, STAGES, True, CHECK_LEFT, HAS_CAP)  # fmt: skip
                 else:
-                    acc, weights, peak, total = overlapped_step(
-                        q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total, step + i,
-                        tile, row_first, row_last, factor, soft_cap, 0, STAGES, False, False, CHECK_LEFT, HAS_CAP,
-                        P_LAYOUT)  # fmt: skip
+                    acc, peak, total = _step(
+                        q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, peak, total, step + i, tile,
+                        row_first, row_last, factor, soft_cap, STAGES, False, CHECK_LEFT, HAS_CAP)  # fmt: skip
             step += count
             stage = (step - 1) % STAGES
             mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) & 1)
             past_end = seq_len - (first_tile + skipped + count - 1) * BLOCK_N
             if (past_end < BLOCK_N) & (seq_len % BLOCK_SIZE != 0):
                 _clear_values(v_ring.index(stage), past_end)
-            acc = warpgroup_mma(unpack_weights(weights, DTYPE, P_LAYOUT), v_ring.index(stage), acc, is_async=True)
+            acc = warpgroup_mma(v_ring.index(stage).permute((1, 0)), p_tile.permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(stage), count=1)
 
@@ -326,8 +348,11 @@ def _consumer(query, value_rows, out, lse, sinks, query_start_loc, seq_lens, blo
             if skipped == 0:
                 note = (place << 14) | (token * GROUP << 8) | num_pieces
                 gl.store(pieces + (start + token) * NUM_KV_HEADS + kv_head, note, mask=valid & (row % GROUP == 0))
+            summed = total
+            if ROWS <= 16:
+                summed = gl.sum(total, 0)
             anchor = gl.where(peak == float("-inf"), 0.0, peak)
-            decay = gl.full([64], 1.0, gl.float32, ROW)
+            decay = gl.full([ROWS], 1.0, gl.float32, COLUMN)
             if HAS_SINK:
                 if num_pieces == 1:
                     # A request in one piece meets its sink here, the others in the join (M4).
@@ -335,24 +360,20 @@ def _consumer(query, value_rows, out, lse, sinks, query_start_loc, seq_lens, blo
                     top = gl.maximum(peak, sink)
                     anchor = gl.where(top == float("-inf"), 0.0, top)
                     decay = exp2(peak - anchor)
-                    total = total * decay + exp2(sink - anchor)
-            empty = total == 0.0
-            safe = gl.where(empty, 1.0, total)
+                    summed = summed * decay + exp2(sink - anchor)
+            empty = summed == 0.0
+            safe = gl.where(empty, 1.0, summed)
             base2 = gl.where(empty, float("-inf"), anchor + gl.log2(safe))
-            finish = gl.convert_layout(decay / safe, O_ROW)
-            result = acc * finish[:, None]
-            o_row = gl.arange(0, 64, O_ROW)
-            o_valid = (o_row < TILE_TOKENS * GROUP) & (o_row // GROUP < query_len)
-            o_columns = gl.arange(0, WIDTH_V, gl.SliceLayout(0, O_LAYOUT))
-            o_mask = o_valid[:, None] & (o_columns < DV)[None, :]
+            result = acc * (decay / safe)[None, :]
+            lanes = gl.arange(0, WIDTH_V, gl.SliceLayout(1, LAYOUT))
+            mask = valid[None, :] & (lanes < DV)[:, None]
             if num_pieces == 1:
-                o_offsets = (start + o_row // GROUP).to(gl.int64) * stride_ot + (kv_head * GROUP + o_row % GROUP).to(gl.int64) * stride_oh
-                gl.store(out + o_offsets[:, None] + o_columns[None, :], result.to(DTYPE), mask=o_mask)
+                places = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
+                gl.store(out + places[None, :] + lanes[:, None], result.to(DTYPE), mask=mask)
                 if HAS_LSE:
                     gl.store(lse + (start + token).to(gl.int64) * stride_lt + head, base2 * LN2, mask=valid)
             else:
-                piece_offsets = (place * rows + o_row) * DV
-                gl.store(partials + piece_offsets[:, None] + o_columns[None, :], result, mask=o_mask)
+                gl.store(partials + ((place * rows + row) * DV)[None, :] + lanes[:, None], result, mask=mask)
                 gl.store(partial_lses + place * rows + row, base2, mask=valid)
             position += count
         if position >= request_end:
@@ -361,20 +382,21 @@ def _consumer(query, value_rows, out, lse, sinks, query_start_loc, seq_lens, blo
 
 
 @gluon.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
-def hopper_decode_kernel(key, value, key_rows, value_rows, query, out, lse, sinks, query_start_loc, seq_lens, block_table, partials,
-                         partial_lses, pieces, scale, soft_cap, left, right, chunk, num_reqs, num_blocks, num_pages, rows,
-                         stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_table, stride_kb, stride_kn, stride_kh,
-                         stride_vb, stride_vn, stride_vh, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
-                         DV: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, AHEAD: gl.constexpr,
-                         TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
-                         BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
+def hopper_decode_kernel(key, value, query, out, lse, sinks, query_start_loc, seq_lens, block_table, partials,
+                         partial_lses, pieces, scale, soft_cap, left, right, chunk, num_reqs, num_blocks, rows, stride_qt,
+                         stride_qh, stride_ot, stride_oh, stride_lt, stride_table, NUM_KV_HEADS: gl.constexpr,
+                         GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr,
+                         WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
+                         BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
                          HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
                          HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr):  # fmt: skip
     """One CTA of 4 + 1 warps; grid: parts times NUM_KV_HEADS, all of which the chip holds at a time."""
-    Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, WIDTH], key.dtype)
+    Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], key.dtype)
+    P_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], key.dtype)
     K_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH], key.dtype)
     V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH_V], key.dtype)
-    q_tile = gl.allocate_shared_memory(key.dtype, [64, WIDTH], Q_SHARED)
+    q_tile = gl.allocate_shared_memory(key.dtype, [ROWS, WIDTH], Q_SHARED)
+    p_tile = gl.allocate_shared_memory(key.dtype, [ROWS, BLOCK_N], P_SHARED)
     k_ring = gl.allocate_shared_memory(key.dtype, [STAGES, BLOCK_N, WIDTH], K_SHARED)
     v_ring = gl.allocate_shared_memory(key.dtype, [STAGES, BLOCK_N, WIDTH_V], V_SHARED)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -390,15 +412,14 @@ def hopper_decode_kernel(key, value, key_rows, value_rows, query, out, lse, sink
     gl.warp_specialize(
         [
             (_consumer, (
-                query, value_rows, out, lse, sinks, query_start_loc, seq_lens, block_table, partials, partial_lses, pieces, scale,
-                soft_cap, left, right, chunk, num_reqs, num_blocks, num_pages, rows, stride_qt, stride_qh, stride_ot,
-                stride_oh, stride_lt, stride_table, stride_vb, stride_vn, stride_vh, q_tile, k_ring, v_ring, k_full, k_empty,
-                v_full, v_empty, NUM_KV_HEADS, GROUP, D, DV, AHEAD, TILE_TOKENS, BLOCK_SIZE, STAGES,
+                query, out, lse, sinks, query_start_loc, seq_lens, partials, partial_lses, pieces, scale, soft_cap, left,
+                right, chunk, num_reqs, rows, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tile, p_tile, k_ring,
+                v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
                 CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
             (_producer, (
-                key, value, key_rows, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_blocks,
-                num_pages, stride_table, stride_kb, stride_kn, stride_kh, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
-                NUM_KV_HEADS, D, AHEAD, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+                key, value, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_blocks,
+                stride_table, k_ring, v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N,
+                BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
         ],
         [1],
         [48],
@@ -414,8 +435,8 @@ def join_pieces(partials, partial_lses, pieces, query_start_loc, sinks, out, lse
                 DV_PAD: tl.constexpr, STEP: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr):  # fmt: skip
     """Merge the pieces of HEADS query heads of one token and KV head; rows after the last request become 0 (M6).
     Grid: (T, KV heads, blocks of HEADS in a group)."""
-    gdc_launch_dependents()  # first: who comes next can set itself up, and waits for this kernel's end by itself
     gdc_wait()
+    gdc_launch_dependents()
     token = tl.program_id(0)
     kv_head = tl.program_id(1)
     within = tl.program_id(2) * HEADS + tl.arange(0, HEADS)

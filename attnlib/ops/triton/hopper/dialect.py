@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
     "TensorDescriptor", "await_predecessor", "exp2", "load_box", "named_arrive", "named_sync", "partition_barrier",
-    "prefetch_row", "release_successor",
+    "release_successor",
 ]  # fmt: skip
 
 partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -60,14 +60,3 @@ def await_predecessor():
 def release_successor():
     """Let the kernel after this one start, once every CTA has come here; it waits for this one's end by itself."""
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
-
-
-@gluon.jit
-def prefetch_row(pointers, there, BYTES: gl.constexpr):
-    """Ask for BYTES from each of the pointers on, where `there` says so, to come into L2; a lane asks for one row."""
-    # The bulk form (cp.async.bulk.prefetch.L2) says it in one instruction and was four times slower for such short rows.
-    for part in gl.static_range((BYTES + 127) // 128):
-        gl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-            "=r,l,r", [pointers.to(gl.int64, bitcast=True) + part * 128, there.to(gl.int32)], gl.int32, False, 1,
-        )  # fmt: skip

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["BLOCK_SIZES", "DECODE_ROWS", "HOPPER_DECODE_KEYS", "ROWS", "decode_gaps", "prefers_hopper_decode", "prefill_gaps"]
+__all__ = ["BLOCK_SIZES", "DECODE_ROWS", "HOPPER_DECODE_KEYS", "ROWS", "decode_gaps", "decode_rows", "prefers_hopper_decode", "prefill_gaps"]
 
 ROWS = 128
 """Query rows of a prefill work item: two warpgroups of 64. A row is one query head of one query token."""
 
 DECODE_ROWS = 64
-"""Query rows of a decode piece: one warpgroup."""
+"""The most query rows of a decode piece: columns of its products, of which registers hold so many (`decode_rows`)."""
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 """Pages that divide a tile of keys or are divided by it."""
@@ -23,6 +23,11 @@ HOPPER_DECODE_KEYS = (512, 2048)
 multiprocessor, and for larger ones. On an H200: 1 request of 1k, 6.9 against 7.8 us; 256 of 1k, 263 against 253; 128 of
 2k, 255 against 264; windows of 128, 9 against 6 (benchmarks/results/h200/tiles.txt). Lengths between were not measured, so
 neither bound is sharp."""
+
+
+def decode_rows(head_size_v: int) -> int:
+    """The most query rows of a decode piece, for values of a head size."""
+    return DECODE_ROWS if head_size_v <= 128 else DECODE_ROWS // 2
 
 
 def _shared_gaps(
@@ -111,8 +116,12 @@ def decode_gaps(
     """
     kernel = "Hopper decode"
     gaps = _shared_gaps(kernel, capability, dtype, cache_dtype, head_sizes, block_size)
-    if group * max_query_len > DECODE_ROWS:
-        gaps.append(f"{group} query heads for each KV head times {max_query_len} tokens; the {kernel} packs at most {DECODE_ROWS} rows")
+    most = decode_rows(head_sizes[1])
+    if group * max_query_len > most:
+        gaps.append(
+            f"{group} query heads for each KV head times {max_query_len} tokens; the {kernel} packs at most {most} rows "
+            f"with head size {head_sizes[1]}"
+        )
     if num_kv_heads > num_sms:
         gaps.append(f"{num_kv_heads} KV heads; the {kernel} takes at most one for each of the {num_sms} multiprocessors")
     return gaps + _feature_gaps(kernel, causal_per_request, alibi, bias, scales)

@@ -14,7 +14,6 @@ from attnlib.ops.triton.arguments import Options
 from attnlib.ops.triton.device import DeviceLimits, device_guard, limits_of
 from attnlib.ops.triton.hopper.decode import hopper_decode_kernel, join_pieces
 from attnlib.ops.triton.hopper.descriptors import Encoded, cache_descriptor, cache_facts
-from attnlib.ops.triton.hopper.limits import DECODE_ROWS
 from attnlib.ops.triton.hopper.tiles import DecodeTile, padded_width
 from attnlib.ops.triton.launch import BoundLaunch
 
@@ -100,7 +99,7 @@ class HopperDecode:
             if self.attend.ready(asked | written) and self.join.ready(written):
                 maps = self.encoded.find(self.attend, keys, values) or self._encode(key, value, keys, values)
                 lses, pieces = partials + 4 * self.lses, partials + 4 * self.pieces
-                self.attend.go((*maps, keys, values, query, out, options.lse, options.sinks, starts, seq_lens, block_table, partials, lses,
+                self.attend.go((*maps, query, out, options.lse, options.sinks, starts, seq_lens, block_table, partials, lses,
                                 pieces, scale, *self.numbers), self.index)  # fmt: skip
                 if beside is not None:
                     beside()
@@ -124,7 +123,7 @@ class HopperDecode:
         partials = workspace if workspace.dtype == torch.float32 else workspace.view(torch.float32)
         lses, pieces = partials[self.lses :], partials[self.pieces :].view(torch.int32)
         out, lse, sinks = options.out, options.lse, options.sinks
-        attend = (*self._descriptors(key, value), key, value, query, out, lse, sinks, starts, seq_lens, block_table, partials, lses, pieces, scale)
+        attend = (*self._descriptors(key, value), query, out, lse, sinks, starts, seq_lens, block_table, partials, lses, pieces, scale)
         self.attend((*attend, *self.numbers), addresses, self.index)
         if beside is not None:
             beside()
@@ -142,6 +141,7 @@ def plan_hopper_decode(
     head_size_v, group = value.shape[3], num_heads // num_kv_heads
     width, width_v, box = padded_width(head_size), padded_width(head_size_v), min(block_size, tile.block_n)
     rows, num_reqs, (left, right) = group * max_query_len, starts.shape[0] - 1, options.window
+    columns = max(8, triton.next_power_of_2(rows))
     slots, out, lse = slots or limits.num_sms * tile.resident, options.out, options.lse
     programs = _parts(slots, num_kv_heads) * num_kv_heads
     places, stride_lt = 2 * programs * rows, 0 if lse is None else lse.stride(0)
@@ -150,10 +150,10 @@ def plan_hopper_decode(
         "HAS_LSE": lse is not None, "enable_fp_fusion": True, "launch_pdl": True,
     }  # fmt: skip
     attend = {
-        **shared, "D": head_size, "WIDTH": width, "WIDTH_V": width_v, "AHEAD": tile.ahead, "TILE_TOKENS": DECODE_ROWS // group,
-        "BLOCK_N": tile.block_n, "BLOCK_SIZE": block_size, "STAGES": tile.stages, "CAUSAL": bool(options.causal),
+        **shared, "D": head_size, "WIDTH": width, "WIDTH_V": width_v, "TILE_TOKENS": columns // group,
+        "BLOCK_N": tile.block_n, "BLOCK_SIZE": block_size, "ROWS": columns, "STAGES": tile.stages, "CAUSAL": bool(options.causal),
         "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0, "HAS_CHUNK": options.attention_chunk_size > 0,
-        "HAS_CAP": options.logits_soft_cap > 0, "num_warps": 4, "maxnreg": 128 if width_v <= 128 else 168,
+        "HAS_CAP": options.logits_soft_cap > 0, "num_warps": 4, "maxnreg": 128 if width_v * columns <= 128 * 32 else 240,
     }  # fmt: skip
     join = {**shared, "DV_PAD": triton.next_power_of_2(head_size_v), **_join_tile(num_tokens * num_heads, group, head_size_v)}
     return HopperDecode(
@@ -162,8 +162,8 @@ def plan_hopper_decode(
         boxes=(box, width, width_v),
         numbers=(
             float(options.logits_soft_cap), min(left, _UNBOUNDED), min(right, _UNBOUNDED), min(options.attention_chunk_size, _UNBOUNDED),
-            num_reqs, key.shape[0], block_table.shape[1], rows, query.stride(0), query.stride(1), out.stride(0), out.stride(1), stride_lt,
-            block_table.stride(0), *key.stride()[:3], *value.stride()[:3],
+            num_reqs, key.shape[0], rows, query.stride(0), query.stride(1), out.stride(0), out.stride(1), stride_lt,
+            block_table.stride(0),
         ),
         join_numbers=(num_reqs, rows, out.stride(0), out.stride(1), stride_lt),
         lses=places * head_size_v,

@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 
 from attnlib.errors import UnsupportedConfigError
-from attnlib.ops.triton.hopper.limits import DECODE_ROWS, ROWS
+from attnlib.ops.triton.hopper.limits import DECODE_ROWS, ROWS, decode_rows
 from attnlib.ops.triton.tile_tables import Situation, TileTable, matching
 
 __all__ = [
@@ -61,13 +61,11 @@ class DecodeTile:
         block_n: keys per step.
         stages: depth of the rings.
         resident: CTAs that share a multiprocessor, 1 or 2.
-        ahead: key tiles that a CTA sends for into L2 while the kernel before it ends.
     """
 
     block_n: int
     stages: int
     resident: int = 1
-    ahead: int = 2
 
 
 def padded_width(head_size: int) -> int:
@@ -136,9 +134,10 @@ def choose_hopper_tile(
 
 
 def decode_shared_bytes(tile: DecodeTile, head_size: int, head_size_v: int) -> int:
-    """Shared memory of one decode CTA in bytes, for 16-bit elements."""
+    """Shared memory of one decode CTA in bytes, for 16-bit elements and as many rows as it packs at most."""
     width, width_v = padded_width(head_size), padded_width(head_size_v)
-    return 2 * (DECODE_ROWS * width + tile.stages * tile.block_n * (width + width_v)) + 1024
+    rows = decode_rows(head_size_v)
+    return 2 * (rows * (width + tile.block_n) + tile.stages * tile.block_n * (width + width_v)) + 2048
 
 
 @functools.lru_cache(maxsize=64)

@@ -59,6 +59,9 @@ CASES: dict[str, dict[str, Any]] = {
     "decode-128": {"op": "hopper_decode"},
     "decode-128-page128": {"op": "hopper_decode", "n": 128},
     "decode-128-mqa": {"op": "hopper_decode", "group": 32},
+    "decode-128-verify": {"op": "hopper_decode", "query": 4},
+    "decode-128-most-rows": {"op": "hopper_decode", "group": 8, "query": 8},
+    "decode-256-most-rows": {"op": "hopper_decode", "d": 256, "group": 4, "query": 8},
     "decode-128-all": {"op": "hopper_decode", "sinks": True, "cap": 50.0, "lse": True, "window": (4095, 31), "chunk": 8192},
     "decode-64-sinks": {"op": "hopper_decode", "d": 64, "group": 8, "sinks": True, "dtype": FP16},
     "decode-192-128": {"op": "hopper_decode", "d": 192, "dv": 128, "group": 1},
@@ -105,7 +108,7 @@ def compile_case(name: str) -> dict[str, Any]:
     triton.knobs.compilation.always_compile = True
     with stub_target("sm_90") as launches, contextlib.redirect_stdout(log):
         if decode:
-            launch_hopper_decode(*shapes, tile, max_query_len=1, workspace=torch.empty(1 << 22), **meaning)
+            launch_hopper_decode(*shapes, tile, max_query_len=options.get("query", 1), workspace=torch.empty(1 << 24), **meaning)
         else:
             launch_hopper_prefill(*shapes, tile, max_seq_len=64, **meaning)
     launch = launches[0]
