@@ -1,8 +1,8 @@
 """Tile tables: which tile for which work, as readable JSON with the provenance of every entry.
 
-Shipped tables stand in `tables/`, one for each family of chips; `attnlib tune` writes tables of the same form for one
-chip. They are read when a tile is first chosen, never at import, and this module imports no triton, so a table can be
-checked on any machine.
+Shipped tables stand in `tables/`, one for each family of chips (and one of numbers that are no tiles, `decode_numbers`);
+`attnlib tune` writes tables of the same form for one chip. They are read when a tile is first chosen, never at import,
+and this module imports no triton, so a table can be checked on any machine.
 
     {"schema": 1, "chip": "any" or the chip's name,
      "provenance": {NAME: how, where, with which versions and by which command it was measured},
