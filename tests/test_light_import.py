@@ -32,7 +32,7 @@ def test_selection_loads_nothing_heavy_and_starts_no_cuda() -> None:
     assert _loads(f"import attnlib; attnlib.get_attn_backend({spec}, device='cpu'); attnlib.explain({spec}, device='cpu')") == "[] False"
 
 
-@pytest.mark.parametrize("room", ["hopper.limits", "hopper.tiles", "splits", "decode_numbers", "tile_tables", "tiles", "gluon"])
+@pytest.mark.parametrize("room", ["hopper.limits", "hopper.tiles", "splits", "decode_numbers", "tile_entries", "tile_tables", "tiles", "gluon"])
 def test_pure_rooms_of_the_triton_twin_need_no_triton(room: str) -> None:
     """What the card's notes, `attnlib tune` and the doctor ask of the kernels' room, on machines without triton."""
     assert _loads(f"import attnlib.ops.triton.{room}") == "[] False"
