@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from attnlib.device import DeviceInfo
+from attnlib.sizes import Sizes
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind
 
 __all__ = ["CHECKS", "NOT_STATED", "Capabilities", "Sizes", "refusals"]
@@ -38,27 +39,6 @@ class _NotStated:
 
 
 NOT_STATED: Any = _NotStated()
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """A set of sizes: every multiple of `multiple_of` from `minimum` to `maximum`, or just `exactly` these."""
-
-    minimum: int = 1
-    maximum: int | None = None
-    multiple_of: int = 1
-    exactly: tuple[int, ...] = ()
-
-    def __contains__(self, size: int) -> bool:
-        if self.exactly:
-            return size in self.exactly
-        return size >= self.minimum and (self.maximum is None or size <= self.maximum) and size % self.multiple_of == 0
-
-    def __str__(self) -> str:
-        if self.exactly:
-            return ", ".join(str(size) for size in self.exactly)
-        step = f"multiples of {self.multiple_of} " if self.multiple_of > 1 else ""
-        return f"{step}from {self.minimum}" + (f" to {self.maximum}" if self.maximum is not None else " up")
 
 
 @dataclass(frozen=True, kw_only=True)

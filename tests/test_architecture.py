@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "attnlib"
 
 FLOORS = (
     ("errors", "env", "device", "handles"),
-    ("spec", "capabilities"),
+    ("kv_dtype", "spec", "sizes", "capabilities"),
     ("ops",),
     ("cache", "workspace", "tuning"),
     ("metadata",),

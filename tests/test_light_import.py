@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 HEAVY = ("triton", "transformers", "flash_attn", "flashinfer", "vllm", "hypothesis", "pytest")
 
 PROBE = """
@@ -28,6 +30,41 @@ def test_selection_loads_nothing_heavy_and_starts_no_cuda() -> None:
     """H2: selection on a CPU imports cards only."""
     spec = "attnlib.AttentionSpec(num_heads=4, head_size=64, dtype=torch.float32)"
     assert _loads(f"import attnlib; attnlib.get_attn_backend({spec}, device='cpu'); attnlib.explain({spec}, device='cpu')") == "[] False"
+
+
+@pytest.mark.parametrize("room", ["hopper.limits", "hopper.tiles", "splits", "decode_numbers", "tile_entries", "tile_tables", "tiles", "gluon"])
+def test_pure_rooms_of_the_triton_twin_need_no_triton(room: str) -> None:
+    """What the card's notes, `attnlib tune` and the doctor ask of the kernels' room, on machines without triton."""
+    assert _loads(f"import attnlib.ops.triton.{room}") == "[] False"
+
+
+def test_the_probe_sees_triton_itself() -> None:
+    pytest.importorskip("triton")
+    assert _loads("import attnlib.ops.triton.hopper.choice") == "['triton'] False"
+
+
+EXPLAIN_A_HOPPER = """
+import attnlib
+from attnlib.backends.triton import TritonBackend
+from attnlib.device import resolve_device
+spec = attnlib.AttentionSpec(num_heads=8, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
+assert "Gluon kernels for SM90" in TritonBackend.notes(spec, resolve_device("sm_90"))[0]
+assert "triton" in str(attnlib.explain(spec, device="sm_90"))
+"""
+
+THE_SAME_AS_A_COMMAND = """
+import contextlib, io
+from attnlib.cli import main
+with contextlib.redirect_stdout(io.StringIO()) as shown:
+    main(["explain", "--device", "sm_90", "--num-heads", "8", "--num-kv-heads", "2", "--head-size", "128"])
+assert "triton" in shown.getvalue()
+"""
+
+
+@pytest.mark.parametrize("program", [EXPLAIN_A_HOPPER, THE_SAME_AS_A_COMMAND], ids=["function", "command"])
+def test_explaining_a_hopper_imports_no_kernels(program: str) -> None:
+    """H2: which kernels would serve is worked out from facts."""
+    assert _loads(program) == "[] False"
 
 
 def test_the_probe_sees_a_heavy_import() -> None:

@@ -1,4 +1,4 @@
-"""The cache of one layer: two strided views over one or two allocations (P1), and moving whole blocks of it.
+"""The cache of one layer: two strided views over one or two allocations (P1). Whole blocks of it are moved by `block_moves`.
 
 Nothing here infers a size from a shape that a layout could change: `key_cache` is `[B, N, Hkv, D]` and `value_cache` `[B, N, Hkv, Dv]` in every
 layout, only their strides differ.
@@ -6,19 +6,19 @@ layout, only their strides differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
+from attnlib.cache.block_moves import BlockPairs, check_ids, checked_pairs, move_blocks, zero_blocks
 from attnlib.cache.layout import LAYOUTS, get_kv_cache_layout, layout_named
 from attnlib.errors import ContractError
 from attnlib.handles import handle_of
 from attnlib.spec import AttentionSpec
 
-__all__ = ["PagedKVCache"]
+__all__ = ["BlockPairs", "PagedKVCache", "Scale"]
 
 Scale = float | torch.Tensor
-BlockPairs = Sequence[tuple[int, int]] | torch.Tensor
 
 
 class PagedKVCache:
@@ -136,6 +136,10 @@ class PagedKVCache:
         """True when the values are a prefix of the keys (MLA): writing the keys writes both."""
         return self.value_cache.data_ptr() == self.key_cache.data_ptr() and self.value_cache.stride()[:3] == self.key_cache.stride()[:3]
 
+    @property
+    def _views(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.key_cache, self.value_cache
+
     def copy_blocks(self, pairs: BlockPairs) -> None:
         """Copy whole blocks within this cache, all at once: every source is read before any destination is written.
 
@@ -145,8 +149,8 @@ class PagedKVCache:
         Raises:
             ContractError: an id out of range, or a destination named twice; nothing is written then.
         """
-        source, destination = self._checked_pairs(pairs, self)
-        _move(self, self, source, destination)
+        source, destination = checked_pairs(pairs, self.num_blocks, self.num_blocks)
+        move_blocks(self._views, self._views, source, destination)
 
     def swap_blocks(self, other: PagedKVCache, pairs: BlockPairs) -> None:
         """Copy whole blocks of this cache into `other`, which may be on another device or in another layout (swapping out and in).
@@ -158,8 +162,8 @@ class PagedKVCache:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 raise ContractError(f"swap_blocks between unlike caches: {name} is {mine} here and {theirs} there")
-        source, destination = self._checked_pairs(pairs, other)
-        _move(self, other, source, destination)
+        source, destination = checked_pairs(pairs, self.num_blocks, other.num_blocks)
+        move_blocks(self._views, other._views, source, destination)
 
     def zero_blocks(self, block_ids: Iterable[int]) -> None:
         """Fill whole blocks with zeros.
@@ -168,22 +172,8 @@ class PagedKVCache:
             ContractError: an id out of range; nothing is written then.
         """
         ids = list(block_ids)
-        _check_ids("block_ids", ids, self.num_blocks)
-        if not ids:
-            return
-        index = torch.tensor(ids, device=self.device)
-        for view in (self.key_cache, self.value_cache):
-            _bytes(view).index_fill_(0, index, 0)
-
-    def _checked_pairs(self, pairs: BlockPairs, target: PagedKVCache) -> tuple[list[int], list[int]]:
-        rows = pairs.tolist() if isinstance(pairs, torch.Tensor) else [tuple(pair) for pair in pairs]
-        source, destination = [int(row[0]) for row in rows], [int(row[1]) for row in rows]
-        _check_ids("source block", source, self.num_blocks)
-        _check_ids("destination block", destination, target.num_blocks)
-        doubles = sorted({block for block in destination if destination.count(block) > 1}) if len(set(destination)) < len(destination) else []
-        if doubles:
-            raise ContractError(f"destination block {doubles[0]} is named more than once: which copy should win is not defined")
-        return source, destination
+        check_ids("block_ids", ids, self.num_blocks)
+        zero_blocks(self._views, ids)
 
     def __repr__(self) -> str:
         return (
@@ -191,27 +181,6 @@ class PagedKVCache:
             f"{'' if self.head_size_v == self.head_size else f'/{self.head_size_v}'}, {str(self.dtype).removeprefix('torch.')}, "
             f"{self.layout or 'foreign layout'}, {self.device})"
         )
-
-
-def _move(source: PagedKVCache, target: PagedKVCache, source_ids: list[int], target_ids: list[int]) -> None:
-    if not source_ids:
-        return
-    take = torch.tensor(source_ids, device=source.device)
-    put = torch.tensor(target_ids, device=target.device)
-    taken = [_bytes(view).index_select(0, take) for view in (source.key_cache, source.value_cache)]
-    for view, blocks in zip((target.key_cache, target.value_cache), taken, strict=True):
-        _bytes(view).index_copy_(0, put, blocks.to(target.device))
-
-
-def _bytes(view: torch.Tensor) -> torch.Tensor:
-    """8-bit floats seen as bytes: torch moves them, but cannot index them on every device."""
-    return view.view(torch.uint8) if view.dtype.itemsize == 1 else view
-
-
-def _check_ids(what: str, ids: Sequence[int], num_blocks: int) -> None:
-    for position, block in enumerate(ids):
-        if not 0 <= block < num_blocks:
-            raise ContractError(f"{what} {block} (entry {position}) is outside the pool of {num_blocks} blocks (0 to {num_blocks - 1})", rule="P3")
 
 
 def _check_views(key: torch.Tensor, value: torch.Tensor) -> None:

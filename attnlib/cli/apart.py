@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from attnlib.cli.gluon import gluon_remarks
 from attnlib.cli.smoke import smoke_test
 from attnlib.device import resolve_device
 from attnlib.selection.availability import availability
@@ -28,12 +29,13 @@ TIMEOUT_SECONDS = 300.0
 
 
 def examine(entry: Registration) -> dict[str, Any]:
-    """Name, whether it works, and what was found, in this process."""
+    """Name, whether it works, what was found, and what is worth a remark beside it, in this process."""
     device = resolve_device(None)
     backend, missing = availability(entry, device)
     if backend is None or missing:
         return _finding(entry.name, f"unavailable: {'; '.join(missing)}")
-    return _finding(entry.name, smoke_test(backend, device))
+    found = _finding(entry.name, smoke_test(backend, device))
+    return {**found, "remarks": gluon_remarks(backend, device) if found["works"] else []}
 
 
 def examine_apart(entries: Sequence[Registration], timeout: float = TIMEOUT_SECONDS) -> list[dict[str, Any]]:
@@ -73,7 +75,7 @@ def _collect(name: str, child: subprocess.Popen[str], deadline: float, timeout: 
 
 
 def _finding(name: str, text: str) -> dict[str, Any]:
-    return {"name": name, "works": text.startswith("ran "), "finding": text}
+    return {"name": name, "works": text.startswith("ran "), "finding": text, "remarks": []}
 
 
 def _last_line(text: str) -> str:

@@ -98,6 +98,8 @@ def _show(findings: dict[str, Any]) -> None:
             print(f"  {name:<24} {value}")
     print("backends")
     backends = findings["backends"]
-    for row in backends if isinstance(backends, list) else [{"name": "?", "works": False, "finding": backends["failed"]}]:
+    for row in backends if isinstance(backends, list) else [{"name": "?", "works": False, "finding": backends["failed"], "remarks": []}]:
         print(f"  {row['name']:<14} {'works' if row['works'] else '-':<6} {row['finding']}")
+        for remark in row["remarks"]:
+            print(f"  {'':<21} {remark}")
     print(f"python {sys.executable}")

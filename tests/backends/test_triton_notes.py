@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from attnlib import AttentionSpec, explain
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.triton import TritonBackend
 from attnlib.device import resolve_device
+from attnlib.ops.triton.hopper.limits import prefers_hopper_decode
 from attnlib.selection.report import CandidateReport, SelectionReport, Verdict
 
 
@@ -19,9 +21,28 @@ def _notes(device: str = "sm_90", backend: type[AttentionBackend] = TritonBacken
     return backend.notes(AttentionSpec(**layer), resolve_device(device))
 
 
-def test_what_gluon_serves_is_said_in_one_line() -> None:
-    assert _notes() == ["Gluon kernels for SM90: prefill, decode (from 512 keys on, up to 8 query tokens)"]
-    assert _notes(num_heads=128) == ["Gluon kernels for SM90: prefill, decode (from 512 keys on, up to 4 query tokens)"]
+LENGTHS = "from 512 keys on, 2048 with more (request, KV head) pairs than multiprocessors"
+
+
+def test_what_gluon_serves_is_said_in_one_line_with_the_lengths() -> None:
+    assert _notes() == [f"Gluon kernels for SM90: prefill, decode of up to 8 query tokens ({LENGTHS})"]
+    assert _notes(num_heads=128) == [f"Gluon kernels for SM90: prefill, decode of up to 4 query tokens ({LENGTHS})"]
+
+
+def test_what_is_said_of_lengths_is_what_is_done() -> None:
+    """The words hold against the choice itself, on both sides of both lengths."""
+    few, many = (int(word) for word in re.findall(r"\d+", LENGTHS))
+    for pairs, edge in ((132, few), (133, many)):
+        assert [prefers_hopper_decode(keys, pairs, 1, 132) for keys in (edge - 1, edge)] == [False, True]
+
+
+def test_a_window_that_never_shows_enough_keys_leaves_decode_to_plain_triton() -> None:
+    served, left = _notes(sliding_window=128)
+    assert served == "Gluon kernels for SM90: prefill"
+    assert left == "decode by plain Triton: at most 135 keys are visible; the Hopper decode is taken from 512 on"
+    assert _notes(attention_chunk_size=256)[1].startswith("decode by plain Triton: at most 263 keys")
+    assert _notes(sliding_window=504)[1].startswith("decode by plain Triton: at most 511 keys") and LENGTHS in _notes(sliding_window=505)[0]
+    assert LENGTHS in _notes(window=(64, None), mask_kind="bidirectional")[0], "no bound on later keys"
 
 
 def test_what_plain_triton_serves_is_said_with_the_reason() -> None:

@@ -165,7 +165,7 @@ def test_a_backend_that_takes_its_process_down_is_a_finding(program: str, findin
     monkeypatch.setattr(apart, "_command", lambda name: [sys.executable, "-c", program])
     timeout = 0.5 if "sleep" in program else 60.0
     (row,) = apart.examine_apart([Registration("fragile", "x:Y")], timeout)
-    assert row == {"name": "fragile", "works": False, "finding": finding}
+    assert row == {"name": "fragile", "works": False, "finding": finding, "remarks": []}
 
 
 def test_the_doctor_knows_what_only_this_process_registered(capsys: pytest.CaptureFixture[str]) -> None:

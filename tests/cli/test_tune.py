@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,14 @@ from attnlib.cli.tune.plan import plan_cases
 from attnlib.cli.tune.tiles import Trial, best_entries, measure_tiles
 from attnlib.errors import ContractError
 from attnlib.ops.triton.device import DeviceLimits, limits_of
-from attnlib.ops.triton.hopper.tiles import SHARED_MEMORY, DecodeTile, choose_hopper_decode_tile, decode_shared_bytes
+from attnlib.ops.triton.hopper.tiles import (
+    SHARED_MEMORY,
+    DecodeTile,
+    HopperTile,
+    choose_hopper_decode_tile,
+    choose_hopper_tile,
+    decode_shared_bytes,
+)
 from attnlib.ops.triton.tile_tables import parse_table
 from attnlib.ops.triton.tiles import Tile, choose_decode_tile, shared_bytes
 
@@ -83,6 +91,38 @@ def test_hopper_decodes_try_the_shipped_tile_first_and_only_what_fits() -> None:
     assert all(decode_shared_bytes(DecodeTile(**tile), 128, 128) <= SHARED_MEMORY for tile in tiles)
     group = group_of(parse_case("8q1s8k"), "hopper_decode", H200)
     assert (group.head_size, group.work, group.block_size) == (128, None, None)
+
+
+def test_hopper_prefills_of_windows_are_a_kind_of_their_own() -> None:
+    """What is measured there must not be taken for rows without a window, nor for other pages."""
+    full, narrow = parse_case("q8k@d=64,heads=64/8"), parse_case("q8k@d=64,heads=64/8,window=128,sinks")
+    group = group_of(full, "hopper_prefill", H200)
+    assert (group.block_size, group.visible) == (16, (1025, None)) and group_of(narrow, "hopper_prefill", H200) == replace(group, visible=(1, 256))
+    assert group_of(parse_case("q8k@d=64,heads=64/8,page=128"), "hopper_prefill", H200) == replace(group, block_size=128)
+    assert group_of(full, "prefill", H200).visible is None
+    for case, window in ((full, None), (narrow, 128)):
+        tried = candidates(case, "hopper_prefill", H200)
+        assert tried[0] == vars(choose_hopper_tile(64, 64, block_size=16, visible=window)), "today's tile of such layers comes first"
+        assert ({tile["block_n"] for tile in tried} == {32, 64, 128}) == (window is not None)
+
+
+def test_entries_of_hopper_prefills_say_what_was_measured_and_shadow_nothing_else() -> None:
+    tile = {"block_n": 64, "stages": 3, "persistent": True, "q_stages": 2}
+    trials = []
+    for text in ("q8k@d=64,heads=64/8", "q8k@d=64,heads=64/8,window=128,sinks"):
+        case = parse_case(text)
+        group, today = group_of(case, "hopper_prefill", H200), candidates(case, "hopper_prefill", H200)[0]
+        trials += [Trial(group, text, today, 10.0, True), Trial(group, text, tile, 9.0, False)]
+    endless, narrow = best_entries(trials, "now")
+    assert (endless["block_size"], endless["visible"]) == ([16, 16], [1025, None]) and narrow["visible"] == [1, 256]
+    for entry, mine, others in ((endless, (None, 4096), (128, 300)), (narrow, (64, 128), (None, 300))):
+        table = parse_table({"schema": 1, "chip": "x", "provenance": {"now": ""}, "tiles": [entry]}, "x")
+        for visible in (*mine, *others):
+            usual = choose_hopper_tile(64, 64, block_size=16, visible=visible)
+            chosen = choose_hopper_tile(64, 64, block_size=16, visible=visible, tuned=table)
+            assert chosen == (HopperTile(**tile) if visible in mine else usual), (entry, visible)
+    document = merged({"provenance": {}, "tiles": [endless, narrow], "backends": []}, "now", {}, [{**narrow, "tile": {}}], [])
+    assert [line["visible"] for line in document["tiles"]] == [[1, 256], [1025, None]], "one class does not replace another"
 
 
 def test_operations_are_those_that_can_run() -> None:

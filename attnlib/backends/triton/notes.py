@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnlib.ops.triton.hopper.limits import DECODE_ROWS, HOPPER_DECODE_KEYS, decode_gaps, prefill_gaps
+from attnlib.ops.triton.hopper.limits import HOPPER_DECODE_KEYS, decode_gaps, decode_rows, prefill_gaps
+from attnlib.ops.triton.splits import visible_bound
 from attnlib.spec import AttentionSpec, MaskKind
 
 __all__ = ["hopper_notes"]
 
 _SMS = 132
-"""Multiprocessors of the smallest Hopper in use, where the chip itself has not been asked."""
+"""Multiprocessors of an H100 SXM, an H200 or a GH200, taken where the chip itself has not been asked. Smaller Hoppers have fewer (an H100 PCIe 114,
+an H20 78): there a layer with more KV heads than that is decoded by plain Triton, unannounced."""
+
+_ENDLESS = 1 << 30
 
 
 def hopper_notes(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]:
@@ -21,15 +25,25 @@ def hopper_notes(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]:
         "alibi": spec.has_alibi,
         "bias": spec.mask_kind is MaskKind.QUERY_BIAS,
     }
-    phases = {
-        "prefill": prefill_gaps(*layer, **features),
-        "decode": decode_gaps(*layer, spec.num_kv_heads, _SMS, **features),
-    }
-    served = [phase for phase, gaps in phases.items() if not gaps]
-    notes = [f"Gluon kernels for SM90: {', '.join(served)}{_long(spec) if 'decode' in served else ''}"] if served else []
-    return notes + [f"{phase} by plain Triton: {'; '.join(gaps)}" for phase, gaps in phases.items() if gaps]
+    prefill = prefill_gaps(*layer, **features)
+    decode = decode_gaps(*layer, spec.num_kv_heads, _SMS, **features) or _window_gaps(spec)
+    served = [*([] if prefill else ["prefill"]), *([] if decode else [_served_decodes(spec)])]
+    notes = [f"Gluon kernels for SM90: {', '.join(served)}"] if served else []
+    return notes + [f"{phase} by plain Triton: {'; '.join(gaps)}" for phase, gaps in (("prefill", prefill), ("decode", decode)) if gaps]
 
 
-def _long(spec: AttentionSpec) -> str:
-    tokens = min(8, DECODE_ROWS // spec.group_size)
-    return f" (from {HOPPER_DECODE_KEYS[0]} keys on, up to {tokens} query tokens)"
+def _served_decodes(spec: AttentionSpec) -> str:
+    few, many = HOPPER_DECODE_KEYS
+    lengths = f"from {few} keys on, {many} with more (request, KV head) pairs than multiprocessors"
+    return f"decode of up to {_tokens(spec)} query tokens ({lengths})"
+
+
+def _tokens(spec: AttentionSpec) -> int:
+    return max(1, min(8, decode_rows(spec.head_size_v) // spec.group_size))
+
+
+def _window_gaps(spec: AttentionSpec) -> list[str]:
+    """A window or chunk that never shows as many keys as the Hopper decode is quicker from."""
+    most = visible_bound(_tokens(spec), _ENDLESS, spec.visible_window.as_kernel_args(), spec.is_causal, spec.attention_chunk_size or 0)
+    few = HOPPER_DECODE_KEYS[0]
+    return [f"at most {most} keys are visible; the Hopper decode is taken from {few} on"] if most < few else []

@@ -22,7 +22,7 @@ from attnlib.ops.triton.hopper.tiles import (
 )
 from attnlib.ops.triton.hopper.tiles import shared_bytes as hopper_bytes
 from attnlib.ops.triton.splits import visible_bound
-from attnlib.ops.triton.tile_tables import work_class
+from attnlib.ops.triton.tile_tables import visible_class, work_class
 from attnlib.ops.triton.tiles import (
     Tile,
     choose_decode_tile,
@@ -61,6 +61,7 @@ class Group:
         rows: class of rows; the most that are told apart is 128.
         block_size: N, for the Hopper prefill only.
         work: class of work, for decode only.
+        visible: class of windows, for the Hopper prefill only.
     """
 
     op: str
@@ -70,6 +71,7 @@ class Group:
     rows: int
     block_size: int | None = None
     work: int | None = None
+    visible: tuple[int, int | None] | None = None
 
 
 def operations(case: BenchCase, limits: DeviceLimits, wanted: tuple[str, ...]) -> list[str]:
@@ -95,7 +97,8 @@ def group_of(case: BenchCase, op: str, limits: DeviceLimits) -> Group:
     stored = "16-bit" if spec.kv_dtype.itemsize > 1 else "fp8" if limits.has_fp8 else "fp8-bytes"
     elements = "float32" if spec.dtype.itemsize == 4 else stored
     if op == "hopper_prefill":
-        return Group(op, limits.products, elements, max(map(padded_width, sizes)), 128, case.block_size)
+        width = max(map(padded_width, sizes))
+        return Group(op, limits.products, elements, width, 128, case.block_size, visible=visible_class(_window(case)))
     if op == "hopper_decode":
         return Group(op, limits.products, elements, max(map(padded_width, sizes)), DECODE_ROWS)
     width = max(sum(split_head_size(size)) for size in sizes)
@@ -104,6 +107,12 @@ def group_of(case: BenchCase, op: str, limits: DeviceLimits) -> Group:
     window = spec.visible_window.as_kernel_args()
     visible = visible_bound(case.batch.max_query_len, case.batch.max_seq_len, window, True, 0)
     return Group(op, limits.products, elements, width, rows, None, work_class(case.batch.num_reqs, spec.num_kv_heads, visible, limits.num_sms))
+
+
+def _window(case: BenchCase) -> int | None:
+    """Keys that one query sees at most by its window; None without one."""
+    left, right = case.spec.visible_window.as_kernel_args()
+    return left + right + 1 if left >= 0 and right >= 0 else None
 
 
 def candidates(case: BenchCase, op: str, limits: DeviceLimits, quick: bool = False) -> list[dict[str, Any]]:
@@ -136,9 +145,9 @@ def _hopper_decode(sizes: tuple[int, int], limits: DeviceLimits) -> Iterator[dic
 
 
 def _hopper_prefill(case: BenchCase, sizes: tuple[int, int], limits: DeviceLimits) -> Iterator[dict[str, Any]]:
-    today = choose_hopper_tile(*sizes, rows=case.batch.max_query_len * case.spec.group_size, block_size=case.block_size, tuned=limits.tuned)
-    yield vars(today)
-    for block_n in (128, 64):
+    rows, window = case.batch.max_query_len * case.spec.group_size, _window(case)
+    yield vars(choose_hopper_tile(*sizes, rows=rows, block_size=case.block_size, visible=window, tuned=limits.tuned))
+    for block_n in (128, 64) if visible_class(window)[1] is None else (64, 32, 128):
         for stages in (2, 3):
             for persistent in (False, True):
                 for turns in (True, False):

@@ -49,7 +49,7 @@ def merged(
 
 def _about(line: dict[str, Any]) -> str:
     """What a line of tiles is about, work left out: a family is measured, and replaced, as a whole."""
-    return json.dumps([line["op"], *(line.get(name) for name in ("products", "elements", "head_size", "rows", "block_size"))])
+    return json.dumps([line["op"], *(line.get(name) for name in ("products", "elements", "head_size", "rows", "block_size", "visible"))])
 
 
 def write_document(path: Path, document: dict[str, Any]) -> None:

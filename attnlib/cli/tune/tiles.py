@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -149,7 +149,7 @@ def best_entries(trials: Iterable[Trial], provenance: str) -> list[dict[str, Any
     best = {group: found for group, members in groups.items() if (found := _best(members)) is not None}
     families: dict[Group, list[Group]] = {}
     for group in best:
-        families.setdefault(Group(group.op, group.products, group.elements, group.head_size, group.rows, group.block_size), []).append(group)
+        families.setdefault(replace(group, work=None), []).append(group)
     return [entry for family, members in families.items() for entry in _entries(family, members, best, provenance)]
 
 
@@ -181,6 +181,8 @@ def _entries(
     line["head_size"] = [family.head_size, family.head_size]
     if family.op == "hopper_prefill":
         line["block_size"] = [family.block_size, family.block_size]
+        if family.visible is not None:
+            line["visible"] = list(family.visible)
     elif family.op != "hopper_decode":
         line["rows"] = [family.rows, None if family.rows >= 128 else family.rows]
     spans: list[dict[str, Any]] = []

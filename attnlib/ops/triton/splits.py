@@ -2,26 +2,30 @@
 
 The grid, and so the workspace, has `num_splits` programs per request and group of heads. How many of them find work is
 settled on the device from the lengths themselves (`schedule.tiles_per_split`), so the bound may be generous for ragged
-batches without cutting even ones too small.
+batches without cutting even ones too small. The numbers, their reasons and where they come from: `tables/decode.json`.
 """
 
 from __future__ import annotations
 
 import math
 
+from attnlib.ops.triton.decode_numbers import decode_numbers
+
 __all__ = ["MIN_TILES_PER_SPLIT", "RESIDENT_LIMIT", "SPLIT_LIMIT", "choose_num_splits", "paged_decode_workspace_bytes", "visible_bound"]
 
-SPLIT_LIMIT = 256
-"""More partial results than this cost the combine step more than they bring."""
+_NUMBERS = decode_numbers()
 
-RESIDENT_LIMIT = 4
-"""Programs per multiprocessor that splits are reckoned with at most; more would not read memory any faster."""
+SPLIT_LIMIT = _NUMBERS["split_limit"]
+"""Pieces that one request is cut into at most."""
 
-MIN_TILES_PER_SPLIT = 2
-"""Key tiles that one split takes at least, so that a load is in flight while another is used."""
+RESIDENT_LIMIT = _NUMBERS["resident_limit"]
+"""Programs of a multiprocessor that splits are reckoned with at most."""
 
-_WAVES = 4
-"""How many times over the grid may fill the chip when lengths are ragged; programs without work leave at once."""
+MIN_TILES_PER_SPLIT = _NUMBERS["min_tiles_per_split"]
+"""Key tiles that one split takes at least."""
+
+_WAVES = _NUMBERS["waves"]
+"""How many times over the grid may fill the chip when lengths are ragged."""
 
 
 def visible_bound(max_query_len: int, max_seq_len: int, window: tuple[int, int], causal: bool, attention_chunk_size: int) -> int:

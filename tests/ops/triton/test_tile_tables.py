@@ -15,11 +15,13 @@ from attnlib.ops.triton.hopper.tiles import shared_bytes as hopper_bytes
 from attnlib.ops.triton.tile_tables import (
     ELEMENTS,
     PRODUCTS,
+    VISIBLE_EDGES,
     Situation,
     TileTable,
     matching,
     parse_table,
     shipped_tables,
+    visible_class,
     work_bounds,
     work_class,
 )
@@ -101,6 +103,28 @@ def test_prefill_and_hopper_tiles_come_from_the_same_table() -> None:
     assert choose_hopper_tile(128, 128, visible=513) == usual and choose_hopper_tile(128, 128, visible=128).block_n == 64
     with pytest.raises(UnsupportedConfigError, match="head sizes 512"):
         choose_hopper_tile(512, 512, tuned=tuned)
+
+
+def test_a_tile_measured_without_a_window_leaves_windows_to_the_shipped_entries() -> None:
+    """The class that was measured, and no other: a tile for long rows would be slow for a few keys, and the other way round."""
+    line = {"op": "hopper_prefill", "tile": {"block_n": 128, "stages": 2, "persistent": True}, "provenance": "mine", "block_size": [16, 16]}
+    endless, narrow = _table({**line, "visible": list(visible_class(None))}), _table({**line, "visible": list(visible_class(128))})
+    for visible in (None, 128, 256, 257, 512, 513, 1024, 1025, 8192):
+        usual = choose_hopper_tile(64, 64, block_size=16, visible=visible)
+        mine = HopperTile(128, 2, persistent=True)
+        assert usual != mine
+        for tuned, measured in ((endless, (None, 1025, 8192)), (narrow, (128, 256))):
+            found = choose_hopper_tile(64, 64, block_size=16, visible=visible, tuned=tuned)
+            assert found == (mine if visible in measured else usual), visible
+    assert choose_hopper_tile(64, 64, block_size=64, tuned=endless) == choose_hopper_tile(64, 64), "another page size was not measured"
+
+
+def test_classes_of_windows_meet_without_a_gap_and_end_where_shipped_entries_do() -> None:
+    classes = [visible_class(keys) for keys in (1, 256, 257, 512, 513, 1024, 1025)]
+    assert classes == [(1, 256), (1, 256), (257, 512), (257, 512), (513, 1024), (513, 1024), (1025, None)]
+    assert visible_class(None) == (1025, None)
+    shipped = [bounds for table in shipped_tables() for entry in table.entries for name, *bounds in entry.ranges if name == "visible"]
+    assert shipped and all(least == 1 and most in VISIBLE_EDGES for least, most in shipped), "a tuned entry would cover part of a shipped one"
 
 
 def test_tiles_may_depend_on_classes_of_work_and_never_on_neighbours_when_asked_not_to() -> None:

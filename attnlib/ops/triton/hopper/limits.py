@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from attnlib.ops.triton.decode_numbers import decode_numbers
+
 __all__ = ["BLOCK_SIZES", "DECODE_ROWS", "HOPPER_DECODE_KEYS", "ROWS", "decode_gaps", "decode_rows", "prefers_hopper_decode", "prefill_gaps"]
 
 ROWS = 128
@@ -18,11 +20,9 @@ DECODE_ROWS = 64
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 """Pages that divide a tile of keys or are divided by it."""
 
-HOPPER_DECODE_KEYS = (512, 2048)
-"""Keys from which the Hopper decode is the quicker one, for batches of at most one (request, KV head) pair for each
-multiprocessor, and for larger ones. On an H200: 1 request of 1k, 6.9 against 7.8 us; 256 of 1k, 263 against 253; 128 of
-2k, 255 against 264; windows of 128, 9 against 6 (benchmarks/results/h200/tiles.txt). Lengths between were not measured, so
-neither bound is sharp."""
+HOPPER_DECODE_KEYS = (decode_numbers()["hopper_keys_few_pairs"], decode_numbers()["hopper_keys_many_pairs"])
+"""Keys from which the Hopper decode is the quicker one: in batches of at most one (request, KV head) pair for each
+multiprocessor, and in larger ones. What was measured, and what was not: `tables/decode.json`. Neither bound is sharp."""
 
 
 def decode_rows(head_size_v: int) -> int:

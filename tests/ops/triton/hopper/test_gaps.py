@@ -69,7 +69,7 @@ def test_names_every_gap_with_its_value(options: dict[str, Any], words: str, gap
     assert any(words in gap for gap in found), found
 
 
-def test_decode_packs_as_many_rows_as_one_warpgroup_has() -> None:
+def test_decode_packs_as_many_rows_as_registers_hold() -> None:
     assert _decode(group=16, tokens=4) == []
     assert "16 query heads for each KV head times 5 tokens" in _decode(group=16, tokens=5)[0]
     assert "133 KV heads" in _decode(kv_heads=133)[0]
