@@ -2,9 +2,9 @@
 
     python benchmarks/gpu/prefill_probe.py                       # checks, then times
     python benchmarks/gpu/prefill_probe.py --do check --variants g g:single --cases ragged window
-    python benchmarks/gpu/prefill_probe.py --do time --rows 16k 2k --variants g g:turn plain fa3
+    python benchmarks/gpu/prefill_probe.py --do time --rows 16k 2k --variants g g:r56 plain fa3
 
-A variant is `g`, the tile of the tables, with flags (turn, noturn, direct, single, persist, nosec, n64, n128, sK for K
+A variant is `g`, the tile of the tables, with flags (direct, single, persist, nosec, n64, n128, sK for K
 stages, qK for K tiles of queries, rP for P producer registers), `plain` or `fa3`.
 Units run in child processes under a watchdog, so that a kernel that hangs or faults costs one unit and not
 the run; what a unit finds is printed at once, and all of it goes to $OUT/prefill_probe.json.
@@ -79,7 +79,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "matmul": {},
 }
 DEFAULT_CHECK_VARIANTS = ["g", "g:single"]
-DEFAULT_TIME_VARIANTS = ["g", "g:turn", "g:direct", "g:single", "g:nosec", "plain", "fa3"]
+DEFAULT_TIME_VARIANTS = ["g", "g:direct", "g:single", "g:nosec", "plain", "fa3"]
 
 
 class Batch:
@@ -220,8 +220,6 @@ def parse_tile(variant: str, d: int, dv: int) -> Any:
     tile = choose_hopper_tile(d, dv)
     for flag in variant.split(":")[1:]:
         change: dict[str, Any] = {
-            "noturn": {"turns": False},
-            "turn": {"turns": True},
             "direct": {"staged_store": False},
             "persist": {"persistent": True},
             "single": {"persistent": False, "q_stages": 1},
@@ -230,7 +228,7 @@ def parse_tile(variant: str, d: int, dv: int) -> Any:
             "n": {"block_n": int(flag[1:] or 0) if flag[1:].isdigit() else 0},
             "s": {"stages": int(flag[1:] or 0) if flag[1:].isdigit() else 0},
             "q": {"q_stages": int(flag[1:] or 0)},
-            "r": {"producer_registers": int(flag[1:] or 0), "consumer_registers": 240 - (int(flag[1:] or 0) - 24) // 2},
+            "r": {"producer_registers": int(flag[1:] or 0), "consumer_registers": 240 - (int(flag[1:] or 0) - 24) // 16 * 8},
         }[flag[0]]
         tile = dataclasses.replace(tile, **change)
     return tile

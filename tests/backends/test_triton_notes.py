@@ -21,7 +21,7 @@ def _notes(device: str = "sm_90", backend: type[AttentionBackend] = TritonBacken
     return backend.notes(AttentionSpec(**layer), resolve_device(device))
 
 
-LENGTHS = "from 512 keys on, 2048 with more (request, KV head) pairs than multiprocessors"
+LENGTHS = "from 256 keys on, 2048 with more than 8 (request, KV head) pairs for each multiprocessor"
 
 
 def test_what_gluon_serves_is_said_in_one_line_with_the_lengths() -> None:
@@ -31,17 +31,17 @@ def test_what_gluon_serves_is_said_in_one_line_with_the_lengths() -> None:
 
 def test_what_is_said_of_lengths_is_what_is_done() -> None:
     """The words hold against the choice itself, on both sides of both lengths."""
-    few, many = (int(word) for word in re.findall(r"\d+", LENGTHS))
-    for pairs, edge in ((132, few), (133, many)):
+    few, many, most = (int(word) for word in re.findall(r"\d+", LENGTHS))
+    for pairs, edge in ((most * 132, few), (most * 132 + 1, many)):
         assert [prefers_hopper_decode(keys, pairs, 1, 132) for keys in (edge - 1, edge)] == [False, True]
 
 
 def test_a_window_that_never_shows_enough_keys_leaves_decode_to_plain_triton() -> None:
     served, left = _notes(sliding_window=128)
     assert served == "Gluon kernels for SM90: prefill"
-    assert left == "decode by plain Triton: at most 135 keys are visible; the Hopper decode is taken from 512 on"
-    assert _notes(attention_chunk_size=256)[1].startswith("decode by plain Triton: at most 263 keys")
-    assert _notes(sliding_window=504)[1].startswith("decode by plain Triton: at most 511 keys") and LENGTHS in _notes(sliding_window=505)[0]
+    assert left == "decode by plain Triton: at most 135 keys are visible; the Hopper decode is taken from 256 on"
+    assert _notes(attention_chunk_size=128)[1].startswith("decode by plain Triton: at most 135 keys")
+    assert _notes(sliding_window=248)[1].startswith("decode by plain Triton: at most 255 keys") and LENGTHS in _notes(sliding_window=249)[0]
     assert LENGTHS in _notes(window=(64, None), mask_kind="bidirectional")[0], "no bound on later keys"
 
 

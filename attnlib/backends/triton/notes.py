@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnlib.ops.triton.hopper.limits import HOPPER_DECODE_KEYS, decode_gaps, decode_rows, prefill_gaps
+from attnlib.ops.triton.hopper.limits import HOPPER_DECODE_KEYS, PAIRS_PER_SM, decode_gaps, decode_rows, prefill_gaps
 from attnlib.ops.triton.splits import visible_bound
 from attnlib.spec import AttentionSpec, MaskKind
 
@@ -34,7 +34,7 @@ def hopper_notes(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]:
 
 def _served_decodes(spec: AttentionSpec) -> str:
     few, many = HOPPER_DECODE_KEYS
-    lengths = f"from {few} keys on, {many} with more (request, KV head) pairs than multiprocessors"
+    lengths = f"from {few} keys on, {many} with more than {PAIRS_PER_SM} (request, KV head) pairs for each multiprocessor"
     return f"decode of up to {_tokens(spec)} query tokens ({lengths})"
 
 

@@ -148,13 +148,12 @@ def _hopper_prefill(case: BenchCase, sizes: tuple[int, int], limits: DeviceLimit
     rows, window = case.batch.max_query_len * case.spec.group_size, _window(case)
     yield vars(choose_hopper_tile(*sizes, rows=rows, block_size=case.block_size, visible=window, tuned=limits.tuned))
     for block_n in (128, 64) if visible_class(window)[1] is None else (64, 32, 128):
-        for stages in (2, 3):
+        for stages in (2, 3, 4):
             for persistent in (False, True):
-                for turns in (True, False):
-                    for q_stages in (2, 1) if persistent else (1,):
-                        tile = HopperTile(block_n, stages, turns=turns, persistent=persistent, q_stages=q_stages)
-                        if hopper_bytes(tile, *sizes) <= SHARED_MEMORY and (max(sizes) <= 128 or block_n <= 64):
-                            yield vars(tile)
+                for q_stages in (2, 1) if persistent else (1,):
+                    tile = HopperTile(block_n, stages, persistent=persistent, q_stages=q_stages)
+                    if hopper_bytes(tile, *sizes) <= SHARED_MEMORY and (max(sizes) <= 128 or block_n <= 64):
+                        yield vars(tile)
 
 
 def _first(tiles: Iterator[dict[str, Any]], quick: bool) -> list[dict[str, Any]]:

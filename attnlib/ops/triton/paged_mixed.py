@@ -113,21 +113,31 @@ def _find(
 ) -> _Pair:
     halves = ((decodes, ask), (prefills, fill))
     keys = [launch_key(half.query, key, value, half.query_start_loc, half.seq_lens, half.block_table, options) for half, options in halves]
-    known = (*keys, decodes.max_query_len, decodes.max_seq_len, prefills.max_query_len, kernels)
+    known = (*keys, decodes.max_query_len, decodes.max_seq_len, prefills.max_query_len, prefills.max_seq_len, kernels)
     pair = _pairs.get(known)
     if pair is not None and pair.limits is limits:
         return pair
     decode = prefill = None
     if (fast := hopper_choice()) is not None:
-        visible = visible_bound(decodes.max_query_len, decodes.max_seq_len, ask.window, ask.causal is True, ask.attention_chunk_size)
-        decode = fast.find_decode(
-            keys[0], decodes.query, key, value, decodes.block_table, decodes.query_start_loc, ask, limits, max(1, decodes.max_query_len),
-            visible, kernels == "hopper", beside_prefill=True,
-        )  # fmt: skip
         prefill = fast.find_prefill(
             prefills.query, key, value, prefills.block_table, prefills.query_start_loc, fill, limits, prefills.max_query_len
         )
+        visible = _visible(decodes, ask)
+        sizes = key.shape[3] + value.shape[3]
+        kv_bytes = decodes.seq_lens.shape[0] * visible * key.shape[2] * sizes * key.element_size()
+        keys_per_token = min(_visible(prefills, fill), max(1, prefills.max_seq_len - prefills.max_query_len // 2))
+        slots = fast.slots_beside_prefill(limits.num_sms, kv_bytes, 2 * prefills.query.shape[0] * prefills.query.shape[1] * keys_per_token * sizes)
+        decode = fast.find_decode(
+            keys[0], decodes.query, key, value, decodes.block_table, decodes.query_start_loc, ask, limits, max(1, decodes.max_query_len),
+            visible, kernels == "hopper", slots,
+        )  # fmt: skip
     return _pairs.keep(known, _Pair(limits, decode, prefill))
+
+
+def _visible(half: Half, options: Options) -> int:
+    """The most keys that the queries of one request can see together."""
+    causal = options.causal is True
+    return visible_bound(half.max_query_len, half.max_seq_len, options.window, causal, options.attention_chunk_size)
 
 
 def _options(half: Half, meaning: dict[str, Any]) -> Options:

@@ -12,7 +12,7 @@ from attnlib.errors import ContractError
 from attnlib.ops.triton import decode_numbers as room
 from attnlib.ops.triton import splits
 from attnlib.ops.triton.decode_numbers import decode_numbers, parse_numbers, shipped_numbers
-from attnlib.ops.triton.hopper.limits import HOPPER_DECODE_KEYS, prefers_hopper_decode
+from attnlib.ops.triton.hopper.limits import HOPPER_DECODE_KEYS, PAIRS_PER_SM, prefers_hopper_decode
 from attnlib.ops.triton.splits import choose_num_splits
 
 LINE: dict[str, Any] = {"name": "limit", "value": 3, "meaning": "a limit", "provenance": "mine"}
@@ -34,8 +34,9 @@ def test_the_code_uses_the_table() -> None:
     values = decode_numbers()
     assert (splits.SPLIT_LIMIT, splits.RESIDENT_LIMIT) == (values["split_limit"], values["resident_limit"]) == (256, 4)
     assert (splits.MIN_TILES_PER_SPLIT, splits._WAVES) == (values["min_tiles_per_split"], values["waves"]) == (2, 4)
-    assert HOPPER_DECODE_KEYS == (values["hopper_keys_few_pairs"], values["hopper_keys_many_pairs"]) == (512, 2048)
-    assert len(values) == 6, "a number that nothing uses does not belong here"
+    assert HOPPER_DECODE_KEYS == (values["hopper_keys_few_pairs"], values["hopper_keys_many_pairs"]) == (256, 2048)
+    assert PAIRS_PER_SM == values["hopper_pairs_per_multiprocessor"] == 8
+    assert len(values) == 7, "a number that nothing uses does not belong here"
 
 
 @pytest.mark.parametrize(
@@ -56,10 +57,10 @@ def test_choices_are_those_of_commit_6507bdb(asked: tuple[int, ...], recorded: i
     assert choose_num_splits(*asked) == recorded
 
 
-def test_the_kernel_changes_over_where_it_did() -> None:
-    taken = [keys for keys in range(4096) if prefers_hopper_decode(keys, 16, 8, 132)]
-    assert (taken[0], len(taken)) == (512, 4096 - 512)
-    taken = [keys for keys in range(4096) if prefers_hopper_decode(keys, 17, 8, 132)]
+def test_the_kernel_changes_over_where_the_table_says() -> None:
+    taken = [keys for keys in range(4096) if prefers_hopper_decode(keys, 132, 8, 132)]
+    assert (taken[0], len(taken)) == (256, 4096 - 256)
+    taken = [keys for keys in range(4096) if prefers_hopper_decode(keys, 133, 8, 132)]
     assert (taken[0], len(taken)) == (2048, 4096 - 2048)
 
 

@@ -98,7 +98,7 @@ def test_prefill_and_hopper_tiles_come_from_the_same_table() -> None:
     assert choose_prefill_tile(128, 128, 2, 2, 4096, 227 * KB, "async", tuned=tuned) == Tile(64, 64, 4, 2)
     assert choose_prefill_tile(128, 128, 2, 2, 20, 227 * KB, "async", tuned=tuned) == Tile(32, 64, 4, 2)
     assert choose_hopper_tile(128, 128, block_size=128, tuned=tuned) == HopperTile(64, 3, persistent=True)
-    usual = HopperTile(128, 2, turns=False, persistent=True, q_stages=2)
+    usual = HopperTile(128, 2, persistent=True, q_stages=2)
     assert choose_hopper_tile(128, 128, block_size=16, tuned=tuned) == choose_hopper_tile(128, 128) == usual
     assert choose_hopper_tile(128, 128, visible=513) == usual and choose_hopper_tile(128, 128, visible=128).block_n == 64
     with pytest.raises(UnsupportedConfigError, match="head sizes 512"):

@@ -19,15 +19,28 @@ from attnlib.ops.triton.hopper.paged_prefill import HopperPrefill, plan_hopper_p
 from attnlib.ops.triton.hopper.tiles import choose_hopper_decode_tile, choose_hopper_tile
 from attnlib.ops.triton.launch import Remembered
 
-__all__ = ["decode_workspace_bytes", "find_decode", "find_prefill", "stride_gaps"]
+__all__ = ["decode_workspace_bytes", "find_decode", "find_prefill", "slots_beside_prefill", "stride_gaps"]
 
 _decodes: Remembered[HopperDecode] = Remembered()
 
+_OPERATIONS_PER_BYTE = 150
+"""What the chip multiplies while it reads a byte: about 620 TFLOP/s beside 4.2 TB/s on an H200."""
 
-def slots_beside_prefill(num_sms: int) -> int:
-    """Decode programs that run beside a prefill: 8 of 11, as few as still read at nearly full speed. On an H200, 60
-    requests of 4k: 4246 GB/s by 132 programs, 4105 by 96, 3744 by 88 (benchmarks/results/h200/tiles.txt)."""
-    return num_sms * 8 // 11
+
+def slots_beside_prefill(num_sms: int, decode_bytes: int, prefill_operations: int) -> int:
+    """Decode programs that run beside a prefill: as few as still read at nearly full speed, 2 of 3 multiprocessors; where
+    the prefill is the longer one by the bounds, 4 of 11, so that it has more of the chip from the beginning.
+
+    On an H200, 60 requests of 4k beside 2k tokens: 276 us with 88 programs, 283 with 96, 287 with 104, 355 with 48; beside
+    8k tokens: 1040 with 48, 1095 with 88 (benchmarks/results/h200/tiles.txt).
+
+    Args:
+        num_sms: multiprocessors of the chip.
+        decode_bytes: keys and values that the decodes read, by upper bounds.
+        prefill_operations: of the prefills, likewise.
+    """
+    longer = prefill_operations > _OPERATIONS_PER_BYTE * decode_bytes
+    return num_sms * 4 // 11 if longer else num_sms * 2 // 3
 
 
 def stride_gaps(**tensors: Tensor) -> list[str]:
@@ -103,7 +116,7 @@ def find_decode(
     max_query_len: int,
     visible: int,
     insist: bool,
-    beside_prefill: bool = False,
+    slots: int | None = None,
 ) -> HopperDecode | None:
     """The Hopper decode for calls like this one; None where it cannot serve them or (without `insist`) is the slower one.
 
@@ -119,11 +132,11 @@ def find_decode(
         max_query_len: upper bound of the query lengths, at least 1.
         visible: the most keys that a request's queries see.
         insist: whether it is wanted even where it is the slower one.
-        beside_prefill: whether a prefill is to run at the same time, on the multiprocessors that it leaves free.
+        slots: programs that may run at a time, where something else is to run beside them; None is all that find room.
     """
     if not insist and not prefers_hopper_decode(visible, starts.shape[0] - 1, key.shape[2], limits.num_sms):
         return None
-    known = (same, max_query_len, beside_prefill)
+    known = (same, max_query_len, slots)
     launch = _decodes.get(known)
     if launch is not None and launch.limits is limits:
         return launch
@@ -131,7 +144,6 @@ def find_decode(
     if decode_gaps(*layer, **_features(options)) or _impossible(query, key, value, options):
         return None
     tile = choose_hopper_decode_tile(key.shape[3], value.shape[3], tuned=limits.tuned)
-    slots = slots_beside_prefill(limits.num_sms) if beside_prefill else None
     return _decodes.keep(known, plan_hopper_decode(query, key, value, block_table, starts, options, tile, limits, max_query_len, slots))
 
 

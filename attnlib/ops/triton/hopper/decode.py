@@ -3,8 +3,9 @@
 The key tiles of all requests stand in one line, which is cut into equal parts; each part has one CTA for each KV head,
 side by side, so that the heads of a page are read at about the same time and memory sees whole pages. A part may hold
 the end of one request, several whole ones and the beginning of another; what belongs to one request is a piece. A
-request in one piece is written out at once, the others as float32 partial results that `join_pieces` merges. One warp
-loads ahead by TMA over the borders of pieces, so the memory never waits for a new request; one warpgroup multiplies.
+request in one piece is written out at once, the others as float32 partial results that `join_pieces` merges. Two
+warps load keys and values ahead by TMA over the borders of pieces, so the memory never waits for a new request; one
+warpgroup multiplies.
 
 The few rows of a request (query heads of a group times tokens) are the columns of both products: keys times queries, then
 values times weights, because an asynchronous product has at least 64 rows and may have as few as 8 columns.
@@ -30,10 +31,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attnlib.ops.triton.hopper.dialect import (
     await_predecessor,
     exp2,
-    load_box,
     partition_barrier,
     release_successor,
 )
+from attnlib.ops.triton.hopper.loads import load_tile
 from attnlib.ops.triton.hopper.schedule import row_span, visited_tiles
 from attnlib.ops.triton.hopper.softmax import LN2, LOG2E, score_factor, transform_scores
 from attnlib.ops.triton.softmax import finish_rows
@@ -107,16 +108,11 @@ def _my_part(query_start_loc, seq_lens, left, right, chunk, num_reqs, part, part
 
 
 @gluon.jit
-def _producer(key, value, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_blocks,
-              stride_table, k_ring, v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS: gl.constexpr,
-              TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
-              CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-              HAS_CHUNK: gl.constexpr):  # fmt: skip
-    """Fill the rings piece after piece. Pages past a request's last one are aimed past the pool's end: zeros."""
-    BOX: gl.constexpr = min(BLOCK_SIZE, BLOCK_N)
-    BOXES: gl.constexpr = BLOCK_N // BOX
-    K_BYTES: gl.constexpr = BLOCK_N * k_ring.shape[2] * 2
-    V_BYTES: gl.constexpr = BLOCK_N * v_ring.shape[2] * 2
+def _loader(cache, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_blocks, stride_table, ring, full,
+            empty, NUM_KV_HEADS: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
+            CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr):  # fmt: skip
+    """Fill the ring of keys, or that of values, piece after piece."""
+    BLOCK_N: gl.constexpr = ring.shape[1]
     await_predecessor()
     release_successor()
     position, part_end, _, request, before = _my_part(query_start_loc, seq_lens, left, right, chunk, num_reqs,
@@ -138,24 +134,8 @@ def _producer(key, value, query_start_loc, seq_lens, block_table, left, right, c
             count = gl.minimum(part_end, request_end) - position
             for i in range(0, count):
                 tile = first_tile + (position + i - before)
-                first_page = tile * BLOCK_N // BLOCK_SIZE
-                inside = tile * BLOCK_N % BLOCK_SIZE
-                blocks = ()
-                for box in gl.static_range(BOXES):
-                    page = gl.load(table + first_page + box, mask=first_page + box < pages, other=num_blocks)
-                    blocks = blocks + (page,)
-                stage = step % STAGES
-                parity = (step // STAGES) & 1
-                k_tile = k_ring.index(stage)
-                mbarrier.wait(k_empty.index(stage), parity ^ 1)
-                mbarrier.expect(k_full.index(stage), K_BYTES)
-                for box in gl.static_range(BOXES):
-                    load_box(key, [blocks[box], kv_head, inside, 0], k_full.index(stage), k_tile.slice(box * BOX, BOX, 0))
-                v_tile = v_ring.index(stage)
-                mbarrier.wait(v_empty.index(stage), parity ^ 1)
-                mbarrier.expect(v_full.index(stage), V_BYTES)
-                for box in gl.static_range(BOXES):
-                    load_box(value, [blocks[box], kv_head, inside, 0], v_full.index(stage), v_tile.slice(box * BOX, BOX, 0))
+                load_tile(cache, table, pages, num_blocks, kv_head, tile, tile * BLOCK_N // BLOCK_SIZE + 32, ring, full, empty,
+                          step, BLOCK_SIZE, STAGES)  # fmt: skip
                 step += 1
             position += count
         before = request_end
@@ -390,7 +370,7 @@ def hopper_decode_kernel(key, value, query, out, lse, sinks, query_start_loc, se
                          BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
                          HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
                          HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr):  # fmt: skip
-    """One CTA of 4 + 1 warps; grid: parts times NUM_KV_HEADS, all of which the chip holds at a time."""
+    """One CTA of 4 + 1 + 1 warps; grid: parts times NUM_KV_HEADS, all of which the chip holds at a time."""
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], key.dtype)
     P_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], key.dtype)
     K_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH], key.dtype)
@@ -416,13 +396,15 @@ def hopper_decode_kernel(key, value, query, out, lse, sinks, query_start_loc, se
                 right, chunk, num_reqs, rows, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tile, p_tile, k_ring,
                 v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
                 CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
-            (_producer, (
-                key, value, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_blocks,
-                stride_table, k_ring, v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N,
-                BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+            (_loader, (
+                key, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_blocks, stride_table, k_ring,
+                k_full, k_empty, NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+            (_loader, (
+                value, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_blocks, stride_table, v_ring,
+                v_full, v_empty, NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
         ],
-        [1],
-        [48],
+        [1, 1],
+        [48, 48],
     )  # fmt: skip
 
 

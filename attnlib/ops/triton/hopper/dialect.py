@@ -12,8 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
-    "TensorDescriptor", "await_predecessor", "exp2", "load_box", "named_arrive", "named_sync", "partition_barrier",
-    "release_successor",
+    "TensorDescriptor", "await_predecessor", "consumers_sync", "exp2", "load_box", "partition_barrier",
+    "prefetch_line", "release_successor",
 ]  # fmt: skip
 
 partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -24,25 +24,9 @@ load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 
 
 @gluon.jit
-def named_sync(ID: gl.constexpr):
-    """Wait at named barrier ID of 256 threads. Ids 9 to 14 are free of Triton's own."""
-    if ID == 9:
-        gl.inline_asm_elementwise("bar.sync 9, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
-    elif ID == 10:
-        gl.inline_asm_elementwise("bar.sync 10, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
-    else:
-        gl.static_assert(ID == 11)
-        gl.inline_asm_elementwise("bar.sync 11, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
-
-
-@gluon.jit
-def named_arrive(ID: gl.constexpr):
-    """Arrive at named barrier ID of 256 threads without waiting."""
-    if ID == 9:
-        gl.inline_asm_elementwise("bar.arrive 9, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
-    else:
-        gl.static_assert(ID == 10)
-        gl.inline_asm_elementwise("bar.arrive 10, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
+def consumers_sync():
+    """Wait until both multiplying warpgroups have come here. Named barrier 11 is free of Triton's own (9 to 14 are)."""
+    gl.inline_asm_elementwise("bar.sync 11, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -60,3 +44,11 @@ def await_predecessor():
 def release_successor():
     """Let the kernel after this one start, once every CTA has come here; it waits for this one's end by itself."""
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
+
+
+@gluon.jit
+def prefetch_line(pointer):
+    """Ask for the line of 128 bytes that holds a scalar pointer's target to come into L1."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [pointer.to(gl.int64, bitcast=True)], gl.int32, False, 1
+    )

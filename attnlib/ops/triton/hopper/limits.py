@@ -9,7 +9,7 @@ import torch
 
 from attnlib.ops.triton.decode_numbers import decode_numbers
 
-__all__ = ["BLOCK_SIZES", "DECODE_ROWS", "HOPPER_DECODE_KEYS", "ROWS", "decode_gaps", "decode_rows", "prefers_hopper_decode", "prefill_gaps"]
+__all__ = ["BLOCK_SIZES", "DECODE_ROWS", "HOPPER_DECODE_KEYS", "PAIRS_PER_SM", "ROWS", "decode_gaps", "decode_rows", "prefers_hopper_decode", "prefill_gaps"]
 
 ROWS = 128
 """Query rows of a prefill work item: two warpgroups of 64. A row is one query head of one query token."""
@@ -21,8 +21,10 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 """Pages that divide a tile of keys or are divided by it."""
 
 HOPPER_DECODE_KEYS = (decode_numbers()["hopper_keys_few_pairs"], decode_numbers()["hopper_keys_many_pairs"])
-"""Keys from which the Hopper decode is the quicker one: in batches of at most one (request, KV head) pair for each
-multiprocessor, and in larger ones. What was measured, and what was not: `tables/decode.json`. Neither bound is sharp."""
+"""Keys from which the Hopper decode is the quicker one: in batches of at most PAIRS_PER_SM (request, KV head) pairs for
+each multiprocessor, and in larger ones. What was measured, and what was not: `tables/decode.json`. No bound is sharp."""
+
+PAIRS_PER_SM = decode_numbers()["hopper_pairs_per_multiprocessor"]
 
 
 def decode_rows(head_size_v: int) -> int:
@@ -137,4 +139,4 @@ def prefers_hopper_decode(visible: int, num_reqs: int, num_kv_heads: int, num_sm
         num_sms: multiprocessors of the chip.
     """
     few, many = HOPPER_DECODE_KEYS
-    return visible >= (few if num_reqs * num_kv_heads <= num_sms else many)
+    return visible >= (few if num_reqs * num_kv_heads <= PAIRS_PER_SM * num_sms else many)

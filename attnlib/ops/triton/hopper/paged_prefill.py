@@ -120,7 +120,7 @@ def plan_hopper_prefill(
     constants = {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "D": head_size, "DV": head_size_v, "WIDTH": width, "WIDTH_V": width_v,
         "TILE_TOKENS": tile_tokens, "BLOCK_N": tile.block_n, "BLOCK_SIZE": block_size, "STAGES": tile.stages,
-        "Q_STAGES": tile.q_stages, "LOAD_QUERY": load_query, "PERSISTENT": tile.persistent, "TURNS": tile.turns,
+        "Q_STAGES": tile.q_stages, "LOAD_QUERY": load_query, "PERSISTENT": tile.persistent,
         "STAGED_STORE": tile.staged_store and width == width_v, "CONSUMER_REGISTERS": tile.consumer_registers,
         "PRODUCER_REGISTERS": tile.producer_registers, "CAUSAL": bool(options.causal), "HAS_LEFT": left >= 0,
         "HAS_RIGHT": right >= 0, "HAS_CHUNK": options.attention_chunk_size > 0, "HAS_CAP": options.logits_soft_cap > 0,

@@ -1,9 +1,10 @@
-"""The prefill kernel for Hopper: two warpgroups that multiply, one warp that loads.
+"""The prefill kernel for Hopper: two warpgroups that multiply, one warp that loads keys, and one that loads values.
 
 A work item is a tile of 128 rows and one KV head; a row is one query head of one query token, the heads of a group
-beside each other, so that they share a stream of keys and values. Each consumer warpgroup owns 64 rows. The producer
-warp fills rings of key and value tiles by TMA, one box per page; `full` barriers count bytes, `empty` barriers count the
-two consumers. Tiles of keys are walked from the diagonal leftwards.
+beside each other, so that they share a stream of keys and values. Each consumer warpgroup owns 64 rows. The loading warps
+fill rings of key and value tiles by TMA, one box per page; `full` barriers count bytes, `empty` barriers count the two
+consumers. They are two, because one would wait for room for values while there is room for keys. The one of the keys
+chooses work items and tells the others. Tiles of keys are walked from the diagonal leftwards.
 
 Within a warpgroup the product of the next tile's keys is issued before that of the last tile's values is awaited
 (FlashAttention-3, Shah et al. 2024); between the two, named barriers let one compute its softmax while the other's
@@ -26,13 +27,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnlib.ops.triton.hopper.dialect import (
     await_predecessor,
+    consumers_sync,
     exp2,
     load_box,
-    named_arrive,
-    named_sync,
     partition_barrier,
     release_successor,
 )
+from attnlib.ops.triton.hopper.loads import load_tile
 from attnlib.ops.triton.hopper.products import overlapped_step, pack_weights, unpack_weights
 from attnlib.ops.triton.hopper.schedule import find_tile, row_span, visited_tiles
 from attnlib.ops.triton.hopper.softmax import LN2, LOG2E, hide_keys, score_factor, transform_scores, weigh
@@ -78,7 +79,7 @@ def _count_up(counter):
 
 @gluon.jit
 def _publish(notes, n_full, n_empty, turn, request, start, first_token, kv_head, query_len, seq_len, NOTE: gl.constexpr):
-    """Tell both consumers of the next work item; request -1 is the end."""
+    """Tell both consumers and the loader of values of the next work item; request -1 is the end."""
     slot = turn % 2
     mbarrier.wait(n_empty.index(slot), ((turn // 2) & 1) ^ 1)
     _write_note(notes, slot * NOTE, request)
@@ -91,22 +92,14 @@ def _publish(notes, n_full, n_empty, turn, request, start, first_token, kv_head,
 
 
 @gluon.jit
-def _producer(key, value, query_map, query_start_loc, seq_lens, block_table, counters, left, right, chunk, num_reqs,
-              num_tokens, num_tiles, beside, section, num_blocks, stride_table, notes, q_tiles, k_ring, v_ring, n_full, n_empty,
-              q_full, q_empty, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
-              TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
-              Q_STAGES: gl.constexpr, LOAD_QUERY: gl.constexpr, PERSISTENT: gl.constexpr,
-              NOTE: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-              HAS_CHUNK: gl.constexpr):  # fmt: skip
-    """Choose work items, tell the consumers, and fill the rings; over the borders of items as far as the rings reach.
-
-    Pages past the request's last one are aimed past the pool's end, which TMA fills with zeros.
-    """
-    BOX: gl.constexpr = min(BLOCK_SIZE, BLOCK_N)
-    BOXES: gl.constexpr = BLOCK_N // BOX
+def _key_loader(key, query_map, query_start_loc, seq_lens, block_table, counters, left, right, chunk, num_reqs,
+                num_tokens, num_tiles, beside, section, num_blocks, stride_table, notes, q_tiles, k_ring, n_full, n_empty, q_full,
+                q_empty, k_full, k_empty, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, TILE_TOKENS: gl.constexpr,
+                BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+                LOAD_QUERY: gl.constexpr, PERSISTENT: gl.constexpr, NOTE: gl.constexpr, CAUSAL: gl.constexpr,
+                HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr):  # fmt: skip
+    """Choose work items, tell the others, load queries and keys; over the borders of items as far as the rings reach."""
     Q_BYTES: gl.constexpr = 2 * 64 * q_tiles.shape[2] * 2
-    K_BYTES: gl.constexpr = BLOCK_N * k_ring.shape[2] * 2
-    V_BYTES: gl.constexpr = BLOCK_N * v_ring.shape[2] * 2
     if beside == 0:
         await_predecessor()
         release_successor()
@@ -122,9 +115,6 @@ def _producer(key, value, query_map, query_start_loc, seq_lens, block_table, cou
     fetched = 0
     step = 0
     while item < items:
-        following = items
-        if PERSISTENT:
-            following = handed_out + _count_up(counters)
         request, start, first_token, kv_head = find_tile(item, query_start_loc, num_reqs, num_tiles, section, NUM_KV_HEADS,
                                                          TILE_TOKENS)  # fmt: skip
         query_len = num_tokens - start
@@ -155,28 +145,14 @@ def _producer(key, value, query_map, query_start_loc, seq_lens, block_table, cou
                 pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
                 for back in range(0, end - begin):
                     tile = end - 1 - back
-                    stage = step % STAGES
-                    parity = (step // STAGES) & 1
-                    first_page = tile * BLOCK_N // BLOCK_SIZE
-                    inside = tile * BLOCK_N % BLOCK_SIZE
-                    blocks = ()
-                    for box in gl.static_range(BOXES):
-                        page = gl.load(table + first_page + box, mask=first_page + box < pages, other=num_blocks)
-                        blocks = blocks + (page,)
-                    k_tile = k_ring.index(stage)
-                    mbarrier.wait(k_empty.index(stage), parity ^ 1)
-                    mbarrier.expect(k_full.index(stage), K_BYTES)
-                    for box in gl.static_range(BOXES):
-                        load_box(key, [blocks[box], kv_head, inside, 0], k_full.index(stage),
-                                 k_tile.slice(box * BOX, BOX, 0))  # fmt: skip
-                    v_tile = v_ring.index(stage)
-                    mbarrier.wait(v_empty.index(stage), parity ^ 1)
-                    mbarrier.expect(v_full.index(stage), V_BYTES)
-                    for box in gl.static_range(BOXES):
-                        load_box(value, [blocks[box], kv_head, inside, 0], v_full.index(stage),
-                                 v_tile.slice(box * BOX, BOX, 0))  # fmt: skip
+                    load_tile(key, table, pages, num_blocks, kv_head, tile, tile * BLOCK_N // BLOCK_SIZE - 32, k_ring, k_full, k_empty,
+                              step, BLOCK_SIZE, STAGES)  # fmt: skip
                     step += 1
-        item = following
+        # Taken as late as the rings allow: an item that a busy program owns is one that an idle one cannot have.
+        if PERSISTENT:
+            item = handed_out + _count_up(counters)
+        else:
+            item = items
     _publish(notes, n_full, n_empty, turn, -1, 0, 0, 0, 0, 0, NOTE)
     if PERSISTENT:
         # The last CTA to run out of work leaves both counters as they were found.
@@ -186,6 +162,37 @@ def _producer(key, value, query_map, query_start_loc, seq_lens, block_table, cou
     if beside != 0:
         # Who waits for this kernel may count on the one before it, too.
         await_predecessor()
+
+
+@gluon.jit
+def _value_loader(value, block_table, left, right, chunk, num_reqs, num_blocks, stride_table, notes, v_ring, n_full, n_empty, v_full,
+                  v_empty, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
+                  NOTE: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+                  HAS_CHUNK: gl.constexpr):  # fmt: skip
+    """Load the values of the work items that are told."""
+    turn = 0
+    step = 0
+    request = 0
+    while request >= 0:
+        slot = turn % 2
+        mbarrier.wait(n_full.index(slot), (turn // 2) & 1)
+        request = _read_note(notes, slot * NOTE)
+        first_token = _read_note(notes, slot * NOTE + 2)
+        kv_head = _read_note(notes, slot * NOTE + 3)
+        query_len = _read_note(notes, slot * NOTE + 4)
+        seq_len = _read_note(notes, slot * NOTE + 5)
+        mbarrier.arrive(n_empty.index(slot), count=1)
+        turn += 1
+        if (request >= 0) & (request < num_reqs):
+            begin, _, _, end = visited_tiles(first_token, query_len, seq_len, left, right, chunk, TILE_TOKENS, BLOCK_N, CAUSAL,
+                                             HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            table = block_table + request.to(gl.int64) * stride_table
+            pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
+            for back in range(0, end - begin):
+                tile = end - 1 - back
+                load_tile(value, table, pages, num_blocks, kv_head, tile, tile * BLOCK_N // BLOCK_SIZE - 32, v_ring, v_full, v_empty,
+                          step, BLOCK_SIZE, STAGES)  # fmt: skip
+                step += 1
 
 
 @gluon.jit
@@ -200,7 +207,7 @@ def _clear_values(v_tile, valid, WARPGROUP: gl.constexpr):
     content = half.load(layout)
     half.store(gl.where(rows[:, None] < valid, content, 0.0))
     fence_async_shared()
-    named_sync(11)
+    consumers_sync()
 
 
 @gluon.jit
@@ -225,7 +232,7 @@ def _consumer(query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_r
               stride_oh, stride_lt, notes, q_tiles, k_ring, v_ring, n_full, n_empty, q_full, q_empty, k_full, k_empty,
               v_full, v_empty, WARPGROUP: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
               TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-              LOAD_QUERY: gl.constexpr, TURNS: gl.constexpr, STAGED_STORE: gl.constexpr,
+              LOAD_QUERY: gl.constexpr, STAGED_STORE: gl.constexpr,
               NOTE: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
               HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr):  # fmt: skip
     WIDTH: gl.constexpr = q_tiles.shape[2]
@@ -242,8 +249,6 @@ def _consumer(query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_r
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK
     factor = score_factor(scale, soft_cap, HAS_CAP)
-    if TURNS and WARPGROUP == 1:
-        named_arrive(9)
     if beside == 0:
         await_predecessor()
         release_successor()
@@ -323,21 +328,21 @@ def _consumer(query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_r
                 for back in range(0, end - 1 - full_end):
                     acc, weights, peak, total = overlapped_step(
                         q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total, step,
-                        end - 2 - back, row_first, row_last, factor, soft_cap, WARPGROUP, STAGES, TURNS, True,
+                        end - 2 - back, row_first, row_last, factor, soft_cap, STAGES, True,
                         CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
                     step += 1
                 for back in range(0, full_end - full_begin):
                     acc, weights, peak, total = overlapped_step(
                         q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total, step,
-                        full_end - 1 - back, row_first, row_last, factor, soft_cap, WARPGROUP, STAGES, TURNS,
+                        full_end - 1 - back, row_first, row_last, factor, soft_cap, STAGES,
                         False, CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
                     step += 1
                 if CHECK_LEFT:
                     for back in range(0, full_begin - begin):
                         acc, weights, peak, total = overlapped_step(
                             q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total,
-                            step, full_begin - 1 - back, row_first, row_last, factor, soft_cap, WARPGROUP, STAGES,
-                            TURNS, True, CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
+                            step, full_begin - 1 - back, row_first, row_last, factor, soft_cap, STAGES,
+                            True, CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
                         step += 1
 
                 stage = (step - 1) % STAGES
@@ -389,12 +394,12 @@ def hopper_prefill_kernel(key, value, query_map, query, out, lse, sinks, query_s
                           NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
                           WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
                           BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-                          LOAD_QUERY: gl.constexpr, PERSISTENT: gl.constexpr, TURNS: gl.constexpr,
+                          LOAD_QUERY: gl.constexpr, PERSISTENT: gl.constexpr, 
                           STAGED_STORE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
                           PRODUCER_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr,
                           HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
                           HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr):  # fmt: skip
-    """One CTA of 4 + 4 + 1 warps; grid: num_tiles * NUM_KV_HEADS programs, or fewer with PERSISTENT."""
+    """One CTA of 4 + 4 + 1 + 1 warps; grid: num_tiles * NUM_KV_HEADS programs, or fewer with PERSISTENT."""
     NOTE: gl.constexpr = 6
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, WIDTH], key.dtype)
     K_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH], key.dtype)
@@ -413,7 +418,7 @@ def hopper_prefill_kernel(key, value, query_map, query, out, lse, sinks, query_s
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(2):
         mbarrier.init(n_full.index(slot), count=1)
-        mbarrier.init(n_empty.index(slot), count=2)
+        mbarrier.init(n_empty.index(slot), count=3)
     for slot in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(slot), count=1)
         mbarrier.init(q_empty.index(slot), count=2)
@@ -428,19 +433,22 @@ def hopper_prefill_kernel(key, value, query_map, query, out, lse, sinks, query_s
             (_consumer, (
                 query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, beside, stride_qt, stride_qh, stride_ot,
                 stride_oh, stride_lt, notes, q_tiles, k_ring, v_ring, n_full, n_empty, q_full, q_empty, k_full, k_empty,
-                v_full, v_empty, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, LOAD_QUERY, TURNS,
+                v_full, v_empty, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, LOAD_QUERY,
                 STAGED_STORE, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
             (_consumer, (
                 query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, beside, stride_qt, stride_qh, stride_ot,
                 stride_oh, stride_lt, notes, q_tiles, k_ring, v_ring, n_full, n_empty, q_full, q_empty, k_full, k_empty,
-                v_full, v_empty, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, LOAD_QUERY, TURNS,
+                v_full, v_empty, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, LOAD_QUERY,
                 STAGED_STORE, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
-            (_producer, (
-                key, value, query_map, query_start_loc, seq_lens, block_table, counters, left, right, chunk, num_reqs,
-                num_tokens, num_tiles, beside, section, num_blocks, stride_table, notes, q_tiles, k_ring, v_ring, n_full, n_empty,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS, GROUP, TILE_TOKENS, BLOCK_N, BLOCK_SIZE,
-                STAGES, Q_STAGES, LOAD_QUERY, PERSISTENT, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+            (_key_loader, (
+                key, query_map, query_start_loc, seq_lens, block_table, counters, left, right, chunk, num_reqs,
+                num_tokens, num_tiles, beside, section, num_blocks, stride_table, notes, q_tiles, k_ring, n_full, n_empty, q_full,
+                q_empty, k_full, k_empty, NUM_KV_HEADS, GROUP, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES, LOAD_QUERY,
+                PERSISTENT, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+            (_value_loader, (
+                value, block_table, left, right, chunk, num_reqs, num_blocks, stride_table, notes, v_ring, n_full, n_empty,
+                v_full, v_empty, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
         ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [4, 1, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip

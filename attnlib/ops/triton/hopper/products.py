@@ -1,4 +1,4 @@
-"""The inner step that prefill and decode share: two products in flight, a softmax between them.
+"""The inner step of the prefill: two products in flight, a softmax between them.
 
 The product of a tile's keys is issued before that of the previous tile's values is awaited (FlashAttention-3, Shah et
 al. 2024), so the tensor cores work while the softmax does. Weights cross from one step to the next.
@@ -10,22 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from attnlib.ops.triton.hopper.dialect import named_arrive, named_sync
 from attnlib.ops.triton.hopper.softmax import hide_keys, transform_scores, weigh
 
 __all__ = ["overlapped_step", "pack_weights", "unpack_weights"]
-
-
-@gluon.jit
-def _take_turn(WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
-    if TURNS:
-        named_sync(9 + WARPGROUP)
-
-
-@gluon.jit
-def _pass_turn(WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
-    if TURNS:
-        named_arrive(10 - WARPGROUP)
 
 
 @gluon.jit
@@ -54,7 +41,7 @@ def unpack_weights(words, DTYPE: gl.constexpr, P_LAYOUT: gl.constexpr):
 
 @gluon.jit
 def overlapped_step(q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total, step, tile, row_first,
-          row_last, factor, soft_cap, WARPGROUP: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+          row_last, factor, soft_cap, STAGES: gl.constexpr,
           MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
           P_LAYOUT: gl.constexpr):  # fmt: skip
     """Products with the keys of `tile` and with the values of the tile before it, then the softmax between them."""
@@ -67,12 +54,10 @@ def overlapped_step(q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, ac
     v_stage = (step - 1) % STAGES
     v_parity = ((step - 1) // STAGES) & 1
     mbarrier.wait(k_full.index(stage), parity)
-    _take_turn(WARPGROUP, TURNS)
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     scores = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(v_stage), v_parity)
     acc = warpgroup_mma(unpack_weights(weights, DTYPE, P_LAYOUT), v_ring.index(v_stage), acc, is_async=True)
-    _pass_turn(WARPGROUP, TURNS)
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(stage), count=1)
     scores = transform_scores(scores, factor, soft_cap, HAS_CAP)

@@ -1,7 +1,7 @@
 """Shapes of the Hopper prefill: chosen from the tables by a pure function, so that every entry can be compiled without the chip.
 
 One CTA holds 128 rows of queries and two rings, of keys and of values; it takes the whole multiprocessor, because two
-multiplying warpgroups of 240 registers leave room for nothing else.
+multiplying warpgroups of 232 registers leave room for nothing else.
 """
 
 from __future__ import annotations
@@ -33,24 +33,22 @@ class HopperTile:
     Attributes:
         block_n: keys per step.
         stages: depth of the rings.
-        turns: whether the two warpgroups take turns at the tensor cores.
         staged_store: whether outputs pass through shared memory on their way out, for wide stores.
         persistent: one CTA per multiprocessor that walks the work items, instead of one CTA for each.
         sections: KV heads in groups that fit the L2 cache together (`choose_section`), instead of all beside each other.
         q_stages: tiles of queries that are held, 2 to load those of the next work item ahead.
         consumer_registers: per thread of a multiplying warpgroup.
-        producer_registers: per thread of the loading warp.
+        producer_registers: per thread of a loading warp.
     """
 
     block_n: int
     stages: int
-    turns: bool = True
     staged_store: bool = True
     persistent: bool = False
     sections: bool = True
     q_stages: int = 1
-    consumer_registers: int = 240
-    producer_registers: int = 24
+    consumer_registers: int = 232
+    producer_registers: int = 40
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,6 @@ CASES: dict[str, dict[str, Any]] = {
     "128-window": {"window": (127, 0)},
     "128-sinks-cap": {"sinks": True, "cap": 50.0, "lse": True},
     "128-all": {"sinks": True, "cap": 50.0, "lse": True, "window": (127, 31), "chunk": 8192},
-    "128-turns": {"tile": {"turns": True}},
     "128-one-by-one": {"tile": {"persistent": False, "q_stages": 1}},
     "128-direct-store": {"tile": {"staged_store": False}},
     "64": {"d": 64, "group": 8},

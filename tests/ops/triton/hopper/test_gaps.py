@@ -79,7 +79,7 @@ def test_short_and_windowed_decodes_stay_with_the_plain_kernel() -> None:
     """Measured: it is the quicker one there, and for many short requests."""
     few, many = HOPPER_DECODE_KEYS
     assert prefers_hopper_decode(few, 16, 8, 132) and not prefers_hopper_decode(few - 1, 1, 8, 132)
-    assert not prefers_hopper_decode(many - 1, 17, 8, 132) and prefers_hopper_decode(many, 256, 8, 132)
+    assert not prefers_hopper_decode(many - 1, 133, 8, 132) and prefers_hopper_decode(many, 256, 8, 132)
 
 
 def test_strides_that_tma_cannot_take_are_gaps() -> None:
