@@ -105,13 +105,17 @@ class PagedMetadata(AttentionMetadata):
         return self.query_start_loc[starts] - self.num_decode_tokens
 
 
-def paged_fields(common: CommonAttentionMetadata, spec: AttentionSpec, decode_threshold: int | None) -> dict[str, Any]:
+def paged_fields(
+    common: CommonAttentionMetadata, spec: AttentionSpec, decode_threshold: int | None, *, this_batch_only: bool = False
+) -> dict[str, Any]:
     """The fields of `PagedMetadata` for a batch, as keyword arguments for a backend's subclass. No host sync.
 
     Args:
         common: the batch.
         spec: decides causality where the batch leaves it open, and whether a table is needed.
         decode_threshold: most new tokens of a request that goes the decode way; None sends everything the prefill way.
+        this_batch_only: bound the decodes of a mixed batch by the longest one that it has, which kernels for fewer rows thank one for. A step that
+            is captured and replayed with other lengths may not.
 
     Raises:
         ContractError: a paged layer without a block table.
@@ -127,6 +131,9 @@ def paged_fields(common: CommonAttentionMetadata, spec: AttentionSpec, decode_th
         num_decodes = 0  # nothing but padding in front: let the prefill way take the batch whole
     num_prefills = common.num_reqs - num_decodes
     mixed = num_decodes > 0 and num_prefills > 0
+    longest_decode = min(threshold, common.max_query_len)
+    if mixed and this_batch_only:
+        longest_decode = int(common.query_lens_cpu[:num_decodes].max())
     return {
         "num_prefills": num_prefills,
         "num_prefill_tokens": common.num_actual_tokens - decode_tokens,
@@ -136,7 +143,7 @@ def paged_fields(common: CommonAttentionMetadata, spec: AttentionSpec, decode_th
         "num_decodes": num_decodes,
         "max_query_len": common.max_query_len,
         "max_seq_len": common.max_seq_len,
-        "max_decode_query_len": min(threshold, common.max_query_len),
+        "max_decode_query_len": longest_decode,
         "query_start_loc": common.query_start_loc,
         "prefill_query_start_loc": common.query_start_loc[num_decodes:] - decode_tokens if mixed else None,
         "seq_lens": common.seq_lens,

@@ -8,6 +8,7 @@ import torch
 from attnlib.backends.torch.metadata import TorchMetadataBuilder
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.paged import paged_fields
 from attnlib.metadata.parameters import PerLayerParameters, get_per_layer_parameters, group_layers, infer_global_hyperparameters
 from attnlib.metadata.state import AttentionState
 from attnlib.spec import AttentionSpec, CudaGraphSupport
@@ -30,6 +31,15 @@ def test_a_mixed_batch_has_two_parts() -> None:
     assert prefill.query_start_loc.tolist() == prefill.query_start_loc_cpu.tolist() == [0, 20] and prefill.seq_lens.tolist() == [25]
     assert torch.equal(torch.cat([decode.slot_mapping, prefill.slot_mapping]), built.slot_mapping)
     assert built.decode_metadata is decode, "every layer of the step gets the same part"
+
+
+def test_decodes_of_a_mixed_batch_may_be_bounded_by_the_longest_one() -> None:
+    """For builders that know that the batch is not replayed with other lengths."""
+    mixed = _batch([1, 3, 20], [9, 4, 25])
+    assert paged_fields(mixed, SPEC, 8)["max_decode_query_len"] == 8
+    assert paged_fields(mixed, SPEC, 8, this_batch_only=True)["max_decode_query_len"] == 3
+    bounded = _batch([1, 1], [9, 2], max_query_len=4)
+    assert paged_fields(bounded, SPEC, 8, this_batch_only=True)["max_decode_query_len"] == 4, "a batch of decodes keeps the bound it came with"
 
 
 def test_a_uniform_batch_is_its_own_part() -> None:

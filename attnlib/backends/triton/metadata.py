@@ -60,7 +60,14 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> TritonMetadata:
         """The batch, cut into decodes and prefills, with scratch memory for the decode's splits."""
-        fields = paged_fields(common_attn_metadata, self.spec, self.reorder_batch_threshold)
+        return self._build(common_attn_metadata, this_batch_only=True)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> TritonMetadata:
+        """The same with bounds that hold for every batch of these sizes."""
+        return self._build(common_attn_metadata, this_batch_only=False)
+
+    def _build(self, common_attn_metadata: CommonAttentionMetadata, this_batch_only: bool) -> TritonMetadata:
+        fields = paged_fields(common_attn_metadata, self.spec, self.reorder_batch_threshold, this_batch_only=this_batch_only)
         workspace = None
         if fields["num_decodes"]:
             causal = fields["causal"] is True

@@ -122,6 +122,8 @@ def _key_loader(key, query_map, query_start_loc, seq_lens, block_table, counters
         if request < num_reqs:
             query_len = gl.load(query_start_loc + request + 1) - start
             seq_len = gl.load(seq_lens + request)
+        begin = 0
+        end = 0
         if first_token < query_len:
             _publish(notes, n_full, n_empty, turn, request, start, first_token, kv_head, query_len, seq_len, NOTE)
             turn += 1
@@ -141,18 +143,24 @@ def _key_loader(key, query_map, query_start_loc, seq_lens, block_table, counters
                     fetched += 1
                 begin, _, _, end = visited_tiles(first_token, query_len, seq_len, left, right, chunk, TILE_TOKENS,
                                                  BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
-                table = block_table + request.to(gl.int64) * stride_table
-                pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
-                for back in range(0, end - begin):
-                    tile = end - 1 - back
-                    load_tile(key, table, pages, num_blocks, kv_head, tile, tile * BLOCK_N // BLOCK_SIZE - 32, k_ring, k_full, k_empty,
-                              step, BLOCK_SIZE, STAGES)  # fmt: skip
-                    step += 1
-        # Taken as late as the rings allow: an item that a busy program owns is one that an idle one cannot have.
+        table = block_table + gl.minimum(request, num_reqs - 1).to(gl.int64) * stride_table
+        pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
+        # The next item is taken a few steps before this one's end, so that the answer is there in time, and not earlier:
+        # an item that a busy program owns is one that an idle one cannot have.
+        item = items
+        last = gl.minimum(begin + 4, end)
+        for back in range(0, end - last):
+            tile = end - 1 - back
+            load_tile(key, table, pages, num_blocks, kv_head, tile, tile * BLOCK_N // BLOCK_SIZE - 32, k_ring, k_full, k_empty, step,
+                      BLOCK_SIZE, STAGES)  # fmt: skip
+            step += 1
         if PERSISTENT:
             item = handed_out + _count_up(counters)
-        else:
-            item = items
+        for back in range(0, last - begin):
+            tile = last - 1 - back
+            load_tile(key, table, pages, num_blocks, kv_head, tile, tile * BLOCK_N // BLOCK_SIZE - 32, k_ring, k_full, k_empty, step,
+                      BLOCK_SIZE, STAGES)  # fmt: skip
+            step += 1
     _publish(notes, n_full, n_empty, turn, -1, 0, 0, 0, 0, 0, NOTE)
     if PERSISTENT:
         # The last CTA to run out of work leaves both counters as they were found.

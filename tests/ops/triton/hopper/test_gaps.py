@@ -10,7 +10,7 @@ import torch
 
 from attnlib.errors import UnsupportedConfigError
 from attnlib.ops.triton import gluon
-from attnlib.ops.triton.hopper.choice import stride_gaps
+from attnlib.ops.triton.hopper.choice import slots_beside_prefill, stride_gaps
 from attnlib.ops.triton.hopper.limits import HOPPER_DECODE_KEYS, decode_gaps, prefers_hopper_decode, prefill_gaps
 from attnlib.ops.triton.hopper.tiles import (
     SHARED_MEMORY,
@@ -130,3 +130,8 @@ def test_tiles_fit(d: int, dv: int) -> None:
 def test_head_sizes_beyond_the_chip_are_refused_with_the_number() -> None:
     with pytest.raises(UnsupportedConfigError, match="head sizes 512"):
         choose_hopper_tile(512, 512)
+
+
+def test_decodes_leave_more_of_the_chip_to_a_longer_prefill() -> None:
+    few, many = (slots_beside_prefill(132, 1 << 30, operations) for operations in (1 << 50, 1 << 30))
+    assert (few, many) == (48, 88)
