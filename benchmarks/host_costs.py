@@ -99,12 +99,12 @@ def gpu_costs() -> dict[str, float]:
         costs[f"{name}, us (bar 30)"] = launch_microseconds(decode_call(num_reqs, seq_len, False, False))
         costs[f"{name}, flat q, k, v, us"] = launch_microseconds(decode_call(num_reqs, seq_len, True, False))
         costs[f"{name}, output given, us"] = launch_microseconds(decode_call(num_reqs, seq_len, False, True))
-        own = launch._undisturbed
-        launch._undisturbed = lambda: False
+        own = launch.undisturbed
+        launch.undisturbed = lambda: False
         try:
             costs[f"{name}, launched by Triton, us"] = launch_microseconds(decode_call(num_reqs, seq_len, False, False))
         finally:
-            launch._undisturbed = own
+            launch.undisturbed = own
     return costs
 
 

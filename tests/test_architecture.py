@@ -16,7 +16,7 @@ FLOORS = (
     ("backends.base", "backends.builtin", "backends.probing", "backends.results"),
     ("backends",),
     ("selection",),
-    ("validation", "layer", "compile", "warmup"),
+    ("validation", "settled", "layer", "compile", "warmup"),
     ("integrations", "testing", "cli", "bench", "__main__", "__init__"),
 )
 

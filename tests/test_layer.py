@@ -1,5 +1,6 @@
 """The layer: writes, then attends; and what it refuses before anything is written."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -242,3 +243,119 @@ def test_slopes_and_sinks_agree_with_the_spec() -> None:
         attnlib.Attention(SPEC, device="cpu", alibi_slopes=[0.1] * 4)
     with pytest.raises(ContractError, match=r"sinks has shape \(3,\); it must be \[4\]"):
         attnlib.Attention(SPEC.replace(has_sink=True), device="cpu", sinks=torch.zeros(3))
+
+
+class SettlingImpl(TorchBackend.get_impl_cls()):
+    """Settles every call that it is asked to, and counts what it is asked."""
+
+    asked = 0
+    served: list[object] = []
+    steps_aside = False
+
+    def settle(self, query, key, value, cache, metadata, output):
+        SettlingImpl.asked += 1
+        table = metadata.block_table
+
+        def step(impl, query, key, value, cache, metadata, output):
+            if SettlingImpl.steps_aside or metadata.block_table is not table:
+                return False
+            SettlingImpl.served.append(impl)
+            impl.write_kv(key, value, cache, metadata.slot_mapping)
+            impl.forward(query, cache, metadata, output, None)
+            return True
+
+        return step
+
+
+class SettlingBackend(TorchBackend):
+    @staticmethod
+    def get_impl_cls():
+        return SettlingImpl
+
+
+@pytest.fixture
+def settling():
+    SettlingImpl.asked, SettlingImpl.served, SettlingImpl.steps_aside = 0, [], False
+    layers = [attnlib.Attention(SPEC, backend=SettlingBackend, device="cpu") for _ in range(2)]
+    _, cache, step, q, k, v = _inputs()
+    return layers, cache, step, q, k, v
+
+
+def test_a_layer_repeats_what_one_that_means_the_same_had_served(settling) -> None:
+    (first, second), cache, step, q, k, v = settling
+    expected = first(q, k, v, cache, step)
+    assert (SettlingImpl.asked, SettlingImpl.served) == (1, [])
+    other = attnlib.PagedKVCache.allocate(SPEC, 8, "cpu")
+    assert torch.equal(second(q, k, v, other, step), expected) and torch.equal(other.key_cache, cache.key_cache)
+    assert torch.equal(first(q, k, v, cache, step), expected)
+    assert (SettlingImpl.asked, SettlingImpl.served) == (1, [second.impl, first.impl])
+    assert torch.equal(first(q.flatten(1), k.flatten(1), v.flatten(1), cache, step).view(6, 4, 6), expected)
+    assert len(SettlingImpl.served) == 3, "flat tensors of the same strides are the same call"
+
+
+def test_a_call_unlike_any_before_is_served_the_usual_way(settling) -> None:
+    """Whatever the launches follow from: strides, rows, the cache, the layer's meaning, the batch."""
+    (layer, _), cache, step, q, k, v = settling
+    layer(q, k, v, cache, step)
+    strided = torch.stack([q, q], 1)[:, 0]
+    padded = torch.cat([q, q[:1]]), torch.cat([k, k[:1]]), torch.cat([v, v[:1]])
+    scaled, larger = attnlib.Attention(SPEC, backend=SettlingBackend, scale=0.5, device="cpu"), attnlib.PagedKVCache.allocate(SPEC, 9, "cpu")
+    again = layer.backend.make_builder(SPEC, "cpu").build(
+        0, attnlib.CommonAttentionMetadata.from_lengths([1, 5], [1, 5], [[6], [1, 3]], 4, "cpu")
+    )
+    calls = (
+        lambda: layer(strided, k, v, cache, step),
+        lambda: layer(*padded, cache, step),
+        lambda: layer(q, k, v, larger, step),
+        lambda: scaled(q, k, v, cache, step),
+        lambda: layer(q, k, v, cache, again),
+        lambda: layer(q, k, v, cache, step, output=torch.empty(6, 4, 12)[..., :6]),
+    )
+    for number, call in enumerate(calls):
+        call()
+        assert (SettlingImpl.asked, SettlingImpl.served) == (number + 2, []), number
+    layer(q, None, None, cache, step)
+    layer(q, k, v, cache, step, return_lse=True)
+    assert (SettlingImpl.asked, SettlingImpl.served) == (len(calls) + 1, []), "nothing to write, or an LSE, is never settled"
+
+
+def test_bad_input_is_refused_though_calls_are_settled(settling) -> None:
+    (layer, _), cache, step, q, k, v = settling
+    layer(q, k, v, cache, step)
+    for wrong in ((q[:5], k, v), (q.double(), k, v), (q, k[:5], v), (q, k, v.double()), (q, k[:, :1], v)):
+        with pytest.raises(ContractError):
+            layer(*wrong, cache, step)
+    assert SettlingImpl.served == [] and SettlingImpl.asked == 1
+
+
+def test_whoever_looks_at_calls_still_sees_them(settling, monkeypatch) -> None:
+    """Observers, ATTNLIB_VALIDATE and scales of the cache lead the usual way, and so does a step that steps aside."""
+    (layer, _), cache, step, q, k, v = settling
+    layer(q, k, v, cache, step)
+    seen = []
+    monkeypatch.setattr("attnlib.layer.OBSERVERS", [lambda *call: seen.append(call)])
+    layer(q, k, v, cache, step)
+    monkeypatch.undo()
+    monkeypatch.setenv("ATTNLIB_VALIDATE", "1")
+    layer(q, k, v, cache, step)
+    monkeypatch.undo()
+    SettlingImpl.steps_aside = True
+    expected = layer(q, k, v, cache, step)
+    SettlingImpl.steps_aside = False
+    step.block_table = step.block_table.clone()
+    assert torch.equal(layer(q, k, v, cache, step), expected)
+    cache.k_scale = 2.0
+    assert not torch.equal(layer(q, k, v, cache, step), expected)
+    assert len(seen) == 1 and SettlingImpl.served == []
+
+
+def test_backends_that_settle_nothing_are_not_asked(monkeypatch) -> None:
+    layer, cache, step, q, k, v = _inputs()
+    monkeypatch.setattr("attnlib.backends.base.AttentionImpl.settle", None)  # a call would fail
+    layer(q, k, v, cache, step)
+    assert layer.meaning is None and step.settled == {}
+
+
+def test_a_copy_of_a_layer_means_the_same() -> None:
+    layer = attnlib.Attention(SPEC, backend=SettlingBackend, device="cpu")
+    assert copy.deepcopy(layer).meaning == layer.meaning is not None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -26,7 +26,7 @@ from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.metadata.state import AttentionState
 from attnlib.spec import AttentionSpec
 
-__all__ = ["AttentionBackend", "AttentionImpl"]
+__all__ = ["AttentionBackend", "AttentionImpl", "Settled"]
 
 
 class AttentionBackend(ABC):
@@ -134,6 +134,22 @@ class AttentionBackend(ABC):
         return cls.__module__, cls.__qualname__
 
 
+class Settled(Protocol):
+    """A call that has been served before, less its addresses (`AttentionImpl.settle`)."""
+
+    def __call__(
+        self,
+        impl: AttentionImpl,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: Any,
+        output: torch.Tensor,
+    ) -> bool:
+        """Write the keys and values and attend; False, and nothing done, where the usual way has to be taken."""
+
+
 class AttentionImpl(ABC):
     """One layer's attention on one backend.
 
@@ -195,6 +211,18 @@ class AttentionImpl(ABC):
         from attnlib.ops.torch.cache_write import write_kv
 
         write_kv(key, value, cache.key_cache, cache.value_cache, slot_mapping, k_scale=cache.k_scale, v_scale=cache.v_scale)
+
+    def settle(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: PagedKVCache, metadata: Any, output: torch.Tensor
+    ) -> Settled | None:
+        """What repeats a call of `write_kv` and `forward` that was just served, for calls that differ in addresses only; None (the default) to be
+        called as before.
+
+        The layer asks once for each batch and kind of call, without an LSE and with scales of 1, and offers the answer to every layer that means
+        the same: equal backend, spec and softmax scale, tensors of equal dtype, shape, stride and device, and the same `metadata` object. So it may
+        hold what it read from `metadata`, as long as it sees when a tensor there was exchanged.
+        """
+        return None
 
     def forward_unpaged(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: Any, output: torch.Tensor, lse: torch.Tensor | None = None

@@ -48,6 +48,7 @@ class AttentionMetadata(ABC):
 
     def __post_init__(self) -> None:
         self.handle = handle_of(self)  # no field: a copy of this batch is another batch
+        self.settled: dict[Any, Any] = {}  # likewise: how calls over this batch are served again (`AttentionImpl.settle`), by kind of call
 
     @property
     @abstractmethod

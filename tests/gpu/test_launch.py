@@ -90,7 +90,7 @@ def _by_triton(monkeypatch: pytest.MonkeyPatch, call: Call, outputs: list[torch.
     from attnlib.ops.triton import launch
 
     with monkeypatch.context() as patch:
-        patch.setattr(launch, "_undisturbed", lambda: False)
+        patch.setattr(launch, "undisturbed", lambda: False)
         return _result(call, outputs)
 
 

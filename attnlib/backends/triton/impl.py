@@ -8,6 +8,7 @@ import torch
 
 from attnlib.backends.base import AttentionImpl
 from attnlib.backends.triton.metadata import TritonMetadata
+from attnlib.backends.triton.settled import SettledDecode, settle_decode
 from attnlib.cache.storage import PagedKVCache
 from attnlib.ops.triton.cache_write import write_kv
 from attnlib.ops.triton.paged_decode import paged_decode
@@ -63,6 +64,18 @@ class TritonImpl(AttentionImpl):
             kernels=self._kernels,
             **self._meaning,
         )
+
+    def settle(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: PagedKVCache, metadata: TritonMetadata, output: torch.Tensor
+    ) -> SettledDecode | None:
+        """Decode steps are repeated by a handful of launches; the rest is served as before. See `AttentionImpl.settle`."""
+        if (type(self).forward, type(self).write_kv) != _SETTLED:
+            return None  # somebody serves calls in another way
+        if metadata.num_prefills or not metadata.num_decodes or self.alibi_slopes is not None or metadata.query_bias is not None:
+            return None
+        if not isinstance(metadata.causal, bool):
+            return None
+        return settle_decode(self, query, key, value, cache, metadata, output, self._meaning, self._kernels)
 
     def forward_unpaged(
         self,
@@ -136,6 +149,10 @@ class TritonImpl(AttentionImpl):
             counters=part.counters,
             **self._meaning,
         )
+
+
+_SETTLED = (TritonImpl.forward, TritonImpl.write_kv)
+"""What a settled step stands for."""
 
 
 def _half(part: TritonMetadata, query: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None) -> Half:

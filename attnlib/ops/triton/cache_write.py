@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -14,7 +15,7 @@ from attnlib.ops.triton.device import DeviceLimits, device_guard, limits_of
 from attnlib.ops.triton.launch import BoundLaunch, Remembered
 from attnlib.ops.triton.quant import encode_fp8, load_scale, scale_class, scale_kind
 
-__all__ = ["write_kv"]
+__all__ = ["find_write", "write_kv"]
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _ELEMENTS_PER_PROGRAM = 2048
@@ -87,11 +88,7 @@ def write_kv(
         ContractError: slots that are not int64, or keys with fewer rows than there are slots.
     """
     limits = limits_of(key_cache)
-    same = (
-        key.get_device(), key.dtype, key.shape, key.stride(), value.dtype, value.shape, value.stride(),
-        key_cache.dtype, key_cache.shape, key_cache.stride(), value_cache.dtype, value_cache.shape, value_cache.stride(),
-        slot_mapping.dtype, slot_mapping.shape, scale_class(k_scale), scale_class(v_scale),
-    )  # fmt: skip
+    same = _launch_key(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     launch = _launches.get(same)
     if launch is None or launch.limits is not limits:
         _check(key, value, slot_mapping)
@@ -105,6 +102,23 @@ def write_kv(
     scales = (k_scale if isinstance(k_scale, Tensor) else float(k_scale), v_scale if isinstance(v_scale, Tensor) else float(v_scale))
     with device_guard(key_cache):
         launch.write((key, value, key_cache, value_cache, slot_mapping, *scales, *launch.numbers), addresses, launch.index)
+
+
+def find_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> _WriteLaunch | None:
+    """The launch of an earlier `write_kv` with such tensors, and scales that are numbers; None when there was none."""
+    launch = _launches.get(_launch_key(key, value, key_cache, value_cache, slot_mapping, 1.0, 1.0))
+    return launch if launch is not None and launch.limits is limits_of(key_cache) else None
+
+
+def _launch_key(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, k_scale: float | Tensor, v_scale: float | Tensor
+) -> tuple[Any, ...]:
+    """All but addresses and numbers that a launch follows from."""
+    return (
+        key.get_device(), key.dtype, key.shape, key.stride(), value.dtype, value.shape, value.stride(),
+        key_cache.dtype, key_cache.shape, key_cache.stride(), value_cache.dtype, value_cache.shape, value_cache.stride(),
+        slot_mapping.dtype, slot_mapping.shape, scale_class(k_scale), scale_class(v_scale),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,12 @@ from triton.runtime.jit import JITFunction
 from attnlib.ops.triton import device as chips
 from attnlib.ops.triton.direct import direct_call
 
-__all__ = ["BoundLaunch", "Remembered"]
+__all__ = ["ALIGNMENT", "BoundLaunch", "Remembered", "undisturbed"]
 
 _FIRST, _END = (3, 6), (3, 10)
 """Versions of Triton, from the first to before the end, whose launchers take the arguments as they are given here."""
 
-_ALIGNMENT = 15
+ALIGNMENT = 15
 """Bits of an address that Triton looks at: it tells multiples of 16 from the rest."""
 
 _JIT_RUN = getattr(JITFunction, "run", None)
@@ -48,7 +48,7 @@ def _known_switches() -> bool:
 _KNOWN = _known_version() and _known_switches() and hasattr(_KNOBS.compilation, "instrumentation_mode")
 
 
-def _undisturbed() -> bool:
+def undisturbed() -> bool:
     """Whether nobody listens to launches, changes how kernels are compiled, or has replaced Triton's launcher."""
     runtime = _KNOBS.runtime
     return not (
@@ -130,7 +130,7 @@ class BoundLaunch:
         call = self._call
         if call is None:
             self._launch_and_bind(arguments, addresses)
-        elif addresses & _ALIGNMENT or self._hooks or not _undisturbed():
+        elif addresses & ALIGNMENT or self._hooks or not undisturbed():
             self._kernel[self._grid](*arguments, **self._constants)
         elif self._packed:
             call(*self._grid, self._stream(index), *self._head, (*arguments, *self._tail))
@@ -139,7 +139,12 @@ class BoundLaunch:
 
     def ready(self, addresses: int) -> bool:
         """Whether `go` may take the next launch; `addresses` as in a call."""
-        return self._bare is not None and not (addresses & _ALIGNMENT or self._hooks) and _undisturbed()
+        return self._bare is not None and not (addresses & ALIGNMENT or self._hooks) and undisturbed()
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether `go` may be taken, as far as the kernel alone can tell: for aligned addresses, while `undisturbed()`."""
+        return self._bare is not None and not self._hooks
 
     def expand(self, number: int, descriptor: Any) -> tuple[Any, ...]:
         """What `go` takes in place of the kernel's `number`-th descriptor. It holds for every launch with equal `maps`,
@@ -157,11 +162,11 @@ class BoundLaunch:
 
     def _launch_and_bind(self, arguments: tuple[Any, ...], addresses: int) -> None:
         compiled = self._kernel[self._grid](*arguments, **self._constants)
-        if addresses & _ALIGNMENT or not _KNOWN or chips.INTERPRETED or not isinstance(self._kernel, JITFunction):
+        if addresses & ALIGNMENT or not _KNOWN or chips.INTERPRETED or not isinstance(self._kernel, JITFunction):
             return
         names = [parameter.name for parameter in self._kernel.params if parameter.is_constexpr]
         in_order = not any(parameter.is_constexpr for parameter in self._kernel.params[: len(arguments)])
-        if not in_order or len(arguments) + len(names) != len(self._kernel.params) or not _undisturbed():
+        if not in_order or len(arguments) + len(names) != len(self._kernel.params) or not undisturbed():
             return
         direct = direct_call(compiled)
         if direct is None:

@@ -47,7 +47,7 @@ from attnlib.ops.triton.splits import (
 from attnlib.ops.triton.tile_tables import work_bounds, work_class
 from attnlib.ops.triton.tiles import Tile, choose_decode_tile, next_power_of_2, shared_bytes
 
-__all__ = ["paged_decode", "paged_decode_num_splits", "paged_decode_workspace_bytes"]
+__all__ = ["find_decode", "paged_decode", "paged_decode_num_splits", "paged_decode_workspace_bytes"]
 
 _COMBINE_STEP = 16
 _MOST_REQUESTS = 65534
@@ -401,6 +401,15 @@ def paged_decode(
     partials = _partials(workspace, launch.partial_floats, launch, query.device) if launch.combine is not None else None
     with device_guard(query):
         _launch(launch, query, key_cache, value_cache, block_table, query_start_loc, seq_lens, options, partials)
+
+
+def find_decode(
+    query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, starts: Tensor, seq_lens: Tensor, options: Options, max_query_len: int,
+    max_seq_len: int, kernels: str,
+) -> _Launches | None:  # fmt: skip
+    """What served an earlier `paged_decode` with such tensors, without a split count; None when there was none."""
+    found = _launches.get((launch_key(query, key, value, starts, seq_lens, block_table, options), max_query_len, max_seq_len, None, kernels))
+    return found if found is not None and found.limits is limits_of(query) else None
 
 
 @dataclass(frozen=True)

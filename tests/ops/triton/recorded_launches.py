@@ -7,6 +7,7 @@ launches can be compared by what Triton tells kernels apart by. It needs a proce
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import traceback
@@ -23,6 +24,7 @@ from triton.runtime.jit import JITFunction
 from attnlib.ops.triton import (
     arguments,
     cache_write,
+    decode_step,
     device,
     launch,
     merge_states,
@@ -50,6 +52,7 @@ MEMORIES = ("_launches", "_launches_by_splits", "_decodes")
 def install() -> None:
     """From now on nothing is compiled or launched in this process, only recorded."""
     assert not device.INTERPRETED
+    torch.cuda.current_device = lambda: -1  # where tensors of the CPU say that they are
     triton.runtime.driver.set_active(DRIVER)
     replace_launcher()
     own_run = JITFunction.run
@@ -73,15 +76,15 @@ def install() -> None:
 @contextmanager
 def by_triton() -> Iterator[None]:
     """Within, nothing is launched bound and nothing is remembered of earlier calls."""
-    own = launch._undisturbed
+    own = launch.undisturbed
     memories = [(module, name, getattr(module, name)) for module in MODULES for name in MEMORIES if hasattr(module, name)]
-    launch._undisturbed = lambda: False
+    launch.undisturbed = lambda: False
     for module, name, _ in memories:
         setattr(module, name, launch.Remembered())
     try:
         yield
     finally:
-        launch._undisturbed = own
+        launch.undisturbed = own
         for module, name, memory in memories:
             setattr(module, name, memory)
 
@@ -382,6 +385,77 @@ def check_each_call_is_looked_at() -> None:
                 assert kernels(hopper_call(decode, query, cache, **others))[0] == plain, others
 
 
+class Tensors:
+    """What one layer brings to a decode step of 5 tokens, `offset` elements off the boundary."""
+
+    def __init__(self, size: int, offset: int = 0) -> None:
+        def rows(*shape: int) -> torch.Tensor:
+            return torch.zeros(offset + torch.Size(shape).numel(), dtype=torch.bfloat16)[offset:].view(shape)
+
+        self.query, self.out, self.key, self.value = rows(5, 8, size), rows(5, 8, size), rows(5, 2, size), rows(5, 2, size)
+        self.cache = rows(8, 16, 2, size), rows(8, 16, 2, size)
+        self.sinks = torch.zeros(8)
+
+
+def check_settled_steps() -> None:
+    """A decode step served again makes the launches that the two operations make, for another layer's tensors too, or none at all."""
+    _check_settled_step(64, 600, "hopper", True)
+    _check_settled_step(128, 4000, "hopper", False)
+    _check_settled_step(64, 100, "portable", True)
+    _check_settled_step(64, 4000, "portable", False)
+    _check_settled_step(8, 20, "auto", False)
+
+
+def _check_settled_step(size: int, longest: int, kernels: str, has_sink: bool) -> None:
+    batch = decode_step.DecodeBatch(
+        torch.zeros(5, dtype=torch.int64), torch.zeros(5, 8, dtype=torch.int32), torch.zeros(6, dtype=torch.int32),
+        torch.zeros(5, dtype=torch.int32), 1, longest, torch.zeros(1 << 20),
+    )  # fmt: skip
+
+    def usual(own: Tensors) -> None:
+        cache_write.write_kv(own.key, own.value, *own.cache, batch.slot_mapping)
+        paged_decode.paged_decode(
+            own.query, *own.cache, batch.block_table, batch.query_start_loc, batch.seq_lens, max_query_len=1,
+            max_seq_len=longest, scale=0.25, sinks=own.sinks if has_sink else None, out=own.out, workspace=batch.workspace, kernels=kernels,
+        )  # fmt: skip
+
+    def settled(own: Tensors) -> decode_step.DecodeStep | None:
+        options = arguments.Options(0.25, True, (-1, -1), 0, 0.0, None, own.sinks if has_sink else None, None, 1.0, 1.0, own.out, None)
+        return decode_step.settle(own.query, own.key, own.value, *own.cache, batch, options, kernels)
+
+    def again(step: decode_step.DecodeStep, own: Tensors) -> bool:
+        return step(own.query, own.key, own.value, *own.cache, own.sinks if has_sink else None, own.out)
+
+    first, other, off = Tensors(size), Tensors(size), Tensors(size, 1)
+    assert settled(first) is None, "nothing has been served yet"
+    for own in (first, other, first):
+        usual(own)
+    step = settled(first)
+    assert step is not None
+    for own in (first, other):
+        theirs, through_triton = recorded(lambda own=own: usual(own))
+        assert not through_triton
+        mine, through_triton = recorded(lambda own=own: again(step, own))
+        assert mine == theirs and len(mine) >= 2 and not through_triton, (size, kernels)
+    assert again(step, first) and recorded(lambda: again(step, off)) == ([], []) and not again(step, off)
+    triton.knobs.runtime.launch_enter_hook.calls.append(len)
+    try:
+        assert recorded(lambda: again(step, first)) == ([], []) and not again(step, first), "somebody listens to launches"
+    finally:
+        triton.knobs.runtime.launch_enter_hook.calls.remove(len)
+    device_now, torch.cuda.current_device = torch.cuda.current_device, lambda: 3
+    try:
+        assert recorded(lambda: again(step, first)) == ([], []) and not again(step, first), "another device is the current one"
+    finally:
+        torch.cuda.current_device = device_now
+    if kernels == "hopper":
+        assert recorded(lambda: again(step, Tensors(size))) == ([], []), "a cache whose descriptors nobody encoded yet"
+    small = dataclasses.replace(batch, workspace=torch.zeros(8))
+    options = arguments.Options(0.25, True, (-1, -1), 0, 0.0, None, first.sinks if has_sink else None, None, 1.0, 1.0, first.out, None)
+    if longest == 4000:
+        assert decode_step.settle(first.query, first.key, first.value, *first.cache, small, options, kernels) is None
+
+
 def check_memory_is_bounded() -> None:
     """Launches by the thousand do not pile up."""
     kept: launch.Remembered[int] = launch.Remembered()
@@ -398,6 +472,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     check_unknown_tritons_are_left_alone,
     check_descriptors_are_encoded_once,
     check_each_call_is_looked_at,
+    check_settled_steps,
     check_memory_is_bounded,
 )
 

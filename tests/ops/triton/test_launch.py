@@ -22,6 +22,7 @@ CHECKS = [
     "check_unknown_tritons_are_left_alone",
     "check_descriptors_are_encoded_once",
     "check_each_call_is_looked_at",
+    "check_settled_steps",
     "check_memory_is_bounded",
 ]
 

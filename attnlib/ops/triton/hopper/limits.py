@@ -9,7 +9,9 @@ import torch
 
 from attnlib.ops.triton.decode_numbers import decode_numbers
 
-__all__ = ["BLOCK_SIZES", "DECODE_ROWS", "HOPPER_DECODE_KEYS", "PAIRS_PER_SM", "ROWS", "decode_gaps", "decode_rows", "prefers_hopper_decode", "prefill_gaps"]
+__all__ = [
+    "BLOCK_SIZES", "DECODE_ROWS", "HOPPER_DECODE_KEYS", "PAIRS_PER_SM", "ROWS", "decode_gaps", "decode_rows", "prefers_hopper_decode", "prefill_gaps",
+]  # fmt: skip
 
 ROWS = 128
 """Query rows of a prefill work item: two warpgroups of 64. A row is one query head of one query token."""
