@@ -4,8 +4,9 @@
     python benchmarks/gpu/prefill_probe.py --do check --variants g g:single --cases ragged window
     python benchmarks/gpu/prefill_probe.py --do time --rows 16k 2k --variants g g:r56 plain fa3
 
-A variant is `g`, the tile of the tables, with flags (direct, single, persist, nosec, n64, n128, sK for K
-stages, qK for K tiles of queries, rP for P producer registers), `plain` or `fa3`.
+A variant is `g`, the tile of the tables, with flags (direct, single, persist, nosec, n64, n128, sK for K stages, qK for K
+tiles of queries, wK for K multiplying warpgroups, cR for R registers of their threads, rP for P of a loading warp's with
+the rest for theirs), `plain` or `fa3`.
 Units run in child processes under a watchdog, so that a kernel that hangs or faults costs one unit and not
 the run; what a unit finds is printed at once, and all of it goes to $OUT/prefill_probe.json.
 """
@@ -48,6 +49,9 @@ CHECKS: dict[str, dict[str, Any]] = {
     "sinks": {"lens": RAGGED, "sinks": True},
     "cap-sinks": {"lens": RAGGED, "sinks": True, "cap": 50.0},
     "d64": {"lens": RAGGED, "heads": (64, 8), "d": 64, "sinks": True},
+    "d64-group5": {"lens": RAGGED, "heads": (40, 8), "d": 64},
+    "d64-mqa-window": {"lens": RAGGED, "heads": (64, 1), "d": 64, "window": [127, 0]},
+    "d64-long": {"lens": ([4096, 512], [4096, 8000]), "heads": (64, 8), "d": 64, "page": 64},
     "d96": {"lens": RAGGED, "d": 96},
     "d192-128": {"lens": RAGGED, "heads": (8, 8), "d": 192, "dv": 128},
     "d256": {"lens": RAGGED, "heads": (16, 8), "d": 256},
@@ -228,6 +232,8 @@ def parse_tile(variant: str, d: int, dv: int) -> Any:
             "n": {"block_n": int(flag[1:] or 0) if flag[1:].isdigit() else 0},
             "s": {"stages": int(flag[1:] or 0) if flag[1:].isdigit() else 0},
             "q": {"q_stages": int(flag[1:] or 0)},
+            "w": {"consumers": int(flag[1:] or 0)},
+            "c": {"consumer_registers": int(flag[1:] or 0)},
             "r": {"producer_registers": int(flag[1:] or 0), "consumer_registers": 240 - (int(flag[1:] or 0) - 24) // 16 * 8},
         }[flag[0]]
         tile = dataclasses.replace(tile, **change)

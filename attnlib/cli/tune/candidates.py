@@ -5,6 +5,7 @@ The grid is small on purpose. What it leaves out either cannot fit, or never cam
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -154,6 +155,8 @@ def _hopper_prefill(case: BenchCase, sizes: tuple[int, int], limits: DeviceLimit
                     tile = HopperTile(block_n, stages, persistent=persistent, q_stages=q_stages)
                     if hopper_bytes(tile, *sizes) <= SHARED_MEMORY and (max(sizes) <= 128 or block_n <= 64):
                         yield vars(tile)
+                        if max(sizes) <= 64:  # a third warpgroup has the registers that smaller accumulators leave
+                            yield vars(dataclasses.replace(tile, consumers=3, consumer_registers=160, producer_registers=24))
 
 
 def _first(tiles: Iterator[dict[str, Any]], quick: bool) -> list[dict[str, Any]]:

@@ -24,9 +24,12 @@ load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 
 
 @gluon.jit
-def consumers_sync():
-    """Wait until both multiplying warpgroups have come here. Named barrier 11 is free of Triton's own (9 to 14 are)."""
-    gl.inline_asm_elementwise("bar.sync 11, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
+def consumers_sync(CONSUMERS: gl.constexpr):
+    """Wait until all two or three multiplying warpgroups have come here. Named barrier 11 is free of Triton's own (9 to 14 are)."""
+    if CONSUMERS == 3:
+        gl.inline_asm_elementwise("bar.sync 11, 384; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
+    else:
+        gl.inline_asm_elementwise("bar.sync 11, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
 
 
 @gluon.jit

@@ -11,7 +11,6 @@ from torch import Tensor
 from attnlib.ops.triton.arguments import Options
 from attnlib.ops.triton.device import DeviceLimits, device_guard, limits_of
 from attnlib.ops.triton.hopper.descriptors import Encoded, cache_descriptor, cache_facts, query_descriptor
-from attnlib.ops.triton.hopper.limits import ROWS
 from attnlib.ops.triton.hopper.prefill import hopper_prefill_kernel
 from attnlib.ops.triton.hopper.tiles import HopperTile, choose_section, padded_width
 from attnlib.ops.triton.launch import BoundLaunch
@@ -112,15 +111,16 @@ def plan_hopper_prefill(
     (num_tokens, num_heads, head_size), (num_blocks, block_size, num_kv_heads, _) = query.shape, key.shape
     head_size_v, group = value.shape[3], num_heads // num_kv_heads
     width, width_v, box = padded_width(head_size), padded_width(head_size_v), min(block_size, tile.block_n)
-    tile_tokens, num_reqs, (left, right) = ROWS // group, starts.shape[0] - 1, options.window
+    rows = 64 * tile.consumers
+    tile_tokens, num_reqs, (left, right) = rows // group, starts.shape[0] - 1, options.window
     num_tiles, out, lse = num_tokens // tile_tokens + num_reqs + 1, options.out, options.lse
     items = num_tiles * num_kv_heads
     halves = (64 // group, group) if group <= 64 else (1, 64)
-    load_query = tile_tokens * group == ROWS
+    load_query = tile_tokens * group == rows and (64 % group == 0 or group % 64 == 0)
     constants = {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "D": head_size, "DV": head_size_v, "WIDTH": width, "WIDTH_V": width_v,
         "TILE_TOKENS": tile_tokens, "BLOCK_N": tile.block_n, "BLOCK_SIZE": block_size, "STAGES": tile.stages,
-        "Q_STAGES": tile.q_stages, "LOAD_QUERY": load_query, "PERSISTENT": tile.persistent,
+        "Q_STAGES": tile.q_stages, "CONSUMERS": tile.consumers, "LOAD_QUERY": load_query, "PERSISTENT": tile.persistent,
         "STAGED_STORE": tile.staged_store and width == width_v, "CONSUMER_REGISTERS": tile.consumer_registers,
         "PRODUCER_REGISTERS": tile.producer_registers, "CAUSAL": bool(options.causal), "HAS_LEFT": left >= 0,
         "HAS_RIGHT": right >= 0, "HAS_CHUNK": options.attention_chunk_size > 0, "HAS_CAP": options.logits_soft_cap > 0,

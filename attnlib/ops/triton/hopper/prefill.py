@@ -96,10 +96,10 @@ def _key_loader(key, query_map, query_start_loc, seq_lens, block_table, counters
                 num_tokens, num_tiles, beside, section, num_blocks, stride_table, notes, q_tiles, k_ring, n_full, n_empty, q_full,
                 q_empty, k_full, k_empty, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, TILE_TOKENS: gl.constexpr,
                 BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-                LOAD_QUERY: gl.constexpr, PERSISTENT: gl.constexpr, NOTE: gl.constexpr, CAUSAL: gl.constexpr,
+                CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr, PERSISTENT: gl.constexpr, NOTE: gl.constexpr, CAUSAL: gl.constexpr,
                 HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr):  # fmt: skip
     """Choose work items, tell the others, load queries and keys; over the borders of items as far as the rings reach."""
-    Q_BYTES: gl.constexpr = 2 * 64 * q_tiles.shape[2] * 2
+    Q_BYTES: gl.constexpr = CONSUMERS * 64 * q_tiles.shape[2] * 2
     if beside == 0:
         await_predecessor()
         release_successor()
@@ -133,13 +133,13 @@ def _key_loader(key, query_map, query_start_loc, seq_lens, block_table, counters
                     mbarrier.wait(q_empty.index(q_slot), ((fetched // Q_STAGES) & 1) ^ 1)
                     mbarrier.expect(q_full.index(q_slot), Q_BYTES)
                     first_row = start + first_token
-                    for half in gl.static_range(2):
+                    for part in gl.static_range(CONSUMERS):
                         if GROUP <= 64:
-                            load_box(query_map, [first_row + half * (64 // GROUP), kv_head * GROUP, 0],
-                                     q_full.index(q_slot), q_tiles.index(q_slot * 2 + half))  # fmt: skip
+                            load_box(query_map, [first_row + part * (64 // GROUP), kv_head * GROUP, 0],
+                                     q_full.index(q_slot), q_tiles.index(q_slot * CONSUMERS + part))  # fmt: skip
                         else:
-                            load_box(query_map, [first_row, kv_head * GROUP + half * 64, 0], q_full.index(q_slot),
-                                     q_tiles.index(q_slot * 2 + half))  # fmt: skip
+                            load_box(query_map, [first_row, kv_head * GROUP + part * 64, 0], q_full.index(q_slot),
+                                     q_tiles.index(q_slot * CONSUMERS + part))  # fmt: skip
                     fetched += 1
                 begin, _, _, end = visited_tiles(first_token, query_len, seq_len, left, right, chunk, TILE_TOKENS,
                                                  BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
@@ -204,18 +204,19 @@ def _value_loader(value, block_table, left, right, chunk, num_reqs, num_blocks, 
 
 
 @gluon.jit
-def _clear_values(v_tile, valid, WARPGROUP: gl.constexpr):
-    """Zero the rows of a value tile from `valid` on; each consumer does its half (P5: 0 * NaN is NaN)."""
+def _clear_values(v_tile, valid, WARPGROUP: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Zero the rows of a value tile from `valid` on; the first two consumers do a half each (P5: 0 * NaN is NaN)."""
     ROWS: gl.constexpr = v_tile.shape[0] // 2
     WIDTH: gl.constexpr = v_tile.shape[1]
     LANES: gl.constexpr = min(32, WIDTH // 8)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    half = v_tile.slice(WARPGROUP * ROWS, ROWS, 0)
-    rows = WARPGROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    content = half.load(layout)
-    half.store(gl.where(rows[:, None] < valid, content, 0.0))
-    fence_async_shared()
-    consumers_sync()
+    if WARPGROUP < 2:
+        half = v_tile.slice(WARPGROUP * ROWS, ROWS, 0)
+        rows = WARPGROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        content = half.load(layout)
+        half.store(gl.where(rows[:, None] < valid, content, 0.0))
+        fence_async_shared()
+    consumers_sync(CONSUMERS)
 
 
 @gluon.jit
@@ -240,7 +241,7 @@ def _consumer(query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_r
               stride_oh, stride_lt, notes, q_tiles, k_ring, v_ring, n_full, n_empty, q_full, q_empty, k_full, k_empty,
               v_full, v_empty, WARPGROUP: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
               TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-              LOAD_QUERY: gl.constexpr, STAGED_STORE: gl.constexpr,
+              CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr, STAGED_STORE: gl.constexpr,
               NOTE: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
               HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr):  # fmt: skip
     WIDTH: gl.constexpr = q_tiles.shape[2]
@@ -291,7 +292,7 @@ def _consumer(query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_r
                 HAS_CHUNK)  # fmt: skip
 
             q_slot = fetched % Q_STAGES
-            q_tile = q_tiles.index(q_slot * 2 + WARPGROUP)
+            q_tile = q_tiles.index(q_slot * CONSUMERS + WARPGROUP)
             if LOAD_QUERY:
                 mbarrier.wait(q_full.index(q_slot), (fetched // Q_STAGES) & 1)
             else:
@@ -328,7 +329,7 @@ def _consumer(query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_r
                 past_end = seq_len - (end - 1) * BLOCK_N
                 if (past_end < BLOCK_N) & (seq_len % BLOCK_SIZE != 0):
                     mbarrier.wait(v_full.index(stage), parity)
-                    _clear_values(v_ring.index(stage), past_end, WARPGROUP)
+                    _clear_values(v_ring.index(stage), past_end, WARPGROUP, CONSUMERS)
                 step += 1
 
                 full_end = gl.minimum(right_begin, end - 1)
@@ -402,7 +403,7 @@ def hopper_prefill_kernel(key, value, query_map, query, out, lse, sinks, query_s
                           NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
                           WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
                           BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-                          LOAD_QUERY: gl.constexpr, PERSISTENT: gl.constexpr, 
+                          CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr, PERSISTENT: gl.constexpr,
                           STAGED_STORE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
                           PRODUCER_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr,
                           HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
@@ -412,7 +413,7 @@ def hopper_prefill_kernel(key, value, query_map, query, out, lse, sinks, query_s
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, WIDTH], key.dtype)
     K_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH], key.dtype)
     V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH_V], key.dtype)
-    q_tiles = gl.allocate_shared_memory(key.dtype, [Q_STAGES * 2, 64, WIDTH], Q_SHARED)
+    q_tiles = gl.allocate_shared_memory(key.dtype, [Q_STAGES * CONSUMERS, 64, WIDTH], Q_SHARED)
     k_ring = gl.allocate_shared_memory(key.dtype, [STAGES, BLOCK_N, WIDTH], K_SHARED)
     v_ring = gl.allocate_shared_memory(key.dtype, [STAGES, BLOCK_N, WIDTH_V], V_SHARED)
     notes = gl.allocate_shared_memory(gl.int32, [2 * NOTE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -426,37 +427,68 @@ def hopper_prefill_kernel(key, value, query_map, query, out, lse, sinks, query_s
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(2):
         mbarrier.init(n_full.index(slot), count=1)
-        mbarrier.init(n_empty.index(slot), count=3)
+        mbarrier.init(n_empty.index(slot), count=CONSUMERS + 1)
     for slot in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(slot), count=1)
-        mbarrier.init(q_empty.index(slot), count=2)
+        mbarrier.init(q_empty.index(slot), count=CONSUMERS)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=2)
+        mbarrier.init(k_empty.index(stage), count=CONSUMERS)
         mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=2)
+        mbarrier.init(v_empty.index(stage), count=CONSUMERS)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_consumer, (
-                query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, beside, stride_qt, stride_qh, stride_ot,
-                stride_oh, stride_lt, notes, q_tiles, k_ring, v_ring, n_full, n_empty, q_full, q_empty, k_full, k_empty,
-                v_full, v_empty, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, LOAD_QUERY,
-                STAGED_STORE, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
-            (_consumer, (
-                query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, beside, stride_qt, stride_qh, stride_ot,
-                stride_oh, stride_lt, notes, q_tiles, k_ring, v_ring, n_full, n_empty, q_full, q_empty, k_full, k_empty,
-                v_full, v_empty, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, LOAD_QUERY,
-                STAGED_STORE, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
-            (_key_loader, (
-                key, query_map, query_start_loc, seq_lens, block_table, counters, left, right, chunk, num_reqs,
-                num_tokens, num_tiles, beside, section, num_blocks, stride_table, notes, q_tiles, k_ring, n_full, n_empty, q_full,
-                q_empty, k_full, k_empty, NUM_KV_HEADS, GROUP, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES, LOAD_QUERY,
-                PERSISTENT, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
-            (_value_loader, (
-                value, block_table, left, right, chunk, num_reqs, num_blocks, stride_table, notes, v_ring, n_full, n_empty,
-                v_full, v_empty, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
-        ],
-        [4, 1, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    if CONSUMERS == 3:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, beside, stride_qt, stride_qh, stride_ot,
+                    stride_oh, stride_lt, notes, q_tiles, k_ring, v_ring, n_full, n_empty, q_full, q_empty, k_full, k_empty,
+                    v_full, v_empty, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY,
+                    STAGED_STORE, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                (_consumer, (
+                    query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, beside, stride_qt, stride_qh, stride_ot,
+                    stride_oh, stride_lt, notes, q_tiles, k_ring, v_ring, n_full, n_empty, q_full, q_empty, k_full, k_empty,
+                    v_full, v_empty, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY,
+                    STAGED_STORE, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                (_consumer, (
+                    query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, beside, stride_qt, stride_qh, stride_ot,
+                    stride_oh, stride_lt, notes, q_tiles, k_ring, v_ring, n_full, n_empty, q_full, q_empty, k_full, k_empty,
+                    v_full, v_empty, 2, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY,
+                    STAGED_STORE, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                (_key_loader, (
+                    key, query_map, query_start_loc, seq_lens, block_table, counters, left, right, chunk, num_reqs,
+                    num_tokens, num_tiles, beside, section, num_blocks, stride_table, notes, q_tiles, k_ring, n_full, n_empty, q_full,
+                    q_empty, k_full, k_empty, NUM_KV_HEADS, GROUP, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY,
+                    PERSISTENT, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+                (_value_loader, (
+                    value, block_table, left, right, chunk, num_reqs, num_blocks, stride_table, notes, v_ring, n_full, n_empty,
+                    v_full, v_empty, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+            ],
+            [4, 4, 1, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, beside, stride_qt, stride_qh, stride_ot,
+                    stride_oh, stride_lt, notes, q_tiles, k_ring, v_ring, n_full, n_empty, q_full, q_empty, k_full, k_empty,
+                    v_full, v_empty, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY,
+                    STAGED_STORE, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                (_consumer, (
+                    query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, beside, stride_qt, stride_qh, stride_ot,
+                    stride_oh, stride_lt, notes, q_tiles, k_ring, v_ring, n_full, n_empty, q_full, q_empty, k_full, k_empty,
+                    v_full, v_empty, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY,
+                    STAGED_STORE, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                (_key_loader, (
+                    key, query_map, query_start_loc, seq_lens, block_table, counters, left, right, chunk, num_reqs,
+                    num_tokens, num_tiles, beside, section, num_blocks, stride_table, notes, q_tiles, k_ring, n_full, n_empty, q_full,
+                    q_empty, k_full, k_empty, NUM_KV_HEADS, GROUP, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY,
+                    PERSISTENT, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+                (_value_loader, (
+                    value, block_table, left, right, chunk, num_reqs, num_blocks, stride_table, notes, v_ring, n_full, n_empty,
+                    v_full, v_empty, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, NOTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+            ],
+            [4, 1, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip

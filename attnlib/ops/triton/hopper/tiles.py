@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 
 from attnlib.errors import UnsupportedConfigError
-from attnlib.ops.triton.hopper.limits import DECODE_ROWS, ROWS, decode_rows
+from attnlib.ops.triton.hopper.limits import DECODE_ROWS, decode_rows
 from attnlib.ops.triton.tile_tables import Situation, TileTable, matching
 
 __all__ = [
@@ -37,6 +37,7 @@ class HopperTile:
         persistent: one CTA per multiprocessor that walks the work items, instead of one CTA for each.
         sections: KV heads in groups that fit the L2 cache together (`choose_section`), instead of all beside each other.
         q_stages: tiles of queries that are held, 2 to load those of the next work item ahead.
+        consumers: multiplying warpgroups of 64 rows each, 2 or 3.
         consumer_registers: per thread of a multiplying warpgroup.
         producer_registers: per thread of a loading warp.
     """
@@ -47,6 +48,7 @@ class HopperTile:
     persistent: bool = False
     sections: bool = True
     q_stages: int = 1
+    consumers: int = 2
     consumer_registers: int = 232
     producer_registers: int = 40
 
@@ -74,7 +76,7 @@ def padded_width(head_size: int) -> int:
 def shared_bytes(tile: HopperTile, head_size: int, head_size_v: int) -> int:
     """Shared memory of one CTA in bytes, for 16-bit elements."""
     width, width_v = padded_width(head_size), padded_width(head_size_v)
-    return 2 * (tile.q_stages * ROWS * width + tile.stages * tile.block_n * (width + width_v)) + 1024
+    return 2 * (tile.q_stages * 64 * tile.consumers * width + tile.stages * tile.block_n * (width + width_v)) + 1024
 
 
 def choose_section(num_kv_heads: int, max_seq_len: int, widths: int) -> int:

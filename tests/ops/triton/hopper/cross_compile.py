@@ -19,8 +19,10 @@ from typing import Any
 import torch
 import triton
 
+from attnlib.ops.triton.hopper.decode import hopper_decode_kernel
 from attnlib.ops.triton.hopper.paged_decode import launch_hopper_decode
 from attnlib.ops.triton.hopper.paged_prefill import launch_hopper_prefill
+from attnlib.ops.triton.hopper.prefill import hopper_prefill_kernel
 from attnlib.ops.triton.hopper.tiles import (
     choose_hopper_decode_tile,
     choose_hopper_tile,
@@ -50,6 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
     "128-one-by-one": {"tile": {"persistent": False, "q_stages": 1}},
     "128-direct-store": {"tile": {"staged_store": False}},
     "64": {"d": 64, "group": 8},
+    "64-three": {"d": 64, "group": 8, "sinks": True, "tile": {"consumers": 3, "consumer_registers": 160, "producer_registers": 24}},
     "64-sinks-window": {"d": 64, "group": 8, "sinks": True, "window": (127, 0)},
     "96": {"d": 96},
     "192-128": {"d": 192, "dv": 128, "group": 1},
@@ -105,6 +108,8 @@ def compile_case(name: str) -> dict[str, Any]:
     log = io.StringIO()
     triton.knobs.nvidia.dump_ptxas_log = True
     triton.knobs.compilation.always_compile = True
+    for kernel in (hopper_decode_kernel, hopper_prefill_kernel):
+        kernel.device_caches.clear()  # ptxas speaks only while it compiles, and two cases may be one kernel
     with stub_target("sm_90") as launches, contextlib.redirect_stdout(log):
         if decode:
             launch_hopper_decode(*shapes, tile, max_query_len=options.get("query", 1), workspace=torch.empty(1 << 24), **meaning)
