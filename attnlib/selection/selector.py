@@ -205,9 +205,10 @@ def _as_laid_out(spec: AttentionSpec) -> AttentionSpec:
 
 
 def _ranking(spec: AttentionSpec, device: DeviceInfo) -> tuning.Ranking | None:
-    """What the user's tuning table says of such layers on this chip."""
+    """What was measured of such layers on this chip: by the user, else by attnlib."""
     table = tuning.tuning_for(device)
-    return table.ranking(spec) if table else None
+    own = table.ranking(spec) if table else None
+    return own or tuning.shipped_ranking(spec, device)
 
 
 def _prober(device: DeviceInfo) -> Probe:

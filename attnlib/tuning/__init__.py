@@ -3,12 +3,14 @@
     layers    which layers count as alike
     table     one table: tiles, and an order of backends for each kind of layer
     store     where a chip's table lies; read once, when somebody first asks
+    shipped   orders of backends that come with attnlib, for chips that it was measured on
 
 Measuring is `attnlib.cli.tune`; nothing here measures.
 """
 
 from attnlib.tuning.layers import layer_class
+from attnlib.tuning.shipped import shipped_ranking
 from attnlib.tuning.store import chip_name, forget, generation, table_path, tuning_for
 from attnlib.tuning.table import Ranking, Tuning
 
-__all__ = ["Ranking", "Tuning", "chip_name", "forget", "generation", "layer_class", "table_path", "tuning_for"]
+__all__ = ["Ranking", "Tuning", "chip_name", "forget", "generation", "layer_class", "shipped_ranking", "table_path", "tuning_for"]

@@ -19,7 +19,7 @@ from attnlib.ops.triton.tile_tables import TileTable, parse_table
 from attnlib.spec import AttentionSpec
 from attnlib.tuning.layers import layer_class
 
-__all__ = ["Ranking", "Tuning", "parse_tuning"]
+__all__ = ["Ranking", "Tuning", "parse_ranking", "parse_tuning"]
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,19 @@ def parse_tuning(data: Any, source: str) -> Tuning:
     rankings = []
     for index, line in enumerate(data.get("backends", [])):
         try:
-            rankings.append(_ranking(line, source))
+            rankings.append(parse_ranking(line, source))
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
             raise ContractError(f"tuning table {source}, backends[{index}]: {what}; correct it or write the table anew with attnlib tune") from None
     return Tuning(source, tiles.chip, tiles, tuple(rankings))
 
 
-def _ranking(line: Mapping[str, Any], source: str) -> Ranking:
+def parse_ranking(line: Mapping[str, Any], source: str) -> Ranking:
+    """One line of a table's `backends`.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: not such a line.
+    """
     order, relative = line["ranking"], line["relative"]
     if not isinstance(order, Sequence) or isinstance(order, str) or not order or not all(isinstance(name, str) for name in order):
         raise ValueError(f"ranking={order!r} must be a list of names, fastest first")

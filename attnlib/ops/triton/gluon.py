@@ -39,4 +39,4 @@ def hopper_missing() -> str | None:
 
 @functools.cache
 def _warn(reason: str | None) -> None:
-    _log.warning("the Gluon kernels for Hopper cannot be imported (%s); plain Triton serves every call, at about two thirds of the speed", reason)
+    _log.warning("the Gluon kernels for Hopper cannot be imported (%s); plain Triton serves every call, more slowly", reason)

@@ -14,7 +14,7 @@ __all__ = [
 ]  # fmt: skip
 
 ROWS = 128
-"""Query rows of a prefill work item: two warpgroups of 64. A row is one query head of one query token."""
+"""Query rows of a prefill work item, at least: two warpgroups of 64. A row is one query head of one query token."""
 
 DECODE_ROWS = 64
 """The most query rows of a decode piece: columns of its products, of which registers hold so many (`decode_rows`)."""

@@ -1,14 +1,14 @@
-"""The prefill kernel for Hopper: two warpgroups that multiply, one warp that loads keys, and one that loads values.
+"""The prefill kernel for Hopper: two or three warpgroups that multiply, one warp that loads keys, and one that loads values.
 
-A work item is a tile of 128 rows and one KV head; a row is one query head of one query token, the heads of a group
-beside each other, so that they share a stream of keys and values. Each consumer warpgroup owns 64 rows. The loading warps
-fill rings of key and value tiles by TMA, one box per page; `full` barriers count bytes, `empty` barriers count the two
-consumers. They are two, because one would wait for room for values while there is room for keys. The one of the keys
-chooses work items and tells the others. Tiles of keys are walked from the diagonal leftwards.
+A work item is a tile of 64 rows for each multiplying warpgroup and one KV head; a row is one query head of one query
+token, the heads of a group beside each other, so that they share a stream of keys and values. The loading warps fill
+rings of key and value tiles by TMA, one box per page; `full` barriers count bytes, `empty` barriers count the consumers.
+Loaders are two, because one would wait for room for values while there is room for keys. The one of the keys chooses work
+items and tells the others. Tiles of keys are walked from the diagonal leftwards.
 
 Within a warpgroup the product of the next tile's keys is issued before that of the last tile's values is awaited
-(FlashAttention-3, Shah et al. 2024); between the two, named barriers let one compute its softmax while the other's
-products run. Ring positions are carried across work items, so a grid smaller than the number of items is persistent.
+(FlashAttention-3, Shah et al. 2024). Ring positions are carried across work items, so a grid smaller than the number of
+items is persistent.
 
 With `beside` the kernel starts while the one before it runs, on the multiprocessors that this one left free, and awaits
 it at its own end: that is how the prefills of a mixed batch run beside its decodes.
@@ -408,7 +408,7 @@ def hopper_prefill_kernel(key, value, query_map, query, out, lse, sinks, query_s
                           PRODUCER_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr,
                           HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
                           HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr):  # fmt: skip
-    """One CTA of 4 + 4 + 1 + 1 warps; grid: num_tiles * NUM_KV_HEADS programs, or fewer with PERSISTENT."""
+    """One CTA of 4 warps for each consumer and 1 + 1 for the loaders; grid: num_tiles * NUM_KV_HEADS programs, or fewer with PERSISTENT."""
     NOTE: gl.constexpr = 6
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, WIDTH], key.dtype)
     K_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH], key.dtype)

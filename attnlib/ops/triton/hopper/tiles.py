@@ -1,7 +1,7 @@
 """Shapes of the Hopper prefill: chosen from the tables by a pure function, so that every entry can be compiled without the chip.
 
-One CTA holds 128 rows of queries and two rings, of keys and of values; it takes the whole multiprocessor, because two
-multiplying warpgroups of 232 registers leave room for nothing else.
+One CTA holds 128 or 192 rows of queries and two rings, of keys and of values; it takes the whole multiprocessor, because
+two multiplying warpgroups of 232 registers (or three of 160) leave room for nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ SHARED_MEMORY = 227 * 1024
 
 
 L2_BYTES = 40 * 1024 * 1024
-"""What of the 50 MB of L2 may be counted on for keys and values; each half of the chip keeps copies of its own."""
+"""What of the 50 MB of L2 may be counted on for keys and values; each half of the chip keeps copies of its own. Chosen,
+not tuned: sections of 1, 2 and 4 heads differed by 1 to 3 percent at 32k (benchmarks/results/h200/tiles.txt, 3)."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def choose_hopper_tile(
         head_size_v: Dv.
         rows: query tokens times heads of the group that the longest request has, by an upper bound; None is many.
         block_size: N; None matches no entry that has a condition on it.
-        visible: keys that one query sees at most, where a window or chunk says so; None likewise.
+        visible: keys that one query sees at most, where a window or chunk says so; None is no bound, and matches entries without an upper end.
         tuned: the user's own table for the chip, asked before the shipped ones.
 
     Raises:

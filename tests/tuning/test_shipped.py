@@ -1,0 +1,100 @@
+"""Rankings that come with attnlib: whole, true to the committed result, and for the chip that they were measured on alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import attnlib
+from attnlib import tuning
+from attnlib.bench.results import Row, read_document
+from attnlib.cli.tune.backends import _case
+from attnlib.device import DeviceInfo
+from attnlib.selection.priority import by_priority
+from attnlib.selection.registry import registrations
+from attnlib.selection.selector import _ranking
+from attnlib.tuning.shipped import shipped_ranking, shipped_rankings
+from benchmarks.ship_rankings import TABLES, table_of, text_of
+
+RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "bench.json"
+H200 = DeviceInfo(type="cuda", name="NVIDIA H200", capability=(9, 0))
+LLAMA = attnlib.AttentionSpec(num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, block_size=16)
+NOISE = 1.02
+
+
+@pytest.fixture(autouse=True)
+def _no_table_of_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("ATTNLIB_TUNING", raising=False)
+    tuning.forget()
+    yield
+    tuning.forget()
+
+
+def test_the_table_is_what_the_committed_result_says() -> None:
+    """`python benchmarks/ship_rankings.py benchmarks/results/h200/bench.json` writes it."""
+    assert (TABLES / "nvidia-h200.json").read_text(encoding="utf-8") == text_of(table_of(read_document(RESULT)))
+
+
+def test_auto_takes_the_fastest_backend_on_each_row() -> None:
+    """Speed, 6: whichever backends are installed, the first of them in auto's order is the fastest one that was right, or within noise of it."""
+    rows: dict[str, list[Row]] = {}
+    for row in read_document(RESULT).rows:
+        if row.status == "ok" and row.us and row.checked:
+            rows.setdefault(row.case, []).append(row)
+    assert len(rows) >= 30
+    for case, members in rows.items():
+        ranking = shipped_ranking(_case(members[0]).spec, H200)
+        assert ranking is not None, case
+        times = {row.backend: float(row.us or 0) for row in members}
+        taken = next(entry.name for entry in by_priority(registrations().values(), H200, ranking.order) if entry.name in times)
+        assert times[taken] <= NOISE * min(times.values()), (case, times, taken)
+
+
+def test_a_model_finds_its_layers_whatever_part_of_its_heads_a_rank_has() -> None:
+    for heads, kv_heads in ((32, 8), (8, 2), (4, 1), (64, 16)):
+        ranking = _ranking(LLAMA.replace(num_heads=heads, num_kv_heads=kv_heads), H200)
+        assert ranking is not None and ranking.order[0] == "triton"
+        assert "attnlib's own table of the NVIDIA H200" in str(ranking.told("triton"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "device"),
+    [
+        (LLAMA.replace(head_size=96), H200),
+        (LLAMA.replace(kv_cache_dtype="fp8_e4m3"), H200),
+        (LLAMA.replace(block_size=32), H200),
+        (LLAMA, dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3")),
+        (LLAMA, dataclasses.replace(H200, imagined=True)),
+        (LLAMA, DeviceInfo(type="cpu")),
+    ],
+)
+def test_what_was_not_measured_keeps_its_priority(spec: attnlib.AttentionSpec, device: DeviceInfo) -> None:
+    """Another kind of layer, another chip however alike, a chip that is only named, a CPU."""
+    assert _ranking(spec, device) is None
+
+
+def test_the_users_own_measurement_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    relative = {"flash_attn": 1.0, "triton": 1.2}
+    line = {"layer": tuning.layer_class(LLAMA), "ranking": list(relative), "relative": relative, "provenance": "mine"}
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps({"about": "", "schema": 1, "chip": "NVIDIA H200", "provenance": {"mine": "by hand"}, "tiles": [], "backends": [line]}))
+    monkeypatch.setenv("ATTNLIB_TUNING", str(own))
+    ranking = _ranking(LLAMA, H200)
+    assert ranking is not None and ranking.order == ("flash_attn", "triton")
+    other = _ranking(LLAMA.replace(block_size=128), H200)
+    assert other is not None and other.order[0] == "triton", "what the user did not measure"
+    monkeypatch.setenv("ATTNLIB_TUNING", "off")
+    assert _ranking(LLAMA, H200) is None
+
+
+def test_every_line_says_where_it_is_from() -> None:
+    assert shipped_rankings("NVIDIA H200")
+    for path in TABLES.glob("*.json"):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        assert all(word in data["provenance"]["bench"] for word in (data["chip"], "driver", "torch", "triton", "commit", "attnlib bench"))
+        assert all(line["provenance"] == "bench" and line["microseconds"] for line in data["backends"])
