@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = {str(path.relative_to(ROOT)) for path in (ROOT / "attnlib").rglob("*.py")}
-TABLES = {str(path.relative_to(ROOT)) for path in (ROOT / "attnlib" / "ops" / "triton" / "tables").glob("*.json")}
+TABLES = {path.relative_to(ROOT).as_posix() for folder in ("ops/triton", "tuning") for path in (ROOT / "attnlib" / folder / "tables").glob("*.json")}
 
 
 @pytest.fixture(scope="module")
