@@ -202,3 +202,47 @@ def test_hooks_see_bound_kernels() -> None:
         triton.knobs.runtime.launch_enter_hook.remove(listen)
     call()
     assert seen == ["_decode_kernel", "_combine_kernel"]
+
+
+@pytest.mark.parametrize(("seq_lens", "sinks"), [([40, 7, 100], False), ([3000, 900, 1500], True), ([200] * 40, False)])
+def test_settled_steps_give_the_bits_of_the_usual_way(seq_lens: list[int], sinks: bool) -> None:
+    """A layer that repeats another's launches writes and computes what it would have by itself, eager and captured."""
+    import attnlib
+
+    torch.manual_seed(0)
+    spec = attnlib.AttentionSpec(num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, block_size=16, has_sink=sinks)
+    logits = [torch.randn(32, device="cuda") if sinks else None for _ in range(3)]
+    layers = [attnlib.Attention(spec, backend="triton", device="cuda", sinks=own) for own in logits]
+    blocks = sum(-(-length // 16) for length in seq_lens)
+    ids = iter(range(blocks))
+    table = [[next(ids) for _ in range(-(-length // 16))] for length in seq_lens]
+    common = attnlib.CommonAttentionMetadata.from_lengths([1] * len(seq_lens), seq_lens, table, 16, "cuda")
+    builder = layers[0].backend.make_builder(spec, "cuda")
+    shapes = [(len(seq_lens), heads, 128) for heads in (32, 8, 8)]
+    inputs = [[torch.randn(shape, device="cuda").to(torch.bfloat16) for shape in shapes] for _ in layers]
+    results = []
+    for settles in (False, True):
+        caches = []
+        for number in range(3):
+            cache = attnlib.PagedKVCache.allocate(spec, blocks, "cuda")
+            draw = torch.Generator("cuda").manual_seed(number)
+            cache.key_cache.normal_(generator=draw)
+            cache.value_cache.normal_(generator=draw)
+            caches.append(cache)
+        metadata = builder.build(0, common)
+        rounds = []
+        for _ in range(3):  # the first round of a new cache has its descriptors encoded
+            outs = []
+            for layer, own, cache in zip(layers, inputs, caches, strict=True):
+                outs.append(layer(*own, cache, metadata))
+                if not settles:
+                    metadata.settled.clear()
+            rounds.append(outs)
+        assert bool(metadata.settled) == settles and all(metadata.settled.values())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = [layer(*own, cache, metadata) for layer, own, cache in zip(layers, inputs, caches, strict=True)]
+        graph.replay()
+        torch.cuda.synchronize()
+        results.append([*sum(rounds, []), *captured, *(tensor for cache in caches for tensor in (cache.key_cache, cache.value_cache))])
+    assert all(torch.equal(usual, settled) for usual, settled in zip(*results, strict=True))
