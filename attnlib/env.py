@@ -110,6 +110,8 @@ FOREIGN_VARIABLES: tuple[str, ...] = ("VLLM_ATTENTION_BACKEND", "SGLANG_ATTENTIO
 """Variables of other systems that users set and expect to be read; attnlib reads none of them and says so once."""
 
 _warned: set[str] = set()
+_parsed: dict[tuple[str, Any], Any] = {}
+"""What a variable's text, as the environment keeps it, was read as."""
 
 
 def read(name: str) -> Any:
@@ -118,12 +120,34 @@ def read(name: str) -> Any:
     Raises:
         EnvironmentVariableError: the value does not parse; the message names the variable, the value and what it takes.
     """
-    variable = ENVIRONMENT[name]
-    raw = os.environ.get(name, variable.default)
+    seen = (name, _kept(name))
+    try:
+        return _parsed[seen]
+    except KeyError:
+        value = _parsed[seen] = _parse(ENVIRONMENT[name])
+        return value
+
+
+def _kept(name: str) -> object:
+    """The variable as `os.environ` keeps it: asking that for one that is not set raises and catches, and layers ask at every call."""
+    kept = getattr(os.environ, "_data", None)
+    return os.environ.get(name) if kept is None else kept.get(_KEYS[name])
+
+
+def _parse(variable: EnvironmentVariable) -> Any:
+    raw = os.environ.get(variable.name, variable.default)
     try:
         return variable.parse(raw)
     except ValueError as error:
-        raise EnvironmentVariableError(f"{name}={raw!r} is not understood: {error}. Unset it or set one of: {variable.values}.") from None
+        raise EnvironmentVariableError(f"{variable.name}={raw!r} is not understood: {error}. Unset it or set one of: {variable.values}.") from None
+
+
+def _encoded(name: str) -> object:
+    encode = getattr(os.environ, "encodekey", None)
+    return name if encode is None else encode(name)
+
+
+_KEYS: Mapping[str, object] = {name: _encoded(name) for name in ENVIRONMENT}
 
 
 def warn_about_foreign_variables() -> None:

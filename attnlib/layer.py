@@ -20,7 +20,7 @@ from attnlib.compile import attend_opaquely
 from attnlib.errors import ContractError
 from attnlib.handles import register
 from attnlib.selection import get_attn_backend
-from attnlib.settled import likeness, meaning_of
+from attnlib.settled import likeness, meaning_of, remember
 from attnlib.spec import AttentionSpec, AttentionType
 from attnlib.validation import call_facts, check_call, check_values, per_head
 
@@ -173,6 +173,14 @@ class Attention(nn.Module):
             ContractError: a tensor that does not fit the spec, the cache or the batch; nothing is written or launched then.
             LayoutMismatchError: the backend does not read the cache's order in memory; likewise.
         """
+        compiling = torch.compiler.is_compiling()
+        like = None if compiling or return_lse or OBSERVERS else likeness(self, query, key, value, cache, metadata, output)
+        if like is not None and (known := metadata.settled.get(like)) is not None:
+            again, shape = known
+            if output is None:
+                output = torch.empty_like(query) if shape is None else torch.empty(shape, dtype=query.dtype, device=query.device)
+            if again(self.impl, query, key, value, cache, metadata, output):
+                return output
         spec = self.spec
         q = per_head("query", query, spec.num_heads, spec.head_size)
         k = None if key is None else per_head("key", key, spec.num_kv_heads, spec.head_size)
@@ -180,10 +188,11 @@ class Attention(nn.Module):
         out = self._output_for(query, output)
         heads = out.view(-1, spec.num_heads, spec.head_size_v) if out.dim() == 2 else out
         lse = torch.empty(q.shape[0], spec.num_heads, dtype=torch.float32, device=q.device) if return_lse else None
-        if torch.compiler.is_compiling():
+        if compiling:
             attend_opaquely(self, q, k, v, cache, metadata, heads, lse)
         else:
-            self.attend(q, k, v, cache, metadata, heads, lse)
+            self._serve(q, k, v, cache, metadata, heads, lse)
+            remember(self, like, (query, out), q, k, v, cache, metadata, heads)
         return (out, lse) if return_lse else out
 
     def attend(
@@ -206,9 +215,23 @@ class Attention(nn.Module):
         Raises:
             ContractError: as `forward`.
         """
-        like = None if OBSERVERS else likeness(self, query, key, value, cache, metadata, output, lse)
-        if like is not None and (step := metadata.settled.get(like)) and step(self.impl, query, key, value, cache, metadata, output):
-            return
+        like = None if OBSERVERS or lse is not None else likeness(self, query, key, value, cache, metadata, output)
+        known = None if like is None else metadata.settled.get(like)
+        if known is None or not known[0](self.impl, query, key, value, cache, metadata, output):
+            self._serve(query, key, value, cache, metadata, output, lse)
+            remember(self, like, (query, output), query, key, value, cache, metadata, output)
+
+    def _serve(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache | None,
+        metadata: Any,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """`attend` for a call that is like none before."""
         facts = call_facts(query, key, value, cache, metadata, lse is not None)
         if facts != self._accepted:
             check_call(self, query, key, value, cache, metadata, lse is not None)
@@ -225,9 +248,6 @@ class Attention(nn.Module):
             if key is not None and value is not None and self.writes and metadata.slot_mapping is not None:
                 self.impl.write_kv(key, value, cache, metadata.slot_mapping)
             self.impl.forward(query, cache, metadata, output, lse)
-        if like is not None and like not in metadata.settled:
-            assert key is not None and value is not None and cache is not None  # else it would be like no other
-            metadata.settled[like] = self.impl.settle(query, key, value, cache, metadata, output)
         if level == 2:
             import_module("attnlib.testing.shadow").watch_for_validation()
         for observer in OBSERVERS:

@@ -260,8 +260,8 @@ class SettlingImpl(TorchBackend.get_impl_cls()):
             if SettlingImpl.steps_aside or metadata.block_table is not table:
                 return False
             SettlingImpl.served.append(impl)
-            impl.write_kv(key, value, cache, metadata.slot_mapping)
-            impl.forward(query, cache, metadata, output, None)
+            impl.write_kv(key.view(-1, 2, 8), value.view(-1, 2, 6), cache, metadata.slot_mapping)
+            impl.forward(query.view(-1, 4, 8), cache, metadata, output.view(-1, 4, 6), None)
             return True
 
         return step
@@ -289,8 +289,13 @@ def test_a_layer_repeats_what_one_that_means_the_same_had_served(settling) -> No
     assert torch.equal(second(q, k, v, other, step), expected) and torch.equal(other.key_cache, cache.key_cache)
     assert torch.equal(first(q, k, v, cache, step), expected)
     assert (SettlingImpl.asked, SettlingImpl.served) == (1, [second.impl, first.impl])
-    assert torch.equal(first(q.flatten(1), k.flatten(1), v.flatten(1), cache, step).view(6, 4, 6), expected)
-    assert len(SettlingImpl.served) == 3, "flat tensors of the same strides are the same call"
+    flat = q.flatten(1), k.flatten(1), v.flatten(1)
+    for served in (2, 3, 4):
+        assert torch.equal(first(*flat, cache, step), expected.flatten(1)), "flat tensors come back flat"
+        assert (SettlingImpl.asked, len(SettlingImpl.served)) == (2, served), "flat tensors are a kind of call of their own"
+    given = torch.empty(6, 24)
+    assert first(*flat, cache, step, output=given) is first(*flat, cache, step, output=given) is given
+    assert torch.equal(given, expected.flatten(1)) and (SettlingImpl.asked, len(SettlingImpl.served)) == (3, 5)
 
 
 def test_a_call_unlike_any_before_is_served_the_usual_way(settling) -> None:

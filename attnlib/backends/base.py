@@ -147,7 +147,10 @@ class Settled(Protocol):
         metadata: Any,
         output: torch.Tensor,
     ) -> bool:
-        """Write the keys and values and attend; False, and nothing done, where the usual way has to be taken."""
+        """Write the keys and values and attend; False, and nothing done, where the usual way has to be taken.
+
+        `query`, `key`, `value` and `output` are flat or per head, as the layer got them.
+        """
 
 
 class AttentionImpl(ABC):

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from attnlib.backends.base import AttentionImpl
+from attnlib.backends.base import AttentionImpl, Settled
 from attnlib.backends.triton.metadata import TritonMetadata
-from attnlib.backends.triton.settled import SettledDecode, settle_decode
+from attnlib.backends.triton.settled import settle_decode
 from attnlib.cache.storage import PagedKVCache
 from attnlib.ops.triton.cache_write import write_kv
 from attnlib.ops.triton.paged_decode import paged_decode
@@ -67,7 +67,7 @@ class TritonImpl(AttentionImpl):
 
     def settle(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: PagedKVCache, metadata: TritonMetadata, output: torch.Tensor
-    ) -> SettledDecode | None:
+    ) -> Settled | None:
         """Decode steps are repeated by a handful of launches; the rest is served as before. See `AttentionImpl.settle`."""
         if (type(self).forward, type(self).write_kv) != _SETTLED:
             return None  # somebody serves calls in another way

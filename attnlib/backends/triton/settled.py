@@ -1,4 +1,4 @@
-"""Decode steps served again: what `TritonImpl.settle` returns, around the operations' `DecodeStep`."""
+"""Decode steps served again: what `TritonImpl.settle` returns, around what the operations repeat."""
 
 from __future__ import annotations
 
@@ -7,55 +7,13 @@ from typing import Any
 
 import torch
 
-from attnlib.backends.base import AttentionImpl
+from attnlib.backends.base import AttentionImpl, Settled
 from attnlib.backends.triton.metadata import TritonMetadata
 from attnlib.cache.storage import PagedKVCache
 from attnlib.ops.triton.arguments import Options
-from attnlib.ops.triton.decode_step import DecodeBatch, DecodeStep, settle
+from attnlib.ops.triton.decode_step import DecodeBatch, Repeat, settle
 
-__all__ = ["SettledDecode", "settle_decode"]
-
-
-class SettledDecode:
-    """A decode step over one batch, for layers that mean the same.
-
-    Args:
-        batch: what it read from the metadata.
-        num_tokens: T of the batch.
-        step: its launches.
-    """
-
-    __slots__ = ("_batch", "_num_tokens", "_step")
-
-    def __init__(self, batch: DecodeBatch, num_tokens: int, step: DecodeStep) -> None:
-        self._batch = batch
-        self._num_tokens = num_tokens
-        self._step = step
-
-    def __call__(
-        self,
-        impl: AttentionImpl,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: PagedKVCache,
-        metadata: TritonMetadata,
-        output: torch.Tensor,
-    ) -> bool:
-        """See `Settled`."""
-        batch = self._batch
-        if (
-            metadata.slot_mapping is not batch.slot_mapping
-            or metadata.block_table is not batch.block_table
-            or metadata.query_start_loc is not batch.query_start_loc
-            or metadata.seq_lens is not batch.seq_lens
-            or metadata.workspace is not batch.workspace
-            or metadata.max_seq_len != batch.max_seq_len
-            or metadata.max_query_len != batch.max_query_len
-            or metadata.num_actual_tokens != self._num_tokens
-        ):
-            return False
-        return self._step(query, key, value, cache.key_cache, cache.value_cache, impl.sinks, output)
+__all__ = ["settle_decode"]
 
 
 def settle_decode(
@@ -68,8 +26,8 @@ def settle_decode(
     output: torch.Tensor,
     meaning: Mapping[str, Any],
     kernels: str,
-) -> SettledDecode | None:
-    """The step that repeats a call of `impl` just made; None where it cannot be repeated directly.
+) -> Settled | None:
+    """What repeats a call of `impl` just made; None where it cannot be repeated directly.
 
     Args:
         query, key, value, cache, metadata, output: of that call.
@@ -88,5 +46,43 @@ def settle_decode(
         metadata.workspace,
     )
     options = Options(causal=metadata.causal, query_bias=None, out=output, lse=None, k_scale=1.0, v_scale=1.0, **meaning)
-    step = settle(query, key, value, cache.key_cache, cache.value_cache, batch, options, kernels)
-    return None if step is None else SettledDecode(batch, metadata.num_actual_tokens, step)
+    repeat = settle(query, key, value, cache.key_cache, cache.value_cache, batch, options, kernels)
+    return None if repeat is None else _guarded(repeat, batch, metadata)
+
+
+def _guarded(repeat: Repeat, batch: DecodeBatch, before: TritonMetadata) -> Settled:
+    """`repeat`, for layers that nobody serves in another way, while the metadata holds what it held `before`: the same objects."""
+    slots, table, starts, lens, workspace = batch.slot_mapping, batch.block_table, batch.query_start_loc, batch.seq_lens, batch.workspace
+    causal, bias, longest_query, longest = before.causal, before.query_bias, before.max_query_len, before.max_seq_len
+    num_tokens, num_decodes, num_prefills = before.num_actual_tokens, before.num_decodes, before.num_prefills
+
+    def serve(
+        impl: AttentionImpl,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: TritonMetadata,
+        output: torch.Tensor,
+    ) -> bool:
+        own = impl.__dict__
+        if "forward" in own or "write_kv" in own:
+            return False
+        if (
+            metadata.slot_mapping is not slots
+            or metadata.block_table is not table
+            or metadata.query_start_loc is not starts
+            or metadata.seq_lens is not lens
+            or metadata.workspace is not workspace
+            or metadata.causal is not causal
+            or metadata.query_bias is not bias
+            or metadata.max_query_len is not longest_query
+            or metadata.max_seq_len is not longest
+            or metadata.num_actual_tokens is not num_tokens
+            or metadata.num_decodes is not num_decodes
+            or metadata.num_prefills is not num_prefills
+        ):
+            return False
+        return repeat(query, key, value, cache.key_cache, cache.value_cache, impl.sinks, output)
+
+    return serve

@@ -1,25 +1,28 @@
 """A decode step that has been served once, ready to be served again: cache write and attention in a handful of launches.
 
 Between the layers of one step only addresses change. `settle` is asked after a call of `write_kv` and `paged_decode` and
-gathers the launches that these two made; the `DecodeStep` that it returns repeats them for other tensors, without working
-out again what they follow from. It holds the tensors of the batch, so their addresses stay theirs.
+gathers the launches that these two made; what it returns repeats them for other tensors, without working
+out again what they follow from. Kernels get addresses, which costs less than tensors do, so whatever a launch looks at in
+a tensor is looked at here: that the batch's tensors lie where they lay, and that all addresses are aligned.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from attnlib.ops.triton import device as chips
 from attnlib.ops.triton import launch as launching
 from attnlib.ops.triton.arguments import Options
 from attnlib.ops.triton.cache_write import find_write
 from attnlib.ops.triton.launch import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.paged_decode import find_decode
 
-__all__ = ["DecodeBatch", "DecodeStep", "settle"]
+__all__ = ["DecodeBatch", "Repeat", "settle"]
 
 
 @dataclass(frozen=True)
@@ -41,76 +44,16 @@ class DecodeBatch:
     workspace: Tensor | None
 
 
-class DecodeStep:
-    """The launches of one kind of call; calls must agree with the first one in dtypes, shapes, strides and devices.
-
-    Args:
-        batch: the batch of the call.
-        options: its options; scales of the cache are 1.
-        write: what `find_write` found.
-        decode: what `find_decode` found.
-    """
-
-    __slots__ = ("_addresses", "_batch", "_bound", "_fast", "_index", "_plain", "_scale", "_write", "_write_tail")
-
-    def __init__(self, batch: DecodeBatch, options: Options, write: Any, decode: Any) -> None:
-        slots, table, starts, lens = batch.slot_mapping, batch.block_table, batch.query_start_loc, batch.seq_lens
-        self._batch = batch  # keeps the memory behind the addresses
-        self._addresses = (table.data_ptr(), starts.data_ptr(), lens.data_ptr(), 0 if batch.workspace is None else batch.workspace.data_ptr())
-        self._write: BoundLaunch = write.write
-        self._write_tail = (slots.data_ptr(), 1.0, 1.0, *write.numbers)
-        self._fast, self._plain = decode.fast, None if decode.fast is not None else decode.plain
-        self._index: int = write.index
-        self._scale = float(options.scale)
-        self._bound: tuple[BoundLaunch, ...] = (write.write, *self._attending())
-
-    def _attending(self) -> tuple[BoundLaunch, ...]:
-        if self._fast is not None:
-            return self._fast.attend, self._fast.join
-        return (self._plain.attend,) if self._plain.combine is None else (self._plain.attend, self._plain.combine)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether every launch can be repeated directly."""
-        return all(launch.is_direct for launch in self._bound)
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, sinks: Tensor | None, out: Tensor) -> bool:
-        """Write and attend; False, and nothing launched, where these addresses, this device or the launchers' state want the usual way."""
-        asked, written, keys, values = query.data_ptr(), out.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr()
-        new_keys, new_values = key.data_ptr(), value.data_ptr()
-        if (asked | written | keys | values | new_keys | new_values | self._addresses[3]) & ALIGNMENT:
-            return False
-        index = self._index
-        if torch.cuda.current_device() != index or not launching.undisturbed():
-            return False
-        fast = self._fast
-        if fast is not None:
-            maps = fast.encoded.find(fast.attend, keys, values)
-            if maps is None:
-                return False
-        self._write.go((new_keys, new_values, keys, values, *self._write_tail), index)
-        sink = None if sinks is None else sinks.data_ptr()
-        table, starts, lens, partials = self._addresses
-        if fast is not None:
-            lses, pieces = partials + 4 * fast.lses, partials + 4 * fast.pieces
-            fast.attend.go((*maps, asked, written, None, sink, starts, lens, table, partials, lses, pieces, self._scale, *fast.numbers), index)
-            fast.join.go((partials, lses, pieces, starts, sink, written, None, *fast.join_numbers), index)
-            return True
-        plain = self._plain
-        work = None if plain.combine is None else partials
-        plain.attend.go((
-            asked, keys, values, written, None, starts, lens, None, None, sink, None, 1.0, 1.0, *plain.numbers, table, plain.table_stride,
-            work, *plain.last,
-        ), index)  # fmt: skip
-        if plain.combine is not None:
-            plain.combine.go((work, sink, written, None, *plain.combine_numbers), index)
-        return True
+Repeat = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor], bool]
+"""A step served again for (query, key, value, key_cache, value_cache, sinks, out), which agree with those of the first call
+in dtypes, shapes, strides and devices, sinks excepted. False, and nothing is launched, where addresses, the device or the
+state of Triton want the usual way."""
 
 
 def settle(
     query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, batch: DecodeBatch, options: Options, kernels: str
-) -> DecodeStep | None:
-    """The step that repeats a call just made; None where it cannot be repeated directly.
+) -> Repeat | None:
+    """What repeats a call just made; None where it cannot be repeated directly.
 
     Args:
         query, key, value: of the call.
@@ -124,12 +67,91 @@ def settle(
         query, key_cache, value_cache, batch.block_table, batch.query_start_loc, batch.seq_lens, options, batch.max_query_len,
         batch.max_seq_len, kernels,
     )  # fmt: skip
-    if write is None or write.write is None or write.as_bytes or decode is None or (decode.fast is None and decode.plain is None):
-        return None
-    if decode.plain is not None and decode.plain.as_bytes:
+    if write is None or write.write is None or decode is None or (decode.fast is None and decode.plain is None):
         return None
     needs = decode.fast.num_bytes if decode.fast is not None else 4 * decode.plain.partial_floats if decode.plain.combine is not None else 0
-    if needs and (batch.workspace is None or batch.workspace.nbytes < needs):
+    if needs and (batch.workspace is None or batch.workspace.nbytes < needs or batch.workspace.data_ptr() & ALIGNMENT):
         return None
-    step = DecodeStep(batch, options, write, decode)
-    return step if step.is_ready else None
+    return _repeat(batch, options, write, decode) if all(launch.is_direct for launch in _launches(write, decode)) else None
+
+
+def _repeat(batch: DecodeBatch, options: Options, write: Any, decode: Any) -> Repeat:
+    """Bound once: where the batch's tensors lie, and everything that the launches take but the addresses of a layer's own tensors."""
+    slots, table, starts, lens = batch.slot_mapping, batch.block_table, batch.query_start_loc, batch.seq_lens
+    space = slots if batch.workspace is None else batch.workspace  # any tensor: what a step of one launch has there is not read
+    index, stream_of, sinks_like = write.index, write.write.stream, _facts(options.sinks)
+    hooks = [launch.hooks for launch in _launches(write, decode)]
+
+    def lie() -> tuple[Any, ...]:
+        return (
+            slots.data_ptr(), table.data_ptr(), starts.data_ptr(), lens.data_ptr(), space.data_ptr(),
+            slots.nbytes, table.stride(), starts.nbytes, lens.nbytes, space.nbytes,
+        )  # fmt: skip
+
+    lay = lie()
+    store = write.write.ending(lay[0], 1.0, 1.0, *write.numbers)
+    if decode.fast is not None:
+        find, attend = partial(decode.fast.encoded.find, decode.fast.attend), _fast(lay, decode.fast, float(options.scale))
+    else:
+        find, attend = _no_maps, _plain(lay, decode.plain)
+
+    def repeat(query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, sinks: Tensor | None, out: Tensor) -> bool:
+        asked, written, keys, values = query.data_ptr(), out.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr()
+        new_keys, new_values = key.data_ptr(), value.data_ptr()
+        if (asked | written | keys | values | new_keys | new_values) & ALIGNMENT or chips.current_device() != index:
+            return False
+        if any(hooks) or not launching.undisturbed() or (sinks_like is not None and _facts(sinks) != sinks_like):
+            return False
+        if lie() != lay or (maps := find(keys, values)) is None:
+            return False
+        stream = stream_of(index)
+        store(stream, new_keys, new_values, keys, values)
+        attend(stream, maps, asked, keys, values, written, None if sinks is None else sinks.data_ptr())
+        return True
+
+    return repeat
+
+
+def _launches(write: Any, decode: Any) -> tuple[BoundLaunch, ...]:
+    """The kernels of a step, in order."""
+    if decode.fast is not None:
+        return write.write, decode.fast.attend, decode.fast.join
+    return (write.write, decode.plain.attend) if decode.plain.combine is None else (write.write, decode.plain.attend, decode.plain.combine)
+
+
+def _facts(sinks: Tensor | None) -> tuple[Any, ...] | None:
+    """What a launch follows from; layers that are alike in everything else may have sinks of their own making."""
+    return None if sinks is None else (sinks.dtype, sinks.shape, sinks.stride(), sinks.get_device())
+
+
+def _no_maps(keys: int, values: int) -> tuple[Any, ...]:
+    return ()
+
+
+def _fast(lay: tuple[Any, ...], launch: Any, scale: float) -> Callable[..., None]:
+    """The two launches of `HopperDecode.serve`."""
+    _, table, starts, lens, partials = lay[:5]
+    lses, pieces = partials + 4 * launch.lses, partials + 4 * launch.pieces
+    attend = launch.attend.ending(starts, lens, table, partials, lses, pieces, scale, *launch.numbers)
+    join = launch.join.ending(None, *launch.join_numbers)
+
+    def run(stream: int, maps: tuple[Any, ...], asked: int, keys: int, values: int, written: int, sink: int | None) -> None:
+        attend(stream, *maps, asked, written, None, sink)
+        join(stream, partials, lses, pieces, starts, sink, written)
+
+    return run
+
+
+def _plain(lay: tuple[Any, ...], launch: Any) -> Callable[..., None]:
+    """The one or two launches of the portable kernels."""
+    _, table, starts, lens, space = lay[:5]
+    partials = None if launch.combine is None else space
+    attend = launch.attend.ending(None, 1.0, 1.0, *launch.numbers, table, launch.table_stride, partials, *launch.last)
+    combine = None if launch.combine is None else launch.combine.ending(None, *launch.combine_numbers)
+
+    def run(stream: int, maps: tuple[Any, ...], asked: int, keys: int, values: int, written: int, sink: int | None) -> None:
+        attend(stream, asked, keys, values, written, None, starts, lens, None, None, sink)
+        if combine is not None:
+            combine(stream, partials, sink, written)
+
+    return run

@@ -18,7 +18,7 @@ from torch import Tensor
 from attnlib.errors import BackendUnavailableError
 from attnlib.ops.triton.tile_tables import TileTable
 
-__all__ = ["INTERPRETED", "DeviceLimits", "device_guard", "device_index", "limits_of", "set_tuned_tiles"]
+__all__ = ["INTERPRETED", "DeviceLimits", "current_device", "device_guard", "device_index", "limits_of", "set_tuned_tiles"]
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether this process runs kernels on the CPU; triton decides it when a kernel is decorated, so at import."""
@@ -115,10 +115,18 @@ def set_tuned_tiles(index: int, table: TileTable | None) -> None:
         _cuda_limits.cache_clear()
 
 
+_get_device = getattr(torch._C, "_cuda_getDevice", None)  # what `current_device` comes to once CUDA has started; torch without CUDA lacks it
+
+
+def current_device() -> int:
+    """The number of the current device."""
+    return int(torch.cuda.current_device() if _get_device is None else _get_device())
+
+
 def device_guard(tensor: Tensor) -> AbstractContextManager[object]:
     """A context in which launches go to the tensor's device; free when it is the current one."""
     index = tensor.get_device()
-    if index < 0 or index == torch.cuda.current_device():
+    if index < 0 or index == current_device():
         return _NO_GUARD
     return torch.cuda.device(tensor.device)
 

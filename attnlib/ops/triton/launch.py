@@ -146,6 +146,25 @@ class BoundLaunch:
         """Whether `go` may be taken, as far as the kernel alone can tell: for aligned addresses, while `undisturbed()`."""
         return self._bare is not None and not self._hooks
 
+    @property
+    def hooks(self) -> Any:
+        """The kernel's own hooks, as a list that changes with them; while there is one, Triton has to launch."""
+        return self._hooks
+
+    @property
+    def stream(self) -> Callable[[int], int]:
+        """What tells the current stream of a device."""
+        return self._stream
+
+    def ending(self, *last: Any) -> Callable[..., None]:
+        """`go` for launches whose last arguments are always the same, once `is_direct`: called with the stream and the
+        arguments before those."""
+        bare, grid, head, rest = self._bare, self._grid, self._head, (*last, *self._tail)
+        assert bare is not None
+        if self._packed:
+            return lambda stream, *first: bare(*grid, stream, *head, (*first, *rest))
+        return lambda stream, *first: bare(*grid, stream, *head, *first, *rest)
+
     def expand(self, number: int, descriptor: Any) -> tuple[Any, ...]:
         """What `go` takes in place of the kernel's `number`-th descriptor. It holds for every launch with equal `maps`,
         for it follows from that and the descriptor."""

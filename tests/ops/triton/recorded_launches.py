@@ -52,7 +52,7 @@ MEMORIES = ("_launches", "_launches_by_splits", "_decodes")
 def install() -> None:
     """From now on nothing is compiled or launched in this process, only recorded."""
     assert not device.INTERPRETED
-    torch.cuda.current_device = lambda: -1  # where tensors of the CPU say that they are
+    device.current_device = lambda: -1  # where tensors of the CPU say that they are
     triton.runtime.driver.set_active(DRIVER)
     replace_launcher()
     own_run = JITFunction.run
@@ -388,12 +388,12 @@ def check_each_call_is_looked_at() -> None:
 class Tensors:
     """What one layer brings to a decode step of 5 tokens, `offset` elements off the boundary."""
 
-    def __init__(self, size: int, offset: int = 0) -> None:
+    def __init__(self, size: int, offset: int = 0, stored: torch.dtype = torch.bfloat16) -> None:
         def rows(*shape: int) -> torch.Tensor:
             return torch.zeros(offset + torch.Size(shape).numel(), dtype=torch.bfloat16)[offset:].view(shape)
 
         self.query, self.out, self.key, self.value = rows(5, 8, size), rows(5, 8, size), rows(5, 2, size), rows(5, 2, size)
-        self.cache = rows(8, 16, 2, size), rows(8, 16, 2, size)
+        self.cache = rows(8, 16, 2, size).to(stored), rows(8, 16, 2, size).to(stored)
         self.sinks = torch.zeros(8)
 
 
@@ -404,9 +404,10 @@ def check_settled_steps() -> None:
     _check_settled_step(64, 100, "portable", True)
     _check_settled_step(64, 4000, "portable", False)
     _check_settled_step(8, 20, "auto", False)
+    _check_settled_step(64, 4000, "auto", True, torch.float8_e4m3fn)
 
 
-def _check_settled_step(size: int, longest: int, kernels: str, has_sink: bool) -> None:
+def _check_settled_step(size: int, longest: int, kernels: str, has_sink: bool, stored: torch.dtype = torch.bfloat16) -> None:
     batch = decode_step.DecodeBatch(
         torch.zeros(5, dtype=torch.int64), torch.zeros(5, 8, dtype=torch.int32), torch.zeros(6, dtype=torch.int32),
         torch.zeros(5, dtype=torch.int32), 1, longest, torch.zeros(1 << 20),
@@ -419,41 +420,66 @@ def _check_settled_step(size: int, longest: int, kernels: str, has_sink: bool) -
             max_seq_len=longest, scale=0.25, sinks=own.sinks if has_sink else None, out=own.out, workspace=batch.workspace, kernels=kernels,
         )  # fmt: skip
 
-    def settled(own: Tensors) -> decode_step.DecodeStep | None:
+    def settled(own: Tensors) -> decode_step.Repeat | None:
         options = arguments.Options(0.25, True, (-1, -1), 0, 0.0, None, own.sinks if has_sink else None, None, 1.0, 1.0, own.out, None)
         return decode_step.settle(own.query, own.key, own.value, *own.cache, batch, options, kernels)
 
-    def again(step: decode_step.DecodeStep, own: Tensors) -> bool:
+    def again(step: decode_step.Repeat, own: Tensors) -> bool:
         return step(own.query, own.key, own.value, *own.cache, own.sinks if has_sink else None, own.out)
 
-    first, other, off = Tensors(size), Tensors(size), Tensors(size, 1)
+    first, other, off = Tensors(size, 0, stored), Tensors(size, 0, stored), Tensors(size, 1, stored)
     assert settled(first) is None, "nothing has been served yet"
     for own in (first, other, first):
         usual(own)
     step = settled(first)
     assert step is not None
     for own in (first, other):
+        DRIVER.stream += 1
         theirs, through_triton = recorded(lambda own=own: usual(own))
         assert not through_triton
         mine, through_triton = recorded(lambda own=own: again(step, own))
         assert mine == theirs and len(mine) >= 2 and not through_triton, (size, kernels)
+        assert {record.stream for record in mine} == {DRIVER.stream}, "the current stream of each call"
     assert again(step, first) and recorded(lambda: again(step, off)) == ([], []) and not again(step, off)
     triton.knobs.runtime.launch_enter_hook.calls.append(len)
     try:
         assert recorded(lambda: again(step, first)) == ([], []) and not again(step, first), "somebody listens to launches"
     finally:
         triton.knobs.runtime.launch_enter_hook.calls.remove(len)
-    device_now, torch.cuda.current_device = torch.cuda.current_device, lambda: 3
+    cache_write._write_kv_kernel.pre_run_hooks.append(lambda *args, **kwargs: None)
+    try:
+        assert recorded(lambda: again(step, first)) == ([], []) and not again(step, first), "somebody listens to a kernel"
+    finally:
+        cache_write._write_kv_kernel.pre_run_hooks.clear()
+    device_now, device.current_device = device.current_device, lambda: 3
     try:
         assert recorded(lambda: again(step, first)) == ([], []) and not again(step, first), "another device is the current one"
     finally:
-        torch.cuda.current_device = device_now
+        device.current_device = device_now
+    if has_sink:
+        sinks = first.sinks
+        for strange in (torch.zeros(16)[::2], torch.zeros(8, dtype=torch.float64), None):
+            first.sinks = strange
+            assert recorded(lambda: again(step, first)) == ([], []) and not again(step, first), "sinks of another kind"
+        first.sinks = sinks
+    for moved in (batch.slot_mapping, batch.block_table, batch.query_start_loc, batch.seq_lens, batch.workspace):
+        _check_moved(moved, lambda: again(step, first))
+    assert again(step, first)
     if kernels == "hopper":
         assert recorded(lambda: again(step, Tensors(size))) == ([], []), "a cache whose descriptors nobody encoded yet"
     small = dataclasses.replace(batch, workspace=torch.zeros(8))
     options = arguments.Options(0.25, True, (-1, -1), 0, 0.0, None, first.sinks if has_sink else None, None, 1.0, 1.0, first.out, None)
     if longest == 4000:
         assert decode_step.settle(first.query, first.key, first.value, *first.cache, small, options, kernels) is None
+
+
+def _check_moved(moved: torch.Tensor, call: Callable[[], bool]) -> None:
+    """A tensor of the batch that lies elsewhere or in another way, though it is the same object: nothing is launched."""
+    before = moved.data
+    for other in (before.clone(), before[:1] if moved.dim() == 1 else before.as_strided(before.shape, (4, 1))):
+        moved.set_(other)
+        assert recorded(call) == ([], []) and not call(), other.shape
+    moved.set_(before)
 
 
 def check_memory_is_bounded() -> None:
