@@ -1,5 +1,6 @@
 """Variables are read late, parsed strictly, and all in one table."""
 
+import os
 import re
 from pathlib import Path
 
@@ -20,6 +21,24 @@ def test_defaults_parse(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in env.ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
     assert env.read("ATTNLIB_BACKEND") == "auto" and env.read("ATTNLIB_VALIDATE") == 0 and env.read("ATTNLIB_PLUGINS") is True
+
+
+def test_a_variable_may_change_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was parsed is remembered by its text, so a change is seen at the next call, a wrong one every time."""
+    monkeypatch.delenv("ATTNLIB_VALIDATE", raising=False)
+    for value, level in (("1", 1), ("2", 2), ("1", 1), ("0", 0)):
+        monkeypatch.setenv("ATTNLIB_VALIDATE", value)
+        assert env.read("ATTNLIB_VALIDATE") == level
+    monkeypatch.setenv("ATTNLIB_VALIDATE", "3")
+    for _ in range(2):
+        with pytest.raises(EnvironmentVariableError, match="ATTNLIB_VALIDATE='3'"):
+            env.read("ATTNLIB_VALIDATE")
+    os.environ.update(ATTNLIB_VALIDATE="2")
+    assert env.read("ATTNLIB_VALIDATE") == 2
+    monkeypatch.delenv("ATTNLIB_VALIDATE")
+    assert env.read("ATTNLIB_VALIDATE") == 0
+    monkeypatch.setattr(os, "environ", {"ATTNLIB_VALIDATE": "1"})  # as whoever mocks it does
+    assert env.read("ATTNLIB_VALIDATE") == 1 and env.read("ATTNLIB_BACKEND") == "auto"
 
 
 def test_the_environment_is_read_in_one_place() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -352,6 +353,35 @@ def test_whoever_looks_at_calls_still_sees_them(settling, monkeypatch) -> None:
     cache.k_scale = 2.0
     assert not torch.equal(layer(q, k, v, cache, step), expected)
     assert len(seen) == 1 and SettlingImpl.served == []
+
+
+def test_hooks_of_a_module_see_settled_calls(settling) -> None:
+    (layer, _), cache, step, q, k, v = settling
+    expected = layer(q, k, v, cache, step)
+    before, after = [], []
+    layer.register_forward_pre_hook(lambda module, args: before.append(module))
+    layer.register_forward_hook(lambda module, args, out: after.append(out) or out + 1)
+    assert torch.equal(layer(q, k, v, cache, step), expected + 1)
+    assert before == [layer] and len(after) == 1 and SettlingImpl.served == [layer.impl]
+
+
+def test_a_step_that_steps_aside_leaves_the_output_to_the_usual_way(settling) -> None:
+    (layer, _), cache, step, q, k, v = settling
+    flat = q.flatten(1), k.flatten(1), v.flatten(1)
+    expected = layer(*flat, cache, step)
+    SettlingImpl.steps_aside = True
+    given = torch.empty(6, 24)
+    for _ in range(2):
+        assert torch.equal(layer(*flat, cache, step), expected) and torch.equal(layer(q, k, v, cache, step).flatten(1), expected)
+        assert layer(*flat, cache, step, output=given) is given
+    assert SettlingImpl.served == [] and torch.equal(given, expected)
+
+
+def test_layers_get_numbers_of_their_own_in_threads() -> None:
+    """Two meanings with one number would launch one's kernels for the other."""
+    with ThreadPoolExecutor(8) as pool:
+        layers = list(pool.map(lambda n: attnlib.Attention(SPEC, backend=SettlingBackend, scale=1 / (7 + n), device="cpu"), range(64)))
+    assert len({layer.meaning for layer in layers}) == 64
 
 
 def test_backends_that_settle_nothing_are_not_asked(monkeypatch) -> None:

@@ -8,6 +8,7 @@ launches can be compared by what Triton tells kernels apart by. It needs a proce
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 import traceback
@@ -21,6 +22,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+import attnlib
+from attnlib.backends.triton import TritonBackend
+from attnlib.backends.triton import metadata as triton_metadata
 from attnlib.ops.triton import (
     arguments,
     cache_write,
@@ -40,7 +44,7 @@ from attnlib.ops.triton.hopper import paged_prefill as hopper_prefill
 from tests.ops.triton.stub_driver import BY_TRITON, DRIVER, ENCODED, REAL_LAUNCHER, RECORDS, Record, StandIn, replace_launcher
 
 CHIP = DeviceLimits(132, 227 * 1024, 228 * 1024, (9, 0), True)
-MODULES = (arguments, cache_write, merge_states, paged_decode, prefill, slots, hopper_choice, hopper_decode, hopper_prefill)
+MODULES = (triton_metadata, arguments, cache_write, merge_states, paged_decode, prefill, slots, hopper_choice, hopper_decode, hopper_prefill)
 
 BOUND_KERNELS = {
     "_decode_kernel", "_combine_kernel", "_prefill_kernel", "_write_kv_kernel", "_merge_states_kernel", "_slot_mapping_kernel",
@@ -482,6 +486,107 @@ def _check_moved(moved: torch.Tensor, call: Callable[[], bool]) -> None:
     moved.set_(before)
 
 
+class Anywhere(TritonBackend):
+    """The triton backend, on the CPU without the interpreter: nothing is run."""
+
+    @classmethod
+    def unavailable(cls, device: Any) -> list[str]:
+        return []
+
+    @classmethod
+    def supports_combination(cls, spec: Any, device: Any) -> list[str]:
+        return []
+
+
+class Step:
+    """One layer of 8 heads over 2, its cache and a decode batch of 4 requests of up to `longest` keys."""
+
+    def __init__(self, longest: int) -> None:
+        self.spec = attnlib.AttentionSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, block_size=16)
+        self.layer = attnlib.Attention(self.spec, backend=Anywhere, device="cpu")
+        self.cache = attnlib.PagedKVCache.allocate(self.spec, 300, "cpu")
+        lengths = [longest, 20, 3, 7]
+        blocks = torch.arange(4 * 64, dtype=torch.int32).view(4, 64)
+        common = attnlib.CommonAttentionMetadata.from_lengths([1] * 4, lengths, blocks, 16, "cpu")
+        self.batch = self.layer.backend.make_builder(self.spec, "cpu").build(0, common)
+        self.query, self.key, self.value = (torch.zeros(4, heads, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))
+        self.out = torch.zeros_like(self.query)
+
+    def __call__(self, flat: bool = False) -> list[Record]:
+        """The launches of a call."""
+        tensors = [tensor.flatten(1) if flat else tensor for tensor in (self.query, self.key, self.value, self.out)]
+        return recorded(lambda: self.layer(*tensors[:3], self.cache, self.batch, output=tensors[3]))[0]
+
+
+def _swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Let a tensor lie where and as another does; it stays the same object."""
+    tensor.set_(other)
+
+
+def _strided(*shape: int) -> torch.Tensor:
+    """Zeros with room between their rows of heads."""
+    return torch.zeros(*shape[:-2], shape[-2] + 1, shape[-1], dtype=torch.bfloat16)[..., : shape[-2], :]
+
+
+CHANGES: dict[str, Callable[[Step], None]] = {
+    **{
+        f"another {name}": lambda step, name=name: setattr(step.batch, name, getattr(step.batch, name).clone())  # type: ignore[misc]
+        for name in ("slot_mapping", "block_table", "query_start_loc", "seq_lens")
+    },
+    **{
+        f"{name} swapped": lambda step, name=name: _swap(getattr(step.batch, name), getattr(step.batch, name).clone())  # type: ignore[misc]
+        for name in ("slot_mapping", "block_table", "query_start_loc", "seq_lens")
+    },
+    "another workspace": lambda step: setattr(step.batch, "workspace", torch.zeros(1 << 20)),
+    "fewer slots": lambda step: _swap(step.batch.slot_mapping, step.batch.slot_mapping[:3]),
+    "stride of the table": lambda step: _swap(step.batch.block_table, step.batch.block_table.as_strided((4, 64), (32, 1))),
+    "longest sequence": lambda step: setattr(step.batch, "max_seq_len", 200),
+    "causal": lambda step: setattr(step.batch, "causal", False),
+    "query_bias": lambda step: setattr(step.batch, "query_bias", torch.zeros(4, 1)),
+    "cache swapped": lambda step: _swap(step.cache.key_cache, step.cache.key_cache.clone()),
+    "stride of the cache": lambda step: setattr(step.cache, "value_cache", _strided(300, 16, 2, 64)),
+    "stride of the cache, in place": lambda step: _swap(step.cache.key_cache, _strided(300, 16, 2, 64)),
+    "stride of the query": lambda step: setattr(step, "query", _strided(4, 8, 64)),
+    "stride of the keys": lambda step: setattr(step, "key", _strided(4, 2, 64)),
+    "stride of the values": lambda step: setattr(step, "value", _strided(4, 2, 64)),
+    "stride of the output": lambda step: setattr(step, "out", _strided(4, 8, 64)),
+    "key off the boundary": lambda step: setattr(step, "key", torch.zeros(513, dtype=torch.bfloat16)[1:].view(4, 2, 64)),
+    "k_scale of the cache": lambda step: setattr(step.cache, "k_scale", 0.5),
+    "v_scale of the layer": lambda step: setattr(step.layer, "v_scale", torch.ones(())),
+}
+"""What may become of a batch, a cache or a layer between two calls."""
+
+
+def check_settled_layers() -> None:
+    """Whatever changes between two calls, a layer makes the launches that it would have made without the first."""
+    for longest, (name, change) in itertools.product((1000, 64), CHANGES.items()):
+        step = Step(longest)
+        for flat in (False, True):
+            first = step(flat)
+            assert step(flat) == step(flat) == first and len(first) >= 2
+        assert len(step.batch.settled) == 2 and all(step.batch.settled.values()), "flat and per head are settled"
+        DRIVER.stream += 1
+        assert {record.stream for record in step()} == {DRIVER.stream}
+        change(step)
+        for _ in range(3):
+            mine = step()
+            with by_triton():
+                theirs = step()
+            assert mine == theirs and mine, f"{name}, {longest} keys: {mine} instead of {theirs}"
+
+
+def check_impls_of_somebody_else() -> None:
+    """A layer whose impl was given other methods is served by them, though calls like it are settled."""
+    step, seen = Step(64), []
+    for _ in range(3):
+        step()
+    assert all(step.batch.settled.values())
+    step.layer.impl.forward = lambda *call: seen.append(call)
+    assert [record.kernel.split()[0] for record in step()] == ["_write_kv_kernel"] and len(seen) == 1
+    del step.layer.impl.forward
+    assert len(step()) == 2 and len(seen) == 1
+
+
 def check_memory_is_bounded() -> None:
     """Launches by the thousand do not pile up."""
     kept: launch.Remembered[int] = launch.Remembered()
@@ -499,6 +604,8 @@ CHECKS: tuple[Callable[[], None], ...] = (
     check_descriptors_are_encoded_once,
     check_each_call_is_looked_at,
     check_settled_steps,
+    check_settled_layers,
+    check_impls_of_somebody_else,
     check_memory_is_bounded,
 )
 

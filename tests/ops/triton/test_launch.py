@@ -23,6 +23,8 @@ CHECKS = [
     "check_descriptors_are_encoded_once",
     "check_each_call_is_looked_at",
     "check_settled_steps",
+    "check_settled_layers",
+    "check_impls_of_somebody_else",
     "check_memory_is_bounded",
 ]
 
