@@ -90,7 +90,10 @@ def test_hopper_decodes_try_the_shipped_tile_first_and_only_what_fits() -> None:
     assert tiles[0] == vars(choose_hopper_decode_tile(128, 128)) and len(tiles) > 4
     assert all(decode_shared_bytes(DecodeTile(**tile), 128, 128) <= SHARED_MEMORY for tile in tiles)
     group = group_of(parse_case("8q1s8k"), "hopper_decode", H200)
-    assert (group.head_size, group.work, group.block_size) == (128, None, None)
+    assert (group.head_size, group.work, group.block_size) == (128, 4096, None)
+    few = parse_case("q1s1k")
+    assert candidates(few, "hopper_decode", H200)[0] == vars(choose_hopper_decode_tile(128, 128, keys_per_sm=64)) != tiles[0]
+    assert group_of(few, "hopper_decode", H200) == replace(group, work=64), "little work has a tile of its own"
 
 
 def test_hopper_prefills_of_windows_are_a_kind_of_their_own() -> None:

@@ -122,8 +122,11 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
 
     def seq_len_bounds(self, num_reqs: int, least: int, most: int) -> list[int]:
         """Where tiles depend on work, both sides of every edge between two tiles, and of every power of 2, where keys may begin to be split; on
-        Hopper both sides of the length from which its own decode is the quicker one."""
-        turns = [keys - side for keys in HOPPER_DECODE_KEYS for side in (0, 1)] if limits_of(self._query_like).capability[0] == 9 else []
+        Hopper both sides of the lengths from which its own decode is the quicker one, or has another tile."""
+        turns: list[int] = []
+        if limits_of(self._query_like).capability[0] == 9:
+            turns = [keys - side for keys in HOPPER_DECODE_KEYS for side in (0, 1)]
+            turns += [edge + side for edge in self._work_edges("hopper_decode", num_reqs) for side in (0, 1)]
         inner = {edge + side for edge in self._tile_edges(num_reqs, most) for side in (0, 1)}
         if len(inner) > 2:
             inner |= {(1 << exponent) - side for exponent in range(most.bit_length()) for side in (0, 1)}
@@ -131,6 +134,9 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
 
     def _tile_edges(self, num_reqs: int, max_seq_len: int) -> list[int]:
         """The longest sequences that each decode tile may meet: a tile for less work may be cut in more pieces."""
+        return [max_seq_len, *(edge for edge in self._work_edges("decode", num_reqs) if 0 < edge < max_seq_len)]
+
+    def _work_edges(self, op: str, num_reqs: int) -> list[int]:
+        """The longest sequences of the classes of work that an operation's tiles depend on."""
         chip = limits_of(self._query_like)
-        edges = [bound * chip.num_sms // (num_reqs * self.spec.num_kv_heads) for bound in work_bounds("decode", chip.tuned)]
-        return [max_seq_len, *(edge for edge in edges if 0 < edge < max_seq_len)]
+        return [bound * chip.num_sms // (num_reqs * self.spec.num_kv_heads) for bound in work_bounds(op, chip.tuned)]

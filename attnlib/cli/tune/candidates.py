@@ -61,7 +61,7 @@ class Group:
         head_size: the wider of the two, as padded.
         rows: class of rows; the most that are told apart is 128.
         block_size: N, for the Hopper prefill only.
-        work: class of work, for decode only.
+        work: class of work, for decodes only.
         visible: class of windows, for the Hopper prefill only.
     """
 
@@ -101,13 +101,18 @@ def group_of(case: BenchCase, op: str, limits: DeviceLimits) -> Group:
         width = max(map(padded_width, sizes))
         return Group(op, limits.products, elements, width, 128, case.block_size, visible=visible_class(_window(case)))
     if op == "hopper_decode":
-        return Group(op, limits.products, elements, max(map(padded_width, sizes)), DECODE_ROWS)
+        return Group(op, limits.products, elements, max(map(padded_width, sizes)), DECODE_ROWS, None, _work(case, limits))
     width = max(sum(split_head_size(size)) for size in sizes)
     if op == "prefill":
         return Group(op, limits.products, elements, width, rows)
-    window = spec.visible_window.as_kernel_args()
-    visible = visible_bound(case.batch.max_query_len, case.batch.max_seq_len, window, True, 0)
-    return Group(op, limits.products, elements, width, rows, None, work_class(case.batch.num_reqs, spec.num_kv_heads, visible, limits.num_sms))
+    return Group(op, limits.products, elements, width, rows, None, _work(case, limits))
+
+
+def _work(case: BenchCase, limits: DeviceLimits) -> int:
+    """The class of work of a decode."""
+    spec, batch = case.spec, case.batch
+    visible = visible_bound(batch.max_query_len, batch.max_seq_len, spec.visible_window.as_kernel_args(), True, 0)
+    return work_class(batch.num_reqs, spec.num_kv_heads, visible, limits.num_sms)
 
 
 def _window(case: BenchCase) -> int | None:
@@ -122,7 +127,7 @@ def candidates(case: BenchCase, op: str, limits: DeviceLimits, quick: bool = Fal
     if op == "hopper_prefill":
         return _first(_hopper_prefill(case, sizes, limits), quick)
     if op == "hopper_decode":
-        return _first(_hopper_decode(sizes, limits), quick)
+        return _first(_hopper_decode(case, sizes, limits), quick)
     element_bytes = (case.spec.dtype.itemsize, case.spec.kv_dtype.itemsize)
     rows = case.batch.max_query_len * case.spec.group_size
     arguments = (*sizes, *element_bytes, rows, limits.shared_memory, limits.products)
@@ -137,8 +142,8 @@ def candidates(case: BenchCase, op: str, limits: DeviceLimits, quick: bool = Fal
     return _first((vars(tile) for tile in (today, *fitting)), quick)
 
 
-def _hopper_decode(sizes: tuple[int, int], limits: DeviceLimits) -> Iterator[dict[str, Any]]:
-    yield vars(choose_hopper_decode_tile(*sizes, tuned=limits.tuned))
+def _hopper_decode(case: BenchCase, sizes: tuple[int, int], limits: DeviceLimits) -> Iterator[dict[str, Any]]:
+    yield vars(choose_hopper_decode_tile(*sizes, keys_per_sm=_work(case, limits), tuned=limits.tuned))
     for block_n, stages in _HOPPER_DECODE:
         tile = DecodeTile(block_n, stages)
         if decode_shared_bytes(tile, *sizes) <= SHARED_MEMORY and (max(sizes) <= 128 or block_n <= 64):

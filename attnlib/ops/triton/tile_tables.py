@@ -90,6 +90,7 @@ def matching(situation: Situation, tuned: TileTable | None = None) -> Iterator[T
 
 
 @functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)
 def work_bounds(op: str, tuned: TileTable | None = None) -> tuple[int, ...]:
     """The bounds on `keys_per_sm` that any entry for `op` has, rising: work between two of them gets one tile. Empty
     when tiles do not depend on work."""

@@ -18,6 +18,7 @@ from attnlib.ops.triton.hopper.paged_decode import HopperDecode, hopper_decode_w
 from attnlib.ops.triton.hopper.paged_prefill import HopperPrefill, plan_hopper_prefill
 from attnlib.ops.triton.hopper.tiles import choose_hopper_decode_tile, choose_hopper_tile
 from attnlib.ops.triton.launch import Remembered
+from attnlib.ops.triton.tile_tables import work_bounds, work_class
 
 __all__ = ["decode_workspace_bytes", "find_decode", "find_prefill", "slots_beside_prefill", "stride_gaps"]
 
@@ -121,7 +122,7 @@ def find_decode(
     """The Hopper decode for calls like this one; None where it cannot serve them or (without `insist`) is the slower one.
 
     Args:
-        same: the call's `launch_key`: calls with equal ones share the launches, however long their sequences grow.
+        same: the call's `launch_key`: calls with equal ones share the launches, however long their sequences grow, within a class of work.
         query: as in `paged_decode`, like what is not named here.
         key: likewise.
         value: likewise.
@@ -136,14 +137,15 @@ def find_decode(
     """
     if not insist and not prefers_hopper_decode(visible, starts.shape[0] - 1, key.shape[2], limits.num_sms):
         return None
-    known = (same, max_query_len, slots)
+    work = work_class(starts.shape[0] - 1, key.shape[2], visible, limits.num_sms) if work_bounds("hopper_decode", limits.tuned) else None
+    known = (same, max_query_len, slots, work)
     launch = _decodes.get(known)
     if launch is not None and launch.limits is limits:
         return launch
     layer = (*_layer(query, key, value, limits), key.shape[2], limits.num_sms, max_query_len)
     if decode_gaps(*layer, **_features(options)) or _impossible(query, key, value, options):
         return None
-    tile = choose_hopper_decode_tile(key.shape[3], value.shape[3], tuned=limits.tuned)
+    tile = choose_hopper_decode_tile(key.shape[3], value.shape[3], keys_per_sm=work, tuned=limits.tuned)
     return _decodes.keep(known, plan_hopper_decode(query, key, value, block_table, starts, options, tile, limits, max_query_len, slots))
 
 
@@ -162,6 +164,4 @@ def decode_workspace_bytes(query: Tensor, key: Tensor, head_size_v: int, num_tok
     layer = (limits.capability, query.dtype, key.dtype, sizes, key.shape[1], group, key.shape[2], limits.num_sms, max_query_len)
     if decode_gaps(*layer):
         return 0
-    tile = choose_hopper_decode_tile(key.shape[3], head_size_v, tuned=limits.tuned)
-    slots = limits.num_sms * tile.resident
-    return hopper_decode_workspace_bytes(num_tokens, key.shape[2], group, max_query_len, head_size_v, slots)
+    return hopper_decode_workspace_bytes(num_tokens, key.shape[2], group, max_query_len, head_size_v, limits.num_sms)

@@ -79,21 +79,28 @@ def _my_part(query_start_loc, seq_lens, left, right, chunk, num_reqs, part, part
     LANES: gl.constexpr = 128
     layout: gl.constexpr = gl.BlockedLayout([LANES // (32 * WARPS)], [32], [WARPS], [0])
     total = 0
+    request = 0
+    before = 0
     if num_reqs == 1:
         total = _request_tiles(query_start_loc, seq_lens, 0, True, left, right, chunk, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
                                HAS_CHUNK)  # fmt: skip
+    elif num_reqs <= LANES:
+        # Every request has a lane, so the lengths are read and summed once; nothing is loaded before this has ended.
+        lanes = gl.arange(0, LANES, layout)
+        tiles = _request_tiles(query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, BLOCK_N, CAUSAL,
+                               HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+        ends = gl.associative_scan(tiles, 0, _add)
+        total = gl.max(ends, 0)
+        past = (ends <= part * ((total + parts - 1) // parts)) & (lanes < num_reqs)
+        request = gl.sum(past.to(gl.int32), 0)
+        before = gl.max(gl.where(past, ends, 0), 0)
     else:
         for base in range(0, num_reqs, LANES):
             lanes = base + gl.arange(0, LANES, layout)
             tiles = _request_tiles(query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, BLOCK_N, CAUSAL,
                                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
             total += gl.sum(tiles, 0)
-    share = (total + parts - 1) // parts
-    begin = part * share
-    end = gl.minimum(begin + share, total)
-    request = 0
-    before = 0
-    if num_reqs > 1:
+        begin = part * ((total + parts - 1) // parts)
         seen = 0
         for base in range(0, num_reqs, LANES):
             lanes = base + gl.arange(0, LANES, layout)
@@ -104,7 +111,9 @@ def _my_part(query_start_loc, seq_lens, left, right, chunk, num_reqs, part, part
             request += gl.sum(past.to(gl.int32), 0)
             before = gl.maximum(before, gl.max(gl.where(past, ends, 0), 0))
             seen += gl.sum(tiles, 0)
-    return begin, end, share, request, before
+    share = (total + parts - 1) // parts
+    begin = part * share
+    return begin, gl.minimum(begin + share, total), share, request, before
 
 
 @gluon.jit

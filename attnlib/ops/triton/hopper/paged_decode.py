@@ -142,7 +142,7 @@ def plan_hopper_decode(
     width, width_v, box = padded_width(head_size), padded_width(head_size_v), min(block_size, tile.block_n)
     rows, num_reqs, (left, right) = group * max_query_len, starts.shape[0] - 1, options.window
     columns = max(8, triton.next_power_of_2(rows))
-    slots, out, lse = slots or limits.num_sms * tile.resident, options.out, options.lse
+    slots, out, lse = slots or limits.num_sms, options.out, options.lse
     programs = _parts(slots, num_kv_heads) * num_kv_heads
     places, stride_lt = 2 * programs * rows, 0 if lse is None else lse.stride(0)
     shared = {

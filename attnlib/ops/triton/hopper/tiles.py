@@ -60,13 +60,11 @@ class DecodeTile:
 
     Attributes:
         block_n: keys per step.
-        stages: depth of the rings.
-        resident: CTAs that share a multiprocessor, 1 or 2.
+        stages: depth of the rings. Deeper is not quicker: more than about 128 KB under way on each multiprocessor reads slower.
     """
 
     block_n: int
     stages: int
-    resident: int = 1
 
 
 def padded_width(head_size: int) -> int:
@@ -142,11 +140,20 @@ def decode_shared_bytes(tile: DecodeTile, head_size: int, head_size_v: int) -> i
 
 
 @functools.lru_cache(maxsize=64)
-def choose_hopper_decode_tile(head_size: int, head_size_v: int, *, tuned: TileTable | None = None) -> DecodeTile:
-    """The decode tile for a pair of head sizes; arguments and errors as in `choose_hopper_tile`."""
+def choose_hopper_decode_tile(
+    head_size: int, head_size_v: int, *, keys_per_sm: int | None = None, tuned: TileTable | None = None
+) -> DecodeTile:
+    """The decode tile for a pair of head sizes; other arguments and errors as in `choose_hopper_tile`.
+
+    Args:
+        head_size: D.
+        head_size_v: Dv.
+        keys_per_sm: class of work (`tile_tables.work_class`); None matches no entry that has a condition on it.
+        tuned: the user's own table for the chip.
+    """
     widest = max(padded_width(head_size), padded_width(head_size_v))
     need = 0
-    for entry in matching(Situation("hopper_decode", "async", "16-bit", widest, DECODE_ROWS), tuned):
+    for entry in matching(Situation("hopper_decode", "async", "16-bit", widest, DECODE_ROWS, keys_per_sm), tuned):
         tile = DecodeTile(**dict(entry.tile))
         need = decode_shared_bytes(tile, head_size, head_size_v)
         if need <= SHARED_MEMORY:

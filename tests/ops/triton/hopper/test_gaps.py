@@ -20,6 +20,7 @@ from attnlib.ops.triton.hopper.tiles import (
     padded_width,
     shared_bytes,
 )
+from attnlib.ops.triton.tile_tables import work_bounds, work_class
 
 BF16 = torch.bfloat16
 
@@ -114,8 +115,15 @@ def test_a_gluon_that_cannot_be_imported_is_a_reason_and_no_failure(monkeypatch:
 
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)])
 def test_decode_tiles_fit(d: int, dv: int) -> None:
-    tile = choose_hopper_decode_tile(d, dv)
-    assert decode_shared_bytes(tile, d, dv) <= SHARED_MEMORY and tile.stages >= 2
+    for work in (None, *work_bounds("hopper_decode"), 1 << 20):
+        tile = choose_hopper_decode_tile(d, dv, keys_per_sm=work)
+        assert decode_shared_bytes(tile, d, dv) <= SHARED_MEMORY and tile.stages >= 2
+
+
+def test_little_work_is_cut_into_smaller_tiles() -> None:
+    """One request of 1k keys is 8 tiles of 128 keys for each KV head, where the chip holds 16 programs for each."""
+    few, many = (choose_hopper_decode_tile(128, 128, keys_per_sm=work_class(requests, 8, keys, 132)) for requests, keys in ((1, 1024), (8, 8192)))
+    assert (few.block_n, many.block_n) == (64, 128)
 
 
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)])
