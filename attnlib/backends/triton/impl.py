@@ -122,6 +122,7 @@ class TritonImpl(AttentionImpl):
             out=output,
             lse=lse,
             workspace=part.workspace,
+            counters=part.counters,
             kernels=self._kernels,
             **self._meaning,
         )

@@ -29,7 +29,7 @@ class TritonMetadata(PagedMetadata):
     Attributes:
         workspace: partial results of the programs that share one request's keys in decode, [>= elements] float32 device; None when nothing is split.
             Its size follows from upper bounds only, so a graph replays it with other lengths.
-        counters: two int32 zeros by which programs of the Hopper prefill share its work; None where nothing needs them.
+        counters: int32 zeros by which programs of the Hopper kernels share work and find out who merges it; None where nothing needs them.
     """
 
     workspace: torch.Tensor | None = None
@@ -50,7 +50,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         self._query_like = torch.empty(0, spec.num_heads, spec.head_size, dtype=spec.dtype, device=self.device)
         self._cache_like = torch.empty(0, spec.block_size, spec.num_kv_heads, spec.head_size, dtype=spec.kv_dtype, device=self.device)
         self._counters: torch.Tensor | None = None
-        self._shares_work = limits_of(self._query_like).capability[0] == 9 and self.config.get("kernels") != "portable"
+        self._num_counters = self._hopper_counters()
         self._workspace = Workspace(self.device, self._declared_bytes(), fixed=self.limits is not None)
 
     @property
@@ -75,14 +75,13 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             needed = paged_decode_workspace_bytes(fields["num_decode_tokens"], self.spec.num_heads, self.spec.head_size_v, splits)
             needed = max(needed, self._hopper_bytes(fields["num_decode_tokens"], fields["max_decode_query_len"]))
             workspace = self._workspace.reserve(needed).view(torch.float32) if needed else None
-        return TritonMetadata(**fields, workspace=workspace, counters=self._work_counters() if fields["num_prefills"] else None)
+        return TritonMetadata(**fields, workspace=workspace, counters=self._step_counters(bool(fields["num_prefills"])))
 
-    def _work_counters(self) -> torch.Tensor | None:
-        """Zeros for one batch; with `limits` always the same ones, as a graph wants (the kernels leave them as they found them)."""
-        if not self._shares_work:
-            return None
-        if self._counters is None or self.limits is None:
-            self._counters = torch.zeros(2, dtype=torch.int32, device=self.device)
+    def _step_counters(self, prefills: bool) -> torch.Tensor | None:
+        """Zeros, which the kernels leave as they found them: with `limits` always the same ones, as a graph wants. Without, a
+        batch with prefills gets its own; decodes share those of the builder, as they share its workspace."""
+        if self._num_counters and (self._counters is None or (prefills and self.limits is None)):
+            self._counters = torch.zeros(self._num_counters, dtype=torch.int32, device=self.device)
         return self._counters
 
     def _splits(self, num_reqs: int, query_len: int, max_seq_len: int, causal: bool) -> int:
@@ -112,6 +111,13 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
                 tokens = min(reqs * query_len, limits.max_num_tokens)
                 most = max(most, paged_decode_workspace_bytes(tokens, self.spec.num_heads, self.spec.head_size_v, splits))
         return most
+
+    def _hopper_counters(self) -> int:
+        """How many counters Hopper's kernels want; 0 elsewhere."""
+        chip = limits_of(self._query_like)
+        if chip.capability[0] != 9 or self.config.get("kernels") == "portable" or (fast := hopper_choice()) is None:
+            return 0
+        return int(fast.num_counters(chip))
 
     def _hopper_bytes(self, num_tokens: int, query_len: int) -> int:
         """What Hopper's own decode wants; 0 elsewhere."""

@@ -44,6 +44,7 @@ def settle_decode(
         metadata.max_query_len,
         metadata.max_seq_len,
         metadata.workspace,
+        metadata.counters,
     )
     options = Options(causal=metadata.causal, query_bias=None, out=output, lse=None, k_scale=1.0, v_scale=1.0, **meaning)
     repeat = settle(query, key, value, cache.key_cache, cache.value_cache, batch, options, kernels)
@@ -52,7 +53,8 @@ def settle_decode(
 
 def _guarded(repeat: Repeat, batch: DecodeBatch, before: TritonMetadata) -> Settled:
     """`repeat`, for layers that nobody serves in another way, while the metadata holds what it held `before`: the same objects."""
-    slots, table, starts, lens, workspace = batch.slot_mapping, batch.block_table, batch.query_start_loc, batch.seq_lens, batch.workspace
+    slots, table, starts, lens = batch.slot_mapping, batch.block_table, batch.query_start_loc, batch.seq_lens
+    workspace, counters = batch.workspace, batch.counters
     causal, bias, longest_query, longest = before.causal, before.query_bias, before.max_query_len, before.max_seq_len
     num_tokens, num_decodes, num_prefills = before.num_actual_tokens, before.num_decodes, before.num_prefills
 
@@ -74,6 +76,7 @@ def _guarded(repeat: Repeat, batch: DecodeBatch, before: TritonMetadata) -> Sett
             or metadata.query_start_loc is not starts
             or metadata.seq_lens is not lens
             or metadata.workspace is not workspace
+            or metadata.counters is not counters
             or metadata.causal is not causal
             or metadata.query_bias is not bias
             or metadata.max_query_len is not longest_query

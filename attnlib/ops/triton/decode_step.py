@@ -32,7 +32,7 @@ class DecodeBatch:
     Attributes:
         slot_mapping, block_table, query_start_loc, seq_lens: as `write_kv` and `paged_decode` take them.
         max_query_len, max_seq_len: likewise.
-        workspace: likewise.
+        workspace, counters: likewise.
     """
 
     slot_mapping: Tensor
@@ -42,6 +42,7 @@ class DecodeBatch:
     max_query_len: int
     max_seq_len: int
     workspace: Tensor | None
+    counters: Tensor | None
 
 
 Repeat = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor], bool]
@@ -65,7 +66,7 @@ def settle(
     write = find_write(key, value, key_cache, value_cache, batch.slot_mapping)
     decode = find_decode(
         query, key_cache, value_cache, batch.block_table, batch.query_start_loc, batch.seq_lens, options, batch.max_query_len,
-        batch.max_seq_len, kernels,
+        batch.max_seq_len, batch.counters, kernels,
     )  # fmt: skip
     if write is None or write.write is None or decode is None or (decode.fast is None and decode.plain is None):
         return None
@@ -78,14 +79,15 @@ def settle(
 def _repeat(batch: DecodeBatch, options: Options, write: Any, decode: Any) -> Repeat:
     """Bound once: where the batch's tensors lie, and everything that the launches take but the addresses of a layer's own tensors."""
     slots, table, starts, lens = batch.slot_mapping, batch.block_table, batch.query_start_loc, batch.seq_lens
-    space = slots if batch.workspace is None else batch.workspace  # any tensor: what a step of one launch has there is not read
+    # Any tensor where there is none: what lies there is not read then.
+    space, counters = (slots if tensor is None else tensor for tensor in (batch.workspace, batch.counters))
     index, stream_of, sinks_like = write.index, write.write.stream, _facts(options.sinks)
     hooks = [launch.hooks for launch in _launches(write, decode)]
 
     def lie() -> tuple[Any, ...]:
         return (
-            slots.data_ptr(), table.data_ptr(), starts.data_ptr(), lens.data_ptr(), space.data_ptr(),
-            slots.nbytes, table.stride(), starts.nbytes, lens.nbytes, space.nbytes,
+            slots.data_ptr(), table.data_ptr(), starts.data_ptr(), lens.data_ptr(), space.data_ptr(), counters.data_ptr(),
+            slots.nbytes, table.stride(), starts.nbytes, lens.nbytes, space.nbytes, counters.nbytes,
         )  # fmt: skip
 
     lay = lie()
@@ -115,7 +117,7 @@ def _repeat(batch: DecodeBatch, options: Options, write: Any, decode: Any) -> Re
 def _launches(write: Any, decode: Any) -> tuple[BoundLaunch, ...]:
     """The kernels of a step, in order."""
     if decode.fast is not None:
-        return write.write, decode.fast.attend, decode.fast.join
+        return (write.write, decode.fast.attend) if decode.fast.join is None else (write.write, decode.fast.attend, decode.fast.join)
     return (write.write, decode.plain.attend) if decode.plain.combine is None else (write.write, decode.plain.attend, decode.plain.combine)
 
 
@@ -129,15 +131,16 @@ def _no_maps(keys: int, values: int) -> tuple[Any, ...]:
 
 
 def _fast(lay: tuple[Any, ...], launch: Any, scale: float) -> Callable[..., None]:
-    """The two launches of `HopperDecode.serve`."""
-    _, table, starts, lens, partials = lay[:5]
+    """The one or two launches of `HopperDecode.serve`."""
+    _, table, starts, lens, partials, counters = lay[:6]
     lses, pieces = partials + 4 * launch.lses, partials + 4 * launch.pieces
-    attend = launch.attend.ending(starts, lens, table, partials, lses, pieces, scale, *launch.numbers)
-    join = launch.join.ending(None, *launch.join_numbers)
+    attend = launch.attend.ending(starts, lens, table, partials, lses, pieces, counters if launch.join is None else None, scale, *launch.numbers)
+    join = None if launch.join is None else launch.join.ending(None, *launch.join_numbers)
 
     def run(stream: int, maps: tuple[Any, ...], asked: int, keys: int, values: int, written: int, sink: int | None) -> None:
         attend(stream, *maps, asked, written, None, sink)
-        join(stream, partials, lses, pieces, starts, sink, written)
+        if join is not None:
+            join(stream, partials, lses, pieces, starts, sink, written)
 
     return run
 

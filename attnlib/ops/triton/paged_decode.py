@@ -355,6 +355,7 @@ def paged_decode(
     lse: Tensor | None = None,
     num_splits: int | None = None,
     workspace: Tensor | None = None,
+    counters: Tensor | None = None,
     kernels: str = "auto",
 ) -> None:
     """Attention for batches whose queries are all short (typically 1 to 8 tokens); arguments as in `paged_prefill`.
@@ -372,27 +373,31 @@ def paged_decode(
         workspace: contiguous float32 or uint8 tensor of at least `paged_decode_workspace_bytes(...)` bytes; made when
             None and needed. The Gluon decode of Hopper wants more (`hopper.choice.decode_workspace_bytes`) and is passed
             over when it gets less.
+        counters: int32 zeros (`hopper.choice.num_counters` of them), by which the programs of the Hopper decode find out who
+            merges a request's pieces, and which it leaves as it found them; None, or fewer: a second kernel merges them.
+            Calls that may overlap need counters of their own.
         kernels: "auto" takes the Hopper decode where it can serve the call and is the quicker one, "hopper" wherever it
             can, "portable" never.
 
     Raises:
-        ContractError: a workspace that is too small, or tensors the kernels cannot address.
+        ContractError: a workspace that is too small, counters that are not int32, or tensors the kernels cannot address.
     """
     if query.numel() == 0:
         return
     options = Options(scale, causal, window, attention_chunk_size, logits_soft_cap, alibi_slopes, sinks, query_bias,
                       k_scale, v_scale, out, lse)  # fmt: skip
-    limits = limits_of(query)
+    limits, num_counters = limits_of(query), _num_counters(counters)
     same = launch_key(query, key_cache, value_cache, query_start_loc, seq_lens, block_table, options)
-    known = (same, max_query_len, max_seq_len, num_splits, kernels)
+    known = (same, max_query_len, max_seq_len, num_splits, num_counters, kernels)
     found = _launches.get(known)
     if found is None or found.limits is not limits:
         visible = visible_bound(max_query_len, max_seq_len, window, causal is True, attention_chunk_size)
         found = _launches.keep(known, _Launches(limits, _hopper_launch(
             same, query, key_cache, value_cache, block_table, query_start_loc, options, limits, max_query_len, visible,
-            num_splits, kernels,
+            num_splits, num_counters, kernels,
         )))  # fmt: skip
-    if found.fast is not None and found.fast.serve(query, key_cache, value_cache, block_table, query_start_loc, seq_lens, options, workspace):
+    batch = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens)
+    if found.fast is not None and found.fast.serve(*batch, options, workspace, counters):
         return
     launch = found.plain
     if launch is None:
@@ -405,10 +410,11 @@ def paged_decode(
 
 def find_decode(
     query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, starts: Tensor, seq_lens: Tensor, options: Options, max_query_len: int,
-    max_seq_len: int, kernels: str,
+    max_seq_len: int, counters: Tensor | None, kernels: str,
 ) -> _Launches | None:  # fmt: skip
     """What served an earlier `paged_decode` with such tensors, without a split count; None when there was none."""
-    found = _launches.get((launch_key(query, key, value, starts, seq_lens, block_table, options), max_query_len, max_seq_len, None, kernels))
+    same = launch_key(query, key, value, starts, seq_lens, block_table, options)
+    found = _launches.get((same, max_query_len, max_seq_len, None, _num_counters(counters), kernels))
     return found if found is not None and found.limits is limits_of(query) else None
 
 
@@ -460,14 +466,23 @@ _launches_by_splits: Remembered[_DecodeLaunch] = Remembered()
 """The portable kernels by the split count instead of the longest sequence, which grows with every step."""
 
 
+def _num_counters(counters: Tensor | None) -> int:
+    """How many counters a call brings."""
+    if counters is None:
+        return 0
+    if counters.dtype != torch.int32:
+        raise ContractError(f"counters are {counters.dtype} and must be torch.int32 zeros; make them with torch.zeros(n, dtype=torch.int32)")
+    return counters.numel()
+
+
 def _hopper_launch(
     same: tuple[Any, ...], query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, starts: Tensor, options: Options,
-    limits: DeviceLimits, max_query_len: int, visible: int, num_splits: int | None, kernels: str,
+    limits: DeviceLimits, max_query_len: int, visible: int, num_splits: int | None, num_counters: int, kernels: str,
 ) -> Any:  # fmt: skip
     if limits.capability[0] != 9 or kernels == "portable" or num_splits is not None or (fast := hopper_choice()) is None:
         return None
     batch = (query, key, value, block_table, starts)
-    return fast.find_decode(same, *batch, options, limits, max(1, max_query_len), visible, kernels == "hopper")
+    return fast.find_decode(same, *batch, options, limits, max(1, max_query_len), visible, kernels == "hopper", num_counters=num_counters)
 
 
 def _launch(

@@ -71,7 +71,7 @@ def paged_mixed(
         key_cache: `[B, N, Hkv, D]`, strided (P1).
         value_cache: `[B, N, Hkv, Dv]`, likewise.
         workspace: for the decodes, as in `paged_decode`.
-        counters: for the prefills, as in `paged_prefill`.
+        counters: as in both.
         kernels: as in both.
         meaning: scale, window, attention_chunk_size, logits_soft_cap, alibi_slopes, sinks, k_scale, v_scale, as in both.
 
@@ -79,8 +79,9 @@ def paged_mixed(
         ContractError, UnsupportedConfigError: as both do.
     """
     if not _at_once(decodes, prefills, key_cache, value_cache, workspace, counters, kernels, meaning):
-        paged_decode(key_cache=key_cache, value_cache=value_cache, workspace=workspace, kernels=kernels, **decodes._asdict(), **meaning)
-        paged_prefill(key_cache=key_cache, value_cache=value_cache, counters=counters, kernels=kernels, **prefills._asdict(), **meaning)
+        shared: dict[str, Any] = {"key_cache": key_cache, "value_cache": value_cache, "counters": counters, "kernels": kernels, **meaning}
+        paged_decode(workspace=workspace, **decodes._asdict(), **shared)
+        paged_prefill(**prefills._asdict(), **shared)
 
 
 def _at_once(
@@ -104,7 +105,8 @@ def _at_once(
 
     with device_guard(decodes.query):
         return bool(pair.decode.serve(
-            decodes.query, key, value, decodes.block_table, decodes.query_start_loc, decodes.seq_lens, ask, workspace, launch_prefills
+            decodes.query, key, value, decodes.block_table, decodes.query_start_loc, decodes.seq_lens, ask, workspace,
+            beside=launch_prefills,
         ))  # fmt: skip
 
 

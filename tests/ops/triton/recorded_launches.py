@@ -167,7 +167,7 @@ def attention(draw: Draw, decode: bool) -> Callable[[], object]:
 
 def hopper(draw: Draw, decode: bool) -> Callable[[], object]:
     """One random call of `paged_decode` or `paged_prefill` that a Gluon kernel of Hopper can mostly serve."""
-    heads, tokens, reqs = draw.choice((4, 8)), draw.choice((1, 16)), draw.choice((1, 16))
+    heads, tokens, reqs = draw.choice((4, 8)), draw.choice((1, 16)), draw.choice((1, 16, 128))
     dtype = draw.choice((torch.bfloat16, torch.float16))
     offset = draw.choice((0, 0, 0, 0, 0, 0, 8, 1))
     room = draw.choice((0, 8))
@@ -192,6 +192,7 @@ def hopper(draw: Draw, decode: bool) -> Callable[[], object]:
     if decode:
         workspace = tensor(draw, (1 << 20,), torch.float32)
         options["workspace"] = draw.choice((workspace, workspace.view(torch.uint8)))
+        options["counters"] = draw.choice((None, tensor(draw, (2,), torch.int32), tensor(draw, (200,), torch.int32)))
         return lambda: paged_decode.paged_decode(*batch, out=out, **options)
     options["counters"] = tensor(draw, (2,), torch.int32)
     return lambda: paged_prefill.paged_prefill(*batch, out=out, **options)
@@ -389,14 +390,29 @@ def check_each_call_is_looked_at() -> None:
                 assert kernels(hopper_call(decode, query, cache, **others))[0] == plain, others
 
 
-class Tensors:
-    """What one layer brings to a decode step of 5 tokens, `offset` elements off the boundary."""
+def check_who_merges() -> None:
+    """Many requests are merged by the decode itself, given counters for all of its programs; few, or without them, by a second kernel."""
+    cache = torch.zeros(8, 16, 2, 64, dtype=torch.bfloat16)
 
-    def __init__(self, size: int, offset: int = 0, stored: torch.dtype = torch.bfloat16) -> None:
+    def kernels(tokens: int, counters: torch.Tensor | None) -> list[str]:
+        call = hopper_call(True, torch.zeros(tokens, 8, 64, dtype=torch.bfloat16), cache, counters=counters, kernels="hopper")
+        return [record.kernel.split()[0] for record in recorded(call)[0]]
+
+    both, enough = ["hopper_decode_kernel", "join_pieces"], torch.zeros(hopper_choice.num_counters(CHIP), dtype=torch.int32)
+    for _ in range(2):
+        assert kernels(128, enough) == both[:1]
+        for tokens, counters in ((128, None), (128, enough[:2]), (127, enough), (5, enough)):
+            assert kernels(tokens, counters) == both, tokens
+
+
+class Tensors:
+    """What one layer brings to a decode step of `tokens` tokens, `offset` elements off the boundary."""
+
+    def __init__(self, size: int, offset: int = 0, stored: torch.dtype = torch.bfloat16, tokens: int = 5) -> None:
         def rows(*shape: int) -> torch.Tensor:
             return torch.zeros(offset + torch.Size(shape).numel(), dtype=torch.bfloat16)[offset:].view(shape)
 
-        self.query, self.out, self.key, self.value = rows(5, 8, size), rows(5, 8, size), rows(5, 2, size), rows(5, 2, size)
+        self.query, self.out, self.key, self.value = (rows(tokens, heads, size) for heads in (8, 8, 2, 2))
         self.cache = rows(8, 16, 2, size).to(stored), rows(8, 16, 2, size).to(stored)
         self.sinks = torch.zeros(8)
 
@@ -405,23 +421,25 @@ def check_settled_steps() -> None:
     """A decode step served again makes the launches that the two operations make, for another layer's tensors too, or none at all."""
     _check_settled_step(64, 600, "hopper", True)
     _check_settled_step(128, 4000, "hopper", False)
+    _check_settled_step(64, 700, "hopper", True, tokens=128)
     _check_settled_step(64, 100, "portable", True)
     _check_settled_step(64, 4000, "portable", False)
     _check_settled_step(8, 20, "auto", False)
     _check_settled_step(64, 4000, "auto", True, torch.float8_e4m3fn)
 
 
-def _check_settled_step(size: int, longest: int, kernels: str, has_sink: bool, stored: torch.dtype = torch.bfloat16) -> None:
+def _check_settled_step(size: int, longest: int, kernels: str, has_sink: bool, stored: torch.dtype = torch.bfloat16, tokens: int = 5) -> None:
     batch = decode_step.DecodeBatch(
-        torch.zeros(5, dtype=torch.int64), torch.zeros(5, 8, dtype=torch.int32), torch.zeros(6, dtype=torch.int32),
-        torch.zeros(5, dtype=torch.int32), 1, longest, torch.zeros(1 << 20),
+        torch.zeros(tokens, dtype=torch.int64), torch.zeros(tokens, 8, dtype=torch.int32), torch.zeros(tokens + 1, dtype=torch.int32),
+        torch.zeros(tokens, dtype=torch.int32), 1, longest, torch.zeros(1 << 20), torch.zeros(hopper_choice.num_counters(CHIP), dtype=torch.int32),
     )  # fmt: skip
 
     def usual(own: Tensors) -> None:
         cache_write.write_kv(own.key, own.value, *own.cache, batch.slot_mapping)
         paged_decode.paged_decode(
             own.query, *own.cache, batch.block_table, batch.query_start_loc, batch.seq_lens, max_query_len=1,
-            max_seq_len=longest, scale=0.25, sinks=own.sinks if has_sink else None, out=own.out, workspace=batch.workspace, kernels=kernels,
+            max_seq_len=longest, scale=0.25, sinks=own.sinks if has_sink else None, out=own.out, workspace=batch.workspace,
+            counters=batch.counters, kernels=kernels,
         )  # fmt: skip
 
     def settled(own: Tensors) -> decode_step.Repeat | None:
@@ -431,7 +449,7 @@ def _check_settled_step(size: int, longest: int, kernels: str, has_sink: bool, s
     def again(step: decode_step.Repeat, own: Tensors) -> bool:
         return step(own.query, own.key, own.value, *own.cache, own.sinks if has_sink else None, own.out)
 
-    first, other, off = Tensors(size, 0, stored), Tensors(size, 0, stored), Tensors(size, 1, stored)
+    first, other, off = (Tensors(size, offset, stored, tokens) for offset in (0, 0, 1))
     assert settled(first) is None, "nothing has been served yet"
     for own in (first, other, first):
         usual(own)
@@ -466,11 +484,11 @@ def _check_settled_step(size: int, longest: int, kernels: str, has_sink: bool, s
             first.sinks = strange
             assert recorded(lambda: again(step, first)) == ([], []) and not again(step, first), "sinks of another kind"
         first.sinks = sinks
-    for moved in (batch.slot_mapping, batch.block_table, batch.query_start_loc, batch.seq_lens, batch.workspace):
+    for moved in (batch.slot_mapping, batch.block_table, batch.query_start_loc, batch.seq_lens, batch.workspace, batch.counters):
         _check_moved(moved, lambda: again(step, first))
     assert again(step, first)
     if kernels == "hopper":
-        assert recorded(lambda: again(step, Tensors(size))) == ([], []), "a cache whose descriptors nobody encoded yet"
+        assert recorded(lambda: again(step, Tensors(size, tokens=tokens))) == ([], []), "a cache whose descriptors nobody encoded yet"
     small = dataclasses.replace(batch, workspace=torch.zeros(8))
     options = arguments.Options(0.25, True, (-1, -1), 0, 0.0, None, first.sinks if has_sink else None, None, 1.0, 1.0, first.out, None)
     if longest == 4000:
@@ -605,6 +623,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     check_each_call_is_looked_at,
     check_settled_steps,
     check_settled_layers,
+    check_who_merges,
     check_impls_of_somebody_else,
     check_memory_is_bounded,
 )

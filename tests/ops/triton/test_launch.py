@@ -24,6 +24,7 @@ CHECKS = [
     "check_each_call_is_looked_at",
     "check_settled_steps",
     "check_settled_layers",
+    "check_who_merges",
     "check_impls_of_somebody_else",
     "check_memory_is_bounded",
 ]

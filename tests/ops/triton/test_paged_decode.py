@@ -195,6 +195,14 @@ def test_a_workspace_is_used_and_its_size_is_checked(device: torch.device) -> No
     assert paged_decode_workspace_bytes(2, 4, 32, 1) == 0
 
 
+def test_counters_of_another_kind_are_refused(device: torch.device) -> None:
+    """Before any launch, as they would be counted up."""
+    batch = make_batch(device, [1], [20])
+    with pytest.raises(ContractError, match=r"counters are torch.float32 and must be torch.int32 zeros"):
+        batch.run(paged_decode, counters=torch.zeros(200, device=device))
+    batch.check(partial(paged_decode, counters=torch.zeros(200, dtype=torch.int32, device=device)))
+
+
 def test_the_bound_for_a_workspace_is_the_one_used(device: torch.device) -> None:
     """P3 of the field notes: a workspace sized by `paged_decode_num_splits` fits the call without num_splits."""
     batch = make_batch(device, [1, 1], [200, 60])

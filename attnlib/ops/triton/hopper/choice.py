@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attnlib.ops.triton.arguments import Options
 from attnlib.ops.triton.device import DeviceLimits
+from attnlib.ops.triton.hopper.counters import PREFILL_COUNTERS
 from attnlib.ops.triton.hopper.limits import decode_gaps, prefers_hopper_decode, prefill_gaps
 from attnlib.ops.triton.hopper.paged_decode import HopperDecode, hopper_decode_workspace_bytes, plan_hopper_decode
 from attnlib.ops.triton.hopper.paged_prefill import HopperPrefill, plan_hopper_prefill
@@ -20,7 +21,7 @@ from attnlib.ops.triton.hopper.tiles import choose_hopper_decode_tile, choose_ho
 from attnlib.ops.triton.launch import Remembered
 from attnlib.ops.triton.tile_tables import work_bounds, work_class
 
-__all__ = ["decode_workspace_bytes", "find_decode", "find_prefill", "slots_beside_prefill", "stride_gaps"]
+__all__ = ["decode_workspace_bytes", "find_decode", "find_prefill", "num_counters", "slots_beside_prefill", "stride_gaps"]
 
 _decodes: Remembered[HopperDecode] = Remembered()
 
@@ -118,6 +119,7 @@ def find_decode(
     visible: int,
     insist: bool,
     slots: int | None = None,
+    num_counters: int = 0,
 ) -> HopperDecode | None:
     """The Hopper decode for calls like this one; None where it cannot serve them or (without `insist`) is the slower one.
 
@@ -134,11 +136,12 @@ def find_decode(
         visible: the most keys that a request's queries see.
         insist: whether it is wanted even where it is the slower one.
         slots: programs that may run at a time, where something else is to run beside them; None is all that find room.
+        num_counters: counters that calls bring.
     """
     if not insist and not prefers_hopper_decode(visible, starts.shape[0] - 1, key.shape[2], limits.num_sms):
         return None
     work = work_class(starts.shape[0] - 1, key.shape[2], visible, limits.num_sms) if work_bounds("hopper_decode", limits.tuned) else None
-    known = (same, max_query_len, slots, work)
+    known = (same, max_query_len, slots, work, num_counters)
     launch = _decodes.get(known)
     if launch is not None and launch.limits is limits:
         return launch
@@ -146,7 +149,14 @@ def find_decode(
     if decode_gaps(*layer, **_features(options)) or _impossible(query, key, value, options):
         return None
     tile = choose_hopper_decode_tile(key.shape[3], value.shape[3], keys_per_sm=work, tuned=limits.tuned)
-    return _decodes.keep(known, plan_hopper_decode(query, key, value, block_table, starts, options, tile, limits, max_query_len, slots))
+    return _decodes.keep(known, plan_hopper_decode(
+        query, key, value, block_table, starts, options, tile, limits, max_query_len, slots, num_counters
+    ))  # fmt: skip
+
+
+def num_counters(limits: DeviceLimits) -> int:
+    """Zeros that the Hopper kernels want of a step (`counters` of the operations)."""
+    return PREFILL_COUNTERS + limits.num_sms
 
 
 def decode_workspace_bytes(query: Tensor, key: Tensor, head_size_v: int, num_tokens: int, max_query_len: int, limits: DeviceLimits) -> int:

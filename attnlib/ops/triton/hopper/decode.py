@@ -16,8 +16,6 @@ The equal cut is stream-K's (Osama et al. 2023); FlashAttention-3 and FlashInfer
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -26,29 +24,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnlib.ops.triton.hopper.counters import PREFILL_COUNTERS, count_up
 from attnlib.ops.triton.hopper.dialect import (
     await_predecessor,
     exp2,
     partition_barrier,
     release_successor,
 )
+from attnlib.ops.triton.hopper.join import clear_rows, join_here
 from attnlib.ops.triton.hopper.loads import load_tile
 from attnlib.ops.triton.hopper.schedule import row_span, visited_tiles
 from attnlib.ops.triton.hopper.softmax import LN2, LOG2E, score_factor, transform_scores
-from attnlib.ops.triton.softmax import finish_rows
 
-__all__ = ["UNALIGNED", "UNSPECIALISED", "hopper_decode_kernel", "join_pieces"]
+__all__ = ["UNALIGNED", "UNSPECIALISED", "hopper_decode_kernel"]
 
 UNSPECIALISED = [
-    "left", "right", "chunk", "num_reqs", "num_blocks", "rows", "stride_qt", "stride_qh", "stride_ot", "stride_oh",
-    "stride_lt", "stride_table",
+    "left", "right", "chunk", "num_reqs", "num_tokens", "num_blocks", "rows", "stride_qt", "stride_qh", "stride_ot",
+    "stride_oh", "stride_lt", "stride_table",
 ]  # fmt: skip
 """Parameters whose values must not choose a compilation."""
 
-UNALIGNED = ["lse", "sinks", "query_start_loc", "seq_lens", "block_table", "partial_lses", "pieces"]
+UNALIGNED = ["lse", "sinks", "query_start_loc", "seq_lens", "block_table", "partial_lses", "pieces", "counters"]
 """Pointers whose alignment must not choose one either: slices of a batch or of the workspace, cut anywhere."""
+
+_OWN_COUNTERS = gl.constexpr(PREFILL_COUNTERS)
+"""Where those of the decode begin."""
 
 
 @gluon.jit
@@ -123,7 +124,6 @@ def _loader(cache, query_start_loc, seq_lens, block_table, left, right, chunk, n
     """Fill the ring of keys, or that of values, piece after piece."""
     BLOCK_N: gl.constexpr = ring.shape[1]
     await_predecessor()
-    release_successor()
     position, part_end, _, request, before = _my_part(query_start_loc, seq_lens, left, right, chunk, num_reqs,
                                                       gl.program_id(0) // NUM_KV_HEADS, gl.num_programs(0) // NUM_KV_HEADS,
                                                       BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
@@ -237,12 +237,12 @@ def _step(q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
 
 
 @gluon.jit
-def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, partials, partial_lses, pieces, scale, soft_cap, left,
-              right, chunk, num_reqs, rows, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tile, p_tile, k_ring,
+def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, partials, partial_lses, pieces, counters, scale, soft_cap,
+              left, right, chunk, num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tile, p_tile, k_ring,
               v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
               DV: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
-              CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
-              HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr):  # fmt: skip
+              JOINS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+              HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr):  # fmt: skip
     ROWS: gl.constexpr = q_tile.shape[0]
     WIDTH: gl.constexpr = q_tile.shape[1]
     WIDTH_V: gl.constexpr = v_ring.shape[2]
@@ -255,7 +255,8 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, partials, parti
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK
     factor = score_factor(scale, soft_cap, HAS_CAP)
     await_predecessor()
-    release_successor()
+    if not JOINS:
+        release_successor()
     part_begin, part_end, share, request, before = _my_part(query_start_loc, seq_lens, left, right, chunk, num_reqs,
                                                             gl.program_id(0) // NUM_KV_HEADS,
                                                             gl.num_programs(0) // NUM_KV_HEADS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
@@ -329,14 +330,15 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, partials, parti
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(stage), count=1)
 
-            # Whoever has a request's first tile says in how many pieces it comes, and where the first one lies.
             num_pieces = (request_end - 1) // share - before // share + 1
             head = kv_head * GROUP + row % GROUP
             valid = (row < TILE_TOKENS * GROUP) & (token < query_len)
             place = 2 * gl.program_id(0) + (position > part_begin).to(gl.int32)
-            if skipped == 0:
-                note = (place << 14) | (token * GROUP << 8) | num_pieces
-                gl.store(pieces + (start + token) * NUM_KV_HEADS + kv_head, note, mask=valid & (row % GROUP == 0))
+            if not JOINS:
+                if skipped == 0:
+                    # Whoever has a request's first tile says in how many pieces it comes, and where the first one lies.
+                    note = (place << 14) | (token * GROUP << 8) | num_pieces
+                    gl.store(pieces + (start + token) * NUM_KV_HEADS + kv_head, note, mask=valid & (row % GROUP == 0))
             summed = total
             if ROWS <= 16:
                 summed = gl.sum(total, 0)
@@ -364,19 +366,36 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, partials, parti
             else:
                 gl.store(partials + ((place * rows + row) * DV)[None, :] + lanes[:, None], result, mask=mask)
                 gl.store(partial_lses + place * rows + row, base2, mask=valid)
+                if JOINS:
+                    # The last of a request's CTAs merges its pieces, in their order: which one that is changes nothing. The
+                    # request that begins in a part and goes on after it has that part's counter.
+                    first_cta = before // share * NUM_KV_HEADS + kv_head
+                    arrived = counters + _OWN_COUNTERS + first_cta
+                    partition_barrier()
+                    if count_up(arrived, "acq_rel") == num_pieces - 1:
+                        gl.store(arrived, 0)
+                        first_place = 2 * first_cta + (before % share > 0).to(gl.int32)
+                        join_here(partials, partial_lses, sinks, out, lse, first_place, num_pieces, start, query_len, kv_head, rows,
+                                  stride_ot, stride_oh, stride_lt, NUM_KV_HEADS, GROUP, DV, WIDTH_V, ROWS, HAS_SINK,
+                                  HAS_LSE)  # fmt: skip
             position += count
         if position >= request_end:
             before = request_end
             request += 1
+    if JOINS:
+        clear_rows(out, lse, query_start_loc, num_reqs, num_tokens, stride_ot, stride_oh, stride_lt, NUM_KV_HEADS, GROUP, DV, WIDTH_V,
+                   ROWS, HAS_LSE)  # fmt: skip
+        release_successor()
 
 
 @gluon.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
 def hopper_decode_kernel(key, value, query, out, lse, sinks, query_start_loc, seq_lens, block_table, partials,
-                         partial_lses, pieces, scale, soft_cap, left, right, chunk, num_reqs, num_blocks, rows, stride_qt,
-                         stride_qh, stride_ot, stride_oh, stride_lt, stride_table, NUM_KV_HEADS: gl.constexpr,
+                         partial_lses, pieces, counters, scale, soft_cap, left, right, chunk, num_reqs, num_tokens, num_blocks,
+                         rows, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_table, NUM_KV_HEADS: gl.constexpr,
                          GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr,
                          WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
-                         BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
+                         BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, JOINS: gl.constexpr,
+                         CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
                          HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
                          HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr):  # fmt: skip
     """One CTA of 4 + 1 + 1 warps; grid: parts times NUM_KV_HEADS, all of which the chip holds at a time."""
@@ -401,10 +420,10 @@ def hopper_decode_kernel(key, value, query, out, lse, sinks, query_start_loc, se
     gl.warp_specialize(
         [
             (_consumer, (
-                query, out, lse, sinks, query_start_loc, seq_lens, partials, partial_lses, pieces, scale, soft_cap, left,
-                right, chunk, num_reqs, rows, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tile, p_tile, k_ring,
+                query, out, lse, sinks, query_start_loc, seq_lens, partials, partial_lses, pieces, counters, scale, soft_cap,
+                left, right, chunk, num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tile, p_tile, k_ring,
                 v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
-                CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                JOINS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
             (_loader, (
                 key, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_blocks, stride_table, k_ring,
                 k_full, k_empty, NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
@@ -415,60 +434,3 @@ def hopper_decode_kernel(key, value, query, out, lse, sinks, query_start_loc, se
         [1, 1],
         [48, 48],
     )  # fmt: skip
-
-
-@triton.jit(
-    do_not_specialize=["num_reqs", "rows", "stride_ot", "stride_oh", "stride_lt"],
-    do_not_specialize_on_alignment=["sinks", "lse", "query_start_loc", "pieces", "partial_lses"],
-)
-def join_pieces(partials, partial_lses, pieces, query_start_loc, sinks, out, lse, num_reqs, rows, stride_ot, stride_oh,
-                stride_lt, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr,
-                DV_PAD: tl.constexpr, STEP: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr):  # fmt: skip
-    """Merge the pieces of HEADS query heads of one token and KV head; rows after the last request become 0 (M6).
-    Grid: (T, KV heads, blocks of HEADS in a group)."""
-    gdc_wait()
-    gdc_launch_dependents()
-    token = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    within = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
-    head = kv_head * GROUP + within
-    inside = within < GROUP
-    num_rows = tl.load(query_start_loc + num_reqs)
-    note = tl.load(pieces + token * NUM_KV_HEADS + kv_head)
-    lanes = tl.arange(0, DV_PAD)
-    offsets = token.to(tl.int64) * stride_ot + head.to(tl.int64)[:, None] * stride_oh + lanes[None, :]
-    mask = inside[:, None] & (lanes < DV)[None, :]
-    if token >= num_rows:
-        tl.store(out + offsets, tl.zeros([HEADS, DV_PAD], tl.float32).to(out.dtype.element_ty), mask=mask)
-        if HAS_LSE:
-            tl.store(lse + token.to(tl.int64) * stride_lt + head, tl.full([HEADS], float("-inf"), tl.float32), mask=inside)
-        return
-    count = note & 255
-    if count <= 1:
-        return
-    row = (note >> 8 & 63) + within
-    place = note >> 14
-    acc = tl.zeros([HEADS, DV_PAD], tl.float32)
-    peak = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    for base in range(0, count, STEP):
-        piece = base + tl.arange(0, STEP)
-        live = (piece < count)[:, None] & inside[None, :]
-        at = tl.where(piece == 0, place, (place // 2 + piece * NUM_KV_HEADS) * 2)[:, None] * rows + row[None, :]
-        parts = tl.load(partial_lses + at, mask=live, other=float("-inf"))
-        values = tl.load(partials + at[:, :, None] * DV + lanes[None, None, :],
-                         mask=live[:, :, None] & (lanes < DV)[None, None, :], other=0.0)  # fmt: skip
-        top = tl.maximum(peak, tl.max(parts, 0))
-        anchor = tl.where(top == float("-inf"), 0.0, top)
-        weights = tl.exp2(parts - anchor[None, :])
-        decay = tl.exp2(peak - anchor)
-        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * values, 0)
-        total = total * decay + tl.sum(weights, 0)
-        peak = top
-    sink = tl.zeros([HEADS], tl.float32)
-    if HAS_SINK:
-        sink += tl.load(sinks + head, mask=inside, other=0.0)
-    factor, base2_lse = finish_rows(peak, total, sink, HAS_SINK)
-    tl.store(out + offsets, (acc * factor[:, None]).to(out.dtype.element_ty), mask=mask)
-    if HAS_LSE:
-        tl.store(lse + token.to(tl.int64) * stride_lt + head, base2_lse * 0.6931471805599453, mask=inside)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnlib.ops.triton.arguments import Options
 from attnlib.ops.triton.device import DeviceLimits, device_guard, limits_of
+from attnlib.ops.triton.hopper.counters import PREFILL_COUNTERS
 from attnlib.ops.triton.hopper.descriptors import Encoded, cache_descriptor, cache_facts, query_descriptor
 from attnlib.ops.triton.hopper.prefill import hopper_prefill_kernel
 from attnlib.ops.triton.hopper.tiles import HopperTile, choose_section, padded_width
@@ -65,7 +66,7 @@ class HopperPrefill:
         if not self.tile.persistent:
             counters = None
         elif counters is None:
-            counters = torch.zeros(2, dtype=torch.int32, device=query.device)
+            counters = torch.zeros(PREFILL_COUNTERS, dtype=torch.int32, device=query.device)
         addresses = asked | written | (0 if counters is None else counters.data_ptr())
         section, (_, width, width_v) = self.num_kv_heads, self.boxes
         if self.tile.sections:

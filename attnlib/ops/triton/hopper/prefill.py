@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnlib.ops.triton.hopper.counters import count_up
 from attnlib.ops.triton.hopper.dialect import (
     await_predecessor,
     consumers_sync,
@@ -69,15 +70,6 @@ def _read_note(notes, place):
 
 
 @gluon.jit
-def _count_up(counter):
-    """Add one to a counter that all CTAs share; what it was."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    lanes = gl.arange(0, 32, layout)
-    before = gl.atomic_add(counter + lanes * 0, gl.full([32], 1, gl.int32, layout), mask=lanes == 0, sem="relaxed")
-    return gl.sum(gl.where(lanes == 0, before, 0), 0)
-
-
-@gluon.jit
 def _publish(notes, n_full, n_empty, turn, request, start, first_token, kv_head, query_len, seq_len, NOTE: gl.constexpr):
     """Tell both consumers and the loader of values of the next work item; request -1 is the end."""
     slot = turn % 2
@@ -109,7 +101,7 @@ def _key_loader(key, query_map, query_start_loc, seq_lens, block_table, counters
     if PERSISTENT:
         if beside != 0:
             # Programs that find no place yet must not own work.
-            item = _count_up(counters)
+            item = count_up(counters, "relaxed")
             handed_out = 0
     turn = 0
     fetched = 0
@@ -155,7 +147,7 @@ def _key_loader(key, query_map, query_start_loc, seq_lens, block_table, counters
                       BLOCK_SIZE, STAGES)  # fmt: skip
             step += 1
         if PERSISTENT:
-            item = handed_out + _count_up(counters)
+            item = handed_out + count_up(counters, "relaxed")
         for back in range(0, last - begin):
             tile = last - 1 - back
             load_tile(key, table, pages, num_blocks, kv_head, tile, tile * BLOCK_N // BLOCK_SIZE - 32, k_ring, k_full, k_empty, step,
@@ -164,7 +156,7 @@ def _key_loader(key, query_map, query_start_loc, seq_lens, block_table, counters
     _publish(notes, n_full, n_empty, turn, -1, 0, 0, 0, 0, 0, NOTE)
     if PERSISTENT:
         # The last CTA to run out of work leaves both counters as they were found.
-        if _count_up(counters + 1) == gl.num_programs(0) - 1:
+        if count_up(counters + 1, "relaxed") == gl.num_programs(0) - 1:
             gl.store(counters, 0)
             gl.store(counters + 1, 0)
     if beside != 0:

@@ -65,6 +65,11 @@ CASES: dict[str, dict[str, Any]] = {
     "decode-128-most-rows": {"op": "hopper_decode", "group": 8, "query": 8},
     "decode-256-most-rows": {"op": "hopper_decode", "d": 256, "group": 4, "query": 8},
     "decode-128-all": {"op": "hopper_decode", "sinks": True, "cap": 50.0, "lse": True, "window": (4095, 31), "chunk": 8192},
+    "decode-128-joins": {"op": "hopper_decode", "reqs": 16, "lse": True},
+    "decode-128-joins-verify": {"op": "hopper_decode", "reqs": 16, "query": 4},
+    "decode-128-joins-one-row": {"op": "hopper_decode", "reqs": 16, "group": 1},
+    "decode-256-joins-sinks": {"op": "hopper_decode", "reqs": 16, "d": 256, "group": 2, "sinks": True},
+    "decode-64-joins-sinks": {"op": "hopper_decode", "reqs": 16, "d": 64, "group": 8, "sinks": True, "dtype": FP16},
     "decode-64-sinks": {"op": "hopper_decode", "d": 64, "group": 8, "sinks": True, "dtype": FP16},
     "decode-192-128": {"op": "hopper_decode", "d": 192, "dv": 128, "group": 1},
     "decode-256-cap": {"op": "hopper_decode", "d": 256, "group": 2, "cap": 50.0},
@@ -93,11 +98,11 @@ def compile_case(name: str) -> dict[str, Any]:
     decode = options.get("op") == "hopper_decode"
     chosen: Any = choose_hopper_decode_tile(d, dv) if decode else choose_hopper_tile(d, dv)
     tile = dataclasses.replace(chosen, **options.get("tile", {}))
-    lengths = torch.zeros(2, dtype=torch.int32)
+    lengths = torch.zeros(options.get("reqs", 2), dtype=torch.int32)
     shapes = (
         torch.empty(64, heads, d, dtype=dtype), torch.empty(2, options.get("n", 16), kv_heads, d, dtype=dtype),
-        torch.empty(2, options.get("n", 16), kv_heads, dv, dtype=dtype), torch.zeros(2, 4, dtype=torch.int32),
-        torch.zeros(3, dtype=torch.int32), lengths,
+        torch.empty(2, options.get("n", 16), kv_heads, dv, dtype=dtype), torch.zeros(lengths.shape[0], 4, dtype=torch.int32),
+        torch.zeros(lengths.shape[0] + 1, dtype=torch.int32), lengths,
     )  # fmt: skip
     meaning: dict[str, Any] = {
         "scale": 0.1, "causal": options.get("causal", True), "window": options.get("window", (-1, -1)),
@@ -105,6 +110,7 @@ def compile_case(name: str) -> dict[str, Any]:
         "sinks": torch.empty(heads) if options.get("sinks") else None, "out": torch.empty(64, heads, dv, dtype=dtype),
         "lse": torch.empty(64, heads) if options.get("lse") else None,
     }  # fmt: skip
+    counters = torch.zeros(1024, dtype=torch.int32) if "reqs" in options else None
     log = io.StringIO()
     triton.knobs.nvidia.dump_ptxas_log = True
     triton.knobs.compilation.always_compile = True
@@ -112,7 +118,7 @@ def compile_case(name: str) -> dict[str, Any]:
         kernel.device_caches.clear()  # ptxas speaks only while it compiles, and two cases may be one kernel
     with stub_target("sm_90") as launches, contextlib.redirect_stdout(log):
         if decode:
-            launch_hopper_decode(*shapes, tile, max_query_len=options.get("query", 1), workspace=torch.empty(1 << 24), **meaning)
+            launch_hopper_decode(*shapes, tile, max_query_len=options.get("query", 1), workspace=torch.empty(1 << 24), counters=counters, **meaning)
         else:
             launch_hopper_prefill(*shapes, tile, max_seq_len=64, **meaning)
     launch = launches[0]

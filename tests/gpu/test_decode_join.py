@@ -1,0 +1,110 @@
+"""The Hopper decode that merges pieces itself gives what a second kernel gives, whoever comes last, eager and captured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.devices import needs_gpu
+
+pytestmark = [
+    pytest.mark.gpu,
+    needs_gpu,
+    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="no Hopper chip"),
+]
+
+LENGTHS: dict[str, list[int]] = {
+    "even": [4096] * 16,
+    "one-long": [30_000] + [5] * 30,
+    "ragged": [1 + 577 * index % 6000 for index in range(70)],
+    "many": [1 + 37 * index % 900 for index in range(300)],
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "sinks": {"num_heads": 64, "head_size": 64, "sinks": True},
+    "verify": {"query_len": 4},
+    "mha": {"num_heads": 8},
+    "wide": {"num_heads": 16, "head_size": 256, "logits_soft_cap": 30.0},
+}
+EMPTY = 3
+"""Rows of the batch that no request owns."""
+
+
+class Step:
+    """A decode step on random pages, whose lengths may be replaced."""
+
+    def __init__(
+        self, lengths: list[int], num_heads: int = 32, head_size: int = 128, query_len: int = 1, sinks: bool = False, **meaning: Any
+    ) -> None:
+        torch.manual_seed(0)
+        reqs, heads, columns = len(lengths), 8, -(-max(lengths) // 16)
+        blocks = sum(-(-length // 16) for length in lengths)
+        self.cache = [torch.randn(blocks, 16, heads, head_size, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+        table, order, used = torch.zeros(reqs, columns, dtype=torch.int32), torch.randperm(blocks).int(), 0
+        for row, length in enumerate(lengths):
+            pages = -(-length // 16)
+            table[row, :pages], used = order[used : used + pages], used + pages
+        self.table = table.cuda()
+        self.starts = torch.arange(reqs + 1, dtype=torch.int32, device="cuda") * query_len
+        self.lens = torch.tensor([max(length, query_len) for length in lengths], dtype=torch.int32, device="cuda")
+        self.query = torch.randn(reqs * query_len + EMPTY, num_heads, head_size, dtype=torch.bfloat16, device="cuda")
+        self.out, self.lse = torch.empty_like(self.query), torch.empty(self.query.shape[:2], device="cuda")
+        own = torch.randn(num_heads, device="cuda") if sinks else None
+        self.options: dict[str, Any] = {
+            "max_query_len": query_len, "max_seq_len": max(lengths), "scale": head_size**-0.5, "sinks": own, "kernels": "hopper", **meaning,
+        }  # fmt: skip
+        self.workspace = torch.full((1 << 24,), float("nan"), device="cuda")
+
+    def __call__(self, counters: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        from attnlib.ops.triton.paged_decode import paged_decode
+
+        self.out.fill_(float("nan"))
+        self.lse.fill_(float("nan"))
+        key_cache, value_cache = self.cache
+        paged_decode(
+            self.query, key_cache, value_cache, self.table, self.starts, self.lens, out=self.out, lse=self.lse, workspace=self.workspace,
+            counters=counters, **self.options,
+        )  # fmt: skip
+        return self.out.clone(), self.lse.clone()
+
+
+def _counters() -> torch.Tensor:
+    from attnlib.ops.triton.device import limits_of
+    from attnlib.ops.triton.hopper.choice import num_counters
+
+    return torch.zeros(num_counters(limits_of(torch.empty(1, device="cuda"))), dtype=torch.int32, device="cuda")
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_are_merged_as_by_a_second_kernel(lengths: str, kind: str) -> None:
+    from attnlib.ops.triton import paged_decode
+
+    step, counters = Step(LENGTHS[lengths], **KINDS[kind]), _counters()
+    paged_decode._launches.clear()
+    first = step(counters)
+    (found,) = paged_decode._launches.values()
+    assert found.fast is not None and found.fast.join is None, "no second kernel"
+    for ours, theirs in zip(first, step(None), strict=True):
+        assert not ours.isnan().any()
+        torch.testing.assert_close(ours.float(), theirs.float(), atol=1e-2, rtol=1e-2)
+    assert not first[0][-EMPTY:].any() and bool((first[1][-EMPTY:] == float("-inf")).all()), "rows of nobody"
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            captured = step(counters)
+    for _ in range(20):
+        graph.replay()
+        assert all(torch.equal(*pair) for pair in zip(captured, first, strict=True)), "the same bits, whoever was last"
+    assert not counters.any(), "left as they were found"
+
+    step.lens.copy_(step.lens.flip(0).clamp(max=1500))  # the graph's lengths are those of now
+    graph.replay()
+    torch.cuda.synchronize()
+    replayed = [tensor.clone() for tensor in captured]
+    for ours, theirs in zip(replayed, step(None), strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float(), atol=1e-2, rtol=1e-2)
+    assert not counters.any()
