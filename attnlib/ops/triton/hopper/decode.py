@@ -3,7 +3,7 @@
 The key tiles of all requests stand in one line, which is cut into equal parts; each part has one CTA for each KV head,
 side by side, so that the heads of a page are read at about the same time and memory sees whole pages. A part may hold
 the end of one request, several whole ones and the beginning of another; what belongs to one request is a piece. A
-request in one piece is written out at once, the others as float32 partial results that `join_pieces` merges. Two
+request in one piece is written out at once, the others as float32 partial results that are merged (`join`). Two
 warps load keys and values ahead by TMA over the borders of pieces, so the memory never waits for a new request; one
 warpgroup multiplies.
 
@@ -395,8 +395,7 @@ def hopper_decode_kernel(key, value, query, out, lse, sinks, query_start_loc, se
                          GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr,
                          WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
                          BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, JOINS: gl.constexpr,
-                         CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
-                         HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
+                         CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
                          HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr):  # fmt: skip
     """One CTA of 4 + 1 + 1 warps; grid: parts times NUM_KV_HEADS, all of which the chip holds at a time."""
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], key.dtype)
