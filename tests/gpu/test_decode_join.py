@@ -58,16 +58,19 @@ class Step:
         self.workspace = torch.full((1 << 24,), float("nan"), device="cuda")
 
     def __call__(self, counters: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        from attnlib.ops.triton.paged_decode import paged_decode
-
         self.out.fill_(float("nan"))
         self.lse.fill_(float("nan"))
+        self.attend(counters)
+        return self.out.clone(), self.lse.clone()
+
+    def attend(self, counters: torch.Tensor | None) -> None:
+        from attnlib.ops.triton.paged_decode import paged_decode
+
         key_cache, value_cache = self.cache
         paged_decode(
             self.query, key_cache, value_cache, self.table, self.starts, self.lens, out=self.out, lse=self.lse, workspace=self.workspace,
             counters=counters, **self.options,
         )  # fmt: skip
-        return self.out.clone(), self.lse.clone()
 
 
 def _counters() -> torch.Tensor:
@@ -108,3 +111,28 @@ def test_pieces_are_merged_as_by_a_second_kernel(lengths: str, kind: str) -> Non
     for ours, theirs in zip(replayed, step(None), strict=True):
         torch.testing.assert_close(ours.float(), theirs.float(), atol=1e-2, rtol=1e-2)
     assert not counters.any()
+
+
+@pytest.mark.parametrize("kinds", [("usual", "sinks"), ("sinks", "sinks"), ("usual", "wide")])
+@pytest.mark.parametrize("lengths", [("even", "many"), ("one-long", "few"), ("few", "few")])
+def test_two_streams_at_a_time(kinds: tuple[str, str], lengths: tuple[str, str]) -> None:
+    """Each with its workspace and counters: neither notices the other."""
+    steps = [Step(LENGTHS.get(which, [1024] * 2), **KINDS[kind]) for kind, which in zip(kinds, lengths, strict=True)]
+    counters, graphs, wanted = [_counters() for _ in steps], [], []
+    streams = [torch.cuda.Stream() for _ in steps]  # type: ignore[no-untyped-call]
+    for step, own in zip(steps, counters, strict=True):
+        wanted.append(step(own))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(10):
+                step.attend(own)
+        graphs.append(graph)
+    for _ in range(10):
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                for _ in range(10):
+                    graph.replay()
+        torch.cuda.synchronize()
+        for step, (out, lse) in zip(steps, wanted, strict=True):
+            assert torch.equal(step.out, out) and torch.equal(step.lse, lse)
+    assert not any(own.any() for own in counters)

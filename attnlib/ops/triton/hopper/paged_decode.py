@@ -30,6 +30,11 @@ _FEW_ROWS = 1024
 many most have nothing to merge and cost a program each."""
 
 
+_FEW_REGISTERS, _MANY_REGISTERS = 168, 240
+"""Registers of a thread, of which a CTA has 256 (two of its warps idle): more than half of a multiprocessor's 65536, so that
+it holds one CTA, however small the tile. An experiment in which a CTA waited for its predecessor beside a CTA of that
+predecessor ended in illegal addresses (benchmarks/results/h200/limits.txt, 4)."""
+
 _MOST_ROUNDS = 8
 """Rounds of loads, each about a microsecond, that the merging of one request's pieces may take."""
 
@@ -192,7 +197,7 @@ def plan_hopper_decode(
         "BLOCK_N": tile.block_n, "BLOCK_SIZE": block_size, "ROWS": columns, "STAGES": tile.stages,
         "JOINS": joins, "CAUSAL": bool(options.causal),
         "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0, "HAS_CHUNK": options.attention_chunk_size > 0,
-        "HAS_CAP": options.logits_soft_cap > 0, "num_warps": 4, "maxnreg": 128 if width_v * columns <= 128 * 32 else 240,
+        "HAS_CAP": options.logits_soft_cap > 0, "num_warps": 4, "maxnreg": _FEW_REGISTERS if width_v * columns <= 128 * 32 else _MANY_REGISTERS,
     }  # fmt: skip
     join = {**shared, "DV_PAD": triton.next_power_of_2(head_size_v), **_join_tile(num_tokens * num_heads, group, head_size_v)}
     return HopperDecode(

@@ -51,6 +51,12 @@ def test_compiles_for_the_chip(case: str) -> None:
     assert result["wgmma"] > 0 and result["stack"] <= (ENTRIES[case].spills if case in ENTRIES else STACK_CEILING), result
 
 
+@pytest.mark.parametrize("case", [case for case in (*CASES, *ENTRIES) if "decode" in case])
+def test_decodes_have_a_multiprocessor_to_themselves(case: str) -> None:
+    """By registers, however small the tile is: 8 warps with more than half of them."""
+    assert _compiled()[case]["registers"] * 256 > 65536 // 2
+
+
 @pytest.mark.parametrize("case", [*CASES, *ENTRIES])
 def test_the_loops_over_keys_stay_asynchronous_and_in_registers(case: str) -> None:
     """No product is serialised by ptxas (C7510, C7512). The loop without masks of each consumer, which is where the time
