@@ -119,7 +119,7 @@ def test_two_streams_at_a_time(kinds: tuple[str, str], lengths: tuple[str, str])
     """Each with its workspace and counters: neither notices the other."""
     steps = [Step(LENGTHS.get(which, [1024] * 2), **KINDS[kind]) for kind, which in zip(kinds, lengths, strict=True)]
     counters, graphs, wanted = [_counters() for _ in steps], [], []
-    streams = [torch.cuda.Stream() for _ in steps]  # type: ignore[no-untyped-call]
+    streams = [torch.cuda.Stream() for _ in steps]  # type: ignore[no-untyped-call]  # torch leaves it untyped
     for step, own in zip(steps, counters, strict=True):
         wanted.append(step(own))
         graph = torch.cuda.CUDAGraph()

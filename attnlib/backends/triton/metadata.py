@@ -50,7 +50,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         self._query_like = torch.empty(0, spec.num_heads, spec.head_size, dtype=spec.dtype, device=self.device)
         self._cache_like = torch.empty(0, spec.block_size, spec.num_kv_heads, spec.head_size, dtype=spec.kv_dtype, device=self.device)
         self._counters: torch.Tensor | None = None
-        self._num_counters = self._hopper_counters()
+        own = self._hopper()
+        self._num_counters = 0 if own is None else int(own.num_counters(limits_of(self._query_like)))
         self._workspace = Workspace(self.device, self._declared_bytes(), fixed=self.limits is not None)
 
     @property
@@ -112,19 +113,17 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
                 most = max(most, paged_decode_workspace_bytes(tokens, self.spec.num_heads, self.spec.head_size_v, splits))
         return most
 
-    def _hopper_counters(self) -> int:
-        """How many counters Hopper's kernels want; 0 elsewhere."""
-        chip = limits_of(self._query_like)
-        if chip.capability[0] != 9 or self.config.get("kernels") == "portable" or (fast := hopper_choice()) is None:
-            return 0
-        return int(fast.num_counters(chip))
+    def _hopper(self) -> Any:
+        """The choice of Hopper's own kernels (`ops.triton.hopper.choice`), where they may serve; None elsewhere."""
+        wanted = limits_of(self._query_like).capability[0] == 9 and self.config.get("kernels") != "portable"
+        return hopper_choice() if wanted else None
 
     def _hopper_bytes(self, num_tokens: int, query_len: int) -> int:
         """What Hopper's own decode wants; 0 elsewhere."""
-        chip = limits_of(self._query_like)
-        if chip.capability[0] != 9 or self.config.get("kernels") == "portable" or (fast := hopper_choice()) is None:
+        if (own := self._hopper()) is None:
             return 0
-        return int(fast.decode_workspace_bytes(self._query_like, self._cache_like, self.spec.head_size_v, num_tokens, query_len, chip))
+        chip = limits_of(self._query_like)
+        return int(own.decode_workspace_bytes(self._query_like, self._cache_like, self.spec.head_size_v, num_tokens, query_len, chip))
 
     def seq_len_bounds(self, num_reqs: int, least: int, most: int) -> list[int]:
         """Where tiles depend on work, both sides of every edge between two tiles, and of every power of 2, where keys may begin to be split; on

@@ -24,7 +24,7 @@ from attnlib.ops.triton.tiles import split_head_size
 
 __all__ = [
     "UNALIGNED", "UNSPECIALISED", "Options", "Signature", "attention_constants", "attention_numbers", "attention_tensors",
-    "launch_key", "signature_of",
+    "count_of", "launch_key", "signature_of",
 ]  # fmt: skip
 
 _UNBOUNDED = 1 << 30
@@ -100,6 +100,19 @@ def signature_of(query: Tensor, key: Tensor, value: Tensor, options: Options, li
          options.lse is not None, options.scale > 0),
         (scale_kind(options.k_scale), scale_kind(options.v_scale)), limits,
     )  # fmt: skip
+
+
+def count_of(counters: Tensor | None) -> int:
+    """How many counters a call brings (`counters` of the operations).
+
+    Raises:
+        ContractError: they are not int32.
+    """
+    if counters is None:
+        return 0
+    if counters.dtype != torch.int32:
+        raise ContractError(f"counters are {counters.dtype} and must be torch.int32 zeros; make them with torch.zeros(n, dtype=torch.int32)")
+    return counters.numel()
 
 
 def launch_key(

@@ -26,6 +26,7 @@ from attnlib.ops.triton.arguments import (
     attention_constants,
     attention_numbers,
     attention_tensors,
+    count_of,
     launch_key,
     signature_of,
 )
@@ -44,7 +45,7 @@ from attnlib.ops.triton.splits import (
     paged_decode_workspace_bytes,
     visible_bound,
 )
-from attnlib.ops.triton.tile_tables import work_bounds, work_class
+from attnlib.ops.triton.tile_tables import work_where_it_matters
 from attnlib.ops.triton.tiles import Tile, choose_decode_tile, next_power_of_2, shared_bytes
 
 __all__ = ["find_decode", "paged_decode", "paged_decode_num_splits", "paged_decode_workspace_bytes"]
@@ -291,13 +292,6 @@ def _constants(
     }
 
 
-def _work(num_reqs: int, num_kv_heads: int, visible: int, limits: DeviceLimits) -> int | None:
-    """The class of work, where tiles depend on it at all; a row's bits then depend on its neighbours' bounds."""
-    if not work_bounds("decode", limits.tuned):
-        return None
-    return work_class(num_reqs, num_kv_heads, visible, limits.num_sms)
-
-
 def paged_decode_num_splits(
     query: Tensor,
     key_cache: Tensor,
@@ -325,7 +319,7 @@ def paged_decode_num_splits(
     """
     limits, num_kv_heads = limits_of(query), key_cache.shape[2]
     visible = visible_bound(max_query_len, max_seq_len, window, causal, attention_chunk_size)
-    work = _work(num_reqs, num_kv_heads, visible, limits)
+    work = work_where_it_matters("decode", num_reqs, num_kv_heads, visible, limits.num_sms, limits.tuned)
     plan = _plan(query.shape[1], num_kv_heads, query.shape[2], head_size_v, query.element_size(),
                  key_cache.element_size(), max(1, max_query_len), False, limits, work)  # fmt: skip
     return choose_num_splits(num_reqs, plan.groups, visible, plan.tile.block_n, plan.slots)
@@ -386,7 +380,7 @@ def paged_decode(
         return
     options = Options(scale, causal, window, attention_chunk_size, logits_soft_cap, alibi_slopes, sinks, query_bias,
                       k_scale, v_scale, out, lse)  # fmt: skip
-    limits, num_counters = limits_of(query), _num_counters(counters)
+    limits, num_counters = limits_of(query), count_of(counters)
     same = launch_key(query, key_cache, value_cache, query_start_loc, seq_lens, block_table, options)
     known = (same, max_query_len, max_seq_len, num_splits, num_counters, kernels)
     found = _launches.get(known)
@@ -414,7 +408,7 @@ def find_decode(
 ) -> _Launches | None:  # fmt: skip
     """What served an earlier `paged_decode` with such tensors, without a split count; None when there was none."""
     same = launch_key(query, key, value, starts, seq_lens, block_table, options)
-    found = _launches.get((same, max_query_len, max_seq_len, None, _num_counters(counters), kernels))
+    found = _launches.get((same, max_query_len, max_seq_len, None, count_of(counters), kernels))
     return found if found is not None and found.limits is limits_of(query) else None
 
 
@@ -464,15 +458,6 @@ class _Launches:
 _launches: Remembered[_Launches] = Remembered()
 _launches_by_splits: Remembered[_DecodeLaunch] = Remembered()
 """The portable kernels by the split count instead of the longest sequence, which grows with every step."""
-
-
-def _num_counters(counters: Tensor | None) -> int:
-    """How many counters a call brings."""
-    if counters is None:
-        return 0
-    if counters.dtype != torch.int32:
-        raise ContractError(f"counters are {counters.dtype} and must be torch.int32 zeros; make them with torch.zeros(n, dtype=torch.int32)")
-    return counters.numel()
 
 
 def _hopper_launch(
@@ -530,7 +515,7 @@ def _prepare(
     if num_splits is None:
         causal, window, chunk = options.causal is True, options.window, options.attention_chunk_size
         visible = visible_bound(max_query_len, max_seq_len, window, causal, chunk)
-        work = _work(num_reqs, key.shape[2], visible, limits)
+        work = work_where_it_matters("decode", num_reqs, key.shape[2], visible, limits.num_sms, limits.tuned)
         num_splits = paged_decode_num_splits(
             query, key, value.shape[3], num_reqs=num_reqs, max_query_len=max_query_len, max_seq_len=max_seq_len,
             causal=causal, window=window, attention_chunk_size=chunk,

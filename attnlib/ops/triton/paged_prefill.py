@@ -62,8 +62,8 @@ def paged_prefill(
         out: `[T, Hq, Dv]`, written; rows at or past `query_start_loc[-1]` become 0 (M6).
         lse: `[T, Hq]` float32, written when given: natural log of the softmax denominator (M5).
         kernels: "auto" takes the Hopper prefill where it can serve the call, "portable" always the plain kernel.
-        counters: two int32 zeros, by which the programs of the Hopper prefill share the work, and which it leaves as it
-            found them; made when None. Calls that may overlap need counters of their own.
+        counters: int32 zeros, by the first two of which the programs of the Hopper prefill share the work, and which it leaves as
+            it found them; made when None or fewer. Calls that may overlap need counters of their own.
 
     Raises:
         ContractError: tensors the kernel cannot address.

@@ -29,7 +29,7 @@ from attnlib.ops.triton.tile_entries import CONDITIONS, ELEMENTS, OPS, PRODUCTS,
 
 __all__ = [
     "CONDITIONS", "ELEMENTS", "OPS", "PRODUCTS", "VISIBLE_EDGES", "Situation", "TileEntry", "TileTable", "matching",
-    "parse_table", "read_table", "shipped_tables", "visible_class", "work_bounds", "work_class",
+    "parse_table", "read_table", "shipped_tables", "visible_class", "work_bounds", "work_class", "work_where_it_matters",
 ]  # fmt: skip
 
 VISIBLE_EDGES = (256, 512, 1024)
@@ -67,6 +67,22 @@ def work_class(num_reqs: int, num_kv_heads: int, visible: int, num_sms: int) -> 
     return 4 ** -(-(keys - 1).bit_length() // 2)
 
 
+def work_where_it_matters(
+    op: str, num_reqs: int, num_kv_heads: int, visible: int, num_sms: int, tuned: TileTable | None
+) -> int | None:
+    """The class of work, where the tiles of an operation depend on it at all; a row's bits then depend on its neighbours' bounds.
+
+    Args:
+        op: of the tables.
+        num_reqs: as in `work_class`, like the other numbers.
+        num_kv_heads: likewise.
+        visible: likewise.
+        num_sms: likewise.
+        tuned: the user's own table for the chip.
+    """
+    return work_class(num_reqs, num_kv_heads, visible, num_sms) if work_bounds(op, tuned) else None
+
+
 def visible_class(visible: int | None) -> tuple[int, int | None]:
     """(least, most) keys of the windows that share a tile in a prefill: narrow ones in three classes, wide ones with none.
 
@@ -90,7 +106,6 @@ def matching(situation: Situation, tuned: TileTable | None = None) -> Iterator[T
 
 
 @functools.lru_cache(maxsize=64)
-@functools.lru_cache(maxsize=16)
 def work_bounds(op: str, tuned: TileTable | None = None) -> tuple[int, ...]:
     """The bounds on `keys_per_sm` that any entry for `op` has, rising: work between two of them gets one tile. Empty
     when tiles do not depend on work."""

@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 import attnlib
 from attnlib.backends.triton import TritonBackend
 from attnlib.backends.triton import metadata as triton_metadata
+from attnlib.errors import ContractError
 from attnlib.ops.triton import (
     arguments,
     cache_write,
@@ -388,6 +389,14 @@ def check_each_call_is_looked_at() -> None:
             for _ in range(2):
                 assert kernels(hopper_call(decode, query, cache))[0] == fast
                 assert kernels(hopper_call(decode, query, cache, **others))[0] == plain, others
+        for counters in (None, torch.zeros(1, dtype=torch.int32)):  # too few to be counted up: the call makes its own, or does without
+            assert kernels(hopper_call(decode, query, cache, counters=counters))[0] == fast
+        try:
+            hopper_call(decode, query, cache, counters=torch.zeros(200))()
+        except ContractError as error:
+            assert "counters are torch.float32 and must be torch.int32 zeros" in str(error)
+        else:
+            raise AssertionError("counters of another kind were counted up")
 
 
 def check_who_merges() -> None:

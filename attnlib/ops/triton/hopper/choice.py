@@ -19,7 +19,7 @@ from attnlib.ops.triton.hopper.paged_decode import HopperDecode, hopper_decode_w
 from attnlib.ops.triton.hopper.paged_prefill import HopperPrefill, plan_hopper_prefill
 from attnlib.ops.triton.hopper.tiles import choose_hopper_decode_tile, choose_hopper_tile
 from attnlib.ops.triton.launch import Remembered
-from attnlib.ops.triton.tile_tables import work_bounds, work_class
+from attnlib.ops.triton.tile_tables import work_where_it_matters
 
 __all__ = ["decode_workspace_bytes", "find_decode", "find_prefill", "num_counters", "slots_beside_prefill", "stride_gaps"]
 
@@ -140,7 +140,7 @@ def find_decode(
     """
     if not insist and not prefers_hopper_decode(visible, starts.shape[0] - 1, key.shape[2], limits.num_sms):
         return None
-    work = work_class(starts.shape[0] - 1, key.shape[2], visible, limits.num_sms) if work_bounds("hopper_decode", limits.tuned) else None
+    work = work_where_it_matters("hopper_decode", starts.shape[0] - 1, key.shape[2], visible, limits.num_sms, limits.tuned)
     known = (same, max_query_len, slots, work, num_counters)
     launch = _decodes.get(known)
     if launch is not None and launch.limits is limits:

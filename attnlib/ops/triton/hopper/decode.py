@@ -35,7 +35,7 @@ from attnlib.ops.triton.hopper.dialect import (
 from attnlib.ops.triton.hopper.join import clear_rows, join_here
 from attnlib.ops.triton.hopper.loads import load_tile
 from attnlib.ops.triton.hopper.schedule import row_span, visited_tiles
-from attnlib.ops.triton.hopper.softmax import LN2, LOG2E, score_factor, transform_scores
+from attnlib.ops.triton.hopper.softmax import LN2, meet_sink, score_factor, transform_scores
 
 __all__ = ["UNALIGNED", "UNSPECIALISED", "hopper_decode_kernel"]
 
@@ -346,12 +346,8 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, partials, parti
             decay = gl.full([ROWS], 1.0, gl.float32, COLUMN)
             if HAS_SINK:
                 if num_pieces == 1:
-                    # A request in one piece meets its sink here, the others in the join (M4).
-                    sink = gl.load(sinks + head, mask=valid, other=0.0) * LOG2E
-                    top = gl.maximum(peak, sink)
-                    anchor = gl.where(top == float("-inf"), 0.0, top)
-                    decay = exp2(peak - anchor)
-                    summed = summed * decay + exp2(sink - anchor)
+                    # A request in one piece meets its sink here, the others in the join.
+                    anchor, decay, summed = meet_sink(peak, summed, gl.load(sinks + head, mask=valid, other=0.0))
             empty = summed == 0.0
             safe = gl.where(empty, 1.0, summed)
             base2 = gl.where(empty, float("-inf"), anchor + gl.log2(safe))

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnlib.ops.triton.hopper.dialect import exp2
-from attnlib.ops.triton.hopper.softmax import LN2, LOG2E
+from attnlib.ops.triton.hopper.softmax import LN2, meet_sink
 from attnlib.ops.triton.softmax import finish_rows
 
 __all__ = ["clear_rows", "join_here", "join_pieces", "pieces_at_once"]
@@ -73,12 +73,7 @@ def join_here(partials, partial_lses, sinks, out, lse, first_place, num_pieces, 
     anchor = gl.where(peak == float("-inf"), 0.0, peak)
     decay = gl.full([ROWS], 1.0, gl.float32, ROW)
     if HAS_SINK:
-        # The sink counts once, here (M4).
-        sink = gl.load(sinks + head, mask=valid, other=0.0) * LOG2E
-        top = gl.maximum(peak, sink)
-        anchor = gl.where(top == float("-inf"), 0.0, top)
-        decay = exp2(peak - anchor)
-        total = total * decay + exp2(sink - anchor)
+        anchor, decay, total = meet_sink(peak, total, gl.load(sinks + head, mask=valid, other=0.0))
     empty = total == 0.0
     safe = gl.where(empty, 1.0, total)
     places = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh

@@ -19,7 +19,7 @@ from attnlib.ops.triton.hopper.join import join_pieces, pieces_at_once
 from attnlib.ops.triton.hopper.tiles import DecodeTile, padded_width
 from attnlib.ops.triton.launch import BoundLaunch
 
-__all__ = ["HopperDecode", "hopper_decode_workspace_bytes", "joins_itself", "launch_hopper_decode", "plan_hopper_decode"]
+__all__ = ["HopperDecode", "hopper_decode_workspace_bytes", "launch_hopper_decode", "plan_hopper_decode"]
 
 _MOST_PARTS = 255
 _UNBOUNDED = 1 << 30
@@ -56,7 +56,7 @@ def _columns(rows: int) -> int:
     return max(8, triton.next_power_of_2(rows))
 
 
-def joins_itself(num_reqs: int, num_kv_heads: int, rows: int, head_size_v: int, num_sms: int, num_counters: int) -> bool:
+def _joins_itself(num_reqs: int, num_kv_heads: int, rows: int, head_size_v: int, num_sms: int, num_counters: int) -> bool:
     """Whether the decode merges pieces itself: where there are as many requests as parts, so that most come in one piece or
     two, and one that comes in all of them is merged in few rounds of loads.
 
@@ -186,7 +186,7 @@ def plan_hopper_decode(
     columns = _columns(rows)
     slots, out, lse = slots or limits.num_sms, options.out, options.lse
     programs = _parts(slots, num_kv_heads) * num_kv_heads
-    joins = joins_itself(num_reqs, num_kv_heads, rows, head_size_v, slots, num_counters)
+    joins = _joins_itself(num_reqs, num_kv_heads, rows, head_size_v, slots, num_counters)
     places, stride_lt = 2 * programs * rows, 0 if lse is None else lse.stride(0)
     shared = {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "DV": head_size_v, "HAS_SINK": options.sinks is not None,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlib.ops.triton.arguments import Options
+from attnlib.ops.triton.arguments import Options, count_of
 from attnlib.ops.triton.device import DeviceLimits, device_guard, limits_of
 from attnlib.ops.triton.hopper.counters import PREFILL_COUNTERS
 from attnlib.ops.triton.hopper.descriptors import Encoded, cache_descriptor, cache_facts, query_descriptor
@@ -65,7 +65,7 @@ class HopperPrefill:
             return False
         if not self.tile.persistent:
             counters = None
-        elif counters is None:
+        elif counters is None or count_of(counters) < PREFILL_COUNTERS:
             counters = torch.zeros(PREFILL_COUNTERS, dtype=torch.int32, device=query.device)
         addresses = asked | written | (0 if counters is None else counters.data_ptr())
         section, (_, width, width_v) = self.num_kv_heads, self.boxes

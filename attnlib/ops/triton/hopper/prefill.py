@@ -429,6 +429,7 @@ def hopper_prefill_kernel(key, value, query_map, query, out, lse, sinks, query_s
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=CONSUMERS)
     fence_async_shared()
+    # Written out twice: a constant in a tuple that has a name is no constant any more.
     if CONSUMERS == 3:
         gl.warp_specialize(
             [

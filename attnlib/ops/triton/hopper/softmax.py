@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.hopper.dialect import exp2
 
-__all__ = ["LN2", "LOG2E", "hide_keys", "score_factor", "transform_scores", "weigh"]
+__all__ = ["LN2", "LOG2E", "hide_keys", "meet_sink", "score_factor", "transform_scores", "weigh"]
 
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
@@ -61,3 +61,13 @@ def weigh(scores, factor, peak, total, MASKED: gl.constexpr, HAS_CAP: gl.constex
     weights = exp2(scores * weight_factor - anchor[:, None])
     decay = exp2(peak - anchor)
     return weights, decay, new_peak, total * decay + gl.sum(weights, 1)
+
+
+@gluon.jit
+def meet_sink(peak, total, sink):
+    """(anchor, decay of what was accumulated, sum of weights) of rows once their sink counts, which it does once (M4)."""
+    sink = sink * LOG2E
+    top = gl.maximum(peak, sink)
+    anchor = gl.where(top == float("-inf"), 0.0, top)
+    decay = exp2(peak - anchor)
+    return anchor, decay, total * decay + exp2(sink - anchor)
