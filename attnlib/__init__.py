@@ -82,13 +82,13 @@ if TYPE_CHECKING:
     from attnlib.workspace import BatchLimits as BatchLimits
 
 
-
-
 def __getattr__(name: str) -> Any:
     if name == "errors":
         return import_module("attnlib.errors")
     if name not in _HOME:
-        raise AttributeError(f"module 'attnlib' has no attribute {name!r}; its public names are {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'attnlib' has no attribute {name!r}; its public names are {', '.join(__all__)}"
+        )
     value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value  # found once; the next look-up does not come here
     return value

@@ -99,7 +99,11 @@ class Capabilities:
 
     def stated(self) -> dict[str, Any]:
         """The fields that were stated, by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) is not NOT_STATED}
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if getattr(self, field.name) is not NOT_STATED
+        }
 
 
 _Check = Callable[[AttentionSpec, Capabilities], "str | None"]
@@ -110,7 +114,10 @@ def _not_stated(name: str) -> str:
 
 
 def _words(values: Any) -> str:
-    return ", ".join(str(getattr(value, "value", value)).removeprefix("torch.") for value in values) or "none"
+    return (
+        ", ".join(str(getattr(value, "value", value)).removeprefix("torch.") for value in values)
+        or "none"
+    )
 
 
 def _flag(name: str, wanted: Callable[[AttentionSpec], object], phrase: str) -> _Check:
@@ -120,7 +127,11 @@ def _flag(name: str, wanted: Callable[[AttentionSpec], object], phrase: str) -> 
         value = getattr(caps, name)
         if not wanted(spec) or value is True:
             return None
-        return _not_stated(name) if value is NOT_STATED else f"{phrase.format(spec=spec)}: not supported"
+        return (
+            _not_stated(name)
+            if value is NOT_STATED
+            else f"{phrase.format(spec=spec)}: not supported"
+        )
 
     return check
 
@@ -167,7 +178,11 @@ def _check_layout(spec: AttentionSpec, caps: Capabilities) -> str | None:
 
 
 def _check_block_size(spec: AttentionSpec, caps: Capabilities) -> str | None:
-    return _member("block_sizes", lambda s: s.block_size, "block_size")(spec, caps) if spec.is_paged else None
+    return (
+        _member("block_sizes", lambda s: s.block_size, "block_size")(spec, caps)
+        if spec.is_paged
+        else None
+    )
 
 
 def _check_cudagraph(spec: AttentionSpec, caps: Capabilities) -> str | None:
@@ -181,7 +196,9 @@ def _check_cudagraph(spec: AttentionSpec, caps: Capabilities) -> str | None:
 
 
 CHECKS: Mapping[str, _Check] = {
-    "num_heads": lambda spec, caps: None,  # any number: what can fail is the ratio, checked by num_kv_heads
+    "num_heads": lambda spec, caps: (
+        None
+    ),  # any number: what can fail is the ratio, checked by num_kv_heads
     "num_kv_heads": _member("group_sizes", lambda s: s.group_size, "num_heads/num_kv_heads"),
     "head_size": _member("head_sizes", lambda s: s.head_size, "head_size"),
     "head_size_v": _check_head_size_v,
@@ -192,16 +209,28 @@ CHECKS: Mapping[str, _Check] = {
     "kv_cache_layout": _check_layout,
     "attn_type": _member("attn_types", lambda s: s.attn_type, "attn_type"),
     "mask_kind": _member("mask_kinds", lambda s: s.mask_kind, "mask_kind"),
-    "sliding_window": _flag("sliding_window", lambda s: s.sliding_window, "sliding_window={spec.sliding_window}"),
-    "window": _flag("sliding_window", lambda s: s.window and not s.window.is_full, "window={spec.window}"),
-    "attention_chunk_size": _flag("attention_chunks", lambda s: s.attention_chunk_size, "attention_chunk_size={spec.attention_chunk_size}"),
-    "logits_soft_cap": _flag("logits_soft_cap", lambda s: s.logits_soft_cap, "logits_soft_cap={spec.logits_soft_cap}"),
+    "sliding_window": _flag(
+        "sliding_window", lambda s: s.sliding_window, "sliding_window={spec.sliding_window}"
+    ),
+    "window": _flag(
+        "sliding_window", lambda s: s.window and not s.window.is_full, "window={spec.window}"
+    ),
+    "attention_chunk_size": _flag(
+        "attention_chunks",
+        lambda s: s.attention_chunk_size,
+        "attention_chunk_size={spec.attention_chunk_size}",
+    ),
+    "logits_soft_cap": _flag(
+        "logits_soft_cap", lambda s: s.logits_soft_cap, "logits_soft_cap={spec.logits_soft_cap}"
+    ),
     "has_alibi": _flag("alibi", lambda s: s.has_alibi, "ALiBi slopes"),
     "has_sink": _flag("sink", lambda s: s.has_sink, "attention sinks"),
     "use_mla": _flag("mla", lambda s: s.use_mla, "multi-head latent attention"),
     "needs_lse": _flag("lse", lambda s: s.needs_lse, "returning the LSE"),
     "kv_sharing": _flag("kv_sharing", lambda s: s.kv_sharing, "sharing another layer's cache"),
-    "batch_invariant": _flag("batch_invariant", lambda s: s.batch_invariant, "batch_invariant=True"),
+    "batch_invariant": _flag(
+        "batch_invariant", lambda s: s.batch_invariant, "batch_invariant=True"
+    ),
     "cudagraph": _check_cudagraph,
 }
 """Spec field -> its check. A test compares the keys with the fields of `AttentionSpec`."""
@@ -222,9 +251,13 @@ def device_refusals(device: DeviceInfo, caps: Capabilities) -> list[str]:
         return [] if unbounded else ["compute capability of the device could not be found out"]
     reasons = []
     if caps.min_capability is not None and device.capability < caps.min_capability:
-        reasons.append(f"compute capability {_dotted(device.capability)} is below {_dotted(caps.min_capability)}")
+        reasons.append(
+            f"compute capability {_dotted(device.capability)} is below {_dotted(caps.min_capability)}"
+        )
     if caps.max_capability is not None and device.capability > caps.max_capability:
-        reasons.append(f"compute capability {_dotted(device.capability)} is above {_dotted(caps.max_capability)}")
+        reasons.append(
+            f"compute capability {_dotted(device.capability)} is above {_dotted(caps.max_capability)}"
+        )
     return reasons
 
 

@@ -69,4 +69,13 @@ def attend_opaquely(
     lse: torch.Tensor | None,
 ) -> None:
     """What a layer does while it is traced: hand everything to the operator."""
-    attend(query, key, value, out, lse, layer.handle, None if cache is None else cache.handle, metadata.handle)
+    attend(
+        query,
+        key,
+        value,
+        out,
+        lse,
+        layer.handle,
+        None if cache is None else cache.handle,
+        metadata.handle,
+    )

@@ -61,7 +61,11 @@ class DeviceInfo:
             return "cpu"
         if self.missing:
             return f"{self.type}:{self.index} (not visible here)"
-        capability = f"sm_{self.capability[0]}{self.capability[1]}" if self.capability else "capability unknown"
+        capability = (
+            f"sm_{self.capability[0]}{self.capability[1]}"
+            if self.capability
+            else "capability unknown"
+        )
         return f"{self.type}:{self.index} ({self.name or 'unknown'}, {capability})"
 
 
@@ -75,13 +79,17 @@ def resolve_device(device: torch.device | str | DeviceInfo | None) -> DeviceInfo
         return device
     imagined = re.fullmatch(r"sm_?(\d+)(\d)a?", device) if isinstance(device, str) else None
     if imagined:
-        return DeviceInfo("cuda", 0, (int(imagined[1]), int(imagined[2])), name="imagined", imagined=True)
+        return DeviceInfo(
+            "cuda", 0, (int(imagined[1]), int(imagined[2])), name="imagined", imagined=True
+        )
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(device)
     except (RuntimeError, TypeError):
-        raise ContractError(f"device={device!r} is not known; use 'cpu', 'cuda', 'cuda:1', another of torch's, or 'sm_90' to imagine a GPU") from None
+        raise ContractError(
+            f"device={device!r} is not known; use 'cpu', 'cuda', 'cuda:1', another of torch's, or 'sm_90' to imagine a GPU"
+        ) from None
     return device_info(device.type, -1 if device.index is None else device.index)
 
 
@@ -97,7 +105,9 @@ def device_info(kind: str, index: int) -> DeviceInfo:
     if facts is None and torch.cuda.is_available() and index < torch.cuda.device_count():
         facts = torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
     if facts is None:
-        return DeviceInfo(type="cuda", index=index, is_rocm=is_rocm, name="no such device", missing=True)
+        return DeviceInfo(
+            type="cuda", index=index, is_rocm=is_rocm, name="no such device", missing=True
+        )
     return DeviceInfo(type="cuda", index=index, capability=facts[0], is_rocm=is_rocm, name=facts[1])
 
 
@@ -118,7 +128,9 @@ def _from_nvml(index: int) -> tuple[tuple[int, int], str] | None:
         name = ctypes.create_string_buffer(96)
         failed = (
             nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(physical), ctypes.byref(handle))
-            or nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
+            or nvml.nvmlDeviceGetCudaComputeCapability(
+                handle, ctypes.byref(major), ctypes.byref(minor)
+            )
             or nvml.nvmlDeviceGetName(handle, name, ctypes.c_uint(96))
         )
         nvml.nvmlShutdown()

@@ -14,7 +14,13 @@ from typing import Any
 
 from attnlib.errors import EnvironmentVariableError
 
-__all__ = ["ENVIRONMENT", "FOREIGN_VARIABLES", "EnvironmentVariable", "read", "warn_about_foreign_variables"]
+__all__ = [
+    "ENVIRONMENT",
+    "FOREIGN_VARIABLES",
+    "EnvironmentVariable",
+    "read",
+    "warn_about_foreign_variables",
+]
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,11 @@ ENVIRONMENT: Mapping[str, EnvironmentVariable] = {
     )
 }
 
-FOREIGN_VARIABLES: tuple[str, ...] = ("VLLM_ATTENTION_BACKEND", "SGLANG_ATTENTION_BACKEND", "VLLM_KV_CACHE_LAYOUT")
+FOREIGN_VARIABLES: tuple[str, ...] = (
+    "VLLM_ATTENTION_BACKEND",
+    "SGLANG_ATTENTION_BACKEND",
+    "VLLM_KV_CACHE_LAYOUT",
+)
 """Variables of other systems that users set and expect to be read; attnlib reads none of them and says so once."""
 
 _warned: set[str] = set()
@@ -139,7 +149,9 @@ def _parse(variable: EnvironmentVariable) -> Any:
     try:
         return variable.parse(raw)
     except ValueError as error:
-        raise EnvironmentVariableError(f"{variable.name}={raw!r} is not understood: {error}. Unset it or set one of: {variable.values}.") from None
+        raise EnvironmentVariableError(
+            f"{variable.name}={raw!r} is not understood: {error}. Unset it or set one of: {variable.values}."
+        ) from None
 
 
 def _encoded(name: str) -> object:
@@ -156,4 +168,7 @@ def warn_about_foreign_variables() -> None:
         if name in os.environ and name not in _warned:
             _warned.add(name)
             ours = "ATTNLIB_KV_CACHE_LAYOUT" if "LAYOUT" in name else "ATTNLIB_BACKEND"
-            warnings.warn(f"{name}={os.environ[name]!r} is set, but attnlib does not read it; it reads {ours}.", stacklevel=3)
+            warnings.warn(
+                f"{name}={os.environ[name]!r} is set, but attnlib does not read it; it reads {ours}.",
+                stacklevel=3,
+            )

@@ -41,5 +41,7 @@ def object_behind(number: int | torch.Tensor, what: str) -> Any:
     """
     found = _objects.get(int(number))
     if found is None:
-        raise ContractError(f"the {what} of this call does not exist any more: keep it alive until the compiled call has run, and copy none of them")
+        raise ContractError(
+            f"the {what} of this call does not exist any more: keep it alive until the compiled call has run, and copy none of them"
+        )
     return found

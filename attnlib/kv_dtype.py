@@ -26,10 +26,14 @@ def kv_cache_torch_dtype(kv_cache_dtype: str | torch.dtype, dtype: torch.dtype) 
     """
     if isinstance(kv_cache_dtype, torch.dtype):
         if kv_cache_dtype not in (*_KV_DTYPES.values(), dtype):
-            raise ContractError(f"kv_cache_dtype={kv_cache_dtype} cannot be stored; use one of {', '.join(('auto', *_KV_DTYPES))}")
+            raise ContractError(
+                f"kv_cache_dtype={kv_cache_dtype} cannot be stored; use one of {', '.join(('auto', *_KV_DTYPES))}"
+            )
         return kv_cache_dtype
     if kv_cache_dtype == "auto":
         return dtype
     if kv_cache_dtype not in _KV_DTYPES:
-        raise ContractError(f"kv_cache_dtype={kv_cache_dtype!r} is not known; use one of {', '.join(('auto', *_KV_DTYPES))}")
+        raise ContractError(
+            f"kv_cache_dtype={kv_cache_dtype!r} is not known; use one of {', '.join(('auto', *_KV_DTYPES))}"
+        )
     return _KV_DTYPES[kv_cache_dtype]

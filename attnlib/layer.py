@@ -174,11 +174,19 @@ class Attention(nn.Module):
             LayoutMismatchError: the backend does not read the cache's order in memory; likewise.
         """
         compiling = torch.compiler.is_compiling()
-        like = None if compiling or return_lse or OBSERVERS else likeness(self, query, key, value, cache, metadata, output)
+        like = (
+            None
+            if compiling or return_lse or OBSERVERS
+            else likeness(self, query, key, value, cache, metadata, output)
+        )
         if like is not None and (known := metadata.settled.get(like)) is not None:
             again, shape = known
             if output is None:
-                output = torch.empty_like(query) if shape is None else torch.empty(shape, dtype=query.dtype, device=query.device)
+                output = (
+                    torch.empty_like(query)
+                    if shape is None
+                    else torch.empty(shape, dtype=query.dtype, device=query.device)
+                )
             if again(self.impl, query, key, value, cache, metadata, output):
                 return output
         spec = self.spec
@@ -187,7 +195,11 @@ class Attention(nn.Module):
         v = None if value is None else per_head("value", value, spec.num_kv_heads, spec.head_size_v)
         out = self._output_for(query, output)
         heads = out.view(-1, spec.num_heads, spec.head_size_v) if out.dim() == 2 else out
-        lse = torch.empty(q.shape[0], spec.num_heads, dtype=torch.float32, device=q.device) if return_lse else None
+        lse = (
+            torch.empty(q.shape[0], spec.num_heads, dtype=torch.float32, device=q.device)
+            if return_lse
+            else None
+        )
         if compiling:
             attend_opaquely(self, q, k, v, cache, metadata, heads, lse)
         else:
@@ -215,7 +227,11 @@ class Attention(nn.Module):
         Raises:
             ContractError: as `forward`.
         """
-        like = None if OBSERVERS or lse is not None else likeness(self, query, key, value, cache, metadata, output)
+        like = (
+            None
+            if OBSERVERS or lse is not None
+            else likeness(self, query, key, value, cache, metadata, output)
+        )
         known = None if like is None else metadata.settled.get(like)
         if known is None or not known[0](self.impl, query, key, value, cache, metadata, output):
             self._serve(query, key, value, cache, metadata, output, lse)
@@ -245,7 +261,12 @@ class Attention(nn.Module):
             assert key is not None and value is not None  # check_call has made sure
             self.impl.forward_unpaged(query, key, value, metadata, output, lse)
         else:
-            if key is not None and value is not None and self.writes and metadata.slot_mapping is not None:
+            if (
+                key is not None
+                and value is not None
+                and self.writes
+                and metadata.slot_mapping is not None
+            ):
                 self.impl.write_kv(key, value, cache, metadata.slot_mapping)
             self.impl.forward(query, cache, metadata, output, lse)
         if level == 2:
@@ -266,8 +287,12 @@ class Attention(nn.Module):
         if not self.spec.is_kv_quantized:
             return
         largest = torch.finfo(self.spec.kv_dtype).max
-        self.k_scale = (key.abs().amax().float() / largest).clamp(min=torch.finfo(torch.float32).tiny)
-        self.v_scale = (value.abs().amax().float() / largest).clamp(min=torch.finfo(torch.float32).tiny)
+        self.k_scale = (key.abs().amax().float() / largest).clamp(
+            min=torch.finfo(torch.float32).tiny
+        )
+        self.v_scale = (value.abs().amax().float() / largest).clamp(
+            min=torch.finfo(torch.float32).tiny
+        )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """For engines that call it after loading weights: attention has none, so there is nothing to do."""
@@ -286,13 +311,19 @@ class Attention(nn.Module):
 
     def _output_for(self, query: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
         spec = self.spec
-        shape = (query.shape[0], spec.num_heads * spec.head_size_v) if query.dim() == 2 else (query.shape[0], spec.num_heads, spec.head_size_v)
+        shape = (
+            (query.shape[0], spec.num_heads * spec.head_size_v)
+            if query.dim() == 2
+            else (query.shape[0], spec.num_heads, spec.head_size_v)
+        )
         if output is None:
             if query.shape == shape and query.is_contiguous():
                 return torch.empty_like(query)  # the cheaper call
             return torch.empty(shape, dtype=query.dtype, device=query.device)
         if output.shape not in (shape, (query.shape[0], spec.num_heads, spec.head_size_v)):
-            raise ContractError(f"output has shape {tuple(output.shape)}; it must be {list(shape)}", rule="P9")
+            raise ContractError(
+                f"output has shape {tuple(output.shape)}; it must be {list(shape)}", rule="P9"
+            )
         if output.dtype != query.dtype or output.device != query.device or output.stride(-1) != 1:
             raise ContractError(
                 f"output is {output.dtype} on {output.device} with last stride {output.stride(-1)}; it must be {query.dtype} on {query.device} "
@@ -310,10 +341,17 @@ class Attention(nn.Module):
             if isinstance(its, float) and its == 1.0:
                 setattr(cache, name, mine)
             elif not _same(mine, its):
-                raise ContractError(f"{name} of layer {self.prefix or '(unnamed)'} is {mine}, that of its cache is {its}: they must agree", rule="M9")
+                raise ContractError(
+                    f"{name} of layer {self.prefix or '(unnamed)'} is {mine}, that of its cache is {its}: they must agree",
+                    rule="M9",
+                )
 
 
 def _same(mine: Scale, its: Scale) -> bool:
     if isinstance(mine, float) and isinstance(its, float):
         return mine == its
-    return bool(torch.equal(torch.as_tensor(mine, device="cpu").float(), torch.as_tensor(its, device="cpu").float()))
+    return bool(
+        torch.equal(
+            torch.as_tensor(mine, device="cpu").float(), torch.as_tensor(its, device="cpu").float()
+        )
+    )

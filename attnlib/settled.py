@@ -44,9 +44,17 @@ def likeness(
 ) -> tuple[Any, ...] | None:
     """All but the batch and addresses that a call without LSE follows from, everything that `check_call` reads included; None where it has to be
     served the usual way: nothing to write, scales, ATTNLIB_VALIDATE, or metadata that remembers nothing. The tensors are flat or per head."""
-    if layer.meaning is None or key is None or value is None or cache is None or not hasattr(metadata, "settled"):
+    if (
+        layer.meaning is None
+        or key is None
+        or value is None
+        or cache is None
+        or not hasattr(metadata, "settled")
+    ):
         return None
-    if {layer.k_scale, layer.v_scale, cache.k_scale, cache.v_scale} != _ONE or env.read("ATTNLIB_VALIDATE"):
+    if {layer.k_scale, layer.v_scale, cache.k_scale, cache.v_scale} != _ONE or env.read(
+        "ATTNLIB_VALIDATE"
+    ):
         return None
     keys, values = cache.key_cache, cache.value_cache
     return (
@@ -75,5 +83,9 @@ def remember(
     if like is None or like in metadata.settled:
         return
     again, (asked, written) = layer.impl.settle(query, key, value, cache, metadata, output), ends
-    shape = None if asked.shape == written.shape and asked.stride() == written.stride() else written.shape
+    shape = (
+        None
+        if asked.shape == written.shape and asked.stride() == written.stride()
+        else written.shape
+    )
     metadata.settled[like] = None if again is None else (again, shape)

@@ -19,10 +19,16 @@ class Sizes:
     def __contains__(self, size: int) -> bool:
         if self.exactly:
             return size in self.exactly
-        return size >= self.minimum and (self.maximum is None or size <= self.maximum) and size % self.multiple_of == 0
+        return (
+            size >= self.minimum
+            and (self.maximum is None or size <= self.maximum)
+            and size % self.multiple_of == 0
+        )
 
     def __str__(self) -> str:
         if self.exactly:
             return ", ".join(str(size) for size in self.exactly)
         step = f"multiples of {self.multiple_of} " if self.multiple_of > 1 else ""
-        return f"{step}from {self.minimum}" + (f" to {self.maximum}" if self.maximum is not None else " up")
+        return f"{step}from {self.minimum}" + (
+            f" to {self.maximum}" if self.maximum is not None else " up"
+        )

@@ -163,25 +163,44 @@ class AttentionSpec:
 
     def _check_mask(self) -> None:
         if self.sliding_window is not None and self.window is not None:
-            raise ContractError(f"sliding_window={self.sliding_window} and window={tuple(self.window)} say the same thing twice: give one")
+            raise ContractError(
+                f"sliding_window={self.sliding_window} and window={tuple(self.window)} say the same thing twice: give one"
+            )
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ContractError(
-                f"sliding_window={self.sliding_window} must be at least 1 (1 shows the query's own key only); None for no window", rule="M2"
+                f"sliding_window={self.sliding_window} must be at least 1 (1 shows the query's own key only); None for no window",
+                rule="M2",
             )
         for side, value in zip(("left", "right"), self.window or (), strict=False):
             if value is not None and value < 0:
-                raise ContractError(f"window {side}={value} must not be negative; 0 shows no key on that side, None shows all", rule="M2")
+                raise ContractError(
+                    f"window {side}={value} must not be negative; 0 shows no key on that side, None shows all",
+                    rule="M2",
+                )
         if self.attention_chunk_size is not None and self.attention_chunk_size < 1:
-            raise ContractError(f"attention_chunk_size={self.attention_chunk_size} must be at least 1, or None for no chunks")
+            raise ContractError(
+                f"attention_chunk_size={self.attention_chunk_size} must be at least 1, or None for no chunks"
+            )
         if self.logits_soft_cap is not None and not self.logits_soft_cap > 0:
-            raise ContractError(f"logits_soft_cap={self.logits_soft_cap} must be above 0, or None for no soft cap", rule="M3")
+            raise ContractError(
+                f"logits_soft_cap={self.logits_soft_cap} must be above 0, or None for no soft cap",
+                rule="M3",
+            )
 
     def _check_dtypes(self) -> None:
-        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point or self.dtype.itemsize < 2:
-            raise ContractError(f"dtype={self.dtype!r} must be a floating-point torch dtype of 16 bits or more, such as torch.bfloat16")
+        if (
+            not isinstance(self.dtype, torch.dtype)
+            or not self.dtype.is_floating_point
+            or self.dtype.itemsize < 2
+        ):
+            raise ContractError(
+                f"dtype={self.dtype!r} must be a floating-point torch dtype of 16 bits or more, such as torch.bfloat16"
+            )
         kv_cache_torch_dtype(self.kv_cache_dtype, self.dtype)
         if self.kv_scale_kind not in ("tensor", "head"):
-            raise ContractError(f"kv_scale_kind={self.kv_scale_kind!r} must be 'tensor' or 'head'", rule="M9")
+            raise ContractError(
+                f"kv_scale_kind={self.kv_scale_kind!r} must be 'tensor' or 'head'", rule="M9"
+            )
 
     @property
     def group_size(self) -> int:

@@ -72,14 +72,20 @@ def warmup(
     """
     spec = layer.spec
     if spec.is_paged and cache is None:
-        raise ContractError(f"warmup of a layer with attn_type={spec.attn_type.value} needs its cache: kernels depend on how it lies in memory")
-    where = cache.device if cache is not None else torch.device(device or torch.get_default_device())
+        raise ContractError(
+            f"warmup of a layer with attn_type={spec.attn_type.value} needs its cache: kernels depend on how it lies in memory"
+        )
+    where = (
+        cache.device if cache is not None else torch.device(device or torch.get_default_device())
+    )
     builder = builder or layer.backend.make_builder(spec, where, limits=limits)
     started, batches = time.perf_counter(), warmup_batches(limits, builder.reorder_batch_threshold)
     columns = max_blocks or -(-limits.max_seq_len // spec.block_size)
     with torch.no_grad():
         for lengths in batches:
-            bounds = builder.seq_len_bounds(len(lengths), max(lengths), max(limits.max_seq_len, *lengths))
+            bounds = builder.seq_len_bounds(
+                len(lengths), max(lengths), max(limits.max_seq_len, *lengths)
+            )
             for common in _commons(spec, lengths, bounds, columns, where):
                 _run(layer, cache, builder.build(0, common), sum(lengths), where)
         _warm_helpers(spec, where)
@@ -88,7 +94,9 @@ def warmup(
     return WarmupReport(tuple(batches), time.perf_counter() - started)
 
 
-def warmup_batches(limits: BatchLimits, decode_threshold: int | None = None) -> list[tuple[int, ...]]:
+def warmup_batches(
+    limits: BatchLimits, decode_threshold: int | None = None
+) -> list[tuple[int, ...]]:
     """Query lengths of the batches to run: each class of shapes within the limits, smallest first.
 
     Args:
@@ -96,15 +104,26 @@ def warmup_batches(limits: BatchLimits, decode_threshold: int | None = None) -> 
         decode_threshold: most new tokens of a request that goes the decode way, by the builder; None when it makes no difference.
     """
     threshold = decode_threshold or 1
-    queries = sorted({*range(1, min(threshold, limits.max_num_tokens) + 1), *_powers(min(limits.max_num_tokens, _LONGEST_TILE))})
+    queries = sorted(
+        {
+            *range(1, min(threshold, limits.max_num_tokens) + 1),
+            *_powers(min(limits.max_num_tokens, _LONGEST_TILE)),
+        }
+    )
     found: dict[tuple[int, ...], None] = {}
     for query in queries:
         for reqs in _powers(limits.max_num_reqs):
             if reqs * query <= limits.max_num_tokens and (query <= threshold or reqs <= 2):
                 found[(query,) * reqs] = None
-    for decodes in range(1, 5):  # where a batch is cut decides how the rest of its arrays is aligned
+    for decodes in range(
+        1, 5
+    ):  # where a batch is cut decides how the rest of its arrays is aligned
         for query in (threshold + 1, min(limits.max_num_tokens, _LONGEST_TILE) - decodes):
-            if query > threshold and decodes + query <= limits.max_num_tokens and decodes + 1 <= limits.max_num_reqs:
+            if (
+                query > threshold
+                and decodes + query <= limits.max_num_tokens
+                and decodes + 1 <= limits.max_num_reqs
+            ):
                 found[(1,) * decodes + (query,)] = None
     return list(found)
 
@@ -115,44 +134,77 @@ def _powers(limit: int) -> list[int]:
 
 
 def _commons(
-    spec: AttentionSpec, lengths: tuple[int, ...], bounds: list[int], columns: int, device: torch.device
+    spec: AttentionSpec,
+    lengths: tuple[int, ...],
+    bounds: list[int],
+    columns: int,
+    device: torch.device,
 ) -> Iterator[CommonAttentionMetadata]:
     """The batch with each bound on sequences that may make a difference (splits and tiles follow it); no slot is written."""
     for bound in bounds:
         if not spec.is_paged:
-            yield CommonAttentionMetadata.from_lengths(lengths, lengths, device=device, max_seq_len=bound)
+            yield CommonAttentionMetadata.from_lengths(
+                lengths, lengths, device=device, max_seq_len=bound
+            )
             continue
-        table = torch.zeros(len(lengths), max(columns, -(-max(lengths) // spec.block_size)), dtype=torch.int32)
-        common = CommonAttentionMetadata.from_lengths(lengths, lengths, table, spec.block_size, device, max_seq_len=bound)
+        table = torch.zeros(
+            len(lengths), max(columns, -(-max(lengths) // spec.block_size)), dtype=torch.int32
+        )
+        common = CommonAttentionMetadata.from_lengths(
+            lengths, lengths, table, spec.block_size, device, max_seq_len=bound
+        )
         assert common.slot_mapping is not None  # there is a table
         common.slot_mapping.fill_(-1)
         yield common
 
 
-def _run(layer: Attention, cache: PagedKVCache | None, metadata: Any, num_tokens: int, device: torch.device) -> None:
+def _run(
+    layer: Attention,
+    cache: PagedKVCache | None,
+    metadata: Any,
+    num_tokens: int,
+    device: torch.device,
+) -> None:
     for fused in (True, False):
         query, key, value = _inputs(layer.spec, num_tokens, device, fused)
         for return_lse in (False, True) if layer.spec.needs_lse else (False,):
             layer(query, key, value, cache, metadata, return_lse)
 
 
-def _inputs(spec: AttentionSpec, num_tokens: int, device: torch.device, fused: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _inputs(
+    spec: AttentionSpec, num_tokens: int, device: torch.device, fused: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v as tensors of their own, or as views of one fused QKV (P9)."""
-    sizes = (spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size, spec.num_kv_heads * spec.head_size_v)
+    sizes = (
+        spec.num_heads * spec.head_size,
+        spec.num_kv_heads * spec.head_size,
+        spec.num_kv_heads * spec.head_size_v,
+    )
     if fused:
-        query, key, value = torch.split(torch.zeros(num_tokens, sum(sizes), dtype=spec.dtype, device=device), list(sizes), dim=1)
+        query, key, value = torch.split(
+            torch.zeros(num_tokens, sum(sizes), dtype=spec.dtype, device=device), list(sizes), dim=1
+        )
     else:
-        query, key, value = (torch.zeros(num_tokens, size, dtype=spec.dtype, device=device) for size in sizes)
+        query, key, value = (
+            torch.zeros(num_tokens, size, dtype=spec.dtype, device=device) for size in sizes
+        )
     return query, key, value
 
 
 def _warm_helpers(spec: AttentionSpec, device: torch.device) -> None:
     """Kernels beside attention itself: slot mapping of a table on the device, and merging."""
     if spec.is_paged:
-        starts, lens = torch.tensor([0, 1], dtype=torch.int32, device=device), torch.ones(1, dtype=torch.int32, device=device)
-        compute_slot_mapping(starts, lens, torch.zeros(1, 1, dtype=torch.int32, device=device), spec.block_size, 1)
+        starts, lens = (
+            torch.tensor([0, 1], dtype=torch.int32, device=device),
+            torch.ones(1, dtype=torch.int32, device=device),
+        )
+        compute_slot_mapping(
+            starts, lens, torch.zeros(1, 1, dtype=torch.int32, device=device), spec.block_size, 1
+        )
     if spec.needs_lse:
-        merge = import_module(f"attnlib.ops.{'triton' if device.type == 'cuda' else 'torch'}.merge_states").merge_states
+        merge = import_module(
+            f"attnlib.ops.{'triton' if device.type == 'cuda' else 'torch'}.merge_states"
+        ).merge_states
         out = torch.zeros(1, spec.num_heads, spec.head_size_v, dtype=spec.dtype, device=device)
         lse = torch.zeros(1, spec.num_heads, dtype=torch.float32, device=device)
         for merged in (None, torch.empty_like(lse)):

@@ -37,10 +37,14 @@ def interleaved(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def row(title: str, reqs: int, query_len: int, seq_len: int, dtype: torch.dtype, bar: float) -> dict[str, object]:
+def row(
+    title: str, reqs: int, query_len: int, seq_len: int, dtype: torch.dtype, bar: float
+) -> dict[str, object]:
     """One line: the paged call, the baseline, the ratio."""
     torch.manual_seed(0)
-    spec = attnlib.AttentionSpec(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=dtype, block_size=BLOCK)
+    spec = attnlib.AttentionSpec(
+        num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=dtype, block_size=BLOCK
+    )
     layer = attnlib.Attention(spec, backend="torch", device="cpu")
     per_request = seq_len // BLOCK
     cache = attnlib.PagedKVCache.allocate(spec, reqs * per_request, "cpu")
@@ -48,30 +52,58 @@ def row(title: str, reqs: int, query_len: int, seq_len: int, dtype: torch.dtype,
     cache.value_cache.normal_()
     query = torch.randn(reqs * query_len, HEADS, SIZE, dtype=dtype)
     steps = {}
-    for name, order in (("shuffled", torch.randperm(reqs * per_request)), ("consecutive", torch.arange(reqs * per_request))):
+    for name, order in (
+        ("shuffled", torch.randperm(reqs * per_request)),
+        ("consecutive", torch.arange(reqs * per_request)),
+    ):
         table = order.view(reqs, per_request).int()
-        batch = attnlib.CommonAttentionMetadata.from_lengths([query_len] * reqs, [seq_len] * reqs, table, BLOCK, "cpu")
+        batch = attnlib.CommonAttentionMetadata.from_lengths(
+            [query_len] * reqs, [seq_len] * reqs, table, BLOCK, "cpu"
+        )
         steps[name] = layer.backend.make_builder(spec, "cpu").build(0, batch)
     q = query.view(reqs, query_len, HEADS, SIZE).transpose(1, 2)
-    k, v = (view.view(reqs, seq_len, KV_HEADS, SIZE).transpose(1, 2).contiguous() for view in (cache.key_cache, cache.value_cache))
+    k, v = (
+        view.view(reqs, seq_len, KV_HEADS, SIZE).transpose(1, 2).contiguous()
+        for view in (cache.key_cache, cache.value_cache)
+    )
     wide_k, wide_v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
     causal = query_len > 1
     times = interleaved(
         {
-            **{name: lambda step=step: layer(query, None, None, cache, step) for name, step in steps.items()},
-            "SDPA, enable_gqa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True),
-            "SDPA, expanded": lambda: F.scaled_dot_product_attention(q, wide_k, wide_v, is_causal=causal),
+            **{
+                name: lambda step=step: layer(query, None, None, cache, step)
+                for name, step in steps.items()
+            },
+            "SDPA, enable_gqa": lambda: F.scaled_dot_product_attention(
+                q, k, v, is_causal=causal, enable_gqa=True
+            ),
+            "SDPA, expanded": lambda: F.scaled_dot_product_attention(
+                q, wide_k, wide_v, is_causal=causal
+            ),
         }
     )
     best = min(times["SDPA, enable_gqa"], times["SDPA, expanded"])
     ratios = {name: times[name] / best for name in steps}
-    reference = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2).reshape_as(query)
-    error = float((layer(query, None, None, cache, steps["consecutive"]) - reference).float().norm() / reference.float().norm())
+    reference = (
+        F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        .transpose(1, 2)
+        .reshape_as(query)
+    )
+    error = float(
+        (layer(query, None, None, cache, steps["consecutive"]) - reference).float().norm()
+        / reference.float().norm()
+    )
     print(
         f"{title:<34} {times['shuffled'] * 1e3:9.2f} ms shuffled  {times['consecutive'] * 1e3:9.2f} ms consecutive  {best * 1e3:9.2f} ms SDPA  "
         f"ratio {ratios['shuffled']:.2f} / {ratios['consecutive']:.2f}  (bar {bar})  error {error:.0e}"
     )
-    return {"row": title, "milliseconds": {name: seconds * 1e3 for name, seconds in times.items()}, "ratio": ratios, "bar": bar, "error": error}
+    return {
+        "row": title,
+        "milliseconds": {name: seconds * 1e3 for name, seconds in times.items()},
+        "ratio": ratios,
+        "bar": bar,
+        "error": error,
+    }
 
 
 def main() -> None:
@@ -82,8 +114,20 @@ def main() -> None:
         rows.append(row(f"decode 8 x 2k, {name}", 8, 1, 2048, dtype, 1.5))
         rows.append(row(f"prefill 1 x 2k, {name}", 1, 2048, 2048, dtype, 1.2))
     target = Path(__file__).parent / "results" / "cpu_attention.json"
-    target.write_text(json.dumps({**provenance(), "shape": f"{HEADS}/{KV_HEADS} heads of {SIZE}, blocks of {BLOCK}", "rows": rows}, indent=1) + "\n")
-    print(f"wrote {target.relative_to(Path.cwd()) if target.is_relative_to(Path.cwd()) else target}")
+    target.write_text(
+        json.dumps(
+            {
+                **provenance(),
+                "shape": f"{HEADS}/{KV_HEADS} heads of {SIZE}, blocks of {BLOCK}",
+                "rows": rows,
+            },
+            indent=1,
+        )
+        + "\n"
+    )
+    print(
+        f"wrote {target.relative_to(Path.cwd()) if target.is_relative_to(Path.cwd()) else target}"
+    )
 
 
 if __name__ == "__main__":

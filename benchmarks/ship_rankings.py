@@ -29,7 +29,11 @@ def table_of(document: Document) -> dict[str, Any]:
     if len(document.runs) != 1 or "gpu" not in document.runs[0].provenance:
         raise SystemExit(f"{len(document.runs)} runs: give the result of one, on a GPU")
     facts = document.runs[0].provenance
-    words = [facts["gpu"], *(f"{name} {facts[name]}" for name in ("driver", "torch", "triton", "commit")), facts["date"]]
+    words = [
+        facts["gpu"],
+        *(f"{name} {facts[name]}" for name in ("driver", "torch", "triton", "commit")),
+        facts["date"],
+    ]
     return {
         "about": "Orders of backends for each kind of layer that was measured; auto follows them on this chip where you have not measured.",
         "schema": 1,
@@ -41,7 +45,9 @@ def table_of(document: Document) -> dict[str, Any]:
 
 def text_of(table: dict[str, Any]) -> str:
     """One line for each kind of layer, so that a change reads well."""
-    head = json.dumps({key: value for key, value in table.items() if key != "backends"}, indent=1)[:-2]
+    head = json.dumps({key: value for key, value in table.items() if key != "backends"}, indent=1)[
+        :-2
+    ]
     lines = ",\n".join("  " + json.dumps(line) for line in table["backends"])
     return f'{head},\n "backends": [\n{lines}\n ]\n}}\n'
 

@@ -27,7 +27,13 @@ DEVICES = {
     "sm_100": DeviceInfo("cuda", 0, (10, 0), imagined=True),
     "ROCm": DeviceInfo("cuda", 0, None, is_rocm=True, imagined=True),
 }
-BASE = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": torch.float16, "block_size": 16}
+BASE = {
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "head_size": 128,
+    "dtype": torch.float16,
+    "block_size": 16,
+}
 WISHES = {
     "head size 64 / 128 / 256": [{"head_size": 64}, {}, {"head_size": 256}],
     "head size 80, 96, 192": [{"head_size": 80}, {"head_size": 96}, {"head_size": 192}],
@@ -63,9 +69,14 @@ NAMES = ("torch", "triton")
 
 def environment() -> str:
     """The table of variables."""
-    rows = [f"| `{v.name}` | `{v.default or '(not set)'}` | {v.values} | {v.purpose} |" for v in ENVIRONMENT.values()]
+    rows = [
+        f"| `{v.name}` | `{v.default or '(not set)'}` | {v.values} | {v.purpose} |"
+        for v in ENVIRONMENT.values()
+    ]
     return (
-        "# Environment variables\n\n" + NOTE + "Read when they are needed, never at import. A value that does not parse raises.\n\n"
+        "# Environment variables\n\n"
+        + NOTE
+        + "Read when they are needed, never at import. A value that does not parse raises.\n\n"
         "| variable | default | values | purpose |\n|---|---|---|---|\n" + "\n".join(rows) + "\n\n"
         "attnlib does not read these variables of other systems, and warns once when one is set: "
         + ", ".join(f"`{name}`" for name in FOREIGN_VARIABLES)
@@ -80,10 +91,22 @@ def support() -> str:
         "What the in-house backends accept, found by calling `validate_configuration` for a layer of 32/8 heads of 128 in float16 with blocks of 16 "
         "tokens, changed as the row says. The optional backends answer for the version that is installed: ask `attnlib explain` on your machine.\n\n"
     )
-    table = "| feature | " + " | ".join(f"`{name}`" for name in NAMES) + " |\n|---|" + "---|" * len(NAMES) + "\n"
+    table = (
+        "| feature | "
+        + " | ".join(f"`{name}`" for name in NAMES)
+        + " |\n|---|"
+        + "---|" * len(NAMES)
+        + "\n"
+    )
     for title, changes in WISHES.items():
         table += f"| {title} | " + " | ".join(_answer(name, changes) for name in NAMES) + " |\n"
-    devices = "\n## Devices\n\n| device | " + " | ".join(f"`{name}`" for name in NAMES) + " |\n|---|" + "---|" * len(NAMES) + "\n"
+    devices = (
+        "\n## Devices\n\n| device | "
+        + " | ".join(f"`{name}`" for name in NAMES)
+        + " |\n|---|"
+        + "---|" * len(NAMES)
+        + "\n"
+    )
     for title, device in DEVICES.items():
         devices += f"| {title} | " + " | ".join(_on(name, device) for name in NAMES) + " |\n"
     sizes = "\n## Sizes\n\n"
@@ -95,7 +118,12 @@ def support() -> str:
 
 def _answer(name: str, changes: list[dict]) -> str:
     device = DEVICES["sm_90"]
-    reasons = [load_backend(name).validate_configuration(attnlib.AttentionSpec(**{**BASE, **change}), device) for change in changes]
+    reasons = [
+        load_backend(name).validate_configuration(
+            attnlib.AttentionSpec(**{**BASE, **change}), device
+        )
+        for change in changes
+    ]
     return "yes" if not any(reasons) else "no"
 
 
@@ -136,7 +164,11 @@ def results(measured: Path) -> str:
 
 def pages() -> dict[str, str]:
     """File name -> text of every generated page."""
-    return {"environment.md": environment(), "support.md": support(), "performance.md": performance()}
+    return {
+        "environment.md": environment(),
+        "support.md": support(),
+        "performance.md": performance(),
+    }
 
 
 if __name__ == "__main__":

@@ -34,7 +34,9 @@ class LoopMetadata(AttentionMetadata):
 
     query_lens: list[int]
     seq_lens: list[int]
-    block_table: torch.Tensor  # [R, max_blocks] int32; entries past a sequence's end are garbage (P3)
+    block_table: (
+        torch.Tensor
+    )  # [R, max_blocks] int32; entries past a sequence's end are garbage (P3)
 
     @property
     def prefill_metadata(self) -> LoopMetadata | None:
@@ -49,7 +51,10 @@ class LoopBuilder(AttentionMetadataBuilder[LoopMetadata]):
     """Once per batch: turn the common facts into ours."""
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
     ) -> LoopMetadata:
         common = common_attn_metadata
         assert common.block_table_tensor is not None  # the declaration below admits decoders only
@@ -76,10 +81,14 @@ class LoopImpl(AttentionImpl):
         lse: torch.Tensor | None = None,
     ) -> None:
         row = 0
-        for request, (query_len, seq_len) in enumerate(zip(metadata.query_lens, metadata.seq_lens, strict=True)):
+        for request, (query_len, seq_len) in enumerate(
+            zip(metadata.query_lens, metadata.seq_lens, strict=True)
+        ):
             rows = slice(row, row + query_len)
             row += query_len
-            out, denominator = self._attend(query[rows], cache, metadata.block_table[request], seq_len)
+            out, denominator = self._attend(
+                query[rows], cache, metadata.block_table[request], seq_len
+            )
             output[rows] = out
             if lse is not None:
                 lse[rows] = denominator
@@ -94,19 +103,31 @@ class LoopImpl(AttentionImpl):
         position = torch.arange(seq_len, device=query.device)
         block, offset = table[position // cache.block_size].long(), position % cache.block_size
         keys = cache.key_cache[block, offset].float().repeat_interleave(self.spec.group_size, dim=1)
-        values = cache.value_cache[block, offset].float().repeat_interleave(self.spec.group_size, dim=1)
+        values = (
+            cache.value_cache[block, offset].float().repeat_interleave(self.spec.group_size, dim=1)
+        )
 
         scores = self.scale * torch.einsum("qhd,khd->qhk", query.float(), keys)
         if self.spec.logits_soft_cap:
             scores = self.spec.logits_soft_cap * torch.tanh(scores / self.spec.logits_soft_cap)
-        mine = seq_len - query.shape[0] + torch.arange(query.shape[0], device=query.device)  # M1: bottom-right
+        mine = (
+            seq_len - query.shape[0] + torch.arange(query.shape[0], device=query.device)
+        )  # M1: bottom-right
         visible = position[None, :] <= mine[:, None]
         if self.spec.visible_window.left is not None:
-            visible &= position[None, :] >= mine[:, None] - self.spec.visible_window.left  # M2: W keys, own included
+            visible &= (
+                position[None, :] >= mine[:, None] - self.spec.visible_window.left
+            )  # M2: W keys, own included
         scores = scores.masked_fill(~visible[:, None, :], -torch.inf)
 
-        lse = torch.logsumexp(scores, dim=-1) if seq_len else scores.new_full(query.shape[:2], -torch.inf)
-        weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])  # M5: no key, output 0
+        lse = (
+            torch.logsumexp(scores, dim=-1)
+            if seq_len
+            else scores.new_full(query.shape[:2], -torch.inf)
+        )
+        weights = torch.exp(
+            scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
+        )  # M5: no key, output 0
         return torch.einsum("qhk,khd->qhd", weights, values).to(query.dtype), lse
 
 

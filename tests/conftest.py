@@ -13,5 +13,7 @@ os.environ.setdefault("ATTNLIB_TUNING", "off")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--every-target", action="store_true", help="compile every tile table entry for every target that it is for, not for one of them (minutes)"
+        "--every-target",
+        action="store_true",
+        help="compile every tile table entry for every target that it is for, not for one of them (minutes)",
     )

@@ -23,8 +23,15 @@ FLOORS = (
 
 def _floor(module: str) -> int:
     """Index of the floor of `module` (a dotted name below attnlib); the longest matching room wins."""
-    matches = [(len(room), index) for index, rooms in enumerate(FLOORS) for room in rooms if module == room or module.startswith(f"{room}.")]
-    assert matches, f"attnlib.{module} stands on no floor: put it in FLOORS and in docs/architecture.md"
+    matches = [
+        (len(room), index)
+        for index, rooms in enumerate(FLOORS)
+        for room in rooms
+        if module == room or module.startswith(f"{room}.")
+    ]
+    assert matches, (
+        f"attnlib.{module} stands on no floor: put it in FLOORS and in docs/architecture.md"
+    )
     return max(matches)[1]
 
 
@@ -33,18 +40,28 @@ def _imports(tree: ast.AST) -> set[str]:
     hidden = {
         id(node)
         for block in ast.walk(tree)
-        if isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING"
+        if isinstance(block, ast.If)
+        and isinstance(block.test, ast.Name)
+        and block.test.id == "TYPE_CHECKING"
         for node in ast.walk(block)
     }
     found = set()
     for node in ast.walk(tree):
         if id(node) in hidden:
             continue
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "attnlib":
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] == "attnlib"
+        ):
             base = node.module.partition(".")[2]
             found |= {base} if base else {alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[2] for alias in node.names if alias.name.startswith("attnlib.")}
+            found |= {
+                alias.name.partition(".")[2]
+                for alias in node.names
+                if alias.name.startswith("attnlib.")
+            }
     return found - {""}
 
 
@@ -58,7 +75,13 @@ def violations(name: str, source: str) -> list[str]:
         if there > here:
             wrong.append(f"{name} imports {target} (floor {here} -> {there})")
         mine, other = name.split("."), target.split(".")
-        if mine[0] == other[0] == "ops" and len(mine) > 2 and len(other) > 1 and other[1] in ("torch", "triton") and mine[1] != other[1]:
+        if (
+            mine[0] == other[0] == "ops"
+            and len(mine) > 2
+            and len(other) > 1
+            and other[1] in ("torch", "triton")
+            and mine[1] != other[1]
+        ):
             wrong.append(f"{name} imports its twin {target}")
         siblings = mine[0] == other[0] == "backends" and here == there and mine[1] != "composite"
         if siblings and mine[1] != other[1]:
@@ -66,7 +89,9 @@ def violations(name: str, source: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
+)
 def test_arrows_point_down(path: Path) -> None:
     name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
     if name == "__init__":
@@ -76,16 +101,34 @@ def test_arrows_point_down(path: Path) -> None:
 
 def test_ops_see_no_spec() -> None:
     for path in (PACKAGE / "ops").rglob("*.py"):
-        assert not {m for m in _imports(ast.parse(path.read_text())) if not m.startswith(("ops", "errors"))}, path
+        assert not {
+            m for m in _imports(ast.parse(path.read_text())) if not m.startswith(("ops", "errors"))
+        }, path
 
 
 @pytest.mark.parametrize(
     ("name", "source", "message"),
     [
-        ("backends.triton.impl", "from attnlib.selection import explain", "backends.triton.impl imports selection (floor 6 -> 7)"),
-        ("cache.table", "def f():\n    import attnlib.metadata.common", "cache.table imports metadata.common (floor 3 -> 4)"),
-        ("backends.torch.impl", "from attnlib.backends.triton.impl import X", "backends.torch.impl imports its sibling backends.triton.impl"),
-        ("ops.triton.slots", "from attnlib.ops.torch.slots import x", "ops.triton.slots imports its twin ops.torch.slots"),
+        (
+            "backends.triton.impl",
+            "from attnlib.selection import explain",
+            "backends.triton.impl imports selection (floor 6 -> 7)",
+        ),
+        (
+            "cache.table",
+            "def f():\n    import attnlib.metadata.common",
+            "cache.table imports metadata.common (floor 3 -> 4)",
+        ),
+        (
+            "backends.torch.impl",
+            "from attnlib.backends.triton.impl import X",
+            "backends.torch.impl imports its sibling backends.triton.impl",
+        ),
+        (
+            "ops.triton.slots",
+            "from attnlib.ops.torch.slots import x",
+            "ops.triton.slots imports its twin ops.torch.slots",
+        ),
     ],
 )
 def test_the_check_can_fail(name: str, source: str, message: str) -> None:
@@ -93,4 +136,10 @@ def test_the_check_can_fail(name: str, source: str, message: str) -> None:
 
 
 def test_type_checking_imports_do_not_count() -> None:
-    assert violations("spec", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from attnlib.layer import Attention") == []
+    assert (
+        violations(
+            "spec",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from attnlib.layer import Attention",
+        )
+        == []
+    )

@@ -20,7 +20,9 @@ from attnlib.layer import Attention
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.spec import AttentionSpec, AttentionType
 
-SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32, block_size=16, needs_lse=True)
+SPEC = AttentionSpec(
+    num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32, block_size=16, needs_lse=True
+)
 
 
 class Model(nn.Module):
@@ -31,12 +33,24 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.spec = spec
         heads = spec.num_heads + 2 * spec.num_kv_heads
-        self.qkv = nn.ModuleList(nn.Linear(64, heads * spec.head_size, bias=False, dtype=spec.dtype) for _ in range(2))
-        self.attention = nn.ModuleList(Attention(spec, backend=backend, device="cpu", prefix=f"layers.{i}") for i in range(2))
-        self.out = nn.ModuleList(nn.Linear(spec.num_heads * spec.head_size, 64, bias=False, dtype=spec.dtype) for _ in range(2))
+        self.qkv = nn.ModuleList(
+            nn.Linear(64, heads * spec.head_size, bias=False, dtype=spec.dtype) for _ in range(2)
+        )
+        self.attention = nn.ModuleList(
+            Attention(spec, backend=backend, device="cpu", prefix=f"layers.{i}") for i in range(2)
+        )
+        self.out = nn.ModuleList(
+            nn.Linear(spec.num_heads * spec.head_size, 64, bias=False, dtype=spec.dtype)
+            for _ in range(2)
+        )
 
-    def forward(self, hidden: torch.Tensor, caches: Any, metadata: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        sizes = [self.spec.num_heads * self.spec.head_size, *[self.spec.num_kv_heads * self.spec.head_size] * 2]
+    def forward(
+        self, hidden: torch.Tensor, caches: Any, metadata: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes = [
+            self.spec.num_heads * self.spec.head_size,
+            *[self.spec.num_kv_heads * self.spec.head_size] * 2,
+        ]
         total = hidden.new_zeros(hidden.shape[0], self.spec.num_heads, dtype=torch.float32)
         for i in range(2):
             q, k, v = self.qkv[i](hidden).split(sizes, dim=-1)
@@ -55,7 +69,10 @@ def _steps(spec: AttentionSpec, backend: Any = TorchBackend) -> list[Any]:
     builder = backend.make_builder(spec, "cpu")
     tables = [[3, 5, 1], [7, 2, 0]]
     batches = [([20, 9], [20, 9], tables), ([1, 1], [21, 10], tables), ([1], [22], tables[:1])]
-    return [builder.build(0, CommonAttentionMetadata.from_lengths(q, s, t, spec.block_size, "cpu")) for q, s, t in batches]
+    return [
+        builder.build(0, CommonAttentionMetadata.from_lengths(q, s, t, spec.block_size, "cpu"))
+        for q, s, t in batches
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +80,13 @@ def _fresh() -> None:
     torch._dynamo.reset()
 
 
-BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs g++"))]
+BACKENDS = [
+    "eager",
+    "aot_eager",
+    pytest.param(
+        "inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs g++")
+    ),
+]
 
 
 @pytest.mark.parametrize("compiler", BACKENDS)
@@ -99,9 +122,20 @@ def test_another_batch_compiles_nothing() -> None:
     for other in (caches, _caches(SPEC)):
         for step in (prefill, *_steps(SPEC)[:1]):
             hidden = torch.randn(step.num_actual_tokens, 64)
-            torch.testing.assert_close(compiled(hidden, other, step)[0], model(hidden, plain_caches, step)[0], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                compiled(hidden, other, step)[0],
+                model(hidden, plain_caches, step)[0],
+                rtol=1e-5,
+                atol=1e-5,
+            )
     assert len(graphs) == 1
-    assert sum(node.target is torch.ops.attnlib.attend.default or "attend" in str(node.target) for node in graphs[0].graph.nodes) == 2
+    assert (
+        sum(
+            node.target is torch.ops.attnlib.attend.default or "attend" in str(node.target)
+            for node in graphs[0].graph.nodes
+        )
+        == 2
+    )
 
 
 @torch.inference_mode()
@@ -110,7 +144,10 @@ def test_checks_still_speak_from_inside() -> None:
     layer = Attention(SPEC, backend=TorchBackend, device="cpu")
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     step = _steps(SPEC)[0]
-    q, kv = torch.randn(step.num_actual_tokens - 1, 4, 16), torch.randn(step.num_actual_tokens, 2, 16)
+    q, kv = (
+        torch.randn(step.num_actual_tokens - 1, 4, 16),
+        torch.randn(step.num_actual_tokens, 2, 16),
+    )
     with pytest.raises(ContractError, match="query has 28 rows, but the batch has 29 tokens"):
         compiled(q, kv, kv, _caches(SPEC)[0], step)
 
@@ -119,7 +156,9 @@ def test_checks_still_speak_from_inside() -> None:
 def test_encoders_have_no_cache() -> None:
     spec = SPEC.replace(attn_type=AttentionType.ENCODER_ONLY)
     layer = Attention(spec, backend=TorchBackend, device="cpu")
-    step = TorchBackend.make_builder(spec, "cpu").build(0, CommonAttentionMetadata.from_lengths([5, 9], [5, 9], device="cpu"))
+    step = TorchBackend.make_builder(spec, "cpu").build(
+        0, CommonAttentionMetadata.from_lengths([5, 9], [5, 9], device="cpu")
+    )
     q, k, v = torch.randn(14, 4, 16), torch.randn(14, 2, 16), torch.randn(14, 2, 16)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(q, k, v, None, step), layer(q, k, v, None, step))
@@ -139,7 +178,11 @@ def test_the_operator_is_what_it_declares() -> None:
 def test_a_copy_of_a_layer_is_another_layer() -> None:
     layer = Attention(SPEC, backend=TorchBackend, device="cpu")
     twin = copy.deepcopy(layer)
-    assert twin.handle != layer.handle and object_behind(twin.handle, "layer") is twin and object_behind(layer.handle, "layer") is layer
+    assert (
+        twin.handle != layer.handle
+        and object_behind(twin.handle, "layer") is twin
+        and object_behind(layer.handle, "layer") is layer
+    )
 
 
 def test_handles_keep_nothing_alive() -> None:
@@ -147,7 +190,11 @@ def test_handles_keep_nothing_alive() -> None:
 
     thing = Thing()
     number, handle = register(thing), handle_of(thing)
-    assert object_behind(number, "thing") is thing and object_behind(handle, "thing") is thing and int(handle) != number
+    assert (
+        object_behind(number, "thing") is thing
+        and object_behind(handle, "thing") is thing
+        and int(handle) != number
+    )
     del thing
     gc.collect()
     with pytest.raises(ContractError, match="the thing of this call does not exist any more"):

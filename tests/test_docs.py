@@ -48,7 +48,9 @@ def _same(shown: str, printed: str) -> bool:
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
-def test_python_blocks_run_and_print_what_is_shown(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_blocks_run_and_print_what_is_shown(
+    page: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in [name for name in os.environ if name.startswith("ATTNLIB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("ATTNLIB_PLUGINS", "0")
@@ -65,7 +67,9 @@ def test_python_blocks_run_and_print_what_is_shown(page: Path, monkeypatch: pyte
                     exec(compile(body, str(page), "exec"), namespace)
                 printed = out.getvalue()
             elif language == "text" and printed:
-                assert _same(body, printed), f"{page.name} shows\n{body}\nand the block before it prints\n{printed}"
+                assert _same(body, printed), (
+                    f"{page.name} shows\n{body}\nand the block before it prints\n{printed}"
+                )
                 printed = ""
     finally:
         for name in set(attnlib.list_backends()) - before:
@@ -78,12 +82,26 @@ def test_commands_print_what_is_shown(page: Path) -> None:
     for language, body in _blocks(page):
         if language != "console":
             continue
-        for command, shown in re.findall(r"^\$ attnlib ([^\n]*)\n(.*?)(?=^\$ |\Z)", body, re.M | re.S):
-            done = subprocess.run([sys.executable, "-m", "attnlib", *command.split()], capture_output=True, text=True, cwd=ROOT, env=_fresh())
-            assert done.returncode == 0, f"attnlib {command} of {page.name} ends with {done.returncode}\n{done.stdout}\n{done.stderr}"
+        for command, shown in re.findall(
+            r"^\$ attnlib ([^\n]*)\n(.*?)(?=^\$ |\Z)", body, re.M | re.S
+        ):
+            done = subprocess.run(
+                [sys.executable, "-m", "attnlib", *command.split()],
+                capture_output=True,
+                text=True,
+                cwd=ROOT,
+                env=_fresh(),
+            )
+            assert done.returncode == 0, (
+                f"attnlib {command} of {page.name} ends with {done.returncode}\n{done.stdout}\n{done.stderr}"
+            )
             rest = _plain(done.stdout)
-            for part in (_plain(piece) for piece in re.split(r"^\.\.\.$", shown, flags=re.M) if piece.strip()):
-                assert part in rest, f"{page.name} shows {part!r}, but attnlib {command} prints\n{done.stdout}\n{done.stderr}"
+            for part in (
+                _plain(piece) for piece in re.split(r"^\.\.\.$", shown, flags=re.M) if piece.strip()
+            ):
+                assert part in rest, (
+                    f"{page.name} shows {part!r}, but attnlib {command} prints\n{done.stdout}\n{done.stderr}"
+                )
                 rest = rest.split(part, 1)[1]
 
 
@@ -92,13 +110,19 @@ _SILENT = {"ATTNLIB_PLUGINS": "0", "ATTNLIB_TUNING": "off"}
 
 def _fresh() -> dict[str, str]:
     """The environment of a reader who has set nothing."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("ATTNLIB_", "TRITON_INTERPRET"))} | _SILENT
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ATTNLIB_", "TRITON_INTERPRET"))
+    } | _SILENT
 
 
 def test_recorded_outputs_are_quotations() -> None:
     """A text block behind a link to a record shows lines of that record, in its order."""
     readme = (ROOT / "README.md").read_text()
-    found = re.findall(r"\]\((benchmarks/results/[^)]+\.txt)\)[^\n]*\n\n```text\n(.*?)^```$", readme, re.M | re.S)
+    found = re.findall(
+        r"\]\((benchmarks/results/[^)]+\.txt)\)[^\n]*\n\n```text\n(.*?)^```$", readme, re.M | re.S
+    )
     assert found
     for record, shown in found:
         recorded = (ROOT / record).read_text().splitlines()
@@ -128,7 +152,9 @@ def test_generated_pages_are_as_generated() -> None:
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
     for name, text in generate.pages().items():
-        assert (ROOT / "docs" / name).read_text() == text, f"docs/{name} has drifted: run python docs/generate.py"
+        assert (ROOT / "docs" / name).read_text() == text, (
+            f"docs/{name} has drifted: run python docs/generate.py"
+        )
 
 
 def test_architecture_names_what_is_there() -> None:
@@ -136,19 +162,37 @@ def test_architecture_names_what_is_there() -> None:
     page, package = (ROOT / "docs" / "architecture.md").read_text(), ROOT / "attnlib"
     named = set(re.findall(r"`(?:attnlib/)?([a-z_]+(?:/[a-z_]+)*\.py)`", page))
     files = {str(path.relative_to(package)) for path in package.rglob("*.py")}
-    missing = {name for name in named if not any(file == name or file.endswith(f"/{name}") for file in files)}
+    missing = {
+        name
+        for name in named
+        if not any(file == name or file.endswith(f"/{name}") for file in files)
+    }
     missing -= {name for name in named if (ROOT / name).exists()}
     assert not missing, f"docs/architecture.md names {sorted(missing)}, which do not exist"
-    drawing = next(body for language, body in _blocks(ROOT / "docs" / "architecture.md") if body.startswith("attnlib/"))
-    rooms = {path.name for path in package.iterdir() if path.suffix == ".py" and not path.name.startswith("__")}
-    rooms |= {f"{path.parent.name}/" for path in package.rglob("__init__.py") if path.parent != package}
+    drawing = next(
+        body
+        for language, body in _blocks(ROOT / "docs" / "architecture.md")
+        if body.startswith("attnlib/")
+    )
+    rooms = {
+        path.name
+        for path in package.iterdir()
+        if path.suffix == ".py" and not path.name.startswith("__")
+    }
+    rooms |= {
+        f"{path.parent.name}/" for path in package.rglob("__init__.py") if path.parent != package
+    }
     absent = {room for room in rooms if not re.search(rf"(?<![\w]){re.escape(room)}", drawing)}
     assert not absent, f"{sorted(absent)} stand in no room of docs/architecture.md"
 
 
 def test_the_readmes_commands_are_what_ci_runs() -> None:
     readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
-    assert 'pip install -e ".[test]" && pytest' in readme and 'pip install -e ".[test]"' in ci and "pytest" in ci.splitlines()[-1]
+    assert (
+        'pip install -e ".[test]" && pytest' in readme
+        and 'pip install -e ".[test]"' in ci
+        and "pytest" in ci.splitlines()[-1]
+    )
 
 
 def test_the_check_of_shown_output_can_fail() -> None:

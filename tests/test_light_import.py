@@ -19,7 +19,9 @@ print(heavy, torch.cuda.is_initialized())
 
 def _loads(statement: str) -> str:
     program = PROBE.format(statement=statement, heavy=HEAVY)
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def test_import_loads_nothing_heavy() -> None:
@@ -29,10 +31,27 @@ def test_import_loads_nothing_heavy() -> None:
 def test_selection_loads_nothing_heavy_and_starts_no_cuda() -> None:
     """H2: selection on a CPU imports cards only."""
     spec = "attnlib.AttentionSpec(num_heads=4, head_size=64, dtype=torch.float32)"
-    assert _loads(f"import attnlib; attnlib.get_attn_backend({spec}, device='cpu'); attnlib.explain({spec}, device='cpu')") == "[] False"
+    assert (
+        _loads(
+            f"import attnlib; attnlib.get_attn_backend({spec}, device='cpu'); attnlib.explain({spec}, device='cpu')"
+        )
+        == "[] False"
+    )
 
 
-@pytest.mark.parametrize("room", ["hopper.limits", "hopper.tiles", "splits", "decode_numbers", "tile_entries", "tile_tables", "tiles", "gluon"])
+@pytest.mark.parametrize(
+    "room",
+    [
+        "hopper.limits",
+        "hopper.tiles",
+        "splits",
+        "decode_numbers",
+        "tile_entries",
+        "tile_tables",
+        "tiles",
+        "gluon",
+    ],
+)
 def test_pure_rooms_of_the_triton_twin_need_no_triton(room: str) -> None:
     """What the card's notes, `attnlib tune` and the doctor ask of the kernels' room, on machines without triton."""
     assert _loads(f"import attnlib.ops.triton.{room}") == "[] False"
@@ -61,7 +80,9 @@ assert "triton" in shown.getvalue()
 """
 
 
-@pytest.mark.parametrize("program", [EXPLAIN_A_HOPPER, THE_SAME_AS_A_COMMAND], ids=["function", "command"])
+@pytest.mark.parametrize(
+    "program", [EXPLAIN_A_HOPPER, THE_SAME_AS_A_COMMAND], ids=["function", "command"]
+)
 def test_explaining_a_hopper_imports_no_kernels(program: str) -> None:
     """H2: which kernels would serve is worked out from facts."""
     assert _loads(program) == "[] False"
@@ -82,7 +103,14 @@ print(time.perf_counter() - begin)
 def _seconds(statement: str, rounds: int) -> float:
     """The quickest of some fresh processes: what the statement costs, not what else the machine was doing."""
     program = TIMER.format(statement=statement)
-    return min(float(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout) for _ in range(rounds))
+    return min(
+        float(
+            subprocess.run(
+                [sys.executable, "-c", program], capture_output=True, text=True, check=True
+            ).stdout
+        )
+        for _ in range(rounds)
+    )
 
 
 def test_import_costs_next_to_nothing_over_torch() -> None:

@@ -15,7 +15,9 @@ from attnlib.backends.torch import TorchBackend
 from attnlib.cache.layout import negotiate_layout
 from attnlib.workspace import Workspace
 
-SPEC = attnlib.AttentionSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.float32, block_size=16)
+SPEC = attnlib.AttentionSpec(
+    num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.float32, block_size=16
+)
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +27,9 @@ def _no_wish(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _gone() -> None:
-    attnlib.register_backend("gone", "no_such_package:Backend", install_hint="pip install no-such-package")
+    attnlib.register_backend(
+        "gone", "no_such_package:Backend", install_hint="pip install no-such-package"
+    )
     try:
         attnlib.get_attn_backend(SPEC, "gone", "cpu")
     finally:
@@ -33,12 +37,18 @@ def _gone() -> None:
 
 
 def _refused() -> None:
-    attnlib.get_attn_backend(SPEC.replace(kv_cache_layout="HND"), _limited(kv_cache_layouts=("NHD",), sink=False), "cpu")
+    attnlib.get_attn_backend(
+        SPEC.replace(kv_cache_layout="HND"), _limited(kv_cache_layouts=("NHD",), sink=False), "cpu"
+    )
 
 
 def _limited(**changes: object) -> type[TorchBackend]:
     capabilities = attnlib.Capabilities(**{**TorchBackend.capabilities.stated(), **changes})
-    return type("Limited", (TorchBackend,), {"capabilities": capabilities, "get_name": staticmethod(lambda: "limited")})
+    return type(
+        "Limited",
+        (TorchBackend,),
+        {"capabilities": capabilities, "get_name": staticmethod(lambda: "limited")},
+    )
 
 
 def _wrong_variable() -> None:
@@ -59,7 +69,12 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
     "unknown name": (
         errors.UnknownBackendError,
         lambda: attnlib.get_attn_backend(SPEC, "flash_atn", "cpu"),
-        ("'flash_atn'", "from argument", "Did you mean 'flash_attn'?", "Registered: flash_attn, flashinfer, torch, triton"),
+        (
+            "'flash_atn'",
+            "from argument",
+            "Did you mean 'flash_attn'?",
+            "Registered: flash_attn, flashinfer, torch, triton",
+        ),
     ),
     "unknown form": (
         errors.UnknownBackendError,
@@ -69,17 +84,30 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
     "not here": (
         errors.BackendUnavailableError,
         _gone,
-        ("'gone' (from argument)", "No module named 'no_such_package'", "try: pip install no-such-package", "accept the same spec here: torch"),
+        (
+            "'gone' (from argument)",
+            "No module named 'no_such_package'",
+            "try: pip install no-such-package",
+            "accept the same spec here: torch",
+        ),
     ),
     "refused": (
         errors.UnsupportedConfigError,
         _refused,
-        ("'limited' (from argument) is rejected on cpu", "kv_cache_layout=HND not supported (supported: NHD)", "accept the same spec here: torch"),
+        (
+            "'limited' (from argument) is rejected on cpu",
+            "kv_cache_layout=HND not supported (supported: NHD)",
+            "accept the same spec here: torch",
+        ),
     ),
     "no candidate": (
         errors.UnsupportedConfigError,
         lambda: attnlib.get_attn_backend(SPEC, device=attnlib.device.DeviceInfo("tpu")),
-        ("no backend fits AttentionSpec(", "on tpu", "torch: device tpu not supported (supported: cpu, cuda"),
+        (
+            "no backend fits AttentionSpec(",
+            "on tpu",
+            "torch: device tpu not supported (supported: cpu, cuda",
+        ),
     ),
     "no common layout": (
         errors.LayoutMismatchError,
@@ -124,7 +152,11 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
     "cache full": (
         errors.CacheExhaustedError,
         lambda: attnlib.BlockAllocator(2, 16).allocate(3),
-        ("3 blocks of 16 tokens asked for", "2 of 2 are free", "preempt one, or allocate a larger cache"),
+        (
+            "3 blocks of 16 tokens asked for",
+            "2 of 2 are free",
+            "preempt one, or allocate a larger cache",
+        ),
     ),
     "freed twice": (
         errors.ContractError,
@@ -138,8 +170,15 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
     ),
     "wrong signature": (
         errors.RegistrationError,
-        lambda: attnlib.register_backend("x", type("Wrong", (TorchBackend,), {"get_impl_cls": staticmethod(lambda: WrongForward)})),
-        ("WrongForward.forward(self, q, kv, metadata, out)", "the layer calls forward(self, query: ", "keep names and order"),
+        lambda: attnlib.register_backend(
+            "x",
+            type("Wrong", (TorchBackend,), {"get_impl_cls": staticmethod(lambda: WrongForward)}),
+        ),
+        (
+            "WrongForward.forward(self, q, kv, metadata, out)",
+            "the layer calls forward(self, query: ",
+            "keep names and order",
+        ),
     ),
     "taken name": (
         errors.RegistrationError,
@@ -166,7 +205,11 @@ def test_value_limit_and_next_action(kind: str) -> None:
 
 
 def test_every_kind_of_error_has_a_line_here() -> None:
-    leaves = {cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, errors.AttnlibError)} - {errors.AttnlibError}
+    leaves = {
+        cls
+        for _, cls in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(cls, errors.AttnlibError)
+    } - {errors.AttnlibError}
     assert {error for error, _, _ in MESSAGES.values()} == leaves
     assert {cls.__name__ for cls in leaves} | {"AttnlibError"} == set(errors.__all__)
 
@@ -175,7 +218,11 @@ def test_the_drawing_is_the_tree() -> None:
     """The module's docstring draws each error and the built-in one that it also is."""
     drawn = dict(re.findall(r"[|`]- (\w+) .*?\(also an? (\w+)\)", errors.__doc__ or ""))
     built_in = {
-        name: next(base.__name__ for base in getattr(errors, name).__mro__ if base.__module__ == "builtins" and base is not Exception)
+        name: next(
+            base.__name__
+            for base in getattr(errors, name).__mro__
+            if base.__module__ == "builtins" and base is not Exception
+        )
         for name in errors.__all__
         if name != "AttnlibError"
     }
@@ -184,6 +231,13 @@ def test_the_drawing_is_the_tree() -> None:
 
 def test_selection_errors_carry_their_reasons_as_data() -> None:
     with pytest.raises(errors.UnsupportedConfigError) as caught:
-        attnlib.get_attn_backend(SPEC.replace(has_sink=True, kv_cache_layout="HND"), _limited(kv_cache_layouts=("NHD",), sink=False), "cpu")
+        attnlib.get_attn_backend(
+            SPEC.replace(has_sink=True, kv_cache_layout="HND"),
+            _limited(kv_cache_layouts=("NHD",), sink=False),
+            "cpu",
+        )
     assert caught.value.backend == "limited"
-    assert caught.value.reasons == ("kv_cache_layout=HND not supported (supported: NHD)", "attention sinks: not supported")
+    assert caught.value.reasons == (
+        "kv_cache_layout=HND not supported (supported: NHD)",
+        "attention sinks: not supported",
+    )

@@ -15,7 +15,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = {str(path.relative_to(ROOT)) for path in (ROOT / "attnlib").rglob("*.py")}
-TABLES = {path.relative_to(ROOT).as_posix() for folder in ("ops/triton", "tuning") for path in (ROOT / "attnlib" / folder / "tables").glob("*.json")}
+TABLES = {
+    path.relative_to(ROOT).as_posix()
+    for folder in ("ops/triton", "tuning")
+    for path in (ROOT / "attnlib" / folder / "tables").glob("*.json")
+}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +29,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         if importlib.util.find_spec(tool) is None:
             pytest.skip(f"{tool} is not installed: pip install 'attnlib[test]'")
     folder = tmp_path_factory.mktemp("dist")
-    done = _python(["-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)], cwd=folder)
+    done = _python(
+        ["-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)], cwd=folder
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return next(folder.glob("*.tar.gz")), next(folder.glob("*.whl"))
 
@@ -34,14 +40,34 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def site(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, installed into a folder of its own."""
     folder = tmp_path_factory.mktemp("site")
-    done = _python(["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(folder), str(built[1])], cwd=folder)
+    done = _python(
+        [
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--no-index",
+            "--target",
+            str(folder),
+            str(built[1]),
+        ],
+        cwd=folder,
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
 
 def _python(arguments: list[str], cwd: Path, path: str = "") -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
@@ -49,13 +75,24 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
     assert {name for name in names if name.endswith(".py")} == SOURCES
     assert "attnlib/py.typed" in names
     assert TABLES and {name for name in names if name.endswith(".json")} == TABLES
-    assert not [name for name in names - TABLES if not name.endswith((".py", "/py.typed")) and ".dist-info/" not in name]
+    assert not [
+        name
+        for name in names - TABLES
+        if not name.endswith((".py", "/py.typed")) and ".dist-info/" not in name
+    ]
     assert built[1].name.endswith("-py3-none-any.whl"), "I1: pure Python"
 
 
 def test_the_sdist_holds_what_the_tests_need_and_no_scratch(built: tuple[Path, Path]) -> None:
     names = {name.partition("/")[2] for name in tarfile.open(built[0]).getnames()}
-    assert names >= SOURCES | {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "pyproject.toml", "tests/test_packaging.py", "docs/architecture.md"}
+    assert names >= SOURCES | {
+        "README.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "pyproject.toml",
+        "tests/test_packaging.py",
+        "docs/architecture.md",
+    }
     assert not [name for name in names if name.startswith(".") and name != ".gitignore"]
 
 
@@ -71,19 +108,28 @@ def test_it_imports_and_runs_from_the_wheel_alone(site: Path, tmp_path: Path) ->
         "print(attnlib.__file__, bool((out == 1).all()), all(getattr(attnlib, name) is not None for name in attnlib.__all__))"
     )
     done = _python(["-c", program], cwd=tmp_path, path=str(site))
-    assert done.stdout.split() == [str(site / "attnlib" / "__init__.py"), "True", "True"], done.stderr
+    assert done.stdout.split() == [str(site / "attnlib" / "__init__.py"), "True", "True"], (
+        done.stderr
+    )
     listed = _python(["-m", "attnlib", "list", "--device", "cpu"], cwd=tmp_path, path=str(site))
     assert "torch        available" in listed.stdout, listed.stderr
 
 
 def test_the_wheel_names_its_doors(site: Path) -> None:
     (doors,) = site.glob("attnlib-*.dist-info/entry_points.txt")
-    assert "attnlib = attnlib.cli:main" in doors.read_text() and "attnlib = attnlib.testing.plugin" in doors.read_text()
+    assert (
+        "attnlib = attnlib.cli:main" in doors.read_text()
+        and "attnlib = attnlib.testing.plugin" in doors.read_text()
+    )
 
 
 def test_ci_runs_the_readmes_test_command() -> None:
     """Word for word, and last, so that pytest's own summary closes it; and lint and types before it."""
-    lines = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line and not line.startswith("#")]
+    lines = [
+        line
+        for line in (ROOT / ".ci" / "run").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
     readme = (ROOT / "README.md").read_text()
     assert lines[-1] == 'pip install -e ".[test]" && pytest' and lines[-1] in readme
     assert {"ruff check .", "mypy"} <= set(lines[:-1]) and "set -euo pipefail" in lines
@@ -95,6 +141,19 @@ def test_what_the_wheel_declares(site: Path) -> None:
     headers = email.parser.Parser().parsestr(metadata.read_text())
     assert set(headers["Requires-Python"].split(",")) == {">=3.10", "<3.14"}
     needs = [need for need in headers.get_all("Requires-Dist") if "extra ==" not in need]
-    assert {need.split(";")[0].strip().split("<")[0].split(">")[0] for need in needs} <= {"torch", "triton"}
-    assert "torch>=2.10" in needs and any("triton<3.10,>=3.6" in need and "Linux" in need for need in needs)
-    assert set(headers.get_all("Provides-Extra")) == {"flash-attn", "flashinfer", "transformers", "bench", "docs", "test", "dev"}
+    assert {need.split(";")[0].strip().split("<")[0].split(">")[0] for need in needs} <= {
+        "torch",
+        "triton",
+    }
+    assert "torch>=2.10" in needs and any(
+        "triton<3.10,>=3.6" in need and "Linux" in need for need in needs
+    )
+    assert set(headers.get_all("Provides-Extra")) == {
+        "flash-attn",
+        "flashinfer",
+        "transformers",
+        "bench",
+        "docs",
+        "test",
+        "dev",
+    }

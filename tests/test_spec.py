@@ -40,11 +40,31 @@ EVERYTHING = Capabilities(
 )
 
 WANTS = {
-    "num_kv_heads": ({"num_kv_heads": 1}, {"group_sizes": Sizes(exactly=(1, 2, 4))}, "num_heads/num_kv_heads=8 not supported (supported: 1, 2, 4)"),
-    "head_size": ({"head_size": 72}, {"head_sizes": Sizes(16, 256, 16)}, "head_size=72 not supported (supported: multiples of 16 from 16 to 256)"),
-    "head_size_v": ({"head_size_v": 32}, {"head_size_v_may_differ": False}, "head_size_v=32 must equal head_size=64"),
-    "dtype": ({"dtype": torch.float32}, {"dtypes": (torch.float16,)}, "dtype=float32 not supported (supported: float16)"),
-    "kv_cache_dtype": ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtypes": ()}, "kv_cache_dtype=float8_e4m3fn not supported (supported: none)"),
+    "num_kv_heads": (
+        {"num_kv_heads": 1},
+        {"group_sizes": Sizes(exactly=(1, 2, 4))},
+        "num_heads/num_kv_heads=8 not supported (supported: 1, 2, 4)",
+    ),
+    "head_size": (
+        {"head_size": 72},
+        {"head_sizes": Sizes(16, 256, 16)},
+        "head_size=72 not supported (supported: multiples of 16 from 16 to 256)",
+    ),
+    "head_size_v": (
+        {"head_size_v": 32},
+        {"head_size_v_may_differ": False},
+        "head_size_v=32 must equal head_size=64",
+    ),
+    "dtype": (
+        {"dtype": torch.float32},
+        {"dtypes": (torch.float16,)},
+        "dtype=float32 not supported (supported: float16)",
+    ),
+    "kv_cache_dtype": (
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtypes": ()},
+        "kv_cache_dtype=float8_e4m3fn not supported (supported: none)",
+    ),
     "kv_scale_kind": (
         {"kv_cache_dtype": "fp8", "kv_scale_kind": "head"},
         {"kv_scale_kinds": ("tensor",)},
@@ -55,23 +75,59 @@ WANTS = {
         {"block_sizes": Sizes(256, None, 256)},
         "block_size=24 not supported (supported: multiples of 256 from 256 up)",
     ),
-    "kv_cache_layout": ({"kv_cache_layout": "HND"}, {"kv_cache_layouts": ("NHD",)}, "kv_cache_layout=HND not supported (supported: NHD)"),
+    "kv_cache_layout": (
+        {"kv_cache_layout": "HND"},
+        {"kv_cache_layouts": ("NHD",)},
+        "kv_cache_layout=HND not supported (supported: NHD)",
+    ),
     "attn_type": (
         {"attn_type": "encoder_only"},
         {"attn_types": (AttentionType.DECODER,)},
         "attn_type=encoder_only not supported (supported: decoder)",
     ),
-    "mask_kind": ({"mask_kind": "query_bias"}, {"mask_kinds": (MaskKind.CAUSAL,)}, "mask_kind=query_bias not supported (supported: causal)"),
-    "sliding_window": ({"sliding_window": 7}, {"sliding_window": False}, "sliding_window=7: not supported"),
-    "window": ({"window": Window(3, 0)}, {"sliding_window": False}, "window=Window(left=3, right=0): not supported"),
-    "attention_chunk_size": ({"attention_chunk_size": 32}, {"attention_chunks": False}, "attention_chunk_size=32: not supported"),
-    "logits_soft_cap": ({"logits_soft_cap": 30.0}, {"logits_soft_cap": False}, "logits_soft_cap=30.0: not supported"),
+    "mask_kind": (
+        {"mask_kind": "query_bias"},
+        {"mask_kinds": (MaskKind.CAUSAL,)},
+        "mask_kind=query_bias not supported (supported: causal)",
+    ),
+    "sliding_window": (
+        {"sliding_window": 7},
+        {"sliding_window": False},
+        "sliding_window=7: not supported",
+    ),
+    "window": (
+        {"window": Window(3, 0)},
+        {"sliding_window": False},
+        "window=Window(left=3, right=0): not supported",
+    ),
+    "attention_chunk_size": (
+        {"attention_chunk_size": 32},
+        {"attention_chunks": False},
+        "attention_chunk_size=32: not supported",
+    ),
+    "logits_soft_cap": (
+        {"logits_soft_cap": 30.0},
+        {"logits_soft_cap": False},
+        "logits_soft_cap=30.0: not supported",
+    ),
     "has_alibi": ({"has_alibi": True}, {"alibi": False}, "ALiBi slopes: not supported"),
     "has_sink": ({"has_sink": True}, {"sink": False}, "attention sinks: not supported"),
-    "use_mla": ({"use_mla": True, "num_kv_heads": 1}, {"mla": False}, "multi-head latent attention: not supported"),
+    "use_mla": (
+        {"use_mla": True, "num_kv_heads": 1},
+        {"mla": False},
+        "multi-head latent attention: not supported",
+    ),
     "needs_lse": ({"needs_lse": True}, {"lse": False}, "returning the LSE: not supported"),
-    "kv_sharing": ({"kv_sharing": True}, {"kv_sharing": False}, "sharing another layer's cache: not supported"),
-    "batch_invariant": ({"batch_invariant": True}, {"batch_invariant": False}, "batch_invariant=True: not supported"),
+    "kv_sharing": (
+        {"kv_sharing": True},
+        {"kv_sharing": False},
+        "sharing another layer's cache: not supported",
+    ),
+    "batch_invariant": (
+        {"batch_invariant": True},
+        {"batch_invariant": False},
+        "batch_invariant=True: not supported",
+    ),
     "cudagraph": (
         {"cudagraph": CudaGraphSupport.ALWAYS},
         {"cudagraph": CudaGraphSupport.UNIFORM_BATCH},
@@ -82,9 +138,9 @@ WANTS = {
 
 def test_every_field_has_exactly_one_check() -> None:
     """S5: a field that nobody checks is a feature that may be ignored."""
-    assert list(CHECKS) == [field.name for field in dataclasses.fields(AttentionSpec)] or set(CHECKS) == {
-        field.name for field in dataclasses.fields(AttentionSpec)
-    }
+    assert list(CHECKS) == [field.name for field in dataclasses.fields(AttentionSpec)] or set(
+        CHECKS
+    ) == {field.name for field in dataclasses.fields(AttentionSpec)}
     assert set(WANTS) == set(CHECKS) - {"num_heads"}, "a check without a test here"
 
 
@@ -101,23 +157,38 @@ def test_what_is_not_stated_is_not_assumed(field: str) -> None:
     """S5: fail closed."""
     wish, limit, _ = WANTS[field]
     silent = dataclasses.replace(EVERYTHING, **dict.fromkeys(limit, NOT_STATED))
-    assert any("not stated" in reason for reason in refusals(AttentionSpec(**{**BASE, **wish}), CPU, silent))
+    assert any(
+        "not stated" in reason
+        for reason in refusals(AttentionSpec(**{**BASE, **wish}), CPU, silent)
+    )
 
 
 def test_all_reasons_are_given_not_just_the_first() -> None:
     spec = AttentionSpec(**{**BASE, "has_sink": True, "has_alibi": True, "head_size": 60})
-    limited = dataclasses.replace(EVERYTHING, sink=False, alibi=False, head_sizes=Sizes(exactly=(64, 128)))
+    limited = dataclasses.replace(
+        EVERYTHING, sink=False, alibi=False, head_sizes=Sizes(exactly=(64, 128))
+    )
     assert len(refusals(spec, CPU, limited)) == 3
 
 
 def test_device_reasons() -> None:
     caps = dataclasses.replace(EVERYTHING, min_capability=(8, 0), max_capability=(9, 0))
     assert device_refusals(H200, caps) == []
-    assert device_refusals(DeviceInfo("cuda", 0, (7, 5)), caps) == ["compute capability 7.5 is below 8.0"]
-    assert device_refusals(DeviceInfo("cuda", 0, (10, 0)), caps) == ["compute capability 10.0 is above 9.0"]
-    assert device_refusals(DeviceInfo("cuda", 0, None, is_rocm=True), caps) == ["ROCm devices: not supported"]
-    assert device_refusals(DeviceInfo("mps"), caps) == ["device mps not supported (supported: cpu, cuda)"]
-    assert device_refusals(CPU, Capabilities()) == ["devices: not stated by this backend, so not assumed"]
+    assert device_refusals(DeviceInfo("cuda", 0, (7, 5)), caps) == [
+        "compute capability 7.5 is below 8.0"
+    ]
+    assert device_refusals(DeviceInfo("cuda", 0, (10, 0)), caps) == [
+        "compute capability 10.0 is above 9.0"
+    ]
+    assert device_refusals(DeviceInfo("cuda", 0, None, is_rocm=True), caps) == [
+        "ROCm devices: not supported"
+    ]
+    assert device_refusals(DeviceInfo("mps"), caps) == [
+        "device mps not supported (supported: cpu, cuda)"
+    ]
+    assert device_refusals(CPU, Capabilities()) == [
+        "devices: not stated by this backend, so not assumed"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +221,9 @@ def test_windows_in_the_general_form() -> None:
     assert AttentionSpec(**BASE).visible_window == Window(None, None)
     assert AttentionSpec(**BASE, sliding_window=5).visible_window == Window(4, 0)
     assert AttentionSpec(**BASE, sliding_window=1).visible_window == Window(0, 0)
-    assert AttentionSpec(**BASE, sliding_window=5, attn_type="encoder_only").visible_window == Window(4, 4)
+    assert AttentionSpec(
+        **BASE, sliding_window=5, attn_type="encoder_only"
+    ).visible_window == Window(4, 4)
     assert Window(0, None).as_kernel_args() == (0, -1)
 
 

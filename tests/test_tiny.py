@@ -7,7 +7,15 @@ import attnlib
 
 def test_a_mixed_batch_through_the_whole_house() -> None:
     torch.manual_seed(0)
-    spec = attnlib.AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32, block_size=4, sliding_window=5, has_sink=True)
+    spec = attnlib.AttentionSpec(
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=16,
+        dtype=torch.float32,
+        block_size=4,
+        sliding_window=5,
+        has_sink=True,
+    )
     sinks = torch.randn(4)
     layer = attnlib.Attention(spec, sinks=sinks, device="cpu")
     pool, cache = attnlib.BlockAllocator(16, 4), attnlib.PagedKVCache.allocate(spec, 16, "cpu")
@@ -15,8 +23,18 @@ def test_a_mixed_batch_through_the_whole_house() -> None:
     keys, values, queries = torch.randn(11, 2, 16), torch.randn(11, 2, 16), torch.randn(11, 4, 16)
     builder, outputs = layer.backend.make_builder(spec, "cpu"), []
     for start, end in ((0, 7), (7, 10), (10, 11)):  # a prompt, a chunk, a decode
-        batch = attnlib.CommonAttentionMetadata.from_lengths([end - start], [end], [blocks], 4, "cpu")
-        outputs.append(layer(queries[start:end], keys[start:end], values[start:end], cache, builder.build(0, batch)))
+        batch = attnlib.CommonAttentionMetadata.from_lengths(
+            [end - start], [end], [blocks], 4, "cpu"
+        )
+        outputs.append(
+            layer(
+                queries[start:end],
+                keys[start:end],
+                values[start:end],
+                cache,
+                builder.build(0, batch),
+            )
+        )
     found = torch.cat(outputs)
 
     position = torch.arange(11)

@@ -17,7 +17,9 @@ from attnlib.warmup import warmup, warmup_batches
 from attnlib.workspace import BatchLimits
 
 LIMITS = BatchLimits(max_num_reqs=6, max_num_tokens=40, max_seq_len=96)
-SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32, block_size=16, needs_lse=True)
+SPEC = AttentionSpec(
+    num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32, block_size=16, needs_lse=True
+)
 
 
 def test_batches_cover_the_classes_and_stay_within_the_limits() -> None:
@@ -27,18 +29,36 @@ def test_batches_cover_the_classes_and_stay_within_the_limits() -> None:
         assert len(lengths) <= 6 and sum(lengths) <= 40
     uniform = {(lengths[0], len(lengths)) for lengths in batches if len(set(lengths)) == 1}
     assert {(query, 1) for query in range(1, 9)} <= uniform
-    assert {(1, reqs) for reqs in (1, 2, 4, 6)} <= uniform and {(16, 1), (32, 1), (40, 1), (16, 2)} <= uniform
+    assert {(1, reqs) for reqs in (1, 2, 4, 6)} <= uniform and {
+        (16, 1),
+        (32, 1),
+        (40, 1),
+        (16, 2),
+    } <= uniform
     mixed = [lengths for lengths in batches if len(set(lengths)) > 1]
-    assert {lengths.count(1) for lengths in mixed} == {1, 2, 3, 4} and {max(lengths) for lengths in mixed} >= {9, 39}
+    assert {lengths.count(1) for lengths in mixed} == {1, 2, 3, 4} and {
+        max(lengths) for lengths in mixed
+    } >= {9, 39}
     assert warmup_batches(BatchLimits(max_num_reqs=1, max_num_tokens=1, max_seq_len=1)) == [(1,)]
 
 
-def test_the_cache_is_unchanged_and_every_batch_is_run_twice_or_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_unchanged_and_every_batch_is_run_twice_or_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[Any] = []
     forward = TorchImpl.forward
 
-    def recorded(self: TorchImpl, query: torch.Tensor, cache: Any, metadata: Any, output: torch.Tensor, lse: torch.Tensor | None = None) -> None:
-        lengths = tuple((metadata.query_start_loc_cpu[1:] - metadata.query_start_loc_cpu[:-1]).tolist())
+    def recorded(
+        self: TorchImpl,
+        query: torch.Tensor,
+        cache: Any,
+        metadata: Any,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        lengths = tuple(
+            (metadata.query_start_loc_cpu[1:] - metadata.query_start_loc_cpu[:-1]).tolist()
+        )
         seen.append((lengths, metadata.max_seq_len, query.is_contiguous(), lse is not None))
         forward(self, query, cache, metadata, output, lse)
 
@@ -49,15 +69,23 @@ def test_the_cache_is_unchanged_and_every_batch_is_run_twice_or_more(monkeypatch
     before = (cache.key_cache.clone(), cache.value_cache.clone())
     report = warmup(Attention(SPEC, backend=TorchBackend, device="cpu"), cache, LIMITS)
     assert torch.equal(cache.key_cache, before[0]) and torch.equal(cache.value_cache, before[1])
-    assert {lengths for lengths, *_ in seen} == set(report.batches) and str(len(report.batches)) in str(report)
+    assert {lengths for lengths, *_ in seen} == set(report.batches) and str(
+        len(report.batches)
+    ) in str(report)
     for lengths in report.batches:
-        kinds = {(bound, contiguous, lse) for batch, bound, contiguous, lse in seen if batch == lengths}
-        forms = 1 if sum(lengths) == 1 else 2  # one row of a fused tensor is as contiguous as a row of its own
+        kinds = {
+            (bound, contiguous, lse) for batch, bound, contiguous, lse in seen if batch == lengths
+        }
+        forms = (
+            1 if sum(lengths) == 1 else 2
+        )  # one row of a fused tensor is as contiguous as a row of its own
         assert len(kinds) == len({max(lengths), 96}) * forms * 2
 
 
 def test_encoders_need_no_cache_and_decoders_do() -> None:
-    encoder = Attention(SPEC.replace(attn_type=AttentionType.ENCODER_ONLY), backend=TorchBackend, device="cpu")
+    encoder = Attention(
+        SPEC.replace(attn_type=AttentionType.ENCODER_ONLY), backend=TorchBackend, device="cpu"
+    )
     assert warmup(encoder, None, LIMITS, device="cpu").batches
     with pytest.raises(ContractError, match="attn_type=decoder needs its cache"):
         warmup(Attention(SPEC, backend=TorchBackend, device="cpu"), None, LIMITS)

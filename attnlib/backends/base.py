@@ -84,14 +84,20 @@ class AttentionBackend(ABC):
         return []
 
     @classmethod
-    def validate_configuration(cls, spec: AttentionSpec, device: torch.device | str | DeviceInfo | None = None) -> list[str]:
+    def validate_configuration(
+        cls, spec: AttentionSpec, device: torch.device | str | DeviceInfo | None = None
+    ) -> list[str]:
         """Every reason why it cannot serve `spec` on `device`, availability aside; empty means that it fits."""
         info = resolve_device(device)
         return refusals(spec, info, cls.capabilities) + cls.supports_combination(spec, info)
 
     @staticmethod
     def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype: str | torch.dtype = "auto"
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype: str | torch.dtype = "auto",
     ) -> tuple[int, ...]:
         """The logical shape of one layer's cache: `(2, num_blocks, block_size, num_kv_heads, head_size)`, keys then values (P2)."""
         return (2, num_blocks, block_size, num_kv_heads, head_size)
@@ -114,7 +120,9 @@ class AttentionBackend(ABC):
             cache.copy_blocks(src_to_dists)
 
     @staticmethod
-    def swap_blocks(src_kv_cache: PagedKVCache, dst_kv_cache: PagedKVCache, src_to_dst: BlockPairs) -> None:
+    def swap_blocks(
+        src_kv_cache: PagedKVCache, dst_kv_cache: PagedKVCache, src_to_dst: BlockPairs
+    ) -> None:
         """Copy blocks of one cache into another, across devices too; see `PagedKVCache.swap_blocks`."""
         src_kv_cache.swap_blocks(dst_kv_cache, src_to_dst)
 
@@ -124,7 +132,9 @@ class AttentionBackend(ABC):
         return cls.get_metadata_cls()(*args, **kwargs)
 
     @classmethod
-    def make_builder(cls, spec: AttentionSpec, device: torch.device | str | None = None, **kwargs: Any) -> AttentionMetadataBuilder[Any]:
+    def make_builder(
+        cls, spec: AttentionSpec, device: torch.device | str | None = None, **kwargs: Any
+    ) -> AttentionMetadataBuilder[Any]:
         """A builder with this backend's `config`; keyword arguments as `AttentionMetadataBuilder` takes them."""
         return cls.get_builder_cls()(spec, device, config=cls.config, **kwargs)
 
@@ -182,7 +192,9 @@ class AttentionImpl(ABC):
     ) -> None:
         self.spec = spec
         self.scale = spec.head_size**-0.5 if scale is None else float(scale)
-        self.alibi_slopes = _per_head("alibi_slopes", alibi_slopes, spec.has_alibi, "has_alibi", spec.num_heads)
+        self.alibi_slopes = _per_head(
+            "alibi_slopes", alibi_slopes, spec.has_alibi, "has_alibi", spec.num_heads
+        )
         self.sinks = _per_head("sinks", sinks, spec.has_sink, "has_sink", spec.num_heads)
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.config = dict(config or {})
@@ -190,7 +202,12 @@ class AttentionImpl(ABC):
 
     @abstractmethod
     def forward(
-        self, query: torch.Tensor, cache: PagedKVCache, metadata: Any, output: torch.Tensor, lse: torch.Tensor | None = None
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: Any,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
     ) -> None:
         """Attend to what is in the cache; new keys are there already (P7).
 
@@ -202,7 +219,13 @@ class AttentionImpl(ABC):
             lse: `[T, Hq]` float32, written in place when given (M5).
         """
 
-    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: PagedKVCache,
+        slot_mapping: torch.Tensor,
+    ) -> None:
         """Write new keys and values to their slots (P4); by default with the kernels that fit the cache's device.
 
         Args:
@@ -213,10 +236,24 @@ class AttentionImpl(ABC):
         """
         from attnlib.ops.torch.cache_write import write_kv
 
-        write_kv(key, value, cache.key_cache, cache.value_cache, slot_mapping, k_scale=cache.k_scale, v_scale=cache.v_scale)
+        write_kv(
+            key,
+            value,
+            cache.key_cache,
+            cache.value_cache,
+            slot_mapping,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+        )
 
     def settle(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: PagedKVCache, metadata: Any, output: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: Any,
+        output: torch.Tensor,
     ) -> Settled | None:
         """What repeats a call of `write_kv` and `forward` that was just served, for calls that differ in addresses only; None (the default) to be
         called as before.
@@ -228,7 +265,13 @@ class AttentionImpl(ABC):
         return None
 
     def forward_unpaged(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: Any, output: torch.Tensor, lse: torch.Tensor | None = None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
     ) -> None:
         """Attend to keys that were never cached (encoders): `key` `[Tk, Hkv, D]` and `value` `[Tk, Hkv, Dv]` are packed like the queries."""
         raise UnsupportedConfigError(
@@ -236,14 +279,18 @@ class AttentionImpl(ABC):
         )
 
 
-def _per_head(name: str, values: torch.Tensor | None, declared: bool, flag: str, num_heads: int) -> torch.Tensor | None:
+def _per_head(
+    name: str, values: torch.Tensor | None, declared: bool, flag: str, num_heads: int
+) -> torch.Tensor | None:
     if (values is not None) != declared:
         given = "given" if values is not None else "missing"
-        raise ContractError(f"{name} {given}, but the spec says {flag}={declared}: the backend was chosen by the spec, so both must agree")
+        raise ContractError(
+            f"{name} {given}, but the spec says {flag}={declared}: the backend was chosen by the spec, so both must agree"
+        )
     if values is None:
         return None
     if values.shape != (num_heads,):
-        raise ContractError(f"{name} has shape {tuple(values.shape)}; it must be [{num_heads}], one for each query head")
+        raise ContractError(
+            f"{name} has shape {tuple(values.shape)}; it must be [{num_heads}], one for each query head"
+        )
     return values.to(torch.float32).contiguous()
-
-

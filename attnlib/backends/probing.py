@@ -21,7 +21,15 @@ import torch
 
 from attnlib.device import DeviceInfo
 
-__all__ = ["Import", "Keywords", "environment_facts", "import_guarded", "is_installed", "keywords_of", "package_version"]
+__all__ = [
+    "Import",
+    "Keywords",
+    "environment_facts",
+    "import_guarded",
+    "is_installed",
+    "keywords_of",
+    "package_version",
+]
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,9 @@ def keywords_of(function: Callable[..., Any]) -> Keywords:
         return Keywords(frozenset())
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     names = frozenset(parameter.name for parameter in parameters if parameter.kind in by_keyword)
-    return Keywords(names, any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters))
+    return Keywords(
+        names, any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    )
 
 
 @dataclass(frozen=True)
@@ -125,6 +135,11 @@ def package_version(*distributions: str) -> str:
 
 def environment_facts(device: DeviceInfo, distributions: Sequence[str]) -> str:
     """What an ABI clash depends on, in one line: package, torch, its C++ ABI and CUDA, and the device (I3)."""
-    packages = ", ".join(f"{name} {version}" for name in distributions if (version := package_version(name))) or "package version unknown"
+    packages = (
+        ", ".join(
+            f"{name} {version}" for name in distributions if (version := package_version(name))
+        )
+        or "package version unknown"
+    )
     abi = torch.compiled_with_cxx11_abi()
     return f"[{packages}; torch {torch.__version__}, cxx11 ABI {abi}, CUDA {torch.version.cuda}; {device}]"

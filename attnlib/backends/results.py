@@ -12,7 +12,15 @@ from contextvars import ContextVar
 
 import torch
 
-__all__ = ["apply_sinks", "clear_rows", "fill_empty", "is_capturing", "mark_empty_rows", "same_batch_at_replay", "store_lse"]
+__all__ = [
+    "apply_sinks",
+    "clear_rows",
+    "fill_empty",
+    "is_capturing",
+    "mark_empty_rows",
+    "same_batch_at_replay",
+    "store_lse",
+]
 
 LOG_2 = math.log(2.0)
 
@@ -37,7 +45,9 @@ def is_capturing(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing() and not _same_batch.get()
 
 
-def fill_empty(output: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None = None) -> None:
+def fill_empty(
+    output: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None = None
+) -> None:
     """The result of rows that see no key (M5): output 0, LSE -inf, or the sink itself where there is one.
 
     Args:
@@ -52,7 +62,12 @@ def fill_empty(output: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tens
         lse.fill_(-math.inf)
 
 
-def clear_rows(output: torch.Tensor, lse: torch.Tensor | None, query_start_loc: torch.Tensor, known_end: int | None) -> None:
+def clear_rows(
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    query_start_loc: torch.Tensor,
+    known_end: int | None,
+) -> None:
     """Rows at or past the batch's tokens become 0 and -inf (M6).
 
     Args:

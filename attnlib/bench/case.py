@@ -60,7 +60,9 @@ class BenchCase:
         """
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise ContractError(f"dtype={self.dtype} of case {self.name} is no torch dtype; write bfloat16, float16 or float32")
+            raise ContractError(
+                f"dtype={self.dtype} of case {self.name} is no torch dtype; write bfloat16, float16 or float32"
+            )
         return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -134,11 +136,15 @@ def parse_case(text: str) -> BenchCase:
     for setting in filter(None, settings.split(",")):
         key, _, value = setting.partition("=")
         if key not in _KEYS:
-            raise ContractError(f"case {text!r}: {key!r} is no setting; write BATCH@KEY=VALUE,... with {', '.join(_KEYS)}")
+            raise ContractError(
+                f"case {text!r}: {key!r} is no setting; write BATCH@KEY=VALUE,... with {', '.join(_KEYS)}"
+            )
         try:
             fields.update(_KEYS[key](value))
         except ValueError:
-            raise ContractError(f"case {text!r}: {setting!r} does not parse; {key} takes a number (heads: QUERY/KV)") from None
+            raise ContractError(
+                f"case {text!r}: {setting!r} does not parse; {key} takes a number (heads: QUERY/KV)"
+            ) from None
     case = BenchCase(name=text, batch=parse_batch(batch), **fields)
     _check(case)
     return case
@@ -152,7 +158,13 @@ def _check(case: BenchCase) -> None:
     """
     _ = case.spec
     if case.batch.padding_tokens or not case.batch.num_actual_tokens:
-        raise ContractError(f"case {case.name!r} has padding rows or no query tokens; measure a batch that has work and nothing else")
-    for request, (query_len, seq_len) in enumerate(zip(case.batch.query_lens, case.batch.seq_lens, strict=True)):
+        raise ContractError(
+            f"case {case.name!r} has padding rows or no query tokens; measure a batch that has work and nothing else"
+        )
+    for request, (query_len, seq_len) in enumerate(
+        zip(case.batch.query_lens, case.batch.seq_lens, strict=True)
+    ):
         if query_len > seq_len:
-            raise ContractError(f"case {case.name!r}: request {request} has {query_len} query tokens in a sequence of {seq_len}")
+            raise ContractError(
+                f"case {case.name!r}: request {request} has {query_len} query tokens in a sequence of {seq_len}"
+            )

@@ -57,7 +57,11 @@ def _memory_us(elements: int, device: torch.device) -> tuple[float, float]:
     source = torch.randn(elements, device=device)
     target = torch.empty_like(source)
     copied = _us(lambda: target.copy_(source), device)
-    rows, total, sums = source.view(-1, 2**12), torch.empty((), device=device), torch.empty(elements // 2**12, device=device)
+    rows, total, sums = (
+        source.view(-1, 2**12),
+        torch.empty((), device=device),
+        torch.empty(elements // 2**12, device=device),
+    )
     whole = _us(lambda: torch.sum(source, dim=0, out=total), device)
     by_row = _us(lambda: torch.sum(rows, dim=1, out=sums), device)
     return copied, min(whole, by_row)

@@ -33,18 +33,48 @@ def parser() -> argparse.ArgumentParser:
         description="Backends side by side on the same tensors, right before fast. Exit code 1 when one is wrong or fails, 2 for bad arguments.",
         epilog="A CASE is a name, a glob over names, or BATCH[@KEY=VALUE,...] such as 32q1s4k@heads=64/8,d=64,window=128,sinks.",
     )
-    made.add_argument("cases", nargs="*", metavar="CASE", help="what to measure (default: the suite)")
-    made.add_argument("--suite", choices=tuple(SUITES), help="named cases (default: anchors on a GPU, cpu elsewhere)")
-    made.add_argument("--backends", metavar="NAME,...", help="names, module:Class, or NAME[KEY=VALUE;...] (default: all that run here)")
-    made.add_argument("--device", help="cpu, cuda, cuda:1; default: a GPU where torch sees one, else the CPU")
-    made.add_argument("--page", type=int, metavar="N", help="block size of every case (default: each its own)")
-    made.add_argument("--eager", action="store_true", help="time eager calls instead of CUDA graphs")
-    made.add_argument("--no-check", action="store_true", help="time without looking at the answers; rows say so")
-    made.add_argument("--limit-seconds", type=float, metavar="S", help="begin no case after S seconds; the rest is named as not run")
+    made.add_argument(
+        "cases", nargs="*", metavar="CASE", help="what to measure (default: the suite)"
+    )
+    made.add_argument(
+        "--suite",
+        choices=tuple(SUITES),
+        help="named cases (default: anchors on a GPU, cpu elsewhere)",
+    )
+    made.add_argument(
+        "--backends",
+        metavar="NAME,...",
+        help="names, module:Class, or NAME[KEY=VALUE;...] (default: all that run here)",
+    )
+    made.add_argument(
+        "--device", help="cpu, cuda, cuda:1; default: a GPU where torch sees one, else the CPU"
+    )
+    made.add_argument(
+        "--page", type=int, metavar="N", help="block size of every case (default: each its own)"
+    )
+    made.add_argument(
+        "--eager", action="store_true", help="time eager calls instead of CUDA graphs"
+    )
+    made.add_argument(
+        "--no-check", action="store_true", help="time without looking at the answers; rows say so"
+    )
+    made.add_argument(
+        "--limit-seconds",
+        type=float,
+        metavar="S",
+        help="begin no case after S seconds; the rest is named as not run",
+    )
     made.add_argument("--list", action="store_true", help="show the cases and stop")
     made.add_argument("--json", metavar="FILE", help="write results to FILE after each case")
-    made.add_argument("--figures", metavar="DIR", help="draw SVG and PNG figures into DIR (needs matplotlib)")
-    made.add_argument("--from-json", nargs="+", metavar="FILE", help="measure nothing: show, merge (--json) or draw (--figures) what is in FILEs")
+    made.add_argument(
+        "--figures", metavar="DIR", help="draw SVG and PNG figures into DIR (needs matplotlib)"
+    )
+    made.add_argument(
+        "--from-json",
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing: show, merge (--json) or draw (--figures) what is in FILEs",
+    )
     made.add_argument("--commit", help="attnlib's commit, for a copy without history")
     return made
 
@@ -59,25 +89,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _show(options)
     device = resolve_device(options.device)
     if device.imagined or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise ContractError(f"--device {options.device} is not here: measuring needs the device itself; use --device cpu, or run where it is")
+        raise ContractError(
+            f"--device {options.device} is not here: measuring needs the device itself; use --device cpu, or run where it is"
+        )
     default = "anchors" if device.type == "cuda" else "cpu"
     cases = choose_cases(options.cases, options.suite, default, options.page)
     if options.list:
         for case in cases:
             print(f"{case.name:<30} {case.kind:<8} {_brief(case)} · {case.shape}")
         return 0
-    contenders = find_contenders(split_names(options.backends) if options.backends else None, device.torch_device)
+    contenders = find_contenders(
+        split_names(options.backends) if options.backends else None, device.torch_device
+    )
     if not contenders:
-        raise ContractError(f"no backend runs on {device}: `attnlib list` tells why; --backends names one all the same")
-    return _run(options, cases, contenders, device.torch_device, "attnlib bench " + shlex.join(arguments))
+        raise ContractError(
+            f"no backend runs on {device}: `attnlib list` tells why; --backends names one all the same"
+        )
+    return _run(
+        options, cases, contenders, device.torch_device, "attnlib bench " + shlex.join(arguments)
+    )
 
 
 def _brief(case: BenchCase) -> str:
     text = str(case.batch)
-    return text if len(text) <= 40 else f"{case.batch.num_reqs} requests of {min(case.batch.seq_lens)} to {max(case.batch.seq_lens)} keys"
+    return (
+        text
+        if len(text) <= 40
+        else f"{case.batch.num_reqs} requests of {min(case.batch.seq_lens)} to {max(case.batch.seq_lens)} keys"
+    )
 
 
-def _run(options: argparse.Namespace, cases: list[BenchCase], contenders: list[Contender], device: torch.device, command: str) -> int:
+def _run(
+    options: argparse.Namespace,
+    cases: list[BenchCase],
+    contenders: list[Contender],
+    device: torch.device,
+    command: str,
+) -> int:
     """Measure case by case; every case is printed and written before the next one begins."""
     begin = time.perf_counter()
     if device.type == "cuda":
@@ -86,9 +134,24 @@ def _run(options: argparse.Namespace, cases: list[BenchCase], contenders: list[C
     ceilings = measure_ceilings(device)
     run = Run(facts, dict(ceilings.to_json()))
     if facts["environment"]:
-        _say("set: " + ", ".join(f"{name}={value}" for name, value in facts["environment"].items()) + "")
-    missing = [] if options.backends else [f"not here: {one.label} ({'; '.join(one.absent)})" for one in absent(device)]
-    _say(heading(run), f"backends: {', '.join(one.label for one in contenders)}", *missing, LEGEND, "", HEADER)
+        _say(
+            "set: "
+            + ", ".join(f"{name}={value}" for name, value in facts["environment"].items())
+            + ""
+        )
+    missing = (
+        []
+        if options.backends
+        else [f"not here: {one.label} ({'; '.join(one.absent)})" for one in absent(device)]
+    )
+    _say(
+        heading(run),
+        f"backends: {', '.join(one.label for one in contenders)}",
+        *missing,
+        LEGEND,
+        "",
+        HEADER,
+    )
     rows: list[Row] = []
     lost = ""
     for number, case in enumerate(cases):
@@ -98,7 +161,11 @@ def _run(options: argparse.Namespace, cases: list[BenchCase], contenders: list[C
         if reason:
             found = [unmeasured(case, one.label, "not run", reason) for one in contenders]
         else:
-            print(f"[{number + 1}/{len(cases)}, {elapsed:.0f} s] {case.name}", file=sys.stderr, flush=True)
+            print(
+                f"[{number + 1}/{len(cases)}, {elapsed:.0f} s] {case.name}",
+                file=sys.stderr,
+                flush=True,
+            )
             found, lost = _measure(case, contenders, device, ceilings, options)
             _say(case_lines(found))
         rows += found
@@ -108,18 +175,28 @@ def _run(options: argparse.Namespace, cases: list[BenchCase], contenders: list[C
 
 
 def _measure(
-    case: BenchCase, contenders: list[Contender], device: torch.device, ceilings: Ceilings, options: argparse.Namespace
+    case: BenchCase,
+    contenders: list[Contender],
+    device: torch.device,
+    ceilings: Ceilings,
+    options: argparse.Namespace,
 ) -> tuple[list[Row], str]:
     """(rows, why nothing more can be measured in this process)."""
     try:
         graphs = device.type == "cuda" and not options.eager
-        return measure_case(case, contenders, device, ceilings, graphs=graphs, check=not options.no_check), ""
+        return measure_case(
+            case, contenders, device, ceilings, graphs=graphs, check=not options.no_check
+        ), ""
     except DeviceLostError as error:
         failed = [unmeasured(case, one.label, "failed", str(error)) for one in contenders]
         return failed, f"{error}; measure the rest in a new process"
     except Exception as error:  # one case must not cost the others theirs
         reason = f"{type(error).__name__}: {error}"
-        lost = "" if answers(device) else f"the device answers no more after {case.name} ({reason}); measure the rest in a new process"
+        lost = (
+            ""
+            if answers(device)
+            else f"the device answers no more after {case.name} ({reason}); measure the rest in a new process"
+        )
         return [unmeasured(case, one.label, "failed", reason) for one in contenders], lost
 
 
@@ -167,7 +244,9 @@ def _require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401  # asked before anything is measured, not after
     except ImportError as error:
-        raise ContractError(f"--figures needs matplotlib ({error}): pip install 'attnlib[bench]', or write --json and draw elsewhere") from None
+        raise ContractError(
+            f"--figures needs matplotlib ({error}): pip install 'attnlib[bench]', or write --json and draw elsewhere"
+        ) from None
 
 
 def _say(*lines: str) -> None:

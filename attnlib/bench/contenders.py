@@ -67,8 +67,14 @@ def find_contenders(names: list[str] | None, device: torch.device) -> list[Conte
     if names is None:
         found = [_registered(name, device) for name in registrations()]
         left_out = ("torch",) if device.type == "cuda" else (OURS,)
-        able = [contender for contender in found if not contender.absent and contender.label not in left_out]
-        return sorted(able, key=lambda contender: (contender.label != OURS, contender.label == "torch"))
+        able = [
+            contender
+            for contender in found
+            if not contender.absent and contender.label not in left_out
+        ]
+        return sorted(
+            able, key=lambda contender: (contender.label != OURS, contender.label == "torch")
+        )
     return [_named(name, device) for name in dict.fromkeys(names)]
 
 
@@ -85,7 +91,9 @@ def _registered(name: str, device: torch.device) -> Contender:
 def _named(text: str, device: torch.device) -> Contender:
     match = _NAME.fullmatch(text)
     if match is None:
-        raise ContractError(f"--backends {text!r} does not parse: write NAME, module:Class, or NAME[KEY=VALUE;...]")
+        raise ContractError(
+            f"--backends {text!r} does not parse: write NAME, module:Class, or NAME[KEY=VALUE;...]"
+        )
     path, settings = match["path"].strip(), _settings(text, match["settings"] or "")
     if path.lower() in registrations():
         found = _registered(path.lower(), device)
@@ -109,6 +117,8 @@ def _settings(text: str, settings: str) -> Mapping[str, Any]:
     for setting in filter(None, (part.strip() for part in settings.split(";"))):
         key, equals, value = setting.partition("=")
         if not equals:
-            raise ContractError(f"--backends {text!r}: {setting!r} is no setting; write KEY=VALUE, several separated by ';'")
+            raise ContractError(
+                f"--backends {text!r}: {setting!r} is no setting; write KEY=VALUE, several separated by ';'"
+            )
         found[key.strip()] = int(value) if value.strip().lstrip("-").isdigit() else value.strip()
     return found

@@ -33,12 +33,16 @@ class Entry:
     def attend(self, copy: int) -> None:
         """One forward over one copy of the cache, into the case's own output."""
         material = self.material
-        self.layer.impl.forward(material.query, material.caches[copy], self.metadata, material.output)
+        self.layer.impl.forward(
+            material.query, material.caches[copy], self.metadata, material.output
+        )
 
     def write(self, copy: int) -> None:
         """One cache write."""
         material = self.material
-        self.layer.impl.write_kv(material.key, material.value, material.caches[copy], material.slots)
+        self.layer.impl.write_kv(
+            material.key, material.value, material.caches[copy], material.slots
+        )
 
     def call(self) -> None:
         """One call of the layer: check, write, attend."""
@@ -49,7 +53,14 @@ class Entry:
 def unmeasured(case: BenchCase, label: str, status: str, reason: str) -> Row:
     """A row without times."""
     return Row(
-        case=case.name, kind=case.kind, batch=str(case.batch), shape=case.shape, settings=case.to_json(), backend=label, status=status, reason=reason
+        case=case.name,
+        kind=case.kind,
+        batch=str(case.batch),
+        shape=case.shape,
+        settings=case.to_json(),
+        backend=label,
+        status=status,
+        reason=reason,
     )
 
 
@@ -64,10 +75,14 @@ def enter(case: BenchCase, one: Contender, material: Material) -> Entry:
     backend = one.backend
     assert backend is not None  # it was not turned away
     spec, device = material.spec, material.device
-    layer = Attention(spec, backend=backend, sinks=material.terms.sinks, prefix="bench", device=device)
+    layer = Attention(
+        spec, backend=backend, sinks=material.terms.sinks, prefix="bench", device=device
+    )
     builder = backend.make_builder(spec, device)
     metadata = builder.build(0, material.common)
-    row = replace(unmeasured(case, one.label, "ok", ""), copies=len(material.caches), kernel=_kernel(metadata))
+    row = replace(
+        unmeasured(case, one.label, "ok", ""), copies=len(material.caches), kernel=_kernel(metadata)
+    )
     entry = Entry(one.label, material, layer, builder, metadata, row)
     material.output.fill_(float("nan"))
     start = time.perf_counter()

@@ -47,13 +47,19 @@ def draw_figures(document: Document, folder: str | Path) -> list[Path]:
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
-    pictures: dict[str, Callable[[Document, Any], Any]] = {"decode": _decode, "prefill": _prefill, "ratio": _ratio}
+    pictures: dict[str, Callable[[Document, Any], Any]] = {
+        "decode": _decode,
+        "prefill": _prefill,
+        "ratio": _ratio,
+    }
     with matplotlib.rc_context(_STYLE):
         for name, draw in pictures.items():
             figure = draw(document, pyplot)
             if figure is None:
                 continue
-            figure.text(0.995, 0.004, _caption(document), ha="right", va="bottom", fontsize=6.5, color=_GREY)
+            figure.text(
+                0.995, 0.004, _caption(document), ha="right", va="bottom", fontsize=6.5, color=_GREY
+            )
             for kind in ("svg", "png"):
                 path = target / f"{name}.{kind}"
                 figure.savefig(path, dpi=160, metadata={"Date": None} if kind == "svg" else None)
@@ -68,8 +74,14 @@ def _caption(document: Document) -> str:
         if any(row.run == index for row in document.rows):
             facts = run.provenance
             where = facts.get("gpu") or facts.get("cpu", "unknown")
-            told.append(f"{where}, torch {facts.get('torch')}, triton {facts.get('triton')}, attnlib {facts.get('commit')}, {facts.get('date')}")
-    return "   |   ".join(dict.fromkeys(told)) if len(told) < 3 else f"{told[0]}   and {len(told) - 1} more runs"
+            told.append(
+                f"{where}, torch {facts.get('torch')}, triton {facts.get('triton')}, attnlib {facts.get('commit')}, {facts.get('date')}"
+            )
+    return (
+        "   |   ".join(dict.fromkeys(told))
+        if len(told) < 3
+        else f"{told[0]}   and {len(told) - 1} more runs"
+    )
 
 
 def _timed(document: Document, kind: str) -> list[Row]:
@@ -79,7 +91,10 @@ def _timed(document: Document, kind: str) -> list[Row]:
 def _backends(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
     """Backend -> colour and marker; `triton` always has the first."""
     names = sorted(dict.fromkeys(row.backend for row in rows), key=lambda name: name != OURS)
-    return {name: (_COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)]) for place, name in enumerate(names)}
+    return {
+        name: (_COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)])
+        for place, name in enumerate(names)
+    }
 
 
 def _requests(row: Row) -> list[tuple[int, int]]:
@@ -96,7 +111,13 @@ def _label(row: Row) -> str:
     return name.removesuffix(f"-p{row.settings.get('block_size')}")
 
 
-def _points(axes: Any, cases: Sequence[str], rows: Sequence[Row], value: Callable[[Row], float | None], style: dict[str, tuple[str, str]]) -> None:
+def _points(
+    axes: Any,
+    cases: Sequence[str],
+    rows: Sequence[Row],
+    value: Callable[[Row], float | None],
+    style: dict[str, tuple[str, str]],
+) -> None:
     """One marker for each backend and case; backends stand side by side within a case."""
     step = min(0.2, 0.7 / len(style))
     for place, (backend, (colour, marker)) in enumerate(style.items()):
@@ -104,7 +125,15 @@ def _points(axes: Any, cases: Sequence[str], rows: Sequence[Row], value: Callabl
         shift = (place - (len(style) - 1) / 2) * step
         where = [index + shift for index, case in enumerate(cases) if mine.get(case) is not None]
         heights = [mine[case] for case in cases if mine.get(case) is not None]
-        axes.plot(where, heights, linestyle="none", marker=marker, color=colour, markersize=5.5, label=backend)
+        axes.plot(
+            where,
+            heights,
+            linestyle="none",
+            marker=marker,
+            color=colour,
+            markersize=5.5,
+            label=backend,
+        )
 
 
 def _axis(axes: Any, labels: Sequence[str], title: str) -> None:
@@ -119,7 +148,9 @@ def _axis(axes: Any, labels: Sequence[str], title: str) -> None:
 
 def _ceiling(axes: Any, document: Document, rows: Sequence[Row], key: str, unit: str) -> None:
     """The ceiling of each run that the rows come from; a band where runs differ."""
-    values = [float(document.runs[index].ceilings[key]) for index in sorted({row.run for row in rows})]
+    values = [
+        float(document.runs[index].ceilings[key]) for index in sorted({row.run for row in rows})
+    ]
     middle = sum(values) / len(values)
     axes.axhline(middle, color=_GREY, linestyle="--", linewidth=1)
     if max(values) > min(values):
@@ -137,8 +168,13 @@ def _ceiling(axes: Any, document: Document, rows: Sequence[Row], key: str, unit:
 
 
 def _legend(figure: Any, style: dict[str, tuple[str, str]], pyplot: Any) -> None:
-    handles = [pyplot.Line2D([], [], linestyle="none", marker=marker, color=colour, label=name) for name, (colour, marker) in style.items()]
-    figure.legend(handles=handles, loc="upper right", ncols=min(len(handles), 4), frameon=False, fontsize=8.5)
+    handles = [
+        pyplot.Line2D([], [], linestyle="none", marker=marker, color=colour, label=name)
+        for name, (colour, marker) in style.items()
+    ]
+    figure.legend(
+        handles=handles, loc="upper right", ncols=min(len(handles), 4), frameon=False, fontsize=8.5
+    )
 
 
 def _decode(document: Document, pyplot: Any) -> Any:
@@ -153,7 +189,11 @@ def _decode(document: Document, pyplot: Any) -> Any:
     figure, axes = pyplot.subplots(figsize=(_WIDTH, 4.4), layout="constrained")
     figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.9))
     _points(axes, cases, rows, lambda row: row.gbps, style)
-    _axis(axes, [f"{labels[case]}\n{_megabytes(size[case])}" for case in cases], "Decode: keys and values read per second, by bytes read")
+    _axis(
+        axes,
+        [f"{labels[case]}\n{_megabytes(size[case])}" for case in cases],
+        "Decode: keys and values read per second, by bytes read",
+    )
     axes.tick_params(axis="x", labelsize=7.5)
     axes.set_ylabel("GB/s")
     _ceiling(axes, document, rows, "read_gbps", "GB/s read")
@@ -175,11 +215,19 @@ def _prefill(document: Document, pyplot: Any) -> Any:
     if not rows:
         return None
     pages = sorted({int(row.settings.get("block_size", 0)) for row in rows})
-    groups = [[row for row in rows if int(row.settings.get("block_size", 0)) == page] for page in pages]
+    groups = [
+        [row for row in rows if int(row.settings.get("block_size", 0)) == page] for page in pages
+    ]
     counts = [len({row.case for row in group}) for group in groups]
     style = _backends(rows)
     figure, panels = pyplot.subplots(
-        1, len(pages), figsize=(_WIDTH, 4.0), sharey=True, squeeze=False, layout="constrained", width_ratios=[count + 1 for count in counts]
+        1,
+        len(pages),
+        figsize=(_WIDTH, 4.0),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+        width_ratios=[count + 1 for count in counts],
     )
     figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.9))
     for axes, page, group in zip(panels[0], pages, groups, strict=True):
@@ -208,7 +256,11 @@ def _pairs(row: Row) -> tuple[int, int]:
 
 def _ratio(document: Document, pyplot: Any) -> Any:
     """The time of `triton` over the best peer's, a bar for each case."""
-    found = [(row, value) for row in document.rows if row.backend == OURS and (value := ratio(document.rows, row)) is not None]
+    found = [
+        (row, value)
+        for row in document.rows
+        if row.backend == OURS and (value := ratio(document.rows, row)) is not None
+    ]
     if not found:
         return None
     figure, axes = pyplot.subplots(figsize=(_WIDTH, 0.9 + 0.21 * len(found)), layout="constrained")
@@ -220,8 +272,14 @@ def _ratio(document: Document, pyplot: Any) -> Any:
         bar.set_hatch("" if value <= 1 else "////")
         bar.set_edgecolor("white")
     axes.axvline(1.0, color="black", linewidth=1, zorder=1.5)
-    paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # so that the line at 1 crosses no number
-    axes.bar_label(bars, labels=[f"{value:.2f}" for value in values], padding=3, fontsize=8, bbox=paper)
+    paper = {
+        "facecolor": "white",
+        "edgecolor": "none",
+        "pad": 0.6,
+    }  # so that the line at 1 crosses no number
+    axes.bar_label(
+        bars, labels=[f"{value:.2f}" for value in values], padding=3, fontsize=8, bbox=paper
+    )
     axes.set_yticks(range(len(found)), [row.case for row, _ in found])
     axes.set_ylim(len(found) - 0.4, -0.6)
     axes.set_xlim(0, max(1.1, max(values) * 1.1))

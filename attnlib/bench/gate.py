@@ -51,7 +51,9 @@ def contested_rows(one: torch.Tensor, other: torch.Tensor, most: int) -> list[in
     """Rows [T] where two outputs [T, Hq, Dv] are furthest apart."""
     step = 1024  # rows at a time: a long prefill's difference in float32 would take gigabytes
     parts = [slice(start, start + step) for start in range(0, len(one), step)]
-    apart = torch.cat([(one[part].float() - other[part].float()).abs().amax(dim=(1, 2)) for part in parts])
+    apart = torch.cat(
+        [(one[part].float() - other[part].float()).abs().amax(dim=(1, 2)) for part in parts]
+    )
     return [int(row) for row in apart.topk(min(most, len(apart))).indices]
 
 
@@ -73,7 +75,11 @@ class Gate:
         broken = ~torch.isfinite(output).all(dim=2).all(dim=1)
         if bool(broken.any()):
             row = int(broken.int().argmax())
-            return Comparison("out", False, note=f"{int(broken.sum())} rows hold NaN or infinity, or were never written, the first is {row}")
+            return Comparison(
+                "out",
+                False,
+                note=f"{int(broken.sum())} rows hold NaN or infinity, or were never written, the first is {row}",
+            )
         chosen = tuple(self._rows if rows is None else rows)
         if chosen not in self._answers:
             self._answers[chosen] = self._answer(chosen)
@@ -93,8 +99,16 @@ class Gate:
         after = [read_slots(view, slots).to(torch.float64) for view in views]
         for view, tokens in zip(views, before, strict=True):
             write_slots(view, slots, tokens, 1.0)
-        wrong = [name for name, a, b in zip(("keys", "values"), before, after, strict=True) if not torch.equal(a, b)]
-        return Comparison("cache write", not wrong, note=f"{' and '.join(wrong)} are not in their slots" if wrong else "")
+        wrong = [
+            name
+            for name, a, b in zip(("keys", "values"), before, after, strict=True)
+            if not torch.equal(a, b)
+        ]
+        return Comparison(
+            "cache write",
+            not wrong,
+            note=f"{' and '.join(wrong)} are not in their slots" if wrong else "",
+        )
 
     def _answer(self, rows: Sequence[int]) -> _Answer:
         truth: list[torch.Tensor] = []
@@ -104,7 +118,11 @@ class Gate:
             one = torch.tensor([0, 1])
             keys = torch.tensor([0, len(key)])
             for kept, precision in ((truth, torch.float64), (honest, self._material.spec.dtype)):
-                kept.append(unpaged_attention(query, key, value, one, keys, self._material.terms, precision).out)
+                kept.append(
+                    unpaged_attention(
+                        query, key, value, one, keys, self._material.terms, precision
+                    ).out
+                )
         return _Answer(torch.cat(truth), torch.cat(honest))
 
     def _row(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -117,7 +135,9 @@ class Gate:
         assert material.common.block_table_tensor is not None  # every case is paged
         blocks = material.common.block_table_tensor[request, : -(-length // block_size)].long()
         cache = material.caches[0]
-        key, value = (_tokens(view, blocks, length) for view in (cache.key_cache, cache.value_cache))
+        key, value = (
+            _tokens(view, blocks, length) for view in (cache.key_cache, cache.value_cache)
+        )
         return material.query[row : row + 1], key, value
 
 

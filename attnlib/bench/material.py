@@ -86,28 +86,53 @@ def make_material(case: BenchCase, device: torch.device, seed: int = 0) -> Mater
     first = PagedKVCache.allocate(spec, placement.num_blocks, device, "NHD")
     for view in (first.key_cache, first.value_cache):
         _fill(view, spec.dtype, draw)
-    cache_bytes = sum(view.numel() * view.element_size() for view in (first.key_cache, first.value_cache))
+    cache_bytes = sum(
+        view.numel() * view.element_size() for view in (first.key_cache, first.value_cache)
+    )
     copies = cold_copies(case, cache_bytes, *_memory(device))
     caches = [first, *(_copy(first, spec, device) for _ in range(copies - 1))]
     tokens = case.batch.num_actual_tokens
     assert common.slot_mapping is not None  # a table was given
-    key, value = (read_slots(view, common.slot_mapping).to(spec.dtype) for view in (first.key_cache, first.value_cache))  # type: ignore[arg-type]  # a tensor of slots is a sequence of them
-    query = torch.randn(tokens, spec.num_heads, spec.head_size, generator=draw, device=device).to(spec.dtype)
-    output = torch.full((tokens, spec.num_heads, spec.head_size_v), float("nan"), dtype=spec.dtype, device=device)
-    return Material(case, spec, device, common, tuple(caches), query, key, value, output, _terms(case, device, draw))
+    key, value = (
+        read_slots(view, common.slot_mapping).to(spec.dtype)
+        for view in (first.key_cache, first.value_cache)
+    )  # type: ignore[arg-type]  # a tensor of slots is a sequence of them
+    query = torch.randn(tokens, spec.num_heads, spec.head_size, generator=draw, device=device).to(
+        spec.dtype
+    )
+    output = torch.full(
+        (tokens, spec.num_heads, spec.head_size_v), float("nan"), dtype=spec.dtype, device=device
+    )
+    return Material(
+        case,
+        spec,
+        device,
+        common,
+        tuple(caches),
+        query,
+        key,
+        value,
+        output,
+        _terms(case, device, draw),
+    )
 
 
 def _fill(view: torch.Tensor, dtype: torch.dtype, draw: torch.Generator) -> None:
     if view.dtype == dtype:
         view.normal_(generator=draw)
         return
-    drawn = torch.randn(view.shape, generator=draw, device=view.device, dtype=torch.float32).to(view.dtype)
+    drawn = torch.randn(view.shape, generator=draw, device=view.device, dtype=torch.float32).to(
+        view.dtype
+    )
     view.view(torch.uint8).copy_(drawn.view(torch.uint8))
 
 
 def _copy(cache: PagedKVCache, spec: AttentionSpec, device: torch.device) -> PagedKVCache:
     copy = PagedKVCache.allocate(spec, cache.num_blocks, device, "NHD")
-    for source, target in ((cache.key_cache, copy.key_cache), (cache.value_cache, copy.value_cache)):
+    for source, target in (
+        (cache.key_cache, copy.key_cache),
+        (cache.value_cache, copy.value_cache),
+    ):
         if source.element_size() == 1:
             source, target = source.view(torch.uint8), target.view(torch.uint8)
         target.copy_(source)
@@ -118,13 +143,17 @@ def _memory(device: torch.device) -> tuple[int, int]:
     """(bytes of L2 cache, free bytes); zeros where the device does not say."""
     if device.type != "cuda":
         return 0, 0
-    return int(torch.cuda.get_device_properties(device).L2_cache_size), int(torch.cuda.mem_get_info(device)[0])
+    return int(torch.cuda.get_device_properties(device).L2_cache_size), int(
+        torch.cuda.mem_get_info(device)[0]
+    )
 
 
 def _terms(case: BenchCase, device: torch.device, draw: torch.Generator) -> Terms:
     sinks = None
     if case.sinks:  # rounded to bfloat16, in which some kernels take them
-        sinks = torch.randn(case.num_heads, generator=draw, device=device).to(torch.bfloat16).float()
+        sinks = (
+            torch.randn(case.num_heads, generator=draw, device=device).to(torch.bfloat16).float()
+        )
     return Terms(
         scale=case.head_size**-0.5,
         window=(-1, -1) if case.sliding_window is None else (case.sliding_window - 1, 0),

@@ -31,7 +31,13 @@ class DeviceLostError(RuntimeError):
 
 @torch.inference_mode()
 def measure_case(
-    case: BenchCase, contenders: Sequence[Contender], device: torch.device, ceilings: Ceilings, *, graphs: bool = False, check: bool = True
+    case: BenchCase,
+    contenders: Sequence[Contender],
+    device: torch.device,
+    ceilings: Ceilings,
+    *,
+    graphs: bool = False,
+    check: bool = True,
 ) -> list[Row]:
     """Rows of one case, a contender each, in their order.
 
@@ -49,7 +55,12 @@ def measure_case(
     try:
         material = make_material(case, device) if able else None
     except Exception as error:  # out of memory, most likely: the other cases may be smaller
-        rows.update({one.label: unmeasured(case, one.label, "failed", f"no tensors: {told(error)}") for one in able})
+        rows.update(
+            {
+                one.label: unmeasured(case, one.label, "failed", f"no tensors: {told(error)}")
+                for one in able
+            }
+        )
         material = None
     if material is not None:
         for one in able:
@@ -58,7 +69,12 @@ def measure_case(
         gate = Gate(material) if check else None
         right = _judged(entries, gate, rows, device) if gate else entries
         _time(right, gate, rows, device, graphs, ceilings)
-    result = [row if (row := rows[one.label]) is not None else unmeasured(case, one.label, "failed", "no result") for one in contenders]
+    result = [
+        row
+        if (row := rows[one.label]) is not None
+        else unmeasured(case, one.label, "failed", "no result")
+        for one in contenders
+    ]
     material, able = None, []
     entries.clear()
     _release(device)
@@ -87,7 +103,9 @@ def _guarded(case: BenchCase, label: str, rows: Rows, device: torch.device) -> I
     except Exception as error:  # a failing backend must not cost the others their times
         rows[label] = unmeasured(case, label, "failed", told(error))
         if not answers(device):
-            raise DeviceLostError(f"{label} on {case.name} broke the device: {told(error)}") from error
+            raise DeviceLostError(
+                f"{label} on {case.name} broke the device: {told(error)}"
+            ) from error
 
 
 def answers(device: torch.device) -> bool:
@@ -106,7 +124,9 @@ def _judged(entries: list[Entry], gate: Gate, rows: Rows, device: torch.device) 
     for entry in entries:
         with _guarded(entry.material.case, entry.label, rows, device):
             assert entry.output is not None  # enter has made it
-            if _passes(entry, gate.judge(entry.output), rows) and _passes(entry, gate.judge_write(entry.layer.impl), rows):
+            if _passes(entry, gate.judge(entry.output), rows) and _passes(
+                entry, gate.judge_write(entry.layer.impl), rows
+            ):
                 right.append(entry)
     if len(right) < 2:
         return right
@@ -129,12 +149,21 @@ def _passes(entry: Entry, found: Comparison, rows: Rows) -> bool:
         rows[entry.label] = replace(entry.row, status="wrong", reason=str(found))
         return False
     if found.max_allowed:
-        entry.row = replace(entry.row, error=max(entry.row.error or 0.0, found.max_error / found.max_allowed))
+        entry.row = replace(
+            entry.row, error=max(entry.row.error or 0.0, found.max_error / found.max_allowed)
+        )
     entry.row = replace(entry.row, checked=True)
     return True
 
 
-def _time(entries: list[Entry], gate: Gate | None, rows: Rows, device: torch.device, graphs: bool, ceilings: Ceilings) -> None:
+def _time(
+    entries: list[Entry],
+    gate: Gate | None,
+    rows: Rows,
+    device: torch.device,
+    graphs: bool,
+    ceilings: Ceilings,
+) -> None:
     """Wind up every stopwatch, then let them take turns; host times last."""
     watches: dict[str, EagerWatch | GraphWatch] = {}
     for entry in entries:
@@ -142,7 +171,11 @@ def _time(entries: list[Entry], gate: Gate | None, rows: Rows, device: torch.dev
         with _guarded(entry.material.case, entry.label, rows, device):
             entry.expected_us = wind_up(entry.attend, device)
             watch = _watch(entry, graphs, device)
-            if gate is None or not isinstance(watch, GraphWatch) or _replays_right(entry, watch, gate, rows):
+            if (
+                gate is None
+                or not isinstance(watch, GraphWatch)
+                or _replays_right(entry, watch, gate, rows)
+            ):
                 watches[entry.label] = watch
     ready = [entry for entry in entries if entry.label in watches]
     readings = _readings(ready, watches, rows, device)
@@ -151,12 +184,24 @@ def _time(entries: list[Entry], gate: Gate | None, rows: Rows, device: torch.dev
         reading = readings.get(entry.label)
         if reading is None:
             continue
-        entry.row = replace(entry.row, us=reading.us, low_us=reading.low, high_us=reading.high, calls=reading.calls, rounds=reading.rounds)
+        entry.row = replace(
+            entry.row,
+            us=reading.us,
+            low_us=reading.low,
+            high_us=reading.high,
+            calls=reading.calls,
+            rounds=reading.rounds,
+        )
         rows[entry.label] = _rated(entry.row, entry.material.case, ceilings)
         _add_times(entry, rows, graphs, device)
 
 
-def _readings(ready: list[Entry], watches: dict[str, EagerWatch | GraphWatch], rows: Rows, device: torch.device) -> dict[str, Reading]:
+def _readings(
+    ready: list[Entry],
+    watches: dict[str, EagerWatch | GraphWatch],
+    rows: Rows,
+    device: torch.device,
+) -> dict[str, Reading]:
     """All in turns; where one of them fails, each by itself, so that the others keep their times."""
     expected = {entry.label: entry.expected_us for entry in ready}
     try:
@@ -190,7 +235,9 @@ def _replays_right(entry: Entry, watch: GraphWatch, gate: Gate, rows: Rows) -> b
     watch.replay()
     found = gate.judge(entry.material.output)
     if not found.passed:
-        rows[entry.label] = replace(entry.row, status="wrong", reason=f"replayed from a CUDA graph: {found}")
+        rows[entry.label] = replace(
+            entry.row, status="wrong", reason=f"replayed from a CUDA graph: {found}"
+        )
     return found.passed
 
 
@@ -203,16 +250,25 @@ def _add_times(entry: Entry, rows: Rows, graphs: bool, device: torch.device) -> 
             rows[entry.label] = replace(kept, **measure())  # type: ignore[arg-type]  # its keys are fields that hold times
         broken = failed.get(entry.label)
         if broken is not None:
-            rows[entry.label] = replace(kept, note="; ".join(filter(None, (kept.note, f"no time for the {name}: {broken.reason}"))))
+            rows[entry.label] = replace(
+                kept,
+                note="; ".join(
+                    filter(None, (kept.note, f"no time for the {name}: {broken.reason}"))
+                ),
+            )
 
 
-def _beside(entry: Entry, graphs: bool, device: torch.device) -> dict[str, Callable[[], dict[str, float | None]]]:
+def _beside(
+    entry: Entry, graphs: bool, device: torch.device
+) -> dict[str, Callable[[], dict[str, float | None]]]:
     """What is measured beside the main time, each by itself: eager calls, the cache write, host times."""
     copies, expected = len(entry.material.caches), entry.expected_us
     few = max(min(int(20_000 / max(expected, 1.0)), 20), 1)
 
     def eager() -> dict[str, float | None]:
-        reading = take_turns({"it": EagerWatch(entry.attend, copies, device, expected)}, {"it": expected})["it"]
+        reading = take_turns(
+            {"it": EagerWatch(entry.attend, copies, device, expected)}, {"it": expected}
+        )["it"]
         return {"eager_us": reading.us, "host_us": reading.host_us}
 
     def write() -> dict[str, float | None]:
@@ -223,7 +279,9 @@ def _beside(entry: Entry, graphs: bool, device: torch.device) -> dict[str, Calla
     return {
         "eager call": eager,
         "cache write": write,
-        "build": lambda: {"build_us": host_us(lambda: entry.builder.build(0, entry.material.common), device, 5)},
+        "build": lambda: {
+            "build_us": host_us(lambda: entry.builder.build(0, entry.material.common), device, 5)
+        },
         "layer call": lambda: {"layer_us": host_us(entry.call, device, few)},
     }
 

@@ -18,7 +18,9 @@ __all__ = ["provenance"]
 _PEERS = ("flash-attn", "flash-attn-3", "flash-attn-4", "vllm", "sgl-kernel", "flashinfer-python")
 
 
-def provenance(command: str | None = None, commit: str | None = None, device: torch.device | None = None) -> dict[str, Any]:
+def provenance(
+    command: str | None = None, commit: str | None = None, device: torch.device | None = None
+) -> dict[str, Any]:
     """What a result file must say of itself.
 
     Args:
@@ -38,15 +40,24 @@ def provenance(command: str | None = None, commit: str | None = None, device: to
         "cpu": _cpu(),
     }
     facts["environment"] = {
-        name: Path(value).name if os.sep in value else value  # a result file names no place on a machine
+        name: Path(value).name
+        if os.sep in value
+        else value  # a result file names no place on a machine
         for name, value in sorted(os.environ.items())
         if name.startswith("ATTNLIB_") or name == "TRITON_INTERPRET"
     }
-    facts["peers"] = {name: found for name in _PEERS if (found := _version(name)) != "not installed"}
+    facts["peers"] = {
+        name: found for name in _PEERS if (found := _version(name)) != "not installed"
+    }
     if torch.cuda.is_available() and (device is None or device.type == "cuda"):
         facts["gpu"] = torch.cuda.get_device_name(device)
         facts["cuda"] = torch.version.cuda or "none"
-        facts["driver"] = (_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines() or ["unknown"])[0]
+        facts["driver"] = (
+            _output(
+                "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+            ).splitlines()
+            or ["unknown"]
+        )[0]
     return facts
 
 
@@ -62,7 +73,14 @@ def _commit() -> str:
 
 def _output(*command: str) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent.parent, timeout=20, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parent.parent.parent,
+            timeout=20,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
     return done.stdout.strip() if done.returncode == 0 else "unknown"
@@ -77,5 +95,13 @@ def _version(package: str) -> str:
 
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    names = (
+        [
+            line.split(":")[1].strip()
+            for line in info.read_text().splitlines()
+            if line.startswith("model name")
+        ]
+        if info.exists()
+        else []
+    )
     return f"{names[0]}, {len(names)} cores" if names else platform.processor()

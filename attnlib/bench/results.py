@@ -15,7 +15,17 @@ from typing import Any
 from attnlib.bench.contenders import HOUSE, OURS, base_name
 from attnlib.errors import ContractError
 
-__all__ = ["SCHEMA", "Document", "Row", "Run", "best_peer", "merge", "ratio", "read_document", "write_document"]
+__all__ = [
+    "SCHEMA",
+    "Document",
+    "Row",
+    "Run",
+    "best_peer",
+    "merge",
+    "ratio",
+    "read_document",
+    "write_document",
+]
 
 SCHEMA = "attnlib-bench"
 VERSION = 1
@@ -91,7 +101,15 @@ class Document:
     def to_json(self) -> str:
         """Everything, with stable keys; `version` changes when their meaning does."""
         runs = [asdict(run) for run in self.runs]
-        return json.dumps({"schema": SCHEMA, "version": VERSION, "runs": runs, "rows": [asdict(row) for row in self.rows]}, indent=1)
+        return json.dumps(
+            {
+                "schema": SCHEMA,
+                "version": VERSION,
+                "runs": runs,
+                "rows": [asdict(row) for row in self.rows],
+            },
+            indent=1,
+        )
 
 
 def write_document(document: Document, path: str | Path) -> None:
@@ -112,15 +130,27 @@ def read_document(path: str | Path) -> Document:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
-        raise ContractError(f"{path} cannot be read as a result of attnlib bench --json: {error}") from error
+        raise ContractError(
+            f"{path} cannot be read as a result of attnlib bench --json: {error}"
+        ) from error
     if not isinstance(data, dict) or (data.get("schema"), data.get("version")) != (SCHEMA, VERSION):
-        raise ContractError(f"{path} is no {SCHEMA} document of version {VERSION}; write it again with attnlib bench --json")
+        raise ContractError(
+            f"{path} is no {SCHEMA} document of version {VERSION}; write it again with attnlib bench --json"
+        )
     known = {item.name for item in fields(Row)}
     for number, row in enumerate(data["rows"]):
-        if set(row) != known or row["status"] not in STATUSES or not 0 <= row["run"] < len(data["runs"]):
+        if (
+            set(row) != known
+            or row["status"] not in STATUSES
+            or not 0 <= row["run"] < len(data["runs"])
+        ):
             told = f"keys {sorted(set(row) ^ known)}, status {row.get('status')!r}, run {row.get('run')}"
-            raise ContractError(f"{path}: row {number} does not fit version {VERSION}: {told}; measure again with this version of attnlib")
-    return Document(tuple(Run(**run) for run in data["runs"]), tuple(Row(**row) for row in data["rows"]))
+            raise ContractError(
+                f"{path}: row {number} does not fit version {VERSION}: {told}; measure again with this version of attnlib"
+            )
+    return Document(
+        tuple(Run(**run) for run in data["runs"]), tuple(Row(**row) for row in data["rows"])
+    )
 
 
 def merge(documents: Sequence[Document]) -> Document:
@@ -143,7 +173,10 @@ def best_peer(rows: Iterable[Row], like: Row) -> Row | None:
     peers = [
         row
         for row in rows
-        if row.status == "ok" and base_name(row.backend) not in HOUSE and (row.case, row.run, row.how) == (like.case, like.run, like.how) and row.us
+        if row.status == "ok"
+        and base_name(row.backend) not in HOUSE
+        and (row.case, row.run, row.how) == (like.case, like.run, like.how)
+        and row.us
     ]
     return min(peers, key=lambda row: row.us or 0.0, default=None)
 

@@ -61,7 +61,9 @@ class EagerWatch:
 
     def __init__(self, call: Call, copies: int, device: torch.device, expected_us: float) -> None:
         self._call, self._copies, self._device = call, copies, device
-        self.calls = max(min(int(_ROUND_US / max(expected_us, 1.0)), 100), 1 if expected_us > _LONG_US else 3)
+        self.calls = max(
+            min(int(_ROUND_US / max(expected_us, 1.0)), 100), 1 if expected_us > _LONG_US else 3
+        )
 
     def round(self) -> tuple[float, float | None]:
         """(microseconds per call, microseconds until a call returns)."""
@@ -71,7 +73,9 @@ class EagerWatch:
             self._call(number % self._copies)
         returned = time.perf_counter()
         _synchronize(self._device)
-        return (time.perf_counter() - start) / self.calls * 1e6, (returned - start) / self.calls * 1e6
+        return (time.perf_counter() - start) / self.calls * 1e6, (
+            returned - start
+        ) / self.calls * 1e6
 
 
 class GraphWatch:
@@ -89,18 +93,25 @@ class GraphWatch:
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for number in range(copies):
-                call(number)  # whatever a launch prepares for an address it has not seen happens here
+                call(
+                    number
+                )  # whatever a launch prepares for an address it has not seen happens here
         torch.cuda.current_stream(device).wait_stream(side)
         torch.cuda.synchronize(device)
         self._graph = torch.cuda.CUDAGraph()
         before, collects = torch.cuda.current_stream(device), gc.isenabled()
         gc.disable()  # nothing is to be freed while the capture lasts
         try:
-            with same_batch_at_replay(), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            with (
+                same_batch_at_replay(),
+                torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
+            ):
                 for number in range(captured):
                     call(number % copies)
         except Exception:
-            torch.cuda.set_stream(before)  # a capture that fails leaves its own stream behind as the current one
+            torch.cuda.set_stream(
+                before
+            )  # a capture that fails leaves its own stream behind as the current one
             raise
         finally:
             if collects:
@@ -151,7 +162,9 @@ def wind_up(call: Call, device: torch.device) -> float:
     return min((time.perf_counter() - start) * 1e6 / number, once)
 
 
-def take_turns(watches: Mapping[str, Watch], expected_us: Mapping[str, float]) -> dict[str, Reading]:
+def take_turns(
+    watches: Mapping[str, Watch], expected_us: Mapping[str, float]
+) -> dict[str, Reading]:
     """Seven rounds of every stopwatch in turn (three where a call takes more than 200 ms), and the median of each."""
     rounds = {name: 3 if expected_us[name] > _LONG_US else ROUNDS for name in watches}
     found: dict[str, list[tuple[float, float | None]]] = {name: [] for name in watches}
@@ -165,7 +178,14 @@ def take_turns(watches: Mapping[str, Watch], expected_us: Mapping[str, float]) -
 def _reading(watch: Watch, times: list[tuple[float, float | None]]) -> Reading:
     us = [time_us for time_us, _ in times]
     host = [host for _, host in times if host is not None]
-    return Reading(statistics.median(us), min(us), max(us), statistics.median(host) if host else None, watch.calls, len(times))
+    return Reading(
+        statistics.median(us),
+        min(us),
+        max(us),
+        statistics.median(host) if host else None,
+        watch.calls,
+        len(times),
+    )
 
 
 def host_us(call: Callable[[], object], device: torch.device, number: int = 20) -> float:

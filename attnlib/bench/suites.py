@@ -23,7 +23,10 @@ def _ragged(count: int, shortest: int, longest: int, seed: int) -> BatchSpec:
 
 def _cases(*lines: tuple[str, str | BatchSpec, dict[str, Any]]) -> tuple[BenchCase, ...]:
     return tuple(
-        BenchCase(name=name, batch=parse_batch(batch) if isinstance(batch, str) else batch, **fields) for name, batch, fields in lines
+        BenchCase(
+            name=name, batch=parse_batch(batch) if isinstance(batch, str) else batch, **fields
+        )
+        for name, batch, fields in lines
     )
 
 
@@ -50,9 +53,19 @@ _DECODE = _cases(
     ("decode-32x8k-d256-cap50", "32q1s8k", {**_GEMMA, "logits_soft_cap": 50.0}),
     ("verify-16x4k", "16q4s4k", {}),
 )
-_LENGTHS = (("1x2k", "q2k"), ("4x4k", "4q4k"), ("1x16k", "q16k"), ("1x32k", "q32k"), ("2k-over-32k", "q2ks32k"))
+_LENGTHS = (
+    ("1x2k", "q2k"),
+    ("4x4k", "4q4k"),
+    ("1x16k", "q16k"),
+    ("1x32k", "q32k"),
+    ("2k-over-32k", "q2ks32k"),
+)
 _PREFILL = _cases(
-    *((f"prefill-{name}-p{page}", batch, {"block_size": page}) for page in (16, 128) for name, batch in _LENGTHS),
+    *(
+        (f"prefill-{name}-p{page}", batch, {"block_size": page})
+        for page in (16, 128)
+        for name, batch in _LENGTHS
+    ),
     ("prefill-1x8k-d64-sinks", "q8k", _GPT_OSS),
     ("prefill-1x8k-d64-w128-sinks", "q8k", {**_GPT_OSS, "sliding_window": 128}),
     ("prefill-1x8k-d256", "q8k", _GEMMA),
@@ -69,7 +82,14 @@ _CPU = _cases(
     ("cpu-prefill-1x256-w32-sinks", "q256", {**_SMALL, "sliding_window": 32, "sinks": True}),
     ("cpu-mixed-4x256-and-128", "4q1s256_q128", _SMALL),
 )
-_QUICK = ("decode-1x8k", "decode-32x4k", "decode-ragged48", "prefill-1x2k-p16", "prefill-1x16k-p16", "mixed-60x4k-and-2k")
+_QUICK = (
+    "decode-1x8k",
+    "decode-32x4k",
+    "decode-ragged48",
+    "prefill-1x2k-p16",
+    "prefill-1x16k-p16",
+    "mixed-60x4k-and-2k",
+)
 _ANCHORS = (*_DECODE, *_PREFILL, *_MIXED)
 
 SUITES: Mapping[str, tuple[BenchCase, ...]] = {
@@ -85,7 +105,9 @@ def known_cases() -> dict[str, BenchCase]:
     return {case.name: case for cases in SUITES.values() for case in cases}
 
 
-def choose_cases(wishes: Sequence[str], suite: str | None, default: str, page: int | None = None) -> list[BenchCase]:
+def choose_cases(
+    wishes: Sequence[str], suite: str | None, default: str, page: int | None = None
+) -> list[BenchCase]:
     """The cases of a run, each once, in the order asked for.
 
     Args:
@@ -109,4 +131,6 @@ def _parsed(wish: str, pool: Mapping[str, BenchCase]) -> BenchCase:
     try:
         return parse_case(wish)
     except ContractError as error:
-        raise ContractError(f"{error}; nor is it the name of a case: --list shows the {len(pool)} names") from None
+        raise ContractError(
+            f"{error}; nor is it the name of a case: --list shows the {len(pool)} names"
+        ) from None

@@ -29,7 +29,10 @@ LEGEND = (
 
 
 def _line(cells: Iterable[str]) -> str:
-    padded = [cell.ljust(width) if number == 0 else cell.rjust(width) for number, (cell, (_, width)) in enumerate(zip(cells, _COLUMNS, strict=True))]
+    padded = [
+        cell.ljust(width) if number == 0 else cell.rjust(width)
+        for number, (cell, (_, width)) in enumerate(zip(cells, _COLUMNS, strict=True))
+    ]
     return "  " + " ".join(padded).rstrip()
 
 
@@ -40,7 +43,9 @@ def heading(run: Run) -> str:
     """Where and with what a run was made, and its ceilings."""
     facts, ceilings = run.provenance, run.ceilings
     where = facts.get("gpu") or facts.get("cpu", "unknown")
-    made = ", ".join(f"{name} {facts[name]}" for name in ("torch", "triton", "driver", "commit") if name in facts)
+    made = ", ".join(
+        f"{name} {facts[name]}" for name in ("torch", "triton", "driver", "commit") if name in facts
+    )
     limits = (
         f"ceilings: copy {ceilings['copy_gbps']:.0f} GB/s, read {ceilings['read_gbps']:.0f} GB/s, "
         f"{ceilings['matmul']} {ceilings['matmul_tflops']:.3g} TFLOP/s"
@@ -52,7 +57,9 @@ def case_lines(rows: Sequence[Row]) -> str:
     """All rows of one case."""
     first = rows[0]
     batch = f": {first.batch}" if first.batch != first.case and len(first.batch) <= 40 else ""
-    return "\n".join([f"{first.case}{batch} · {first.shape}", *(_row_lines(rows, row) for row in rows)])
+    return "\n".join(
+        [f"{first.case}{batch} · {first.shape}", *(_row_lines(rows, row) for row in rows)]
+    )
 
 
 def _row_lines(rows: Sequence[Row], row: Row) -> str:
@@ -93,17 +100,31 @@ def _short(text: str, most: int = 160) -> str:
 
 def kernel_lines(rows: Sequence[Row]) -> list[str]:
     """Which kernels stood behind a backend that has several: `flash_attn ran FlashAttention 3 (...)`."""
-    found = {row.backend: sorted({other.kernel for other in rows if other.backend == row.backend and other.kernel}) for row in rows}
-    return [f"{backend} ran {' and '.join(kernels)}" for backend, kernels in found.items() if kernels]
+    found = {
+        row.backend: sorted(
+            {other.kernel for other in rows if other.backend == row.backend and other.kernel}
+        )
+        for row in rows
+    }
+    return [
+        f"{backend} ran {' and '.join(kernels)}" for backend, kernels in found.items() if kernels
+    ]
 
 
 def summary_line(rows: Sequence[Row], seconds: float) -> str:
     """Rows by status, how often triton is at least as fast as the best peer, and how long it took."""
-    counts = {status: sum(row.status == status for row in rows) for status in dict.fromkeys(row.status for row in rows)}
-    ratios = [found for row in rows if row.backend == OURS and (found := ratio(rows, row)) is not None]
+    counts = {
+        status: sum(row.status == status for row in rows)
+        for status in dict.fromkeys(row.status for row in rows)
+    }
+    ratios = [
+        found for row in rows if row.backend == OURS and (found := ratio(rows, row)) is not None
+    ]
     told = [f"{count} {status}" for status, count in counts.items()]
     if ratios:
-        told.append(f"triton at most 1.00 x the best peer's time on {sum(value <= 1.0 for value in ratios)} of {len(ratios)} cases")
+        told.append(
+            f"triton at most 1.00 x the best peer's time on {sum(value <= 1.0 for value in ratios)} of {len(ratios)} cases"
+        )
     return " · ".join([f"{len(rows)} rows", *told, f"{seconds:.0f} s"])
 
 
@@ -111,16 +132,27 @@ def markdown(document: Document) -> str:
     """A Markdown table of all cases, backends side by side, and what each run was."""
     rows = document.rows
     names = list(dict.fromkeys(row.backend for row in rows))
-    lines = ["| case | " + " | ".join(f"`{name}` us" for name in names) + " | rate of `triton` | of ceiling | to best peer |"]
+    lines = [
+        "| case | "
+        + " | ".join(f"`{name}` us" for name in names)
+        + " | rate of `triton` | of ceiling | to best peer |"
+    ]
     lines.append("|---|" + "---:|" * (len(names) + 3))
     for case, group in groupby(rows, key=lambda row: row.case):
         mine = {row.backend: row for row in group}
         ours = mine.get(OURS)
         to_peer = ratio(rows, ours) if ours else None
         cells = [_cell(mine.get(name)) for name in names]
-        cells += [rate(ours) if ours else "", f"{ours.share:.1%}" if ours and ours.share else "", "" if to_peer is None else f"{to_peer:.2f}"]
+        cells += [
+            rate(ours) if ours else "",
+            f"{ours.share:.1%}" if ours and ours.share else "",
+            "" if to_peer is None else f"{to_peer:.2f}",
+        ]
         lines.append(f"| {case} | " + " | ".join(cells) + " |")
-    made = [f"- {heading(run).replace(chr(10), '; ')}; `{run.provenance.get('command', '')}`" for run in document.runs]
+    made = [
+        f"- {heading(run).replace(chr(10), '; ')}; `{run.provenance.get('command', '')}`"
+        for run in document.runs
+    ]
     made += [f"- `{line.replace(' ran ', '` ran ', 1)}" for line in kernel_lines(rows)]
     return "\n".join([*lines, "", *made]) + "\n"
 

@@ -23,7 +23,10 @@ def read_keys(query_len: int, seq_len: int, window: int | None) -> int:
 
 def visible_pairs(query_len: int, seq_len: int, window: int | None) -> int:
     """(query, key) pairs of one request that the mask shows: a query at position p sees min(p + 1, window) keys."""
-    first, end = seq_len - query_len + 1, seq_len  # keys that the first and the last query see without a window
+    first, end = (
+        seq_len - query_len + 1,
+        seq_len,
+    )  # keys that the first and the last query see without a window
     if window is None or end <= window:
         return (first + end) * query_len // 2
     if first >= window:
@@ -57,7 +60,11 @@ def _requests(case: BenchCase) -> Iterable[tuple[int, int]]:
 
 
 def _request_bytes(case: BenchCase, query_len: int, seq_len: int) -> int:
-    per_key = case.num_kv_heads * (case.head_size + (case.head_size_v or case.head_size)) * case.spec.kv_dtype.itemsize
+    per_key = (
+        case.num_kv_heads
+        * (case.head_size + (case.head_size_v or case.head_size))
+        * case.spec.kv_dtype.itemsize
+    )
     return read_keys(query_len, seq_len, case.sliding_window) * per_key
 
 

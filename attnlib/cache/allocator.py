@@ -48,16 +48,27 @@ class BlockAllocator:
         ContractError: sizes below 1.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, reserve_null_block: bool = False) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool = True,
+        reserve_null_block: bool = False,
+    ) -> None:
         if num_blocks < 1 + reserve_null_block or block_size < 1:
-            raise ContractError(f"a pool of {num_blocks} blocks of {block_size} tokens cannot hold anything")
+            raise ContractError(
+                f"a pool of {num_blocks} blocks of {block_size} tokens cannot hold anything"
+            )
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self._blocks = [_Block() for _ in range(num_blocks)]
         first = 1 if reserve_null_block else 0
         self._empty: list[int] = list(range(num_blocks - 1, first - 1, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # unreferenced but findable, least recently used first
+        self._idle: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # unreferenced but findable, least recently used first
         self._by_content: dict[tuple[int, Hashable, tuple[int, ...]], int] = {}
         self._next_uid = 0
         self._reserved = first
@@ -109,7 +120,9 @@ class BlockAllocator:
         ids = list(block_ids)
         for block_id in set(ids):
             if self._held(block_id, "free").references < ids.count(block_id):
-                raise ContractError(f"block {block_id} is freed {ids.count(block_id)} times, but held only {self.ref_count(block_id)} times")
+                raise ContractError(
+                    f"block {block_id} is freed {ids.count(block_id)} times, but held only {self.ref_count(block_id)} times"
+                )
         # The tail of a sequence is evicted before its head: a head without its tail is still a useful prefix, a tail without its head is not.
         for block_id in reversed(ids):
             block = self._blocks[block_id]
@@ -144,7 +157,9 @@ class BlockAllocator:
             self._blocks[block_id].references += 1
         return PrefixHit(tuple(found), len(found) * self.block_size)
 
-    def commit(self, token_ids: Sequence[int], block_ids: Sequence[int], key: Hashable = None) -> None:
+    def commit(
+        self, token_ids: Sequence[int], block_ids: Sequence[int], key: Hashable = None
+    ) -> None:
         """Make the full blocks of a sequence findable: call it when keys and values of `token_ids` are in the cache.
 
         Args:
@@ -157,11 +172,17 @@ class BlockAllocator:
         """
         full = len(token_ids) // self.block_size
         if full > len(block_ids):
-            raise ContractError(f"{len(token_ids)} tokens fill {full} blocks of {self.block_size}, but only {len(block_ids)} blocks are given")
+            raise ContractError(
+                f"{len(token_ids)} tokens fill {full} blocks of {self.block_size}, but only {len(block_ids)} blocks are given"
+            )
         parent = _ROOT
         for index in range(full if self.prefix_caching else 0):
             block = self._held(block_ids[index], "commit")
-            content = (parent, key, tuple(token_ids[index * self.block_size : (index + 1) * self.block_size]))
+            content = (
+                parent,
+                key,
+                tuple(token_ids[index * self.block_size : (index + 1) * self.block_size]),
+            )
             known = self._by_content.get(content)
             if known is None and block.content is None:
                 block.content, block.uid = content, self._next_uid
@@ -206,11 +227,16 @@ class BlockAllocator:
 
     def _block(self, block_id: int) -> _Block:
         if not 0 <= block_id < self.num_blocks:
-            raise ContractError(f"block {block_id} is outside the pool of {self.num_blocks} blocks (0 to {self.num_blocks - 1})", rule="P3")
+            raise ContractError(
+                f"block {block_id} is outside the pool of {self.num_blocks} blocks (0 to {self.num_blocks - 1})",
+                rule="P3",
+            )
         return self._blocks[block_id]
 
     def _held(self, block_id: int, verb: str) -> _Block:
         block = self._block(block_id)
         if block.references == 0:
-            raise ContractError(f"cannot {verb} block {block_id}: nobody holds it (freed twice, or never allocated)")
+            raise ContractError(
+                f"cannot {verb} block {block_id}: nobody holds it (freed twice, or never allocated)"
+            )
         return block

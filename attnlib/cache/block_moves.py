@@ -17,7 +17,9 @@ BlockPairs = Sequence[tuple[int, int]] | torch.Tensor
 """(source, destination) block ids, or an integer tensor `[n, 2]`."""
 
 
-def checked_pairs(pairs: BlockPairs, num_source: int, num_destination: int) -> tuple[list[int], list[int]]:
+def checked_pairs(
+    pairs: BlockPairs, num_source: int, num_destination: int
+) -> tuple[list[int], list[int]]:
     """Sources and destinations of a move.
 
     Args:
@@ -32,9 +34,15 @@ def checked_pairs(pairs: BlockPairs, num_source: int, num_destination: int) -> t
     source, destination = [int(row[0]) for row in rows], [int(row[1]) for row in rows]
     check_ids("source block", source, num_source)
     check_ids("destination block", destination, num_destination)
-    doubles = sorted({block for block in destination if destination.count(block) > 1}) if len(set(destination)) < len(destination) else []
+    doubles = (
+        sorted({block for block in destination if destination.count(block) > 1})
+        if len(set(destination)) < len(destination)
+        else []
+    )
     if doubles:
-        raise ContractError(f"destination block {doubles[0]} is named more than once: which copy should win is not defined")
+        raise ContractError(
+            f"destination block {doubles[0]} is named more than once: which copy should win is not defined"
+        )
     return source, destination
 
 
@@ -46,10 +54,18 @@ def check_ids(what: str, ids: Sequence[int], num_blocks: int) -> None:
     """
     for position, block in enumerate(ids):
         if not 0 <= block < num_blocks:
-            raise ContractError(f"{what} {block} (entry {position}) is outside the pool of {num_blocks} blocks (0 to {num_blocks - 1})", rule="P3")
+            raise ContractError(
+                f"{what} {block} (entry {position}) is outside the pool of {num_blocks} blocks (0 to {num_blocks - 1})",
+                rule="P3",
+            )
 
 
-def move_blocks(source: Sequence[torch.Tensor], target: Sequence[torch.Tensor], source_ids: list[int], target_ids: list[int]) -> None:
+def move_blocks(
+    source: Sequence[torch.Tensor],
+    target: Sequence[torch.Tensor],
+    source_ids: list[int],
+    target_ids: list[int],
+) -> None:
     """Copy blocks of the source's views into the target's, which may be the same ones, elsewhere, or strided otherwise.
 
     All blocks are read before one is written.

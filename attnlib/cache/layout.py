@@ -14,7 +14,13 @@ from math import prod
 from attnlib import env
 from attnlib.errors import LayoutMismatchError
 
-__all__ = ["LAYOUTS", "CacheLayout", "get_kv_cache_layout", "negotiate_layout", "set_kv_cache_layout"]
+__all__ = [
+    "LAYOUTS",
+    "CacheLayout",
+    "get_kv_cache_layout",
+    "negotiate_layout",
+    "set_kv_cache_layout",
+]
 
 _KV, _BLOCK, _TOKEN, _HEAD, _ELEMENT = range(5)
 
@@ -31,12 +37,17 @@ class CacheLayout:
     name: str
     stride_order: tuple[int, int, int, int, int]
 
-    def strides(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, head_size_v: int) -> tuple[_Strides, _Strides, int]:
+    def strides(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, head_size_v: int
+    ) -> tuple[_Strides, _Strides, int]:
         """Element strides of the K view and of the V view (each for `[B, N, H, D]`), and the offset at which V starts."""
         kv_at = self.stride_order.index(_KV)
         sizes = {_BLOCK: num_blocks, _TOKEN: block_size, _HEAD: num_kv_heads}
         inner = self.stride_order[kv_at + 1 :]
-        inner_k, inner_v = (prod({**sizes, _ELEMENT: size}[axis] for axis in inner) for size in (head_size, head_size_v))
+        inner_k, inner_v = (
+            prod({**sizes, _ELEMENT: size}[axis] for axis in inner)
+            for size in (head_size, head_size_v)
+        )
         found: list[_Strides] = []
         for size in (head_size, head_size_v):
             strides, step = dict.fromkeys(range(1, 5), 0), 1
@@ -76,7 +87,9 @@ def layout_named(name: str) -> CacheLayout:
     try:
         return LAYOUTS[name.upper()]
     except KeyError:
-        raise LayoutMismatchError(f"kv_cache_layout={name!r} is not known; use one of {', '.join(LAYOUTS)}") from None
+        raise LayoutMismatchError(
+            f"kv_cache_layout={name!r} is not known; use one of {', '.join(LAYOUTS)}"
+        ) from None
 
 
 def set_kv_cache_layout(layout: str | None) -> None:
@@ -103,12 +116,16 @@ def negotiate_layout(demands: Sequence[tuple[str, Sequence[str]]], wish: str | N
     Raises:
         LayoutMismatchError: there is no common layout; the message names everyone's demand.
     """
-    common = [name for name in LAYOUTS if all("ANY" in reads or name in reads for _, reads in demands)]
+    common = [
+        name for name in LAYOUTS if all("ANY" in reads or name in reads for _, reads in demands)
+    ]
     if wish is not None:
         common = [name for name in common if name == layout_named(wish).name]
     if not common:
         named = "; ".join(f"{who} reads {', '.join(reads)}" for who, reads in demands)
         insisted = f"the cache was asked to be {wish}, but " if wish else ""
-        raise LayoutMismatchError(f"no common KV-cache layout: {insisted}{named}. Choose backends that share one, or convert between caches.")
+        raise LayoutMismatchError(
+            f"no common KV-cache layout: {insisted}{named}. Choose backends that share one, or convert between caches."
+        )
     preferred = [name for _, reads in demands for name in reads if name in common]
     return preferred[0] if preferred else common[0]

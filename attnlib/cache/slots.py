@@ -37,7 +37,11 @@ def compute_slot_mapping(
     """
     if block_size < 1:
         raise ContractError(f"block_size={block_size} must be at least 1")
-    if block_table.dim() != 2 or block_table.shape[0] != seq_lens.shape[0] or query_start_loc.shape[0] != seq_lens.shape[0] + 1:
+    if (
+        block_table.dim() != 2
+        or block_table.shape[0] != seq_lens.shape[0]
+        or query_start_loc.shape[0] != seq_lens.shape[0] + 1
+    ):
         raise ContractError(
             f"block_table {tuple(block_table.shape)}, seq_lens {tuple(seq_lens.shape)} and query_start_loc {tuple(query_start_loc.shape)} "
             f"must be [R, max_blocks], [R] and [R+1]",
@@ -47,5 +51,7 @@ def compute_slot_mapping(
         num_tokens = int(query_start_loc[-1])
     twin = "triton" if block_table.is_cuda else "torch"
     kernels = import_module(f"attnlib.ops.{twin}.slots")
-    slots: torch.Tensor = kernels.compute_slot_mapping(query_start_loc, seq_lens, block_table, block_size, num_tokens, out=out)
+    slots: torch.Tensor = kernels.compute_slot_mapping(
+        query_start_loc, seq_lens, block_table, block_size, num_tokens, out=out
+    )
     return slots

@@ -32,7 +32,13 @@ class PagedKVCache:
     """
 
     def __init__(
-        self, key_cache: torch.Tensor, value_cache: torch.Tensor, *, layout: str | None = None, k_scale: Scale = 1.0, v_scale: Scale = 1.0
+        self,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        *,
+        layout: str | None = None,
+        k_scale: Scale = 1.0,
+        v_scale: Scale = 1.0,
     ) -> None:
         _check_views(key_cache, value_cache)
         self.key_cache = key_cache
@@ -69,22 +75,35 @@ class PagedKVCache:
         if num_blocks < 1:
             raise ContractError(f"num_blocks={num_blocks} must be at least 1")
         if not spec.is_paged:
-            raise ContractError(f"attn_type={spec.attn_type.value} keeps no keys between steps and needs no cache: call the layer with cache=None")
+            raise ContractError(
+                f"attn_type={spec.attn_type.value} keeps no keys between steps and needs no cache: call the layer with cache=None"
+            )
         order = layout_named(layout or spec.kv_cache_layout or get_kv_cache_layout() or "NHD")
         sizes = (num_blocks, spec.block_size, spec.num_kv_heads)
-        if spec.use_mla:  # one latent per token: the value is a prefix of the key and takes no memory of its own
+        if (
+            spec.use_mla
+        ):  # one latent per token: the value is a prefix of the key and takes no memory of its own
             key = torch.zeros(*sizes, spec.head_size, dtype=spec.kv_dtype, device=device)
-            return cls(key, key[..., : spec.head_size_v], layout="NHD", k_scale=k_scale, v_scale=v_scale)
+            return cls(
+                key, key[..., : spec.head_size_v], layout="NHD", k_scale=k_scale, v_scale=v_scale
+            )
         k_strides, v_strides, v_offset = order.strides(*sizes, spec.head_size, spec.head_size_v)
         per_token = spec.num_kv_heads * (spec.head_size + spec.head_size_v)
-        pool = torch.zeros(num_blocks * spec.block_size * per_token, dtype=spec.kv_dtype, device=device)
+        pool = torch.zeros(
+            num_blocks * spec.block_size * per_token, dtype=spec.kv_dtype, device=device
+        )
         key = pool.as_strided((*sizes, spec.head_size), k_strides)
         value = pool.as_strided((*sizes, spec.head_size_v), v_strides, v_offset)
         return cls(key, value, layout=order.name, k_scale=k_scale, v_scale=v_scale)
 
     @classmethod
     def from_views(
-        cls, key_cache: torch.Tensor, value_cache: torch.Tensor, *, k_scale: Scale = 1.0, v_scale: Scale = 1.0
+        cls,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        *,
+        k_scale: Scale = 1.0,
+        v_scale: Scale = 1.0,
     ) -> PagedKVCache:
         """A cache over somebody else's memory: `[B, N, Hkv, D]` and `[B, N, Hkv, Dv]` views with any strides, the last one 1. Nothing is copied."""
         cache = cls(key_cache, value_cache, k_scale=k_scale, v_scale=v_scale)
@@ -134,7 +153,10 @@ class PagedKVCache:
     @property
     def values_alias_keys(self) -> bool:
         """True when the values are a prefix of the keys (MLA): writing the keys writes both."""
-        return self.value_cache.data_ptr() == self.key_cache.data_ptr() and self.value_cache.stride()[:3] == self.key_cache.stride()[:3]
+        return (
+            self.value_cache.data_ptr() == self.key_cache.data_ptr()
+            and self.value_cache.stride()[:3] == self.key_cache.stride()[:3]
+        )
 
     @property
     def _views(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,7 +183,9 @@ class PagedKVCache:
         for name in ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
-                raise ContractError(f"swap_blocks between unlike caches: {name} is {mine} here and {theirs} there")
+                raise ContractError(
+                    f"swap_blocks between unlike caches: {name} is {mine} here and {theirs} there"
+                )
         source, destination = checked_pairs(pairs, self.num_blocks, other.num_blocks)
         move_blocks(self._views, other._views, source, destination)
 
@@ -186,23 +210,35 @@ class PagedKVCache:
 def _check_views(key: torch.Tensor, value: torch.Tensor) -> None:
     for name, view in (("key_cache", key), ("value_cache", value)):
         if view.dim() != 4:
-            raise ContractError(f"{name} has shape {tuple(view.shape)}; it must be [blocks, block_size, num_kv_heads, head_size]", rule="P1")
+            raise ContractError(
+                f"{name} has shape {tuple(view.shape)}; it must be [blocks, block_size, num_kv_heads, head_size]",
+                rule="P1",
+            )
         if view.stride(3) != 1 and view.shape[3] > 1:
-            raise ContractError(f"{name} has stride {view.stride(3)} along the head; the last stride must be 1", rule="P1")
+            raise ContractError(
+                f"{name} has stride {view.stride(3)} along the head; the last stride must be 1",
+                rule="P1",
+            )
     if key.shape[:3] != value.shape[:3]:
         raise ContractError(
-            f"key_cache {tuple(key.shape)} and value_cache {tuple(value.shape)} must agree in blocks, block_size and heads", rule="P1"
+            f"key_cache {tuple(key.shape)} and value_cache {tuple(value.shape)} must agree in blocks, block_size and heads",
+            rule="P1",
         )
     if key.dtype != value.dtype or key.device != value.device:
         raise ContractError(
-            f"key_cache ({key.dtype}, {key.device}) and value_cache ({value.dtype}, {value.device}) must agree in dtype and device", rule="P1"
+            f"key_cache ({key.dtype}, {key.device}) and value_cache ({value.dtype}, {value.device}) must agree in dtype and device",
+            rule="P1",
         )
 
 
 def _checked_scale(name: str, scale: Scale, view: torch.Tensor) -> Scale:
     if not isinstance(scale, torch.Tensor):
         return float(scale)
-    if scale.dtype != torch.float32 or scale.shape not in ((), (view.shape[2],)) or scale.device != view.device:
+    if (
+        scale.dtype != torch.float32
+        or scale.shape not in ((), (view.shape[2],))
+        or scale.device != view.device
+    ):
         raise ContractError(
             f"{name} is {scale.dtype} {tuple(scale.shape)} on {scale.device}; it must be float32, a scalar or [{view.shape[2]}] (KV heads), "
             f"on {view.device}",

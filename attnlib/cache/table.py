@@ -22,14 +22,20 @@ class BlockTable:
         device: where kernels read it; None keeps it on the CPU.
     """
 
-    def __init__(self, max_reqs: int, max_blocks: int, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, max_reqs: int, max_blocks: int, device: torch.device | str | None = None
+    ) -> None:
         if max_reqs < 1 or max_blocks < 1:
-            raise ContractError(f"a block table of {max_reqs} rows and {max_blocks} columns cannot hold a request")
+            raise ContractError(
+                f"a block table of {max_reqs} rows and {max_blocks} columns cannot hold a request"
+            )
         device = torch.device(device or "cpu")
         # Pageable on purpose: the driver has taken its copy when the call returns, so the next step may change rows while this one still runs.
         # A pinned buffer would be read later, behind the host's back.
         self._host = torch.full((max_reqs, max_blocks), -1, dtype=torch.int32, device="cpu")
-        self._device = self._host if device.type == "cpu" else torch.full_like(self._host, -1, device=device)
+        self._device = (
+            self._host if device.type == "cpu" else torch.full_like(self._host, -1, device=device)
+        )
         self.num_blocks_per_row = torch.zeros(max_reqs, dtype=torch.int32, device="cpu")
 
     @property
@@ -61,7 +67,10 @@ class BlockTable:
         start = int(self.num_blocks_per_row[self._checked(index)])
         end = start + len(block_ids)
         if end > self.max_blocks:
-            raise ContractError(f"row {index} would hold {end} blocks, but the table has {self.max_blocks} columns: make it wider", rule="P3")
+            raise ContractError(
+                f"row {index} would hold {end} blocks, but the table has {self.max_blocks} columns: make it wider",
+                rule="P3",
+            )
         self._host[index, start:end] = torch.as_tensor(block_ids, dtype=torch.int32)
         self.num_blocks_per_row[index] = end
 

@@ -38,11 +38,22 @@ def examine(entry: Registration) -> dict[str, Any]:
     return {**found, "remarks": gluon_remarks(backend, device) if found["works"] else []}
 
 
-def examine_apart(entries: Sequence[Registration], timeout: float = TIMEOUT_SECONDS) -> list[dict[str, Any]]:
+def examine_apart(
+    entries: Sequence[Registration], timeout: float = TIMEOUT_SECONDS
+) -> list[dict[str, Any]]:
     """`examine` for each entry, all at once, each in a process of its own. What only this process registered is examined here."""
-    children = {entry.name: _start(entry.name) for entry in entries if entry.origin not in OWN_ORIGINS or entry.origin == "built in"}
+    children = {
+        entry.name: _start(entry.name)
+        for entry in entries
+        if entry.origin not in OWN_ORIGINS or entry.origin == "built in"
+    }
     deadline = time.monotonic() + timeout
-    return [_collect(entry.name, children[entry.name], deadline, timeout) if entry.name in children else examine(entry) for entry in entries]
+    return [
+        _collect(entry.name, children[entry.name], deadline, timeout)
+        if entry.name in children
+        else examine(entry)
+        for entry in entries
+    ]
 
 
 def _command(name: str) -> list[str]:
@@ -53,10 +64,14 @@ def _start(name: str) -> subprocess.Popen[str]:
     here = str(Path(__file__).parents[2])  # the same attnlib as this one, installed or not
     path = os.pathsep.join(part for part in (here, os.environ.get("PYTHONPATH", "")) if part)
     environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.Popen(_command(name), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        _command(name), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
 
 
-def _collect(name: str, child: subprocess.Popen[str], deadline: float, timeout: float) -> dict[str, Any]:
+def _collect(
+    name: str, child: subprocess.Popen[str], deadline: float, timeout: float
+) -> dict[str, Any]:
     try:
         out, err = child.communicate(timeout=max(deadline - time.monotonic(), 0.0))
     except subprocess.TimeoutExpired:
@@ -64,7 +79,9 @@ def _collect(name: str, child: subprocess.Popen[str], deadline: float, timeout: 
         child.communicate()
         return _finding(name, f"did not finish within {timeout:g} s")
     if child.returncode < 0:
-        return _finding(name, f"crashed its process: {signal.Signals(-child.returncode).name}{_last_line(err)}")
+        return _finding(
+            name, f"crashed its process: {signal.Signals(-child.returncode).name}{_last_line(err)}"
+        )
     if child.returncode:
         return _finding(name, f"ended its process with status {child.returncode}{_last_line(err)}")
     try:
@@ -86,7 +103,9 @@ def _last_line(text: str) -> str:
 def _main(name: str) -> None:
     entry = lookup(name)
     assert entry is not None, f"no backend {name!r} is registered here"
-    print(json.dumps(examine(entry)))  # the last line: whatever a package prints at import comes before it
+    print(
+        json.dumps(examine(entry))
+    )  # the last line: whatever a package prints at import comes before it
 
 
 if __name__ == "__main__":

@@ -20,12 +20,24 @@ from attnlib.env import ENVIRONMENT, FOREIGN_VARIABLES
 
 __all__ = ["main"]
 
-_PACKAGES = ("attnlib", "torch", "triton", "numpy", "transformers", "flash-attn", "flash-attn-4", "flashinfer-python")
+_PACKAGES = (
+    "attnlib",
+    "torch",
+    "triton",
+    "numpy",
+    "transformers",
+    "flash-attn",
+    "flash-attn-4",
+    "flashinfer-python",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the findings; 0 when some backend computes what it should here."""
-    parser = argparse.ArgumentParser(prog="attnlib doctor", description="Versions, hardware, and one tiny kernel on every backend.")
+    parser = argparse.ArgumentParser(
+        prog="attnlib doctor",
+        description="Versions, hardware, and one tiny kernel on every backend.",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
     findings = {
@@ -79,8 +91,15 @@ def _machine() -> dict[str, Any]:
 
 
 def _environment() -> dict[str, str]:
-    ours = {name: os.environ.get(name, f"(default {variable.default or 'none'})") for name, variable in ENVIRONMENT.items()}
-    foreign = {name: f"{os.environ[name]}  <- attnlib does not read this" for name in FOREIGN_VARIABLES if name in os.environ}
+    ours = {
+        name: os.environ.get(name, f"(default {variable.default or 'none'})")
+        for name, variable in ENVIRONMENT.items()
+    }
+    foreign = {
+        name: f"{os.environ[name]}  <- attnlib does not read this"
+        for name in FOREIGN_VARIABLES
+        if name in os.environ
+    }
     return {**ours, **foreign, "TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "(not set)")}
 
 
@@ -88,7 +107,9 @@ def _backends() -> list[dict[str, Any]]:
     from attnlib.cli.apart import examine_apart
     from attnlib.selection.registry import registrations
 
-    return examine_apart(sorted(registrations().values(), key=lambda e: (-(e.priority or 0), e.name)))
+    return examine_apart(
+        sorted(registrations().values(), key=lambda e: (-(e.priority or 0), e.name))
+    )
 
 
 def _show(findings: dict[str, Any]) -> None:
@@ -98,7 +119,11 @@ def _show(findings: dict[str, Any]) -> None:
             print(f"  {name:<24} {value}")
     print("backends")
     backends = findings["backends"]
-    for row in backends if isinstance(backends, list) else [{"name": "?", "works": False, "finding": backends["failed"], "remarks": []}]:
+    for row in (
+        backends
+        if isinstance(backends, list)
+        else [{"name": "?", "works": False, "finding": backends["failed"], "remarks": []}]
+    ):
         print(f"  {row['name']:<14} {'works' if row['works'] else '-':<6} {row['finding']}")
         for remark in row["remarks"]:
             print(f"  {'':<21} {remark}")

@@ -12,6 +12,7 @@ from attnlib.selection import explain
 
 __all__ = ["main"]
 
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print one table for each kind of layer; 1 when some kind gets no backend."""
     options = _parser().parse_args(argv)
@@ -19,16 +20,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     specs = specs_of(options)
     reports = {kind: explain(spec, device, options.backend) for kind, spec in specs.items()}
     if options.json:
-        print(json.dumps({kind or "spec": report.to_dict() for kind, report in reports.items()}, indent=2))
+        print(
+            json.dumps(
+                {kind or "spec": report.to_dict() for kind, report in reports.items()}, indent=2
+            )
+        )
     else:
-        print("\n\n".join((f"{kind}\n" if kind else "") + str(report) for kind, report in reports.items()))
+        print(
+            "\n\n".join(
+                (f"{kind}\n" if kind else "") + str(report) for kind, report in reports.items()
+            )
+        )
     return 0 if all(report.chosen for report in reports.values()) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="attnlib explain", description="Which backend a spec or a model gets, and why the others do not.")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, or hardware that is not here: sm_75, sm_80, sm_90, sm_100 ...")
-    parser.add_argument("--backend", help="as ATTNLIB_BACKEND: a name, prefill:NAME,decode:NAME, or -NAME")
+    parser = argparse.ArgumentParser(
+        prog="attnlib explain",
+        description="Which backend a spec or a model gets, and why the others do not.",
+    )
+    parser.add_argument(
+        "--device",
+        help="cpu, cuda, cuda:1, or hardware that is not here: sm_75, sm_80, sm_90, sm_100 ...",
+    )
+    parser.add_argument(
+        "--backend", help="as ATTNLIB_BACKEND: a name, prefill:NAME,decode:NAME, or -NAME"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_spec_flags(parser)
     return parser

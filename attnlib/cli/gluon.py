@@ -16,7 +16,12 @@ def gluon_remarks(backend: type[AttentionBackend], device: DeviceInfo) -> list[s
     """One line for a backend with attnlib's own kernels on a Hopper chip, none elsewhere: which of its kernels serve, and why not Gluon's."""
     from attnlib.backends.triton import TritonBackend
 
-    if not issubclass(backend, TritonBackend) or device.type != "cuda" or device.is_rocm or (device.capability or (0, 0))[0] != 9:
+    if (
+        not issubclass(backend, TritonBackend)
+        or device.type != "cuda"
+        or device.is_rocm
+        or (device.capability or (0, 0))[0] != 9
+    ):
         return []
     if backend.config.get("kernels") == "portable":
         return ["plain Triton kernels serve every call (kernels=portable)"]
@@ -24,6 +29,10 @@ def gluon_remarks(backend: type[AttentionBackend], device: DeviceInfo) -> list[s
 
     reason = hopper_missing()
     if reason is None:
-        return ["the Gluon kernels for SM90 can be imported; attnlib explain says which layers they serve"]
+        return [
+            "the Gluon kernels for SM90 can be imported; attnlib explain says which layers they serve"
+        ]
     why = reason.splitlines()[0]
-    return [f"the Gluon kernels for SM90 cannot be imported ({why}): plain Triton kernels serve every call, slower; install triton 3.6 to 3.9"]
+    return [
+        f"the Gluon kernels for SM90 cannot be imported ({why}): plain Triton kernels serve every call, slower; install triton 3.6 to 3.9"
+    ]

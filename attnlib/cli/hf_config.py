@@ -17,7 +17,17 @@ from attnlib.spec import AttentionSpec, AttentionType
 
 __all__ = ["specs_from_config"]
 
-_ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "deberta", "mpnet", "modernbert", "camembert")
+_ENCODERS = (
+    "bert",
+    "roberta",
+    "xlm-roberta",
+    "distilbert",
+    "electra",
+    "deberta",
+    "mpnet",
+    "modernbert",
+    "camembert",
+)
 _SINKS = ("gpt_oss",)
 _ALIBI = ("bloom",)
 _WITHOUT_KEYS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe", "mlp")
@@ -37,7 +47,9 @@ def specs_from_config(path: str | Path, **overrides: Any) -> dict[str, Attention
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
-        raise ContractError(f"no config file at {file}: give a config.json or the folder that holds one")
+        raise ContractError(
+            f"no config file at {file}: give a config.json or the folder that holds one"
+        )
     config = json.loads(file.read_text())
     config = config.get("text_config") or config
     common = _common_fields(config, file)
@@ -45,17 +57,32 @@ def specs_from_config(path: str | Path, **overrides: Any) -> dict[str, Attention
     listed = list(dict.fromkeys(config.get("layer_types") or []))
     kinds = [kind for kind in listed if kind not in _WITHOUT_KEYS]
     if listed and not kinds:
-        raise ContractError(f"{file} has no attention layers: its layer_types are {', '.join(listed)}")
+        raise ContractError(
+            f"{file} has no attention layers: its layer_types are {', '.join(listed)}"
+        )
     if not listed:
         kinds = ["sliding_attention"] if window else ["full_attention"]
-    return {kind: AttentionSpec(**{**common, **_narrowed(kind, window, config, file, overrides), **overrides}) for kind in kinds}
+    return {
+        kind: AttentionSpec(
+            **{**common, **_narrowed(kind, window, config, file, overrides), **overrides}
+        )
+        for kind in kinds
+    }
 
 
-def _narrowed(kind: str, window: int | None, config: dict[str, Any], file: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+def _narrowed(
+    kind: str, window: int | None, config: dict[str, Any], file: Path, overrides: dict[str, Any]
+) -> dict[str, Any]:
     """What a kind of layer has beside the common fields."""
     if kind == "sliding_attention":
-        if window is None and config.get("use_sliding_window") is not False and not {"sliding_window", "window"} & overrides.keys():
-            raise ContractError(f"{file} has sliding_attention layers and no sliding_window: give one")
+        if (
+            window is None
+            and config.get("use_sliding_window") is not False
+            and not {"sliding_window", "window"} & overrides.keys()
+        ):
+            raise ContractError(
+                f"{file} has sliding_attention layers and no sliding_window: give one"
+            )
         return {"sliding_window": window}
     if kind == "chunked_attention":
         return {"attention_chunk_size": config.get("attention_chunk_size")}
@@ -66,15 +93,24 @@ def _common_fields(config: dict[str, Any], file: Path) -> dict[str, Any]:
     heads = _first(config, "num_attention_heads", "n_head", "n_heads")
     hidden = _first(config, "hidden_size", "n_embd", "d_model", "dim")
     if not heads or not (config.get("head_dim") or hidden):
-        raise ContractError(f"{file} has no num_attention_heads with hidden_size or head_dim: is it the config of a transformer?")
+        raise ContractError(
+            f"{file} has no num_attention_heads with hidden_size or head_dim: is it the config of a transformer?"
+        )
     model = str(config.get("model_type", ""))
     return {
         "num_heads": heads,
         "num_kv_heads": _num_kv_heads(config, heads),
         **_head_sizes(config, hidden, heads),
-        "dtype": getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")),
+        "dtype": getattr(
+            torch,
+            str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix(
+                "torch."
+            ),
+        ),
         "logits_soft_cap": config.get("attn_logit_softcapping"),
-        "has_alibi": model in _ALIBI or bool(config.get("alibi")) or bool((config.get("attn_config") or {}).get("alibi")),
+        "has_alibi": model in _ALIBI
+        or bool(config.get("alibi"))
+        or bool((config.get("attn_config") or {}).get("alibi")),
         "has_sink": model in _SINKS,
         "attn_type": AttentionType.ENCODER_ONLY if model in _ENCODERS else AttentionType.DECODER,
     }
@@ -88,8 +124,13 @@ def _num_kv_heads(config: dict[str, Any], heads: int) -> int:
 
 
 def _head_sizes(config: dict[str, Any], hidden: int, heads: int) -> dict[str, int]:
-    if config.get("kv_lora_rank") and config.get("qk_nope_head_dim"):  # head_dim is the rotary part alone there
-        return {"head_size": config["qk_nope_head_dim"] + config["qk_rope_head_dim"], "head_size_v": config["v_head_dim"]}
+    if config.get("kv_lora_rank") and config.get(
+        "qk_nope_head_dim"
+    ):  # head_dim is the rotary part alone there
+        return {
+            "head_size": config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
+            "head_size_v": config["v_head_dim"],
+        }
     return {"head_size": config.get("head_dim") or hidden // heads}
 
 
@@ -97,7 +138,9 @@ def _window(config: dict[str, Any]) -> int | None:
     """W of M2, the query's own key among them."""
     if config.get("use_sliding_window") is False:
         return None
-    if config.get("local_attention"):  # ModernBERT: the whole width; keys up to half of it away are visible
+    if config.get(
+        "local_attention"
+    ):  # ModernBERT: the whole width; keys up to half of it away are visible
         return int(config["local_attention"]) // 2 + 1
     return config.get("sliding_window")
 

@@ -15,8 +15,14 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="attnlib list", description="All known backends, and whether they can run here.")
-    parser.add_argument("--device", default=None, help="device to ask for (default: a GPU where there is one, else the CPU)")
+    parser = argparse.ArgumentParser(
+        prog="attnlib list", description="All known backends, and whether they can run here."
+    )
+    parser.add_argument(
+        "--device",
+        default=None,
+        help="device to ask for (default: a GPU where there is one, else the CPU)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
     device = resolve_device(options.device)
@@ -39,5 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"on {device}")
     for row in rows:
         text = row["description"] if row["available"] else "; ".join(row["reasons"])  # type: ignore[arg-type]  # a list of str in every row
-        print(f"  {row['name']:<12} {'available' if row['available'] else 'unavailable':<11}  {text}")
+        print(
+            f"  {row['name']:<12} {'available' if row['available'] else 'unavailable':<11}  {text}"
+        )
     return 0

@@ -27,14 +27,34 @@ class _Command:
 
 COMMANDS: dict[str, _Command] = {
     "list": _Command("attnlib.cli.list:main", "all known backends, and whether they can run here"),
-    "explain": _Command("attnlib.cli.explain:main", "which backend a spec or a model gets, and why"),
-    "doctor": _Command("attnlib.cli.doctor:main", "versions, hardware, and a tiny kernel on every backend"),
-    "demo": _Command("attnlib.cli.demo:main", "serve a batch of prompts through the paged cache and check every token"),
-    "verify": _Command("attnlib.testing.commands:verify_main", "the exam: does a backend compute what the rules say?"),
-    "parity": _Command("attnlib.testing.commands:parity_main", "every pair of installed backends, and how far apart they are"),
-    "replay": _Command("attnlib.testing.commands:replay_main", "run a recorded call on a backend, and shrink it while it fails"),
-    "bench": _Command("attnlib.bench.command:main", "backends side by side: right, then how fast, in the same run"),
-    "tune": _Command("attnlib.cli.tune:main", "measure tiles and backends on this chip, for auto to follow"),
+    "explain": _Command(
+        "attnlib.cli.explain:main", "which backend a spec or a model gets, and why"
+    ),
+    "doctor": _Command(
+        "attnlib.cli.doctor:main", "versions, hardware, and a tiny kernel on every backend"
+    ),
+    "demo": _Command(
+        "attnlib.cli.demo:main",
+        "serve a batch of prompts through the paged cache and check every token",
+    ),
+    "verify": _Command(
+        "attnlib.testing.commands:verify_main",
+        "the exam: does a backend compute what the rules say?",
+    ),
+    "parity": _Command(
+        "attnlib.testing.commands:parity_main",
+        "every pair of installed backends, and how far apart they are",
+    ),
+    "replay": _Command(
+        "attnlib.testing.commands:replay_main",
+        "run a recorded call on a backend, and shrink it while it fails",
+    ),
+    "bench": _Command(
+        "attnlib.bench.command:main", "backends side by side: right, then how fast, in the same run"
+    ),
+    "tune": _Command(
+        "attnlib.cli.tune:main", "measure tiles and backends on this chip, for auto to follow"
+    ),
 }
 
 
@@ -62,7 +82,9 @@ def _usage(arguments: Sequence[str]) -> int:
     out = sys.stderr if wrong else sys.stdout
     if wrong:
         print(f"attnlib: unknown command {arguments[0]!r}\n", file=out)
-    print("usage: attnlib COMMAND [OPTIONS]   (attnlib COMMAND --help tells the options)\n", file=out)
+    print(
+        "usage: attnlib COMMAND [OPTIONS]   (attnlib COMMAND --help tells the options)\n", file=out
+    )
     for name, command in COMMANDS.items():
         print(f"  {name:<8} {command.help}", file=out)
     return 2 if wrong else 0

@@ -18,7 +18,7 @@ _TOLERANCE = 0.03
 
 
 def smoke_test(backend: type[AttentionBackend], device: DeviceInfo) -> str:
-    """"ran ..." with the error, or what went wrong in one line. Never raises."""
+    """ "ran ..." with the error, or what went wrong in one line. Never raises."""
     try:
         spec = _ordinary_spec(backend, device)
         if spec is None:
@@ -26,7 +26,9 @@ def smoke_test(backend: type[AttentionBackend], device: DeviceInfo) -> str:
         mine, reference = _run(backend, spec, device.torch_device)
         error = float((mine - reference).norm() / reference.norm())
         verdict = "ran" if error < _TOLERANCE else "WRONG"
-        return f"{verdict} a batch of {spec.dtype} with heads of {spec.head_size}, off by {error:.1e}".replace("torch.", "")
+        return f"{verdict} a batch of {spec.dtype} with heads of {spec.head_size}, off by {error:.1e}".replace(
+            "torch.", ""
+        )
     except Exception as problem:
         return f"failed: {type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}"
 
@@ -34,18 +36,26 @@ def smoke_test(backend: type[AttentionBackend], device: DeviceInfo) -> str:
 def _ordinary_spec(backend: type[AttentionBackend], device: DeviceInfo) -> AttentionSpec | None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for block_size in (16, 256, 128):
-            spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype=dtype, block_size=block_size)
+            spec = AttentionSpec(
+                num_heads=4, num_kv_heads=2, head_size=64, dtype=dtype, block_size=block_size
+            )
             if not backend.validate_configuration(spec, device):
                 return spec
     return None
 
 
-def _run(backend: type[AttentionBackend], spec: AttentionSpec, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _run(
+    backend: type[AttentionBackend], spec: AttentionSpec, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(what the backend says, what softmax(q k / sqrt(D)) v says) for one token without context and one prompt of eight."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(9, heads, 64, generator=generator).to(device, spec.dtype) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(9, heads, 64, generator=generator).to(device, spec.dtype) for heads in (4, 2, 2)
+    )
     cache = PagedKVCache.allocate(spec, 4, device)
-    common = CommonAttentionMetadata.from_lengths([1, 8], [1, 8], [[2], [1]], spec.block_size, device)
+    common = CommonAttentionMetadata.from_lengths(
+        [1, 8], [1, 8], [[2], [1]], spec.block_size, device
+    )
     step = backend.make_builder(spec, device).build(0, common)
     out: torch.Tensor = Attention(spec, backend=backend, device=device)(q, k, v, cache, step)
     wide_k, wide_v = (x.float().repeat_interleave(2, dim=1) for x in (k, v))

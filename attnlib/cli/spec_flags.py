@@ -13,15 +13,34 @@ from attnlib.spec import AttentionSpec, AttentionType, MaskKind
 
 __all__ = ["add_spec_flags", "names_a_spec", "spec_fields", "specs_of"]
 
-_NUMBERS = ("num_heads", "num_kv_heads", "head_size", "head_size_v", "block_size", "sliding_window", "attention_chunk_size")
+_NUMBERS = (
+    "num_heads",
+    "num_kv_heads",
+    "head_size",
+    "head_size_v",
+    "block_size",
+    "sliding_window",
+    "attention_chunk_size",
+)
 _SWITCHES = ("has_alibi", "has_sink", "use_mla", "needs_lse", "kv_sharing", "batch_invariant")
-_WORDS = ("kv_cache_dtype", "kv_scale_kind", "kv_cache_layout", "logits_soft_cap", "attn_type", "mask_kind")
+_WORDS = (
+    "kv_cache_dtype",
+    "kv_scale_kind",
+    "kv_cache_layout",
+    "logits_soft_cap",
+    "attn_type",
+    "mask_kind",
+)
 
 
 def add_spec_flags(parser: argparse.ArgumentParser) -> None:
     """Add `--config` and one flag for each field of a spec."""
-    parser.add_argument("--config", help="a Hugging Face config.json, or its folder; flags below win over it")
-    spec = parser.add_argument_group("the spec (default: 32 query heads, 8 KV heads, head size 128, bfloat16)")
+    parser.add_argument(
+        "--config", help="a Hugging Face config.json, or its folder; flags below win over it"
+    )
+    spec = parser.add_argument_group(
+        "the spec (default: 32 query heads, 8 KV heads, head size 128, bfloat16)"
+    )
     for name in _NUMBERS:
         spec.add_argument(f"--{name.replace('_', '-')}", type=int)
     spec.add_argument("--dtype", help="bfloat16, float16, float32")
@@ -49,7 +68,17 @@ def specs_of(options: argparse.Namespace) -> dict[str, AttentionSpec]:
     fields = spec_fields(options)
     if options.config:
         return specs_from_config(options.config, **fields)
-    return {"": AttentionSpec(**{"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16, **fields})}
+    return {
+        "": AttentionSpec(
+            **{
+                "num_heads": 32,
+                "num_kv_heads": 8,
+                "head_size": 128,
+                "dtype": torch.bfloat16,
+                **fields,
+            }
+        )
+    }
 
 
 def spec_fields(options: argparse.Namespace) -> dict[str, Any]:
@@ -63,6 +92,8 @@ def spec_fields(options: argparse.Namespace) -> dict[str, Any]:
     if options.dtype:
         dtype = getattr(torch, options.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise ContractError(f"--dtype {options.dtype} is no torch dtype; use bfloat16, float16 or float32")
+            raise ContractError(
+                f"--dtype {options.dtype} is no torch dtype; use bfloat16, float16 or float32"
+            )
         fields["dtype"] = dtype
     return fields

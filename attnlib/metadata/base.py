@@ -48,7 +48,9 @@ class AttentionMetadata(ABC):
 
     def __post_init__(self) -> None:
         self.handle = handle_of(self)  # no field: a copy of this batch is another batch
-        self.settled: dict[Any, Any] = {}  # likewise: how calls over this batch are served again (`AttentionImpl.settle`), by kind of call
+        self.settled: dict[
+            Any, Any
+        ] = {}  # likewise: how calls over this batch are served again (`AttentionImpl.settle`), by kind of call
 
     @property
     @abstractmethod
@@ -63,7 +65,11 @@ class AttentionMetadata(ABC):
     def asdict_zerocopy(self, skip_fields: set[str] | None = None) -> dict[str, Any]:
         """Field -> value without copying tensors (`dataclasses.asdict` copies deeply)."""
         skip = skip_fields or set()
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in skip}
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in skip
+        }
 
 
 M = TypeVar("M", bound=AttentionMetadata)
@@ -116,7 +122,12 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         return self.cudagraph_support is CudaGraphSupport.ALWAYS
 
     @abstractmethod
-    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> M:
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> M:
         """The backend's metadata of one batch.
 
         Args:
@@ -129,7 +140,9 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         """The metadata to capture a CUDA graph with; by default an ordinary build."""
         return self.build(0, common_attn_metadata)
 
-    def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> M:
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> M:
         """The metadata of one draft step of speculative decoding."""
         return self.build(0, common_attn_metadata, fast_build=True)
 
@@ -173,9 +186,13 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         """
         if self.reorder_batch_threshold is None:
             return False
-        return reorder_batch_to_split_decodes_and_prefills(input_batch, scheduler_output, self.reorder_batch_threshold)
+        return reorder_batch_to_split_decodes_and_prefills(
+            input_batch, scheduler_output, self.reorder_batch_threshold
+        )
 
-    def update_block_table(self, metadata: M, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> M:
+    def update_block_table(
+        self, metadata: M, block_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> M:
         """The same batch with other blocks (another layer group of the same shape): everything else is reused."""
         changes: dict[str, Any] = {"block_table": block_table, "slot_mapping": slot_mapping}
         return dataclasses.replace(metadata, **changes)

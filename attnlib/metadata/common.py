@@ -94,8 +94,18 @@ class CommonAttentionMetadata:
         table = slots = None
         if block_table is not None:
             if block_size is None or block_size < 1:
-                raise ContractError(f"block_size={block_size} must be given with a block table, and be at least 1")
-            table, slots = _place(block_table, starts, queries, sequences, block_size, device, write=not is_cross_attention)
+                raise ContractError(
+                    f"block_size={block_size} must be given with a block table, and be at least 1"
+                )
+            table, slots = _place(
+                block_table,
+                starts,
+                queries,
+                sequences,
+                block_size,
+                device,
+                write=not is_cross_attention,
+            )
         return cls(
             query_start_loc=starts.to(device, non_blocking=True),
             query_start_loc_cpu=starts,
@@ -142,21 +152,35 @@ class CommonAttentionMetadata:
             num_computed_tokens_cpu=self.num_computed_tokens_cpu[:num_reqs],
             num_reqs=num_reqs,
             num_actual_tokens=num_actual_tokens,
-            block_table_tensor=None if self.block_table_tensor is None else self.block_table_tensor[:num_reqs],
-            slot_mapping=None if self.slot_mapping is None else self.slot_mapping[:num_actual_tokens],
+            block_table_tensor=None
+            if self.block_table_tensor is None
+            else self.block_table_tensor[:num_reqs],
+            slot_mapping=None
+            if self.slot_mapping is None
+            else self.slot_mapping[:num_actual_tokens],
             causal=self.causal[:num_reqs] if isinstance(self.causal, torch.Tensor) else self.causal,
             query_bias=None if self.query_bias is None else self.query_bias[:num_actual_tokens],
         )
 
 
-def _checked_lengths(query_lens: Sequence[int], seq_lens: Sequence[int], is_cross_attention: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    queries, sequences = (torch.as_tensor(lengths, dtype=torch.int32, device="cpu").reshape(-1) for lengths in (query_lens, seq_lens))
+def _checked_lengths(
+    query_lens: Sequence[int], seq_lens: Sequence[int], is_cross_attention: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    queries, sequences = (
+        torch.as_tensor(lengths, dtype=torch.int32, device="cpu").reshape(-1)
+        for lengths in (query_lens, seq_lens)
+    )
     if queries.shape != sequences.shape:
-        raise ContractError(f"{len(queries)} query_lens and {len(sequences)} seq_lens: every request needs one of each", rule="M1")
+        raise ContractError(
+            f"{len(queries)} query_lens and {len(sequences)} seq_lens: every request needs one of each",
+            rule="M1",
+        )
     for name, lengths in (("query_lens", queries), ("seq_lens", sequences)):
         if bool((lengths < 0).any()):
             request = _first(lengths < 0)
-            raise ContractError(f"{name}[{request}]={lengths[request]} must not be negative", rule="M7")
+            raise ContractError(
+                f"{name}[{request}]={lengths[request]} must not be negative", rule="M7"
+            )
     short = sequences < queries
     if not is_cross_attention and short.any():
         request = _first(short)
@@ -193,7 +217,9 @@ def _place(
     if not write:
         return table, None
     request = torch.repeat_interleave(torch.arange(len(queries), device="cpu"), queries.long())
-    position = torch.arange(len(request), device="cpu") + (sequences - queries - starts[:-1])[request]
+    position = (
+        torch.arange(len(request), device="cpu") + (sequences - queries - starts[:-1])[request]
+    )
     blocks = rows[request, position // block_size].long()
     if bool((blocks < 0).any()):
         token = _first(blocks < 0)
@@ -209,10 +235,14 @@ def _dense(block_table: _TableLike, sequences: torch.Tensor, block_size: int) ->
     if isinstance(block_table, torch.Tensor):
         return block_table.to(torch.int32).contiguous()
     if len(block_table) != len(sequences):
-        raise ContractError(f"block_table has {len(block_table)} rows for {len(sequences)} requests", rule="P3")
+        raise ContractError(
+            f"block_table has {len(block_table)} rows for {len(sequences)} requests", rule="P3"
+        )
     for request, row in enumerate(block_table):
         if len(row) * block_size < sequences[request]:
-            raise ContractError(_too_narrow(request, len(row), int(sequences[request]), block_size), rule="P3")
+            raise ContractError(
+                _too_narrow(request, len(row), int(sequences[request]), block_size), rule="P3"
+            )
     width = max((len(row) for row in block_table), default=0)
     rows = [[*row, *[-1] * (width - len(row))] for row in block_table]
     return torch.tensor(rows, dtype=torch.int32, device="cpu").reshape(len(rows), width)
@@ -220,10 +250,15 @@ def _dense(block_table: _TableLike, sequences: torch.Tensor, block_size: int) ->
 
 def _check_width(shape: Sequence[int], sequences: torch.Tensor, block_size: int) -> None:
     if len(shape) != 2 or shape[0] != len(sequences):
-        raise ContractError(f"block_table has shape {tuple(shape)}; it must be [{len(sequences)} requests, max_blocks]", rule="P3")
+        raise ContractError(
+            f"block_table has shape {tuple(shape)}; it must be [{len(sequences)} requests, max_blocks]",
+            rule="P3",
+        )
     if len(sequences) and int(sequences.max()) > shape[1] * block_size:
         request = int(sequences.argmax())
-        raise ContractError(_too_narrow(request, shape[1], int(sequences[request]), block_size), rule="P3")
+        raise ContractError(
+            _too_narrow(request, shape[1], int(sequences[request]), block_size), rule="P3"
+        )
 
 
 def _too_narrow(request: int, columns: int, seq_len: int, block_size: int) -> str:

@@ -53,9 +53,13 @@ class GraphGuard:
             if other is None:
                 findings.append(f"{name} was a tensor at capture and is none now")
             elif other.address != place.address:
-                findings.append(f"{name} was at {place.address:#x} at capture and is at {other.address:#x} now")
+                findings.append(
+                    f"{name} was at {place.address:#x} at capture and is at {other.address:#x} now"
+                )
             elif (other.shape, other.stride) != (place.shape, place.stride):
-                findings.append(f"{name} had shape {place.shape} and strides {place.stride} at capture, now {other.shape} and {other.stride}")
+                findings.append(
+                    f"{name} had shape {place.shape} and strides {place.stride} at capture, now {other.shape} and {other.stride}"
+                )
         return findings
 
     def check(self, metadata: Any) -> None:
@@ -89,4 +93,7 @@ def tensor_addresses(metadata: Any, prefix: str = "") -> Iterator[tuple[str, tor
     elif dataclasses.is_dataclass(metadata) and not isinstance(metadata, type):
         for field in dataclasses.fields(metadata):
             if not field.name.endswith("_cpu") and field.name != "common":
-                yield from tensor_addresses(getattr(metadata, field.name), f"{prefix}.{field.name}" if prefix else field.name)
+                yield from tensor_addresses(
+                    getattr(metadata, field.name),
+                    f"{prefix}.{field.name}" if prefix else field.name,
+                )

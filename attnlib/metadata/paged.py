@@ -65,7 +65,11 @@ class PagedMetadata(AttentionMetadata):
         """The decode part as a batch of its own; None when no request goes that way."""
         if self.num_decodes == 0:
             return None
-        return self if self.num_prefills == 0 else self._part(slice(0, self.num_decodes), slice(0, self.num_decode_tokens))
+        return (
+            self
+            if self.num_prefills == 0
+            else self._part(slice(0, self.num_decodes), slice(0, self.num_decode_tokens))
+        )
 
     @cached_property
     def prefill_metadata(self: P) -> P | None:
@@ -74,7 +78,10 @@ class PagedMetadata(AttentionMetadata):
             return None
         if self.num_decodes == 0:
             return self
-        return self._part(slice(self.num_decodes, self.num_reqs), slice(self.num_decode_tokens, self.num_actual_tokens))
+        return self._part(
+            slice(self.num_decodes, self.num_reqs),
+            slice(self.num_decode_tokens, self.num_actual_tokens),
+        )
 
     def _part(self: P, requests: slice, tokens: slice) -> P:
         is_decode = requests.start == 0
@@ -88,14 +95,17 @@ class PagedMetadata(AttentionMetadata):
             num_prefills=0 if is_decode else count,
             num_prefill_tokens=0 if is_decode else num_tokens,
             max_query_len=self.max_decode_query_len if is_decode else self.max_query_len,
-            query_start_loc=self.query_start_loc[starts] if is_decode else self._prefill_starts(starts),
+            query_start_loc=self.query_start_loc[starts]
+            if is_decode
+            else self._prefill_starts(starts),
             prefill_query_start_loc=None,
             seq_lens=self.seq_lens[requests],
             block_table=None if self.block_table is None else self.block_table[requests],
             slot_mapping=None if self.slot_mapping is None else self.slot_mapping[tokens],
             causal=self.causal[requests] if isinstance(self.causal, torch.Tensor) else self.causal,
             query_bias=None if self.query_bias is None else self.query_bias[tokens],
-            query_start_loc_cpu=self.query_start_loc_cpu[starts] - self.query_start_loc_cpu[requests.start],
+            query_start_loc_cpu=self.query_start_loc_cpu[starts]
+            - self.query_start_loc_cpu[requests.start],
             seq_lens_cpu=self.seq_lens_cpu[requests],
         )
 
@@ -106,7 +116,11 @@ class PagedMetadata(AttentionMetadata):
 
 
 def paged_fields(
-    common: CommonAttentionMetadata, spec: AttentionSpec, decode_threshold: int | None, *, this_batch_only: bool = False
+    common: CommonAttentionMetadata,
+    spec: AttentionSpec,
+    decode_threshold: int | None,
+    *,
+    this_batch_only: bool = False,
 ) -> dict[str, Any]:
     """The fields of `PagedMetadata` for a batch, as keyword arguments for a backend's subclass. No host sync.
 
@@ -145,7 +159,9 @@ def paged_fields(
         "max_seq_len": common.max_seq_len,
         "max_decode_query_len": longest_decode,
         "query_start_loc": common.query_start_loc,
-        "prefill_query_start_loc": common.query_start_loc[num_decodes:] - decode_tokens if mixed else None,
+        "prefill_query_start_loc": common.query_start_loc[num_decodes:] - decode_tokens
+        if mixed
+        else None,
         "seq_lens": common.seq_lens,
         "block_table": common.block_table_tensor if spec.is_paged else None,
         "causal": spec.is_causal if common.causal is None else common.causal,

@@ -8,7 +8,12 @@ from typing import Any
 
 from attnlib.errors import UnsupportedConfigError
 
-__all__ = ["PerLayerParameters", "get_per_layer_parameters", "group_layers", "infer_global_hyperparameters"]
+__all__ = [
+    "PerLayerParameters",
+    "get_per_layer_parameters",
+    "group_layers",
+    "infer_global_hyperparameters",
+]
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,9 @@ class PerLayerParameters:
     window_right: int = -1
 
 
-def get_per_layer_parameters(layers: Mapping[str, Any], impl_cls: type | None = None) -> dict[str, PerLayerParameters]:
+def get_per_layer_parameters(
+    layers: Mapping[str, Any], impl_cls: type | None = None
+) -> dict[str, PerLayerParameters]:
     """Scan attention layers (name -> `Attention`, or anything with an `impl`) for what plan-time kernels need.
 
     Raises:
@@ -38,13 +45,17 @@ def get_per_layer_parameters(layers: Mapping[str, Any], impl_cls: type | None = 
     for name, layer in layers.items():
         impl = layer.impl
         if impl_cls is not None and not isinstance(impl, impl_cls):
-            raise UnsupportedConfigError(f"layer {name} runs on {type(impl).__name__}, but this plan serves {impl_cls.__name__} only")
+            raise UnsupportedConfigError(
+                f"layer {name} runs on {type(impl).__name__}, but this plan serves {impl_cls.__name__} only"
+            )
         left, right = impl.spec.visible_window.as_kernel_args()
         found[name] = PerLayerParameters(left, impl.spec.logits_soft_cap, impl.scale, right)
     return found
 
 
-def infer_global_hyperparameters(per_layer_params: Mapping[str, PerLayerParameters]) -> PerLayerParameters:
+def infer_global_hyperparameters(
+    per_layer_params: Mapping[str, PerLayerParameters],
+) -> PerLayerParameters:
     """The one set of parameters that all layers share.
 
     Raises:
@@ -52,7 +63,9 @@ def infer_global_hyperparameters(per_layer_params: Mapping[str, PerLayerParamete
     """
     groups = group_layers(per_layer_params)
     if not groups:
-        raise UnsupportedConfigError("no attention layers were found, so there is nothing to plan for")
+        raise UnsupportedConfigError(
+            "no attention layers were found, so there is nothing to plan for"
+        )
     if len(groups) > 1:
         (first, first_names), (second, second_names) = list(groups.items())[:2]
         raise UnsupportedConfigError(
@@ -62,11 +75,11 @@ def infer_global_hyperparameters(per_layer_params: Mapping[str, PerLayerParamete
     return next(iter(groups))
 
 
-def group_layers(per_layer_params: Mapping[str, PerLayerParameters]) -> dict[PerLayerParameters, list[str]]:
+def group_layers(
+    per_layer_params: Mapping[str, PerLayerParameters],
+) -> dict[PerLayerParameters, list[str]]:
     """Layers by their parameters, in order of appearance: one plan per group serves models whose layers differ."""
     groups: dict[PerLayerParameters, list[str]] = {}
     for name, parameters in per_layer_params.items():
         groups.setdefault(parameters, []).append(name)
     return groups
-
-

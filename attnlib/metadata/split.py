@@ -29,7 +29,10 @@ class InputBatch(Protocol):
 
 
 def split_decodes_and_prefills(
-    common_attn_metadata: CommonAttentionMetadata, decode_threshold: int = 1, *, require_uniform: bool = False
+    common_attn_metadata: CommonAttentionMetadata,
+    decode_threshold: int = 1,
+    *,
+    require_uniform: bool = False,
 ) -> tuple[int, int, int, int]:
     """Where the prefills begin in a batch whose decodes stand first.
 
@@ -89,12 +92,25 @@ def split_decodes_prefills_and_extends(
     extends = first_true(pure)
     if not bool(pure[extends:].all()):
         request = decodes + extends + first_true(~pure[extends:])
-        raise ContractError(f"request {request} has context but stands behind a pure prefill: extends come first")
-    extend_tokens = int(common.query_start_loc_cpu[decodes + extends]) - decode_tokens if rest else 0
-    return decodes, extends, rest - extends, decode_tokens, extend_tokens, rest_tokens - extend_tokens
+        raise ContractError(
+            f"request {request} has context but stands behind a pure prefill: extends come first"
+        )
+    extend_tokens = (
+        int(common.query_start_loc_cpu[decodes + extends]) - decode_tokens if rest else 0
+    )
+    return (
+        decodes,
+        extends,
+        rest - extends,
+        decode_tokens,
+        extend_tokens,
+        rest_tokens - extend_tokens,
+    )
 
 
-def split_prefill_chunks(seq_lens_cpu: torch.Tensor, workspace_size: int, request_offset: int = 0) -> list[tuple[int, int]]:
+def split_prefill_chunks(
+    seq_lens_cpu: torch.Tensor, workspace_size: int, request_offset: int = 0
+) -> list[tuple[int, int]]:
     """Greedy packing: runs of requests whose summed lengths fit `workspace_size`.
 
     Returns:
@@ -107,7 +123,9 @@ def split_prefill_chunks(seq_lens_cpu: torch.Tensor, workspace_size: int, reques
     start = total = 0
     for index, length in enumerate(int(n) for n in seq_lens_cpu):
         if length > workspace_size:
-            raise ContractError(f"seq_lens[{request_offset + index}]={length} alone exceeds workspace_size={workspace_size}")
+            raise ContractError(
+                f"seq_lens[{request_offset + index}]={length} alone exceeds workspace_size={workspace_size}"
+            )
         if total + length > workspace_size:
             chunks.append((request_offset + start, request_offset + index))
             start, total = index, 0
@@ -117,7 +135,9 @@ def split_prefill_chunks(seq_lens_cpu: torch.Tensor, workspace_size: int, reques
     return chunks
 
 
-def reorder_batch_to_split_decodes_and_prefills(input_batch: InputBatch, scheduler_output: Any, decode_threshold: int = 1) -> bool:
+def reorder_batch_to_split_decodes_and_prefills(
+    input_batch: InputBatch, scheduler_output: Any, decode_threshold: int = 1
+) -> bool:
     """Bring requests with at most `decode_threshold` scheduled tokens to the front, with the fewest swaps.
 
     Args:
@@ -128,7 +148,10 @@ def reorder_batch_to_split_decodes_and_prefills(input_batch: InputBatch, schedul
     Returns:
         True when rows were exchanged.
     """
-    is_decode = [scheduler_output.num_scheduled_tokens[request] <= decode_threshold for request in input_batch.req_ids]
+    is_decode = [
+        scheduler_output.num_scheduled_tokens[request] <= decode_threshold
+        for request in input_batch.req_ids
+    ]
     num_decodes = sum(is_decode)
     # Every prefill among the first rows pairs with a decode behind them; nobody else has to move.
     misplaced_prefills = [row for row in range(num_decodes) if not is_decode[row]]

@@ -27,7 +27,13 @@ class AttentionState(Generic[M]):
         max_blocks: columns of the persistent block table; None means what `limits.max_seq_len` needs.
     """
 
-    def __init__(self, builder: AttentionMetadataBuilder[M], limits: BatchLimits, *, max_blocks: int | None = None) -> None:
+    def __init__(
+        self,
+        builder: AttentionMetadataBuilder[M],
+        limits: BatchLimits,
+        *,
+        max_blocks: int | None = None,
+    ) -> None:
         self.builder = builder
         self.limits = limits
         self.max_blocks = max_blocks or -(-limits.max_seq_len // builder.spec.block_size)
@@ -37,7 +43,12 @@ class AttentionState(Generic[M]):
         self._block_table = torch.zeros(reqs, self.max_blocks, dtype=torch.int32, device=device)
         self._slot_mapping = torch.full((tokens,), -1, dtype=torch.int64, device=device)
 
-    def begin_forward(self, common_attn_metadata: CommonAttentionMetadata, padded_num_reqs: int, query_len: int = 1) -> CommonAttentionMetadata:
+    def begin_forward(
+        self,
+        common_attn_metadata: CommonAttentionMetadata,
+        padded_num_reqs: int,
+        query_len: int = 1,
+    ) -> CommonAttentionMetadata:
         """Copy a batch into the persistent buffers, padded to a captured size. No host sync.
 
         Padding rows are the one documented kind (M7): query_len 0, seq_len 0, slot -1.
@@ -65,10 +76,14 @@ class AttentionState(Generic[M]):
             self._block_table[:reqs, :width].copy_(common.block_table_tensor, non_blocking=True)
         self._slot_mapping[:tokens].fill_(-1)
         if common.slot_mapping is not None:
-            self._slot_mapping[: common.num_actual_tokens].copy_(common.slot_mapping[: common.num_actual_tokens], non_blocking=True)
+            self._slot_mapping[: common.num_actual_tokens].copy_(
+                common.slot_mapping[: common.num_actual_tokens], non_blocking=True
+            )
         return self._padded(padded_num_reqs, query_len, common)
 
-    def get_graph_input_buffers(self, attn_metadata: M | None = None, is_encoder_decoder_model: bool = False) -> dict[str, torch.Tensor]:
+    def get_graph_input_buffers(
+        self, attn_metadata: M | None = None, is_encoder_decoder_model: bool = False
+    ) -> dict[str, torch.Tensor]:
         """The persistent buffers by name: what a captured graph reads. They keep their addresses for the state's lifetime (G3)."""
         return {
             "query_start_loc": self._query_start_loc,
@@ -77,7 +92,9 @@ class AttentionState(Generic[M]):
             "slot_mapping": self._slot_mapping,
         }
 
-    def graph_capture_get_metadata_for_batch(self, batch_size: int, is_encoder_decoder_model: bool = False, *, query_len: int = 1) -> M:
+    def graph_capture_get_metadata_for_batch(
+        self, batch_size: int, is_encoder_decoder_model: bool = False, *, query_len: int = 1
+    ) -> M:
         """Metadata to capture a graph of `batch_size` requests of `query_len` tokens with, over the persistent buffers.
 
         The captured lengths are small (each request sees just its own new tokens); bounds are the limits, so grids fit every later batch.
@@ -93,16 +110,32 @@ class AttentionState(Generic[M]):
     def graph_clone(self, batch_size: int) -> AttentionState[M]:
         """A state with buffers of its own for `batch_size` requests (a second graph that may be in flight at the same time)."""
         per_request = -(-self.limits.max_num_tokens // self.limits.max_num_reqs)
-        limits = BatchLimits(max_num_reqs=batch_size, max_num_tokens=batch_size * per_request, max_seq_len=self.limits.max_seq_len)
+        limits = BatchLimits(
+            max_num_reqs=batch_size,
+            max_num_tokens=batch_size * per_request,
+            max_seq_len=self.limits.max_seq_len,
+        )
         return type(self)(self.builder, limits, max_blocks=self.max_blocks)
 
-    def _padded(self, reqs: int, query_len: int, common: CommonAttentionMetadata | None) -> CommonAttentionMetadata:
+    def _padded(
+        self, reqs: int, query_len: int, common: CommonAttentionMetadata | None
+    ) -> CommonAttentionMetadata:
         """A batch of `reqs` rows over the buffers; host copies say the same as the device, bounds are the captured ones."""
-        starts, seq_lens = torch.arange(reqs + 1, dtype=torch.int32) * query_len, torch.full((reqs,), query_len, dtype=torch.int32)
+        starts, seq_lens = (
+            torch.arange(reqs + 1, dtype=torch.int32) * query_len,
+            torch.full((reqs,), query_len, dtype=torch.int32),
+        )
         extra: dict[str, Any] = {}
         if common is not None:
-            starts = torch.cat([common.query_start_loc_cpu, common.query_start_loc_cpu[-1:].expand(reqs - common.num_reqs)])
-            seq_lens = torch.cat([common.seq_lens_cpu, torch.zeros(reqs - common.num_reqs, dtype=torch.int32)])
+            starts = torch.cat(
+                [
+                    common.query_start_loc_cpu,
+                    common.query_start_loc_cpu[-1:].expand(reqs - common.num_reqs),
+                ]
+            )
+            seq_lens = torch.cat(
+                [common.seq_lens_cpu, torch.zeros(reqs - common.num_reqs, dtype=torch.int32)]
+            )
             extra = {"causal": common.causal}
         return CommonAttentionMetadata(
             query_start_loc=self._query_start_loc[: reqs + 1],
@@ -127,11 +160,14 @@ class AttentionState(Generic[M]):
             )
         for name, value in (("causal", common.causal), ("query_bias", common.query_bias)):
             if isinstance(value, torch.Tensor):
-                raise ContractError(f"{name} is a tensor of this batch, and a captured graph would keep reading it: run such batches without a graph")
+                raise ContractError(
+                    f"{name} is a tensor of this batch, and a captured graph would keep reading it: run such batches without a graph"
+                )
         width = 0 if common.block_table_tensor is None else common.block_table_tensor.shape[1]
         if width > self.max_blocks:
             raise ContractError(
-                f"block_table has {width} columns, the captured one has {self.max_blocks}: raise max_seq_len in the limits", rule="P3"
+                f"block_table has {width} columns, the captured one has {self.max_blocks}: raise max_seq_len in the limits",
+                rule="P3",
             )
         if common.max_seq_len > self.limits.max_seq_len:
             raise ContractError(

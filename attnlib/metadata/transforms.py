@@ -15,7 +15,11 @@ __all__ = ["make_local_attention_virtual_batches"]
 
 
 def make_local_attention_virtual_batches(
-    attn_chunk_size: int, query_start_loc_np: np.ndarray, seq_lens_np: np.ndarray, block_table: torch.Tensor, block_size: int
+    attn_chunk_size: int,
+    query_start_loc_np: np.ndarray,
+    seq_lens_np: np.ndarray,
+    block_table: torch.Tensor,
+    block_size: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, torch.Tensor]:
     """One virtual request for each chunk that a request's new tokens touch; within it, plain causal attention is chunked attention.
 
@@ -39,7 +43,9 @@ def make_local_attention_virtual_batches(
     import numpy as np  # the caller's arrays are numpy's (vLLM's signature); nothing else in the core needs it
 
     if block_size < 1 or attn_chunk_size % block_size:
-        raise ContractError(f"attn_chunk_size={attn_chunk_size} is no multiple of block_size={block_size}: a virtual request must start with a block")
+        raise ContractError(
+            f"attn_chunk_size={attn_chunk_size} is no multiple of block_size={block_size}: a virtual request must start with a block"
+        )
     query_lens = np.diff(query_start_loc_np)
     context = seq_lens_np - query_lens
     first = context // attn_chunk_size
@@ -54,5 +60,12 @@ def make_local_attention_virtual_batches(
     columns = (key_start // block_size)[:, None] + np.arange(attn_chunk_size // block_size)
     columns = np.minimum(columns, max(block_table.shape[1] - 1, 0))
     rows_index = torch.from_numpy(np.repeat(request, columns.shape[1])).to(block_table.device)
-    local_table = block_table[rows_index, torch.from_numpy(columns.reshape(-1)).to(block_table.device)]
-    return query_lens_local, starts_local, (key_end - key_start).astype(np.int32), local_table.view(columns.shape)
+    local_table = block_table[
+        rows_index, torch.from_numpy(columns.reshape(-1)).to(block_table.device)
+    ]
+    return (
+        query_lens_local,
+        starts_local,
+        (key_end - key_start).astype(np.int32),
+        local_table.view(columns.shape),
+    )

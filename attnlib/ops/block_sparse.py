@@ -49,7 +49,9 @@ class BlockSparsePattern:
         if self.head_sliding_step >= 0:
             counted = self.tp_rank * self.num_heads + heads
         else:
-            counted = self.tp_rank * self.num_kv_heads + heads // (self.num_heads // self.num_kv_heads)
+            counted = self.tp_rank * self.num_kv_heads + heads // (
+                self.num_heads // self.num_kv_heads
+            )
         offsets = counted * abs(self.head_sliding_step) + 1
         striped = (blocks + offsets[:, None]) % self.vert_stride == 0
         local = blocks > (seq_len - 1) // self.block_size - self.local_blocks
@@ -72,4 +74,6 @@ def block_sparse_decode(
     hidden = ~pattern.visible(seq_len, query.device)
     if bias is None:
         bias = torch.zeros(hidden.shape, dtype=score_dtype(query), device=query.device)
-    return general_attention(query, key, value, bias.masked_fill(hidden, -torch.inf), rules, k_factor, v_factor)[0]
+    return general_attention(
+        query, key, value, bias.masked_fill(hidden, -torch.inf), rules, k_factor, v_factor
+    )[0]

@@ -24,6 +24,7 @@ from attnlib.ops.torch.rules import ScoreRules
 
 __all__ = ["PagedAttention", "PagedAttentionMetadata"]
 
+
 @dataclass
 class PagedAttentionMetadata:
     """What paged attention needs to know of a batch.
@@ -48,12 +49,16 @@ class PagedAttention:
         return [32, 64, 80, 96, 112, 120, 128, 192, 256]
 
     @staticmethod
-    def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
         """`(2, B, N * Hkv * D)`: keys, then values."""
         return (2, num_blocks, block_size * num_kv_heads * head_size)
 
     @staticmethod
-    def split_kv_cache(kv_cache: Tensor, num_kv_heads: int, head_size: int) -> tuple[Tensor, Tensor]:
+    def split_kv_cache(
+        kv_cache: Tensor, num_kv_heads: int, head_size: int
+    ) -> tuple[Tensor, Tensor]:
         """Views of `kv_cache [2, B, N * Hkv * D]`: keys `[B, Hkv, D / x, N, x]` and values `[B, Hkv, D, N]`.
 
         Raises:
@@ -81,7 +86,10 @@ class PagedAttention:
         v_scale: float | Tensor,
     ) -> None:
         """Write `key [T, Hkv, D]` and `value [T, Hkv, D]` to their slots; -1 writes nothing (P4)."""
-        key_cache, value_cache = typed_cache(key_cache, kv_cache_dtype), typed_cache(value_cache, kv_cache_dtype)
+        key_cache, value_cache = (
+            typed_cache(key_cache, kv_cache_dtype),
+            typed_cache(value_cache, kv_cache_dtype),
+        )
         num_heads, parts, x = key_cache.shape[1], key_cache.shape[2], key_cache.shape[4]
         # Every x-wide part of a head counts as a head of its own, which makes the packed keys an ordinary cache.
         packed = key_cache.permute(0, 3, 1, 2, 4).flatten(2, 3)
@@ -119,8 +127,12 @@ class PagedAttention:
             ContractError: a sparse block that is not a whole number of cache blocks.
         """
         lengths = seq_lens.cpu()
-        key, value, table = common_form(key_cache, value_cache, block_tables, lengths, kv_cache_dtype)
-        scales = [head_factor(given) if is_quantised(key.dtype) else 1.0 for given in (k_scale, v_scale)]
+        key, value, table = common_form(
+            key_cache, value_cache, block_tables, lengths, kv_cache_dtype
+        )
+        scales = [
+            head_factor(given) if is_quantised(key.dtype) else 1.0 for given in (k_scale, v_scale)
+        ]
         out = torch.empty_like(query)
         if (blocksparse_vert_stride or 0) > 1:
             pattern = BlockSparsePattern(
@@ -133,7 +145,9 @@ class PagedAttention:
                 pages = table[request].long()
                 keys, values = (cache[pages].flatten(0, 1)[:seq_len] for cache in (key, value))
                 own = slice(request, request + 1)
-                out[own] = block_sparse_decode(query[own], keys, values, rules, pattern, *scales).to(out.dtype)
+                out[own] = block_sparse_decode(
+                    query[own], keys, values, rules, pattern, *scales
+                ).to(out.dtype)
             return out
         starts = torch.arange(query.shape[0] + 1, dtype=torch.int32)
         paged_decode(
@@ -167,9 +181,17 @@ class PagedAttention:
         Rows past `query_start_loc[-1]` are 0.
         """
         starts, lengths = query_start_loc.tolist(), seq_lens_tensor.tolist()
-        contexts = torch.tensor([n - (starts[r + 1] - starts[r]) for r, n in enumerate(lengths)], dtype=torch.int64)
-        old_key, old_value, table = common_form(key_cache, value_cache, block_tables, contexts, kv_cache_dtype)
-        window = (sliding_window - 1, -1) if sliding_window is not None and sliding_window > 0 else (-1, -1)
+        contexts = torch.tensor(
+            [n - (starts[r + 1] - starts[r]) for r, n in enumerate(lengths)], dtype=torch.int64
+        )
+        old_key, old_value, table = common_form(
+            key_cache, value_cache, block_tables, contexts, kv_cache_dtype
+        )
+        window = (
+            (sliding_window - 1, -1)
+            if sliding_window is not None and sliding_window > 0
+            else (-1, -1)
+        )
         rules = ScoreRules(query.shape[-1] ** -0.5, alibi_slopes=alibi_slopes, window=window)
         out = torch.zeros_like(query)
         for request, context in enumerate(contexts.tolist()):

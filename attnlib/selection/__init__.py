@@ -5,7 +5,13 @@ In: a spec and a device. Out: a backend class, or a report that tells what was c
 
 from attnlib.selection.registry import register_backend, unregister_backend
 from attnlib.selection.report import CandidateReport, SelectionReport, Verdict
-from attnlib.selection.selector import explain, get_attn_backend, list_backends, load_backend, use_backend
+from attnlib.selection.selector import (
+    explain,
+    get_attn_backend,
+    list_backends,
+    load_backend,
+    use_backend,
+)
 
 __all__ = [
     "CandidateReport",

@@ -18,7 +18,9 @@ __all__ = ["availability", "facts_about", "told"]
 _warned: set[tuple[str, str]] = set()
 
 
-def availability(entry: Registration, device: DeviceInfo) -> tuple[type[AttentionBackend] | None, list[str]]:
+def availability(
+    entry: Registration, device: DeviceInfo
+) -> tuple[type[AttentionBackend] | None, list[str]]:
     """(its class, or None where it cannot be imported; why it cannot run on `device`, empty when it can). Never raises."""
     backend = None
     try:
@@ -37,8 +39,17 @@ def told(error: Exception, entry: Registration) -> str:
 
 def facts_about(entry: Registration, device: DeviceInfo) -> str:
     """What a failing import depends on, in one line (I3): versions of its package and of torch, the C++ ABI, CUDA and the device."""
-    package = entry.target.partition(":")[0].partition(".")[0] if isinstance(entry.target, str) else ""
-    return environment_facts(device, [name for name in dict.fromkeys((entry.origin, package)) if name and name not in (*OWN_ORIGINS, "attnlib")])
+    package = (
+        entry.target.partition(":")[0].partition(".")[0] if isinstance(entry.target, str) else ""
+    )
+    return environment_facts(
+        device,
+        [
+            name
+            for name in dict.fromkeys((entry.origin, package))
+            if name and name not in (*OWN_ORIGINS, "attnlib")
+        ],
+    )
 
 
 def _warn_about_plugin(entry: Registration, error: Exception) -> None:
@@ -46,4 +57,7 @@ def _warn_about_plugin(entry: Registration, error: Exception) -> None:
     if entry.origin in OWN_ORIGINS or known in _warned:
         return
     _warned.add(known)
-    warnings.warn(f"backend {entry.name!r} offered by {entry.origin} is broken and left out: {told(error, entry)}", stacklevel=2)
+    warnings.warn(
+        f"backend {entry.name!r} offered by {entry.origin} is broken and left out: {told(error, entry)}",
+        stacklevel=2,
+    )

@@ -19,13 +19,20 @@ class _ConfiguredMeta(ABCMeta):
 _made: dict[tuple[type[AttentionBackend], str], type[AttentionBackend]] = {}
 
 
-def configured(backend: type[AttentionBackend], config: Mapping[str, Any]) -> type[AttentionBackend]:
+def configured(
+    backend: type[AttentionBackend], config: Mapping[str, Any]
+) -> type[AttentionBackend]:
     """`backend` itself without settings; else a subclass with `config`, the same one each time for the same settings."""
     if not config:
         return backend
     key = (backend, repr(sorted(config.items(), key=lambda item: item[0])))
     if key not in _made:
-        body = {"config": dict(config), "__module__": backend.__module__, "__doc__": backend.__doc__, "_configured_from": backend}
+        body = {
+            "config": dict(config),
+            "__module__": backend.__module__,
+            "__doc__": backend.__doc__,
+            "_configured_from": backend,
+        }
         _made[key] = _ConfiguredMeta(backend.__name__, (backend,), body)  # type: ignore[assignment]  # a metaclass call is a class
     return _made[key]
 

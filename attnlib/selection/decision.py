@@ -7,7 +7,12 @@ from collections.abc import Callable, Sequence
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.composite import make_composite
 from attnlib.device import DeviceInfo
-from attnlib.errors import AttnlibError, BackendUnavailableError, LayoutMismatchError, UnsupportedConfigError
+from attnlib.errors import (
+    AttnlibError,
+    BackendUnavailableError,
+    LayoutMismatchError,
+    UnsupportedConfigError,
+)
 from attnlib.selection.priority import by_priority
 from attnlib.selection.registry import Registration
 from attnlib.selection.report import CandidateReport, SelectionReport, Verdict
@@ -45,11 +50,22 @@ def resolve(
     accepted: dict[str, Backend] = {}
     for entry in (*auto_order, *rest):
         if entry.name in request.excluded:
-            candidates.append(CandidateReport(entry.name, Verdict.EXCLUDED, (f"taken out by {request.source}",)))
+            candidates.append(
+                CandidateReport(entry.name, Verdict.EXCLUDED, (f"taken out by {request.source}",))
+            )
             continue
         backend, missing = probe(entry)
         told = None if entry in auto_order else "only by name"
-        candidates.append(_judge(spec, device, entry, backend, missing, told or (ranking.told(entry.name) if ranking else None)))
+        candidates.append(
+            _judge(
+                spec,
+                device,
+                entry,
+                backend,
+                missing,
+                told or (ranking.told(entry.name) if ranking else None),
+            )
+        )
         if backend is not None and candidates[-1].verdict is Verdict.ACCEPTED:
             accepted[entry.name] = backend
     chosen = None
@@ -61,11 +77,21 @@ def resolve(
             pair = _judge_pair(spec, device, request, accepted)
             candidates.insert(0, pair)
             chosen = chosen if pair.verdict is Verdict.ACCEPTED else None
-    return SelectionReport(chosen, "auto" if request.is_auto else request.source, str(device), tuple(_with_rank(c, chosen) for c in candidates))
+    return SelectionReport(
+        chosen,
+        "auto" if request.is_auto else request.source,
+        str(device),
+        tuple(_with_rank(c, chosen) for c in candidates),
+    )
 
 
 def _judge(
-    spec: AttentionSpec, device: DeviceInfo, entry: Registration, backend: Backend | None, missing: list[str], rank: str | None
+    spec: AttentionSpec,
+    device: DeviceInfo,
+    entry: Registration,
+    backend: Backend | None,
+    missing: list[str],
+    rank: str | None,
 ) -> CandidateReport:
     if backend is None or missing:
         return CandidateReport(entry.name, Verdict.UNAVAILABLE, tuple(missing))
@@ -85,7 +111,9 @@ def _notes(backend: Backend, spec: AttentionSpec, device: DeviceInfo) -> list[st
         return [f"its own notes failed: {type(error).__name__}: {error}"]
 
 
-def _judge_pair(spec: AttentionSpec, device: DeviceInfo, request: Request, accepted: dict[str, Backend]) -> CandidateReport:
+def _judge_pair(
+    spec: AttentionSpec, device: DeviceInfo, request: Request, accepted: dict[str, Backend]
+) -> CandidateReport:
     """Two backends that each fit may still not fit together: no common layout, or no second phase at all."""
     try:
         pair = make_composite(accepted[str(request.prefill)], accepted[str(request.decode)])
@@ -98,17 +126,27 @@ def _judge_pair(spec: AttentionSpec, device: DeviceInfo, request: Request, accep
 def _reasons(backend: Backend, spec: AttentionSpec, device: DeviceInfo) -> tuple[str, ...]:
     try:
         return tuple(backend.validate_configuration(spec, device))
-    except Exception as error:  # one backend's mistake must not take the choice away from the others
+    except (
+        Exception
+    ) as error:  # one backend's mistake must not take the choice away from the others
         return (f"its own validate_configuration failed: {type(error).__name__}: {error}",)
 
 
 def _with_rank(candidate: CandidateReport, chosen: str | None) -> CandidateReport:
-    if candidate.verdict is not Verdict.ACCEPTED or candidate.name == chosen or candidate.reasons or not chosen or ":" in chosen:
+    if (
+        candidate.verdict is not Verdict.ACCEPTED
+        or candidate.name == chosen
+        or candidate.reasons
+        or not chosen
+        or ":" in chosen
+    ):
         return candidate
     return CandidateReport(candidate.name, candidate.verdict, ("lower priority",))
 
 
-def refusal(spec: AttentionSpec, request: Request, report: SelectionReport, facts: Callable[[str], str]) -> AttnlibError:
+def refusal(
+    spec: AttentionSpec, request: Request, report: SelectionReport, facts: Callable[[str], str]
+) -> AttnlibError:
     """The error for a report without a choice: all reasons, and who would accept the same spec.
 
     Args:
@@ -118,11 +156,19 @@ def refusal(spec: AttentionSpec, request: Request, report: SelectionReport, fact
     if request.is_auto:
         table = "\n".join(f"  {c.name}: {'; '.join(c.reasons)}" for c in report.candidates)
         every = [reason for c in report.candidates for reason in c.reasons]
-        return UnsupportedConfigError(f"no backend fits {spec} on {report.device}:\n{table}", backend="auto", reasons=every)
+        return UnsupportedConfigError(
+            f"no backend fits {spec} on {report.device}:\n{table}", backend="auto", reasons=every
+        )
     wanted = (request.text, request.prefill, request.decode)
-    bad = next(c for c in report.candidates if c.name in wanted and c.verdict is not Verdict.ACCEPTED)
+    bad = next(
+        c for c in report.candidates if c.name in wanted and c.verdict is not Verdict.ACCEPTED
+    )
     others = [c.name for c in report.candidates if c.verdict is Verdict.ACCEPTED]
-    instead = f"Backends that accept the same spec here: {', '.join(others)}." if others else "No other backend accepts this spec here either."
+    instead = (
+        f"Backends that accept the same spec here: {', '.join(others)}."
+        if others
+        else "No other backend accepts this spec here either."
+    )
     message = f"backend {bad.name!r} (from {request.source}) is {bad.verdict.value} on {report.device}: {'; '.join(bad.reasons)}. {instead}"
     if bad.verdict is Verdict.UNAVAILABLE:
         known = any("cxx11 ABI" in reason for reason in bad.reasons)

@@ -64,19 +64,34 @@ def select_for_groups(
     choices = dict(backend) if isinstance(backend, Mapping) else dict.fromkeys(groups, backend)
     strangers = [name for name in choices if name not in groups]
     if strangers:
-        raise ContractError(f"a backend is chosen for group {strangers[0]!r}, but the groups are {', '.join(map(repr, groups)) or 'none'}")
-    chosen = {name: get_attn_backend(spec, choices.get(name), info, layer_name=name) for name, spec in groups.items()}
+        raise ContractError(
+            f"a backend is chosen for group {strangers[0]!r}, but the groups are {', '.join(map(repr, groups)) or 'none'}"
+        )
+    chosen = {
+        name: get_attn_backend(spec, choices.get(name), info, layer_name=name)
+        for name, spec in groups.items()
+    }
     layout = _shared_layout(groups, chosen)
     if layout is None:
         return GroupSelection(dict(groups), chosen, None)
-    specs = {name: spec.replace(kv_cache_layout=layout) if spec.is_paged else spec for name, spec in groups.items()}
+    specs = {
+        name: spec.replace(kv_cache_layout=layout) if spec.is_paged else spec
+        for name, spec in groups.items()
+    }
     return GroupSelection(specs, chosen, layout)
 
 
-def _shared_layout(groups: Mapping[str, AttentionSpec], chosen: Mapping[str, type[AttentionBackend]]) -> str | None:
+def _shared_layout(
+    groups: Mapping[str, AttentionSpec], chosen: Mapping[str, type[AttentionBackend]]
+) -> str | None:
     demands = []
     for name, spec in groups.items():
         if spec.is_paged:
             reads = chosen[name].capabilities.kv_cache_layouts or ("NHD",)
-            demands.append((f"{name} ({chosen[name].get_name()})", (spec.kv_cache_layout,) if spec.kv_cache_layout else reads))
+            demands.append(
+                (
+                    f"{name} ({chosen[name].get_name()})",
+                    (spec.kv_cache_layout,) if spec.kv_cache_layout else reads,
+                )
+            )
     return negotiate_layout(demands, get_kv_cache_layout()) if demands else None

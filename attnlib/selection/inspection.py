@@ -23,14 +23,20 @@ def check_backend_class(backend: Any, label: str) -> None:
         RegistrationError: the message names what is missing, and shows both signatures where one differs.
     """
     if not isinstance(backend, type) or not issubclass(backend, AttentionBackend):
-        raise RegistrationError(f"backend {label!r} is {backend!r}; it must be a subclass of attnlib.AttentionBackend")
-    missing = [name for name in _REQUIRED if getattr(getattr(backend, name), "__isabstractmethod__", False)]
+        raise RegistrationError(
+            f"backend {label!r} is {backend!r}; it must be a subclass of attnlib.AttentionBackend"
+        )
+    missing = [
+        name for name in _REQUIRED if getattr(getattr(backend, name), "__isabstractmethod__", False)
+    ]
     if missing:
         raise RegistrationError(
             f"backend {label!r} ({backend.__qualname__}) lacks {', '.join(missing)}: all four are required class or static methods"
         )
     if not isinstance(backend.capabilities, Capabilities):
-        raise RegistrationError(f"backend {label!r}: capabilities is {backend.capabilities!r}; it must be an attnlib.Capabilities(...)")
+        raise RegistrationError(
+            f"backend {label!r}: capabilities is {backend.capabilities!r}; it must be an attnlib.Capabilities(...)"
+        )
 
 
 def check_backend_parts(backend: type[AttentionBackend], label: str) -> None:
@@ -46,14 +52,20 @@ def check_backend_parts(backend: type[AttentionBackend], label: str) -> None:
         return
     _check_impl(impl, label)
     if not is_dataclass(metadata):
-        raise RegistrationError(f"backend {label!r}: get_metadata_cls() returned {metadata!r}; it must be a dataclass")
+        raise RegistrationError(
+            f"backend {label!r}: get_metadata_cls() returned {metadata!r}; it must be a dataclass"
+        )
 
 
 def _check_impl(impl: Any, label: str) -> None:
     if not isinstance(impl, type) or not issubclass(impl, AttentionImpl):
-        raise RegistrationError(f"backend {label!r}: get_impl_cls() returned {impl!r}; it must return a subclass of attnlib.AttentionImpl")
+        raise RegistrationError(
+            f"backend {label!r}: get_impl_cls() returned {impl!r}; it must return a subclass of attnlib.AttentionImpl"
+        )
     if getattr(impl.forward, "__isabstractmethod__", False):
-        raise RegistrationError(f"backend {label!r}: {impl.__qualname__} does not implement forward")
+        raise RegistrationError(
+            f"backend {label!r}: {impl.__qualname__} does not implement forward"
+        )
     signature = inspect.signature(impl.forward)
     names = tuple(signature.parameters)[: len(_FORWARD_PARAMETERS)]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())

@@ -19,7 +19,16 @@ from attnlib.errors import RegistrationError
 from attnlib.selection.configured import configured
 from attnlib.selection.inspection import check_backend_class, check_backend_parts
 
-__all__ = ["ENTRY_POINT_GROUP", "OWN_ORIGINS", "Registration", "generation", "lookup", "register_backend", "registrations", "unregister_backend"]
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "OWN_ORIGINS",
+    "Registration",
+    "generation",
+    "lookup",
+    "register_backend",
+    "registrations",
+    "unregister_backend",
+]
 
 ENTRY_POINT_GROUP = "attnlib.backends"
 OWN_ORIGINS = ("built in", "registered", "argument")
@@ -60,7 +69,8 @@ class Registration:
 
 
 _registered: dict[str, Registration] = {
-    line.name: Registration(line.name, line.path, line.priority, line.install_hint) for line in BUILTIN_BACKENDS.values()
+    line.name: Registration(line.name, line.path, line.priority, line.install_hint)
+    for line in BUILTIN_BACKENDS.values()
 }
 _generation = 0
 _plugins_read = False
@@ -150,7 +160,11 @@ def unregister_backend(name: str) -> None:
     key = name.strip().lower()
     known = registrations().get(key)
     if known is None or known.origin == "built in":
-        why = "is built in; `-name` in ATTNLIB_BACKEND keeps it out of auto" if known else "is not registered"
+        why = (
+            "is built in; `-name` in ATTNLIB_BACKEND keeps it out of auto"
+            if known
+            else "is not registered"
+        )
         raise RegistrationError(f"cannot unregister {name!r}: it {why}")
     del _registered[key]
     if key in BUILTIN_BACKENDS:
@@ -167,7 +181,9 @@ def import_backend(path: str) -> Backend:
     """
     module, colon, qualified = path.partition(":")
     if not colon or not module or not qualified:
-        raise RegistrationError(f"{path!r} is no path to a backend; write it as 'package.module:Class'")
+        raise RegistrationError(
+            f"{path!r} is no path to a backend; write it as 'package.module:Class'"
+        )
     found: Any = import_module(module)
     for part in qualified.split("."):
         found = getattr(found, part)
@@ -177,26 +193,43 @@ def import_backend(path: str) -> Backend:
 
 
 def _put(
-    name: str, backend: str | Backend, priority: int | None, config: Mapping[str, Any] | None, install_hint: str, override: bool
+    name: str,
+    backend: str | Backend,
+    priority: int | None,
+    config: Mapping[str, Any] | None,
+    install_hint: str,
+    override: bool,
 ) -> None:
     global _generation
     key = name.strip().lower()
     if not _is_name(key):
-        raise RegistrationError(f"{name!r} is no name for a backend: use letters, digits, '_', '-' and '.', and not 'auto'")
+        raise RegistrationError(
+            f"{name!r} is no name for a backend: use letters, digits, '_', '-' and '.', and not 'auto'"
+        )
     known = registrations().get(key)
     if known is not None and not override:
-        raise RegistrationError(f"backend {key!r} is registered already ({known.origin}): choose another name, or pass override=True to replace it")
+        raise RegistrationError(
+            f"backend {key!r} is registered already ({known.origin}): choose another name, or pass override=True to replace it"
+        )
     if isinstance(backend, str):
         if ":" not in backend:
-            raise RegistrationError(f"{backend!r} is no path to a backend; write it as 'package.module:Class'")
+            raise RegistrationError(
+                f"{backend!r} is no path to a backend; write it as 'package.module:Class'"
+            )
     else:
         check_backend_parts(backend, key)
-    _registered[key] = Registration(key, backend, priority, install_hint, dict(config or {}), "registered")
+    _registered[key] = Registration(
+        key, backend, priority, install_hint, dict(config or {}), "registered"
+    )
     _generation += 1
 
 
 def _is_name(key: str) -> bool:
-    return key.replace("_", "").replace("-", "").replace(".", "").isalnum() and key != "auto" and not key.startswith("-")
+    return (
+        key.replace("_", "").replace("-", "").replace(".", "").isalnum()
+        and key != "auto"
+        and not key.startswith("-")
+    )
 
 
 def _read_plugins() -> None:
@@ -205,7 +238,10 @@ def _read_plugins() -> None:
     try:
         points = list(entry_points(group=ENTRY_POINT_GROUP))
     except Exception as error:  # the metadata of any installed package may be damaged
-        warnings.warn(f"backends of installed packages cannot be listed: {type(error).__name__}: {error}", stacklevel=2)
+        warnings.warn(
+            f"backends of installed packages cannot be listed: {type(error).__name__}: {error}",
+            stacklevel=2,
+        )
         return
     for point in points:
         _add_plugin(point)
@@ -214,12 +250,21 @@ def _read_plugins() -> None:
 def _add_plugin(point: EntryPoint) -> None:
     """Take what a package offers; what cannot be taken is one warning with both names."""
     global _generation
-    key, offered = point.name.strip().lower(), point.dist.name if point.dist else "an unknown package"
+    key, offered = (
+        point.name.strip().lower(),
+        point.dist.name if point.dist else "an unknown package",
+    )
     known = _registered.get(key)
     if not _is_name(key) or ":" not in point.value:
-        warnings.warn(f"backend {point.name!r} = {point.value!r} offered by {offered} is ignored: it needs a name and 'module:Class'", stacklevel=4)
+        warnings.warn(
+            f"backend {point.name!r} = {point.value!r} offered by {offered} is ignored: it needs a name and 'module:Class'",
+            stacklevel=4,
+        )
     elif known is None:
         _registered[key] = Registration(key, point.value, origin=offered)
         _generation += 1
     elif known.target != point.value:
-        warnings.warn(f"backend {key!r} offered by {offered} is ignored: the name is taken ({known.origin})", stacklevel=4)
+        warnings.warn(
+            f"backend {key!r} offered by {offered} is ignored: the name is taken ({known.origin})",
+            stacklevel=4,
+        )

@@ -54,16 +54,25 @@ class SelectionReport:
 
     def reasons(self) -> dict[str, list[str]]:
         """Backend -> why it was not accepted; empty for those that were."""
-        return {c.name: [] if c.verdict is Verdict.ACCEPTED else list(c.reasons) for c in self.candidates}
+        return {
+            c.name: [] if c.verdict is Verdict.ACCEPTED else list(c.reasons)
+            for c in self.candidates
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
-        how = "auto; backend= or ATTNLIB_BACKEND=<name> insists and never falls back" if self.source == "auto" else f"insisted on by {self.source}"
+        how = (
+            "auto; backend= or ATTNLIB_BACKEND=<name> insists and never falls back"
+            if self.source == "auto"
+            else f"insisted on by {self.source}"
+        )
         width = max((len(c.name) for c in self.candidates), default=0)
-        lines = [f"attnlib chose {self.chosen or 'nothing':<{max(width - 12, 4)}} on {self.device}  ({how})"]
+        lines = [
+            f"attnlib chose {self.chosen or 'nothing':<{max(width - 12, 4)}} on {self.device}  ({how})"
+        ]
         for candidate in self.candidates:
             head = f"  {candidate.name:<{width}}  {candidate.verdict.value:<11}"
             for index, reason in enumerate(candidate.reasons or ("",)):

@@ -41,7 +41,11 @@ class Request:
         """The wish as users write it."""
         if self.is_auto:
             return ",".join(["auto", *(f"-{name}" for name in sorted(self.excluded))])
-        return f"prefill:{self.prefill},decode:{self.decode}" if self.is_composite else str(self.prefill)
+        return (
+            f"prefill:{self.prefill},decode:{self.decode}"
+            if self.is_composite
+            else str(self.prefill)
+        )
 
 
 AUTO = Request("default")
@@ -67,7 +71,11 @@ def parse_request(text: str, source: str, known: Iterable[str]) -> Request:
             phases[phase] = name
         else:
             plain.append(name)
-    if len(plain) > 1 or (plain and (phases or excluded)) or (phases and (excluded or len(phases) != 2)):
+    if (
+        len(plain) > 1
+        or (plain and (phases or excluded))
+        or (phases and (excluded or len(phases) != 2))
+    ):
         raise UnknownBackendError(
             f"{source}={text!r} is not understood: give one name, 'prefill:NAME,decode:NAME', or '-NAME' for each candidate to take out of auto"
         )
@@ -81,4 +89,6 @@ def unknown_backend(name: str, text: str, source: str, known: Iterable[str]) -> 
     names = sorted(known)
     nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    return UnknownBackendError(f"unknown attention backend {name!r} (from {source}={text!r}).{hint} Registered: {', '.join(names)}.")
+    return UnknownBackendError(
+        f"unknown attention backend {name!r} (from {source}={text!r}).{hint} Registered: {', '.join(names)}."
+    )

@@ -21,7 +21,12 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.backends.composite import make_composite
 from attnlib.cache.layout import get_kv_cache_layout
 from attnlib.device import DeviceInfo, resolve_device
-from attnlib.errors import BackendUnavailableError, ContractError, UnknownBackendError, UnsupportedConfigError
+from attnlib.errors import (
+    BackendUnavailableError,
+    ContractError,
+    UnknownBackendError,
+    UnsupportedConfigError,
+)
 from attnlib.selection.availability import availability, facts_about, told
 from attnlib.selection.decision import Probe, refusal, resolve
 from attnlib.selection.inspection import check_backend_class
@@ -41,7 +46,10 @@ _cache: dict[tuple[Any, ...], Backend] = {}
 
 def list_backends() -> list[str]:
     """Names of all known backends, those of installed packages included, in order of priority."""
-    return [entry.name for entry in sorted(registrations().values(), key=lambda e: (-(e.priority or 0), e.name))]
+    return [
+        entry.name
+        for entry in sorted(registrations().values(), key=lambda e: (-(e.priority or 0), e.name))
+    ]
 
 
 def load_backend(name: str) -> Backend:
@@ -61,7 +69,9 @@ def load_backend(name: str) -> Backend:
     try:
         return entry.load()
     except Exception as error:
-        raise BackendUnavailableError(f"backend {entry.name!r} cannot be imported: {told(error, entry)}") from error
+        raise BackendUnavailableError(
+            f"backend {entry.name!r} cannot be imported: {told(error, entry)}"
+        ) from error
 
 
 @contextmanager
@@ -80,7 +90,13 @@ def use_backend(backend: str | Backend | None) -> Iterator[None]:
 
 
 @overload
-def get_attn_backend(spec: AttentionSpec, backend: str | Backend | None = None, device: Device = None, *, layer_name: str = "") -> Backend: ...
+def get_attn_backend(
+    spec: AttentionSpec,
+    backend: str | Backend | None = None,
+    device: Device = None,
+    *,
+    layer_name: str = "",
+) -> Backend: ...
 
 
 @overload
@@ -96,7 +112,12 @@ def get_attn_backend(
 
 
 def get_attn_backend(  # type: ignore[misc]  # the seed's names arrive in `named_seed`, which mypy does not see through
-    spec: Any = None, backend: Any = None, device: Any = None, *seed: Any, layer_name: str = "", **named_seed: Any
+    spec: Any = None,
+    backend: Any = None,
+    device: Any = None,
+    *seed: Any,
+    layer_name: str = "",
+    **named_seed: Any,
 ) -> Backend:
     """The backend for a spec. An explicit choice is granted or refused, never replaced; auto takes the first that fits.
 
@@ -124,11 +145,15 @@ def get_attn_backend(  # type: ignore[misc]  # the seed's names arrive in `named
         raise
     if found is None:
         found = _select(spec, backend, resolve_device(device), layer_name)
-        _cache[_key(spec, backend, device)] = found  # a key of its own: the first look at installed packages moves the generation
+        _cache[_key(spec, backend, device)] = (
+            found  # a key of its own: the first look at installed packages moves the generation
+        )
     return found
 
 
-def explain(spec: AttentionSpec, device: Device = None, backend: str | Backend | None = None) -> SelectionReport:
+def explain(
+    spec: AttentionSpec, device: Device = None, backend: str | Backend | None = None
+) -> SelectionReport:
     """What would be chosen for `spec` on `device`, and why: a table when printed, data otherwise. Raises only for an unknown name.
 
     Args:
@@ -138,39 +163,79 @@ def explain(spec: AttentionSpec, device: Device = None, backend: str | Backend |
     """
     info = resolve_device(device)
     request, given = _request(backend)
-    return resolve(_as_laid_out(spec), info, _entries(given), request, _prober(info), _ranking(spec, info))
+    return resolve(
+        _as_laid_out(spec), info, _entries(given), request, _prober(info), _ranking(spec, info)
+    )
 
 
 def _key(spec: AttentionSpec, backend: Any, device: Any) -> tuple[Any, ...]:
     """All that could change the answer."""
-    variables = tuple(os.environ.get(name) for name in ("ATTNLIB_BACKEND", "ATTNLIB_TUNING", "TRITON_INTERPRET"))
-    return (spec, backend, device, _context.get(), variables, get_kv_cache_layout(), generation(), tuning.generation())
+    variables = tuple(
+        os.environ.get(name) for name in ("ATTNLIB_BACKEND", "ATTNLIB_TUNING", "TRITON_INTERPRET")
+    )
+    return (
+        spec,
+        backend,
+        device,
+        _context.get(),
+        variables,
+        get_kv_cache_layout(),
+        generation(),
+        tuning.generation(),
+    )
 
 
-def _select(spec: AttentionSpec, backend: str | Backend | None, device: DeviceInfo, layer_name: str) -> Backend:
+def _select(
+    spec: AttentionSpec, backend: str | Backend | None, device: DeviceInfo, layer_name: str
+) -> Backend:
     env.warn_about_foreign_variables()
     request, given = _request(backend)
     entries = {entry.name: entry for entry in _entries(given)}
-    report = resolve(_as_laid_out(spec), device, list(entries.values()), request, _prober(device), _ranking(spec, device))
+    report = resolve(
+        _as_laid_out(spec),
+        device,
+        list(entries.values()),
+        request,
+        _prober(device),
+        _ranking(spec, device),
+    )
     if report.chosen is None:
-        if request.is_composite and {request.prefill, request.decode} <= {c.name for c in report.candidates if c.verdict is Verdict.ACCEPTED}:
-            make_composite(entries[str(request.prefill)].load(), entries[str(request.decode)].load())  # raises when it is the layouts
+        if request.is_composite and {request.prefill, request.decode} <= {
+            c.name for c in report.candidates if c.verdict is Verdict.ACCEPTED
+        }:
+            make_composite(
+                entries[str(request.prefill)].load(), entries[str(request.decode)].load()
+            )  # raises when it is the layouts
         raise refusal(spec, request, report, lambda name: facts_about(entries[name], device))
     if request.is_auto:
         _log.info("%s%s", f"{layer_name}: " if layer_name else "", _one_line(report))
-    names = [report.chosen, report.chosen] if request.is_auto else [str(request.prefill), str(request.decode)]
+    names = (
+        [report.chosen, report.chosen]
+        if request.is_auto
+        else [str(request.prefill), str(request.decode)]
+    )
     prefill, decode = (entries[name].load() for name in names)
     return prefill if prefill is decode else make_composite(prefill, decode)
 
 
 def _one_line(report: SelectionReport) -> str:
-    passed = [f"{c.name}: {c.verdict.value} ({', '.join(c.reasons)})" for c in report.candidates if c.name != report.chosen and c.reasons]
-    return f"chose {report.chosen} on {report.device}" + (f" [{'; '.join(passed)}]" if passed else "")
+    passed = [
+        f"{c.name}: {c.verdict.value} ({', '.join(c.reasons)})"
+        for c in report.candidates
+        if c.name != report.chosen and c.reasons
+    ]
+    return f"chose {report.chosen} on {report.device}" + (
+        f" [{'; '.join(passed)}]" if passed else ""
+    )
 
 
 def _request(backend: str | Backend | None) -> tuple[Request, Mapping[str, Backend]]:
     """The wish that counts, and the class it came with if it came as one."""
-    for wish, source in ((backend, "argument"), (_context.get(), "use_backend"), (env.read("ATTNLIB_BACKEND"), "ATTNLIB_BACKEND")):
+    for wish, source in (
+        (backend, "argument"),
+        (_context.get(), "use_backend"),
+        (env.read("ATTNLIB_BACKEND"), "ATTNLIB_BACKEND"),
+    ):
         request, given = _read_wish(wish, source)
         if request is not AUTO or (isinstance(wish, str) and wish.strip()):
             return request, given
@@ -184,7 +249,9 @@ def _read_wish(wish: Any, source: str) -> tuple[Request, Mapping[str, Backend]]:
         name = wish.get_name()  # type: ignore[attr-defined]  # the check has made sure
         return Request(source, name, name), {name: wish}
     if wish is not None and not isinstance(wish, str):
-        raise UnknownBackendError(f"{source}={wish!r} is a {type(wish).__name__}: give a backend's name, 'prefill:NAME,decode:NAME', or a class")
+        raise UnknownBackendError(
+            f"{source}={wish!r} is a {type(wish).__name__}: give a backend's name, 'prefill:NAME,decode:NAME', or a class"
+        )
     request = parse_request(wish or "", source, registrations())
     return (request if request.excluded or not request.is_auto else AUTO), {}
 
@@ -192,7 +259,10 @@ def _read_wish(wish: Any, source: str) -> tuple[Request, Mapping[str, Backend]]:
 def _entries(given: Mapping[str, Backend]) -> list[Registration]:
     """All candidates; a class given by hand stands in for a registered one of its name."""
     known = registrations()
-    mine = [replace(known.get(name, Registration(name, cls, origin="argument")), target=cls, config={}) for name, cls in given.items()]
+    mine = [
+        replace(known.get(name, Registration(name, cls, origin="argument")), target=cls, config={})
+        for name, cls in given.items()
+    ]
     return [*mine, *(entry for name, entry in known.items() if name not in given)]
 
 
@@ -220,7 +290,9 @@ def _get_by_seed_arguments(positional: tuple[Any, ...], named: Mapping[str, Any]
         positional = positional[:-1]
     head_size = positional[0] if positional else named.get("head_size")
     if not isinstance(head_size, int):
-        raise ContractError(f"spec={head_size!r} must be an attnlib.AttentionSpec (or head_size as a number, with vLLM's argument list)")
+        raise ContractError(
+            f"spec={head_size!r} must be an attnlib.AttentionSpec (or head_size as a number, with vLLM's argument list)"
+        )
     return get_attn_backend(_spec_of_seed(*positional, **named))
 
 
@@ -234,7 +306,10 @@ def _spec_of_seed(
     has_sink: bool = False,
 ) -> AttentionSpec:
     if is_attention_free:
-        raise UnsupportedConfigError("is_attention_free=True: a model without attention needs no attention backend", reasons=["is_attention_free"])
+        raise UnsupportedConfigError(
+            "is_attention_free=True: a model without attention needs no attention backend",
+            reasons=["is_attention_free"],
+        )
     return AttentionSpec(
         num_heads=1,
         head_size=head_size,

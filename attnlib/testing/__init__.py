@@ -35,5 +35,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     # Late, because the pytest plugin lives in this package and is loaded by every project's pytest.
     if name not in _HOME:
-        raise AttributeError(f"module 'attnlib.testing' has no attribute {name!r}; it offers {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'attnlib.testing' has no attribute {name!r}; it offers {', '.join(__all__)}"
+        )
     return getattr(import_module(_HOME[name]), name)

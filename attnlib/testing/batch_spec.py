@@ -25,7 +25,9 @@ __all__ = ["NAMED_BATCHES", "BatchSpec", "named_batch", "parse_batch", "resolve_
 
 _SEGMENT = re.compile(r"(?P<count>\d+k?)?q(?P<query>\d+k?)(?:s(?P<seq>\d+k?))?")
 _PADDING = re.compile(r"pad(?P<rows>\d+k?)")
-_GRAMMAR = "segments [COUNT]qQUERY[sSEQ] joined by '_', such as 2q2k_8q1s1k; optionally padN; or 'empty'"
+_GRAMMAR = (
+    "segments [COUNT]qQUERY[sSEQ] joined by '_', such as 2q2k_8q1s1k; optionally padN; or 'empty'"
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ class BatchSpec:
             for (query, seq), group in groupby(zip(self.query_lens, self.seq_lens, strict=True))
         ]
         parts = [
-            f"{count if count > 1 else ''}q{query}{'' if seq == query else f's{seq}'}" for count, query, seq in runs
+            f"{count if count > 1 else ''}q{query}{'' if seq == query else f's{seq}'}"
+            for count, query, seq in runs
         ]
         return "_".join([*parts, *([f"pad{self.padding_tokens}"] if self.padding_tokens else [])])
 
@@ -115,10 +118,14 @@ def parse_batch(text: str) -> BatchSpec:
             continue
         match = _SEGMENT.fullmatch(segment)
         if match is None:
-            raise ContractError(f"batch spec {text!r}: segment {segment!r} does not parse; expected {_GRAMMAR}")
+            raise ContractError(
+                f"batch spec {text!r}: segment {segment!r} does not parse; expected {_GRAMMAR}"
+            )
         count = _number(match["count"]) if match["count"] else 1
         if count == 0:
-            raise ContractError(f"batch spec {text!r}: segment {segment!r} has 0 requests; drop it or write 'empty'")
+            raise ContractError(
+                f"batch spec {text!r}: segment {segment!r} has 0 requests; drop it or write 'empty'"
+            )
         query = _number(match["query"])
         query_lens += [query] * count
         seq_lens += [_number(match["seq"]) if match["seq"] else query] * count
@@ -133,7 +140,9 @@ NAMED_BATCHES: dict[str, Callable[[int], str]] = {
     "mixed": lambda n: f"q1s{3 * n + 2}_q{2 * n + 1}_q1s5_q7s{2 * n + 9}",
     "ragged": lambda n: f"q{n + 1}_q1s{n}_q4s{3 * n - 1}_q2s2_q{2 * n - 1}s{2 * n + 6}",
     "verify": lambda n: f"3q4s{3 * n + 2}_q4s4_q4s{n + 1}",
-    "page_edges": lambda n: "_".join(f"q1s{s}_q3s{s}" for s in (max(n - 1, 3), n, n + 1, 2 * n - 1, 2 * n, 2 * n + 1)),
+    "page_edges": lambda n: "_".join(
+        f"q1s{s}_q3s{s}" for s in (max(n - 1, 3), n, n + 1, 2 * n - 1, 2 * n, 2 * n + 1)
+    ),
     "empty_rows": lambda n: f"q0s0_q2s{n + 2}_q0s{n}_q1s{2 * n}_q3s0_q2s1",
     "graph_padding": lambda n: f"q1s{2 * n + 1}_q1s{n}_q1s3_2q0s0_pad2",
     "only_padding": lambda n: "2q0s0_pad3",

@@ -95,7 +95,9 @@ def compare(
     """
     if actual.shape != expected.shape:
         return Comparison(
-            quantity, False, note=f"shape is {tuple(actual.shape)} where {tuple(expected.shape)} was expected"
+            quantity,
+            False,
+            note=f"shape is {tuple(actual.shape)} where {tuple(expected.shape)} was expected",
         )
     actual, honest = actual.detach().to(torch.float64), same_precision.detach().to(torch.float64)
     if misplaced := _misplaced(actual, expected):
@@ -122,7 +124,9 @@ def compare(
 
 def _misplaced(actual: torch.Tensor, expected: torch.Tensor) -> str:
     """The first element that is NaN, or infinite where it should not be, or finite where it should not be."""
-    wrong = torch.isnan(actual) | ((torch.isinf(actual) | torch.isinf(expected)) & (actual != expected))
+    wrong = torch.isnan(actual) | (
+        (torch.isinf(actual) | torch.isinf(expected)) & (actual != expected)
+    )
     if not wrong.any():
         return ""
     where = tuple(int(i) for i in torch.nonzero(wrong)[0])
@@ -136,7 +140,9 @@ def compare_bits(actual: torch.Tensor, expected: torch.Tensor, quantity: str = "
     """Hold a result against another one bit by bit; NaN equals NaN, and 0.0 equals -0.0."""
     if actual.shape != expected.shape:
         return Comparison(
-            quantity, False, note=f"shape is {tuple(actual.shape)} where {tuple(expected.shape)} was expected"
+            quantity,
+            False,
+            note=f"shape is {tuple(actual.shape)} where {tuple(expected.shape)} was expected",
         )
     differs = ~((actual == expected) | (torch.isnan(actual) & torch.isnan(expected)))
     if not differs.any():

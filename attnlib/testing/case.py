@@ -76,8 +76,14 @@ class Case:
 
     def __str__(self) -> str:
         """The fields that are not at their defaults."""
-        told = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return ", ".join([f"batch={self.batch_spec}", *(text for text in told if not text.startswith("batch="))])
+        told = [
+            f"{f.name}={getattr(self, f.name)}"
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        ]
+        return ", ".join(
+            [f"batch={self.batch_spec}", *(text for text in told if not text.startswith("batch="))]
+        )
 
     def but(self, **changes: Any) -> Case:
         """A copy with some fields changed."""
@@ -155,7 +161,9 @@ class Case:
             left = right = self.sliding_window - 1
         causal: bool | torch.Tensor = self.mask in ("causal", "query_bias")
         if self.mask == "per_request":
-            causal = torch.tensor([r % 2 == 0 for r in range(self.batch_spec.num_reqs)], device=device)
+            causal = torch.tensor(
+                [r % 2 == 0 for r in range(self.batch_spec.num_reqs)], device=device
+            )
         features: dict[str, object] = {
             "causal": causal,
             "window": (-1 if left is None else left, -1 if right is None else right),
@@ -178,7 +186,9 @@ class Case:
     def _scale_tensor(self, scale: float, device: torch.device | str) -> float | torch.Tensor:
         if self.kv_scale_kind != "head":
             return scale
-        return torch.tensor([scale / (1 + head % 2) for head in range(self.num_kv_heads)], device=device)
+        return torch.tensor(
+            [scale / (1 + head % 2) for head in range(self.num_kv_heads)], device=device
+        )
 
     def step(self, device: torch.device | str = "cpu", *, written: bool = True) -> Step:
         """The case's tensors; `written` says whether this step's keys are in the cache already."""

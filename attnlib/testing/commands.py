@@ -12,7 +12,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["parity_main", "parity_parser", "replay_main", "replay_parser", "verify_main", "verify_parser"]
+__all__ = [
+    "parity_main",
+    "parity_parser",
+    "replay_main",
+    "replay_parser",
+    "verify_main",
+    "verify_parser",
+]
 
 UNAVAILABLE = 3
 """Exit code for a backend whose package, compiler or device is missing here: nothing was examined."""
@@ -22,8 +29,12 @@ _PATH_HELP = "a registered name, module:Class, or path/to/file.py:Class"
 
 def _parser(name: str, about: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog=f"attnlib {name}", description=about)
-    made.add_argument("--device", help="cpu, cuda, cuda:1; default: a GPU where torch sees one, else the CPU")
-    made.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout")
+    made.add_argument(
+        "--device", help="cpu, cuda, cuda:1; default: a GPU where torch sees one, else the CPU"
+    )
+    made.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout"
+    )
     return made
 
 
@@ -32,12 +43,26 @@ def verify_parser() -> argparse.ArgumentParser:
     about = "Examine a backend: does it compute what the contract says? Exit code 0 when it passes, 1 when it fails, 3 when it cannot run here."
     made = _parser("verify", about)
     made.add_argument("backend", help=_PATH_HELP)
-    made.add_argument("--against", nargs="+", metavar="NAME", help="backends to exchange caches with (default: torch)")
-    made.add_argument("--only", metavar="PROBE[/CASE],...", help="run these probes or cases only; * and ? match")
+    made.add_argument(
+        "--against",
+        nargs="+",
+        metavar="NAME",
+        help="backends to exchange caches with (default: torch)",
+    )
+    made.add_argument(
+        "--only", metavar="PROBE[/CASE],...", help="run these probes or cases only; * and ? match"
+    )
     made.add_argument("--seed", type=int, default=0, help="of every random number (default 0)")
-    made.add_argument("--seeds", type=int, default=1, metavar="N", help="repeat with N seeds in a row from --seed")
+    made.add_argument(
+        "--seeds", type=int, default=1, metavar="N", help="repeat with N seeds in a row from --seed"
+    )
     made.add_argument("--quick", action="store_true", help="the short form of each probe")
-    made.add_argument("--jobs", type=int, metavar="N", help="processes to run the cases in (default: several on a GPU, one elsewhere)")
+    made.add_argument(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="processes to run the cases in (default: several on a GPU, one elsewhere)",
+    )
     return made
 
 
@@ -63,7 +88,9 @@ def _run_verify(args: argparse.Namespace) -> int:
             def show(outcome: Outcome, bar: ProgressBar = bar) -> None:
                 bar.advance(outcome.id, outcome.verdict is Verdict.FAIL)
 
-            report = run_conformance(args.backend, only=args.only, jobs=args.jobs, on_outcome=show, **chosen)
+            report = run_conformance(
+                args.backend, only=args.only, jobs=args.jobs, on_outcome=show, **chosen
+            )
         except (AttnlibError, ImportError, AttributeError) as error:
             print(f"attnlib verify: {error}", file=sys.stderr)
             return UNAVAILABLE if isinstance(error, BackendUnavailableError) else 2
@@ -79,9 +106,13 @@ def _run_verify(args: argparse.Namespace) -> int:
 
 def parity_parser() -> argparse.ArgumentParser:
     """The arguments of `attnlib parity`."""
-    about = "Compare all installed backends with each other: one writes the cache, another reads it."
+    about = (
+        "Compare all installed backends with each other: one writes the cache, another reads it."
+    )
     made = _parser("parity", about)
-    made.add_argument("backends", nargs="*", help=f"{_PATH_HELP}; default: everything that runs here")
+    made.add_argument(
+        "backends", nargs="*", help=f"{_PATH_HELP}; default: everything that runs here"
+    )
     made.add_argument("--seed", type=int, default=0, help="of every random number (default 0)")
     return made
 
@@ -111,7 +142,9 @@ def replay_parser() -> argparse.ArgumentParser:
     made.add_argument("recording", help="a file written by shadow or save_recording")
     made.add_argument("backend", help=_PATH_HELP)
     made.add_argument("--device", default="cpu", help="where to run it (default cpu)")
-    made.add_argument("--shrink", metavar="FILE", help="write the smallest part that still fails to FILE")
+    made.add_argument(
+        "--shrink", metavar="FILE", help="write the smallest part that still fails to FILE"
+    )
     return made
 
 

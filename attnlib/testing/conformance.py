@@ -114,7 +114,9 @@ def run_conformance(
         ContractError: the backend accepts none of the ordinary cases, so there is nothing to examine.
     """
     started = time.perf_counter()
-    subject = make_subject(backend, device=device, seed=seed, quick=quick, against=against, label=label)
+    subject = make_subject(
+        backend, device=device, seed=seed, quick=quick, against=against, label=label
+    )
     base = subject.base
     processes = default_jobs(subject) if jobs is None else jobs
     if processes > 1 and probes is PROBES:
@@ -137,12 +139,17 @@ def run_conformance(
 
 
 def _run_in_order(
-    probes: Iterable[Probe], subject: Subject, only: str | None, on_outcome: Callable[[Outcome], None] | None
+    probes: Iterable[Probe],
+    subject: Subject,
+    only: str | None,
+    on_outcome: Callable[[Outcome], None] | None,
 ) -> list[Outcome]:
     outcomes: list[Outcome] = []
     for probe in probes:
         if culprit := _gpu_lost_in(outcomes):
-            outcomes.append(Outcome(probe.id, "all", Verdict.NOT_RUN, f"{culprit} broke the CUDA context"))
+            outcomes.append(
+                Outcome(probe.id, "all", Verdict.NOT_RUN, f"{culprit} broke the CUDA context")
+            )
         else:
             outcomes += run_probe(probe, subject, only, on_outcome)
     return outcomes
@@ -166,17 +173,23 @@ def make_subject(
     loaded = load_backend(backend)
     place = _choose_device(loaded, device)
     if missing := [*resolve_device(place).gaps, *loaded.unavailable(resolve_device(place))]:
-        raise BackendUnavailableError(f"{loaded.get_name()} is unavailable on {place}: {'; '.join(missing)}")
+        raise BackendUnavailableError(
+            f"{loaded.get_name()} is unavailable on {place}: {'; '.join(missing)}"
+        )
     if against is not None:
         others: tuple[Backend, ...] = tuple(load_backend(other) for other in against)
     else:
         is_torch = loaded.get_name() == "torch"
-        others = tuple(found for found in find_others(place) if (found.get_name() == "torch") is not is_torch)
+        others = tuple(
+            found for found in find_others(place) if (found.get_name() == "torch") is not is_torch
+        )
     name = label or (backend if isinstance(backend, str) else ":".join(loaded.full_cls_name()))
     return Subject(loaded, name, place, seed, quick, others)
 
 
-def count_checks(subject: Subject, only: str | None = None, probes: Iterable[Probe] = PROBES) -> int:
+def count_checks(
+    subject: Subject, only: str | None = None, probes: Iterable[Probe] = PROBES
+) -> int:
     """How many cases an exam will have, without running any."""
     return sum(len(select_checks(probe, subject, only)) for probe in probes)
 
@@ -199,7 +212,11 @@ def find_others(device: torch.device) -> list[Backend]:
 
 def _gpu_lost_in(outcomes: Sequence[Outcome]) -> str:
     """The first case that ended in a sticky CUDA error: whatever runs after it fails without being at fault."""
-    lost = (outcome.id for outcome in outcomes if outcome.verdict is Verdict.FAIL and "CUDA error" in outcome.message)
+    lost = (
+        outcome.id
+        for outcome in outcomes
+        if outcome.verdict is Verdict.FAIL and "CUDA error" in outcome.message
+    )
     return next(lost, "")
 
 

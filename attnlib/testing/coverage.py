@@ -20,7 +20,15 @@ from attnlib.testing.outcome import Outcome, Verdict
 __all__ = ["Coverage", "capability_uses", "measure_coverage"]
 
 _SIZED = ("head_sizes", "block_sizes", "group_sizes")
-_LISTED = ("devices", "dtypes", "kv_cache_dtypes", "kv_scale_kinds", "kv_cache_layouts", "attn_types", "mask_kinds")
+_LISTED = (
+    "devices",
+    "dtypes",
+    "kv_cache_dtypes",
+    "kv_scale_kinds",
+    "kv_cache_layouts",
+    "attn_types",
+    "mask_kinds",
+)
 _FLAGS = (
     "head_size_v_may_differ",
     "sliding_window",
@@ -102,7 +110,9 @@ def _declared(caps: Capabilities) -> tuple[list[str], list[str], list[str]]:
         elif name in _LISTED:
             supported += [f"{name}:{_word(entry)}" for entry in value if entry != "ANY"]
         elif name == "cudagraph":
-            levels = [level for level in CudaGraphSupport if CudaGraphSupport.NEVER < level <= value]
+            levels = [
+                level for level in CudaGraphSupport if CudaGraphSupport.NEVER < level <= value
+            ]
             supported += [f"cudagraph:{level.name}" for level in levels]
         else:
             (supported if value else unsupported).append(name)

@@ -15,7 +15,13 @@ from itertools import accumulate
 import torch
 
 from attnlib.testing.batch_spec import BatchSpec
-from attnlib.testing.layouts import CacheViews, Dimensions, allocate_views, poison_value, write_slots
+from attnlib.testing.layouts import (
+    CacheViews,
+    Dimensions,
+    allocate_views,
+    poison_value,
+    write_slots,
+)
 from attnlib.testing.oracle import OracleResult, Terms, paged_attention
 from attnlib.testing.placements import Placement
 
@@ -112,7 +118,12 @@ def make_inputs(
     starts = [0, *accumulate(batch.query_lens)]
     out = _strided_out(batch, dims, poison)
     if contiguous:
-        query, key, value, out = query.contiguous(), key.contiguous(), value.contiguous(), out.contiguous()
+        query, key, value, out = (
+            query.contiguous(),
+            key.contiguous(),
+            value.contiguous(),
+            out.contiguous(),
+        )
     return StepInputs(
         batch=batch,
         dims=dims,
@@ -147,12 +158,17 @@ def make_terms(
     generator = torch.Generator().manual_seed(seed + 1)
     drawn: dict[str, object] = {"scale": dims.head_size**-0.5, **features}
     if drawn.get("alibi_slopes") is True:
-        drawn["alibi_slopes"] = torch.tensor([2.0 ** (-8.0 * (h + 1) / dims.num_heads) for h in range(dims.num_heads)])
+        drawn["alibi_slopes"] = torch.tensor(
+            [2.0 ** (-8.0 * (h + 1) / dims.num_heads) for h in range(dims.num_heads)]
+        )
     if drawn.get("sinks") is True:
         drawn["sinks"] = torch.randn(dims.num_heads, generator=generator) + 1.0
     if drawn.get("query_bias") is True:
         drawn["query_bias"] = _tree_bias(batch, generator)
-    moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in drawn.items()}
+    moved = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in drawn.items()
+    }
     return Terms(**moved)  # type: ignore[arg-type]
 
 
@@ -177,7 +193,9 @@ def _fused_qkv(
         dims.num_kv_heads * dims.head_size_v,
     )
     fused = torch.randn(batch.num_actual_tokens, sum(sizes), generator=generator).to(dims.dtype)
-    padding = torch.full((batch.padding_tokens, sum(sizes)), poison_value(dims.dtype, poison), dtype=dims.dtype)
+    padding = torch.full(
+        (batch.padding_tokens, sum(sizes)), poison_value(dims.dtype, poison), dtype=dims.dtype
+    )
     query, key, value = torch.split(torch.cat([fused, padding]), list(sizes), dim=1)
     return (
         query.view(-1, dims.num_heads, dims.head_size),
@@ -204,10 +222,16 @@ def _fill_context(
 ) -> None:
     """Draw keys and values for every request's context; blocks that requests share are drawn by the first."""
     filled: set[int] = set()
-    for request, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
+    for request, (query_len, seq_len) in enumerate(
+        zip(batch.query_lens, batch.seq_lens, strict=True)
+    ):
         context = max(seq_len - query_len, 0)
-        keys = torch.randn(context, dims.num_kv_heads, dims.head_size, generator=generator).to(dims.dtype)
-        values = torch.randn(context, dims.num_kv_heads, dims.head_size_v, generator=generator).to(dims.dtype)
+        keys = torch.randn(context, dims.num_kv_heads, dims.head_size, generator=generator).to(
+            dims.dtype
+        )
+        values = torch.randn(context, dims.num_kv_heads, dims.head_size_v, generator=generator).to(
+            dims.dtype
+        )
         slots = placement.slots(request, 0, context, dims.block_size)
         fresh = [i for i, slot in enumerate(slots) if slot not in filled]
         filled.update(slots)
@@ -219,7 +243,9 @@ def _fill_context(
 def _slot_mapping(batch: BatchSpec, placement: Placement, block_size: int) -> list[int]:
     """Slots of the query tokens; tokens at negative positions (a query longer than its sequence) get -1."""
     slots: list[int] = []
-    for request, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
+    for request, (query_len, seq_len) in enumerate(
+        zip(batch.query_lens, batch.seq_lens, strict=True)
+    ):
         homeless = max(query_len - seq_len, 0)
         slots += [-1] * homeless
         slots += placement.slots(request, seq_len - query_len + homeless, seq_len, block_size)
@@ -238,7 +264,9 @@ def _move(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def _move_cache(cache: CacheViews, dims: Dimensions, num_blocks: int, device: torch.device | str) -> CacheViews:
+def _move_cache(
+    cache: CacheViews, dims: Dimensions, num_blocks: int, device: torch.device | str
+) -> CacheViews:
     if torch.device(device).type == "cpu":
         return cache
     moved = allocate_views(dims, num_blocks, cache.layout, device)

@@ -15,7 +15,15 @@ import torch
 
 from attnlib.errors import ContractError
 
-__all__ = ["CACHE_LAYOUTS", "CacheViews", "Dimensions", "allocate_views", "poison_value", "read_slots", "write_slots"]
+__all__ = [
+    "CACHE_LAYOUTS",
+    "CacheViews",
+    "Dimensions",
+    "allocate_views",
+    "poison_value",
+    "read_slots",
+    "write_slots",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +61,11 @@ _Parts = tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]
 
 def _separate(dims: Dimensions, blocks: int, empty: Allocate, heads_first: bool) -> _Parts:
     """K and V in tensors of their own."""
-    page = (dims.num_kv_heads, dims.block_size) if heads_first else (dims.block_size, dims.num_kv_heads)
+    page = (
+        (dims.num_kv_heads, dims.block_size)
+        if heads_first
+        else (dims.block_size, dims.num_kv_heads)
+    )
     key, value = empty((blocks, *page, dims.head_size)), empty((blocks, *page, dims.head_size_v))
     if heads_first:
         return key.transpose(1, 2), value.transpose(1, 2), (key, value)
@@ -62,7 +74,11 @@ def _separate(dims: Dimensions, blocks: int, empty: Allocate, heads_first: bool)
 
 def _interleaved(dims: Dimensions, blocks: int, empty: Allocate, heads_first: bool) -> _Parts:
     """K block, V block, K block, ... in one allocation, as vLLM's (num_blocks, 2, ...) caches are."""
-    page = (dims.num_kv_heads, dims.block_size) if heads_first else (dims.block_size, dims.num_kv_heads)
+    page = (
+        (dims.num_kv_heads, dims.block_size)
+        if heads_first
+        else (dims.block_size, dims.num_kv_heads)
+    )
     split = page[0] * page[1] * dims.head_size
     both = empty((blocks, page[0] * page[1] * (dims.head_size + dims.head_size_v)))
     key = both[:, :split].view(blocks, *page, dims.head_size)
@@ -74,7 +90,11 @@ def _interleaved(dims: Dimensions, blocks: int, empty: Allocate, heads_first: bo
 
 def _packed(dims: Dimensions, blocks: int, empty: Allocate, heads_first: bool) -> _Parts:
     """[K | V] in one last dimension."""
-    page = (dims.num_kv_heads, dims.block_size) if heads_first else (dims.block_size, dims.num_kv_heads)
+    page = (
+        (dims.num_kv_heads, dims.block_size)
+        if heads_first
+        else (dims.block_size, dims.num_kv_heads)
+    )
     both = empty((blocks, *page, dims.head_size + dims.head_size_v))
     seen = both.transpose(1, 2) if heads_first else both
     return seen[..., : dims.head_size], seen[..., dims.head_size :], (both,)
@@ -99,7 +119,11 @@ CACHE_LAYOUTS: tuple[str, ...] = tuple(name for name in _MAKERS if name != "ALIA
 
 
 def allocate_views(
-    dims: Dimensions, num_blocks: int, layout: str = "NHD", device: torch.device | str = "cpu", fill: str = "zero"
+    dims: Dimensions,
+    num_blocks: int,
+    layout: str = "NHD",
+    device: torch.device | str = "cpu",
+    fill: str = "zero",
 ) -> CacheViews:
     """Allocate a cache in one of `CACHE_LAYOUTS`, every element holding `poison_value(fill)`.
 
@@ -107,7 +131,9 @@ def allocate_views(
         ContractError: an unknown layout.
     """
     if layout not in _MAKERS:
-        raise ContractError(f"no cache layout is named {layout!r}; the layouts are {', '.join(_MAKERS)}")
+        raise ContractError(
+            f"no cache layout is named {layout!r}; the layouts are {', '.join(_MAKERS)}"
+        )
     value = poison_value(dims.cache_dtype, fill)
 
     def empty(shape: Sequence[int]) -> torch.Tensor:
@@ -141,7 +167,9 @@ def _raw(view: torch.Tensor) -> torch.Tensor:
     return view.view(torch.uint8) if view.element_size() == 1 else view
 
 
-def write_slots(view: torch.Tensor, slots: Sequence[int], tokens: torch.Tensor, scale: float | torch.Tensor) -> None:
+def write_slots(
+    view: torch.Tensor, slots: Sequence[int], tokens: torch.Tensor, scale: float | torch.Tensor
+) -> None:
     """Store tokens [T, H, D] at slots (P4); a one-byte view stores tokens / scale, saturated (M9)."""
     if not len(slots):
         return
@@ -150,7 +178,9 @@ def write_slots(view: torch.Tensor, slots: Sequence[int], tokens: torch.Tensor, 
     stored = tokens
     if view.element_size() == 1:
         limit = torch.finfo(view.dtype).max
-        per_head = torch.as_tensor(scale, dtype=torch.float32, device=tokens.device).expand(tokens.shape[1])
+        per_head = torch.as_tensor(scale, dtype=torch.float32, device=tokens.device).expand(
+            tokens.shape[1]
+        )
         stored = (tokens.float() / per_head[:, None]).clamp(-limit, limit)
     _raw(view)[index // block_size, index % block_size] = _raw(stored.to(view.dtype))
 

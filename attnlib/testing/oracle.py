@@ -15,7 +15,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-__all__ = ["OracleResult", "Terms", "gather_tokens", "paged_attention", "unpaged_attention", "visible_keys"]
+__all__ = [
+    "OracleResult",
+    "Terms",
+    "gather_tokens",
+    "paged_attention",
+    "unpaged_attention",
+    "visible_keys",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +55,9 @@ class Terms:
         """The terms of one request, whose query tokens are `rows`."""
         return replace(
             self,
-            causal=bool(self.causal[request]) if isinstance(self.causal, torch.Tensor) else self.causal,
+            causal=bool(self.causal[request])
+            if isinstance(self.causal, torch.Tensor)
+            else self.causal,
             query_bias=None if self.query_bias is None else self.query_bias[rows],
         )
 
@@ -85,7 +94,9 @@ def visible_keys(query_positions: torch.Tensor, num_keys: int, terms: Terms) -> 
     k = torch.arange(num_keys, device=query_positions.device)[None, :]
     left, right = terms.window
     chunk = terms.attention_chunk_size
-    visible = torch.ones(len(query_positions), num_keys, dtype=torch.bool, device=query_positions.device)
+    visible = torch.ones(
+        len(query_positions), num_keys, dtype=torch.bool, device=query_positions.device
+    )
     if terms.causal:
         visible &= k <= p
     if left >= 0:
@@ -93,16 +104,24 @@ def visible_keys(query_positions: torch.Tensor, num_keys: int, terms: Terms) -> 
     if right >= 0:
         visible &= k <= p + right
     if chunk > 0:
-        visible &= torch.div(k, chunk, rounding_mode="floor") == torch.div(p, chunk, rounding_mode="floor")
+        visible &= torch.div(k, chunk, rounding_mode="floor") == torch.div(
+            p, chunk, rounding_mode="floor"
+        )
     return visible
 
 
-def _dequantise(stored: torch.Tensor, scale: float | torch.Tensor, precision: torch.dtype) -> torch.Tensor:
-    per_head = torch.as_tensor(scale, dtype=torch.float64, device=stored.device).expand(stored.shape[1])
+def _dequantise(
+    stored: torch.Tensor, scale: float | torch.Tensor, precision: torch.dtype
+) -> torch.Tensor:
+    per_head = torch.as_tensor(scale, dtype=torch.float64, device=stored.device).expand(
+        stored.shape[1]
+    )
     return stored.to(precision) * per_head.to(precision)[:, None]
 
 
-def _logits(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, terms: Terms) -> torch.Tensor:
+def _logits(
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, terms: Terms
+) -> torch.Tensor:
     """M3 in its order, without the mask: [Hq, q, s] from q [Hq, q, D] and k [Hq, s, D]."""
     statistics = torch.float64 if q.dtype == torch.float64 else torch.float32  # M8
     query_len, seq_len = q.shape[1], k.shape[1]
@@ -119,7 +138,11 @@ def _logits(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, terms: Te
 
 
 def _attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, terms: Terms, precision: torch.dtype
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    terms: Terms,
+    precision: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """One request: query [q, Hq, D], keys [s, Hkv, D], values [s, Hkv, Dv] -> out, lse, weights, visible."""
     query_len, num_heads, _ = query.shape
@@ -127,7 +150,11 @@ def _attend(
     group = num_heads // num_kv_heads
     q = query.to(precision).transpose(0, 1)
     k = _dequantise(keys, terms.k_scale, precision).repeat_interleave(group, dim=1).transpose(0, 1)
-    v = _dequantise(values, terms.v_scale, precision).repeat_interleave(group, dim=1).transpose(0, 1)
+    v = (
+        _dequantise(values, terms.v_scale, precision)
+        .repeat_interleave(group, dim=1)
+        .transpose(0, 1)
+    )
     positions = seq_len - query_len + torch.arange(query_len, device=query.device)  # M1
 
     logits = _logits(q, k, positions, terms)
@@ -141,7 +168,9 @@ def _attend(
         lse = torch.logsumexp(denominator, dim=2)
     else:
         lse = logits.new_full((num_heads, query_len), -math.inf)
-    weights = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0)[:, :, None])  # M5: no key, no sink: 0
+    weights = torch.exp(
+        logits - lse.masked_fill(lse == -math.inf, 0.0)[:, :, None]
+    )  # M5: no key, no sink: 0
     out = weights.to(precision) @ v
     return out.transpose(0, 1), lse.transpose(0, 1), weights, visible
 
@@ -165,7 +194,9 @@ def paged_attention(
         precision: dtype of the two products; the softmax is float32 or better.
     """
     starts = query_start_loc.tolist()
-    out = query.new_zeros((query.shape[0], query.shape[1], value_cache.shape[3]), dtype=precision)  # M6
+    out = query.new_zeros(
+        (query.shape[0], query.shape[1], value_cache.shape[3]), dtype=precision
+    )  # M6
     lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float64)
     weights, visible = [], []
     for request, seq_len in enumerate(seq_lens.tolist()):
@@ -196,7 +227,9 @@ def unpaged_attention(
     for request in range(len(q_starts) - 1):
         rows = slice(q_starts[request], q_starts[request + 1])
         keys = slice(k_starts[request], k_starts[request + 1])
-        found = _attend(query[rows], key[keys], value[keys], terms.of_request(request, rows), precision)
+        found = _attend(
+            query[rows], key[keys], value[keys], terms.of_request(request, rows), precision
+        )
         out[rows], lse[rows] = found[0], found[1]
         weights.append(found[2])
         visible.append(found[3])

@@ -65,7 +65,9 @@ class Outcome:
         return {**asdict(self), "verdict": self.verdict.value, "uses": list(self.uses)}
 
 
-def reproduction_line(backend: str, probe: str, case: str, seed: int, device: str, quick: bool) -> str:
+def reproduction_line(
+    backend: str, probe: str, case: str, seed: int, device: str, quick: bool
+) -> str:
     """What runs one case alone: a command, or a call for a class that no path leads to."""
     if "<locals>" in backend:
         name = backend.rsplit(".", 1)[-1]

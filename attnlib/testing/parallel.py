@@ -31,13 +31,20 @@ def default_jobs(subject: Subject) -> int:
     return max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
-def run_in_parallel(subject: Subject, only: str | None, jobs: int, on_outcome: Callable[[Outcome], None] | None = None) -> list[Outcome]:
+def run_in_parallel(
+    subject: Subject,
+    only: str | None,
+    jobs: int,
+    on_outcome: Callable[[Outcome], None] | None = None,
+) -> list[Outcome]:
     """Every selected case of every probe, by `jobs` processes.
 
     Raises:
         RuntimeError: a process died (a crash inside a kernel); the cases it had left are unknown.
     """
-    order = [(probe.id, check.id) for probe in PROBES for check in select_checks(probe, subject, only)]
+    order = [
+        (probe.id, check.id) for probe in PROBES for check in select_checks(probe, subject, only)
+    ]
     shares = [order[index::jobs] for index in range(jobs)]
     found: dict[tuple[str, str], Outcome] = {}
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
@@ -58,7 +65,11 @@ def _sit(subject: Subject, share: _Share) -> list[Outcome]:
     for probe in PROBES:
         mine = {case for name, case in wanted if name == probe.id}
         if mine:
-            outcomes += [run_check(probe, check, subject) for check in select_checks(probe, subject) if check.id in mine]
+            outcomes += [
+                run_check(probe, check, subject)
+                for check in select_checks(probe, subject)
+                if check.id in mine
+            ]
     return outcomes
 
 

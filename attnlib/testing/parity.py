@@ -75,12 +75,22 @@ class ParityReport:
     def __str__(self) -> str:
         """The matrix (rows write, columns read), then every failure."""
         header = ("writes \\ reads", *self.backends)
-        rows = [(writer, *(self._summary(writer, reader) for reader in self.backends)) for writer in self.backends]
+        rows = [
+            (writer, *(self._summary(writer, reader) for reader in self.backends))
+            for writer in self.backends
+        ]
         failures = [
-            f"FAIL {cell.writer} writes, {cell.reader} reads, {cell.case}: {cell.message}" for cell in self.cells if cell.verdict is Verdict.FAIL
+            f"FAIL {cell.writer} writes, {cell.reader} reads, {cell.case}: {cell.message}"
+            for cell in self.cells
+            if cell.verdict is Verdict.FAIL
         ]
         legend = "passed/run of the cases that both accept; largest difference to the writer's own result"
-        parts = [f"attnlib parity on {self.device}: {legend}", "", format_table(header, rows), *failures]
+        parts = [
+            f"attnlib parity on {self.device}: {legend}",
+            "",
+            format_table(header, rows),
+            *failures,
+        ]
         return "\n".join([*parts, "", "PASSED" if self.passed else "FAILED"])
 
     def _summary(self, writer: str, reader: str) -> str:
@@ -94,17 +104,32 @@ class ParityReport:
 
     def largest(self, writer: str, reader: str) -> float | None:
         """The largest difference between the reader's and the writer's own results over all cases; None when no case gave a result."""
-        found = [cell.difference for cell in self.cells if (cell.writer, cell.reader) == (writer, reader)]
+        found = [
+            cell.difference for cell in self.cells if (cell.writer, cell.reader) == (writer, reader)
+        ]
         return max((difference for difference in found if not math.isnan(difference)), default=None)
 
     def to_json(self) -> str:
         """Everything, with stable keys; `largest` is the matrix, writer -> reader -> difference or null."""
         cells = [
-            {**asdict(cell), "verdict": cell.verdict.value, "difference": None if math.isnan(cell.difference) else cell.difference}
+            {
+                **asdict(cell),
+                "verdict": cell.verdict.value,
+                "difference": None if math.isnan(cell.difference) else cell.difference,
+            }
             for cell in self.cells
         ]
-        matrix = {writer: {reader: self.largest(writer, reader) for reader in self.backends} for writer in self.backends}
-        data = {"version": 1, "device": self.device, "backends": list(self.backends), "passed": self.passed, "largest": matrix}
+        matrix = {
+            writer: {reader: self.largest(writer, reader) for reader in self.backends}
+            for writer in self.backends
+        }
+        data = {
+            "version": 1,
+            "device": self.device,
+            "backends": list(self.backends),
+            "passed": self.passed,
+            "largest": matrix,
+        }
         return json.dumps({**data, "cells": cells}, indent=1)
 
 
@@ -128,7 +153,9 @@ def run_parity(
     place = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     chosen = [load_backend(backend) for backend in backends] if backends else find_others(place)
     if not chosen:
-        raise ContractError(f"no backend can run on {place}: name some, or see `attnlib list` for what is missing")
+        raise ContractError(
+            f"no backend can run on {place}: name some, or see `attnlib list` for what is missing"
+        )
     cells: list[ParityCell] = []
     for writer in chosen:
         base = Subject(writer, writer.get_name(), place, seed).base.but(needs_lse=False)
@@ -141,7 +168,14 @@ def run_parity(
     return ParityReport(str(place), tuple(backend.get_name() for backend in chosen), tuple(cells))
 
 
-def _cell(writer: Backend, reader: Backend, name: str, case: Case, device: torch.device, own: list[torch.Tensor]) -> ParityCell:
+def _cell(
+    writer: Backend,
+    reader: Backend,
+    name: str,
+    case: Case,
+    device: torch.device,
+    own: list[torch.Tensor],
+) -> ParityCell:
     """Run one cell; `own` keeps the writer's own result, which comes first."""
     verdict, message, difference = Verdict.PASS, "", float("nan")
     try:
@@ -150,7 +184,9 @@ def _cell(writer: Backend, reader: Backend, name: str, case: Case, device: torch
             own.append(seen.out.clone())
         message = judge(case, seen, device)
         verdict = Verdict.FAIL if message else Verdict.PASS
-        difference = float((seen.out.double() - own[0].double()).abs().max()) if seen.out.numel() else 0.0
+        difference = (
+            float((seen.out.double() - own[0].double()).abs().max()) if seen.out.numel() else 0.0
+        )
     except Refused as refusal:
         verdict, message = Verdict.REFUSED, str(refusal)
     except Exception as error:

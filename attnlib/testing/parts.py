@@ -17,7 +17,9 @@ from attnlib.testing.step import Step
 __all__ = ["select_requests"]
 
 
-def select_requests(step: Step, requests: Sequence[int], query_spans: Sequence[tuple[int, int]] | None = None) -> Step:
+def select_requests(
+    step: Step, requests: Sequence[int], query_spans: Sequence[tuple[int, int]] | None = None
+) -> Step:
     """A smaller batch over the same cache.
 
     Args:
@@ -28,8 +30,15 @@ def select_requests(step: Step, requests: Sequence[int], query_spans: Sequence[t
     inputs, batch = step.inputs, step.inputs.batch
     first = [sum(batch.query_lens[:r]) for r in range(batch.num_reqs)]
     spans = query_spans or [(0, batch.query_lens[r]) for r in requests]
-    seq_lens = [batch.seq_lens[r] - (batch.query_lens[r] - stop) for r, (_, stop) in zip(requests, spans, strict=True)]
-    rows = [row for r, (a, b) in zip(requests, spans, strict=True) for row in range(first[r] + a, first[r] + b)]
+    seq_lens = [
+        batch.seq_lens[r] - (batch.query_lens[r] - stop)
+        for r, (_, stop) in zip(requests, spans, strict=True)
+    ]
+    rows = [
+        row
+        for r, (a, b) in zip(requests, spans, strict=True)
+        for row in range(first[r] + a, first[r] + b)
+    ]
     index = torch.tensor(rows, dtype=torch.long, device=inputs.query.device)
     smaller = BatchSpec(tuple(b - a for a, b in spans), tuple(seq_lens))
     starts = [0]
@@ -44,7 +53,9 @@ def select_requests(step: Step, requests: Sequence[int], query_spans: Sequence[t
         inputs=replace(
             inputs,
             batch=smaller,
-            placement=replace(inputs.placement, blocks=tuple(inputs.placement.blocks[r] for r in requests)),
+            placement=replace(
+                inputs.placement, blocks=tuple(inputs.placement.blocks[r] for r in requests)
+            ),
             query=inputs.query[index],
             key=inputs.key[index],
             value=inputs.value[index],

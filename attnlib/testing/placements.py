@@ -78,7 +78,9 @@ def place(
         ContractError: an unknown kind.
     """
     if kind not in PLACEMENTS:
-        raise ContractError(f"no placement is named {kind!r}; the kinds are {', '.join(PLACEMENTS)}")
+        raise ContractError(
+            f"no placement is named {kind!r}; the kinds are {', '.join(PLACEMENTS)}"
+        )
     counts = [blocks_needed(seq_len, block_size) for seq_len in batch.seq_lens]
     shared = _shared_blocks(batch, block_size) if kind == "shared_prefix" else 0
     owned = _distribute(kind, [max(count - shared, 0) for count in counts], seed)
@@ -86,7 +88,8 @@ def place(
     base = 3 * used + spare_blocks if kind == "top" else 0
     prefix = list(range(used - shared, used))
     rows = [
-        tuple(base + block for block in [*prefix[:count], *mine]) for mine, count in zip(owned, counts, strict=True)
+        tuple(base + block for block in [*prefix[:count], *mine])
+        for mine, count in zip(owned, counts, strict=True)
     ]
     num_blocks = base + used + (0 if kind == "top" else spare_blocks)
     table = _table(rows, num_blocks, extra_columns, garbage, guarded)
@@ -103,7 +106,12 @@ def _distribute(kind: str, counts: Sequence[int], seed: int) -> list[list[int]]:
     """Hand blocks 0, 1, ... out to requests that need counts[r] each."""
     order = [request for request, count in enumerate(counts) for _ in range(count)]
     if kind == "interleaved":
-        order = [r for turn in range(max(counts, default=0)) for r, count in enumerate(counts) if turn < count]
+        order = [
+            r
+            for turn in range(max(counts, default=0))
+            for r, count in enumerate(counts)
+            if turn < count
+        ]
     blocks = list(range(len(order)))
     if kind in ("shuffled", "shared_prefix"):
         random.Random(seed).shuffle(blocks)
@@ -116,7 +124,11 @@ def _distribute(kind: str, counts: Sequence[int], seed: int) -> list[list[int]]:
 
 
 def _table(
-    rows: Sequence[Sequence[int]], num_blocks: int, extra_columns: int, garbage: GarbageKind, guarded: bool
+    rows: Sequence[Sequence[int]],
+    num_blocks: int,
+    extra_columns: int,
+    garbage: GarbageKind,
+    guarded: bool,
 ) -> torch.Tensor:
     width = max((len(row) for row in rows), default=0) + extra_columns
     guard = _GUARD_ENTRIES if guarded else 0

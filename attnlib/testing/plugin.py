@@ -25,8 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--attnlib-quick", action="store_true", help="the short form of each probe")
     group.addoption("--attnlib-only", metavar="PROBE[/CASE],...", help="these probes or cases only")
-    group.addoption("--attnlib-seed", type=int, default=0, help="of every random number (default 0)")
-    group.addoption("--attnlib-device", help="where to run (default: a GPU where torch sees one, else the CPU)")
+    group.addoption(
+        "--attnlib-seed", type=int, default=0, help="of every random number (default 0)"
+    )
+    group.addoption(
+        "--attnlib-device", help="where to run (default: a GPU where torch sees one, else the CPU)"
+    )
 
 
 class ConformanceItem(pytest.Item):
@@ -53,7 +57,9 @@ class ConformanceItem(pytest.Item):
         return self.path, None, self.name
 
 
-def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> None:
     """Add the exam's cases behind the project's own tests."""
     backends = config.getoption("--attnlib-backend")
     if not backends:
@@ -73,4 +79,6 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
             only=config.getoption("--attnlib-only"),
         )
         for case in cases:
-            items.append(ConformanceItem.from_parent(session, name=f"{backend}::{case.id}", case=case))
+            items.append(
+                ConformanceItem.from_parent(session, name=f"{backend}::{case.id}", case=case)
+            )

@@ -60,7 +60,8 @@ def matches(probe: str, case: str, only: str | None) -> bool:
         return True
     patterns = [pattern.strip() for pattern in only.split(",")]
     return any(
-        fnmatch.fnmatchcase(f"{probe}/{case}", pattern) or fnmatch.fnmatchcase(probe, pattern) for pattern in patterns
+        fnmatch.fnmatchcase(f"{probe}/{case}", pattern) or fnmatch.fnmatchcase(probe, pattern)
+        for pattern in patterns
     )
 
 
@@ -71,13 +72,18 @@ def select_checks(probe: Probe, subject: Subject, only: str | None = None) -> li
         def not_here() -> str:
             raise NotRun(f"needs a GPU, runs on {subject.device}")
 
-        asked = only is None or any(pattern.split("/")[0].strip() == probe.id for pattern in only.split(","))
+        asked = only is None or any(
+            pattern.split("/")[0].strip() == probe.id for pattern in only.split(",")
+        )
         return [Check("all", not_here)] if asked else []
     return [check for check in probe.checks(subject) if matches(probe.id, check.id, only)]
 
 
 def run_probe(
-    probe: Probe, subject: Subject, only: str | None = None, on_outcome: Callable[[Outcome], None] | None = None
+    probe: Probe,
+    subject: Subject,
+    only: str | None = None,
+    on_outcome: Callable[[Outcome], None] | None = None,
 ) -> list[Outcome]:
     """Run a probe's checks, each to an outcome; nothing that a backend raises stops the exam."""
     outcomes = []
@@ -107,5 +113,7 @@ def run_check(probe: Probe, check: Check, subject: Subject) -> Outcome:
         case = f" | case: {check.case}" if check.case is not None else ""
         text = f"raised {type(error).__name__}: {error} ({where.filename.rsplit('/', 1)[-1]}:{where.lineno}){case}"
         verdict, message = Verdict.FAIL, text
-    line = reproduction_line(subject.label, probe.id, check.id, subject.seed, str(subject.device), subject.quick)
+    line = reproduction_line(
+        subject.label, probe.id, check.id, subject.seed, str(subject.device), subject.quick
+    )
     return Outcome(probe.id, check.id, verdict, message, line, uses, time.perf_counter() - started)

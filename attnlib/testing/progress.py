@@ -19,7 +19,9 @@ class ProgressBar:
         enabled: None means only when the stream is a terminal.
     """
 
-    def __init__(self, total: int, stream: TextIO | None = None, enabled: bool | None = None) -> None:
+    def __init__(
+        self, total: int, stream: TextIO | None = None, enabled: bool | None = None
+    ) -> None:
         self.total = total
         self.done = 0
         self.failed = 0

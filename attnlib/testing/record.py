@@ -33,7 +33,10 @@ _FP8 = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 
 def _lengths(metadata: Any) -> tuple[list[int], list[int], torch.Tensor]:
     """Query lengths, sequence lengths and the table, from whatever metadata carries them by their common names."""
-    starts, seq_lens = getattr(metadata, "query_start_loc", None), getattr(metadata, "seq_lens", None)
+    starts, seq_lens = (
+        getattr(metadata, "query_start_loc", None),
+        getattr(metadata, "seq_lens", None),
+    )
     table = getattr(metadata, "block_table", None)
     if starts is None or seq_lens is None or table is None:
         raise ContractError(
@@ -115,13 +118,19 @@ def capture_call(
         written=written,
         query=thaw(freeze(query), device),
         key=thaw(freeze(query[:, :kv_heads] if key is None else key), device),
-        value=thaw(freeze(query[:, :kv_heads, : spec.head_size_v] if value is None else value), device),
+        value=thaw(
+            freeze(query[:, :kv_heads, : spec.head_size_v] if value is None else value), device
+        ),
         out=query.new_full((query.shape[0], spec.num_heads, spec.head_size_v), float("nan")),
-        cache=CacheViews(*thaw_pair(freeze_pair(cache.key_cache, cache.value_cache, pages), device), (), "NHD"),
+        cache=CacheViews(
+            *thaw_pair(freeze_pair(cache.key_cache, cache.value_cache, pages), device), (), "NHD"
+        ),
         block_table=placement.block_table.to(device),
         query_start_loc=metadata.query_start_loc.clone(),
         seq_lens=metadata.seq_lens.clone(),
-        slot_mapping=torch.tensor([*slots, *[-1] * batch.padding_tokens], dtype=torch.int64, device=device),
+        slot_mapping=torch.tensor(
+            [*slots, *[-1] * batch.padding_tokens], dtype=torch.int64, device=device
+        ),
     )
     causal = getattr(metadata, "causal", None)
     terms = replace(
@@ -137,7 +146,9 @@ def capture_call(
     return Step(case, spec, inputs, terms)
 
 
-def _renumbered(table: torch.Tensor, seq_lens: list[int], block_size: int) -> tuple[Placement, list[int]]:
+def _renumbered(
+    table: torch.Tensor, seq_lens: list[int], block_size: int
+) -> tuple[Placement, list[int]]:
     """The touched blocks counted from 0, and which blocks of the pool they were."""
     rows = [table[r, : -(-seq_len // block_size)].tolist() for r, seq_len in enumerate(seq_lens)]
     touched = sorted({block for row in rows for block in row})
@@ -168,8 +179,13 @@ def save_recording(step: Step, path: str | Path) -> Path:
     data = {
         "attnlib_recording": _VERSION,
         "case": {name: _plain(value) for name, value in asdict(step.case).items()},
-        "spec": {field.name: _plain(getattr(step.spec, field.name)) for field in fields(AttentionSpec)},
-        "terms": {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in terms.items()},
+        "spec": {
+            field.name: _plain(getattr(step.spec, field.name)) for field in fields(AttentionSpec)
+        },
+        "terms": {
+            name: value.cpu() if isinstance(value, torch.Tensor) else value
+            for name, value in terms.items()
+        },
         "batch": str(inputs.batch),
         "blocks": [list(row) for row in inputs.placement.blocks],
         "num_blocks": inputs.placement.num_blocks,
@@ -184,7 +200,16 @@ def save_recording(step: Step, path: str | Path) -> Path:
     return target
 
 
-_TENSORS = ("query", "key", "value", "out", "block_table", "query_start_loc", "seq_lens", "slot_mapping")
+_TENSORS = (
+    "query",
+    "key",
+    "value",
+    "out",
+    "block_table",
+    "query_start_loc",
+    "seq_lens",
+    "slot_mapping",
+)
 
 
 def load_recording(path: str | Path, device: torch.device | str = "cpu") -> Step:
@@ -218,6 +243,7 @@ def load_recording(path: str | Path, device: torch.device | str = "cpu") -> Step
         **{name: thaw(data[name], device) for name in _TENSORS},
     )
     terms: dict[str, Any] = {
-        name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in data["terms"].items()
+        name: v.to(device) if isinstance(v, torch.Tensor) else v
+        for name, v in data["terms"].items()
     }
     return Step(case, AttentionSpec(**spec_fields), inputs, Terms(**terms))

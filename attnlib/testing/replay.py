@@ -55,7 +55,9 @@ def _written(step: Step) -> Step:
     if step.inputs.written:
         return step
     pages = torch.arange(step.inputs.cache.key.shape[0], device=step.inputs.cache.key.device)
-    key, value = thaw_pair(freeze_pair(step.inputs.cache.key, step.inputs.cache.value, pages), pages.device)
+    key, value = thaw_pair(
+        freeze_pair(step.inputs.cache.key, step.inputs.cache.value, pages), pages.device
+    )
     kept = step.inputs.slot_mapping >= 0
     slots = step.inputs.written_slots()
     write_slots(key, slots, step.inputs.key[kept], step.terms.k_scale)
@@ -87,9 +89,16 @@ def replay(step: Step, backend: str | Backend) -> ReplayResult:
 def _fresh(step: Step) -> Step:
     """The step with an output and a cache of its own, so that replaying changes nothing."""
     pages = torch.arange(step.inputs.cache.key.shape[0], device=step.inputs.cache.key.device)
-    key, value = thaw_pair(freeze_pair(step.inputs.cache.key, step.inputs.cache.value, pages), pages.device)
+    key, value = thaw_pair(
+        freeze_pair(step.inputs.cache.key, step.inputs.cache.value, pages), pages.device
+    )
     out = torch.full_like(step.inputs.out, float("nan"))
-    return replace(step, inputs=replace(step.inputs, cache=replace(step.inputs.cache, key=key, value=value), out=out))
+    return replace(
+        step,
+        inputs=replace(
+            step.inputs, cache=replace(step.inputs.cache, key=key, value=value), out=out
+        ),
+    )
 
 
 def shrink(step: Step, fails: Callable[[Step], bool]) -> Step:
@@ -135,7 +144,9 @@ def _fewer_tokens(step: Step, fails: Callable[[Step], bool]) -> Step:
             for half in (start + (stop - start + 1) // 2, start + 1):
                 for candidate in ((half, stop), (start, half)):
                     trial = [*spans[:request], candidate, *spans[request + 1 :]]
-                    useful = start < stop and candidate[0] < candidate[1] and candidate != (start, stop)
+                    useful = (
+                        start < stop and candidate[0] < candidate[1] and candidate != (start, stop)
+                    )
                     if useful and fails(select_requests(step, requests, trial)):
                         spans, progress = trial, True
                         break

@@ -23,12 +23,19 @@ def format_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> st
     def pad(cell: str, column: int) -> str:
         return cell.rjust(widths[column]) if cell.isdigit() else cell.ljust(widths[column])
 
-    return "\n".join("  ".join(pad(cell, c) for c, cell in enumerate(line)).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(pad(cell, c) for c, cell in enumerate(line)).rstrip() for line in lines
+    )
 
 
 def _row(probe: str, outcomes: list[Outcome]) -> tuple[str, ...]:
     counts = [sum(o.verdict is verdict for o in outcomes) for verdict in Verdict]
-    return (probe, _TITLES.get(probe, ""), *(str(count) for count in counts), f"{sum(o.seconds for o in outcomes):.1f}")
+    return (
+        probe,
+        _TITLES.get(probe, ""),
+        *(str(count) for count in counts),
+        f"{sum(o.seconds for o in outcomes):.1f}",
+    )
 
 
 def render_report(report: ConformanceReport, *, failures: int = 20) -> str:
@@ -49,7 +56,11 @@ def render_report(report: ConformanceReport, *, failures: int = 20) -> str:
         format_table(header, (_row(probe, outcomes) for probe, outcomes in by_probe.items())),
     ]
     for outcome in report.failures[:failures]:
-        parts += ["", f"FAIL {outcome.id}: {outcome.message}", f"     reproduce: {outcome.reproduce}"]
+        parts += [
+            "",
+            f"FAIL {outcome.id}: {outcome.message}",
+            f"     reproduce: {outcome.reproduce}",
+        ]
     if len(report.failures) > failures:
         parts += ["", f"and {len(report.failures) - failures} more failures; --json lists them all"]
     return "\n".join([*parts, "", *_skips(report), *_coverage(report), "", summary_line(report)])

@@ -16,7 +16,16 @@ from attnlib.testing.case import Case
 from attnlib.testing.outcome import Refused
 from attnlib.testing.step import Step
 
-__all__ = ["Observation", "attend", "check_supported", "exchange", "judge", "make_impl", "run_case", "run_step"]
+__all__ = [
+    "Observation",
+    "attend",
+    "check_supported",
+    "exchange",
+    "judge",
+    "make_impl",
+    "run_case",
+    "run_step",
+]
 
 Backend = type[AttentionBackend]
 
@@ -54,7 +63,9 @@ def attend(impl: AttentionImpl, step: Step, metadata: Any) -> Observation:
     inputs = step.inputs
     lse = None
     if step.spec.needs_lse:
-        lse = torch.full(inputs.query.shape[:2], float("nan"), dtype=torch.float32, device=inputs.query.device)
+        lse = torch.full(
+            inputs.query.shape[:2], float("nan"), dtype=torch.float32, device=inputs.query.device
+        )
     if step.case.is_paged:
         impl.forward(inputs.query, step.cache(), metadata, inputs.out, lse)
     else:
@@ -71,7 +82,9 @@ def run_step(backend: Backend, step: Step) -> Observation:
     return attend(impl, step, metadata)
 
 
-def run_case(backend: Backend, case: Case, device: torch.device | str, *, written: bool = False) -> Observation:
+def run_case(
+    backend: Backend, case: Case, device: torch.device | str, *, written: bool = False
+) -> Observation:
     """One case on fresh tensors; by default the backend writes this step's keys itself.
 
     Raises:
@@ -82,7 +95,9 @@ def run_case(backend: Backend, case: Case, device: torch.device | str, *, writte
     return run_step(backend, case.step(device, written=written))
 
 
-def exchange(writer: Backend, reader: Backend, case: Case, device: torch.device | str) -> Observation:
+def exchange(
+    writer: Backend, reader: Backend, case: Case, device: torch.device | str
+) -> Observation:
     """One backend writes this step's keys into a cache, another attends to it.
 
     Raises:
@@ -92,11 +107,19 @@ def exchange(writer: Backend, reader: Backend, case: Case, device: torch.device 
         if reasons := backend.validate_configuration(case.spec, device):
             raise Refused([f"{backend.get_name()}: {reason}" for reason in reasons])
     step = case.step(device, written=False)
-    make_impl(writer, step).write_kv(step.inputs.key, step.inputs.value, step.cache(), step.inputs.slot_mapping)
-    return attend(make_impl(reader, step), step, reader.make_builder(case.spec, device).build(0, step.common()))
+    make_impl(writer, step).write_kv(
+        step.inputs.key, step.inputs.value, step.cache(), step.inputs.slot_mapping
+    )
+    return attend(
+        make_impl(reader, step),
+        step,
+        reader.make_builder(case.spec, device).build(0, step.common()),
+    )
 
 
-def judge(case: Case, seen: Observation, device: torch.device | str, truth: Step | None = None) -> str:
+def judge(
+    case: Case, seen: Observation, device: torch.device | str, truth: Step | None = None
+) -> str:
     """Hold an observation against the oracle: "" within budget, else both errors and the case."""
     truth = truth or case.step(device)
     expected, honest = truth.oracle(), truth.oracle(case.torch_dtype)

@@ -91,8 +91,19 @@ class ShadowLog:
                     next((record.skipped for record in records if record.skipped), ""),
                 )
             )
-        header = ("layer", f"calls against {self.backend}", "out error", "lse error", "over budget", "not shadowed")
-        wrong = [f"{r.layer} call {r.call}: {r.message}; written to {r.path}" for r in self.records if r.message]
+        header = (
+            "layer",
+            f"calls against {self.backend}",
+            "out error",
+            "lse error",
+            "over budget",
+            "not shadowed",
+        )
+        wrong = [
+            f"{r.layer} call {r.call}: {r.message}; written to {r.path}"
+            for r in self.records
+            if r.message
+        ]
         return "\n".join([format_table(header, rows), *wrong])
 
 
@@ -141,7 +152,9 @@ def shadow_call(
     return _compare(step, backend, Observation(out, lse), name, number, folder)
 
 
-def _compare(step: Step, backend: Backend, live: Observation, name: str, number: int, folder: Path) -> ShadowRecord:
+def _compare(
+    step: Step, backend: Backend, live: Observation, name: str, number: int, folder: Path
+) -> ShadowRecord:
     again = run_step(backend, step)
     out_error = _difference(live.out, again.out)
     lse_error = None if live.lse is None or again.lse is None else _difference(live.lse, again.lse)

@@ -36,7 +36,10 @@ class Step:
     def cache(self) -> PagedKVCache:
         """The inputs' cache as the library takes it; no copy."""
         return PagedKVCache.from_views(
-            self.inputs.cache.key, self.inputs.cache.value, k_scale=self.terms.k_scale, v_scale=self.terms.v_scale
+            self.inputs.cache.key,
+            self.inputs.cache.value,
+            k_scale=self.terms.k_scale,
+            v_scale=self.terms.v_scale,
         )
 
     def common(self) -> CommonAttentionMetadata:
@@ -65,7 +68,9 @@ class Step:
         if self.case.is_paged:
             return self.inputs.oracle(self.terms, precision)
         tensors, starts = self.inputs, self.inputs.query_start_loc
-        return unpaged_attention(tensors.query, tensors.key, tensors.value, starts, starts, self.terms, precision)
+        return unpaged_attention(
+            tensors.query, tensors.key, tensors.value, starts, starts, self.terms, precision
+        )
 
     def rewrite(self, write: Callable[[StepInputs], None]) -> Step:
         """The same step after `write` changed its tensors in place."""

@@ -17,12 +17,20 @@ Frozen = dict[str, Any]
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 and tensor.dtype.is_floating_point else tensor
+    return (
+        tensor.view(torch.uint8)
+        if tensor.element_size() == 1 and tensor.dtype.is_floating_point
+        else tensor
+    )
 
 
 def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     """Elements that a view spans, first to last."""
-    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return (
+        0
+        if 0 in shape
+        else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    )
 
 
 def freeze(tensor: torch.Tensor) -> Frozen:
@@ -33,7 +41,9 @@ def freeze(tensor: torch.Tensor) -> Frozen:
 def thaw(frozen: Frozen, device: torch.device | str) -> torch.Tensor:
     """The tensor again, with its strides, over memory of its own."""
     data, stride = frozen["data"], frozen["stride"]
-    memory = torch.zeros(max(_extent(tuple(data.shape), stride), 1), dtype=data.dtype, device=device)
+    memory = torch.zeros(
+        max(_extent(tuple(data.shape), stride), 1), dtype=data.dtype, device=device
+    )
     view = memory.as_strided(data.shape, stride)
     _raw(view).copy_(_raw(data))
     return view
@@ -58,10 +68,17 @@ def thaw_pair(frozen: Frozen, device: torch.device | str) -> tuple[torch.Tensor,
     key, value, offset = frozen["key"], frozen["value"], frozen["value_offset"]
     key_stride, value_stride = frozen["key_stride"], frozen["value_stride"]
     if offset is None:
-        return thaw({"data": key, "stride": key_stride}, device), thaw({"data": value, "stride": value_stride}, device)
-    span = max(_extent(tuple(key.shape), key_stride), offset + _extent(tuple(value.shape), value_stride), 1)
+        return thaw({"data": key, "stride": key_stride}, device), thaw(
+            {"data": value, "stride": value_stride}, device
+        )
+    span = max(
+        _extent(tuple(key.shape), key_stride), offset + _extent(tuple(value.shape), value_stride), 1
+    )
     memory = torch.zeros(span, dtype=key.dtype, device=device)
-    views = memory.as_strided(key.shape, key_stride), memory.as_strided(value.shape, value_stride, offset)
+    views = (
+        memory.as_strided(key.shape, key_stride),
+        memory.as_strided(value.shape, value_stride, offset),
+    )
     for view, data in zip(views, (key, value), strict=True):
         _raw(view).copy_(_raw(data))
     return views

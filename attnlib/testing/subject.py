@@ -105,11 +105,15 @@ class Subject:
         heads, dtypes = (32, 16, 64, 128, 256), ("float32", "bfloat16", "float16")
         if self.on_gpu:
             heads, dtypes = (64, 128, 32, 16, 256), ("bfloat16", "float16", "float32")
-        layouts = [name for name in self.backend.capabilities.kv_cache_layouts or () if name != "ANY"] or ["NHD"]
+        layouts = [
+            name for name in self.backend.capabilities.kv_cache_layouts or () if name != "ANY"
+        ] or ["NHD"]
         groups = self._group_sizes()
         poison = "huge" if self.backend.capabilities.needs_finite_cache else "nan"
         first: Case | None = None
-        for dtype, block, head, group in itertools.product(dtypes, (16, 32, 64, 128, 256), heads, groups):
+        for dtype, block, head, group in itertools.product(
+            dtypes, (16, 32, 64, 128, 256), heads, groups
+        ):
             case = Case(
                 head_size=head,
                 block_size=block,
@@ -132,7 +136,9 @@ class Subject:
 
     def _group_sizes(self) -> Sequence[int]:
         declared = self.backend.capabilities.group_sizes
-        return [group for group in (2, 1, 4, 8) if isinstance(declared, Sizes) and group in declared] or [2]
+        return [
+            group for group in (2, 1, 4, 8) if isinstance(declared, Sizes) and group in declared
+        ] or [2]
 
     def case(self, **changes: Any) -> Case:
         """The base case with some fields changed."""

@@ -64,7 +64,11 @@ def collect_cases(
 ) -> list[ConformanceCase]:
     """All cases of a backend's exam, in order, none run yet."""
     subject = make_subject(backend, device=device, seed=seed, quick=quick)
-    return [ConformanceCase(probe, check, subject) for probe in PROBES for check in select_checks(probe, subject, only)]
+    return [
+        ConformanceCase(probe, check, subject)
+        for probe in PROBES
+        for check in select_checks(probe, subject, only)
+    ]
 
 
 class BackendConformance:
@@ -92,7 +96,9 @@ class BackendConformance:
         if self.backend is None:
             metafunc.parametrize("attnlib_case", [])
             return
-        cases = collect_cases(self.backend, device=self.device, seed=self.seed, quick=self.quick, only=self.only)
+        cases = collect_cases(
+            self.backend, device=self.device, seed=self.seed, quick=self.quick, only=self.only
+        )
         metafunc.parametrize(
             "attnlib_case",
             [

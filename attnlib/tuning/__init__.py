@@ -13,4 +13,14 @@ from attnlib.tuning.shipped import shipped_ranking
 from attnlib.tuning.store import chip_name, forget, generation, table_path, tuning_for
 from attnlib.tuning.table import Ranking, Tuning
 
-__all__ = ["Ranking", "Tuning", "chip_name", "forget", "generation", "layer_class", "shipped_ranking", "table_path", "tuning_for"]
+__all__ = [
+    "Ranking",
+    "Tuning",
+    "chip_name",
+    "forget",
+    "generation",
+    "layer_class",
+    "shipped_ranking",
+    "table_path",
+    "tuning_for",
+]

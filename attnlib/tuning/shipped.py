@@ -29,7 +29,10 @@ def shipped_rankings(chip: str) -> tuple[Ranking, ...]:
     for path in sorted(_TABLES.glob("*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["chip"] == chip:
-            found += [parse_ranking(line, f"attnlib's own table of the {chip}, tuning/tables/{path.name}") for line in data["backends"]]
+            found += [
+                parse_ranking(line, f"attnlib's own table of the {chip}, tuning/tables/{path.name}")
+                for line in data["backends"]
+            ]
     return tuple(found)
 
 

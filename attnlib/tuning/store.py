@@ -25,7 +25,11 @@ def chip_name(device: DeviceInfo) -> str | None:
     """What a table calls the chip: the driver's name of it, "cpu" for a CPU, None where there is no chip to measure on."""
     if device.type == "cpu":
         return "cpu"
-    return device.name if device.type == "cuda" and device.capability and device.name and not device.imagined else None
+    return (
+        device.name
+        if device.type == "cuda" and device.capability and device.name and not device.imagined
+        else None
+    )
 
 
 def table_path(chip: str) -> Path | None:
@@ -69,14 +73,27 @@ def _load(chip: str) -> Tuning | None:
         if path is None or (not path.exists() and not env.read("ATTNLIB_TUNING")):
             return None
         tuning = parse_tuning(json.loads(path.read_text(encoding="utf-8")), str(path))
-    except (OSError, ValueError, RuntimeError) as error:  # ContractError is a ValueError; no home folder is a RuntimeError
-        _warn(str(error) if isinstance(error, ContractError) else f"tuning table {path}: {type(error).__name__}: {error}")
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # ContractError is a ValueError; no home folder is a RuntimeError
+        _warn(
+            str(error)
+            if isinstance(error, ContractError)
+            else f"tuning table {path}: {type(error).__name__}: {error}"
+        )
         return None
     if tuning.chip != chip:
-        _warn(f"tuning table {path} was measured on {tuning.chip!r} and this is {chip!r}: run attnlib tune here")
+        _warn(
+            f"tuning table {path} was measured on {tuning.chip!r} and this is {chip!r}: run attnlib tune here"
+        )
         return None
     return tuning
 
 
 def _warn(why: str) -> None:
-    warnings.warn(f"{why}. It is ignored; ATTNLIB_TUNING=off ignores all tuning tables without a warning.", stacklevel=5)
+    warnings.warn(
+        f"{why}. It is ignored; ATTNLIB_TUNING=off ignores all tuning tables without a warning.",
+        stacklevel=5,
+    )

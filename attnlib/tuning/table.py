@@ -84,14 +84,18 @@ def parse_tuning(data: Any, source: str) -> Tuning:
             try:
                 _HOPPER[entry.op](**dict(entry.tile))
             except TypeError as error:
-                raise ContractError(f"tile table {source}, tiles[{index}]: {error}; write the table anew with attnlib tune") from None
+                raise ContractError(
+                    f"tile table {source}, tiles[{index}]: {error}; write the table anew with attnlib tune"
+                ) from None
     rankings = []
     for index, line in enumerate(data.get("backends", [])):
         try:
             rankings.append(parse_ranking(line, source))
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
-            raise ContractError(f"tuning table {source}, backends[{index}]: {what}; correct it or write the table anew with attnlib tune") from None
+            raise ContractError(
+                f"tuning table {source}, backends[{index}]: {what}; correct it or write the table anew with attnlib tune"
+            ) from None
     return Tuning(source, tiles.chip, tiles, tuple(rankings))
 
 
@@ -102,7 +106,12 @@ def parse_ranking(line: Mapping[str, Any], source: str) -> Ranking:
         KeyError, TypeError, ValueError, AttributeError: not such a line.
     """
     order, relative = line["ranking"], line["relative"]
-    if not isinstance(order, Sequence) or isinstance(order, str) or not order or not all(isinstance(name, str) for name in order):
+    if (
+        not isinstance(order, Sequence)
+        or isinstance(order, str)
+        or not order
+        or not all(isinstance(name, str) for name in order)
+    ):
         raise ValueError(f"ranking={order!r} must be a list of names, fastest first")
     if len(set(order)) < len(order):
         raise ValueError(f"ranking={order!r} names a backend twice")

@@ -16,7 +16,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["Generated", "generate", "judge", "make_config", "make_model", "make_prompts", "served_by", "split_name"]
+__all__ = [
+    "Generated",
+    "generate",
+    "judge",
+    "make_config",
+    "make_model",
+    "make_prompts",
+    "served_by",
+    "split_name",
+]
 
 LLAMA_3_8B = {
     "hidden_size": 4096,
@@ -66,7 +75,13 @@ def make_config(layers: int, **changes: Any) -> Any:
     """The config of a decoder of Llama-3-8B's shape with this many layers."""
     from transformers import LlamaConfig
 
-    sizes = {**LLAMA_3_8B, "max_position_embeddings": 8192, "tie_word_embeddings": False, "num_hidden_layers": layers, **changes}
+    sizes = {
+        **LLAMA_3_8B,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "num_hidden_layers": layers,
+        **changes,
+    }
     return LlamaConfig(**sizes, bos_token_id=0, eos_token_id=None, pad_token_id=0)
 
 
@@ -96,11 +111,15 @@ def make_model(config: Any, device: str, dtype: torch.dtype, seed: int = 0) -> A
     return model.eval().requires_grad_(False)
 
 
-def make_prompts(count: int, vocabulary: int, shortest: int, longest: int, seed: int = 0) -> list[list[int]]:
+def make_prompts(
+    count: int, vocabulary: int, shortest: int, longest: int, seed: int = 0
+) -> list[list[int]]:
     """Random prompts of random lengths."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
-    return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
+    return [
+        torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths
+    ]
 
 
 class _Listener(logging.Handler):
@@ -120,7 +139,15 @@ class _Listener(logging.Handler):
             self.graphs = message.rpartition("paths:")[2].strip()
 
 
-def generate(model: Any, implementation: str, prompts: list[list[int]], max_new_tokens: int, *, graphs: bool = True, **settings: Any) -> Generated:
+def generate(
+    model: Any,
+    implementation: str,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    *,
+    graphs: bool = True,
+    **settings: Any,
+) -> Generated:
     """One `generate_batch` over transformers' paged cache.
 
     Args:
@@ -137,7 +164,11 @@ def generate(model: Any, implementation: str, prompts: list[list[int]], max_new_
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     page = settings.pop("page_size", 256)
-    settings["page_size" if "page_size" in ContinuousBatchingConfig.__dataclass_fields__ else "block_size"] = page
+    settings[
+        "page_size"
+        if "page_size" in ContinuousBatchingConfig.__dataclass_fields__
+        else "block_size"
+    ] = page
     if not graphs:
         settings["use_cuda_graph"] = False
     model.set_attn_implementation(implementation)
@@ -148,7 +179,9 @@ def generate(model: Any, implementation: str, prompts: list[list[int]], max_new_
     try:
         outputs = model.generate_batch(
             inputs=prompts,
-            generation_config=GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0),
+            generation_config=GenerationConfig(
+                max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+            ),
             continuous_batching_config=ContinuousBatchingConfig(**settings),
             record_timestamps=True,
             progress_bar=False,
@@ -160,7 +193,9 @@ def generate(model: Any, implementation: str, prompts: list[list[int]], max_new_
     if failures or len(outputs) != len(prompts):
         told = (failures or listener.errors or ["nothing was said"])[0].strip()
         reason = told.splitlines()[-1]
-        raise RuntimeError(f"{len(failures)} of {len(prompts)} prompts failed, {len(prompts) - len(outputs)} are missing: {reason}\n{told[-2500:]}")
+        raise RuntimeError(
+            f"{len(failures)} of {len(prompts)} prompts failed, {len(prompts) - len(outputs)} are missing: {reason}\n{told[-2500:]}"
+        )
     return _generated(list(outputs.values()), listener.graphs)
 
 
@@ -169,7 +204,12 @@ def _generated(outputs: list[Any], graphs: str) -> Generated:
     times = [output.timestamps for output in outputs]
     gaps = [after - before for row in times for before, after in zip(row, row[1:], strict=False)]
     seconds = max(row[-1] for row in times) - min(output.created_time for output in outputs)
-    return Generated([list(output.generated_tokens) for output in outputs], seconds, 1e3 * statistics.median(gaps or [0.0]), graphs)
+    return Generated(
+        [list(output.generated_tokens) for output in outputs],
+        seconds,
+        1e3 * statistics.median(gaps or [0.0]),
+        graphs,
+    )
 
 
 def served_by(model: Any) -> list[str]:
@@ -177,10 +217,18 @@ def served_by(model: Any) -> list[str]:
     from attnlib.integrations.transformers import layers
 
     known = (layers._layers.get(module, {}) for module in model.modules())
-    return sorted({entry.layer.backend.get_name() for entries in known for entry in entries.values()})
+    return sorted(
+        {entry.layer.backend.get_name() for entries in known for entry in entries.values()}
+    )
 
 
-def judge(model: Any, implementation: str, prompts: list[list[int]], ours: list[list[int]], expected: list[list[int]]) -> list[dict[str, Any]]:
+def judge(
+    model: Any,
+    implementation: str,
+    prompts: list[list[int]],
+    ours: list[list[int]],
+    expected: list[list[int]],
+) -> list[dict[str, Any]]:
     """What lies behind the first difference of each prompt: one dict for each prompt that differs, none for the others.
 
     `gap` is how much the reference prefers its own token to ours, `top2` its distance between its best two, `error` the largest difference of our
@@ -193,9 +241,22 @@ def judge(model: Any, implementation: str, prompts: list[list[int]], ours: list[
         if step is None:
             continue
         if step >= min(len(mine), len(theirs)):
-            found.append({"prompt": index, "step": step, "explained": False, "lengths": [len(mine), len(theirs)]})
+            found.append(
+                {
+                    "prompt": index,
+                    "step": step,
+                    "explained": False,
+                    "lengths": [len(mine), len(theirs)],
+                }
+            )
             continue
-        found.append({"prompt": index, "step": step, **_judged(model, implementation, prompt + theirs[:step], mine[step], theirs[step])})
+        found.append(
+            {
+                "prompt": index,
+                "step": step,
+                **_judged(model, implementation, prompt + theirs[:step], mine[step], theirs[step]),
+            }
+        )
     return found
 
 
@@ -207,7 +268,9 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
     return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
 
 
-def _judged(model: Any, implementation: str, prefix: list[int], mine: int, theirs: int) -> dict[str, Any]:
+def _judged(
+    model: Any, implementation: str, prefix: list[int], mine: int, theirs: int
+) -> dict[str, Any]:
     reference, eager = _logits(model, "sdpa", prefix), _logits(model, "eager", prefix)
     own = eager if implementation == "eager" else _logits(model, implementation, prefix)
     best = torch.topk(reference, 2).values
@@ -224,5 +287,7 @@ def _logits(model: Any, implementation: str, prefix: list[int]) -> torch.Tensor:
     """Float32 logits of the token after a prefix, by an ordinary forward."""
     model.set_attn_implementation(implementation)
     ids = torch.tensor([prefix], device=next(model.parameters()).device)
-    logits: torch.Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].float()
+    logits: torch.Tensor = (
+        model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].float()
+    )
     return logits

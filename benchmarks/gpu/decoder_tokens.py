@@ -28,8 +28,26 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "gpu")]
 
-BACKENDS = ["hf:sdpa", "hf:eager", "triton", "triton@nographs", "flash_attn", "flashinfer", "prefill:flash_attn,decode:triton"]
-COLUMNS = ["backend", "served by", "same tokens", "differs at a near tie", "differs otherwise", "tokens/s", "ms/step", "graphs", "peak GiB"]
+BACKENDS = [
+    "hf:sdpa",
+    "hf:eager",
+    "triton",
+    "triton@nographs",
+    "flash_attn",
+    "flashinfer",
+    "prefill:flash_attn,decode:triton",
+]
+COLUMNS = [
+    "backend",
+    "served by",
+    "same tokens",
+    "differs at a near tie",
+    "differs otherwise",
+    "tokens/s",
+    "ms/step",
+    "graphs",
+    "peak GiB",
+]
 
 
 def serve(options: argparse.Namespace, name: str) -> None:
@@ -45,7 +63,10 @@ def _answer(work: Callable[[], dict[str, Any]]) -> None:
     try:
         answer = work()
     except BaseException as error:
-        answer = {"failed": f"{type(error).__name__}: {error}"[:1500], "traceback": traceback.format_exc()[-2500:]}
+        answer = {
+            "failed": f"{type(error).__name__}: {error}"[:1500],
+            "traceback": traceback.format_exc()[-2500:],
+        }
     print("@" + json.dumps(answer), flush=True)
 
 
@@ -63,9 +84,17 @@ def _prepare(options: argparse.Namespace, name: str, state: dict[str, Any]) -> d
     began = time.monotonic()
     config = decoder.make_config(options.layers, **json.loads(options.config))
     model = decoder.make_model(config, options.device, getattr(torch, options.dtype))
-    prompts = decoder.make_prompts(options.prompts, config.vocab_size, options.shortest, options.longest)
+    prompts = decoder.make_prompts(
+        options.prompts, config.vocab_size, options.shortest, options.longest
+    )
     pages = -(-(options.longest + options.max_new_tokens) // options.page_size)
-    state.update(model=model, prompts=prompts, implementation=implementation, decoder=decoder, tokens=options.max_new_tokens)
+    state.update(
+        model=model,
+        prompts=prompts,
+        implementation=implementation,
+        decoder=decoder,
+        tokens=options.max_new_tokens,
+    )
     state["settings"] = {
         "page_size": options.page_size,
         "num_blocks": (pages + 1) * options.prompts,
@@ -73,7 +102,9 @@ def _prepare(options: argparse.Namespace, name: str, state: dict[str, Any]) -> d
         "graphs": graphs,
     }
     loaded = time.monotonic()
-    decoder.generate(model, implementation, prompts, min(4, options.max_new_tokens), **state["settings"])
+    decoder.generate(
+        model, implementation, prompts, min(4, options.max_new_tokens), **state["settings"]
+    )
     return {"load_s": loaded - began, "warm_up_s": time.monotonic() - loaded}
 
 
@@ -85,11 +116,22 @@ def _do(command: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     on_gpu = next(model.parameters()).is_cuda
     if command["do"] == "judge":
         expected = json.loads(Path(command["reference"]).read_text())
-        differences = decoder.judge(model, state["implementation"], prompts, state["ours"], expected)
-        return {"differences": differences, "same": len(prompts) - len(differences), "prompts": len(prompts)}
+        differences = decoder.judge(
+            model, state["implementation"], prompts, state["ours"], expected
+        )
+        return {
+            "differences": differences,
+            "same": len(prompts) - len(differences),
+            "prompts": len(prompts),
+        }
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    runs = [decoder.generate(model, state["implementation"], prompts, state["tokens"], **state["settings"]) for _ in range(2)]
+    runs = [
+        decoder.generate(
+            model, state["implementation"], prompts, state["tokens"], **state["settings"]
+        )
+        for _ in range(2)
+    ]
     best = max(runs, key=lambda run: run.tokens_per_second)
     state["ours"] = best.tokens
     flat = [token for row in best.tokens for token in row]
@@ -100,7 +142,9 @@ def _do(command: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         "graphs": best.graphs,
         "repeats": runs[0].tokens == runs[1].tokens,
         "distinct_tokens": len(set(flat)) / max(len(flat), 1),
-        "served_by": decoder.served_by(model) if state["implementation"] == "attnlib" else ["transformers " + state["implementation"]],
+        "served_by": decoder.served_by(model)
+        if state["implementation"] == "attnlib"
+        else ["transformers " + state["implementation"]],
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
     }
 
@@ -114,7 +158,14 @@ class Child:
         if not name.startswith("hf:"):
             environment["ATTNLIB_BACKEND"] = name.partition("@")[0]
         command = [sys.executable, str(Path(__file__).resolve()), *arguments, "--serve", name]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
         self._lines: queue.Queue[str] = queue.Queue()
         self._noise: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
@@ -138,7 +189,10 @@ class Child:
             try:
                 line = self._lines.get(timeout=max(0.1, deadline - time.monotonic()))
             except queue.Empty:
-                self.result["failed"] = f"no answer within {seconds:.0f} s (`--backend-seconds`, `--limit-seconds`). " + "".join(self._noise)[-600:]
+                self.result["failed"] = (
+                    f"no answer within {seconds:.0f} s (`--backend-seconds`, `--limit-seconds`). "
+                    + "".join(self._noise)[-600:]
+                )
                 break
             if line.startswith("@"):
                 self.result.update(json.loads(line[1:]))
@@ -160,7 +214,9 @@ def run(options: argparse.Namespace, arguments: list[str], folder: Path) -> list
     reference = folder / "decoder_tokens_reference.json"
     reference.unlink(missing_ok=True)
     results: list[dict[str, Any]] = []
-    names = sorted(options.backends, key=lambda name: not name.startswith("hf:"))  # the reference comes first
+    names = sorted(
+        options.backends, key=lambda name: not name.startswith("hf:")
+    )  # the reference comes first
     for first in range(0, len(names), options.jobs):
         children = [Child(name, arguments) for name in names[first : first + options.jobs]]
 
@@ -190,7 +246,9 @@ def show(result: dict[str, Any]) -> None:
     """One backend, as soon as it is known."""
     if "failed" in result:
         trace = result.get("traceback", "").strip().splitlines()[-12:]
-        print("\n    ".join([f"{result['backend']}: FAILED: {result['failed']}", *trace]), flush=True)
+        print(
+            "\n    ".join([f"{result['backend']}: FAILED: {result['failed']}", *trace]), flush=True
+        )
         return
     print(
         f"{result['backend']}: {max(result['tokens_per_second']):.0f} tokens/s, {result['ms_per_step']:.2f} ms/step, graphs {result['graphs']}, "
@@ -199,8 +257,15 @@ def show(result: dict[str, Any]) -> None:
         flush=True,
     )
     for each in result.get("differences", []):
-        numbers = " ".join(f"{key} {each[key]:.4f}" for key in ("gap", "top2", "error", "noise", "logit_std") if key in each)
-        print(f"    prompt {each['prompt']:3} step {each['step']:3} {'near tie' if each['explained'] else 'NOT EXPLAINED'}: {numbers}", flush=True)
+        numbers = " ".join(
+            f"{key} {each[key]:.4f}"
+            for key in ("gap", "top2", "error", "noise", "logit_std")
+            if key in each
+        )
+        print(
+            f"    prompt {each['prompt']:3} step {each['step']:3} {'near tie' if each['explained'] else 'NOT EXPLAINED'}: {numbers}",
+            flush=True,
+        )
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -208,11 +273,23 @@ def table(results: list[dict[str, Any]]) -> str:
     rows = [COLUMNS, ["---"] * len(COLUMNS)]
     for result in results:
         if "failed" in result:
-            rows.append([result["backend"], "failed: " + result["failed"].strip().splitlines()[0][:200], *["-"] * (len(COLUMNS) - 2)])
+            rows.append(
+                [
+                    result["backend"],
+                    "failed: " + result["failed"].strip().splitlines()[0][:200],
+                    *["-"] * (len(COLUMNS) - 2),
+                ]
+            )
             continue
         differences = result.get("differences")
         near = sum(each["explained"] for each in differences or [])
-        same = "reference" if result.get("reference") else "not compared" if differences is None else f"{result['same']}/{result['prompts']}"
+        same = (
+            "reference"
+            if result.get("reference")
+            else "not compared"
+            if differences is None
+            else f"{result['same']}/{result['prompts']}"
+        )
         peak = "-" if result["peak_gib"] is None else f"{result['peak_gib']:.1f}"
         counts = ["-", "-"] if differences is None else [str(near), str(len(differences) - near)]
         rows.append([result["backend"], ", ".join(result["served_by"]), same, *counts, f"{max(result['tokens_per_second']):.0f}",
@@ -223,8 +300,16 @@ def table(results: list[dict[str, Any]]) -> str:
 def save(options: argparse.Namespace, results: list[dict[str, Any]], folder: Path) -> None:
     from provenance import provenance
 
-    versions = {"transformers": _version("transformers"), "flashinfer": _version("flashinfer-python"), "vllm_flash_attn": _version("vllm")}
-    content = {"provenance": {**provenance(), **versions}, "settings": vars(options), "results": results}
+    versions = {
+        "transformers": _version("transformers"),
+        "flashinfer": _version("flashinfer-python"),
+        "vllm_flash_attn": _version("vllm"),
+    }
+    content = {
+        "provenance": {**provenance(), **versions},
+        "settings": vars(options),
+        "results": results,
+    }
     (folder / "decoder_tokens.json").write_text(json.dumps(content, indent=1))
 
 
@@ -238,17 +323,34 @@ def _version(package: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backends", nargs="+", default=BACKENDS)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--shortest", type=int, default=16, help="tokens of the shortest prompt")
     parser.add_argument("--longest", type=int, default=700, help="tokens of the longest prompt")
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--max-batch-tokens", type=int, default=2048, help="tokens of one step; longer prompts are cut into chunks")
+    parser.add_argument(
+        "--max-batch-tokens",
+        type=int,
+        default=2048,
+        help="tokens of one step; longer prompts are cut into chunks",
+    )
     parser.add_argument("--page-size", type=int, default=256)
-    parser.add_argument("--jobs", type=int, default=4, help="backends that load and warm up side by side; each holds the whole model")
-    parser.add_argument("--backend-seconds", type=float, default=150.0, help="longest wait for one answer of one backend")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=4,
+        help="backends that load and warm up side by side; each holds the whole model",
+    )
+    parser.add_argument(
+        "--backend-seconds",
+        type=float,
+        default=150.0,
+        help="longest wait for one answer of one backend",
+    )
     parser.add_argument("--limit-seconds", type=float, default=540.0, help="for everything")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
@@ -264,8 +366,17 @@ def main() -> int:
     text = table(results)
     (folder / "decoder_tokens.md").write_text(text + "\n")
     print("\n" + text, flush=True)
-    wrong = [r["backend"] for r in results if "failed" in r or any(not each["explained"] for each in r.get("differences", []))]
-    print("all backends give the reference's tokens, up to near ties" if not wrong else f"look at: {', '.join(wrong)}", flush=True)
+    wrong = [
+        r["backend"]
+        for r in results
+        if "failed" in r or any(not each["explained"] for each in r.get("differences", []))
+    ]
+    print(
+        "all backends give the reference's tokens, up to near ties"
+        if not wrong
+        else f"look at: {', '.join(wrong)}",
+        flush=True,
+    )
     return 1 if wrong else 0
 
 

@@ -114,11 +114,22 @@ def stub_of(sources: list[tuple[str, bool]]) -> str:
     for text, custom in sources:
         found = list(_ENTRY.finditer(text))
         if not found:
-            raise ValueError("a generated source without entries: another FlashInfer than 0.6.12? use --full")
+            raise ValueError(
+                "a generated source without entries: another FlashInfer than 0.6.12? use --full"
+            )
         names.update({entry.group(1): None for entry in found})
-        entries += [entry.group(0).replace("use_custom_mask", str(custom).lower()) for entry in found]
+        entries += [
+            entry.group(0).replace("use_custom_mask", str(custom).lower()) for entry in found
+        ]
     bodies = [(_BODY_FA3 if hopper else _BODY_FA2).replace("@NAME@", name) for name in names]
-    return "".join([_STUB_FA3 if hopper else _STUB_FA2, *bodies, "\n".join(entries), "\n}  // namespace flashinfer\n"])
+    return "".join(
+        [
+            _STUB_FA3 if hopper else _STUB_FA2,
+            *bodies,
+            "\n".join(entries),
+            "\n}  // namespace flashinfer\n",
+        ]
+    )
 
 
 def lean(spec: Any) -> Any:
@@ -139,7 +150,19 @@ def spec_of(kernel: Kernel) -> Any:
 
     query, cache = getattr(torch, kernel.query), getattr(torch, kernel.cache)
     size = kernel.head_size
-    return gen_batch_prefill_module(kernel.backend, query, cache, query, torch.int32, size, size, 0, kernel.window, kernel.soft_cap, False)
+    return gen_batch_prefill_module(
+        kernel.backend,
+        query,
+        cache,
+        query,
+        torch.int32,
+        size,
+        size,
+        0,
+        kernel.window,
+        kernel.soft_cap,
+        False,
+    )
 
 
 class Builder:
@@ -178,7 +201,9 @@ class Builder:
         waiting = spec.aot_path.with_suffix(".part")
         shutil.copyfile(spec.jit_library_path, waiting)
         waiting.replace(spec.aot_path)
-        self.say(f"{spec.name}: {time.monotonic() - began:.0f} s, {spec.aot_path.stat().st_size / 2**20:.1f} MiB")
+        self.say(
+            f"{spec.name}: {time.monotonic() - began:.0f} s, {spec.aot_path.stat().st_size / 2**20:.1f} MiB"
+        )
         return True
 
     def _lean(self, spec: Any) -> str:
@@ -198,8 +223,22 @@ class Builder:
         if self._late():
             return "no time left"
         spec.write_ninja()
-        command = ["ninja", "-j", str(self.jobs), "-C", str(spec.build_dir), "-f", str(spec.ninja_path)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        command = [
+            "ninja",
+            "-j",
+            str(self.jobs),
+            "-C",
+            str(spec.build_dir),
+            "-f",
+            str(spec.ninja_path),
+        ]
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
         try:
             said, _ = process.communicate(timeout=max(1.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -235,7 +274,10 @@ def pack(folder: Path, out: Path, part_bytes: int = PART_BYTES) -> list[Path]:
         packed = list(pool.map(lambda path: lzma.compress(path.read_bytes(), preset=6), libraries))
     parts: list[list[tuple[str, bytes]]] = [[]]
     for library, data in zip(libraries, packed, strict=True):
-        if parts[-1] and sum(len(other) + 2048 for _, other in parts[-1]) + len(data) + 12288 > part_bytes:
+        if (
+            parts[-1]
+            and sum(len(other) + 2048 for _, other in parts[-1]) + len(data) + 12288 > part_bytes
+        ):
             parts.append([])
         parts[-1].append((f"{library.parent.name}/{library.name}.xz", data))
     out.mkdir(parents=True, exist_ok=True)
@@ -270,14 +312,29 @@ def unpack(source: Path, folder: Path) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sets", nargs="+", choices=list(SETS), default=["exam", "decoder"])
     parser.add_argument("--modules", type=int, default=8, help="modules that compile side by side")
-    parser.add_argument("--jobs", type=int, default=6, help="files of one module that compile side by side")
-    parser.add_argument("--full", action="store_true", help="compile also the kernels that attnlib never calls")
-    parser.add_argument("--limit-seconds", type=float, default=480.0, help="no compiler runs longer; packing comes after")
-    parser.add_argument("--arch", default="9.0a", help="FLASHINFER_CUDA_ARCH_LIST, where the environment has none")
-    parser.add_argument("--unpack", type=Path, default=None, help="only unpack packs from this folder")
+    parser.add_argument(
+        "--jobs", type=int, default=6, help="files of one module that compile side by side"
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="compile also the kernels that attnlib never calls"
+    )
+    parser.add_argument(
+        "--limit-seconds",
+        type=float,
+        default=480.0,
+        help="no compiler runs longer; packing comes after",
+    )
+    parser.add_argument(
+        "--arch", default="9.0a", help="FLASHINFER_CUDA_ARCH_LIST, where the environment has none"
+    )
+    parser.add_argument(
+        "--unpack", type=Path, default=None, help="only unpack packs from this folder"
+    )
     parser.add_argument("--list", action="store_true", help="only say which kernels the sets hold")
     options = parser.parse_args()
     kernels = list(dict.fromkeys(kernel for name in options.sets for kernel in SETS[name]))
@@ -295,7 +352,11 @@ def main() -> int:
         done = list(pool.map(builder.build, kernels))
     print(f"{sum(done)} of {len(kernels)} modules in {time.monotonic() - began:.0f} s", flush=True)
     parts = pack(library_folder(), Path(os.environ.get("OUT", ".")))
-    print("packed: " + ", ".join(f"{part.name} {part.stat().st_size / 2**20:.1f} MiB" for part in parts), flush=True)
+    print(
+        "packed: "
+        + ", ".join(f"{part.name} {part.stat().st_size / 2**20:.1f} MiB" for part in parts),
+        flush=True,
+    )
     return 0 if all(done) else 1
 
 

@@ -61,7 +61,14 @@ def run_part(part: str, stem: Path, seconds: float, backends: list[str]) -> dict
         command = command_of(part, stem, backends)
         sink.write(f"# {' '.join(command[1:])}\n")
         sink.flush()
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment(),
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             code: int | None = process.wait(timeout=max(1.0, seconds))
         except subprocess.TimeoutExpired:
@@ -69,23 +76,50 @@ def run_part(part: str, stem: Path, seconds: float, backends: list[str]) -> dict
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     lines = text.read_text(errors="replace").splitlines()
-    state = "passed" if code == 0 else f"stopped after {seconds:.0f} s" if code is None else f"failed, exit {code}"
-    return {"part": part, "state": state, "seconds": round(time.monotonic() - began, 1), "tail": lines[-TAIL_LINES:]}
+    state = (
+        "passed"
+        if code == 0
+        else f"stopped after {seconds:.0f} s"
+        if code is None
+        else f"failed, exit {code}"
+    )
+    return {
+        "part": part,
+        "state": state,
+        "seconds": round(time.monotonic() - began, 1),
+        "tail": lines[-TAIL_LINES:],
+    }
 
 
 def save(results: list[dict[str, Any]], folder: Path) -> None:
     from provenance import provenance
 
-    (folder / "foreign_exam.json").write_text(json.dumps({"provenance": provenance(), "parts": results}, indent=1))
+    (folder / "foreign_exam.json").write_text(
+        json.dumps({"provenance": provenance(), "parts": results}, indent=1)
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", nargs="+", default=PARTS)
-    parser.add_argument("--backends", nargs="*", default=["triton", "flash_attn", "flashinfer", "torch"], help="for parity")
-    parser.add_argument("--label", default="", help="added to the names of the files, such as fa3 or fa4")
+    parser.add_argument(
+        "--backends",
+        nargs="*",
+        default=["triton", "flash_attn", "flashinfer", "torch"],
+        help="for parity",
+    )
+    parser.add_argument(
+        "--label", default="", help="added to the names of the files, such as fa3 or fa4"
+    )
     parser.add_argument("--part-seconds", type=float, default=330.0)
-    parser.add_argument("--limit-seconds", type=float, default=580.0, help="for everything; parts that would start later are left out")
+    parser.add_argument(
+        "--limit-seconds",
+        type=float,
+        default=580.0,
+        help="for everything; parts that would start later are left out",
+    )
     options = parser.parse_args()
     folder = Path(os.environ.get("OUT", ".")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,8 +132,18 @@ def main() -> int:
             results.append({"part": part, "state": "left out: no time", "seconds": 0.0, "tail": []})
         else:
             print(f"{part} ...", flush=True)
-            results.append(run_part(part, folder / name, min(left, options.part_seconds), options.backends))
-        print("\n    ".join([f"{part}: {results[-1]['state']} ({results[-1]['seconds']:.0f} s)", *results[-1]["tail"]]), flush=True)
+            results.append(
+                run_part(part, folder / name, min(left, options.part_seconds), options.backends)
+            )
+        print(
+            "\n    ".join(
+                [
+                    f"{part}: {results[-1]['state']} ({results[-1]['seconds']:.0f} s)",
+                    *results[-1]["tail"],
+                ]
+            ),
+            flush=True,
+        )
         save(results, folder)
     return 0 if all(result["state"] == "passed" for result in results) else 1
 

@@ -77,7 +77,13 @@ ROWS: dict[str, dict[str, Any]] = {
     "32k-p128": {"lens": ([32768], [32768]), "page": 128},
     "2k/32k-p128": {"lens": ([2048], [32768]), "page": 128},
     "8k-d64-sinks": {"lens": ([8192], [8192]), "heads": (64, 8), "d": 64, "sinks": True},
-    "8k-d64-w128": {"lens": ([8192], [8192]), "heads": (64, 8), "d": 64, "sinks": True, "window": [127, 0]},
+    "8k-d64-w128": {
+        "lens": ([8192], [8192]),
+        "heads": (64, 8),
+        "d": 64,
+        "sinks": True,
+        "window": [127, 0],
+    },
     "8k-d256": {"lens": ([8192], [8192]), "heads": (16, 8), "d": 256},
     "mixed": {"lens": ([1] * 60 + [2048], [4096] * 60 + [2048])},
     "matmul": {},
@@ -107,7 +113,9 @@ class Batch:
         self.key.fill_(poison)
         self.value.fill_(poison)
         order = torch.randperm(blocks, generator=generator, device=device)
-        self.table = torch.full((len(pages), max(pages) + 2), 1 << 30, dtype=torch.int32, device=device)
+        self.table = torch.full(
+            (len(pages), max(pages) + 2), 1 << 30, dtype=torch.int32, device=device
+        )
         taken = 0
         for request, count in enumerate(pages):
             mine = order[taken : taken + count]
@@ -119,13 +127,21 @@ class Batch:
             positions = torch.arange(length, device=device)
             where = (mine[positions // self.page], positions % self.page)
             shape = (length, kv_heads)
-            self.key[where] = torch.randn(*shape, self.d, generator=generator, device=device).to(self.dtype)
-            self.value[where] = torch.randn(*shape, self.dv, generator=generator, device=device).to(self.dtype)
+            self.key[where] = torch.randn(*shape, self.d, generator=generator, device=device).to(
+                self.dtype
+            )
+            self.value[where] = torch.randn(*shape, self.dv, generator=generator, device=device).to(
+                self.dtype
+            )
         self.starts = torch.tensor([0, *query_lens], device=device).cumsum(0).int()
         self.lengths = torch.tensor(seq_lens, device=device).int()
         tokens = sum(query_lens) + case.get("padding", 3)
-        self.query = torch.randn(tokens, heads, self.d, generator=generator, device=device).to(self.dtype)
-        self.sinks = torch.randn(heads, generator=generator, device=device) if case.get("sinks") else None
+        self.query = torch.randn(tokens, heads, self.d, generator=generator, device=device).to(
+            self.dtype
+        )
+        self.sinks = (
+            torch.randn(heads, generator=generator, device=device) if case.get("sinks") else None
+        )
         self.options = {
             "scale": self.d**-0.5,
             "causal": case.get("causal", True),
@@ -150,7 +166,9 @@ class Batch:
         if layout == "packed":
             both = empty(blocks, self.page, kv_heads, self.d + self.dv)
             return both[..., : self.d], both[..., self.d :]
-        return empty(blocks, self.page, kv_heads, self.d), empty(blocks, self.page, kv_heads, self.dv)
+        return empty(blocks, self.page, kv_heads, self.d), empty(
+            blocks, self.page, kv_heads, self.dv
+        )
 
     def outputs(self) -> tuple[Any, Any]:
         import torch
@@ -182,18 +200,24 @@ class Batch:
         lse.fill_(float("-inf"))
         group = self.query.shape[1] // self.key.shape[2]
         start = 0
-        for request, (query_len, seq_len) in enumerate(zip(self.query_lens, self.seq_lens, strict=True)):
+        for request, (query_len, seq_len) in enumerate(
+            zip(self.query_lens, self.seq_lens, strict=True)
+        ):
             rows = slice(start, start + query_len)
             start += query_len
             keys = torch.arange(seq_len, device="cuda")
             where = (self.table[request, keys // self.page].long(), keys % self.page)
             k = self.key[where].float().repeat_interleave(group, 1)
             v = self.value[where].float().repeat_interleave(group, 1)
-            scores = torch.einsum("qhd,khd->hqk", self.query[rows].float(), k) * self.options["scale"]
+            scores = (
+                torch.einsum("qhd,khd->hqk", self.query[rows].float(), k) * self.options["scale"]
+            )
             cap = self.options["logits_soft_cap"]
             if cap > 0:
                 scores = cap * torch.tanh(scores / cap)
-            visible = self._visible(torch.arange(seq_len - query_len, seq_len, device="cuda")[:, None], keys[None])
+            visible = self._visible(
+                torch.arange(seq_len - query_len, seq_len, device="cuda")[:, None], keys[None]
+            )
             scores = scores.masked_fill(~visible, float("-inf"))
             if self.sinks is not None:
                 column = self.sinks[:, None, None].expand(-1, query_len, 1)
@@ -234,7 +258,10 @@ def parse_tile(variant: str, d: int, dv: int) -> Any:
             "q": {"q_stages": int(flag[1:] or 0)},
             "w": {"consumers": int(flag[1:] or 0)},
             "c": {"consumer_registers": int(flag[1:] or 0)},
-            "r": {"producer_registers": int(flag[1:] or 0), "consumer_registers": 240 - (int(flag[1:] or 0) - 24) // 16 * 8},
+            "r": {
+                "producer_registers": int(flag[1:] or 0),
+                "consumer_registers": 240 - (int(flag[1:] or 0) - 24) // 16 * 8,
+            },
         }[flag[0]]
         tile = dataclasses.replace(tile, **change)
     return tile
@@ -247,7 +274,9 @@ def make_call(variant: str, batch: Batch, out: Any, lse: Any) -> Any:
     if variant == "plain":
         from attnlib.ops.triton.paged_prefill import paged_prefill
 
-        return lambda: paged_prefill(*arguments, **bounds, **batch.options, out=out, lse=lse, kernels="portable")
+        return lambda: paged_prefill(
+            *arguments, **bounds, **batch.options, out=out, lse=lse, kernels="portable"
+        )
     if variant == "fa3":
         from vllm.vllm_flash_attn import flash_attn_varlen_func
 
@@ -263,7 +292,9 @@ def make_call(variant: str, batch: Batch, out: Any, lse: Any) -> Any:
     from attnlib.ops.triton.hopper.paged_prefill import launch_hopper_prefill
 
     tile = parse_tile(variant, batch.d, batch.dv)
-    return lambda: launch_hopper_prefill(*arguments, tile, max_seq_len=bounds["max_seq_len"], **batch.options, out=out, lse=lse)
+    return lambda: launch_hopper_prefill(
+        *arguments, tile, max_seq_len=bounds["max_seq_len"], **batch.options, out=out, lse=lse
+    )
 
 
 def check(name: str, variant: str) -> dict[str, Any]:
@@ -284,7 +315,10 @@ def check(name: str, variant: str) -> dict[str, Any]:
     error = float((out.float() - want).norm() / want.norm())
     finite = want_lse.isfinite()
     lse_error = float((lse - want_lse)[finite].abs().max()) if bool(finite.any()) else 0.0
-    bits = [torch.equal(a.view(torch.int16), out.view(torch.int16)) and torch.equal(b, lse) for a, b in found[1:]]
+    bits = [
+        torch.equal(a.view(torch.int16), out.view(torch.int16)) and torch.equal(b, lse)
+        for a, b in found[1:]
+    ]
     verdict = {
         "error": error,
         "largest": float((out.float() - want).abs().max()),
@@ -295,7 +329,11 @@ def check(name: str, variant: str) -> dict[str, Any]:
         "poison": bits[1] and bits[2],
     }
     limit = 6e-3 if batch.dtype == torch.bfloat16 else 1e-3
-    verdict["ok"] = bool(error < limit and lse_error < 2e-3 and all(v for v in verdict.values() if isinstance(v, bool)))
+    verdict["ok"] = bool(
+        error < limit
+        and lse_error < 2e-3
+        and all(v for v in verdict.values() if isinstance(v, bool))
+    )
     verdict["ok"] = verdict["ok"] and all(v for v in verdict.values() if isinstance(v, bool))
     return verdict
 
@@ -376,7 +414,13 @@ class Child:
     def run(self, unit: tuple[str, str, str], seconds: float) -> dict[str, Any]:
         if self._process is None or self._process.poll() is not None:
             command = [sys.executable, os.path.abspath(__file__), "--serve"]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
         process, lines, noise = self._process, queue.Queue[str](), []
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(json.dumps(unit) + "\n")
@@ -417,9 +461,17 @@ class Child:
 def show(unit: tuple[str, str, str], found: dict[str, Any]) -> None:
     kind, name, variant = unit
     if "failed" in found:
-        print(f"{kind} {name:24} {variant:18} FAILED\n    " + found["failed"].strip().replace("\n", "\n    "), flush=True)
+        print(
+            f"{kind} {name:24} {variant:18} FAILED\n    "
+            + found["failed"].strip().replace("\n", "\n    "),
+            flush=True,
+        )
     elif kind == "check":
-        state = "ok" if found["ok"] else "WRONG " + json.dumps({k: v for k, v in found.items() if v is False})
+        state = (
+            "ok"
+            if found["ok"]
+            else "WRONG " + json.dumps({k: v for k, v in found.items() if v is False})
+        )
         print(f"check {name:24} {variant:12} error {found['error']:.2e} largest {found['largest']:.2e} "
               f"lse {found['lse']:.1e} {state}", flush=True)  # fmt: skip
 
@@ -433,7 +485,9 @@ def table(results: dict[tuple[str, str, str], dict[str, Any]], variants: list[st
         for variant in variants:
             found = results.get(("time", name, variant), {})
             rate = found.get("tflops")
-            text = "-" if rate is None else f"{rate:.0f}" + (f" ({rate / peer:.3f})" if peer else "")
+            text = (
+                "-" if rate is None else f"{rate:.0f}" + (f" ({rate / peer:.3f})" if peer else "")
+            )
             if rate is not None and found["us"] < 200:
                 text += f" {found['us']:.0f}us"
             cells.append(f"{text:>{max(width, 14)}}")
@@ -441,14 +495,18 @@ def table(results: dict[tuple[str, str, str], dict[str, Any]], variants: list[st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--do", nargs="+", choices=["check", "time"], default=["check", "time"])
     parser.add_argument("--variants", nargs="+", default=None)
     parser.add_argument("--cases", nargs="+", default=list(CHECKS), help=f"of {', '.join(CHECKS)}")
     parser.add_argument("--rows", nargs="+", default=list(ROWS), help=f"of {', '.join(ROWS)}")
     parser.add_argument("--jobs", type=int, default=6, help="processes that check side by side")
-    parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds after which no unit starts")
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET_SECONDS, help="seconds after which no unit starts"
+    )
     options = parser.parse_args()
     if options.serve:
         serve()
@@ -466,7 +524,12 @@ def main() -> int:
         units = [("check", name, variant) for name in options.cases for variant in variants]
         children = [Child() for _ in range(options.jobs)]
         with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(lambda i: [run(u, children[i]) for u in units[i :: options.jobs]], range(options.jobs)))
+            list(
+                pool.map(
+                    lambda i: [run(u, children[i]) for u in units[i :: options.jobs]],
+                    range(options.jobs),
+                )
+            )
         for child in children:
             child.close()
         good = sum(bool(found.get("ok")) for found in results.values())
@@ -480,7 +543,9 @@ def main() -> int:
         child.close()
         table(results, variants)
         ceiling = results.get(("time", "matmul", "matmul"), {}).get("tflops")
-        print(f"matmul 8192: {ceiling and round(ceiling)} TFLOP/s; {time.monotonic() - began:.0f} s in all")
+        print(
+            f"matmul 8192: {ceiling and round(ceiling)} TFLOP/s; {time.monotonic() - began:.0f} s in all"
+        )
     folder = Path(os.environ.get("OUT", "."))
     listed = [{"kind": k, "name": n, "variant": v, **found} for (k, n, v), found in results.items()]
     (folder / "prefill_probe.json").write_text(json.dumps(listed, indent=1))

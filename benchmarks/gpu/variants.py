@@ -1,7 +1,7 @@
 """The `triton` backend kept to one family of kernels, for exams and measurements of each path.
 
-    python -m attnlib verify benchmarks/gpu/variants.py:Hopper      # Gluon wherever it can, short decodes too
-    python -m attnlib verify benchmarks/gpu/variants.py:Portable    # plain Triton on every chip
+python -m attnlib verify benchmarks/gpu/variants.py:Hopper      # Gluon wherever it can, short decodes too
+python -m attnlib verify benchmarks/gpu/variants.py:Portable    # plain Triton on every chip
 """
 
 from __future__ import annotations

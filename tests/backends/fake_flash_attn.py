@@ -11,7 +11,14 @@ import torch
 
 from attnlib.ops.torch.paged_prefill import paged_prefill
 
-NAMES = ("flash_attn", "flash_attn_3", "flash_attn_interface", "flash_attn_config", "vllm", "sgl_kernel")
+NAMES = (
+    "flash_attn",
+    "flash_attn_3",
+    "flash_attn_interface",
+    "flash_attn_config",
+    "vllm",
+    "sgl_kernel",
+)
 
 
 class Recorder:
@@ -27,8 +34,20 @@ class Recorder:
 
 
 def attend(
-    q: Any, k: Any, v: Any, starts: Any, lengths: Any, table: Any, *, scale: Any, causal: bool, window: Any, softcap: float = 0.0,
-    alibi_slopes: Any = None, sinks: Any = None, empty: float = float("-inf"),
+    q: Any,
+    k: Any,
+    v: Any,
+    starts: Any,
+    lengths: Any,
+    table: Any,
+    *,
+    scale: Any,
+    causal: bool,
+    window: Any,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    empty: float = float("-inf"),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [T, Hq, Dv], LSE [Hq, T]); empty rows get `empty`, rows past the batch keep garbage."""
     left, right = (-1 if side is None else side for side in window)
@@ -52,7 +71,9 @@ def install(monkeypatch: pytest.MonkeyPatch, path: str, **attributes: Any) -> Mo
         if sys.modules.get(name) is None or depth == len(parts):
             module = ModuleType(name)
             # Parents are namespaces without a file of their own, as FlashAttention 4 leaves `flash_attn`.
-            module.__file__ = f"/fake/{name.replace('.', '/')}/__init__.py" if depth == len(parts) else None
+            module.__file__ = (
+                f"/fake/{name.replace('.', '/')}/__init__.py" if depth == len(parts) else None
+            )
             module.__path__ = []
             monkeypatch.setitem(sys.modules, name, module)
     for name, value in attributes.items():
@@ -63,7 +84,9 @@ def install(monkeypatch: pytest.MonkeyPatch, path: str, **attributes: Any) -> Mo
 def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if none of the packages existed."""
     for name in NAMES:
-        for loaded in [module for module in sys.modules if module == name or module.startswith(name + ".")]:
+        for loaded in [
+            module for module in sys.modules if module == name or module.startswith(name + ".")
+        ]:
             monkeypatch.delitem(sys.modules, loaded)
         monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]  # the documented way to forbid an import
 
@@ -101,7 +124,16 @@ def fake_fa3(record: Recorder) -> tuple[Any, Any]:
     ):  # fmt: skip
         record.calls.append({name: value for name, value in locals().items() if name != "record"})
         out, lse = attend(
-            q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens_q,
+            cache_seqlens,
+            page_table,
+            scale=softmax_scale,
+            causal=causal,
+            window=window_size,
+            softcap=softcap,
         )
         return (out, lse, None, None) if return_softmax_lse else out
 
@@ -114,7 +146,9 @@ def _scheduler(record: Recorder) -> Any:
         cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1),
         has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0,
     ):  # fmt: skip
-        record.scheduled.append({name: value for name, value in locals().items() if name != "record"})
+        record.scheduled.append(
+            {name: value for name, value in locals().items() if name != "record"}
+        )
         return torch.arange(batch_size + 1, dtype=torch.int32)
 
     return get_scheduler_metadata
@@ -157,9 +191,16 @@ def fake_fa4(record: Recorder) -> Any:
         record.calls.append({name: value for name, value in locals().items() if name != "record"})
         assert cu_seqlens_k is None and all(side is None or side >= 0 for side in window_size)
         assert num_splits == 1, "SplitKV not supported on SM 9.0"
-        assert q.shape[-1] % 16 == v.shape[-1] % 16 == 0, "Paged KV does not support irregular head dim"
-        assert q.dtype == k.dtype == v.dtype and {t.dtype for t in (cu_seqlens_q, seqused_k, page_table)} == {torch.int32}
-        assert page_table.shape[0] == len(cu_seqlens_q) - 1 == len(seqused_k) and page_table.stride(-1) == 1
+        assert q.shape[-1] % 16 == v.shape[-1] % 16 == 0, (
+            "Paged KV does not support irregular head dim"
+        )
+        assert q.dtype == k.dtype == v.dtype and {
+            t.dtype for t in (cu_seqlens_q, seqused_k, page_table)
+        } == {torch.int32}
+        assert (
+            page_table.shape[0] == len(cu_seqlens_q) - 1 == len(seqused_k)
+            and page_table.stride(-1) == 1
+        )
         out, lse = attend(
             q, k, v, cu_seqlens_q, seqused_k, page_table, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
             sinks=learnable_sink,

@@ -23,7 +23,15 @@ class Recorder:
         self.runs: list[dict[str, Any]] = []
 
 
-def _attend(self: Any, q: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor], scale: float, out: torch.Tensor, lse: Any, starts: Any) -> None:
+def _attend(
+    self: Any,
+    q: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+    out: torch.Tensor,
+    lse: Any,
+    starts: Any,
+) -> None:
     plan = self.planned
     indptr, indices, last = plan["indptr"], plan["indices"], plan["last_page_len"]
     assert indices.dtype == torch.int32 and ((last >= 1) & (last <= plan["page_size"])).all()
@@ -53,7 +61,11 @@ def make_module(record: Recorder, *, open_plan: bool = False) -> ModuleType:
         ):  # fmt: skip
             assert (float_workspace_buffer == 0).all(), "the workspace was not zeroed"
             self.backend, self.graph = backend, use_cuda_graph
-            self.buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+            self.buffers = (
+                paged_kv_indptr_buffer,
+                paged_kv_indices_buffer,
+                paged_kv_last_page_len_buffer,
+            )
             record.made.append(self)
 
         def plan(
@@ -62,7 +74,9 @@ def make_module(record: Recorder, *, open_plan: bool = False) -> ModuleType:
             rope_theta=None, non_blocking=True, block_tables=None, seq_lens=None, fixed_split_size=None, disable_split_kv=False,
         ):  # fmt: skip
             assert indptr.device.type == last_page_len.device.type == "cpu"
-            self.planned = {name: value for name, value in locals().items() if name not in ("record", "self")} | {"causal": False}
+            self.planned = {
+                name: value for name, value in locals().items() if name not in ("record", "self")
+            } | {"causal": False}
             if self.graph:
                 assert len(last_page_len) == len(self.buffers[2])
                 self.buffers[0].copy_(indptr)
@@ -79,13 +93,28 @@ def make_module(record: Recorder, *, open_plan: bool = False) -> ModuleType:
             if q.shape[0] != batch:
                 raise ValueError(f"q.shape[0] ({q.shape[0]}) does not match batch_size ({batch})")
             starts = torch.arange(batch + 1, dtype=torch.int32)
-            _attend(self, q, paged_kv_cache, q_scale * (k_scale or 1.0), out, lse if return_lse else None, starts)
+            _attend(
+                self,
+                q,
+                paged_kv_cache,
+                q_scale * (k_scale or 1.0),
+                out,
+                lse if return_lse else None,
+                starts,
+            )
             if v_scale is not None:
                 out *= v_scale
             return (out, lse) if return_lse else out
 
     class BatchPrefillWithPagedKVCacheWrapper:
-        def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, backend="auto", jit_args=None):
+        def __init__(
+            self,
+            float_workspace_buffer,
+            kv_layout="NHD",
+            use_cuda_graph=False,
+            backend="auto",
+            jit_args=None,
+        ):
             self.backend = backend
             record.made.append(self)
 
@@ -94,7 +123,10 @@ def make_module(record: Recorder, *, open_plan: bool = False) -> ModuleType:
             head_dim_vo=None, custom_mask=None, packed_custom_mask=None, causal=False, pos_encoding_mode="NONE", sm_scale=None, window_left=-1,
             logits_soft_cap=None, q_data_type="float16", kv_data_type=None, o_data_type=None, non_blocking=True, seq_lens=None,
         ):  # fmt: skip
-            assert qo_indptr.device.type == paged_kv_indptr.device.type == "cpu" and int(qo_indptr[0]) == 0
+            assert (
+                qo_indptr.device.type == paged_kv_indptr.device.type == "cpu"
+                and int(qo_indptr[0]) == 0
+            )
             self.planned = {
                 "qo_indptr": qo_indptr, "indptr": paged_kv_indptr, "indices": paged_kv_indices, "last_page_len": paged_kv_last_page_len,
                 "page_size": page_size, "causal": causal, "window_left": window_left, "logits_soft_cap": logits_soft_cap, "sm_scale": sm_scale,
@@ -106,8 +138,18 @@ def make_module(record: Recorder, *, open_plan: bool = False) -> ModuleType:
             self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, return_lse=False, lse_base="log2",
             enable_pdl=None, window_left=None, sinks=None,
         ):  # fmt: skip
-            record.runs.append({"wrapper": self, "q": q, "out": out, "lse": lse, "kind": self.backend})
-            _attend(self, q, paged_kv_cache, q_scale * (k_scale or 1.0), out, lse if return_lse else None, self.planned["qo_indptr"])
+            record.runs.append(
+                {"wrapper": self, "q": q, "out": out, "lse": lse, "kind": self.backend}
+            )
+            _attend(
+                self,
+                q,
+                paged_kv_cache,
+                q_scale * (k_scale or 1.0),
+                out,
+                lse if return_lse else None,
+                self.planned["qo_indptr"],
+            )
             if v_scale is not None:
                 out *= v_scale
             return (out, lse) if return_lse else out
@@ -115,8 +157,30 @@ def make_module(record: Recorder, *, open_plan: bool = False) -> ModuleType:
     if open_plan:
         closed = BatchDecodeWithPagedKVCacheWrapper.plan
 
-        def plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, *deprecated_positional_args, **kwargs):
-            closed(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, *deprecated_positional_args, **kwargs)
+        def plan(
+            self,
+            indptr,
+            indices,
+            last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            *deprecated_positional_args,
+            **kwargs,
+        ):
+            closed(
+                self,
+                indptr,
+                indices,
+                last_page_len,
+                num_qo_heads,
+                num_kv_heads,
+                head_dim,
+                page_size,
+                *deprecated_positional_args,
+                **kwargs,
+            )
 
         BatchDecodeWithPagedKVCacheWrapper.plan = plan  # type: ignore[method-assign]
     module = ModuleType("flashinfer")

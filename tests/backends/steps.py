@@ -24,7 +24,9 @@ class Step:
     def outputs(self, padding: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """An output and an LSE full of NaN, with `padding` more rows than the batch has tokens."""
         rows = self.query.shape[0] + padding
-        out = torch.full((rows, self.spec.num_heads, self.spec.head_size_v), float("nan"), dtype=self.spec.dtype)
+        out = torch.full(
+            (rows, self.spec.num_heads, self.spec.head_size_v), float("nan"), dtype=self.spec.dtype
+        )
         return out, torch.full((rows, self.spec.num_heads), float("nan"))
 
     def expected(
@@ -65,7 +67,14 @@ class Step:
         return out, lse
 
 
-def make_step(spec: AttentionSpec, query_lens: list[int], seq_lens: list[int], *, seed: int = 0, padding: int = 0) -> Step:
+def make_step(
+    spec: AttentionSpec,
+    query_lens: list[int],
+    seq_lens: list[int],
+    *,
+    seed: int = 0,
+    padding: int = 0,
+) -> Step:
     """A step with random keys everywhere and blocks in random order; `padding` more rows of q than tokens."""
     generator = torch.Generator().manual_seed(seed)
     widest = max([-(-length // spec.block_size) for length in seq_lens], default=0)
@@ -74,7 +83,9 @@ def make_step(spec: AttentionSpec, query_lens: list[int], seq_lens: list[int], *
     cache = PagedKVCache.allocate(spec, num_blocks=len(blocks), device="cpu", layout="NHD")
     for view in (cache.key_cache, cache.value_cache):
         view.copy_(torch.randn(view.shape, generator=generator).to(view.dtype))
-    common = CommonAttentionMetadata.from_lengths(query_lens, seq_lens, table, spec.block_size, "cpu")
+    common = CommonAttentionMetadata.from_lengths(
+        query_lens, seq_lens, table, spec.block_size, "cpu"
+    )
     rows = sum(query_lens) + padding
     query = torch.randn(rows, spec.num_heads, spec.head_size, generator=generator).to(spec.dtype)
     return Step(spec, cache, common, query)

@@ -22,10 +22,17 @@ from attnlib.testing.conformance import run_conformance
 from attnlib.workspace import BatchLimits
 from tests.testing.toy_backend import ToyBackend, ToyBuilder, toy_with
 
-SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32, block_size=4, needs_lse=True)
+SPEC = AttentionSpec(
+    num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32, block_size=4, needs_lse=True
+)
 
 
-def _half(name: str, threshold: int | None = 1, level: CudaGraphSupport = CudaGraphSupport.ALWAYS, **capabilities_changed: Any) -> type[TorchBackend]:
+def _half(
+    name: str,
+    threshold: int | None = 1,
+    level: CudaGraphSupport = CudaGraphSupport.ALWAYS,
+    **capabilities_changed: Any,
+) -> type[TorchBackend]:
     """The torch backend under another name; it notes the query lengths that reach it, and who writes."""
 
     class Impl(TorchImpl):
@@ -33,8 +40,12 @@ def _half(name: str, threshold: int | None = 1, level: CudaGraphSupport = CudaGr
             Half.writes += 1
             super().write_kv(*args)
 
-        def forward(self, query: Any, cache: Any, metadata: Any, output: Any, lse: Any = None) -> None:
-            Half.seen.append((metadata.query_start_loc[1:] - metadata.query_start_loc[:-1]).tolist())
+        def forward(
+            self, query: Any, cache: Any, metadata: Any, output: Any, lse: Any = None
+        ) -> None:
+            Half.seen.append(
+                (metadata.query_start_loc[1:] - metadata.query_start_loc[:-1]).tolist()
+            )
             super().forward(query, cache, metadata, output, lse)
 
     class Builder(TorchMetadataBuilder):
@@ -46,7 +57,9 @@ def _half(name: str, threshold: int | None = 1, level: CudaGraphSupport = CudaGr
             return super().build_for_cudagraph_capture(common_attn_metadata)
 
     class Half(TorchBackend):
-        capabilities = dataclasses.replace(TorchBackend.capabilities, **{"cudagraph": level, **capabilities_changed})
+        capabilities = dataclasses.replace(
+            TorchBackend.capabilities, **{"cudagraph": level, **capabilities_changed}
+        )
         seen: ClassVar[list[list[int]]] = []
         writes: ClassVar[int] = 0
         captures: ClassVar[int] = 0
@@ -66,7 +79,9 @@ def _half(name: str, threshold: int | None = 1, level: CudaGraphSupport = CudaGr
     return Half
 
 
-def _run(backend: type, queries: list[int], sequences: list[int], padding: int = 0) -> tuple[torch.Tensor, torch.Tensor, Any]:
+def _run(
+    backend: type, queries: list[int], sequences: list[int], padding: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
     generator = torch.Generator().manual_seed(1)
     cache = attnlib.PagedKVCache.allocate(SPEC, 64, "cpu")
     for view in (cache.key_cache, cache.value_cache):
@@ -77,7 +92,9 @@ def _run(backend: type, queries: list[int], sequences: list[int], padding: int =
     tokens = sum(queries) + padding
     q, k, v = (torch.randn(tokens, heads, 16, generator=generator) for heads in (4, 2, 2))
     step = backend.make_builder(SPEC, "cpu").build(0, common)
-    out, lse = attnlib.Attention(SPEC, backend=backend, device="cpu")(q, k, v, cache, step, return_lse=True)
+    out, lse = attnlib.Attention(SPEC, backend=backend, device="cpu")(
+        q, k, v, cache, step, return_lse=True
+    )
     return out, lse, step
 
 
@@ -94,7 +111,9 @@ def _run(backend: type, queries: list[int], sequences: list[int], padding: int =
     ],
 )
 @pytest.mark.parametrize("padding", [0, 3])
-def test_each_phase_goes_its_own_way(queries: list[int], decoded: list, prefilled: list, padding: int) -> None:
+def test_each_phase_goes_its_own_way(
+    queries: list[int], decoded: list, prefilled: list, padding: int
+) -> None:
     """Same numbers as one backend for both, padding rows 0 (M6), one writer (P7)."""
     prefill, decode = _half("p"), _half("d")
     sequences = [query + 3 * index for index, query in enumerate(queries)]
@@ -103,8 +122,13 @@ def test_each_phase_goes_its_own_way(queries: list[int], decoded: list, prefille
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
     assert (out[sum(queries) :] == 0).all()
-    assert (decode.seen, prefill.seen) == (decoded, prefilled) and (prefill.writes, decode.writes) == (1, 0)
-    assert step.num_decode_tokens + step.num_prefill_tokens == sum(queries) and step.num_decodes + step.num_prefills == len(queries)
+    assert (decode.seen, prefill.seen) == (decoded, prefilled) and (
+        prefill.writes,
+        decode.writes,
+    ) == (1, 0)
+    assert step.num_decode_tokens + step.num_prefill_tokens == sum(
+        queries
+    ) and step.num_decodes + step.num_prefills == len(queries)
 
 
 def test_the_decode_half_says_what_a_decode_is() -> None:
@@ -120,15 +144,21 @@ def test_other_blocks_reach_both_halves() -> None:
     for queries, sequences in (([1, 9], [3, 9]), ([1, 1], [3, 9]), ([7, 9], [7, 9])):
         table = [[5, 6, 7], [1, 2, 3]]
         common = attnlib.CommonAttentionMetadata.from_lengths(queries, sequences, table, 4, "cpu")
-        other = attnlib.CommonAttentionMetadata.from_lengths(queries, sequences, [[9, 8, 4], [11, 12, 13]], 4, "cpu")
+        other = attnlib.CommonAttentionMetadata.from_lengths(
+            queries, sequences, [[9, 8, 4], [11, 12, 13]], 4, "cpu"
+        )
         built, wanted = builder.build(0, common), builder.build(0, other)
         updated = builder.update_block_table(built, other.block_table_tensor, other.slot_mapping)
         for part in ("decode", "prefill"):
             mine, its = getattr(updated, part), getattr(wanted, part)
             assert (mine is None) == (its is None)
             if its is not None:
-                assert torch.equal(mine.block_table, its.block_table) and torch.equal(mine.slot_mapping, its.slot_mapping)
-        assert torch.equal(updated.block_table, other.block_table_tensor) and torch.equal(built.block_table, common.block_table_tensor)
+                assert torch.equal(mine.block_table, its.block_table) and torch.equal(
+                    mine.slot_mapping, its.slot_mapping
+                )
+        assert torch.equal(updated.block_table, other.block_table_tensor) and torch.equal(
+            built.block_table, common.block_table_tensor
+        )
 
 
 def test_a_graph_holds_uniform_batches_which_one_half_builds() -> None:
@@ -149,31 +179,55 @@ def test_a_graph_holds_uniform_batches_which_one_half_builds() -> None:
     assert state.graph_capture_get_metadata_for_batch(4).prefill is None
     assert state.graph_capture_get_metadata_for_batch(4, query_len=4).decode is None
     assert (decode.captures, prefill.captures) == (1, 1), "the children's own capture builds"
-    padded = state.begin_forward(attnlib.CommonAttentionMetadata.from_lengths([4], [9], [[1, 2, 3]], 4, "cpu"), 4, 4)
-    assert builder.build(0, padded).decode is None, "padding rows do not move a uniform batch to the other half"
+    padded = state.begin_forward(
+        attnlib.CommonAttentionMetadata.from_lengths([4], [9], [[1, 2, 3]], 4, "cpu"), 4, 4
+    )
+    assert builder.build(0, padded).decode is None, (
+        "padding rows do not move a uniform batch to the other half"
+    )
 
 
 def test_lengths_that_the_host_does_not_know_go_to_one_half() -> None:
     """A runner that keeps lengths on the device says 0 on the host: then nothing may be cut by them."""
     pair = make_composite(_half("p"), _half("d"))
-    common = attnlib.CommonAttentionMetadata.from_lengths([1, 9], [3, 9], [[5], [1, 2, 3]], 4, "cpu")
-    blind = common.replace(query_start_loc_cpu=torch.zeros(3, dtype=torch.int32), seq_lens_cpu=torch.zeros(2, dtype=torch.int32))
+    common = attnlib.CommonAttentionMetadata.from_lengths(
+        [1, 9], [3, 9], [[5], [1, 2, 3]], 4, "cpu"
+    )
+    blind = common.replace(
+        query_start_loc_cpu=torch.zeros(3, dtype=torch.int32),
+        seq_lens_cpu=torch.zeros(2, dtype=torch.int32),
+    )
     built = pair.make_builder(SPEC, "cpu").build(0, blind)
     assert built.decode is None and built.prefill.query_start_loc.tolist() == [0, 1, 10]
 
 
 def test_it_can_what_both_can() -> None:
-    a = _half("a", sink=False, kv_cache_layouts=("HND", "NHD"), min_capability=(8, 0), lse=NOT_STATED)
-    b = _half("b", logits_soft_cap=False, kv_cache_layouts=("NHD",), min_capability=(9, 0), needs_finite_cache=True)
+    a = _half(
+        "a", sink=False, kv_cache_layouts=("HND", "NHD"), min_capability=(8, 0), lse=NOT_STATED
+    )
+    b = _half(
+        "b",
+        logits_soft_cap=False,
+        kv_cache_layouts=("NHD",),
+        min_capability=(9, 0),
+        needs_finite_cache=True,
+    )
     declared: Capabilities = make_composite(a, b).capabilities
     assert (declared.sink, declared.logits_soft_cap, declared.alibi) == (False, False, True)
-    assert declared.kv_cache_layouts == ("NHD",) and declared.min_capability == (9, 0) and declared.needs_finite_cache
+    assert (
+        declared.kv_cache_layouts == ("NHD",)
+        and declared.min_capability == (9, 0)
+        and declared.needs_finite_cache
+    )
     assert declared.lse is NOT_STATED, "what one half does not state, the pair does not state"
 
 
 def test_sets_of_sizes_are_asked_of_both() -> None:
     """They cannot be intersected in general, so each half is asked, and named."""
-    a, b = _half("a", block_sizes=Sizes(256, None, 256)), _half("b", head_sizes=Sizes(exactly=(128,)))
+    a, b = (
+        _half("a", block_sizes=Sizes(256, None, 256)),
+        _half("b", head_sizes=Sizes(exactly=(128,))),
+    )
     reasons = make_composite(a, b).validate_configuration(SPEC, "cpu")
     assert "a: block_size=4 not supported (supported: multiples of 256 from 256 up)" in reasons
     assert "b: head_size=16 not supported (supported: 128)" in reasons
@@ -183,7 +237,9 @@ def test_sets_of_sizes_are_asked_of_both() -> None:
 def test_identity_and_refusal() -> None:
     a, b = _half("a"), _half("b", kv_cache_layouts=("HND",))
     assert make_composite(a, a) is a
-    assert make_composite(a, b) is make_composite(a, b) and make_composite(a, b) is not make_composite(b, a)
+    assert make_composite(a, b) is make_composite(a, b) and make_composite(
+        a, b
+    ) is not make_composite(b, a)
     with pytest.raises(LayoutMismatchError, match="b reads HND; c reads NHD"):
         make_composite(b, _half("c", kv_cache_layouts=("NHD",)))
 
@@ -199,12 +255,16 @@ def test_a_pair_sits_the_exam_by_its_name() -> None:
     attnlib.register_backend("exam_p", ToyBackend)
     attnlib.register_backend("exam_d", toy_with(builder=FrontDecodes))
     try:
-        report = run_conformance("prefill:exam_p,decode:exam_d", device="cpu", quick=True, against=[])
+        report = run_conformance(
+            "prefill:exam_p,decode:exam_d", device="cpu", quick=True, against=[]
+        )
     finally:
         for name in ("exam_p", "exam_d"):
             attnlib.unregister_backend(name)
     assert report.passed, str(report)
-    assert {"cudagraph:UNIFORM_SINGLE_TOKEN_DECODE", "cudagraph:UNIFORM_BATCH"} & set(report.coverage.exercised)
+    assert {"cudagraph:UNIFORM_SINGLE_TOKEN_DECODE", "cudagraph:UNIFORM_BATCH"} & set(
+        report.coverage.exercised
+    )
 
 
 def test_the_exam_sees_a_half_that_cannot_replay() -> None:

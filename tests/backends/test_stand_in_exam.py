@@ -35,7 +35,12 @@ def _fresh() -> Iterator[None]:
     find_api.cache_clear()
 
 
-def _on_cpu(monkeypatch: pytest.MonkeyPatch, backend: type[AttentionBackend], rooms: Any, config: dict[str, Any]) -> type[AttentionBackend]:
+def _on_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: type[AttentionBackend],
+    rooms: Any,
+    config: dict[str, Any],
+) -> type[AttentionBackend]:
     """The backend on a CPU that it takes for an H200."""
 
     def validate(cls: Any, spec: Any, device: Any = None) -> list[str]:
@@ -60,10 +65,23 @@ def test_flash_attn_passes_over_a_stand_in(monkeypatch: pytest.MonkeyPatch, buil
     if build == "vllm":
         varlen, scheduler = fake_flash_attn.fake_vllm(record)
         flags = {"FA2_AVAILABLE": False, "FA3_AVAILABLE": True}
-        fake_flash_attn.install(monkeypatch, "vllm.vllm_flash_attn", flash_attn_varlen_func=varlen, get_scheduler_metadata=scheduler, **flags)
+        fake_flash_attn.install(
+            monkeypatch,
+            "vllm.vllm_flash_attn",
+            flash_attn_varlen_func=varlen,
+            get_scheduler_metadata=scheduler,
+            **flags,
+        )
     else:
-        fake_flash_attn.install(monkeypatch, "flash_attn.cute", flash_attn_varlen_func=fake_flash_attn.fake_fa4(record))
-    report = run_conformance(_on_cpu(monkeypatch, FlashAttnBackend, flash_attn_metadata, {}), device="cpu", quick=True, label=build)
+        fake_flash_attn.install(
+            monkeypatch, "flash_attn.cute", flash_attn_varlen_func=fake_flash_attn.fake_fa4(record)
+        )
+    report = run_conformance(
+        _on_cpu(monkeypatch, FlashAttnBackend, flash_attn_metadata, {}),
+        device="cpu",
+        quick=True,
+        label=build,
+    )
     assert report.passed, str(report)
     assert record.calls  # the stand-in did the work
 

@@ -37,7 +37,9 @@ def compiler(folder: Path, name: str) -> str:
 
 def test_a_missing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """J1, sgl#1067: "Failed to find C compiler" of a runtime image."""
-    assert TritonBackend.unavailable(H200) == ["no C compiler for Triton's launcher: install gcc or clang, or set CC to one"]
+    assert TritonBackend.unavailable(H200) == [
+        "no C compiler for Triton's launcher: install gcc or clang, or set CC to one"
+    ]
     compiler(tmp_path, "gcc")
     assert TritonBackend.unavailable(H200) == []
     monkeypatch.setenv("CC", "/nowhere/gcc")
@@ -46,7 +48,9 @@ def test_a_missing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert TritonBackend.unavailable(H200) == []
 
 
-def test_a_missing_driver_library_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_driver_library_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """J1, unsloth#1141: cannot find -lcuda."""
     compiler(tmp_path, "gcc")
 
@@ -77,14 +81,28 @@ def test_without_triton_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> 
     ("triton", "numpy", "gaps"),
     [
         ("3.6.0", "2.3.5", []),
-        ("3.6.0", "2.4.0", ['the interpreter of Triton 3.6 fails with numpy 2.4: pip install "triton>=3.7", or pip install "numpy<2.4"']),
-        ("3.6.1+rocm", "2.10.1", ['the interpreter of Triton 3.6 fails with numpy 2.10: pip install "triton>=3.7", or pip install "numpy<2.4"']),
+        (
+            "3.6.0",
+            "2.4.0",
+            [
+                'the interpreter of Triton 3.6 fails with numpy 2.4: pip install "triton>=3.7", or pip install "numpy<2.4"'
+            ],
+        ),
+        (
+            "3.6.1+rocm",
+            "2.10.1",
+            [
+                'the interpreter of Triton 3.6 fails with numpy 2.10: pip install "triton>=3.7", or pip install "numpy<2.4"'
+            ],
+        ),
         ("3.7.0", "2.4.6", []),
         ("3.9.0", "2.4.6", []),
         ("3.9.0", None, ["Triton's interpreter needs numpy: pip install numpy"]),
     ],
 )
-def test_the_interpreter_and_numpy(triton: str, numpy: str | None, gaps: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interpreter_and_numpy(
+    triton: str, numpy: str | None, gaps: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Triton 3.6's interpreter under numpy 2.4 is a reason, not a failing kernel; on a GPU nobody asks for numpy."""
 
     def version(name: str) -> str:
@@ -98,5 +116,8 @@ def test_the_interpreter_and_numpy(triton: str, numpy: str | None, gaps: list[st
     assert TritonBackend.unavailable(DeviceInfo("cpu")) == gaps
     monkeypatch.delenv("TRITON_INTERPRET")
     asked = TritonBackend.unavailable(DeviceInfo("cpu"))
-    assert asked[0].startswith("on a CPU Triton only interprets: set TRITON_INTERPRET=1") and asked[1:] == gaps
+    assert (
+        asked[0].startswith("on a CPU Triton only interprets: set TRITON_INTERPRET=1")
+        and asked[1:] == gaps
+    )
     assert TritonBackend.unavailable(DeviceInfo("cuda", 0, (9, 0), imagined=True)) == []

@@ -16,7 +16,9 @@ _TorchImpl: Any = TorchBackend.get_impl_cls()
 class OneRowOff(_TorchImpl):
     """Its last row is a tenth too large."""
 
-    def forward(self, query: Any, cache: Any, metadata: Any, output: torch.Tensor, lse: Any = None) -> None:
+    def forward(
+        self, query: Any, cache: Any, metadata: Any, output: torch.Tensor, lse: Any = None
+    ) -> None:
         super().forward(query, cache, metadata, output, lse)
         output[-1] *= 1.1
 
@@ -24,7 +26,9 @@ class OneRowOff(_TorchImpl):
 class LeavesARow(_TorchImpl):
     """Never writes row 1."""
 
-    def forward(self, query: Any, cache: Any, metadata: Any, output: torch.Tensor, lse: Any = None) -> None:
+    def forward(
+        self, query: Any, cache: Any, metadata: Any, output: torch.Tensor, lse: Any = None
+    ) -> None:
         kept = output[1].clone()
         super().forward(query, cache, metadata, output, lse)
         output[1] = kept
@@ -57,7 +61,11 @@ class FailsToBuildAgain(_TorchImpl):
 
 
 def _backend(name: str, impl: type[AttentionImpl]) -> type[TorchBackend]:
-    body = {"get_name": staticmethod(lambda: name), "get_impl_cls": staticmethod(lambda: impl), "__module__": __name__}
+    body = {
+        "get_name": staticmethod(lambda: name),
+        "get_impl_cls": staticmethod(lambda: impl),
+        "__module__": __name__,
+    }
     return type(name, (TorchBackend,), body)
 
 

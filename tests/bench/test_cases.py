@@ -87,7 +87,10 @@ def test_work_is_counted_as_the_mask_shows_it(window: int | None) -> None:
         seq_len = query_len + context
         mask = visible_keys(torch.arange(context, seq_len), seq_len, terms)
         assert visible_pairs(query_len, seq_len, window) == int(mask.sum()), (query_len, seq_len)
-        assert read_keys(query_len, seq_len, window) == int(mask.any(dim=0).sum()), (query_len, seq_len)
+        assert read_keys(query_len, seq_len, window) == int(mask.any(dim=0).sum()), (
+            query_len,
+            seq_len,
+        )
 
 
 def test_bytes_and_operations_by_hand() -> None:
@@ -105,13 +108,20 @@ def test_the_roofline_takes_each_request_by_what_bounds_it() -> None:
     prefill = known_cases()["prefill-1x16k-p16"]
     assert roofline_us(prefill, 4270, 700) == pytest.approx(flops(prefill) / 700e6)
     parts = [BenchCase(name="", batch=parse_batch(text)) for text in ("60q1s4k", "q2k")]
-    assert roofline_us(known_cases()["mixed-60x4k-and-2k"], 4270, 700) == pytest.approx(sum(roofline_us(part, 4270, 700) for part in parts))
+    assert roofline_us(known_cases()["mixed-60x4k-and-2k"], 4270, 700) == pytest.approx(
+        sum(roofline_us(part, 4270, 700) for part in parts)
+    )
 
 
 def test_a_case_in_a_few_letters() -> None:
     case = parse_case("32q1s8k@heads=64/8,d=64,window=128,sinks,page=32,cap=30")
     assert (case.num_heads, case.num_kv_heads, case.head_size, case.block_size) == (64, 8, 64, 32)
-    assert (case.sliding_window, case.logits_soft_cap, case.sinks, case.kind) == (128, 30.0, True, "decode")
+    assert (case.sliding_window, case.logits_soft_cap, case.sinks, case.kind) == (
+        128,
+        30.0,
+        True,
+        "decode",
+    )
     spec = case.spec
     assert spec.has_sink and spec.sliding_window == 128 and spec.kv_cache_layout == "NHD"
 
@@ -135,15 +145,33 @@ def test_what_is_no_case_is_told(text: str, message: str) -> None:
 
 
 def test_choosing_cases() -> None:
-    assert [case.name for case in choose_cases([], None, "quick")] == [case.name for case in SUITES["quick"]]
+    assert [case.name for case in choose_cases([], None, "quick")] == [
+        case.name for case in SUITES["quick"]
+    ]
     assert len(SUITES["quick"]) == 6
-    names = [case.name for case in choose_cases(["prefill-*-p128", "decode-1x1k", "decode-1x*", "q5@page=8"], None, "cpu")]
-    assert names[:5] == [f"prefill-{length}-p128" for length in ("1x2k", "4x4k", "1x16k", "1x32k", "2k-over-32k")]
-    assert names[5:] == ["decode-1x1k", "decode-1x8k", "decode-1x128k", "decode-1x32k-64heads", "q5@page=8"]
+    names = [
+        case.name
+        for case in choose_cases(
+            ["prefill-*-p128", "decode-1x1k", "decode-1x*", "q5@page=8"], None, "cpu"
+        )
+    ]
+    assert names[:5] == [
+        f"prefill-{length}-p128" for length in ("1x2k", "4x4k", "1x16k", "1x32k", "2k-over-32k")
+    ]
+    assert names[5:] == [
+        "decode-1x1k",
+        "decode-1x8k",
+        "decode-1x128k",
+        "decode-1x32k-64heads",
+        "q5@page=8",
+    ]
     with pytest.raises(ContractError, match="nor is it the name of a case"):
         choose_cases(["decode-*"], "cpu", "cpu")
 
 
 def test_other_pages_are_other_cases() -> None:
     paged = choose_cases(["prefill-1x2k-*", "decode-1x1k"], None, "cpu", page=128)
-    assert [(case.name, case.block_size) for case in paged] == [("prefill-1x2k-p128", 128), ("decode-1x1k-p128", 128)]
+    assert [(case.name, case.block_size) for case in paged] == [
+        ("prefill-1x2k-p128", 128),
+        ("decode-1x1k-p128", 128),
+    ]

@@ -22,20 +22,40 @@ HERE = "tests.bench.backends"
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopwatch, "_ROUND_US", 100.0)
-    monkeypatch.setattr(command, "measure_ceilings", lambda device: Ceilings(10.0, 9.0, 0.1, "no product"))
+    monkeypatch.setattr(
+        command, "measure_ceilings", lambda device: Ceilings(10.0, 9.0, 0.1, "no product")
+    )
 
 
-def test_a_run_prints_and_writes_case_by_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_and_writes_case_by_case(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = tmp_path / "bench.json"
-    assert main(["bench", SMALL, OTHER, "--device", "cpu", "--json", str(target), "--commit", "abc1234"]) == 0
+    assert (
+        main(
+            ["bench", SMALL, OTHER, "--device", "cpu", "--json", str(target), "--commit", "abc1234"]
+        )
+        == 0
+    )
     shown = capsys.readouterr()
-    assert f"{SMALL}: 2q1s40 · 4/2 heads of 16, page 16, float32" in shown.out and "2 rows · 2 ok" in shown.out
-    assert "not here: flashinfer (flashinfer is not installed" in shown.out and "[1/2, " in shown.err
+    assert (
+        f"{SMALL}: 2q1s40 · 4/2 heads of 16, page 16, float32" in shown.out
+        and "2 rows · 2 ok" in shown.out
+    )
+    assert (
+        "not here: flashinfer (flashinfer is not installed" in shown.out and "[1/2, " in shown.err
+    )
     document = read_document(target)
-    assert [row.case for row in document.rows] == [SMALL, OTHER] and all(row.us for row in document.rows)
+    assert [row.case for row in document.rows] == [SMALL, OTHER] and all(
+        row.us for row in document.rows
+    )
     facts = document.runs[0].provenance
-    assert facts["commit"] == "abc1234" and facts["command"].startswith("attnlib bench 2q1s40@heads=4/2,d=16")
-    assert {"torch", "triton", "date", "cpu", "attnlib", "peers"} <= set(facts) and document.runs[0].ceilings["read_gbps"] == 9.0
+    assert facts["commit"] == "abc1234" and facts["command"].startswith(
+        "attnlib bench 2q1s40@heads=4/2,d=16"
+    )
+    assert {"torch", "triton", "date", "cpu", "attnlib", "peers"} <= set(facts) and document.runs[
+        0
+    ].ceilings["read_gbps"] == 9.0
 
 
 def test_wrong_and_failing_backends_are_its_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,7 +63,9 @@ def test_wrong_and_failing_backends_are_its_exit_status(capsys: pytest.CaptureFi
     assert "WRONG: out over budget" in capsys.readouterr().out
     assert main(["bench", SMALL, "--device", "cpu", "--backends", f"torch,{HERE}:Broken"]) == 1
     assert "failed: RuntimeError: no kernel image" in capsys.readouterr().out
-    assert main(["bench", SMALL, "--device", "cpu", "--backends", "torch,flashinfer", "--eager"]) == 0
+    assert (
+        main(["bench", SMALL, "--device", "cpu", "--backends", "torch,flashinfer", "--eager"]) == 0
+    )
     assert "unavailable: flashinfer is not installed" in capsys.readouterr().out
 
 
@@ -56,7 +78,9 @@ def test_wrong_and_failing_backends_are_its_exit_status(capsys: pytest.CaptureFi
         (["--from-json", "/no/such/file.json"], "cannot be read as a result"),
     ],
 )
-def test_bad_arguments_are_told(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_are_told(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     device = [] if "--device" in arguments else ["--device", "cpu"]
     assert main(["bench", *arguments, *device]) == 2
     assert message in capsys.readouterr().err
@@ -70,14 +94,33 @@ def test_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--list", "--suite", "anchors", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 32 and "decode-ragged48                decode   48 requests of " in "\n".join(lines)
+    assert len(
+        lines
+    ) == 32 and "decode-ragged48                decode   48 requests of " in "\n".join(lines)
     assert main(["bench", "--list", "prefill-*-p128", "--device", "cpu"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 5
 
 
-def test_the_time_limit_names_what_was_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_time_limit_names_what_was_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = tmp_path / "bench.json"
-    assert main(["bench", SMALL, OTHER, "--device", "cpu", "--limit-seconds", "0", "--json", str(target)]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                SMALL,
+                OTHER,
+                "--device",
+                "cpu",
+                "--limit-seconds",
+                "0",
+                "--json",
+                str(target),
+            ]
+        )
+        == 0
+    )
     assert f"not run (the limit of 0 s was reached): {SMALL} {OTHER}" in capsys.readouterr().out
     assert [row.status for row in read_document(target).rows] == ["not run", "not run"]
 
@@ -94,23 +137,46 @@ def test_a_lost_device_ends_the_run_and_keeps_what_was_measured(
 
     monkeypatch.setattr(command, "measure_case", breaks)
     target = tmp_path / "bench.json"
-    assert main(["bench", SMALL, OTHER, "q1s5@heads=1,d=16,dtype=float32", "--device", "cpu", "--json", str(target)]) == 1
+    assert (
+        main(
+            [
+                "bench",
+                SMALL,
+                OTHER,
+                "q1s5@heads=1,d=16,dtype=float32",
+                "--device",
+                "cpu",
+                "--json",
+                str(target),
+            ]
+        )
+        == 1
+    )
     assert [row.status for row in read_document(target).rows] == ["ok", "failed", "not run"]
     assert "measure the rest in a new process" in capsys.readouterr().out
 
 
-def test_parts_are_merged_shown_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_are_merged_shown_and_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib", reason="pip install 'attnlib[bench]'")
     parts = [str(tmp_path / name) for name in ("a.json", "b.json")]
     for part, case in zip(parts, (SMALL, OTHER), strict=True):
         assert main(["bench", case, "--device", "cpu", "--json", part]) == 0
     capsys.readouterr()
     whole, figures = tmp_path / "whole.json", tmp_path / "figures"
-    assert main(["bench", "--from-json", *parts, "--json", str(whole), "--figures", str(figures)]) == 0
+    assert (
+        main(["bench", "--from-json", *parts, "--json", str(whole), "--figures", str(figures)]) == 0
+    )
     assert SMALL in (shown := capsys.readouterr().out) and OTHER in shown
     document = read_document(whole)
     assert [row.run for row in document.rows] == [0, 1] and len(document.runs) == 2
-    assert sorted(path.name for path in figures.iterdir()) == ["decode.png", "decode.svg", "prefill.png", "prefill.svg"]
+    assert sorted(path.name for path in figures.iterdir()) == [
+        "decode.png",
+        "decode.svg",
+        "prefill.png",
+        "prefill.svg",
+    ]
     assert json.loads(whole.read_text())["version"] == 1
 
 
@@ -125,4 +191,8 @@ def test_figures_without_matplotlib_are_refused_before_anything_is_measured(
 
 def test_ceilings_are_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measure_ceilings(torch.device("cpu"))
-    assert 0.1 < found.copy_gbps < 10_000 and 0.1 < found.read_gbps < 10_000 and 1e-4 < found.matmul_tflops < 1000
+    assert (
+        0.1 < found.copy_gbps < 10_000
+        and 0.1 < found.read_gbps < 10_000
+        and 1e-4 < found.matmul_tflops < 1000
+    )

@@ -28,7 +28,13 @@ def test_sampled_rows_are_the_oracles_rows(text: str) -> None:
     cache, common = material.caches[0], material.common
     assert common.block_table_tensor is not None
     whole = paged_attention(
-        material.query, cache.key_cache, cache.value_cache, common.block_table_tensor, common.query_start_loc, common.seq_lens, material.terms
+        material.query,
+        cache.key_cache,
+        cache.value_cache,
+        common.block_table_tensor,
+        common.query_start_loc,
+        common.seq_lens,
+        material.terms,
     ).out
     gate = Gate(material)
     rows = range(len(whole))
@@ -78,7 +84,9 @@ def test_blocks_lie_in_random_order() -> None:
     table = material.common.block_table_tensor
     assert table is not None
     used = table[:, :25].flatten().tolist()
-    assert len(set(used)) == 50 and sum(b == a + 1 for a, b in zip(used, used[1:], strict=False)) < 10
+    assert (
+        len(set(used)) == 50 and sum(b == a + 1 for a, b in zip(used, used[1:], strict=False)) < 10
+    )
 
 
 def test_decodes_get_cold_copies() -> None:

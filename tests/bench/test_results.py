@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from attnlib.bench.results import Document, Row, Run, best_peer, merge, ratio, read_document, write_document
+from attnlib.bench.results import (
+    Document,
+    Row,
+    Run,
+    best_peer,
+    merge,
+    ratio,
+    read_document,
+    write_document,
+)
 from attnlib.bench.table import case_lines, heading, markdown, summary_line
 from attnlib.errors import ContractError
 
@@ -17,7 +26,17 @@ CEILINGS = {"copy_gbps": 100.0, "read_gbps": 90.0, "matmul_tflops": 5.0, "matmul
 
 
 def run_of(name: str = "a chip") -> Run:
-    return Run({"gpu": name, "torch": "2", "triton": "3", "commit": "abc", "date": "today", "command": "attnlib bench"}, CEILINGS)
+    return Run(
+        {
+            "gpu": name,
+            "torch": "2",
+            "triton": "3",
+            "commit": "abc",
+            "date": "today",
+            "command": "attnlib bench",
+        },
+        CEILINGS,
+    )
 
 
 def row_of(backend: str, us: float | None = None, case: str = "decode-1x8k", **fields: Any) -> Row:
@@ -38,11 +57,17 @@ def row_of(backend: str, us: float | None = None, case: str = "decode-1x8k", **f
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    rows = (row_of("triton", 9.0, note="no graph", first_call_s=1.5), row_of("torch", reason="no"), row_of("flash_attn", 10.0))
+    rows = (
+        row_of("triton", 9.0, note="no graph", first_call_s=1.5),
+        row_of("torch", reason="no"),
+        row_of("flash_attn", 10.0),
+    )
     document = Document((run_of(),), rows)
     write_document(document, tmp_path / "new" / "bench.json")
     assert read_document(tmp_path / "new" / "bench.json") == document
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["bench.json"], "no part of a file is left"
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["bench.json"], (
+        "no part of a file is left"
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,18 +110,36 @@ def test_the_ratio_is_to_the_best_right_peer_of_the_same_run() -> None:
     assert peer is not None and peer.backend == "flash_attn"
     assert ratio(rows, ours) == pytest.approx(0.9) and ratio(rows, rows[2]) is None
     variant = row_of("triton[gluon=0]", 8.0)
-    assert best_peer([*rows, variant], ours) == peer and ratio([*rows, variant], variant) == pytest.approx(0.8)
+    assert best_peer([*rows, variant], ours) == peer and ratio(
+        [*rows, variant], variant
+    ) == pytest.approx(0.8)
     assert ratio([ours], ours) is None and ratio(rows, row_of("triton")) is None
 
 
 def test_merging_keeps_runs_apart_and_takes_the_last_of_each_case() -> None:
-    first = Document((run_of("one"),), (row_of("triton", 9.0), row_of("flash_attn", 10.0), row_of("triton", status="not run", case="prefill-a")))
-    second = Document((run_of("two"),), (row_of("triton", 5.0, case="prefill-a"), row_of("triton", status="not run")))
+    first = Document(
+        (run_of("one"),),
+        (
+            row_of("triton", 9.0),
+            row_of("flash_attn", 10.0),
+            row_of("triton", status="not run", case="prefill-a"),
+        ),
+    )
+    second = Document(
+        (run_of("two"),),
+        (row_of("triton", 5.0, case="prefill-a"), row_of("triton", status="not run")),
+    )
     third = Document((run_of("three"),), (row_of("triton", 8.0),))
     merged = merge([first, second])
-    assert [(row.case, row.us, row.run) for row in merged.rows] == [("decode-1x8k", 9.0, 0), ("decode-1x8k", 10.0, 0), ("prefill-a", 5.0, 1)]
+    assert [(row.case, row.us, row.run) for row in merged.rows] == [
+        ("decode-1x8k", 9.0, 0),
+        ("decode-1x8k", 10.0, 0),
+        ("prefill-a", 5.0, 1),
+    ]
     assert [run.provenance["gpu"] for run in merged.runs] == ["one", "two"]
-    assert [(row.us, row.run) for row in merge([merged, third]).rows] == [(8.0, 2), (5.0, 1)], "all backends of a case come from one run"
+    assert [(row.us, row.run) for row in merge([merged, third]).rows] == [(8.0, 2), (5.0, 1)], (
+        "all backends of a case come from one run"
+    )
 
 
 def test_the_table() -> None:
@@ -109,17 +152,41 @@ def test_the_table() -> None:
     ]
     lines = case_lines(rows).splitlines()
     assert lines[0] == "decode-1x8k: q1s8192 · 32/8 heads"
-    assert lines[1].split() == ["triton", "9.0", "11111", "GB/s", "50.0%", "0.900", "30.0", "2.0", "5.0", "20.0"]
+    assert lines[1].split() == [
+        "triton",
+        "9.0",
+        "11111",
+        "GB/s",
+        "50.0%",
+        "0.900",
+        "30.0",
+        "2.0",
+        "5.0",
+        "20.0",
+    ]
     assert lines[3].endswith("[eager; NOT CHECKED; no graph: it syncs]") and " 99999 " in lines[3]
     assert "refused: sinks are not supported" in lines[4] and "WRONG: out over budget" in lines[5]
-    assert "5 rows · 3 ok · 1 refused · 1 wrong · triton at most 1.00 x the best peer's time on 1 of 1 cases" in summary_line(rows, 3.0)
-    assert heading(run_of()).splitlines()[1] == "ceilings: copy 100 GB/s, read 90 GB/s, a product 5 TFLOP/s"
+    assert (
+        "5 rows · 3 ok · 1 refused · 1 wrong · triton at most 1.00 x the best peer's time on 1 of 1 cases"
+        in summary_line(rows, 3.0)
+    )
+    assert (
+        heading(run_of()).splitlines()[1]
+        == "ceilings: copy 100 GB/s, read 90 GB/s, a product 5 TFLOP/s"
+    )
 
 
 def test_the_markdown_table() -> None:
-    rows = (row_of("triton", 9.0), row_of("flash_attn", 10.0, kernel="FlashAttention 3 (x)"), row_of("triton", 7.0, case="prefill-a"))
+    rows = (
+        row_of("triton", 9.0),
+        row_of("flash_attn", 10.0, kernel="FlashAttention 3 (x)"),
+        row_of("triton", 7.0, case="prefill-a"),
+    )
     text = markdown(Document((run_of(),), rows))
-    assert "| case | `triton` us | `flash_attn` us | rate of `triton` | of ceiling | to best peer |" in text
+    assert (
+        "| case | `triton` us | `flash_attn` us | rate of `triton` | of ceiling | to best peer |"
+        in text
+    )
     assert "| decode-1x8k | 9.0 | 10.0 | 11111 GB/s | 50.0% | 0.90 |" in text
     assert "| prefill-a | 7.0 | - | 14286 TFLOP/s | 50.0% |  |" in text
     assert "- `flash_attn` ran FlashAttention 3 (x)" in text and "`attnlib bench`" in text
@@ -135,7 +202,11 @@ def test_the_documentation_shows_what_was_measured(tmp_path: Path) -> None:
     assert generate.results(tmp_path / "none.json") == "\nNone are committed yet.\n\n"
     document = Document((run_of(),), (row_of("triton", 9.0),))
     write_document(document, tmp_path / "bench.json")
-    assert markdown(document) in generate.results(tmp_path / "bench.json") and "![" not in generate.results(tmp_path / "bench.json")
+    assert markdown(document) in generate.results(
+        tmp_path / "bench.json"
+    ) and "![" not in generate.results(tmp_path / "bench.json")
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "ratio.svg").touch()
-    assert "](../benchmarks/results/h200/figures/ratio.svg)" in generate.results(tmp_path / "bench.json")
+    assert "](../benchmarks/results/h200/figures/ratio.svg)" in generate.results(
+        tmp_path / "bench.json"
+    )

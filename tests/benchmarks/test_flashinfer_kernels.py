@@ -54,14 +54,28 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Any]]:
     """FlashInfer by its stand-in, and the kernels that plans have asked for so far."""
     kernels: set[Any] = set()
     module = fake_flashinfer.install(monkeypatch, fake_flashinfer.Recorder())
-    for wrapper in (module.BatchDecodeWithPagedKVCacheWrapper, module.BatchPrefillWithPagedKVCacheWrapper):
+    for wrapper in (
+        module.BatchDecodeWithPagedKVCacheWrapper,
+        module.BatchPrefillWithPagedKVCacheWrapper,
+    ):
 
         def watched(plan: Any) -> Any:
             @functools.wraps(plan)
             def watching(self: Any, **arguments: Any) -> Any:
-                types = [str(arguments[name]).removeprefix("torch.") for name in ("q_data_type", "kv_data_type")]
+                types = [
+                    str(arguments[name]).removeprefix("torch.")
+                    for name in ("q_data_type", "kv_data_type")
+                ]
                 size = arguments.get("head_dim") or arguments["head_dim_qk"]
-                kernels.add(script.Kernel(self.backend, *types, size, arguments["window_left"] != -1, arguments["logits_soft_cap"] > 0))
+                kernels.add(
+                    script.Kernel(
+                        self.backend,
+                        *types,
+                        size,
+                        arguments["window_left"] != -1,
+                        arguments["logits_soft_cap"] > 0,
+                    )
+                )
                 return plan(self, **arguments)
 
             return watching
@@ -72,7 +86,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Any]]:
     find_api.cache_clear()
 
 
-def test_the_exam_plans_for_no_other_kernels(monkeypatch: pytest.MonkeyPatch, asked: set[Any]) -> None:
+def test_the_exam_plans_for_no_other_kernels(
+    monkeypatch: pytest.MonkeyPatch, asked: set[Any]
+) -> None:
     """J3: what is compiled ahead is what the exam asks for. A new case with another kernel fails here, not on a GPU ten minutes in."""
     backend = _on_cpu(monkeypatch, FlashInferBackend, flashinfer_metadata, {"workspace_bytes": 64})
     report = run_conformance(backend, device="cpu", label="flashinfer")
@@ -80,13 +96,17 @@ def test_the_exam_plans_for_no_other_kernels(monkeypatch: pytest.MonkeyPatch, as
     assert len(asked) > 8 and asked <= set(script.SETS["exam"]), asked - set(script.SETS["exam"])
 
 
-def test_the_bench_plans_for_no_other_kernels(monkeypatch: pytest.MonkeyPatch, asked: set[Any]) -> None:
+def test_the_bench_plans_for_no_other_kernels(
+    monkeypatch: pytest.MonkeyPatch, asked: set[Any]
+) -> None:
     """J3: every row of `attnlib bench` that FlashInfer can serve finds its kernel where nothing may be compiled."""
     backend = _on_cpu(monkeypatch, FlashInferBackend, flashinfer_metadata, {"workspace_bytes": 64})
     for case in SUITES["anchors"]:
         batch, pages = case.batch, -(-case.batch.max_seq_len // case.block_size)
         table = torch.zeros(batch.num_reqs, pages, dtype=torch.int32)
-        common = CommonAttentionMetadata.from_lengths(list(batch.query_lens), list(batch.seq_lens), table, case.block_size, "cpu")
+        common = CommonAttentionMetadata.from_lengths(
+            list(batch.query_lens), list(batch.seq_lens), table, case.block_size, "cpu"
+        )
         backend.make_builder(case.spec, "cpu").build(0, common)
     compiled = {kernel for kernels in script.SETS.values() for kernel in kernels}
     assert {kernel.head_size for kernel in asked} == {64, 128, 256}
@@ -95,9 +115,15 @@ def test_the_bench_plans_for_no_other_kernels(monkeypatch: pytest.MonkeyPatch, a
 
 def test_what_attnlib_never_calls_is_left_out(tmp_path: Path) -> None:
     """Paged kernels without a mask and with a causal one stay; the entries of the others remain, without a kernel."""
-    names = [f"batch_prefill_{kind}_kernel_mask_{mask}.cu" for kind in ("paged", "ragged") for mask in range(4)] + ["batch_prefill.cu"]
+    names = [
+        f"batch_prefill_{kind}_kernel_mask_{mask}.cu"
+        for kind in ("paged", "ragged")
+        for mask in range(4)
+    ] + ["batch_prefill.cu"]
     for name in names:
-        (tmp_path / name).write_text(PAGED_FA2 if "paged" in name else PAGED_FA2.replace("Paged", "Ragged"))
+        (tmp_path / name).write_text(
+            PAGED_FA2 if "paged" in name else PAGED_FA2.replace("Paged", "Ragged")
+        )
     sources = script.lean(Spec([tmp_path / name for name in names])).sources
     assert {path.name for path in sources} == {
         "batch_prefill_paged_kernel_mask_0.cu",
@@ -106,7 +132,9 @@ def test_what_attnlib_never_calls_is_left_out(tmp_path: Path) -> None:
         "stub.cu",
     }
     stub = (tmp_path / "stub.cu").read_text()
-    assert "prefill.cuh" not in stub and stub.count("return cudaErrorNotSupported") == 2, "one body for each of the two names"
+    assert "prefill.cuh" not in stub and stub.count("return cudaErrorNotSupported") == 2, (
+        "one body for each of the two names"
+    )
     assert stub.count("template cudaError_t BatchPrefillWithPagedKVCacheDispatched") == 2 * 2
     assert stub.count("template cudaError_t BatchPrefillWithRaggedKVCacheDispatched") == 4 * 2
     assert stub.count("DefaultAttention<true,") == 2 * 2, "the custom mask, paged and ragged"
@@ -131,9 +159,16 @@ def test_packs_are_small_and_come_back(tmp_path: Path) -> None:
     assert all(tarfile.is_tarfile(part) for part in parts)
     (back / "module_3").mkdir(parents=True)
     (back / "module_3" / "module_3.so").write_bytes(b"mine")
-    assert sorted(script.unpack(out, back)) == ["module_0.so", "module_1.so", "module_2.so", "module_4.so"]
+    assert sorted(script.unpack(out, back)) == [
+        "module_0.so",
+        "module_1.so",
+        "module_2.so",
+        "module_4.so",
+    ]
     assert (back / "module_3" / "module_3.so").read_bytes() == b"mine"
-    assert (back / "module_2" / "module_2.so").read_bytes() == (folder / "module_2" / "module_2.so").read_bytes()
+    assert (back / "module_2" / "module_2.so").read_bytes() == (
+        folder / "module_2" / "module_2.so"
+    ).read_bytes()
 
 
 @pytest.fixture
@@ -155,9 +190,16 @@ def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return module
 
 
-@pytest.mark.parametrize(("says", "there"), [([""], True), (["error: no", ""], True), (["error: no", "error: still"], False)])
+@pytest.mark.parametrize(
+    ("says", "there"),
+    [([""], True), (["error: no", ""], True), (["error: no", "error: still"], False)],
+)
 def test_a_module_that_does_not_compile_lean_is_compiled_whole(
-    monkeypatch: pytest.MonkeyPatch, built: Any, says: list[str], there: bool, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    built: Any,
+    says: list[str],
+    there: bool,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """J4: and what the compiler said is shown."""
     builder, answers = script.Builder(deadline=float("inf"), jobs=1, full=False), list(says)
@@ -169,11 +211,15 @@ def test_a_module_that_does_not_compile_lean_is_compiled_whole(
     assert all(word in said for word in says)
 
 
-def test_a_lean_module_that_does_not_load_is_compiled_whole(monkeypatch: pytest.MonkeyPatch, built: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lean_module_that_does_not_load_is_compiled_whole(
+    monkeypatch: pytest.MonkeyPatch, built: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A library with a missing symbol loads lazily and would fail at its first call: the loader is asked for everything now."""
     builder, compiled = script.Builder(deadline=float("inf"), jobs=1, full=False), []
     monkeypatch.setattr(builder, "_ninja", lambda spec: compiled.append(spec) or "")
-    assert builder.build(script.SETS["exam"][0]) and len(compiled) == 2, "these bytes are no library"
+    assert builder.build(script.SETS["exam"][0]) and len(compiled) == 2, (
+        "these bytes are no library"
+    )
     assert "compiling it whole" in capsys.readouterr().out
 
 

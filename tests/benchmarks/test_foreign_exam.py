@@ -13,9 +13,13 @@ from tests.benchmarks.scripts import load
 script = load("foreign_exam")
 
 
-def run(monkeypatch: pytest.MonkeyPatch, folder: Path, parts: dict[str, str], *arguments: str) -> tuple[int, dict[str, str]]:
+def run(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, parts: dict[str, str], *arguments: str
+) -> tuple[int, dict[str, str]]:
     """Run parts that are Python one-liners: (exit code, part -> state)."""
-    monkeypatch.setattr(script, "command_of", lambda part, stem, backends: [sys.executable, "-c", parts[part]])
+    monkeypatch.setattr(
+        script, "command_of", lambda part, stem, backends: [sys.executable, "-c", parts[part]]
+    )
     monkeypatch.setenv("OUT", str(folder))
     monkeypatch.setattr(sys, "argv", ["foreign_exam.py", "--parts", *parts, *arguments])
     code = script.main()
@@ -24,12 +28,22 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, parts: dict[str, str], *a
     return code, {part["part"]: part["state"] for part in found["parts"]}
 
 
-def test_a_part_that_hangs_or_fails_does_not_stop_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_part_that_hangs_or_fails_does_not_stop_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     hangs = "import time; print('began', flush=True); time.sleep(60)"
-    parts = {"verify:flashinfer": hangs, "verify:triton": "raise SystemExit(1)", "parity": "print('matrix')"}
+    parts = {
+        "verify:flashinfer": hangs,
+        "verify:triton": "raise SystemExit(1)",
+        "parity": "print('matrix')",
+    }
     code, states = run(monkeypatch, tmp_path, parts, "--part-seconds", "1", "--label", "fa3")
     assert code == 1
-    assert states == {"verify:flashinfer": "stopped after 1 s", "verify:triton": "failed, exit 1", "parity": "passed"}
+    assert states == {
+        "verify:flashinfer": "stopped after 1 s",
+        "verify:triton": "failed, exit 1",
+        "parity": "passed",
+    }
     assert "began" in (tmp_path / "verify_flashinfer_fa3.txt").read_text()
     assert "matrix" in (tmp_path / "parity_fa3.txt").read_text()
 

@@ -12,7 +12,9 @@ def test_blocks_come_and_go() -> None:
     pool = BlockAllocator(4, 8)
     blocks = pool.allocate(3)
     assert len(set(blocks)) == 3 and pool.num_free_blocks == 1 and pool.num_used_blocks == 3
-    with pytest.raises(CacheExhaustedError, match="2 blocks of 8 tokens asked for, 1 of 4 are free"):
+    with pytest.raises(
+        CacheExhaustedError, match="2 blocks of 8 tokens asked for, 1 of 4 are free"
+    ):
         pool.allocate(2)
     assert pool.num_free_blocks == 1, "a refused request takes nothing"
     pool.free(blocks)
@@ -27,7 +29,9 @@ def test_the_null_block_is_never_handed_out() -> None:
 def test_freeing_twice_is_an_error_that_frees_nothing() -> None:
     pool = BlockAllocator(4, 8)
     first, second = pool.allocate(2)
-    with pytest.raises(ContractError, match=f"block {first} is freed 2 times, but held only 1 times"):
+    with pytest.raises(
+        ContractError, match=f"block {first} is freed 2 times, but held only 1 times"
+    ):
         pool.free([second, first, first])
     assert pool.ref_count(second) == 1
     pool.free([first])
@@ -42,8 +46,12 @@ def test_a_common_prefix_is_found_and_shared() -> None:
     hit = pool.acquire_prefix([*range(8), 77, 78])
     assert hit.block_ids == tuple(blocks[:2]) and hit.num_tokens == 8
     assert [pool.ref_count(b) for b in blocks] == [2, 2, 1]
-    assert pool.acquire_prefix([1, *range(1, 10)]).block_ids == (), "another first token is another prefix"
-    assert pool.acquire_prefix(tokens, key="adapter").block_ids == (), "another key is another content"
+    assert pool.acquire_prefix([1, *range(1, 10)]).block_ids == (), (
+        "another first token is another prefix"
+    )
+    assert pool.acquire_prefix(tokens, key="adapter").block_ids == (), (
+        "another key is another content"
+    )
 
 
 def test_a_full_hit_leaves_a_token_to_compute() -> None:
@@ -64,7 +72,9 @@ def test_freed_content_stays_findable_until_its_memory_is_needed() -> None:
     assert hit.block_ids == tuple(blocks)
     pool.free(hit.block_ids)
     pool.allocate(2)  # the empty one, then the least useful: the tail
-    assert pool.acquire_prefix([1, 2, 3, 4, 5]).block_ids == (blocks[0],), "the head outlives its tail"
+    assert pool.acquire_prefix([1, 2, 3, 4, 5]).block_ids == (blocks[0],), (
+        "the head outlives its tail"
+    )
 
 
 def test_an_evicted_chain_never_matches_again_by_accident() -> None:
@@ -76,7 +86,9 @@ def test_an_evicted_chain_never_matches_again_by_accident() -> None:
     third = pool.allocate(1)[0]
     assert third == first
     pool.commit([9, 9], [third])
-    assert pool.acquire_prefix([9, 9, 5, 5, 0]).block_ids == (third,), "block 2 holds [5, 5] behind [1, 1], not behind [9, 9]"
+    assert pool.acquire_prefix([9, 9, 5, 5, 0]).block_ids == (third,), (
+        "block 2 holds [5, 5] behind [1, 1], not behind [9, 9]"
+    )
 
 
 def test_copy_on_write() -> None:
@@ -85,10 +97,17 @@ def test_copy_on_write() -> None:
     assert pool.make_writable(block) == (block, None)
     pool.retain([block])
     fresh, pair = pool.make_writable(block)
-    assert pair == (block, fresh) and fresh != block and pool.ref_count(block) == 1 and pool.ref_count(fresh) == 1
+    assert (
+        pair == (block, fresh)
+        and fresh != block
+        and pool.ref_count(block) == 1
+        and pool.ref_count(fresh) == 1
+    )
     pool.commit([1, 2], [block])
     assert pool.make_writable(block) == (block, None)
-    assert pool.acquire_prefix([1, 2, 3]).block_ids == (), "a block that will change is no longer findable"
+    assert pool.acquire_prefix([1, 2, 3]).block_ids == (), (
+        "a block that will change is no longer findable"
+    )
 
 
 def test_reset_forgets_content_and_keeps_holders() -> None:
@@ -127,5 +146,7 @@ def test_no_block_is_lost_or_handed_out_twice(steps: list, prefix_caching: bool)
         for index, block in enumerate(blocks):
             holders.setdefault(block, []).append(tuple(tokens[: (index + 1) * 2]))
     assert all(len(set(contents)) == 1 for contents in holders.values())
-    assert {block: len(contents) for block, contents in holders.items()} == {b: pool.ref_count(b) for b in range(6) if pool.ref_count(b)}
+    assert {block: len(contents) for block, contents in holders.items()} == {
+        b: pool.ref_count(b) for b in range(6) if pool.ref_count(b)
+    }
     assert pool.num_free_blocks == 6 - len(holders)

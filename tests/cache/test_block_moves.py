@@ -10,7 +10,15 @@ from attnlib.spec import AttentionSpec
 
 
 def _cache(layout: str = "NHD", blocks: int = 5, kv: str = "auto") -> PagedKVCache:
-    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=8, head_size_v=6, dtype=torch.float32, block_size=4, kv_cache_dtype=kv)
+    spec = AttentionSpec(
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=8,
+        head_size_v=6,
+        dtype=torch.float32,
+        block_size=4,
+        kv_cache_dtype=kv,
+    )
     cache = PagedKVCache.allocate(spec, blocks, "cpu", layout)
     for view in (cache.key_cache, cache.value_cache):
         view.copy_(torch.randn(view.shape).to(view.dtype))
@@ -45,7 +53,10 @@ def test_swapping_out_and_in_again_through_another_layout() -> None:
 @pytest.mark.parametrize(
     ("pairs", "message"),
     [
-        ([(0, 9)], r"destination block 9 \(entry 0\) is outside the pool of 5 blocks \(0 to 4\) \[P3\]"),
+        (
+            [(0, 9)],
+            r"destination block 9 \(entry 0\) is outside the pool of 5 blocks \(0 to 4\) \[P3\]",
+        ),
         ([(0, 1), (-1, 2)], r"source block -1 \(entry 1\) is outside"),
         ([(0, 1), (2, 1)], "destination block 1 is named more than once"),
     ],
@@ -67,7 +78,9 @@ def test_bad_zeroing_changes_nothing() -> None:
 
 
 def test_unlike_caches_do_not_swap() -> None:
-    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=8, head_size_v=6, dtype=torch.float32, block_size=8)
+    spec = AttentionSpec(
+        num_heads=4, num_kv_heads=2, head_size=8, head_size_v=6, dtype=torch.float32, block_size=8
+    )
     with pytest.raises(ContractError, match="block_size is 4 here and 8 there"):
         _cache().swap_blocks(PagedKVCache.allocate(spec, 2, "cpu"), [(0, 0)])
 

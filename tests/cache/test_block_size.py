@@ -25,9 +25,19 @@ def test_the_largest_common_size_that_divides() -> None:
 def test_the_error_names_every_demand_and_the_size_that_would_do() -> None:
     """K5, vllm#48313: "No common block size for 32." tells nobody what to do."""
     with pytest.raises(LayoutMismatchError) as error:
-        negotiate_block_size([("layer 0 (flash_attn)", Sizes(256, None, 256)), ("layer 1 (mine)", Sizes(16, None, 48))], 32)
+        negotiate_block_size(
+            [
+                ("layer 0 (flash_attn)", Sizes(256, None, 256)),
+                ("layer 1 (mine)", Sizes(16, None, 48)),
+            ],
+            32,
+        )
     text = str(error.value)
-    assert "blocks of 32 tokens" in text and "layer 0 (flash_attn) takes multiples of 256" in text and "layer 1 (mine) takes multiples of 48" in text
+    assert (
+        "blocks of 32 tokens" in text
+        and "layer 0 (flash_attn) takes multiples of 256" in text
+        and "layer 1 (mine) takes multiples of 48" in text
+    )
     assert "use blocks of 768 tokens" in text
     with pytest.raises(LayoutMismatchError, match="no block size satisfies all"):
         negotiate_block_size([("a", Sizes(exactly=(16,))), ("b", Sizes(exactly=(24,)))], 48)
@@ -41,25 +51,35 @@ def test_the_error_names_every_demand_and_the_size_that_would_do() -> None:
 @pytest.mark.parametrize("size", [4, 8, 16])
 def test_a_cut_cache_holds_the_same_tokens(layout: str, size: int) -> None:
     """P1, P3: element for element, in every layout, and undefined entries do no harm."""
-    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=8, dtype=torch.float32, block_size=16)
+    spec = AttentionSpec(
+        num_heads=4, num_kv_heads=2, head_size=8, dtype=torch.float32, block_size=16
+    )
     cache = PagedKVCache.allocate(spec, num_blocks=5, device="cpu", layout=layout)
     for view in (cache.key_cache, cache.value_cache):
         view.copy_(torch.randn(view.shape))
     table = torch.tensor([[3, 0, 2], [1, 4, 2**30]], dtype=torch.int32)
     cut, split = split_blocks(cache, size)
     expanded = split.expand(table)
-    assert expanded.shape == (2, 3 * 16 // size) and expanded.dtype == torch.int32 and cut.block_size == size
+    assert (
+        expanded.shape == (2, 3 * 16 // size)
+        and expanded.dtype == torch.int32
+        and cut.block_size == size
+    )
     for whole, part in ((cache.key_cache, cut.key_cache), (cache.value_cache, cut.value_cache)):
         assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
         for row, columns in ((0, 3), (1, 2)):
             blocks = expanded[row, : columns * 16 // size].long()
-            assert torch.equal(part[blocks].reshape(-1, 2, 8), whole[table[row, :columns].long()].reshape(-1, 2, 8))
+            assert torch.equal(
+                part[blocks].reshape(-1, 2, 8), whole[table[row, :columns].long()].reshape(-1, 2, 8)
+            )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_attention_over_a_cut_cache(layout: str) -> None:
     """The kernels see no difference."""
-    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=8, dtype=torch.float32, block_size=32)
+    spec = AttentionSpec(
+        num_heads=4, num_kv_heads=2, head_size=8, dtype=torch.float32, block_size=32
+    )
     cache = PagedKVCache.allocate(spec, num_blocks=6, device="cpu", layout=layout)
     for view in (cache.key_cache, cache.value_cache):
         view.copy_(torch.randn(view.shape))
@@ -67,22 +87,46 @@ def test_attention_over_a_cut_cache(layout: str) -> None:
     query, results = torch.randn(4, 4, 8), []
     cut, split = split_blocks(cache, 16)
     assert common.block_table_tensor is not None
-    for pool, table in ((cache, common.block_table_tensor), (cut, split.expand(common.block_table_tensor))):
+    for pool, table in (
+        (cache, common.block_table_tensor),
+        (cut, split.expand(common.block_table_tensor)),
+    ):
         out = torch.empty_like(query)
         lengths = (common.query_start_loc, common.seq_lens)
-        paged_prefill(query, pool.key_cache, pool.value_cache, table, *lengths, max_query_len=3, max_seq_len=70, scale=0.3, out=out)
+        paged_prefill(
+            query,
+            pool.key_cache,
+            pool.value_cache,
+            table,
+            *lengths,
+            max_query_len=3,
+            max_seq_len=70,
+            scale=0.3,
+            out=out,
+        )
         results.append(out)
     assert torch.equal(*results)
 
 
 def test_values_of_another_size_need_a_layout_of_their_own() -> None:
-    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=24, head_size_v=16, dtype=torch.float32, block_size=16)
+    spec = AttentionSpec(
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=24,
+        head_size_v=16,
+        dtype=torch.float32,
+        block_size=16,
+    )
     separate, split = split_blocks(PagedKVCache.allocate(spec, 3, "cpu", "NHD"), 8)
     assert split == BlockSplit(2, 2) and separate.head_size_v == 16
     with pytest.raises(LayoutMismatchError, match="allocate it as NHD"):
         split_blocks(PagedKVCache.allocate(spec, 3, "cpu", "NHD_INTERLEAVED"), 8)
-    with pytest.raises(ContractError, match="kernel_block_size=5 does not divide the cache's block_size=16"):
-        split_blocks(separate if separate.block_size == 16 else PagedKVCache.allocate(spec, 3, "cpu"), 5)
+    with pytest.raises(
+        ContractError, match="kernel_block_size=5 does not divide the cache's block_size=16"
+    ):
+        split_blocks(
+            separate if separate.block_size == 16 else PagedKVCache.allocate(spec, 3, "cpu"), 5
+        )
 
 
 def test_one_part_is_the_cache_itself_and_the_table_goes_where_it_is_told() -> None:
@@ -91,4 +135,6 @@ def test_one_part_is_the_cache_itself_and_the_table_goes_where_it_is_told() -> N
     assert split_blocks(cache, 16) == (cache, BlockSplit(1, 1))
     _, split = split_blocks(cache, 8)
     out = torch.zeros(1, 4, dtype=torch.int32)
-    assert split.expand(torch.tensor([[0, 3]], dtype=torch.int32), out=out) is out and out.tolist() == [[0, 1, 6, 7]]
+    assert split.expand(
+        torch.tensor([[0, 3]], dtype=torch.int32), out=out
+    ) is out and out.tolist() == [[0, 1, 6, 7]]

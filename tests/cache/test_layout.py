@@ -12,7 +12,15 @@ from attnlib.spec import AttentionSpec
 
 
 def _spec(head_size_v: int = 8, **changes) -> AttentionSpec:
-    return AttentionSpec(num_heads=4, num_kv_heads=2, head_size=8, head_size_v=head_size_v, dtype=torch.float32, block_size=4, **changes)
+    return AttentionSpec(
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=8,
+        head_size_v=head_size_v,
+        dtype=torch.float32,
+        block_size=4,
+        **changes,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -25,15 +33,24 @@ def _no_override():
 def test_views_cover_the_pool_once(layout: str, head_size_v: int) -> None:
     """P1: keys and values have their logical shapes in every layout, and no element is in two places."""
     cache = PagedKVCache.allocate(_spec(head_size_v), 3, "cpu", layout)
-    assert cache.key_cache.shape == (3, 4, 2, 8) and cache.value_cache.shape == (3, 4, 2, head_size_v)
+    assert cache.key_cache.shape == (3, 4, 2, 8) and cache.value_cache.shape == (
+        3,
+        4,
+        2,
+        head_size_v,
+    )
     assert cache.key_cache.stride(3) == cache.value_cache.stride(3) == 1
     count = cache.key_cache.numel() + cache.value_cache.numel()
     cache.key_cache.copy_(torch.arange(cache.key_cache.numel()).view_as(cache.key_cache))
-    cache.value_cache.copy_(-1.0 - torch.arange(cache.value_cache.numel()).view_as(cache.value_cache))
+    cache.value_cache.copy_(
+        -1.0 - torch.arange(cache.value_cache.numel()).view_as(cache.value_cache)
+    )
     pool = cache.key_cache.untyped_storage()
     assert pool.nbytes() == count * 4, "the allocation holds exactly the elements"
     assert cache.key_cache.flatten().tolist() == list(range(cache.key_cache.numel()))
-    assert cache.value_cache.flatten().tolist() == [-1.0 - i for i in range(cache.value_cache.numel())]
+    assert cache.value_cache.flatten().tolist() == [
+        -1.0 - i for i in range(cache.value_cache.numel())
+    ]
     assert PagedKVCache.from_views(cache.key_cache, cache.value_cache).layout == layout
 
 
@@ -75,7 +92,15 @@ def test_negotiation_names_everyone() -> None:
 
 def test_mla_values_are_a_prefix_of_the_keys() -> None:
     """P1: K and V may alias."""
-    spec = AttentionSpec(num_heads=4, num_kv_heads=1, head_size=8, head_size_v=6, dtype=torch.float32, block_size=4, use_mla=True)
+    spec = AttentionSpec(
+        num_heads=4,
+        num_kv_heads=1,
+        head_size=8,
+        head_size_v=6,
+        dtype=torch.float32,
+        block_size=4,
+        use_mla=True,
+    )
     cache = PagedKVCache.allocate(spec, 2, "cpu")
     cache.key_cache.normal_()
     assert cache.values_alias_keys and torch.equal(cache.value_cache, cache.key_cache[..., :6])

@@ -13,8 +13,16 @@ from attnlib.spec import AttentionSpec
     [
         (torch.zeros(2, 4, 2), torch.zeros(2, 4, 2, 8), r"key_cache has shape \(2, 4, 2\).*\[P1\]"),
         (torch.zeros(2, 4, 2, 8), torch.zeros(2, 4, 3, 8), "must agree in blocks"),
-        (torch.zeros(2, 4, 2, 8), torch.zeros(2, 4, 2, 8, dtype=torch.float16), "must agree in dtype"),
-        (torch.zeros(2, 4, 8, 2).transpose(2, 3), torch.zeros(2, 4, 2, 8), "the last stride must be 1"),
+        (
+            torch.zeros(2, 4, 2, 8),
+            torch.zeros(2, 4, 2, 8, dtype=torch.float16),
+            "must agree in dtype",
+        ),
+        (
+            torch.zeros(2, 4, 8, 2).transpose(2, 3),
+            torch.zeros(2, 4, 2, 8),
+            "the last stride must be 1",
+        ),
     ],
 )
 def test_foreign_views_are_checked(key: torch.Tensor, value: torch.Tensor, message: str) -> None:

@@ -21,13 +21,17 @@ def test_rows_grow_move_and_swap() -> None:
     table.clear_row(1)
     assert table.row(1) == []
     assert table.commit(3).tolist() == [[1, -1, -1, -1], [-1, -1, -1, -1], [5, 6, 7, -1]]
-    assert table.get_device_tensor().data_ptr() == table.commit(2).data_ptr(), "G3: one address for its lifetime"
+    assert table.get_device_tensor().data_ptr() == table.commit(2).data_ptr(), (
+        "G3: one address for its lifetime"
+    )
 
 
 def test_a_row_that_is_too_wide_is_left_as_it_was() -> None:
     table = BlockTable(2, 2)
     table.add_row([1], 0)
-    with pytest.raises(ContractError, match=r"row 0 would hold 3 blocks, but the table has 2 columns.*\[P3\]"):
+    with pytest.raises(
+        ContractError, match=r"row 0 would hold 3 blocks, but the table has 2 columns.*\[P3\]"
+    ):
         table.append_row([2, 3], 0)
     assert table.row(0) == [1]
     with pytest.raises(ContractError, match="row 2 is outside"):
@@ -38,7 +42,10 @@ def test_a_row_that_is_too_wide_is_left_as_it_was() -> None:
 
 def test_slots_of_context_and_new_tokens() -> None:
     """P4: slot = block * N + offset, for positions seq_len - query_len on; the tail is -1."""
-    starts, lens = torch.tensor([0, 1, 4], dtype=torch.int32), torch.tensor([5, 3], dtype=torch.int32)
+    starts, lens = (
+        torch.tensor([0, 1, 4], dtype=torch.int32),
+        torch.tensor([5, 3], dtype=torch.int32),
+    )
     table = torch.tensor([[9, 2], [4, 2**30]], dtype=torch.int32)
     assert compute_slot_mapping(starts, lens, table, 4, 6).tolist() == [8, 16, 17, 18, -1, -1]
     assert compute_slot_mapping(starts, lens, table, 4).shape == (4,)

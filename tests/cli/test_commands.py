@@ -35,16 +35,36 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torch        available    plain torch, on any device" in capsys.readouterr().out
     assert main(["list", "--device", "cpu", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["backends"]}
-    assert rows["torch"]["available"] and not rows["flashinfer"]["available"] and rows["flashinfer"]["reasons"]
+    assert (
+        rows["torch"]["available"]
+        and not rows["flashinfer"]["available"]
+        and rows["flashinfer"]["reasons"]
+    )
 
 
 def test_explain_a_spec_from_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "--device", "sm_90", "--has-sink", "--sliding-window", "128", "--head-size", "64"]) == 0
+    assert (
+        main(
+            [
+                "explain",
+                "--device",
+                "sm_90",
+                "--has-sink",
+                "--sliding-window",
+                "128",
+                "--head-size",
+                "64",
+            ]
+        )
+        == 0
+    )
     assert "attnlib chose triton" in capsys.readouterr().out
     assert main(["explain", "--device", "sm_75", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)["spec"]
     reasons = {c["name"]: c["reasons"] for c in report["candidates"]}
-    assert report["chosen"] == "torch" and "compute capability 7.5 is below 8.0" in reasons["triton"]
+    assert (
+        report["chosen"] == "torch" and "compute capability 7.5 is below 8.0" in reasons["triton"]
+    )
 
 
 def test_explain_says_no_by_its_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,8 +75,14 @@ def test_explain_says_no_by_its_exit_status(capsys: pytest.CaptureFixture[str]) 
 def test_explain_refuses_nonsense(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--num-heads", "7"]) == 2
     assert "num_heads=7 is not a multiple" in capsys.readouterr().err
-    assert main(["explain", "--backend", "tirton"]) == 2 and "Did you mean 'triton'" in capsys.readouterr().err
-    assert main(["explain", "--dtype", "float12"]) == 2 and "--dtype float12 is no torch dtype" in capsys.readouterr().err
+    assert (
+        main(["explain", "--backend", "tirton"]) == 2
+        and "Did you mean 'triton'" in capsys.readouterr().err
+    )
+    assert (
+        main(["explain", "--dtype", "float12"]) == 2
+        and "--dtype float12 is no torch dtype" in capsys.readouterr().err
+    )
 
 
 GPT_OSS = {
@@ -77,38 +103,111 @@ def test_explain_a_model_by_its_config(tmp_path, capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr().out
     assert shown.startswith("sliding_attention\n") and "\n\nfull_attention\n" in shown
     specs = specs_from_config(tmp_path)
-    assert specs["sliding_attention"].sliding_window == 128 and specs["full_attention"].sliding_window is None
-    assert all(spec.has_sink and spec.head_size == 64 and spec.num_kv_heads == 8 for spec in specs.values())
+    assert (
+        specs["sliding_attention"].sliding_window == 128
+        and specs["full_attention"].sliding_window is None
+    )
+    assert all(
+        spec.has_sink and spec.head_size == 64 and spec.num_kv_heads == 8 for spec in specs.values()
+    )
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}, {"num_kv_heads": 4, "head_size": 16, "sliding_window": None}),
-        ({"model_type": "mistral", "hidden_size": 64, "num_attention_heads": 4, "sliding_window": 8}, {"sliding_window": 8}),
-        ({"hidden_size": 64, "num_attention_heads": 4, "sliding_window": 8, "use_sliding_window": False}, {"sliding_window": None}),
-        ({"hidden_size": 64, "num_attention_heads": 4, "attn_logit_softcapping": 50.0}, {"logits_soft_cap": 50.0}),
-        ({"model_type": "bert", "hidden_size": 64, "num_attention_heads": 4}, {"attn_type": AttentionType.ENCODER_ONLY}),
-        ({"model_type": "bloom", "n_head": 4, "hidden_size": 64}, {"has_alibi": True, "head_size": 16}),
-        ({"model_type": "mpt", "n_heads": 4, "d_model": 64, "attn_config": {"alibi": True, "kv_n_heads": 2}}, {"has_alibi": True, "num_kv_heads": 2}),
-        ({"hidden_size": 64, "num_attention_heads": 4, "multi_query": True, "num_kv_heads": 4}, {"num_kv_heads": 1}),
         (
-            {"hidden_size": 64, "num_attention_heads": 4, "multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 2},
+            {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4},
+            {"num_kv_heads": 4, "head_size": 16, "sliding_window": None},
+        ),
+        (
+            {
+                "model_type": "mistral",
+                "hidden_size": 64,
+                "num_attention_heads": 4,
+                "sliding_window": 8,
+            },
+            {"sliding_window": 8},
+        ),
+        (
+            {
+                "hidden_size": 64,
+                "num_attention_heads": 4,
+                "sliding_window": 8,
+                "use_sliding_window": False,
+            },
+            {"sliding_window": None},
+        ),
+        (
+            {"hidden_size": 64, "num_attention_heads": 4, "attn_logit_softcapping": 50.0},
+            {"logits_soft_cap": 50.0},
+        ),
+        (
+            {"model_type": "bert", "hidden_size": 64, "num_attention_heads": 4},
+            {"attn_type": AttentionType.ENCODER_ONLY},
+        ),
+        (
+            {"model_type": "bloom", "n_head": 4, "hidden_size": 64},
+            {"has_alibi": True, "head_size": 16},
+        ),
+        (
+            {
+                "model_type": "mpt",
+                "n_heads": 4,
+                "d_model": 64,
+                "attn_config": {"alibi": True, "kv_n_heads": 2},
+            },
+            {"has_alibi": True, "num_kv_heads": 2},
+        ),
+        (
+            {"hidden_size": 64, "num_attention_heads": 4, "multi_query": True, "num_kv_heads": 4},
+            {"num_kv_heads": 1},
+        ),
+        (
+            {
+                "hidden_size": 64,
+                "num_attention_heads": 4,
+                "multi_query": True,
+                "new_decoder_architecture": True,
+                "num_kv_heads": 2,
+            },
             {"num_kv_heads": 2},
         ),
         (
-            {"num_attention_heads": 4, "head_dim": 8, "kv_lora_rank": 9, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+            {
+                "num_attention_heads": 4,
+                "head_dim": 8,
+                "kv_lora_rank": 9,
+                "qk_nope_head_dim": 16,
+                "qk_rope_head_dim": 8,
+                "v_head_dim": 16,
+            },
             {"head_size": 24, "head_size_v": 16, "num_kv_heads": 4},
         ),
         (
-            {"model_type": "modernbert", "hidden_size": 64, "num_attention_heads": 4, "local_attention": 128, "layer_types": ["sliding_attention"]},
+            {
+                "model_type": "modernbert",
+                "hidden_size": 64,
+                "num_attention_heads": 4,
+                "local_attention": 128,
+                "layer_types": ["sliding_attention"],
+            },
             {"sliding_window": 65, "attn_type": AttentionType.ENCODER_ONLY},
         ),
         (
-            {"hidden_size": 64, "num_attention_heads": 4, "layer_types": ["linear_attention", "full_attention"]},
+            {
+                "hidden_size": 64,
+                "num_attention_heads": 4,
+                "layer_types": ["linear_attention", "full_attention"],
+            },
             {"sliding_window": None, "head_size": 16},
         ),
-        ({"model_type": "x", "text_config": {"hidden_size": 64, "num_attention_heads": 4, "dtype": "float16"}}, {"dtype": torch.float16}),
+        (
+            {
+                "model_type": "x",
+                "text_config": {"hidden_size": 64, "num_attention_heads": 4, "dtype": "float16"},
+            },
+            {"dtype": torch.float16},
+        ),
     ],
 )
 def test_configs_of_other_models(config: dict, expected: dict, tmp_path) -> None:
@@ -128,8 +227,12 @@ def test_configs_that_say_too_little(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**sizes, "layer_types": ["mamba"]}))
     with pytest.raises(ContractError, match="no attention layers: its layer_types are mamba"):
         specs_from_config(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({**sizes, "layer_types": ["sliding_attention"]}))
-    with pytest.raises(ContractError, match="sliding_attention layers and no sliding_window: give one"):
+    (tmp_path / "config.json").write_text(
+        json.dumps({**sizes, "layer_types": ["sliding_attention"]})
+    )
+    with pytest.raises(
+        ContractError, match="sliding_attention layers and no sliding_window: give one"
+    ):
         specs_from_config(tmp_path)
     assert specs_from_config(tmp_path, sliding_window=9)["sliding_attention"].sliding_window == 9
 
@@ -142,7 +245,9 @@ def test_doctor_runs_a_kernel_on_every_backend(capsys: pytest.CaptureFixture[str
     assert findings["versions"]["torch"] == torch.__version__
 
 
-def test_doctor_always_finishes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_always_finishes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A probe that dies is a value."""
     monkeypatch.setattr(doctor, "_machine", lambda: 1 / 0)
     monkeypatch.setattr(doctor, "_backends", lambda: 1 / 0)
@@ -155,12 +260,17 @@ def test_doctor_always_finishes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     [
         ("import os; os.abort()", "crashed its process: SIGABRT"),
         ("raise SystemExit(3)", "ended its process with status 3"),
-        ("raise RuntimeError('no kernel image')", "ended its process with status 1 (RuntimeError: no kernel image)"),
+        (
+            "raise RuntimeError('no kernel image')",
+            "ended its process with status 1 (RuntimeError: no kernel image)",
+        ),
         ("print('hello')", "ended its process without a finding"),
         ("import time; time.sleep(60)", "did not finish within 0.5 s"),
     ],
 )
-def test_a_backend_that_takes_its_process_down_is_a_finding(program: str, finding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_takes_its_process_down_is_a_finding(
+    program: str, finding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """I4: and the doctor goes on to the next."""
     monkeypatch.setattr(apart, "_command", lambda name: [sys.executable, "-c", program])
     timeout = 0.5 if "sleep" in program else 60.0
@@ -168,14 +278,20 @@ def test_a_backend_that_takes_its_process_down_is_a_finding(program: str, findin
     assert row == {"name": "fragile", "works": False, "finding": finding, "remarks": []}
 
 
-def test_the_doctor_knows_what_only_this_process_registered(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_knows_what_only_this_process_registered(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     attnlib.register_backend("mine", TorchBackend)
     try:
         assert main(["doctor", "--json"]) == 0
     finally:
         attnlib.unregister_backend("mine")
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["backends"]}
-    assert rows["mine"]["works"] and not rows["flashinfer"]["works"] and rows["flashinfer"]["finding"].startswith("unavailable: ")
+    assert (
+        rows["mine"]["works"]
+        and not rows["flashinfer"]["works"]
+        and rows["flashinfer"]["finding"].startswith("unavailable: ")
+    )
 
 
 def test_the_smoke_test_can_fail() -> None:
@@ -190,10 +306,19 @@ def test_the_smoke_test_can_fail() -> None:
 
     cpu = DeviceInfo("cpu")
     assert smoke_test(TorchBackend, cpu).startswith("ran ")
-    assert smoke_test(type("W", (TorchBackend,), {"get_impl_cls": staticmethod(lambda: Wrong)}), cpu).startswith("WRONG ")
-    assert "no kernel image" in smoke_test(type("D", (TorchBackend,), {"get_impl_cls": staticmethod(lambda: Dead)}), cpu)
+    assert smoke_test(
+        type("W", (TorchBackend,), {"get_impl_cls": staticmethod(lambda: Wrong)}), cpu
+    ).startswith("WRONG ")
+    assert "no kernel image" in smoke_test(
+        type("D", (TorchBackend,), {"get_impl_cls": staticmethod(lambda: Dead)}), cpu
+    )
 
 
 def test_python_dash_m() -> None:
-    done = subprocess.run([sys.executable, "-m", "attnlib", "explain", "--device", "cpu"], capture_output=True, text=True, env=os.environ)
+    done = subprocess.run(
+        [sys.executable, "-m", "attnlib", "explain", "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        env=os.environ,
+    )
     assert done.returncode == 0 and "attnlib chose torch" in done.stdout

@@ -41,27 +41,46 @@ def _gone(name: str) -> Any:
     raise ImportError("cannot import name 'warpgroup_mma'\nfrom a long story")
 
 
-def test_missing_gluon_is_one_line_with_the_reason_and_what_serves(importing: Callable[[Callable[[str], Any]], None]) -> None:
+def test_missing_gluon_is_one_line_with_the_reason_and_what_serves(
+    importing: Callable[[Callable[[str], Any]], None],
+) -> None:
     importing(_gone)
     (line,) = gluon_remarks(TritonBackend, H200)
-    assert "\n" not in line and "cannot be imported (ImportError: cannot import name 'warpgroup_mma')" in line
+    assert (
+        "\n" not in line
+        and "cannot be imported (ImportError: cannot import name 'warpgroup_mma')" in line
+    )
     assert "plain Triton kernels serve every call" in line and "install triton" in line
 
 
-def test_gluon_that_is_there_and_a_setting_against_it_are_said(importing: Callable[[Callable[[str], Any]], None]) -> None:
+def test_gluon_that_is_there_and_a_setting_against_it_are_said(
+    importing: Callable[[Callable[[str], Any]], None],
+) -> None:
     importing(lambda name: object())
-    assert gluon_remarks(TritonBackend, H200) == ["the Gluon kernels for SM90 can be imported; attnlib explain says which layers they serve"]
-    assert gluon_remarks(Portable, H200) == ["plain Triton kernels serve every call (kernels=portable)"]
+    assert gluon_remarks(TritonBackend, H200) == [
+        "the Gluon kernels for SM90 can be imported; attnlib explain says which layers they serve"
+    ]
+    assert gluon_remarks(Portable, H200) == [
+        "plain Triton kernels serve every call (kernels=portable)"
+    ]
 
 
-@pytest.mark.parametrize("device", [A100, DeviceInfo("cpu"), DeviceInfo("cuda", is_rocm=True), DeviceInfo("cuda")], ids=str)
-def test_other_chips_and_other_backends_have_nothing_to_remark(device: DeviceInfo, importing: Callable[[Callable[[str], Any]], None]) -> None:
+@pytest.mark.parametrize(
+    "device",
+    [A100, DeviceInfo("cpu"), DeviceInfo("cuda", is_rocm=True), DeviceInfo("cuda")],
+    ids=str,
+)
+def test_other_chips_and_other_backends_have_nothing_to_remark(
+    device: DeviceInfo, importing: Callable[[Callable[[str], Any]], None]
+) -> None:
     importing(_gone)
     assert gluon_remarks(TritonBackend, device) == [] == gluon_remarks(TorchBackend, H200)
 
 
 def test_the_doctor_shows_it_under_a_backend_that_works(
-    importing: Callable[[Callable[[str], Any]], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    importing: Callable[[Callable[[str], Any]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     importing(_gone)
     monkeypatch.setattr(apart, "resolve_device", lambda device: H200)

@@ -30,13 +30,27 @@ def backend_or_skip(name: str, spec: AttentionSpec) -> type[AttentionBackend]:
 
 def spec_of(**changes: Any) -> AttentionSpec:
     """A Llama-like layer in bfloat16."""
-    fields: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": torch.bfloat16, "block_size": 16}
+    fields: dict[str, Any] = {
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "head_size": 128,
+        "dtype": torch.bfloat16,
+        "block_size": 16,
+    }
     return AttentionSpec(**{**fields, **changes})
 
 
-def batch_of(spec: AttentionSpec, query_lens: list[int], seq_lens: list[int], num_blocks: int, seed: int) -> CommonAttentionMetadata:
+def batch_of(
+    spec: AttentionSpec, query_lens: list[int], seq_lens: list[int], num_blocks: int, seed: int
+) -> CommonAttentionMetadata:
     """A batch with blocks of its own, drawn from the whole pool."""
     draw = torch.Generator().manual_seed(seed)
     widest = max([-(-length // spec.block_size) for length in seq_lens], default=1)
-    table = torch.randperm(num_blocks, generator=draw)[: len(seq_lens) * widest].view(len(seq_lens), widest).to(torch.int32)
-    return CommonAttentionMetadata.from_lengths(query_lens, seq_lens, table, spec.block_size, "cuda")
+    table = (
+        torch.randperm(num_blocks, generator=draw)[: len(seq_lens) * widest]
+        .view(len(seq_lens), widest)
+        .to(torch.int32)
+    )
+    return CommonAttentionMetadata.from_lengths(
+        query_lens, seq_lens, table, spec.block_size, "cuda"
+    )

@@ -14,7 +14,15 @@ from tests.gpu.devices import needs_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
-CASES = ("q1s1k", "8q1s600_2q1s40", "4q4s1k", "q600", "2q64s1k@page=128", "5q1s900_q300", "4q1s1k@heads=64/8,d=64,window=128,sinks")
+CASES = (
+    "q1s1k",
+    "8q1s600_2q1s40",
+    "4q4s1k",
+    "q600",
+    "2q64s1k@page=128",
+    "5q1s900_q300",
+    "4q1s1k@heads=64/8,d=64,window=128,sinks",
+)
 FP8 = "q1s500@kv=fp8_e4m3"
 """Not every GPU has it."""
 
@@ -22,13 +30,28 @@ FP8 = "q1s500@kv=fp8_e4m3"
 @pytest.mark.parametrize("text", [*CASES, FP8])
 def test_every_backend_is_timed_by_graphs_or_says_why_not(text: str) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    rows = measure_case(parse_case(text), find_contenders(None, device), device, Ceilings(4000.0, 4000.0, 600.0, "none"), graphs=True)
+    rows = measure_case(
+        parse_case(text),
+        find_contenders(None, device),
+        device,
+        Ceilings(4000.0, 4000.0, 600.0, "none"),
+        graphs=True,
+    )
     assert rows[0].backend == "triton" and not rows[0].note
-    assert (rows[0].status, rows[0].how) == ("ok", "graph") or (text == FP8 and rows[0].status == "refused"), rows[0].reason
+    assert (rows[0].status, rows[0].how) == ("ok", "graph") or (
+        text == FP8 and rows[0].status == "refused"
+    ), rows[0].reason
     for row in rows:
         assert row.status in ("ok", "refused"), f"{row.backend}: {row.reason}"
         if row.status == "ok":
-            assert row.checked and row.us and row.eager_us and row.write_us and row.build_us and row.layer_us, f"{row.backend}: {row.note}"
+            assert (
+                row.checked
+                and row.us
+                and row.eager_us
+                and row.write_us
+                and row.build_us
+                and row.layer_us
+            ), f"{row.backend}: {row.note}"
             assert row.kind != "decode" or row.copies > 1, "decodes are timed on cold caches"
 
 

@@ -12,7 +12,10 @@ from tests.gpu.devices import needs_gpu
 pytestmark = [
     pytest.mark.gpu,
     needs_gpu,
-    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="no Hopper chip"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
+        reason="no Hopper chip",
+    ),
 ]
 
 LENGTHS: dict[str, list[int]] = {
@@ -36,21 +39,41 @@ class Step:
     """A decode step on random pages, whose lengths may be replaced."""
 
     def __init__(
-        self, lengths: list[int], num_heads: int = 32, head_size: int = 128, query_len: int = 1, sinks: bool = False, **meaning: Any
+        self,
+        lengths: list[int],
+        num_heads: int = 32,
+        head_size: int = 128,
+        query_len: int = 1,
+        sinks: bool = False,
+        **meaning: Any,
     ) -> None:
         torch.manual_seed(0)
         reqs, heads, columns = len(lengths), 8, -(-max(lengths) // 16)
         blocks = sum(-(-length // 16) for length in lengths)
-        self.cache = [torch.randn(blocks, 16, heads, head_size, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-        table, order, used = torch.zeros(reqs, columns, dtype=torch.int32), torch.randperm(blocks).int(), 0
+        self.cache = [
+            torch.randn(blocks, 16, heads, head_size, dtype=torch.bfloat16, device="cuda")
+            for _ in range(2)
+        ]
+        table, order, used = (
+            torch.zeros(reqs, columns, dtype=torch.int32),
+            torch.randperm(blocks).int(),
+            0,
+        )
         for row, length in enumerate(lengths):
             pages = -(-length // 16)
             table[row, :pages], used = order[used : used + pages], used + pages
         self.table = table.cuda()
         self.starts = torch.arange(reqs + 1, dtype=torch.int32, device="cuda") * query_len
-        self.lens = torch.tensor([max(length, query_len) for length in lengths], dtype=torch.int32, device="cuda")
-        self.query = torch.randn(reqs * query_len + EMPTY, num_heads, head_size, dtype=torch.bfloat16, device="cuda")
-        self.out, self.lse = torch.empty_like(self.query), torch.empty(self.query.shape[:2], device="cuda")
+        self.lens = torch.tensor(
+            [max(length, query_len) for length in lengths], dtype=torch.int32, device="cuda"
+        )
+        self.query = torch.randn(
+            reqs * query_len + EMPTY, num_heads, head_size, dtype=torch.bfloat16, device="cuda"
+        )
+        self.out, self.lse = (
+            torch.empty_like(self.query),
+            torch.empty(self.query.shape[:2], device="cuda"),
+        )
         own = torch.randn(num_heads, device="cuda") if sinks else None
         self.options: dict[str, Any] = {
             "max_query_len": query_len, "max_seq_len": max(lengths), "scale": head_size**-0.5, "sinks": own, "kernels": "hopper", **meaning,
@@ -77,7 +100,9 @@ def _counters() -> torch.Tensor:
     from attnlib.ops.triton.device import limits_of
     from attnlib.ops.triton.hopper.choice import num_counters
 
-    return torch.zeros(num_counters(limits_of(torch.empty(1, device="cuda"))), dtype=torch.int32, device="cuda")
+    return torch.zeros(
+        num_counters(limits_of(torch.empty(1, device="cuda"))), dtype=torch.int32, device="cuda"
+    )
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -93,7 +118,9 @@ def test_pieces_are_merged_as_by_a_second_kernel(lengths: str, kind: str) -> Non
     for ours, theirs in zip(first, step(None), strict=True):
         assert not ours.isnan().any()
         torch.testing.assert_close(ours.float(), theirs.float(), atol=1e-2, rtol=1e-2)
-    assert not first[0][-EMPTY:].any() and bool((first[1][-EMPTY:] == float("-inf")).all()), "rows of nobody"
+    assert not first[0][-EMPTY:].any() and bool((first[1][-EMPTY:] == float("-inf")).all()), (
+        "rows of nobody"
+    )
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -101,7 +128,9 @@ def test_pieces_are_merged_as_by_a_second_kernel(lengths: str, kind: str) -> Non
             captured = step(counters)
     for _ in range(20):
         graph.replay()
-        assert all(torch.equal(*pair) for pair in zip(captured, first, strict=True)), "the same bits, whoever was last"
+        assert all(torch.equal(*pair) for pair in zip(captured, first, strict=True)), (
+            "the same bits, whoever was last"
+        )
     assert not counters.any(), "left as they were found"
 
     step.lens.copy_(step.lens.flip(0).clamp(max=1500))  # the graph's lengths are those of now
@@ -117,7 +146,10 @@ def test_pieces_are_merged_as_by_a_second_kernel(lengths: str, kind: str) -> Non
 @pytest.mark.parametrize("lengths", [("even", "many"), ("one-long", "few"), ("few", "few")])
 def test_two_streams_at_a_time(kinds: tuple[str, str], lengths: tuple[str, str]) -> None:
     """Each with its workspace and counters: neither notices the other."""
-    steps = [Step(LENGTHS.get(which, [1024] * 2), **KINDS[kind]) for kind, which in zip(kinds, lengths, strict=True)]
+    steps = [
+        Step(LENGTHS.get(which, [1024] * 2), **KINDS[kind])
+        for kind, which in zip(kinds, lengths, strict=True)
+    ]
     counters, graphs, wanted = [_counters() for _ in steps], [], []
     streams = [torch.cuda.Stream() for _ in steps]  # type: ignore[no-untyped-call]  # torch leaves it untyped
     for step, own in zip(steps, counters, strict=True):

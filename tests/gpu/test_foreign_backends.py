@@ -22,11 +22,15 @@ def generation(request: pytest.FixtureRequest) -> Iterator[str]:
     """`flash_attn` insisting on one generation, registered under a name of its own."""
     version = request.param
     block = 256 if version == 2 else 16
-    kernel, reasons = choose_kernel(spec_of(block_size=block), resolve_device("cuda"), {"fa_version": version})
+    kernel, reasons = choose_kernel(
+        spec_of(block_size=block), resolve_device("cuda"), {"fa_version": version}
+    )
     if kernel is None:
         pytest.skip(f"FlashAttention {version}: {'; '.join(reasons) or 'not installed'}")
     name = f"flash_attn_{version}"
-    register_backend(name, "attnlib.backends.flash_attn:FlashAttnBackend", config={"fa_version": version})
+    register_backend(
+        name, "attnlib.backends.flash_attn:FlashAttnBackend", config={"fa_version": version}
+    )
     yield name
     unregister_backend(name)
 
@@ -46,7 +50,11 @@ def test_flashinfer_passes() -> None:
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-@pytest.mark.parametrize("features", [{}, {"sliding_window": 33}, {"logits_soft_cap": 15.0}], ids=["plain", "window", "cap"])
+@pytest.mark.parametrize(
+    "features",
+    [{}, {"sliding_window": 33}, {"logits_soft_cap": 15.0}],
+    ids=["plain", "window", "cap"],
+)
 @torch.inference_mode()
 def test_the_adapter_agrees_with_torch(name: str, features: dict) -> None:
     """A short look before the exam: decodes, chunks, rows without keys and rows past the batch, output and LSE."""
@@ -62,14 +70,18 @@ def test_the_adapter_agrees_with_torch(name: str, features: dict) -> None:
         cache.value_cache.normal_()
     common = batch_of(spec, [1, 1, 7, 40, 0, 3], [300, 1, 200, 40, 9, 3], 200, 0)
     rows = common.num_actual_tokens + 5
-    q, k, v = (torch.randn(rows, heads, 128, dtype=spec.dtype, device="cuda") for heads in (8, 2, 2))
+    q, k, v = (
+        torch.randn(rows, heads, 128, dtype=spec.dtype, device="cuda") for heads in (8, 2, 2)
+    )
     results = []
     for cls, cache in ((backend, caches[0]), (reference, caches[1])):
         layer = Attention(spec, backend=cls, device="cuda", scale=0.11)
         results.append(layer(q, k, v, cache, cls.make_builder(spec, "cuda").build(0, common), True))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=2e-2, atol=2e-2)
     # FlashInfer sums weights on the tensor cores, each rounded to bfloat16: 2**-9 of the sum at most. The exam holds the LSE against the oracle.
-    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-3, atol=2**-9 if name == "flashinfer" else 1e-3)
+    torch.testing.assert_close(
+        results[0][1], results[1][1], rtol=1e-3, atol=2**-9 if name == "flashinfer" else 1e-3
+    )
 
 
 @torch.inference_mode()
@@ -80,7 +92,10 @@ def test_flashinfer_serves_unlike_layers_from_one_build() -> None:
 
     specs = [spec_of(), spec_of(sliding_window=64)]
     backend, reference = backend_or_skip("flashinfer", specs[1]), load_backend("torch")
-    layers = {"full": PerLayerParameters(-1, None, 0.2), "window": PerLayerParameters(63, None, 0.05, 0)}
+    layers = {
+        "full": PerLayerParameters(-1, None, 0.2),
+        "window": PerLayerParameters(63, None, 0.05, 0),
+    }
     common = batch_of(specs[0], [1, 30], [300, 200], 100, 0)
     built = backend.make_builder(specs[0], "cuda", layers=layers).build(0, common)
     for spec, parameters in zip(specs, layers.values(), strict=True):
@@ -88,9 +103,13 @@ def test_flashinfer_serves_unlike_layers_from_one_build() -> None:
         cache = PagedKVCache.allocate(spec, 100, "cuda")
         cache.key_cache.normal_()
         cache.value_cache.normal_()
-        mine = Attention(spec, backend=backend, device="cuda", scale=parameters.sm_scale)(q, None, None, cache, built)
+        mine = Attention(spec, backend=backend, device="cuda", scale=parameters.sm_scale)(
+            q, None, None, cache, built
+        )
         theirs = Attention(spec, backend=reference, device="cuda", scale=parameters.sm_scale)
-        expected = theirs(q, None, None, cache, reference.make_builder(spec, "cuda").build(0, common))
+        expected = theirs(
+            q, None, None, cache, reference.make_builder(spec, "cuda").build(0, common)
+        )
         torch.testing.assert_close(mine, expected, rtol=2e-2, atol=2e-2)
 
 
@@ -104,7 +123,9 @@ def test_sinks_within_the_kernel_and_after_it(name: str, exact: bool) -> None:
 
     spec = spec_of(head_size=64, has_sink=True, needs_lse=True)
     backend, reference = backend_or_skip(name, spec), load_backend("torch")
-    sinks = torch.tensor([0.5, -1.0, 2.0, 0.25, 3.0, 0.0, -2.0, 1.5], device="cuda") + (0.0 if exact else 1e-3)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.25, 3.0, 0.0, -2.0, 1.5], device="cuda") + (
+        0.0 if exact else 1e-3
+    )
     cache = PagedKVCache.allocate(spec, 100, "cuda")
     cache.key_cache.normal_()
     cache.value_cache.normal_()
@@ -113,6 +134,8 @@ def test_sinks_within_the_kernel_and_after_it(name: str, exact: bool) -> None:
     results = []
     for cls in (backend, reference):
         layer = Attention(spec, backend=cls, device="cuda", sinks=sinks)
-        results.append(layer(q, None, None, cache, cls.make_builder(spec, "cuda").build(0, common), True))
+        results.append(
+            layer(q, None, None, cache, cls.make_builder(spec, "cuda").build(0, common), True)
+        )
     torch.testing.assert_close(results[0][0], results[1][0], rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-3, atol=1e-3)

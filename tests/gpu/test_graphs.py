@@ -33,9 +33,16 @@ class Captured:
         self.cache = PagedKVCache.allocate(spec, BLOCKS, "cuda")
         self.cache.key_cache.normal_()
         self.cache.value_cache.normal_()
-        self.query = torch.zeros(tokens, spec.num_heads, spec.head_size, dtype=spec.dtype, device="cuda")
-        self.key, self.value = (torch.zeros(tokens, spec.num_kv_heads, spec.head_size, dtype=spec.dtype, device="cuda") for _ in range(2))
-        self.metadata = self.state.graph_capture_get_metadata_for_batch(REQUESTS, query_len=query_len)
+        self.query = torch.zeros(
+            tokens, spec.num_heads, spec.head_size, dtype=spec.dtype, device="cuda"
+        )
+        self.key, self.value = (
+            torch.zeros(tokens, spec.num_kv_heads, spec.head_size, dtype=spec.dtype, device="cuda")
+            for _ in range(2)
+        )
+        self.metadata = self.state.graph_capture_get_metadata_for_batch(
+            REQUESTS, query_len=query_len
+        )
         self.guard = GraphGuard(self.metadata)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -45,9 +52,13 @@ class Captured:
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            self.out, self.lse = self.layer(self.query, self.key, self.value, self.cache, self.metadata, True)
+            self.out, self.lse = self.layer(
+                self.query, self.key, self.value, self.cache, self.metadata, True
+            )
 
-    def replay(self, seq_lens: list[int], seed: int) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    def replay(
+        self, seq_lens: list[int], seed: int
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """(output, LSE, what eager gives) for requests of `query_len` new tokens each; everything behind them is NaN."""
         common = batch_of(self.spec, [self.query_len] * len(seq_lens), seq_lens, BLOCKS, seed)
         rows = common.num_actual_tokens
@@ -58,25 +69,46 @@ class Captured:
         eager_cache.key_cache.copy_(self.cache.key_cache)
         eager_cache.value_cache.copy_(self.cache.value_cache)
         eager = self.layer.backend.make_builder(self.spec, "cuda").build(0, common)
-        expected = self.layer(self.query[:rows], self.key[:rows], self.value[:rows], eager_cache, eager, True)
-        self.guard.check(self.builder.build(0, self.state.begin_forward(common, REQUESTS, self.query_len)))
+        expected = self.layer(
+            self.query[:rows], self.key[:rows], self.value[:rows], eager_cache, eager, True
+        )
+        self.guard.check(
+            self.builder.build(0, self.state.begin_forward(common, REQUESTS, self.query_len))
+        )
         self.graph.replay()
         torch.cuda.synchronize()
         return self.out, self.lse, expected
 
 
-LEVELS = [(CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE, 1), (CudaGraphSupport.UNIFORM_BATCH, 4), (CudaGraphSupport.ALWAYS, 24)]
+LEVELS = [
+    (CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE, 1),
+    (CudaGraphSupport.UNIFORM_BATCH, 4),
+    (CudaGraphSupport.ALWAYS, 24),
+]
 
 
-@pytest.mark.parametrize(("level", "query_len"), LEVELS, ids=lambda value: getattr(value, "name", value))
-@pytest.mark.parametrize("features", [{}, {"sliding_window": 40, "logits_soft_cap": 20.0}], ids=["plain", "window-cap"])
+@pytest.mark.parametrize(
+    ("level", "query_len"), LEVELS, ids=lambda value: getattr(value, "name", value)
+)
+@pytest.mark.parametrize(
+    "features", [{}, {"sliding_window": 40, "logits_soft_cap": 20.0}], ids=["plain", "window-cap"]
+)
 @pytest.mark.parametrize("name", ON_GPU)
 @torch.inference_mode()
-def test_replays_equal_eager(name: str, features: dict[str, Any], level: CudaGraphSupport, query_len: int) -> None:
+def test_replays_equal_eager(
+    name: str, features: dict[str, Any], level: CudaGraphSupport, query_len: int
+) -> None:
     """G1: at every level that a backend declares."""
     captured = Captured(name, spec_of(needs_lse=True, cudagraph=level, **features), query_len)
     least = query_len
-    for seed, seq_lens in enumerate(([400, least, 33, 256, 17 + least, 100, 511, 64], [300, 90, 31 + least], [LONGEST], [least] * REQUESTS)):
+    for seed, seq_lens in enumerate(
+        (
+            [400, least, 33, 256, 17 + least, 100, 511, 64],
+            [300, 90, 31 + least],
+            [LONGEST],
+            [least] * REQUESTS,
+        )
+    ):
         out, lse, (expected, expected_lse) = captured.replay(seq_lens, seed)
         rows = len(seq_lens) * query_len
         torch.testing.assert_close(out[:rows], expected, rtol=2e-2, atol=2e-2)
@@ -88,7 +120,11 @@ def test_replays_equal_eager(name: str, features: dict[str, Any], level: CudaGra
 @torch.inference_mode()
 def test_the_guard_names_what_moved(name: str) -> None:
     """A batch that was not copied into the persistent buffers is named, tensor by tensor."""
-    captured = Captured(name, spec_of(needs_lse=True, cudagraph=CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE), 1)
-    stray = captured.builder.build(0, batch_of(captured.spec, [1] * REQUESTS, [40] * REQUESTS, BLOCKS, 3))
+    captured = Captured(
+        name, spec_of(needs_lse=True, cudagraph=CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE), 1
+    )
+    stray = captured.builder.build(
+        0, batch_of(captured.spec, [1] * REQUESTS, [40] * REQUESTS, BLOCKS, 3)
+    )
     with pytest.raises(ContractError, match="seq_lens was at 0x"):
         captured.guard.check(stray)

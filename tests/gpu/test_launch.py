@@ -27,7 +27,9 @@ class Placement(NamedTuple):
 PLACEMENTS = [Placement(0, 0), Placement(8, 16), Placement(1, 0), Placement(0, 3), Placement(0, 0)]
 
 
-def _tensor(shape: tuple[int, ...], place: Placement, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def _tensor(
+    shape: tuple[int, ...], place: Placement, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
     inner = [1]
     for size in reversed(shape[1:]):
         inner.insert(0, inner[0] * size)
@@ -37,7 +39,12 @@ def _tensor(shape: tuple[int, ...], place: Placement, dtype: torch.dtype = torch
 
 
 def _attention(
-    place: Placement, query_lens: list[int], seq_lens: list[int], num_splits: int | None, decode: bool, kernels: str = "auto"
+    place: Placement,
+    query_lens: list[int],
+    seq_lens: list[int],
+    num_splits: int | None,
+    decode: bool,
+    kernels: str = "auto",
 ) -> tuple[Call, list[torch.Tensor]]:
     from attnlib.ops.triton.paged_decode import paged_decode
     from attnlib.ops.triton.paged_prefill import paged_prefill
@@ -46,15 +53,31 @@ def _attention(
     query, out = (_tensor((tokens, HEADS, SIZE), place) for _ in range(2))
     cache = [_tensor((BLOCKS, BLOCK, KV_HEADS, SIZE), place) for _ in range(2)]
     lse = torch.empty(tokens, HEADS, device="cuda")
-    starts = torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    starts = torch.tensor(
+        [0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32, device="cuda"
+    )
     lens = torch.tensor(seq_lens, dtype=torch.int32, device="cuda")
-    table = torch.randperm(BLOCKS, device="cuda")[: len(seq_lens) * 8].view(len(seq_lens), 8).to(torch.int32)
+    table = (
+        torch.randperm(BLOCKS, device="cuda")[: len(seq_lens) * 8]
+        .view(len(seq_lens), 8)
+        .to(torch.int32)
+    )
     batch = (query, cache[0], cache[1], table, starts, lens)
-    options: dict[str, Any] = {"max_query_len": max(query_lens), "max_seq_len": 128, "scale": 0.1, "out": out, "lse": lse, "kernels": kernels}
+    options: dict[str, Any] = {
+        "max_query_len": max(query_lens),
+        "max_seq_len": 128,
+        "scale": 0.1,
+        "out": out,
+        "lse": lse,
+        "kernels": kernels,
+    }
     if not decode:
         return lambda: paged_prefill(*batch, **options), [out, lse]
     workspace = torch.empty(1 << 21, device="cuda")  # enough for Hopper's own decode
-    return lambda: paged_decode(*batch, num_splits=num_splits, workspace=workspace, **options), [out, lse]
+    return lambda: paged_decode(*batch, num_splits=num_splits, workspace=workspace, **options), [
+        out,
+        lse,
+    ]
 
 
 def _write(place: Placement) -> tuple[Call, list[torch.Tensor]]:
@@ -72,9 +95,15 @@ CASES: dict[str, Callable[[Placement], tuple[Call, list[torch.Tensor]]]] = {
     "decode-auto": lambda place: _attention(place, [1], [128], None, True),
     "verify": lambda place: _attention(place, [4, 2, 3], [128, 12, 77], None, True),
     "prefill": lambda place: _attention(place, [50, 1, 17], [100, 1, 128], None, False),
-    "prefill-portable": lambda place: _attention(place, [50, 1, 17], [100, 1, 128], None, False, "portable"),
-    "hopper-decode": lambda place: _attention(place, [1] * 4, [128, 1, 77, 16], None, True, "hopper"),
-    "hopper-verify": lambda place: _attention(place, [4, 2, 3], [128, 12, 77], None, True, "hopper"),
+    "prefill-portable": lambda place: _attention(
+        place, [50, 1, 17], [100, 1, 128], None, False, "portable"
+    ),
+    "hopper-decode": lambda place: _attention(
+        place, [1] * 4, [128, 1, 77, 16], None, True, "hopper"
+    ),
+    "hopper-verify": lambda place: _attention(
+        place, [4, 2, 3], [128, 12, 77], None, True, "hopper"
+    ),
     "write": _write,
 }
 
@@ -86,7 +115,9 @@ def _result(call: Call, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return [output.clone() for output in outputs]
 
 
-def _by_triton(monkeypatch: pytest.MonkeyPatch, call: Call, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _by_triton(
+    monkeypatch: pytest.MonkeyPatch, call: Call, outputs: list[torch.Tensor]
+) -> list[torch.Tensor]:
     from attnlib.ops.triton import launch
 
     with monkeypatch.context() as patch:
@@ -95,7 +126,10 @@ def _by_triton(monkeypatch: pytest.MonkeyPatch, call: Call, outputs: list[torch.
 
 
 def _same_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(ours, theirs, strict=True))
+    return all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -141,14 +175,19 @@ def test_launches_are_bound_on_this_triton() -> None:
     paged_decode._launches_by_splits.clear()
     for case in ("decode-split", "prefill-portable", "write"):
         CASES[case](PLACEMENTS[0])[0]()
-    (decode,), (prefilled,), (written,) = (module._launches.values() for module in (paged_decode, prefill, cache_write))
+    (decode,), (prefilled,), (written,) = (
+        module._launches.values() for module in (paged_decode, prefill, cache_write)
+    )
     assert decode.plain is not None and decode.plain.combine is not None
     assert decode.plain.attend.is_bound and decode.plain.combine.is_bound
     assert prefilled.plain is not None and prefilled.plain.attend.is_bound
     assert written.write is not None and written.write.is_bound
 
 
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="the Gluon kernels are Hopper's")
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
+    reason="the Gluon kernels are Hopper's",
+)
 @torch.inference_mode()
 def test_hopper_launches_keep_their_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a bound launch encoded is used again: for 6 calls in turn over two caches each descriptor is made once."""
@@ -204,22 +243,35 @@ def test_hooks_see_bound_kernels() -> None:
     assert seen == ["_decode_kernel", "_combine_kernel"]
 
 
-@pytest.mark.parametrize(("seq_lens", "sinks"), [([40, 7, 100], False), ([3000, 900, 1500], True), ([200] * 40, False)])
+@pytest.mark.parametrize(
+    ("seq_lens", "sinks"), [([40, 7, 100], False), ([3000, 900, 1500], True), ([200] * 40, False)]
+)
 def test_settled_steps_give_the_bits_of_the_usual_way(seq_lens: list[int], sinks: bool) -> None:
     """A layer that repeats another's launches writes and computes what it would have by itself, eager and captured."""
     import attnlib
 
     torch.manual_seed(0)
-    spec = attnlib.AttentionSpec(num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, block_size=16, has_sink=sinks)
+    spec = attnlib.AttentionSpec(
+        num_heads=32,
+        num_kv_heads=8,
+        head_size=128,
+        dtype=torch.bfloat16,
+        block_size=16,
+        has_sink=sinks,
+    )
     logits = [torch.randn(32, device="cuda") if sinks else None for _ in range(3)]
     layers = [attnlib.Attention(spec, backend="triton", device="cuda", sinks=own) for own in logits]
     blocks = sum(-(-length // 16) for length in seq_lens)
     ids = iter(range(blocks))
     table = [[next(ids) for _ in range(-(-length // 16))] for length in seq_lens]
-    common = attnlib.CommonAttentionMetadata.from_lengths([1] * len(seq_lens), seq_lens, table, 16, "cuda")
+    common = attnlib.CommonAttentionMetadata.from_lengths(
+        [1] * len(seq_lens), seq_lens, table, 16, "cuda"
+    )
     builder = layers[0].backend.make_builder(spec, "cuda")
     shapes = [(len(seq_lens), heads, 128) for heads in (32, 8, 8)]
-    inputs = [[torch.randn(shape, device="cuda").to(torch.bfloat16) for shape in shapes] for _ in layers]
+    inputs = [
+        [torch.randn(shape, device="cuda").to(torch.bfloat16) for shape in shapes] for _ in layers
+    ]
     results = []
     for settles in (False, True):
         caches = []
@@ -241,8 +293,17 @@ def test_settled_steps_give_the_bits_of_the_usual_way(seq_lens: list[int], sinks
         assert bool(metadata.settled) == settles and all(metadata.settled.values())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = [layer(*own, cache, metadata) for layer, own, cache in zip(layers, inputs, caches, strict=True)]
+            captured = [
+                layer(*own, cache, metadata)
+                for layer, own, cache in zip(layers, inputs, caches, strict=True)
+            ]
         graph.replay()
         torch.cuda.synchronize()
-        results.append([*sum(rounds, []), *captured, *(tensor for cache in caches for tensor in (cache.key_cache, cache.value_cache))])
+        results.append(
+            [
+                *sum(rounds, []),
+                *captured,
+                *(tensor for cache in caches for tensor in (cache.key_cache, cache.value_cache)),
+            ]
+        )
     assert all(torch.equal(usual, settled) for usual, settled in zip(*results, strict=True))

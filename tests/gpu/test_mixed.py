@@ -16,11 +16,17 @@ from tests.gpu.devices import backend_or_skip, batch_of, needs_gpu
 pytestmark = [
     pytest.mark.gpu,
     needs_gpu,
-    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="no Hopper chip: one half after the other"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
+        reason="no Hopper chip: one half after the other",
+    ),
 ]
 
 BATCHES: dict[str, tuple[list[int], list[int]]] = {
-    "long-decodes": ([1] * 12 + [300, 77], [3000, 900, 4000, 513, 2000, 300, 3500, 700, 256, 1024, 2048, 4096, 300, 900]),
+    "long-decodes": (
+        [1] * 12 + [300, 77],
+        [3000, 900, 4000, 513, 2000, 300, 3500, 700, 256, 1024, 2048, 4096, 300, 900],
+    ),
     "verify-steps": ([4, 2, 8, 3, 1] + [500], [2000, 700, 900, 4000, 3000, 2500]),
     "longer-prefill": ([1] * 3 + [2000], [300, 400, 500, 2600]),
     "short-prefill": ([1] * 40 + [9], [1500 + 17 * i for i in range(40)] + [9]),
@@ -33,7 +39,9 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 
 
-def _step(name: str, spec: AttentionSpec) -> tuple[Attention, PagedKVCache, TritonMetadata, torch.Tensor]:
+def _step(
+    name: str, spec: AttentionSpec
+) -> tuple[Attention, PagedKVCache, TritonMetadata, torch.Tensor]:
     backend = backend_or_skip("triton", spec)
     torch.manual_seed(0)
     query_lens, seq_lens = BATCHES[name]
@@ -43,26 +51,57 @@ def _step(name: str, spec: AttentionSpec) -> tuple[Attention, PagedKVCache, Trit
     cache = PagedKVCache.allocate(spec, blocks, "cuda")
     cache.key_cache.normal_()
     cache.value_cache.normal_()
-    metadata = backend.make_builder(spec, "cuda").build(0, batch_of(spec, query_lens, seq_lens, blocks, seed=0))
-    query = torch.randn(sum(query_lens), spec.num_heads, spec.head_size, device="cuda").to(spec.dtype)
+    metadata = backend.make_builder(spec, "cuda").build(
+        0, batch_of(spec, query_lens, seq_lens, blocks, seed=0)
+    )
+    query = torch.randn(sum(query_lens), spec.num_heads, spec.head_size, device="cuda").to(
+        spec.dtype
+    )
     return layer, cache, metadata, query
 
 
-def _attend(layer: Attention, cache: PagedKVCache, metadata: TritonMetadata, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+def _attend(
+    layer: Attention,
+    cache: PagedKVCache,
+    metadata: TritonMetadata,
+    query: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
     layer.impl.forward(query, cache, metadata, out, lse)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("kind", SPECS)
-def test_at_the_same_time_is_as_one_after_the_other(batch: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_the_same_time_is_as_one_after_the_other(
+    batch: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from attnlib.ops.triton import paged_mixed
 
-    spec = AttentionSpec(**{"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16, "block_size": 16, **SPECS[kind]})
+    spec = AttentionSpec(
+        **{
+            "num_heads": 32,
+            "num_kv_heads": 8,
+            "head_size": 128,
+            "dtype": torch.bfloat16,
+            "block_size": 16,
+            **SPECS[kind],
+        }
+    )
     layer, cache, metadata, query = _step(batch, spec)
     paged_mixed._pairs.clear()
-    out, lse = torch.full_like(query, float("nan")), torch.full(query.shape[:2], float("nan"), device="cuda")
+    out, lse = (
+        torch.full_like(query, float("nan")),
+        torch.full(query.shape[:2], float("nan"), device="cuda"),
+    )
     _attend(layer, cache, metadata, query, out, lse)
-    assert all(pair.decode is not None and pair.prefill is not None for pair in paged_mixed._pairs.values()) and paged_mixed._pairs
+    assert (
+        all(
+            pair.decode is not None and pair.prefill is not None
+            for pair in paged_mixed._pairs.values()
+        )
+        and paged_mixed._pairs
+    )
 
     with monkeypatch.context() as patched:
         patched.setattr(paged_mixed, "_at_once", lambda *arguments: False)
@@ -73,26 +112,36 @@ def test_at_the_same_time_is_as_one_after_the_other(batch: str, kind: str, monke
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(3):  # several in a row: the next one's decodes may not overtake this one's prefills
+        for _ in range(
+            3
+        ):  # several in a row: the next one's decodes may not overtake this one's prefills
             _attend(layer, cache, metadata, query, out, lse)
     first, first_lse = out.clone(), lse.clone()
     for _ in range(20):
         out.fill_(float("nan"))
         lse.fill_(float("nan"))
         graph.replay()
-        assert torch.equal(out, first) and torch.equal(lse, first_lse), "the same bits, whoever was first"
+        assert torch.equal(out, first) and torch.equal(lse, first_lse), (
+            "the same bits, whoever was first"
+        )
     part = metadata.prefill_metadata
-    assert part is not None and part.counters is not None and not part.counters.any(), "the shared counter is left as it was found"
+    assert part is not None and part.counters is not None and not part.counters.any(), (
+        "the shared counter is left as it was found"
+    )
 
 
 def test_what_a_layer_wrote_just_before_is_seen_by_both_halves() -> None:
     """The prefill does not wait for the decodes; the cache write before both it has to wait for."""
-    spec = AttentionSpec(num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, block_size=16)
+    spec = AttentionSpec(
+        num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, block_size=16
+    )
     layer, cache, metadata, query = _step("long-decodes", spec)
     kept = cache.key_cache.clone(), cache.value_cache.clone()
     results = []
     for _ in range(2):
-        key, value = (torch.randn(query.shape[0], 8, 128, device="cuda").to(spec.dtype) for _ in range(2))
+        key, value = (
+            torch.randn(query.shape[0], 8, 128, device="cuda").to(spec.dtype) for _ in range(2)
+        )
         graph = torch.cuda.CUDAGraph()
         layer(query, key, value, cache, metadata)
         with torch.cuda.graph(graph):

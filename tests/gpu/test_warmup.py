@@ -24,12 +24,17 @@ def test_a_random_sweep_compiles_nothing() -> None:
     triton = pytest.importorskip("triton")
     spec = spec_of(needs_lse=True, sliding_window=1000)
     backend = backend_or_skip("triton", spec)
-    layer, cache = Attention(spec, backend=backend, device="cuda"), PagedKVCache.allocate(spec, 9000, "cuda")
+    layer, cache = (
+        Attention(spec, backend=backend, device="cuda"),
+        PagedKVCache.allocate(spec, 9000, "cuda"),
+    )
     builder = backend.make_builder(spec, "cuda", limits=LIMITS)
     warmup(layer, cache, LIMITS, builder=builder)
     compiled: list[str] = []
     previous = triton.knobs.runtime.jit_post_compile_hook
-    triton.knobs.runtime.jit_post_compile_hook = lambda *args, **kwargs: compiled.append(str(kwargs.get("repr", "a kernel")))
+    triton.knobs.runtime.jit_post_compile_hook = lambda *args, **kwargs: compiled.append(
+        str(kwargs.get("repr", "a kernel"))
+    )
     try:
         for seed in range(500):
             common = _random_batch(spec, seed)
@@ -40,16 +45,24 @@ def test_a_random_sweep_compiles_nothing() -> None:
     finally:
         triton.knobs.runtime.jit_post_compile_hook = previous
     torch.cuda.synchronize()
-    assert not compiled, f"{len(compiled)} kernels were compiled after warm-up, the first: {compiled[0][:300]}"
+    assert not compiled, (
+        f"{len(compiled)} kernels were compiled after warm-up, the first: {compiled[0][:300]}"
+    )
 
 
 def _random_batch(spec, seed):
     draw = random.Random(seed)
     decodes = draw.randint(0, 24)
-    queries = [draw.choice((1, 1, 1, 2, 5, 8)) for _ in range(decodes)] + [draw.randint(9, 400) for _ in range(draw.randint(0 if decodes else 1, 3))]
+    queries = [draw.choice((1, 1, 1, 2, 5, 8)) for _ in range(decodes)] + [
+        draw.randint(9, 400) for _ in range(draw.randint(0 if decodes else 1, 3))
+    ]
     sequences = [min(query + draw.randint(0, 3000), LIMITS.max_seq_len) for query in queries]
     common = batch_of(spec, queries, sequences, 9000, seed)
-    table = torch.zeros(len(queries), LIMITS.max_seq_len // spec.block_size, dtype=torch.int32, device="cuda")
+    table = torch.zeros(
+        len(queries), LIMITS.max_seq_len // spec.block_size, dtype=torch.int32, device="cuda"
+    )
     assert common.block_table_tensor is not None
-    table[:, : common.block_table_tensor.shape[1]] = common.block_table_tensor  # a runner's table has one width
+    table[:, : common.block_table_tensor.shape[1]] = (
+        common.block_table_tensor
+    )  # a runner's table has one width
     return common.replace(block_table_tensor=table)

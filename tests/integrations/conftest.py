@@ -12,7 +12,9 @@ if not torch.cuda.is_available():
     # Read by triton when a kernel is decorated, so it has to be there before anything imports the kernels.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-transformers = pytest.importorskip("transformers", reason="the transformers integration needs transformers")
+transformers = pytest.importorskip(
+    "transformers", reason="the transformers integration needs transformers"
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,9 +15,16 @@ from attnlib.integrations.transformers import registration
 from attnlib.spec import AttentionSpec, CudaGraphSupport
 
 
-def _answer(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None, accepted: set[torch.dtype], host_lengths: bool) -> bool:
+def _answer(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype | None,
+    accepted: set[torch.dtype],
+    host_lengths: bool,
+) -> bool:
     """What is answered for a model whose config states `dtype`, where the backend takes `accepted`."""
-    builder = SimpleNamespace(cudagraph_support=CudaGraphSupport.ALWAYS, needs_host_lengths=host_lengths)
+    builder = SimpleNamespace(
+        cudagraph_support=CudaGraphSupport.ALWAYS, needs_host_lengths=host_lengths
+    )
 
     def choose(spec: AttentionSpec, backend: Any, device: Any) -> Any:
         if spec.dtype not in accepted:
@@ -26,18 +33,24 @@ def _answer(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None, accepted
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(registration, "get_attn_backend", choose)
-    config = SimpleNamespace(num_attention_heads=8, num_key_value_heads=2, hidden_size=512, dtype=dtype)
+    config = SimpleNamespace(
+        num_attention_heads=8, num_key_value_heads=2, hidden_size=512, dtype=dtype
+    )
     return registration._can_be_captured(config)
 
 
 @pytest.mark.parametrize("stated", [torch.bfloat16, torch.float32, None])
-def test_a_backend_that_reads_lengths_on_the_host_is_not_captured(monkeypatch: pytest.MonkeyPatch, stated: torch.dtype | None) -> None:
+def test_a_backend_that_reads_lengths_on_the_host_is_not_captured(
+    monkeypatch: pytest.MonkeyPatch, stated: torch.dtype | None
+) -> None:
     """A config may state float32, or nothing, for a model that was loaded in 16 bits; the answer must not hang on that."""
     assert _answer(monkeypatch, stated, {torch.bfloat16}, True) is False
 
 
 @pytest.mark.parametrize("stated", [torch.bfloat16, torch.float32, None])
-def test_a_backend_without_them_is(monkeypatch: pytest.MonkeyPatch, stated: torch.dtype | None) -> None:
+def test_a_backend_without_them_is(
+    monkeypatch: pytest.MonkeyPatch, stated: torch.dtype | None
+) -> None:
     assert _answer(monkeypatch, stated, {torch.bfloat16, torch.float32}, False) is True
 
 

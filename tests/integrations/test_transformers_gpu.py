@@ -9,7 +9,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.integrations.test_transformers_generate_batch import batch_tokens, eager_tokens
-from tests.integrations.tiny_models import DECODERS, decoder, generated, padded, prompts, randomized, run
+from tests.integrations.tiny_models import (
+    DECODERS,
+    decoder,
+    generated,
+    padded,
+    prompts,
+    randomized,
+    run,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +33,9 @@ def on_gpu(rows: list[list[int]], side: str = "left") -> dict[str, torch.Tensor]
 
 
 def eager_tokens_on_gpu(model: Any, inputs: list[list[int]], tokens: int) -> list[list[int]]:
-    return [generated(model, "eager", on_gpu([ids]), tokens)[0, len(ids) :].tolist() for ids in inputs]
+    return [
+        generated(model, "eager", on_gpu([ids]), tokens)[0, len(ids) :].tolist() for ids in inputs
+    ]
 
 
 def float32_model(name: str) -> Any:
@@ -35,8 +45,24 @@ def float32_model(name: str) -> Any:
 
 def bfloat16_model() -> Any:
     """Heads of 64, as real models have them."""
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = randomized(LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=512, pad_token_id=0, eos_token_id=None, **sizes)))
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    model = randomized(
+        LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=64,
+                max_position_embeddings=512,
+                pad_token_id=0,
+                eos_token_id=None,
+                **sizes,
+            )
+        )
+    )
     for parameter in model.parameters():
         parameter.data *= 0.3 if parameter.dim() > 1 else 1.0
     return model.to(torch.bfloat16).cuda()
@@ -48,7 +74,9 @@ def test_float32_tokens_are_eagers(name: str, backend: str) -> None:
     model = float32_model(name)
     for side, lengths in (("left", (9, 5, 2)), ("right", (9, 7, 5))):
         batch = on_gpu(prompts(*lengths), side)
-        assert torch.equal(generated(model, "attnlib", batch, 12), generated(model, "eager", batch, 12)), side
+        assert torch.equal(
+            generated(model, "attnlib", batch, 12), generated(model, "eager", batch, 12)
+        ), side
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -76,7 +104,9 @@ def test_bfloat16_logits(backend: str) -> None:
     """attnlib in bfloat16 is as near to eager in float32 as eager in bfloat16 is, within a factor of 2."""
     model, batch = bfloat16_model(), on_gpu(prompts(200, 130, 7))
     real = batch["attention_mask"].bool()
-    ours, eagers = (run(model, name, lambda m: m(**batch).logits.float())[real] for name in ("attnlib", "eager"))
+    ours, eagers = (
+        run(model, name, lambda m: m(**batch).logits.float())[real] for name in ("attnlib", "eager")
+    )
     exact = run(model.float(), "eager", lambda m: m(**batch).logits)[real]
     error, budget = (ours - exact).abs().max(), (eagers - exact).abs().max()
     assert error <= 2 * budget + 1e-3, (error, budget)
@@ -86,10 +116,14 @@ def test_a_compiled_static_cache(backend: str) -> None:
     """generate() compiles the forward for a static cache; attention stays outside the graph."""
     model, batch = float32_model("llama"), on_gpu(prompts(9, 5))
     kwargs = {"cache_implementation": "static"}
-    assert torch.equal(generated(model, "attnlib", batch, 8, **kwargs), generated(model, "eager", batch, 8))
+    assert torch.equal(
+        generated(model, "attnlib", batch, 8, **kwargs), generated(model, "eager", batch, 8)
+    )
 
 
 def test_the_cpu_helper_agrees() -> None:
     """The reference of these tests is the reference of the CPU tests."""
     inputs = prompts(5, 9)
-    assert eager_tokens_on_gpu(float32_model("llama"), inputs, 8) == eager_tokens(decoder("llama"), inputs, 8)
+    assert eager_tokens_on_gpu(float32_model("llama"), inputs, 8) == eager_tokens(
+        decoder("llama"), inputs, 8
+    )

@@ -24,7 +24,11 @@ from attnlib.capabilities import Sizes
 from attnlib.device import DeviceInfo
 from attnlib.integrations.transformers import continuous
 from tests.backends import fake_flashinfer
-from tests.integrations.test_transformers_generate_batch import batch_tokens, eager_tokens, pytestmark  # noqa: F401  # also skips here
+from tests.integrations.test_transformers_generate_batch import (
+    batch_tokens,
+    eager_tokens,
+    pytestmark,
+)  # noqa: F401  # also skips here
 from tests.integrations.tiny_models import decoder, prompts
 
 H200 = DeviceInfo("cuda", 0, (9, 0), name="NVIDIA H200")
@@ -47,10 +51,18 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_flashinfer.Recorder
     monkeypatch.setattr(flashinfer_metadata, "resolve_device", lambda _: H200)
     find_api.cache_clear()
     capabilities = dataclasses.replace(
-        FlashInferBackend.capabilities, devices=("cpu", "cuda"), min_capability=None, dtypes=(torch.float32,), head_sizes=Sizes(1)
+        FlashInferBackend.capabilities,
+        devices=("cpu", "cuda"),
+        min_capability=None,
+        dtypes=(torch.float32,),
+        head_sizes=Sizes(1),
     )
     body = {"capabilities": capabilities, "unavailable": classmethod(lambda cls, device: [])}
-    backend = type("OnCpu", (FlashInferBackend,), {**body, "get_name": staticmethod(lambda: "flashinfer_on_cpu")})
+    backend = type(
+        "OnCpu",
+        (FlashInferBackend,),
+        {**body, "get_name": staticmethod(lambda: "flashinfer_on_cpu")},
+    )
     attnlib.register_backend("flashinfer_on_cpu", backend, config={"workspace_bytes": 64})
     monkeypatch.setenv("ATTNLIB_BACKEND", "flashinfer_on_cpu")
     monkeypatch.setenv("ATTNLIB_VALIDATE", "0")
@@ -63,13 +75,18 @@ def test_who_needs_lengths_on_the_host() -> None:
     """Only a builder that says it does without gets none; pairs cut by them, and a backend that says nothing is given them."""
     on_device = torch.empty(3, device="meta")
     pair = make_composite(FlashAttnBackend, TritonBackend)
-    wants = {backend: continuous._wants_host_lengths(_Layer(backend), on_device) for backend in (FlashInferBackend, FlashAttnBackend, pair)}  # type: ignore[arg-type]
+    wants = {
+        backend: continuous._wants_host_lengths(_Layer(backend), on_device)
+        for backend in (FlashInferBackend, FlashAttnBackend, pair)
+    }  # type: ignore[arg-type]
     assert all(wants.values()), wants
     assert continuous._wants_host_lengths(_Layer(TorchBackend), on_device)  # type: ignore[arg-type]
     assert not continuous._wants_host_lengths(_Layer(TritonBackend), on_device)  # type: ignore[arg-type]
 
 
-def test_flashinfer_plans_with_true_lengths(monkeypatch: pytest.MonkeyPatch, record: fake_flashinfer.Recorder) -> None:
+def test_flashinfer_plans_with_true_lengths(
+    monkeypatch: pytest.MonkeyPatch, record: fake_flashinfer.Recorder
+) -> None:
     """Chunked prefills beside decodes: tokens are eager's, decodes go to the decode wrapper, and no plan is empty."""
     monkeypatch.setattr(continuous, "_wants_host_lengths", _as_on_a_gpu)
     model, inputs = decoder("llama"), prompts(5, 9, 33, 18)
@@ -78,7 +95,9 @@ def test_flashinfer_plans_with_true_lengths(monkeypatch: pytest.MonkeyPatch, rec
     assert all(int(plan["indptr"][-1]) > 0 for plan in record.plans)
 
 
-def test_one_copy_for_each_batch(monkeypatch: pytest.MonkeyPatch, record: fake_flashinfer.Recorder) -> None:
+def test_one_copy_for_each_batch(
+    monkeypatch: pytest.MonkeyPatch, record: fake_flashinfer.Recorder
+) -> None:
     """Starts and lengths reach the host together, once for all layers of a step."""
     monkeypatch.setattr(continuous, "_wants_host_lengths", _as_on_a_gpu)
     copies: list[int] = []
@@ -103,7 +122,9 @@ def test_one_copy_for_each_batch(monkeypatch: pytest.MonkeyPatch, record: fake_f
     assert built and set(built) == {1}
 
 
-def test_without_them_the_tokens_are_wrong(monkeypatch: pytest.MonkeyPatch, record: fake_flashinfer.Recorder) -> None:
+def test_without_them_the_tokens_are_wrong(
+    monkeypatch: pytest.MonkeyPatch, record: fake_flashinfer.Recorder
+) -> None:
     """A test of the tests above: zeros in place of the lengths, as a builder that wrongly does without would get them."""
     monkeypatch.setattr(continuous, "_wants_host_lengths", lambda layer, starts: False)
     model, inputs = decoder("llama"), prompts(5, 9)

@@ -36,11 +36,25 @@ def test_patterns_are_read_from_transformers_own_functions() -> None:
     causal, both = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
     assert recognise(causal) == (True, Window(None, 0), None, None)
     assert recognise(both) == (False, Window(), None, None)
-    assert recognise(masking_utils.sliding_window_causal_mask_function(4)) == (True, Window(3, 0), None, None)
-    assert recognise(masking_utils.sliding_window_bidirectional_mask_function(4)) == (False, Window(4, 4), None, None)
-    assert recognise(masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))) == (True, Window(None, 0), 4, None)
+    assert recognise(masking_utils.sliding_window_causal_mask_function(4)) == (
+        True,
+        Window(3, 0),
+        None,
+        None,
+    )
+    assert recognise(masking_utils.sliding_window_bidirectional_mask_function(4)) == (
+        False,
+        Window(4, 4),
+        None,
+        None,
+    )
+    assert recognise(
+        masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
+    ) == (True, Window(None, 0), 4, None)
     segments = torch.tensor([[0, 0, 1]])
-    packed = recognise(masking_utils.and_masks(causal, masking_utils.packed_sequence_mask_function(segments)))
+    packed = recognise(
+        masking_utils.and_masks(causal, masking_utils.packed_sequence_mask_function(segments))
+    )
     assert packed is not None and packed.segments is segments and not packed.is_plain
     assert recognise(masking_utils.or_masks(causal, both)) is None
     assert recognise(masking_utils.and_masks(causal, lambda b, h, q, k: k != 2)) is None
@@ -50,7 +64,10 @@ def test_patterns_are_read_from_transformers_own_functions() -> None:
 def test_patterns_mean_what_their_functions_say(window: int) -> None:
     """M2: the pattern's own evaluation equals transformers' evaluation of the function it was read from."""
     keep = torch.tensor([[False, True, True, True, True, True], [True] * 6])
-    for function in (masking_utils.sliding_window_causal_mask_function(window), masking_utils.sliding_window_bidirectional_mask_function(window)):
+    for function in (
+        masking_utils.sliding_window_causal_mask_function(window),
+        masking_utils.sliding_window_bidirectional_mask_function(window),
+    ):
         step = read_mask(attnlib_mask(2, 6, 6, mask_function=function, attention_mask=keep))
         assert step is not None
         own = StepMask(step.pattern, 2, 6, 6, attention_mask=keep)
@@ -58,7 +75,9 @@ def test_patterns_mean_what_their_functions_say(window: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_packed_sequences_do_not_see_each_other(name: str, backend: str, routes: list[str | None]) -> None:
+def test_packed_sequences_do_not_see_each_other(
+    name: str, backend: str, routes: list[str | None]
+) -> None:
     """Several sequences in one row, told by position_ids alone."""
     ids, positions = torch.tensor(prompts(9)), torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2]])
     model = decoder(name)
@@ -74,21 +93,33 @@ def test_packed_sequences_told_by_the_caller(routes: list[str | None]) -> None:
     ids, positions = torch.tensor(prompts(9)), torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2]])
     starts, model = torch.tensor([0, 4, 6, 9], dtype=torch.int32), decoder("mistral")
     expected = run(model, "eager", lambda m: m(ids, position_ids=positions, use_cache=False).logits)
-    found = run(model, "attnlib", lambda m: m(ids, position_ids=positions, cu_seq_lens_q=starts).logits)
+    found = run(
+        model, "attnlib", lambda m: m(ids, position_ids=positions, cu_seq_lens_q=starts).logits
+    )
     assert float((found - expected).abs().max()) < 2e-5
     assert set(routes) == {"unpaged"}
-    with pytest.raises(ContractError, match=r"cu_seq_lens_q=\[0, 4, 6, 8\].*rise from 0 to the length"):
-        run(model, "attnlib", lambda m: m(ids, position_ids=positions, cu_seq_lens_q=starts.clamp(max=8)))
+    with pytest.raises(
+        ContractError, match=r"cu_seq_lens_q=\[0, 4, 6, 8\].*rise from 0 to the length"
+    ):
+        run(
+            model,
+            "attnlib",
+            lambda m: m(ids, position_ids=positions, cu_seq_lens_q=starts.clamp(max=8)),
+        )
 
 
 @pytest.mark.parametrize("as_float", [True, False])
 def test_a_users_own_mask_is_honoured(as_float: bool, backend: str) -> None:
     """A 4-D mask, bool or added, that no padding could say."""
     ids = torch.tensor(prompts(7, 7))
-    mask = (torch.rand(2, 1, 7, 7, generator=torch.Generator().manual_seed(0)) > 0.4) | torch.eye(7, dtype=torch.bool)
+    mask = (torch.rand(2, 1, 7, 7, generator=torch.Generator().manual_seed(0)) > 0.4) | torch.eye(
+        7, dtype=torch.bool
+    )
     model, added = decoder("llama"), torch.where(mask, 0.0, torch.finfo(torch.float32).min)
     expected = run(model, "eager", lambda m: m(ids, attention_mask=added).logits)
-    found = run(model, "attnlib", lambda m: m(ids, attention_mask=added if as_float else mask).logits)
+    found = run(
+        model, "attnlib", lambda m: m(ids, attention_mask=added if as_float else mask).logits
+    )
     assert float((found - expected).abs().max()) < 2e-5
     assert float((run(model, "attnlib", lambda m: m(ids).logits) - expected).abs().max()) > 1e-2
 
@@ -100,12 +131,21 @@ def test_spans_that_see_each_other_are_honoured(backend: str, routes: list[str |
     inputs = model.get_input_embeddings()(ids)
 
     def in_spans(m: Any) -> torch.Tensor:
-        mask = masking_utils.create_causal_mask(m.config, inputs, None, None, block_sequence_ids=spans)
+        mask = masking_utils.create_causal_mask(
+            m.config, inputs, None, None, block_sequence_ids=spans
+        )
         return m(ids, attention_mask=mask, use_cache=False).logits
 
     assert difference(model, in_spans) < 2e-5
     assert set(routes) == {None}
-    assert float((run(model, "attnlib", in_spans) - run(model, "attnlib", lambda m: m(ids).logits)).abs().max()) > 1e-2
+    assert (
+        float(
+            (run(model, "attnlib", in_spans) - run(model, "attnlib", lambda m: m(ids).logits))
+            .abs()
+            .max()
+        )
+        > 1e-2
+    )
 
 
 def test_holes_in_a_row(backend: str, routes: list[str | None]) -> None:
@@ -113,7 +153,9 @@ def test_holes_in_a_row(backend: str, routes: list[str | None]) -> None:
     batch = padded(prompts(8, 8), "left")
     batch["attention_mask"][0, 3:5] = 0
     for name, expected in (("llama", None), ("mistral", None)):
-        assert difference(decoder(name), lambda m: m(**batch).logits, batch["attention_mask"]) < 2e-5
+        assert (
+            difference(decoder(name), lambda m: m(**batch).logits, batch["attention_mask"]) < 2e-5
+        )
         assert set(routes) == {expected}
         routes.clear()
 
@@ -129,7 +171,12 @@ def test_the_same_mask_object_with_other_contents(name: str) -> None:
         mask.fill_(True)
         second = model(ids, attention_mask=mask).logits
     assert float((second - first).abs().max()) > 1e-2
-    assert float((second - run(model, "eager", lambda m: m(ids, attention_mask=mask).logits)).abs().max()) < 2e-5
+    assert (
+        float(
+            (second - run(model, "eager", lambda m: m(ids, attention_mask=mask).logits)).abs().max()
+        )
+        < 2e-5
+    )
 
 
 def test_metadata_is_built_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +186,11 @@ def test_metadata_is_built_once_per_step(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("ATTNLIB_BACKEND", "torch")
     builds = []
     build = TorchMetadataBuilder.build
-    monkeypatch.setattr(TorchMetadataBuilder, "build", lambda self, *args, **kwargs: builds.append(1) or build(self, *args, **kwargs))
+    monkeypatch.setattr(
+        TorchMetadataBuilder,
+        "build",
+        lambda self, *args, **kwargs: builds.append(1) or build(self, *args, **kwargs),
+    )
     model, batch = decoder("llama"), padded(prompts(8, 5), "left")
     for steps in (1, 2):
         run(model, "attnlib", lambda m: m(**batch).logits)
@@ -148,16 +199,23 @@ def test_metadata_is_built_once_per_step(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_description_that_was_lost_is_refused() -> None:
     """A copy drops the description: padding stays right without it, anything else is refused rather than taken for causal."""
-    packed = masking_utils.and_masks(masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(torch.zeros(1, 4)))
+    packed = masking_utils.and_masks(
+        masking_utils.causal_mask_function,
+        masking_utils.packed_sequence_mask_function(torch.zeros(1, 4)),
+    )
     with pytest.raises(ContractError, match="description of this attention mask was lost.*sdpa"):
         read_mask(attnlib_mask(1, 4, 4, mask_function=packed).clone())
-    plain_copy = attnlib_mask(1, 4, 4, attention_mask=torch.tensor([[False, True, True, True]])).clone()
+    plain_copy = attnlib_mask(
+        1, 4, 4, attention_mask=torch.tensor([[False, True, True, True]])
+    ).clone()
     assert read_mask(plain_copy) is None and plain_copy.tolist() == [[False, True, True, True]]
 
 
 def _states(queries: int = 3, keys: int = 3, heads: int = 2) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(1, heads, length, 8, generator=generator) for length in (queries, keys, keys))
+    return tuple(
+        torch.randn(1, heads, length, 8, generator=generator) for length in (queries, keys, keys)
+    )
 
 
 class _Module(torch.nn.Module):
@@ -180,12 +238,23 @@ def test_a_module_alone_says_causal_window_and_cap() -> None:
     query, key, value = _states(queries=2, keys=6)
     sinks = torch.tensor([0.3, -0.2])
     out, weights = attnlib_attention(
-        _Module(), query, key, value, None, scaling=0.5, sliding_window=3, softcap=1.5, s_aux=sinks, output_attentions=True
+        _Module(),
+        query,
+        key,
+        value,
+        None,
+        scaling=0.5,
+        sliding_window=3,
+        softcap=1.5,
+        s_aux=sinks,
+        output_attentions=True,
     )
     scores = torch.tanh(query @ key.transpose(2, 3) * 0.5 / 1.5) * 1.5
     position, keys = torch.tensor([[4], [5]]), torch.arange(6)
     scores = scores.masked_fill(~((keys <= position) & (keys > position - 3)), -torch.inf)
-    expected = torch.softmax(torch.cat([scores, sinks.view(1, 2, 1, 1).expand(1, 2, 2, 1)], -1), -1)[..., :-1]
+    expected = torch.softmax(
+        torch.cat([scores, sinks.view(1, 2, 1, 1).expand(1, 2, 2, 1)], -1), -1
+    )[..., :-1]
     assert weights is not None and torch.allclose(weights, expected, atol=1e-6)
     assert torch.allclose(out, (expected @ value).transpose(1, 2), atol=1e-6)
 
@@ -194,7 +263,10 @@ def test_attentions_are_returned_when_asked_for() -> None:
     """output_attentions=True: the weights of every layer, as eager has them; None otherwise."""
     model, batch = decoder("gemma2"), padded(prompts(8, 5), "left")
     real = batch["attention_mask"].bool()
-    ours, eagers = (run(model, name, lambda m: m(**batch, output_attentions=True).attentions) for name in ("attnlib", "eager"))
+    ours, eagers = (
+        run(model, name, lambda m: m(**batch, output_attentions=True).attentions)
+        for name in ("attnlib", "eager")
+    )
     assert len(ours) == len(eagers) == 2
     for layer in range(2):
         gap = (ours[layer] - eagers[layer]).abs().amax(dim=(1, 3))
@@ -226,7 +298,10 @@ def test_a_backend_that_was_insisted_on_is_not_replaced(monkeypatch: pytest.Monk
     bias = torch.zeros(1, 2, 3, 3)
     attnlib_attention(_Module(), *_states(), position_bias=bias)
     monkeypatch.setenv("ATTNLIB_BACKEND", "triton")
-    with pytest.raises(UnsupportedConfigError, match="_Module.7.*ATTNLIB_BACKEND insists on triton.*'torch' or 'auto'"):
+    with pytest.raises(
+        UnsupportedConfigError,
+        match="_Module.7.*ATTNLIB_BACKEND insists on triton.*'torch' or 'auto'",
+    ):
         attnlib_attention(_Module(), *_states(), position_bias=bias)
 
 

@@ -16,7 +16,15 @@ from attnlib.cli.demo.verdict import judge
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.integrations.transformers.paged_model import PagedModel
 from attnlib.workspace import BatchLimits
-from tests.integrations.tiny_models import DECODERS, VOCABULARY, decoder, deepseek_v3, gemma3_with_images, prompts, randomized
+from tests.integrations.tiny_models import (
+    DECODERS,
+    VOCABULARY,
+    decoder,
+    deepseek_v3,
+    gemma3_with_images,
+    prompts,
+    randomized,
+)
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -47,7 +55,13 @@ def llama4(**fields: Any) -> Any:
 
 def cohere2() -> Any:
     """Another decoder with windows in every other layer."""
-    return randomized(hf.Cohere2ForCausalLM(hf.Cohere2Config(**_SIZES, sliding_window=5, layer_types=["sliding_attention", "full_attention"])))
+    return randomized(
+        hf.Cohere2ForCausalLM(
+            hf.Cohere2Config(
+                **_SIZES, sliding_window=5, layer_types=["sliding_attention", "full_attention"]
+            )
+        )
+    )
 
 
 MODELS = {
@@ -59,10 +73,19 @@ MODELS = {
 }
 
 
-def _served(model: Any, backend: str, lengths: tuple[int, ...] = (3, 9, 21), new_tokens: int = 6, **kwargs: Any) -> tuple[PagedModel, Any]:
+def _served(
+    model: Any,
+    backend: str,
+    lengths: tuple[int, ...] = (3, 9, 21),
+    new_tokens: int = 6,
+    **kwargs: Any,
+) -> tuple[PagedModel, Any]:
     """Prompts with a common beginning through a small scheduler, in chunks; the model and the verdict."""
     common = prompts(17, seed=3)[0]
-    requests = [Request(index, common + prompt, new_tokens) for index, prompt in enumerate(prompts(*lengths))]
+    requests = [
+        Request(index, common + prompt, new_tokens)
+        for index, prompt in enumerate(prompts(*lengths))
+    ]
     paged = PagedModel(model, num_blocks=32, block_size=8, backend=backend, **kwargs)
     served = serve(paged, Scheduler(BlockAllocator(32, 8), 16, 8), requests)
     assert sum(request.num_reused for request in requests) > 0
@@ -84,14 +107,24 @@ def test_through_triton() -> None:
 
 
 def test_layers_of_one_kind_share_a_builder() -> None:
-    paged, verdict = _served(decoder("gpt_oss"), "torch", limits=BatchLimits(max_num_reqs=8, max_num_tokens=16, max_seq_len=64))
+    paged, verdict = _served(
+        decoder("gpt_oss"),
+        "torch",
+        limits=BatchLimits(max_num_reqs=8, max_num_tokens=16, max_seq_len=64),
+    )
     assert verdict.passed
-    assert sorted(spec.sliding_window or 0 for spec in paged.specs) == [0, 5] and all(spec.has_sink for spec in paged.specs)
+    assert sorted(spec.sliding_window or 0 for spec in paged.specs) == [0, 5] and all(
+        spec.has_sink for spec in paged.specs
+    )
     layers = [layer for layer, _ in paged.layers()]
     assert paged.builder_of(layers[0]) is not paged.builder_of(layers[1])
-    assert paged.cache_bytes == sum(c.key_cache.nbytes + c.value_cache.nbytes for _, c in paged.layers())
+    assert paged.cache_bytes == sum(
+        c.key_cache.nbytes + c.value_cache.nbytes for _, c in paged.layers()
+    )
     llama, _ = _served(decoder("llama"), "torch")
-    assert len({id(llama.builder_of(layer)) for layer, _ in llama.layers()}) == 1 and list(llama.specs.values()) == [2]
+    assert len({id(llama.builder_of(layer)) for layer, _ in llama.layers()}) == 1 and list(
+        llama.specs.values()
+    ) == [2]
 
 
 def test_a_quantised_cache_is_used() -> None:
@@ -118,12 +151,20 @@ def _one_step(model: Any, **kwargs: Any) -> torch.Tensor:
     with paged.attached(), torch.no_grad():
         from attnlib.integrations.transformers.paged_model import PagedStep
 
-        return model(torch.tensor([[5, 6, 7]]), use_cache=False, attnlib_step=PagedStep(paged, batch), **kwargs).logits
+        return model(
+            torch.tensor([[5, 6, 7]]),
+            use_cache=False,
+            attnlib_step=PagedStep(paged, batch),
+            **kwargs,
+        ).logits
 
 
 def test_a_padding_mask_is_refused() -> None:
     """It would be ignored: which keys there are is what the block table and the lengths say."""
-    with pytest.raises(UnsupportedConfigError, match=r"LlamaAttention\.0: the mask of this step is more than causal"):
+    with pytest.raises(
+        UnsupportedConfigError,
+        match=r"LlamaAttention\.0: the mask of this step is more than causal",
+    ):
         _one_step(decoder("llama"), attention_mask=torch.tensor([[0, 1, 1]]))
 
 

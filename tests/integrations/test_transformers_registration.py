@@ -15,15 +15,23 @@ import attnlib.integrations.transformers as integration
 from tests.integrations.tiny_models import decoder, prompts
 
 MODULES = [
-    importlib.import_module(f"transformers.generation.continuous_batching.{name}") for name in ("continuous_api", "initialization", "cache")
+    importlib.import_module(f"transformers.generation.continuous_batching.{name}")
+    for name in ("continuous_api", "initialization", "cache")
 ]
 
 
 def state() -> dict[str, Any]:
     """Everything that `register` may touch."""
-    found: dict[str, Any] = {f"{m.__name__}.{key}": value for m in MODULES for key, value in vars(m).items() if callable(value)}
+    found: dict[str, Any] = {
+        f"{m.__name__}.{key}": value
+        for m in MODULES
+        for key, value in vars(m).items()
+        if callable(value)
+    }
     for interface in (AttentionInterface, AttentionMaskInterface):
-        found |= {f"{interface.__name__}.{key}": value for key, value in interface._global_mapping.items()}
+        found |= {
+            f"{interface.__name__}.{key}": value for key, value in interface._global_mapping.items()
+        }
     return found
 
 
@@ -37,14 +45,28 @@ def test_unregister_undoes_register() -> None:
     integration.unregister()
     assert state() == before
     changed = {key for key in during if during[key] is not before.get(key)}
-    assert any(key == "AttentionMaskInterface.attnlib" for key in changed)  # a name without a mask function silently loses padding
-    names = {"attnlib", "paged|attnlib", "is_flash_attention_requested", "lazy_import_flash_attention", "lazy_import_paged_flash_attention"}
+    assert any(
+        key == "AttentionMaskInterface.attnlib" for key in changed
+    )  # a name without a mask function silently loses padding
+    names = {
+        "attnlib",
+        "paged|attnlib",
+        "is_flash_attention_requested",
+        "lazy_import_flash_attention",
+        "lazy_import_paged_flash_attention",
+    }
     assert {key.rsplit(".", 1)[1] for key in changed} <= names
 
 
 def test_a_model_is_made_with_the_name() -> None:
     """By configuration as well as by `set_attn_implementation`; unknown again after `unregister`."""
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+    )
     model = LlamaForCausalLM._from_config(config, attn_implementation=integration.NAME)
     assert model.config._attn_implementation == "attnlib"
     integration.unregister()
@@ -68,7 +90,14 @@ def test_a_step_of_attnlibs_own_is_handed_on(monkeypatch: pytest.MonkeyPatch) ->
     seen: list[dict[str, Any]] = []
     fake = types.ModuleType("attnlib.integrations.transformers.paged_model")
 
-    def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Any, **kwargs: Any) -> Any:
+    def attend(
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        step: Any,
+        **kwargs: Any,
+    ) -> Any:
         seen.append({"step": step, **kwargs})
         return torch.zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
@@ -78,7 +107,9 @@ def test_a_step_of_attnlibs_own_is_handed_on(monkeypatch: pytest.MonkeyPatch) ->
     model.set_attn_implementation("attnlib")
     with torch.no_grad():
         model(torch.tensor(prompts(4)), attnlib_step=step, use_cache=False)
-    assert len(seen) == 2 and all(call["step"] is step and call["scaling"] == 0.5 and call["softcap"] == 2.0 for call in seen)
+    assert len(seen) == 2 and all(
+        call["step"] is step and call["scaling"] == 0.5 and call["softcap"] == 2.0 for call in seen
+    )
     assert [call["sliding_window"] for call in seen] == [5, None]
 
 

@@ -35,13 +35,32 @@ DECODERS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**_SIZES, head_dim=8)),
     "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**_SIZES, sliding_window=WINDOW)),
     "gemma2": lambda: hf.Gemma2ForCausalLM(
-        hf.Gemma2Config(**_SIZES, head_dim=8, sliding_window=WINDOW, attn_logit_softcapping=2.0, query_pre_attn_scalar=4)
+        hf.Gemma2Config(
+            **_SIZES,
+            head_dim=8,
+            sliding_window=WINDOW,
+            attn_logit_softcapping=2.0,
+            query_pre_attn_scalar=4,
+        )
     ),
     "gemma3": lambda: hf.Gemma3ForCausalLM(
-        hf.Gemma3TextConfig(**_SIZES, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=4, layer_types=_LAYERS)
+        hf.Gemma3TextConfig(
+            **_SIZES,
+            head_dim=8,
+            sliding_window=WINDOW,
+            query_pre_attn_scalar=4,
+            layer_types=_LAYERS,
+        )
     ),
     "gpt_oss": lambda: hf.GptOssForCausalLM(
-        hf.GptOssConfig(**_SIZES, head_dim=8, sliding_window=WINDOW, num_local_experts=2, num_experts_per_tok=1, layer_types=_LAYERS)
+        hf.GptOssConfig(
+            **_SIZES,
+            head_dim=8,
+            sliding_window=WINDOW,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            layer_types=_LAYERS,
+        )
     ),
 }
 
@@ -82,19 +101,37 @@ _PAIR_SIZES: dict[str, Any] = {
 
 def bart() -> Any:
     """An encoder-decoder: three kinds of attention in one model."""
-    return randomized(hf.BartForConditionalGeneration(hf.BartConfig(**_PAIR_SIZES, max_position_embeddings=64, decoder_start_token_id=2)))
+    return randomized(
+        hf.BartForConditionalGeneration(
+            hf.BartConfig(**_PAIR_SIZES, max_position_embeddings=64, decoder_start_token_id=2)
+        )
+    )
 
 
 def whisper() -> Any:
     """An encoder-decoder over audio features."""
-    config = hf.WhisperConfig(**_PAIR_SIZES, num_mel_bins=8, max_source_positions=12, max_target_positions=32, decoder_start_token_id=3)
+    config = hf.WhisperConfig(
+        **_PAIR_SIZES,
+        num_mel_bins=8,
+        max_source_positions=12,
+        max_target_positions=32,
+        decoder_start_token_id=3,
+    )
     return randomized(hf.WhisperForConditionalGeneration(config))
 
 
 def t5() -> Any:
     """An encoder-decoder whose attention adds a bias per head."""
     config = hf.T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=8,
+        d_ff=32,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        eos_token_id=1,
     )
     return randomized(hf.T5ForConditionalGeneration(config))
 
@@ -143,7 +180,9 @@ def randomized(model: Any, seed: int = 1) -> Any:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = noise * 0.2 if parameter.dim() > 1 else parameter.data.float() + noise * 0.3
+        parameter.data = (
+            noise * 0.2 if parameter.dim() > 1 else parameter.data.float() + noise * 0.3
+        )
     return model.eval()
 
 
@@ -155,13 +194,18 @@ def decoder(name: str) -> Any:
 def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     """Random prompts of these lengths."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    return [
+        torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths
+    ]
 
 
 def padded(rows: Sequence[Sequence[int]], side: str) -> dict[str, torch.Tensor]:
     """A batch as a tokenizer makes it: `input_ids` and `attention_mask`, `[B, T]`."""
     longest = max(len(row) for row in rows)
-    ids, mask = torch.zeros(len(rows), longest, dtype=torch.long), torch.zeros(len(rows), longest, dtype=torch.long)
+    ids, mask = (
+        torch.zeros(len(rows), longest, dtype=torch.long),
+        torch.zeros(len(rows), longest, dtype=torch.long),
+    )
     for index, row in enumerate(rows):
         where = slice(longest - len(row), longest) if side == "left" else slice(0, len(row))
         ids[index, where], mask[index, where] = torch.tensor(row), 1
@@ -175,12 +219,20 @@ def run(model: Any, implementation: str, call: Callable[[Any], Any]) -> Any:
     return call(model)
 
 
-def difference(model: Any, call: Callable[[Any], torch.Tensor], where: torch.Tensor | None = None) -> float:
+def difference(
+    model: Any, call: Callable[[Any], torch.Tensor], where: torch.Tensor | None = None
+) -> float:
     """Largest difference between attnlib and eager, over the positions where `where` is not 0."""
     gap = (run(model, "attnlib", call) - run(model, "eager", call)).abs()
     return float(gap.max() if where is None else gap[where.bool()].max())
 
 
-def generated(model: Any, implementation: str, batch: dict[str, torch.Tensor], tokens: int, **kwargs: Any) -> torch.Tensor:
+def generated(
+    model: Any, implementation: str, batch: dict[str, torch.Tensor], tokens: int, **kwargs: Any
+) -> torch.Tensor:
     """Greedy tokens, prompts included."""
-    return run(model, implementation, lambda m: m.generate(**batch, max_new_tokens=tokens, do_sample=False, **kwargs))
+    return run(
+        model,
+        implementation,
+        lambda m: m.generate(**batch, max_new_tokens=tokens, do_sample=False, **kwargs),
+    )

@@ -9,7 +9,12 @@ from attnlib.backends.torch.metadata import TorchMetadataBuilder
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.paged import paged_fields
-from attnlib.metadata.parameters import PerLayerParameters, get_per_layer_parameters, group_layers, infer_global_hyperparameters
+from attnlib.metadata.parameters import (
+    PerLayerParameters,
+    get_per_layer_parameters,
+    group_layers,
+    infer_global_hyperparameters,
+)
 from attnlib.metadata.state import AttentionState
 from attnlib.spec import AttentionSpec, CudaGraphSupport
 from attnlib.workspace import BatchLimits, Workspace
@@ -23,12 +28,26 @@ def _batch(queries: list[int], sequences: list[int], **changes) -> CommonAttenti
 
 
 def test_a_mixed_batch_has_two_parts() -> None:
-    built = TorchMetadataBuilder(SPEC, "cpu").build(0, _batch([1, 2, 20], [9, 2, 25], causal=torch.tensor([True, False, True])))
+    built = TorchMetadataBuilder(SPEC, "cpu").build(
+        0, _batch([1, 2, 20], [9, 2, 25], causal=torch.tensor([True, False, True]))
+    )
     decode, prefill = built.decode_metadata, built.prefill_metadata
-    assert (decode.num_decodes, decode.num_prefills, decode.num_actual_tokens, decode.max_query_len) == (2, 0, 3, 8)
-    assert decode.query_start_loc.tolist() == [0, 1, 3] and decode.seq_lens.tolist() == [9, 2] and decode.causal.tolist() == [True, False]
+    assert (
+        decode.num_decodes,
+        decode.num_prefills,
+        decode.num_actual_tokens,
+        decode.max_query_len,
+    ) == (2, 0, 3, 8)
+    assert (
+        decode.query_start_loc.tolist() == [0, 1, 3]
+        and decode.seq_lens.tolist() == [9, 2]
+        and decode.causal.tolist() == [True, False]
+    )
     assert (prefill.num_decodes, prefill.num_prefills, prefill.num_actual_tokens) == (0, 1, 20)
-    assert prefill.query_start_loc.tolist() == prefill.query_start_loc_cpu.tolist() == [0, 20] and prefill.seq_lens.tolist() == [25]
+    assert prefill.query_start_loc.tolist() == prefill.query_start_loc_cpu.tolist() == [
+        0,
+        20,
+    ] and prefill.seq_lens.tolist() == [25]
     assert torch.equal(torch.cat([decode.slot_mapping, prefill.slot_mapping]), built.slot_mapping)
     assert built.decode_metadata is decode, "every layer of the step gets the same part"
 
@@ -39,7 +58,9 @@ def test_decodes_of_a_mixed_batch_may_be_bounded_by_the_longest_one() -> None:
     assert paged_fields(mixed, SPEC, 8)["max_decode_query_len"] == 8
     assert paged_fields(mixed, SPEC, 8, this_batch_only=True)["max_decode_query_len"] == 3
     bounded = _batch([1, 1], [9, 2], max_query_len=4)
-    assert paged_fields(bounded, SPEC, 8, this_batch_only=True)["max_decode_query_len"] == 4, "a batch of decodes keeps the bound it came with"
+    assert paged_fields(bounded, SPEC, 8, this_batch_only=True)["max_decode_query_len"] == 4, (
+        "a batch of decodes keeps the bound it came with"
+    )
 
 
 def test_a_uniform_batch_is_its_own_part() -> None:
@@ -55,12 +76,17 @@ def test_zero_copy_dict_and_other_blocks() -> None:
     assert built.asdict_zerocopy()["seq_lens"] is built.seq_lens
     assert "seq_lens" not in built.asdict_zerocopy({"seq_lens"})
     other = builder.update_block_table(built, built.block_table + 1, built.slot_mapping + 4)
-    assert other.seq_lens is built.seq_lens and other.block_table.tolist() == (built.block_table + 1).tolist()
+    assert (
+        other.seq_lens is built.seq_lens
+        and other.block_table.tolist() == (built.block_table + 1).tolist()
+    )
 
 
 def test_a_paged_layer_needs_a_table() -> None:
     with pytest.raises(ContractError, match="reads the cache through a block table"):
-        TorchMetadataBuilder(SPEC, "cpu").build(0, CommonAttentionMetadata.from_lengths([1], [1], device="cpu"))
+        TorchMetadataBuilder(SPEC, "cpu").build(
+            0, CommonAttentionMetadata.from_lengths([1], [1], device="cpu")
+        )
 
 
 @pytest.mark.parametrize(
@@ -83,17 +109,27 @@ def test_what_can_be_captured(level: CudaGraphSupport, queries: list[int], fits:
 
 def test_layers_that_differ_are_named() -> None:
     def layer(window: int | None, scale: float) -> SimpleNamespace:
-        return SimpleNamespace(impl=SimpleNamespace(spec=SPEC.replace(sliding_window=window), scale=scale))
+        return SimpleNamespace(
+            impl=SimpleNamespace(spec=SPEC.replace(sliding_window=window), scale=scale)
+        )
 
     same = get_per_layer_parameters({"a": layer(None, 0.5), "b": layer(None, 0.5)})
     assert infer_global_hyperparameters(same) == PerLayerParameters(-1, None, 0.5, -1)
-    mixed = get_per_layer_parameters({"a": layer(None, 0.5), "b": layer(8, 0.5), "c": layer(None, 0.5)})
+    mixed = get_per_layer_parameters(
+        {"a": layer(None, 0.5), "b": layer(8, 0.5), "c": layer(None, 0.5)}
+    )
     assert list(group_layers(mixed).values()) == [["a", "c"], ["b"]]
-    with pytest.raises(UnsupportedConfigError, match=r"layers a \(.*window_left=-1.*\) and b \(.*window_left=7.*\) differ"):
+    with pytest.raises(
+        UnsupportedConfigError,
+        match=r"layers a \(.*window_left=-1.*\) and b \(.*window_left=7.*\) differ",
+    ):
         infer_global_hyperparameters(mixed)
     with pytest.raises(UnsupportedConfigError, match="no attention layers"):
         infer_global_hyperparameters({})
-    with pytest.raises(UnsupportedConfigError, match="layer a runs on SimpleNamespace, but this plan serves int only"):
+    with pytest.raises(
+        UnsupportedConfigError,
+        match="layer a runs on SimpleNamespace, but this plan serves int only",
+    ):
         get_per_layer_parameters({"a": layer(None, 0.5)}, int)
 
 
@@ -101,16 +137,23 @@ def test_state_pads_a_batch_into_buffers_that_stay() -> None:
     """M7, G3: padding rows are query_len 0, seq_len 0, slot -1, and addresses never change."""
     limits = BatchLimits(max_num_reqs=4, max_num_tokens=8, max_seq_len=32)
     state = AttentionState(TorchMetadataBuilder(SPEC, "cpu"), limits)
-    addresses = {name: buffer.data_ptr() for name, buffer in state.get_graph_input_buffers().items()}
+    addresses = {
+        name: buffer.data_ptr() for name, buffer in state.get_graph_input_buffers().items()
+    }
     captured = state.graph_capture_get_metadata_for_batch(4)
     padded = state.begin_forward(_batch([1, 1], [9, 2]), 4)
     assert padded.query_start_loc.tolist() == padded.query_start_loc_cpu.tolist() == [0, 1, 2, 2, 2]
     assert padded.seq_lens.tolist() == padded.seq_lens_cpu.tolist() == [9, 2, 0, 0]
     assert padded.slot_mapping.tolist() == [8, 33, -1, -1] and padded.max_seq_len == 32
     assert padded.seq_lens.data_ptr() == captured.seq_lens.data_ptr()
-    assert {name: buffer.data_ptr() for name, buffer in state.get_graph_input_buffers().items()} == addresses
+    assert {
+        name: buffer.data_ptr() for name, buffer in state.get_graph_input_buffers().items()
+    } == addresses
     clone = state.graph_clone(2)
-    assert clone.limits.max_num_reqs == 2 and clone.get_graph_input_buffers()["seq_lens"].data_ptr() != addresses["seq_lens"]
+    assert (
+        clone.limits.max_num_reqs == 2
+        and clone.get_graph_input_buffers()["seq_lens"].data_ptr() != addresses["seq_lens"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,8 +165,13 @@ def test_state_pads_a_batch_into_buffers_that_stay() -> None:
         ([1], [3], 9, "9 requests of 1 tokens exceed the limits"),
     ],
 )
-def test_state_refuses_what_does_not_fit(queries: list[int], sequences: list[int], reqs: int, message: str) -> None:
-    state = AttentionState(TorchMetadataBuilder(SPEC, "cpu"), BatchLimits(max_num_reqs=4, max_num_tokens=8, max_seq_len=32))
+def test_state_refuses_what_does_not_fit(
+    queries: list[int], sequences: list[int], reqs: int, message: str
+) -> None:
+    state = AttentionState(
+        TorchMetadataBuilder(SPEC, "cpu"),
+        BatchLimits(max_num_reqs=4, max_num_tokens=8, max_seq_len=32),
+    )
     with pytest.raises(ContractError, match=message):
         state.begin_forward(_batch(queries, sequences), reqs)
 

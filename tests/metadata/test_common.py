@@ -8,18 +8,37 @@ from attnlib.metadata.common import CommonAttentionMetadata
 
 
 def _batch(**changes) -> CommonAttentionMetadata:
-    arguments = {"query_lens": [1, 3], "seq_lens": [5, 3], "block_table": [[9, 2], [4]], "block_size": 4, "device": "cpu", **changes}
+    arguments = {
+        "query_lens": [1, 3],
+        "seq_lens": [5, 3],
+        "block_table": [[9, 2], [4]],
+        "block_size": 4,
+        "device": "cpu",
+        **changes,
+    }
     return CommonAttentionMetadata.from_lengths(**arguments)
 
 
 def test_the_facts_of_a_batch() -> None:
     batch = _batch()
-    assert batch.query_start_loc.tolist() == [0, 1, 4] and batch.query_start_loc.dtype == torch.int32
+    assert (
+        batch.query_start_loc.tolist() == [0, 1, 4] and batch.query_start_loc.dtype == torch.int32
+    )
     assert batch.seq_lens.tolist() == [5, 3] and batch.num_computed_tokens_cpu.tolist() == [4, 0]
-    assert (batch.num_reqs, batch.num_actual_tokens, batch.max_query_len, batch.max_seq_len) == (2, 4, 3, 5)
+    assert (batch.num_reqs, batch.num_actual_tokens, batch.max_query_len, batch.max_seq_len) == (
+        2,
+        4,
+        3,
+        5,
+    )
     assert batch.block_table_tensor.tolist() == [[9, 2], [4, -1]]
-    assert batch.slot_mapping.tolist() == [8, 16, 17, 18] and batch.slot_mapping.dtype == torch.int64
-    assert batch.compute_num_computed_tokens().tolist() == [4, 0] and batch.query_lens_cpu.tolist() == [1, 3]
+    assert (
+        batch.slot_mapping.tolist() == [8, 16, 17, 18] and batch.slot_mapping.dtype == torch.int64
+    )
+    assert batch.compute_num_computed_tokens().tolist() == [
+        4,
+        0,
+    ] and batch.query_lens_cpu.tolist() == [1, 3]
 
 
 def test_a_tensor_table_gives_the_same() -> None:
@@ -27,7 +46,9 @@ def test_a_tensor_table_gives_the_same() -> None:
     assert _batch(block_table=table).slot_mapping.tolist() == _batch().slot_mapping.tolist()
 
 
-@pytest.mark.parametrize("lengths", [([], []), ([0], [0]), ([0, 0], [3, 0]), ([2, 0, 1], [2, 0, 1])])
+@pytest.mark.parametrize(
+    "lengths", [([], []), ([0], [0]), ([0, 0], [3, 0]), ([2, 0, 1], [2, 0, 1])]
+)
 def test_empty_is_legal_everywhere(lengths: tuple) -> None:
     """M7"""
     queries, sequences = lengths
@@ -42,10 +63,19 @@ def test_empty_is_legal_everywhere(lengths: tuple) -> None:
         ({"query_lens": [1, 3, 1]}, "3 query_lens and 2 seq_lens"),
         ({"query_lens": [1, -3]}, r"query_lens\[1\]=-3 must not be negative"),
         ({"seq_lens": [5, 2]}, r"seq_lens\[1\]=2 is below query_lens\[1\]=3.*\[M1\]"),
-        ({"block_table": [[9], [4]]}, r"block_table row 0 has 1 entries, but seq_lens\[0\]=5 needs 2 blocks of 4 tokens \[P3\]"),
-        ({"block_table": torch.tensor([[9], [4]])}, r"block_table row 0 has 1 entries, but seq_lens\[0\]=5 needs 2 blocks"),
+        (
+            {"block_table": [[9], [4]]},
+            r"block_table row 0 has 1 entries, but seq_lens\[0\]=5 needs 2 blocks of 4 tokens \[P3\]",
+        ),
+        (
+            {"block_table": torch.tensor([[9], [4]])},
+            r"block_table row 0 has 1 entries, but seq_lens\[0\]=5 needs 2 blocks",
+        ),
         ({"block_table": [[9, 2]]}, "block_table has 1 rows for 2 requests"),
-        ({"block_table": [[9, -1], [4]]}, r"block_table\[0\]\[1\]=-1 is no block, but request 0 writes position 4"),
+        (
+            {"block_table": [[9, -1], [4]]},
+            r"block_table\[0\]\[1\]=-1 is no block, but request 0 writes position 4",
+        ),
         ({"block_size": None}, "block_size=None must be given"),
         ({"block_size": 0}, "block_size=0 must be given"),
     ],
@@ -63,7 +93,12 @@ def test_slots_behind_the_tokens_are_filled_with_minus_one() -> None:
 
 def test_unpadded_takes_the_first_requests() -> None:
     batch = _batch(causal=torch.tensor([True, False])).unpadded(1, 1)
-    assert (batch.num_reqs, batch.num_actual_tokens, batch.seq_lens.tolist(), batch.slot_mapping.tolist()) == (1, 1, [5], [8])
+    assert (
+        batch.num_reqs,
+        batch.num_actual_tokens,
+        batch.seq_lens.tolist(),
+        batch.slot_mapping.tolist(),
+    ) == (1, 1, [5], [8])
     assert batch.causal.tolist() == [True]
 
 

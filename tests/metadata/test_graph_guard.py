@@ -45,7 +45,10 @@ def test_shapes_and_missing_tensors_count() -> None:
     buffer = torch.zeros(8)
     guard = GraphGuard({"a": buffer[:4], "b": buffer}, include_cpu=True)
     findings = guard.moved({"a": buffer[:3], "b": None})
-    assert "['a'] had shape (4,)" in findings[0] and "['b'] was a tensor at capture and is none now" in findings[1]
+    assert (
+        "['a'] had shape (4,)" in findings[0]
+        and "['b'] was a tensor at capture and is none now" in findings[1]
+    )
 
 
 def test_cpu_tensors_are_left_out_unless_asked_for() -> None:

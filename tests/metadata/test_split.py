@@ -19,7 +19,9 @@ from attnlib.metadata.split import (
 
 
 def _batch(queries: list[int], sequences: list[int] | None = None) -> CommonAttentionMetadata:
-    return CommonAttentionMetadata.from_lengths(queries, sequences or [q + 10 for q in queries], device="cpu")
+    return CommonAttentionMetadata.from_lengths(
+        queries, sequences or [q + 10 for q in queries], device="cpu"
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,9 +40,13 @@ def test_where_the_prefills_begin(queries: list[int], threshold: int, expected: 
 
 
 def test_a_decode_behind_a_prefill_is_named() -> None:
-    with pytest.raises(ContractError, match="request 2 has 1 new tokens .* stands behind request 1 with 7: reorder"):
+    with pytest.raises(
+        ContractError, match="request 2 has 1 new tokens .* stands behind request 1 with 7: reorder"
+    ):
         split_decodes_and_prefills(_batch([1, 7, 1]))
-    assert leading_decodes(_batch([1, 7, 1]), 1) == (1, 1), "builders serve it all the same, by the prefill kernel"
+    assert leading_decodes(_batch([1, 7, 1]), 1) == (1, 1), (
+        "builders serve it all the same, by the prefill kernel"
+    )
 
 
 def test_uniform_decodes() -> None:
@@ -49,9 +55,18 @@ def test_uniform_decodes() -> None:
 
 
 def test_extends_have_context_and_prefills_none() -> None:
-    assert split_decodes_prefills_and_extends(_batch([1, 5, 6, 7], [9, 12, 6, 7])) == (1, 1, 2, 1, 5, 13)
+    assert split_decodes_prefills_and_extends(_batch([1, 5, 6, 7], [9, 12, 6, 7])) == (
+        1,
+        1,
+        2,
+        1,
+        5,
+        13,
+    )
     assert split_decodes_prefills_and_extends(_batch([1], [9])) == (1, 0, 0, 1, 0, 0)
-    with pytest.raises(ContractError, match="request 2 has context but stands behind a pure prefill"):
+    with pytest.raises(
+        ContractError, match="request 2 has context but stands behind a pure prefill"
+    ):
         split_decodes_prefills_and_extends(_batch([1, 5, 6], [9, 5, 12]))
 
 
@@ -77,9 +92,13 @@ class Rows:
 
 
 @given(st.lists(st.integers(1, 6), max_size=12), st.integers(1, 4))
-def test_reordering_puts_decodes_first_with_the_fewest_swaps(tokens: list[int], threshold: int) -> None:
+def test_reordering_puts_decodes_first_with_the_fewest_swaps(
+    tokens: list[int], threshold: int
+) -> None:
     rows = Rows(tokens)
-    changed = reorder_batch_to_split_decodes_and_prefills(rows, SimpleNamespace(num_scheduled_tokens=rows.tokens), threshold)
+    changed = reorder_batch_to_split_decodes_and_prefills(
+        rows, SimpleNamespace(num_scheduled_tokens=rows.tokens), threshold
+    )
     after = [rows.tokens[request] <= threshold for request in rows.req_ids]
     decodes = sum(after)
     assert after == [True] * decodes + [False] * (len(after) - decodes)

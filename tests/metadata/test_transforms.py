@@ -14,7 +14,9 @@ def _virtual(queries: list[int], sequences: list[int], chunk: int, block: int):
     starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
     width = max(-(-s // block) for s in sequences) if sequences else 1
     table = torch.arange(len(queries) * width, dtype=torch.int32).view(len(queries), width)
-    return table, make_local_attention_virtual_batches(chunk, starts, np.array(sequences, dtype=np.int32), table, block)
+    return table, make_local_attention_virtual_batches(
+        chunk, starts, np.array(sequences, dtype=np.int32), table, block
+    )
 
 
 def test_the_worked_example() -> None:
@@ -23,11 +25,18 @@ def test_the_worked_example() -> None:
     assert queries.tolist() == [2, 2, 1, 4, 4, 1, 4, 1]
     assert starts.tolist() == [0, 2, 4, 5, 9, 13, 14, 18, 19]
     assert sequences.tolist() == [4, 2, 4, 4, 4, 1, 4, 1]
-    assert local[1, 0] == table[0, 2] and local[2].tolist() == table[1, 2:4].tolist() and local.shape == (8, 2)
+    assert (
+        local[1, 0] == table[0, 2]
+        and local[2].tolist() == table[1, 2:4].tolist()
+        and local.shape == (8, 2)
+    )
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12)), min_size=1, max_size=4), st.sampled_from([(4, 2), (4, 4), (6, 3), (8, 1)]))
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12)), min_size=1, max_size=4),
+    st.sampled_from([(4, 2), (4, 4), (6, 3), (8, 1)]),
+)
 def test_each_token_sees_its_own_chunk_up_to_itself(requests: list, sizes: tuple) -> None:
     chunk, block = sizes
     queries, sequences = [q for q, _ in requests], [q + c for q, c in requests]
@@ -37,7 +46,9 @@ def test_each_token_sees_its_own_chunk_up_to_itself(requests: list, sizes: tuple
     for request, (query_len, seq_len) in enumerate(zip(queries, sequences, strict=True)):
         for position in range(seq_len - query_len, seq_len):
             keys = range(position // chunk * chunk, position + 1)
-            expected.append([int(table[request, key // block]) * block + key % block for key in keys])
+            expected.append(
+                [int(table[request, key // block]) * block + key % block for key in keys]
+            )
     found = []
     for virtual, length in enumerate(lengths):
         for index in range(length):

@@ -114,7 +114,9 @@ def _attend(
                 for k in range(seq_len):
                     if not _visible(k, position, is_causal, window, chunk):
                         continue
-                    score = scale * float(q @ request_keys[k, kv_head]) * _per_head(k_scale, kv_head)
+                    score = (
+                        scale * float(q @ request_keys[k, kv_head]) * _per_head(k_scale, kv_head)
+                    )
                     if cap > 0:
                         score = cap * math.tanh(score / cap)
                     if alibi_slopes is not None:

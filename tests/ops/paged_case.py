@@ -36,7 +36,9 @@ class PagedCase:
     def run(self, operation: Any, **more: Any) -> tuple[Tensor, Tensor]:
         """Call a paged operation with outputs full of NaN; returns (out, lse)."""
         num_tokens, num_heads, _ = self.query.shape
-        out = torch.full((num_tokens, num_heads, self.tensors[2].shape[3]), float("nan"), dtype=self.query.dtype)
+        out = torch.full(
+            (num_tokens, num_heads, self.tensors[2].shape[3]), float("nan"), dtype=self.query.dtype
+        )
         lse = torch.full((num_tokens, num_heads), float("nan"), dtype=torch.float32)
         operation(*self.tensors, **self.kwargs, out=out, lse=lse, **more)
         return out, lse
@@ -70,8 +72,14 @@ def make_case(
     pages = [-(-seq_len // block_size) for seq_len in seq_lens]
     num_blocks = sum(pages) + 3
     shape = (num_blocks, block_size, num_kv_heads)
-    key_cache, value_cache = _caches(shape, head_size, head_size_v or head_size, cache_dtype or dtype, layout)
-    ids = torch.arange(num_blocks) if contiguous_pages else torch.randperm(num_blocks, generator=generator)
+    key_cache, value_cache = _caches(
+        shape, head_size, head_size_v or head_size, cache_dtype or dtype, layout
+    )
+    ids = (
+        torch.arange(num_blocks)
+        if contiguous_pages
+        else torch.randperm(num_blocks, generator=generator)
+    )
     table = torch.full((len(seq_lens), max(pages, default=0) + 2), 2**31 - 1, dtype=torch.int32)
     table[:, -1] = -1
     begin = 0
@@ -90,7 +98,14 @@ def make_case(
         "max_query_len": max(query_lens, default=0), "max_seq_len": max(seq_lens, default=0), "scale": head_size**-0.5,
         **kwargs,
     }  # fmt: skip
-    tensors = (query, key_cache, value_cache, table, starts, torch.tensor(seq_lens, dtype=torch.int32))
+    tensors = (
+        query,
+        key_cache,
+        value_cache,
+        table,
+        starts,
+        torch.tensor(seq_lens, dtype=torch.int32),
+    )
     return PagedCase(tensors, kwargs, extra_rows)
 
 
@@ -99,19 +114,29 @@ def _caches(
 ) -> tuple[Tensor, Tensor]:
     num_blocks, block_size, num_heads = shape
     if layout == "HND":
-        sides = [torch.empty(num_blocks, num_heads, block_size, size, dtype=dtype) for size in (head_size, head_size_v)]
+        sides = [
+            torch.empty(num_blocks, num_heads, block_size, size, dtype=dtype)
+            for size in (head_size, head_size_v)
+        ]
         key_cache, value_cache = (side.transpose(1, 2) for side in sides)
     elif layout == "interleaved":
         whole = torch.empty(num_blocks, 2, block_size, num_heads, head_size, dtype=dtype)
         key_cache, value_cache = whole[:, 0], whole[:, 1]
     elif layout == "packed":
-        whole = torch.empty(num_blocks, num_heads, block_size, head_size + head_size_v, dtype=dtype).transpose(1, 2)
+        whole = torch.empty(
+            num_blocks, num_heads, block_size, head_size + head_size_v, dtype=dtype
+        ).transpose(1, 2)
         key_cache, value_cache = whole[..., :head_size], whole[..., head_size:]
     elif layout == "alias":
         key_cache = torch.empty(*shape, head_size, dtype=dtype)
         value_cache = key_cache[..., :head_size_v]
     else:
-        key_cache, value_cache = (torch.empty(*shape, size, dtype=dtype) for size in (head_size, head_size_v))
-    for cache, poison in ((key_cache, float("nan")), (value_cache, float("nan") if dtype in _FP8 else float("inf"))):
+        key_cache, value_cache = (
+            torch.empty(*shape, size, dtype=dtype) for size in (head_size, head_size_v)
+        )
+    for cache, poison in (
+        (key_cache, float("nan")),
+        (value_cache, float("nan") if dtype in _FP8 else float("inf")),
+    ):
         cache.copy_(torch.full(cache.shape, poison).to(dtype))
     return key_cache, value_cache

@@ -18,10 +18,14 @@ SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.06, 0.03, 0.015])
 SEQ_LENS = (19, 1, 40)
 
 
-def filled_cache(dtype: torch.dtype, kv_cache_dtype: str = "auto", scale: Any = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def filled_cache(
+    dtype: torch.dtype, kv_cache_dtype: str = "auto", scale: Any = 1.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A poisoned packed cache into which `SEQ_LENS` tokens were written through the interface: (kv_cache, table, keys, values)."""
     generator = torch.Generator().manual_seed(3)
-    kv_cache = torch.empty(PagedAttention.get_kv_cache_shape(BLOCKS, BLOCK, KV_HEADS, SIZE), dtype=dtype)
+    kv_cache = torch.empty(
+        PagedAttention.get_kv_cache_shape(BLOCKS, BLOCK, KV_HEADS, SIZE), dtype=dtype
+    )
     if dtype == torch.uint8:
         kv_cache.fill_(0x7F)
     else:
@@ -29,20 +33,45 @@ def filled_cache(dtype: torch.dtype, kv_cache_dtype: str = "auto", scale: Any = 
     table = torch.randperm(BLOCKS, generator=generator)[:15].view(3, 5).int()
     total = sum(SEQ_LENS)
     keys, values = (torch.randn(total, KV_HEADS, SIZE, generator=generator) for _ in range(2))
-    slots = [int(row[p // BLOCK]) * BLOCK + p % BLOCK for row, n in zip(table, SEQ_LENS, strict=True) for p in range(n)]
+    slots = [
+        int(row[p // BLOCK]) * BLOCK + p % BLOCK
+        for row, n in zip(table, SEQ_LENS, strict=True)
+        for p in range(n)
+    ]
     key_cache, value_cache = PagedAttention.split_kv_cache(kv_cache, KV_HEADS, SIZE)
-    PagedAttention.write_to_paged_cache(keys, values, key_cache, value_cache, torch.tensor(slots), kv_cache_dtype, scale, scale)
+    PagedAttention.write_to_paged_cache(
+        keys, values, key_cache, value_cache, torch.tensor(slots), kv_cache_dtype, scale, scale
+    )
     for request, seq_len in enumerate(SEQ_LENS):
         table[request, -(-seq_len // BLOCK) :] = 10**6
     return kv_cache, table, keys, values
 
 
-def decode(query: Tensor, kv_cache: Tensor, table: Tensor, kv_cache_dtype: str = "auto", scale: Any = 1.0, **more: Any) -> Tensor:
+def decode(
+    query: Tensor,
+    kv_cache: Tensor,
+    table: Tensor,
+    kv_cache_dtype: str = "auto",
+    scale: Any = 1.0,
+    **more: Any,
+) -> Tensor:
     key_cache, value_cache = PagedAttention.split_kv_cache(kv_cache, KV_HEADS, SIZE)
     alibi = more.pop("alibi_slopes", None)
     lens = torch.tensor(SEQ_LENS, dtype=torch.int32)
     return PagedAttention.forward_decode(
-        query, key_cache, value_cache, table, lens, max(SEQ_LENS), kv_cache_dtype, KV_HEADS, 0.2, alibi, scale, scale, **more
+        query,
+        key_cache,
+        value_cache,
+        table,
+        lens,
+        max(SEQ_LENS),
+        kv_cache_dtype,
+        KV_HEADS,
+        0.2,
+        alibi,
+        scale,
+        scale,
+        **more,
     )
 
 
@@ -74,10 +103,14 @@ def test_write_places_every_element() -> None:
     kv_cache = torch.zeros(2, 4, BLOCK * KV_HEADS * SIZE)
     key_cache, value_cache = PagedAttention.split_kv_cache(kv_cache, KV_HEADS, SIZE)
     key, value = torch.randn(3, KV_HEADS, SIZE), torch.randn(3, KV_HEADS, SIZE)
-    PagedAttention.write_to_paged_cache(key, value, key_cache, value_cache, torch.tensor([[11], [-1], [30]]), "auto", 1.0, 1.0)
+    PagedAttention.write_to_paged_cache(
+        key, value, key_cache, value_cache, torch.tensor([[11], [-1], [30]]), "auto", 1.0, 1.0
+    )
     for token, (block, offset) in ((0, (1, 3)), (2, (3, 6))):
         for element in range(SIZE):
-            assert torch.equal(key_cache[block, :, element // 4, offset, element % 4], key[token, :, element])
+            assert torch.equal(
+                key_cache[block, :, element // 4, offset, element % 4], key[token, :, element]
+            )
             assert torch.equal(value_cache[block, :, element, offset], value[token, :, element])
     assert int((kv_cache != 0).sum()) == 2 * 2 * KV_HEADS * SIZE
 
@@ -87,13 +120,17 @@ def test_decode(alibi: Tensor | None) -> None:
     """Decode equals attention over the tokens that were written; table tails and page ends are never read (P3, P5)."""
     kv_cache, table, keys, values = filled_cache(torch.float32)
     query = torch.randn(3, HEADS, SIZE)
-    wanted, _ = naive_varlen_attention(query, keys, values, starts(1, 1, 1), starts(*SEQ_LENS), scale=0.2, alibi_slopes=alibi)
+    wanted, _ = naive_varlen_attention(
+        query, keys, values, starts(1, 1, 1), starts(*SEQ_LENS), scale=0.2, alibi_slopes=alibi
+    )
     out = decode(query, kv_cache, table, alibi_slopes=alibi)
     torch.testing.assert_close(out.double(), wanted, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "fp8_e5m2"])
-@pytest.mark.parametrize("scale", [0.5, torch.tensor(0.5), torch.tensor([0.5, 0.25])], ids=["float", "0-d", "per_head"])
+@pytest.mark.parametrize(
+    "scale", [0.5, torch.tensor(0.5), torch.tensor([0.5, 0.25])], ids=["float", "0-d", "per_head"]
+)
 def test_fp8_bytes(name: str, scale: Any) -> None:
     """M9: a cache of bytes is read in the format that the name says, with its scales."""
     fp8 = torch.float8_e5m2 if name == "fp8_e5m2" else torch.float8_e4m3fn
@@ -101,8 +138,12 @@ def test_fp8_bytes(name: str, scale: Any) -> None:
     factor = scale.view(-1, 1) if isinstance(scale, Tensor) else scale
     keys, values = ((side / factor).to(fp8).float() * factor for side in (keys, values))
     query = torch.randn(3, HEADS, SIZE)
-    wanted, _ = naive_varlen_attention(query, keys, values, starts(1, 1, 1), starts(*SEQ_LENS), scale=0.2)
-    torch.testing.assert_close(decode(query, kv_cache, table, name, scale).double(), wanted, atol=2e-5, rtol=2e-5)
+    wanted, _ = naive_varlen_attention(
+        query, keys, values, starts(1, 1, 1), starts(*SEQ_LENS), scale=0.2
+    )
+    torch.testing.assert_close(
+        decode(query, kv_cache, table, name, scale).double(), wanted, atol=2e-5, rtol=2e-5
+    )
     with pytest.raises(ContractError, match="'auto' does not say what the uint8 cache holds"):
         decode(query, kv_cache, table, "auto", scale)
 
@@ -117,7 +158,9 @@ def test_scales_of_a_plain_cache_are_not_applied() -> None:
 @pytest.mark.parametrize("tp_rank", [0, 1])
 @pytest.mark.parametrize(("local", "stride"), [(1, 2), (2, 3), (0, 4)])
 @pytest.mark.parametrize("alibi", [None, SLOPES])
-def test_block_sparse_decode(step: int, tp_rank: int, local: int, stride: int, alibi: Tensor | None) -> None:
+def test_block_sparse_decode(
+    step: int, tp_rank: int, local: int, stride: int, alibi: Tensor | None
+) -> None:
     """Local blocks and sliding stripes, per query head or per KV head; the pattern is written out key by key."""
     kv_cache, table, keys, values = filled_cache(torch.float32)
     query = torch.randn(3, HEADS, SIZE)
@@ -129,9 +172,17 @@ def test_block_sparse_decode(step: int, tp_rank: int, local: int, stride: int, a
     for request, seq_len in enumerate(SEQ_LENS):
         for head in range(HEADS):
             kv_head = head // 3
-            offset = step * (tp_rank * HEADS + head) + 1 if step >= 0 else -step * (tp_rank * KV_HEADS + kv_head) + 1
+            offset = (
+                step * (tp_rank * HEADS + head) + 1
+                if step >= 0
+                else -step * (tp_rank * KV_HEADS + kv_head) + 1
+            )
             last = (seq_len - 1) // BLOCK
-            seen = [k for k in range(seq_len) if k // BLOCK > last - local or (k // BLOCK + offset) % stride == 0]
+            seen = [
+                k
+                for k in range(seq_len)
+                if k // BLOCK > last - local or (k // BLOCK + offset) % stride == 0
+            ]
             if not seen:
                 assert torch.equal(out[request, head], torch.zeros(SIZE))
                 continue
@@ -145,8 +196,16 @@ def test_block_sparse_decode(step: int, tp_rank: int, local: int, stride: int, a
 
 def test_block_sparse_needs_whole_blocks() -> None:
     kv_cache, table, _, _ = filled_cache(torch.float32)
-    with pytest.raises(ContractError, match="blocksparse_block_size 12 is not a positive multiple.*8"):
-        decode(torch.randn(3, HEADS, SIZE), kv_cache, table, blocksparse_vert_stride=2, blocksparse_block_size=12)
+    with pytest.raises(
+        ContractError, match="blocksparse_block_size 12 is not a positive multiple.*8"
+    ):
+        decode(
+            torch.randn(3, HEADS, SIZE),
+            kv_cache,
+            table,
+            blocksparse_vert_stride=2,
+            blocksparse_block_size=12,
+        )
 
 
 def test_block_sparse_of_an_empty_sequence() -> None:
@@ -172,7 +231,10 @@ def test_prefix(window: int | None, alibi: Tensor | None) -> None:
         new += list(range(ends[request + 1] - length, ends[request + 1]))
     query = torch.randn(sum(query_lens) + 2, HEADS, SIZE)
     fresh_keys, fresh_values = keys.clone(), values.clone()
-    fresh_keys[new], fresh_values[new] = torch.randn(len(new), KV_HEADS, SIZE), torch.randn(len(new), KV_HEADS, SIZE)
+    fresh_keys[new], fresh_values[new] = (
+        torch.randn(len(new), KV_HEADS, SIZE),
+        torch.randn(len(new), KV_HEADS, SIZE),
+    )
     key_cache, value_cache = PagedAttention.split_kv_cache(kv_cache, KV_HEADS, SIZE)
     lens = torch.tensor(SEQ_LENS, dtype=torch.int32)
     out = PagedAttention.forward_prefix(
@@ -189,7 +251,9 @@ def test_prefix(window: int | None, alibi: Tensor | None) -> None:
 def test_prefix_over_fp8_context() -> None:
     """M9: the context is dequantised with its scale, the new tokens are not scaled."""
     kv_cache, table, keys, values = filled_cache(torch.uint8, "fp8", 0.5)
-    context = [position for position in range(sum(SEQ_LENS)) if position + 1 not in starts(*SEQ_LENS)]
+    context = [
+        position for position in range(sum(SEQ_LENS)) if position + 1 not in starts(*SEQ_LENS)
+    ]
     for side in (keys, values):
         side[context] = (side[context] / 0.5).to(torch.float8_e4m3fn).float() * 0.5
     last = (starts(*SEQ_LENS)[1:] - 1).long()
@@ -199,7 +263,9 @@ def test_prefix_over_fp8_context() -> None:
         query, keys[last], values[last], "fp8", key_cache, value_cache, table, starts(1, 1, 1),
         torch.tensor(SEQ_LENS, dtype=torch.int32), 1, None, None, 0.5, 0.5,
     )  # fmt: skip
-    wanted, _ = naive_varlen_attention(query, keys, values, starts(1, 1, 1), starts(*SEQ_LENS), scale=SIZE**-0.5)
+    wanted, _ = naive_varlen_attention(
+        query, keys, values, starts(1, 1, 1), starts(*SEQ_LENS), scale=SIZE**-0.5
+    )
     torch.testing.assert_close(out.double(), wanted, atol=2e-5, rtol=2e-5)
 
 
@@ -223,13 +289,26 @@ def test_swap_and_copy_blocks(dtype: torch.dtype) -> None:
 
 def test_naive_reference_agrees_with_torch() -> None:
     """The reference itself, against torch: paged, causal at the bottom right, grouped heads, natural-log LSE."""
-    key_cache, value_cache, query = torch.randn(9, 4, 2, 8), torch.randn(9, 4, 2, 8), torch.randn(5, 4, 8)
+    key_cache, value_cache, query = (
+        torch.randn(9, 4, 2, 8),
+        torch.randn(9, 4, 2, 8),
+        torch.randn(5, 4, 8),
+    )
     table = torch.tensor([[3, 8, 1, 6]], dtype=torch.int32)
-    out, lse = naive_attention(query, key_cache, value_cache, table, starts(5), torch.tensor([14]), scale=0.3)
-    key, value = (cache[table[0].long()].flatten(0, 1)[:14].transpose(0, 1).double() for cache in (key_cache, value_cache))
+    out, lse = naive_attention(
+        query, key_cache, value_cache, table, starts(5), torch.tensor([14]), scale=0.3
+    )
+    key, value = (
+        cache[table[0].long()].flatten(0, 1)[:14].transpose(0, 1).double()
+        for cache in (key_cache, value_cache)
+    )
     mask = torch.ones(5, 14, dtype=torch.bool).tril(9)
     rows = query.double().transpose(0, 1)
-    wanted = torch.nn.functional.scaled_dot_product_attention(rows, key, value, mask, scale=0.3, enable_gqa=True)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        rows, key, value, mask, scale=0.3, enable_gqa=True
+    )
     torch.testing.assert_close(out, wanted.transpose(0, 1), atol=1e-12, rtol=1e-12)
-    scores = (rows @ key.repeat_interleave(2, 0).transpose(1, 2) * 0.3).masked_fill(~mask, -math.inf)
+    scores = (rows @ key.repeat_interleave(2, 0).transpose(1, 2) * 0.3).masked_fill(
+        ~mask, -math.inf
+    )
     torch.testing.assert_close(lse, torch.logsumexp(scores, -1).t(), atol=1e-12, rtol=1e-12)

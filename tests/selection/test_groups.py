@@ -24,7 +24,11 @@ def _without(name: str, **changes: Any) -> type[TorchBackend]:
 
 @pytest.fixture(autouse=True)
 def _registered() -> Iterator[None]:
-    register_backend("full_only", _without("full_only", sliding_window=False, kv_cache_layouts=("HND", "NHD")), priority=150)
+    register_backend(
+        "full_only",
+        _without("full_only", sliding_window=False, kv_cache_layouts=("HND", "NHD")),
+        priority=150,
+    )
     register_backend("hnd_only", _without("hnd_only", kv_cache_layouts=("HND",)))
     register_backend("nhd_only", _without("nhd_only", kv_cache_layouts=("NHD",)))
     yield
@@ -42,15 +46,23 @@ GROUPS = {"full": spec_of(), "window": spec_of(sliding_window=8)}
 def test_each_group_gets_what_fits_it() -> None:
     """C1, vllm#38891: one group that only one backend serves does not decide for the others."""
     selected = select_for_groups(GROUPS, device="cpu")
-    assert {name: backend.get_name() for name, backend in selected.backends.items()} == {"full": "full_only", "window": "torch"}
-    assert selected.layout == "HND" and {spec.kv_cache_layout for spec in selected.specs.values()} == {"HND"}
+    assert {name: backend.get_name() for name, backend in selected.backends.items()} == {
+        "full": "full_only",
+        "window": "torch",
+    }
+    assert selected.layout == "HND" and {
+        spec.kv_cache_layout for spec in selected.specs.values()
+    } == {"HND"}
     assert str(selected) == "full: full_only\nwindow: torch\nlayout: HND"
 
 
 def test_choices_for_some_groups_and_for_all() -> None:
     some = select_for_groups(GROUPS, {"full": "torch"}, device="cpu")
     assert some.backends["full"] is TorchBackend
-    assert {backend.get_name() for backend in select_for_groups(GROUPS, "nhd_only", device="cpu").backends.values()} == {"nhd_only"}
+    assert {
+        backend.get_name()
+        for backend in select_for_groups(GROUPS, "nhd_only", device="cpu").backends.values()
+    } == {"nhd_only"}
     with pytest.raises(UnsupportedConfigError, match="sliding_window=8"):
         select_for_groups(GROUPS, "full_only", device="cpu")
     with pytest.raises(ContractError, match="group 'windows', but the groups are 'full', 'window'"):
@@ -59,12 +71,19 @@ def test_choices_for_some_groups_and_for_all() -> None:
 
 def test_no_common_layout_names_every_group() -> None:
     """K5 for layouts: everyone's demand is in the message."""
-    with pytest.raises(LayoutMismatchError, match=r"full \(hnd_only\) reads HND; window \(nhd_only\) reads NHD"):
+    with pytest.raises(
+        LayoutMismatchError, match=r"full \(hnd_only\) reads HND; window \(nhd_only\) reads NHD"
+    ):
         select_for_groups(GROUPS, {"full": "hnd_only", "window": "nhd_only"}, device="cpu")
 
 
-def test_a_layout_that_a_spec_or_the_user_insists_on_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert select_for_groups({**GROUPS, "full": spec_of(kv_cache_layout="NHD")}, device="cpu").layout == "NHD"
+def test_a_layout_that_a_spec_or_the_user_insists_on_stands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert (
+        select_for_groups({**GROUPS, "full": spec_of(kv_cache_layout="NHD")}, device="cpu").layout
+        == "NHD"
+    )
     monkeypatch.setenv("ATTNLIB_KV_CACHE_LAYOUT", "NHD")
     assert select_for_groups(GROUPS, device="cpu").layout == "NHD"
 

@@ -41,7 +41,10 @@ def offer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Offer]:
         folder.mkdir()
         (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: pretended\nVersion: 1.0\n")
         distribution = PathDistribution(folder)
-        found = [EntryPoint(name, value, registry.ENTRY_POINT_GROUP)._for(distribution) for name, value in points]
+        found = [
+            EntryPoint(name, value, registry.ENTRY_POINT_GROUP)._for(distribution)
+            for name, value in points
+        ]
         monkeypatch.setattr(registry, "entry_points", lambda group: found)
 
     yield pretend
@@ -58,13 +61,18 @@ def test_an_offered_backend_is_used_by_name_and_never_by_auto(offer: Offer) -> N
 def test_a_broken_one_is_one_warning_with_both_names(offer: Offer) -> None:
     """Taste 14: and the others never notice."""
     offer(("broken", "no_such_module_at_all:Backend"))
-    with pytest.warns(UserWarning, match="'broken' offered by pretended is broken and left out: ModuleNotFoundError.*no_such_module") as caught:
+    with pytest.warns(
+        UserWarning,
+        match="'broken' offered by pretended is broken and left out: ModuleNotFoundError.*no_such_module",
+    ) as caught:
         assert attnlib.explain(SPEC, "cpu").chosen == "torch"
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert attnlib.explain(SPEC, "cpu").reasons()["broken"][0].startswith("ModuleNotFoundError")
-    with pytest.raises(attnlib.errors.BackendUnavailableError, match=r"pretended|package version unknown"):
+    with pytest.raises(
+        attnlib.errors.BackendUnavailableError, match=r"pretended|package version unknown"
+    ):
         attnlib.get_attn_backend(SPEC, "broken", "cpu")
 
 
@@ -74,11 +82,16 @@ def test_names_that_are_taken_or_impossible_are_left_out(offer: Offer) -> None:
         names = attnlib.list_backends()
     texts = " | ".join(str(warning.message) for warning in caught)
     assert "backend 'torch' offered by pretended is ignored: the name is taken (built in)" in texts
-    assert "backend 'auto' = 'a:B' offered by pretended is ignored" in texts and "backend 'dotted' = 'a.B'" in texts
+    assert (
+        "backend 'auto' = 'a:B' offered by pretended is ignored" in texts
+        and "backend 'dotted' = 'a.B'" in texts
+    )
     assert registry.lookup("torch").origin == "built in" and not {"auto", "dotted"} & set(names)
 
 
-def test_damaged_metadata_of_any_package_is_one_warning(offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_metadata_of_any_package_is_one_warning(
+    offer: Offer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def damaged(group: str) -> None:
         raise ValueError("bad METADATA")
 
@@ -94,7 +107,9 @@ def test_plugins_can_be_switched_off(offer: Offer, monkeypatch: pytest.MonkeyPat
     assert "offered" not in attnlib.list_backends()
 
 
-def test_the_first_look_at_packages_selects_and_logs_once(offer: Offer, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_look_at_packages_selects_and_logs_once(
+    offer: Offer, caplog: pytest.LogCaptureFixture
+) -> None:
     """S2: one line, although reading the entry points changes the registry in the middle."""
     offer(("offered", f"{__name__}:Offered"))
     spec = SPEC.replace(head_size=88)
@@ -119,6 +134,10 @@ def test_a_worker_process_gets_the_same_class() -> None:
         "tuned, pair = pickle.loads(bytes.fromhex(sys.stdin.read()))\n"
         "print(tuned.config, pair.prefill_backend is tuned, pair.get_name(), pair.make_builder.__self__ is pair)"
     )
-    written = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    read = subprocess.run([sys.executable, "-c", reader], input=written, capture_output=True, text=True, check=True).stdout
+    written = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    read = subprocess.run(
+        [sys.executable, "-c", reader], input=written, capture_output=True, text=True, check=True
+    ).stdout
     assert read.strip() == "{'tile': 64} True prefill:torch,decode:torch True"

@@ -29,7 +29,11 @@ from attnlib.selection.report import Verdict
 from attnlib.selection.request import AUTO, Request, parse_request
 
 SPEC = attnlib.AttentionSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.float32)
-H200, T4, CPU = DeviceInfo("cuda", 0, (9, 0), name="H200", imagined=True), DeviceInfo("cuda", 0, (7, 5), imagined=True), DeviceInfo("cpu")
+H200, T4, CPU = (
+    DeviceInfo("cuda", 0, (9, 0), name="H200", imagined=True),
+    DeviceInfo("cuda", 0, (7, 5), imagined=True),
+    DeviceInfo("cpu"),
+)
 
 
 class Picky(TorchBackend):
@@ -67,7 +71,9 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     """S3: argument, then use_backend, then ATTNLIB_BACKEND, then priority; changes in the process take effect."""
     attnlib.register_backend("picky", Picky)
     attnlib.register_backend("other", Other)
-    attnlib.register_backend("third", type("Third", (Other,), {"get_name": staticmethod(lambda: "third")}))
+    attnlib.register_backend(
+        "third", type("Third", (Other,), {"get_name": staticmethod(lambda: "third")})
+    )
     assert _chosen() is TorchBackend
     monkeypatch.setenv("ATTNLIB_BACKEND", "OTHER")
     assert _chosen() is Other
@@ -80,7 +86,9 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("source", ["argument", "use_backend", "ATTNLIB_BACKEND"])
-def test_an_unknown_name_says_where_it_came_from(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_name_says_where_it_came_from(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """S1"""
     with pytest.raises(UnknownBackendError) as caught:
         if source == "argument":
@@ -92,7 +100,11 @@ def test_an_unknown_name_says_where_it_came_from(source: str, monkeypatch: pytes
             monkeypatch.setenv("ATTNLIB_BACKEND", "tirton")
             _chosen()
     text = str(caught.value)
-    assert f"'tirton' (from {source}='tirton')" in text and "Did you mean 'triton'?" in text and "torch" in text
+    assert (
+        f"'tirton' (from {source}='tirton')" in text
+        and "Did you mean 'triton'?" in text
+        and "torch" in text
+    )
     assert isinstance(caught.value, ValueError)
 
 
@@ -100,22 +112,46 @@ def test_an_explicit_choice_is_refused_with_all_reasons_never_replaced() -> None
     """S2"""
     attnlib.register_backend("picky", Picky)
     with pytest.raises(UnsupportedConfigError) as caught:
-        _chosen(backend="picky", spec=SPEC.replace(dtype=torch.float64, head_size=60, mask_kind="causal"))
-    assert caught.value.backend == "picky" and caught.value.reasons == ("head_size=60 not supported (supported: 128)",)
-    assert "(from argument) is rejected" in str(caught.value) and "Backends that accept the same spec here: torch" in str(caught.value)
+        _chosen(
+            backend="picky",
+            spec=SPEC.replace(dtype=torch.float64, head_size=60, mask_kind="causal"),
+        )
+    assert caught.value.backend == "picky" and caught.value.reasons == (
+        "head_size=60 not supported (supported: 128)",
+    )
+    assert "(from argument) is rejected" in str(
+        caught.value
+    ) and "Backends that accept the same spec here: torch" in str(caught.value)
 
 
 def test_an_explicit_choice_that_is_not_here_is_an_error() -> None:
-    attnlib.register_backend("gone", "no_such_package.backend:Backend", install_hint="pip install no-such-package")
-    with pytest.raises(BackendUnavailableError, match="ModuleNotFoundError.*no_such_package.*try: pip install no-such-package.*torch") as caught:
+    attnlib.register_backend(
+        "gone", "no_such_package.backend:Backend", install_hint="pip install no-such-package"
+    )
+    with pytest.raises(
+        BackendUnavailableError,
+        match="ModuleNotFoundError.*no_such_package.*try: pip install no-such-package.*torch",
+    ) as caught:
         _chosen(backend="gone")
     text = str(caught.value)
-    assert f"torch {torch.__version__}, cxx11 ABI {torch.compiled_with_cxx11_abi()}, CUDA {torch.version.cuda}; cpu]" in text, "I3"
+    assert (
+        f"torch {torch.__version__}, cxx11 ABI {torch.compiled_with_cxx11_abi()}, CUDA {torch.version.cuda}; cpu]"
+        in text
+    ), "I3"
     assert isinstance(caught.value, ImportError) and text.count("cxx11 ABI") == 1
 
 
-@pytest.mark.parametrize("body", ["raise RuntimeError('version mismatch')", "raise OSError('undefined symbol: _ZN3c10')", "Backend = 3"])
-def test_whatever_an_import_raises_is_a_reason(body: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "body",
+    [
+        "raise RuntimeError('version mismatch')",
+        "raise OSError('undefined symbol: _ZN3c10')",
+        "Backend = 3",
+    ],
+)
+def test_whatever_an_import_raises_is_a_reason(
+    body: str, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """I2: auto goes on, and `explain` shows the original error."""
     (tmp_path / "broken_backend.py").write_text(body)
     monkeypatch.syspath_prepend(tmp_path)
@@ -124,7 +160,10 @@ def test_whatever_an_import_raises_is_a_reason(body: str, tmp_path, monkeypatch:
     report = attnlib.explain(SPEC, device="cpu")
     verdicts = {c.name: c for c in report.candidates}
     assert report.chosen == "torch" and verdicts["broken"].verdict is Verdict.UNAVAILABLE
-    assert any(word in verdicts["broken"].reasons[0] for word in ("version mismatch", "undefined symbol", "must be a subclass"))
+    assert any(
+        word in verdicts["broken"].reasons[0]
+        for word in ("version mismatch", "undefined symbol", "must be a subclass")
+    )
 
 
 def test_auto_takes_the_first_that_fits_and_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -133,12 +172,17 @@ def test_auto_takes_the_first_that_fits_and_logs_one_line(caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO, logger="attnlib"):
         assert _chosen(layer_name="model.layers.0.attn") is TorchBackend
     assert len(caplog.records) == 1
-    assert "model.layers.0.attn: chose torch on cpu" in caplog.text and "picky: rejected (head_size=64 not supported" in caplog.text
+    assert (
+        "model.layers.0.attn: chose torch on cpu" in caplog.text
+        and "picky: rejected (head_size=64 not supported" in caplog.text
+    )
     assert _chosen(spec=SPEC.replace(head_size=128)) is Picky
 
 
 def test_auto_without_a_candidate_lists_every_reason() -> None:
-    with pytest.raises(UnsupportedConfigError, match=r"(?s)no backend fits .*torch: device tpu not supported"):
+    with pytest.raises(
+        UnsupportedConfigError, match=r"(?s)no backend fits .*torch: device tpu not supported"
+    ):
         attnlib.get_attn_backend(SPEC, device=DeviceInfo("tpu"))
 
 
@@ -148,7 +192,9 @@ def test_taking_candidates_out_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _chosen() is Other
     monkeypatch.setenv("ATTNLIB_BACKEND", "-other")
     assert _chosen() is TorchBackend
-    assert {c.name: c.verdict for c in attnlib.explain(SPEC, device="cpu").candidates}["other"] is Verdict.EXCLUDED
+    assert {c.name: c.verdict for c in attnlib.explain(SPEC, device="cpu").candidates}[
+        "other"
+    ] is Verdict.EXCLUDED
 
 
 def test_an_excluded_backend_is_not_loaded() -> None:
@@ -159,7 +205,9 @@ def test_an_excluded_backend_is_not_loaded() -> None:
         return TorchBackend, []
 
     entries = [Registration("a", TorchBackend, 2), Registration("b", TorchBackend, 1)]
-    report = resolve(SPEC, CPU, entries, Request("ATTNLIB_BACKEND", excluded=frozenset({"a"})), probe)
+    report = resolve(
+        SPEC, CPU, entries, Request("ATTNLIB_BACKEND", excluded=frozenset({"a"})), probe
+    )
     assert probed == ["b"] and report.chosen == "b"
 
 
@@ -167,14 +215,18 @@ def test_a_pair_is_an_ordinary_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """C1: the same name for both phases is that backend."""
     attnlib.register_backend("other", Other)
     pair = _chosen(backend="prefill:other,decode:torch")
-    assert pair.get_name() == "prefill:other,decode:torch" and pair is _chosen(backend="decode:torch,prefill:other")
+    assert pair.get_name() == "prefill:other,decode:torch" and pair is _chosen(
+        backend="decode:torch,prefill:other"
+    )
     assert _chosen(backend="prefill:torch,decode:torch") is TorchBackend
     assert pickle.loads(pickle.dumps(pair)) is pair
     monkeypatch.setenv("ATTNLIB_BACKEND", "prefill:other,decode:torch")
     assert _chosen() is pair
 
 
-@pytest.mark.parametrize("text", ["prefill:torch", "torch,triton", "torch,-triton", "prefill:torch,decode:triton,-torch"])
+@pytest.mark.parametrize(
+    "text", ["prefill:torch", "torch,triton", "torch,-triton", "prefill:torch,decode:triton,-torch"]
+)
 def test_forms_that_mean_nothing_are_errors(text: str) -> None:
     with pytest.raises(UnknownBackendError, match="not understood"):
         _chosen(backend=text)
@@ -182,9 +234,14 @@ def test_forms_that_mean_nothing_are_errors(text: str) -> None:
 
 @pytest.mark.parametrize("wish", [5, torch.float32, ["torch"]])
 def test_a_wish_of_another_kind_is_named(wish: object) -> None:
-    with pytest.raises(UnknownBackendError, match="argument=.* is a (int|dtype|list): give a backend's name"):
+    with pytest.raises(
+        UnknownBackendError, match="argument=.* is a (int|dtype|list): give a backend's name"
+    ):
         _chosen(backend=wish)
-    with pytest.raises(UnknownBackendError, match="use_backend=.* is a (int|dtype|list)"), attnlib.use_backend(wish):
+    with (
+        pytest.raises(UnknownBackendError, match="use_backend=.* is a (int|dtype|list)"),
+        attnlib.use_backend(wish),
+    ):
         pass
     with pytest.raises(RegistrationError, match="must be a subclass of attnlib.AttentionBackend"):
         _chosen(backend=int)
@@ -203,14 +260,25 @@ def test_a_class_needs_no_registration(monkeypatch: pytest.MonkeyPatch) -> None:
     report = attnlib.explain(SPEC, "cpu", Other)
     assert report.chosen == "other" and [c.name for c in report.candidates].count("other") == 1
     mine = type("Mine", (Other,), {"get_name": staticmethod(lambda: "torch")})
-    assert _chosen(backend=mine) is mine and [c.name for c in attnlib.explain(SPEC, "cpu", mine).candidates].count("torch") == 1
+    assert (
+        _chosen(backend=mine) is mine
+        and [c.name for c in attnlib.explain(SPEC, "cpu", mine).candidates].count("torch") == 1
+    )
     assert _chosen() is TorchBackend
 
 
 def test_explain_and_selection_agree_about_pairs() -> None:
     """Halves that each fit may not fit together: no common layout, or no decode phase."""
     for layout in ("NHD", "HND"):
-        backend = type(layout, (Other,), {"capabilities": dataclasses.replace(TorchBackend.capabilities, kv_cache_layouts=(layout,))})
+        backend = type(
+            layout,
+            (Other,),
+            {
+                "capabilities": dataclasses.replace(
+                    TorchBackend.capabilities, kv_cache_layouts=(layout,)
+                )
+            },
+        )
         attnlib.register_backend(layout, backend)
     attnlib.register_backend("other", Other)
     report = attnlib.explain(SPEC, "cpu", "prefill:nhd,decode:hnd")
@@ -220,20 +288,31 @@ def test_explain_and_selection_agree_about_pairs() -> None:
         _chosen(backend="prefill:nhd,decode:hnd")
     encoder = SPEC.replace(attn_type="encoder_only")
     assert attnlib.explain(encoder, "cpu", "prefill:other,decode:torch").chosen is None
-    with pytest.raises(UnsupportedConfigError, match="attn_type=encoder_only has no decode phase: name one backend"):
+    with pytest.raises(
+        UnsupportedConfigError, match="attn_type=encoder_only has no decode phase: name one backend"
+    ):
         _chosen(spec=encoder, backend="prefill:other,decode:torch")
-    assert attnlib.explain(SPEC, "cpu", "prefill:other,decode:torch").candidates[0].verdict is Verdict.ACCEPTED
+    assert (
+        attnlib.explain(SPEC, "cpu", "prefill:other,decode:torch").candidates[0].verdict
+        is Verdict.ACCEPTED
+    )
 
 
 def test_a_layout_that_the_user_insists_on_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """P2: who cannot read it is no candidate; changing it takes effect at once."""
     capabilities = dataclasses.replace(TorchBackend.capabilities, kv_cache_layouts=("NHD",))
-    attnlib.register_backend("nhd", type("Nhd", (Other,), {"capabilities": capabilities}), priority=900)
+    attnlib.register_backend(
+        "nhd", type("Nhd", (Other,), {"capabilities": capabilities}), priority=900
+    )
     assert _chosen().capabilities.kv_cache_layouts == ("NHD",)
     monkeypatch.setenv("ATTNLIB_KV_CACHE_LAYOUT", "HND")
     assert _chosen() is TorchBackend
-    assert attnlib.explain(SPEC, "cpu").reasons()["nhd"] == ["kv_cache_layout=HND not supported (supported: NHD)"]
-    assert _chosen(spec=SPEC.replace(kv_cache_layout="NHD")).capabilities.kv_cache_layouts == ("NHD",), "a spec's own layout wins"
+    assert attnlib.explain(SPEC, "cpu").reasons()["nhd"] == [
+        "kv_cache_layout=HND not supported (supported: NHD)"
+    ]
+    assert _chosen(spec=SPEC.replace(kv_cache_layout="NHD")).capabilities.kv_cache_layouts == (
+        "NHD",
+    ), "a spec's own layout wins"
     monkeypatch.delenv("ATTNLIB_KV_CACHE_LAYOUT")
     attnlib.set_kv_cache_layout("HND")
     try:
@@ -247,10 +326,14 @@ def test_a_backend_that_fails_when_asked_does_not_take_the_choice_away(method: s
     def fails(cls, *args):
         raise RuntimeError("boom")
 
-    attnlib.register_backend("failing", type("Failing", (Other,), {method: classmethod(fails)}), priority=900)
+    attnlib.register_backend(
+        "failing", type("Failing", (Other,), {method: classmethod(fails)}), priority=900
+    )
     assert _chosen() is TorchBackend
     assert "RuntimeError: boom" in attnlib.explain(SPEC, "cpu").reasons()["failing"][0]
-    with pytest.raises((UnsupportedConfigError, BackendUnavailableError), match="RuntimeError: boom"):
+    with pytest.raises(
+        (UnsupportedConfigError, BackendUnavailableError), match="RuntimeError: boom"
+    ):
         _chosen(backend="failing")
 
 
@@ -270,22 +353,31 @@ def test_imagined_hardware() -> None:
 
     assert resolve(SPEC, H200, entries, AUTO, probe).chosen == "triton"
     report = resolve(SPEC, T4, entries, AUTO, probe)
-    assert report.chosen == "torch" and report.reasons()["triton"] == ["compute capability 7.5 is below 8.0"]
-    assert resolve(SPEC, CPU, entries, AUTO, probe).chosen == "torch", "a CPU only interprets Triton: by name, never by auto"
+    assert report.chosen == "torch" and report.reasons()["triton"] == [
+        "compute capability 7.5 is below 8.0"
+    ]
+    assert resolve(SPEC, CPU, entries, AUTO, probe).chosen == "torch", (
+        "a CPU only interprets Triton: by name, never by auto"
+    )
 
 
 def test_the_report_is_data_and_a_table() -> None:
     report = attnlib.explain(SPEC, device="cpu")
     assert json.loads(json.dumps(report.to_dict()))["chosen"] == "torch"
     lines = str(report).splitlines()
-    assert lines[0].startswith("attnlib chose torch") and any("torch" in line and "accepted" in line for line in lines[1:])
+    assert lines[0].startswith("attnlib chose torch") and any(
+        "torch" in line and "accepted" in line for line in lines[1:]
+    )
 
 
 def test_foreign_variables_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """S4"""
     monkeypatch.setattr(env, "_warned", set())
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASHINFER")
-    with pytest.warns(UserWarning, match="VLLM_ATTENTION_BACKEND='FLASHINFER' is set, but attnlib does not read it; it reads ATTNLIB_BACKEND"):
+    with pytest.warns(
+        UserWarning,
+        match="VLLM_ATTENTION_BACKEND='FLASHINFER' is set, but attnlib does not read it; it reads ATTNLIB_BACKEND",
+    ):
         attnlib.get_attn_backend(SPEC.replace(head_size=24), device="cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -294,9 +386,19 @@ def test_foreign_variables_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_seed_form() -> None:
     """vLLM's positional arguments."""
-    assert attnlib.get_attn_backend(64, torch.float32, "auto", 16, False, use_mla=False, has_sink=True) is TorchBackend
-    assert attnlib.get_attn_backend(head_size=64, dtype=torch.float32, kv_cache_dtype=None, block_size=16) is TorchBackend
-    assert attnlib.get_attn_backend(64, torch.float32, None, 16) is attnlib.get_attn_backend(64, torch.float32, None, block_size=16)
+    assert (
+        attnlib.get_attn_backend(64, torch.float32, "auto", 16, False, use_mla=False, has_sink=True)
+        is TorchBackend
+    )
+    assert (
+        attnlib.get_attn_backend(
+            head_size=64, dtype=torch.float32, kv_cache_dtype=None, block_size=16
+        )
+        is TorchBackend
+    )
+    assert attnlib.get_attn_backend(64, torch.float32, None, 16) is attnlib.get_attn_backend(
+        64, torch.float32, None, block_size=16
+    )
     with pytest.raises(UnsupportedConfigError, match="needs no attention backend"):
         attnlib.get_attn_backend(64, torch.float32, "auto", 16, True)
     with pytest.raises(ContractError, match="spec='torch' must be an attnlib.AttentionSpec"):
@@ -308,7 +410,9 @@ def test_the_seed_form() -> None:
 def test_names_are_taken_once() -> None:
     """X1"""
     attnlib.register_backend("other", Other)
-    with pytest.raises(RegistrationError, match=r"'other' is registered already \(registered\).*override=True"):
+    with pytest.raises(
+        RegistrationError, match=r"'other' is registered already \(registered\).*override=True"
+    ):
         attnlib.register_backend("Other", Picky)
     attnlib.register_backend("other", Picky, override=True)
     assert lookup("OTHER").target is Picky
@@ -356,7 +460,9 @@ def test_classes_that_do_not_fit_show_why() -> None:
         def get_name() -> str:
             return "nobuilder"
 
-    with pytest.raises(RegistrationError, match="lacks get_impl_cls, get_metadata_cls, get_builder_cls"):
+    with pytest.raises(
+        RegistrationError, match="lacks get_impl_cls, get_metadata_cls, get_builder_cls"
+    ):
         attnlib.register_backend("x", NoBuilder)
     with pytest.raises(RegistrationError, match="must be a subclass of attnlib.AttentionBackend"):
         attnlib.register_backend("x", int)  # type: ignore[call-overload]
@@ -365,10 +471,16 @@ def test_classes_that_do_not_fit_show_why() -> None:
         def forward(self, q, cache, metadata, output, lse=None):
             pass
 
-    with pytest.raises(RegistrationError, match=r"forward\(self, q, cache.*the layer calls forward\(self, query"):
-        attnlib.register_backend("x", type("Bad", (Other,), {"get_impl_cls": staticmethod(lambda: BadImpl)}))
+    with pytest.raises(
+        RegistrationError, match=r"forward\(self, q, cache.*the layer calls forward\(self, query"
+    ):
+        attnlib.register_backend(
+            "x", type("Bad", (Other,), {"get_impl_cls": staticmethod(lambda: BadImpl)})
+        )
     with pytest.raises(RegistrationError, match="must be a dataclass"):
-        attnlib.register_backend("x", type("Bad", (Other,), {"get_metadata_cls": staticmethod(lambda: int)}))
+        attnlib.register_backend(
+            "x", type("Bad", (Other,), {"get_metadata_cls": staticmethod(lambda: int)})
+        )
     with pytest.raises(RegistrationError, match="write it as 'package.module:Class'"):
         attnlib.register_backend("x", "package.module.Class")
 
@@ -381,12 +493,20 @@ def test_every_built_in_path_leads_to_a_backend_of_that_name() -> None:
 def test_a_device_that_is_not_visible() -> None:
     """Nothing is chosen for a GPU that nobody sees: each candidate says so, with the next action, and an imagined one is answered."""
     gone = DeviceInfo("cuda", 3, name="no such device", missing=True)
-    spec = attnlib.AttentionSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.float16, block_size=16)
+    spec = attnlib.AttentionSpec(
+        num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.float16, block_size=16
+    )
     report = attnlib.explain(spec, device=gone)
     assert report.chosen is None and "cuda:3 (not visible here)" in str(report)
     for name in ("torch", "triton"):
-        reason = next(candidate for candidate in report.candidates if candidate.name == name).reasons[0]
-        assert reason.startswith("no CUDA device 3 is visible") and "device='cpu'" in reason and "device='sm_90'" in reason
+        reason = next(
+            candidate for candidate in report.candidates if candidate.name == name
+        ).reasons[0]
+        assert (
+            reason.startswith("no CUDA device 3 is visible")
+            and "device='cpu'" in reason
+            and "device='sm_90'" in reason
+        )
     with pytest.raises(UnsupportedConfigError, match="no CUDA device 3 is visible"):
         attnlib.get_attn_backend(spec, device=gone)
     assert attnlib.explain(spec, device="sm_90").chosen is not None
@@ -395,4 +515,8 @@ def test_a_device_that_is_not_visible() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_cuda_asked_for_where_there_is_none() -> None:
     """The facts about "cuda" on a machine without a GPU say that it is missing."""
-    assert resolve_device("cuda").missing and not resolve_device("cpu").missing and not resolve_device("sm_90").missing
+    assert (
+        resolve_device("cuda").missing
+        and not resolve_device("cpu").missing
+        and not resolve_device("sm_90").missing
+    )

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from attnlib.errors import ContractError
-from attnlib.testing.batch_spec import NAMED_BATCHES, BatchSpec, named_batch, parse_batch, resolve_batch
+from attnlib.testing.batch_spec import (
+    NAMED_BATCHES,
+    BatchSpec,
+    named_batch,
+    parse_batch,
+    resolve_batch,
+)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +51,9 @@ def test_graph_padding_has_rows_and_requests_that_are_nobody() -> None:
 
 @pytest.mark.parametrize("text", ["", "q", "8", "q1s", "q-1", "2q1_", "q1 s2", "q1m", "8Q1", "pad"])
 def test_a_bad_string_names_itself_the_segment_and_the_grammar(text: str) -> None:
-    with pytest.raises(ContractError, match=r"batch spec .*segment .*expected segments \[COUNT\]qQUERY"):
+    with pytest.raises(
+        ContractError, match=r"batch spec .*segment .*expected segments \[COUNT\]qQUERY"
+    ):
         parse_batch(text)
 
 

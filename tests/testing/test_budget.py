@@ -68,7 +68,9 @@ def test_minus_infinity_belongs_where_the_oracle_has_it() -> None:
     truth, honest = _case(torch.float32)
     assert (truth.lse == -math.inf).any()
     finite = truth.lse.clamp(min=-1e30)
-    assert "where -inf was expected" in str(compare(finite, truth.lse, honest.lse, torch.float32, "lse"))
+    assert "where -inf was expected" in str(
+        compare(finite, truth.lse, honest.lse, torch.float32, "lse")
+    )
 
 
 def test_another_shape_is_a_failure_and_not_a_broadcast() -> None:

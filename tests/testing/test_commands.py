@@ -25,11 +25,15 @@ def test_verify_prints_a_table_and_returns_zero(capsys: pytest.CaptureFixture[st
 
 
 def test_verify_takes_a_file_and_other_backends(capsys: pytest.CaptureFixture[str]) -> None:
-    assert verify_main([EXAMPLE, "--device", "cpu", "--against", TOY, "--only", "K2", "--quick"]) == 0
+    assert (
+        verify_main([EXAMPLE, "--device", "cpu", "--against", TOY, "--only", "K2", "--quick"]) == 0
+    )
     assert "2 refused with a reason" in capsys.readouterr().out
 
 
-def test_verify_returns_one_when_it_fails(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_verify_returns_one_when_it_fails(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = tmp_path / "bad.py"
     path.write_text(
         "from tests.testing.toy_backend import toy_with\n"
@@ -42,7 +46,9 @@ def test_verify_returns_one_when_it_fails(capsys: pytest.CaptureFixture[str], tm
     assert f"reproduce: attnlib verify {path}:Bad --only W2/" in out
 
 
-def test_verify_json_goes_to_stdout_or_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_verify_json_goes_to_stdout_or_a_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     arguments = [TOY, "--device", "cpu", "--only", "D2", "--json"]
     assert verify_main(arguments) == 0
     assert json.loads(capsys.readouterr().out)["counts"]["pass"] == 3
@@ -56,12 +62,21 @@ def test_verify_json_goes_to_stdout_or_a_file(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["triton"], "triton is unavailable on cpu: on a CPU Triton only interprets: set TRITON_INTERPRET=1 before"),
-        (["torch", "--device", "cuda"], "torch is unavailable on cuda: no CUDA device 0 is visible"),
+        (
+            ["triton"],
+            "triton is unavailable on cpu: on a CPU Triton only interprets: set TRITON_INTERPRET=1 before",
+        ),
+        (
+            ["torch", "--device", "cuda"],
+            "torch is unavailable on cuda: no CUDA device 0 is visible",
+        ),
     ],
 )
 def test_verify_says_in_one_line_what_cannot_run_here(
-    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing is examined: no table, no failures, the reason with its next action, and an exit code of its own."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -96,7 +111,9 @@ def test_parity_prints_the_matrix(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_replay_runs_and_shrinks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    recording = save_recording(Case(batch="q5s20_q1s9", sliding_window=3).step(), tmp_path / "call.pt")
+    recording = save_recording(
+        Case(batch="q5s20_q1s9", sliding_window=3).step(), tmp_path / "call.pt"
+    )
     assert replay_main([str(recording), TOY]) == 0
     assert "within budget of the oracle" in capsys.readouterr().out
     bad = tmp_path / "bad.py"

@@ -56,7 +56,9 @@ def test_refusing_everything_is_not_passing() -> None:
 
 
 def test_a_backend_that_accepts_nothing_ordinary_is_told_why() -> None:
-    with pytest.raises(ContractError, match="accepts none of the ordinary cases on cpu, for instance: .*dtype"):
+    with pytest.raises(
+        ContractError, match="accepts none of the ordinary cases on cpu, for instance: .*dtype"
+    ):
         run_conformance(toy_with(dtypes=(torch.float64,)), device="cpu", against=[])
 
 
@@ -72,13 +74,20 @@ def test_coverage_counts_exercised_declared_refused_and_unstated() -> None:
     from attnlib.capabilities import NOT_STATED
 
     backend = toy_with(alibi=False, mla=NOT_STATED)
-    report = run_conformance(backend, device="cpu", against=[], only="V2/batch-decode,V2/window+sinks-chunked")
+    report = run_conformance(
+        backend, device="cpu", against=[], only="V2/batch-decode,V2/window+sinks-chunked"
+    )
     coverage = report.coverage
-    assert {"sink", "sliding_window", "dtypes:float32", "lse", "devices:cpu"} <= set(coverage.exercised)
+    assert {"sink", "sliding_window", "dtypes:float32", "lse", "devices:cpu"} <= set(
+        coverage.exercised
+    )
     assert {"logits_soft_cap", "dtypes:float16", "devices:cuda"} <= set(coverage.not_exercised)
     assert "alibi" in coverage.not_supported
     assert coverage.not_stated == ("mla",)
-    assert f"{len(coverage.exercised)}/{coverage.num_declared} declared capabilities exercised" in str(report)
+    assert (
+        f"{len(coverage.exercised)}/{coverage.num_declared} declared capabilities exercised"
+        in str(report)
+    )
 
 
 def test_a_failed_case_exercises_nothing() -> None:
@@ -112,7 +121,9 @@ def test_json_keeps_everything() -> None:
 def test_counting_runs_nothing() -> None:
     subject = make_subject(toy_with(Broken), device="cpu", against=[], quick=True)
     total = count_checks(subject)
-    assert total == len(run_conformance(toy_with(Broken), device="cpu", against=[], quick=True).outcomes)
+    assert total == len(
+        run_conformance(toy_with(Broken), device="cpu", against=[], quick=True).outcomes
+    )
 
 
 def test_case_ids_are_unique() -> None:
@@ -136,7 +147,9 @@ def test_case_ids_are_unique() -> None:
         ("F1", "W2", "causal", False),
     ],
 )
-def test_only_matches_probes_and_cases(only: str | None, probe: str, case: str, expected: bool) -> None:
+def test_only_matches_probes_and_cases(
+    only: str | None, probe: str, case: str, expected: bool
+) -> None:
     assert matches(probe, case, only) is expected
 
 
@@ -147,11 +160,23 @@ def test_a_check_ends_in_one_of_four_ways() -> None:
     def skip() -> str:
         raise NotRun("no such thing here")
 
-    checks = [Check("a", lambda: ""), Check("b", lambda: "wrong"), Check("c", refuse), Check("d", skip)]
+    checks = [
+        Check("a", lambda: ""),
+        Check("b", lambda: "wrong"),
+        Check("c", refuse),
+        Check("d", skip),
+    ]
     subject = make_subject(ToyBackend, device="cpu", against=[])
     seen: list[Outcome] = []
-    outcomes = run_probe(Probe("X1", "a test", lambda _: iter(checks)), subject, on_outcome=seen.append)
-    assert [o.verdict for o in outcomes] == [Verdict.PASS, Verdict.FAIL, Verdict.REFUSED, Verdict.NOT_RUN]
+    outcomes = run_probe(
+        Probe("X1", "a test", lambda _: iter(checks)), subject, on_outcome=seen.append
+    )
+    assert [o.verdict for o in outcomes] == [
+        Verdict.PASS,
+        Verdict.FAIL,
+        Verdict.REFUSED,
+        Verdict.NOT_RUN,
+    ]
     assert [o.message for o in outcomes] == ["", "wrong", "too big: 9 > 8", "no such thing here"]
     assert seen == outcomes
 

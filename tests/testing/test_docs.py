@@ -22,7 +22,9 @@ def _python_blocks(name: str) -> list[str]:
 
 
 def test_every_probe_is_in_the_table_and_nothing_else() -> None:
-    table = re.findall(r"^\| ([A-Z]\d(?:, [A-Z]\d)*) \|", (DOCS / "test-your-backend.md").read_text(), re.MULTILINE)
+    table = re.findall(
+        r"^\| ([A-Z]\d(?:, [A-Z]\d)*) \|", (DOCS / "test-your-backend.md").read_text(), re.MULTILINE
+    )
     listed = {probe for cell in table for probe in cell.split(", ")}
     assert listed == {probe.id for probe in PROBES}
 
@@ -35,14 +37,20 @@ def test_the_case_built_by_hand_runs(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_the_failure_shown_is_a_real_one() -> None:
     backend = toy_with(OffByOneWindow)
-    report = run_conformance(backend, device="cpu", only="W2/window-2-decode", against=[], label="my_backend")
-    shown = re.search(r"```text\n(FAIL .*?)```", (DOCS / "test-your-backend.md").read_text(), re.DOTALL)
+    report = run_conformance(
+        backend, device="cpu", only="W2/window-2-decode", against=[], label="my_backend"
+    )
+    shown = re.search(
+        r"```text\n(FAIL .*?)```", (DOCS / "test-your-backend.md").read_text(), re.DOTALL
+    )
     assert shown is not None
     assert shown[1] in f"{report}\n"
 
 
 def test_the_suite_class_of_the_guide_is_a_suite() -> None:
-    (block,) = [block for block in _python_blocks("test-your-backend.md") if "BackendConformance" in block]
+    (block,) = [
+        block for block in _python_blocks("test-your-backend.md") if "BackendConformance" in block
+    ]
     names: dict[str, type] = {}
     exec(block, names)
     assert names["TestMyBackend"].__mro__[1].__name__ == "BackendConformance"
@@ -55,13 +63,18 @@ def test_the_declaration_uses_fields_that_exist() -> None:
     assert names <= set(Capabilities.__dataclass_fields__)
     from attnlib.capabilities import Sizes
 
-    exec(block.replace("    ...\n", ""), {"Capabilities": Capabilities, "Sizes": Sizes, "torch": torch})
+    exec(
+        block.replace("    ...\n", ""),
+        {"Capabilities": Capabilities, "Sizes": Sizes, "torch": torch},
+    )
 
 
 def test_the_registrations_of_the_guide_work() -> None:
     import attnlib
 
-    (block,) = [block for block in _python_blocks("write-a-backend.md") if "register_backend(" in block]
+    (block,) = [
+        block for block in _python_blocks("write-a-backend.md") if "register_backend(" in block
+    ]
     for line in block.strip().splitlines():
         exec(line, {"attnlib": attnlib, "MyBackend": ToyBackend})
         try:

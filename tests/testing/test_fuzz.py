@@ -47,7 +47,9 @@ def batches(draw: Any) -> str:
 @st.composite
 def cases(draw: Any) -> Case:
     """Any case; impossible ones included, the spec has to say so."""
-    causal = draw(st.sampled_from(["causal", "causal", "bidirectional", "per_request", "query_bias"]))
+    causal = draw(
+        st.sampled_from(["causal", "causal", "bidirectional", "per_request", "query_bias"])
+    )
     cache = draw(st.sampled_from(["auto", "auto", "auto", "fp8_e4m3", "fp8_e5m2", "bfloat16"]))
     window = draw(st.sampled_from([None, None, "sliding", "general"]))
     side = st.one_of(st.none(), st.integers(0, 30))
@@ -61,7 +63,9 @@ def cases(draw: Any) -> Case:
         block_size=draw(st.sampled_from([1, 8, 16, 17, 24, 32, 64])),
         dtype=draw(st.sampled_from(["float32", "float32", "float16", "bfloat16", "float64"])),
         kv_cache_dtype=cache,
-        kv_scale_kind=draw(st.sampled_from(["tensor", "head"])) if cache.startswith("fp8") else "tensor",
+        kv_scale_kind=draw(st.sampled_from(["tensor", "head"]))
+        if cache.startswith("fp8")
+        else "tensor",
         k_scale=draw(st.sampled_from([1.0, 0.125])) if cache.startswith("fp8") else 1.0,
         v_scale=draw(st.sampled_from([1.0, 0.0625])) if cache.startswith("fp8") else 1.0,
         scale=draw(st.sampled_from([None, 0.05, 1.0])),
@@ -114,7 +118,9 @@ def test_a_picky_backend_passes_or_refuses_with_a_reason(case: Case) -> None:
     """One that declares little is never run on more than it declares."""
     from attnlib.capabilities import Sizes
 
-    picky = toy_with(alibi=False, sink=False, block_sizes=Sizes(multiple_of=8), dtypes=(torch.float32,))
+    picky = toy_with(
+        alibi=False, sink=False, block_sizes=Sizes(multiple_of=8), dtypes=(torch.float32,)
+    )
     answer = passes_or_is_refused(case, picky)
     if case.alibi:
         assert "ALiBi" in answer
@@ -138,7 +144,9 @@ def test_fuzzing_finds_a_wrong_backend() -> None:
         run()
 
 
-@pytest.mark.parametrize("changes", [{"num_heads": 5}, {"sliding_window": 0}, {"window": (-1, 2)}, {"head_size": 0}])
+@pytest.mark.parametrize(
+    "changes", [{"num_heads": 5}, {"sliding_window": 0}, {"window": (-1, 2)}, {"head_size": 0}]
+)
 def test_impossible_specs_are_named_before_anything_runs(changes: dict[str, Any]) -> None:
     with pytest.raises(ContractError):
         _ = Case(num_kv_heads=2).but(**changes).spec

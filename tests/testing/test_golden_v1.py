@@ -35,10 +35,14 @@ def test_it_passes_the_exam_by_name(registered: str) -> None:
     assert "sink" in report.coverage.exercised
 
 
-def test_it_serves_a_layer_chosen_by_environment(registered: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_serves_a_layer_chosen_by_environment(
+    registered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Selection, builder with config, layer: the three walks."""
     monkeypatch.setenv("ATTNLIB_BACKEND", registered)
-    spec = attnlib.AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32, needs_lse=True)
+    spec = attnlib.AttentionSpec(
+        num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32, needs_lse=True
+    )
     backend = attnlib.get_attn_backend(spec, device="cpu")
     assert backend.get_name() == "golden_v1"
     cache = attnlib.PagedKVCache.allocate(spec, 8, "cpu")

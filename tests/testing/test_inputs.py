@@ -10,7 +10,14 @@ import torch
 from attnlib.errors import ContractError
 from attnlib.testing.batch_spec import BatchSpec, parse_batch
 from attnlib.testing.inputs import make_inputs, make_terms
-from attnlib.testing.layouts import CACHE_LAYOUTS, Dimensions, allocate_views, poison_value, read_slots, write_slots
+from attnlib.testing.layouts import (
+    CACHE_LAYOUTS,
+    Dimensions,
+    allocate_views,
+    poison_value,
+    read_slots,
+    write_slots,
+)
 from attnlib.testing.placements import PLACEMENTS, PlacementKind, place
 
 DIMS = Dimensions(head_size=16, head_size_v=8)
@@ -18,7 +25,9 @@ BATCH = parse_batch("q3s20_q1s17_q2s0_q0s0_pad2")
 
 
 @pytest.mark.parametrize("layout", CACHE_LAYOUTS)
-@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "cache_dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
 def test_layouts_are_two_views_of_one_shape(layout: str, cache_dtype: torch.dtype) -> None:
     """P1, P2: a layout is an order in memory; what is written is read back."""
     dims = Dimensions(head_size=16, head_size_v=8, cache_dtype=cache_dtype)
@@ -30,7 +39,9 @@ def test_layouts_are_two_views_of_one_shape(layout: str, cache_dtype: torch.dtyp
     write_slots(cache.key, [0, 79, 33], tokens_k, 1.0)
     write_slots(cache.value, [0, 79, 33], tokens_v, 1.0)
     assert torch.equal(read_slots(cache.key, [33]).float(), tokens_k[2:].to(cache_dtype).float())
-    assert torch.equal(read_slots(cache.value, [79, 0]).float(), tokens_v[[1, 0]].to(cache_dtype).float())
+    assert torch.equal(
+        read_slots(cache.value, [79, 0]).float(), tokens_v[[1, 0]].to(cache_dtype).float()
+    )
     written = sum(int((storage != 0).sum()) for storage in cache.storage)
     assert written <= 3 * 2 * (16 + 8) * cache.key.element_size()
 
@@ -57,12 +68,16 @@ def test_one_byte_caches_store_value_over_scale_saturated() -> None:
 
 @pytest.mark.parametrize("kind", PLACEMENTS)
 @pytest.mark.parametrize("layout", CACHE_LAYOUTS)
-def test_layout_placement_and_poison_do_not_change_the_answer(kind: PlacementKind, layout: str) -> None:
+def test_layout_placement_and_poison_do_not_change_the_answer(
+    kind: PlacementKind, layout: str
+) -> None:
     """P2, P3, P5: what may not be read decides nothing, the oracle included."""
     batch = parse_batch("q3s40_q1s33_q5s64_pad1")
     terms = make_terms(DIMS, batch, {})
     reference = make_inputs(batch, DIMS, place(batch, 16, kind)).oracle(terms)
-    poisoned = make_inputs(batch, DIMS, place(batch, 16, kind), layout=layout, poison="nan").oracle(terms)
+    poisoned = make_inputs(batch, DIMS, place(batch, 16, kind), layout=layout, poison="nan").oracle(
+        terms
+    )
     assert torch.equal(reference.out, poisoned.out)
     assert torch.isfinite(poisoned.out).all()
 
@@ -82,7 +97,9 @@ def test_tensors_are_strided_views_and_strides_can_be_packed() -> None:
 def test_poison_is_everywhere_but_in_the_data() -> None:
     """P5: tails of blocks, blocks of nobody, padding rows and out are poison; the sequences are not."""
     inputs = make_inputs(BATCH, DIMS, place(BATCH, 16), poison="nan")
-    used = [slot for r, s in enumerate(BATCH.seq_lens) for slot in inputs.placement.slots(r, 0, s, 16)]
+    used = [
+        slot for r, s in enumerate(BATCH.seq_lens) for slot in inputs.placement.slots(r, 0, s, 16)
+    ]
     unused = sorted(set(range(inputs.placement.num_blocks * 16)) - set(used))
     for view in (inputs.cache.key, inputs.cache.value):
         assert torch.isfinite(read_slots(view, used)).all()
@@ -124,12 +141,16 @@ def test_a_tree_bias_lets_each_token_see_itself() -> None:
     batch = BatchSpec((4, 2), (9, 2))
     bias = make_terms(DIMS, batch, {"query_bias": True}).query_bias
     assert bias is not None
-    assert all(math.isfinite(float(bias[row, column])) for row, column in enumerate((0, 1, 2, 3, 0, 1)))
+    assert all(
+        math.isfinite(float(bias[row, column])) for row, column in enumerate((0, 1, 2, 3, 0, 1))
+    )
     assert (bias == -math.inf).any()
 
 
 def test_unknown_layouts_and_poisons_list_the_known_ones() -> None:
-    with pytest.raises(ContractError, match="no cache layout is named 'HDN'; the layouts are NHD, "):
+    with pytest.raises(
+        ContractError, match="no cache layout is named 'HDN'; the layouts are NHD, "
+    ):
         allocate_views(DIMS, 1, "HDN")
     with pytest.raises(ContractError, match="no poison is named 'hemlock'; the kinds are zero, "):
         poison_value(torch.float32, "hemlock")

@@ -28,7 +28,9 @@ def _bias_of(terms: Terms, row: int, key: int, span_start: int) -> float:
     return float(terms.query_bias[row, key - span_start])
 
 
-def _loop(inputs: StepInputs, terms: Terms, row: int, head: int, request: int) -> tuple[list[float], float]:
+def _loop(
+    inputs: StepInputs, terms: Terms, row: int, head: int, request: int
+) -> tuple[list[float], float]:
     """One output row, from the rules, without a tensor operation."""
     query_len, seq_len = inputs.batch.query_lens[request], inputs.batch.seq_lens[request]
     first_row = sum(inputs.batch.query_lens[:request])
@@ -39,7 +41,9 @@ def _loop(inputs: StepInputs, terms: Terms, row: int, head: int, request: int) -
     total = math.exp(float(terms.sinks[head])) if terms.sinks is not None else 0.0
     out = [0.0] * DIMS.head_size_v
     for k in range(seq_len):
-        hidden = (causal and k > p) or (left >= 0 and k < p - left) or (right >= 0 and k > p + right)
+        hidden = (
+            (causal and k > p) or (left >= 0 and k < p - left) or (right >= 0 and k > p + right)
+        )
         chunk = terms.attention_chunk_size
         if hidden or (chunk and math.floor(k / chunk) != math.floor(p / chunk)):
             continue
@@ -74,7 +78,13 @@ FEATURES: dict[str, dict[str, object]] = {
     "alibi": {"alibi_slopes": True, "causal": False},
     "sinks": {"sinks": True},
     "tree": {"query_bias": True},
-    "all": {"window": (5, -1), "logits_soft_cap": 2.0, "alibi_slopes": True, "sinks": True, "query_bias": True},
+    "all": {
+        "window": (5, -1),
+        "logits_soft_cap": 2.0,
+        "alibi_slopes": True,
+        "sinks": True,
+        "query_bias": True,
+    },
 }
 
 
@@ -89,7 +99,9 @@ def test_oracle_equals_a_triple_loop(name: str) -> None:
         for _ in range(query_len):
             for head in range(DIMS.num_heads):
                 out, lse = _loop(inputs, terms, row, head, request)
-                torch.testing.assert_close(found.out[row, head].tolist(), out, rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(
+                    found.out[row, head].tolist(), out, rtol=1e-12, atol=1e-12
+                )
                 assert float(found.lse[row, head]) == pytest.approx(lse, abs=1e-12)
             row += 1
     assert (found.out[row:] == 0).all()
@@ -102,11 +114,17 @@ def test_oracle_equals_scaled_dot_product_attention(causal: bool) -> None:
     inputs = _inputs("q3s9_q6s30")
     found = inputs.oracle(make_terms(DIMS, inputs.batch, {"causal": causal}))
     row = 0
-    for request, (q, s) in enumerate(zip(inputs.batch.query_lens, inputs.batch.seq_lens, strict=True)):
+    for request, (q, s) in enumerate(
+        zip(inputs.batch.query_lens, inputs.batch.seq_lens, strict=True)
+    ):
         slots = torch.tensor(inputs.placement.slots(request, 0, s, DIMS.block_size))
         keys = inputs.cache.key.reshape(-1, DIMS.num_kv_heads, DIMS.head_size)[slots].double()
         values = inputs.cache.value.reshape(-1, DIMS.num_kv_heads, DIMS.head_size_v)[slots].double()
-        mask = torch.ones(q, s, dtype=torch.bool).tril(s - q) if causal else torch.ones(q, s, dtype=torch.bool)
+        mask = (
+            torch.ones(q, s, dtype=torch.bool).tril(s - q)
+            if causal
+            else torch.ones(q, s, dtype=torch.bool)
+        )
         expected = torch.nn.functional.scaled_dot_product_attention(
             inputs.query[row : row + q].double().transpose(0, 1),
             keys.transpose(0, 1),
@@ -114,7 +132,9 @@ def test_oracle_equals_scaled_dot_product_attention(causal: bool) -> None:
             attn_mask=mask,
             enable_gqa=True,
         )
-        torch.testing.assert_close(found.out[row : row + q], expected.transpose(0, 1), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            found.out[row : row + q], expected.transpose(0, 1), rtol=1e-12, atol=1e-12
+        )
         row += q
 
 
@@ -134,7 +154,9 @@ def test_lower_precision_is_the_same_text_with_honest_error() -> None:
     dims = Dimensions(dtype=torch.bfloat16, cache_dtype=torch.bfloat16)
     inputs = _inputs("q20_q1s50", dims)
     terms = make_terms(dims, inputs.batch, {})
-    error = (inputs.oracle(terms, torch.bfloat16).out.double() - inputs.oracle(terms).out).abs().max()
+    error = (
+        (inputs.oracle(terms, torch.bfloat16).out.double() - inputs.oracle(terms).out).abs().max()
+    )
     assert 1e-4 < error < 5e-2
 
 
@@ -150,5 +172,7 @@ def test_a_quantised_cache_means_stored_times_scale() -> None:
     dequantised.cache.value.copy_(inputs.cache.value.float() * 0.125)
     expected = dequantised.oracle(make_terms(Dimensions(), parsed, {}))
     torch.testing.assert_close(inputs.oracle(terms).out, expected.out, rtol=1e-12, atol=1e-12)
-    plain = make_inputs(parsed, Dimensions(), place(parsed, 16)).oracle(make_terms(Dimensions(), parsed, {}))
+    plain = make_inputs(parsed, Dimensions(), place(parsed, 16)).oracle(
+        make_terms(Dimensions(), parsed, {})
+    )
     assert 1e-4 < (inputs.oracle(terms).out - plain.out).abs().max() < 0.2

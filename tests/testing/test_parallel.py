@@ -13,7 +13,9 @@ def _said(report) -> list[tuple[str, str, str]]:
 
 def test_two_processes_say_what_one_says() -> None:
     chosen = {"device": "cpu", "quick": True, "only": "W2,M*,L*,N3"}
-    assert _said(run_conformance("torch", jobs=2, **chosen)) == _said(run_conformance("torch", jobs=1, **chosen))
+    assert _said(run_conformance("torch", jobs=2, **chosen)) == _said(
+        run_conformance("torch", jobs=1, **chosen)
+    )
 
 
 def test_classes_that_cannot_travel_stay_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

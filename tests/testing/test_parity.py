@@ -22,7 +22,9 @@ def test_two_right_backends_agree_in_every_ordered_pair() -> None:
     assert all(cell.difference < 1e-4 for cell in report.cells if cell.verdict is Verdict.PASS)
     matrix = json.loads(report.to_json())["largest"]
     assert matrix["torch"]["torch"] == 0.0 and matrix["torch"]["toy"] == max(
-        cell.difference for cell in report.cells if (cell.writer, cell.reader) == ("torch", "toy") and cell.verdict is Verdict.PASS
+        cell.difference
+        for cell in report.cells
+        if (cell.writer, cell.reader) == ("torch", "toy") and cell.verdict is Verdict.PASS
     )
 
 
@@ -62,5 +64,8 @@ def test_a_pair_without_a_result_has_no_largest_difference() -> None:
     ]
     report = ParityReport("cpu", ("a", "b"), tuple(cells))
     text = report.to_json()
-    assert "NaN" not in text and json.loads(text)["largest"] == {"a": {"a": None, "b": 0.25}, "b": {"a": None, "b": None}}
+    assert "NaN" not in text and json.loads(text)["largest"] == {
+        "a": {"a": None, "b": 0.25},
+        "b": {"a": None, "b": None},
+    }
     assert "1/2  2.5e-01" in str(report) and "0/1  no result" in str(report)

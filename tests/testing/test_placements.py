@@ -77,5 +77,7 @@ def test_slots_follow_the_blocks() -> None:
 
 
 def test_an_unknown_kind_lists_the_known_ones() -> None:
-    with pytest.raises(ContractError, match="no placement is named 'random'; the kinds are contiguous, "):
+    with pytest.raises(
+        ContractError, match="no placement is named 'random'; the kinds are contiguous, "
+    ):
         place(BATCH, 16, "random")  # type: ignore[arg-type]

@@ -38,7 +38,17 @@ class TestWrongButExpected(BackendConformance):
 
 
 def _pytest(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-c"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(tmp_path),
+        "-c",
+    ]
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     loaded = [] if _registered() else ["-p", "attnlib.testing.plugin"]
     return subprocess.run(
@@ -77,7 +87,12 @@ def test_a_failure_prints_the_message_and_how_to_reproduce_it(tmp_path: Path) ->
         "from tests.testing.wrong_backends import OffByOneWindow\n"
         "Backend = toy_with(OffByOneWindow)\n"
     )
-    done = _pytest(tmp_path, "--attnlib-backend=wrong_one:Backend", "--attnlib-only=W2/window-2-*", "--attnlib-quick")
+    done = _pytest(
+        tmp_path,
+        "--attnlib-backend=wrong_one:Backend",
+        "--attnlib-only=W2/window-2-*",
+        "--attnlib-quick",
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "it must see" in done.stdout
     assert "reproduce: attnlib verify wrong_one:Backend --only W2/window-2-decode" in done.stdout

@@ -40,8 +40,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if importlib.util.find_spec("hatchling") is None:
         pytest.skip("hatchling builds the example's wheel: pip install 'attnlib[test]'")
     folder = tmp_path_factory.mktemp("site")
-    command = ["-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(folder)]
-    done = subprocess.run([sys.executable, *command, str(EXAMPLE)], capture_output=True, text=True, check=False)
+    command = [
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--target",
+        str(folder),
+    ]
+    done = subprocess.run(
+        [sys.executable, *command, str(EXAMPLE)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -67,7 +79,10 @@ def test_it_passes_the_exam(site: Path) -> None:
 
 
 def test_its_own_suite_is_one_class(site: Path) -> None:
-    done = _run(["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "W2 or K3", str(EXAMPLE / "tests")], site)
+    done = _run(
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "W2 or K3", str(EXAMPLE / "tests")],
+        site,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout
 

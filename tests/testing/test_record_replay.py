@@ -24,7 +24,9 @@ CASES = {
     "mixed": Case(batch="mixed", needs_lse=True),
     "window": Case(batch="ragged", sliding_window=5, layout="NHD_INTERLEAVED"),
     "sinks": Case(batch="decode", sinks=True, alibi=True, logits_soft_cap=2.0, layout="HND"),
-    "fp8": Case(batch="mixed", kv_cache_dtype="fp8_e4m3", kv_scale_kind="head", k_scale=0.25, v_scale=0.5),
+    "fp8": Case(
+        batch="mixed", kv_cache_dtype="fp8_e4m3", kv_scale_kind="head", k_scale=0.25, v_scale=0.5
+    ),
     "padding": Case(batch="graph_padding", layout="NHD_PACKED", mask="per_request"),
     "bfloat16": Case(batch="chunked", dtype="bfloat16"),
 }
@@ -104,7 +106,10 @@ def test_a_backend_that_raises_is_a_failed_replay() -> None:
         def left_keys(self, query_len: int) -> int | None:
             raise ZeroDivisionError("oops")
 
-    assert replay(_captured(CASES["window"]), toy_with(Raises)).message == "raised ZeroDivisionError: oops"
+    assert (
+        replay(_captured(CASES["window"]), toy_with(Raises)).message
+        == "raised ZeroDivisionError: oops"
+    )
 
 
 def test_shrink_finds_the_one_request_that_matters() -> None:
@@ -142,7 +147,9 @@ def test_parts_of_a_batch_compute_what_the_batch_computes() -> None:
 
 def test_metadata_without_lengths_is_refused_by_name() -> None:
     step = CASES["mixed"].step()
-    with pytest.raises(ContractError, match="object does not carry query_start_loc, seq_lens and block_table"):
+    with pytest.raises(
+        ContractError, match="object does not carry query_start_loc, seq_lens and block_table"
+    ):
         capture_call(step.spec, step.inputs.query, None, None, step.cache(), object(), scale=1.0)
 
 
@@ -165,6 +172,8 @@ def test_aliased_views_stay_aliased() -> None:
     """MLA: the value is a prefix of the key."""
     key = torch.randn(4, 2, 1, 8)
     cache = PagedKVCache.from_views(key, key[..., :6])
-    thawed_key, thawed_value = thaw_pair(freeze_pair(cache.key_cache, cache.value_cache, torch.tensor([3, 1])), "cpu")
+    thawed_key, thawed_value = thaw_pair(
+        freeze_pair(cache.key_cache, cache.value_cache, torch.tensor([3, 1])), "cpu"
+    )
     assert torch.equal(thawed_key, key[[3, 1]])
     assert thawed_value.data_ptr() == thawed_key.data_ptr()

@@ -40,7 +40,9 @@ class Model(nn.Module):
             step = self.case.step(written=False)
             inputs = step.inputs
             metadata = backend.make_builder(step.spec, "cpu").build(0, step.common())
-            tensors = [t.flatten(1) if flat else t for t in (inputs.query, inputs.key, inputs.value)]
+            tensors = [
+                t.flatten(1) if flat else t for t in (inputs.query, inputs.key, inputs.value)
+            ]
             results.append(layer(*tensors, step.cache(), metadata, return_lse=True))
         return results
 
@@ -123,11 +125,16 @@ def test_every_below_one_is_refused() -> None:
         pass
 
 
-def test_validate_2_shadows_every_call_and_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validate_2_shadows_every_call_and_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ATTNLIB_VALIDATE=2 needs no code: a wrong layer is a warning that names it and its replayable file."""
     monkeypatch.setenv("ATTNLIB_VALIDATE", "2")
     monkeypatch.setenv("ATTNLIB_DUMP_DIR", str(tmp_path))
-    with pytest.warns(UserWarning, match="layers.1 on OffByOneWindow differs from the torch backend: out over budget"):
+    with pytest.warns(
+        UserWarning,
+        match="layers.1 on OffByOneWindow differs from the torch backend: out over budget",
+    ):
         Model([ToyBackend, toy_with(OffByOneWindow)])()
     (path,) = tmp_path.iterdir()
     assert not replay(load_recording(path), toy_with(OffByOneWindow)).passed

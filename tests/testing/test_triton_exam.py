@@ -23,7 +23,12 @@ def test_the_triton_backend_passes_under_the_interpreter(tmp_path: Path) -> None
     code = f"import sys; from attnlib.testing.commands import verify_main; sys.exit(verify_main({arguments!r}))"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "TRITON_INTERPRET": "1",
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -32,5 +37,7 @@ def test_the_triton_backend_passes_under_the_interpreter(tmp_path: Path) -> None
     report = json.loads(target.read_text())
     assert report["counts"]["fail"] == 0
     assert report["counts"]["pass"] > 150
-    skipped = [outcome for outcome in report["outcomes"] if outcome["verdict"] in ("refused", "not-run")]
+    skipped = [
+        outcome for outcome in report["outcomes"] if outcome["verdict"] in ("refused", "not-run")
+    ]
     assert all(outcome["message"] for outcome in skipped)

@@ -24,7 +24,9 @@ def test_every_wrong_backend_is_failed_by_its_probe(what: str) -> None:
     backend, probe = WRONG[what]
     report = run_conformance(backend, device="cpu", quick=True, against=[ToyBackend])
     assert not report.passed
-    assert probe in report.failed_probes(), f"{probe} missed it; failed were {report.failed_probes()}\n{report}"
+    assert probe in report.failed_probes(), (
+        f"{probe} missed it; failed were {report.failed_probes()}\n{report}"
+    )
     assert f"FAIL {probe}/" in str(report) or len(report.failures) > 20
 
 

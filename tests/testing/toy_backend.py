@@ -41,7 +41,10 @@ class ToyBuilder(AttentionMetadataBuilder[ToyMetadata]):
     cudagraph_support = CudaGraphSupport.ALWAYS
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
     ) -> ToyMetadata:
         common = common_attn_metadata
         assert common.block_table_tensor is not None
@@ -88,10 +91,15 @@ class ToyImpl(AttentionImpl):
         if lse is not None:
             lse[rows] = values.float()
 
-    def gather(self, cache: PagedKVCache, row: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(
+        self, cache: PagedKVCache, row: torch.Tensor, seq_len: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """[S, Hkv, D] and [S, Hkv, Dv] in float64, dequantised."""
         position = torch.arange(seq_len, device=row.device)
-        slots = row[position // cache.block_size].long() * cache.block_size + position % cache.block_size
+        slots = (
+            row[position // cache.block_size].long() * cache.block_size
+            + position % cache.block_size
+        )
         return self.read(cache.key_cache, slots, self.key_scale(cache)), self.read(
             cache.value_cache, slots, self.value_scale(cache)
         )
@@ -102,10 +110,18 @@ class ToyImpl(AttentionImpl):
         return tokens * scale[:, None]
 
     def key_scale(self, cache: PagedKVCache) -> torch.Tensor:
-        return torch.as_tensor(cache.k_scale, device=cache.device).double().expand(self.spec.num_kv_heads)
+        return (
+            torch.as_tensor(cache.k_scale, device=cache.device)
+            .double()
+            .expand(self.spec.num_kv_heads)
+        )
 
     def value_scale(self, cache: PagedKVCache) -> torch.Tensor:
-        return torch.as_tensor(cache.v_scale, device=cache.device).double().expand(self.spec.num_kv_heads)
+        return (
+            torch.as_tensor(cache.v_scale, device=cache.device)
+            .double()
+            .expand(self.spec.num_kv_heads)
+        )
 
     def kv_head_of(self, head: int) -> int:
         return head // self.spec.group_size
@@ -116,7 +132,9 @@ class ToyImpl(AttentionImpl):
     def left_keys(self, query_len: int) -> int | None:
         return self.spec.visible_window.left
 
-    def logits(self, query: torch.Tensor, keys: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+    def logits(
+        self, query: torch.Tensor, keys: torch.Tensor, distance: torch.Tensor
+    ) -> torch.Tensor:
         """[q, Hq, S] before the mask."""
         scores = self.scale * torch.einsum("qhd,khd->qhk", query, keys)
         if self.spec.logits_soft_cap:
@@ -125,8 +143,14 @@ class ToyImpl(AttentionImpl):
             scores = scores - self.alibi_slopes.double()[None, :, None] * distance.abs()[:, None, :]
         return scores
 
-    def visible(self, p: torch.Tensor, k: torch.Tensor, causal: bool, query_len: int) -> torch.Tensor:
-        seen = (k <= p) if causal else torch.ones(len(p), k.shape[1], dtype=torch.bool, device=p.device)
+    def visible(
+        self, p: torch.Tensor, k: torch.Tensor, causal: bool, query_len: int
+    ) -> torch.Tensor:
+        seen = (
+            (k <= p)
+            if causal
+            else torch.ones(len(p), k.shape[1], dtype=torch.bool, device=p.device)
+        )
         left, right = self.left_keys(query_len), self.spec.visible_window.right
         if left is not None:
             seen = seen & (k >= p - left)
@@ -139,13 +163,21 @@ class ToyImpl(AttentionImpl):
         return self.sinks
 
     def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seq_len: int, causal: bool
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        seq_len: int,
+        causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One request: out [q, Hq, Dv] and LSE [q, Hq], float64."""
         heads = [self.kv_head_of(head) for head in range(self.spec.num_heads)]
         keys, values = keys[:, heads], values[:, heads]
         query_len = query.shape[0]
-        p = self.first_position(query_len, seq_len) + torch.arange(query_len, device=query.device)[:, None]
+        p = (
+            self.first_position(query_len, seq_len)
+            + torch.arange(query_len, device=query.device)[:, None]
+        )
         k = torch.arange(keys.shape[0], device=query.device)[None, :]
         scores = self.logits(query, keys, p - k)
         seen = self.visible(p, k, causal, query_len) & (k < seq_len)
@@ -157,9 +189,13 @@ class ToyImpl(AttentionImpl):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = scores
         if sink is not None:
-            logits = torch.cat([scores, sink.double()[None, :, None].expand(*scores.shape[:2], 1)], dim=2)
+            logits = torch.cat(
+                [scores, sink.double()[None, :, None].expand(*scores.shape[:2], 1)], dim=2
+            )
         if logits.shape[2] == 0:
-            return scores.new_zeros(*scores.shape[:2], values.shape[2]), scores.new_full(scores.shape[:2], -torch.inf)
+            return scores.new_zeros(*scores.shape[:2], values.shape[2]), scores.new_full(
+                scores.shape[:2], -torch.inf
+            )
         lse = torch.logsumexp(logits, dim=2)
         weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
         return torch.einsum("qhk,khd->qhd", weights, values), lse
@@ -168,7 +204,13 @@ class ToyImpl(AttentionImpl):
 TOY_CAPABILITIES = Capabilities(
     devices=("cpu", "cuda"),
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
-    kv_cache_dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
+    kv_cache_dtypes=(
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    ),
     kv_scale_kinds=("tensor", "head"),
     head_sizes=Sizes(1),
     head_size_v_may_differ=True,

@@ -38,7 +38,9 @@ class WindowOnPrefillOnly(ToyImpl):
 class IgnoredSoftCap(ToyImpl):
     """Accepted at construction, never read."""
 
-    def logits(self, query: torch.Tensor, keys: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+    def logits(
+        self, query: torch.Tensor, keys: torch.Tensor, distance: torch.Tensor
+    ) -> torch.Tensor:
         capped, self.spec = self.spec, self.spec.replace(logits_soft_cap=None)
         scores = super().logits(query, keys, distance)
         self.spec = capped
@@ -48,8 +50,12 @@ class IgnoredSoftCap(ToyImpl):
 class ScaleTwiceUnderSoftCap(ToyImpl):
     """The capped score is scaled once more."""
 
-    def logits(self, query: torch.Tensor, keys: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-        return super().logits(query, keys, distance) * (self.scale if self.spec.logits_soft_cap else 1.0)
+    def logits(
+        self, query: torch.Tensor, keys: torch.Tensor, distance: torch.Tensor
+    ) -> torch.Tensor:
+        return super().logits(query, keys, distance) * (
+            self.scale if self.spec.logits_soft_cap else 1.0
+        )
 
 
 class BaseTwoLse(ToyImpl):
@@ -122,7 +128,13 @@ class PerHeadScaleAveraged(ToyImpl):
 class WritesSlotMinusOne(ToyImpl):
     """Python's index -1 is the last slot of the pool."""
 
-    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: PagedKVCache,
+        slot_mapping: torch.Tensor,
+    ) -> None:
         last = cache.num_slots - 1
         super().write_kv(key, value, cache, torch.where(slot_mapping < 0, last, slot_mapping))
 
@@ -130,16 +142,30 @@ class WritesSlotMinusOne(ToyImpl):
 class IgnoresMappingLength(ToyImpl):
     """Writes as many tokens as the key has, at the slots that follow."""
 
-    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: PagedKVCache,
+        slot_mapping: torch.Tensor,
+    ) -> None:
         missing = key.shape[0] - slot_mapping.shape[0]
         more = torch.arange(1, missing + 1) + (slot_mapping.max() if slot_mapping.numel() else 0)
-        super().write_kv(key, value, cache, torch.cat([slot_mapping, more.clamp(max=cache.num_slots - 1)]))
+        super().write_kv(
+            key, value, cache, torch.cat([slot_mapping, more.clamp(max=cache.num_slots - 1)])
+        )
 
 
 class WrapsInsteadOfSaturating(ToyImpl):
     """Casts to fp8 without clamping."""
 
-    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: PagedKVCache,
+        slot_mapping: torch.Tensor,
+    ) -> None:
         limit = torch.finfo(cache.dtype).max
         super().write_kv(key % limit, value % limit, cache, slot_mapping)
 
@@ -147,7 +173,9 @@ class WrapsInsteadOfSaturating(ToyImpl):
 class ReadsPastTable(ToyImpl):
     """Loads one table entry too many and looks at its block before masking."""
 
-    def gather(self, cache: PagedKVCache, row: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(
+        self, cache: PagedKVCache, row: torch.Tensor, seq_len: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         needed = -(-seq_len // cache.block_size)
         beyond = torch.as_strided(row, (needed + 1,), (1,), row.storage_offset())
         cache.key_cache[beyond.long()]
@@ -167,14 +195,20 @@ class Int32Offsets(ToyImpl):
 class NanFromUnusedValues(ToyImpl):
     """Every entry of the table is read, and masked keys weigh 0 times whatever their value is."""
 
-    def gather(self, cache: PagedKVCache, row: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().gather(cache, row.clamp(0, cache.num_blocks - 1), row.shape[0] * cache.block_size)
+    def gather(
+        self, cache: PagedKVCache, row: torch.Tensor, seq_len: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().gather(
+            cache, row.clamp(0, cache.num_blocks - 1), row.shape[0] * cache.block_size
+        )
 
 
 class ValuesClearedByBlock(ToyImpl):
     """Scores are masked by token, values cleared by whole blocks: the last block's tail gets through."""
 
-    def gather(self, cache: PagedKVCache, row: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(
+        self, cache: PagedKVCache, row: torch.Tensor, seq_len: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = -(-seq_len // cache.block_size)
         return super().gather(cache, row, blocks * cache.block_size)
 
@@ -193,10 +227,15 @@ class StaleMetadataBuilder(ToyBuilder):
     """Copies the table and the lengths at build time: a replayed graph sees those of the capture."""
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
     ) -> ToyMetadata:
         built = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        return replace(built, block_table=built.block_table.clone(), seq_lens=built.seq_lens.clone())
+        return replace(
+            built, block_table=built.block_table.clone(), seq_lens=built.seq_lens.clone()
+        )
 
 
 class LastBuildWins(ToyBuilder):
@@ -205,7 +244,10 @@ class LastBuildWins(ToyBuilder):
     left: ClassVar[int | None] = None
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
     ) -> ToyMetadata:
         LastBuildWins.left = self.spec.visible_window.left
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
@@ -261,7 +303,9 @@ class AssumesPackedQuery(ToyImpl):
         lse: torch.Tensor | None = None,
     ) -> None:
         heads, size = query.shape[1:]
-        packed = torch.as_strided(query, query.shape, (heads * size, size, 1), query.storage_offset())
+        packed = torch.as_strided(
+            query, query.shape, (heads * size, size, 1), query.storage_offset()
+        )
         super().forward(packed, cache, metadata, output, lse)
 
 
@@ -269,7 +313,12 @@ class FailsOnEmptyRequests(ToyImpl):
     """A request without keys has no maximum."""
 
     def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seq_len: int, causal: bool
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        seq_len: int,
+        causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         torch.amax(keys, dim=0)
         return super().attend(query, keys, values, seq_len, causal)
@@ -323,7 +372,9 @@ class NeverTheSameTwice(ToyImpl):
 class IgnoredAlibi(ToyImpl):
     """Slopes are accepted and never read."""
 
-    def logits(self, query: torch.Tensor, keys: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+    def logits(
+        self, query: torch.Tensor, keys: torch.Tensor, distance: torch.Tensor
+    ) -> torch.Tensor:
         return super().logits(query, keys, distance * 0)
 
 
@@ -343,7 +394,13 @@ class FirstTileFullyMasked(ToyImpl):
 class PrivateOrder(ToyImpl):
     """Stores heads back to front and reads them back to front: right by itself, wrong with anybody else."""
 
-    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: PagedKVCache,
+        slot_mapping: torch.Tensor,
+    ) -> None:
         super().write_kv(key.flip(1), value.flip(1), cache, slot_mapping)
 
     def read(self, view: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -354,7 +411,12 @@ class IgnoredStrides(ToyImpl):
     """Infers the order in memory from the shape: right for NHD, wrong for everything else."""
 
     def read(self, view: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        packed = (view.shape[1] * view.shape[2] * view.shape[3], view.shape[2] * view.shape[3], view.shape[3], 1)
+        packed = (
+            view.shape[1] * view.shape[2] * view.shape[3],
+            view.shape[2] * view.shape[3],
+            view.shape[3],
+            1,
+        )
         room = view.untyped_storage().nbytes() // view.element_size() - view.storage_offset()
         fits = 1 + sum((n - 1) * s for n, s in zip(view.shape, packed, strict=True)) <= room
         return super().read(view.as_strided(view.shape, packed) if fits else view, slots, scale)
@@ -393,7 +455,10 @@ WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     "stale metadata on graph replay": (toy_with(builder=StaleMetadataBuilder), "G1"),
     "moving metadata under a graph": (toy_with(builder=StaleMetadataBuilder), "G3"),
     "one plan for layers of all kinds": (toy_with(ReadsTheSharedPlan, LastBuildWins), "F2"),
-    "batch-dependent bits declared invariant": (toy_with(BatchDependentBits, batch_invariant=True), "D1"),
+    "batch-dependent bits declared invariant": (
+        toy_with(BatchDependentBits, batch_invariant=True),
+        "D1",
+    ),
     "wrong groups for a ratio that is no power of two": (toy_with(WrongGroups), "V2"),
     "padding rows left as they were": (toy_with(LeavesPaddingRows), "N3"),
     "packed query assumed": (toy_with(AssumesPackedQuery), "K4"),

@@ -22,7 +22,9 @@ from benchmarks.ship_rankings import TABLES, table_of, text_of
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "bench.json"
 H200 = DeviceInfo(type="cuda", name="NVIDIA H200", capability=(9, 0))
-LLAMA = attnlib.AttentionSpec(num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, block_size=16)
+LLAMA = attnlib.AttentionSpec(
+    num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, block_size=16
+)
 NOISE = 1.02
 
 
@@ -37,7 +39,9 @@ def _no_table_of_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 def test_the_table_is_what_the_committed_result_says() -> None:
     """`python benchmarks/ship_rankings.py benchmarks/results/h200/bench.json` writes it."""
-    assert (TABLES / "nvidia-h200.json").read_text(encoding="utf-8") == text_of(table_of(read_document(RESULT)))
+    assert (TABLES / "nvidia-h200.json").read_text(encoding="utf-8") == text_of(
+        table_of(read_document(RESULT))
+    )
 
 
 def test_auto_takes_the_fastest_backend_on_each_row() -> None:
@@ -51,7 +55,11 @@ def test_auto_takes_the_fastest_backend_on_each_row() -> None:
         ranking = shipped_ranking(_case(members[0]).spec, H200)
         assert ranking is not None, case
         times = {row.backend: float(row.us or 0) for row in members}
-        taken = next(entry.name for entry in by_priority(registrations().values(), H200, ranking.order) if entry.name in times)
+        taken = next(
+            entry.name
+            for entry in by_priority(registrations().values(), H200, ranking.order)
+            if entry.name in times
+        )
         assert times[taken] <= NOISE * min(times.values()), (case, times, taken)
 
 
@@ -73,16 +81,36 @@ def test_a_model_finds_its_layers_whatever_part_of_its_heads_a_rank_has() -> Non
         (LLAMA, DeviceInfo(type="cpu")),
     ],
 )
-def test_what_was_not_measured_keeps_its_priority(spec: attnlib.AttentionSpec, device: DeviceInfo) -> None:
+def test_what_was_not_measured_keeps_its_priority(
+    spec: attnlib.AttentionSpec, device: DeviceInfo
+) -> None:
     """Another kind of layer, another chip however alike, a chip that is only named, a CPU."""
     assert _ranking(spec, device) is None
 
 
-def test_the_users_own_measurement_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_own_measurement_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     relative = {"flash_attn": 1.0, "triton": 1.2}
-    line = {"layer": tuning.layer_class(LLAMA), "ranking": list(relative), "relative": relative, "provenance": "mine"}
+    line = {
+        "layer": tuning.layer_class(LLAMA),
+        "ranking": list(relative),
+        "relative": relative,
+        "provenance": "mine",
+    }
     own = tmp_path / "own.json"
-    own.write_text(json.dumps({"about": "", "schema": 1, "chip": "NVIDIA H200", "provenance": {"mine": "by hand"}, "tiles": [], "backends": [line]}))
+    own.write_text(
+        json.dumps(
+            {
+                "about": "",
+                "schema": 1,
+                "chip": "NVIDIA H200",
+                "provenance": {"mine": "by hand"},
+                "tiles": [],
+                "backends": [line],
+            }
+        )
+    )
     monkeypatch.setenv("ATTNLIB_TUNING", str(own))
     ranking = _ranking(LLAMA, H200)
     assert ranking is not None and ranking.order == ("flash_attn", "triton")
@@ -96,5 +124,10 @@ def test_every_line_says_where_it_is_from() -> None:
     assert shipped_rankings("NVIDIA H200")
     for path in TABLES.glob("*.json"):
         data = json.loads(path.read_text(encoding="utf-8"))
-        assert all(word in data["provenance"]["bench"] for word in (data["chip"], "driver", "torch", "triton", "commit", "attnlib bench"))
-        assert all(line["provenance"] == "bench" and line["microseconds"] for line in data["backends"])
+        assert all(
+            word in data["provenance"]["bench"]
+            for word in (data["chip"], "driver", "torch", "triton", "commit", "attnlib bench")
+        )
+        assert all(
+            line["provenance"] == "bench" and line["microseconds"] for line in data["backends"]
+        )

@@ -31,8 +31,20 @@ class Rival(TorchBackend):
 
 
 def _document(**changes: Any) -> dict[str, Any]:
-    ranking = {"layer": tuning.layer_class(SPEC), "ranking": ["rival", "torch"], "relative": {"rival": 1.0, "torch": 1.25}, "provenance": "now"}
-    return {"schema": 1, "chip": "cpu", "provenance": {"now": {}}, "tiles": [], "backends": [ranking], **changes}
+    ranking = {
+        "layer": tuning.layer_class(SPEC),
+        "ranking": ["rival", "torch"],
+        "relative": {"rival": 1.0, "torch": 1.25},
+        "provenance": "now",
+    }
+    return {
+        "schema": 1,
+        "chip": "cpu",
+        "provenance": {"now": {}},
+        "tiles": [],
+        "backends": [ranking],
+        **changes,
+    }
 
 
 @pytest.fixture
@@ -54,22 +66,41 @@ def rival() -> Any:
     attnlib.unregister_backend("rival")
 
 
-def test_auto_follows_the_table_and_explain_names_it(table: Path, rival: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_follows_the_table_and_explain_names_it(
+    table: Path, rival: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Speed rules: what was measured on this chip goes before the priority table, for layers like those that were measured."""
     assert attnlib.get_attn_backend(SPEC, device="cpu") is Rival
     report = {c.name: c for c in attnlib.explain(SPEC, "cpu").candidates}
-    assert report["rival"].reasons == (f"measured fastest of rival, torch for such layers on this chip: {table}",)
+    assert report["rival"].reasons == (
+        f"measured fastest of rival, torch for such layers on this chip: {table}",
+    )
     assert report["torch"].reasons == ("measured at 1.25 x the time of rival",)
-    assert attnlib.get_attn_backend(SPEC.replace(num_heads=16, num_kv_heads=4), device="cpu") is Rival, "as many query heads share a KV head"
-    for other in (SPEC.replace(head_size=32), SPEC.replace(has_sink=True), SPEC.replace(num_heads=4), SPEC.replace(block_size=32)):
+    assert (
+        attnlib.get_attn_backend(SPEC.replace(num_heads=16, num_kv_heads=4), device="cpu") is Rival
+    ), "as many query heads share a KV head"
+    for other in (
+        SPEC.replace(head_size=32),
+        SPEC.replace(has_sink=True),
+        SPEC.replace(num_heads=4),
+        SPEC.replace(block_size=32),
+    ):
         assert attnlib.get_attn_backend(other, device="cpu") is TorchBackend, other
-    assert attnlib.get_attn_backend(SPEC, "torch", "cpu") is TorchBackend, "an explicit choice is granted"
+    assert attnlib.get_attn_backend(SPEC, "torch", "cpu") is TorchBackend, (
+        "an explicit choice is granted"
+    )
     monkeypatch.setenv("ATTNLIB_TUNING", "off")
-    assert attnlib.get_attn_backend(SPEC, device="cpu") is TorchBackend, "a changed variable takes effect at once"
+    assert attnlib.get_attn_backend(SPEC, device="cpu") is TorchBackend, (
+        "a changed variable takes effect at once"
+    )
 
 
 def test_what_the_table_does_not_know_keeps_its_place(table: Path, rival: None) -> None:
-    attnlib.register_backend("newest", type("Newest", (TorchBackend,), {"get_name": staticmethod(lambda: "newest")}), priority=900)
+    attnlib.register_backend(
+        "newest",
+        type("Newest", (TorchBackend,), {"get_name": staticmethod(lambda: "newest")}),
+        priority=900,
+    )
     try:
         assert attnlib.get_attn_backend(SPEC, device="cpu").get_name() == "newest"
         names = [c.name for c in attnlib.explain(SPEC, "cpu").candidates]
@@ -80,13 +111,40 @@ def test_what_the_table_does_not_know_keeps_its_place(table: Path, rival: None) 
 
 BROKEN = {
     "not JSON": ("{", r"mine.json: JSONDecodeError"),
-    "another chip": (json.dumps(_document(chip="NVIDIA H200")), r"mine.json was measured on 'NVIDIA H200' and this is 'cpu': run attnlib tune here"),
-    "another schema": (json.dumps(_document(schema=9)), r"mine.json has schema 9 and this version reads 1"),
-    "a bad tile": (json.dumps(_document(tiles=[{"op": "decode"}])), r"mine.json, tiles\[0\]: 'tile' is missing"),
-    "a bad ranking": (json.dumps(_document(backends=[{"layer": {}, "ranking": [], "relative": {}}])), r"backends\[0\]: ranking=\[\] must"),
-    "a backend twice": (json.dumps(_document(backends=[{"layer": {}, "ranking": ["a", "a"], "relative": {"a": 1}}])), r"names a backend twice"),
+    "another chip": (
+        json.dumps(_document(chip="NVIDIA H200")),
+        r"mine.json was measured on 'NVIDIA H200' and this is 'cpu': run attnlib tune here",
+    ),
+    "another schema": (
+        json.dumps(_document(schema=9)),
+        r"mine.json has schema 9 and this version reads 1",
+    ),
+    "a bad tile": (
+        json.dumps(_document(tiles=[{"op": "decode"}])),
+        r"mine.json, tiles\[0\]: 'tile' is missing",
+    ),
+    "a bad ranking": (
+        json.dumps(_document(backends=[{"layer": {}, "ranking": [], "relative": {}}])),
+        r"backends\[0\]: ranking=\[\] must",
+    ),
+    "a backend twice": (
+        json.dumps(
+            _document(backends=[{"layer": {}, "ranking": ["a", "a"], "relative": {"a": 1}}])
+        ),
+        r"names a backend twice",
+    ),
     "an impossible tile": (
-        json.dumps(_document(tiles=[{"op": "hopper_prefill", "tile": {"block_n": 64, "stages": 2, "hue": 1}, "provenance": "now"}])),
+        json.dumps(
+            _document(
+                tiles=[
+                    {
+                        "op": "hopper_prefill",
+                        "tile": {"block_n": 64, "stages": 2, "hue": 1},
+                        "provenance": "now",
+                    }
+                ]
+            )
+        ),
         r"mine.json, tiles\[0\]: .*'hue'",
     ),
 }
@@ -104,7 +162,9 @@ def test_a_table_that_is_of_no_use_is_one_warning(kind: str, table: Path, rival:
         assert attnlib.explain(SPEC, "cpu").chosen == "torch"
 
 
-def test_a_missing_table_is_no_news_unless_it_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_table_is_no_news_unless_it_was_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("ATTNLIB_TUNING", raising=False)
     tuning.forget()
@@ -131,21 +191,31 @@ def test_it_is_read_once_and_not_at_import(table: Path) -> None:
         "for size in (64, 32, 16): attnlib.get_attn_backend(spec.replace(head_size=size), device='cpu'), attnlib.explain(spec, 'cpu')\n"
         "assert len([each for each in opened if each.endswith('mine.json')]) == 1, opened"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
-def test_tiles_of_the_table_reach_the_choosers(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_the_table_reach_the_choosers(
+    table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The triton backend hands the table of its device to the kernels before anything is planned."""
     from attnlib.backends.triton import tuned
 
-    line = {"op": "decode", "tile": {"block_m": 16, "block_n": 128, "num_warps": 4, "num_stages": 2}, "provenance": "now"}
+    line = {
+        "op": "decode",
+        "tile": {"block_m": 16, "block_n": 128, "num_warps": 4, "num_stages": 2},
+        "provenance": "now",
+    }
     table.write_text(json.dumps(_document(chip="NVIDIA H200", tiles=[line])))
     handed: dict[int, Any] = {}
     monkeypatch.setattr(tuned, "device_info", lambda kind, index: H200)
     monkeypatch.setattr(tuned, "set_tuned_tiles", handed.__setitem__)
     tuned.use_tuned_tiles(torch.device("cuda", 3))
-    assert choose_decode_tile(128, 128, 2, 2, 4, 227 * 1024, "async", tuned=handed[3]) == Tile(16, 128, 4, 2)
+    assert choose_decode_tile(128, 128, 2, 2, 4, 227 * 1024, "async", tuned=handed[3]) == Tile(
+        16, 128, 4, 2
+    )
     monkeypatch.setenv("ATTNLIB_TUNING", "off")
     tuned.use_tuned_tiles(torch.device("cuda", 3))
     assert handed == {3: None}
@@ -153,7 +223,21 @@ def test_tiles_of_the_table_reach_the_choosers(table: Path, monkeypatch: pytest.
 
 def test_layers_that_are_alike() -> None:
     assert tuning.layer_class(SPEC)["features"] == []
-    busy = SPEC.replace(sliding_window=8, logits_soft_cap=5.0, has_sink=True, has_alibi=True, attn_type="encoder_only")
-    assert tuning.layer_class(busy)["features"] == ["encoder_only", "window", "soft cap", "alibi", "sinks"]
-    assert tuning.layer_class(SPEC.replace(kv_cache_dtype="fp8"))["kv_cache_dtype"] == "float8_e4m3fn"
+    busy = SPEC.replace(
+        sliding_window=8,
+        logits_soft_cap=5.0,
+        has_sink=True,
+        has_alibi=True,
+        attn_type="encoder_only",
+    )
+    assert tuning.layer_class(busy)["features"] == [
+        "encoder_only",
+        "window",
+        "soft cap",
+        "alibi",
+        "sinks",
+    ]
+    assert (
+        tuning.layer_class(SPEC.replace(kv_cache_dtype="fp8"))["kv_cache_dtype"] == "float8_e4m3fn"
+    )
     assert json.loads(json.dumps(tuning.layer_class(busy))) == tuning.layer_class(busy)

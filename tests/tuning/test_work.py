@@ -26,10 +26,17 @@ if torch.cuda.is_available():
 def _tiles_by_work() -> Iterator[None]:
     """Small batches get tiles of 16 keys, so that they may be cut in more pieces, large ones of 128."""
     lines = [
-        {"op": "decode", "keys_per_sm": span, "tile": {"block_m": 16, "block_n": block_n, "num_warps": 4, "num_stages": 2}, "provenance": "here"}
+        {
+            "op": "decode",
+            "keys_per_sm": span,
+            "tile": {"block_m": 16, "block_n": block_n, "num_warps": 4, "num_stages": 2},
+            "provenance": "here",
+        }
         for span, block_n in (([0, 256], 16), ([257, 4096], 32), ([4097, None], 128))
     ]
-    set_tuned_tiles(-1, parse_table({"schema": 1, "chip": "x", "provenance": {"here": ""}, "tiles": lines}, "x"))
+    set_tuned_tiles(
+        -1, parse_table({"schema": 1, "chip": "x", "provenance": {"here": ""}, "tiles": lines}, "x")
+    )
     yield
     set_tuned_tiles(-1, None)
 
@@ -37,14 +44,18 @@ def _tiles_by_work() -> Iterator[None]:
 def _splits(reqs: int, seq_len: int) -> int:
     query = torch.empty(0, SPEC.num_heads, SPEC.head_size, dtype=SPEC.dtype)
     cache = torch.empty(0, SPEC.block_size, SPEC.num_kv_heads, SPEC.head_size, dtype=SPEC.dtype)
-    return paged_decode_num_splits(query, cache, SPEC.head_size, num_reqs=reqs, max_query_len=1, max_seq_len=seq_len)
+    return paged_decode_num_splits(
+        query, cache, SPEC.head_size, num_reqs=reqs, max_query_len=1, max_seq_len=seq_len
+    )
 
 
 def _met(reqs: int, seq_len: int) -> tuple[int, bool]:
     """(keys of the tile, whether keys are split): what decides which kernel is compiled."""
     chip = limits_of(torch.empty(0))
     work = work_class(reqs, SPEC.num_kv_heads, seq_len, chip.num_sms)
-    tile = choose_decode_tile(32, 32, 2, 2, 2, chip.shared_memory, chip.products, keys_per_sm=work, tuned=chip.tuned)
+    tile = choose_decode_tile(
+        32, 32, 2, 2, 2, chip.shared_memory, chip.products, keys_per_sm=work, tuned=chip.tuned
+    )
     return tile.block_n, _splits(reqs, seq_len) > 1
 
 
@@ -54,8 +65,18 @@ def test_declared_workspace_holds_every_batch_within_the_limits() -> None:
     needed = 0
     for reqs in range(1, LIMITS.max_num_reqs + 1):
         for seq_len in range(1, LIMITS.max_seq_len + 1, 7):
-            needed = max(needed, paged_decode_workspace_bytes(reqs, SPEC.num_heads, SPEC.head_size, _splits(reqs, seq_len)))
-    longest = max(paged_decode_workspace_bytes(reqs, SPEC.num_heads, SPEC.head_size, _splits(reqs, LIMITS.max_seq_len)) for reqs in range(1, 25))
+            needed = max(
+                needed,
+                paged_decode_workspace_bytes(
+                    reqs, SPEC.num_heads, SPEC.head_size, _splits(reqs, seq_len)
+                ),
+            )
+    longest = max(
+        paged_decode_workspace_bytes(
+            reqs, SPEC.num_heads, SPEC.head_size, _splits(reqs, LIMITS.max_seq_len)
+        )
+        for reqs in range(1, 25)
+    )
     assert 0 < needed <= declared and declared >= longest
 
 
@@ -68,7 +89,11 @@ def test_the_warm_up_meets_every_tile_that_a_batch_within_the_limits_can_choose(
         if set(lengths) == {1}
         for bound in builder.seq_len_bounds(len(lengths), 1, LIMITS.max_seq_len)
     }
-    possible = {_met(reqs, seq_len) for reqs in range(1, LIMITS.max_num_reqs + 1) for seq_len in range(1, LIMITS.max_seq_len + 1, 3)}
+    possible = {
+        _met(reqs, seq_len)
+        for reqs in range(1, LIMITS.max_num_reqs + 1)
+        for seq_len in range(1, LIMITS.max_seq_len + 1, 3)
+    }
     assert len({block_n for block_n, _ in possible}) == 3
     assert possible <= warmed, possible - warmed
 
@@ -76,4 +101,6 @@ def test_the_warm_up_meets_every_tile_that_a_batch_within_the_limits_can_choose(
 def test_without_such_tiles_two_bounds_are_enough() -> None:
     set_tuned_tiles(-1, None)
     builder = TritonBackend.make_builder(SPEC, "cpu", limits=LIMITS)
-    assert builder.seq_len_bounds(4, 1, 3000) == [1, 3000] and builder.seq_len_bounds(4, 7, 7) == [7]
+    assert builder.seq_len_bounds(4, 1, 3000) == [1, 3000] and builder.seq_len_bounds(4, 7, 7) == [
+        7
+    ]

@@ -53,7 +53,11 @@ class CompositeBackend(AttentionBackend):
     @classmethod
     def unavailable(cls, device: DeviceInfo) -> list[str]:
         """What is missing for either."""
-        return [f"{child.get_name()}: {reason}" for child in (cls.prefill_backend, cls.decode_backend) for reason in child.unavailable(device)]
+        return [
+            f"{child.get_name()}: {reason}"
+            for child in (cls.prefill_backend, cls.decode_backend)
+            for reason in child.unavailable(device)
+        ]
 
     @classmethod
     def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
@@ -63,7 +67,14 @@ class CompositeBackend(AttentionBackend):
             for child in (cls.prefill_backend, cls.decode_backend)
             for reason in child.validate_configuration(spec, device)
         ]
-        return reasons if spec.is_paged else [*reasons, f"attn_type={spec.attn_type.value} has no decode phase: name one backend"]
+        return (
+            reasons
+            if spec.is_paged
+            else [
+                *reasons,
+                f"attn_type={spec.attn_type.value} has no decode phase: name one backend",
+            ]
+        )
 
 
 class _CompositeMeta(ABCMeta):
@@ -112,14 +123,26 @@ def _common(prefill: Backend, decode: Backend) -> Capabilities:
         values[name] = _both(getattr(mine, name), getattr(other, name))
     values.update(
         kv_cache_layouts=layouts,
-        attn_types=tuple(t for t in values["attn_types"] or () if t in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)),
-        min_capability=max((c for c in (mine.min_capability, other.min_capability) if c), default=None),
-        max_capability=min((c for c in (mine.max_capability, other.max_capability) if c), default=None),
+        attn_types=tuple(
+            t
+            for t in values["attn_types"] or ()
+            if t in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+        ),
+        min_capability=max(
+            (c for c in (mine.min_capability, other.min_capability) if c), default=None
+        ),
+        max_capability=min(
+            (c for c in (mine.max_capability, other.max_capability) if c), default=None
+        ),
         needs_finite_cache=mine.needs_finite_cache or other.needs_finite_cache,
         allocates_in_forward=mine.allocates_in_forward or other.allocates_in_forward,
         batch_invariant=False,
         # A mixed batch is cut at a place that a graph would freeze; a uniform one goes to one half as a whole.
-        cudagraph=min(mine.cudagraph or CudaGraphSupport.NEVER, other.cudagraph or CudaGraphSupport.NEVER, CudaGraphSupport.UNIFORM_BATCH),
+        cudagraph=min(
+            mine.cudagraph or CudaGraphSupport.NEVER,
+            other.cudagraph or CudaGraphSupport.NEVER,
+            CudaGraphSupport.UNIFORM_BATCH,
+        ),
     )
     return Capabilities(**values)
 
@@ -135,7 +158,10 @@ def _both(mine: Any, other: Any) -> Any:
 
 
 def _layouts(prefill: Backend, decode: Backend) -> tuple[str, ...]:
-    demands = [(child.get_name(), child.capabilities.kv_cache_layouts or ("NHD",)) for child in (prefill, decode)]
+    demands = [
+        (child.get_name(), child.capabilities.kv_cache_layouts or ("NHD",))
+        for child in (prefill, decode)
+    ]
     best = negotiate_layout(demands)  # raises with both demands when there is none
     rest = []
     for name in LAYOUTS:

@@ -23,21 +23,52 @@ class CompositeImpl(AttentionImpl):
     def __init__(self, spec: AttentionSpec, **kwargs: Any) -> None:
         super().__init__(spec, **kwargs)
         kwargs.pop("config", None)
-        self._prefill = self.prefill_backend.get_impl_cls()(spec, config=self.prefill_backend.config, **kwargs)
-        self._decode = self.decode_backend.get_impl_cls()(spec, config=self.decode_backend.config, **kwargs)
+        self._prefill = self.prefill_backend.get_impl_cls()(
+            spec, config=self.prefill_backend.config, **kwargs
+        )
+        self._decode = self.decode_backend.get_impl_cls()(
+            spec, config=self.decode_backend.config, **kwargs
+        )
 
-    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: PagedKVCache,
+        slot_mapping: torch.Tensor,
+    ) -> None:
         """See `AttentionImpl.write_kv`."""
         self._prefill.write_kv(key, value, cache, slot_mapping)
 
     def forward(
-        self, query: torch.Tensor, cache: PagedKVCache, metadata: CompositeMetadata, output: torch.Tensor, lse: torch.Tensor | None = None
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: CompositeMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
     ) -> None:
         """See `AttentionImpl.forward`."""
-        split = metadata.num_decode_tokens if metadata.prefill is not None and metadata.decode is not None else None
+        split = (
+            metadata.num_decode_tokens
+            if metadata.prefill is not None and metadata.decode is not None
+            else None
+        )
         if metadata.decode is not None:
             rows = slice(0, split)
-            self._decode.forward(query[rows], cache, metadata.decode, output[rows], None if lse is None else lse[rows])
+            self._decode.forward(
+                query[rows],
+                cache,
+                metadata.decode,
+                output[rows],
+                None if lse is None else lse[rows],
+            )
         if metadata.prefill is not None:
             rows = slice(split or 0, None)
-            self._prefill.forward(query[rows], cache, metadata.prefill, output[rows], None if lse is None else lse[rows])
+            self._prefill.forward(
+                query[rows],
+                cache,
+                metadata.prefill,
+                output[rows],
+                None if lse is None else lse[rows],
+            )

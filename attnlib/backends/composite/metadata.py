@@ -55,7 +55,9 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
     prefill_backend: ClassVar[type[AttentionBackend]]
     decode_backend: ClassVar[type[AttentionBackend]]
 
-    def __init__(self, spec: AttentionSpec, device: torch.device | str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, spec: AttentionSpec, device: torch.device | str | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(spec, device, **kwargs)
         kwargs.pop("config", None)
         self._prefill = self.prefill_backend.make_builder(spec, device, **kwargs)
@@ -66,31 +68,62 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         """As the decode child wants it."""
         return self._decode.reorder_batch(input_batch, scheduler_output)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> CompositeMetadata:
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CompositeMetadata:
         """Both children's metadata; a part without requests is not built."""
-        return self._build(common_attn_metadata, lambda builder, part: builder.build(common_prefix_len, part, fast_build))
+        return self._build(
+            common_attn_metadata,
+            lambda builder, part: builder.build(common_prefix_len, part, fast_build),
+        )
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> CompositeMetadata:
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> CompositeMetadata:
         """As `build`, by the capture builds of the children: a uniform batch goes to one of them as a whole."""
-        return self._build(common_attn_metadata, lambda builder, part: builder.build_for_cudagraph_capture(part))
+        return self._build(
+            common_attn_metadata, lambda builder, part: builder.build_for_cudagraph_capture(part)
+        )
 
-    def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> CompositeMetadata:
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> CompositeMetadata:
         """As `build`, by the draft builds of the children."""
-        return self._build(common_attn_metadata, lambda builder, part: builder.build_for_drafting(part, draft_index))
+        return self._build(
+            common_attn_metadata,
+            lambda builder, part: builder.build_for_drafting(part, draft_index),
+        )
 
     def seq_len_bounds(self, num_reqs: int, least: int, most: int) -> list[int]:
         """Those of both children."""
-        return sorted({bound for builder in (self._prefill, self._decode) for bound in builder.seq_len_bounds(num_reqs, least, most)})
+        return sorted(
+            {
+                bound
+                for builder in (self._prefill, self._decode)
+                for bound in builder.seq_len_bounds(num_reqs, least, most)
+            }
+        )
 
-    def update_block_table(self, metadata: CompositeMetadata, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> CompositeMetadata:
+    def update_block_table(
+        self, metadata: CompositeMetadata, block_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> CompositeMetadata:
         """The same batch with other blocks, in the children too."""
         updated = super().update_block_table(metadata, block_table, slot_mapping)
         requests, tokens = metadata.num_decodes, metadata.num_decode_tokens
         if metadata.decode is not None:
-            upto = (requests, tokens) if metadata.prefill is not None else (None, None)  # a batch of decodes alone keeps its padding
-            updated.decode = self._decode.update_block_table(metadata.decode, block_table[: upto[0]], slot_mapping[: upto[1]])
+            upto = (
+                (requests, tokens) if metadata.prefill is not None else (None, None)
+            )  # a batch of decodes alone keeps its padding
+            updated.decode = self._decode.update_block_table(
+                metadata.decode, block_table[: upto[0]], slot_mapping[: upto[1]]
+            )
         if metadata.prefill is not None:
-            updated.prefill = self._prefill.update_block_table(metadata.prefill, block_table[requests:], slot_mapping[tokens:])
+            updated.prefill = self._prefill.update_block_table(
+                metadata.prefill, block_table[requests:], slot_mapping[tokens:]
+            )
         return updated
 
     def _build(self, common: CommonAttentionMetadata, build: BuildPart) -> CompositeMetadata:
@@ -120,7 +153,9 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         )
 
 
-def _behind(common: CommonAttentionMetadata, num_reqs: int, num_tokens: int) -> CommonAttentionMetadata:
+def _behind(
+    common: CommonAttentionMetadata, num_reqs: int, num_tokens: int
+) -> CommonAttentionMetadata:
     """The requests after the first `num_reqs`, as a batch of their own."""
     return common.replace(
         query_start_loc=common.query_start_loc[num_reqs:] - num_tokens,
@@ -130,8 +165,12 @@ def _behind(common: CommonAttentionMetadata, num_reqs: int, num_tokens: int) -> 
         num_computed_tokens_cpu=common.num_computed_tokens_cpu[num_reqs:],
         num_reqs=common.num_reqs - num_reqs,
         num_actual_tokens=common.num_actual_tokens - num_tokens,
-        block_table_tensor=None if common.block_table_tensor is None else common.block_table_tensor[num_reqs:],
+        block_table_tensor=None
+        if common.block_table_tensor is None
+        else common.block_table_tensor[num_reqs:],
         slot_mapping=None if common.slot_mapping is None else common.slot_mapping[num_tokens:],
-        causal=common.causal[num_reqs:] if isinstance(common.causal, torch.Tensor) else common.causal,
+        causal=common.causal[num_reqs:]
+        if isinstance(common.causal, torch.Tensor)
+        else common.causal,
         query_bias=None if common.query_bias is None else common.query_bias[num_tokens:],
     )

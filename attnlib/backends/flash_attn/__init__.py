@@ -39,7 +39,14 @@ class FlashAttnBackend(AttentionBackend):
         head_sizes=Sizes(8, 256, 8),
         head_size_v_may_differ=True,
         block_sizes=Sizes(1),
-        kv_cache_layouts=("NHD", "HND", "NHD_INTERLEAVED", "HND_INTERLEAVED", "NHD_PACKED", "HND_PACKED"),
+        kv_cache_layouts=(
+            "NHD",
+            "HND",
+            "NHD_INTERLEAVED",
+            "HND_INTERLEAVED",
+            "NHD_PACKED",
+            "HND_PACKED",
+        ),
         group_sizes=Sizes(1),
         attn_types=(AttentionType.DECODER, AttentionType.ENCODER_DECODER),
         mask_kinds=(MaskKind.CAUSAL, MaskKind.BIDIRECTIONAL),
@@ -83,20 +90,30 @@ class FlashAttnBackend(AttentionBackend):
     def unavailable(cls, device: DeviceInfo) -> list[str]:
         """Nothing installed, or nothing usable: each package's own reason, with the versions that an ABI clash depends on."""
         if nothing_installed():
-            return ['no FlashAttention is installed: pip install flash-attn (2), or pip install --pre flash-attn-4 (4, Hopper and later)']
+            return [
+                "no FlashAttention is installed: pip install flash-attn (2), or pip install --pre flash-attn-4 (4, Hopper and later)"
+            ]
         if device.type != "cuda":
             return []  # validate_configuration says that the device does not fit; no reason to import anything
         found = find_kernels()
         if found.kernels:
             return []
-        gaps = found.gaps or ("the packages that are installed hold no FlashAttention: pip install flash-attn, or pip install --pre flash-attn-4",)
+        gaps = found.gaps or (
+            "the packages that are installed hold no FlashAttention: pip install flash-attn, or pip install --pre flash-attn-4",
+        )
         facts = environment_facts(device, _DISTRIBUTIONS)
         return [f"{gap} {facts}" for gap in gaps]
 
     @classmethod
-    def validate_configuration(cls, spec: AttentionSpec, device: torch.device | str | DeviceInfo | None = None) -> list[str]:
+    def validate_configuration(
+        cls, spec: AttentionSpec, device: torch.device | str | DeviceInfo | None = None
+    ) -> list[str]:
         """Reasons of every installed generation when none fits; the general capabilities where none is installed."""
         info = resolve_device(device)
-        if device_refusals(info, cls.capabilities) or nothing_installed() or not find_kernels().kernels:
+        if (
+            device_refusals(info, cls.capabilities)
+            or nothing_installed()
+            or not find_kernels().kernels
+        ):
             return super().validate_configuration(spec, info)
         return choose_kernel(spec, info, cls.config)[1]

@@ -30,28 +30,63 @@ class FlashAttnImpl(AttentionImpl):
             self._sinks_bf16 = rounded if bool((rounded.float() == self.sinks).all()) else None
         self._descales: dict[tuple[float, torch.device], torch.Tensor] = {}
 
-    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: PagedKVCache,
+        slot_mapping: torch.Tensor,
+    ) -> None:
         """See `AttentionImpl.write_kv`; on a GPU with the Triton kernel, because FlashAttention has none that takes slots."""
         if not key.is_cuda:
             super().write_kv(key, value, cache, slot_mapping)
             return
         from attnlib.ops.triton.cache_write import write_kv
 
-        write_kv(key, value, cache.key_cache, cache.value_cache, slot_mapping, k_scale=cache.k_scale, v_scale=cache.v_scale)
+        write_kv(
+            key,
+            value,
+            cache.key_cache,
+            cache.value_cache,
+            slot_mapping,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+        )
 
     def forward(
-        self, query: torch.Tensor, cache: PagedKVCache, metadata: FlashAttnMetadata, output: torch.Tensor, lse: torch.Tensor | None = None
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: FlashAttnMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
     ) -> None:
         """See `AttentionImpl.forward`."""
         tokens = metadata.num_actual_tokens
         if tokens and metadata.num_reqs and metadata.max_seq_len:
-            self._attend(query[:tokens], cache, metadata, output[:tokens], None if lse is None else lse[:tokens])
+            self._attend(
+                query[:tokens],
+                cache,
+                metadata,
+                output[:tokens],
+                None if lse is None else lse[:tokens],
+            )
         else:
             fill_empty(output, lse, self.sinks)
-        clear_rows(output, lse, metadata.query_start_loc, None if is_capturing(output) else metadata.live_tokens)
+        clear_rows(
+            output,
+            lse,
+            metadata.query_start_loc,
+            None if is_capturing(output) else metadata.live_tokens,
+        )
 
     def _attend(
-        self, query: torch.Tensor, cache: PagedKVCache, metadata: FlashAttnMetadata, output: torch.Tensor, lse: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: FlashAttnMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
     ) -> None:
         kernel = metadata.kernel
         _check_alignment(cache, self.prefix)
@@ -64,12 +99,18 @@ class FlashAttnImpl(AttentionImpl):
         if "out" in kernel.keywords:
             arguments["out"] = output
         result = kernel.function(**arguments)
-        attended, kernel_lse = (result[0], result[1]) if isinstance(result, tuple) else (result, None)
+        attended, kernel_lse = (
+            (result[0], result[1]) if isinstance(result, tuple) else (result, None)
+        )
         if attended.data_ptr() != output.data_ptr():
             output.copy_(attended)
         if not wants_lse or kernel_lse is None:
             return
-        target = torch.empty(output.shape[:2], dtype=torch.float32, device=output.device) if lse is None else lse
+        target = (
+            torch.empty(output.shape[:2], dtype=torch.float32, device=output.device)
+            if lse is None
+            else lse
+        )
         store_lse(kernel_lse.t(), target)
         if late_sinks is not None:
             apply_sinks(output, target, late_sinks)
@@ -80,11 +121,16 @@ class FlashAttnImpl(AttentionImpl):
         """FlashAttention 3 takes sinks in bfloat16; those that it would round are applied afterwards, from the LSE."""
         return self.sinks if kernel.version == 3 and self._sinks_bf16 is None else None
 
-    def _call(self, query: torch.Tensor, cache: PagedKVCache, metadata: FlashAttnMetadata) -> dict[str, Any]:
+    def _call(
+        self, query: torch.Tensor, cache: PagedKVCache, metadata: FlashAttnMetadata
+    ) -> dict[str, Any]:
         kernel, spec = metadata.kernel, self.spec
         takes = kernel.keywords
         left, right = spec.visible_window.as_kernel_args()
-        unbounded: tuple[int | None, int | None] = (left if left >= 0 else None, right if right >= 0 else None)
+        unbounded: tuple[int | None, int | None] = (
+            left if left >= 0 else None,
+            right if right >= 0 else None,
+        )
         arguments: dict[str, Any] = {
             "q": query,
             takes.first("k_cache", "k") or "k": cache.key_cache,
@@ -107,7 +153,13 @@ class FlashAttnImpl(AttentionImpl):
         self._add_features(arguments, query, cache, metadata)
         return arguments
 
-    def _add_features(self, arguments: dict[str, Any], query: torch.Tensor, cache: PagedKVCache, metadata: FlashAttnMetadata) -> None:
+    def _add_features(
+        self,
+        arguments: dict[str, Any],
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: FlashAttnMetadata,
+    ) -> None:
         kernel, spec = metadata.kernel, self.spec
         if spec.logits_soft_cap:
             arguments["softcap"] = spec.logits_soft_cap
@@ -124,9 +176,13 @@ class FlashAttnImpl(AttentionImpl):
             if spec.is_kv_quantized:
                 self._add_scales(arguments, query, cache, metadata.num_reqs)
 
-    def _add_scales(self, arguments: dict[str, Any], query: torch.Tensor, cache: PagedKVCache, num_reqs: int) -> None:
+    def _add_scales(
+        self, arguments: dict[str, Any], query: torch.Tensor, cache: PagedKVCache, num_reqs: int
+    ) -> None:
         """A float8 cache wants a float8 query: the largest element becomes the largest float8 number."""
-        scale = (query.abs().amax().float() / _FLOAT8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+        scale = (query.abs().amax().float() / _FLOAT8_MAX).clamp(
+            min=torch.finfo(torch.float32).tiny
+        )
         arguments["q"] = (query.float() / scale).to(torch.float8_e4m3fn)
         shape = (num_reqs, self.spec.num_kv_heads)
         arguments["q_descale"] = scale.view(1, 1).expand(shape)
@@ -139,7 +195,9 @@ class FlashAttnImpl(AttentionImpl):
             return scale.view(1, -1)
         kept = self._descales.get((scale, device))
         if kept is None:
-            kept = self._descales[scale, device] = torch.full((1, 1), scale, dtype=torch.float32, device=device)
+            kept = self._descales[scale, device] = torch.full(
+                (1, 1), scale, dtype=torch.float32, device=device
+            )
         return kept
 
 

@@ -18,7 +18,13 @@ from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKin
 
 __all__ = ["capabilities_of", "choose_kernel", "kernel_refusals"]
 
-_PREFERRED: Mapping[int, tuple[int, ...]] = {8: (2, 3), 9: (3, 4, 2), 10: (4, 2), 11: (4, 2), 12: (2,)}
+_PREFERRED: Mapping[int, tuple[int, ...]] = {
+    8: (2, 3),
+    9: (3, 4, 2),
+    10: (4, 2),
+    11: (4, 2),
+    12: (2,),
+}
 """Major compute capability -> generations, best first. A generation that is not listed has no paged kernel there."""
 
 _SINK_NAMES = ("s_aux", "sinks", "sink", "learnable_sink")
@@ -32,13 +38,22 @@ def capabilities_of(kernel: FlashKernel) -> Capabilities:
         devices=("cuda",),
         min_capability={2: (8, 0), 3: _lowest_fa3(kernel), 4: (9, 0)}[version],
         max_capability={2: None, 3: (9, 9), 4: (11, 9)}[version],
-        dtypes=(torch.bfloat16,) if "FLASHATTENTION_DISABLE_FP16" in flags else (torch.float16, torch.bfloat16),
+        dtypes=(torch.bfloat16,)
+        if "FLASHATTENTION_DISABLE_FP16" in flags
+        else (torch.float16, torch.bfloat16),
         kv_cache_dtypes=(torch.float8_e4m3fn,) if _has_fp8(kernel) else (),
         kv_scale_kinds=("tensor", "head") if _has_fp8(kernel) else (),
         head_sizes=_head_sizes(kernel),
         head_size_v_may_differ=version in (3, 4),
         block_sizes=Sizes(kernel.block_multiple, None, kernel.block_multiple),
-        kv_cache_layouts=("NHD", "HND", "NHD_INTERLEAVED", "HND_INTERLEAVED", "NHD_PACKED", "HND_PACKED"),
+        kv_cache_layouts=(
+            "NHD",
+            "HND",
+            "NHD_INTERLEAVED",
+            "HND_INTERLEAVED",
+            "NHD_PACKED",
+            "HND_PACKED",
+        ),
         group_sizes=Sizes(1),
         attn_types=(AttentionType.DECODER, AttentionType.ENCODER_DECODER),
         mask_kinds=(MaskKind.CAUSAL, MaskKind.BIDIRECTIONAL),
@@ -63,43 +78,86 @@ def _lowest_fa3(kernel: FlashKernel) -> tuple[int, int]:
 
 
 def _has_fp8(kernel: FlashKernel) -> bool:
-    return kernel.version == 3 and "k_descale" in kernel.keywords and "FLASHATTENTION_DISABLE_FP8" not in kernel.flags
+    return (
+        kernel.version == 3
+        and "k_descale" in kernel.keywords
+        and "FLASHATTENTION_DISABLE_FP8" not in kernel.flags
+    )
 
 
 def _head_sizes(kernel: FlashKernel) -> Sizes:
     if kernel.version != 3 or not kernel.flags:
         return Sizes(8, 256, 8)
-    built = [size for size in (64, 96, 128, 192, 256) if f"FLASHATTENTION_DISABLE_HDIM{size}" not in kernel.flags]
+    built = [
+        size
+        for size in (64, 96, 128, 192, 256)
+        if f"FLASHATTENTION_DISABLE_HDIM{size}" not in kernel.flags
+    ]
     return Sizes(8, max(built, default=8), 8)
 
 
-def kernel_refusals(kernel: FlashKernel, spec: AttentionSpec, device: DeviceInfo, config: Mapping[str, Any]) -> list[str]:
+def kernel_refusals(
+    kernel: FlashKernel, spec: AttentionSpec, device: DeviceInfo, config: Mapping[str, Any]
+) -> list[str]:
     """Every reason why one installed kernel cannot serve `spec`, each naming the kernel."""
     reasons = refusals(spec, device, capabilities_of(kernel))
-    if device.capability is not None and kernel.version not in _PREFERRED.get(device.capability[0], ()):
-        reasons.append(f"no paged kernel for compute capability {device.capability[0]}.{device.capability[1]}")
+    if device.capability is not None and kernel.version not in _PREFERRED.get(
+        device.capability[0], ()
+    ):
+        reasons.append(
+            f"no paged kernel for compute capability {device.capability[0]}.{device.capability[1]}"
+        )
     reasons += _combinations(kernel, spec, device, config)
     return [f"{kernel.label}: {reason}" for reason in dict.fromkeys(reasons)]
 
 
-def _combinations(kernel: FlashKernel, spec: AttentionSpec, device: DeviceInfo, config: Mapping[str, Any]) -> list[str]:
+def _combinations(
+    kernel: FlashKernel, spec: AttentionSpec, device: DeviceInfo, config: Mapping[str, Any]
+) -> list[str]:
     reasons = []
     size, size_v = spec.head_size, spec.head_size_v
     if size_v != size and kernel.version == 3:
         fits = (128 < size <= 192 and 96 < size_v <= 128) or (size <= 64 and size_v <= 512)
-        if not fits or size_v % 8 or f"FLASHATTENTION_DISABLE_HDIMDIFF{64 if size <= 64 else 192}" in kernel.flags:
-            reasons.append(f"head_size={size} with head_size_v={size_v} not supported (129 to 192 with 97 to 128, or up to 64 with up to 512)")
+        if (
+            not fits
+            or size_v % 8
+            or f"FLASHATTENTION_DISABLE_HDIMDIFF{64 if size <= 64 else 192}" in kernel.flags
+        ):
+            reasons.append(
+                f"head_size={size} with head_size_v={size_v} not supported (129 to 192 with 97 to 128, or up to 64 with up to 512)"
+            )
     if kernel.version == 4 and (size_v > 256 or size_v % 8):
-        reasons.append(f"head_size_v={size_v} not supported (supported: multiples of 8 from 8 to 256)")
-    irregular = [f"{name}={value}" for name, value in (("head_size", size), ("head_size_v", size_v)) if value % 16]
+        reasons.append(
+            f"head_size_v={size_v} not supported (supported: multiples of 8 from 8 to 256)"
+        )
+    irregular = [
+        f"{name}={value}"
+        for name, value in (("head_size", size), ("head_size_v", size_v))
+        if value % 16
+    ]
     if kernel.version == 4 and irregular:
         # pages that are no whole key tile, whose size differs from kernel to kernel, are copied without a check of the head's end
-        reasons.append(f"paged keys with {', '.join(dict.fromkeys(irregular))} not supported (supported: multiples of 16)")
+        reasons.append(
+            f"paged keys with {', '.join(dict.fromkeys(irregular))} not supported (supported: multiples of 16)"
+        )
     blackwell = device.capability is not None and device.capability[0] >= 10
-    if kernel.version == 4 and blackwell and max(size, size_v) > 128 and (size, size_v) not in ((192, 128), (256, 256)):
-        reasons.append(f"head_size={size} with head_size_v={size_v} not supported on this chip (8 to 128, 192 with 128, 256 with 256)")
-    if kernel.version == 3 and spec.has_sink and (size_v != size or spec.num_heads > _SINK_HEADS_FA3):
-        reasons.append(f"sinks with num_heads={spec.num_heads}, head_size_v={size_v} not supported (up to {_SINK_HEADS_FA3} heads of equal size)")
+    if (
+        kernel.version == 4
+        and blackwell
+        and max(size, size_v) > 128
+        and (size, size_v) not in ((192, 128), (256, 256))
+    ):
+        reasons.append(
+            f"head_size={size} with head_size_v={size_v} not supported on this chip (8 to 128, 192 with 128, 256 with 256)"
+        )
+    if (
+        kernel.version == 3
+        and spec.has_sink
+        and (size_v != size or spec.num_heads > _SINK_HEADS_FA3)
+    ):
+        reasons.append(
+            f"sinks with num_heads={spec.num_heads}, head_size_v={size_v} not supported (up to {_SINK_HEADS_FA3} heads of equal size)"
+        )
     if kernel.version == 3 and spec.is_kv_quantized:
         reasons += _fp8_reasons(spec, config)
     return reasons
@@ -108,9 +166,13 @@ def _combinations(kernel: FlashKernel, spec: AttentionSpec, device: DeviceInfo, 
 def _fp8_reasons(spec: AttentionSpec, config: Mapping[str, Any]) -> list[str]:
     reasons = []
     if spec.dtype is not torch.bfloat16:
-        reasons.append(f"kv_cache_dtype={spec.kv_cache_dtype} writes bfloat16 only, the spec says {spec.dtype}")
+        reasons.append(
+            f"kv_cache_dtype={spec.kv_cache_dtype} writes bfloat16 only, the spec says {spec.dtype}"
+        )
     if spec.head_size % 16:
-        reasons.append(f"kv_cache_dtype={spec.kv_cache_dtype} needs a head_size that is a multiple of 16, not {spec.head_size}")
+        reasons.append(
+            f"kv_cache_dtype={spec.kv_cache_dtype} needs a head_size that is a multiple of 16, not {spec.head_size}"
+        )
     if not config.get("quantize_query", False):
         reasons.append(
             f"kv_cache_dtype={spec.kv_cache_dtype} needs a float8 query, which costs accuracy: "
@@ -119,7 +181,9 @@ def _fp8_reasons(spec: AttentionSpec, config: Mapping[str, Any]) -> list[str]:
     return reasons
 
 
-def choose_kernel(spec: AttentionSpec, device: DeviceInfo, config: Mapping[str, Any]) -> tuple[FlashKernel | None, list[str]]:
+def choose_kernel(
+    spec: AttentionSpec, device: DeviceInfo, config: Mapping[str, Any]
+) -> tuple[FlashKernel | None, list[str]]:
     """The installed kernel for `spec` on `device`: the generation that `config["fa_version"]` insists on, else the best one that fits.
 
     Returns:

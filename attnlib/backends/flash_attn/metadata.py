@@ -53,26 +53,47 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
 
     cudagraph_support: ClassVar[CudaGraphSupport] = CudaGraphSupport.UNIFORM_BATCH
 
-    def __init__(self, spec: AttentionSpec, device: torch.device | str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, spec: AttentionSpec, device: torch.device | str | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(spec, device, **kwargs)
         kernel, reasons = choose_kernel(spec, resolve_device(self.device), self.config)
         if kernel is None and not reasons:
-            raise BackendUnavailableError("no FlashAttention is installed: pip install flash-attn, or pip install --pre flash-attn-4")
+            raise BackendUnavailableError(
+                "no FlashAttention is installed: pip install flash-attn, or pip install --pre flash-attn-4"
+            )
         if kernel is None:
             raise UnsupportedConfigError(
-                "no installed FlashAttention serves this spec: " + "; ".join(reasons), backend="flash_attn", reasons=reasons
+                "no installed FlashAttention serves this spec: " + "; ".join(reasons),
+                backend="flash_attn",
+                reasons=reasons,
             )
         self.kernel = kernel
         self._aot = kernel.scheduler is not None and bool(self.config.get("aot_schedule", True))
         rounded = -(-self.limits.max_num_reqs // 4) * 4 if self.limits else 0
-        self._schedule = torch.zeros(1 + 4 * rounded, dtype=torch.int32, device=self.device) if self._aot and self.limits else None
-        self._key_starts = torch.zeros(1 + rounded, dtype=torch.int32, device=self.device) if not kernel.takes_lengths and self.limits else None
+        self._schedule = (
+            torch.zeros(1 + 4 * rounded, dtype=torch.int32, device=self.device)
+            if self._aot and self.limits
+            else None
+        )
+        self._key_starts = (
+            torch.zeros(1 + rounded, dtype=torch.int32, device=self.device)
+            if not kernel.takes_lengths and self.limits
+            else None
+        )
 
-    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> FlashAttnMetadata:
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> FlashAttnMetadata:
         """The batch as one call; scheduled ahead of time unless `fast_build`."""
         return self._build(common_attn_metadata, schedule=not fast_build, for_capture=False)
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> FlashAttnMetadata:
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> FlashAttnMetadata:
         """As `build`, with nothing taken for granted that a replayed batch may change."""
         return self._build(common_attn_metadata, schedule=True, for_capture=True)
 
@@ -80,10 +101,21 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         self, metadata: FlashAttnMetadata, block_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> FlashAttnMetadata:
         """The same batch with other blocks; a schedule that was made for another width of the table is dropped."""
-        changed = replace(metadata, block_table=block_table, slot_mapping=slot_mapping, key_bound=self._key_bound(block_table, metadata.max_seq_len))
-        return changed if changed.key_bound == metadata.key_bound else replace(changed, scheduler_metadata=None)
+        changed = replace(
+            metadata,
+            block_table=block_table,
+            slot_mapping=slot_mapping,
+            key_bound=self._key_bound(block_table, metadata.max_seq_len),
+        )
+        return (
+            changed
+            if changed.key_bound == metadata.key_bound
+            else replace(changed, scheduler_metadata=None)
+        )
 
-    def _build(self, common: CommonAttentionMetadata, *, schedule: bool, for_capture: bool) -> FlashAttnMetadata:
+    def _build(
+        self, common: CommonAttentionMetadata, *, schedule: bool, for_capture: bool
+    ) -> FlashAttnMetadata:
         _check(common)
         fields = paged_fields(common, self.spec, None)
         metadata = FlashAttnMetadata(
@@ -102,7 +134,9 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         """FlashAttention 2 takes a bound of 1 as "row r is request r" and ignores the starts: only true where every request has one token."""
         if self.kernel.version != 2 or common.max_query_len != 1:
             return common.max_query_len
-        uniform = not for_capture and not self.spec.needs_lse and bool((common.query_lens_cpu == 1).all())
+        uniform = (
+            not for_capture and not self.spec.needs_lse and bool((common.query_lens_cpu == 1).all())
+        )
         return 1 if uniform and common.num_actual_tokens == common.num_reqs else 2
 
     def _key_bound(self, block_table: torch.Tensor | None, max_seq_len: int) -> int:
@@ -114,7 +148,11 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         """Where each request's keys start; with limits at one address, because graphs hold it."""
         count = lengths.shape[0] + 1
         kept = self._key_starts
-        starts = torch.zeros(count, dtype=torch.int32, device=lengths.device) if kept is None else kept[:count]
+        starts = (
+            torch.zeros(count, dtype=torch.int32, device=lengths.device)
+            if kept is None
+            else kept[:count]
+        )
         torch.cumsum(lengths, 0, dtype=torch.int32, out=starts[1:])
         return starts
 
@@ -139,16 +177,24 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             "num_splits": int(self.config.get("num_splits", 0)),
         }
         takes = keywords_of(scheduler)
-        schedule: torch.Tensor = scheduler(**{name: value for name, value in arguments.items() if takes.takes(name)})
+        schedule: torch.Tensor = scheduler(
+            **{name: value for name, value in arguments.items() if takes.takes(name)}
+        )
         if self._schedule is None or schedule.numel() > self._schedule.numel():
             return schedule
-        kept = self._schedule[: schedule.numel()]  # one address for the builder's lifetime: graphs hold it
+        kept = self._schedule[
+            : schedule.numel()
+        ]  # one address for the builder's lifetime: graphs hold it
         kept.copy_(schedule, non_blocking=True)
         return kept
 
 
 def _check(common: CommonAttentionMetadata) -> None:
     if isinstance(common.causal, torch.Tensor):
-        raise ContractError("FlashAttention takes one causal flag for a batch, not one per request: mask_kind=per_request needs another backend")
+        raise ContractError(
+            "FlashAttention takes one causal flag for a batch, not one per request: mask_kind=per_request needs another backend"
+        )
     if common.query_bias is not None:
-        raise ContractError("FlashAttention takes no query_bias: mask_kind=query_bias needs another backend (triton, torch)")
+        raise ContractError(
+            "FlashAttention takes no query_bias: mask_kind=query_bias needs another backend (triton, torch)"
+        )

@@ -20,7 +20,14 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
-from attnlib.backends.probing import Import, Keywords, import_guarded, is_installed, keywords_of, package_version
+from attnlib.backends.probing import (
+    Import,
+    Keywords,
+    import_guarded,
+    is_installed,
+    keywords_of,
+    package_version,
+)
 from attnlib.device import resolve_device
 
 __all__ = ["SOURCES", "FlashKernel", "Found", "find_kernels", "nothing_installed"]
@@ -137,7 +144,9 @@ def _recognise(path: str, release: str, module: ModuleType) -> tuple[list[FlashK
     if varlen is None and kvcache is None:
         if getattr(module, "__file__", None) is None:
             return [], []  # a namespace that another package's submodule brought into being
-        return [], [f"{path} has neither flash_attn_varlen_func nor flash_attn_with_kvcache: a hollow build; reinstall it with its binaries"]
+        return [], [
+            f"{path} has neither flash_attn_varlen_func nor flash_attn_with_kvcache: a hollow build; reinstall it with its binaries"
+        ]
     if kvcache is not None:
         names = keywords_of(kvcache)
         if all(name in names for name in ("page_table", "cu_seqlens_q", "cache_seqlens")):
@@ -151,7 +160,9 @@ def _recognise(path: str, release: str, module: ModuleType) -> tuple[list[FlashK
         if "block_table" in names:
             return [FlashKernel(2, path, release, varlen, names, block_multiple=256)], []
     name = f"{path} {release}".strip()
-    return [], [f"{name} reads no paged cache (no block_table or page_table argument): install flash-attn 2.6 or later"]
+    return [], [
+        f"{name} reads no paged cache (no block_table or page_table argument): install flash-attn 2.6 or later"
+    ]
 
 
 def _third(
@@ -159,7 +170,11 @@ def _third(
 ) -> tuple[list[FlashKernel], list[str]]:
     flags = _build_flags(path, module)
     if "FLASHATTENTION_DISABLE_PAGEDKV" in flags or "FLASHATTENTION_DISABLE_VARLEN" in flags:
-        gone = "FLASHATTENTION_DISABLE_PAGEDKV" if "FLASHATTENTION_DISABLE_PAGEDKV" in flags else "FLASHATTENTION_DISABLE_VARLEN"
+        gone = (
+            "FLASHATTENTION_DISABLE_PAGEDKV"
+            if "FLASHATTENTION_DISABLE_PAGEDKV" in flags
+            else "FLASHATTENTION_DISABLE_VARLEN"
+        )
         return [], [f"{path} was built with {gone}: rebuild it without that flag"]
     select = {"ver": 3} if "ver" in names else {}
     scheduler = getattr(module, "get_scheduler_metadata", None)
@@ -172,14 +187,31 @@ def _several(
     home = inspect.getmodule(function) or module
     kernels, gaps = [], []
     for version in (3, 4, 2):
-        if not getattr(home, f"FA{version}_AVAILABLE", getattr(module, f"FA{version}_AVAILABLE", False)):
-            reason = getattr(home, f"FA{version}_UNAVAILABLE_REASON", getattr(module, f"FA{version}_UNAVAILABLE_REASON", None))
-            gaps.append(f"{path} was built without FlashAttention {version}{f' ({reason})' if reason else ''}: install a build that has it")
+        if not getattr(
+            home, f"FA{version}_AVAILABLE", getattr(module, f"FA{version}_AVAILABLE", False)
+        ):
+            reason = getattr(
+                home,
+                f"FA{version}_UNAVAILABLE_REASON",
+                getattr(module, f"FA{version}_UNAVAILABLE_REASON", None),
+            )
+            gaps.append(
+                f"{path} was built without FlashAttention {version}{f' ({reason})' if reason else ''}: install a build that has it"
+            )
             continue
         scheduler = getattr(module, "get_scheduler_metadata", None) if version == 3 else None
         multiple = 16 if version == 2 else 1
         kernels.append(
-            FlashKernel(version, path, release, function, names, {"fa_version": version}, scheduler, block_multiple=multiple)
+            FlashKernel(
+                version,
+                path,
+                release,
+                function,
+                names,
+                {"fa_version": version},
+                scheduler,
+                block_multiple=multiple,
+            )
         )
     return kernels, gaps
 
@@ -189,7 +221,9 @@ def _build_flags(path: str, module: ModuleType) -> frozenset[str]:
     config = getattr(module, "CONFIG", None)
     if config is None:
         parent = path.rpartition(".")[0]
-        record = import_guarded(f"{parent}.flash_attn_config" if parent else "flash_attn_config").module
+        record = import_guarded(
+            f"{parent}.flash_attn_config" if parent else "flash_attn_config"
+        ).module
         config = getattr(record, "CONFIG", None)
     flags = config.get("build_flags", {}) if isinstance(config, dict) else {}
     return frozenset(name for name, value in flags.items() if value)

@@ -34,7 +34,14 @@ class FlashInferBackend(AttentionBackend):
         head_sizes=Sizes(exactly=(64, 128, 256)),
         head_size_v_may_differ=False,
         block_sizes=Sizes(1),
-        kv_cache_layouts=("NHD", "HND", "NHD_INTERLEAVED", "HND_INTERLEAVED", "NHD_PACKED", "HND_PACKED"),
+        kv_cache_layouts=(
+            "NHD",
+            "HND",
+            "NHD_INTERLEAVED",
+            "HND_INTERLEAVED",
+            "NHD_PACKED",
+            "HND_PACKED",
+        ),
         group_sizes=Sizes(1),
         attn_types=(AttentionType.DECODER, AttentionType.ENCODER_DECODER),
         mask_kinds=(MaskKind.CAUSAL, MaskKind.BIDIRECTIONAL),
@@ -81,7 +88,9 @@ class FlashInferBackend(AttentionBackend):
             return []  # validate_configuration says that the device does not fit; no reason to import anything
         api, problem = find_api(device.capability)
         if api is None:
-            return [f"{problem} {environment_facts(device, ('flashinfer-python', 'flashinfer-jit-cache', 'flashinfer-cubin'))}"]
+            return [
+                f"{problem} {environment_facts(device, ('flashinfer-python', 'flashinfer-jit-cache', 'flashinfer-cubin'))}"
+            ]
         return toolchain_gaps(api.release)
 
     @classmethod
@@ -89,5 +98,7 @@ class FlashInferBackend(AttentionBackend):
         """FlashInfer's windows end at the query: a layer may look back a number of keys, never forward a number of keys."""
         right = spec.visible_window.right
         if right:
-            return [f"window={tuple(spec.visible_window)}: a bound of {right} keys after the query's own is not supported (supported: 0 or none)"]
+            return [
+                f"window={tuple(spec.visible_window)}: a bound of {right} keys after the query's own is not supported (supported: 0 or none)"
+            ]
         return []

@@ -10,7 +10,13 @@ import torch
 from attnlib.backends.base import AttentionImpl
 from attnlib.backends.flashinfer.metadata import FlashInferMetadata, plan_key
 from attnlib.backends.flashinfer.plans import Lease, PlanKey
-from attnlib.backends.results import apply_sinks, clear_rows, fill_empty, is_capturing, mark_empty_rows
+from attnlib.backends.results import (
+    apply_sinks,
+    clear_rows,
+    fill_empty,
+    is_capturing,
+    mark_empty_rows,
+)
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.metadata.parameters import PerLayerParameters
@@ -29,27 +35,56 @@ class FlashInferImpl(AttentionImpl):
         left, right = self.spec.visible_window.as_kernel_args()
         self._key = plan_key(PerLayerParameters(left, self.spec.logits_soft_cap, self.scale, right))
 
-    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: PagedKVCache,
+        slot_mapping: torch.Tensor,
+    ) -> None:
         """See `AttentionImpl.write_kv`; on a GPU with the Triton kernel, because FlashInfer appends by request and position, not by slot."""
         if not key.is_cuda:
             super().write_kv(key, value, cache, slot_mapping)
             return
         from attnlib.ops.triton.cache_write import write_kv
 
-        write_kv(key, value, cache.key_cache, cache.value_cache, slot_mapping, k_scale=cache.k_scale, v_scale=cache.v_scale)
+        write_kv(
+            key,
+            value,
+            cache.key_cache,
+            cache.value_cache,
+            slot_mapping,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+        )
 
     def forward(
-        self, query: torch.Tensor, cache: PagedKVCache, metadata: FlashInferMetadata, output: torch.Tensor, lse: torch.Tensor | None = None
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: FlashInferMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
     ) -> None:
         """See `AttentionImpl.forward`."""
         split, end = metadata.num_decode_tokens, metadata.num_actual_tokens
-        for plans, rows in ((metadata.decode_plans, slice(0, split)), (metadata.prefill_plans, slice(split, end))):
+        for plans, rows in (
+            (metadata.decode_plans, slice(0, split)),
+            (metadata.prefill_plans, slice(split, end)),
+        ):
             part_lse = None if lse is None else lse[rows]
             if plans:
-                self._run(self._plan(plans), query[rows], cache, output[rows], part_lse, metadata.scratch)
+                self._run(
+                    self._plan(plans), query[rows], cache, output[rows], part_lse, metadata.scratch
+                )
             elif rows.start < rows.stop:
                 fill_empty(output[rows], part_lse, self.sinks)
-        clear_rows(output, lse, metadata.query_start_loc, None if is_capturing(output) else metadata.live_tokens)
+        clear_rows(
+            output,
+            lse,
+            metadata.query_start_loc,
+            None if is_capturing(output) else metadata.live_tokens,
+        )
 
     def _plan(self, plans: Mapping[PlanKey, Lease]) -> Any:
         lease = plans.get(self._key)
@@ -63,13 +98,23 @@ class FlashInferImpl(AttentionImpl):
         return lease.wrapper
 
     def _run(
-        self, wrapper: Any, query: torch.Tensor, cache: PagedKVCache, output: torch.Tensor, lse: torch.Tensor | None, scratch: torch.Tensor
+        self,
+        wrapper: Any,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+        scratch: torch.Tensor,
     ) -> None:
         _check_strides(cache, self.prefix)
         k_scale, v_scale = cache.k_scale, cache.v_scale
-        if isinstance(k_scale, torch.Tensor):  # its value is on the device; as part of the query it need not be read back
+        if isinstance(
+            k_scale, torch.Tensor
+        ):  # its value is on the device; as part of the query it need not be read back
             query = (query.float() * k_scale).to(query.dtype)
-        packed, kernel_lse = _packed(output, lse, scratch, wants_lse=lse is not None or self.sinks is not None)
+        packed, kernel_lse = _packed(
+            output, lse, scratch, wants_lse=lse is not None or self.sinks is not None
+        )
         wrapper.run(
             q=query,
             paged_kv_cache=(cache.key_cache, cache.value_cache),
@@ -91,11 +136,15 @@ class FlashInferImpl(AttentionImpl):
             output.copy_(packed)
 
 
-def _packed(output: torch.Tensor, lse: torch.Tensor | None, scratch: torch.Tensor, *, wants_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _packed(
+    output: torch.Tensor, lse: torch.Tensor | None, scratch: torch.Tensor, *, wants_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Where the kernel writes: the caller's own tensors where they are packed, else views of the scratch memory."""
     rows, heads, size = output.shape
     end = rows * heads * size * output.element_size()
-    packed = output if output.is_contiguous() else scratch[:end].view(output.dtype).view(output.shape)
+    packed = (
+        output if output.is_contiguous() else scratch[:end].view(output.dtype).view(output.shape)
+    )
     if not wants_lse:
         return packed, None
     if lse is not None and lse.is_contiguous():

@@ -29,7 +29,11 @@ __all__ = ["FlashInferMetadata", "FlashInferMetadataBuilder", "plan_key", "scrat
 
 def plan_key(parameters: PerLayerParameters) -> PlanKey:
     """The part of a layer's parameters that its plan depends on; the scale is given at the call."""
-    return PlanKey(parameters.window_left, 0 if parameters.window_right == 0 else -1, parameters.logits_soft_cap or None)
+    return PlanKey(
+        parameters.window_left,
+        0 if parameters.window_right == 0 else -1,
+        parameters.logits_soft_cap or None,
+    )
 
 
 @dataclass(kw_only=True)
@@ -62,14 +66,23 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     cudagraph_support: ClassVar[CudaGraphSupport] = CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
     reorder_batch_threshold: ClassVar[int | None] = 1
 
-    def __init__(self, spec: AttentionSpec, device: torch.device | str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, spec: AttentionSpec, device: torch.device | str | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(spec, device, **kwargs)
         info = resolve_device(self.device)
         api, problem = find_api(info.capability)
         if api is None:
             raise BackendUnavailableError(problem)
         self._keys = self._plan_keys()
-        self._wrappers = Wrappers(api, spec, self.device, self.config, info.capability is not None and info.capability[0] == 9, self.limits)
+        self._wrappers = Wrappers(
+            api,
+            spec,
+            self.device,
+            self.config,
+            info.capability is not None and info.capability[0] == 9,
+            self.limits,
+        )
         most = scratch_bytes(spec, self.limits.max_num_tokens) if self.limits else 0
         self._scratch = Workspace(self.device, most, fixed=self.limits is not None)
         self._graphs: dict[tuple[int, int], dict[PlanKey, Lease]] = {}
@@ -79,11 +92,18 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         """Bytes of scratch memory held, apart from 8 MiB on the device and 8 MiB pinned for each plan in flight."""
         return self._wrappers.workspace_bytes + self._scratch.num_bytes
 
-    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> FlashInferMetadata:
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> FlashInferMetadata:
         """The batch, planned."""
         return self._build(common_attn_metadata, self._graphs.get(_graph_id(common_attn_metadata)))
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> FlashInferMetadata:
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> FlashInferMetadata:
         """A batch planned over fixed buffers; later batches over the same persistent lengths are planned into them.
 
         Raises:
@@ -96,16 +116,24 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             )
         slot = _graph_id(common)
         if slot not in self._graphs:
-            self._graphs[slot] = {key: self._wrappers.graph_pool(common).take() for key in self._keys}
+            self._graphs[slot] = {
+                key: self._wrappers.graph_pool(common).take() for key in self._keys
+            }
         metadata = self._build(common, self._graphs[slot])
         metadata.live_tokens = None  # another number at every replay
         return metadata
 
-    def update_block_table(self, metadata: FlashInferMetadata, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> FlashInferMetadata:
+    def update_block_table(
+        self, metadata: FlashInferMetadata, block_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> FlashInferMetadata:
         """The same batch with other blocks: page ids are part of a plan, so it is planned again."""
-        return self._build(metadata.common.replace(block_table_tensor=block_table, slot_mapping=slot_mapping), None)
+        return self._build(
+            metadata.common.replace(block_table_tensor=block_table, slot_mapping=slot_mapping), None
+        )
 
-    def _build(self, common: CommonAttentionMetadata, graph: dict[PlanKey, Lease] | None) -> FlashInferMetadata:
+    def _build(
+        self, common: CommonAttentionMetadata, graph: dict[PlanKey, Lease] | None
+    ) -> FlashInferMetadata:
         _check(common)
         fields = paged_fields(common, self.spec, None)
         decodes = _leading_single_tokens(common)
@@ -117,16 +145,32 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             max_decode_query_len=1,
         )
         scratch = self._scratch.reserve(scratch_bytes(self.spec, common.num_actual_tokens))
-        metadata = FlashInferMetadata(**fields, live_tokens=int(common.query_start_loc_cpu[-1]), common=common, scratch=scratch)
+        metadata = FlashInferMetadata(
+            **fields,
+            live_tokens=int(common.query_start_loc_cpu[-1]),
+            common=common,
+            scratch=scratch,
+        )
         # A request without new tokens has no row to compute, whatever its length.
-        lengths = np.where(common.query_lens_cpu.numpy() > 0, common.seq_lens_cpu.numpy(), 0).astype(np.int32)
+        lengths = np.where(
+            common.query_lens_cpu.numpy() > 0, common.seq_lens_cpu.numpy(), 0
+        ).astype(np.int32)
         if decodes and common.max_seq_len:
-            metadata.decode_plans = self._plan_decode(common, lengths[:decodes], graph if decodes == common.num_reqs else None)
+            metadata.decode_plans = self._plan_decode(
+                common, lengths[:decodes], graph if decodes == common.num_reqs else None
+            )
         if metadata.num_prefill_tokens and common.max_seq_len:
-            metadata.prefill_plans = self._plan_prefill(common, lengths, decodes, bool(fields["causal"]))
+            metadata.prefill_plans = self._plan_prefill(
+                common, lengths, decodes, bool(fields["causal"])
+            )
         return metadata
 
-    def _plan_decode(self, common: CommonAttentionMetadata, lengths: np.ndarray, graph: dict[PlanKey, Lease] | None) -> dict[PlanKey, Lease]:
+    def _plan_decode(
+        self,
+        common: CommonAttentionMetadata,
+        lengths: np.ndarray,
+        graph: dict[PlanKey, Lease] | None,
+    ) -> dict[PlanKey, Lease]:
         pages = self._pages(common, lengths, 0)
         plans = graph or {key: self._wrappers.pool("decode").take() for key in self._keys}
         for key, lease in plans.items():
@@ -143,7 +187,9 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             )
         return plans
 
-    def _plan_prefill(self, common: CommonAttentionMetadata, lengths: np.ndarray, first: int, causal: bool) -> dict[PlanKey, Lease]:
+    def _plan_prefill(
+        self, common: CommonAttentionMetadata, lengths: np.ndarray, first: int, causal: bool
+    ) -> dict[PlanKey, Lease]:
         starts = common.query_start_loc_cpu[first:] - common.query_start_loc_cpu[first]
         pages = self._pages(common, lengths[first:], first)
         sees_all = bool((lengths >= common.query_lens_cpu.numpy())[first:].all())
@@ -166,7 +212,9 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
 
     def _pages(self, common: CommonAttentionMetadata, lengths: np.ndarray, first: int) -> PageList:
         assert common.block_table_tensor is not None  # paged_fields has made sure
-        return list_pages(lengths, common.block_table_tensor[first : first + len(lengths)], self.spec.block_size)
+        return list_pages(
+            lengths, common.block_table_tensor[first : first + len(lengths)], self.spec.block_size
+        )
 
     def _plan_keys(self) -> tuple[PlanKey, ...]:
         left, right = self.spec.visible_window.as_kernel_args()
@@ -203,6 +251,10 @@ def _leading_single_tokens(common: CommonAttentionMetadata) -> int:
 
 def _check(common: CommonAttentionMetadata) -> None:
     if isinstance(common.causal, torch.Tensor):
-        raise ContractError("flashinfer takes one causal flag for a batch, not one per request: mask_kind=per_request needs another backend")
+        raise ContractError(
+            "flashinfer takes one causal flag for a batch, not one per request: mask_kind=per_request needs another backend"
+        )
     if common.query_bias is not None:
-        raise ContractError("flashinfer takes no query_bias: mask_kind=query_bias needs another backend (triton, torch)")
+        raise ContractError(
+            "flashinfer takes no query_bias: mask_kind=query_bias needs another backend (triton, torch)"
+        )

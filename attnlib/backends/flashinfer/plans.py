@@ -62,7 +62,12 @@ def list_pages(seq_lens: np.ndarray, block_table: torch.Tensor, block_size: int)
     np.cumsum(counts, out=indptr[1:])
     last = np.where(counts > 0, seq_lens - (counts - 1) * block_size, 1).astype(np.int32)
     starts, total = torch.from_numpy(indptr), int(indptr[-1])
-    return PageList(starts, _gather(block_table, starts, total), torch.from_numpy(last), torch.from_numpy(seq_lens.astype(np.int32)))
+    return PageList(
+        starts,
+        _gather(block_table, starts, total),
+        torch.from_numpy(last),
+        torch.from_numpy(seq_lens.astype(np.int32)),
+    )
 
 
 def _gather(block_table: torch.Tensor, starts: torch.Tensor, total: int) -> torch.Tensor:

@@ -28,13 +28,37 @@ _RUN = ("q", "paged_kv_cache", "q_scale", "k_scale", "v_scale", "out", "lse", "r
 
 _NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
     "BatchDecodeWithPagedKVCacheWrapper": {
-        "__init__": ("float_workspace_buffer", "kv_layout", "use_cuda_graph", "use_tensor_cores", "backend"),
-        "plan": ("indptr", "indices", "last_page_len", "num_qo_heads", "num_kv_heads", "head_dim", "page_size", "window_left", "logits_soft_cap"),
+        "__init__": (
+            "float_workspace_buffer",
+            "kv_layout",
+            "use_cuda_graph",
+            "use_tensor_cores",
+            "backend",
+        ),
+        "plan": (
+            "indptr",
+            "indices",
+            "last_page_len",
+            "num_qo_heads",
+            "num_kv_heads",
+            "head_dim",
+            "page_size",
+            "window_left",
+            "logits_soft_cap",
+        ),
         "run": _RUN,
     },
     "BatchPrefillWithPagedKVCacheWrapper": {
         "__init__": ("float_workspace_buffer", "kv_layout", "backend"),
-        "plan": ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "causal", "window_left", "logits_soft_cap"),
+        "plan": (
+            "qo_indptr",
+            "paged_kv_indptr",
+            "paged_kv_indices",
+            "paged_kv_last_page_len",
+            "causal",
+            "window_left",
+            "logits_soft_cap",
+        ),
         "run": _RUN,
     },
 }
@@ -62,15 +86,26 @@ def find_api(capability: tuple[int, int] | None) -> tuple[FlashInferApi | None, 
     with _architecture_named(capability):
         imported = import_guarded("flashinfer")
     if imported.module is None:
-        return None, imported.problem or "flashinfer is not installed: pip install flashinfer-python"
+        return (
+            None,
+            imported.problem or "flashinfer is not installed: pip install flashinfer-python",
+        )
     classes = [getattr(imported.module, name, None) for name in _NEEDED]
     for name, found in zip(_NEEDED, classes, strict=True):
         if found is None:
-            return None, f"flashinfer has no {name}: a hollow or very old package; pip install -U flashinfer-python"
+            return (
+                None,
+                f"flashinfer has no {name}: a hollow or very old package; pip install -U flashinfer-python",
+            )
         missing = _missing_arguments(found, name)
         if missing:
-            return None, f"flashinfer's {name}.{missing} is not an argument of this release: pip install -U flashinfer-python (0.6.12 or later)"
-    release = str(getattr(imported.module, "__version__", "")) or package_version("flashinfer-python", "flashinfer")
+            return (
+                None,
+                f"flashinfer's {name}.{missing} is not an argument of this release: pip install -U flashinfer-python (0.6.12 or later)",
+            )
+    release = str(getattr(imported.module, "__version__", "")) or package_version(
+        "flashinfer-python", "flashinfer"
+    )
     assert classes[0] is not None and classes[1] is not None  # checked just above
     return FlashInferApi(classes[0], classes[1], release), ""
 
@@ -105,14 +140,22 @@ def toolchain_gaps(release: str) -> list[str]:
         return []
     gaps = []
     if os.environ.get("FLASHINFER_DISABLE_JIT"):
-        gaps.append("FLASHINFER_DISABLE_JIT is set and no prebuilt kernels are installed: unset it, or install flashinfer-jit-cache")
+        gaps.append(
+            "FLASHINFER_DISABLE_JIT is set and no prebuilt kernels are installed: unset it, or install flashinfer-jit-cache"
+        )
     nvcc = _nvcc()
     if not nvcc.is_file():
-        gaps.append(f"flashinfer compiles its kernels and nvcc is not at {nvcc}: set CUDA_HOME to a CUDA toolkit, or install flashinfer-jit-cache")
+        gaps.append(
+            f"flashinfer compiles its kernels and nvcc is not at {nvcc}: set CUDA_HOME to a CUDA toolkit, or install flashinfer-jit-cache"
+        )
     if shutil.which("ninja") is None:
-        gaps.append("flashinfer compiles its kernels with ninja, which is not on PATH: pip install ninja, or install flashinfer-jit-cache")
+        gaps.append(
+            "flashinfer compiles its kernels with ninja, which is not on PATH: pip install ninja, or install flashinfer-jit-cache"
+        )
     if gaps and cached:
-        gaps.append(f"flashinfer-jit-cache {cached} does not match flashinfer {release}: install the same release of both")
+        gaps.append(
+            f"flashinfer-jit-cache {cached} does not match flashinfer {release}: install the same release of both"
+        )
     return gaps
 
 

@@ -42,7 +42,13 @@ class Wrappers:
     """
 
     def __init__(
-        self, api: FlashInferApi, spec: AttentionSpec, device: torch.device, config: Mapping[str, Any], hopper: bool, limits: BatchLimits | None
+        self,
+        api: FlashInferApi,
+        spec: AttentionSpec,
+        device: torch.device,
+        config: Mapping[str, Any],
+        hopper: bool,
+        limits: BatchLimits | None,
     ) -> None:
         self.spec = spec
         self.device = device
@@ -80,10 +86,21 @@ class Wrappers:
     def _announce(self, lease: Lease, key: PlanKey) -> None:
         """Say once for each set of kernels that they may be compiled now; kernels know whether there is a window or cap, not how large."""
         spec = self.spec
-        known = (_kind(lease), spec.dtype, spec.kv_dtype, spec.head_size, key.window_left >= 0, bool(key.logits_soft_cap))
+        known = (
+            _kind(lease),
+            spec.dtype,
+            spec.kv_dtype,
+            spec.head_size,
+            key.window_left >= 0,
+            bool(key.logits_soft_cap),
+        )
         if known not in _announced:
             _announced.add(known)
-            logger.info("flashinfer: first plan for %s; compiled now (about a minute) unless it is in %s", self._named(lease, key), _cache_folder())
+            logger.info(
+                "flashinfer: first plan for %s; compiled now (about a minute) unless it is in %s",
+                self._named(lease, key),
+                _cache_folder(),
+            )
 
     def _named(self, lease: Lease, key: PlanKey) -> str:
         return f"{_kind(lease)}, {self.spec.dtype}, cache {self.spec.kv_dtype}, head_size={self.spec.head_size}, {key}"
@@ -117,8 +134,15 @@ class Wrappers:
 
             def make() -> Any:
                 if kind == "decode":
-                    return self._api.decode(float_workspace_buffer=scratch, kv_layout="NHD", use_tensor_cores=self._tensor_cores(), backend="fa2")
-                return self._api.prefill(float_workspace_buffer=scratch, kv_layout="NHD", backend=kind)
+                    return self._api.decode(
+                        float_workspace_buffer=scratch,
+                        kv_layout="NHD",
+                        use_tensor_cores=self._tensor_cores(),
+                        backend="fa2",
+                    )
+                return self._api.prefill(
+                    float_workspace_buffer=scratch, kv_layout="NHD", backend=kind
+                )
 
             self._pools[kind] = WrapperPool(make, self.device)
         return self._pools[kind]
@@ -179,7 +203,11 @@ def _cache_folder() -> str:
 
 def _compiler_errors(error: BaseException) -> str | None:
     """The last lines of a failed build that name an error; None when it was no build."""
-    text = "\n".join(str(part) for part in (error, getattr(error, "output", None), getattr(error, "stderr", None)) if part)
+    text = "\n".join(
+        str(part)
+        for part in (error, getattr(error, "output", None), getattr(error, "stderr", None))
+        if part
+    )
     if "ninja" not in text.lower() and "nvcc" not in text:
         return None
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -20,18 +20,37 @@ class TorchImpl(AttentionImpl):
     """Attention by torch's own operations, decodes and prefills each by their own path."""
 
     def forward(
-        self, query: torch.Tensor, cache: PagedKVCache, metadata: TorchMetadata, output: torch.Tensor, lse: torch.Tensor | None = None
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: TorchMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
     ) -> None:
         """See `AttentionImpl.forward`."""
         split = metadata.num_decode_tokens
         decode, prefill = metadata.decode_metadata, metadata.prefill_metadata
         if decode is not None:
             rows = slice(0, None if prefill is None else split)
-            self._attend(paged_decode, decode, query[rows], cache, output[rows], None if lse is None else lse[rows])
+            self._attend(
+                paged_decode,
+                decode,
+                query[rows],
+                cache,
+                output[rows],
+                None if lse is None else lse[rows],
+            )
         if prefill is not None or decode is None:
             part = metadata if prefill is None else prefill
             rows = slice(split, None)
-            self._attend(paged_prefill, part, query[rows], cache, output[rows], None if lse is None else lse[rows])
+            self._attend(
+                paged_prefill,
+                part,
+                query[rows],
+                cache,
+                output[rows],
+                None if lse is None else lse[rows],
+            )
 
     def forward_unpaged(
         self,
@@ -57,7 +76,13 @@ class TorchImpl(AttentionImpl):
         )
 
     def _attend(
-        self, kernel: Any, part: TorchMetadata, query: torch.Tensor, cache: PagedKVCache, output: torch.Tensor, lse: torch.Tensor | None
+        self,
+        kernel: Any,
+        part: TorchMetadata,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
     ) -> None:
         kernel(
             query,

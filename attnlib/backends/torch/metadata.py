@@ -22,6 +22,13 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
 
     reorder_batch_threshold: ClassVar[int | None] = 8
 
-    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> TorchMetadata:
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TorchMetadata:
         """The batch, cut into decodes and prefills."""
-        return TorchMetadata(**paged_fields(common_attn_metadata, self.spec, self.reorder_batch_threshold))
+        return TorchMetadata(
+            **paged_fields(common_attn_metadata, self.spec, self.reorder_batch_threshold)
+        )

@@ -32,12 +32,26 @@ class TritonBackend(AttentionBackend):
         min_capability=(8, 0),
         rocm=True,
         dtypes=(torch.float16, torch.bfloat16, torch.float32),
-        kv_cache_dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2),
+        kv_cache_dtypes=(
+            torch.float16,
+            torch.bfloat16,
+            torch.float32,
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+        ),
         kv_scale_kinds=("tensor", "head"),
         head_sizes=Sizes(8, 512, 8),
         head_size_v_may_differ=True,
         block_sizes=Sizes(1),
-        kv_cache_layouts=("NHD", "HND", "NHD_INTERLEAVED", "HND_INTERLEAVED", "NHD_PACKED", "HND_PACKED", "ANY"),
+        kv_cache_layouts=(
+            "NHD",
+            "HND",
+            "NHD_INTERLEAVED",
+            "HND_INTERLEAVED",
+            "NHD_PACKED",
+            "HND_PACKED",
+            "ANY",
+        ),
         group_sizes=Sizes(1),
         attn_types=tuple(AttentionType),
         mask_kinds=tuple(MaskKind),
@@ -82,12 +96,22 @@ class TritonBackend(AttentionBackend):
             return ['triton is not installed: pip install "triton>=3.6"']
         if device.type == "cpu":
             return _interpreter_gaps()
-        return _toolchain_gaps() if device.type == "cuda" and not (device.is_rocm or device.imagined) else []
+        return (
+            _toolchain_gaps()
+            if device.type == "cuda" and not (device.is_rocm or device.imagined)
+            else []
+        )
 
     @classmethod
     def notes(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
         """On Hopper, which phases its own Gluon kernels serve, and what leaves a phase to the plain ones."""
-        if device.type != "cuda" or device.is_rocm or not device.capability or device.capability[0] != 9 or not spec.is_paged:
+        if (
+            device.type != "cuda"
+            or device.is_rocm
+            or not device.capability
+            or device.capability[0] != 9
+            or not spec.is_paged
+        ):
             return []
         if cls.config.get("kernels") == "portable":
             return ["plain Triton kernels (kernels=portable)"]
@@ -97,7 +121,9 @@ class TritonBackend(AttentionBackend):
     def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
         """On a CPU the interpreter computes with numpy, which has no bfloat16."""
         if device.type == "cpu" and torch.bfloat16 in (spec.dtype, spec.kv_dtype):
-            return ["bfloat16 on a CPU: Triton's interpreter multiplies it wrongly (use float32 or float16 there)"]
+            return [
+                "bfloat16 on a CPU: Triton's interpreter multiplies it wrongly (use float32 or float16 there)"
+            ]
         return []
 
 
@@ -108,13 +134,17 @@ def _interpreter_gaps() -> list[str]:
     """
     gaps = []
     if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
-        gaps.append("on a CPU Triton only interprets: set TRITON_INTERPRET=1 before triton is imported (slow, for tests)")
+        gaps.append(
+            "on a CPU Triton only interprets: set TRITON_INTERPRET=1 before triton is imported (slow, for tests)"
+        )
     installed = {name: _version(name) for name in ("triton", "numpy")}
     if not installed["numpy"]:
         gaps.append("Triton's interpreter needs numpy: pip install numpy")
     elif (0,) < installed["triton"] < (3, 7) and installed["numpy"] >= (2, 4):
         triton, numpy = (".".join(map(str, version)) for version in installed.values())
-        gaps.append(f'the interpreter of Triton {triton} fails with numpy {numpy}: pip install "triton>=3.7", or pip install "numpy<2.4"')
+        gaps.append(
+            f'the interpreter of Triton {triton} fails with numpy {numpy}: pip install "triton>=3.7", or pip install "numpy<2.4"'
+        )
     return gaps
 
 
@@ -130,12 +160,16 @@ def _version(package: str) -> tuple[int, ...]:
 def _toolchain_gaps() -> list[str]:
     """What Triton's own launcher needs before the first kernel: a C compiler and the driver library (J1)."""
     gaps = []
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+    compiler = (
+        os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+    )
     if not compiler or not (os.path.isfile(compiler) or shutil.which(compiler)):
         gaps.append("no C compiler for Triton's launcher: install gcc or clang, or set CC to one")
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         if ctypes.util.find_library("cuda") is None:
-            gaps.append("libcuda.so.1 is not found: install the NVIDIA driver, or put its folder on LD_LIBRARY_PATH")
+            gaps.append(
+                "libcuda.so.1 is not found: install the NVIDIA driver, or put its folder on LD_LIBRARY_PATH"
+            )
     return gaps

@@ -36,12 +36,31 @@ class TritonImpl(AttentionImpl):
         }
         self._kernels = str(self.config.get("kernels", "auto"))
 
-    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: PagedKVCache,
+        slot_mapping: torch.Tensor,
+    ) -> None:
         """See `AttentionImpl.write_kv`."""
-        write_kv(key, value, cache.key_cache, cache.value_cache, slot_mapping, k_scale=cache.k_scale, v_scale=cache.v_scale)
+        write_kv(
+            key,
+            value,
+            cache.key_cache,
+            cache.value_cache,
+            slot_mapping,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+        )
 
     def forward(
-        self, query: torch.Tensor, cache: PagedKVCache, metadata: TritonMetadata, output: torch.Tensor, lse: torch.Tensor | None = None
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: TritonMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
     ) -> None:
         """See `AttentionImpl.forward`."""
         if metadata.num_prefills == 0 and metadata.num_decodes:
@@ -50,7 +69,11 @@ class TritonImpl(AttentionImpl):
         if metadata.num_decodes == 0:
             self._prefill(metadata, query, cache, output, lse)
             return
-        split, decode, prefill = metadata.num_decode_tokens, metadata.decode_metadata, metadata.prefill_metadata
+        split, decode, prefill = (
+            metadata.num_decode_tokens,
+            metadata.decode_metadata,
+            metadata.prefill_metadata,
+        )
         assert decode is not None and prefill is not None  # both counts are above 0
         paged_mixed(
             _half(decode, query[:split], output[:split], None if lse is None else lse[:split]),
@@ -66,16 +89,29 @@ class TritonImpl(AttentionImpl):
         )
 
     def settle(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: PagedKVCache, metadata: TritonMetadata, output: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: TritonMetadata,
+        output: torch.Tensor,
     ) -> Settled | None:
         """Decode steps are repeated by a handful of launches; the rest is served as before. See `AttentionImpl.settle`."""
         if (type(self).forward, type(self).write_kv) != _SETTLED:
             return None  # somebody serves calls in another way
-        if metadata.num_prefills or not metadata.num_decodes or self.alibi_slopes is not None or metadata.query_bias is not None:
+        if (
+            metadata.num_prefills
+            or not metadata.num_decodes
+            or self.alibi_slopes is not None
+            or metadata.query_bias is not None
+        ):
             return None
         if not isinstance(metadata.causal, bool):
             return None
-        return settle_decode(self, query, key, value, cache, metadata, output, self._meaning, self._kernels)
+        return settle_decode(
+            self, query, key, value, cache, metadata, output, self._meaning, self._kernels
+        )
 
     def forward_unpaged(
         self,
@@ -103,7 +139,12 @@ class TritonImpl(AttentionImpl):
         )
 
     def _decode(
-        self, part: TritonMetadata, query: torch.Tensor, cache: PagedKVCache, output: torch.Tensor, lse: torch.Tensor | None
+        self,
+        part: TritonMetadata,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
     ) -> None:
         assert part.block_table is not None  # the builder refuses a paged layer without one
         paged_decode(
@@ -128,7 +169,12 @@ class TritonImpl(AttentionImpl):
         )
 
     def _prefill(
-        self, part: TritonMetadata, query: torch.Tensor, cache: PagedKVCache, output: torch.Tensor, lse: torch.Tensor | None
+        self,
+        part: TritonMetadata,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
     ) -> None:
         assert part.block_table is not None  # the builder refuses a paged layer without one
         paged_prefill(
@@ -156,8 +202,19 @@ _SETTLED = (TritonImpl.forward, TritonImpl.write_kv)
 """What a settled step stands for."""
 
 
-def _half(part: TritonMetadata, query: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None) -> Half:
+def _half(
+    part: TritonMetadata, query: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None
+) -> Half:
     assert part.block_table is not None  # the builder refuses a paged layer without one
     return Half(
-        query, part.block_table, part.query_start_loc, part.seq_lens, part.max_query_len, part.max_seq_len, part.causal, part.query_bias, output, lse
+        query,
+        part.block_table,
+        part.query_start_loc,
+        part.seq_lens,
+        part.max_query_len,
+        part.max_seq_len,
+        part.causal,
+        part.query_bias,
+        output,
+        lse,
     )

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnlib.ops.triton.hopper.limits import HOPPER_DECODE_KEYS, PAIRS_PER_SM, decode_gaps, decode_rows, prefill_gaps
+from attnlib.ops.triton.hopper.limits import (
+    HOPPER_DECODE_KEYS,
+    PAIRS_PER_SM,
+    decode_gaps,
+    decode_rows,
+    prefill_gaps,
+)
 from attnlib.ops.triton.splits import visible_bound
 from attnlib.spec import AttentionSpec, MaskKind
 
@@ -19,7 +25,14 @@ _ENDLESS = 1 << 30
 
 def hopper_notes(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]:
     """A line for what the Gluon kernels serve, and one for each phase that they leave to the plain ones, with the reasons."""
-    layer = (capability, spec.dtype, spec.kv_dtype, (spec.head_size, spec.head_size_v), spec.block_size, spec.group_size)
+    layer = (
+        capability,
+        spec.dtype,
+        spec.kv_dtype,
+        (spec.head_size, spec.head_size_v),
+        spec.block_size,
+        spec.group_size,
+    )
     features: dict[str, Any] = {
         "causal_per_request": spec.mask_kind is MaskKind.PER_REQUEST,
         "alibi": spec.has_alibi,
@@ -29,7 +42,11 @@ def hopper_notes(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]:
     decode = decode_gaps(*layer, spec.num_kv_heads, _SMS, **features) or _window_gaps(spec)
     served = [*([] if prefill else ["prefill"]), *([] if decode else [_served_decodes(spec)])]
     notes = [f"Gluon kernels for SM90: {', '.join(served)}"] if served else []
-    return notes + [f"{phase} by plain Triton: {'; '.join(gaps)}" for phase, gaps in (("prefill", prefill), ("decode", decode)) if gaps]
+    return notes + [
+        f"{phase} by plain Triton: {'; '.join(gaps)}"
+        for phase, gaps in (("prefill", prefill), ("decode", decode))
+        if gaps
+    ]
 
 
 def _served_decodes(spec: AttentionSpec) -> str:
@@ -44,6 +61,16 @@ def _tokens(spec: AttentionSpec) -> int:
 
 def _window_gaps(spec: AttentionSpec) -> list[str]:
     """A window or chunk that never shows as many keys as the Hopper decode is quicker from."""
-    most = visible_bound(_tokens(spec), _ENDLESS, spec.visible_window.as_kernel_args(), spec.is_causal, spec.attention_chunk_size or 0)
+    most = visible_bound(
+        _tokens(spec),
+        _ENDLESS,
+        spec.visible_window.as_kernel_args(),
+        spec.is_causal,
+        spec.attention_chunk_size or 0,
+    )
     few = HOPPER_DECODE_KEYS[0]
-    return [f"at most {most} keys are visible; the Hopper decode is taken from {few} on"] if most < few else []
+    return (
+        [f"at most {most} keys are visible; the Hopper decode is taken from {few} on"]
+        if most < few
+        else []
+    )

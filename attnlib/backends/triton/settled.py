@@ -46,17 +46,39 @@ def settle_decode(
         metadata.workspace,
         metadata.counters,
     )
-    options = Options(causal=metadata.causal, query_bias=None, out=output, lse=None, k_scale=1.0, v_scale=1.0, **meaning)
+    options = Options(
+        causal=metadata.causal,
+        query_bias=None,
+        out=output,
+        lse=None,
+        k_scale=1.0,
+        v_scale=1.0,
+        **meaning,
+    )
     repeat = settle(query, key, value, cache.key_cache, cache.value_cache, batch, options, kernels)
     return None if repeat is None else _guarded(repeat, batch, metadata)
 
 
 def _guarded(repeat: Repeat, batch: DecodeBatch, before: TritonMetadata) -> Settled:
     """`repeat`, for layers that nobody serves in another way, while the metadata holds what it held `before`: the same objects."""
-    slots, table, starts, lens = batch.slot_mapping, batch.block_table, batch.query_start_loc, batch.seq_lens
+    slots, table, starts, lens = (
+        batch.slot_mapping,
+        batch.block_table,
+        batch.query_start_loc,
+        batch.seq_lens,
+    )
     workspace, counters = batch.workspace, batch.counters
-    causal, bias, longest_query, longest = before.causal, before.query_bias, before.max_query_len, before.max_seq_len
-    num_tokens, num_decodes, num_prefills = before.num_actual_tokens, before.num_decodes, before.num_prefills
+    causal, bias, longest_query, longest = (
+        before.causal,
+        before.query_bias,
+        before.max_query_len,
+        before.max_seq_len,
+    )
+    num_tokens, num_decodes, num_prefills = (
+        before.num_actual_tokens,
+        before.num_decodes,
+        before.num_prefills,
+    )
 
     def serve(
         impl: AttentionImpl,

@@ -30,7 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; 0 when every token and logit is what the model's own eager attention says, 1 when not, 2 when it cannot run."""
     options = _parser().parse_args(argv)
     if importlib.util.find_spec("transformers") is None:
-        print('attnlib demo runs a transformers model: pip install "attnlib[transformers]"', file=sys.stderr)
+        print(
+            'attnlib demo runs a transformers model: pip install "attnlib[transformers]"',
+            file=sys.stderr,
+        )
         return 2
     device = _device(options.device)
     _interpret_if_asked(options.backend or env.read("ATTNLIB_BACKEND"), device)
@@ -49,16 +52,31 @@ def _demo(options: argparse.Namespace, device: torch.device) -> int:
     subject = _subject(options, device)
     count = options.requests or (3 if options.tiny else 12)
     new_tokens = options.max_new_tokens or (4 if options.tiny else 24)
-    requests = [Request(index, subject.encode(text), new_tokens) for index, text in enumerate(prompts(count, tiny=options.tiny))]
-    paged = PagedModel(subject.model, num_blocks=options.num_blocks, block_size=options.block_size, backend=options.backend)
+    requests = [
+        Request(index, subject.encode(text), new_tokens)
+        for index, text in enumerate(prompts(count, tiny=options.tiny))
+    ]
+    paged = PagedModel(
+        subject.model,
+        num_blocks=options.num_blocks,
+        block_size=options.block_size,
+        backend=options.backend,
+    )
     budget = options.token_budget or (48 if options.tiny else 128)
-    scheduler = Scheduler(BlockAllocator(options.num_blocks, options.block_size), budget, options.max_num_reqs)
+    scheduler = Scheduler(
+        BlockAllocator(options.num_blocks, options.block_size), budget, options.max_num_reqs
+    )
     if not options.json:
-        print(f"{subject.name}, {str(next(subject.model.parameters()).dtype).removeprefix('torch.')} on {device}\n")
+        print(
+            f"{subject.name}, {str(next(subject.model.parameters()).dtype).removeprefix('torch.')} on {device}\n"
+        )
         print(_selection(subject, options, device), end="\n\n")
     warmed = warm_up(paged, scheduler, requests) if device.type != "cpu" else 0.0
     served = serve(paged, scheduler, requests, None if options.json else Progress(requests))
-    numbers, verdict = {**figures(paged, requests, served), "warmup_seconds": warmed}, judge(subject.model, requests, served.logits)
+    numbers, verdict = (
+        {**figures(paged, requests, served), "warmup_seconds": warmed},
+        judge(subject.model, requests, served.logits),
+    )
     if options.json:
         print(json.dumps(as_json(subject, requests, numbers, verdict), indent=2))
     else:
@@ -74,16 +92,22 @@ def _device(wish: str | None) -> torch.device:
     """
     device = resolve_device(wish)
     if device.imagined or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise ContractError(f"--device {wish}: no such device is here (torch {torch.__version__}); use --device cpu")
+        raise ContractError(
+            f"--device {wish}: no such device is here (torch {torch.__version__}); use --device cpu"
+        )
     return torch.device(wish or device.type)
 
 
 def _subject(options: argparse.Namespace, device: torch.device) -> Subject:
     from attnlib.cli.demo.model import embedded, named
 
-    dtype = getattr(torch, options.dtype or ("float32" if device.type == "cpu" else "bfloat16"), None)
+    dtype = getattr(
+        torch, options.dtype or ("float32" if device.type == "cpu" else "bfloat16"), None
+    )
     if not isinstance(dtype, torch.dtype):
-        raise ContractError(f"--dtype {options.dtype} is no torch dtype; use float32, bfloat16 or float16")
+        raise ContractError(
+            f"--dtype {options.dtype} is no torch dtype; use float32, bfloat16 or float16"
+        )
     if options.model:
         return named(options.model, device, dtype)
     return embedded(device, dtype, options.seed, tiny=options.tiny)
@@ -94,16 +118,28 @@ def _selection(subject: Subject, options: argparse.Namespace, device: torch.devi
     model = subject.model
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
-        specs = specs_from_config(folder, dtype=next(model.parameters()).dtype, block_size=options.block_size)
+        specs = specs_from_config(
+            folder, dtype=next(model.parameters()).dtype, block_size=options.block_size
+        )
     tables = {kind: str(explain(spec, device, options.backend)) for kind, spec in specs.items()}
-    return "\n\n".join(table if len(tables) == 1 else f"{kind}\n{table}" for kind, table in tables.items())
+    return "\n\n".join(
+        table if len(tables) == 1 else f"{kind}\n{table}" for kind, table in tables.items()
+    )
 
 
 def _interpret_if_asked(wish: str, device: torch.device) -> None:
     """Triton named on a machine without a GPU means its interpreter: switch it on, and say so, before anything imports triton."""
-    if device.type == "cpu" and "triton" in wish.replace("-triton", "") and "TRITON_INTERPRET" not in os.environ and "triton" not in sys.modules:
+    if (
+        device.type == "cpu"
+        and "triton" in wish.replace("-triton", "")
+        and "TRITON_INTERPRET" not in os.environ
+        and "triton" not in sys.modules
+    ):
         os.environ["TRITON_INTERPRET"] = "1"
-        print("no GPU here: Triton's kernels run in its interpreter (TRITON_INTERPRET=1), which is slow; --tiny keeps it short", file=sys.stderr)
+        print(
+            "no GPU here: Triton's kernels run in its interpreter (TRITON_INTERPRET=1), which is slow; --tiny keeps it short",
+            file=sys.stderr,
+        )
 
 
 def _count(text: str) -> int:
@@ -115,17 +151,36 @@ def _count(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="attnlib demo", description=__doc__)
-    parser.add_argument("--model", help="folder or name of a causal language model (default: a small decoder with seeded weights)")
+    parser.add_argument(
+        "--model",
+        help="folder or name of a causal language model (default: a small decoder with seeded weights)",
+    )
     parser.add_argument("--backend", help="as ATTNLIB_BACKEND")
     parser.add_argument("--device", help="default: a GPU where there is one, else the CPU")
     parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
-    parser.add_argument("--requests", type=_count, help="how many prompts (default 12; 3 with --tiny)")
-    parser.add_argument("--max-new-tokens", type=_count, help="tokens to generate for each (default 24; 4 with --tiny)")
-    parser.add_argument("--block-size", type=_count, default=16, help="tokens in one cache block (default 16)")
-    parser.add_argument("--num-blocks", type=_count, default=256, help="blocks in the cache (default 256)")
-    parser.add_argument("--token-budget", type=_count, help="most tokens in one step (default 128; 48 with --tiny)")
-    parser.add_argument("--max-num-reqs", type=_count, default=64, help="most requests in one step (default 64)")
+    parser.add_argument(
+        "--requests", type=_count, help="how many prompts (default 12; 3 with --tiny)"
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        type=_count,
+        help="tokens to generate for each (default 24; 4 with --tiny)",
+    )
+    parser.add_argument(
+        "--block-size", type=_count, default=16, help="tokens in one cache block (default 16)"
+    )
+    parser.add_argument(
+        "--num-blocks", type=_count, default=256, help="blocks in the cache (default 256)"
+    )
+    parser.add_argument(
+        "--token-budget", type=_count, help="most tokens in one step (default 128; 48 with --tiny)"
+    )
+    parser.add_argument(
+        "--max-num-reqs", type=_count, default=64, help="most requests in one step (default 64)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the default model's weights")
-    parser.add_argument("--tiny", action="store_true", help="a very small model and three short prompts")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a very small model and three short prompts"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser

@@ -12,7 +12,9 @@ from attnlib.errors import ContractError
 
 __all__ = ["Subject", "embedded", "named", "prompts"]
 
-_PREFIX = "You are a patient assistant who answers in one short sentence and never invents a figure. "
+_PREFIX = (
+    "You are a patient assistant who answers in one short sentence and never invents a figure. "
+)
 _QUESTIONS = (
     "Why is the sky blue?",
     "Name three uses of a paged cache.",
@@ -61,7 +63,9 @@ def embedded(device: torch.device, dtype: torch.dtype, seed: int, *, tiny: bool)
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config).eval().to(device=device, dtype=dtype)
     name = f"embedded decoder, {layers} layers, {heads}/{kv_heads} heads of {hidden // heads}, seed {seed}"
-    return Subject(name, model, lambda text: list(text.encode()), lambda ids: bytes(ids).decode("latin-1"))
+    return Subject(
+        name, model, lambda text: list(text.encode()), lambda ids: bytes(ids).decode("latin-1")
+    )
 
 
 def named(path: str, device: torch.device, dtype: torch.dtype) -> Subject:
@@ -74,17 +78,29 @@ def named(path: str, device: torch.device, dtype: torch.dtype) -> Subject:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval().to(device)
+        model = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+            .eval()
+            .to(device)
+        )
     except (OSError, ValueError) as error:
         raise ContractError(
             f"--model {path}: transformers cannot load a causal language model with its tokenizer from there; give a folder that holds one, or a "
             f"name on its hub: {error}"
         ) from error
-    return Subject(path, model, lambda text: list(tokenizer(text)["input_ids"]), lambda ids: str(tokenizer.decode(ids)))
+    return Subject(
+        path,
+        model,
+        lambda text: list(tokenizer(text)["input_ids"]),
+        lambda ids: str(tokenizer.decode(ids)),
+    )
 
 
 def prompts(count: int, *, tiny: bool) -> list[str]:
     """Prompts of mixed lengths with a common beginning."""
     prefix = _PREFIX[:35] if tiny else _PREFIX
     questions = [question[:24] for question in _QUESTIONS] if tiny else _QUESTIONS
-    return [prefix + questions[index % len(questions)] * (1 + index // len(questions)) for index in range(count)]
+    return [
+        prefix + questions[index % len(questions)] * (1 + index // len(questions))
+        for index in range(count)
+    ]

@@ -114,7 +114,9 @@ class Scheduler:
             count = min(request.num_pending, budget)
             if not self._grow(request, count):
                 continue
-            (decodes if request.num_pending == 1 else chunks).append(Work(request, request.num_computed, count))
+            (decodes if request.num_pending == 1 else chunks).append(
+                Work(request, request.num_computed, count)
+            )
             budget -= count
         while budget and self.waiting and len(self.running) < self.max_num_reqs:
             work = self._admit(budget)

@@ -37,7 +37,12 @@ class Served:
     preemptions: int = 0
 
 
-def serve(paged: PagedModel, scheduler: Scheduler, requests: list[Request], on_step: Callable[[Served], None] | None = None) -> Served:
+def serve(
+    paged: PagedModel,
+    scheduler: Scheduler,
+    requests: list[Request],
+    on_step: Callable[[Served], None] | None = None,
+) -> Served:
     """Serve all requests by greedy decoding; each ends with its tokens in `generated`.
 
     Raises:
@@ -65,9 +70,13 @@ def warm_up(paged: PagedModel, scheduler: Scheduler, requests: list[Request]) ->
 
     The copies leave their keys and values in the same caches, where the real run finds them as garbage (P5).
     """
-    copies = [Request(request.index, request.prompt, request.max_new_tokens) for request in requests]
+    copies = [
+        Request(request.index, request.prompt, request.max_new_tokens) for request in requests
+    ]
     pool = BlockAllocator(scheduler.allocator.num_blocks, scheduler.allocator.block_size)
-    return serve(paged, Scheduler(pool, scheduler.token_budget, scheduler.max_num_reqs), copies).seconds
+    return serve(
+        paged, Scheduler(pool, scheduler.token_budget, scheduler.max_num_reqs), copies
+    ).seconds
 
 
 def _run(paged: PagedModel, scheduler: Scheduler, plan: list[Work], served: Served) -> None:
@@ -79,12 +88,20 @@ def _run(paged: PagedModel, scheduler: Scheduler, plan: list[Work], served: Serv
         block_size=paged.block_size,
         device=device,
     )
-    ids = [token for work in plan for token in work.request.tokens[work.start : work.start + work.count]]
-    positions = [position for work in plan for position in range(work.start, work.start + work.count)]
+    ids = [
+        token
+        for work in plan
+        for token in work.request.tokens[work.start : work.start + work.count]
+    ]
+    positions = [
+        position for work in plan for position in range(work.start, work.start + work.count)
+    ]
     ends = batch.query_start_loc_cpu[1:] - 1
     sampling = [index for index, work in enumerate(plan) if work.samples]
     rows = ends[sampling].long().to(device)
-    logits = paged.step(torch.tensor(ids, device=device), torch.tensor(positions, device=device), batch, rows)
+    logits = paged.step(
+        torch.tensor(ids, device=device), torch.tensor(positions, device=device), batch, rows
+    )
     chosen = logits.argmax(-1).tolist()
     kept = logits.float().cpu()
     next_tokens = dict(zip(sampling, chosen, strict=True))

@@ -45,12 +45,20 @@ class Verdict:
     @property
     def passed(self) -> bool:
         """Something was compared, logits are within the budget, and every token is equal or excused."""
-        return self.tokens > 0 and self.largest_error <= self.budget and self.equal + self.excused == self.tokens
+        return (
+            self.tokens > 0
+            and self.largest_error <= self.budget
+            and self.equal + self.excused == self.tokens
+        )
 
     def __str__(self) -> str:
         tokens = f"{self.equal}/{self.tokens} tokens equal to eager attention's"
         error = f"largest logit error {self.largest_error:.1e} of the row's largest (allowed {self.budget:.0e})"
-        ties = f"; {self.excused} differ where eager prefers its own by less than that" if self.excused else ""
+        ties = (
+            f"; {self.excused} differ where eager prefers its own by less than that"
+            if self.excused
+            else ""
+        )
         divergence = f"; first divergence: {self.divergence}" if self.divergence else ""
         return f"{'PASSED' if self.passed else 'FAILED'}: {tokens}; {error}{ties}{divergence}"
 
@@ -66,7 +74,10 @@ def judge(model: Any, requests: list[Request], logits: dict[int, list[torch.Tens
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        pairs = [(request, _reference(model, request), torch.stack(logits[request.index])) for request in requests]
+        pairs = [
+            (request, _reference(model, request), torch.stack(logits[request.index]))
+            for request in requests
+        ]
     finally:
         model.set_attn_implementation(before)
     return compare(pairs, next(model.parameters()).dtype)
@@ -79,7 +90,9 @@ def compare(pairs: list[tuple[Request, torch.Tensor, torch.Tensor]], dtype: torc
     worst, divergence = 0.0, ""
     for request, theirs, ours in pairs:
         errors, scales = (theirs - ours).abs().amax(-1), theirs.abs().amax(-1)
-        shares = torch.where(errors == 0, 0.0, errors / scales).nan_to_num(nan=torch.inf)  # NaN compares as neither more nor less
+        shares = torch.where(errors == 0, 0.0, errors / scales).nan_to_num(
+            nan=torch.inf
+        )  # NaN compares as neither more nor less
         worst = max(worst, float(shares.max()))
         for place, (row, token) in enumerate(zip(theirs, request.generated, strict=True)):
             best = int(row.argmax())
@@ -92,12 +105,21 @@ def compare(pairs: list[tuple[Request, torch.Tensor, torch.Tensor]], dtype: torc
                 f"request {request.index}, token {place}: {token} where eager has {best}, preferred by {gap:.1e} "
                 f"({gap / float(scales[place]):.1e} of the row's largest)"
             )
-    return Verdict(sum(len(request.generated) for request, _, _ in pairs), equal, worst, budget, divergence, excused)
+    return Verdict(
+        sum(len(request.generated) for request, _, _ in pairs),
+        equal,
+        worst,
+        budget,
+        divergence,
+        excused,
+    )
 
 
 @torch.no_grad()
 def _reference(model: Any, request: Request) -> torch.Tensor:
     """Logits of each generated token, `[generated tokens, vocabulary]` float32 on the CPU."""
     ids = torch.tensor([request.tokens[:-1]], device=next(model.parameters()).device)
-    logits: torch.Tensor = model(ids, use_cache=False).logits[0, len(request.prompt) - 1 :].float().cpu()
+    logits: torch.Tensor = (
+        model(ids, use_cache=False).logits[0, len(request.prompt) - 1 :].float().cpu()
+    )
     return logits

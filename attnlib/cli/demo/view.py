@@ -55,18 +55,26 @@ def figures(paged: PagedModel, requests: list[Request], served: Served) -> dict[
     }
 
 
-def show(subject: Subject, requests: list[Request], numbers: dict[str, Any], verdict: Verdict) -> None:
+def show(
+    subject: Subject, requests: list[Request], numbers: dict[str, Any], verdict: Verdict
+) -> None:
     """Tokens, figures and the verdict, for a reader."""
     print()
     for request in requests[:4]:
         text = subject.decode(request.generated)
-        print(f"  request {request.index}: {len(request.prompt)} prompt tokens ({request.num_reused} reused) -> {text!r}")
+        print(
+            f"  request {request.index}: {len(request.prompt)} prompt tokens ({request.num_reused} reused) -> {text!r}"
+        )
     if len(requests) > 4:
         print(f"  ... and {len(requests) - 4} more")
     print(
         f"\n{numbers['generated_tokens']} tokens for {numbers['requests']} requests in {numbers['seconds']:.2f} s and {numbers['steps']} steps: "
         f"{numbers['tokens_per_second']:.0f} tokens/s on {', '.join(numbers['backends'])}"
-        + (f", after a warm-up of {numbers['warmup_seconds']:.1f} s" if numbers["warmup_seconds"] else "")
+        + (
+            f", after a warm-up of {numbers['warmup_seconds']:.1f} s"
+            if numbers["warmup_seconds"]
+            else ""
+        )
     )
     print(
         f"prompts: {numbers['prompt_tokens']} tokens, {numbers['reused_prompt_tokens']} of them found in the cache; "
@@ -76,7 +84,14 @@ def show(subject: Subject, requests: list[Request], numbers: dict[str, Any], ver
     print(verdict)
 
 
-def as_json(subject: Subject, requests: list[Request], numbers: dict[str, Any], verdict: Verdict) -> dict[str, Any]:
+def as_json(
+    subject: Subject, requests: list[Request], numbers: dict[str, Any], verdict: Verdict
+) -> dict[str, Any]:
     """The same as data."""
     tokens = {request.index: request.generated for request in requests}
-    return {"model": subject.name, **numbers, "tokens": tokens, "verdict": {**asdict(verdict), "passed": verdict.passed}}
+    return {
+        "model": subject.name,
+        **numbers,
+        "tokens": tokens,
+        "verdict": {**asdict(verdict), "passed": verdict.passed},
+    }

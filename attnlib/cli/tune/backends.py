@@ -35,19 +35,35 @@ def _case(row: Row) -> BenchCase:
 
 def _rank(layer: dict[str, Any], rows: Sequence[Row], provenance: str) -> dict[str, Any]:
     cases = list(dict.fromkeys(row.case for row in rows if row.us))
-    times = {case: {row.backend: row.us for row in rows if row.case == case and row.us and row.checked} for case in cases}
+    times = {
+        case: {row.backend: row.us for row in rows if row.case == case and row.us and row.checked}
+        for case in cases
+    }
     left_out: dict[str, str] = {}
     for row in rows:
         if row.status != "ok" or not row.us or not row.checked:
-            left_out.setdefault(row.backend, f"{row.status} on {row.case}: {row.reason or ('no time' if row.checked else 'not checked')}")
-    names = [name for name in dict.fromkeys(row.backend for row in rows) if name not in left_out and all(name in found for found in times.values())]
-    mean = {name: math.exp(sum(math.log(times[case][name]) for case in cases) / max(len(cases), 1)) for name in names}
+            left_out.setdefault(
+                row.backend,
+                f"{row.status} on {row.case}: {row.reason or ('no time' if row.checked else 'not checked')}",
+            )
+    names = [
+        name
+        for name in dict.fromkeys(row.backend for row in rows)
+        if name not in left_out and all(name in found for found in times.values())
+    ]
+    mean = {
+        name: math.exp(sum(math.log(times[case][name]) for case in cases) / max(len(cases), 1))
+        for name in names
+    }
     order = sorted(names, key=lambda name: mean[name])
     return {
         "layer": layer,
         "ranking": order,
         "relative": {name: round(mean[name] / mean[order[0]], 3) for name in order},
-        "microseconds": {case: {name: round(us, 2) for name, us in found.items()} for case, found in times.items()},
+        "microseconds": {
+            case: {name: round(us, 2) for name, us in found.items()}
+            for case, found in times.items()
+        },
         "left_out": left_out,
         "provenance": provenance,
     }

@@ -79,7 +79,11 @@ def operations(case: BenchCase, limits: DeviceLimits, wanted: tuple[str, ...]) -
     """The operations that a case can measure tiles of, among those wanted; mixed batches measure none, they only mix."""
     if case.kind not in ("prefill", "decode"):
         return []
-    return [op for op in (case.kind, f"hopper_{case.kind}") if op in wanted and (op == case.kind or _on_hopper(case, limits))]
+    return [
+        op
+        for op in (case.kind, f"hopper_{case.kind}")
+        if op in wanted and (op == case.kind or _on_hopper(case, limits))
+    ]
 
 
 def _on_hopper(case: BenchCase, limits: DeviceLimits) -> bool:
@@ -94,14 +98,33 @@ def _on_hopper(case: BenchCase, limits: DeviceLimits) -> bool:
 def group_of(case: BenchCase, op: str, limits: DeviceLimits) -> Group:
     """The group of a case."""
     sizes = (case.head_size, case.head_size_v or case.head_size)
-    spec, rows = case.spec, min(128, max(16, next_power_of_2(case.batch.max_query_len * case.spec.group_size)))
+    spec, rows = (
+        case.spec,
+        min(128, max(16, next_power_of_2(case.batch.max_query_len * case.spec.group_size))),
+    )
     stored = "16-bit" if spec.kv_dtype.itemsize > 1 else "fp8" if limits.has_fp8 else "fp8-bytes"
     elements = "float32" if spec.dtype.itemsize == 4 else stored
     if op == "hopper_prefill":
         width = max(map(padded_width, sizes))
-        return Group(op, limits.products, elements, width, 128, case.block_size, visible=visible_class(_window(case)))
+        return Group(
+            op,
+            limits.products,
+            elements,
+            width,
+            128,
+            case.block_size,
+            visible=visible_class(_window(case)),
+        )
     if op == "hopper_decode":
-        return Group(op, limits.products, elements, max(map(padded_width, sizes)), DECODE_ROWS, None, _work(case, limits))
+        return Group(
+            op,
+            limits.products,
+            elements,
+            max(map(padded_width, sizes)),
+            DECODE_ROWS,
+            None,
+            _work(case, limits),
+        )
     width = max(sum(split_head_size(size)) for size in sizes)
     if op == "prefill":
         return Group(op, limits.products, elements, width, rows)
@@ -111,7 +134,9 @@ def group_of(case: BenchCase, op: str, limits: DeviceLimits) -> Group:
 def _work(case: BenchCase, limits: DeviceLimits) -> int:
     """The class of work of a decode."""
     spec, batch = case.spec, case.batch
-    visible = visible_bound(batch.max_query_len, batch.max_seq_len, spec.visible_window.as_kernel_args(), True, 0)
+    visible = visible_bound(
+        batch.max_query_len, batch.max_seq_len, spec.visible_window.as_kernel_args(), True, 0
+    )
     return work_class(batch.num_reqs, spec.num_kv_heads, visible, limits.num_sms)
 
 
@@ -121,7 +146,9 @@ def _window(case: BenchCase) -> int | None:
     return left + right + 1 if left >= 0 and right >= 0 else None
 
 
-def candidates(case: BenchCase, op: str, limits: DeviceLimits, quick: bool = False) -> list[dict[str, Any]]:
+def candidates(
+    case: BenchCase, op: str, limits: DeviceLimits, quick: bool = False
+) -> list[dict[str, Any]]:
     """Tiles for a case by their numbers: first the one that is chosen today, then others that the chip can hold; a few of them when `quick`."""
     sizes = (case.head_size, case.head_size_v or case.head_size)
     if op == "hopper_prefill":
@@ -133,35 +160,63 @@ def candidates(case: BenchCase, op: str, limits: DeviceLimits, quick: bool = Fal
     arguments = (*sizes, *element_bytes, rows, limits.shared_memory, limits.products)
     if op == "decode":
         work = group_of(case, op, limits).work
-        today = choose_decode_tile(*arguments, keys_per_sm=work, native_fp8=limits.has_fp8, tuned=limits.tuned)
+        today = choose_decode_tile(
+            *arguments, keys_per_sm=work, native_fp8=limits.has_fp8, tuned=limits.tuned
+        )
         others = [Tile(today.block_m, block_n, warps, stages) for block_n, stages, warps in _DECODE]
     else:
         today = choose_prefill_tile(*arguments, native_fp8=limits.has_fp8, tuned=limits.tuned)
-        others = [Tile(*numbers) for numbers in _PREFILL if numbers[0] <= max(16, next_power_of_2(rows))]
-    fitting = (tile for tile in others if shared_bytes(tile, *sizes, *element_bytes, limits.products) <= limits.shared_memory)
+        others = [
+            Tile(*numbers) for numbers in _PREFILL if numbers[0] <= max(16, next_power_of_2(rows))
+        ]
+    fitting = (
+        tile
+        for tile in others
+        if shared_bytes(tile, *sizes, *element_bytes, limits.products) <= limits.shared_memory
+    )
     return _first((vars(tile) for tile in (today, *fitting)), quick)
 
 
-def _hopper_decode(case: BenchCase, sizes: tuple[int, int], limits: DeviceLimits) -> Iterator[dict[str, Any]]:
-    yield vars(choose_hopper_decode_tile(*sizes, keys_per_sm=_work(case, limits), tuned=limits.tuned))
+def _hopper_decode(
+    case: BenchCase, sizes: tuple[int, int], limits: DeviceLimits
+) -> Iterator[dict[str, Any]]:
+    yield vars(
+        choose_hopper_decode_tile(*sizes, keys_per_sm=_work(case, limits), tuned=limits.tuned)
+    )
     for block_n, stages in _HOPPER_DECODE:
         tile = DecodeTile(block_n, stages)
-        if decode_shared_bytes(tile, *sizes) <= SHARED_MEMORY and (max(sizes) <= 128 or block_n <= 64):
+        if decode_shared_bytes(tile, *sizes) <= SHARED_MEMORY and (
+            max(sizes) <= 128 or block_n <= 64
+        ):
             yield vars(tile)
 
 
-def _hopper_prefill(case: BenchCase, sizes: tuple[int, int], limits: DeviceLimits) -> Iterator[dict[str, Any]]:
+def _hopper_prefill(
+    case: BenchCase, sizes: tuple[int, int], limits: DeviceLimits
+) -> Iterator[dict[str, Any]]:
     rows, window = case.batch.max_query_len * case.spec.group_size, _window(case)
-    yield vars(choose_hopper_tile(*sizes, rows=rows, block_size=case.block_size, visible=window, tuned=limits.tuned))
+    yield vars(
+        choose_hopper_tile(
+            *sizes, rows=rows, block_size=case.block_size, visible=window, tuned=limits.tuned
+        )
+    )
     for block_n in (128, 64) if visible_class(window)[1] is None else (64, 32, 128):
         for stages in (2, 3, 4):
             for persistent in (False, True):
                 for q_stages in (2, 1) if persistent else (1,):
                     tile = HopperTile(block_n, stages, persistent=persistent, q_stages=q_stages)
-                    if hopper_bytes(tile, *sizes) <= SHARED_MEMORY and (max(sizes) <= 128 or block_n <= 64):
+                    if hopper_bytes(tile, *sizes) <= SHARED_MEMORY and (
+                        max(sizes) <= 128 or block_n <= 64
+                    ):
                         yield vars(tile)
-                        if max(sizes) <= 64:  # a third warpgroup has the registers that smaller accumulators leave
-                            yield vars(dataclasses.replace(tile, consumers=3, consumer_registers=160, producer_registers=24))
+                        if (
+                            max(sizes) <= 64
+                        ):  # a third warpgroup has the registers that smaller accumulators leave
+                            yield vars(
+                                dataclasses.replace(
+                                    tile, consumers=3, consumer_registers=160, producer_registers=24
+                                )
+                            )
 
 
 def _first(tiles: Iterator[dict[str, Any]], quick: bool) -> list[dict[str, Any]]:

@@ -23,19 +23,34 @@ def read_document(path: Path, chip: str) -> dict[str, Any]:
         ContractError: what is there is another chip's table, or none.
     """
     if not path.exists():
-        return {"about": ABOUT, "schema": 1, "chip": chip, "provenance": {}, "tiles": [], "backends": []}
+        return {
+            "about": ABOUT,
+            "schema": 1,
+            "chip": chip,
+            "provenance": {},
+            "tiles": [],
+            "backends": [],
+        }
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         found = parse_tuning(data, str(path)).chip
     except ValueError as error:  # ContractError is one
-        raise ContractError(f"--out {path} holds no tuning table ({error}): remove it, or write to another file") from None
+        raise ContractError(
+            f"--out {path} holds no tuning table ({error}): remove it, or write to another file"
+        ) from None
     if found != chip:
-        raise ContractError(f"--out {path} holds the table of {found!r} and this is {chip!r}: write to another file")
+        raise ContractError(
+            f"--out {path} holds the table of {found!r} and this is {chip!r}: write to another file"
+        )
     return {"backends": [], **data}
 
 
 def merged(
-    document: dict[str, Any], name: str, provenance: dict[str, Any], tiles: Sequence[dict[str, Any]], backends: Sequence[dict[str, Any]]
+    document: dict[str, Any],
+    name: str,
+    provenance: dict[str, Any],
+    tiles: Sequence[dict[str, Any]],
+    backends: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
     """The document with this run's lines, which replace older ones about the same; provenances that nothing refers to any more are dropped."""
     fresh = {_about(line) for line in tiles}
@@ -44,12 +59,25 @@ def merged(
     ranks = [*backends, *(line for line in document["backends"] if line["layer"] not in layers)]
     sources = {**document["provenance"], name: provenance}
     used = {line["provenance"] for line in (*lines, *ranks)}
-    return {**document, "provenance": {key: value for key, value in sources.items() if key in used}, "tiles": lines, "backends": ranks}
+    return {
+        **document,
+        "provenance": {key: value for key, value in sources.items() if key in used},
+        "tiles": lines,
+        "backends": ranks,
+    }
 
 
 def _about(line: dict[str, Any]) -> str:
     """What a line of tiles is about, work left out: a family is measured, and replaced, as a whole."""
-    return json.dumps([line["op"], *(line.get(name) for name in ("products", "elements", "head_size", "rows", "block_size", "visible"))])
+    return json.dumps(
+        [
+            line["op"],
+            *(
+                line.get(name)
+                for name in ("products", "elements", "head_size", "rows", "block_size", "visible")
+            ),
+        ]
+    )
 
 
 def write_document(path: Path, document: dict[str, Any]) -> None:
@@ -69,7 +97,9 @@ def _text(document: dict[str, Any]) -> str:
             rows = ",\n    ".join(json.dumps(row) for row in value)
             parts.append(f"  {json.dumps(key)}: [\n    {rows}\n  ]")
         elif isinstance(value, dict) and value:
-            rows = ",\n    ".join(f"{json.dumps(name)}: {json.dumps(item)}" for name, item in value.items())
+            rows = ",\n    ".join(
+                f"{json.dumps(name)}: {json.dumps(item)}" for name, item in value.items()
+            )
             parts.append(f"  {json.dumps(key)}: {{\n    {rows}\n  }}")
         else:
             parts.append(f"  {json.dumps(key)}: {json.dumps(value)}")

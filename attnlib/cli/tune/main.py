@@ -43,15 +43,49 @@ def parser() -> argparse.ArgumentParser:
         description="Measure tiles and backends on this chip, and write the table that auto follows. Only what passes the gate is taken.",
         epilog="A CASE is one of attnlib bench: a name, a glob, or BATCH[@KEY=VALUE,...]. Or give a spec, or --config, and --shapes q1s8k,q4k.",
     )
-    made.add_argument("cases", nargs="*", metavar="CASE", help="what to measure (default: the quick suite on a GPU, cpu elsewhere)")
+    made.add_argument(
+        "cases",
+        nargs="*",
+        metavar="CASE",
+        help="what to measure (default: the quick suite on a GPU, cpu elsewhere)",
+    )
     made.add_argument("--suite", choices=tuple(SUITES), help="named cases of attnlib bench")
-    made.add_argument("--shapes", metavar="BATCH,...", help="batches for the spec's layers, such as q1s8k,8q1s4k,q4k")
-    made.add_argument("--ops", metavar="OP,...", help=f"tiles of which operations: {', '.join(OPS)}, or none (default: all, on a GPU)")
-    made.add_argument("--backends", metavar="NAME,...", help="which backends to rank, or none (default: all that run here)")
-    made.add_argument("--from-bench", nargs="+", metavar="FILE", help="rank backends by results of attnlib bench --json on this chip instead")
-    made.add_argument("--device", help="cpu, cuda, cuda:1; default: a GPU where torch sees one, else the CPU")
-    made.add_argument("--out", type=Path, metavar="FILE", help="the table (default: the one that attnlib reads, ATTNLIB_TUNING or the user's cache)")
-    made.add_argument("--limit-seconds", type=float, metavar="S", help="begin nothing after S seconds; what was measured by then is in the table")
+    made.add_argument(
+        "--shapes",
+        metavar="BATCH,...",
+        help="batches for the spec's layers, such as q1s8k,8q1s4k,q4k",
+    )
+    made.add_argument(
+        "--ops",
+        metavar="OP,...",
+        help=f"tiles of which operations: {', '.join(OPS)}, or none (default: all, on a GPU)",
+    )
+    made.add_argument(
+        "--backends",
+        metavar="NAME,...",
+        help="which backends to rank, or none (default: all that run here)",
+    )
+    made.add_argument(
+        "--from-bench",
+        nargs="+",
+        metavar="FILE",
+        help="rank backends by results of attnlib bench --json on this chip instead",
+    )
+    made.add_argument(
+        "--device", help="cpu, cuda, cuda:1; default: a GPU where torch sees one, else the CPU"
+    )
+    made.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="the table (default: the one that attnlib reads, ATTNLIB_TUNING or the user's cache)",
+    )
+    made.add_argument(
+        "--limit-seconds",
+        type=float,
+        metavar="S",
+        help="begin nothing after S seconds; what was measured by then is in the table",
+    )
     made.add_argument("--quick", action="store_true", help="fewer shapes and tiles")
     made.add_argument("--commit", help="attnlib's commit, for a copy without history")
     add_spec_flags(made)
@@ -64,7 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     info = resolve_device(options.device)
     if info.imagined or (info.type == "cuda" and not torch.cuda.is_available()):
-        raise ContractError(f"--device {options.device} is not here: measuring needs the device itself; use --device cpu, or run where it is")
+        raise ContractError(
+            f"--device {options.device} is not here: measuring needs the device itself; use --device cpu, or run where it is"
+        )
     session = _Session(options, info, "attnlib tune " + shlex.join(arguments))
     ops = _operations(options, info)
     cases, left_out = ([], []) if options.from_bench and not ops else plan_cases(options, info.type)
@@ -89,7 +125,9 @@ def _operations(options: argparse.Namespace, info: DeviceInfo) -> tuple[str, ...
     if strangers := [op for op in wanted if op not in OPS]:
         raise ContractError(f"--ops {strangers[0]} is not known; write {', '.join(OPS)}, or none")
     if wanted and info.type != "cuda":
-        raise ContractError(f"--ops {options.ops}: tiles are measured on a GPU and this is {info}; leave --ops out to rank backends here")
+        raise ContractError(
+            f"--ops {options.ops}: tiles are measured on a GPU and this is {info}; leave --ops out to rank backends here"
+        )
     return wanted
 
 
@@ -99,18 +137,27 @@ class _Session:
     def __init__(self, options: argparse.Namespace, info: DeviceInfo, command: str) -> None:
         chip = tuning.chip_name(info)
         if chip is None:
-            raise ContractError(f"the driver does not name {info}, so a table could not say which chip it is for; use --device cpu, or another GPU")
+            raise ContractError(
+                f"the driver does not name {info}, so a table could not say which chip it is for; use --device cpu, or another GPU"
+            )
         path = options.out or tuning.table_path(chip)
         if path is None:
-            raise ContractError("ATTNLIB_TUNING=off: there is no table to write; unset it, or name a file by --out")
+            raise ContractError(
+                "ATTNLIB_TUNING=off: there is no table to write; unset it, or name a file by --out"
+            )
         self.options, self.info, self.path = options, info, Path(path)
-        self._begin, self._facts = time.perf_counter(), provenance(command, options.commit, info.torch_device)
+        self._begin, self._facts = (
+            time.perf_counter(),
+            provenance(command, options.commit, info.torch_device),
+        )
         self._facts["chip"] = chip
         self._base = read_document(self.path, chip)
         self._name = f"{self._facts['date']}, commit {self._facts['commit']}"
         self._tiles: list[dict[str, Any]] = []
         self._ranks: list[dict[str, Any]] = []
-        self.say(f"attnlib tune on {info}: torch {self._facts['torch']}, triton {self._facts['triton']}; table {self.path}")
+        self.say(
+            f"attnlib tune on {info}: torch {self._facts['torch']}, triton {self._facts['triton']}; table {self.path}"
+        )
         if info.type != "cuda":
             self.say("tiles are measured on a GPU only; here backends are ranked")
 
@@ -133,11 +180,19 @@ class _Session:
         work = [(case, op) for case in cases for op in operations(case, limits, ops)]
         for number, (case, op) in enumerate(work):
             if self.expired():
-                self.say(f"not run, the limit of {self.options.limit_seconds:g} s was reached: {' '.join(f'{c.name}/{o}' for c, o in work[number:])}")
+                self.say(
+                    f"not run, the limit of {self.options.limit_seconds:g} s was reached: {' '.join(f'{c.name}/{o}' for c, o in work[number:])}"
+                )
                 break
             self.say(f"[{number + 1}/{len(work)}, {self._seconds()}] tiles of {op} on {case.name}")
             trials += measure_tiles(
-                case, op, group_of(case, op, limits), device, quick=self.options.quick, expired=self.expired, report=self.say
+                case,
+                op,
+                group_of(case, op, limits),
+                device,
+                quick=self.options.quick,
+                expired=self.expired,
+                report=self.say,
             )
             self._tiles = best_entries(trials, self._name)
             self._write()
@@ -151,11 +206,17 @@ class _Session:
         if names == ["none"]:
             return
         device = self.info.torch_device
-        contenders, ceilings, rows = find_contenders(names, device), measure_ceilings(device), list[Row]()
+        contenders, ceilings, rows = (
+            find_contenders(names, device),
+            measure_ceilings(device),
+            list[Row](),
+        )
         self.say("", HEADER)
         for number, case in enumerate(cases):
             if self.expired():
-                self.say(f"not run, the limit of {self.options.limit_seconds:g} s was reached: {' '.join(each.name for each in cases[number:])}")
+                self.say(
+                    f"not run, the limit of {self.options.limit_seconds:g} s was reached: {' '.join(each.name for each in cases[number:])}"
+                )
                 break
             try:
                 rows += measure_case(case, contenders, device, ceilings)
@@ -173,9 +234,13 @@ class _Session:
             for run in document.runs:
                 chip = run.provenance.get("gpu", "cpu")
                 if chip != self._facts["chip"]:
-                    raise ContractError(f"--from-bench {file} was measured on {chip!r} and this is {self._facts['chip']!r}: rank on the chip itself")
+                    raise ContractError(
+                        f"--from-bench {file} was measured on {chip!r} and this is {self._facts['chip']!r}: rank on the chip itself"
+                    )
             if len({row.run for row in document.rows}) > 1:
-                self.say(f"{file} holds several runs: each kind of layer is ranked over all of them")
+                self.say(
+                    f"{file} holds several runs: each kind of layer is ranked over all of them"
+                )
             rows += document.rows
         return rows
 
@@ -185,7 +250,9 @@ class _Session:
 
     def _write(self) -> None:
         if self._tiles or self._ranks:
-            write_document(self.path, merged(self._base, self._name, self._facts, self._tiles, self._ranks))
+            write_document(
+                self.path, merged(self._base, self._name, self._facts, self._tiles, self._ranks)
+            )
             os.environ["ATTNLIB_TUNING"] = str(self.path)  # `_following` puts it back
             tuning.forget()
 
@@ -201,12 +268,20 @@ class _Session:
         for line in self._ranks:
             order = ", ".join(f"{name} {line['relative'][name]:.2f}" for name in line["ranking"])
             self.say(f"layers {_brief(line['layer'])}: {order}")
-        self.say(f"wrote {len(self._tiles)} tiles and {len(self._ranks)} rankings to {self.path} in {self._seconds()}")
+        self.say(
+            f"wrote {len(self._tiles)} tiles and {len(self._ranks)} rankings to {self.path} in {self._seconds()}"
+        )
         return 0
 
 
 def _brief(layer: dict[str, Any]) -> str:
-    told = [f"D {layer['head_size']}", f"group {layer['group_size']}", f"page {layer['block_size']}", layer["dtype"], *layer["features"]]
+    told = [
+        f"D {layer['head_size']}",
+        f"group {layer['group_size']}",
+        f"page {layer['block_size']}",
+        layer["dtype"],
+        *layer["features"],
+    ]
     return ", ".join(told)
 
 
@@ -214,7 +289,9 @@ def _brief(layer: dict[str, Any]) -> str:
 def _following(path: Path) -> Iterator[None]:
     """Within, the table that is being written is the one that counts, so that backends are ranked with the tiles found before."""
     before = os.environ.get("ATTNLIB_TUNING")
-    os.environ["ATTNLIB_TUNING"] = str(path) if path.exists() else "off"  # until the first lines are written
+    os.environ["ATTNLIB_TUNING"] = (
+        str(path) if path.exists() else "off"
+    )  # until the first lines are written
     tuning.forget()
     try:
         yield

@@ -18,7 +18,16 @@ __all__ = ["case_of", "plan_cases"]
 
 _SHAPES = {
     ("cuda", True): ("8q1s8k", "q4k"),
-    ("cuda", False): ("q1s1k", "q1s8k", "8q1s8k", "64q1s4k", "16q4s4k", "q2k", "q8k", "2q1s8k_q2ks8k"),
+    ("cuda", False): (
+        "q1s1k",
+        "q1s8k",
+        "8q1s8k",
+        "64q1s4k",
+        "16q4s4k",
+        "q2k",
+        "q8k",
+        "2q1s8k_q2ks8k",
+    ),
     ("cpu", True): ("2q1s128", "q64"),
     ("cpu", False): ("q1s512", "8q1s256", "q256", "4q1s256_q128"),
 }
@@ -38,10 +47,18 @@ def plan_cases(options: argparse.Namespace, device_type: str) -> tuple[list[Benc
         ContractError: shapes or cases that do not parse, or nothing that can be measured.
     """
     if not names_a_spec(options) and not options.shapes:
-        return choose_cases(options.cases, options.suite, "quick" if device_type == "cuda" else "cpu"), []
+        return choose_cases(
+            options.cases, options.suite, "quick" if device_type == "cuda" else "cpu"
+        ), []
     if options.cases or options.suite:
-        raise ContractError("cases name their layers themselves: give them alone, or a spec (--config, --head-size ...) with --shapes")
-    shapes = options.shapes.split(",") if options.shapes else _SHAPES["cuda" if device_type == "cuda" else "cpu", options.quick]
+        raise ContractError(
+            "cases name their layers themselves: give them alone, or a spec (--config, --head-size ...) with --shapes"
+        )
+    shapes = (
+        options.shapes.split(",")
+        if options.shapes
+        else _SHAPES["cuda" if device_type == "cuda" else "cpu", options.quick]
+    )
     cases, left_out = [], []
     for kind, spec in specs_of(options).items():
         try:
@@ -66,14 +83,18 @@ def case_of(spec: AttentionSpec, shape: str, kind: str = "") -> BenchCase:
         "head_size_v": spec.head_size_v,
         "block_size": spec.block_size,
         "dtype": str(spec.dtype).removeprefix("torch."),
-        "kv_cache_dtype": spec.kv_cache_dtype if isinstance(spec.kv_cache_dtype, str) else str(spec.kv_cache_dtype).removeprefix("torch."),
+        "kv_cache_dtype": spec.kv_cache_dtype
+        if isinstance(spec.kv_cache_dtype, str)
+        else str(spec.kv_cache_dtype).removeprefix("torch."),
         "sliding_window": spec.sliding_window,
         "logits_soft_cap": spec.logits_soft_cap,
         "sinks": spec.has_sink,
     }
     beside = _beyond(spec)
     if beside:
-        raise ContractError(f"{kind or 'this layer'} has {', '.join(beside)}, which no case can say: it keeps the shipped tiles and order")
+        raise ContractError(
+            f"{kind or 'this layer'} has {', '.join(beside)}, which no case can say: it keeps the shipped tiles and order"
+        )
     name = f"{shape}@{kind or 'spec'}"
     return replace(parse_case(shape), name=name, batch=parse_batch(shape), **fields)
 
@@ -81,6 +102,17 @@ def case_of(spec: AttentionSpec, shape: str, kind: str = "") -> BenchCase:
 def _beyond(spec: AttentionSpec) -> Sequence[str]:
     """Fields that are not at their defaults and that no case can say; those that change no time do not count."""
     plain = AttentionSpec(**{name: getattr(spec, name) for name in _KNOWN})
-    ignored = {"needs_lse", "kv_sharing", "batch_invariant", "cudagraph", "kv_cache_layout", "kv_scale_kind"}
+    ignored = {
+        "needs_lse",
+        "kv_sharing",
+        "batch_invariant",
+        "cudagraph",
+        "kv_cache_layout",
+        "kv_scale_kind",
+    }
     names = set(spec.__dataclass_fields__) - _KNOWN - ignored
-    return sorted(f"{name}={getattr(spec, name)}" for name in names if getattr(spec, name) != getattr(plain, name))
+    return sorted(
+        f"{name}={getattr(spec, name)}"
+        for name in names
+        if getattr(spec, name) != getattr(plain, name)
+    )

@@ -53,7 +53,14 @@ class Trial:
 
 @torch.inference_mode()
 def measure_tiles(
-    case: BenchCase, op: str, group: Group, device: torch.device, *, quick: bool, expired: Callable[[], bool], report: Report
+    case: BenchCase,
+    op: str,
+    group: Group,
+    device: torch.device,
+    *,
+    quick: bool,
+    expired: Callable[[], bool],
+    report: Report,
 ) -> list[Trial]:
     """Every candidate on one case, today's first; stops early when `expired`. The user's own table is put back afterwards."""
     material = make_material(case, device)
@@ -71,7 +78,16 @@ def measure_tiles(
     return trials
 
 
-def _try(op: str, group: Group, tile: dict[str, Any], material: Material, gate: Gate, index: int, *, today: bool) -> Trial:
+def _try(
+    op: str,
+    group: Group,
+    tile: dict[str, Any],
+    material: Material,
+    gate: Gate,
+    index: int,
+    *,
+    today: bool,
+) -> Trial:
     """Compile, judge, time; whatever a candidate raises is its reason."""
 
     def outcome(us: float | None, reason: str = "") -> Trial:
@@ -86,34 +102,59 @@ def _try(op: str, group: Group, tile: dict[str, Any], material: Material, gate: 
         found = gate.judge(material.output)
         if not found.passed:
             return outcome(None, f"wrong: {found}")
-        kind = GraphWatch if material.device.type == "cuda" else EagerWatch  # the interpreter, for tests
+        kind = (
+            GraphWatch if material.device.type == "cuda" else EagerWatch
+        )  # the interpreter, for tests
         watch = kind(call, len(material.caches), material.device, expected)
         return outcome(take_turns({"it": watch}, {"it": expected})["it"].us)
-    except Exception as error:  # too large for the chip, or a compiler's own failure: the next candidate may do
+    except (
+        Exception
+    ) as error:  # too large for the chip, or a compiler's own failure: the next candidate may do
         if material.device.type == "cuda":
             torch.cuda.synchronize(material.device)  # raises when the device itself is lost
-        return outcome(None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        return outcome(
+            None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        )
 
 
 def _only(op: str, tile: Mapping[str, Any]) -> TileTable:
     """A table that has this tile for everything."""
     line = {"op": op, "tile": dict(tile), "provenance": "trial"}
-    return parse_table({"schema": 1, "chip": "trial", "provenance": {"trial": ""}, "tiles": [line]}, "trial")
+    return parse_table(
+        {"schema": 1, "chip": "trial", "provenance": {"trial": ""}, "tiles": [line]}, "trial"
+    )
 
 
 def _call(op: str, material: Material) -> Callable[[int], object]:
     """One call of the operation on a copy of the cache."""
     common, terms = material.common, material.terms
-    bounds: dict[str, Any] = {"max_query_len": common.max_query_len, "max_seq_len": common.max_seq_len}
+    bounds: dict[str, Any] = {
+        "max_query_len": common.max_query_len,
+        "max_seq_len": common.max_seq_len,
+    }
     attend = _operation(op)
     more = {"workspace": _workspace(material, bounds)} if op == "decode" else {}
-    meaning: dict[str, Any] = {"scale": terms.scale, "window": terms.window, "logits_soft_cap": terms.logits_soft_cap, "sinks": terms.sinks}
+    meaning: dict[str, Any] = {
+        "scale": terms.scale,
+        "window": terms.window,
+        "logits_soft_cap": terms.logits_soft_cap,
+        "sinks": terms.sinks,
+    }
 
     lengths: tuple[Any, ...] = (common.block_table_tensor, common.query_start_loc, common.seq_lens)
 
     def call(copy: int) -> None:
         cache = material.caches[copy]
-        attend(material.query, cache.key_cache, cache.value_cache, *lengths, **bounds, **meaning, **more, out=material.output)
+        attend(
+            material.query,
+            cache.key_cache,
+            cache.value_cache,
+            *lengths,
+            **bounds,
+            **meaning,
+            **more,
+            out=material.output,
+        )
 
     return call
 
@@ -127,11 +168,19 @@ def _operation(op: str) -> Callable[..., None]:
 
 def _workspace(material: Material, bounds: Mapping[str, Any]) -> torch.Tensor | None:
     """Scratch memory of a decode with the tile that is chosen now."""
-    from attnlib.ops.triton.paged_decode import paged_decode_num_splits, paged_decode_workspace_bytes
+    from attnlib.ops.triton.paged_decode import (
+        paged_decode_num_splits,
+        paged_decode_workspace_bytes,
+    )
 
     spec, query = material.spec, material.query
     splits = paged_decode_num_splits(
-        query, material.caches[0].key_cache, spec.head_size_v, num_reqs=material.common.num_reqs, window=material.terms.window, **bounds
+        query,
+        material.caches[0].key_cache,
+        spec.head_size_v,
+        num_reqs=material.common.num_reqs,
+        window=material.terms.window,
+        **bounds,
     )
     needed = paged_decode_workspace_bytes(query.shape[0], spec.num_heads, spec.head_size_v, splits)
     return torch.empty(needed, dtype=torch.uint8, device=material.device) if needed else None
@@ -146,11 +195,17 @@ def best_entries(trials: Iterable[Trial], provenance: str) -> list[dict[str, Any
     groups: dict[Group, list[Trial]] = {}
     for trial in trials:
         groups.setdefault(trial.group, []).append(trial)
-    best = {group: found for group, members in groups.items() if (found := _best(members)) is not None}
+    best = {
+        group: found for group, members in groups.items() if (found := _best(members)) is not None
+    }
     families: dict[Group, list[Group]] = {}
     for group in best:
         families.setdefault(replace(group, work=None), []).append(group)
-    return [entry for family, members in families.items() for entry in _entries(family, members, best, provenance)]
+    return [
+        entry
+        for family, members in families.items()
+        for entry in _entries(family, members, best, provenance)
+    ]
 
 
 def _best(trials: Sequence[Trial]) -> tuple[dict[str, Any], dict[str, Any]] | None:
@@ -165,19 +220,36 @@ def _best(trials: Sequence[Trial]) -> tuple[dict[str, Any], dict[str, Any]] | No
         return None
 
     def by_today(found: Sequence[Trial]) -> float:
-        return math.exp(sum(math.log((trial.us or 1.0) / (today[trial.case].us or 1.0)) for trial in found) / len(found))
+        return math.exp(
+            sum(math.log((trial.us or 1.0) / (today[trial.case].us or 1.0)) for trial in found)
+            / len(found)
+        )
 
     fastest = min(whole, key=by_today)
-    chosen = fastest if by_today(fastest) < MARGIN else next((found for found in whole if found[0].today), fastest)
-    times = {t.case: {"us": round(t.us or 0.0, 2), "before_us": round(today[t.case].us or 0.0, 2)} for t in chosen}
+    chosen = (
+        fastest
+        if by_today(fastest) < MARGIN
+        else next((found for found in whole if found[0].today), fastest)
+    )
+    times = {
+        t.case: {"us": round(t.us or 0.0, 2), "before_us": round(today[t.case].us or 0.0, 2)}
+        for t in chosen
+    }
     return dict(chosen[0].tile), times
 
 
 def _entries(
-    family: Group, members: Sequence[Group], best: Mapping[Group, tuple[dict[str, Any], dict[str, Any]]], provenance: str
+    family: Group,
+    members: Sequence[Group],
+    best: Mapping[Group, tuple[dict[str, Any], dict[str, Any]]],
+    provenance: str,
 ) -> list[dict[str, Any]]:
     """Lines for one family, in order of work: each reaches from where the one before ends up to its own class, the last without end."""
-    line: dict[str, Any] = {"op": family.op, "products": [family.products], "elements": [family.elements]}
+    line: dict[str, Any] = {
+        "op": family.op,
+        "products": [family.products],
+        "elements": [family.elements],
+    }
     line["head_size"] = [family.head_size, family.head_size]
     if family.op == "hopper_prefill":
         line["block_size"] = [family.block_size, family.block_size]
@@ -194,11 +266,24 @@ def _entries(
         else:
             spans.append({"tile": tile, "end": group.work, "measured": dict(times)})
     if len(spans) == 1:
-        return [{**line, "tile": spans[0]["tile"], "measured": spans[0]["measured"], "provenance": provenance}]
+        return [
+            {
+                **line,
+                "tile": spans[0]["tile"],
+                "measured": spans[0]["measured"],
+                "provenance": provenance,
+            }
+        ]
     begins = [0, *(span["end"] + 1 for span in spans[:-1])]
     ends = [*(span["end"] for span in spans[:-1]), None]
     return [
-        {**line, "keys_per_sm": [begin, end], "tile": span["tile"], "measured": span["measured"], "provenance": provenance}
+        {
+            **line,
+            "keys_per_sm": [begin, end],
+            "tile": span["tile"],
+            "measured": span["measured"],
+            "provenance": provenance,
+        }
         for begin, end, span in zip(begins, ends, spans, strict=True)
     ]
 
@@ -207,5 +292,11 @@ def _told(trial: Trial, today: Trial) -> str:
     tile = ", ".join(f"{name} {value}" for name, value in trial.tile.items())
     if trial.us is None:
         return f"    {'':>10}  {tile}: {trial.reason}"
-    share = f"  {trial.us / today.us:.2f} x" if today.us and not trial.today else "  today" if trial.today else ""
+    share = (
+        f"  {trial.us / today.us:.2f} x"
+        if today.us and not trial.today
+        else "  today"
+        if trial.today
+        else ""
+    )
     return f"    {trial.us:>7.1f} us  {tile}{share}"

@@ -1,8 +1,8 @@
 """The attention function that transformers calls, and what it refuses.
 
-    attnlib_step=...            a paged step of attnlib's own, passed through `model.forward`
-    cache=PagedAttentionCache   continuous batching (`generate_batch`)
-    otherwise                   plain forwards and `generate`
+attnlib_step=...            a paged step of attnlib's own, passed through `model.forward`
+cache=PagedAttentionCache   continuous batching (`generate_batch`)
+otherwise                   plain forwards and `generate`
 """
 
 from __future__ import annotations
@@ -77,7 +77,14 @@ def attnlib_attention(
     return out, weights
 
 
-def _call(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, kwargs: dict[str, Any]) -> Call:
+def _call(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    kwargs: dict[str, Any],
+) -> Call:
     causal, sinks = kwargs.get("is_causal"), kwargs.get("s_aux")
     return Call(
         module,
@@ -92,13 +99,19 @@ def _call(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torc
     )
 
 
-def _refuse(module: nn.Module, states: tuple[torch.Tensor, ...], dropout: float, kwargs: dict[str, Any]) -> None:
+def _refuse(
+    module: nn.Module, states: tuple[torch.Tensor, ...], dropout: float, kwargs: dict[str, Any]
+) -> None:
     name = layer_name(module)
     if dropout:
         raise UnsupportedConfigError(
             f"{name}: dropout={dropout} in attention: attnlib computes inference only; call model.eval(), or train with attn_implementation='sdpa'"
         )
-    if module.training and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in states):
+    if (
+        module.training
+        and torch.is_grad_enabled()
+        and any(tensor.requires_grad for tensor in states)
+    ):
         raise UnsupportedConfigError(
             f"{name}: gradients are wanted in training mode: attnlib computes inference only; use model.eval() under torch.no_grad(), or train with "
             f"attn_implementation='sdpa'"
@@ -129,4 +142,6 @@ class _InferenceOnly(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Always raises."""
-        raise UnsupportedConfigError("attnlib's attention has no gradient: it computes inference only; train with attn_implementation='sdpa'")
+        raise UnsupportedConfigError(
+            "attnlib's attention has no gradient: it computes inference only; train with attn_implementation='sdpa'"
+        )

@@ -70,14 +70,18 @@ def attend_continuous(call: Call, cache: Any, kwargs: dict[str, Any]) -> torch.T
     if key not in step.metadata:
         lengths = _lengths(storage, step, kwargs)
         table, slots, longest = _placement(storage, lengths, kwargs, call.query.shape[2])
-        common = _common(layer, step, lengths, kwargs, call.query.shape[2], longest).replace(block_table_tensor=table, slot_mapping=slots)
+        common = _common(layer, step, lengths, kwargs, call.query.shape[2], longest).replace(
+            block_table_tensor=table, slot_mapping=slots
+        )
         step.metadata[key] = builder_for(layer.backend, spec, call.query.device).build(0, common)
     rows = (states[0].transpose(0, 1) for states in (call.query, call.key, call.value))
     out: torch.Tensor = layer(*rows, storage.pages, step.metadata[key])
     return out.unsqueeze(0)
 
 
-def _attend_gathered(call: Call, cache: Any, storage: LayerStorage, step: _Step, kwargs: dict[str, Any]) -> torch.Tensor:
+def _attend_gathered(
+    call: Call, cache: Any, storage: LayerStorage, step: _Step, kwargs: dict[str, Any]
+) -> torch.Tensor:
     """A sliding layer: its keys, gathered by the cache, lie packed like the queries, each request's window and new tokens together."""
     keys, values = sliding_update(cache, call, kwargs)
     pages, _ = token_pages(keys, values)
@@ -88,7 +92,9 @@ def _attend_gathered(call: Call, cache: Any, storage: LayerStorage, step: _Step,
         starts, lengths = storage.key_starts(kwargs), _lengths(storage, step, kwargs)
         longest = min(storage.longest(kwargs), keys.shape[2])
         table = starts[:-1, None] + torch.arange(longest, dtype=torch.int32, device=starts.device)
-        common = _common(layer, step, lengths, kwargs, call.query.shape[2], longest).replace(block_table_tensor=table)
+        common = _common(layer, step, lengths, kwargs, call.query.shape[2], longest).replace(
+            block_table_tensor=table
+        )
         step.metadata[key] = builder_for(layer.backend, spec, call.query.device).build(0, common)
     out: torch.Tensor = layer(call.query[0].transpose(0, 1), None, None, pages, step.metadata[key])
     return out.unsqueeze(0)
@@ -100,10 +106,17 @@ def _step_of(cache: Any, index: int, kwargs: dict[str, Any]) -> _Step:
     starts: torch.Tensor = kwargs["cu_seq_lens_q"]
     capturing = starts.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     step = session.step
-    if step is None or step.starts is not starts or step.capturing != capturing or index in step.seen:
+    if (
+        step is None
+        or step.starts is not starts
+        or step.capturing != capturing
+        or index in step.seen
+    ):
         step = session.step = _Step(starts, capturing)
         if capturing:
-            session.captured.append(step)  # a graph replays into the workspace and tables that it was captured with
+            session.captured.append(
+                step
+            )  # a graph replays into the workspace and tables that it was captured with
     step.seen.add(index)
     return step
 
@@ -134,11 +147,20 @@ def _placement(
     places = (begins[:-1, None] + columns).clamp_(max=source.numel() - 1)
     table = (source[places] // block_size).to(torch.int32)
     tokens = torch.arange(write.numel(), device=write.device)
-    return table, torch.where(tokens < starts[-1], write, -1), longest  # padding writes nothing (P4) instead of to a trash block
+    return (
+        table,
+        torch.where(tokens < starts[-1], write, -1),
+        longest,
+    )  # padding writes nothing (P4) instead of to a trash block
 
 
 def _common(
-    layer: Attention, step: _Step, lengths: torch.Tensor, kwargs: dict[str, Any], num_tokens: int, longest: int
+    layer: Attention,
+    step: _Step,
+    lengths: torch.Tensor,
+    kwargs: dict[str, Any],
+    num_tokens: int,
+    longest: int,
 ) -> CommonAttentionMetadata:
     """The batch, with its lengths on the host where they can be had for nothing, or the backend needs them (one copy, which waits)."""
     starts = step.starts.to(torch.int32)
@@ -150,7 +172,11 @@ def _common(
             backend=layer.backend.get_name(),
         )
     # Unknown lengths are 0 on the host: a batch of more than decodes then goes the prefill way as a whole.
-    both = torch.cat([starts, lengths]).cpu() if on_host else torch.zeros(starts.numel() + lengths.numel(), dtype=torch.int32)
+    both = (
+        torch.cat([starts, lengths]).cpu()
+        if on_host
+        else torch.zeros(starts.numel() + lengths.numel(), dtype=torch.int32)
+    )
     starts_cpu, lengths_cpu = both[: starts.numel()], both[starts.numel() :]
     return CommonAttentionMetadata(
         query_start_loc=starts,
@@ -160,12 +186,12 @@ def _common(
         num_computed_tokens_cpu=lengths_cpu - (starts_cpu[1:] - starts_cpu[:-1]),
         num_reqs=lengths.shape[0],
         num_actual_tokens=num_tokens,
-        max_query_len=min(int(kwargs.get("max_length_q") or kwargs.get("max_seqlen_q") or num_tokens), num_tokens),
+        max_query_len=min(
+            int(kwargs.get("max_length_q") or kwargs.get("max_seqlen_q") or num_tokens), num_tokens
+        ),
         max_seq_len=longest,
     )
 
 
 def _wants_host_lengths(layer: Attention, starts: torch.Tensor) -> bool:
     return starts.device.type == "cpu" or layer.backend.get_builder_cls().needs_host_lengths
-
-

@@ -40,7 +40,9 @@ def attend_dense(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | Non
     added = _added(call, mask, bias)
     batch, heads, queries, keys = (call.query.shape[0], *added.shape[1:3], call.key.shape[2])
     if heads == 1 and queries == keys == call.query.shape[2] and bias is None:
-        return _attend_by_query_bias(call, added.expand(batch, 1, queries, keys).reshape(batch * queries, keys))
+        return _attend_by_query_bias(
+            call, added.expand(batch, 1, queries, keys).reshape(batch * queries, keys)
+        )
     _refuse_if_insisted(call)
     weights = _weights(call, added)
     grouped = weights.view(batch, call.key.shape[1], -1, keys)
@@ -71,8 +73,12 @@ def _added(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | None) -> 
 
 def _check_shape(name: str, term: torch.Tensor, call: Call) -> None:
     limits = (call.query.shape[0], call.query.shape[1], call.query.shape[2], call.key.shape[2])
-    if term.dim() != 4 or any(size not in (1, limit) for size, limit in zip(term.shape, limits, strict=True)):
-        raise ContractError(f"{name} has shape {tuple(term.shape)}; each of its 4 sizes must be 1 or that of {list(limits)} (batch, heads, T, S)")
+    if term.dim() != 4 or any(
+        size not in (1, limit) for size, limit in zip(term.shape, limits, strict=True)
+    ):
+        raise ContractError(
+            f"{name} has shape {tuple(term.shape)}; each of its 4 sizes must be 1 or that of {list(limits)} (batch, heads, T, S)"
+        )
 
 
 def _weights(call: Call, added: torch.Tensor) -> torch.Tensor:
@@ -80,7 +86,10 @@ def _weights(call: Call, added: torch.Tensor) -> torch.Tensor:
     batch, heads, queries, head_size = call.query.shape
     kv_heads, keys = call.key.shape[1:3]
     rows = call.query.float().reshape(batch, kv_heads, -1, head_size)
-    scores = torch.matmul(rows, call.key.float().transpose(2, 3)).view(batch, heads, queries, keys) * call.scale
+    scores = (
+        torch.matmul(rows, call.key.float().transpose(2, 3)).view(batch, heads, queries, keys)
+        * call.scale
+    )
     if call.soft_cap is not None:
         scores = torch.tanh(scores / call.soft_cap) * call.soft_cap
     scores = scores + added
@@ -98,8 +107,13 @@ def _attend_by_query_bias(call: Call, rows: torch.Tensor) -> torch.Tensor:
     layer, device = layer_for(call, spec), call.query.device
     tokens = torch.arange(queries, dtype=torch.int32, device=device)
     lengths = [queries] * batch
-    common = CommonAttentionMetadata.from_lengths(lengths, lengths, device=device, causal=False, query_bias=rows.contiguous())
-    common = common.replace(block_table_tensor=torch.arange(batch, dtype=torch.int32, device=device)[:, None] * ratio + tokens)
+    common = CommonAttentionMetadata.from_lengths(
+        lengths, lengths, device=device, causal=False, query_bias=rows.contiguous()
+    )
+    common = common.replace(
+        block_table_tensor=torch.arange(batch, dtype=torch.int32, device=device)[:, None] * ratio
+        + tokens
+    )
     metadata = builder_for(layer.backend, spec, device).build(0, common)
     flat = call.query.transpose(1, 2).reshape(batch * queries, heads, -1)
     out: torch.Tensor = layer(flat, None, None, cache, metadata)
@@ -121,4 +135,8 @@ def _refuse_if_insisted(call: Call) -> None:
         )
     if call.module not in _told:
         _told.add(call.module)
-        logger.info("%s: torch instead of %s, for a mask that only it computes", layer_name(call.module), backend.get_name())
+        logger.info(
+            "%s: torch instead of %s, for a mask that only it computes",
+            layer_name(call.module),
+            backend.get_name(),
+        )

@@ -80,7 +80,9 @@ class _Entry:
     sinks_version: int
 
 
-_layers: WeakKeyDictionary[nn.Module, dict[tuple[AttentionSpec, torch.device], _Entry]] = WeakKeyDictionary()
+_layers: WeakKeyDictionary[nn.Module, dict[tuple[AttentionSpec, torch.device], _Entry]] = (
+    WeakKeyDictionary()
+)
 _local = threading.local()
 
 
@@ -96,14 +98,18 @@ def layer_for(call: Call, spec: AttentionSpec) -> Attention:
     entries = _layers.setdefault(call.module, {})
     entry = entries.get((spec, device))
     if entry is None or not _still_fits(entry, call, backend):
-        layer = Attention(spec, backend=backend, scale=call.scale, sinks=call.sinks, prefix=name, device=device)
+        layer = Attention(
+            spec, backend=backend, scale=call.scale, sinks=call.sinks, prefix=name, device=device
+        )
         entry = _Entry(layer, call.scale, call.sinks, _version(call.sinks))
         entries[spec, device] = entry
         logger.debug("%s: runs on %s", name, backend.get_name())
     return entry.layer
 
 
-def builder_for(backend: type[AttentionBackend], spec: AttentionSpec, device: torch.device) -> AttentionMetadataBuilder[Any]:
+def builder_for(
+    backend: type[AttentionBackend], spec: AttentionSpec, device: torch.device
+) -> AttentionMetadataBuilder[Any]:
     """The metadata builder that all layers of a spec share. One per thread: a builder lends its workspace to one step at a time."""
     builders: dict[Any, AttentionMetadataBuilder[Any]] | None = getattr(_local, "builders", None)
     if builders is None:

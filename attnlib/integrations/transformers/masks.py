@@ -160,13 +160,22 @@ class StepMask:
 
     def _evaluated_pattern(self) -> torch.Tensor:
         """The mask of a module that let transformers describe none: causal or not, its window, and padding."""
-        assert self.pattern is not None and self.pattern.chunk is None  # a description is missing only there
-        query = torch.arange(self.q_length, device=self.device)[:, None] + self.q_offset - self.kv_offset
+        assert (
+            self.pattern is not None and self.pattern.chunk is None
+        )  # a description is missing only there
+        query = (
+            torch.arange(self.q_length, device=self.device)[:, None]
+            + self.q_offset
+            - self.kv_offset
+        )
         distance = torch.arange(self.kv_length, device=self.device) - query
         left, right = self.pattern.window
         visible = torch.ones_like(distance, dtype=torch.bool) if left is None else distance >= -left
         visible = visible if right is None else visible & (distance <= right)
-        keys, padding = torch.ones(self.batch_size, self.kv_length, dtype=torch.bool, device=self.device), self.padding()
+        keys, padding = (
+            torch.ones(self.batch_size, self.kv_length, dtype=torch.bool, device=self.device),
+            self.padding(),
+        )
         keys[:, self.width :] = False
         if padding is not None:
             keys[:, : self.width] = padding
@@ -203,9 +212,20 @@ def attnlib_mask(
     if attention_mask is not None and getattr(attention_mask, _ATTRIBUTE, None) is not None:
         return attention_mask  # transformers prepares masks for compiled forwards ahead and hands them in again
     pattern = Pattern(True, Window(None, 0)) if mask_function is None else recognise(mask_function)
-    offset = int(q_offset)  # a static cache counts in a tensor that its update will have changed when the layers look
+    offset = int(
+        q_offset
+    )  # a static cache counts in a tensor that its update will have changed when the layers look
     step = StepMask(
-        pattern, batch_size, q_length, kv_length, offset, kv_offset, mask_function, attention_mask, device, use_vmap
+        pattern,
+        batch_size,
+        q_length,
+        kv_length,
+        offset,
+        kv_offset,
+        mask_function,
+        attention_mask,
+        device,
+        use_vmap,
     )
     padding = step.padding()
     if pattern is None or not pattern.is_plain:
@@ -213,7 +233,9 @@ def attnlib_mask(
     elif padding is None:
         carrier = torch.ones(batch_size, step.width, dtype=torch.bool, device=device)
     else:
-        carrier = padding.contiguous().view(padding.shape)  # transformers makes a contiguous copy of any other
+        carrier = padding.contiguous().view(
+            padding.shape
+        )  # transformers makes a contiguous copy of any other
     setattr(carrier, _ATTRIBUTE, step)
     return carrier
 

@@ -39,13 +39,25 @@ def with_callers_segments(step: StepMask, kwargs: dict[str, Any]) -> StepMask:
         return step
     bounds: list[int] = starts.tolist()
     square = step.batch_size == 1 and step.q_length == step.kv_length
-    if not square or bounds[0] != 0 or bounds[-1] != step.q_length or any(b < a for a, b in zip(bounds, bounds[1:], strict=False)):
+    if (
+        not square
+        or bounds[0] != 0
+        or bounds[-1] != step.q_length
+        or any(b < a for a, b in zip(bounds, bounds[1:], strict=False))
+    ):
         raise ContractError(
             f"cu_seq_lens_q={bounds} packs sequences into a batch of {step.batch_size} x {step.q_length} queries over {step.kv_length} keys; it must "
             f"rise from 0 to the length of a single row without a cache: pass use_cache=False, or leave it out"
         )
-    segments = torch.repeat_interleave(torch.arange(len(bounds) - 1), torch.tensor(bounds).diff())[None]
-    return replace(step, pattern=step.pattern._replace(segments=segments), mask_function=_within(segments, step), plans={})
+    segments = torch.repeat_interleave(torch.arange(len(bounds) - 1), torch.tensor(bounds).diff())[
+        None
+    ]
+    return replace(
+        step,
+        pattern=step.pattern._replace(segments=segments),
+        mask_function=_within(segments, step),
+        plans={},
+    )
 
 
 def _within(segments: torch.Tensor, step: StepMask) -> MaskFunction | None:
@@ -54,5 +66,7 @@ def _within(segments: torch.Tensor, step: StepMask) -> MaskFunction | None:
         return None
     from transformers.masking_utils import and_masks, packed_sequence_mask_function
 
-    joined: MaskFunction = and_masks(step.mask_function, packed_sequence_mask_function(segments.to(step.device)))
+    joined: MaskFunction = and_masks(
+        step.mask_function, packed_sequence_mask_function(segments.to(step.device))
+    )
     return joined

@@ -77,7 +77,10 @@ class PagedModel:
     @property
     def cache_bytes(self) -> int:
         """Bytes that the caches of all layers take."""
-        return sum(c.num_slots * c.num_kv_heads * (c.head_size + c.head_size_v) * c.dtype.itemsize for _, c in self._layers.values())
+        return sum(
+            c.num_slots * c.num_kv_heads * (c.head_size + c.head_size_v) * c.dtype.itemsize
+            for _, c in self._layers.values()
+        )
 
     def layers(self) -> list[tuple[Attention, PagedKVCache]]:
         """Layers and their caches, in the order in which the model calls them; empty before the first step."""
@@ -97,7 +100,11 @@ class PagedModel:
 
     @torch.no_grad()
     def step(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, batch: CommonAttentionMetadata, rows: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        batch: CommonAttentionMetadata,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run one step; the keys and values of its tokens are in the caches afterwards. Call it within `attached()`.
 
@@ -113,12 +120,18 @@ class PagedModel:
         model: Any = self.model
         wanted = {} if rows is None else {"logits_to_keep": rows}
         out = model(
-            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, attnlib_step=PagedStep(self, batch), **wanted
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
+            use_cache=False,
+            attnlib_step=PagedStep(self, batch),
+            **wanted,
         )
         logits: torch.Tensor = out.logits[0]
         return logits
 
-    def layer_of(self, module: nn.Module, query: torch.Tensor, value: torch.Tensor, meaning: dict[str, Any]) -> tuple[Attention, PagedKVCache]:
+    def layer_of(
+        self, module: nn.Module, query: torch.Tensor, value: torch.Tensor, meaning: dict[str, Any]
+    ) -> tuple[Attention, PagedKVCache]:
         """The attnlib layer and cache of one of the model's attention modules."""
         found = self._layers.get(module)
         if found is None:
@@ -129,10 +142,14 @@ class PagedModel:
         """The builder that all layers of one spec on one backend share."""
         group = (layer.backend, layer.spec)
         if group not in self._builders:
-            self._builders[group] = layer.backend.make_builder(layer.spec, next(self.model.parameters()).device, limits=self.limits)
+            self._builders[group] = layer.backend.make_builder(
+                layer.spec, next(self.model.parameters()).device, limits=self.limits
+            )
         return self._builders[group]
 
-    def _make(self, module: nn.Module, query: torch.Tensor, value: torch.Tensor, meaning: dict[str, Any]) -> tuple[Attention, PagedKVCache]:
+    def _make(
+        self, module: nn.Module, query: torch.Tensor, value: torch.Tensor, meaning: dict[str, Any]
+    ) -> tuple[Attention, PagedKVCache]:
         name = layer_name(module)
         sinks = meaning["s_aux"]
         spec = AttentionSpec(
@@ -149,7 +166,14 @@ class PagedModel:
             logits_soft_cap=meaning["softcap"],
             has_sink=sinks is not None,
         )
-        layer = Attention(spec, backend=self.backend, scale=meaning["scaling"], sinks=sinks, prefix=name, device=query.device)
+        layer = Attention(
+            spec,
+            backend=self.backend,
+            scale=meaning["scaling"],
+            sinks=sinks,
+            prefix=name,
+            device=query.device,
+        )
         return layer, PagedKVCache.allocate(spec, self.num_blocks, query.device)
 
 
@@ -204,7 +228,9 @@ def attend(
     window, chunk = _narrowing(module, attention_mask)
     meaning = {
         "scaling": scaling,
-        "sliding_window": sliding_window if window is None else min(window, sliding_window or window),
+        "sliding_window": sliding_window
+        if window is None
+        else min(window, sliding_window or window),
         "chunk": chunk,
         "softcap": softcap,
         "s_aux": kwargs.get("sinks") if s_aux is None else s_aux,
@@ -220,7 +246,12 @@ def _narrowing(module: nn.Module, mask: torch.Tensor | None) -> tuple[int | None
     step = read_mask(mask)
     if mask is None:
         return None, None
-    if step is None or step.pattern is None or not step.pattern.causal or step.attention_mask is not None:
+    if (
+        step is None
+        or step.pattern is None
+        or not step.pattern.causal
+        or step.attention_mask is not None
+    ):
         raise UnsupportedConfigError(
             f"{layer_name(module)}: the mask of this step is more than causal, a window and chunks (padding, images, or a mask of the caller's own): "
             f"over its own paged cache attnlib serves text only, without attention_mask; use generate with attn_implementation='attnlib'"
@@ -232,7 +263,9 @@ def _narrowing(module: nn.Module, mask: torch.Tensor | None) -> tuple[int | None
 def _refuse_call(module: nn.Module, kwargs: dict[str, Any]) -> None:
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise UnsupportedConfigError(f"{layer_name(module)} is not causal: only decoders run step by step over a cache")
+        raise UnsupportedConfigError(
+            f"{layer_name(module)} is not causal: only decoders run step by step over a cache"
+        )
     if kwargs.get("position_bias") is not None:
         raise UnsupportedConfigError(
             f"{layer_name(module)}: position_bias= adds a number to every pair of tokens of the packed row, which does not reach keys in the cache; "

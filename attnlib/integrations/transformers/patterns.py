@@ -48,7 +48,9 @@ def recognise(mask_function: MaskFunction) -> Pattern | None:
             causal = True
         elif name == "sliding_window_overlay":  # key > query - W
             window = _narrowed(window, values["sliding_window"] - 1, None)
-        elif name == "sliding_window_bidirectional_overlay":  # |query - key| <= W, unlike |query - key| < W of M2
+        elif (
+            name == "sliding_window_bidirectional_overlay"
+        ):  # |query - key| <= W, unlike |query - key| < W of M2
             window = _narrowed(window, values["sliding_window"], values["sliding_window"])
         elif name == "chunked_overlay":
             chunk = values["chunk_size"]
@@ -61,7 +63,10 @@ def recognise(mask_function: MaskFunction) -> Pattern | None:
 
 def _parts(function: MaskFunction) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name of the maker, values it closed over) of every part that must hold."""
-    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "").split(".")[0]
+    module, name = (
+        getattr(function, "__module__", ""),
+        getattr(function, "__qualname__", "").split(".")[0],
+    )
     if module != "transformers.masking_utils":
         yield "unknown", {}
         return
@@ -71,7 +76,9 @@ def _parts(function: MaskFunction) -> Iterator[tuple[str, dict[str, Any]]]:
     if name == "and_masks":
         for part in values["mask_functions"]:
             yield from _parts(part)
-    elif name == "remap_positions_for_packed_sequence":  # distances within one packed sequence are the same before and after
+    elif (
+        name == "remap_positions_for_packed_sequence"
+    ):  # distances within one packed sequence are the same before and after
         yield from _parts(values["mask_function"])
     else:
         yield name, values
@@ -82,4 +89,10 @@ def _narrowed(window: Window, left: int | None, right: int | None) -> Window:
 
 
 def _least(first: int | None, second: int | None) -> int | None:
-    return min(first, second) if first is not None and second is not None else first if second is None else second
+    return (
+        min(first, second)
+        if first is not None and second is not None
+        else first
+        if second is None
+        else second
+    )

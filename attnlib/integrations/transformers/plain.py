@@ -42,7 +42,9 @@ class _Plan:
     queries: torch.Tensor | None
 
 
-def attend_plain(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor:
+def attend_plain(
+    call: Call, mask: torch.Tensor | None, bias: torch.Tensor | None, kwargs: dict[str, Any]
+) -> torch.Tensor:
     """Attention over keys that are all there, `[B, T, Hq, Dv]`; rows of padding queries are 0.
 
     Args:
@@ -76,13 +78,19 @@ def _route(step: StepMask) -> str | None:
     square = step.q_length == step.width == step.kv_length
     if pattern.segments is not None:
         return "unpaged" if square and rows is None else None
-    by_distance = pattern.chunk is not None or pattern.window.left is not None or (not pattern.causal and pattern.window.right is not None)
+    by_distance = (
+        pattern.chunk is not None
+        or pattern.window.left is not None
+        or (not pattern.causal and pattern.window.right is not None)
+    )
     if by_distance and rows is not None and not rows.contiguous:
         return None  # distances count the holes in a row, and kernels see rows without holes
     if pattern.chunk is not None and step.kv_offset > 0:
         return None  # chunks count from the first token of all, which the cache has dropped
     if pattern.causal:
-        lost = rows is not None and (rows.interleaved or (by_distance and bool(rows.trailing.any())))
+        lost = rows is not None and (
+            rows.interleaved or (by_distance and bool(rows.trailing.any()))
+        )
         return None if lost else "paged"
     if by_distance:
         return "unpaged" if square else None
@@ -92,12 +100,21 @@ def _route(step: StepMask) -> str | None:
 def _without_window(step: StepMask) -> StepMask:
     """The same mask with its window turned into padding, where distances count holes and there is one query per row: exact, and for any kernel."""
     pattern, rows = step.pattern, step.rows()
-    if rows is None or rows.contiguous or pattern is None or not pattern.is_plain or step.q_length != 1 or pattern.window.left is None:
+    if (
+        rows is None
+        or rows.contiguous
+        or pattern is None
+        or not pattern.is_plain
+        or step.q_length != 1
+        or pattern.window.left is None
+    ):
         return step
     if "without window" not in step.plans:
         keys = rows.keys.copy()
         keys[:, : max(0, step.width - 1 - pattern.window.left)] = False
-        step.plans["without window"] = replace(step, pattern=Pattern(pattern.causal, Window(None, 0)), plans={"rows": Rows.of(keys, 1)})
+        step.plans["without window"] = replace(
+            step, pattern=Pattern(pattern.causal, Window(None, 0)), plans={"rows": Rows.of(keys, 1)}
+        )
     narrowed: StepMask = step.plans["without window"]
     return narrowed
 
@@ -107,7 +124,11 @@ def mask_of(call: Call, mask: torch.Tensor | None) -> StepMask:
 
     Without padding it is a matter of shapes alone, so a few are kept from step to step.
     """
-    window = Window() if call.sliding_window is None else Window(call.sliding_window - 1, None if call.causal else call.sliding_window - 1)
+    window = (
+        Window()
+        if call.sliding_window is None
+        else Window(call.sliding_window - 1, None if call.causal else call.sliding_window - 1)
+    )
     pattern = Pattern(call.causal, Window(window.left, 0) if call.causal else window)
     (batch, _, queries, _), keys, device = call.query.shape, call.key.shape[2], call.query.device
     if mask is not None:
@@ -117,10 +138,20 @@ def mask_of(call: Call, mask: torch.Tensor | None) -> StepMask:
                 f"[{batch}, 1 or {call.query.shape[1]}, {queries}, {keys}] (dense), or what the registered mask function made"
             )
         offset = mask.shape[1] - queries if call.causal else 0
-        return StepMask(pattern, batch, queries, keys, offset, attention_mask=mask.to(device, torch.bool), device=device)
+        return StepMask(
+            pattern,
+            batch,
+            queries,
+            keys,
+            offset,
+            attention_mask=mask.to(device, torch.bool),
+            device=device,
+        )
     kept: dict[Any, StepMask] = _local.__dict__.setdefault("kept", {})
     key = (pattern, batch, queries, keys, device)
-    step = kept.get(key) or StepMask(pattern, batch, queries, keys, keys - queries if call.causal else 0, device=device)
+    step = kept.get(key) or StepMask(
+        pattern, batch, queries, keys, keys - queries if call.causal else 0, device=device
+    )
     if not _is_capturing(device):  # what a graph captures is computed only when it is replayed
         kept[key] = step
         while len(kept) > _KEPT_SHAPES:
@@ -164,8 +195,12 @@ def _paged_plan(layer: Attention, step: StepMask, ratio: int, device: torch.devi
         causal = torch.tensor([True, False], device=device).repeat(batch)
     elif rows is not None and spec.is_causal:
         queries, taken = rows.real.sum(1).tolist(), _taken(rows.real, device)
-    free = causal is not None or not spec.is_causal  # queries that are no part of their keys may outnumber them
-    common = CommonAttentionMetadata.from_lengths(queries, lengths, device=device, causal=causal, is_cross_attention=free)
+    free = (
+        causal is not None or not spec.is_causal
+    )  # queries that are no part of their keys may outnumber them
+    common = CommonAttentionMetadata.from_lengths(
+        queries, lengths, device=device, causal=causal, is_cross_attention=free
+    )
     common = common.replace(block_table_tensor=table)
     return _Plan(builder_for(layer.backend, spec, device).build(0, common), taken)
 
@@ -185,7 +220,9 @@ def _attend_unpaged(call: Call, step: StepMask) -> torch.Tensor:
     if key not in step.plans:
         step.plans[key] = _unpaged_plan(layer, step, call.query.device)
     plan: _Plan = step.plans[key]
-    return _run(layer, plan, call, _packed(call.key, plan.queries), _packed(call.value, plan.queries), None)
+    return _run(
+        layer, plan, call, _packed(call.key, plan.queries), _packed(call.value, plan.queries), None
+    )
 
 
 def _unpaged_plan(layer: Attention, step: StepMask, device: torch.device) -> _Plan:
@@ -203,7 +240,11 @@ def _unpaged_plan(layer: Attention, step: StepMask, device: torch.device) -> _Pl
 
 def _taken(queries: np.ndarray, device: torch.device) -> torch.Tensor | None:
     """Where the marked queries lie among the B * T; None when all are marked."""
-    return None if bool(queries.all()) else torch.from_numpy(np.flatnonzero(queries)).to(device, non_blocking=True)
+    return (
+        None
+        if bool(queries.all())
+        else torch.from_numpy(np.flatnonzero(queries)).to(device, non_blocking=True)
+    )
 
 
 def _packed(states: torch.Tensor, taken: torch.Tensor | None) -> torch.Tensor:
@@ -212,7 +253,14 @@ def _packed(states: torch.Tensor, taken: torch.Tensor | None) -> torch.Tensor:
     return rows if taken is None else rows.index_select(0, taken)
 
 
-def _run(layer: Attention, plan: _Plan, call: Call, key: torch.Tensor | None, value: torch.Tensor | None, cache: Any) -> torch.Tensor:
+def _run(
+    layer: Attention,
+    plan: _Plan,
+    call: Call,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    cache: Any,
+) -> torch.Tensor:
     batch, heads, queries, _ = call.query.shape
     out: torch.Tensor = layer(_packed(call.query, plan.queries), key, value, cache, plan.metadata)
     if plan.queries is not None:

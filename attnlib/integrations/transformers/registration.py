@@ -75,7 +75,9 @@ def _answer_continuous_batching() -> None:
             _replace(module, attribute, _offer_decode_path)
 
 
-def _replace(module: ModuleType, attribute: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _replace(
+    module: ModuleType, attribute: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
     original = getattr(module, attribute, None)
     if original is not None:
         _replaced.append((module, attribute, original))
@@ -84,7 +86,9 @@ def _replace(module: ModuleType, attribute: str, make: Callable[[Callable[..., A
 
 def _answer(original: Callable[..., bool]) -> Callable[..., bool]:
     def is_flash_attention_requested(
-        config: Any = None, requested_attention_implementation: str | None = None, version: Any = None
+        config: Any = None,
+        requested_attention_implementation: str | None = None,
+        version: Any = None,
     ) -> bool:
         name = requested_attention_implementation if config is None else config._attn_implementation
         return name in _NAMES or original(config, requested_attention_implementation, version)
@@ -96,7 +100,9 @@ def _answer_for_graphs(original: Callable[..., bool]) -> Callable[..., bool]:
     """Here the answer without a version decides whether CUDA graphs are on by default."""
 
     def is_flash_attention_requested(
-        config: Any = None, requested_attention_implementation: str | None = None, version: Any = None
+        config: Any = None,
+        requested_attention_implementation: str | None = None,
+        version: Any = None,
     ) -> bool:
         if getattr(config, "_attn_implementation", None) not in _NAMES:
             return original(config, requested_attention_implementation, version)
@@ -111,7 +117,11 @@ def _can_be_captured(config: Any) -> bool:
         return True  # transformers turns graphs off by itself
     stated = getattr(config, "dtype", None)
     # A config need not say what dtype its model was loaded in; most backends take 16 bits only.
-    for dtype in (stated,) if isinstance(stated, torch.dtype) and stated != torch.float32 else (torch.bfloat16, torch.float32):
+    for dtype in (
+        (stated,)
+        if isinstance(stated, torch.dtype) and stated != torch.float32
+        else (torch.bfloat16, torch.float32)
+    ):
         heads = config.num_attention_heads
         spec = AttentionSpec(
             num_heads=heads,
@@ -123,7 +133,9 @@ def _can_be_captured(config: Any) -> bool:
             builder = get_attn_backend(spec, None, "cuda").get_builder_cls()
         except AttnlibError:
             continue
-        return builder.cudagraph_support is CudaGraphSupport.ALWAYS and not builder.needs_host_lengths
+        return (
+            builder.cudagraph_support is CudaGraphSupport.ALWAYS and not builder.needs_host_lengths
+        )
     return False  # nothing is known of what the layers will choose, and eager steps always work
 
 

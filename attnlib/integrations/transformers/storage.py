@@ -57,11 +57,18 @@ def layer_storage(cache: Any, layer_idx: int) -> LayerStorage:
     return known[layer_idx]
 
 
-def sliding_update(cache: Any, call: Call, kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def sliding_update(
+    cache: Any, call: Call, kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Let the cache store a sliding layer's new keys and gather those in the window: both `[1, Hkv, keys, D]`."""
     if hasattr(cache, "layer_to_allocator"):
         # The cache writes into the dict that it is given: other layers still need what it replaces.
-        keys, values = cache.update(key_states=call.key, value_states=call.value, layer_idx=call.layer_idx, kwargs=dict(kwargs))
+        keys, values = cache.update(
+            key_states=call.key,
+            value_states=call.value,
+            layer_idx=call.layer_idx,
+            kwargs=dict(kwargs),
+        )
         return keys, values
     keys, values = cache.update(
         key_states=call.key,
@@ -75,7 +82,11 @@ def sliding_update(cache: Any, call: Call, kwargs: dict[str, Any]) -> tuple[torc
 
 def _by_allocator(cache: Any, layer_idx: int) -> LayerStorage:
     allocator = cache.layer_to_allocator[layer_idx]
-    pages = PagedKVCache(*allocator.get_cache_for_block_table(layer_idx)) if allocator.supports_block_table else None
+    pages = (
+        PagedKVCache(*allocator.get_cache_for_block_table(layer_idx))
+        if allocator.supports_block_table
+        else None
+    )
     return LayerStorage(allocator.index, allocator.layer_type, pages)
 
 
@@ -84,6 +95,7 @@ def _by_group(cache: Any, layer_idx: int) -> LayerStorage:
     if cache.sliding_windows[layer_idx] != 1:  # 1 is how that version says "no window"
         return LayerStorage(group, "sliding_attention", None)
     keys, values = (
-        states[place].view(-1, cache.block_size, *states[place].shape[1:]) for states in (cache.key_cache, cache.value_cache)
+        states[place].view(-1, cache.block_size, *states[place].shape[1:])
+        for states in (cache.key_cache, cache.value_cache)
     )
     return LayerStorage(group, "full_attention", PagedKVCache(keys, values))

@@ -86,7 +86,11 @@ def _scatter(stored: Tensor, cache: Tensor, slots: Tensor) -> None:
 
 
 def _stored(values: Tensor, cache: Tensor, scale: float | Tensor) -> Tensor:
-    return quantise(values, scale, cache.dtype) if is_quantised(cache.dtype) else values.to(cache.dtype)
+    return (
+        quantise(values, scale, cache.dtype)
+        if is_quantised(cache.dtype)
+        else values.to(cache.dtype)
+    )
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

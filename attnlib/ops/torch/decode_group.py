@@ -31,15 +31,21 @@ _GATHER_BYTES = 1 << 19
 _HEAD_PARTS_FACTOR = 4
 
 
-def group_requests(requests: list[Request], inputs: PagedInputs, rules: ScoreRules) -> Iterator[list[Request]]:
+def group_requests(
+    requests: list[Request], inputs: PagedInputs, rules: ScoreRules
+) -> Iterator[list[Request]]:
     """Requests of one query length and like numbers of pages: as many as are gathered at a time, or one per thread."""
     page_bytes = _page_bytes(inputs)
-    sized = [(request.query_len, inputs.blocks(request, rules).numel(), request) for request in requests]
+    sized = [
+        (request.query_len, inputs.blocks(request, rules).numel(), request) for request in requests
+    ]
     sized.sort(key=lambda entry: entry[:2], reverse=True)
     group: list[Request] = []
     query_len = widest = 0
     for length, num_pages, request in sized:
-        full = (len(group) + 1) * widest * page_bytes > _gather_bytes() and len(group) >= torch.get_num_threads()
+        full = (len(group) + 1) * widest * page_bytes > _gather_bytes() and len(
+            group
+        ) >= torch.get_num_threads()
         if group and (full or length != query_len or 4 * num_pages < 3 * widest):
             yield group
             group = []
@@ -61,7 +67,9 @@ def attend_group(
 ) -> None:
     """Write the rows of these requests, all of one query length; `dtype` is what to compute in."""
     group = _Group(requests, inputs, rules)
-    rows = torch.cat([torch.arange(request.start, request.start + request.query_len) for request in requests])
+    rows = torch.cat(
+        [torch.arange(request.start, request.start + request.query_len) for request in requests]
+    )
     query = inputs.query[rows].view(len(requests), -1, *inputs.query.shape[1:]).transpose(1, 2)
     ratio = query.shape[1] // inputs.key_cache.shape[2]
     by_heads = dtype in (torch.float16, torch.bfloat16)
@@ -87,7 +95,10 @@ class _Group:
         """`[G, W]` page ids. A short row is padded with a page of its own: the copy of that is cleared and masked."""
         rows = [self.inputs.blocks(request, self.rules) for request in self.requests]
         width = max(row.numel() for row in rows)
-        padded = (row if row.numel() == width else torch.cat([row, row[:1].expand(width - row.numel())]) for row in rows)
+        padded = (
+            row if row.numel() == width else torch.cat([row, row[:1].expand(width - row.numel())])
+            for row in rows
+        )
         return torch.stack(list(padded))
 
     @cached_property
@@ -111,19 +122,30 @@ class _Group:
         """KV heads to gather at a time: as many as fit, and enough that no thread is idle."""
         num_kv_heads = self.inputs.key_cache.shape[2]
         head_bytes = self.tables.numel() * _page_bytes(self.inputs) // num_kv_heads
-        step = max(_HEAD_PARTS_FACTOR * _gather_bytes() // head_bytes, -(-torch.get_num_threads() // len(self.requests)))
+        step = max(
+            _HEAD_PARTS_FACTOR * _gather_bytes() // head_bytes,
+            -(-torch.get_num_threads() // len(self.requests)),
+        )
         for head in range(0, num_kv_heads, step):
             yield slice(head, min(head + step, num_kv_heads))
 
     def page_parts(self, dtype: torch.dtype) -> Iterator[slice]:
         """Pages to gather at a time, counted in the dtype that they are attended to in."""
-        page_bytes = _page_bytes(self.inputs) // self.inputs.key_cache.element_size() * dtype.itemsize
+        page_bytes = (
+            _page_bytes(self.inputs) // self.inputs.key_cache.element_size() * dtype.itemsize
+        )
         step = max(1, _gather_bytes() // (page_bytes * len(self.requests)))
         for page in range(0, self.width, step):
             yield slice(page, min(page + step, self.width))
 
     def attend(
-        self, query: Tensor, heads: slice, query_heads: slice, parts: list[slice], dtype: torch.dtype, scratch: Scratch
+        self,
+        query: Tensor,
+        heads: slice,
+        query_heads: slice,
+        parts: list[slice],
+        dtype: torch.dtype,
+        scratch: Scratch,
     ) -> tuple[Tensor, Tensor]:
         """Output `[G, H, L, Dv]` and LSE `[G, H, L]` of some heads, the pages taken part by part.
 
@@ -131,7 +153,9 @@ class _Group:
         asleep, and waking them costs more than the work.
         """
         inputs, rules = self.inputs, self.rules
-        bias = self.bias if self.bias is None or self.bias.shape[1] == 1 else self.bias[:, query_heads]
+        bias = (
+            self.bias if self.bias is None or self.bias.shape[1] == 1 else self.bias[:, query_heads]
+        )
         caches = [cache[:, :, heads] for cache in (inputs.key_cache, inputs.value_cache)]
         rows = FusedQuery(
             query, caches[0].shape[2], caches[1].shape[3], bias,
@@ -152,7 +176,9 @@ class _Group:
     def unseen(self, keys: slice) -> list[tuple[int, slice]]:
         """Where gathered keys are positions that a request does not see, as (request, keys of the part): they are 0 (P5)."""
         blanks = []
-        for member, ((start, end), offset) in enumerate(zip(self.ranges, self.offsets, strict=True)):
+        for member, ((start, end), offset) in enumerate(
+            zip(self.ranges, self.offsets, strict=True)
+        ):
             first, last = start - offset - keys.start, end - offset - keys.start
             if first > 0:
                 blanks.append((member, slice(0, first)))
@@ -166,14 +192,25 @@ class _Group:
         num_keys, query_len = self.width * self.block_size, self.requests[0].query_len
         spans = zip(self.ranges, self.offsets, strict=True)
         filled = all((start, end) == (offset, offset + num_keys) for (start, end), offset in spans)
-        if filled and query_len == 1 and self.rules.alibi_slopes is None and self.inputs.query_bias is None:
+        if (
+            filled
+            and query_len == 1
+            and self.rules.alibi_slopes is None
+            and self.inputs.query_bias is None
+        ):
             return None
-        positions = torch.tensor([[request.first_position] for request in self.requests]) + torch.arange(query_len)
+        positions = torch.tensor(
+            [[request.first_position] for request in self.requests]
+        ) + torch.arange(query_len)
         ends = torch.tensor([[[request.seq_len]] for request in self.requests])
         keys = torch.tensor(self.offsets)[:, None] + torch.arange(num_keys)
         causal = torch.tensor([[[bool(request.causal)]] for request in self.requests])
         visible = visible_keys(positions, keys, causal, self.rules) & (keys.unsqueeze(1) < ends)
-        own = None if self.inputs.query_bias is None else self._span_bias(self.inputs.query_bias, num_keys)
+        own = (
+            None
+            if self.inputs.query_bias is None
+            else self._span_bias(self.inputs.query_bias, num_keys)
+        )
         return score_bias(positions, keys, visible, self.rules, own, score_dtype(self.inputs.query))
 
     def _span_bias(self, query_bias: Tensor, num_keys: int) -> Tensor:
@@ -181,16 +218,23 @@ class _Group:
         for member, (request, offset) in enumerate(zip(self.requests, self.offsets, strict=True)):
             begin = max(request.first_position, offset)
             columns = slice(begin - request.first_position, request.query_len)
-            laid[member, :, begin - offset : request.seq_len - offset] = query_bias[request.rows, columns]
+            laid[member, :, begin - offset : request.seq_len - offset] = query_bias[
+                request.rows, columns
+            ]
         return laid
 
 
 class _GroupBuffer:
     """A page buffer seen request by request."""
 
-    def __init__(self, caches: list[Tensor], num_pages: int, num_requests: int, scratch: Scratch) -> None:
+    def __init__(
+        self, caches: list[Tensor], num_pages: int, num_requests: int, scratch: Scratch
+    ) -> None:
         self._pages = PageBuffer(caches, num_pages, scratch)
-        key, value = (rows.view(num_requests, -1, *rows.shape[1:]).transpose(1, 2) for rows in self._pages.rows)
+        key, value = (
+            rows.view(num_requests, -1, *rows.shape[1:]).transpose(1, 2)
+            for rows in self._pages.rows
+        )
         self._sides = key, value
 
     def load(self, pages: Tensor, blanks: list[tuple[int, slice]]) -> tuple[Tensor, Tensor]:
@@ -208,7 +252,9 @@ def _gather_bytes() -> int:
 
 def _page_bytes(inputs: PagedInputs) -> int:
     """Bytes of one page of K or V, the larger."""
-    return max(cache[:1].numel() * cache.element_size() for cache in (inputs.key_cache, inputs.value_cache))
+    return max(
+        cache[:1].numel() * cache.element_size() for cache in (inputs.key_cache, inputs.value_cache)
+    )
 
 
 def _for_heads(factor: float | Tensor, heads: slice) -> float | Tensor:

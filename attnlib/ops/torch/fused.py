@@ -71,14 +71,19 @@ class FusedQuery:
 
         `keys` says where in the bias the part lies. The result is for `finished` only.
         """
-        key, value = _widened(key.to(self.dtype), self.widest), _widened(value.to(self.dtype), self.widest)
+        key, value = (
+            _widened(key.to(self.dtype), self.widest),
+            _widened(value.to(self.dtype), self.widest),
+        )
         bias = None if self._rows_bias is None else self._rows_bias[..., keys]
         result: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             self._rows, key, value, 0.0, self.square_causal, attn_mask=bias, scale=self.scale
         )
         return result
 
-    def finished(self, parts: list[tuple[Tensor, Tensor]], keys: list[slice]) -> tuple[Tensor, Tensor]:
+    def finished(
+        self, parts: list[tuple[Tensor, Tensor]], keys: list[slice]
+    ) -> tuple[Tensor, Tensor]:
         """Output `[B, Hq, L, Dv]` and natural-log LSE `[B, Hq, L]` over all parts.
 
         A row that sees nothing has LSE -inf, or its sink. Several parts are merged in the precision they came in.
@@ -116,7 +121,15 @@ def fused_attention(
 ) -> tuple[Tensor, Tensor]:
     """Output `[B, Hq, L, Dv]` and LSE `[B, Hq, L]` over keys and values in one part; see `FusedQuery`."""
     rows = FusedQuery(
-        query, key.shape[1], value.shape[-1], bias, rules, k_factor, v_factor, dtype=dtype, square_causal=square_causal
+        query,
+        key.shape[1],
+        value.shape[-1],
+        bias,
+        rules,
+        k_factor,
+        v_factor,
+        dtype=dtype,
+        square_causal=square_causal,
     )
     return rows.finished([rows.over(key, value)], [slice(None)])
 
@@ -143,5 +156,7 @@ def _stacked_bias(bias: Tensor | None, num_kv_heads: int, group: int) -> Tensor 
         return None
     batch, heads, num_rows, num_keys = bias.shape
     if heads == 1:
-        return bias.expand(batch, group, num_rows, num_keys).reshape(batch, 1, group * num_rows, num_keys)
+        return bias.expand(batch, group, num_rows, num_keys).reshape(
+            batch, 1, group * num_rows, num_keys
+        )
     return bias.reshape(batch, num_kv_heads, group * num_rows, num_keys)

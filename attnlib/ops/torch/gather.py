@@ -25,7 +25,9 @@ def contiguous_run(cache: Tensor, blocks: Tensor) -> Tensor | None:
     if num_blocks == 0 or (num_blocks > 1 and cache.stride(0) != block_size * cache.stride(1)):
         return None
     first = int(blocks[0])
-    if num_blocks > 1 and not torch.equal(blocks, torch.arange(first, first + num_blocks, dtype=blocks.dtype)):
+    if num_blocks > 1 and not torch.equal(
+        blocks, torch.arange(first, first + num_blocks, dtype=blocks.dtype)
+    ):
         return None
     shape = (num_blocks * block_size, cache.shape[2], cache.shape[3])
     return cache[first].as_strided(shape, cache.stride()[1:])
@@ -57,7 +59,10 @@ class PageBuffer:
 
     def __init__(self, caches: list[Tensor], num_pages: int, scratch: Scratch) -> None:
         shapes = [(cache.shape[2], num_pages, cache.shape[1], cache.shape[3]) for cache in caches]
-        sizes = [math.prod(shape) * cache.element_size() for shape, cache in zip(shapes, caches, strict=True)]
+        sizes = [
+            math.prod(shape) * cache.element_size()
+            for shape, cache in zip(shapes, caches, strict=True)
+        ]
         memory = scratch.take(sum(_aligned(size) for size in sizes))
         self._copies: list[tuple[Tensor, Tensor]] = []
         self.rows: list[Tensor] = []
@@ -65,7 +70,10 @@ class PageBuffer:
         for cache, shape, size in zip(caches, shapes, sizes, strict=True):
             rows = memory[begin : begin + size].view(cache.dtype).view(shape)
             # One-byte floats as integers, because not every device selects them.
-            source, target = (side.view(torch.uint8) if side.element_size() == 1 else side for side in (cache, rows))
+            source, target = (
+                side.view(torch.uint8) if side.element_size() == 1 else side
+                for side in (cache, rows)
+            )
             self._copies.append((source, target.permute(1, 2, 0, 3)))
             self.rows.append(rows.view(shape[0], num_pages * shape[2], shape[3]).transpose(0, 1))
             begin += _aligned(size)

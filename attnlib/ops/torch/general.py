@@ -49,7 +49,11 @@ def attention_weights(
     num_rows, num_heads, head_size = query.shape
     num_keys, num_kv_heads, _ = key.shape
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    rows = query.to(dtype).transpose(0, 1).reshape(num_kv_heads, num_heads // num_kv_heads * num_rows, head_size)
+    rows = (
+        query.to(dtype)
+        .transpose(0, 1)
+        .reshape(num_kv_heads, num_heads // num_kv_heads * num_rows, head_size)
+    )
     logits = torch.bmm(rows, key.to(dtype).permute(1, 2, 0)) * rules.scale * _over_heads(k_factor)
     if rules.soft_cap > 0:
         logits = torch.tanh(logits / rules.soft_cap) * rules.soft_cap

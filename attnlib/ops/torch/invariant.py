@@ -24,7 +24,9 @@ __all__ = ["TILE", "attend_rows_invariant"]
 TILE = 16
 
 
-def attend_rows_invariant(rows: QueryRows, span: KeySpan, rules: ScoreRules, out: Tensor, lse: Tensor | None) -> None:
+def attend_rows_invariant(
+    rows: QueryRows, span: KeySpan, rules: ScoreRules, out: Tensor, lse: Tensor | None
+) -> None:
     """As `request.attend_rows`, by tiles of fixed shape."""
     padded_len = -(-rows.seq_len // TILE) * TILE
     for first in range(rows.first // TILE * TILE, rows.last + 1, TILE):
@@ -38,7 +40,9 @@ def attend_rows_invariant(rows: QueryRows, span: KeySpan, rules: ScoreRules, out
         tile = _tile(rows, first, begin, end)
         keys = _padded(span, key_start, key_end, score_dtype(rows.query))
         bias = rows_bias(tile, key_start, key_end, rules)
-        result, logs = general_attention(tile.query, keys.key, keys.value, bias, rules, span.k_factor, span.v_factor)
+        result, logs = general_attention(
+            tile.query, keys.key, keys.value, bias, rules, span.k_factor, span.v_factor
+        )
         tile_out.copy_(result[begin - first : end - first])
         if tile_lse is not None:
             tile_lse.copy_(logs[begin - first : end - first])
@@ -48,7 +52,12 @@ def _tile(rows: QueryRows, first: int, begin: int, end: int) -> QueryRows:
     part = rows.part(begin - rows.first, end - rows.first)
     missing = (begin - first, first + TILE - end)
     bias = None if part.bias is None else torch.nn.functional.pad(part.bias, (0, 0, *missing))
-    return replace(part, first=first, query=torch.nn.functional.pad(part.query, (0, 0, 0, 0, *missing)), bias=bias)
+    return replace(
+        part,
+        first=first,
+        query=torch.nn.functional.pad(part.query, (0, 0, 0, 0, *missing)),
+        bias=bias,
+    )
 
 
 def _padded(span: KeySpan, start: int, end: int, dtype: torch.dtype) -> KeySpan:
@@ -57,7 +66,9 @@ def _padded(span: KeySpan, start: int, end: int, dtype: torch.dtype) -> KeySpan:
 
     def padded(values: Tensor) -> Tensor:
         num_heads, size = values.shape[1:]
-        rows = torch.zeros(num_heads, end - start, size, dtype=dtype, device=values.device).transpose(0, 1)
+        rows = torch.zeros(
+            num_heads, end - start, size, dtype=dtype, device=values.device
+        ).transpose(0, 1)
         if held_start < held_end:
             held = values[held_start - span.start : held_end - span.start]
             rows[held_start - start : held_end - start] = held.to(dtype)

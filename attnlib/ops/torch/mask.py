@@ -14,7 +14,9 @@ from attnlib.ops.torch.rules import ScoreRules
 __all__ = ["is_fully_visible", "key_range", "score_bias", "visible_keys"]
 
 
-def key_range(first: int, last: int, seq_len: int, causal: bool | Tensor, rules: ScoreRules) -> tuple[int, int]:
+def key_range(
+    first: int, last: int, seq_len: int, causal: bool | Tensor, rules: ScoreRules
+) -> tuple[int, int]:
     """Half-open range of the keys that at least one of the positions `first..last` may see; empty when start >= end.
 
     A `causal` tensor (a flag that only the device knows) counts as not causal here, and is settled in the mask.
@@ -33,7 +35,9 @@ def key_range(first: int, last: int, seq_len: int, causal: bool | Tensor, rules:
     return start, end
 
 
-def is_fully_visible(first: int, last: int, start: int, end: int, causal: bool | Tensor, rules: ScoreRules) -> bool:
+def is_fully_visible(
+    first: int, last: int, start: int, end: int, causal: bool | Tensor, rules: ScoreRules
+) -> bool:
     """Whether every position in `first..last` sees every key in `[start, end)`, so that no mask is needed."""
     left, right = rules.window
     if isinstance(causal, Tensor) or (causal and end - 1 > first):
@@ -41,10 +45,14 @@ def is_fully_visible(first: int, last: int, start: int, end: int, causal: bool |
     if (left >= 0 and start < last - left) or (right >= 0 and end - 1 > first + right):
         return False
     chunk = rules.chunk
-    return chunk <= 0 or {first // chunk, last // chunk, start // chunk, (end - 1) // chunk} == {first // chunk}
+    return chunk <= 0 or {first // chunk, last // chunk, start // chunk, (end - 1) // chunk} == {
+        first // chunk
+    }
 
 
-def visible_keys(positions: Tensor, keys: Tensor, causal: bool | Tensor, rules: ScoreRules) -> Tensor:
+def visible_keys(
+    positions: Tensor, keys: Tensor, causal: bool | Tensor, rules: ScoreRules
+) -> Tensor:
     """The rule as a boolean tensor `[..., L, S]`: positions `[..., L]` against key positions `[..., S]`, both integers.
 
     `causal` is a bool or a boolean tensor that broadcasts over the result.
@@ -92,5 +100,7 @@ def score_bias(
         return bias
     hidden = ~visible.unsqueeze(-3)
     if bias is None:
-        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
+            hidden, -torch.inf
+        )
     return bias.masked_fill(hidden, -torch.inf)

@@ -13,7 +13,12 @@ __all__ = ["merge_states"]
 
 @torch.no_grad()
 def merge_states(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor | None = None
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
 ) -> None:
     """Write the merged state to `out` and `lse`, which may be one of the inputs.
 

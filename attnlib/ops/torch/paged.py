@@ -30,9 +30,13 @@ class PagedInputs:
 
     def rows(self, request: Request) -> QueryRows:
         """The request's query rows; of the bias, the columns of its own query span."""
-        bias = None if self.query_bias is None else self.query_bias[request.rows, : request.query_len]
+        bias = (
+            None if self.query_bias is None else self.query_bias[request.rows, : request.query_len]
+        )
         first = request.first_position
-        return QueryRows(self.query[request.rows], first, request.seq_len, first, request.causal, bias)
+        return QueryRows(
+            self.query[request.rows], first, request.seq_len, first, request.causal, bias
+        )
 
     def blocks(self, request: Request, rules: ScoreRules) -> Tensor:
         """Ids of the pages that hold a position which some row of the request may see."""
@@ -68,4 +72,6 @@ def attend_paged(
     attend = attend_rows_invariant if batch_invariant else attend_rows
     for request in requests:
         part_lse = None if lse is None else lse[request.rows]
-        attend(inputs.rows(request), inputs.span(request, rules), rules, out[request.rows], part_lse)
+        attend(
+            inputs.rows(request), inputs.span(request, rules), rules, out[request.rows], part_lse
+        )

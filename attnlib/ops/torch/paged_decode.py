@@ -64,7 +64,13 @@ def paged_decode(
     starts, lengths = on_host(query_start_loc, query_start_loc_cpu), on_host(seq_lens, seq_lens_cpu)
     rules = ScoreRules(scale, logits_soft_cap, alibi_slopes, window, attention_chunk_size, sinks)
     inputs = PagedInputs(
-        query, key_cache, value_cache, block_table, query_bias, head_factor(k_scale), head_factor(v_scale)
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        query_bias,
+        head_factor(k_scale),
+        head_factor(v_scale),
     )
     dtype = compute_dtype(query, key_cache, inputs.k_factor, inputs.v_factor)
     batchable: list[Request] = []
@@ -86,4 +92,7 @@ def _is_batchable(request: Request, inputs: PagedInputs, rules: ScoreRules) -> b
     if request.query_len > _BATCHED_ROWS or request.first_position < 0 or end <= start:
         return False
     blocks = inputs.blocks(request, rules)
-    return contiguous_run(inputs.key_cache, blocks) is None or contiguous_run(inputs.value_cache, blocks) is None
+    return (
+        contiguous_run(inputs.key_cache, blocks) is None
+        or contiguous_run(inputs.value_cache, blocks) is None
+    )

@@ -67,7 +67,13 @@ def paged_prefill(
     starts, lengths = on_host(query_start_loc, query_start_loc_cpu), on_host(seq_lens, seq_lens_cpu)
     rules = ScoreRules(scale, logits_soft_cap, alibi_slopes, window, attention_chunk_size, sinks)
     inputs = PagedInputs(
-        query, key_cache, value_cache, block_table, query_bias, head_factor(k_scale), head_factor(v_scale)
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        query_bias,
+        head_factor(k_scale),
+        head_factor(v_scale),
     )
     attend_paged(list_requests(starts, lengths, causal), inputs, rules, out, lse, batch_invariant)
     clear_tail(out, lse, starts)

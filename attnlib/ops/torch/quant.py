@@ -44,4 +44,8 @@ def compute_dtype(query: Tensor, cache: Tensor, *factors: float | Tensor) -> tor
     if query.dtype == torch.float64:
         return torch.float64
     plain = all(not isinstance(factor, Tensor) and factor == 1.0 for factor in factors)
-    return query.dtype if plain and cache.dtype == query.dtype and query.dtype in _FUSED_DTYPES else torch.float32
+    return (
+        query.dtype
+        if plain and cache.dtype == query.dtype and query.dtype in _FUSED_DTYPES
+        else torch.float32
+    )

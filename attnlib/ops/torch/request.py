@@ -74,7 +74,9 @@ class KeySpan:
         return replace(self, key=self.key[rows], value=self.value[rows], start=start)
 
 
-def attend_rows(rows: QueryRows, span: KeySpan, rules: ScoreRules, out: Tensor, lse: Tensor | None) -> None:
+def attend_rows(
+    rows: QueryRows, span: KeySpan, rules: ScoreRules, out: Tensor, lse: Tensor | None
+) -> None:
     """Write `out [L, Hq, Dv]` and `lse [L, Hq]`; `span` holds every key that some row can see (`mask.key_range`)."""
     num_rows, num_heads, _ = rows.query.shape
     dtype = compute_dtype(rows.query, span.key, span.k_factor, span.v_factor)
@@ -111,13 +113,17 @@ def rows_bias(rows: QueryRows, start: int, end: int, rules: ScoreRules) -> Tenso
 
     Keys past the sequence, which only padding makes, are hidden.
     """
-    dense = end <= rows.seq_len and is_fully_visible(rows.first, rows.last, start, end, rows.causal, rules)
+    dense = end <= rows.seq_len and is_fully_visible(
+        rows.first, rows.last, start, end, rows.causal, rules
+    )
     if dense and rules.alibi_slopes is None and rows.bias is None:
         return None
     device = rows.query.device
     positions = torch.arange(rows.first, rows.last + 1, device=device)
     keys = torch.arange(start, end, device=device)
-    visible = None if dense else visible_keys(positions, keys, rows.causal, rules) & (keys < rows.seq_len)
+    visible = (
+        None if dense else visible_keys(positions, keys, rows.causal, rules) & (keys < rows.seq_len)
+    )
     own = None if rows.bias is None else _laid_out(rows.bias, start, end, rows.span_start)
     return score_bias(positions, keys, visible, rules, own, score_dtype(rows.query))
 
@@ -127,11 +133,15 @@ def score_dtype(query: Tensor) -> torch.dtype:
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
-def _attend_fused(rows: QueryRows, span: KeySpan, rules: ScoreRules, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _attend_fused(
+    rows: QueryRows, span: KeySpan, rules: ScoreRules, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     end = span.start + span.key.shape[0]
     square = _is_square(rows, span.start, end, rules)
     bias = None if square else rows_bias(rows, span.start, end, rules)
-    query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (rows.query, span.key, span.value))
+    query, key, value = (
+        part.transpose(0, 1).unsqueeze(0) for part in (rows.query, span.key, span.value)
+    )
     out, lse = fused_attention(
         query, key, value, None if bias is None else bias.unsqueeze(0), rules, span.k_factor, span.v_factor,
         dtype=dtype, square_causal=square,
@@ -139,15 +149,29 @@ def _attend_fused(rows: QueryRows, span: KeySpan, rules: ScoreRules, dtype: torc
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
-def _attend_general(rows: QueryRows, span: KeySpan, rules: ScoreRules, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _attend_general(
+    rows: QueryRows, span: KeySpan, rules: ScoreRules, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     bias = rows_bias(rows, span.start, span.start + span.key.shape[0], rules)
-    return general_attention(rows.query, span.key, span.value, bias, rules, span.k_factor, span.v_factor)
+    return general_attention(
+        rows.query, span.key, span.value, bias, rules, span.k_factor, span.v_factor
+    )
 
 
 def _is_square(rows: QueryRows, start: int, end: int, rules: ScoreRules) -> bool:
     """Whether the operator's own causal mask, aligned to the top left, is the mask that is meant."""
-    plain = rules.alibi_slopes is None and rows.bias is None and rules.chunk <= 0 and rows.causal is True
-    return plain and rows.first == start and rows.last == end - 1 and not 0 <= rules.window[0] < end - start - 1
+    plain = (
+        rules.alibi_slopes is None
+        and rows.bias is None
+        and rules.chunk <= 0
+        and rows.causal is True
+    )
+    return (
+        plain
+        and rows.first == start
+        and rows.last == end - 1
+        and not 0 <= rules.window[0] < end - start - 1
+    )
 
 
 def _laid_out(bias: Tensor, start: int, end: int, span_start: int) -> Tensor:

@@ -47,16 +47,26 @@ def attention_scores(
     starts, lengths = on_host(query_start_loc, query_start_loc_cpu), on_host(seq_lens, seq_lens_cpu)
     rules = ScoreRules(scale, logits_soft_cap, alibi_slopes, window, attention_chunk_size, sinks)
     inputs = PagedInputs(
-        query, key_cache, value_cache, block_table, query_bias, head_factor(k_scale), head_factor(v_scale)
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        query_bias,
+        head_factor(k_scale),
+        head_factor(v_scale),
     )
     num_heads = query.shape[1]
-    weights = [query.new_zeros(num_heads, 0, seq_len, dtype=torch.float32) for seq_len in lengths.tolist()]
+    weights = [
+        query.new_zeros(num_heads, 0, seq_len, dtype=torch.float32) for seq_len in lengths.tolist()
+    ]
     for request in list_requests(starts, lengths, causal):
         rows, span = inputs.rows(request), inputs.span(request, rules)
         whole = query.new_zeros(num_heads, request.query_len, request.seq_len, dtype=torch.float32)
         end = span.start + span.key.shape[0]
         if end > span.start:
             bias = rows_bias(rows, span.start, end, rules)
-            whole[:, :, span.start : end] = attention_weights(rows.query, span.key, bias, rules, span.k_factor)[0]
+            whole[:, :, span.start : end] = attention_weights(
+                rows.query, span.key, bias, rules, span.k_factor
+            )[0]
         weights[request.index] = whole
     return weights

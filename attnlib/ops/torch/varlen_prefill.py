@@ -48,7 +48,10 @@ def varlen_prefill(
 
     The others are as in `paged_prefill`.
     """
-    starts, key_starts = on_host(cu_seqlens_q, cu_seqlens_q_cpu), on_host(cu_seqlens_k, cu_seqlens_k_cpu)
+    starts, key_starts = (
+        on_host(cu_seqlens_q, cu_seqlens_q_cpu),
+        on_host(cu_seqlens_k, cu_seqlens_k_cpu),
+    )
     rules = ScoreRules(scale, logits_soft_cap, alibi_slopes, window, attention_chunk_size, sinks)
     attend = attend_rows_invariant if batch_invariant else attend_rows
     ends = key_starts.tolist()

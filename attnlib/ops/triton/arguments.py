@@ -81,10 +81,15 @@ class Signature(NamedTuple):
     @property
     def fp8_as_bytes(self) -> bool:
         """Whether the kernel sees the float8 cache as bytes."""
-        return kv_kind(self.cache_dtype, self.limits.has_fp8) not in (KV_PLAIN.value, KV_NATIVE.value)
+        return kv_kind(self.cache_dtype, self.limits.has_fp8) not in (
+            KV_PLAIN.value,
+            KV_NATIVE.value,
+        )
 
 
-def signature_of(query: Tensor, key: Tensor, value: Tensor, options: Options, limits: DeviceLimits) -> Signature:
+def signature_of(
+    query: Tensor, key: Tensor, value: Tensor, options: Options, limits: DeviceLimits
+) -> Signature:
     """The signature of a call. Numbers of tokens are part of it only as one or many: a lone token has no stride."""
     tokens, num_heads, head_size = query.shape
     rows = key.shape[1] if key.dim() == 4 else min(key.shape[0], 2)
@@ -111,12 +116,20 @@ def count_of(counters: Tensor | None) -> int:
     if counters is None:
         return 0
     if counters.dtype != torch.int32:
-        raise ContractError(f"counters are {counters.dtype} and must be torch.int32 zeros; make them with torch.zeros(n, dtype=torch.int32)")
+        raise ContractError(
+            f"counters are {counters.dtype} and must be torch.int32 zeros; make them with torch.zeros(n, dtype=torch.int32)"
+        )
     return counters.numel()
 
 
 def launch_key(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, seq_lens: Tensor, block_table: Tensor | None, options: Options
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor | None,
+    options: Options,
 ) -> tuple[Any, ...]:
     """Everything that grids, constants and kernels follow from: calls with equal keys differ in addresses and scales."""
     scale, causal, window, chunk, cap, alibi, sinks, bias, k_scale, v_scale, out, lse = options
@@ -133,7 +146,13 @@ def launch_key(
 
 
 def attention_tensors(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, seq_lens: Tensor, options: Options, as_bytes: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    seq_lens: Tensor,
+    options: Options,
+    as_bytes: bool,
 ) -> tuple[Any, ...]:
     """The tensors and scales that every attention kernel's arguments begin with."""
     _, causal, _, _, _, alibi, sinks, bias, k_scale, v_scale, out, lse = options
@@ -147,7 +166,9 @@ def attention_tensors(
     )  # fmt: skip
 
 
-def attention_numbers(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, options: Options) -> tuple[float | int, ...]:
+def attention_numbers(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, options: Options
+) -> tuple[float | int, ...]:
     """The numbers that follow them; equal for calls with equal `launch_key`.
 
     Raises:
@@ -157,7 +178,9 @@ def attention_numbers(query: Tensor, key: Tensor, value: Tensor, starts: Tensor,
     bias, lse, out = options.query_bias, options.lse, options.out
     for name, rows in (("lse", lse), ("query_bias", bias)):
         if rows is not None and rows.stride(1) != 1:
-            raise ContractError(f"{name} has last stride {rows.stride(1)}; make its last dimension dense")
+            raise ContractError(
+                f"{name} has last stride {rows.stride(1)}; make its last dimension dense"
+            )
     qs, ks, vs, os = query.stride(), key.stride(), value.stride(), out.stride()
     return (
         float(options.scale), float(options.logits_soft_cap),
@@ -177,7 +200,9 @@ def attention_constants(signature: Signature) -> dict[str, Any]:
     _, num_heads, head_size = signature.query_shape
     block_size, num_kv_heads, head_size_v = signature.value_shape
     if num_heads % num_kv_heads:
-        raise ContractError(f"query has {num_heads} heads and the keys {num_kv_heads}; the first must be a multiple")
+        raise ContractError(
+            f"query has {num_heads} heads and the keys {num_kv_heads}; the first must be a multiple"
+        )
     left, right, chunk, cap, alibi, sink, bias, lse, positive = signature.features
     kind = kv_kind(signature.cache_dtype, signature.limits.has_fp8)
     query_bytes, cache_bytes = signature.query_dtype.itemsize, signature.cache_dtype.itemsize
@@ -209,7 +234,9 @@ def attention_constants(signature: Signature) -> dict[str, Any]:
         "VEC_Q": _vector("query", signature.query_shape, signature.query_stride, query_bytes),
         "VEC_K": _vector("key", signature.key_shape, signature.key_stride, cache_bytes),
         "VEC_V": _vector("value", signature.value_shape, signature.value_stride, cache_bytes),
-        "VEC_O": _vector("out", signature.query_shape, signature.out_stride, signature.out_dtype.itemsize),
+        "VEC_O": _vector(
+            "out", signature.query_shape, signature.out_stride, signature.out_dtype.itemsize
+        ),
     }
 
 
@@ -217,7 +244,9 @@ def _compute_dtype(query_dtype: torch.dtype, kind: int) -> tl.dtype:
     """What products are computed in: the query's dtype, and float16 for 16-bit queries over a float8 cache, which
     float16 holds exactly and reaches in fewer instructions than bfloat16."""
     if query_dtype not in _COMPUTE:
-        raise ContractError(f"query has dtype {query_dtype}; the kernels take float16, bfloat16 and float32")
+        raise ContractError(
+            f"query has dtype {query_dtype}; the kernels take float16, bfloat16 and float32"
+        )
     if kind != KV_PLAIN.value and query_dtype != torch.float32:
         return tl.float16
     return _COMPUTE[query_dtype]
@@ -228,7 +257,9 @@ def _vector(name: str, shape: tuple[int, ...], strides: tuple[int, ...], element
 
     `shape` is that of the last three dimensions; a paged tensor has a block stride before them."""
     if strides[-1] != 1 and shape[-1] > 1:
-        raise ContractError(f"{name} has last stride {strides[-1]}; make its last dimension dense", rule="P1")
+        raise ContractError(
+            f"{name} has last stride {strides[-1]}; make its last dimension dense", rule="P1"
+        )
     elements = 16 // element_bytes
     blocks = strides[:-3]
     rows = [stride for stride, size in zip(strides[-3:-1], shape[:-1], strict=True) if size > 1]

@@ -51,7 +51,11 @@ def load_queries(query, offsets, valid, SIZE: tl.constexpr, START: tl.constexpr,
     """Rows of queries [BLOCK_M, PART] from element START on, as COMPUTE; zeros where there is no row or element."""
     lanes = START + tl.arange(0, PART)
     offsets = aligned(offsets, VEC)
-    q = tl.load(query + offsets[:, None] + lanes[None, :], mask=valid[:, None] & (lanes < SIZE)[None, :], other=0.0)
+    q = tl.load(
+        query + offsets[:, None] + lanes[None, :],
+        mask=valid[:, None] & (lanes < SIZE)[None, :],
+        other=0.0,
+    )
     if (COMPUTE == tl.float16) and (q.dtype != tl.float16):
         # A bfloat16 query beside a float8 cache: exact in float16's range, and no infinity beyond it.
         q = q.to(tl.float32)
@@ -60,7 +64,9 @@ def load_queries(query, offsets, valid, SIZE: tl.constexpr, START: tl.constexpr,
 
 
 @triton.jit
-def key_positions(table, start, first, last, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PAGED: tl.constexpr):
+def key_positions(
+    table, start, first, last, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PAGED: tl.constexpr
+):
     """Physical blocks of the tile of keys at `start`: one per key, or a single one where a tile lies within a block.
 
     Entries of keys outside [first, last) are not read (P3)."""
@@ -137,7 +143,9 @@ def _attend_tile(acc0, acc1, peak, total, q0, q1, key_base, value_base, blocks, 
         if HAS_BIAS:
             bias_mask = (keys[None, :] >= bias_start) & (keys[None, :] >= row_first[:, None])
             bias_mask = bias_mask & (keys[None, :] < row_last[:, None])
-            bias = tl.load(bias_rows[:, None] + (keys - bias_start)[None, :], mask=bias_mask, other=0.0)
+            bias = tl.load(
+                bias_rows[:, None] + (keys - bias_start)[None, :], mask=bias_mask, other=0.0
+            )
         scores = transform_scores(products, qk_scale, soft_cap, slopes, positions, keys, bias, HAS_CAP, HAS_ALIBI,
                                   HAS_BIAS)  # fmt: skip
     if MASKED:
@@ -150,7 +158,9 @@ def _attend_tile(acc0, acc1, peak, total, q0, q1, key_base, value_base, blocks, 
     v0 = decode_kv(_load_part(value_base, offsets_v, inside, DV, 0, DV0, MASKED), KV_KIND, COMPUTE)
     acc0 = tl.dot(weights, v0, acc0 * decay[:, None], input_precision="ieee")
     if DV1 > 0:
-        v1 = decode_kv(_load_part(value_base, offsets_v, inside, DV, DV0, DV1, MASKED), KV_KIND, COMPUTE)
+        v1 = decode_kv(
+            _load_part(value_base, offsets_v, inside, DV, DV0, DV1, MASKED), KV_KIND, COMPUTE
+        )
         acc1 = tl.dot(weights, v1, acc1 * decay[:, None], input_precision="ieee")
     return acc0, acc1, peak, total
 
@@ -177,11 +187,17 @@ def attend(query, query_offsets, valid, token, first_token, last_token, query_le
 
     origin = seq_len - query_len
     positions = origin + token
-    row_first, row_last = visible_span(positions, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
+    row_first, row_last = visible_span(
+        positions, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
+    )
     first_position = origin + first_token
     last_position = origin + last_token
-    first, all_last = visible_span(first_position, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
-    all_first, last = visible_span(last_position, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
+    first, all_last = visible_span(
+        first_position, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
+    )
+    all_first, last = visible_span(
+        last_position, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
+    )
     begin = first // BLOCK_N * BLOCK_N
     end = last
     if SPLIT:
@@ -198,7 +214,9 @@ def attend(query, query_offsets, valid, token, first_token, last_token, query_le
         blocks = key_positions(table, begin, first, last, BLOCK_SIZE, BLOCK_N, PAGED)
         for start in range(begin, end, BLOCK_N):
             # The next tile's blocks are asked for here, so that its keys and values never wait for the block table.
-            following = key_positions(table, start + BLOCK_N, first, end, BLOCK_SIZE, BLOCK_N, PAGED)
+            following = key_positions(
+                table, start + BLOCK_N, first, end, BLOCK_SIZE, BLOCK_N, PAGED
+            )
             acc0, acc1, peak, total = _attend_tile(
                 acc0, acc1, peak, total, q0, q1, key_base, value_base, blocks, start, first, last, row_first, row_last,
                 stride_kb, stride_kn, stride_vb, stride_vn, qk_scale, factor, soft_cap, slopes, positions, bias_rows,
@@ -209,11 +227,15 @@ def attend(query, query_offsets, valid, token, first_token, last_token, query_le
         if HAS_BIAS:
             all_last = tl.minimum(all_last, origin)
         top = tl.maximum(begin, (end + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
-        full_begin = tl.minimum(tl.maximum((all_first + BLOCK_N - 1) // BLOCK_N * BLOCK_N, begin), top)
+        full_begin = tl.minimum(
+            tl.maximum((all_first + BLOCK_N - 1) // BLOCK_N * BLOCK_N, begin), top
+        )
         full_end = tl.maximum(tl.minimum(all_last, end) // BLOCK_N * BLOCK_N, full_begin)
         blocks = key_positions(table, full_begin, first, full_end, BLOCK_SIZE, BLOCK_N, PAGED)
         for start in range(full_begin, full_end, BLOCK_N):
-            following = key_positions(table, start + BLOCK_N, first, full_end, BLOCK_SIZE, BLOCK_N, PAGED)
+            following = key_positions(
+                table, start + BLOCK_N, first, full_end, BLOCK_SIZE, BLOCK_N, PAGED
+            )
             acc0, acc1, peak, total = _attend_tile(
                 acc0, acc1, peak, total, q0, q1, key_base, value_base, blocks, start, first, last, row_first, row_last,
                 stride_kb, stride_kn, stride_vb, stride_vn, qk_scale, factor, soft_cap, slopes, positions, bias_rows,
@@ -245,4 +267,8 @@ def store_rows(out, offsets, acc, factor, valid, SIZE: tl.constexpr, START: tl.c
     lanes = START + tl.arange(0, PART)
     offsets = aligned(offsets, VEC)
     mask = valid[:, None] & (lanes < SIZE)[None, :]
-    tl.store(out + offsets[:, None] + lanes[None, :], (acc * factor[:, None]).to(out.dtype.element_ty), mask=mask)
+    tl.store(
+        out + offsets[:, None] + lanes[None, :],
+        (acc * factor[:, None]).to(out.dtype.element_ty),
+        mask=mask,
+    )

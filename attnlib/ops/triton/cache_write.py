@@ -44,7 +44,9 @@ def _store_heads(source, cache, slot, token, heads, mask_heads, scale, stride_st
         tl.store(target, x.to(cache.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slot_mapping", "k_scale", "v_scale"])  # slices, read one element at a time
+@triton.jit(
+    do_not_specialize_on_alignment=["slot_mapping", "k_scale", "v_scale"]
+)  # slices, read one element at a time
 def _write_kv_kernel(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, num_heads, stride_kt,
                      stride_kh, stride_vt, stride_vh, stride_kcb, stride_kcn, stride_kch, stride_vcb, stride_vcn,
                      stride_vch, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
@@ -92,26 +94,43 @@ def write_kv(
     launch = _launches.get(same)
     if launch is None or launch.limits is not limits:
         _check(key, value, slot_mapping)
-        launch = _prepare(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, limits)
+        launch = _prepare(
+            key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, limits
+        )
         _launches.keep(same, launch)
     if launch.write is None:
         return
     if launch.as_bytes:
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     addresses = key.data_ptr() | value.data_ptr() | key_cache.data_ptr() | value_cache.data_ptr()
-    scales = (k_scale if isinstance(k_scale, Tensor) else float(k_scale), v_scale if isinstance(v_scale, Tensor) else float(v_scale))
+    scales = (
+        k_scale if isinstance(k_scale, Tensor) else float(k_scale),
+        v_scale if isinstance(v_scale, Tensor) else float(v_scale),
+    )
     with device_guard(key_cache):
-        launch.write((key, value, key_cache, value_cache, slot_mapping, *scales, *launch.numbers), addresses, launch.index)
+        launch.write(
+            (key, value, key_cache, value_cache, slot_mapping, *scales, *launch.numbers),
+            addresses,
+            launch.index,
+        )
 
 
-def find_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> _WriteLaunch | None:
+def find_write(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> _WriteLaunch | None:
     """The launch of an earlier `write_kv` with such tensors, and scales that are numbers; None when there was none."""
     launch = _launches.get(_launch_key(key, value, key_cache, value_cache, slot_mapping, 1.0, 1.0))
     return launch if launch is not None and launch.limits is limits_of(key_cache) else None
 
 
 def _launch_key(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, k_scale: float | Tensor, v_scale: float | Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float | Tensor,
+    v_scale: float | Tensor,
 ) -> tuple[Any, ...]:
     """All but addresses and numbers that a launch follows from."""
     return (
@@ -146,7 +165,9 @@ _launches: Remembered[_WriteLaunch] = Remembered()
 def _check(key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
     num_tokens = slot_mapping.shape[0]
     if slot_mapping.dtype != torch.int64:
-        raise ContractError(f"slot_mapping has dtype {slot_mapping.dtype}; convert it to torch.int64", rule="P4")
+        raise ContractError(
+            f"slot_mapping has dtype {slot_mapping.dtype}; convert it to torch.int64", rule="P4"
+        )
     if key.shape[0] < num_tokens or value.shape[0] < num_tokens:
         raise ContractError(
             f"slot_mapping names {num_tokens} tokens, but key has {key.shape[0]} and value {value.shape[0]}; "
@@ -160,10 +181,22 @@ def _prepare(
     v_scale: float | Tensor, limits: DeviceLimits,
 ) -> _WriteLaunch:  # fmt: skip
     """Choose the grid and the compile-time arguments."""
-    num_tokens, (_, block_size, num_heads, head_size), head_size_v = slot_mapping.shape[0], key_cache.shape, value_cache.shape[3]
+    num_tokens, (_, block_size, num_heads, head_size), head_size_v = (
+        slot_mapping.shape[0],
+        key_cache.shape,
+        value_cache.shape[3],
+    )
     padded, padded_v = triton.next_power_of_2(head_size), triton.next_power_of_2(head_size_v)
-    block_h = min(triton.next_power_of_2(num_heads), max(1, _ELEMENTS_PER_PROGRAM // max(padded, padded_v)))
-    numbers = (num_heads, *key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3])
+    block_h = min(
+        triton.next_power_of_2(num_heads), max(1, _ELEMENTS_PER_PROGRAM // max(padded, padded_v))
+    )
+    numbers = (
+        num_heads,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+    )
     constants = {
         "BLOCK_SIZE": block_size,
         "D": head_size,
@@ -178,6 +211,10 @@ def _prepare(
         "num_warps": 4 if padded * block_h > 512 else 1,
         "enable_fp_fusion": True,
     }
-    write = BoundLaunch(_write_kv_kernel, (num_tokens, triton.cdiv(num_heads, block_h), 1), constants)
+    write = BoundLaunch(
+        _write_kv_kernel, (num_tokens, triton.cdiv(num_heads, block_h), 1), constants
+    )
     nothing = num_tokens == 0 or num_heads == 0
-    return _WriteLaunch(limits, key.get_device(), numbers, constants["FP8"], None if nothing else write)
+    return _WriteLaunch(
+        limits, key.get_device(), numbers, constants["FP8"], None if nothing else write
+    )

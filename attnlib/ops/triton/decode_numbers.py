@@ -70,7 +70,9 @@ def parse_numbers(data: Mapping[str, Any], name: str) -> tuple[DecodeNumber, ...
                 raise ValueError(f"{number.name!r} stands there twice")
         except (KeyError, ValueError) as error:
             what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
-            raise ContractError(f"decode table {name}, numbers[{index}]: {what}; correct it, or install attnlib anew") from None
+            raise ContractError(
+                f"decode table {name}, numbers[{index}]: {what}; correct it, or install attnlib anew"
+            ) from None
         found[number.name] = number
     return tuple(found.values())
 
@@ -82,5 +84,7 @@ def _number(line: Mapping[str, Any], sources: Mapping[str, Any]) -> DecodeNumber
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"value={value!r} must be a whole number of at least 1")
     if line["provenance"] not in sources:
-        raise ValueError(f"provenance {line['provenance']!r} is not among {', '.join(map(repr, sources))}")
+        raise ValueError(
+            f"provenance {line['provenance']!r} is not among {', '.join(map(repr, sources))}"
+        )
     return DecodeNumber(line["name"], value, line["meaning"], line["provenance"])

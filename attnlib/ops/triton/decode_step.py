@@ -52,7 +52,14 @@ state of Triton want the usual way."""
 
 
 def settle(
-    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, batch: DecodeBatch, options: Options, kernels: str
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: DecodeBatch,
+    options: Options,
+    kernels: str,
 ) -> Repeat | None:
     """What repeats a call just made; None where it cannot be repeated directly.
 
@@ -68,19 +75,45 @@ def settle(
         query, key_cache, value_cache, batch.block_table, batch.query_start_loc, batch.seq_lens, options, batch.max_query_len,
         batch.max_seq_len, batch.counters, kernels,
     )  # fmt: skip
-    if write is None or write.write is None or decode is None or (decode.fast is None and decode.plain is None):
+    if (
+        write is None
+        or write.write is None
+        or decode is None
+        or (decode.fast is None and decode.plain is None)
+    ):
         return None
-    needs = decode.fast.num_bytes if decode.fast is not None else 4 * decode.plain.partial_floats if decode.plain.combine is not None else 0
-    if needs and (batch.workspace is None or batch.workspace.nbytes < needs or batch.workspace.data_ptr() & ALIGNMENT):
+    needs = (
+        decode.fast.num_bytes
+        if decode.fast is not None
+        else 4 * decode.plain.partial_floats
+        if decode.plain.combine is not None
+        else 0
+    )
+    if needs and (
+        batch.workspace is None
+        or batch.workspace.nbytes < needs
+        or batch.workspace.data_ptr() & ALIGNMENT
+    ):
         return None
-    return _repeat(batch, options, write, decode) if all(launch.is_direct for launch in _launches(write, decode)) else None
+    return (
+        _repeat(batch, options, write, decode)
+        if all(launch.is_direct for launch in _launches(write, decode))
+        else None
+    )
 
 
 def _repeat(batch: DecodeBatch, options: Options, write: Any, decode: Any) -> Repeat:
     """Bound once: where the batch's tensors lie, and everything that the launches take but the addresses of a layer's own tensors."""
-    slots, table, starts, lens = batch.slot_mapping, batch.block_table, batch.query_start_loc, batch.seq_lens
+    slots, table, starts, lens = (
+        batch.slot_mapping,
+        batch.block_table,
+        batch.query_start_loc,
+        batch.seq_lens,
+    )
     # Any tensor where there is none: what lies there is not read then.
-    space, counters = (slots if tensor is None else tensor for tensor in (batch.workspace, batch.counters))
+    space, counters = (
+        slots if tensor is None else tensor for tensor in (batch.workspace, batch.counters)
+    )
     index, stream_of, sinks_like = write.index, write.write.stream, _facts(options.sinks)
     hooks = [launch.hooks for launch in _launches(write, decode)]
 
@@ -93,22 +126,46 @@ def _repeat(batch: DecodeBatch, options: Options, write: Any, decode: Any) -> Re
     lay = lie()
     store = write.write.ending(lay[0], 1.0, 1.0, *write.numbers)
     if decode.fast is not None:
-        find, attend = partial(decode.fast.encoded.find, decode.fast.attend), _fast(lay, decode.fast, float(options.scale))
+        find, attend = (
+            partial(decode.fast.encoded.find, decode.fast.attend),
+            _fast(lay, decode.fast, float(options.scale)),
+        )
     else:
         find, attend = _no_maps, _plain(lay, decode.plain)
 
-    def repeat(query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, sinks: Tensor | None, out: Tensor) -> bool:
-        asked, written, keys, values = query.data_ptr(), out.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr()
+    def repeat(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        sinks: Tensor | None,
+        out: Tensor,
+    ) -> bool:
+        asked, written, keys, values = (
+            query.data_ptr(),
+            out.data_ptr(),
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+        )
         new_keys, new_values = key.data_ptr(), value.data_ptr()
-        if (asked | written | keys | values | new_keys | new_values) & ALIGNMENT or chips.current_device() != index:
+        if (
+            asked | written | keys | values | new_keys | new_values
+        ) & ALIGNMENT or chips.current_device() != index:
             return False
-        if any(hooks) or not launching.undisturbed() or (sinks_like is not None and _facts(sinks) != sinks_like):
+        if (
+            any(hooks)
+            or not launching.undisturbed()
+            or (sinks_like is not None and _facts(sinks) != sinks_like)
+        ):
             return False
         if lie() != lay or (maps := find(keys, values)) is None:
             return False
         stream = stream_of(index)
         store(stream, new_keys, new_values, keys, values)
-        attend(stream, maps, asked, keys, values, written, None if sinks is None else sinks.data_ptr())
+        attend(
+            stream, maps, asked, keys, values, written, None if sinks is None else sinks.data_ptr()
+        )
         return True
 
     return repeat
@@ -117,8 +174,16 @@ def _repeat(batch: DecodeBatch, options: Options, write: Any, decode: Any) -> Re
 def _launches(write: Any, decode: Any) -> tuple[BoundLaunch, ...]:
     """The kernels of a step, in order."""
     if decode.fast is not None:
-        return (write.write, decode.fast.attend) if decode.fast.join is None else (write.write, decode.fast.attend, decode.fast.join)
-    return (write.write, decode.plain.attend) if decode.plain.combine is None else (write.write, decode.plain.attend, decode.plain.combine)
+        return (
+            (write.write, decode.fast.attend)
+            if decode.fast.join is None
+            else (write.write, decode.fast.attend, decode.fast.join)
+        )
+    return (
+        (write.write, decode.plain.attend)
+        if decode.plain.combine is None
+        else (write.write, decode.plain.attend, decode.plain.combine)
+    )
 
 
 def _facts(sinks: Tensor | None) -> tuple[Any, ...] | None:
@@ -134,10 +199,28 @@ def _fast(lay: tuple[Any, ...], launch: Any, scale: float) -> Callable[..., None
     """The one or two launches of `HopperDecode.serve`."""
     _, table, starts, lens, partials, counters = lay[:6]
     lses, pieces = partials + 4 * launch.lses, partials + 4 * launch.pieces
-    attend = launch.attend.ending(starts, lens, table, partials, lses, pieces, counters if launch.join is None else None, scale, *launch.numbers)
+    attend = launch.attend.ending(
+        starts,
+        lens,
+        table,
+        partials,
+        lses,
+        pieces,
+        counters if launch.join is None else None,
+        scale,
+        *launch.numbers,
+    )
     join = None if launch.join is None else launch.join.ending(None, *launch.join_numbers)
 
-    def run(stream: int, maps: tuple[Any, ...], asked: int, keys: int, values: int, written: int, sink: int | None) -> None:
+    def run(
+        stream: int,
+        maps: tuple[Any, ...],
+        asked: int,
+        keys: int,
+        values: int,
+        written: int,
+        sink: int | None,
+    ) -> None:
         attend(stream, *maps, asked, written, None, sink)
         if join is not None:
             join(stream, partials, lses, pieces, starts, sink, written)
@@ -149,10 +232,22 @@ def _plain(lay: tuple[Any, ...], launch: Any) -> Callable[..., None]:
     """The one or two launches of the portable kernels."""
     _, table, starts, lens, space = lay[:5]
     partials = None if launch.combine is None else space
-    attend = launch.attend.ending(None, 1.0, 1.0, *launch.numbers, table, launch.table_stride, partials, *launch.last)
-    combine = None if launch.combine is None else launch.combine.ending(None, *launch.combine_numbers)
+    attend = launch.attend.ending(
+        None, 1.0, 1.0, *launch.numbers, table, launch.table_stride, partials, *launch.last
+    )
+    combine = (
+        None if launch.combine is None else launch.combine.ending(None, *launch.combine_numbers)
+    )
 
-    def run(stream: int, maps: tuple[Any, ...], asked: int, keys: int, values: int, written: int, sink: int | None) -> None:
+    def run(
+        stream: int,
+        maps: tuple[Any, ...],
+        asked: int,
+        keys: int,
+        values: int,
+        written: int,
+        sink: int | None,
+    ) -> None:
         attend(stream, asked, keys, values, written, None, starts, lens, None, None, sink)
         if combine is not None:
             combine(stream, partials, sink, written)

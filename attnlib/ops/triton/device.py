@@ -18,7 +18,15 @@ from torch import Tensor
 from attnlib.errors import BackendUnavailableError
 from attnlib.ops.triton.tile_tables import TileTable
 
-__all__ = ["INTERPRETED", "DeviceLimits", "current_device", "device_guard", "device_index", "limits_of", "set_tuned_tiles"]
+__all__ = [
+    "INTERPRETED",
+    "DeviceLimits",
+    "current_device",
+    "device_guard",
+    "device_index",
+    "limits_of",
+    "set_tuned_tiles",
+]
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether this process runs kernels on the CPU; triton decides it when a kernel is decorated, so at import."""
@@ -57,7 +65,13 @@ class DeviceLimits:
         return "async" if self.capability[0] in (9, 10, 11) else "sync"
 
 
-INTERPRETER_LIMITS = DeviceLimits(num_sms=4, shared_memory=99 * 1024, shared_memory_per_sm=100 * 1024, capability=(0, 0), has_fp8=False)
+INTERPRETER_LIMITS = DeviceLimits(
+    num_sms=4,
+    shared_memory=99 * 1024,
+    shared_memory_per_sm=100 * 1024,
+    capability=(0, 0),
+    has_fp8=False,
+)
 
 
 def limits_of(tensor: Tensor) -> DeviceLimits:
@@ -73,7 +87,11 @@ def limits_of(tensor: Tensor) -> DeviceLimits:
             f"the Triton kernels were given a tensor on {tensor.device}; move it to a GPU, or set TRITON_INTERPRET=1 "
             "before triton is first imported to interpret them on the CPU"
         )
-    return replace(INTERPRETER_LIMITS, tuned=_tuned[_INTERPRETER]) if _INTERPRETER in _tuned else INTERPRETER_LIMITS
+    return (
+        replace(INTERPRETER_LIMITS, tuned=_tuned[_INTERPRETER])
+        if _INTERPRETER in _tuned
+        else INTERPRETER_LIMITS
+    )
 
 
 @functools.cache
@@ -115,7 +133,9 @@ def set_tuned_tiles(index: int, table: TileTable | None) -> None:
         _cuda_limits.cache_clear()
 
 
-_get_device = getattr(torch._C, "_cuda_getDevice", None)  # what `current_device` comes to once CUDA has started; torch without CUDA lacks it
+_get_device = getattr(
+    torch._C, "_cuda_getDevice", None
+)  # what `current_device` comes to once CUDA has started; torch without CUDA lacks it
 
 
 def current_device() -> int:

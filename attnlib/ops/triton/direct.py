@@ -16,7 +16,13 @@ import triton
 
 __all__ = ["DirectCall", "direct_call"]
 
-_FIELDS = ("launch", "global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
+_FIELDS = (
+    "launch",
+    "global_scratch_size",
+    "profile_scratch_size",
+    "launch_cooperative_grid",
+    "launch_pdl",
+)
 
 
 class DirectCall(NamedTuple):
@@ -44,20 +50,41 @@ def direct_call(compiled: Any) -> DirectCall | None:
     """How to launch a compiled kernel; None where that is not known."""
     launcher, function = getattr(compiled, "run", None), getattr(compiled, "function", None)
     metadata = getattr(compiled, "metadata", None)
-    if function is None or not callable(launcher) or getattr(getattr(metadata, "target", None), "backend", "") != "cuda":
+    if (
+        function is None
+        or not callable(launcher)
+        or getattr(getattr(metadata, "target", None), "backend", "") != "cuda"
+    ):
         return None  # on AMD Triton also looks at the size of a tensor's memory
-    if type(launcher).__name__ != "CudaLauncher" or not all(hasattr(launcher, name) for name in _FIELDS):
+    if type(launcher).__name__ != "CudaLauncher" or not all(
+        hasattr(launcher, name) for name in _FIELDS
+    ):
         return None
     no_hooks = (compiled.packed_metadata, None, None, None)  # no launch metadata, no hooks
     ordinary = DirectCall(launcher, (function, *no_hooks))
-    if launcher.global_scratch_size or launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False):
+    if (
+        launcher.global_scratch_size
+        or launcher.profile_scratch_size
+        or getattr(launcher, "gsan_enabled", False)
+    ):
         return ordinary
     flags, no_scratch = (launcher.launch_cooperative_grid, launcher.launch_pdl), (None, None)
     if triton.__version__.startswith("3.6.") and not hasattr(launcher, "arg_annotations"):
-        return _with_bare(DirectCall(launcher.launch, (function, *flags, *no_scratch, *no_hooks)), metadata)
-    if triton.__version__.startswith("3.9.") and hasattr(launcher, "arg_annotations") and hasattr(launcher, "kernel_signature"):
+        return _with_bare(
+            DirectCall(launcher.launch, (function, *flags, *no_scratch, *no_hooks)), metadata
+        )
+    if (
+        triton.__version__.startswith("3.9.")
+        and hasattr(launcher, "arg_annotations")
+        and hasattr(launcher, "kernel_signature")
+    ):
         signature = (launcher.arg_annotations, launcher.kernel_signature)
-        return _with_bare(DirectCall(launcher.launch, (function, *flags, *no_hooks, *no_scratch, *signature), True), metadata)
+        return _with_bare(
+            DirectCall(
+                launcher.launch, (function, *flags, *no_hooks, *no_scratch, *signature), True
+            ),
+            metadata,
+        )
     return ordinary
 
 
@@ -65,15 +92,26 @@ def _with_bare(known: DirectCall, metadata: Any) -> DirectCall:
     """With the function in C, where it is found as it was in the releases seen."""
     from triton.backends.nvidia import driver
 
-    maps, encode = list(getattr(metadata, "tensordesc_meta", None) or []), getattr(driver, "make_tensordesc_arg", None)
+    maps, encode = (
+        list(getattr(metadata, "tensordesc_meta", None) or []),
+        getattr(driver, "make_tensordesc_arg", None),
+    )
     code, cells = getattr(known.call, "__code__", None), getattr(known.call, "__closure__", None)
     if cells is None:  # no descriptors, nothing is wrapped
         return known._replace(bare=known.call) if not maps else known
-    inner = dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True)).get("launcher")
+    inner = dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True)).get(
+        "launcher"
+    )
     if not callable(inner) or not callable(encode) or not maps:
         return known
-    return known._replace(bare=inner, expand=functools.partial(_expanded, encode, maps, known.packed), maps=repr(maps))
+    return known._replace(
+        bare=inner, expand=functools.partial(_expanded, encode, maps, known.packed), maps=repr(maps)
+    )
 
 
-def _expanded(encode: Callable[..., Any], maps: list[Any], packed: bool, number: int, descriptor: Any) -> tuple[Any, ...]:
-    return tuple(encode(descriptor, maps[number], None) if packed else encode(descriptor, maps[number]))
+def _expanded(
+    encode: Callable[..., Any], maps: list[Any], packed: bool, number: int, descriptor: Any
+) -> tuple[Any, ...]:
+    return tuple(
+        encode(descriptor, maps[number], None) if packed else encode(descriptor, maps[number])
+    )

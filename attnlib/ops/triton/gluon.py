@@ -20,7 +20,9 @@ _log = logging.getLogger("attnlib")
 def _load() -> tuple[Any, str | None]:
     try:
         return import_module("attnlib.ops.triton.hopper.choice"), None
-    except Exception as error:  # an experimental package may fail in any way, and plain Triton is always there
+    except (
+        Exception
+    ) as error:  # an experimental package may fail in any way, and plain Triton is always there
         return None, f"{type(error).__name__}: {error}"
 
 
@@ -39,4 +41,7 @@ def hopper_missing() -> str | None:
 
 @functools.cache
 def _warn(reason: str | None) -> None:
-    _log.warning("the Gluon kernels for Hopper cannot be imported (%s); plain Triton serves every call, more slowly", reason)
+    _log.warning(
+        "the Gluon kernels for Hopper cannot be imported (%s); plain Triton serves every call, more slowly",
+        reason,
+    )

@@ -42,10 +42,14 @@ def _known_version() -> bool:
 
 def _known_switches() -> bool:
     runtime = ("launch_enter_hook", "launch_exit_hook", "debug", "add_stages_inspection_hook")
-    return _JIT_RUN is not None and all(hasattr(getattr(_KNOBS, "runtime", None), name) for name in runtime)
+    return _JIT_RUN is not None and all(
+        hasattr(getattr(_KNOBS, "runtime", None), name) for name in runtime
+    )
 
 
-_KNOWN = _known_version() and _known_switches() and hasattr(_KNOBS.compilation, "instrumentation_mode")
+_KNOWN = (
+    _known_version() and _known_switches() and hasattr(_KNOBS.compilation, "instrumentation_mode")
+)
 
 
 def undisturbed() -> bool:
@@ -139,7 +143,9 @@ class BoundLaunch:
 
     def ready(self, addresses: int) -> bool:
         """Whether `go` may take the next launch; `addresses` as in a call."""
-        return self._bare is not None and not (addresses & ALIGNMENT or self._hooks) and undisturbed()
+        return (
+            self._bare is not None and not (addresses & ALIGNMENT or self._hooks) and undisturbed()
+        )
 
     @property
     def is_direct(self) -> bool:
@@ -181,11 +187,22 @@ class BoundLaunch:
 
     def _launch_and_bind(self, arguments: tuple[Any, ...], addresses: int) -> None:
         compiled = self._kernel[self._grid](*arguments, **self._constants)
-        if addresses & ALIGNMENT or not _KNOWN or chips.INTERPRETED or not isinstance(self._kernel, JITFunction):
+        if (
+            addresses & ALIGNMENT
+            or not _KNOWN
+            or chips.INTERPRETED
+            or not isinstance(self._kernel, JITFunction)
+        ):
             return
         names = [parameter.name for parameter in self._kernel.params if parameter.is_constexpr]
-        in_order = not any(parameter.is_constexpr for parameter in self._kernel.params[: len(arguments)])
-        if not in_order or len(arguments) + len(names) != len(self._kernel.params) or not undisturbed():
+        in_order = not any(
+            parameter.is_constexpr for parameter in self._kernel.params[: len(arguments)]
+        )
+        if (
+            not in_order
+            or len(arguments) + len(names) != len(self._kernel.params)
+            or not undisturbed()
+        ):
             return
         direct = direct_call(compiled)
         if direct is None:
@@ -193,7 +210,12 @@ class BoundLaunch:
         self._hooks = self._kernel.pre_run_hooks
         self._stream = triton.runtime.driver.active.get_current_stream
         self._tail = tuple(self._constants[name] for name in names)
-        self._head, self._packed, self._expand, self.maps = direct.head, direct.packed, direct.expand, direct.maps
+        self._head, self._packed, self._expand, self.maps = (
+            direct.head,
+            direct.packed,
+            direct.expand,
+            direct.maps,
+        )
         self._compiled = compiled  # newer Tritons unload a kernel that nobody holds
         self._bare = direct.bare
         self._call = direct.call  # last, with the one before it: another thread may be launching

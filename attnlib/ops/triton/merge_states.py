@@ -39,8 +39,16 @@ def _merge_states_kernel(out_a, lse_a, out_b, lse_b, out, lse, num_heads, stride
 
     lanes = tl.arange(0, DV_PAD)
     mask = live[:, None] & (lanes < DV)[None, :]
-    x = tl.load(out_a + (token * stride_at + head * stride_ah)[:, None] + lanes[None, :], mask=mask, other=0.0)
-    y = tl.load(out_b + (token * stride_bt + head * stride_bh)[:, None] + lanes[None, :], mask=mask, other=0.0)
+    x = tl.load(
+        out_a + (token * stride_at + head * stride_ah)[:, None] + lanes[None, :],
+        mask=mask,
+        other=0.0,
+    )
+    y = tl.load(
+        out_b + (token * stride_bt + head * stride_bh)[:, None] + lanes[None, :],
+        mask=mask,
+        other=0.0,
+    )
     # An empty side may hold anything, and zero times NaN is NaN.
     x = tl.where(weight_a[:, None] == 0.0, 0.0, x.to(tl.float32) * weight_a[:, None])
     y = tl.where(weight_b[:, None] == 0.0, 0.0, y.to(tl.float32) * weight_b[:, None])
@@ -51,7 +59,14 @@ def _merge_states_kernel(out_a, lse_a, out_b, lse_b, out, lse, num_heads, stride
         tl.store(lse + token * stride_lo + head, merged, mask=live)
 
 
-def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+def merge_states(
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
+) -> None:
     """Merge attention over keys A with attention over keys B.
 
     Args:
@@ -73,7 +88,14 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out
         out.shape[1], out_a.stride(0), out_a.stride(1), out_b.stride(0), out_b.stride(1), out.stride(0), out.stride(1),
         lse_a.stride(0), lse_b.stride(0), target.stride(0),
     )  # fmt: skip
-    addresses = out_a.data_ptr() | lse_a.data_ptr() | out_b.data_ptr() | lse_b.data_ptr() | out.data_ptr() | target.data_ptr()
+    addresses = (
+        out_a.data_ptr()
+        | lse_a.data_ptr()
+        | out_b.data_ptr()
+        | lse_b.data_ptr()
+        | out.data_ptr()
+        | target.data_ptr()
+    )
     with device_guard(out):
         launch((*tensors, *numbers), addresses, out.get_device())
 
@@ -85,5 +107,14 @@ def _bind(out: Tensor, has_lse: bool) -> BoundLaunch:
     num_tokens, num_heads, head_size_v = out.shape
     padded = triton.next_power_of_2(head_size_v)
     block_h = max(1, min(triton.next_power_of_2(num_heads), _ELEMENTS_PER_PROGRAM // padded))
-    constants = {"HAS_LSE": has_lse, "DV": head_size_v, "DV_PAD": padded, "BLOCK_H": block_h, "num_warps": 4, "enable_fp_fusion": True}
-    return BoundLaunch(_merge_states_kernel, (num_tokens, triton.cdiv(num_heads, block_h), 1), constants)
+    constants = {
+        "HAS_LSE": has_lse,
+        "DV": head_size_v,
+        "DV_PAD": padded,
+        "BLOCK_H": block_h,
+        "num_warps": 4,
+        "enable_fp_fusion": True,
+    }
+    return BoundLaunch(
+        _merge_states_kernel, (num_tokens, triton.cdiv(num_heads, block_h), 1), constants
+    )

@@ -90,15 +90,41 @@ def _decode_kernel(query, key, value, out, lse, query_start_loc, seq_lens, causa
         # Rows after the last request (M6): zero, whatever lay there.
         if split == 0:
             for tail in range(start + first_token, num_tokens, TILE_TOKENS):
-                token, head, valid = pack_rows(tail, num_tokens, head_offset, GROUP, TILE_HEADS, TILE_TOKENS, BLOCK_M)
+                token, head, valid = pack_rows(
+                    tail, num_tokens, head_offset, GROUP, TILE_HEADS, TILE_TOKENS, BLOCK_M
+                )
                 head = kv_head * GROUP + head
                 nothing = tl.zeros([BLOCK_M], tl.float32)
                 offsets = token.to(tl.int64) * stride_ot + head.to(tl.int64) * stride_oh
-                store_rows(out, offsets, tl.zeros([BLOCK_M, DV0], tl.float32), nothing, valid, DV, 0, DV0, VEC_O)
+                store_rows(
+                    out,
+                    offsets,
+                    tl.zeros([BLOCK_M, DV0], tl.float32),
+                    nothing,
+                    valid,
+                    DV,
+                    0,
+                    DV0,
+                    VEC_O,
+                )
                 if DV1 > 0:
-                    store_rows(out, offsets, tl.zeros([BLOCK_M, DV1], tl.float32), nothing, valid, DV, DV0, DV1, VEC_O)
+                    store_rows(
+                        out,
+                        offsets,
+                        tl.zeros([BLOCK_M, DV1], tl.float32),
+                        nothing,
+                        valid,
+                        DV,
+                        DV0,
+                        DV1,
+                        VEC_O,
+                    )
                 if HAS_LSE:
-                    tl.store(lse + token.to(tl.int64) * stride_lt + head, nothing - float("inf"), mask=valid)
+                    tl.store(
+                        lse + token.to(tl.int64) * stride_lt + head,
+                        nothing - float("inf"),
+                        mask=valid,
+                    )
                 if SPLIT:
                     tl.store(counts + token, nothing, mask=valid)
         return
@@ -125,7 +151,9 @@ def _decode_kernel(query, key, value, out, lse, query_start_loc, seq_lens, causa
         if split >= tl.maximum(splits_used, 1):
             return
 
-    token, head, valid = pack_rows(first_token, query_len, head_offset, GROUP, TILE_HEADS, TILE_TOKENS, BLOCK_M)
+    token, head, valid = pack_rows(
+        first_token, query_len, head_offset, GROUP, TILE_HEADS, TILE_TOKENS, BLOCK_M
+    )
     head = kv_head * GROUP + head
     row_token = start + token
     kv_head64 = kv_head.to(tl.int64)
@@ -152,7 +180,11 @@ def _decode_kernel(query, key, value, out, lse, query_start_loc, seq_lens, causa
     v_factor = load_scale(v_scale, kv_head, V_SCALE_KIND)
     if SPLIT:
         if tl.program_id(0) // HEAD_BLOCKS % num_kv_heads == 0 and split == 0:
-            tl.store(counts + row_token, tl.zeros([BLOCK_M], tl.float32) + splits_used.to(tl.float32), mask=valid)
+            tl.store(
+                counts + row_token,
+                tl.zeros([BLOCK_M], tl.float32) + splits_used.to(tl.float32),
+                mask=valid,
+            )
     if splits_used <= 1:
         factor, base2_lse = finish_rows(peak, total, sink, HAS_SINK)
         offsets = row_token.to(tl.int64) * stride_ot + head.to(tl.int64) * stride_oh
@@ -173,7 +205,14 @@ def _decode_kernel(query, key, value, out, lse, query_start_loc, seq_lens, causa
 
 
 @triton.jit(
-    do_not_specialize=["num_splits", "num_tokens", "num_heads", "stride_ot", "stride_oh", "stride_lt"],
+    do_not_specialize=[
+        "num_splits",
+        "num_tokens",
+        "num_heads",
+        "stride_ot",
+        "stride_oh",
+        "stride_lt",
+    ],
     do_not_specialize_on_alignment=["sinks", "lse"],
 )
 def _combine_kernel(partials, sinks, out, lse, num_splits, num_tokens, num_heads, stride_ot, stride_oh, stride_lt,
@@ -258,7 +297,9 @@ def _plan(
     )  # fmt: skip
     tile_heads = min(group, tile.block_m)
     tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(group, tile_heads)
-    need = shared_bytes(tile, head_size, head_size_v, query_bytes, cache_bytes, limits.products, has_bias)
+    need = shared_bytes(
+        tile, head_size, head_size_v, query_bytes, cache_bytes, limits.products, has_bias
+    )
     resident = max(1, min(RESIDENT_LIMIT, limits.shared_memory_per_sm // need))
     groups = num_kv_heads * head_blocks * triton.cdiv(max_query_len, tile_tokens)
     packing = {"TILE_HEADS": tile_heads, "TILE_TOKENS": tile_tokens, "HEAD_BLOCKS": head_blocks}
@@ -319,7 +360,9 @@ def paged_decode_num_splits(
     """
     limits, num_kv_heads = limits_of(query), key_cache.shape[2]
     visible = visible_bound(max_query_len, max_seq_len, window, causal, attention_chunk_size)
-    work = work_where_it_matters("decode", num_reqs, num_kv_heads, visible, limits.num_sms, limits.tuned)
+    work = work_where_it_matters(
+        "decode", num_reqs, num_kv_heads, visible, limits.num_sms, limits.tuned
+    )
     plan = _plan(query.shape[1], num_kv_heads, query.shape[2], head_size_v, query.element_size(),
                  key_cache.element_size(), max(1, max_query_len), False, limits, work)  # fmt: skip
     return choose_num_splits(num_reqs, plan.groups, visible, plan.tile.block_n, plan.slots)
@@ -381,11 +424,15 @@ def paged_decode(
     options = Options(scale, causal, window, attention_chunk_size, logits_soft_cap, alibi_slopes, sinks, query_bias,
                       k_scale, v_scale, out, lse)  # fmt: skip
     limits, num_counters = limits_of(query), count_of(counters)
-    same = launch_key(query, key_cache, value_cache, query_start_loc, seq_lens, block_table, options)
+    same = launch_key(
+        query, key_cache, value_cache, query_start_loc, seq_lens, block_table, options
+    )
     known = (same, max_query_len, max_seq_len, num_splits, num_counters, kernels)
     found = _launches.get(known)
     if found is None or found.limits is not limits:
-        visible = visible_bound(max_query_len, max_seq_len, window, causal is True, attention_chunk_size)
+        visible = visible_bound(
+            max_query_len, max_seq_len, window, causal is True, attention_chunk_size
+        )
         found = _launches.keep(known, _Launches(limits, _hopper_launch(
             same, query, key_cache, value_cache, block_table, query_start_loc, options, limits, max_query_len, visible,
             num_splits, num_counters, kernels,
@@ -397,9 +444,23 @@ def paged_decode(
     if launch is None:
         launch = found.plain = _prepare(same, query, key_cache, value_cache, block_table, query_start_loc, seq_lens,
                                         options, limits, max(1, max_query_len), max_seq_len, num_splits)  # fmt: skip
-    partials = _partials(workspace, launch.partial_floats, launch, query.device) if launch.combine is not None else None
+    partials = (
+        _partials(workspace, launch.partial_floats, launch, query.device)
+        if launch.combine is not None
+        else None
+    )
     with device_guard(query):
-        _launch(launch, query, key_cache, value_cache, block_table, query_start_loc, seq_lens, options, partials)
+        _launch(
+            launch,
+            query,
+            key_cache,
+            value_cache,
+            block_table,
+            query_start_loc,
+            seq_lens,
+            options,
+            partials,
+        )
 
 
 def find_decode(
@@ -464,10 +525,24 @@ def _hopper_launch(
     same: tuple[Any, ...], query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, starts: Tensor, options: Options,
     limits: DeviceLimits, max_query_len: int, visible: int, num_splits: int | None, num_counters: int, kernels: str,
 ) -> Any:  # fmt: skip
-    if limits.capability[0] != 9 or kernels == "portable" or num_splits is not None or (fast := hopper_choice()) is None:
+    if (
+        limits.capability[0] != 9
+        or kernels == "portable"
+        or num_splits is not None
+        or (fast := hopper_choice()) is None
+    ):
         return None
     batch = (query, key, value, block_table, starts)
-    return fast.find_decode(same, *batch, options, limits, max(1, max_query_len), visible, kernels == "hopper", num_counters=num_counters)
+    return fast.find_decode(
+        same,
+        *batch,
+        options,
+        limits,
+        max(1, max_query_len),
+        visible,
+        kernels == "hopper",
+        num_counters=num_counters,
+    )
 
 
 def _launch(
@@ -487,10 +562,14 @@ def _launch(
     addresses = query.data_ptr() | key.data_ptr() | value.data_ptr()
     written = out.data_ptr() | (0 if partials is None else partials.data_ptr())
     launch.attend(
-        (*tensors, *launch.numbers, block_table, launch.table_stride, partials, *launch.last), addresses | written, index
+        (*tensors, *launch.numbers, block_table, launch.table_stride, partials, *launch.last),
+        addresses | written,
+        index,
     )
     if launch.combine is not None:
-        launch.combine((partials, options.sinks, out, options.lse, *launch.combine_numbers), written, index)
+        launch.combine(
+            (partials, options.sinks, out, options.lse, *launch.combine_numbers), written, index
+        )
 
 
 def _prepare(
@@ -510,12 +589,16 @@ def _prepare(
     """Choose splits and tile, and find or make the launch that goes with them."""
     num_reqs = seq_lens.shape[0]
     if num_reqs > _MOST_REQUESTS:
-        raise ContractError(f"a decode batch of {num_reqs} requests is beyond {_MOST_REQUESTS}; call once for each part of it")
+        raise ContractError(
+            f"a decode batch of {num_reqs} requests is beyond {_MOST_REQUESTS}; call once for each part of it"
+        )
     balanced, work = num_splits is None, None
     if num_splits is None:
         causal, window, chunk = options.causal is True, options.window, options.attention_chunk_size
         visible = visible_bound(max_query_len, max_seq_len, window, causal, chunk)
-        work = work_where_it_matters("decode", num_reqs, key.shape[2], visible, limits.num_sms, limits.tuned)
+        work = work_where_it_matters(
+            "decode", num_reqs, key.shape[2], visible, limits.num_sms, limits.tuned
+        )
         num_splits = paged_decode_num_splits(
             query, key, value.shape[3], num_reqs=num_reqs, max_query_len=max_query_len, max_seq_len=max_seq_len,
             causal=causal, window=window, attention_chunk_size=chunk,
@@ -554,7 +637,9 @@ def _combination(signature: Signature, num_tokens: int, options: Options) -> Bou
     return BoundLaunch(_combine_kernel, (num_tokens, num_heads, 1), constants)
 
 
-def _partials(workspace: Tensor | None, floats: int, launch: _DecodeLaunch, device: torch.device) -> Tensor:
+def _partials(
+    workspace: Tensor | None, floats: int, launch: _DecodeLaunch, device: torch.device
+) -> Tensor:
     """The float32 workspace, checked or made."""
     if workspace is None:
         return torch.empty(floats, dtype=torch.float32, device=device)

@@ -78,8 +78,16 @@ def paged_mixed(
     Raises:
         ContractError, UnsupportedConfigError: as both do.
     """
-    if not _at_once(decodes, prefills, key_cache, value_cache, workspace, counters, kernels, meaning):
-        shared: dict[str, Any] = {"key_cache": key_cache, "value_cache": value_cache, "counters": counters, "kernels": kernels, **meaning}
+    if not _at_once(
+        decodes, prefills, key_cache, value_cache, workspace, counters, kernels, meaning
+    ):
+        shared: dict[str, Any] = {
+            "key_cache": key_cache,
+            "value_cache": value_cache,
+            "counters": counters,
+            "kernels": kernels,
+            **meaning,
+        }
         paged_decode(workspace=workspace, **decodes._asdict(), **shared)
         paged_prefill(**prefills._asdict(), **shared)
 
@@ -90,11 +98,19 @@ def _at_once(
 ) -> bool:  # fmt: skip
     """Launch both halves side by side; whether that could be done."""
     limits = limits_of(decodes.query)
-    if limits.capability[0] != 9 or kernels == "portable" or not (decodes.query.numel() and prefills.query.numel()):
+    if (
+        limits.capability[0] != 9
+        or kernels == "portable"
+        or not (decodes.query.numel() and prefills.query.numel())
+    ):
         return False
     ask, fill = _options(decodes, meaning), _options(prefills, meaning)
     pair = _find(decodes, prefills, key, value, ask, fill, limits, kernels)
-    if pair.decode is None or pair.prefill is None or not pair.prefill.accepts(prefills.query, key, value, fill):
+    if (
+        pair.decode is None
+        or pair.prefill is None
+        or not pair.prefill.accepts(prefills.query, key, value, fill)
+    ):
         return False
 
     def launch_prefills() -> None:
@@ -111,24 +127,56 @@ def _at_once(
 
 
 def _find(
-    decodes: Half, prefills: Half, key: Tensor, value: Tensor, ask: Options, fill: Options, limits: DeviceLimits, kernels: str
+    decodes: Half,
+    prefills: Half,
+    key: Tensor,
+    value: Tensor,
+    ask: Options,
+    fill: Options,
+    limits: DeviceLimits,
+    kernels: str,
 ) -> _Pair:
     halves = ((decodes, ask), (prefills, fill))
-    keys = [launch_key(half.query, key, value, half.query_start_loc, half.seq_lens, half.block_table, options) for half, options in halves]
-    known = (*keys, decodes.max_query_len, decodes.max_seq_len, prefills.max_query_len, prefills.max_seq_len, kernels)
+    keys = [
+        launch_key(
+            half.query, key, value, half.query_start_loc, half.seq_lens, half.block_table, options
+        )
+        for half, options in halves
+    ]
+    known = (
+        *keys,
+        decodes.max_query_len,
+        decodes.max_seq_len,
+        prefills.max_query_len,
+        prefills.max_seq_len,
+        kernels,
+    )
     pair = _pairs.get(known)
     if pair is not None and pair.limits is limits:
         return pair
     decode = prefill = None
     if (fast := hopper_choice()) is not None:
         prefill = fast.find_prefill(
-            prefills.query, key, value, prefills.block_table, prefills.query_start_loc, fill, limits, prefills.max_query_len
+            prefills.query,
+            key,
+            value,
+            prefills.block_table,
+            prefills.query_start_loc,
+            fill,
+            limits,
+            prefills.max_query_len,
         )
         visible = _visible(decodes, ask)
         sizes = key.shape[3] + value.shape[3]
         kv_bytes = decodes.seq_lens.shape[0] * visible * key.shape[2] * sizes * key.element_size()
-        keys_per_token = min(_visible(prefills, fill), max(1, prefills.max_seq_len - prefills.max_query_len // 2))
-        slots = fast.slots_beside_prefill(limits.num_sms, kv_bytes, 2 * prefills.query.shape[0] * prefills.query.shape[1] * keys_per_token * sizes)
+        keys_per_token = min(
+            _visible(prefills, fill), max(1, prefills.max_seq_len - prefills.max_query_len // 2)
+        )
+        slots = fast.slots_beside_prefill(
+            limits.num_sms,
+            kv_bytes,
+            2 * prefills.query.shape[0] * prefills.query.shape[1] * keys_per_token * sizes,
+        )
         decode = fast.find_decode(
             keys[0], decodes.query, key, value, decodes.block_table, decodes.query_start_loc, ask, limits, max(1, decodes.max_query_len),
             visible, kernels == "hopper", slots,
@@ -139,8 +187,12 @@ def _find(
 def _visible(half: Half, options: Options) -> int:
     """The most keys that the queries of one request can see together."""
     causal = options.causal is True
-    return visible_bound(half.max_query_len, half.max_seq_len, options.window, causal, options.attention_chunk_size)
+    return visible_bound(
+        half.max_query_len, half.max_seq_len, options.window, causal, options.attention_chunk_size
+    )
 
 
 def _options(half: Half, meaning: dict[str, Any]) -> Options:
-    return Options(causal=half.causal, query_bias=half.query_bias, out=half.out, lse=half.lse, **meaning)
+    return Options(
+        causal=half.causal, query_bias=half.query_bias, out=half.out, lse=half.lse, **meaning
+    )

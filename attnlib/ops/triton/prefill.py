@@ -63,14 +63,28 @@ def _prefill_kernel(query, key, value, out, lse, query_start_loc, seq_lens, caus
 
     if request == num_reqs:
         # Rows after the last request (M6): zero, whatever lay there.
-        token, head, valid = pack_rows(first_token, num_tokens - start, head_offset, GROUP, TILE_HEADS, TILE_TOKENS, BLOCK_M)
+        token, head, valid = pack_rows(
+            first_token, num_tokens - start, head_offset, GROUP, TILE_HEADS, TILE_TOKENS, BLOCK_M
+        )
         head = kv_head * GROUP + head
         token64 = (start + token).to(tl.int64)
         nothing = tl.zeros([BLOCK_M], tl.float32)
         offsets = token64 * stride_ot + head.to(tl.int64) * stride_oh
-        store_rows(out, offsets, tl.zeros([BLOCK_M, DV0], tl.float32), nothing, valid, DV, 0, DV0, VEC_O)
+        store_rows(
+            out, offsets, tl.zeros([BLOCK_M, DV0], tl.float32), nothing, valid, DV, 0, DV0, VEC_O
+        )
         if DV1 > 0:
-            store_rows(out, offsets, tl.zeros([BLOCK_M, DV1], tl.float32), nothing, valid, DV, DV0, DV1, VEC_O)
+            store_rows(
+                out,
+                offsets,
+                tl.zeros([BLOCK_M, DV1], tl.float32),
+                nothing,
+                valid,
+                DV,
+                DV0,
+                DV1,
+                VEC_O,
+            )
         if HAS_LSE:
             tl.store(lse + token64 * stride_lt + head, nothing - float("inf"), mask=valid)
         return
@@ -95,7 +109,9 @@ def _prefill_kernel(query, key, value, out, lse, query_start_loc, seq_lens, caus
     if CAUSAL == 2:
         causal = tl.load(causal_flags + request).to(tl.int32)
 
-    token, head, valid = pack_rows(first_token, query_len, head_offset, GROUP, TILE_HEADS, TILE_TOKENS, BLOCK_M)
+    token, head, valid = pack_rows(
+        first_token, query_len, head_offset, GROUP, TILE_HEADS, TILE_TOKENS, BLOCK_M
+    )
     head = kv_head * GROUP + head
     token64 = (start + token).to(tl.int64)
     slopes = 0.0
@@ -158,20 +174,45 @@ def launch_prefill(
     if query.numel() == 0:
         return
     limits = limits_of(query)
-    same = (launch_key(query, key, value, query_start_loc, seq_lens, block_table, options), max_query_len, kernels)
+    same = (
+        launch_key(query, key, value, query_start_loc, seq_lens, block_table, options),
+        max_query_len,
+        kernels,
+    )
     found = _launches.get(same)
     if found is None or found.limits is not limits:
-        found = _Launches(limits, _hopper_launch(query, key, value, block_table, query_start_loc, options, limits, max_query_len, kernels))
+        found = _Launches(
+            limits,
+            _hopper_launch(
+                query,
+                key,
+                value,
+                block_table,
+                query_start_loc,
+                options,
+                limits,
+                max_query_len,
+                kernels,
+            ),
+        )
         _launches.keep(same, found)
-    if found.fast is not None and found.fast.serve(query, key, value, block_table, query_start_loc, seq_lens, options, max_seq_len, counters):
+    if found.fast is not None and found.fast.serve(
+        query, key, value, block_table, query_start_loc, seq_lens, options, max_seq_len, counters
+    ):
         return
     launch = found.plain
     if launch is None:
-        launch = found.plain = _prepare(query, key, value, block_table, query_start_loc, options, limits, max_query_len)
-    tensors = attention_tensors(query, key, value, query_start_loc, seq_lens, options, launch.as_bytes)
+        launch = found.plain = _prepare(
+            query, key, value, block_table, query_start_loc, options, limits, max_query_len
+        )
+    tensors = attention_tensors(
+        query, key, value, query_start_loc, seq_lens, options, launch.as_bytes
+    )
     addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | options.out.data_ptr()
     with device_guard(query):
-        launch.attend((*tensors, *launch.numbers, block_table, *launch.last), addresses, launch.index)
+        launch.attend(
+            (*tensors, *launch.numbers, block_table, *launch.last), addresses, launch.index
+        )
 
 
 @dataclass(frozen=True)
@@ -215,7 +256,12 @@ def _hopper_launch(
     query: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None, starts: Tensor, options: Options,
     limits: DeviceLimits, max_query_len: int, kernels: str,
 ) -> Any:  # fmt: skip
-    if limits.capability[0] != 9 or kernels == "portable" or block_table is None or (fast := hopper_choice()) is None:
+    if (
+        limits.capability[0] != 9
+        or kernels == "portable"
+        or block_table is None
+        or (fast := hopper_choice()) is None
+    ):
         return None
     return fast.find_prefill(query, key, value, block_table, starts, options, limits, max_query_len)
 
@@ -228,7 +274,9 @@ def _prepare(
     num_tokens, num_heads, _ = query.shape
     num_kv_heads = key.shape[-2]
     signature = signature_of(query, key, value, options, limits)
-    constants = _constants(signature, _row_class(num_heads // num_kv_heads * max_query_len), block_table is not None)
+    constants = _constants(
+        signature, _row_class(num_heads // num_kv_heads * max_query_len), block_table is not None
+    )
     num_tiles = num_tokens // constants["TILE_TOKENS"] + starts.shape[0]
     return _PrefillLaunch(
         query.get_device(), attention_numbers(query, key, value, starts, options),

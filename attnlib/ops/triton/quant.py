@@ -111,7 +111,9 @@ def encode_fp8(x, E5M2: tl.constexpr):
     rounded = (bits + ((1 << (CUT - 1)) - 1) + ((bits >> CUT) & 1)) >> CUT
     normal = rounded - ((127 - BIAS) << BITS)
     zero_point = tl.full(x.shape, ROUNDER, tl.float32)
-    subnormal = (magnitude + zero_point).to(tl.int32, bitcast=True) - zero_point.to(tl.int32, bitcast=True)
+    subnormal = (magnitude + zero_point).to(tl.int32, bitcast=True) - zero_point.to(
+        tl.int32, bitcast=True
+    )
     code = tl.where(magnitude < SMALLEST_NORMAL, subnormal, normal)
     code = tl.where(is_nan, 0x7F, code)
     return (code | sign).to(tl.uint8)

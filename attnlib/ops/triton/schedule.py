@@ -34,13 +34,28 @@ def request_tiles(query_start_loc, seq_lens, causal_flags, request, mask, left, 
                   CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
                   HAS_CHUNK: tl.constexpr):  # fmt: skip
     """(first key tile, number of key tiles) that the queries of a request see; for one request or a vector of them."""
-    query_len = tl.load(query_start_loc + request + 1, mask=mask, other=0) - tl.load(query_start_loc + request, mask=mask, other=0)
+    query_len = tl.load(query_start_loc + request + 1, mask=mask, other=0) - tl.load(
+        query_start_loc + request, mask=mask, other=0
+    )
     seq_len = tl.load(seq_lens + request, mask=mask, other=0)
     causal = 0
     if CAUSAL == 2:
         causal = tl.load(causal_flags + request, mask=mask, other=0).to(tl.int32)
-    first, _ = visible_span(seq_len - query_len, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
-    _, last = visible_span(seq_len - 1, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
+    first, _ = visible_span(
+        seq_len - query_len,
+        seq_len,
+        causal,
+        left,
+        right,
+        chunk,
+        CAUSAL,
+        HAS_LEFT,
+        HAS_RIGHT,
+        HAS_CHUNK,
+    )
+    _, last = visible_span(
+        seq_len - 1, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
+    )
     first_tile = first // BLOCK_N
     count = (tl.maximum(last, 0) + BLOCK_N - 1) // BLOCK_N - first_tile
     return first_tile, tl.where(query_len > 0, tl.maximum(count, 0), 0)

@@ -36,7 +36,9 @@ def _slot_mapping_kernel(query_start_loc, seq_lens, block_table, slots, num_reqs
     position = seq_len - end + tokens
     block_index = tl.maximum(position, 0) // BLOCK_SIZE
     live = live & (position >= 0) & (block_index < max_blocks)
-    block = tl.load(block_table + request.to(tl.int64) * stride_table + block_index, mask=live, other=0).to(tl.int64)
+    block = tl.load(
+        block_table + request.to(tl.int64) * stride_table + block_index, mask=live, other=0
+    ).to(tl.int64)
     slot = block * BLOCK_SIZE + tl.maximum(position, 0) % BLOCK_SIZE
     tl.store(slots + tokens, tl.where(live, slot, -1), mask=tokens < num_tokens)
 
@@ -74,7 +76,11 @@ def compute_slot_mapping(
     launch = _launches.get(same) or _launches.keep(same, _bind(num_tokens, block_size))
     numbers = (seq_lens.shape[0], num_tokens, block_table.shape[1], block_table.stride(0))
     with device_guard(query_start_loc):
-        launch((query_start_loc, seq_lens, block_table, out, *numbers), out.data_ptr(), out.get_device())
+        launch(
+            (query_start_loc, seq_lens, block_table, out, *numbers),
+            out.data_ptr(),
+            out.get_device(),
+        )
     return out
 
 
@@ -82,5 +88,11 @@ _launches: Remembered[BoundLaunch] = Remembered()
 
 
 def _bind(num_tokens: int, block_size: int) -> BoundLaunch:
-    constants = {"BLOCK_SIZE": block_size, "BLOCK_T": _BLOCK_T, "BLOCK_R": _BLOCK_R, "num_warps": 2, "enable_fp_fusion": True}
+    constants = {
+        "BLOCK_SIZE": block_size,
+        "BLOCK_T": _BLOCK_T,
+        "BLOCK_R": _BLOCK_R,
+        "num_warps": 2,
+        "enable_fp_fusion": True,
+    }
     return BoundLaunch(_slot_mapping_kernel, (triton.cdiv(num_tokens, _BLOCK_T), 1, 1), constants)

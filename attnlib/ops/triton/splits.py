@@ -11,7 +11,14 @@ import math
 
 from attnlib.ops.triton.decode_numbers import decode_numbers
 
-__all__ = ["MIN_TILES_PER_SPLIT", "RESIDENT_LIMIT", "SPLIT_LIMIT", "choose_num_splits", "paged_decode_workspace_bytes", "visible_bound"]
+__all__ = [
+    "MIN_TILES_PER_SPLIT",
+    "RESIDENT_LIMIT",
+    "SPLIT_LIMIT",
+    "choose_num_splits",
+    "paged_decode_workspace_bytes",
+    "visible_bound",
+]
 
 _NUMBERS = decode_numbers()
 
@@ -28,7 +35,13 @@ _WAVES = _NUMBERS["waves"]
 """How many times over the grid may fill the chip when lengths are ragged."""
 
 
-def visible_bound(max_query_len: int, max_seq_len: int, window: tuple[int, int], causal: bool, attention_chunk_size: int) -> int:
+def visible_bound(
+    max_query_len: int,
+    max_seq_len: int,
+    window: tuple[int, int],
+    causal: bool,
+    attention_chunk_size: int,
+) -> int:
     """The most keys that the queries of one request can see together.
 
     Args:
@@ -47,7 +60,9 @@ def visible_bound(max_query_len: int, max_seq_len: int, window: tuple[int, int],
     return max(bound, 0)
 
 
-def choose_num_splits(num_reqs: int, num_groups: int, visible: int, block_n: int, slots: int) -> int:
+def choose_num_splits(
+    num_reqs: int, num_groups: int, visible: int, block_n: int, slots: int
+) -> int:
     """The bound on splits per request.
 
     Args:
@@ -68,7 +83,9 @@ def choose_num_splits(num_reqs: int, num_groups: int, visible: int, block_n: int
     return max(1, min(pieces, alone, together, SPLIT_LIMIT))
 
 
-def paged_decode_workspace_bytes(num_tokens: int, num_heads: int, head_size_v: int, num_splits: int) -> int:
+def paged_decode_workspace_bytes(
+    num_tokens: int, num_heads: int, head_size_v: int, num_splits: int
+) -> int:
     """Bytes that `paged_decode` needs beside its output: float32 partial outputs and their LSEs, and one split count
     per token's request. 0 for a single split."""
     if num_splits <= 1:

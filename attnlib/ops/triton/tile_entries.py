@@ -84,7 +84,11 @@ class TileEntry:
             value = getattr(now, name)
             if value is None and name == "visible":
                 value = math.inf
-            if value is None or (least is not None and value < least) or (most is not None and value > most):
+            if (
+                value is None
+                or (least is not None and value < least)
+                or (most is not None and value > most)
+            ):
                 return False
         return True
 
@@ -118,7 +122,9 @@ def parse_entry(line: Any, sources: Mapping[str, Any]) -> TileEntry:
         if field in tile and not 1 <= tile[field] <= 8:
             raise ValueError(f"tile has {field}={tile[field]}, which must be in [1, 8]")
     if line["provenance"] not in sources:
-        raise ValueError(f"provenance {line['provenance']!r} is not among {', '.join(map(repr, sources))}")
+        raise ValueError(
+            f"provenance {line['provenance']!r} is not among {', '.join(map(repr, sources))}"
+        )
     return TileEntry(
         op, _words(line, "products", PRODUCTS), _words(line, "elements", ELEMENTS),
         tuple((name, *_range(name, line[name])) for name in CONDITIONS if name in line),
@@ -140,6 +146,10 @@ def _range(name: str, bounds: Any) -> tuple[int | None, int | None]:
             raise ValueError(f"{name}={bounds!r} must be [least, most], whole numbers or null")
     if name == "keys_per_sm":
         for bound in (least - 1 if least else None, most):
-            if bound is not None and (bound < 1 or bound & (bound - 1) or bound.bit_length() % 2 == 0):
-                raise ValueError(f"keys_per_sm={bounds!r} must end at a power of 4 and begin at 0 or one above a power of 4")
+            if bound is not None and (
+                bound < 1 or bound & (bound - 1) or bound.bit_length() % 2 == 0
+            ):
+                raise ValueError(
+                    f"keys_per_sm={bounds!r} must end at a power of 4 and begin at 0 or one above a power of 4"
+                )
     return least, most

@@ -25,7 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from attnlib.errors import ContractError
-from attnlib.ops.triton.tile_entries import CONDITIONS, ELEMENTS, OPS, PRODUCTS, Situation, TileEntry, parse_entry
+from attnlib.ops.triton.tile_entries import (
+    CONDITIONS,
+    ELEMENTS,
+    OPS,
+    PRODUCTS,
+    Situation,
+    TileEntry,
+    parse_entry,
+)
 
 __all__ = [
     "CONDITIONS", "ELEMENTS", "OPS", "PRODUCTS", "VISIBLE_EDGES", "Situation", "TileEntry", "TileTable", "matching",
@@ -134,7 +142,9 @@ def read_table(path: Path) -> TileTable:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ContractError(f"tile table {path} is not JSON: {error}; write it anew with attnlib tune") from None
+        raise ContractError(
+            f"tile table {path} is not JSON: {error}; write it anew with attnlib tune"
+        ) from None
     return parse_table(data, str(path))
 
 
@@ -146,15 +156,25 @@ def parse_table(data: Any, name: str) -> TileTable:
     """
     if not isinstance(data, Mapping) or data.get("schema") != _SCHEMA:
         found = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
-        raise ContractError(f"tile table {name} has schema {found!r} and this version reads {_SCHEMA}; write it anew with attnlib tune")
+        raise ContractError(
+            f"tile table {name} has schema {found!r} and this version reads {_SCHEMA}; write it anew with attnlib tune"
+        )
     sources, lines = data.get("provenance"), data.get("tiles", [])
-    if not isinstance(sources, Mapping) or not isinstance(lines, Sequence) or not isinstance(data.get("chip"), str):
-        raise ContractError(f"tile table {name} needs 'chip' (text), 'provenance' (an object) and 'tiles' (a list); write it anew with attnlib tune")
+    if (
+        not isinstance(sources, Mapping)
+        or not isinstance(lines, Sequence)
+        or not isinstance(data.get("chip"), str)
+    ):
+        raise ContractError(
+            f"tile table {name} needs 'chip' (text), 'provenance' (an object) and 'tiles' (a list); write it anew with attnlib tune"
+        )
     entries = []
     for index, line in enumerate(lines):
         try:
             entries.append(parse_entry(line, sources))
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
-            raise ContractError(f"tile table {name}, tiles[{index}]: {what}; correct it or write the table anew with attnlib tune") from None
+            raise ContractError(
+                f"tile table {name}, tiles[{index}]: {what}; correct it or write the table anew with attnlib tune"
+            ) from None
     return TileTable(name, data["chip"], tuple(entries))

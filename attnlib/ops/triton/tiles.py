@@ -15,7 +15,14 @@ from dataclasses import dataclass, replace
 from attnlib.errors import UnsupportedConfigError
 from attnlib.ops.triton.tile_tables import Situation, TileTable, matching
 
-__all__ = ["Tile", "choose_decode_tile", "choose_prefill_tile", "next_power_of_2", "shared_bytes", "split_head_size"]
+__all__ = [
+    "Tile",
+    "choose_decode_tile",
+    "choose_prefill_tile",
+    "next_power_of_2",
+    "shared_bytes",
+    "split_head_size",
+]
 
 
 @dataclass(frozen=True)
@@ -105,14 +112,23 @@ def _narrowed(tile: Tile, rows: int) -> Tile:
     if rows >= tile.block_m:
         return tile
     warps = max(4, tile.num_warps * rows // tile.block_m) if tile.num_warps > 4 else tile.num_warps
-    return replace(tile, block_m=rows, num_warps=warps, block_n=tile.block_n if rows >= 64 else min(64, tile.block_n))
+    return replace(
+        tile,
+        block_m=rows,
+        num_warps=warps,
+        block_n=tile.block_n if rows >= 64 else min(64, tile.block_n),
+    )
 
 
 def _widened(tile: Tile, rows: int) -> Tile:
     """A tile for more rows than the table's."""
     if rows <= tile.block_m:
         return tile
-    return replace(tile, block_m=rows, num_warps=max(tile.num_warps, 8 if rows >= 64 and tile.block_n < 64 else 4))
+    return replace(
+        tile,
+        block_m=rows,
+        num_warps=max(tile.num_warps, 8 if rows >= 64 and tile.block_n < 64 else 4),
+    )
 
 
 def _first_that_fits(
@@ -142,7 +158,15 @@ def _tabled(
     """The tables' tiles for these sizes, best first."""
     width = max(sum(split_head_size(sizes[0])), sum(split_head_size(sizes[1])))
     query_bytes, cache_bytes = element_bytes
-    elements = "float32" if query_bytes == 4 else "16-bit" if cache_bytes > 1 else "fp8" if native_fp8 else "fp8-bytes"
+    elements = (
+        "float32"
+        if query_bytes == 4
+        else "16-bit"
+        if cache_bytes > 1
+        else "fp8"
+        if native_fp8
+        else "fp8-bytes"
+    )
     now = Situation(op, products, elements, width, max(16, next_power_of_2(max_rows)), keys_per_sm)
     return [Tile(**dict(entry.tile)) for entry in matching(now, tuned)]
 
@@ -183,7 +207,9 @@ def choose_prefill_tile(
     rows = max(16, next_power_of_2(max_rows))
     tiles = [_narrowed(tile, min(tile.block_m, rows)) for tile in best]
     spare = _fallbacks(tiles[0].block_m, tiles[0].num_warps)
-    return _first_that_fits([*tiles, *spare], sizes, element_bytes, shared_memory, products, has_bias)
+    return _first_that_fits(
+        [*tiles, *spare], sizes, element_bytes, shared_memory, products, has_bias
+    )
 
 
 @functools.lru_cache(maxsize=512)
@@ -210,9 +236,13 @@ def choose_decode_tile(
             neighbours, which takes the tile that serves any amount of work.
     """
     sizes, element_bytes = (head_size, head_size_v), (query_bytes, cache_bytes)
-    best = _tabled("decode", sizes, element_bytes, max_rows, products, keys_per_sm, native_fp8, tuned)
+    best = _tabled(
+        "decode", sizes, element_bytes, max_rows, products, keys_per_sm, native_fp8, tuned
+    )
     width = max(sum(split_head_size(head_size)), sum(split_head_size(head_size_v)))
     rows = min(64 if width <= 256 and query_bytes < 4 else 16, max(16, next_power_of_2(max_rows)))
     tiles = [_widened(tile, rows) for tile in best]
     spare = _fallbacks(rows, tiles[0].num_warps)
-    return _first_that_fits([*tiles, *spare], sizes, element_bytes, shared_memory, products, has_bias)
+    return _first_that_fits(
+        [*tiles, *spare], sizes, element_bytes, shared_memory, products, has_bias
+    )

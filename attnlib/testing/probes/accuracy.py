@@ -35,12 +35,22 @@ _COMBINATIONS: dict[str, dict[str, object]] = {
 
 
 def _check(subject: Subject, name: str, case: Case) -> Check:
-    return Check(name, lambda: judge(case, run_case(subject.backend, case, subject.device), subject.device), case)
+    return Check(
+        name,
+        lambda: judge(case, run_case(subject.backend, case, subject.device), subject.device),
+        case,
+    )
 
 
 def _batches(subject: Subject) -> Iterator[Check]:
     for name in NAMED_BATCHES:
-        if not subject.quick or name in ("decode", "mixed", "chunked", "page_edges", "graph_padding"):
+        if not subject.quick or name in (
+            "decode",
+            "mixed",
+            "chunked",
+            "page_edges",
+            "graph_padding",
+        ):
             yield _check(subject, f"batch-{name}", subject.case(batch=name))
 
 
@@ -62,7 +72,9 @@ def _shapes(subject: Subject) -> Iterator[Check]:
     for group in (5, 7) if subject.quick else _GROUPS:
         case = subject.case(batch="q5s21_q1s40", num_heads=2 * group, num_kv_heads=2)
         yield _check(subject, f"group-{group}", case)
-    yield _check(subject, "one-kv-head", subject.case(batch="q5s21_q1s40", num_heads=3, num_kv_heads=1))
+    yield _check(
+        subject, "one-kv-head", subject.case(batch="q5s21_q1s40", num_heads=3, num_kv_heads=1)
+    )
     for block in (8, 64) if subject.quick else _BLOCKS:
         batch = f"q1s{block + 1}_q3s{block}_q2s{2 * block - 1}"
         yield _check(subject, f"block-{block}", subject.case(batch=batch, block_size=block))
@@ -72,33 +84,63 @@ def _storage(subject: Subject) -> Iterator[Check]:
     for dtype in ("float32", "float16", "bfloat16", "float64"):
         yield _check(subject, f"dtype-{dtype}", subject.case(dtype=dtype))
     for layout in CACHE_LAYOUTS:
-        if layout != subject.base.layout and not (subject.quick and layout not in ("HND", "NHD_PACKED")):
-            yield _check(subject, f"layout-{layout}", subject.case(layout=layout, batch="q7s40_q1s33"))
+        if layout != subject.base.layout and not (
+            subject.quick and layout not in ("HND", "NHD_PACKED")
+        ):
+            yield _check(
+                subject, f"layout-{layout}", subject.case(layout=layout, batch="q7s40_q1s33")
+            )
     for stored in ("fp8_e4m3", "fp8_e5m2"):
         for kind in ("tensor", "head"):
             if not subject.quick or (stored == "fp8_e4m3" and kind == "head"):
-                changes = {"kv_cache_dtype": stored, "kv_scale_kind": kind, "k_scale": 0.0625, "v_scale": 0.03125}
-                yield _check(subject, f"cache-{stored}-{kind}", subject.case(batch="q5s40_q1s33", **changes))
-    yield _check(subject, "cache-bfloat16", subject.case(batch="q5s40_q1s33", kv_cache_dtype="bfloat16"))
-    yield _check(subject, "cache-float16", subject.case(batch="q5s40_q1s33", kv_cache_dtype="float16"))
+                changes = {
+                    "kv_cache_dtype": stored,
+                    "kv_scale_kind": kind,
+                    "k_scale": 0.0625,
+                    "v_scale": 0.03125,
+                }
+                yield _check(
+                    subject, f"cache-{stored}-{kind}", subject.case(batch="q5s40_q1s33", **changes)
+                )
+    yield _check(
+        subject, "cache-bfloat16", subject.case(batch="q5s40_q1s33", kv_cache_dtype="bfloat16")
+    )
+    yield _check(
+        subject, "cache-float16", subject.case(batch="q5s40_q1s33", kv_cache_dtype="float16")
+    )
     for placement in ("reversed", "interleaved", "shared_prefix", "top"):
         if not subject.quick or placement == "shared_prefix":
-            yield _check(subject, f"placement-{placement}", subject.case(batch="q5s70_3q1s60", placement=placement))
+            yield _check(
+                subject,
+                f"placement-{placement}",
+                subject.case(batch="q5s70_3q1s60", placement=placement),
+            )
 
 
 def _places_in_a_model(subject: Subject) -> Iterator[Check]:
-    mla = {"use_mla": True, "num_heads": 4, "num_kv_heads": 1, "head_size": 96, "head_size_v": 64, "layout": "ALIASED"}
+    mla = {
+        "use_mla": True,
+        "num_heads": 4,
+        "num_kv_heads": 1,
+        "head_size": 96,
+        "head_size_v": 64,
+        "layout": "ALIASED",
+    }
     yield _check(subject, "mla", subject.case(batch="q5s40_q1s33", **mla))
     for name, features in (
         ("encoder", {}),
         ("encoder-window", {"window": (4, 2)}),
         ("encoder-soft_cap", {"logits_soft_cap": 2.0}),
     ):
-        case = subject.case(batch="q20_q1_q33_q0", attn_type="encoder_only", mask="bidirectional", **features)
+        case = subject.case(
+            batch="q20_q1_q33_q0", attn_type="encoder_only", mask="bidirectional", **features
+        )
         yield _check(subject, name, case)
     encoder = subject.case(batch="q9_q14", attn_type="encoder", mask="bidirectional")
     yield _check(subject, "encoder-of-a-decoder", encoder)
-    cross = subject.case(batch="q3s20_q40s7_q1s33_q2s0", attn_type="encoder_decoder", mask="bidirectional")
+    cross = subject.case(
+        batch="q3s20_q40s7_q1s33_q2s0", attn_type="encoder_decoder", mask="bidirectional"
+    )
     yield _check(subject, "cross-attention", cross)
 
 
@@ -114,9 +156,16 @@ def _accuracy(subject: Subject) -> Iterator[Check]:
 def _declared_sizes(subject: Subject) -> Iterator[Check]:
     """A backend that lists exact sizes is run at each of them, not only at the kit's own choice."""
     capabilities = subject.backend.capabilities
-    for field, sizes in (("head_size", capabilities.head_sizes), ("block_size", capabilities.block_sizes)):
+    for field, sizes in (
+        ("head_size", capabilities.head_sizes),
+        ("block_size", capabilities.block_sizes),
+    ):
         for size in sizes.exactly if isinstance(sizes, Sizes) else ():
-            yield _check(subject, f"declared-{field}-{size}", subject.case(batch="q3s20_q1s17", **{field: size}))
+            yield _check(
+                subject,
+                f"declared-{field}-{size}",
+                subject.case(batch="q3s20_q1s17", **{field: size}),
+            )
 
 
 PROBES = (Probe("V2", "results within the error budget", _accuracy),)

@@ -45,13 +45,18 @@ def _at_the_top(step: Step, device: torch.device) -> Step:
         try:
             pool = torch.empty(num_blocks, *page, view.shape[3], dtype=view.dtype, device=device)
         except RuntimeError as error:
-            raise NotRun(f"a pool of 2^31 elements does not fit here: {str(error).splitlines()[0]}") from None
+            raise NotRun(
+                f"a pool of 2^31 elements does not fit here: {str(error).splitlines()[0]}"
+            ) from None
         pool = pool.transpose(1, 2) if heads_first else pool
         pool[-small:].copy_(view)
         views.append(pool)
     shift = num_blocks - small
     owned = torch.tensor(
-        [[column < len(row) for column in range(inputs.block_table.shape[1])] for row in inputs.placement.blocks],
+        [
+            [column < len(row) for column in range(inputs.block_table.shape[1])]
+            for row in inputs.placement.blocks
+        ],
         dtype=torch.bool,
         device=device,
     ).view_as(inputs.block_table)
@@ -60,7 +65,9 @@ def _at_the_top(step: Step, device: torch.device) -> Step:
         cache=CacheViews(views[0], views[1], (), inputs.cache.layout),
         block_table=torch.where(owned, inputs.block_table + shift, 0).to(torch.int32),
         slot_mapping=torch.where(
-            inputs.slot_mapping >= 0, inputs.slot_mapping + shift * dims.block_size, inputs.slot_mapping
+            inputs.slot_mapping >= 0,
+            inputs.slot_mapping + shift * dims.block_size,
+            inputs.slot_mapping,
         ),
     )
     return replace(step, inputs=moved)
@@ -70,13 +77,27 @@ def _check_top(subject: Subject, case: Case) -> str:
     step = _at_the_top(case.step(subject.device, written=False), subject.device)
     seen = run_step(subject.backend, step)
     wrong = judge(case, seen, subject.device)
-    return f"a request at the top of a pool of more than 2^31 elements (P6): {wrong}" if wrong else ""
+    return (
+        f"a request at the top of a pool of more than 2^31 elements (P6): {wrong}" if wrong else ""
+    )
 
 
 def _beyond_int32(subject: Subject) -> Iterator[Check]:
-    dtype = next((name for name in ("bfloat16", "float16") if subject.accepts(subject.case(dtype=name))), None)
-    for name, batch in (("decode", "q1s37_q1s20"), ("prefill", "q20s41_q3"), ("mixed", "q1s37_q1s16_q9s20")):
-        case = subject.case(batch=batch, dtype=dtype or subject.base.dtype, layout=subject.base.layout, poison="zero")
+    dtype = next(
+        (name for name in ("bfloat16", "float16") if subject.accepts(subject.case(dtype=name))),
+        None,
+    )
+    for name, batch in (
+        ("decode", "q1s37_q1s20"),
+        ("prefill", "q20s41_q3"),
+        ("mixed", "q1s37_q1s16_q9s20"),
+    ):
+        case = subject.case(
+            batch=batch,
+            dtype=dtype or subject.base.dtype,
+            layout=subject.base.layout,
+            poison="zero",
+        )
         yield Check(name, lambda case=case: _check_top(subject, case), case)  # type: ignore[misc]
 
 
@@ -87,7 +108,11 @@ def _check_guarded(subject: Subject, case: Case) -> str:
     if wrong := judge(guarded, seen, subject.device):
         return wrong
     same = compare_bits(seen.out, plain.out)
-    return "" if same.passed else f"the width of the block table changes the result: {same} | case: {guarded}"
+    return (
+        ""
+        if same.passed
+        else f"the width of the block table changes the result: {same} | case: {guarded}"
+    )
 
 
 def _exact_width(subject: Subject) -> Iterator[Check]:

@@ -26,7 +26,11 @@ def _check_twice(subject: Subject, case: Case) -> str:
     if first.lse is not None and second.lse is not None:
         findings.append(compare_bits(second.lse, first.lse, "lse"))
     wrong = [str(finding) for finding in findings if not finding.passed]
-    return f"the same call twice gives other bits (M8): {'; '.join(wrong)} | case: {case}" if wrong else ""
+    return (
+        f"the same call twice gives other bits (M8): {'; '.join(wrong)} | case: {case}"
+        if wrong
+        else ""
+    )
 
 
 def _twice(subject: Subject) -> Iterator[Check]:
@@ -38,7 +42,10 @@ def _twice(subject: Subject) -> Iterator[Check]:
 def _random_batch(seed: int, block: int) -> str:
     draw = random.Random(seed)
     parts = [f"q1s{draw.randint(1, 6 * block)}" for _ in range(draw.randint(1, 4))]
-    parts += [f"q{q}s{q + draw.randint(0, 3 * block)}" for q in (draw.randint(2, 2 * block) for _ in range(2))]
+    parts += [
+        f"q{q}s{q + draw.randint(0, 3 * block)}"
+        for q in (draw.randint(2, 2 * block) for _ in range(2))
+    ]
     return "_".join(parts)
 
 

@@ -71,7 +71,11 @@ def _masked_tiles(subject: Subject) -> Iterator[Check]:
     cases: dict[str, dict[str, object]] = {
         "decode-window": {"batch": f"q1s{long}_q1s2", "sliding_window": 3},
         "prefill-window": {"batch": f"q{long // 2}_q5s{long}", "sliding_window": 2},
-        "own-key-only": {"batch": f"q40s{long // 2}_q1s90", "mask": "bidirectional", "window": (0, 0)},
+        "own-key-only": {
+            "batch": f"q40s{long // 2}_q1s90",
+            "mask": "bidirectional",
+            "window": (0, 0),
+        },
         "right-only": {"batch": f"q70s{long // 2}", "mask": "bidirectional", "window": (None, 0)},
         "left-hidden": {"batch": "q70s80", "mask": "bidirectional", "window": (0, None)},
         "chunk-start": {"batch": "q1s129_q3s130_q1s128", "attention_chunk_size": 128},

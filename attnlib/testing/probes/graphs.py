@@ -34,18 +34,30 @@ class _Captured:
     def __init__(self, subject: Subject, case: Case, query_len: int, num_blocks: int) -> None:
         self.subject, self.case, self.query_len = subject, case, query_len
         tokens, dims, device = _REQUESTS * query_len, case.dimensions, subject.device
-        self.limits = BatchLimits(max_num_reqs=_REQUESTS, max_num_tokens=tokens, max_seq_len=6 * case.block_size)
+        self.limits = BatchLimits(
+            max_num_reqs=_REQUESTS, max_num_tokens=tokens, max_seq_len=6 * case.block_size
+        )
         self.builder = subject.backend.make_builder(case.spec, device, limits=self.limits)
         self.state = subject.backend.get_state_cls()(self.builder, self.limits)
         self.views = allocate_views(dims, num_blocks, case.layout, device)
-        self.query = torch.zeros(tokens, dims.num_heads, dims.head_size, dtype=dims.dtype, device=device)
-        self.key = torch.zeros(tokens, dims.num_kv_heads, dims.head_size, dtype=dims.dtype, device=device)
-        self.value = torch.zeros(tokens, dims.num_kv_heads, dims.head_size_v, dtype=dims.dtype, device=device)
-        self.out = torch.zeros(tokens, dims.num_heads, dims.head_size_v, dtype=dims.dtype, device=device)
+        self.query = torch.zeros(
+            tokens, dims.num_heads, dims.head_size, dtype=dims.dtype, device=device
+        )
+        self.key = torch.zeros(
+            tokens, dims.num_kv_heads, dims.head_size, dtype=dims.dtype, device=device
+        )
+        self.value = torch.zeros(
+            tokens, dims.num_kv_heads, dims.head_size_v, dtype=dims.dtype, device=device
+        )
+        self.out = torch.zeros(
+            tokens, dims.num_heads, dims.head_size_v, dtype=dims.dtype, device=device
+        )
         template = case.but(batch=f"{_REQUESTS}q{query_len}").step(device)
         self.impl = make_impl(subject.backend, template)
         self.cache = replace(template, inputs=replace(template.inputs, cache=self.views)).cache()
-        self.metadata: Any = self.state.graph_capture_get_metadata_for_batch(_REQUESTS, query_len=query_len)
+        self.metadata: Any = self.state.graph_capture_get_metadata_for_batch(
+            _REQUESTS, query_len=query_len
+        )
         self.replay = self._capture()
 
     def _run(self) -> None:
@@ -78,7 +90,10 @@ class _Captured:
             static[:rows].copy_(live)
         self.out.fill_(float("nan"))
         blocks = step.inputs.placement.num_blocks
-        for static, live in ((self.views.key, step.inputs.cache.key), (self.views.value, step.inputs.cache.value)):
+        for static, live in (
+            (self.views.key, step.inputs.cache.key),
+            (self.views.value, step.inputs.cache.value),
+        ):
             static[:blocks].copy_(live)
         padded = self.state.begin_forward(step.common(), _REQUESTS, self.query_len)
         return self.builder.build(0, padded)
@@ -109,7 +124,9 @@ def _check_replay(subject: Subject, case: Case, query_len: int) -> str:
         )
     ]
     steps = [live.step(subject.device, written=False) for live in lives]
-    captured = _Captured(subject, case, query_len, max(step.inputs.placement.num_blocks for step in steps))
+    captured = _Captured(
+        subject, case, query_len, max(step.inputs.placement.num_blocks for step in steps)
+    )
     for number, (live, step) in enumerate(zip(lives, steps, strict=True)):
         captured.load(step)
         captured.replay()
@@ -123,7 +140,11 @@ def _check_replay(subject: Subject, case: Case, query_len: int) -> str:
 
 
 def _replays(subject: Subject) -> Iterator[Check]:
-    for level, query_lens in (("UNIFORM_SINGLE_TOKEN_DECODE", (1,)), ("UNIFORM_BATCH", (1, 4)), ("ALWAYS", (1, 9))):
+    for level, query_lens in (
+        ("UNIFORM_SINGLE_TOKEN_DECODE", (1,)),
+        ("UNIFORM_BATCH", (1, 4)),
+        ("ALWAYS", (1, 9)),
+    ):
         for query_len in query_lens:
             case = subject.case(cudagraph=level, needs_lse=False)
             yield Check(
@@ -147,11 +168,15 @@ def _check_addresses(subject: Subject, case: Case) -> str:
         for batch in _live_batches(case.block_size, 1)
     ]
     captured = _Captured(subject, case, 1, max(step.inputs.placement.num_blocks for step in steps))
-    buffers = {name: tensor.data_ptr() for name, tensor in captured.state.get_graph_input_buffers().items()}
+    buffers = {
+        name: tensor.data_ptr() for name, tensor in captured.state.get_graph_input_buffers().items()
+    }
     at_capture = _addresses(captured.metadata)
     for step in steps:
         now = _addresses(captured.load(step))
-        moved = [name for name, address in at_capture.items() if name in now and now[name] != address]
+        moved = [
+            name for name, address in at_capture.items() if name in now and now[name] != address
+        ]
         if moved:
             return f"{', '.join(moved)} of the metadata moved between builds; a graph would read the old address (G3)"
         for name, tensor in captured.state.get_graph_input_buffers().items():
@@ -172,9 +197,14 @@ def _check_race(subject: Subject, first: Case, second: Case) -> str:
     commons = [step.common() for step in steps]
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # about a tenth of a second: everything below is queued behind it
-    seen = [attend(impl, step, builder.build(0, common)) for step, common in zip(steps, commons, strict=True)]
+    seen = [
+        attend(impl, step, builder.build(0, common))
+        for step, common in zip(steps, commons, strict=True)
+    ]
     torch.cuda.synchronize()
-    wrong = [judge(case, got, subject.device) for case, got in zip((first, second), seen, strict=True)]
+    wrong = [
+        judge(case, got, subject.device) for case, got in zip((first, second), seen, strict=True)
+    ]
     return "; ".join(f"step {n} of two in flight: {text}" for n, text in enumerate(wrong) if text)
 
 

@@ -37,10 +37,16 @@ sys.exit(7 if torch.cuda.is_initialized() else 0)
 
 def _check_fresh_process(subject: Subject) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", _SELECT, subject.label], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", _SELECT, subject.label],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     if done.returncode == 7:
-        return "loading the backend and asking what it supports starts CUDA; forked workers would fail"
+        return (
+            "loading the backend and asking what it supports starts CUDA; forked workers would fail"
+        )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise NotRun(f"a fresh process cannot load {subject.label!r} by that name: {last}")
@@ -56,7 +62,11 @@ def _check_mixed_devices(subject: Subject, case: Case) -> str:
     try:
         layer(step.inputs.query, step.inputs.key, step.inputs.value, elsewhere.cache(), metadata)
     except ContractError as error:
-        return "" if "cpu" in str(error) and "cuda" in str(error) else f"the error does not name both devices: {error}"
+        return (
+            ""
+            if "cpu" in str(error) and "cuda" in str(error)
+            else f"the error does not name both devices: {error}"
+        )
     return "a cache on the CPU and a query on the GPU do not raise"
 
 

@@ -36,10 +36,19 @@ def _cells(subject: Subject) -> Iterator[tuple[str, Case]]:
         for block in (16,) if subject.quick else _BLOCKS:
             if block in (16, 64) or layout == "NHD":
                 batch = f"q5s{block + 7}_q1s{block}_q1s3"
-                yield f"{layout}-{block}", subject.case(batch=batch, layout=layout, block_size=block, needs_lse=False)
+                yield (
+                    f"{layout}-{block}",
+                    subject.case(batch=batch, layout=layout, block_size=block, needs_lse=False),
+                )
     yield (
         "fp8",
-        subject.case(batch="q5s23_q1s33", kv_cache_dtype="fp8_e4m3", k_scale=0.25, v_scale=0.5, needs_lse=False),
+        subject.case(
+            batch="q5s23_q1s33",
+            kv_cache_dtype="fp8_e4m3",
+            k_scale=0.25,
+            v_scale=0.5,
+            needs_lse=False,
+        ),
     )
 
 
@@ -60,7 +69,9 @@ def _interop(subject: Subject) -> Iterator[Check]:
 
 
 def _nobody(subject: Subject) -> str:
-    raise NotRun(f"no second backend to exchange caches with on {subject.device}; name one with --against")
+    raise NotRun(
+        f"no second backend to exchange caches with on {subject.device}; name one with --against"
+    )
 
 
 PROBES = (Probe("K2", "one backend writes, another reads", _interop),)

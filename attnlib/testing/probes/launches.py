@@ -53,17 +53,23 @@ def _check_compiles(subject: Subject, case: Case) -> str:
     compiled: list[str] = []
     runtime, draw = triton.knobs.runtime, random.Random(subject.seed)
     previous = runtime.jit_post_compile_hook
-    runtime.jit_post_compile_hook = lambda *args, **kwargs: compiled.append(str(kwargs.get("repr", "a kernel")))
+    runtime.jit_post_compile_hook = lambda *args, **kwargs: compiled.append(
+        str(kwargs.get("repr", "a kernel"))
+    )
     try:
         for _ in range(_SWEEP):
             step = _random_case(subject, draw).step(subject.device, written=False)
             metadata = builder.build(0, step.common())
-            layer.impl.write_kv(step.inputs.key, step.inputs.value, step.cache(), metadata.slot_mapping)
+            layer.impl.write_kv(
+                step.inputs.key, step.inputs.value, step.cache(), metadata.slot_mapping
+            )
             attend(layer.impl, step, metadata)
     finally:
         runtime.jit_post_compile_hook = previous
     if compiled:
-        return f"{len(compiled)} kernels were compiled after warm-up, the first: {compiled[0][:200]}"
+        return (
+            f"{len(compiled)} kernels were compiled after warm-up, the first: {compiled[0][:200]}"
+        )
     return ""
 
 
@@ -83,7 +89,9 @@ def _check_syncs(subject: Subject, case: Case) -> str:
     try:
         metadata = builder.build(0, common)
         impl.write_kv(step.inputs.key, step.inputs.value, cache, metadata.slot_mapping)
-        impl.forward(step.inputs.query, cache, metadata, step.inputs.out, lse if case.needs_lse else None)
+        impl.forward(
+            step.inputs.query, cache, metadata, step.inputs.out, lse if case.needs_lse else None
+        )
     except RuntimeError as error:
         if "synchroniz" not in str(error):
             raise
@@ -96,7 +104,9 @@ def _check_syncs(subject: Subject, case: Case) -> str:
 def _check_allocations(subject: Subject, case: Case) -> str:
     if subject.backend.capabilities.allocates_in_forward:
         raise Refused(
-            ["allocates_in_forward is declared: its kernels take scratch memory from torch's allocator at every call"]
+            [
+                "allocates_in_forward is declared: its kernels take scratch memory from torch's allocator at every call"
+            ]
         )
     step = case.step(subject.device)
     metadata = subject.backend.make_builder(step.spec, subject.device).build(0, step.common())
@@ -105,10 +115,14 @@ def _check_allocations(subject: Subject, case: Case) -> str:
     lse = torch.empty(step.inputs.query.shape[:2], dtype=torch.float32, device=subject.device)
     cache = step.cache()
     before = torch.cuda.memory_stats(subject.device)["allocation.all.allocated"]
-    impl.forward(step.inputs.query, cache, metadata, step.inputs.out, lse if case.needs_lse else None)
+    impl.forward(
+        step.inputs.query, cache, metadata, step.inputs.out, lse if case.needs_lse else None
+    )
     made = torch.cuda.memory_stats(subject.device)["allocation.all.allocated"] - before
     return (
-        f"forward allocates {made} tensors on the GPU; the workspace is to be declared | case: {case}" if made else ""
+        f"forward allocates {made} tensors on the GPU; the workspace is to be declared | case: {case}"
+        if made
+        else ""
     )
 
 

@@ -30,7 +30,11 @@ def _check_form(subject: Subject, case: Case) -> str:
     assert seen.lse is not None
     expected = case.step(subject.device).oracle().lse
     finite = torch.isfinite(expected)
-    ratio = (seen.lse.double()[finite] / expected[finite]).median() if finite.any() else torch.tensor(1.0)
+    ratio = (
+        (seen.lse.double()[finite] / expected[finite]).median()
+        if finite.any()
+        else torch.tensor(1.0)
+    )
     wrong = judge(case, seen, subject.device)
     if wrong and abs(float(ratio) - 1.4427) < 0.02:
         return f"the LSE is in base 2: it must be the natural log (M5) | {wrong}"

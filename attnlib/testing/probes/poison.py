@@ -39,12 +39,20 @@ def _check(subject: Subject, case: Case) -> str:
     if poisoned.lse is not None and clean.lse is not None:
         findings.append(compare_bits(poisoned.lse, clean.lse, "lse"))
     wrong = [str(finding) for finding in findings if not finding.passed]
-    return f"{case.poison} in unused memory changes the result: {'; '.join(wrong)} | case: {case}" if wrong else ""
+    return (
+        f"{case.poison} in unused memory changes the result: {'; '.join(wrong)} | case: {case}"
+        if wrong
+        else ""
+    )
 
 
 def _cases(subject: Subject) -> Iterator[tuple[str, Case]]:
     for kind in ("nan", "huge") if subject.quick else ("nan", "inf", "huge"):
-        for batch in ("mixed", "page_edges") if subject.quick else ("mixed", "page_edges", "decode_long", "empty_rows"):
+        for batch in (
+            ("mixed", "page_edges")
+            if subject.quick
+            else ("mixed", "page_edges", "decode_long", "empty_rows")
+        ):
             yield f"{kind}-{batch}", subject.case(batch=batch, poison=kind)
     for name, features in _FEATURES.items():
         if name != "plain" and not (subject.quick and name in ("sinks", "fp8")):

@@ -38,7 +38,13 @@ _UNUSUAL: dict[str, dict[str, object]] = {
     "mask-bidirectional": {"mask": "bidirectional"},
     "mask-per_request": {"mask": "per_request"},
     "mask-query_bias": {"mask": "query_bias"},
-    "mla": {"use_mla": True, "num_kv_heads": 1, "head_size": 96, "head_size_v": 64, "layout": "ALIASED"},
+    "mla": {
+        "use_mla": True,
+        "num_kv_heads": 1,
+        "head_size": 96,
+        "head_size_v": 64,
+        "layout": "ALIASED",
+    },
     "encoder_only": {"attn_type": "encoder_only", "mask": "bidirectional"},
     "encoder_decoder": {"attn_type": "encoder_decoder", "mask": "bidirectional"},
     "lse": {"needs_lse": True},
@@ -88,7 +94,11 @@ def _check(subject: Subject, case: Case) -> str:
 def _foreign_device(subject: Subject) -> str:
     """A device type that nobody declares must be refused by name."""
     reasons = subject.backend.validate_configuration(subject.base.spec, DeviceInfo(type="abacus"))
-    return "" if any("abacus" in reason for reason in reasons) else f"a device of type abacus is accepted: {reasons}"
+    return (
+        ""
+        if any("abacus" in reason for reason in reasons)
+        else f"a device of type abacus is accepted: {reasons}"
+    )
 
 
 def _refusals(subject: Subject) -> Iterator[Check]:

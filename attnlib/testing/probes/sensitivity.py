@@ -34,8 +34,14 @@ _PARAMETERS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "query_bias": ({"mask": "query_bias"}, {}),
     "k_scale": ({**_FP8, "k_scale": 0.25}, _FP8),
     "v_scale": ({**_FP8, "v_scale": 0.5}, _FP8),
-    "k_scale_per_head": ({**_FP8, "k_scale": 0.25, "kv_scale_kind": "head"}, {**_FP8, "kv_scale_kind": "head"}),
-    "v_scale_per_head": ({**_FP8, "v_scale": 0.5, "kv_scale_kind": "head"}, {**_FP8, "kv_scale_kind": "head"}),
+    "k_scale_per_head": (
+        {**_FP8, "k_scale": 0.25, "kv_scale_kind": "head"},
+        {**_FP8, "kv_scale_kind": "head"},
+    ),
+    "v_scale_per_head": (
+        {**_FP8, "v_scale": 0.5, "kv_scale_kind": "head"},
+        {**_FP8, "kv_scale_kind": "head"},
+    ),
 }
 
 
@@ -44,7 +50,9 @@ def _check(subject: Subject, parameter: str, case: Case, without: dict[str, obje
     step = case.step(subject.device)
     seen = run_case(subject.backend, case, subject.device, written=True)
     wrong = judge(case, seen, subject.device, step)
-    plain = case.but(**{name: getattr(Case(), name) for name in (*_PARAMETERS[parameter][0],)}).but(**without)
+    plain = case.but(**{name: getattr(Case(), name) for name in (*_PARAMETERS[parameter][0],)}).but(
+        **without
+    )
     off = plain.terms(subject.device)
     expected_off = step.inputs.oracle(off)
     expected_on, honest = step.oracle(), step.oracle(case.torch_dtype)

@@ -33,12 +33,8 @@ def compare_storage(got: Step, want: Step) -> str:
             written = set(want.inputs.written_slots())
             strangers = [slot for slot in slots if slot not in written]
             if strangers:
-                return (
-                    f"{name}_cache changed at slot {strangers[0]}, which nobody wrote to ({len(strangers)} such slots)"
-                )
-            return (
-                f"{name}_cache holds something else at slot {slots[0]} ({len(slots)} of {len(written)} written slots)"
-            )
+                return f"{name}_cache changed at slot {strangers[0]}, which nobody wrote to ({len(strangers)} such slots)"
+            return f"{name}_cache holds something else at slot {slots[0]} ({len(slots)} of {len(written)} written slots)"
     return ""
 
 
@@ -73,11 +69,19 @@ def _check_skipped(subject: Subject, case: Case, keep: str) -> str:
         kept[::2] = True
     elif keep == "first-half":
         kept[: len(slots) // 2] = True
-    skipped = [slot for slot, stays in zip(slots.tolist(), kept.tolist(), strict=True) if not stays and slot >= 0]
+    skipped = [
+        slot
+        for slot, stays in zip(slots.tolist(), kept.tolist(), strict=True)
+        if not stays and slot >= 0
+    ]
     mapping = slots[: len(slots) // 2] if keep == "first-half" else slots.masked_fill(~kept, -1)
-    before = [read_slots(view, skipped).clone() for view in (got.inputs.cache.key, got.inputs.cache.value)]
+    before = [
+        read_slots(view, skipped).clone() for view in (got.inputs.cache.key, got.inputs.cache.value)
+    ]
     _write(subject, got, mapping)
-    for name, view, old in zip(("key", "value"), (got.inputs.cache.key, got.inputs.cache.value), before, strict=True):
+    for name, view, old in zip(
+        ("key", "value"), (got.inputs.cache.key, got.inputs.cache.value), before, strict=True
+    ):
         now = read_slots(view, skipped)
         if not torch.equal(now.contiguous().view(torch.uint8), old.contiguous().view(torch.uint8)):
             return f"{name}_cache was written where the slot was -1 or the mapping had ended (P4) | case: {case}"
@@ -88,7 +92,9 @@ def _check_skipped(subject: Subject, case: Case, keep: str) -> str:
     ):
         if skipped:
             at = torch.tensor(skipped, device=mine.device)
-            _raw(mine)[at // block_size, at % block_size] = _raw(theirs)[at // block_size, at % block_size]
+            _raw(mine)[at // block_size, at % block_size] = _raw(theirs)[
+                at // block_size, at % block_size
+            ]
     wrong = compare_storage(got, want)
     return f"{wrong} | case: {case}" if wrong else ""
 
@@ -104,7 +110,9 @@ def _check_saturates(subject: Subject, case: Case) -> str:
     _write(subject, step, step.inputs.slot_mapping)
     limit = torch.finfo(case.dimensions.cache_dtype).max
     slots = step.inputs.written_slots()
-    keys, values = (read_slots(view, slots).float() for view in (step.inputs.cache.key, step.inputs.cache.value))
+    keys, values = (
+        read_slots(view, slots).float() for view in (step.inputs.cache.key, step.inputs.cache.value)
+    )
     if not (keys == limit).all() or not (values == -limit).all():
         return f"values beyond the format must saturate at {limit} (M9), got {float(keys.flatten()[0])} | case: {case}"
     return ""

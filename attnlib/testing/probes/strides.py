@@ -32,7 +32,11 @@ def _check(subject: Subject, case: Case) -> str:
     if strided.inputs.query.stride() == packed.inputs.query.stride():
         return f"the case is vacuous: its query is not strided | case: {case}"
     repeated = compare_bits(attend(impl, strided, metadata).out, before)
-    return "" if repeated.passed else f"the second call on the same tensors differs: {repeated} | case: {case}"
+    return (
+        ""
+        if repeated.passed
+        else f"the second call on the same tensors differs: {repeated} | case: {case}"
+    )
 
 
 def _strides(subject: Subject) -> Iterator[Check]:

@@ -34,8 +34,12 @@ def seen_keys(subject: Subject, case: Case) -> list[torch.Tensor]:
             for request, seq_len in enumerate(batch.seq_lens):
                 slots = inputs.placement.slots(request, 0, seq_len, dims.block_size)
                 shape = (seq_len, dims.num_kv_heads)
-                keys = torch.zeros(*shape, dims.head_size, dtype=dims.dtype, device=inputs.query.device)
-                values = torch.zeros(*shape, dims.head_size_v, dtype=dims.dtype, device=inputs.query.device)
+                keys = torch.zeros(
+                    *shape, dims.head_size, dtype=dims.dtype, device=inputs.query.device
+                )
+                values = torch.zeros(
+                    *shape, dims.head_size_v, dtype=dims.dtype, device=inputs.query.device
+                )
                 stop = min(first + dims.head_size_v, seq_len)
                 for key in range(first, stop):
                     values[key, :, key - first] = 1.0
@@ -65,7 +69,9 @@ def _ranges(keys: list[int]) -> str:
 def _compare(subject: Subject, case: Case) -> str:
     seen = seen_keys(subject, case)
     terms, batch = case.terms("cpu"), case.batch_spec
-    for request, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
+    for request, (query_len, seq_len) in enumerate(
+        zip(batch.query_lens, batch.seq_lens, strict=True)
+    ):
         positions = seq_len - query_len + torch.arange(query_len)
         expected = visible_keys(positions, seq_len, terms.of_request(request, slice(0, 0)))
         for i in range(query_len):

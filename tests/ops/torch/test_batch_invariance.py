@@ -43,7 +43,9 @@ def test_bits_depend_on_the_row_alone(
     """Prefilled whole, in chunks of any cut, or decoded one by one, in a batch or alone: the same bits."""
     monkeypatch.setattr("tests.ops.paged_case.naive_attention", lambda *args, **ignored: None)
     lens = (75, 33, 50)
-    case = make_case(lens, lens, dtype=dtype, contiguous_pages=contiguous_pages, **MEANINGS[meaning])
+    case = make_case(
+        lens, lens, dtype=dtype, contiguous_pages=contiguous_pages, **MEANINGS[meaning]
+    )
     out, lse = case.run(paged_prefill, batch_invariant=True)
     begin = 0
     for request, length in enumerate(lens):

@@ -23,12 +23,16 @@ def dense(case: Any, window: int | None = None) -> tuple[Tensor, Tensor]:
     for request, seq_len in enumerate(lengths.tolist()):
         rows = query[starts[request] : starts[request + 1]].double().transpose(0, 1)
         key, value = (
-            gather_positions(cache, table[request].tolist(), seq_len, cache.shape[1]).transpose(0, 1)
+            gather_positions(cache, table[request].tolist(), seq_len, cache.shape[1]).transpose(
+                0, 1
+            )
             for cache in (key_cache, value_cache)
         )
         group = query.shape[1] // key.shape[0]
         key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
-        distance = (torch.arange(rows.shape[1]) + seq_len - rows.shape[1])[:, None] - torch.arange(seq_len)
+        distance = (torch.arange(rows.shape[1]) + seq_len - rows.shape[1])[:, None] - torch.arange(
+            seq_len
+        )
         hidden = (distance < 0) | (distance >= (window or seq_len))
         scores = (rows @ key.transpose(1, 2) * case.kwargs["scale"]).masked_fill(hidden, -math.inf)
         out.append((torch.softmax(scores, -1) @ value).transpose(0, 1))
@@ -36,15 +40,21 @@ def dense(case: Any, window: int | None = None) -> tuple[Tensor, Tensor]:
     return torch.cat(out), torch.cat(lse)
 
 
-def long_case(query_lens: tuple[int, ...], seq_lens: tuple[int, ...], monkeypatch: Any, **kwargs: Any) -> Any:
+def long_case(
+    query_lens: tuple[int, ...], seq_lens: tuple[int, ...], monkeypatch: Any, **kwargs: Any
+) -> Any:
     monkeypatch.setattr("tests.ops.paged_case.naive_attention", lambda *args, **ignored: None)
     return make_case(query_lens, seq_lens, head_size=8, block_size=16, **kwargs)
 
 
 @pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
 @pytest.mark.parametrize("window", [None, 40, 700])
-@pytest.mark.parametrize("lens", [((1, 2, 1), (1300, 1100, 600)), ((1100,), (1100,)), ((520, 70), (1300, 70))])
-def test_across_blocks(operation: Any, window: int | None, lens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "lens", [((1, 2, 1), (1300, 1100, 600)), ((1100,), (1100,)), ((520, 70), (1300, 70))]
+)
+def test_across_blocks(
+    operation: Any, window: int | None, lens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """M1, M2, M5: out and LSE do not notice where a block ends, first blocks without a visible key included."""
     kwargs = {} if window is None else {"window": (window - 1, -1)}
     case = long_case(*lens, monkeypatch, **kwargs)
@@ -55,12 +65,16 @@ def test_across_blocks(operation: Any, window: int | None, lens: Any, monkeypatc
 
 
 @pytest.mark.parametrize("budget", [1, 1 << 11, 1 << 13])
-@pytest.mark.parametrize("sinks", [None, torch.tensor([0.3, -1.0, 2.0, 0.0, -math.inf, 4.0, 1.0, -2.0])])
+@pytest.mark.parametrize(
+    "sinks", [None, torch.tensor([0.3, -1.0, 2.0, 0.0, -math.inf, 4.0, 1.0, -2.0])]
+)
 def test_gather_budget(budget: int, sinks: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """M4, M8: in half precision pages are split by heads, which changes no bit; in float32 by positions, merged in float32."""
     for dtype, tolerance in ((torch.bfloat16, 0.0), (torch.float16, 0.0), (torch.float32, 1e-6)):
         monkeypatch.setattr(decode_group, "_GATHER_BYTES", 1 << 20)
-        case = long_case((1,) * 5, (90,) * 5, monkeypatch, num_kv_heads=4, num_heads=8, sinks=sinks, dtype=dtype)
+        case = long_case(
+            (1,) * 5, (90,) * 5, monkeypatch, num_kv_heads=4, num_heads=8, sinks=sinks, dtype=dtype
+        )
         whole = case.run(paged_decode)
         monkeypatch.setattr(decode_group, "_GATHER_BYTES", budget)
         for got, wanted in zip(case.run(paged_decode), whole, strict=True):
@@ -69,7 +83,9 @@ def test_gather_budget(budget: int, sinks: Tensor | None, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("budget", [1, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_the_scratch_held_is_never_read(budget: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_scratch_held_is_never_read(
+    budget: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """P5, M8: memory that is gathered into is read only where this call's pages were copied to: NaN elsewhere changes no bit."""
     monkeypatch.setattr(decode_group, "_GATHER_BYTES", budget)
     case = long_case((1, 2, 1, 1, 2), (90, 41, 83, 33, 40), monkeypatch, dtype=dtype)
@@ -94,6 +110,12 @@ def test_gather_budget_with_ragged_lengths(budget: int, monkeypatch: pytest.Monk
     query_lens, seq_lens = (1, 3, 1, 1, 2, 1, 1), (70, 9, 5, 200, 44, 190, 16)
     slopes, scales = torch.tensor([0.5, 0.3, 0.2, 0.1]), torch.tensor([0.5, 2.0])
     case = make_case(
-        query_lens, seq_lens, alibi_slopes=slopes, k_scale=scales, v_scale=scales, sinks=slopes * 3, head_size=8
+        query_lens,
+        seq_lens,
+        alibi_slopes=slopes,
+        k_scale=scales,
+        v_scale=scales,
+        sinks=slopes * 3,
+        head_size=8,
     )
     case.check(paged_decode)

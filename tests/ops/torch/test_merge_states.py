@@ -29,7 +29,9 @@ def test_two_halves_make_a_whole(in_place: bool) -> None:
     (out_a, lse_a), (out_b, lse_b) = parts
     out, lse = (out_a, lse_a) if in_place else (torch.empty_like(out_a), torch.empty_like(lse_a))
     merge_states(out_a, lse_a, out_b, lse_b, out, lse)
-    wanted = naive_varlen_attention(query, key, value, starts, torch.tensor([0, 11]), scale=0.3, sinks=sinks)
+    wanted = naive_varlen_attention(
+        query, key, value, starts, torch.tensor([0, 11]), scale=0.3, sinks=sinks
+    )
     torch.testing.assert_close(out.double(), wanted[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), wanted[1], atol=1e-5, rtol=1e-5)
 
@@ -57,7 +59,9 @@ def test_far_apart_and_half_precision() -> None:
     exact = out_a.double() * share + out_b.double() * (1 - share)
     # half a step of bfloat16, from rounding once, and float32's own error where the two states cancel
     assert ((out.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
-    merge_states(out_a[:0], torch.empty(0, 2), out_b[:0], torch.empty(0, 2), out[:0], torch.empty(0, 2))
+    merge_states(
+        out_a[:0], torch.empty(0, 2), out_b[:0], torch.empty(0, 2), out[:0], torch.empty(0, 2)
+    )
 
 
 def test_no_host_sync() -> None:

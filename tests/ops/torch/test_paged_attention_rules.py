@@ -55,14 +55,18 @@ MEANINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("meaning", MEANINGS)
 def test_meaning(operation: Any, batch: str, meaning: str) -> None:
     """M1 to M5: out and LSE of every rule, in every kind of batch, with poison outside the sequences (P3, P5)."""
-    case = make_case(*BATCHES[batch], num_heads=HEADS, num_kv_heads=KV_HEADS, extra_rows=2, **MEANINGS[meaning])
+    case = make_case(
+        *BATCHES[batch], num_heads=HEADS, num_kv_heads=KV_HEADS, extra_rows=2, **MEANINGS[meaning]
+    )
     case.check(operation)
     case.check(operation, batch_invariant=True)
 
 
 @pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("meaning", ["causal", "bidirectional", "soft_cap", "everything_but_the_cap"])
+@pytest.mark.parametrize(
+    "meaning", ["causal", "bidirectional", "soft_cap", "everything_but_the_cap"]
+)
 def test_query_bias(operation: Any, batch: str, meaning: str) -> None:
     """M3: an explicit bias over the query span; -inf hides, and columns past the span are never read."""
     num_tokens = sum(BATCHES[batch][0]) + 1
@@ -73,7 +77,12 @@ def test_query_bias(operation: Any, batch: str, meaning: str) -> None:
         bias[starts : starts + length, length:] = math.nan
         starts += length
     case = make_case(
-        *BATCHES[batch], num_heads=HEADS, num_kv_heads=KV_HEADS, extra_rows=1, query_bias=bias, **MEANINGS[meaning]
+        *BATCHES[batch],
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        extra_rows=1,
+        query_bias=bias,
+        **MEANINGS[meaning],
     )
     case.check(operation)
     case.check(operation, batch_invariant=True)
@@ -103,7 +112,9 @@ def test_layouts(operation: Any, layout: str, contiguous_pages: bool) -> None:
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_groups_and_block_sizes(operation: Any, heads: tuple[int, int], block_size: int) -> None:
     """GQA and MQA of any ratio, block sizes that are no power of two."""
-    make_case((1, 1, 4), (9, 20, 7), num_heads=heads[0], num_kv_heads=heads[1], block_size=block_size).check(operation)
+    make_case(
+        (1, 1, 4), (9, 20, 7), num_heads=heads[0], num_kv_heads=heads[1], block_size=block_size
+    ).check(operation)
 
 
 @pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
@@ -135,11 +146,17 @@ def test_float64(operation: Any) -> None:
 
 @pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
 @pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("scales", [(0.5, 2.0), (torch.tensor(0.25), torch.tensor(3.0)), (SCALES, SCALES.flip(0))])
+@pytest.mark.parametrize(
+    "scales", [(0.5, 2.0), (torch.tensor(0.25), torch.tensor(3.0)), (SCALES, SCALES.flip(0))]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fp8_cache(operation: Any, fp8: torch.dtype, scales: tuple[Any, Any], dtype: torch.dtype) -> None:
+def test_fp8_cache(
+    operation: Any, fp8: torch.dtype, scales: tuple[Any, Any], dtype: torch.dtype
+) -> None:
     """M9: stored value * scale = real value, per tensor and per KV head."""
-    case = make_case((1, 1, 4), (9, 20, 7), cache_dtype=fp8, dtype=dtype, k_scale=scales[0], v_scale=scales[1])
+    case = make_case(
+        (1, 1, 4), (9, 20, 7), cache_dtype=fp8, dtype=dtype, k_scale=scales[0], v_scale=scales[1]
+    )
     case.check(operation, 2e-5 if dtype == torch.float32 else 2.5e-2)
 
 
@@ -165,11 +182,21 @@ def test_garbage_changes_no_bit(operation: Any, kwargs: dict[str, Any], dtype: t
 
 @pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
 @pytest.mark.parametrize("batch_invariant", [True, False])
-@pytest.mark.parametrize("kwargs", [{"window": (5, -1)}, {"window": (5, -1), "logits_soft_cap": 2.0}, {"attention_chunk_size": 7}])
-def test_what_left_the_window_may_be_overwritten(operation: Any, batch_invariant: bool, kwargs: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"window": (5, -1)}, {"window": (5, -1), "logits_soft_cap": 2.0}, {"attention_chunk_size": 7}],
+)
+def test_what_left_the_window_may_be_overwritten(
+    operation: Any, batch_invariant: bool, kwargs: dict[str, Any]
+) -> None:
     """P5: positions that no row of this step sees may hold NaN, inside the first visible page too."""
     case = make_case((1, 2), (9, 20), **kwargs)
-    for request, first_seen in enumerate((7 if "attention_chunk_size" in kwargs else 3, 14 if "attention_chunk_size" in kwargs else 13)):
+    for request, first_seen in enumerate(
+        (
+            7 if "attention_chunk_size" in kwargs else 3,
+            14 if "attention_chunk_size" in kwargs else 13,
+        )
+    ):
         for position in range(first_seen):
             block = int(case.tensors[3][request, position // 4])
             for cache in case.tensors[1:3]:
@@ -182,7 +209,14 @@ def test_what_left_the_window_may_be_overwritten(operation: Any, batch_invariant
 @pytest.mark.parametrize("meaning", ["causal", "sinks", "soft_cap", "k_v_scales", "window_of_four"])
 def test_without_lse(operation: Any, meaning: str, dtype: torch.dtype) -> None:
     """M5: whether an LSE is asked for changes no bit of the output, a whole prompt included."""
-    case = make_case((1, 70, 1), (9, 70, 1), num_heads=HEADS, num_kv_heads=KV_HEADS, dtype=dtype, **MEANINGS[meaning])
+    case = make_case(
+        (1, 70, 1),
+        (9, 70, 1),
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        dtype=dtype,
+        **MEANINGS[meaning],
+    )
     out = torch.full_like(case.query, math.nan)
     operation(*case.tensors, **case.kwargs, out=out)
     assert torch.equal(out, case.run(operation)[0])
@@ -191,7 +225,9 @@ def test_without_lse(operation: Any, meaning: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
 def test_many_rows_with_biases_per_head(operation: Any) -> None:
     """More rows than are stacked per KV head: each query head keeps its own slope."""
-    make_case((70,), (75,), num_heads=6, num_kv_heads=2, head_size=4, alibi_slopes=SLOPES).check(operation)
+    make_case((70,), (75,), num_heads=6, num_kv_heads=2, head_size=4, alibi_slopes=SLOPES).check(
+        operation
+    )
 
 
 @pytest.mark.parametrize("operation", [paged_prefill, paged_decode])

@@ -15,7 +15,13 @@ SINKS = torch.tensor([0.3, -1.0, 2.0, 0.0])
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{}, {"window": (2, -1)}, {"sinks": SINKS, "logits_soft_cap": 2.0}, {"causal": False, "v_scale": 0.5}]
+    "kwargs",
+    [
+        {},
+        {"window": (2, -1)},
+        {"sinks": SINKS, "logits_soft_cap": 2.0},
+        {"causal": False, "v_scale": 0.5},
+    ],
 )
 def test_weights_times_values_is_the_output(kwargs: dict[str, Any]) -> None:
     """One float32 tensor `[Hq, query_len, seq_len]` per request, which gives the reference's output when multiplied out."""
@@ -26,7 +32,9 @@ def test_weights_times_values_is_the_output(kwargs: dict[str, Any]) -> None:
     for request, part in enumerate(weights):
         assert part.dtype == torch.float32
         seq_len = int(lengths[request])
-        values = gather_positions(value_cache, table[request].tolist(), seq_len, 4).repeat_interleave(2, 1)
+        values = gather_positions(
+            value_cache, table[request].tolist(), seq_len, 4
+        ).repeat_interleave(2, 1)
         out = torch.einsum("hqk,khd->qhd", part.double(), values) * kwargs.get("v_scale", 1.0)
         wanted = case.expected[0][starts[request] : starts[request + 1]]
         torch.testing.assert_close(out, wanted, atol=2e-5, rtol=2e-5)
@@ -34,8 +42,12 @@ def test_weights_times_values_is_the_output(kwargs: dict[str, Any]) -> None:
 
 def test_hidden_keys_weigh_nothing() -> None:
     """Exact zeros where the mask hides; rows sum to 1 without a sink and to less with one."""
-    plain = attention_scores(*(case := make_case((3,), (7,), window=(2, -1))).tensors, **case.kwargs)[0]
-    assert torch.equal(plain[:, 0] != 0, torch.tensor([0, 0, 1, 1, 1, 0, 0], dtype=torch.bool).expand(4, 7))
+    plain = attention_scores(
+        *(case := make_case((3,), (7,), window=(2, -1))).tensors, **case.kwargs
+    )[0]
+    assert torch.equal(
+        plain[:, 0] != 0, torch.tensor([0, 0, 1, 1, 1, 0, 0], dtype=torch.bool).expand(4, 7)
+    )
     torch.testing.assert_close(plain.sum(-1), torch.ones(4, 3))
     sunk = attention_scores(*(case := make_case((3,), (7,), sinks=SINKS)).tensors, **case.kwargs)[0]
     assert (sunk.sum(-1) < 1).all()

@@ -24,12 +24,18 @@ def test_positions_become_slots() -> None:
 def test_large_pools() -> None:
     """P6: block ids near 2^31 give slots past 2^31."""
     table = torch.tensor([[2**31 - 2]], dtype=torch.int32)
-    assert compute_slot_mapping(lengths(0, 1), lengths(3), table, 16, 1).tolist() == [(2**31 - 2) * 16 + 2]
+    assert compute_slot_mapping(lengths(0, 1), lengths(3), table, 16, 1).tolist() == [
+        (2**31 - 2) * 16 + 2
+    ]
 
 
 def test_positions_without_a_page() -> None:
     """A table too narrow, a negative id or a negative position yields -1, never a slot of someone else."""
-    assert compute_slot_mapping(lengths(0, 3), lengths(13), TABLE[:1], 4, 3).tolist() == [-1, -1, -1]
+    assert compute_slot_mapping(lengths(0, 3), lengths(13), TABLE[:1], 4, 3).tolist() == [
+        -1,
+        -1,
+        -1,
+    ]
     assert compute_slot_mapping(lengths(0, 3), lengths(1), TABLE[2:], 4, 3).tolist() == [-1, -1, 4]
 
 
@@ -40,11 +46,17 @@ def test_empties_and_out() -> None:
     assert out.tolist() == [-1, -1, -1]
     assert compute_slot_mapping(lengths(0, 0), lengths(0), TABLE[:1], 4, 0).shape == (0,)
     assert compute_slot_mapping(lengths(0, 1), lengths(1), TABLE[:1, :0], 4, 1).tolist() == [-1]
-    assert compute_slot_mapping(lengths(0, 1), lengths(2), TABLE[:1], 4, 3, out=out).tolist() == [21, -1, -1]
+    assert compute_slot_mapping(lengths(0, 1), lengths(2), TABLE[:1], 4, 3, out=out).tolist() == [
+        21,
+        -1,
+        -1,
+    ]
 
 
 def test_no_host_sync() -> None:
     """Nothing asks the device for a value: a tensor without data would refuse."""
     with torch.device("meta"):
         starts, table = torch.empty(4, dtype=torch.int32), torch.empty(3, 5, dtype=torch.int32)
-        assert compute_slot_mapping(starts, torch.empty(3, dtype=torch.int32), table, 16, 9).shape == (9,)
+        assert compute_slot_mapping(
+            starts, torch.empty(3, dtype=torch.int32), table, 16, 9
+        ).shape == (9,)

@@ -26,8 +26,12 @@ MEANINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("meaning", MEANINGS)
-@pytest.mark.parametrize("lens", [((6, 9, 3), (6, 9, 3)), ((2, 5, 3), (9, 5, 1)), ((0, 4, 2), (3, 0, 7))])
-def test_meaning(lens: tuple[tuple[int, ...], tuple[int, ...]], meaning: str, batch_invariant: bool) -> None:
+@pytest.mark.parametrize(
+    "lens", [((6, 9, 3), (6, 9, 3)), ((2, 5, 3), (9, 5, 1)), ((0, 4, 2), (3, 0, 7))]
+)
+def test_meaning(
+    lens: tuple[tuple[int, ...], tuple[int, ...]], meaning: str, batch_invariant: bool
+) -> None:
     """Self- and cross-attention of encoders, with strided inputs and rows past the batch (M6)."""
     starts, key_starts = (torch.tensor([0, *part]).cumsum(0).int() for part in lens)
     num_tokens = int(starts[-1]) + 2
@@ -37,9 +41,23 @@ def test_meaning(lens: tuple[tuple[int, ...], tuple[int, ...]], meaning: str, ba
     bias = torch.randn(num_tokens, 10).masked_fill(torch.rand(num_tokens, 10) < 0.2, -math.inf)
     for query_bias in (None, bias):
         out, lse = torch.full((num_tokens, 4, 12), math.nan), torch.full((num_tokens, 4), math.nan)
-        arguments = {"scale": 0.25, "max_seqlen_q": 9, "max_seqlen_k": 9, "query_bias": query_bias, **MEANINGS[meaning]}
+        arguments = {
+            "scale": 0.25,
+            "max_seqlen_q": 9,
+            "max_seqlen_k": 9,
+            "query_bias": query_bias,
+            **MEANINGS[meaning],
+        }
         varlen_prefill(
-            query, key, value, starts, key_starts, **arguments, out=out, lse=lse, batch_invariant=batch_invariant
+            query,
+            key,
+            value,
+            starts,
+            key_starts,
+            **arguments,
+            out=out,
+            lse=lse,
+            batch_invariant=batch_invariant,
         )  # type: ignore[arg-type]
         wanted = naive_varlen_attention(query, key, value, starts, key_starts, **arguments)  # type: ignore[arg-type]
         torch.testing.assert_close(out.double(), wanted[0], atol=2e-5, rtol=2e-5)

@@ -47,13 +47,27 @@ class Target:
 
 
 TARGETS = {
-    "sm_80": Target(GPUTarget("cuda", 80, 32), DeviceLimits(108, 163 * KB, 164 * KB, (8, 0), False), 0),
-    "sm_86": Target(GPUTarget("cuda", 86, 32), DeviceLimits(84, 99 * KB, 100 * KB, (8, 6), False), 1),
-    "sm_89": Target(GPUTarget("cuda", 89, 32), DeviceLimits(58, 99 * KB, 100 * KB, (8, 9), True), 2),
-    "sm_90": Target(GPUTarget("cuda", 90, 32), DeviceLimits(132, 227 * KB, 228 * KB, (9, 0), True), 3),
-    "sm_100": Target(GPUTarget("cuda", 100, 32), DeviceLimits(148, 227 * KB, 228 * KB, (10, 0), True), 4),
-    "sm_120": Target(GPUTarget("cuda", 120, 32), DeviceLimits(188, 99 * KB, 100 * KB, (12, 0), True), 5),
-    "gfx942": Target(GPUTarget("hip", "gfx942", 64), DeviceLimits(304, 64 * KB, 64 * KB, (0, 0), False, True), 6),
+    "sm_80": Target(
+        GPUTarget("cuda", 80, 32), DeviceLimits(108, 163 * KB, 164 * KB, (8, 0), False), 0
+    ),
+    "sm_86": Target(
+        GPUTarget("cuda", 86, 32), DeviceLimits(84, 99 * KB, 100 * KB, (8, 6), False), 1
+    ),
+    "sm_89": Target(
+        GPUTarget("cuda", 89, 32), DeviceLimits(58, 99 * KB, 100 * KB, (8, 9), True), 2
+    ),
+    "sm_90": Target(
+        GPUTarget("cuda", 90, 32), DeviceLimits(132, 227 * KB, 228 * KB, (9, 0), True), 3
+    ),
+    "sm_100": Target(
+        GPUTarget("cuda", 100, 32), DeviceLimits(148, 227 * KB, 228 * KB, (10, 0), True), 4
+    ),
+    "sm_120": Target(
+        GPUTarget("cuda", 120, 32), DeviceLimits(188, 99 * KB, 100 * KB, (12, 0), True), 5
+    ),
+    "gfx942": Target(
+        GPUTarget("hip", "gfx942", 64), DeviceLimits(304, 64 * KB, 64 * KB, (0, 0), False, True), 6
+    ),
 }
 
 
@@ -148,7 +162,9 @@ def compile_for(name: str, cases: list[str]) -> dict[str, list[Compiled]]:
     return results
 
 
-def _tile(args: tuple[Any, ...], kwargs: dict[str, Any], limits: DeviceLimits) -> tuple[int | None, Tile | None]:
+def _tile(
+    args: tuple[Any, ...], kwargs: dict[str, Any], limits: DeviceLimits
+) -> tuple[int | None, Tile | None]:
     """(the tile chooser's estimate of shared memory, the tile) of an attention kernel's launch."""
     if "BLOCK_M" not in kwargs:
         return None, None
@@ -168,7 +184,15 @@ def describe(launch: Launch) -> Compiled:
         registers, spilled = _resources(kernel.asm["cubin"])
     elif "amdgcn" in kernel.asm:
         registers, spilled = _amd_resources(kernel.asm["amdgcn"])
-    words = ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "ldmatrix", "cp.async.cg", "cp.async.ca", "bar.sync")
+    words = (
+        "wgmma.mma_async",
+        "mma.sync",
+        "tcgen05.mma",
+        "ldmatrix",
+        "cp.async.cg",
+        "cp.async.ca",
+        "bar.sync",
+    )
     counts = {word: len(re.findall(rf"\b{re.escape(word)}", ptx)) for word in words}
     return Compiled(
         kernel.metadata.name, kernel.hash, kernel.metadata.shared, launch.estimate,
@@ -184,7 +208,9 @@ def _resources(cubin: bytes) -> tuple[int | None, int | None]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=False).stdout
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=False
+        ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
     return (int(found[1]), int(found[2]) + int(found[3])) if found else (None, None)
 
@@ -249,7 +275,15 @@ def _cache_write(dtype: torch.dtype) -> None:
 
     key = torch.empty(4, 8, 128, dtype=torch.bfloat16)
     cache = torch.empty(2, 16, 8, 128, dtype=dtype)
-    write_kv(key, key, cache, cache, torch.zeros(4, dtype=torch.int64), k_scale=0.5, v_scale=torch.ones(8))
+    write_kv(
+        key,
+        key,
+        cache,
+        cache,
+        torch.zeros(4, dtype=torch.int64),
+        k_scale=0.5,
+        v_scale=torch.ones(8),
+    )
 
 
 def _slots() -> None:
@@ -272,12 +306,21 @@ def _varying() -> None:
     from attnlib.ops.triton.paged_prefill import paged_prefill
 
     key = torch.empty(2, 16, 8, 128, dtype=torch.bfloat16)
-    for requests, tokens, columns, longest, window in ((1, 1, 1, 1000, 16), (3, 5, 16, 4096, 33), (16, 16, 17, 77, 1)):
+    for requests, tokens, columns, longest, window in (
+        (1, 1, 1, 1000, 16),
+        (3, 5, 16, 4096, 33),
+        (16, 16, 17, 77, 1),
+    ):
         query = torch.empty(tokens, 32, 128, dtype=torch.bfloat16)
         table = torch.zeros(requests, columns, dtype=torch.int32)
         lengths = torch.zeros(requests + 1, dtype=torch.int32)
         batch = (query, key, key, table, lengths, lengths[:-1])
-        options = {"max_seq_len": longest, "scale": 1 / requests, "window": (window, -1), "out": query}
+        options = {
+            "max_seq_len": longest,
+            "scale": 1 / requests,
+            "window": (window, -1),
+            "out": query,
+        }
         paged_decode(*batch, max_query_len=1, num_splits=2 + requests, **options)
         paged_prefill(*batch, max_query_len=512 + requests, kernels="portable", **options)
 
@@ -353,7 +396,9 @@ def entry_fits(entry: TileEntry, target: str) -> bool:
         return False
     query = 4 if entry.elements == ("float32",) else 2
     cache = query if formats_of(entry, target)[:1] == [""] else 1
-    need = shared_bytes(Tile(**dict(entry.tile)), *entry_sizes(entry), query, cache, limits.products)
+    need = shared_bytes(
+        Tile(**dict(entry.tile)), *entry_sizes(entry), query, cache, limits.products
+    )
     return need <= limits.shared_memory
 
 
@@ -394,7 +439,9 @@ def main(arguments: list[str]) -> None:
     target, cases = arguments[0], arguments[1:] or list(CASES)
     for case in cases:
         try:
-            results: dict[str, Any] = {"kernels": [asdict(c) for c in compile_for(target, [case])[case]]}
+            results: dict[str, Any] = {
+                "kernels": [asdict(c) for c in compile_for(target, [case])[case]]
+            }
         except Exception as error:
             results = {"error": f"{type(error).__name__}: {error}"[-2000:]}
         print(json.dumps({"target": target, "case": case, **results}), flush=True)

@@ -14,7 +14,9 @@ FEATURES = [
 ]  # fmt: skip
 
 
-def feature_options(name: str, *, requests: int, tokens: int, heads: int, max_query_len: int, device: torch.device) -> dict[str, Any]:
+def feature_options(
+    name: str, *, requests: int, tokens: int, heads: int, max_query_len: int, device: torch.device
+) -> dict[str, Any]:
     """The keyword arguments that turn one feature on, with random tensors of the right shapes."""
     generator = torch.Generator().manual_seed(7)
 

@@ -30,14 +30,25 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str
     actual, expected = actual.double().cpu(), expected.double().cpu()
     assert not actual.isnan().any(), f"{what} has NaN"
     infinite = expected.isinf()
-    assert torch.equal(actual.isinf(), infinite) and torch.equal(actual[infinite], expected[infinite]), what
+    assert torch.equal(actual.isinf(), infinite) and torch.equal(
+        actual[infinite], expected[infinite]
+    ), what
     error = ((actual - expected).abs() / (1 + expected.abs()))[~infinite]
     worst = float(error.max()) if error.numel() else 0.0
-    assert worst <= _TOLERANCE[dtype], f"{what} is off by {worst:.3g}, limit {_TOLERANCE[dtype]:.3g}"
+    assert worst <= _TOLERANCE[dtype], (
+        f"{what} is off by {worst:.3g}, limit {_TOLERANCE[dtype]:.3g}"
+    )
 
 
 def make_cache(
-    layout: str, blocks: int, block_size: int, heads: int, d: int, dv: int, dtype: torch.dtype, device: torch.device
+    layout: str,
+    blocks: int,
+    block_size: int,
+    heads: int,
+    d: int,
+    dv: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """Key and value views [B, N, Hkv, D] and [B, N, Hkv, Dv] in one of several memory orders, all of it NaN."""
 
@@ -58,7 +69,9 @@ def make_cache(
         both = poison(blocks, 2, block_size, heads, max(d, dv))
         return both[:, 0, ..., :d], both[:, 1, ..., :dv]
     if layout == "block_last":
-        return poison(block_size, heads, blocks, d).permute(2, 0, 1, 3), poison(heads, block_size, blocks, dv).permute(2, 1, 0, 3)
+        return poison(block_size, heads, blocks, d).permute(2, 0, 1, 3), poison(
+            heads, block_size, blocks, dv
+        ).permute(2, 1, 0, 3)
     raise ValueError(layout)
 
 
@@ -83,21 +96,32 @@ class PagedBatch:
     def run(self, kernel: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """(out, lse) of a kernel, from buffers full of NaN."""
         tokens, heads, _ = self.query.shape
-        out = torch.full((tokens, heads, self.value_cache.shape[3]), float("nan"), dtype=self.query.dtype, device=self.query.device)
-        lse = torch.full((tokens, heads), float("nan"), dtype=torch.float32, device=self.query.device)
+        out = torch.full(
+            (tokens, heads, self.value_cache.shape[3]),
+            float("nan"),
+            dtype=self.query.dtype,
+            device=self.query.device,
+        )
+        lse = torch.full(
+            (tokens, heads), float("nan"), dtype=torch.float32, device=self.query.device
+        )
         kernel(*self.tensors(), **{**self.options, "out": out, "lse": lse, **options})
         return out, lse
 
     def expected(self, **options: Any) -> tuple[Tensor, Tensor]:
         return naive_attention(*self.tensors(), **{**self.options, **options})
 
-    def check(self, kernel: Any, expected: tuple[Tensor, Tensor] | None = None, **options: Any) -> None:
+    def check(
+        self, kernel: Any, expected: tuple[Tensor, Tensor] | None = None, **options: Any
+    ) -> None:
         """The kernel agrees with the reference; `options` of the kernel alone (num_splits) change nothing there."""
         out, lse = self.run(kernel, **options)
         want_out, want_lse = expected if expected is not None else self.expected(**options)
         assert_close(out, want_out, self.query.dtype, "out")
         assert_close(lse, want_lse, self.query.dtype, "lse")
-        assert torch.equal(out[self.num_actual_tokens :], torch.zeros_like(out[self.num_actual_tokens :]))
+        assert torch.equal(
+            out[self.num_actual_tokens :], torch.zeros_like(out[self.num_actual_tokens :])
+        )
 
 
 def make_batch(
@@ -130,7 +154,9 @@ def make_batch(
     cache_dtype = cache_dtype or dtype
     used = [-(-length // block_size) for length in seq_lens]
     blocks = sum(used) + 2
-    key_cache, value_cache = make_cache(layout, blocks, block_size, kv_heads, d, dv, cache_dtype, device)
+    key_cache, value_cache = make_cache(
+        layout, blocks, block_size, kv_heads, d, dv, cache_dtype, device
+    )
     order = torch.randperm(blocks, generator=generator).tolist()
     table = torch.full((len(seq_lens), max(used, default=0) + 1), 1 << 30, dtype=torch.int32)
     for request, length in enumerate(seq_lens):
@@ -144,7 +170,12 @@ def make_batch(
     starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
     tokens = int(starts[-1])
     query = torch.randn(tokens + padding, heads, d, generator=generator).to(dtype).to(device)
-    options = {"scale": d**-0.5, "max_query_len": max([*query_lens, 1]), "max_seq_len": max([*seq_lens, 1]), **options}
+    options = {
+        "scale": d**-0.5,
+        "max_query_len": max([*query_lens, 1]),
+        "max_seq_len": max([*seq_lens, 1]),
+        **options,
+    }
     return PagedBatch(
         query, key_cache, value_cache, table.to(device), starts.to(device),
         torch.tensor(seq_lens, dtype=torch.int32).to(device), tokens, options,

@@ -42,10 +42,30 @@ from attnlib.ops.triton.device import DeviceLimits
 from attnlib.ops.triton.hopper import choice as hopper_choice
 from attnlib.ops.triton.hopper import paged_decode as hopper_decode
 from attnlib.ops.triton.hopper import paged_prefill as hopper_prefill
-from tests.ops.triton.stub_driver import BY_TRITON, DRIVER, ENCODED, REAL_LAUNCHER, RECORDS, Record, StandIn, replace_launcher
+from tests.ops.triton.stub_driver import (
+    BY_TRITON,
+    DRIVER,
+    ENCODED,
+    REAL_LAUNCHER,
+    RECORDS,
+    Record,
+    StandIn,
+    replace_launcher,
+)
 
 CHIP = DeviceLimits(132, 227 * 1024, 228 * 1024, (9, 0), True)
-MODULES = (triton_metadata, arguments, cache_write, merge_states, paged_decode, prefill, slots, hopper_choice, hopper_decode, hopper_prefill)
+MODULES = (
+    triton_metadata,
+    arguments,
+    cache_write,
+    merge_states,
+    paged_decode,
+    prefill,
+    slots,
+    hopper_choice,
+    hopper_decode,
+    hopper_prefill,
+)
 
 BOUND_KERNELS = {
     "_decode_kernel", "_combine_kernel", "_prefill_kernel", "_write_kv_kernel", "_merge_states_kernel", "_slot_mapping_kernel",
@@ -62,7 +82,9 @@ def install() -> None:
     replace_launcher()
     own_run = JITFunction.run
 
-    def stand_in(self: Any, key: str, signature: Any, index: int, constants: Any, options: Any, *rest: Any) -> StandIn:
+    def stand_in(
+        self: Any, key: str, signature: Any, index: int, constants: Any, options: Any, *rest: Any
+    ) -> StandIn:
         kernel = StandIn(f"{self.fn.__name__} {key}", signature, options.launch_pdl)
         self.device_caches[index][0][key] = kernel
         return kernel
@@ -82,7 +104,12 @@ def install() -> None:
 def by_triton() -> Iterator[None]:
     """Within, nothing is launched bound and nothing is remembered of earlier calls."""
     own = launch.undisturbed
-    memories = [(module, name, getattr(module, name)) for module in MODULES for name in MEMORIES if hasattr(module, name)]
+    memories = [
+        (module, name, getattr(module, name))
+        for module in MODULES
+        for name in MEMORIES
+        if hasattr(module, name)
+    ]
     launch.undisturbed = lambda: False
     for module, name, _ in memories:
         setattr(module, name, launch.Remembered())
@@ -112,7 +139,9 @@ class Draw:
     def choice(self, options: tuple[Any, ...]) -> Any:
         """One of `options`."""
         number = self._family.randrange(len(options))
-        return options[self._own.randrange(len(options)) if self._own.random() < self.CHANGE else number]
+        return options[
+            self._own.randrange(len(options)) if self._own.random() < self.CHANGE else number
+        ]
 
 
 def tensor(draw: Draw, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -150,14 +179,22 @@ def attention(draw: Draw, decode: bool) -> Callable[[], object]:
         "logits_soft_cap": draw.choice((0.0, 0.0, 1.0)),
         "sinks": draw.choice((None, None, tensor(draw, (heads,), torch.float32))),
         "query_bias": draw.choice((None, None, None, tensor(draw, (tokens, 100), torch.float32))),
-        "k_scale": draw.choice((1.0, 0.5, tensor(draw, (1,), torch.float32), tensor(draw, (2,), torch.float32))),
+        "k_scale": draw.choice(
+            (1.0, 0.5, tensor(draw, (1,), torch.float32), tensor(draw, (2,), torch.float32))
+        ),
         "out": tensor(draw, (tokens, heads, 64), dtype),
         "lse": draw.choice((None, tensor(draw, (tokens, heads), torch.float32))),
     }
     if decode:
         options["num_splits"] = draw.choice((None, None, 1, 3))
     cache = [tensor(draw, (8, 16, 2, 64), cache_dtype) for _ in range(2)]
-    batch = (tensor(draw, (tokens, heads, 64), dtype), *cache, ints(draw, reqs, 8), ints(draw, reqs + 1), ints(draw, reqs))
+    batch = (
+        tensor(draw, (tokens, heads, 64), dtype),
+        *cache,
+        ints(draw, reqs, 8),
+        ints(draw, reqs + 1),
+        ints(draw, reqs),
+    )
     if decode:
         # The workspace of both calls has to be the same for their records to be.
         options["workspace"] = tensor(draw, (1 << 20,), torch.float32)
@@ -173,9 +210,23 @@ def hopper(draw: Draw, decode: bool) -> Callable[[], object]:
     offset = draw.choice((0, 0, 0, 0, 0, 0, 8, 1))
     room = draw.choice((0, 8))
     rows = tokens * (heads + room)
-    query, out = (torch.zeros(offset + rows * 64, dtype=dtype)[offset:].view(tokens, heads + room, 64)[:, :heads] for _ in range(2))
-    key = torch.zeros(draw.choice((8, 9)), draw.choice((16, 32)), 2 + draw.choice((0, 2)), 64, dtype=dtype)[:, :, :2]
-    batch = (query, key, key if draw.choice((True, False)) else torch.zeros_like(key), ints(draw, reqs, 8), ints(draw, reqs + 1), ints(draw, reqs))
+    query, out = (
+        torch.zeros(offset + rows * 64, dtype=dtype)[offset:].view(tokens, heads + room, 64)[
+            :, :heads
+        ]
+        for _ in range(2)
+    )
+    key = torch.zeros(
+        draw.choice((8, 9)), draw.choice((16, 32)), 2 + draw.choice((0, 2)), 64, dtype=dtype
+    )[:, :, :2]
+    batch = (
+        query,
+        key,
+        key if draw.choice((True, False)) else torch.zeros_like(key),
+        ints(draw, reqs, 8),
+        ints(draw, reqs + 1),
+        ints(draw, reqs),
+    )
     options = {
         "max_query_len": draw.choice((1, 4)) if decode else draw.choice((16, 100)),
         "max_seq_len": draw.choice((4097, 8000)),
@@ -193,7 +244,9 @@ def hopper(draw: Draw, decode: bool) -> Callable[[], object]:
     if decode:
         workspace = tensor(draw, (1 << 20,), torch.float32)
         options["workspace"] = draw.choice((workspace, workspace.view(torch.uint8)))
-        options["counters"] = draw.choice((None, tensor(draw, (2,), torch.int32), tensor(draw, (200,), torch.int32)))
+        options["counters"] = draw.choice(
+            (None, tensor(draw, (2,), torch.int32), tensor(draw, (200,), torch.int32))
+        )
         return lambda: paged_decode.paged_decode(*batch, out=out, **options)
     options["counters"] = tensor(draw, (2,), torch.int32)
     return lambda: paged_prefill.paged_prefill(*batch, out=out, **options)
@@ -201,18 +254,29 @@ def hopper(draw: Draw, decode: bool) -> Callable[[], object]:
 
 def write(draw: Draw) -> Callable[[], object]:
     """One random call of `write_kv`."""
-    tokens, heads, blocks, block_size = draw.choice((1, 16, 17)), draw.choice((1, 2)), draw.choice((1, 8)), draw.choice((1, 16))
+    tokens, heads, blocks, block_size = (
+        draw.choice((1, 16, 17)),
+        draw.choice((1, 2)),
+        draw.choice((1, 8)),
+        draw.choice((1, 16)),
+    )
     key, value = (tensor(draw, (17, heads, 64), torch.bfloat16) for _ in range(2))
     cache = [tensor(draw, (blocks, block_size, heads, 64), torch.bfloat16) for _ in range(2)]
     slot_mapping = tensor(draw, (tokens,), torch.int64)
-    scales = {"k_scale": draw.choice((1, 1.0, 2.0, tensor(draw, (1,), torch.float32))), "v_scale": draw.choice((1.0, 16))}
+    scales = {
+        "k_scale": draw.choice((1, 1.0, 2.0, tensor(draw, (1,), torch.float32))),
+        "v_scale": draw.choice((1.0, 16)),
+    }
     return lambda: cache_write.write_kv(key, value, cache[0], cache[1], slot_mapping, **scales)
 
 
 def merge(draw: Draw) -> Callable[[], object]:
     """One random call of `merge_states`."""
     tokens, heads = draw.choice((1, 16)), draw.choice((1, 4))
-    a, b, out = (tensor(draw, (tokens, heads, 64), draw.choice((torch.bfloat16, torch.float32))) for _ in range(3))
+    a, b, out = (
+        tensor(draw, (tokens, heads, 64), draw.choice((torch.bfloat16, torch.float32)))
+        for _ in range(3)
+    )
     lses = [tensor(draw, (tokens, heads), torch.float32) for _ in range(3)]
     last = draw.choice((lses[2], None))
     return lambda: merge_states.merge_states(a, lses[0], b, lses[1], out, last)
@@ -242,7 +306,9 @@ def check_random_calls() -> None:
     by_kernel: dict[str, int] = {}
     for kind, make in KINDS.items():
         for seed in range(960):
-            call = make(Draw(seed // 32, seed))  # families of calls that differ in a few things each
+            call = make(
+                Draw(seed // 32, seed)
+            )  # families of calls that differ in a few things each
             DRIVER.stream = seed
             ours, through_triton = recorded(call)
             with by_triton():
@@ -258,10 +324,29 @@ def check_random_calls() -> None:
 def decode_call(offset: int = 0) -> Callable[[], object]:
     """A plain decode with two launches; `offset` elements off the boundary."""
     query = torch.zeros(8 + 4 * 512, dtype=torch.bfloat16)[offset:][: 4 * 512].view(4, 8, 64)
-    cache, out, workspace = torch.zeros(8, 16, 2, 64, dtype=torch.bfloat16), torch.zeros_like(query), torch.zeros(1 << 16)
-    table, starts, lens = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(5, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    cache, out, workspace = (
+        torch.zeros(8, 16, 2, 64, dtype=torch.bfloat16),
+        torch.zeros_like(query),
+        torch.zeros(1 << 16),
+    )
+    table, starts, lens = (
+        torch.zeros(4, 8, dtype=torch.int32),
+        torch.zeros(5, dtype=torch.int32),
+        torch.zeros(4, dtype=torch.int32),
+    )
     return lambda: paged_decode.paged_decode(
-        query, cache, cache, table, starts, lens, max_query_len=1, max_seq_len=128, scale=0.1, out=out, num_splits=3, workspace=workspace
+        query,
+        cache,
+        cache,
+        table,
+        starts,
+        lens,
+        max_query_len=1,
+        max_seq_len=128,
+        scale=0.1,
+        out=out,
+        num_splits=3,
+        workspace=workspace,
     )
 
 
@@ -313,7 +398,10 @@ def check_hooks_and_switches_are_honoured() -> None:
 
 def check_unknown_tritons_are_left_alone() -> None:
     """Another version, another launcher, a kernel that needs scratch memory of an unknown kind: Triton launches."""
-    for holder, name, value in ((launch, "_KNOWN", False), (launch, "direct_call", lambda compiled: None)):
+    for holder, name, value in (
+        (launch, "_KNOWN", False),
+        (launch, "direct_call", lambda compiled: None),
+    ):
         before = getattr(holder, name)
         setattr(holder, name, value)
         paged_decode._launches.clear()
@@ -330,11 +418,19 @@ def check_unknown_tritons_are_left_alone() -> None:
     assert launch.direct_call(object()) is None
 
 
-def hopper_call(decode: bool, query: torch.Tensor, cache: torch.Tensor, **others: Any) -> Callable[[], object]:
+def hopper_call(
+    decode: bool, query: torch.Tensor, cache: torch.Tensor, **others: Any
+) -> Callable[[], object]:
     """A call that Hopper's own kernels serve, unless `others` says otherwise."""
     tokens, _, _ = query.shape
-    out, workspace, counters = torch.zeros_like(query), torch.zeros(1 << 20), torch.zeros(2, dtype=torch.int32)
-    table, starts, lens = (torch.zeros(shape, dtype=torch.int32) for shape in ((tokens, 8), (tokens + 1,), (tokens,)))
+    out, workspace, counters = (
+        torch.zeros_like(query),
+        torch.zeros(1 << 20),
+        torch.zeros(2, dtype=torch.int32),
+    )
+    table, starts, lens = (
+        torch.zeros(shape, dtype=torch.int32) for shape in ((tokens, 8), (tokens + 1,), (tokens,))
+    )
     batch = (query, cache, cache, table, starts, lens)
     options: dict[str, Any] = {"max_seq_len": 600, "scale": 0.1, "out": out}
     if decode:
@@ -349,10 +445,21 @@ def check_descriptors_are_encoded_once() -> None:
     if not REAL_LAUNCHER:
         return  # bound there too, through the launcher object, which encodes at each call
     # Shapes that no other check has, so that nothing is kept of them.
-    query, wide = torch.zeros(5, 8, 64, dtype=torch.bfloat16), torch.zeros(11, 16, 4, 64, dtype=torch.bfloat16)
+    query, wide = (
+        torch.zeros(5, 8, 64, dtype=torch.bfloat16),
+        torch.zeros(11, 16, 4, 64, dtype=torch.bfloat16),
+    )
     cache = wide[:, :, :2]
-    moves = ((query.clone(), cache, False), (query, wide.clone()[:, :, :2], True), (query, cache[:10], True), (query, wide[:, :, ::2], True))
-    for decode, kernels in ((True, ["hopper_decode_kernel", "join_pieces"]), (False, ["hopper_prefill_kernel"])):
+    moves = (
+        (query.clone(), cache, False),
+        (query, wide.clone()[:, :, :2], True),
+        (query, cache[:10], True),
+        (query, wide[:, :, ::2], True),
+    )
+    for decode, kernels in (
+        (True, ["hopper_decode_kernel", "join_pieces"]),
+        (False, ["hopper_prefill_kernel"]),
+    ):
         call = hopper_call(decode, query, cache)
         assert recorded(call)[1] == kernels
         assert not recorded(call)[1]  # bound; keeps what it encodes
@@ -360,7 +467,9 @@ def check_descriptors_are_encoded_once() -> None:
         assert not through_triton and not ENCODED
         with by_triton():
             assert recorded(call)[0] == again and len(ENCODED) == (2 if decode else 3)
-        assert any(isinstance(value, tuple) and value[0] == "encoded" for value in again[0].arguments)
+        assert any(
+            isinstance(value, tuple) and value[0] == "encoded" for value in again[0].arguments
+        )
         for other, pool, other_pool in moves:
             fresh = 2 if other_pool else 0 if decode else 1
             moved = hopper_call(decode, other, pool)
@@ -375,13 +484,19 @@ def check_descriptors_are_encoded_once() -> None:
 
 def check_each_call_is_looked_at() -> None:
     """What the key of a launch does not hold is looked at in every call: addresses, scales and the workspace."""
-    query, cache = torch.zeros(5, 8, 64, dtype=torch.bfloat16), torch.zeros(8, 16, 2, 64, dtype=torch.bfloat16)
+    query, cache = (
+        torch.zeros(5, 8, 64, dtype=torch.bfloat16),
+        torch.zeros(8, 16, 2, 64, dtype=torch.bfloat16),
+    )
     off = torch.zeros(5 * 8 * 64 + 1, dtype=torch.bfloat16)[1:].view(5, 8, 64)
 
     def kernels(call: Callable[[], object]) -> list[str]:
         return [record.kernel.split()[0] for record in recorded(call)[0]]
 
-    for decode, fast, plain in ((True, "hopper_decode_kernel", "_decode_kernel"), (False, "hopper_prefill_kernel", "_prefill_kernel")):
+    for decode, fast, plain in (
+        (True, "hopper_decode_kernel", "_decode_kernel"),
+        (False, "hopper_prefill_kernel", "_prefill_kernel"),
+    ):
         strange: list[dict[str, Any]] = [{"v_scale": 0.5}, {"out": off}, {"kernels": "portable"}]
         if decode:
             strange.append({"workspace": torch.zeros(50_000)})
@@ -389,7 +504,10 @@ def check_each_call_is_looked_at() -> None:
             for _ in range(2):
                 assert kernels(hopper_call(decode, query, cache))[0] == fast
                 assert kernels(hopper_call(decode, query, cache, **others))[0] == plain, others
-        for counters in (None, torch.zeros(1, dtype=torch.int32)):  # too few to be counted up: the call makes its own, or does without
+        for counters in (
+            None,
+            torch.zeros(1, dtype=torch.int32),
+        ):  # too few to be counted up: the call makes its own, or does without
             assert kernels(hopper_call(decode, query, cache, counters=counters))[0] == fast
         try:
             hopper_call(decode, query, cache, counters=torch.zeros(200))()
@@ -404,10 +522,19 @@ def check_who_merges() -> None:
     cache = torch.zeros(8, 16, 2, 64, dtype=torch.bfloat16)
 
     def kernels(tokens: int, counters: torch.Tensor | None) -> list[str]:
-        call = hopper_call(True, torch.zeros(tokens, 8, 64, dtype=torch.bfloat16), cache, counters=counters, kernels="hopper")
+        call = hopper_call(
+            True,
+            torch.zeros(tokens, 8, 64, dtype=torch.bfloat16),
+            cache,
+            counters=counters,
+            kernels="hopper",
+        )
         return [record.kernel.split()[0] for record in recorded(call)[0]]
 
-    both, enough = ["hopper_decode_kernel", "join_pieces"], torch.zeros(hopper_choice.num_counters(CHIP), dtype=torch.int32)
+    both, enough = (
+        ["hopper_decode_kernel", "join_pieces"],
+        torch.zeros(hopper_choice.num_counters(CHIP), dtype=torch.int32),
+    )
     for _ in range(2):
         assert kernels(128, enough) == both[:1]
         for tokens, counters in ((128, None), (128, enough[:2]), (127, enough), (5, enough)):
@@ -417,11 +544,17 @@ def check_who_merges() -> None:
 class Tensors:
     """What one layer brings to a decode step of `tokens` tokens, `offset` elements off the boundary."""
 
-    def __init__(self, size: int, offset: int = 0, stored: torch.dtype = torch.bfloat16, tokens: int = 5) -> None:
+    def __init__(
+        self, size: int, offset: int = 0, stored: torch.dtype = torch.bfloat16, tokens: int = 5
+    ) -> None:
         def rows(*shape: int) -> torch.Tensor:
-            return torch.zeros(offset + torch.Size(shape).numel(), dtype=torch.bfloat16)[offset:].view(shape)
+            return torch.zeros(offset + torch.Size(shape).numel(), dtype=torch.bfloat16)[
+                offset:
+            ].view(shape)
 
-        self.query, self.out, self.key, self.value = (rows(tokens, heads, size) for heads in (8, 8, 2, 2))
+        self.query, self.out, self.key, self.value = (
+            rows(tokens, heads, size) for heads in (8, 8, 2, 2)
+        )
         self.cache = rows(8, 16, 2, size).to(stored), rows(8, 16, 2, size).to(stored)
         self.sinks = torch.zeros(8)
 
@@ -437,7 +570,14 @@ def check_settled_steps() -> None:
     _check_settled_step(64, 4000, "auto", True, torch.float8_e4m3fn)
 
 
-def _check_settled_step(size: int, longest: int, kernels: str, has_sink: bool, stored: torch.dtype = torch.bfloat16, tokens: int = 5) -> None:
+def _check_settled_step(
+    size: int,
+    longest: int,
+    kernels: str,
+    has_sink: bool,
+    stored: torch.dtype = torch.bfloat16,
+    tokens: int = 5,
+) -> None:
     batch = decode_step.DecodeBatch(
         torch.zeros(tokens, dtype=torch.int64), torch.zeros(tokens, 8, dtype=torch.int32), torch.zeros(tokens + 1, dtype=torch.int32),
         torch.zeros(tokens, dtype=torch.int32), 1, longest, torch.zeros(1 << 20), torch.zeros(hopper_choice.num_counters(CHIP), dtype=torch.int32),
@@ -452,11 +592,28 @@ def _check_settled_step(size: int, longest: int, kernels: str, has_sink: bool, s
         )  # fmt: skip
 
     def settled(own: Tensors) -> decode_step.Repeat | None:
-        options = arguments.Options(0.25, True, (-1, -1), 0, 0.0, None, own.sinks if has_sink else None, None, 1.0, 1.0, own.out, None)
-        return decode_step.settle(own.query, own.key, own.value, *own.cache, batch, options, kernels)
+        options = arguments.Options(
+            0.25,
+            True,
+            (-1, -1),
+            0,
+            0.0,
+            None,
+            own.sinks if has_sink else None,
+            None,
+            1.0,
+            1.0,
+            own.out,
+            None,
+        )
+        return decode_step.settle(
+            own.query, own.key, own.value, *own.cache, batch, options, kernels
+        )
 
     def again(step: decode_step.Repeat, own: Tensors) -> bool:
-        return step(own.query, own.key, own.value, *own.cache, own.sinks if has_sink else None, own.out)
+        return step(
+            own.query, own.key, own.value, *own.cache, own.sinks if has_sink else None, own.out
+        )
 
     first, other, off = (Tensors(size, offset, stored, tokens) for offset in (0, 0, 1))
     assert settled(first) is None, "nothing has been served yet"
@@ -470,44 +627,88 @@ def _check_settled_step(size: int, longest: int, kernels: str, has_sink: bool, s
         assert not through_triton
         mine, through_triton = recorded(lambda own=own: again(step, own))
         assert mine == theirs and len(mine) >= 2 and not through_triton, (size, kernels)
-        assert {record.stream for record in mine} == {DRIVER.stream}, "the current stream of each call"
-    assert again(step, first) and recorded(lambda: again(step, off)) == ([], []) and not again(step, off)
+        assert {record.stream for record in mine} == {DRIVER.stream}, (
+            "the current stream of each call"
+        )
+    assert (
+        again(step, first)
+        and recorded(lambda: again(step, off)) == ([], [])
+        and not again(step, off)
+    )
     triton.knobs.runtime.launch_enter_hook.calls.append(len)
     try:
-        assert recorded(lambda: again(step, first)) == ([], []) and not again(step, first), "somebody listens to launches"
+        assert recorded(lambda: again(step, first)) == ([], []) and not again(step, first), (
+            "somebody listens to launches"
+        )
     finally:
         triton.knobs.runtime.launch_enter_hook.calls.remove(len)
     cache_write._write_kv_kernel.pre_run_hooks.append(lambda *args, **kwargs: None)
     try:
-        assert recorded(lambda: again(step, first)) == ([], []) and not again(step, first), "somebody listens to a kernel"
+        assert recorded(lambda: again(step, first)) == ([], []) and not again(step, first), (
+            "somebody listens to a kernel"
+        )
     finally:
         cache_write._write_kv_kernel.pre_run_hooks.clear()
     device_now, device.current_device = device.current_device, lambda: 3
     try:
-        assert recorded(lambda: again(step, first)) == ([], []) and not again(step, first), "another device is the current one"
+        assert recorded(lambda: again(step, first)) == ([], []) and not again(step, first), (
+            "another device is the current one"
+        )
     finally:
         device.current_device = device_now
     if has_sink:
         sinks = first.sinks
         for strange in (torch.zeros(16)[::2], torch.zeros(8, dtype=torch.float64), None):
             first.sinks = strange
-            assert recorded(lambda: again(step, first)) == ([], []) and not again(step, first), "sinks of another kind"
+            assert recorded(lambda: again(step, first)) == ([], []) and not again(step, first), (
+                "sinks of another kind"
+            )
         first.sinks = sinks
-    for moved in (batch.slot_mapping, batch.block_table, batch.query_start_loc, batch.seq_lens, batch.workspace, batch.counters):
+    for moved in (
+        batch.slot_mapping,
+        batch.block_table,
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.workspace,
+        batch.counters,
+    ):
         _check_moved(moved, lambda: again(step, first))
     assert again(step, first)
     if kernels == "hopper":
-        assert recorded(lambda: again(step, Tensors(size, tokens=tokens))) == ([], []), "a cache whose descriptors nobody encoded yet"
+        assert recorded(lambda: again(step, Tensors(size, tokens=tokens))) == ([], []), (
+            "a cache whose descriptors nobody encoded yet"
+        )
     small = dataclasses.replace(batch, workspace=torch.zeros(8))
-    options = arguments.Options(0.25, True, (-1, -1), 0, 0.0, None, first.sinks if has_sink else None, None, 1.0, 1.0, first.out, None)
+    options = arguments.Options(
+        0.25,
+        True,
+        (-1, -1),
+        0,
+        0.0,
+        None,
+        first.sinks if has_sink else None,
+        None,
+        1.0,
+        1.0,
+        first.out,
+        None,
+    )
     if longest == 4000:
-        assert decode_step.settle(first.query, first.key, first.value, *first.cache, small, options, kernels) is None
+        assert (
+            decode_step.settle(
+                first.query, first.key, first.value, *first.cache, small, options, kernels
+            )
+            is None
+        )
 
 
 def _check_moved(moved: torch.Tensor, call: Callable[[], bool]) -> None:
     """A tensor of the batch that lies elsewhere or in another way, though it is the same object: nothing is launched."""
     before = moved.data
-    for other in (before.clone(), before[:1] if moved.dim() == 1 else before.as_strided(before.shape, (4, 1))):
+    for other in (
+        before.clone(),
+        before[:1] if moved.dim() == 1 else before.as_strided(before.shape, (4, 1)),
+    ):
         moved.set_(other)
         assert recorded(call) == ([], []) and not call(), other.shape
     moved.set_(before)
@@ -529,20 +730,29 @@ class Step:
     """One layer of 8 heads over 2, its cache and a decode batch of 4 requests of up to `longest` keys."""
 
     def __init__(self, longest: int) -> None:
-        self.spec = attnlib.AttentionSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, block_size=16)
+        self.spec = attnlib.AttentionSpec(
+            num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, block_size=16
+        )
         self.layer = attnlib.Attention(self.spec, backend=Anywhere, device="cpu")
         self.cache = attnlib.PagedKVCache.allocate(self.spec, 300, "cpu")
         lengths = [longest, 20, 3, 7]
         blocks = torch.arange(4 * 64, dtype=torch.int32).view(4, 64)
         common = attnlib.CommonAttentionMetadata.from_lengths([1] * 4, lengths, blocks, 16, "cpu")
         self.batch = self.layer.backend.make_builder(self.spec, "cpu").build(0, common)
-        self.query, self.key, self.value = (torch.zeros(4, heads, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))
+        self.query, self.key, self.value = (
+            torch.zeros(4, heads, 64, dtype=torch.bfloat16) for heads in (8, 2, 2)
+        )
         self.out = torch.zeros_like(self.query)
 
     def __call__(self, flat: bool = False) -> list[Record]:
         """The launches of a call."""
-        tensors = [tensor.flatten(1) if flat else tensor for tensor in (self.query, self.key, self.value, self.out)]
-        return recorded(lambda: self.layer(*tensors[:3], self.cache, self.batch, output=tensors[3]))[0]
+        tensors = [
+            tensor.flatten(1) if flat else tensor
+            for tensor in (self.query, self.key, self.value, self.out)
+        ]
+        return recorded(
+            lambda: self.layer(*tensors[:3], self.cache, self.batch, output=tensors[3])
+        )[0]
 
 
 def _swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
@@ -552,32 +762,46 @@ def _swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 def _strided(*shape: int) -> torch.Tensor:
     """Zeros with room between their rows of heads."""
-    return torch.zeros(*shape[:-2], shape[-2] + 1, shape[-1], dtype=torch.bfloat16)[..., : shape[-2], :]
+    return torch.zeros(*shape[:-2], shape[-2] + 1, shape[-1], dtype=torch.bfloat16)[
+        ..., : shape[-2], :
+    ]
 
 
 CHANGES: dict[str, Callable[[Step], None]] = {
     **{
-        f"another {name}": lambda step, name=name: setattr(step.batch, name, getattr(step.batch, name).clone())  # type: ignore[misc]
+        f"another {name}": lambda step, name=name: setattr(
+            step.batch, name, getattr(step.batch, name).clone()
+        )  # type: ignore[misc]
         for name in ("slot_mapping", "block_table", "query_start_loc", "seq_lens")
     },
     **{
-        f"{name} swapped": lambda step, name=name: _swap(getattr(step.batch, name), getattr(step.batch, name).clone())  # type: ignore[misc]
+        f"{name} swapped": lambda step, name=name: _swap(
+            getattr(step.batch, name), getattr(step.batch, name).clone()
+        )  # type: ignore[misc]
         for name in ("slot_mapping", "block_table", "query_start_loc", "seq_lens")
     },
     "another workspace": lambda step: setattr(step.batch, "workspace", torch.zeros(1 << 20)),
     "fewer slots": lambda step: _swap(step.batch.slot_mapping, step.batch.slot_mapping[:3]),
-    "stride of the table": lambda step: _swap(step.batch.block_table, step.batch.block_table.as_strided((4, 64), (32, 1))),
+    "stride of the table": lambda step: _swap(
+        step.batch.block_table, step.batch.block_table.as_strided((4, 64), (32, 1))
+    ),
     "longest sequence": lambda step: setattr(step.batch, "max_seq_len", 200),
     "causal": lambda step: setattr(step.batch, "causal", False),
     "query_bias": lambda step: setattr(step.batch, "query_bias", torch.zeros(4, 1)),
     "cache swapped": lambda step: _swap(step.cache.key_cache, step.cache.key_cache.clone()),
-    "stride of the cache": lambda step: setattr(step.cache, "value_cache", _strided(300, 16, 2, 64)),
-    "stride of the cache, in place": lambda step: _swap(step.cache.key_cache, _strided(300, 16, 2, 64)),
+    "stride of the cache": lambda step: setattr(
+        step.cache, "value_cache", _strided(300, 16, 2, 64)
+    ),
+    "stride of the cache, in place": lambda step: _swap(
+        step.cache.key_cache, _strided(300, 16, 2, 64)
+    ),
     "stride of the query": lambda step: setattr(step, "query", _strided(4, 8, 64)),
     "stride of the keys": lambda step: setattr(step, "key", _strided(4, 2, 64)),
     "stride of the values": lambda step: setattr(step, "value", _strided(4, 2, 64)),
     "stride of the output": lambda step: setattr(step, "out", _strided(4, 8, 64)),
-    "key off the boundary": lambda step: setattr(step, "key", torch.zeros(513, dtype=torch.bfloat16)[1:].view(4, 2, 64)),
+    "key off the boundary": lambda step: setattr(
+        step, "key", torch.zeros(513, dtype=torch.bfloat16)[1:].view(4, 2, 64)
+    ),
     "k_scale of the cache": lambda step: setattr(step.cache, "k_scale", 0.5),
     "v_scale of the layer": lambda step: setattr(step.layer, "v_scale", torch.ones(())),
 }
@@ -591,7 +815,9 @@ def check_settled_layers() -> None:
         for flat in (False, True):
             first = step(flat)
             assert step(flat) == step(flat) == first and len(first) >= 2
-        assert len(step.batch.settled) == 2 and all(step.batch.settled.values()), "flat and per head are settled"
+        assert len(step.batch.settled) == 2 and all(step.batch.settled.values()), (
+            "flat and per head are settled"
+        )
         DRIVER.stream += 1
         assert {record.stream for record in step()} == {DRIVER.stream}
         change(step)
@@ -609,7 +835,9 @@ def check_impls_of_somebody_else() -> None:
         step()
     assert all(step.batch.settled.values())
     step.layer.impl.forward = lambda *call: seen.append(call)
-    assert [record.kernel.split()[0] for record in step()] == ["_write_kv_kernel"] and len(seen) == 1
+    assert [record.kernel.split()[0] for record in step()] == ["_write_kv_kernel"] and len(
+        seen
+    ) == 1
     del step.layer.impl.forward
     assert len(step()) == 2 and len(seen) == 1
 

@@ -18,15 +18,23 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_writes_slots_and_nothing_else(device: torch.device, dtype: torch.dtype, layout: str) -> None:
+def test_writes_slots_and_nothing_else(
+    device: torch.device, dtype: torch.dtype, layout: str
+) -> None:
     """P1, P2, P4, K3: each token lands in its slot, -1 writes nothing, and no other element changes in any layout."""
     key_cache, value_cache = make_cache(layout, 5, 8, 3, 24, 16, dtype, device)
-    key, value = torch.randn(6, 3, 24, device=device).to(dtype), torch.randn(6, 3, 16, device=device).to(dtype)
+    key, value = (
+        torch.randn(6, 3, 24, device=device).to(dtype),
+        torch.randn(6, 3, 16, device=device).to(dtype),
+    )
     want_key, want_value = key_cache.clone(), value_cache.clone()
     slots = torch.tensor([39, -1, 0, 17, -5], dtype=torch.int64, device=device)
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
-            want_key[slot // 8, slot % 8], want_value[slot // 8, slot % 8] = key[token], value[token]
+            want_key[slot // 8, slot % 8], want_value[slot // 8, slot % 8] = (
+                key[token],
+                value[token],
+            )
     write_kv(key, value, key_cache, value_cache, slots)
     assert torch.equal(_bits(key_cache), _bits(want_key))
     assert torch.equal(_bits(value_cache), _bits(want_value))
@@ -34,14 +42,20 @@ def test_writes_slots_and_nothing_else(device: torch.device, dtype: torch.dtype,
 
 @pytest.mark.parametrize("cache_dtype", FP8, ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("per_head", [False, True], ids=["per_tensor", "per_head"])
-def test_float8_is_divided_and_saturated(device: torch.device, cache_dtype: torch.dtype, per_head: bool) -> None:
+def test_float8_is_divided_and_saturated(
+    device: torch.device, cache_dtype: torch.dtype, per_head: bool
+) -> None:
     """M9, Q3: stored = value / scale rounded to nearest; what does not fit becomes the largest finite number."""
     largest = torch.finfo(cache_dtype).max
     key_cache, value_cache = make_cache("nhd", 2, 16, 3, 16, 16, cache_dtype, device)
     key, value = torch.randn(4, 3, 16, device=device), torch.randn(4, 3, 16, device=device) * 1e4
     key[0, 0, 0], key[1, 1, 1] = float("inf"), -1e6
     k_scale = torch.tensor([0.25, 2.0, 0.3], device=device) if per_head else 0.25
-    v_scale = torch.tensor([1.0, 0.5, 0.7], device=device) if per_head else torch.tensor(0.5, device=device)
+    v_scale = (
+        torch.tensor([1.0, 0.5, 0.7], device=device)
+        if per_head
+        else torch.tensor(0.5, device=device)
+    )
     write_kv(key, value, key_cache, value_cache, torch.tensor([3, 4, 31, 0], device=device), k_scale=k_scale,
              v_scale=v_scale)  # fmt: skip
     for x, scale, cache in ((key, k_scale, key_cache), (value, v_scale, value_cache)):
@@ -82,7 +96,9 @@ def test_wrong_slots_are_named(device: torch.device) -> None:
     """K3: slots of another dtype, or more of them than keys, are refused before anything is written."""
     key_cache, value_cache = make_cache("nhd", 2, 8, 3, 16, 16, torch.float32, device)
     key = torch.randn(2, 3, 16, device=device)
-    with pytest.raises(ContractError, match=r"slot_mapping has dtype torch.int32; convert it to torch.int64"):
+    with pytest.raises(
+        ContractError, match=r"slot_mapping has dtype torch.int32; convert it to torch.int64"
+    ):
         write_kv(key, key, key_cache, value_cache, torch.zeros(2, dtype=torch.int32, device=device))
     with pytest.raises(ContractError, match=r"slot_mapping names 3 tokens, but key has 2"):
         write_kv(key, key, key_cache, value_cache, torch.zeros(3, dtype=torch.int64, device=device))

@@ -25,7 +25,15 @@ from tests.ops.triton.cross_compile import entry_cases, entry_fits, formats_of
 ROOT = Path(__file__).parents[3]
 LIMITS = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}
 SMALL = ["write", "write-fp8", "slots", "merge"]
-MAIN = ["decode-64", "decode-256", "decode-128-e4m3", "prefill-128", "prefill-256", "prefill-128-e4m3", "varlen-64-window"]
+MAIN = [
+    "decode-64",
+    "decode-256",
+    "decode-128-e4m3",
+    "prefill-128",
+    "prefill-256",
+    "prefill-128-e4m3",
+    "varlen-64-window",
+]
 HOPPER = ["varying", "decode-96", "decode-128", "decode-128-page128", "decode-128-verify", "decode-128-e5m2", "decode-all",
           "prefill-64", "prefill-192", "prefill-all"]  # fmt: skip
 KERNELS = {
@@ -50,7 +58,9 @@ def entry_plan(every_target: bool) -> dict[str, list[str]]:
     plan: dict[str, list[str]] = {target: [] for target in LIMITS}
     for number, (name, entry) in enumerate(ENTRIES.items()):
         fitting = _fitting(entry)
-        for target in fitting if every_target else fitting[number % len(fitting) :][:1] if fitting else []:
+        for target in (
+            fitting if every_target else fitting[number % len(fitting) :][:1] if fitting else []
+        ):
             formats = formats_of(entry, target)
             plan[target] += [name + ending for ending in (formats if every_target else formats[:1])]
     return plan
@@ -109,7 +119,9 @@ def test_the_estimate_of_shared_memory_is_an_upper_one(target: str, compiled: Co
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_every_table_entry_compiles_below_its_own_ceiling(name: str, compiled: Compiled, request: pytest.FixtureRequest) -> None:
+def test_every_table_entry_compiles_below_its_own_ceiling(
+    name: str, compiled: Compiled, request: pytest.FixtureRequest
+) -> None:
     """Speed rules: an entry is for at least one target that it fits; there its own tile is launched, and spills no more than the table states."""
     entry, checked = ENTRIES[name], 0
     for target, cases in entry_plan(request.config.getoption("--every-target")).items():
@@ -119,7 +131,9 @@ def test_every_table_entry_compiles_below_its_own_ceiling(name: str, compiled: C
             result = compiled[target].result()[case]
             assert "error" not in result, f"{case} for {target}: {result['error']}"
             kernel = result["kernels"][0]
-            assert kernel["tile"] == dict(entry.tile), f"{case} for {target}: another tile was launched"
+            assert kernel["tile"] == dict(entry.tile), (
+                f"{case} for {target}: another tile was launched"
+            )
             assert kernel["spilled"] <= entry.spills, f"{case} for {target}: {kernel}"
             checked += 1
     assert checked, f"{name} fits no target that it is for"
@@ -128,11 +142,13 @@ def test_every_table_entry_compiles_below_its_own_ceiling(name: str, compiled: C
 def test_entries_take_turns_on_all_targets() -> None:
     """The sample leaves out no target, and the whole plan no entry, format or target."""
     sample, whole = entry_plan(False), entry_plan(True)
-    assert all(sample.values()) and {name.removesuffix(":fp8") for names in sample.values() for name in names} == set(ENTRIES)
+    assert all(sample.values()) and {
+        name.removesuffix(":fp8") for names in sample.values() for name in names
+    } == set(ENTRIES)
     assert all(set(sample[target]) <= set(whole[target]) for target in LIMITS)
-    assert {(name.removesuffix(":fp8"), target) for target, names in whole.items() for name in names} == {
-        (name, target) for name, entry in ENTRIES.items() for target in _fitting(entry)
-    }
+    assert {
+        (name.removesuffix(":fp8"), target) for target, names in whole.items() for name in names
+    } == {(name, target) for name, entry in ENTRIES.items() for target in _fitting(entry)}
 
 
 def test_lengths_do_not_compile_anything(compiled: Compiled) -> None:
@@ -152,7 +168,9 @@ def test_prefill_multiplies_asynchronously_on_hopper(case: str, compiled: Compil
     assert "mma.sync" not in kernel["instructions"]
 
 
-@pytest.mark.parametrize("case", ["decode-64", "decode-128", "decode-256", "decode-96", "decode-all"])
+@pytest.mark.parametrize(
+    "case", ["decode-64", "decode-128", "decode-256", "decode-96", "decode-all"]
+)
 def test_decode_loads_ahead(case: str, compiled: Compiled) -> None:
     """Keys and values arrive through cp.async with 16 bytes a thread: the loop over pages is pipelined."""
     decode = compiled["sm_90"].result()[case]["kernels"][0]

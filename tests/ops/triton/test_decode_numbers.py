@@ -24,17 +24,33 @@ def _parse(*lines: dict[str, Any]) -> Any:
 
 def test_every_number_says_where_it_comes_from_and_whether_it_was_measured() -> None:
     """Speed rules: heuristics are fed by tables that say on which chip, with which versions and how they were measured."""
-    data = json.loads(Path(room.__file__).with_name("tables").joinpath("decode.json").read_text(encoding="utf-8"))
+    data = json.loads(
+        Path(room.__file__).with_name("tables").joinpath("decode.json").read_text(encoding="utf-8")
+    )
     for number, line in zip(shipped_numbers(), data["numbers"], strict=True):
         source = data["provenance"][number.provenance]
-        assert number.meaning and ("measured" in line) == ("triton 3." in source) != source.startswith("not measured"), number
+        assert number.meaning and ("measured" in line) == (
+            "triton 3." in source
+        ) != source.startswith("not measured"), number
 
 
 def test_the_code_uses_the_table() -> None:
     values = decode_numbers()
-    assert (splits.SPLIT_LIMIT, splits.RESIDENT_LIMIT) == (values["split_limit"], values["resident_limit"]) == (256, 4)
-    assert (splits.MIN_TILES_PER_SPLIT, splits._WAVES) == (values["min_tiles_per_split"], values["waves"]) == (2, 4)
-    assert HOPPER_DECODE_KEYS == (values["hopper_keys_few_pairs"], values["hopper_keys_many_pairs"]) == (256, 2048)
+    assert (
+        (splits.SPLIT_LIMIT, splits.RESIDENT_LIMIT)
+        == (values["split_limit"], values["resident_limit"])
+        == (256, 4)
+    )
+    assert (
+        (splits.MIN_TILES_PER_SPLIT, splits._WAVES)
+        == (values["min_tiles_per_split"], values["waves"])
+        == (2, 4)
+    )
+    assert (
+        HOPPER_DECODE_KEYS
+        == (values["hopper_keys_few_pairs"], values["hopper_keys_many_pairs"])
+        == (256, 2048)
+    )
     assert PAIRS_PER_SM == values["hopper_pairs_per_multiprocessor"] == 8
     assert len(values) == 7, "a number that nothing uses does not belong here"
 

@@ -20,7 +20,10 @@ def test_the_interpreter_has_fixed_limits(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_cpu_tensor_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """E: the error names the device and what to do."""
     monkeypatch.setattr(device_module, "INTERPRETED", False)
-    with pytest.raises(BackendUnavailableError, match=r"a tensor on cpu; move it to a GPU, or set TRITON_INTERPRET=1"):
+    with pytest.raises(
+        BackendUnavailableError,
+        match=r"a tensor on cpu; move it to a GPU, or set TRITON_INTERPRET=1",
+    ):
         limits_of(torch.empty(1))
 
 

@@ -35,7 +35,9 @@ def results() -> dict[str, str]:
     """Check -> "" or its traceback, from a process that does not interpret Triton."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.ops.triton.recorded_launches"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -68,8 +70,13 @@ def test_interpreted_kernels_stay_unbound() -> None:
     assert not bound.is_bound
 
 
-@pytest.mark.parametrize(("version", "known"), [("3.5.1", False), ("3.6.0", True), ("3.9.0+git", True), ("3.10.0", False), ("main", False)])
-def test_only_tested_versions_are_bound(monkeypatch: pytest.MonkeyPatch, version: str, known: bool) -> None:
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [("3.5.1", False), ("3.6.0", True), ("3.9.0+git", True), ("3.10.0", False), ("main", False)],
+)
+def test_only_tested_versions_are_bound(
+    monkeypatch: pytest.MonkeyPatch, version: str, known: bool
+) -> None:
     """Internals move between minors: outside the tested range nothing is bound."""
     monkeypatch.setattr("triton.__version__", version)
     assert launch._known_version() is known

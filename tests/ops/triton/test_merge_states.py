@@ -12,7 +12,9 @@ from attnlib.ops.triton.merge_states import merge_states
 from tests.ops.triton.paged_inputs import DTYPES, assert_close
 
 
-def _states(parts: int, device: torch.device, dtype: torch.dtype, size: int = 24) -> tuple[list[Tensor], list[Tensor]]:
+def _states(
+    parts: int, device: torch.device, dtype: torch.dtype, size: int = 24
+) -> tuple[list[Tensor], list[Tensor]]:
     generator = torch.Generator().manual_seed(parts)
     outs = [torch.randn(7, 3, size, generator=generator).to(dtype).to(device) for _ in range(parts)]
     return outs, [(3 * torch.randn(7, 3, generator=generator)).to(device) for _ in range(parts)]

@@ -10,9 +10,20 @@ import pytest
 import torch
 
 from attnlib.errors import ContractError
-from attnlib.ops.triton.paged_decode import paged_decode, paged_decode_num_splits, paged_decode_workspace_bytes
+from attnlib.ops.triton.paged_decode import (
+    paged_decode,
+    paged_decode_num_splits,
+    paged_decode_workspace_bytes,
+)
 from tests.ops.triton.features import FEATURES, feature_options
-from tests.ops.triton.paged_inputs import BF16, DTYPES, LAYOUTS, PagedBatch, assert_close, make_batch
+from tests.ops.triton.paged_inputs import (
+    BF16,
+    DTYPES,
+    LAYOUTS,
+    PagedBatch,
+    assert_close,
+    make_batch,
+)
 
 SPLITS = [None, 1, 2, 3, 8]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -40,7 +51,9 @@ def test_features(device: torch.device, feature: str) -> None:
         batch.check(partial(paged_decode, num_splits=num_splits), expected, **options)
 
 
-@pytest.mark.parametrize("feature", [name for name in FEATURES if name not in ("plain", "causal_each", "all")])
+@pytest.mark.parametrize(
+    "feature", [name for name in FEATURES if name not in ("plain", "causal_each", "all")]
+)
 def test_no_feature_is_ignored(device: torch.device, feature: str) -> None:
     """F1: turning a feature on changes the output by far more than the tolerance."""
     batch = _batch(device)
@@ -72,11 +85,15 @@ def test_large_head_sizes(device: torch.device, d: int) -> None:
     make_batch(device, [1], [41], heads=2, kv_heads=1, d=d, dtype=torch.float16).check(paged_decode)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (5, 1), (12, 2), (14, 2), (8, 1), (24, 1), (20, 1)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"), [(3, 3), (5, 1), (12, 2), (14, 2), (8, 1), (24, 1), (20, 1)]
+)
 @pytest.mark.parametrize("query_len", [1, 3])
 def test_group_sizes(device: torch.device, heads: int, kv_heads: int, query_len: int) -> None:
     """P6 of the field notes: any ratio of query to KV heads, with one query token and with a verify step."""
-    make_batch(device, [query_len, 1], [30, 19], heads=heads, kv_heads=kv_heads, d=16).check(paged_decode)
+    make_batch(device, [query_len, 1], [30, 19], heads=heads, kv_heads=kv_heads, d=16).check(
+        paged_decode
+    )
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 24, 128, 544])
@@ -92,17 +109,23 @@ def test_block_sizes(device: torch.device, block_size: int, layout: str) -> None
 @pytest.mark.parametrize("cache_dtype", [torch.float16, torch.float8_e4m3fn], ids=["f16", "e4m3"])
 def test_layouts(device: torch.device, layout: str, cache_dtype: torch.dtype) -> None:
     """P1, P2: the memory order is in the strides."""
-    _batch(device, layout=layout, dv=16, dtype=torch.float16, cache_dtype=cache_dtype).check(paged_decode)
+    _batch(device, layout=layout, dv=16, dtype=torch.float16, cache_dtype=cache_dtype).check(
+        paged_decode
+    )
 
 
 @pytest.mark.parametrize("cache_dtype", FP8, ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("per_head", [False, True], ids=["per_tensor", "per_head"])
-def test_float8_cache(device: torch.device, cache_dtype: torch.dtype, dtype: torch.dtype, per_head: bool) -> None:
+def test_float8_cache(
+    device: torch.device, cache_dtype: torch.dtype, dtype: torch.dtype, per_head: bool
+) -> None:
     """M9, Q2: both formats, scales per tensor (a number, a tensor) and per head."""
     batch = _batch(device, dtype=dtype, cache_dtype=cache_dtype)
     k_scale = torch.tensor([0.25, 0.8], device=device) if per_head else 0.25
-    v_scale = torch.tensor([0.5, 1.5], device=device) if per_head else torch.tensor(0.5, device=device)
+    v_scale = (
+        torch.tensor([0.5, 1.5], device=device) if per_head else torch.tensor(0.5, device=device)
+    )
     batch.check(paged_decode, k_scale=k_scale, v_scale=v_scale)
     scaled, _ = batch.run(paged_decode, k_scale=k_scale, v_scale=v_scale)
     unscaled, _ = batch.run(paged_decode)
@@ -189,8 +212,16 @@ def test_a_workspace_is_used_and_its_size_is_checked(device: torch.device) -> No
     guard = torch.full((need // 4 + 1,), float("nan"), device=device)
     batch.check(partial(paged_decode, num_splits=4, workspace=guard[:-1]))
     assert guard[-1].isnan() and not guard[:-1].isnan().all()
-    batch.check(partial(paged_decode, num_splits=4, workspace=torch.full((need,), 255, dtype=torch.uint8, device=device)))
-    with pytest.raises(ContractError, match=rf"workspace holds {need - 4} bytes and {need} are needed for 2 tokens"):
+    batch.check(
+        partial(
+            paged_decode,
+            num_splits=4,
+            workspace=torch.full((need,), 255, dtype=torch.uint8, device=device),
+        )
+    )
+    with pytest.raises(
+        ContractError, match=rf"workspace holds {need - 4} bytes and {need} are needed for 2 tokens"
+    ):
         batch.run(paged_decode, num_splits=4, workspace=guard[:-2])
     assert paged_decode_workspace_bytes(2, 4, 32, 1) == 0
 
@@ -198,7 +229,9 @@ def test_a_workspace_is_used_and_its_size_is_checked(device: torch.device) -> No
 def test_counters_of_another_kind_are_refused(device: torch.device) -> None:
     """Before any launch, as they would be counted up."""
     batch = make_batch(device, [1], [20])
-    with pytest.raises(ContractError, match=r"counters are torch.float32 and must be torch.int32 zeros"):
+    with pytest.raises(
+        ContractError, match=r"counters are torch.float32 and must be torch.int32 zeros"
+    ):
         batch.run(paged_decode, counters=torch.zeros(200, device=device))
     batch.check(partial(paged_decode, counters=torch.zeros(200, dtype=torch.int32, device=device)))
 
@@ -206,10 +239,19 @@ def test_counters_of_another_kind_are_refused(device: torch.device) -> None:
 def test_the_bound_for_a_workspace_is_the_one_used(device: torch.device) -> None:
     """P3 of the field notes: a workspace sized by `paged_decode_num_splits` fits the call without num_splits."""
     batch = make_batch(device, [1, 1], [200, 60])
-    bound = paged_decode_num_splits(batch.query, batch.key_cache, 32, num_reqs=2, max_query_len=1, max_seq_len=batch.options["max_seq_len"])
+    bound = paged_decode_num_splits(
+        batch.query,
+        batch.key_cache,
+        32,
+        num_reqs=2,
+        max_query_len=1,
+        max_seq_len=batch.options["max_seq_len"],
+    )
     assert bound > 1
     need = paged_decode_workspace_bytes(2, 4, 32, bound)
-    batch.check(partial(paged_decode, workspace=torch.empty(need, dtype=torch.uint8, device=device)))
+    batch.check(
+        partial(paged_decode, workspace=torch.empty(need, dtype=torch.uint8, device=device))
+    )
 
 
 def test_too_many_requests_are_refused(device: torch.device) -> None:
@@ -217,7 +259,9 @@ def test_too_many_requests_are_refused(device: torch.device) -> None:
     batch = make_batch(device, [1], [5])
     many = torch.zeros(65535, dtype=torch.int32, device=device)
     batch = PagedBatch(*batch.tensors()[:5], many, 1, batch.options)
-    with pytest.raises(ContractError, match=r"65535 requests is beyond 65534; call once for each part"):
+    with pytest.raises(
+        ContractError, match=r"65535 requests is beyond 65534; call once for each part"
+    ):
         batch.run(paged_decode)
 
 
@@ -225,7 +269,9 @@ def test_a_query_dtype_without_kernel_is_named(device: torch.device) -> None:
     """E: an unsupported dtype raises before any launch."""
     batch = make_batch(device, [1], [5])
     batch.query = batch.query.double()
-    with pytest.raises(ContractError, match=r"query has dtype torch.float64; the kernels take float16, bfloat16"):
+    with pytest.raises(
+        ContractError, match=r"query has dtype torch.float64; the kernels take float16, bfloat16"
+    ):
         batch.run(paged_decode)
 
 
@@ -240,6 +286,8 @@ def test_long_ragged_batch(device: torch.device, dtype: torch.dtype) -> None:
         blocks = batch.block_table[request, : -(-length // 16)].long()
         k = batch.key_cache[blocks].flatten(0, 1)[:length].float().repeat_interleave(4, 1)
         v = batch.value_cache[blocks].flatten(0, 1)[:length].float().repeat_interleave(4, 1)
-        scores = torch.einsum("hd,khd->hk", batch.query[request].float(), k) * batch.options["scale"]
+        scores = (
+            torch.einsum("hd,khd->hk", batch.query[request].float(), k) * batch.options["scale"]
+        )
         assert_close(lse[request], scores.logsumexp(1), dtype, "lse")
         assert_close(out[request], torch.einsum("hk,khd->hd", scores.softmax(1), v), dtype)

@@ -12,7 +12,14 @@ from attnlib.errors import ContractError
 from attnlib.ops.triton.paged_decode import paged_decode
 from attnlib.ops.triton.paged_prefill import paged_prefill
 from tests.ops.triton.features import FEATURES, feature_options
-from tests.ops.triton.paged_inputs import BF16, DTYPES, LAYOUTS, PagedBatch, assert_close, make_batch
+from tests.ops.triton.paged_inputs import (
+    BF16,
+    DTYPES,
+    LAYOUTS,
+    PagedBatch,
+    assert_close,
+    make_batch,
+)
 
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -37,7 +44,9 @@ def test_features(device: torch.device, feature: str) -> None:
     batch.check(paged_prefill, batch.expected(**options), **options)
 
 
-@pytest.mark.parametrize("feature", [name for name in FEATURES if name not in ("plain", "causal_each", "all")])
+@pytest.mark.parametrize(
+    "feature", [name for name in FEATURES if name not in ("plain", "causal_each", "all")]
+)
 def test_no_feature_is_ignored(device: torch.device, feature: str) -> None:
     """F1: turning a feature on changes the output by far more than the tolerance."""
     batch = _batch(device)
@@ -50,16 +59,22 @@ def test_no_feature_is_ignored(device: torch.device, feature: str) -> None:
 @pytest.mark.parametrize(("d", "dv"), [(16, 16), (40, 40), (96, 96), (80, 48), (24, 64)])
 def test_head_sizes_and_dtypes(device: torch.device, dtype: torch.dtype, d: int, dv: int) -> None:
     """Head sizes that are no power of two, and values of another size than keys."""
-    make_batch(device, [20, 1], [37, 50], heads=2, kv_heads=1, d=d, dv=dv, dtype=dtype).check(paged_prefill)
+    make_batch(device, [20, 1], [37, 50], heads=2, kv_heads=1, d=d, dv=dv, dtype=dtype).check(
+        paged_prefill
+    )
 
 
 @pytest.mark.parametrize("d", [64, 72, 112, 120, 128, 192, 256, 512])
 def test_large_head_sizes(device: torch.device, d: int) -> None:
     """Head sizes up to 512."""
-    make_batch(device, [9], [41], heads=2, kv_heads=1, d=d, dtype=torch.float16).check(paged_prefill)
+    make_batch(device, [9], [41], heads=2, kv_heads=1, d=d, dtype=torch.float16).check(
+        paged_prefill
+    )
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (5, 1), (12, 2), (14, 2), (8, 1), (24, 1), (130, 1)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"), [(3, 3), (5, 1), (12, 2), (14, 2), (8, 1), (24, 1), (130, 1)]
+)
 def test_group_sizes(device: torch.device, heads: int, kv_heads: int) -> None:
     """Any ratio of query to KV heads, groups larger than a tile included."""
     make_batch(device, [6, 1], [20, 19], heads=heads, kv_heads=kv_heads, d=16).check(paged_prefill)
@@ -83,11 +98,15 @@ def test_layouts(device: torch.device, layout: str) -> None:
 @pytest.mark.parametrize("cache_dtype", FP8, ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("per_head", [False, True], ids=["per_tensor", "per_head"])
-def test_float8_cache(device: torch.device, cache_dtype: torch.dtype, dtype: torch.dtype, per_head: bool) -> None:
+def test_float8_cache(
+    device: torch.device, cache_dtype: torch.dtype, dtype: torch.dtype, per_head: bool
+) -> None:
     """M9, Q2: both formats, scales per tensor (a number, a tensor) and per head."""
     batch = make_batch(device, [13, 1], [40, 9], dtype=dtype, cache_dtype=cache_dtype)
     k_scale = torch.tensor([0.25, 0.8], device=device) if per_head else 0.25
-    v_scale = torch.tensor([0.5, 1.5], device=device) if per_head else torch.tensor(0.5, device=device)
+    v_scale = (
+        torch.tensor([0.5, 1.5], device=device) if per_head else torch.tensor(0.5, device=device)
+    )
     batch.check(paged_prefill, k_scale=k_scale, v_scale=v_scale)
 
 
@@ -96,12 +115,16 @@ def test_float8_cache(device: torch.device, cache_dtype: torch.dtype, dtype: tor
 def test_windows_show_exactly_their_keys(device: torch.device, window: int, causal: bool) -> None:
     """W2: with equal scores and one-hot values the output is the uniform distribution over the visible positions."""
     lengths = [40, 64]
-    batch = make_batch(device, [40, 5], lengths, heads=1, kv_heads=1, d=64, block_size=16, causal=causal)
+    batch = make_batch(
+        device, [40, 5], lengths, heads=1, kv_heads=1, d=64, block_size=16, causal=causal
+    )
     batch.key_cache[batch.key_cache.isfinite()] = 0.0
     for request, length in enumerate(lengths):
         for position in range(length):
             block = int(batch.block_table[request, position // 16])
-            batch.value_cache[block, position % 16, 0] = torch.nn.functional.one_hot(torch.tensor(position), 64).float()
+            batch.value_cache[block, position % 16, 0] = torch.nn.functional.one_hot(
+                torch.tensor(position), 64
+            ).float()
     out, _ = batch.run(paged_prefill, window=(window, -1 if causal else window))
     token = 0
     for query_len, length in ((40, 40), (5, 64)):
@@ -184,11 +207,19 @@ def test_the_same_call_twice_gives_the_same_bits(device: torch.device) -> None:
 def test_tensors_that_cannot_be_addressed_are_named(device: torch.device) -> None:
     """E: a last dimension that is not dense, or heads that do not divide, raise before any launch."""
     batch = make_batch(device, [3], [5])
-    with pytest.raises(ContractError, match=r"query has last stride 2; make its last dimension dense \[P1\]"):
-        PagedBatch(batch.query.repeat(1, 1, 2)[..., ::2], *batch.tensors()[1:], 3, batch.options).run(paged_prefill)
-    with pytest.raises(ContractError, match=r"lse has last stride 3; make its last dimension dense"):
+    with pytest.raises(
+        ContractError, match=r"query has last stride 2; make its last dimension dense \[P1\]"
+    ):
+        PagedBatch(
+            batch.query.repeat(1, 1, 2)[..., ::2], *batch.tensors()[1:], 3, batch.options
+        ).run(paged_prefill)
+    with pytest.raises(
+        ContractError, match=r"lse has last stride 3; make its last dimension dense"
+    ):
         batch.run(paged_prefill, lse=torch.empty(4, 3, device=device).T)
-    with pytest.raises(ContractError, match=r"query has 3 heads and the keys 2; the first must be a multiple"):
+    with pytest.raises(
+        ContractError, match=r"query has 3 heads and the keys 2; the first must be a multiple"
+    ):
         PagedBatch(batch.query[:, :3], *batch.tensors()[1:], 3, batch.options).run(paged_prefill)
 
 
@@ -213,7 +244,9 @@ def test_a_pool_beyond_two_to_the_31_elements(device: torch.device, kernel: Any)
         pool[shift:] = cache
         caches.append(pool)
     table = torch.where(small.block_table < shift, small.block_table + shift, small.block_table)
-    large = PagedBatch(small.query, *caches, table, small.query_start_loc, small.seq_lens, 3, small.options)
+    large = PagedBatch(
+        small.query, *caches, table, small.query_start_loc, small.seq_lens, 3, small.options
+    )
     assert torch.equal(large.run(kernel)[0], small.run(kernel)[0])
 
 
@@ -222,7 +255,9 @@ def test_a_pool_beyond_two_to_the_31_elements(device: torch.device, kernel: Any)
 @pytest.mark.parametrize("window", [-1, 200])
 def test_long_chunk_over_a_context(device: torch.device, dtype: torch.dtype, window: int) -> None:
     """Real lengths against float32 attention over gathered keys."""
-    batch = make_batch(device, [700, 1], [3000, 2000], heads=8, kv_heads=2, d=128, dtype=dtype, window=(window, -1))
+    batch = make_batch(
+        device, [700, 1], [3000, 2000], heads=8, kv_heads=2, d=128, dtype=dtype, window=(window, -1)
+    )
     out, lse = batch.run(paged_prefill)
     for span, request, length in ((slice(0, 700), 0, 3000), (slice(700, 701), 1, 2000)):
         blocks = batch.block_table[request, : -(-length // 16)].long()

@@ -7,7 +7,15 @@ import torch
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.quant import KV_E4M3_BYTES, KV_E5M2_BYTES, KV_NATIVE, KV_PLAIN, decode_kv, encode_fp8, kv_kind
+from attnlib.ops.triton.quant import (
+    KV_E4M3_BYTES,
+    KV_E5M2_BYTES,
+    KV_NATIVE,
+    KV_PLAIN,
+    decode_kv,
+    encode_fp8,
+    kv_kind,
+)
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -33,7 +41,9 @@ def _encode(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("compute", [tl.float16, tl.float32], ids=["f16", "f32"])
-def test_every_byte_decodes_to_its_number(device: torch.device, dtype: torch.dtype, compute: tl.dtype) -> None:
+def test_every_byte_decodes_to_its_number(
+    device: torch.device, dtype: torch.dtype, compute: tl.dtype
+) -> None:
     """M9: on chips without float8 the bytes are decoded exactly, subnormals, infinities and NaN included."""
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).to(device)
     out = torch.empty(256, device=device)
@@ -48,16 +58,25 @@ def test_numbers_encode_to_the_nearest(device: torch.device, dtype: torch.dtype)
     finite = representable[representable.isfinite()].sort().values.unique()
     ties = (finite[1:] + finite[:-1]) / 2
     nudged = torch.cat([torch.nextafter(ties, ties + 1), torch.nextafter(ties, ties - 1)])
-    noise = torch.randn(2000, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.linspace(-9, 2, 2000)
+    noise = torch.randn(2000, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.linspace(
+        -9, 2, 2000
+    )
     x = torch.cat([finite, ties, nudged, noise, torch.tensor([0.0, -0.0, 1e-30])]).to(device)
     x = x[x.abs() <= finite.max()]
     assert torch.equal(_encode(x, dtype).view(torch.uint8), x.to(dtype).view(torch.uint8))
 
 
-@pytest.mark.parametrize(("dtype", "largest"), [(E4M3, 448.0), (E5M2, 57344.0)], ids=["e4m3", "e5m2"])
-def test_what_does_not_fit_saturates(device: torch.device, dtype: torch.dtype, largest: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [(E4M3, 448.0), (E5M2, 57344.0)], ids=["e4m3", "e5m2"]
+)
+def test_what_does_not_fit_saturates(
+    device: torch.device, dtype: torch.dtype, largest: float
+) -> None:
     """M9: beyond the largest finite number, infinities included, lies the largest finite number; NaN stays NaN."""
-    x = torch.tensor([largest * 1.001, -largest * 4, float("inf"), float("-inf"), 1e38, float("nan")], device=device)
+    x = torch.tensor(
+        [largest * 1.001, -largest * 4, float("inf"), float("-inf"), 1e38, float("nan")],
+        device=device,
+    )
     got = _encode(x, dtype).float()
     assert got[:5].tolist() == [largest, -largest, largest, -largest, largest]
     assert got[5].isnan()
@@ -65,6 +84,9 @@ def test_what_does_not_fit_saturates(device: torch.device, dtype: torch.dtype, l
 
 def test_the_way_to_read_follows_the_chip() -> None:
     """Q1: bytes where the chip has no float8, its own conversion where it has."""
-    assert [kv_kind(E4M3, False), kv_kind(E5M2, False)] == [KV_E4M3_BYTES.value, KV_E5M2_BYTES.value]
+    assert [kv_kind(E4M3, False), kv_kind(E5M2, False)] == [
+        KV_E4M3_BYTES.value,
+        KV_E5M2_BYTES.value,
+    ]
     assert kv_kind(E4M3, True) == kv_kind(E5M2, True) == KV_NATIVE.value
     assert kv_kind(torch.bfloat16, True) == kv_kind(torch.float32, False) == KV_PLAIN.value

@@ -21,8 +21,12 @@ CACHE_DTYPES = [None, None, torch.float8_e4m3fn, torch.float8_e5m2]
 def _draw(seed: int, device: torch.device) -> tuple[PagedBatch, dict[str, Any], int | None]:
     """A batch of up to five requests, one to three features, and a number of splits."""
     choose = random.Random(seed)
-    query_lens = [choose.choice([0, 1, 1, 2, 8, choose.randint(1, 30)]) for _ in range(choose.randint(1, 5))]
-    seq_lens = [max(0, length + choose.choice([-3, 0, choose.randint(0, 60)])) for length in query_lens]
+    query_lens = [
+        choose.choice([0, 1, 1, 2, 8, choose.randint(1, 30)]) for _ in range(choose.randint(1, 5))
+    ]
+    seq_lens = [
+        max(0, length + choose.choice([-3, 0, choose.randint(0, 60)])) for length in query_lens
+    ]
     kv_heads, group = choose.choice([1, 2]), choose.choice([1, 2, 3, 5])
     cache_dtype = choose.choice(CACHE_DTYPES)
     batch = make_batch(
@@ -33,7 +37,12 @@ def _draw(seed: int, device: torch.device) -> tuple[PagedBatch, dict[str, Any], 
     options: dict[str, Any] = {}
     for feature in choose.sample(FEATURES, choose.randint(1, 3)):
         options |= feature_options(
-            feature, requests=len(seq_lens), tokens=batch.query.shape[0], heads=kv_heads * group, max_query_len=max([*query_lens, 1]), device=device
+            feature,
+            requests=len(seq_lens),
+            tokens=batch.query.shape[0],
+            heads=kv_heads * group,
+            max_query_len=max([*query_lens, 1]),
+            device=device,
         )
     if cache_dtype is not None:
         options |= {"k_scale": 0.5, "v_scale": torch.linspace(0.5, 1.5, kv_heads, device=device)}

@@ -17,16 +17,22 @@ def _find_kernel(starts, found, num_reqs, TILE_TOKENS: tl.constexpr, LANES: tl.c
 
 
 @triton.jit
-def _split_kernel(starts, seq_lens, out, num_reqs, num_splits, load, BALANCED: tl.constexpr, LANES: tl.constexpr):
+def _split_kernel(
+    starts, seq_lens, out, num_reqs, num_splits, load, BALANCED: tl.constexpr, LANES: tl.constexpr
+):
     request = tl.program_id(0)
-    _, own = request_tiles(starts, seq_lens, seq_lens, request, True, 0, 0, 0, 64, 1, False, False, False)
+    _, own = request_tiles(
+        starts, seq_lens, seq_lens, request, True, 0, 0, 0, 64, 1, False, False, False
+    )
     per_split = tiles_per_split(starts, seq_lens, seq_lens, num_reqs, own, num_splits, load, 0, 0, 0, BALANCED, 2, 128,
                                 LANES, 64, 1, False, False, False)  # fmt: skip
     tl.store(out + request * 2, own)
     tl.store(out + request * 2 + 1, per_split)
 
 
-def _splits(device: torch.device, seq_lens: list[int], num_splits: int, load: float, balanced: bool) -> list[tuple[int, int]]:
+def _splits(
+    device: torch.device, seq_lens: list[int], num_splits: int, load: float, balanced: bool
+) -> list[tuple[int, int]]:
     """(tiles, splits used) of each request of a decode batch."""
     starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=device)
     out = torch.zeros(len(seq_lens), 2, dtype=torch.int32, device=device)
@@ -37,7 +43,9 @@ def _splits(device: torch.device, seq_lens: list[int], num_splits: int, load: fl
 
 @pytest.mark.parametrize("tile_tokens", [1, 5, 16])
 @pytest.mark.parametrize("lanes", [4, 128])
-def test_every_token_is_in_a_tile_of_its_request(device: torch.device, tile_tokens: int, lanes: int) -> None:
+def test_every_token_is_in_a_tile_of_its_request(
+    device: torch.device, tile_tokens: int, lanes: int
+) -> None:
     """Tiles counted from start // tile + request cover every request's tokens and the rows after the last one."""
     query_lens = [0, 7, 0, 0, 33, 1, 16, 0]
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()

@@ -8,14 +8,18 @@ import torch
 from attnlib.ops.triton.slots import compute_slot_mapping
 
 
-def _expected(starts: list[int], lengths: list[int], table: torch.Tensor, block_size: int, tokens: int) -> list[int]:
+def _expected(
+    starts: list[int], lengths: list[int], table: torch.Tensor, block_size: int, tokens: int
+) -> list[int]:
     slots = [-1] * tokens
     for request, length in enumerate(lengths):
         query_len = starts[request + 1] - starts[request]
         for i in range(query_len):
             position = length - query_len + i
             if position >= 0:
-                slots[starts[request] + i] = int(table[request, position // block_size]) * block_size + (position % block_size)
+                slots[starts[request] + i] = int(
+                    table[request, position // block_size]
+                ) * block_size + (position % block_size)
     return slots
 
 
@@ -29,7 +33,9 @@ def test_slots_of_ragged_batches(device: torch.device, block_size: int, requests
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), query_lens.cumsum(0)])
     table = torch.randint(0, 1 << 29, (requests, 9), generator=generator, dtype=torch.int32)
     tokens = int(starts[-1]) + 3
-    got = compute_slot_mapping(starts.int().to(device), lengths.int().to(device), table.to(device), block_size, tokens)
+    got = compute_slot_mapping(
+        starts.int().to(device), lengths.int().to(device), table.to(device), block_size, tokens
+    )
     assert got.dtype == torch.int64
     assert got.tolist() == _expected(starts.tolist(), lengths.tolist(), table, block_size, tokens)
 
@@ -37,8 +43,13 @@ def test_slots_of_ragged_batches(device: torch.device, block_size: int, requests
 def test_writes_into_the_given_buffer(device: torch.device) -> None:
     """G3: a persistent buffer is filled in place, strided table rows included, and slots pass 2^31."""
     out = torch.full((4,), 77, dtype=torch.int64, device=device)
-    table = torch.tensor([[1, 9, 7], [(1 << 30) + 1, 9, 7]], dtype=torch.int32, device=device)[:, :1]
-    starts, lengths = torch.tensor([0, 1, 3], dtype=torch.int32), torch.tensor([4, 16], dtype=torch.int32)
+    table = torch.tensor([[1, 9, 7], [(1 << 30) + 1, 9, 7]], dtype=torch.int32, device=device)[
+        :, :1
+    ]
+    starts, lengths = (
+        torch.tensor([0, 1, 3], dtype=torch.int32),
+        torch.tensor([4, 16], dtype=torch.int32),
+    )
     got = compute_slot_mapping(starts.to(device), lengths.to(device), table, 16, 4, out=out)
     assert got is out
     assert out.tolist() == [19, ((1 << 30) + 1) * 16 + 14, ((1 << 30) + 1) * 16 + 15, -1]
@@ -47,14 +58,20 @@ def test_writes_into_the_given_buffer(device: torch.device) -> None:
 def test_a_table_too_narrow_reads_nothing_past_it(device: torch.device) -> None:
     """O2: positions beyond the table's columns get -1 instead of a neighbour row's block."""
     table = torch.tensor([[3], [5]], dtype=torch.int32, device=device)
-    starts, lengths = torch.tensor([0, 2, 3], dtype=torch.int32), torch.tensor([17, 2], dtype=torch.int32)
+    starts, lengths = (
+        torch.tensor([0, 2, 3], dtype=torch.int32),
+        torch.tensor([17, 2], dtype=torch.int32),
+    )
     got = compute_slot_mapping(starts.to(device), lengths.to(device), table, 16, 3)
     assert got.tolist() == [63, -1, 81]
 
 
 def test_nothing_to_do(device: torch.device) -> None:
     """M7: no requests and no tokens are legal."""
-    empty, table = torch.empty(0, dtype=torch.int32, device=device), torch.empty(0, 1, dtype=torch.int32, device=device)
+    empty, table = (
+        torch.empty(0, dtype=torch.int32, device=device),
+        torch.empty(0, 1, dtype=torch.int32, device=device),
+    )
     start = torch.zeros(1, dtype=torch.int32, device=device)
     assert compute_slot_mapping(start, empty, table, 16, 0).shape == (0,)
     assert compute_slot_mapping(start, empty, table, 16, 3).tolist() == [-1, -1, -1]

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 
 from attnlib.errors import ContractError, UnsupportedConfigError
-from attnlib.ops.triton.hopper.tiles import DecodeTile, HopperTile, choose_hopper_tile, decode_shared_bytes
+from attnlib.ops.triton.hopper.tiles import (
+    DecodeTile,
+    HopperTile,
+    choose_hopper_tile,
+    decode_shared_bytes,
+)
 from attnlib.ops.triton.hopper.tiles import shared_bytes as hopper_bytes
 from attnlib.ops.triton.tile_tables import (
     ELEMENTS,
@@ -36,13 +41,23 @@ LINE: dict[str, Any] = {
 
 
 def _table(*lines: dict[str, Any]) -> TileTable:
-    return parse_table({"schema": 1, "chip": "test chip", "provenance": {"mine": {"command": "by hand"}}, "tiles": list(lines)}, "mine.json")
+    return parse_table(
+        {
+            "schema": 1,
+            "chip": "test chip",
+            "provenance": {"mine": {"command": "by hand"}},
+            "tiles": list(lines),
+        },
+        "mine.json",
+    )
 
 
 @pytest.mark.parametrize("products", PRODUCTS)
 @pytest.mark.parametrize("elements", ELEMENTS)
 @pytest.mark.parametrize("op", ["decode", "prefill"])
-def test_the_shipped_tables_have_a_tile_for_every_chip_format_and_size(op: str, products: str, elements: str) -> None:
+def test_the_shipped_tables_have_a_tile_for_every_chip_format_and_size(
+    op: str, products: str, elements: str
+) -> None:
     """P6: a gap in a table would be found at the first call on that chip; here it is found before."""
     for width in (16, 64, 96, 128, 192, 256, 512, 576, 1024):
         for rows in (16, 64, 1 << 20):
@@ -56,13 +71,19 @@ def test_no_shipped_entry_is_shadowed() -> None:
     for table in shipped_tables():
         seen: dict[tuple[Any, ...], int] = {}
         for entry in table.entries:
-            width, tile = dict((name, least) for name, least, _ in entry.ranges)["head_size"], dict(entry.tile)
+            width, tile = (
+                dict((name, least) for name, least, _ in entry.ranges)["head_size"],
+                dict(entry.tile),
+            )
             if entry.op == "hopper_prefill":
                 need = hopper_bytes(HopperTile(**tile), 128, 128)
             elif entry.op == "hopper_decode":
                 need = decode_shared_bytes(DecodeTile(**tile), 128, 128)
             else:
-                query, products = 4 if entry.elements == ("float32",) else 2, entry.products[0] if entry.products else "sync"
+                query, products = (
+                    4 if entry.elements == ("float32",) else 2,
+                    entry.products[0] if entry.products else "sync",
+                )
                 need = shared_bytes(Tile(**tile), width, width, query, query, products)
             key = (entry.op, entry.products, entry.elements, entry.ranges)
             assert need < seen.get(key, 1 << 30), (table.name, entry)
@@ -77,7 +98,9 @@ def test_tables_are_read_late() -> None:
         "attnlib.ops.triton.tiles.choose_decode_tile(128, 128, 2, 2, 4, 1 << 17, 'sync')\n"
         "assert len([each for each in opened if 'triton/tables' in each and each.endswith('.json')]) >= 2\nassert 'triton' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -86,29 +109,65 @@ def test_a_tuned_table_comes_first_where_it_matches_and_fits() -> None:
     mine, shipped = Tile(16, 128, 4, 2), choose_decode_tile(128, 128, 2, 2, 4, 227 * KB, "async")
     assert shipped != mine
     assert choose_decode_tile(128, 128, 2, 2, 4, 227 * KB, "async", tuned=tuned) == mine
-    for arguments in ((64, 64, 2, 2, 4, 227 * KB, "async"), (128, 128, 2, 2, 32, 227 * KB, "async"), (128, 128, 2, 2, 4, 99 * KB, "sync")):
+    for arguments in (
+        (64, 64, 2, 2, 4, 227 * KB, "async"),
+        (128, 128, 2, 2, 32, 227 * KB, "async"),
+        (128, 128, 2, 2, 4, 99 * KB, "sync"),
+    ):
         assert choose_decode_tile(*arguments, tuned=tuned) == choose_decode_tile(*arguments)
-    assert choose_decode_tile(128, 128, 2, 2, 4, 64 * KB, "async", tuned=tuned).block_n < 128, "128 keys do not fit 64 KB"
+    assert choose_decode_tile(128, 128, 2, 2, 4, 64 * KB, "async", tuned=tuned).block_n < 128, (
+        "128 keys do not fit 64 KB"
+    )
 
 
 def test_prefill_and_hopper_tiles_come_from_the_same_table() -> None:
-    prefill = {"op": "prefill", "tile": {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 2}, "provenance": "mine"}
-    hopper = {"op": "hopper_prefill", "tile": {"block_n": 64, "stages": 3, "persistent": True}, "provenance": "mine", "block_size": [128, 256]}
+    prefill = {
+        "op": "prefill",
+        "tile": {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 2},
+        "provenance": "mine",
+    }
+    hopper = {
+        "op": "hopper_prefill",
+        "tile": {"block_n": 64, "stages": 3, "persistent": True},
+        "provenance": "mine",
+        "block_size": [128, 256],
+    }
     tuned = _table(prefill, hopper)
-    assert choose_prefill_tile(128, 128, 2, 2, 4096, 227 * KB, "async", tuned=tuned) == Tile(64, 64, 4, 2)
-    assert choose_prefill_tile(128, 128, 2, 2, 20, 227 * KB, "async", tuned=tuned) == Tile(32, 64, 4, 2)
-    assert choose_hopper_tile(128, 128, block_size=128, tuned=tuned) == HopperTile(64, 3, persistent=True)
+    assert choose_prefill_tile(128, 128, 2, 2, 4096, 227 * KB, "async", tuned=tuned) == Tile(
+        64, 64, 4, 2
+    )
+    assert choose_prefill_tile(128, 128, 2, 2, 20, 227 * KB, "async", tuned=tuned) == Tile(
+        32, 64, 4, 2
+    )
+    assert choose_hopper_tile(128, 128, block_size=128, tuned=tuned) == HopperTile(
+        64, 3, persistent=True
+    )
     usual = HopperTile(128, 2, persistent=True, q_stages=2)
-    assert choose_hopper_tile(128, 128, block_size=16, tuned=tuned) == choose_hopper_tile(128, 128) == usual
-    assert choose_hopper_tile(128, 128, visible=513) == usual and choose_hopper_tile(128, 128, visible=128).block_n == 64
+    assert (
+        choose_hopper_tile(128, 128, block_size=16, tuned=tuned)
+        == choose_hopper_tile(128, 128)
+        == usual
+    )
+    assert (
+        choose_hopper_tile(128, 128, visible=513) == usual
+        and choose_hopper_tile(128, 128, visible=128).block_n == 64
+    )
     with pytest.raises(UnsupportedConfigError, match="head sizes 512"):
         choose_hopper_tile(512, 512, tuned=tuned)
 
 
 def test_a_tile_measured_without_a_window_leaves_windows_to_the_shipped_entries() -> None:
     """The class that was measured, and no other: a tile for long rows would be slow for a few keys, and the other way round."""
-    line = {"op": "hopper_prefill", "tile": {"block_n": 128, "stages": 2, "persistent": True}, "provenance": "mine", "block_size": [16, 16]}
-    endless, narrow = _table({**line, "visible": list(visible_class(None))}), _table({**line, "visible": list(visible_class(128))})
+    line = {
+        "op": "hopper_prefill",
+        "tile": {"block_n": 128, "stages": 2, "persistent": True},
+        "provenance": "mine",
+        "block_size": [16, 16],
+    }
+    endless, narrow = (
+        _table({**line, "visible": list(visible_class(None))}),
+        _table({**line, "visible": list(visible_class(128))}),
+    )
     for visible in (None, 128, 256, 257, 512, 513, 1024, 1025, 8192):
         usual = choose_hopper_tile(64, 64, block_size=16, visible=visible)
         mine = HopperTile(128, 2, persistent=True)
@@ -116,15 +175,33 @@ def test_a_tile_measured_without_a_window_leaves_windows_to_the_shipped_entries(
         for tuned, measured in ((endless, (None, 1025, 8192)), (narrow, (128, 256))):
             found = choose_hopper_tile(64, 64, block_size=16, visible=visible, tuned=tuned)
             assert found == (mine if visible in measured else usual), visible
-    assert choose_hopper_tile(64, 64, block_size=64, tuned=endless) == choose_hopper_tile(64, 64), "another page size was not measured"
+    assert choose_hopper_tile(64, 64, block_size=64, tuned=endless) == choose_hopper_tile(64, 64), (
+        "another page size was not measured"
+    )
 
 
 def test_classes_of_windows_meet_without_a_gap_and_end_where_shipped_entries_do() -> None:
     classes = [visible_class(keys) for keys in (1, 256, 257, 512, 513, 1024, 1025)]
-    assert classes == [(1, 256), (1, 256), (257, 512), (257, 512), (513, 1024), (513, 1024), (1025, None)]
+    assert classes == [
+        (1, 256),
+        (1, 256),
+        (257, 512),
+        (257, 512),
+        (513, 1024),
+        (513, 1024),
+        (1025, None),
+    ]
     assert visible_class(None) == (1025, None)
-    shipped = [bounds for table in shipped_tables() for entry in table.entries for name, *bounds in entry.ranges if name == "visible"]
-    assert shipped and all(least == 1 and most in VISIBLE_EDGES for least, most in shipped), "a tuned entry would cover part of a shipped one"
+    shipped = [
+        bounds
+        for table in shipped_tables()
+        for entry in table.entries
+        for name, *bounds in entry.ranges
+        if name == "visible"
+    ]
+    assert shipped and all(least == 1 and most in VISIBLE_EDGES for least, most in shipped), (
+        "a tuned entry would cover part of a shipped one"
+    )
 
 
 def test_tiles_may_depend_on_classes_of_work_and_never_on_neighbours_when_asked_not_to() -> None:
@@ -133,21 +210,40 @@ def test_tiles_may_depend_on_classes_of_work_and_never_on_neighbours_when_asked_
     large = {**LINE, "keys_per_sm": [16385, None], "tile": {**LINE["tile"], "block_n": 32}}
     tuned = _table(small, large)
     assert work_bounds("decode", tuned) == (1024, 16384) and work_bounds("prefill", tuned) == ()
-    found = {work: choose_decode_tile(128, 128, 2, 2, 4, 227 * KB, "async", keys_per_sm=work, tuned=tuned).block_n for work in (1, 1024, 4096, 65536)}
+    found = {
+        work: choose_decode_tile(
+            128, 128, 2, 2, 4, 227 * KB, "async", keys_per_sm=work, tuned=tuned
+        ).block_n
+        for work in (1, 1024, 4096, 65536)
+    }
     assert found == {1: 128, 1024: 128, 4096: 64, 65536: 32}
     assert choose_decode_tile(128, 128, 2, 2, 4, 227 * KB, "async", tuned=tuned).block_n == 64
 
 
 def test_classes_of_work_are_powers_of_four() -> None:
-    assert [work_class(1, 1, keys, 1) for keys in (0, 1, 2, 4, 5, 16, 17)] == [1, 1, 4, 4, 16, 16, 64]
+    assert [work_class(1, 1, keys, 1) for keys in (0, 1, 2, 4, 5, 16, 17)] == [
+        1,
+        1,
+        4,
+        4,
+        16,
+        16,
+        64,
+    ]
     assert work_class(64, 8, 8192, 132) == 65536 and work_class(1, 8, 8192, 132) == 1024
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"op": "dekode"}, r"op='dekode' must be one of decode, prefill, hopper_prefill"),
     ({"tile": {"block_m": 16}}, r"tile needs the number 'block_n'"),
-    ({"tile": {**LINE["tile"], "block_n": 48}}, r"tile has block_n=48, which must be a power of two"),
-    ({"tile": {**LINE["tile"], "num_stages": 0}}, r"tile has num_stages=0, which must be in \[1, 8\]"),
+    (
+        {"tile": {**LINE["tile"], "block_n": 48}},
+        r"tile has block_n=48, which must be a power of two",
+    ),
+    (
+        {"tile": {**LINE["tile"], "num_stages": 0}},
+        r"tile has num_stages=0, which must be in \[1, 8\]",
+    ),
     ({"tile": {**LINE["tile"], "colour": 3}}, r"tile has 'colour', which no tile of decode has"),
     ({"products": ["tensor"]}, r"products has 'tensor', which must be one of async, sync, mfma"),
     ({"head_size": ["a", 3]}, r"head_size=\['a', 3\] must be \[least, most\]"),
@@ -160,12 +256,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("change", "words"), WRONG)
 def test_what_is_wrong_with_a_table_is_named(change: dict[str, Any], words: str) -> None:
     good = copy.deepcopy(LINE)
-    with pytest.raises(ContractError, match=r"tile table mine.json, tiles\[1\]: " + words + r".*attnlib tune"):
+    with pytest.raises(
+        ContractError, match=r"tile table mine.json, tiles\[1\]: " + words + r".*attnlib tune"
+    ):
         _table(good, {**good, **change})
 
 
 def test_a_table_of_another_schema_is_refused() -> None:
-    with pytest.raises(ContractError, match=r"has schema 7 and this version reads 1; write it anew with attnlib tune"):
+    with pytest.raises(
+        ContractError,
+        match=r"has schema 7 and this version reads 1; write it anew with attnlib tune",
+    ):
         parse_table({"schema": 7}, "old.json")
     with pytest.raises(ContractError, match="has schema 'list'"):
         parse_table([], "old.json")

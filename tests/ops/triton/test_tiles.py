@@ -35,7 +35,10 @@ def test_never_exceeds_the_chip(choose, limit: int, products: str) -> None:  # t
                     tile = choose(size, size, *formats, rows, limit, products, has_bias)
                     assert shared_bytes(tile, size, size, *formats, products, has_bias) <= limit
                 assert tile.block_m >= 16 and tile.block_n >= 16 and tile.num_warps in (4, 8)
-                assert tile.block_m & (tile.block_m - 1) == 0 and tile.block_n & (tile.block_n - 1) == 0
+                assert (
+                    tile.block_m & (tile.block_m - 1) == 0
+                    and tile.block_n & (tile.block_n - 1) == 0
+                )
 
 
 @pytest.mark.parametrize("choose", CHOOSERS)
@@ -48,8 +51,14 @@ def test_what_fits_nowhere_is_refused_with_the_numbers(choose) -> None:  # type:
 
 def test_tiles_follow_the_rows() -> None:
     """A tile has no more rows than the batch can fill, and at least the 16 that the tensor cores want."""
-    prefill = {rows: choose_prefill_tile(128, 128, 2, 2, rows, 227 * KB, "async").block_m for rows in (1, 17, 60, 9999)}
-    decode = {rows: choose_decode_tile(128, 128, 2, 2, rows, 227 * KB, "async").block_m for rows in (1, 16, 17, 9999)}
+    prefill = {
+        rows: choose_prefill_tile(128, 128, 2, 2, rows, 227 * KB, "async").block_m
+        for rows in (1, 17, 60, 9999)
+    }
+    decode = {
+        rows: choose_decode_tile(128, 128, 2, 2, rows, 227 * KB, "async").block_m
+        for rows in (1, 16, 17, 9999)
+    }
     assert prefill == {1: 16, 17: 32, 60: 64, 9999: 128}
     assert decode == {1: 16, 16: 16, 17: 32, 9999: 64}
 

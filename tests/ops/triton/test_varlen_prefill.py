@@ -71,17 +71,31 @@ def test_encoder_decoder_lengths(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "d", "dv"), [(2, 2, 16, 16), (6, 2, 40, 24), (2, 1, 96, 96), (1, 1, 64, 64)])
-def test_shapes_and_dtypes(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int, dv: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d", "dv"),
+    [(2, 2, 16, 16), (6, 2, 40, 24), (2, 1, 96, 96), (1, 1, 64, 64)],
+)
+def test_shapes_and_dtypes(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int, dv: int
+) -> None:
     """Dtypes, groups, head sizes that are no power of two, values of another size."""
-    _packed(device, [17, 30], [17, 30], heads=heads, kv_heads=kv_heads, d=d, dv=dv, dtype=dtype).check()
+    _packed(
+        device, [17, 30], [17, 30], heads=heads, kv_heads=kv_heads, d=d, dv=dv, dtype=dtype
+    ).check()
 
 
 def test_views_of_a_fused_projection(device: torch.device) -> None:
     """P9: q, k and v that are slices of one tensor."""
     fused = torch.randn(24, 3, 2, 16, device=device)
     starts = torch.tensor([0, 24], dtype=torch.int32, device=device)
-    Packed(fused[:, 0], fused[:, 1], fused[:, 2], starts, starts, {"max_seqlen_q": 24, "max_seqlen_k": 24}).check()
+    Packed(
+        fused[:, 0],
+        fused[:, 1],
+        fused[:, 2],
+        starts,
+        starts,
+        {"max_seqlen_q": 24, "max_seqlen_k": 24},
+    ).check()
 
 
 def test_nothing_to_do(device: torch.device) -> None:

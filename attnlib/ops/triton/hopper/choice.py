@@ -15,13 +15,24 @@ from attnlib.ops.triton.arguments import Options
 from attnlib.ops.triton.device import DeviceLimits
 from attnlib.ops.triton.hopper.counters import PREFILL_COUNTERS
 from attnlib.ops.triton.hopper.limits import decode_gaps, prefers_hopper_decode, prefill_gaps
-from attnlib.ops.triton.hopper.paged_decode import HopperDecode, hopper_decode_workspace_bytes, plan_hopper_decode
+from attnlib.ops.triton.hopper.paged_decode import (
+    HopperDecode,
+    hopper_decode_workspace_bytes,
+    plan_hopper_decode,
+)
 from attnlib.ops.triton.hopper.paged_prefill import HopperPrefill, plan_hopper_prefill
 from attnlib.ops.triton.hopper.tiles import choose_hopper_decode_tile, choose_hopper_tile
 from attnlib.ops.triton.launch import Remembered
 from attnlib.ops.triton.tile_tables import work_where_it_matters
 
-__all__ = ["decode_workspace_bytes", "find_decode", "find_prefill", "num_counters", "slots_beside_prefill", "stride_gaps"]
+__all__ = [
+    "decode_workspace_bytes",
+    "find_decode",
+    "find_prefill",
+    "num_counters",
+    "slots_beside_prefill",
+    "stride_gaps",
+]
 
 _decodes: Remembered[HopperDecode] = Remembered()
 
@@ -49,16 +60,22 @@ def stride_gaps(**tensors: Tensor) -> list[str]:
     """Why tensors cannot be read in 16-byte pieces; empty when they can (given that they start on such a boundary)."""
     gaps = []
     for name, tensor in tensors.items():
-        for dim, (size, stride) in enumerate(zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)):
+        for dim, (size, stride) in enumerate(
+            zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+        ):
             if size > 1 and (stride % 8 or stride <= 0):
-                gaps.append(f"{name} has stride {stride} in dimension {dim}; the Hopper kernels need a multiple of 8")
+                gaps.append(
+                    f"{name} has stride {stride} in dimension {dim}; the Hopper kernels need a multiple of 8"
+                )
         if tensor.stride(-1) != 1:
             gaps.append(f"{name} has last stride {tensor.stride(-1)}; the Hopper kernels need 1")
     return gaps
 
 
 def _features(options: Options) -> dict[str, bool]:
-    scales = isinstance(options.k_scale, Tensor) or isinstance(options.v_scale, Tensor)  # a number is looked at in each call
+    scales = isinstance(options.k_scale, Tensor) or isinstance(
+        options.v_scale, Tensor
+    )  # a number is looked at in each call
     return {
         "causal_per_request": isinstance(options.causal, Tensor),
         "alibi": options.alibi_slopes is not None,
@@ -69,20 +86,36 @@ def _features(options: Options) -> dict[str, bool]:
 
 def _layer(query: Tensor, key: Tensor, value: Tensor, limits: DeviceLimits) -> tuple[Any, ...]:
     sizes = (key.shape[3], value.shape[3])
-    return limits.capability, query.dtype, key.dtype, sizes, key.shape[1], query.shape[1] // max(1, key.shape[2])
+    return (
+        limits.capability,
+        query.dtype,
+        key.dtype,
+        sizes,
+        key.shape[1],
+        query.shape[1] // max(1, key.shape[2]),
+    )
 
 
 def _impossible(query: Tensor, key: Tensor, value: Tensor, options: Options) -> bool:
     """What no gap of a layer can tell: strides, an empty pool, and a scale that would turn the maximum around."""
     tensors = stride_gaps(query=query, key_cache=key, value_cache=value, out=options.out)
-    return bool(tensors) or key.shape[0] == 0 or value.dtype != key.dtype or options.out.dtype != query.dtype or options.scale <= 0
+    return (
+        bool(tensors)
+        or key.shape[0] == 0
+        or value.dtype != key.dtype
+        or options.out.dtype != query.dtype
+        or options.scale <= 0
+    )
 
 
 def _visible(options: Options) -> int | None:
     """Keys that one query sees at most, where a window or a chunk says so."""
     left, right = options.window[0], 0 if options.causal is True else options.window[1]
     bounds = [left + right + 1] if left >= 0 and right >= 0 else []
-    return min([*bounds, *([options.attention_chunk_size] if options.attention_chunk_size > 0 else [])], default=None)
+    return min(
+        [*bounds, *([options.attention_chunk_size] if options.attention_chunk_size > 0 else [])],
+        default=None,
+    )
 
 
 def find_prefill(
@@ -96,7 +129,9 @@ def find_prefill(
     max_query_len: int,
 ) -> HopperPrefill | None:
     """The Hopper prefill for calls like this one (with an equal `launch_key`); None where it cannot serve them."""
-    if prefill_gaps(*_layer(query, key, value, limits), **_features(options)) or _impossible(query, key, value, options):
+    if prefill_gaps(*_layer(query, key, value, limits), **_features(options)) or _impossible(
+        query, key, value, options
+    ):
         return None
     rows = query.shape[1] // key.shape[2] * max_query_len
     tile = choose_hopper_tile(
@@ -138,9 +173,13 @@ def find_decode(
         slots: programs that may run at a time, where something else is to run beside them; None is all that find room.
         num_counters: counters that calls bring.
     """
-    if not insist and not prefers_hopper_decode(visible, starts.shape[0] - 1, key.shape[2], limits.num_sms):
+    if not insist and not prefers_hopper_decode(
+        visible, starts.shape[0] - 1, key.shape[2], limits.num_sms
+    ):
         return None
-    work = work_where_it_matters("hopper_decode", starts.shape[0] - 1, key.shape[2], visible, limits.num_sms, limits.tuned)
+    work = work_where_it_matters(
+        "hopper_decode", starts.shape[0] - 1, key.shape[2], visible, limits.num_sms, limits.tuned
+    )
     known = (same, max_query_len, slots, work, num_counters)
     launch = _decodes.get(known)
     if launch is not None and launch.limits is limits:
@@ -148,7 +187,9 @@ def find_decode(
     layer = (*_layer(query, key, value, limits), key.shape[2], limits.num_sms, max_query_len)
     if decode_gaps(*layer, **_features(options)) or _impossible(query, key, value, options):
         return None
-    tile = choose_hopper_decode_tile(key.shape[3], value.shape[3], keys_per_sm=work, tuned=limits.tuned)
+    tile = choose_hopper_decode_tile(
+        key.shape[3], value.shape[3], keys_per_sm=work, tuned=limits.tuned
+    )
     return _decodes.keep(known, plan_hopper_decode(
         query, key, value, block_table, starts, options, tile, limits, max_query_len, slots, num_counters
     ))  # fmt: skip
@@ -159,7 +200,14 @@ def num_counters(limits: DeviceLimits) -> int:
     return PREFILL_COUNTERS + limits.num_sms
 
 
-def decode_workspace_bytes(query: Tensor, key: Tensor, head_size_v: int, num_tokens: int, max_query_len: int, limits: DeviceLimits) -> int:
+def decode_workspace_bytes(
+    query: Tensor,
+    key: Tensor,
+    head_size_v: int,
+    num_tokens: int,
+    max_query_len: int,
+    limits: DeviceLimits,
+) -> int:
     """Bytes that the Hopper decode wants for such calls; 0 where the plain kernel serves them in any case.
 
     Args:
@@ -171,7 +219,19 @@ def decode_workspace_bytes(query: Tensor, key: Tensor, head_size_v: int, num_tok
         limits: the chip.
     """
     sizes, group = (key.shape[3], head_size_v), query.shape[1] // max(1, key.shape[2])
-    layer = (limits.capability, query.dtype, key.dtype, sizes, key.shape[1], group, key.shape[2], limits.num_sms, max_query_len)
+    layer = (
+        limits.capability,
+        query.dtype,
+        key.dtype,
+        sizes,
+        key.shape[1],
+        group,
+        key.shape[2],
+        limits.num_sms,
+        max_query_len,
+    )
     if decode_gaps(*layer):
         return 0
-    return hopper_decode_workspace_bytes(num_tokens, key.shape[2], group, max_query_len, head_size_v, limits.num_sms)
+    return hopper_decode_workspace_bytes(
+        num_tokens, key.shape[2], group, max_query_len, head_size_v, limits.num_sms
+    )

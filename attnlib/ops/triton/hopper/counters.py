@@ -18,5 +18,7 @@ def count_up(counter, ORDER: gl.constexpr):
     LANES: gl.constexpr = 32 * gl.num_warps()
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     lanes = gl.arange(0, LANES, layout)
-    before = gl.atomic_add(counter + lanes * 0, gl.full([LANES], 1, gl.int32, layout), mask=lanes == 0, sem=ORDER)
+    before = gl.atomic_add(
+        counter + lanes * 0, gl.full([LANES], 1, gl.int32, layout), mask=lanes == 0, sem=ORDER
+    )
     return gl.sum(gl.where(lanes == 0, before, 0), 0)

@@ -45,7 +45,16 @@ UNSPECIALISED = [
 ]  # fmt: skip
 """Parameters whose values must not choose a compilation."""
 
-UNALIGNED = ["lse", "sinks", "query_start_loc", "seq_lens", "block_table", "partial_lses", "pieces", "counters"]
+UNALIGNED = [
+    "lse",
+    "sinks",
+    "query_start_loc",
+    "seq_lens",
+    "block_table",
+    "partial_lses",
+    "pieces",
+    "counters",
+]
 """Pointers whose alignment must not choose one either: slices of a batch or of the workspace, cut anywhere."""
 
 _OWN_COUNTERS = gl.constexpr(PREFILL_COUNTERS)
@@ -60,8 +69,12 @@ def _request_tiles(query_start_loc, seq_lens, request, mask, left, right, chunk,
     start = gl.load(query_start_loc + request, mask=mask, other=0)
     query_len = gl.load(query_start_loc + request + 1, mask=mask, other=0) - start
     seq_len = gl.load(seq_lens + request, mask=mask, other=0)
-    first, _ = row_span(seq_len - query_len, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
-    _, last = row_span(seq_len - 1, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
+    first, _ = row_span(
+        seq_len - query_len, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
+    )
+    _, last = row_span(
+        seq_len - 1, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
+    )
     tiles = (gl.maximum(last, 0) + BLOCK_N - 1) // BLOCK_N - gl.maximum(first, 0) // BLOCK_N
     return gl.where(query_len > 0, gl.maximum(tiles, 1), 0)
 
@@ -219,9 +232,13 @@ def _step(q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
     v_stage = (step - 1) % STAGES
     nothing = gl.zeros([KEYS, ROWS], gl.float32, LAYOUT)
     mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-    scores = warpgroup_mma(k_ring.index(stage), q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    scores = warpgroup_mma(
+        k_ring.index(stage), q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True
+    )
     mbarrier.wait(v_full.index(v_stage), ((step - 1) // STAGES) & 1)
-    acc = warpgroup_mma(v_ring.index(v_stage).permute((1, 0)), p_tile.permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma(
+        v_ring.index(v_stage).permute((1, 0)), p_tile.permute((1, 0)), acc, is_async=True
+    )
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(stage), count=1)
     scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
@@ -248,7 +265,9 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, partials, parti
     WIDTH_V: gl.constexpr = v_ring.shape[2]
     BLOCK_N: gl.constexpr = k_ring.shape[1]
     DTYPE: gl.constexpr = q_tile.dtype
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])  # [keys or values, rows]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, ROWS, 16]
+    )  # [keys or values, rows]
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     Q_LANES: gl.constexpr = min(32, WIDTH // 8)
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // Q_LANES, Q_LANES], [4, 1], [1, 0])
@@ -281,10 +300,16 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, partials, parti
 
             q_rows = gl.arange(0, ROWS, gl.SliceLayout(1, Q_LAYOUT))
             q_valid = (q_rows < TILE_TOKENS * GROUP) & (q_rows // GROUP < query_len)
-            offsets = (start + q_rows // GROUP).to(gl.int64) * stride_qt + (kv_head * GROUP + q_rows % GROUP).to(gl.int64) * stride_qh
+            offsets = (start + q_rows // GROUP).to(gl.int64) * stride_qt + (
+                kv_head * GROUP + q_rows % GROUP
+            ).to(gl.int64) * stride_qh
             offsets = (offsets >> 3) << 3
             columns = gl.arange(0, WIDTH, gl.SliceLayout(0, Q_LAYOUT))
-            q = gl.load(query + offsets[:, None] + columns[None, :], mask=q_valid[:, None] & (columns < D)[None, :], other=0.0)
+            q = gl.load(
+                query + offsets[:, None] + columns[None, :],
+                mask=q_valid[:, None] & (columns < D)[None, :],
+                other=0.0,
+            )
             partition_barrier()
             q_tile.store(q)
             fence_async_shared()
@@ -300,7 +325,9 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, partials, parti
             stage = step % STAGES
             mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
             nothing = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
-            scores = warpgroup_mma(k_ring.index(stage), q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            scores = warpgroup_mma(
+                k_ring.index(stage), q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True
+            )
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k_empty.index(stage), count=1)
             scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
@@ -326,7 +353,9 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, partials, parti
             past_end = seq_len - (first_tile + skipped + count - 1) * BLOCK_N
             if (past_end < BLOCK_N) & (seq_len % BLOCK_SIZE != 0):
                 _clear_values(v_ring.index(stage), past_end)
-            acc = warpgroup_mma(v_ring.index(stage).permute((1, 0)), p_tile.permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma(
+                v_ring.index(stage).permute((1, 0)), p_tile.permute((1, 0)), acc, is_async=True
+            )
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(stage), count=1)
 
@@ -338,7 +367,11 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, partials, parti
                 if skipped == 0:
                     # Whoever has a request's first tile says in how many pieces it comes, and where the first one lies.
                     note = (place << 14) | (token * GROUP << 8) | num_pieces
-                    gl.store(pieces + (start + token) * NUM_KV_HEADS + kv_head, note, mask=valid & (row % GROUP == 0))
+                    gl.store(
+                        pieces + (start + token) * NUM_KV_HEADS + kv_head,
+                        note,
+                        mask=valid & (row % GROUP == 0),
+                    )
             summed = total
             if ROWS <= 16:
                 summed = gl.sum(total, 0)
@@ -347,7 +380,9 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, partials, parti
             if HAS_SINK:
                 if num_pieces == 1:
                     # A request in one piece meets its sink here, the others in the join.
-                    anchor, decay, summed = meet_sink(peak, summed, gl.load(sinks + head, mask=valid, other=0.0))
+                    anchor, decay, summed = meet_sink(
+                        peak, summed, gl.load(sinks + head, mask=valid, other=0.0)
+                    )
             empty = summed == 0.0
             safe = gl.where(empty, 1.0, summed)
             base2 = gl.where(empty, float("-inf"), anchor + gl.log2(safe))
@@ -358,9 +393,17 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, partials, parti
                 places = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
                 gl.store(out + places[None, :] + lanes[:, None], result.to(DTYPE), mask=mask)
                 if HAS_LSE:
-                    gl.store(lse + (start + token).to(gl.int64) * stride_lt + head, base2 * LN2, mask=valid)
+                    gl.store(
+                        lse + (start + token).to(gl.int64) * stride_lt + head,
+                        base2 * LN2,
+                        mask=valid,
+                    )
             else:
-                gl.store(partials + ((place * rows + row) * DV)[None, :] + lanes[:, None], result, mask=mask)
+                gl.store(
+                    partials + ((place * rows + row) * DV)[None, :] + lanes[:, None],
+                    result,
+                    mask=mask,
+                )
                 gl.store(partial_lses + place * rows + row, base2, mask=valid)
                 if JOINS:
                     # The last of a request's CTAs merges its pieces, in their order: which one that is changes nothing. The

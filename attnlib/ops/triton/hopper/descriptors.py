@@ -39,10 +39,19 @@ class _Address:
 
 
 @functools.lru_cache(maxsize=512)
-def _describe(pointer: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, width: int) -> TensorDescriptor:
+def _describe(
+    pointer: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    rows: int,
+    width: int,
+) -> TensorDescriptor:
     blocks, positions, heads, size = shape
     # The stride of a dimension of size 1 is arbitrary (P1), and TMA wants a multiple of 16 bytes.
-    block, position, head = (8 if n == 1 else s for n, s in zip(shape[:3], strides[:3], strict=True))
+    block, position, head = (
+        8 if n == 1 else s for n, s in zip(shape[:3], strides[:3], strict=True)
+    )
     layout = gl.NVMMASharedLayout.get_default_for([rows, width], _DTYPES[dtype])
     return TensorDescriptor(
         _Address(pointer, dtype),
@@ -58,12 +67,20 @@ def cache_descriptor(cache: Tensor, rows: int, width: int) -> TensorDescriptor:
 
     Elements past D and pages past B read as zero.
     """
-    return _describe(cache.data_ptr(), cache.dtype, tuple(cache.shape), tuple(cache.stride()), rows, width)
+    return _describe(
+        cache.data_ptr(), cache.dtype, tuple(cache.shape), tuple(cache.stride()), rows, width
+    )
 
 
 @functools.lru_cache(maxsize=512)
 def _describe_query(
-    pointer: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], tokens: int, heads: int, width: int
+    pointer: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    tokens: int,
+    heads: int,
+    width: int,
 ) -> TensorDescriptor:
     token, head = (8 if n == 1 else s for n, s in zip(shape[:2], strides[:2], strict=True))
     layout = gl.NVMMASharedLayout.get_default_for([tokens * heads, width], _DTYPES[dtype])
@@ -75,7 +92,15 @@ def _describe_query(
 
 def query_descriptor(query: Tensor, tokens: int, heads: int, width: int) -> TensorDescriptor:
     """The descriptor of queries `[T, Hq, D]` for boxes of `heads` heads of `tokens` tokens and `width` >= D elements."""
-    return _describe_query(query.data_ptr(), query.dtype, tuple(query.shape), tuple(query.stride()), tokens, heads, width)
+    return _describe_query(
+        query.data_ptr(),
+        query.dtype,
+        tuple(query.shape),
+        tuple(query.stride()),
+        tokens,
+        heads,
+        width,
+    )
 
 
 def cache_facts(key: Tensor, value: Tensor, *boxes: int) -> Hashable:
@@ -111,9 +136,15 @@ class Encoded:
             self._maps = launch.maps
         return _encoded.get((self._number, *addresses))
 
-    def keep(self, launch: BoundLaunch, addresses: tuple[int, ...], *descriptors: TensorDescriptor) -> tuple[Any, ...]:
+    def keep(
+        self, launch: BoundLaunch, addresses: tuple[int, ...], *descriptors: TensorDescriptor
+    ) -> tuple[Any, ...]:
         """Encode and remember the descriptors of the tensors that `find` was asked for in vain."""
-        expanded = (part for number, descriptor in enumerate(descriptors, self._first) for part in launch.expand(number, descriptor))
+        expanded = (
+            part
+            for number, descriptor in enumerate(descriptors, self._first)
+            for part in launch.expand(number, descriptor)
+        )
         return _encoded.keep((self._number, *addresses), tuple(expanded))
 
 

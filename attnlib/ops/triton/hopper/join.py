@@ -56,8 +56,19 @@ def join_here(partials, partial_lses, sinks, out, lse, first_place, num_pieces, 
                 place = gl.where(base == 0, first_place, place)
             live = base + i < num_pieces
             at = place * rows + row
-            parts = parts + (gl.load(partial_lses + at, mask=valid & live, other=float("-inf"), cache_modifier=".cg"),)
-            values = values + (gl.load(partials + (at * DV)[:, None] + lanes[None, :], mask=mask & live, other=0.0, cache_modifier=".cg"),)
+            parts = parts + (
+                gl.load(
+                    partial_lses + at, mask=valid & live, other=float("-inf"), cache_modifier=".cg"
+                ),
+            )
+            values = values + (
+                gl.load(
+                    partials + (at * DV)[:, None] + lanes[None, :],
+                    mask=mask & live,
+                    other=0.0,
+                    cache_modifier=".cg",
+                ),
+            )
         top = peak
         for i in gl.static_range(STEP):
             top = gl.maximum(top, parts[i])
@@ -77,7 +88,11 @@ def join_here(partials, partial_lses, sinks, out, lse, first_place, num_pieces, 
     empty = total == 0.0
     safe = gl.where(empty, 1.0, total)
     places = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
-    gl.store(out + places[:, None] + lanes[None, :], (acc * (decay / safe)[:, None]).to(out.dtype.element_ty), mask=mask)
+    gl.store(
+        out + places[:, None] + lanes[None, :],
+        (acc * (decay / safe)[:, None]).to(out.dtype.element_ty),
+        mask=mask,
+    )
     if HAS_LSE:
         base2 = gl.where(empty, float("-inf"), anchor + gl.log2(safe))
         gl.store(lse + (start + token).to(gl.int64) * stride_lt + head, base2 * LN2, mask=valid)
@@ -93,12 +108,18 @@ def clear_rows(out, lse, query_start_loc, num_reqs, num_tokens, stride_ot, strid
     lanes = gl.arange(0, WIDTH_V, gl.SliceLayout(0, LAYOUT))
     inside = within < GROUP
     num_rows = gl.load(query_start_loc + num_reqs)
-    for pair in range(num_rows * NUM_KV_HEADS + gl.program_id(0), num_tokens * NUM_KV_HEADS, gl.num_programs(0)):
+    for pair in range(
+        num_rows * NUM_KV_HEADS + gl.program_id(0), num_tokens * NUM_KV_HEADS, gl.num_programs(0)
+    ):
         token = pair // NUM_KV_HEADS
         head = pair % NUM_KV_HEADS * GROUP + within
         places = token.to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
         nothing = gl.zeros([HEADS, WIDTH_V], gl.float32, LAYOUT).to(out.dtype.element_ty)
-        gl.store(out + places[:, None] + lanes[None, :], nothing, mask=inside[:, None] & (lanes < DV)[None, :])
+        gl.store(
+            out + places[:, None] + lanes[None, :],
+            nothing,
+            mask=inside[:, None] & (lanes < DV)[None, :],
+        )
         if HAS_LSE:
             gl.store(lse + token.to(gl.int64) * stride_lt + head, gl.full([HEADS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT)),
                      mask=inside)  # fmt: skip
@@ -123,12 +144,20 @@ def join_pieces(partials, partial_lses, pieces, query_start_loc, sinks, out, lse
     num_rows = tl.load(query_start_loc + num_reqs)
     note = tl.load(pieces + token * NUM_KV_HEADS + kv_head)
     lanes = tl.arange(0, DV_PAD)
-    offsets = token.to(tl.int64) * stride_ot + head.to(tl.int64)[:, None] * stride_oh + lanes[None, :]
+    offsets = (
+        token.to(tl.int64) * stride_ot + head.to(tl.int64)[:, None] * stride_oh + lanes[None, :]
+    )
     mask = inside[:, None] & (lanes < DV)[None, :]
     if token >= num_rows:
-        tl.store(out + offsets, tl.zeros([HEADS, DV_PAD], tl.float32).to(out.dtype.element_ty), mask=mask)
+        tl.store(
+            out + offsets, tl.zeros([HEADS, DV_PAD], tl.float32).to(out.dtype.element_ty), mask=mask
+        )
         if HAS_LSE:
-            tl.store(lse + token.to(tl.int64) * stride_lt + head, tl.full([HEADS], float("-inf"), tl.float32), mask=inside)
+            tl.store(
+                lse + token.to(tl.int64) * stride_lt + head,
+                tl.full([HEADS], float("-inf"), tl.float32),
+                mask=inside,
+            )
         return
     count = note & 255
     if count <= 1:
@@ -141,7 +170,10 @@ def join_pieces(partials, partial_lses, pieces, query_start_loc, sinks, out, lse
     for base in range(0, count, STEP):
         piece = base + tl.arange(0, STEP)
         live = (piece < count)[:, None] & inside[None, :]
-        at = tl.where(piece == 0, place, (place // 2 + piece * NUM_KV_HEADS) * 2)[:, None] * rows + row[None, :]
+        at = (
+            tl.where(piece == 0, place, (place // 2 + piece * NUM_KV_HEADS) * 2)[:, None] * rows
+            + row[None, :]
+        )
         parts = tl.load(partial_lses + at, mask=live, other=float("-inf"))
         values = tl.load(partials + at[:, :, None] * DV + lanes[None, None, :],
                          mask=live[:, :, None] & (lanes < DV)[None, None, :], other=0.0)  # fmt: skip
@@ -158,4 +190,6 @@ def join_pieces(partials, partial_lses, pieces, query_start_loc, sinks, out, lse
     factor, base2_lse = finish_rows(peak, total, sink, HAS_SINK)
     tl.store(out + offsets, (acc * factor[:, None]).to(out.dtype.element_ty), mask=mask)
     if HAS_LSE:
-        tl.store(lse + token.to(tl.int64) * stride_lt + head, base2_lse * 0.6931471805599453, mask=inside)
+        tl.store(
+            lse + token.to(tl.int64) * stride_lt + head, base2_lse * 0.6931471805599453, mask=inside
+        )

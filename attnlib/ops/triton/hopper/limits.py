@@ -22,7 +22,10 @@ DECODE_ROWS = 64
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 """Pages that divide a tile of keys or are divided by it."""
 
-HOPPER_DECODE_KEYS = (decode_numbers()["hopper_keys_few_pairs"], decode_numbers()["hopper_keys_many_pairs"])
+HOPPER_DECODE_KEYS = (
+    decode_numbers()["hopper_keys_few_pairs"],
+    decode_numbers()["hopper_keys_many_pairs"],
+)
 """Keys from which the Hopper decode is the quicker one: in batches of at most PAIRS_PER_SM (request, KV head) pairs for
 each multiprocessor, and in larger ones. What was measured, and what was not: `tables/decode.json`. No bound is sharp."""
 
@@ -35,7 +38,12 @@ def decode_rows(head_size_v: int) -> int:
 
 
 def _shared_gaps(
-    kernel: str, capability: tuple[int, int], dtype: torch.dtype, cache_dtype: torch.dtype, head_sizes: tuple[int, int], block_size: int
+    kernel: str,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    head_sizes: tuple[int, int],
+    block_size: int,
 ) -> list[str]:
     gaps = []
     if capability[0] != 9:
@@ -43,16 +51,24 @@ def _shared_gaps(
     if dtype not in (torch.float16, torch.bfloat16):
         gaps.append(f"query has dtype {dtype}; the {kernel} takes float16 and bfloat16")
     if cache_dtype != dtype:
-        gaps.append(f"the cache has dtype {cache_dtype} and query {dtype}; the {kernel} needs them equal")
+        gaps.append(
+            f"the cache has dtype {cache_dtype} and query {dtype}; the {kernel} needs them equal"
+        )
     for name, size in zip(("keys", "values"), head_sizes, strict=True):
         if not 64 <= size <= 256 or size % 8:
-            gaps.append(f"{name} have head size {size}; the {kernel} takes multiples of 8 in [64, 256]")
+            gaps.append(
+                f"{name} have head size {size}; the {kernel} takes multiples of 8 in [64, 256]"
+            )
     if block_size not in BLOCK_SIZES:
-        gaps.append(f"block_size {block_size}; the {kernel} takes {', '.join(map(str, BLOCK_SIZES))}")
+        gaps.append(
+            f"block_size {block_size}; the {kernel} takes {', '.join(map(str, BLOCK_SIZES))}"
+        )
     return gaps
 
 
-def _feature_gaps(kernel: str, causal_per_request: bool, alibi: bool, bias: bool, scales: bool) -> list[str]:
+def _feature_gaps(
+    kernel: str, causal_per_request: bool, alibi: bool, bias: bool, scales: bool
+) -> list[str]:
     gaps = []
     if causal_per_request:
         gaps.append(f"causal per request: the {kernel} takes one flag for the batch")
@@ -127,7 +143,9 @@ def decode_gaps(
             f"with head size {head_sizes[1]}"
         )
     if num_kv_heads > num_sms:
-        gaps.append(f"{num_kv_heads} KV heads; the {kernel} takes at most one for each of the {num_sms} multiprocessors")
+        gaps.append(
+            f"{num_kv_heads} KV heads; the {kernel} takes at most one for each of the {num_sms} multiprocessors"
+        )
     return gaps + _feature_gaps(kernel, causal_per_request, alibi, bias, scales)
 
 

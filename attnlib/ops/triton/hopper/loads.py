@@ -36,4 +36,9 @@ def load_tile(cache, table, pages, num_blocks, kv_head, tile, later_page, ring, 
     mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
     mbarrier.expect(full.index(stage), BYTES)
     for box in gl.static_range(BOXES):
-        load_box(cache, [blocks[box], kv_head, inside, 0], full.index(stage), place.slice(box * BOX, BOX, 0))
+        load_box(
+            cache,
+            [blocks[box], kv_head, inside, 0],
+            full.index(stage),
+            place.slice(box * BOX, BOX, 0),
+        )

@@ -19,7 +19,12 @@ from attnlib.ops.triton.hopper.join import join_pieces, pieces_at_once
 from attnlib.ops.triton.hopper.tiles import DecodeTile, padded_width
 from attnlib.ops.triton.launch import BoundLaunch
 
-__all__ = ["HopperDecode", "hopper_decode_workspace_bytes", "launch_hopper_decode", "plan_hopper_decode"]
+__all__ = [
+    "HopperDecode",
+    "hopper_decode_workspace_bytes",
+    "launch_hopper_decode",
+    "plan_hopper_decode",
+]
 
 _MOST_PARTS = 255
 _UNBOUNDED = 1 << 30
@@ -56,7 +61,9 @@ def _columns(rows: int) -> int:
     return max(8, triton.next_power_of_2(rows))
 
 
-def _joins_itself(num_reqs: int, num_kv_heads: int, rows: int, head_size_v: int, num_sms: int, num_counters: int) -> bool:
+def _joins_itself(
+    num_reqs: int, num_kv_heads: int, rows: int, head_size_v: int, num_sms: int, num_counters: int
+) -> bool:
     """Whether the decode merges pieces itself: where there are as many requests as parts, so that most come in one piece or
     two, and one that comes in all of them is merged in few rounds of loads.
 
@@ -73,13 +80,22 @@ def _joins_itself(num_reqs: int, num_kv_heads: int, rows: int, head_size_v: int,
     """
     parts = _parts(num_sms, num_kv_heads)
     rounds = parts / pieces_at_once(_columns(rows), padded_width(head_size_v))
-    return num_reqs >= triton.next_power_of_2(parts) and rounds <= _MOST_ROUNDS and num_counters >= PREFILL_COUNTERS + parts * num_kv_heads
+    return (
+        num_reqs >= triton.next_power_of_2(parts)
+        and rounds <= _MOST_ROUNDS
+        and num_counters >= PREFILL_COUNTERS + parts * num_kv_heads
+    )
 
 
-def hopper_decode_workspace_bytes(num_tokens: int, num_kv_heads: int, group: int, max_query_len: int, head_size_v: int, slots: int) -> int:
+def hopper_decode_workspace_bytes(
+    num_tokens: int, num_kv_heads: int, group: int, max_query_len: int, head_size_v: int, slots: int
+) -> int:
     """Bytes beside the output: two float32 pieces with their LSEs for each CTA, and a note for each token and KV head."""
     rows = group * max_query_len
-    return 4 * (2 * _parts(slots, num_kv_heads) * num_kv_heads * rows * (head_size_v + 1) + num_tokens * num_kv_heads)
+    return 4 * (
+        2 * _parts(slots, num_kv_heads) * num_kv_heads * rows * (head_size_v + 1)
+        + num_tokens * num_kv_heads
+    )
 
 
 @dataclass
@@ -124,7 +140,12 @@ class HopperDecode:
                 second waits for it. Not for calls that were planned with counters.
         """
         out = options.out
-        asked, keys, values, written = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
+        asked, keys, values, written = (
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            out.data_ptr(),
+        )
         if (asked | keys | values | written) & 15 or options.v_scale != 1.0:
             return False
         if workspace is None:
@@ -135,17 +156,46 @@ class HopperDecode:
         partials, scale = workspace.data_ptr(), options.scale * float(options.k_scale)
         written |= partials
         with device_guard(query):
-            if self.attend.ready(asked | written) and (self.join is None or self.join.ready(written)):
-                maps = self.encoded.find(self.attend, keys, values) or self._encode(key, value, keys, values)
+            if self.attend.ready(asked | written) and (
+                self.join is None or self.join.ready(written)
+            ):
+                maps = self.encoded.find(self.attend, keys, values) or self._encode(
+                    key, value, keys, values
+                )
                 lses, pieces = partials + 4 * self.lses, partials + 4 * self.pieces
                 self.attend.go((*maps, query, out, options.lse, options.sinks, starts, seq_lens, block_table, partials, lses,
                                 pieces, counters, scale, *self.numbers), self.index)  # fmt: skip
                 if beside is not None:
                     beside()
                 if self.join is not None:
-                    self.join.go((partials, lses, pieces, starts, options.sinks, out, options.lse, *self.join_numbers), self.index)
+                    self.join.go(
+                        (
+                            partials,
+                            lses,
+                            pieces,
+                            starts,
+                            options.sinks,
+                            out,
+                            options.lse,
+                            *self.join_numbers,
+                        ),
+                        self.index,
+                    )
             else:
-                self._by_triton(query, key, value, block_table, starts, seq_lens, options, workspace, counters, scale, asked | written, beside)
+                self._by_triton(
+                    query,
+                    key,
+                    value,
+                    block_table,
+                    starts,
+                    seq_lens,
+                    options,
+                    workspace,
+                    counters,
+                    scale,
+                    asked | written,
+                    beside,
+                )
         return True
 
     def _descriptors(self, key: Tensor, value: Tensor) -> tuple[Any, Any]:
@@ -163,13 +213,31 @@ class HopperDecode:
         partials = workspace if workspace.dtype == torch.float32 else workspace.view(torch.float32)
         lses, pieces = partials[self.lses :], partials[self.pieces :].view(torch.int32)
         out, lse, sinks = options.out, options.lse, options.sinks
-        attend = (*self._descriptors(key, value), query, out, lse, sinks, starts, seq_lens, block_table, partials, lses, pieces, counters, scale)
+        attend = (
+            *self._descriptors(key, value),
+            query,
+            out,
+            lse,
+            sinks,
+            starts,
+            seq_lens,
+            block_table,
+            partials,
+            lses,
+            pieces,
+            counters,
+            scale,
+        )
         self.attend((*attend, *self.numbers), addresses, self.index)
         if beside is not None:
             beside()
         written = out.data_ptr() | partials.data_ptr()
         if self.join is not None:
-            self.join((partials, lses, pieces, starts, sinks, out, lse, *self.join_numbers), written, self.index)
+            self.join(
+                (partials, lses, pieces, starts, sinks, out, lse, *self.join_numbers),
+                written,
+                self.index,
+            )
 
 
 def plan_hopper_decode(
@@ -181,7 +249,11 @@ def plan_hopper_decode(
     `slots` is how many programs may run at a time, None as many as the chip holds; `num_counters` how many counters calls bring."""
     (num_tokens, num_heads, head_size), (_, block_size, num_kv_heads, _) = query.shape, key.shape
     head_size_v, group = value.shape[3], num_heads // num_kv_heads
-    width, width_v, box = padded_width(head_size), padded_width(head_size_v), min(block_size, tile.block_n)
+    width, width_v, box = (
+        padded_width(head_size),
+        padded_width(head_size_v),
+        min(block_size, tile.block_n),
+    )
     rows, num_reqs, (left, right) = group * max_query_len, starts.shape[0] - 1, options.window
     columns = _columns(rows)
     slots, out, lse = slots or limits.num_sms, options.out, options.lse
@@ -199,7 +271,11 @@ def plan_hopper_decode(
         "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0, "HAS_CHUNK": options.attention_chunk_size > 0,
         "HAS_CAP": options.logits_soft_cap > 0, "num_warps": 4, "maxnreg": _FEW_REGISTERS if width_v * columns <= 128 * 32 else _MANY_REGISTERS,
     }  # fmt: skip
-    join = {**shared, "DV_PAD": triton.next_power_of_2(head_size_v), **_join_tile(num_tokens * num_heads, group, head_size_v)}
+    join = {
+        **shared,
+        "DV_PAD": triton.next_power_of_2(head_size_v),
+        **_join_tile(num_tokens * num_heads, group, head_size_v),
+    }
     return HopperDecode(
         limits=limits,
         index=query.get_device(),
@@ -243,9 +319,26 @@ def launch_hopper_decode(
     """Run the kernel once with a given tile; arguments as in `paged_decode`, `workspace` contiguous and large enough."""
     if query.numel() == 0:
         return
-    options = Options(scale, causal, window, attention_chunk_size, logits_soft_cap, None, sinks, None, 1.0, 1.0, out, lse)
+    options = Options(
+        scale,
+        causal,
+        window,
+        attention_chunk_size,
+        logits_soft_cap,
+        None,
+        sinks,
+        None,
+        1.0,
+        1.0,
+        out,
+        lse,
+    )
     batch = (query, key_cache, value_cache, block_table, query_start_loc)
     num_counters = 0 if counters is None else counters.numel()
-    launch = plan_hopper_decode(*batch, options, tile, limits_of(query), max_query_len, num_counters=num_counters)
+    launch = plan_hopper_decode(
+        *batch, options, tile, limits_of(query), max_query_len, num_counters=num_counters
+    )
     if not launch.serve(*batch, seq_lens, options, workspace, counters):
-        raise ValueError("the Hopper decode wants tensors on 16-byte boundaries and a workspace of hopper_decode_workspace_bytes")
+        raise ValueError(
+            "the Hopper decode wants tensors on 16-byte boundaries and a workspace of hopper_decode_workspace_bytes"
+        )

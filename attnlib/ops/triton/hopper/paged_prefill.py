@@ -11,7 +11,12 @@ from torch import Tensor
 from attnlib.ops.triton.arguments import Options, count_of
 from attnlib.ops.triton.device import DeviceLimits, device_guard, limits_of
 from attnlib.ops.triton.hopper.counters import PREFILL_COUNTERS
-from attnlib.ops.triton.hopper.descriptors import Encoded, cache_descriptor, cache_facts, query_descriptor
+from attnlib.ops.triton.hopper.descriptors import (
+    Encoded,
+    cache_descriptor,
+    cache_facts,
+    query_descriptor,
+)
 from attnlib.ops.triton.hopper.prefill import hopper_prefill_kernel
 from attnlib.ops.triton.hopper.tiles import HopperTile, choose_section, padded_width
 from attnlib.ops.triton.launch import BoundLaunch
@@ -60,7 +65,12 @@ class HopperPrefill:
             beside: whether to start while the kernel launched before runs, which must let it (`release_successor`) and must
                 have seen everything before itself end by then.
         """
-        asked, keys, values, written = query.data_ptr(), key.data_ptr(), value.data_ptr(), options.out.data_ptr()
+        asked, keys, values, written = (
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            options.out.data_ptr(),
+        )
         if not self.accepts(query, key, value, options):
             return False
         if not self.tile.persistent:
@@ -76,13 +86,19 @@ class HopperPrefill:
                 *self.first_numbers, int(beside), section, *self.last_numbers)  # fmt: skip
         with device_guard(query):
             if self.attend.ready(addresses):
-                maps = self.caches.find(self.attend, keys, values) or self._encode_caches(key, value, keys, values)
+                maps = self.caches.find(self.attend, keys, values) or self._encode_caches(
+                    key, value, keys, values
+                )
                 asks: tuple[Any, ...] = (None,)
                 if self.query_box is not None:
                     asks = self.queries.find(self.attend, asked) or self._encode_query(query, asked)
                 self.attend.go((*maps, *asks, *rest), self.index)
             else:
-                self.attend((*self._cache_descriptors(key, value), self._query_descriptor(query), *rest), addresses, self.index)
+                self.attend(
+                    (*self._cache_descriptors(key, value), self._query_descriptor(query), *rest),
+                    addresses,
+                    self.index,
+                )
         return True
 
     def accepts(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> bool:
@@ -95,7 +111,11 @@ class HopperPrefill:
         return cache_descriptor(key, box, width), cache_descriptor(value, box, width_v)
 
     def _query_descriptor(self, query: Tensor) -> Any:
-        return None if self.query_box is None else query_descriptor(query, *self.query_box, self.boxes[1])
+        return (
+            None
+            if self.query_box is None
+            else query_descriptor(query, *self.query_box, self.boxes[1])
+        )
 
     def _encode_caches(self, key: Tensor, value: Tensor, keys: int, values: int) -> tuple[Any, ...]:
         return self.caches.keep(self.attend, (keys, values), *self._cache_descriptors(key, value))
@@ -109,9 +129,16 @@ def plan_hopper_prefill(
     limits: DeviceLimits,
 ) -> HopperPrefill:  # fmt: skip
     """Work out the launch of calls like this one, with a given tile; there is at least one query and one block."""
-    (num_tokens, num_heads, head_size), (num_blocks, block_size, num_kv_heads, _) = query.shape, key.shape
+    (num_tokens, num_heads, head_size), (num_blocks, block_size, num_kv_heads, _) = (
+        query.shape,
+        key.shape,
+    )
     head_size_v, group = value.shape[3], num_heads // num_kv_heads
-    width, width_v, box = padded_width(head_size), padded_width(head_size_v), min(block_size, tile.block_n)
+    width, width_v, box = (
+        padded_width(head_size),
+        padded_width(head_size_v),
+        min(block_size, tile.block_n),
+    )
     rows = 64 * tile.consumers
     tile_tokens, num_reqs, (left, right) = rows // group, starts.shape[0] - 1, options.window
     num_tiles, out, lse = num_tokens // tile_tokens + num_reqs + 1, options.out, options.lse
@@ -172,7 +199,22 @@ def launch_hopper_prefill(
     """Run the kernel once with a given tile; arguments as in `ops.triton.paged_prefill`."""
     if query.numel() == 0:
         return
-    options = Options(scale, causal, window, attention_chunk_size, logits_soft_cap, None, sinks, None, 1.0, 1.0, out, lse)
+    options = Options(
+        scale,
+        causal,
+        window,
+        attention_chunk_size,
+        logits_soft_cap,
+        None,
+        sinks,
+        None,
+        1.0,
+        1.0,
+        out,
+        lse,
+    )
     batch = (query, key_cache, value_cache, block_table, query_start_loc)
-    if not plan_hopper_prefill(*batch, options, tile, limits_of(query)).serve(*batch, seq_lens, options, max_seq_len, counters):
+    if not plan_hopper_prefill(*batch, options, tile, limits_of(query)).serve(
+        *batch, seq_lens, options, max_seq_len, counters
+    ):
         raise ValueError("the Hopper prefill wants query, caches and out on 16-byte boundaries")

@@ -37,7 +37,14 @@ from attnlib.ops.triton.hopper.dialect import (
 from attnlib.ops.triton.hopper.loads import load_tile
 from attnlib.ops.triton.hopper.products import overlapped_step, pack_weights, unpack_weights
 from attnlib.ops.triton.hopper.schedule import find_tile, row_span, visited_tiles
-from attnlib.ops.triton.hopper.softmax import LN2, LOG2E, hide_keys, score_factor, transform_scores, weigh
+from attnlib.ops.triton.hopper.softmax import (
+    LN2,
+    LOG2E,
+    hide_keys,
+    score_factor,
+    transform_scores,
+    weigh,
+)
 
 __all__ = ["UNALIGNED", "UNSPECIALISED", "hopper_prefill_kernel"]
 
@@ -70,7 +77,19 @@ def _read_note(notes, place):
 
 
 @gluon.jit
-def _publish(notes, n_full, n_empty, turn, request, start, first_token, kv_head, query_len, seq_len, NOTE: gl.constexpr):
+def _publish(
+    notes,
+    n_full,
+    n_empty,
+    turn,
+    request,
+    start,
+    first_token,
+    kv_head,
+    query_len,
+    seq_len,
+    NOTE: gl.constexpr,
+):
     """Tell both consumers and the loader of values of the next work item; request -1 is the end."""
     slot = turn % 2
     mbarrier.wait(n_empty.index(slot), ((turn // 2) & 1) ^ 1)
@@ -117,7 +136,19 @@ def _key_loader(key, query_map, query_start_loc, seq_lens, block_table, counters
         begin = 0
         end = 0
         if first_token < query_len:
-            _publish(notes, n_full, n_empty, turn, request, start, first_token, kv_head, query_len, seq_len, NOTE)
+            _publish(
+                notes,
+                n_full,
+                n_empty,
+                turn,
+                request,
+                start,
+                first_token,
+                kv_head,
+                query_len,
+                seq_len,
+                NOTE,
+            )
             turn += 1
             if request < num_reqs:
                 if LOAD_QUERY:
@@ -290,7 +321,9 @@ def _consumer(query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_r
             else:
                 token, head, valid = _rows(first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
                                            gl.SliceLayout(1, Q_LAYOUT))  # fmt: skip
-                offsets = _aligned((start + token).to(gl.int64) * stride_qt + head.to(gl.int64) * stride_qh)
+                offsets = _aligned(
+                    (start + token).to(gl.int64) * stride_qt + head.to(gl.int64) * stride_qh
+                )
                 columns = gl.arange(0, WIDTH, gl.SliceLayout(0, Q_LAYOUT))
                 mask = valid[:, None] & (columns < D)[None, :]
                 q = gl.load(query + offsets[:, None] + columns[None, :], mask=mask, other=0.0)
@@ -300,7 +333,9 @@ def _consumer(query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_r
                 partition_barrier()
             fetched += 1
 
-            token, head, valid = _rows(first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS, ROW)
+            token, head, valid = _rows(
+                first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS, ROW
+            )
             row_first, row_last = row_span(token + (seq_len - query_len), seq_len, left, right, chunk, CAUSAL,
                                            HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
             peak = gl.full([64], float("-inf"), gl.float32, ROW)
@@ -311,7 +346,13 @@ def _consumer(query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_r
                 parity = (step // STAGES) & 1
                 mbarrier.wait(k_full.index(stage), parity)
                 nothing = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
-                scores = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+                scores = warpgroup_mma(
+                    q_tile,
+                    k_ring.index(stage).permute((1, 0)),
+                    nothing,
+                    use_acc=False,
+                    is_async=True,
+                )
                 scores = warpgroup_mma_wait(0, deps=[scores])
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
@@ -348,7 +389,12 @@ def _consumer(query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_r
 
                 stage = (step - 1) % STAGES
                 mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) & 1)
-                acc = warpgroup_mma(unpack_weights(weights, DTYPE, P_LAYOUT), v_ring.index(stage), acc, is_async=True)
+                acc = warpgroup_mma(
+                    unpack_weights(weights, DTYPE, P_LAYOUT),
+                    v_ring.index(stage),
+                    acc,
+                    is_async=True,
+                )
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(v_empty.index(stage), count=1)
 
@@ -408,7 +454,9 @@ def hopper_prefill_kernel(key, value, query_map, query, out, lse, sinks, query_s
     q_tiles = gl.allocate_shared_memory(key.dtype, [Q_STAGES * CONSUMERS, 64, WIDTH], Q_SHARED)
     k_ring = gl.allocate_shared_memory(key.dtype, [STAGES, BLOCK_N, WIDTH], K_SHARED)
     v_ring = gl.allocate_shared_memory(key.dtype, [STAGES, BLOCK_N, WIDTH_V], V_SHARED)
-    notes = gl.allocate_shared_memory(gl.int32, [2 * NOTE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    notes = gl.allocate_shared_memory(
+        gl.int32, [2 * NOTE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     n_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     n_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from attnlib.ops.triton.hopper.softmax import hide_keys, transform_scores, weigh
 
@@ -23,9 +27,13 @@ def pack_weights(weights, DTYPE: gl.constexpr):
     N: gl.constexpr = weights.shape[1]
     low, high = gl.split(gl.reshape(weights, [M, N // 2, 2]))
     if DTYPE == gl.bfloat16:
-        words = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, True, 1)
+        words = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, True, 1
+        )
     else:
-        words = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, True, 1)
+        words = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, True, 1
+        )
     return words
 
 
@@ -55,9 +63,13 @@ def overlapped_step(q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, ac
     v_parity = ((step - 1) // STAGES) & 1
     mbarrier.wait(k_full.index(stage), parity)
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    scores = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    scores = warpgroup_mma(
+        q_tile, k_ring.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True
+    )
     mbarrier.wait(v_full.index(v_stage), v_parity)
-    acc = warpgroup_mma(unpack_weights(weights, DTYPE, P_LAYOUT), v_ring.index(v_stage), acc, is_async=True)
+    acc = warpgroup_mma(
+        unpack_weights(weights, DTYPE, P_LAYOUT), v_ring.index(v_stage), acc, is_async=True
+    )
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(stage), count=1)
     scores = transform_scores(scores, factor, soft_cap, HAS_CAP)

@@ -12,7 +12,15 @@ __all__ = ["find_tile", "row_span", "visited_tiles"]
 
 
 @gluon.jit
-def find_tile(item, query_start_loc, num_reqs, num_tiles, section, NUM_KV_HEADS: gl.constexpr, TILE_TOKENS: gl.constexpr):
+def find_tile(
+    item,
+    query_start_loc,
+    num_reqs,
+    num_tiles,
+    section,
+    NUM_KV_HEADS: gl.constexpr,
+    TILE_TOKENS: gl.constexpr,
+):
     """(request, its first row, first token of the tile within the request, KV head) of a work item.
 
     Items come in sections of `section` KV heads, whose keys and values stay in the L2 cache together. Within one they
@@ -65,12 +73,18 @@ def visited_tiles(first_token, query_len, seq_len, left, right, chunk, TILE_TOKE
     are seen whole by every row of the tile. begin <= left_end <= right_begin <= end."""
     last_token = gl.minimum(first_token + TILE_TOKENS, query_len) - 1
     shift = seq_len - query_len
-    first_low, last_low = row_span(first_token + shift, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
-    first_high, last_high = row_span(last_token + shift, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
+    first_low, last_low = row_span(
+        first_token + shift, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
+    )
+    first_high, last_high = row_span(
+        last_token + shift, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
+    )
     begin = gl.maximum(first_low, 0) // BLOCK_N
     end = gl.maximum((gl.maximum(last_high, 0) + BLOCK_N - 1) // BLOCK_N, begin)
     right_begin = gl.minimum(gl.maximum(gl.maximum(last_low, 0) // BLOCK_N, begin), end)
     left_end = begin
     if HAS_LEFT or HAS_CHUNK:
-        left_end = gl.minimum(gl.maximum((gl.maximum(first_high, 0) + BLOCK_N - 1) // BLOCK_N, begin), right_begin)
+        left_end = gl.minimum(
+            gl.maximum((gl.maximum(first_high, 0) + BLOCK_N - 1) // BLOCK_N, begin), right_begin
+        )
     return begin, left_end, right_begin, end

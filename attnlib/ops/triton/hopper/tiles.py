@@ -75,7 +75,14 @@ def padded_width(head_size: int) -> int:
 def shared_bytes(tile: HopperTile, head_size: int, head_size_v: int) -> int:
     """Shared memory of one CTA in bytes, for 16-bit elements."""
     width, width_v = padded_width(head_size), padded_width(head_size_v)
-    return 2 * (tile.q_stages * 64 * tile.consumers * width + tile.stages * tile.block_n * (width + width_v)) + 1024
+    return (
+        2
+        * (
+            tile.q_stages * 64 * tile.consumers * width
+            + tile.stages * tile.block_n * (width + width_v)
+        )
+        + 1024
+    )
 
 
 def choose_section(num_kv_heads: int, max_seq_len: int, widths: int) -> int:
@@ -136,12 +143,18 @@ def decode_shared_bytes(tile: DecodeTile, head_size: int, head_size_v: int) -> i
     """Shared memory of one decode CTA in bytes, for 16-bit elements and as many rows as it packs at most."""
     width, width_v = padded_width(head_size), padded_width(head_size_v)
     rows = decode_rows(head_size_v)
-    return 2 * (rows * (width + tile.block_n) + tile.stages * tile.block_n * (width + width_v)) + 2048
+    return (
+        2 * (rows * (width + tile.block_n) + tile.stages * tile.block_n * (width + width_v)) + 2048
+    )
 
 
 @functools.lru_cache(maxsize=64)
 def choose_hopper_decode_tile(
-    head_size: int, head_size_v: int, *, keys_per_sm: int | None = None, tuned: TileTable | None = None
+    head_size: int,
+    head_size_v: int,
+    *,
+    keys_per_sm: int | None = None,
+    tuned: TileTable | None = None,
 ) -> DecodeTile:
     """The decode tile for a pair of head sizes; other arguments and errors as in `choose_hopper_tile`.
 
@@ -153,7 +166,9 @@ def choose_hopper_decode_tile(
     """
     widest = max(padded_width(head_size), padded_width(head_size_v))
     need = 0
-    for entry in matching(Situation("hopper_decode", "async", "16-bit", widest, DECODE_ROWS, keys_per_sm), tuned):
+    for entry in matching(
+        Situation("hopper_decode", "async", "16-bit", widest, DECODE_ROWS, keys_per_sm), tuned
+    ):
         tile = DecodeTile(**dict(entry.tile))
         need = decode_shared_bytes(tile, head_size, head_size_v)
         if need <= SHARED_MEMORY:

@@ -31,7 +31,12 @@ class GatherSdpaImpl(AttentionImpl):
         output[row:] = 0  # M6
 
     def attend(
-        self, query: torch.Tensor, cache: PagedKVCache, table: torch.Tensor, seq_len: int, mask: torch.Tensor
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        table: torch.Tensor,
+        seq_len: int,
+        mask: torch.Tensor,
     ) -> torch.Tensor:
         """query [q, Hq, D] -> [q, Hq, D]."""
         if seq_len == 0:

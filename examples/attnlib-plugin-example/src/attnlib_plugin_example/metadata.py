@@ -6,7 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlib import AttentionMetadata, AttentionMetadataBuilder, AttentionSpec, CommonAttentionMetadata
+from attnlib import (
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionSpec,
+    CommonAttentionMetadata,
+)
 
 __all__ = ["GatherSdpaBuilder", "GatherSdpaMetadata"]
 
@@ -41,7 +46,10 @@ class GatherSdpaBuilder(AttentionMetadataBuilder[GatherSdpaMetadata]):
     """Builds the masks where they are shared: once per batch, not once per layer."""
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
     ) -> GatherSdpaMetadata:
         common = common_attn_metadata
         assert common.block_table_tensor is not None  # the card admits decoders only
@@ -54,15 +62,24 @@ class GatherSdpaBuilder(AttentionMetadataBuilder[GatherSdpaMetadata]):
             query_lens=query_lens,
             seq_lens=seq_lens,
             block_table=common.block_table_tensor,
-            masks=[visible(self.spec, q, s, self.device) for q, s in zip(query_lens, seq_lens, strict=True)],
+            masks=[
+                visible(self.spec, q, s, self.device)
+                for q, s in zip(query_lens, seq_lens, strict=True)
+            ],
         )
 
 
-def visible(spec: AttentionSpec, query_len: int, seq_len: int, device: torch.device) -> torch.Tensor:
+def visible(
+    spec: AttentionSpec, query_len: int, seq_len: int, device: torch.device
+) -> torch.Tensor:
     """[query_len, seq_len] bool: causal is bottom-right (M1); a window counts the query's own key (M2)."""
     p = torch.arange(seq_len - query_len, seq_len, device=device)[:, None]
     k = torch.arange(seq_len, device=device)[None, :]
-    seen = (k <= p) if spec.is_causal else torch.ones(query_len, seq_len, dtype=torch.bool, device=device)
+    seen = (
+        (k <= p)
+        if spec.is_causal
+        else torch.ones(query_len, seq_len, dtype=torch.bool, device=device)
+    )
     left, right = spec.visible_window
     if left is not None:
         seen = seen & (k >= p - left)

@@ -52,7 +52,12 @@ CASES: dict[str, dict[str, Any]] = {
     "128-one-by-one": {"tile": {"persistent": False, "q_stages": 1}},
     "128-direct-store": {"tile": {"staged_store": False}},
     "64": {"d": 64, "group": 8},
-    "64-three": {"d": 64, "group": 8, "sinks": True, "tile": {"consumers": 3, "consumer_registers": 160, "producer_registers": 24}},
+    "64-three": {
+        "d": 64,
+        "group": 8,
+        "sinks": True,
+        "tile": {"consumers": 3, "consumer_registers": 160, "producer_registers": 24},
+    },
     "64-sinks-window": {"d": 64, "group": 8, "sinks": True, "window": (127, 0)},
     "96": {"d": 96},
     "192-128": {"d": 192, "dv": 128, "group": 1},
@@ -64,12 +69,32 @@ CASES: dict[str, dict[str, Any]] = {
     "decode-128-verify": {"op": "hopper_decode", "query": 4},
     "decode-128-most-rows": {"op": "hopper_decode", "group": 8, "query": 8},
     "decode-256-most-rows": {"op": "hopper_decode", "d": 256, "group": 4, "query": 8},
-    "decode-128-all": {"op": "hopper_decode", "sinks": True, "cap": 50.0, "lse": True, "window": (4095, 31), "chunk": 8192},
+    "decode-128-all": {
+        "op": "hopper_decode",
+        "sinks": True,
+        "cap": 50.0,
+        "lse": True,
+        "window": (4095, 31),
+        "chunk": 8192,
+    },
     "decode-128-joins": {"op": "hopper_decode", "reqs": 16, "lse": True},
     "decode-128-joins-verify": {"op": "hopper_decode", "reqs": 16, "query": 4},
     "decode-128-joins-one-row": {"op": "hopper_decode", "reqs": 16, "group": 1},
-    "decode-256-joins-sinks": {"op": "hopper_decode", "reqs": 16, "d": 256, "group": 2, "sinks": True},
-    "decode-64-joins-sinks": {"op": "hopper_decode", "reqs": 16, "d": 64, "group": 8, "sinks": True, "dtype": FP16},
+    "decode-256-joins-sinks": {
+        "op": "hopper_decode",
+        "reqs": 16,
+        "d": 256,
+        "group": 2,
+        "sinks": True,
+    },
+    "decode-64-joins-sinks": {
+        "op": "hopper_decode",
+        "reqs": 16,
+        "d": 64,
+        "group": 8,
+        "sinks": True,
+        "dtype": FP16,
+    },
     "decode-64-sinks": {"op": "hopper_decode", "d": 64, "group": 8, "sinks": True, "dtype": FP16},
     "decode-192-128": {"op": "hopper_decode", "d": 192, "dv": 128, "group": 1},
     "decode-256-cap": {"op": "hopper_decode", "d": 256, "group": 2, "cap": 50.0},
@@ -78,7 +103,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 def entry_cases() -> dict[str, TileEntry]:
     """Every entry of the shipped tables for these kernels, by the name of its case: `OP:INDEX`."""
-    found = [entry for table in shipped_tables() for entry in table.entries if entry.op in ("hopper_prefill", "hopper_decode")]
+    found = [
+        entry
+        for table in shipped_tables()
+        for entry in table.entries
+        if entry.op in ("hopper_prefill", "hopper_decode")
+    ]
     return {f"{entry.op}:{index}": entry for index, entry in enumerate(found)}
 
 
@@ -86,7 +116,13 @@ def _entry_options(entry: TileEntry) -> dict[str, Any]:
     """The largest head size and page that an entry is for, with its tile."""
     most = {name: most for name, _, most in entry.ranges}
     size = most.get("head_size") or 256
-    return {"op": entry.op, "d": size, "n": most.get("block_size") or 16, "tile": dict(entry.tile), "group": 8 if size == 64 else 4}
+    return {
+        "op": entry.op,
+        "d": size,
+        "n": most.get("block_size") or 16,
+        "tile": dict(entry.tile),
+        "group": 8 if size == 64 else 4,
+    }
 
 
 def compile_case(name: str) -> dict[str, Any]:
@@ -118,12 +154,21 @@ def compile_case(name: str) -> dict[str, Any]:
         kernel.device_caches.clear()  # ptxas speaks only while it compiles, and two cases may be one kernel
     with stub_target("sm_90") as launches, contextlib.redirect_stdout(log):
         if decode:
-            launch_hopper_decode(*shapes, tile, max_query_len=options.get("query", 1), workspace=torch.empty(1 << 24), counters=counters, **meaning)
+            launch_hopper_decode(
+                *shapes,
+                tile,
+                max_query_len=options.get("query", 1),
+                workspace=torch.empty(1 << 24),
+                counters=counters,
+                **meaning,
+            )
         else:
             launch_hopper_prefill(*shapes, tile, max_seq_len=64, **meaning)
     launch = launches[0]
     text = log.getvalue()
-    spills = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    spills = re.search(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text
+    )
     assert spills is not None, text
     used = re.search(r"Used (\d+) registers", text)
     assert used is not None, text
@@ -134,7 +179,9 @@ def compile_case(name: str) -> dict[str, Any]:
         "stack": int(spills[1]),
         "spilled": int(spills[2]),
         "loops": _key_loops(launch.kernel.asm["cubin"], 4 if decode else 2),
-        "warnings": [line for line in text.splitlines() if re.search(r"C75\d\d|serializ|[Ww]arning", line)],
+        "warnings": [
+            line for line in text.splitlines() if re.search(r"C75\d\d|serializ|[Ww]arning", line)
+        ],
         "wgmma": launch.kernel.asm["ptx"].count("wgmma.mma_async"),
         "seconds": round(launch.seconds, 1),
     }
@@ -147,16 +194,25 @@ def _key_loops(cubin: bytes, groups: int) -> list[int]:
         file.write(cubin)
         file.flush()
         tool = triton.knobs.nvidia.nvdisasm.path
-        text = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            [tool, "-c", file.name], capture_output=True, text=True, check=True
+        ).stdout
     lines = text.splitlines()
-    labels = {match[1]: at for at, line in enumerate(lines) if (match := re.match(r"(\.L_x_\d+):", line.strip()))}
+    labels = {
+        match[1]: at
+        for at, line in enumerate(lines)
+        if (match := re.match(r"(\.L_x_\d+):", line.strip()))
+    }
     found = []
     for at, line in enumerate(lines):
         jump = re.search(r"BRA[^`]*`\((\.L_x_\d+)\)", line)
         if jump is None or labels[jump[1]] > at:
             continue
         body = lines[labels[jump[1]] : at]
-        if not any("STG" in each or "USETMAXREG" in each for each in body) and sum("HGMMA" in each and "gsb0" in each for each in body) == groups:
+        if (
+            not any("STG" in each or "USETMAXREG" in each for each in body)
+            and sum("HGMMA" in each and "gsb0" in each for each in body) == groups
+        ):
             found.append(sum(bool(re.search(r"\b(LDL|STL)\b", each)) for each in body))
     return found
 

@@ -48,7 +48,9 @@ def test_compiles_for_the_chip(case: str) -> None:
     result = _compiled()[case]
     assert "error" not in result, result["error"]
     assert result["shared"] <= result["estimate"] <= 227 * 1024, result
-    assert result["wgmma"] > 0 and result["stack"] <= (ENTRIES[case].spills if case in ENTRIES else STACK_CEILING), result
+    assert result["wgmma"] > 0 and result["stack"] <= (
+        ENTRIES[case].spills if case in ENTRIES else STACK_CEILING
+    ), result
 
 
 @pytest.mark.parametrize("case", [case for case in (*CASES, *ENTRIES) if "decode" in case])
@@ -64,10 +66,16 @@ def test_the_loops_over_keys_stay_asynchronous_and_in_registers(case: str) -> No
     result = _compiled()[case]
     assert result["warnings"] == []
     if "decode" in case:
-        assert result["loops"] and max(result["loops"]) <= 8, "one loop with two branches in its one consumer"
+        assert result["loops"] and max(result["loops"]) <= 8, (
+            "one loop with two branches in its one consumer"
+        )
         return
     assert len(result["loops"]) >= 4, "two loops for each of two consumers"
-    spare = {"128-all": 1, "128-group5": 3}.get(case, 0)  # every feature at once, or queries that no box can load, leave scalars without registers
+    spare = {"128-all": 1, "128-group5": 3}.get(
+        case, 0
+    )  # every feature at once, or queries that no box can load, leave scalars without registers
     # Three consumers have 160 registers each: Triton 3.9 keeps the masked loops, which run once or twice for a tile, partly in memory.
     most = 48 if len(result["loops"]) in (6, 9) and result["registers"] <= 128 else 8
-    assert max(sorted(result["loops"])[:2]) <= spare and max(result["loops"]) <= most, result["loops"]
+    assert max(sorted(result["loops"])[:2]) <= spare and max(result["loops"]) <= most, result[
+        "loops"
+    ]

@@ -11,7 +11,12 @@ import torch
 from attnlib.errors import UnsupportedConfigError
 from attnlib.ops.triton import gluon
 from attnlib.ops.triton.hopper.choice import slots_beside_prefill, stride_gaps
-from attnlib.ops.triton.hopper.limits import HOPPER_DECODE_KEYS, decode_gaps, prefers_hopper_decode, prefill_gaps
+from attnlib.ops.triton.hopper.limits import (
+    HOPPER_DECODE_KEYS,
+    decode_gaps,
+    prefers_hopper_decode,
+    prefill_gaps,
+)
 from attnlib.ops.triton.hopper.tiles import (
     SHARED_MEMORY,
     choose_hopper_decode_tile,
@@ -33,13 +38,32 @@ def _prefill(
 
 
 def _decode(*, kv_heads: int = 8, tokens: int = 1, **options: Any) -> list[str]:
-    layer = {"d": 128, "dv": 128, "n": 16, "group": 4, "dtype": BF16, "cache": BF16, "capability": (9, 0), **options}
+    layer = {
+        "d": 128,
+        "dv": 128,
+        "n": 16,
+        "group": 4,
+        "dtype": BF16,
+        "cache": BF16,
+        "capability": (9, 0),
+        **options,
+    }
     sizes = (layer.pop("d"), layer.pop("dv"))
     facts = [layer.pop(name) for name in ("capability", "dtype", "cache")]
-    return decode_gaps(*facts, sizes, layer.pop("n"), layer.pop("group"), kv_heads, 132, tokens, **layer)
+    return decode_gaps(
+        *facts, sizes, layer.pop("n"), layer.pop("group"), kv_heads, 132, tokens, **layer
+    )
 
 
-LAYERS = [{}, {"n": 256}, {"d": 96, "dv": 96}, {"d": 192}, {"d": 256, "dv": 256}, {"group": 5}, {"dtype": torch.float16, "cache": torch.float16}]
+LAYERS = [
+    {},
+    {"n": 256},
+    {"d": 96, "dv": 96},
+    {"d": 192},
+    {"d": 256, "dv": 256},
+    {"group": 5},
+    {"dtype": torch.float16, "cache": torch.float16},
+]
 
 
 @pytest.mark.parametrize("gaps", [_prefill, _decode])
@@ -65,7 +89,9 @@ def test_takes_what_models_have(layer: dict[str, Any], gaps: Callable[..., list[
         ({"scales": True}, "k_scale"),
     ],
 )
-def test_names_every_gap_with_its_value(options: dict[str, Any], words: str, gaps: Callable[..., list[str]]) -> None:
+def test_names_every_gap_with_its_value(
+    options: dict[str, Any], words: str, gaps: Callable[..., list[str]]
+) -> None:
     found = gaps(**options)
     assert any(words in gap for gap in found), found
 
@@ -80,7 +106,9 @@ def test_short_and_windowed_decodes_stay_with_the_plain_kernel() -> None:
     """Measured: it is the quicker one there, and for many short requests."""
     few, many = HOPPER_DECODE_KEYS
     assert prefers_hopper_decode(few, 16, 8, 132) and not prefers_hopper_decode(few - 1, 1, 8, 132)
-    assert not prefers_hopper_decode(many - 1, 133, 8, 132) and prefers_hopper_decode(many, 256, 8, 132)
+    assert not prefers_hopper_decode(many - 1, 133, 8, 132) and prefers_hopper_decode(
+        many, 256, 8, 132
+    )
 
 
 def test_strides_that_tma_cannot_take_are_gaps() -> None:
@@ -88,7 +116,10 @@ def test_strides_that_tma_cannot_take_are_gaps() -> None:
     query = torch.empty(4, 8, 128, dtype=BF16)
     cache = torch.empty(3, 16, 2, 132, dtype=BF16)[..., :128]
     first, second = stride_gaps(query=query, key_cache=cache, value_cache=cache, out=query)
-    assert "key_cache has stride 132 in dimension 2" in first and "value_cache has stride 132" in second
+    assert (
+        "key_cache has stride 132 in dimension 2" in first
+        and "value_cache has stride 132" in second
+    )
 
 
 def test_arbitrary_strides_of_single_blocks_and_heads_are_no_gap() -> None:
@@ -98,7 +129,9 @@ def test_arbitrary_strides_of_single_blocks_and_heads_are_no_gap() -> None:
     assert stride_gaps(query=query, key_cache=cache, value_cache=cache, out=query) == []
 
 
-def test_a_gluon_that_cannot_be_imported_is_a_reason_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gluon_that_cannot_be_imported_is_a_reason_and_no_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Names under triton.experimental move: plain Triton then serves everything."""
 
     def gone(name: str) -> Any:
@@ -108,12 +141,17 @@ def test_a_gluon_that_cannot_be_imported_is_a_reason_and_no_failure(monkeypatch:
     gluon._load.cache_clear()
     try:
         assert gluon.hopper_choice() is None
-        assert gluon.hopper_missing() == "ImportError: no attnlib.ops.triton.hopper.choice in this Triton"
+        assert (
+            gluon.hopper_missing()
+            == "ImportError: no attnlib.ops.triton.hopper.choice in this Triton"
+        )
     finally:
         gluon._load.cache_clear()
 
 
-@pytest.mark.parametrize(("d", "dv"), [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    ("d", "dv"), [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
+)
 def test_decode_tiles_fit(d: int, dv: int) -> None:
     for work in (None, *work_bounds("hopper_decode"), 1 << 20):
         tile = choose_hopper_decode_tile(d, dv, keys_per_sm=work)
@@ -122,11 +160,16 @@ def test_decode_tiles_fit(d: int, dv: int) -> None:
 
 def test_little_work_is_cut_into_smaller_tiles() -> None:
     """One request of 1k keys is 8 tiles of 128 keys for each KV head, where the chip holds 16 programs for each."""
-    few, many = (choose_hopper_decode_tile(128, 128, keys_per_sm=work_class(requests, 8, keys, 132)) for requests, keys in ((1, 1024), (8, 8192)))
+    few, many = (
+        choose_hopper_decode_tile(128, 128, keys_per_sm=work_class(requests, 8, keys, 132))
+        for requests, keys in ((1, 1024), (8, 8192))
+    )
     assert (few.block_n, many.block_n) == (64, 128)
 
 
-@pytest.mark.parametrize(("d", "dv"), [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    ("d", "dv"), [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
+)
 def test_tiles_fit(d: int, dv: int) -> None:
     tile = choose_hopper_tile(d, dv)
     assert shared_bytes(tile, d, dv) <= SHARED_MEMORY
@@ -141,5 +184,7 @@ def test_head_sizes_beyond_the_chip_are_refused_with_the_number() -> None:
 
 
 def test_decodes_leave_more_of_the_chip_to_a_longer_prefill() -> None:
-    few, many = (slots_beside_prefill(132, 1 << 30, operations) for operations in (1 << 50, 1 << 30))
+    few, many = (
+        slots_beside_prefill(132, 1 << 30, operations) for operations in (1 << 50, 1 << 30)
+    )
     assert (few, many) == (48, 88)
