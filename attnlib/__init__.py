@@ -43,7 +43,7 @@ _HOME = {
     "list_backends": "attnlib.selection",
     "register_backend": "attnlib.selection",
     "set_kv_cache_layout": "attnlib.cache.layout",
-    "shadow": "attnlib.testing.shadow",
+    "shadow": "attnlib.debug.shadow",
     "unregister_backend": "attnlib.selection",
     "use_backend": "attnlib.selection",
 }
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from attnlib.cache.table import BlockTable as BlockTable
     from attnlib.capabilities import Capabilities as Capabilities
     from attnlib.capabilities import Sizes as Sizes
+    from attnlib.debug.shadow import shadow as shadow
     from attnlib.layer import Attention as Attention
     from attnlib.metadata.base import AttentionMetadata as AttentionMetadata
     from attnlib.metadata.base import AttentionMetadataBuilder as AttentionMetadataBuilder
@@ -78,7 +79,6 @@ if TYPE_CHECKING:
     from attnlib.spec import CudaGraphSupport as CudaGraphSupport
     from attnlib.spec import MaskKind as MaskKind
     from attnlib.spec import Window as Window
-    from attnlib.testing.shadow import shadow as shadow
     from attnlib.workspace import BatchLimits as BatchLimits
 
 

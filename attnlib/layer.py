@@ -16,13 +16,13 @@ from torch import nn
 from attnlib import env
 from attnlib.backends.base import AttentionBackend
 from attnlib.cache.storage import PagedKVCache, Scale
-from attnlib.compile import attend_opaquely
+from attnlib.compile.objects import register
+from attnlib.compile.operator import attend_opaquely
+from attnlib.debug.validation import call_facts, check_call, check_values, per_head
 from attnlib.errors import ContractError
-from attnlib.handles import register
 from attnlib.selection import get_attn_backend
 from attnlib.settled import likeness, meaning_of, remember
 from attnlib.spec import AttentionSpec, AttentionType
-from attnlib.validation import call_facts, check_call, check_values, per_head
 
 __all__ = ["OBSERVERS", "Attention"]
 
@@ -270,7 +270,7 @@ class Attention(nn.Module):
                 self.impl.write_kv(key, value, cache, metadata.slot_mapping)
             self.impl.forward(query, cache, metadata, output, lse)
         if level == 2:
-            import_module("attnlib.testing.shadow").watch_for_validation()
+            import_module("attnlib.debug.shadow").watch_for_validation()
         for observer in OBSERVERS:
             observer(self, query, key, value, cache, metadata, output, lse)
 

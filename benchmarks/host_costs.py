@@ -107,7 +107,7 @@ def decode_call(num_reqs: int, seq_len: int, flat: bool, output: bool) -> Callab
 
 def gpu_costs() -> dict[str, float]:
     """Eager decode calls by their parts, and `build`, with the triton backend."""
-    from attnlib.ops.triton import launch
+    from attnlib.ops.triton.launch import bound as launch
 
     spec = attnlib.AttentionSpec(
         num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, block_size=16

@@ -8,16 +8,16 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "attnlib"
 
 FLOORS = (
-    ("errors", "env", "device", "handles"),
+    ("errors", "env", "device", "compile.objects"),
     ("kv_dtype", "spec", "sizes", "capabilities"),
     ("ops",),
     ("cache", "workspace", "tuning"),
     ("metadata",),
-    ("backends.base", "backends.builtin", "backends.probing", "backends.results"),
+    ("backends.base", "backends.builtin", "backends._foreign"),
     ("backends",),
     ("selection",),
-    ("validation", "settled", "layer", "compile", "warmup"),
-    ("integrations", "testing", "cli", "bench", "__main__", "__init__"),
+    ("settled", "layer", "compile", "debug.validation", "warmup"),
+    ("integrations", "debug", "testing", "cli", "bench", "__main__", "__init__"),
 )
 
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from attnlib.backends.torch import TorchBackend
 from attnlib.cache.storage import PagedKVCache
-from attnlib.compile import attend
+from attnlib.compile.objects import handle_of, object_behind, register
+from attnlib.compile.operator import attend
 from attnlib.errors import ContractError
-from attnlib.handles import handle_of, object_behind, register
 from attnlib.layer import Attention
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.spec import AttentionSpec, AttentionType

@@ -42,14 +42,14 @@ def test_selection_loads_nothing_heavy_and_starts_no_cuda() -> None:
 @pytest.mark.parametrize(
     "room",
     [
-        "hopper.limits",
-        "hopper.tiles",
-        "splits",
-        "decode_numbers",
-        "tile_entries",
-        "tile_tables",
-        "tiles",
-        "gluon",
+        "hopper.support",
+        "heuristics.hopper_tiles",
+        "heuristics.splits",
+        "heuristics.decode_numbers",
+        "heuristics.tile_entries",
+        "heuristics.tile_table",
+        "heuristics.tiles",
+        "hopper.loader",
     ],
 )
 def test_pure_rooms_of_the_triton_twin_need_no_triton(room: str) -> None:
@@ -59,7 +59,7 @@ def test_pure_rooms_of_the_triton_twin_need_no_triton(room: str) -> None:
 
 def test_the_probe_sees_triton_itself() -> None:
     pytest.importorskip("triton")
-    assert _loads("import attnlib.ops.triton.hopper.choice") == "['triton'] False"
+    assert _loads("import attnlib.ops.triton.hopper.dispatch") == "['triton'] False"
 
 
 EXPLAIN_A_HOPPER = """

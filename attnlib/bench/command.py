@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import torch
 
+from attnlib.bench.backends import Contender, absent, find_contenders, split_names
 from attnlib.bench.case import BenchCase
-from attnlib.bench.ceilings import Ceilings, measure_ceilings
-from attnlib.bench.contenders import Contender, absent, find_contenders, split_names
-from attnlib.bench.entry import unmeasured
 from attnlib.bench.measure import DeviceLostError, answers, measure_case
+from attnlib.bench.peaks import Ceilings, measure_ceilings
 from attnlib.bench.provenance import provenance
 from attnlib.bench.results import Document, Row, Run, merge, read_document, write_document
+from attnlib.bench.runner import unmeasured
 from attnlib.bench.suites import SUITES, choose_cases
 from attnlib.bench.table import HEADER, LEGEND, case_lines, heading, kernel_lines, summary_line
 from attnlib.device import resolve_device

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnlib.bench.contenders import OURS
+from attnlib.bench.backends import OURS
 from attnlib.bench.results import Document, Row, ratio
 
 __all__ = ["draw_figures"]

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import torch
 
+from attnlib.bench.backends import Contender
 from attnlib.bench.case import BenchCase
-from attnlib.bench.ceilings import Ceilings
-from attnlib.bench.contenders import Contender
-from attnlib.bench.entry import Entry, enter, told, unmeasured
-from attnlib.bench.gate import Gate, contested_rows
-from attnlib.bench.material import make_material
+from attnlib.bench.correctness import Gate, contested_rows
+from attnlib.bench.inputs import make_material
+from attnlib.bench.peaks import Ceilings
 from attnlib.bench.results import Row
-from attnlib.bench.stopwatch import EagerWatch, GraphWatch, Reading, host_us, take_turns, wind_up
+from attnlib.bench.runner import Entry, enter, told, unmeasured
+from attnlib.bench.timer import EagerWatch, GraphWatch, Reading, host_us, take_turns, wind_up
 from attnlib.bench.work import flops, kv_bytes, roofline_us
 from attnlib.testing.budget import Comparison
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from attnlib.bench.contenders import HOUSE, OURS, base_name
+from attnlib.bench.backends import HOUSE, OURS, base_name
 from attnlib.errors import ContractError
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from attnlib.bench.contenders import OURS
+from attnlib.bench.backends import OURS
 from attnlib.bench.results import Document, Row, Run, ratio
 
 __all__ = ["HEADER", "LEGEND", "case_lines", "heading", "kernel_lines", "markdown", "summary_line"]

@@ -12,8 +12,8 @@ import torch
 
 from attnlib.cache.block_moves import BlockPairs, check_ids, checked_pairs, move_blocks, zero_blocks
 from attnlib.cache.layout import LAYOUTS, get_kv_cache_layout, layout_named
+from attnlib.compile.objects import handle_of
 from attnlib.errors import ContractError
-from attnlib.handles import handle_of
 from attnlib.spec import AttentionSpec
 
 __all__ = ["BlockPairs", "PagedKVCache", "Scale"]

@@ -104,7 +104,7 @@ def _environment() -> dict[str, str]:
 
 
 def _backends() -> list[dict[str, Any]]:
-    from attnlib.cli.apart import examine_apart
+    from attnlib.cli.subprocess_check import examine_apart
     from attnlib.selection.registry import registrations
 
     return examine_apart(

@@ -25,7 +25,7 @@ def gluon_remarks(backend: type[AttentionBackend], device: DeviceInfo) -> list[s
         return []
     if backend.config.get("kernels") == "portable":
         return ["plain Triton kernels serve every call (kernels=portable)"]
-    from attnlib.ops.triton.gluon import hopper_missing
+    from attnlib.ops.triton.hopper.loader import hopper_missing
 
     reason = hopper_missing()
     if reason is None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import warnings
 
+from attnlib.backends._foreign.imports import environment_facts
 from attnlib.backends.base import AttentionBackend
-from attnlib.backends.probing import environment_facts
 from attnlib.device import DeviceInfo
 from attnlib.selection.registry import OWN_ORIGINS, Registration
 

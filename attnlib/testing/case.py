@@ -20,7 +20,7 @@ from attnlib.testing.layouts import Dimensions
 from attnlib.testing.oracle import Terms
 
 if TYPE_CHECKING:
-    from attnlib.testing.step import Step
+    from attnlib.testing.materialized_case import Step
 
 __all__ = ["Case"]
 
@@ -192,6 +192,6 @@ class Case:
 
     def step(self, device: torch.device | str = "cpu", *, written: bool = True) -> Step:
         """The case's tensors; `written` says whether this step's keys are in the cache already."""
-        from attnlib.testing.step import make_step
+        from attnlib.testing.materialized_case import make_step
 
         return make_step(self, device, written=written)

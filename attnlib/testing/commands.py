@@ -150,10 +150,10 @@ def replay_parser() -> argparse.ArgumentParser:
 
 def _run_replay(args: argparse.Namespace) -> int:
     """Run `replay`: 0 within budget, 1 over budget, 2 for bad arguments."""
+    from attnlib.debug.record import load_recording, save_recording
+    from attnlib.debug.replay import replay, shrink
     from attnlib.errors import AttnlibError
     from attnlib.testing.outcome import Refused
-    from attnlib.testing.record import load_recording, save_recording
-    from attnlib.testing.replay import replay, shrink
 
     _find_modules_here(args.backend)
     try:

@@ -18,12 +18,12 @@ import torch
 from attnlib.backends.base import AttentionBackend
 from attnlib.device import resolve_device
 from attnlib.errors import BackendUnavailableError
+from attnlib.testing.backend_under_test import Subject, load_backend
 from attnlib.testing.coverage import Coverage, measure_coverage
 from attnlib.testing.outcome import Outcome, Verdict
 from attnlib.testing.parallel import default_jobs, run_in_parallel
 from attnlib.testing.probe import Probe, run_probe, select_checks
 from attnlib.testing.probes import PROBES
-from attnlib.testing.subject import Subject, load_backend
 
 __all__ = ["ConformanceReport", "count_checks", "find_others", "make_subject", "run_conformance"]
 

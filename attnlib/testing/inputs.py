@@ -15,6 +15,7 @@ from itertools import accumulate
 import torch
 
 from attnlib.testing.batch_spec import BatchSpec
+from attnlib.testing.block_placement import Placement
 from attnlib.testing.layouts import (
     CacheViews,
     Dimensions,
@@ -23,7 +24,6 @@ from attnlib.testing.layouts import (
     write_slots,
 )
 from attnlib.testing.oracle import OracleResult, Terms, paged_attention
-from attnlib.testing.placements import Placement
 
 __all__ = ["StepInputs", "make_inputs", "make_terms"]
 

@@ -14,10 +14,10 @@ from multiprocessing import get_context
 
 import torch
 
+from attnlib.testing.backend_under_test import Subject
 from attnlib.testing.outcome import Outcome
 from attnlib.testing.probe import run_check, select_checks
 from attnlib.testing.probes import PROBES
-from attnlib.testing.subject import Subject
 
 __all__ = ["default_jobs", "run_in_parallel"]
 

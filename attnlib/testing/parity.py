@@ -16,12 +16,12 @@ import torch
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.errors import ContractError
+from attnlib.testing.backend_under_test import Subject, load_backend
 from attnlib.testing.case import Case
 from attnlib.testing.conformance import find_others
 from attnlib.testing.outcome import Refused, Verdict
 from attnlib.testing.report import format_table
 from attnlib.testing.runner import exchange, judge
-from attnlib.testing.subject import Subject, load_backend
 
 __all__ = ["ParityCell", "ParityReport", "run_parity"]
 

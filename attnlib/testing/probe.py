@@ -13,11 +13,11 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from attnlib.testing.backend_under_test import Subject
 from attnlib.testing.case import Case
 from attnlib.testing.coverage import capability_uses
 from attnlib.testing.outcome import NotRun, Outcome, Refused, Verdict, reproduction_line
 from attnlib.testing.runner import check_supported
-from attnlib.testing.subject import Subject
 
 __all__ = ["Check", "Probe", "matches", "run_check", "run_probe", "select_checks"]
 

@@ -13,8 +13,8 @@ import torch
 from attnlib.backends.base import AttentionBackend, AttentionImpl
 from attnlib.testing.budget import compare
 from attnlib.testing.case import Case
+from attnlib.testing.materialized_case import Step
 from attnlib.testing.outcome import Refused
-from attnlib.testing.step import Step
 
 __all__ = [
     "Observation",

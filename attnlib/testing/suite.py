@@ -15,11 +15,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from attnlib.backends.base import AttentionBackend
+from attnlib.testing.backend_under_test import Subject
 from attnlib.testing.conformance import make_subject
 from attnlib.testing.outcome import Outcome, Verdict
 from attnlib.testing.probe import Check, Probe, run_check, select_checks
 from attnlib.testing.probes import PROBES
-from attnlib.testing.subject import Subject
 
 __all__ = ["BackendConformance", "ConformanceCase", "ConformanceError", "collect_cases"]
 

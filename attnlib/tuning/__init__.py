@@ -9,7 +9,7 @@ Measuring is `attnlib.cli.tune`; nothing here measures.
 """
 
 from attnlib.tuning.layers import layer_class
-from attnlib.tuning.shipped import shipped_ranking
+from attnlib.tuning.rankings import shipped_ranking
 from attnlib.tuning.store import chip_name, forget, generation, table_path, tuning_for
 from attnlib.tuning.table import Ranking, Tuning
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnlib.errors import ContractError
-from attnlib.ops.triton.hopper.tiles import DecodeTile, HopperTile
-from attnlib.ops.triton.tile_tables import TileTable, parse_table
+from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile, HopperTile
+from attnlib.ops.triton.heuristics.tile_table import TileTable, parse_table
 from attnlib.spec import AttentionSpec
 from attnlib.tuning.layers import layer_class
 

@@ -243,7 +243,7 @@ class Batch:
 
 
 def parse_tile(variant: str, d: int, dv: int) -> Any:
-    from attnlib.ops.triton.hopper.tiles import choose_hopper_tile
+    from attnlib.ops.triton.heuristics.hopper_tiles import choose_hopper_tile
 
     tile = choose_hopper_tile(d, dv)
     for flag in variant.split(":")[1:]:
@@ -289,7 +289,7 @@ def make_call(variant: str, batch: Batch, out: Any, lse: Any) -> Any:
             softmax_scale=batch.options["scale"], causal=batch.options["causal"], window_size=list(window),
             block_table=table, softcap=batch.options["logits_soft_cap"], fa_version=3, **sinks,
         )  # fmt: skip
-    from attnlib.ops.triton.hopper.paged_prefill import launch_hopper_prefill
+    from attnlib.ops.triton.hopper.prefill_plan import launch_hopper_prefill
 
     tile = parse_tile(variant, batch.d, batch.dv)
     return lambda: launch_hopper_prefill(

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from attnlib.backends._foreign.imports import Import
 from attnlib.backends.flash_attn import FlashAttnBackend, probe
 from attnlib.backends.flash_attn import metadata as metadata_module
 from attnlib.backends.flash_attn.impl import FlashAttnImpl
-from attnlib.backends.flash_attn.limits import choose_kernel
 from attnlib.backends.flash_attn.metadata import FlashAttnMetadataBuilder
 from attnlib.backends.flash_attn.probe import find_kernels
-from attnlib.backends.probing import Import
+from attnlib.backends.flash_attn.support import choose_kernel
 from attnlib.device import DeviceInfo
 from attnlib.errors import BackendUnavailableError, ContractError, UnsupportedConfigError
 from attnlib.metadata.state import AttentionState

@@ -12,7 +12,7 @@ from attnlib import AttentionSpec, explain
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.triton import TritonBackend
 from attnlib.device import resolve_device
-from attnlib.ops.triton.hopper.limits import prefers_hopper_decode
+from attnlib.ops.triton.hopper.support import prefers_hopper_decode
 from attnlib.selection.report import CandidateReport, SelectionReport, Verdict
 
 

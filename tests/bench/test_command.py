@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnlib.bench import command, stopwatch
-from attnlib.bench.ceilings import Ceilings, measure_ceilings
+from attnlib.bench import command
+from attnlib.bench import timer as stopwatch
 from attnlib.bench.measure import DeviceLostError
+from attnlib.bench.peaks import Ceilings, measure_ceilings
 from attnlib.bench.results import read_document
 from attnlib.cli import main
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attnlib.bench.case import parse_case
-from attnlib.bench.gate import Gate, choose_rows, contested_rows
-from attnlib.bench.material import cold_copies, make_material
+from attnlib.bench.correctness import Gate, choose_rows, contested_rows
+from attnlib.bench.inputs import cold_copies, make_material
 from attnlib.bench.suites import known_cases
 from attnlib.testing.layouts import read_slots
 from attnlib.testing.oracle import paged_attention

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from attnlib.backends.results import is_capturing
-from attnlib.bench import measure, stopwatch
+from attnlib.backends._foreign.outputs import is_capturing
+from attnlib.bench import measure
+from attnlib.bench import timer as stopwatch
+from attnlib.bench.backends import find_contenders, split_names
 from attnlib.bench.case import parse_case
-from attnlib.bench.ceilings import Ceilings
-from attnlib.bench.contenders import find_contenders, split_names
 from attnlib.bench.measure import measure_case
+from attnlib.bench.peaks import Ceilings
 from attnlib.bench.results import Row
 from attnlib.errors import ContractError, UnknownBackendError
 
@@ -81,7 +82,9 @@ def test_a_backend_that_is_wrong_where_nobody_looked_is_found_by_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Row 1 of 12 is not among the chosen ones here; two backends disagree there, so it is judged."""
-    monkeypatch.setattr("attnlib.bench.gate.choose_rows", lambda query_lens, most, seed=0: [0])
+    monkeypatch.setattr(
+        "attnlib.bench.correctness.choose_rows", lambda query_lens, most, seed=0: [0]
+    )
     (alone,) = rows_of(f"{HERE}:WrongRow")
     assert alone.status == "ok"
     right, wrong = rows_of("torch", f"{HERE}:WrongRow")

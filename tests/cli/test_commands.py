@@ -10,9 +10,10 @@ import torch
 
 import attnlib
 from attnlib.backends.torch import TorchBackend
-from attnlib.cli import apart, doctor, main
+from attnlib.cli import subprocess_check as apart
+from attnlib.cli import doctor, main
 from attnlib.cli.hf_config import specs_from_config
-from attnlib.cli.smoke import smoke_test
+from attnlib.cli.smoke_test import smoke_test
 from attnlib.device import DeviceInfo
 from attnlib.errors import ContractError
 from attnlib.selection.registry import Registration

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from attnlib.backends.torch import TorchBackend
 from attnlib.cache.allocator import BlockAllocator
 from attnlib.cli import main
+from attnlib.cli.demo.result import compare
 from attnlib.cli.demo.scheduler import Request, Scheduler
 from attnlib.cli.demo.serve import Served
-from attnlib.cli.demo.verdict import compare
 from attnlib.cli.demo.view import Progress
 from attnlib.errors import CacheExhaustedError
 

@@ -9,10 +9,11 @@ import pytest
 
 from attnlib.backends.torch import TorchBackend
 from attnlib.backends.triton import TritonBackend
-from attnlib.cli import apart, doctor, main
+from attnlib.cli import subprocess_check as apart
+from attnlib.cli import doctor, main
 from attnlib.cli.gluon import gluon_remarks
 from attnlib.device import DeviceInfo
-from attnlib.ops.triton import gluon
+from attnlib.ops.triton.hopper import loader as gluon
 from attnlib.selection.registry import lookup
 
 H200 = DeviceInfo("cuda", 0, (9, 0), name="NVIDIA H200")

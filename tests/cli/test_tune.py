@@ -22,8 +22,8 @@ from attnlib.cli.tune.main import parser
 from attnlib.cli.tune.plan import plan_cases
 from attnlib.cli.tune.tiles import Trial, best_entries, measure_tiles
 from attnlib.errors import ContractError
-from attnlib.ops.triton.device import DeviceLimits, limits_of
-from attnlib.ops.triton.hopper.tiles import (
+from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
+from attnlib.ops.triton.heuristics.hopper_tiles import (
     SHARED_MEMORY,
     DecodeTile,
     HopperTile,
@@ -31,8 +31,8 @@ from attnlib.ops.triton.hopper.tiles import (
     choose_hopper_tile,
     decode_shared_bytes,
 )
-from attnlib.ops.triton.tile_tables import parse_table
-from attnlib.ops.triton.tiles import Tile, choose_decode_tile, shared_bytes
+from attnlib.ops.triton.heuristics.tile_table import parse_table
+from attnlib.ops.triton.heuristics.tiles import Tile, choose_decode_tile, shared_bytes
 
 KB = 1024
 H200 = DeviceLimits(132, 227 * KB, 228 * KB, (9, 0), True)

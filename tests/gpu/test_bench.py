@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attnlib.bench.backends import find_contenders
 from attnlib.bench.case import parse_case
-from attnlib.bench.ceilings import Ceilings
-from attnlib.bench.contenders import find_contenders
 from attnlib.bench.measure import measure_case
-from attnlib.bench.stopwatch import GraphWatch, take_turns
+from attnlib.bench.peaks import Ceilings
+from attnlib.bench.timer import GraphWatch, take_turns
 from tests.gpu.devices import needs_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpu]

@@ -97,8 +97,8 @@ class Step:
 
 
 def _counters() -> torch.Tensor:
-    from attnlib.ops.triton.device import limits_of
-    from attnlib.ops.triton.hopper.choice import num_counters
+    from attnlib.ops.triton.heuristics.device import limits_of
+    from attnlib.ops.triton.hopper.dispatch import num_counters
 
     return torch.zeros(
         num_counters(limits_of(torch.empty(1, device="cuda"))), dtype=torch.int32, device="cuda"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from attnlib.backends.flash_attn.limits import choose_kernel
+from attnlib.backends.flash_attn.support import choose_kernel
 from attnlib.device import resolve_device
 from attnlib.metadata.parameters import PerLayerParameters
 from attnlib.selection import load_backend, register_backend, unregister_backend

@@ -118,7 +118,7 @@ def _result(call: Call, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
 def _by_triton(
     monkeypatch: pytest.MonkeyPatch, call: Call, outputs: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    from attnlib.ops.triton import launch
+    from attnlib.ops.triton.launch import bound as launch
 
     with monkeypatch.context() as patch:
         patch.setattr(launch, "undisturbed", lambda: False)
@@ -193,7 +193,7 @@ def test_hopper_launches_keep_their_descriptors(monkeypatch: pytest.MonkeyPatch)
     """What a bound launch encoded is used again: for 6 calls in turn over two caches each descriptor is made once."""
     from attnlib.ops.triton import paged_decode, prefill
     from attnlib.ops.triton.hopper import descriptors
-    from attnlib.ops.triton.launch import BoundLaunch
+    from attnlib.ops.triton.launch.bound import BoundLaunch
 
     made: list[int] = []
     own = BoundLaunch.expand

@@ -10,9 +10,9 @@ import transformers as hf
 
 import attnlib
 from attnlib.cache.allocator import BlockAllocator
+from attnlib.cli.demo.result import judge
 from attnlib.cli.demo.scheduler import Request, Scheduler
 from attnlib.cli.demo.serve import serve
-from attnlib.cli.demo.verdict import judge
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.integrations.transformers.paged_model import PagedModel
 from attnlib.workspace import BatchLimits

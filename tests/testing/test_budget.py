@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from attnlib.testing.batch_spec import parse_batch
+from attnlib.testing.block_placement import place
 from attnlib.testing.budget import BUDGETS, compare, compare_bits
 from attnlib.testing.inputs import make_inputs, make_terms
 from attnlib.testing.layouts import Dimensions
 from attnlib.testing.oracle import OracleResult
-from attnlib.testing.placements import place
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from attnlib.debug.record import save_recording
 from attnlib.testing.case import Case
 from attnlib.testing.commands import parity_main, replay_main, verify_main
 from attnlib.testing.progress import ProgressBar
-from attnlib.testing.record import save_recording
 
 TOY = "tests.testing.toy_backend:ToyBackend"
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "one_file_backend.py") + ":OneFileBackend"

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.selection import get_attn_backend
 from attnlib.testing.batch_spec import BatchSpec, parse_batch
+from attnlib.testing.block_placement import PLACEMENTS
 from attnlib.testing.case import Case
 from attnlib.testing.layouts import CACHE_LAYOUTS
-from attnlib.testing.placements import PLACEMENTS
 from attnlib.testing.runner import judge, run_case
 from tests.testing.toy_backend import toy_with
 from tests.testing.wrong_backends import OffByOneWindow

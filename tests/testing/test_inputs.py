@@ -9,6 +9,7 @@ import torch
 
 from attnlib.errors import ContractError
 from attnlib.testing.batch_spec import BatchSpec, parse_batch
+from attnlib.testing.block_placement import PLACEMENTS, PlacementKind, place
 from attnlib.testing.inputs import make_inputs, make_terms
 from attnlib.testing.layouts import (
     CACHE_LAYOUTS,
@@ -18,7 +19,6 @@ from attnlib.testing.layouts import (
     read_slots,
     write_slots,
 )
-from attnlib.testing.placements import PLACEMENTS, PlacementKind, place
 
 DIMS = Dimensions(head_size=16, head_size_v=8)
 BATCH = parse_batch("q3s20_q1s17_q2s0_q0s0_pad2")

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from attnlib.testing.batch_spec import parse_batch
+from attnlib.testing.block_placement import place
 from attnlib.testing.inputs import StepInputs, make_inputs, make_terms
 from attnlib.testing.layouts import Dimensions
 from attnlib.testing.oracle import Terms, unpaged_attention
-from attnlib.testing.placements import place
 
 DIMS = Dimensions(num_heads=6, num_kv_heads=2, head_size=8, head_size_v=4, block_size=4)
 BATCH = "q3s9_q1s6_q2s0_q0s3_q4_q5s2_pad2"

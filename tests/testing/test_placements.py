@@ -7,7 +7,7 @@ import torch
 
 from attnlib.errors import ContractError
 from attnlib.testing.batch_spec import parse_batch
-from attnlib.testing.placements import PLACEMENTS, PlacementKind, place
+from attnlib.testing.block_placement import PLACEMENTS, PlacementKind, place
 
 BATCH = parse_batch("q1s40_q20_q0s0_q3s33")
 

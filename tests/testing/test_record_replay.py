@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from attnlib.cache.storage import PagedKVCache
+from attnlib.debug.record import capture_call, load_recording, save_recording
+from attnlib.debug.replay import replay, shrink
 from attnlib.errors import ContractError
+from attnlib.testing.batch_slicing import select_requests
 from attnlib.testing.case import Case
+from attnlib.testing.materialized_case import Step
 from attnlib.testing.outcome import Refused
-from attnlib.testing.parts import select_requests
-from attnlib.testing.record import capture_call, load_recording, save_recording
-from attnlib.testing.replay import replay, shrink
 from attnlib.testing.runner import run_step
-from attnlib.testing.step import Step
-from attnlib.testing.strided import freeze, freeze_pair, thaw, thaw_pair
+from attnlib.testing.tensor_io import freeze, freeze_pair, thaw, thaw_pair
 from tests.testing.toy_backend import ToyBackend, ToyBuilder, toy_with
 from tests.testing.wrong_backends import OffByOneWindow, SinkIgnoredInDecode
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from attnlib.backends.base import AttentionBackend
+from attnlib.debug.record import load_recording
+from attnlib.debug.replay import replay
+from attnlib.debug.shadow import shadow
 from attnlib.errors import ContractError
 from attnlib.layer import Attention
 from attnlib.testing.case import Case
-from attnlib.testing.record import load_recording
-from attnlib.testing.replay import replay
-from attnlib.testing.shadow import shadow
 from tests.testing.toy_backend import ToyBackend, toy_with
 from tests.testing.wrong_backends import BaseTwoLse, OffByOneWindow
 

@@ -17,7 +17,7 @@ from attnlib.device import DeviceInfo
 from attnlib.selection.priority import by_priority
 from attnlib.selection.registry import registrations
 from attnlib.selection.selector import _ranking
-from attnlib.tuning.shipped import shipped_ranking, shipped_rankings
+from attnlib.tuning.rankings import shipped_ranking, shipped_rankings
 from benchmarks.ship_rankings import TABLES, table_of, text_of
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "bench.json"

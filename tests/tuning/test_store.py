@@ -16,7 +16,7 @@ import attnlib
 from attnlib import tuning
 from attnlib.backends.torch import TorchBackend
 from attnlib.device import DeviceInfo
-from attnlib.ops.triton.tiles import Tile, choose_decode_tile
+from attnlib.ops.triton.heuristics.tiles import Tile, choose_decode_tile
 
 SPEC = attnlib.AttentionSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.float32)
 CPU, H200 = DeviceInfo("cpu"), DeviceInfo("cuda", 0, (9, 0), name="NVIDIA H200")

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from attnlib.backends._foreign.imports import environment_facts
 from attnlib.backends.base import AttentionBackend, AttentionImpl
-from attnlib.backends.flash_attn.limits import choose_kernel
 from attnlib.backends.flash_attn.probe import find_kernels, nothing_installed
-from attnlib.backends.probing import environment_facts
+from attnlib.backends.flash_attn.support import choose_kernel
 from attnlib.capabilities import Capabilities, Sizes, device_refusals
 from attnlib.device import DeviceInfo, resolve_device
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder

@@ -6,10 +6,16 @@ from typing import Any
 
 import torch
 
+from attnlib.backends._foreign.outputs import (
+    apply_sinks,
+    clear_rows,
+    fill_empty,
+    is_capturing,
+    store_lse,
+)
 from attnlib.backends.base import AttentionImpl
 from attnlib.backends.flash_attn.metadata import FlashAttnMetadata
 from attnlib.backends.flash_attn.probe import FlashKernel
-from attnlib.backends.results import apply_sinks, clear_rows, fill_empty, is_capturing, store_lse
 from attnlib.cache.storage import PagedKVCache, Scale
 from attnlib.errors import ContractError
 

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnlib.backends.flash_attn.limits import choose_kernel
+from attnlib.backends._foreign.imports import keywords_of
 from attnlib.backends.flash_attn.probe import FlashKernel
-from attnlib.backends.probing import keywords_of
+from attnlib.backends.flash_attn.support import choose_kernel
 from attnlib.device import resolve_device
 from attnlib.errors import BackendUnavailableError, ContractError, UnsupportedConfigError
 from attnlib.metadata.base import AttentionMetadataBuilder

@@ -20,7 +20,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
-from attnlib.backends.probing import (
+from attnlib.backends._foreign.imports import (
     Import,
     Keywords,
     import_guarded,

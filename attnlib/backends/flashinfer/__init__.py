@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from attnlib.backends._foreign.imports import environment_facts, is_installed
 from attnlib.backends.base import AttentionBackend, AttentionImpl
 from attnlib.backends.flashinfer.probe import find_api, toolchain_gaps
-from attnlib.backends.probing import environment_facts, is_installed
 from attnlib.capabilities import Capabilities, Sizes
 from attnlib.device import DeviceInfo
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from attnlib.backends.base import AttentionImpl
-from attnlib.backends.flashinfer.metadata import FlashInferMetadata, plan_key
-from attnlib.backends.flashinfer.plans import Lease, PlanKey
-from attnlib.backends.results import (
+from attnlib.backends._foreign.outputs import (
     apply_sinks,
     clear_rows,
     fill_empty,
     is_capturing,
     mark_empty_rows,
 )
+from attnlib.backends.base import AttentionImpl
+from attnlib.backends.flashinfer.metadata import FlashInferMetadata, plan_key
+from attnlib.backends.flashinfer.plans import Lease, PlanKey
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.metadata.parameters import PerLayerParameters

@@ -18,7 +18,12 @@ from typing import Any
 
 import torch
 
-from attnlib.backends.probing import import_guarded, is_installed, keywords_of, package_version
+from attnlib.backends._foreign.imports import (
+    import_guarded,
+    is_installed,
+    keywords_of,
+    package_version,
+)
 
 __all__ = ["FlashInferApi", "find_api", "toolchain_gaps"]
 

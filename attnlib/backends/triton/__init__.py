@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attnlib.backends.base import AttentionBackend, AttentionImpl
-from attnlib.backends.triton.notes import hopper_notes
+from attnlib.backends.triton.explain import hopper_notes
 from attnlib.capabilities import Capabilities, Sizes
 from attnlib.device import DeviceInfo
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder

@@ -11,11 +11,11 @@ from attnlib.backends.triton.tuned import use_tuned_tiles
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.paged import PagedMetadata, paged_fields
-from attnlib.ops.triton.device import limits_of
-from attnlib.ops.triton.gluon import hopper_choice
-from attnlib.ops.triton.hopper.limits import HOPPER_DECODE_KEYS
+from attnlib.ops.triton.heuristics.device import limits_of
+from attnlib.ops.triton.heuristics.tile_table import work_bounds
+from attnlib.ops.triton.hopper.loader import hopper_choice
+from attnlib.ops.triton.hopper.support import HOPPER_DECODE_KEYS
 from attnlib.ops.triton.paged_decode import paged_decode_num_splits, paged_decode_workspace_bytes
-from attnlib.ops.triton.tile_tables import work_bounds
 from attnlib.spec import AttentionSpec, CudaGraphSupport
 from attnlib.workspace import Workspace
 

@@ -10,8 +10,8 @@ import torch
 from attnlib.backends.base import AttentionImpl, Settled
 from attnlib.backends.triton.metadata import TritonMetadata
 from attnlib.cache.storage import PagedKVCache
-from attnlib.ops.triton.arguments import Options
 from attnlib.ops.triton.decode_step import DecodeBatch, Repeat, settle
+from attnlib.ops.triton.launch.signature import Options
 
 __all__ = ["settle_decode"]
 

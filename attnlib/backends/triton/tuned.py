@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnlib.device import device_info
-from attnlib.ops.triton.device import set_tuned_tiles
+from attnlib.ops.triton.heuristics.device import set_tuned_tiles
 from attnlib.tuning import tuning_for
 
 __all__ = ["use_tuned_tiles"]

@@ -43,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _demo(options: argparse.Namespace, device: torch.device) -> int:
     # Imported here: a run that interprets Triton has to say so before anything imports it.
     from attnlib.cli.demo.model import prompts
+    from attnlib.cli.demo.result import judge
     from attnlib.cli.demo.scheduler import Request, Scheduler
     from attnlib.cli.demo.serve import serve, warm_up
-    from attnlib.cli.demo.verdict import judge
     from attnlib.cli.demo.view import Progress, as_json, figures, show
     from attnlib.integrations.transformers.paged_model import PagedModel
 

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from attnlib.cli.demo.model import Subject
+from attnlib.cli.demo.result import Verdict
 from attnlib.cli.demo.scheduler import Request
 from attnlib.cli.demo.serve import Served
-from attnlib.cli.demo.verdict import Verdict
 from attnlib.integrations.transformers.paged_model import PagedModel
 
 __all__ = ["Progress", "as_json", "figures", "show"]

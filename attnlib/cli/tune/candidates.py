@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from attnlib.bench.case import BenchCase
-from attnlib.ops.triton.hopper.limits import DECODE_ROWS, decode_gaps, prefill_gaps
-from attnlib.ops.triton.hopper.tiles import (
+from attnlib.ops.triton.heuristics.hopper_tiles import (
     SHARED_MEMORY,
     DecodeTile,
     HopperTile,
@@ -21,10 +20,10 @@ from attnlib.ops.triton.hopper.tiles import (
     decode_shared_bytes,
     padded_width,
 )
-from attnlib.ops.triton.hopper.tiles import shared_bytes as hopper_bytes
-from attnlib.ops.triton.splits import visible_bound
-from attnlib.ops.triton.tile_tables import visible_class, work_class
-from attnlib.ops.triton.tiles import (
+from attnlib.ops.triton.heuristics.hopper_tiles import shared_bytes as hopper_bytes
+from attnlib.ops.triton.heuristics.splits import visible_bound
+from attnlib.ops.triton.heuristics.tile_table import visible_class, work_class
+from attnlib.ops.triton.heuristics.tiles import (
     Tile,
     choose_decode_tile,
     choose_prefill_tile,
@@ -32,9 +31,10 @@ from attnlib.ops.triton.tiles import (
     shared_bytes,
     split_head_size,
 )
+from attnlib.ops.triton.hopper.support import DECODE_ROWS, decode_gaps, prefill_gaps
 
 if TYPE_CHECKING:  # it imports triton, and plans are made where there is none
-    from attnlib.ops.triton.device import DeviceLimits
+    from attnlib.ops.triton.heuristics.device import DeviceLimits
 
 __all__ = ["Group", "candidates", "group_of", "operations"]
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from attnlib import tuning
+from attnlib.bench.backends import find_contenders, split_names
 from attnlib.bench.case import BenchCase
-from attnlib.bench.ceilings import measure_ceilings
-from attnlib.bench.contenders import find_contenders, split_names
 from attnlib.bench.measure import DeviceLostError, measure_case
+from attnlib.bench.peaks import measure_ceilings
 from attnlib.bench.provenance import provenance
 from attnlib.bench.results import Row
 from attnlib.bench.results import read_document as read_results
@@ -31,7 +31,7 @@ from attnlib.cli.tune.document import merged, read_document, write_document
 from attnlib.cli.tune.plan import plan_cases
 from attnlib.device import DeviceInfo, resolve_device
 from attnlib.errors import ContractError
-from attnlib.ops.triton.tile_tables import OPS
+from attnlib.ops.triton.heuristics.tile_table import OPS
 
 __all__ = ["main", "parser"]
 
@@ -173,7 +173,7 @@ class _Session:
     def tune_tiles(self, cases: Sequence[BenchCase], ops: tuple[str, ...]) -> None:
         """Tiles of each operation on each case."""
         from attnlib.cli.tune.tiles import Trial, best_entries, measure_tiles
-        from attnlib.ops.triton.device import limits_of
+        from attnlib.ops.triton.heuristics.device import limits_of
 
         device = self.info.torch_device
         limits, trials = limits_of(torch.empty(0, device=device)), list[Trial]()

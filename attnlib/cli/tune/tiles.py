@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from attnlib.bench.case import BenchCase
-from attnlib.bench.gate import Gate
-from attnlib.bench.material import Material, make_material
-from attnlib.bench.stopwatch import EagerWatch, GraphWatch, take_turns, wind_up
+from attnlib.bench.correctness import Gate
+from attnlib.bench.inputs import Material, make_material
+from attnlib.bench.timer import EagerWatch, GraphWatch, take_turns, wind_up
 from attnlib.cli.tune.candidates import Group, candidates
-from attnlib.ops.triton.device import device_index, limits_of, set_tuned_tiles
-from attnlib.ops.triton.tile_tables import TileTable, parse_table
+from attnlib.ops.triton.heuristics.device import device_index, limits_of, set_tuned_tiles
+from attnlib.ops.triton.heuristics.tile_table import TileTable, parse_table
 
 __all__ = ["Trial", "best_entries", "measure_tiles"]
 

@@ -11,9 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.ops.triton.device import DeviceLimits, device_guard, limits_of
-from attnlib.ops.triton.launch import BoundLaunch, Remembered
-from attnlib.ops.triton.quant import encode_fp8, load_scale, scale_class, scale_kind
+from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard, limits_of
+from attnlib.ops.triton.kernels.quant import encode_fp8, load_scale, scale_class, scale_kind
+from attnlib.ops.triton.launch.bound import BoundLaunch, Remembered
 
 __all__ = ["find_write", "write_kv"]
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from torch import Tensor
 
-from attnlib.ops.triton import device as chips
-from attnlib.ops.triton import launch as launching
-from attnlib.ops.triton.arguments import Options
 from attnlib.ops.triton.cache_write import find_write
-from attnlib.ops.triton.launch import ALIGNMENT, BoundLaunch
+from attnlib.ops.triton.heuristics import device as chips
+from attnlib.ops.triton.launch import bound as launching
+from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
+from attnlib.ops.triton.launch.signature import Options
 from attnlib.ops.triton.paged_decode import find_decode
 
 __all__ = ["DecodeBatch", "Repeat", "settle"]

@@ -18,7 +18,34 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnlib.errors import ContractError
-from attnlib.ops.triton.arguments import (
+from attnlib.ops.triton.heuristics.device import (
+    DeviceLimits,
+    device_guard,
+    limits_of,
+    programmatic_launch,
+)
+from attnlib.ops.triton.heuristics.splits import (
+    MIN_TILES_PER_SPLIT,
+    RESIDENT_LIMIT,
+    SPLIT_LIMIT,
+    choose_num_splits,
+    paged_decode_workspace_bytes,
+    visible_bound,
+)
+from attnlib.ops.triton.heuristics.tile_table import work_where_it_matters
+from attnlib.ops.triton.heuristics.tiles import (
+    Tile,
+    choose_decode_tile,
+    next_power_of_2,
+    shared_bytes,
+)
+from attnlib.ops.triton.hopper.loader import hopper_choice
+from attnlib.ops.triton.kernels.attend import aligned, attend, pack_rows, store_rows
+from attnlib.ops.triton.kernels.quant import load_scale
+from attnlib.ops.triton.kernels.schedule import request_tiles, tiles_per_split
+from attnlib.ops.triton.kernels.softmax import LN2, finish_rows
+from attnlib.ops.triton.launch.bound import BoundLaunch, Remembered
+from attnlib.ops.triton.launch.signature import (
     UNALIGNED,
     UNSPECIALISED,
     Options,
@@ -30,23 +57,6 @@ from attnlib.ops.triton.arguments import (
     launch_key,
     signature_of,
 )
-from attnlib.ops.triton.attend import aligned, attend, pack_rows, store_rows
-from attnlib.ops.triton.device import DeviceLimits, device_guard, limits_of, programmatic_launch
-from attnlib.ops.triton.gluon import hopper_choice
-from attnlib.ops.triton.launch import BoundLaunch, Remembered
-from attnlib.ops.triton.quant import load_scale
-from attnlib.ops.triton.schedule import request_tiles, tiles_per_split
-from attnlib.ops.triton.softmax import LN2, finish_rows
-from attnlib.ops.triton.splits import (
-    MIN_TILES_PER_SPLIT,
-    RESIDENT_LIMIT,
-    SPLIT_LIMIT,
-    choose_num_splits,
-    paged_decode_workspace_bytes,
-    visible_bound,
-)
-from attnlib.ops.triton.tile_tables import work_where_it_matters
-from attnlib.ops.triton.tiles import Tile, choose_decode_tile, next_power_of_2, shared_bytes
 
 __all__ = ["find_decode", "paged_decode", "paged_decode_num_splits", "paged_decode_workspace_bytes"]
 

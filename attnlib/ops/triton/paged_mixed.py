@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from attnlib.ops.triton.arguments import Options, launch_key
-from attnlib.ops.triton.device import DeviceLimits, device_guard, limits_of
-from attnlib.ops.triton.gluon import hopper_choice
-from attnlib.ops.triton.launch import Remembered
+from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard, limits_of
+from attnlib.ops.triton.heuristics.splits import visible_bound
+from attnlib.ops.triton.hopper.loader import hopper_choice
+from attnlib.ops.triton.launch.bound import Remembered
+from attnlib.ops.triton.launch.signature import Options, launch_key
 from attnlib.ops.triton.paged_decode import paged_decode
 from attnlib.ops.triton.paged_prefill import paged_prefill
-from attnlib.ops.triton.splits import visible_bound
 
 __all__ = ["Half", "paged_mixed"]
 

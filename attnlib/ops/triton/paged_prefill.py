@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnlib.ops.triton.arguments import Options
-from attnlib.ops.triton.prefill import launch_prefill
+from attnlib.ops.triton.kernels.prefill import launch_prefill
+from attnlib.ops.triton.launch.signature import Options
 
 __all__ = ["paged_prefill"]
 

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnlib.ops.triton.device import device_guard, limits_of
-from attnlib.ops.triton.launch import BoundLaunch, Remembered
+from attnlib.ops.triton.heuristics.device import device_guard, limits_of
+from attnlib.ops.triton.launch.bound import BoundLaunch, Remembered
 
 __all__ = ["compute_slot_mapping"]
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attnlib.capabilities import Sizes
+from attnlib.testing.backend_under_test import Subject
 from attnlib.testing.batch_spec import NAMED_BATCHES
 from attnlib.testing.case import Case
 from attnlib.testing.layouts import CACHE_LAYOUTS
 from attnlib.testing.probe import Check, Probe
 from attnlib.testing.runner import judge, run_case
-from attnlib.testing.subject import Subject
 
 __all__ = ["PROBES"]
 

@@ -13,14 +13,14 @@ from dataclasses import replace
 
 import torch
 
+from attnlib.testing.backend_under_test import Subject
 from attnlib.testing.budget import compare_bits
 from attnlib.testing.case import Case
 from attnlib.testing.layouts import CacheViews
+from attnlib.testing.materialized_case import Step
 from attnlib.testing.outcome import NotRun
 from attnlib.testing.probe import Check, Probe
 from attnlib.testing.runner import judge, run_case, run_step
-from attnlib.testing.step import Step
-from attnlib.testing.subject import Subject
 
 __all__ = ["PROBES"]
 

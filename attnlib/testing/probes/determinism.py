@@ -10,12 +10,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+from attnlib.testing.backend_under_test import Subject
+from attnlib.testing.batch_slicing import select_requests
 from attnlib.testing.budget import compare_bits
 from attnlib.testing.case import Case
-from attnlib.testing.parts import select_requests
 from attnlib.testing.probe import Check, Probe
 from attnlib.testing.runner import run_case, run_step
-from attnlib.testing.subject import Subject
 
 __all__ = ["PROBES"]
 

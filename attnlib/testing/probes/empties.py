@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 import torch
 
+from attnlib.testing.backend_under_test import Subject
 from attnlib.testing.case import Case
 from attnlib.testing.probe import Check, Probe
 from attnlib.testing.runner import judge, run_case
-from attnlib.testing.subject import Subject
 
 __all__ = ["PROBES"]
 

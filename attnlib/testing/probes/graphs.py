@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from attnlib.testing.backend_under_test import Subject
 from attnlib.testing.case import Case
 from attnlib.testing.layouts import allocate_views
+from attnlib.testing.materialized_case import Step
 from attnlib.testing.probe import Check, Probe
 from attnlib.testing.runner import Observation, attend, judge, make_impl
-from attnlib.testing.step import Step
-from attnlib.testing.subject import Subject
 from attnlib.workspace import BatchLimits
 
 __all__ = ["PROBES"]

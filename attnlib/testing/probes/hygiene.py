@@ -14,11 +14,11 @@ from collections.abc import Iterator
 import torch
 
 from attnlib.errors import ContractError
+from attnlib.testing.backend_under_test import Subject
 from attnlib.testing.case import Case
 from attnlib.testing.outcome import NotRun
 from attnlib.testing.probe import Check, Probe
 from attnlib.testing.runner import judge, run_case
-from attnlib.testing.subject import Subject
 
 __all__ = ["PROBES"]
 
@@ -26,7 +26,7 @@ _SELECT = """
 import sys, torch
 from attnlib.device import resolve_device
 from attnlib.spec import AttentionSpec
-from attnlib.testing.subject import load_backend
+from attnlib.testing.backend_under_test import load_backend
 backend = load_backend(sys.argv[1])
 spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, block_size=16)
 backend.validate_configuration(spec, "cuda:0")

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from attnlib.testing.backend_under_test import Subject
 from attnlib.testing.case import Case
 from attnlib.testing.probe import Check, Probe
 from attnlib.testing.runner import attend, check_supported, judge, make_impl
-from attnlib.testing.subject import Subject
 
 __all__ = ["PROBES"]
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from attnlib.testing.backend_under_test import Subject
 from attnlib.testing.case import Case
 from attnlib.testing.outcome import NotRun
 from attnlib.testing.probe import Check, Probe
 from attnlib.testing.runner import Backend, exchange, judge
-from attnlib.testing.subject import Subject
 
 __all__ = ["PROBES", "write_then_read"]
 

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 import torch
 
 from attnlib.cache.storage import PagedKVCache
+from attnlib.testing.backend_under_test import Subject
 from attnlib.testing.case import Case
 from attnlib.testing.outcome import NotRun, Refused
 from attnlib.testing.probe import Check, Probe
 from attnlib.testing.runner import attend, make_impl, run_case
-from attnlib.testing.subject import Subject
 from attnlib.workspace import BatchLimits
 
 __all__ = ["PROBES"]

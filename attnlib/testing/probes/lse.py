@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from attnlib.testing.backend_under_test import Subject
 from attnlib.testing.batch_spec import BatchSpec
 from attnlib.testing.budget import compare
 from attnlib.testing.case import Case
+from attnlib.testing.materialized_case import Step
 from attnlib.testing.probe import Check, Probe
 from attnlib.testing.runner import Observation, judge, make_impl, run_case
-from attnlib.testing.step import Step
-from attnlib.testing.subject import Subject
 
 __all__ = ["PROBES"]
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from attnlib.device import DeviceInfo
 from attnlib.errors import UnsupportedConfigError
+from attnlib.testing.backend_under_test import Subject
 from attnlib.testing.case import Case
 from attnlib.testing.probe import Check, Probe
-from attnlib.testing.subject import Subject
 
 __all__ = ["PROBES"]
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import torch
 
+from attnlib.testing.backend_under_test import Subject
 from attnlib.testing.case import Case
 from attnlib.testing.layouts import CACHE_LAYOUTS, read_slots
+from attnlib.testing.materialized_case import Step
 from attnlib.testing.probe import Check, Probe
 from attnlib.testing.runner import make_impl
-from attnlib.testing.step import Step
-from attnlib.testing.subject import Subject
 
 __all__ = ["PROBES", "compare_storage"]
 

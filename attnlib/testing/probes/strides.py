@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from attnlib.testing.backend_under_test import Subject
 from attnlib.testing.budget import compare_bits
 from attnlib.testing.case import Case
 from attnlib.testing.probe import Check, Probe
 from attnlib.testing.runner import attend, judge, make_impl
-from attnlib.testing.subject import Subject
 
 __all__ = ["PROBES"]
 

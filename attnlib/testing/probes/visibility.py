@@ -12,13 +12,13 @@ from collections.abc import Iterator
 
 import torch
 
+from attnlib.testing.backend_under_test import Subject
 from attnlib.testing.case import Case
 from attnlib.testing.inputs import StepInputs
 from attnlib.testing.layouts import write_slots
 from attnlib.testing.oracle import visible_keys
 from attnlib.testing.probe import Check, Probe
 from attnlib.testing.runner import run_step
-from attnlib.testing.subject import Subject
 
 __all__ = ["PROBES", "seen_keys"]
 

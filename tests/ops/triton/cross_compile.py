@@ -24,10 +24,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from attnlib.ops.triton import device
-from attnlib.ops.triton.device import DeviceLimits
-from attnlib.ops.triton.tile_tables import TileEntry, TileTable, shipped_tables
-from attnlib.ops.triton.tiles import Tile, shared_bytes
+from attnlib.ops.triton.heuristics import device
+from attnlib.ops.triton.heuristics.device import DeviceLimits
+from attnlib.ops.triton.heuristics.tile_table import TileEntry, TileTable, shipped_tables
+from attnlib.ops.triton.heuristics.tiles import Tile, shared_bytes
 
 __all__ = [
     "CASES", "TARGETS", "Compiled", "Launch", "Target", "compile_for", "describe", "entry_cases", "entry_fits",

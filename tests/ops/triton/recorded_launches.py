@@ -38,8 +38,8 @@ from attnlib.ops.triton import (
     prefill,
     slots,
 )
-from attnlib.ops.triton.device import DeviceLimits
-from attnlib.ops.triton.hopper import choice as hopper_choice
+from attnlib.ops.triton.heuristics.device import DeviceLimits
+from attnlib.ops.triton.hopper import dispatch as hopper_choice
 from attnlib.ops.triton.hopper import paged_decode as hopper_decode
 from attnlib.ops.triton.hopper import paged_prefill as hopper_prefill
 from tests.ops.triton.stub_driver import (

@@ -1,6 +1,6 @@
 """Triton's own launcher objects over a driver that records: everything is Triton's down to the function in C.
 
-For the releases whose launchers are taken apart (`attnlib.ops.triton.direct`) the real `CudaLauncher` runs, with a stand-in
+For the releases whose launchers are taken apart (`attnlib.ops.triton.launch.driver`) the real `CudaLauncher` runs, with a stand-in
 for what it compiles and for the encoder of TMA descriptors; for others a stand-in takes its place.
 """
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from attnlib.ops.triton.tile_tables import TileEntry
+from attnlib.ops.triton.heuristics.tile_table import TileEntry
 from tests.ops.triton.cross_compile import entry_cases, entry_fits, formats_of
 
 ROOT = Path(__file__).parents[3]

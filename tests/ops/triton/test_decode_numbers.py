@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 
 from attnlib.errors import ContractError
-from attnlib.ops.triton import decode_numbers as room
-from attnlib.ops.triton import splits
-from attnlib.ops.triton.decode_numbers import decode_numbers, parse_numbers, shipped_numbers
-from attnlib.ops.triton.hopper.limits import HOPPER_DECODE_KEYS, PAIRS_PER_SM, prefers_hopper_decode
-from attnlib.ops.triton.splits import choose_num_splits
+from attnlib.ops.triton.heuristics import decode_numbers as room
+from attnlib.ops.triton.heuristics import splits
+from attnlib.ops.triton.heuristics.decode_numbers import (
+    decode_numbers,
+    parse_numbers,
+    shipped_numbers,
+)
+from attnlib.ops.triton.heuristics.splits import choose_num_splits
+from attnlib.ops.triton.hopper.support import (
+    HOPPER_DECODE_KEYS,
+    PAIRS_PER_SM,
+    prefers_hopper_decode,
+)
 
 LINE: dict[str, Any] = {"name": "limit", "value": 3, "meaning": "a limit", "provenance": "mine"}
 

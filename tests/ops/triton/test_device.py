@@ -6,8 +6,13 @@ import pytest
 import torch
 
 from attnlib.errors import BackendUnavailableError
-from attnlib.ops.triton import device as device_module
-from attnlib.ops.triton.device import INTERPRETER_LIMITS, DeviceLimits, device_guard, limits_of
+from attnlib.ops.triton.heuristics import device as device_module
+from attnlib.ops.triton.heuristics.device import (
+    INTERPRETER_LIMITS,
+    DeviceLimits,
+    device_guard,
+    limits_of,
+)
 
 
 def test_the_interpreter_has_fixed_limits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnlib.ops.triton import device, launch
-from attnlib.ops.triton.launch import BoundLaunch
+from attnlib.ops.triton.heuristics import device
+from attnlib.ops.triton.launch import bound as launch
+from attnlib.ops.triton.launch.bound import BoundLaunch
 
 ROOT = Path(__file__).parents[3]
 CHECKS = [

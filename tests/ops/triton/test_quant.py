@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.quant import (
+from attnlib.ops.triton.kernels.quant import (
     KV_E4M3_BYTES,
     KV_E5M2_BYTES,
     KV_NATIVE,

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.schedule import find_request, request_tiles, tiles_per_split
+from attnlib.ops.triton.kernels.schedule import find_request, request_tiles, tiles_per_split
 
 
 @triton.jit

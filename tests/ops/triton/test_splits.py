@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnlib.ops.triton.splits import (
+from attnlib.ops.triton.heuristics.splits import (
     MIN_TILES_PER_SPLIT,
     SPLIT_LIMIT,
     choose_num_splits,

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from attnlib.errors import ContractError, UnsupportedConfigError
-from attnlib.ops.triton.hopper.tiles import (
+from attnlib.ops.triton.heuristics.hopper_tiles import (
     DecodeTile,
     HopperTile,
     choose_hopper_tile,
     decode_shared_bytes,
 )
-from attnlib.ops.triton.hopper.tiles import shared_bytes as hopper_bytes
-from attnlib.ops.triton.tile_tables import (
+from attnlib.ops.triton.heuristics.hopper_tiles import shared_bytes as hopper_bytes
+from attnlib.ops.triton.heuristics.tile_table import (
     ELEMENTS,
     PRODUCTS,
     VISIBLE_EDGES,
@@ -30,7 +30,12 @@ from attnlib.ops.triton.tile_tables import (
     work_bounds,
     work_class,
 )
-from attnlib.ops.triton.tiles import Tile, choose_decode_tile, choose_prefill_tile, shared_bytes
+from attnlib.ops.triton.heuristics.tiles import (
+    Tile,
+    choose_decode_tile,
+    choose_prefill_tile,
+    shared_bytes,
+)
 
 KB = 1024
 LINE: dict[str, Any] = {
@@ -94,8 +99,8 @@ def test_tables_are_read_late() -> None:
     """Speed rules: importing attnlib, and even the choosers, opens no table."""
     program = (
         "import sys\nopened = []\nsys.addaudithook(lambda name, args: opened.append(str(args[0])) if name == 'open' else None)\n"
-        "import attnlib, attnlib.ops.triton.tiles\nassert not [each for each in opened if each.endswith('.json')], opened\n"
-        "attnlib.ops.triton.tiles.choose_decode_tile(128, 128, 2, 2, 4, 1 << 17, 'sync')\n"
+        "import attnlib, attnlib.ops.triton.heuristics.tiles\nassert not [each for each in opened if each.endswith('.json')], opened\n"
+        "attnlib.ops.triton.heuristics.tiles.choose_decode_tile(128, 128, 2, 2, 4, 1 << 17, 'sync')\n"
         "assert len([each for each in opened if 'triton/tables' in each and each.endswith('.json')]) >= 2\nassert 'triton' not in sys.modules"
     )
     done = subprocess.run(

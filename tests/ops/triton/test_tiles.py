@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attnlib.errors import UnsupportedConfigError
-from attnlib.ops.triton.tiles import (
+from attnlib.ops.triton.heuristics.tiles import (
     Tile,
     choose_decode_tile,
     choose_prefill_tile,

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from attnlib.ops.triton.hopper.dialect import TensorDescriptor
-from attnlib.ops.triton.launch import BoundLaunch, Remembered
+from attnlib.ops.triton.hopper.kernels.compat import TensorDescriptor
+from attnlib.ops.triton.launch.bound import BoundLaunch, Remembered
 
 __all__ = ["Encoded", "cache_descriptor", "cache_facts", "query_descriptor"]
 

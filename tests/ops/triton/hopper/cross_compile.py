@@ -19,17 +19,17 @@ from typing import Any
 import torch
 import triton
 
-from attnlib.ops.triton.hopper.decode import hopper_decode_kernel
-from attnlib.ops.triton.hopper.paged_decode import launch_hopper_decode
-from attnlib.ops.triton.hopper.paged_prefill import launch_hopper_prefill
-from attnlib.ops.triton.hopper.prefill import hopper_prefill_kernel
-from attnlib.ops.triton.hopper.tiles import (
+from attnlib.ops.triton.heuristics.hopper_tiles import (
     choose_hopper_decode_tile,
     choose_hopper_tile,
     decode_shared_bytes,
     shared_bytes,
 )
-from attnlib.ops.triton.tile_tables import TileEntry, shipped_tables
+from attnlib.ops.triton.heuristics.tile_table import TileEntry, shipped_tables
+from attnlib.ops.triton.hopper.decode_plan import launch_hopper_decode
+from attnlib.ops.triton.hopper.kernels.decode import hopper_decode_kernel
+from attnlib.ops.triton.hopper.kernels.prefill import hopper_prefill_kernel
+from attnlib.ops.triton.hopper.prefill_plan import launch_hopper_prefill
 from tests.ops.triton.cross_compile import stub_target
 
 __all__ = ["CASES", "compile_case", "entry_cases"]

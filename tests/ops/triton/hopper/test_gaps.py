@@ -9,15 +9,7 @@ import pytest
 import torch
 
 from attnlib.errors import UnsupportedConfigError
-from attnlib.ops.triton import gluon
-from attnlib.ops.triton.hopper.choice import slots_beside_prefill, stride_gaps
-from attnlib.ops.triton.hopper.limits import (
-    HOPPER_DECODE_KEYS,
-    decode_gaps,
-    prefers_hopper_decode,
-    prefill_gaps,
-)
-from attnlib.ops.triton.hopper.tiles import (
+from attnlib.ops.triton.heuristics.hopper_tiles import (
     SHARED_MEMORY,
     choose_hopper_decode_tile,
     choose_hopper_tile,
@@ -25,7 +17,15 @@ from attnlib.ops.triton.hopper.tiles import (
     padded_width,
     shared_bytes,
 )
-from attnlib.ops.triton.tile_tables import work_bounds, work_class
+from attnlib.ops.triton.heuristics.tile_table import work_bounds, work_class
+from attnlib.ops.triton.hopper import loader as gluon
+from attnlib.ops.triton.hopper.dispatch import slots_beside_prefill, stride_gaps
+from attnlib.ops.triton.hopper.support import (
+    HOPPER_DECODE_KEYS,
+    decode_gaps,
+    prefers_hopper_decode,
+    prefill_gaps,
+)
 
 BF16 = torch.bfloat16
 
@@ -143,7 +143,7 @@ def test_a_gluon_that_cannot_be_imported_is_a_reason_and_no_failure(
         assert gluon.hopper_choice() is None
         assert (
             gluon.hopper_missing()
-            == "ImportError: no attnlib.ops.triton.hopper.choice in this Triton"
+            == "ImportError: no attnlib.ops.triton.hopper.dispatch in this Triton"
         )
     finally:
         gluon._load.cache_clear()

@@ -1,0 +1,1 @@
+"""Helpers shared by adapters of optional packages: import probes and output conversion."""

@@ -1,0 +1,162 @@
+"""The tensors of one case: blocks in random order, and enough copies of the cache that none of it is in the L2 cache.
+
+A step's own keys and values are what the cache holds at their slots already, so writing them changes nothing, and the
+order of writing, attending and timing does not matter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attnlib.bench.case import BenchCase
+from attnlib.bench.work import kv_bytes
+from attnlib.cache.storage import PagedKVCache
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.spec import AttentionSpec
+from attnlib.testing.block_placement import place
+from attnlib.testing.layouts import read_slots
+from attnlib.testing.oracle import Terms
+
+__all__ = ["Material", "cold_copies", "make_material"]
+
+_L2_TIMES = 4
+_MOST_COPIES = 128
+_MOST_BYTES = 24 * 2**30
+
+
+@dataclass(frozen=True)
+class Material:
+    """One case on one device.
+
+    Attributes:
+        common: the batch, with a block table in random order.
+        caches: copies with the same contents, to be used in turn.
+        query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv]: packed; output [T, Hq, Dv], filled with NaN.
+        terms: what attention means here, in the oracle's words.
+    """
+
+    case: BenchCase
+    spec: AttentionSpec
+    device: torch.device
+    common: CommonAttentionMetadata
+    caches: tuple[PagedKVCache, ...]
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    output: torch.Tensor
+    terms: Terms
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """[T] int64: where this step's keys are."""
+        assert self.common.slot_mapping is not None  # every case is paged
+        return self.common.slot_mapping
+
+
+def cold_copies(case: BenchCase, cache_bytes: int, l2_bytes: int, free_bytes: int) -> int:
+    """How many copies of the cache to use in turn.
+
+    A decode reads each key once, so what is left over in the L2 cache from the call before would flatter it: the copies
+    together are to be `4` times the L2 cache. A prefill reads keys many times and works long; one copy is enough.
+
+    Args:
+        cache_bytes: of one copy, whatever of it is read; l2_bytes: 0 where unknown; free_bytes: of the device.
+    """
+    if case.kind == "prefill" or l2_bytes == 0:
+        return 1
+    wanted = max(-(-_L2_TIMES * l2_bytes // max(kv_bytes(case), 1)), 2)
+    fitting = min(free_bytes // 2, _MOST_BYTES) // max(cache_bytes, 1)
+    return int(max(min(wanted, fitting, _MOST_COPIES), 1))
+
+
+def make_material(case: BenchCase, device: torch.device, seed: int = 0) -> Material:
+    """Make the tensors of a case.
+
+    Raises:
+        torch.OutOfMemoryError: the device does not hold one copy of the cache.
+    """
+    spec = case.spec
+    placement = place(case.batch, case.block_size, seed=seed)
+    common = CommonAttentionMetadata.from_lengths(
+        case.batch.query_lens, case.batch.seq_lens, placement.block_table, case.block_size, device
+    )
+    draw = torch.Generator(device=device).manual_seed(seed)
+    first = PagedKVCache.allocate(spec, placement.num_blocks, device, "NHD")
+    for view in (first.key_cache, first.value_cache):
+        _fill(view, spec.dtype, draw)
+    cache_bytes = sum(
+        view.numel() * view.element_size() for view in (first.key_cache, first.value_cache)
+    )
+    copies = cold_copies(case, cache_bytes, *_memory(device))
+    caches = [first, *(_copy(first, spec, device) for _ in range(copies - 1))]
+    tokens = case.batch.num_actual_tokens
+    assert common.slot_mapping is not None  # a table was given
+    key, value = (
+        read_slots(view, common.slot_mapping).to(spec.dtype)
+        for view in (first.key_cache, first.value_cache)
+    )  # type: ignore[arg-type]  # a tensor of slots is a sequence of them
+    query = torch.randn(tokens, spec.num_heads, spec.head_size, generator=draw, device=device).to(
+        spec.dtype
+    )
+    output = torch.full(
+        (tokens, spec.num_heads, spec.head_size_v), float("nan"), dtype=spec.dtype, device=device
+    )
+    return Material(
+        case,
+        spec,
+        device,
+        common,
+        tuple(caches),
+        query,
+        key,
+        value,
+        output,
+        _terms(case, device, draw),
+    )
+
+
+def _fill(view: torch.Tensor, dtype: torch.dtype, draw: torch.Generator) -> None:
+    if view.dtype == dtype:
+        view.normal_(generator=draw)
+        return
+    drawn = torch.randn(view.shape, generator=draw, device=view.device, dtype=torch.float32).to(
+        view.dtype
+    )
+    view.view(torch.uint8).copy_(drawn.view(torch.uint8))
+
+
+def _copy(cache: PagedKVCache, spec: AttentionSpec, device: torch.device) -> PagedKVCache:
+    copy = PagedKVCache.allocate(spec, cache.num_blocks, device, "NHD")
+    for source, target in (
+        (cache.key_cache, copy.key_cache),
+        (cache.value_cache, copy.value_cache),
+    ):
+        if source.element_size() == 1:
+            source, target = source.view(torch.uint8), target.view(torch.uint8)
+        target.copy_(source)
+    return copy
+
+
+def _memory(device: torch.device) -> tuple[int, int]:
+    """(bytes of L2 cache, free bytes); zeros where the device does not say."""
+    if device.type != "cuda":
+        return 0, 0
+    return int(torch.cuda.get_device_properties(device).L2_cache_size), int(
+        torch.cuda.mem_get_info(device)[0]
+    )
+
+
+def _terms(case: BenchCase, device: torch.device, draw: torch.Generator) -> Terms:
+    sinks = None
+    if case.sinks:  # rounded to bfloat16, in which some kernels take them
+        sinks = (
+            torch.randn(case.num_heads, generator=draw, device=device).to(torch.bfloat16).float()
+        )
+    return Terms(
+        scale=case.head_size**-0.5,
+        window=(-1, -1) if case.sliding_window is None else (case.sliding_window - 1, 0),
+        logits_soft_cap=case.logits_soft_cap or 0.0,
+        sinks=sinks,
+    )

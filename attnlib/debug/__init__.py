@@ -1,0 +1,1 @@
+"""Debugging tools: value validation, shadow execution, call recording and replay."""

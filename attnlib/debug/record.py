@@ -1,0 +1,249 @@
+"""One call in one file: captured from a live layer, small enough to mail, replayable on any backend.
+
+Only the pages that the batch touches are kept, and every tensor keeps its strides, so that a bug of layout survives
+the journey. The file holds tensors and plain values only (`torch.load(..., weights_only=True)` reads it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnlib.cache.storage import PagedKVCache
+from attnlib.errors import ContractError
+from attnlib.spec import AttentionSpec, Window
+from attnlib.testing.batch_spec import BatchSpec
+from attnlib.testing.block_placement import Placement
+from attnlib.testing.case import Case
+from attnlib.testing.inputs import StepInputs
+from attnlib.testing.layouts import CacheViews
+from attnlib.testing.materialized_case import Step
+from attnlib.testing.oracle import Terms
+from attnlib.testing.tensor_io import freeze, freeze_pair, thaw, thaw_pair
+
+__all__ = ["capture_call", "load_recording", "save_recording"]
+
+_VERSION = 1
+_FP8 = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+
+
+def _lengths(metadata: Any) -> tuple[list[int], list[int], torch.Tensor]:
+    """Query lengths, sequence lengths and the table, from whatever metadata carries them by their common names."""
+    starts, seq_lens = (
+        getattr(metadata, "query_start_loc", None),
+        getattr(metadata, "seq_lens", None),
+    )
+    table = getattr(metadata, "block_table", None)
+    if starts is None or seq_lens is None or table is None:
+        raise ContractError(
+            f"{type(metadata).__name__} does not carry query_start_loc, seq_lens and block_table: only calls over the "
+            "paged cache whose metadata does can be recorded"
+        )
+    begin = starts.tolist()
+    return [b - a for a, b in zip(begin, begin[1:], strict=False)], seq_lens.tolist(), table.cpu()
+
+
+def case_of(spec: AttentionSpec, batch: BatchSpec) -> Case:
+    """The case that says what a spec says."""
+    dtype = str(spec.dtype).removeprefix("torch.")
+    stored = _FP8.get(spec.kv_dtype, str(spec.kv_dtype).removeprefix("torch."))
+    return Case(
+        batch=str(batch),
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        head_size_v=spec.head_size_v,
+        block_size=spec.block_size,
+        dtype=dtype,
+        kv_cache_dtype="auto" if stored == dtype else stored,
+        kv_scale_kind=spec.kv_scale_kind,
+        attn_type=spec.attn_type.value,
+        mask=spec.mask_kind.value,
+        sliding_window=spec.sliding_window,
+        window=None if spec.window is None else (spec.window.left, spec.window.right),
+        attention_chunk_size=spec.attention_chunk_size,
+        logits_soft_cap=spec.logits_soft_cap,
+        alibi=spec.has_alibi,
+        sinks=spec.has_sink,
+        use_mla=spec.use_mla,
+        needs_lse=spec.needs_lse,
+        kv_sharing=spec.kv_sharing,
+        layout="ALIASED" if spec.use_mla else spec.kv_cache_layout or "NHD",
+    )
+
+
+def capture_call(
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    cache: PagedKVCache,
+    metadata: Any,
+    *,
+    scale: float,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    written: bool = True,
+) -> Step:
+    """A live call as a step of its own, over a copy of the pages it touches.
+
+    Args:
+        query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv]: as they came.
+        metadata: anything with query_start_loc, seq_lens and block_table (slot_mapping, causal, query_bias optional).
+        written: the new keys are in the cache already (the call has happened).
+
+    Raises:
+        ContractError: metadata that does not carry the lengths and the table.
+    """
+    query_lens, seq_lens, table = _lengths(metadata)
+    batch = BatchSpec(tuple(query_lens), tuple(seq_lens), max(query.shape[0] - sum(query_lens), 0))
+    placement, touched = _renumbered(table, seq_lens, cache.block_size)
+    pages = torch.tensor(touched, dtype=torch.long, device=cache.device)
+    slots = [
+        slot
+        for r, (q, s) in enumerate(zip(query_lens, seq_lens, strict=True))
+        for slot in ([-1] * max(q - s, 0) + placement.slots(r, max(s - q, 0), s, cache.block_size))
+    ]
+    case = case_of(spec, batch)
+    device, kv_heads = query.device, spec.num_kv_heads
+    inputs = StepInputs(
+        batch=batch,
+        dims=case.dimensions,
+        placement=placement,
+        seed=0,
+        written=written,
+        query=thaw(freeze(query), device),
+        key=thaw(freeze(query[:, :kv_heads] if key is None else key), device),
+        value=thaw(
+            freeze(query[:, :kv_heads, : spec.head_size_v] if value is None else value), device
+        ),
+        out=query.new_full((query.shape[0], spec.num_heads, spec.head_size_v), float("nan")),
+        cache=CacheViews(
+            *thaw_pair(freeze_pair(cache.key_cache, cache.value_cache, pages), device), (), "NHD"
+        ),
+        block_table=placement.block_table.to(device),
+        query_start_loc=metadata.query_start_loc.clone(),
+        seq_lens=metadata.seq_lens.clone(),
+        slot_mapping=torch.tensor(
+            [*slots, *[-1] * batch.padding_tokens], dtype=torch.int64, device=device
+        ),
+    )
+    causal = getattr(metadata, "causal", None)
+    terms = replace(
+        case.terms(device),
+        scale=scale,
+        causal=spec.is_causal if causal is None else causal,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        query_bias=getattr(metadata, "query_bias", None),
+        k_scale=cache.k_scale,
+        v_scale=cache.v_scale,
+    )
+    return Step(case, spec, inputs, terms)
+
+
+def _renumbered(
+    table: torch.Tensor, seq_lens: list[int], block_size: int
+) -> tuple[Placement, list[int]]:
+    """The touched blocks counted from 0, and which blocks of the pool they were."""
+    rows = [table[r, : -(-seq_len // block_size)].tolist() for r, seq_len in enumerate(seq_lens)]
+    touched = sorted({block for row in rows for block in row})
+    index = {block: number for number, block in enumerate(touched)}
+    blocks = tuple(tuple(index[block] for block in row) for row in rows)
+    width = max((len(row) for row in blocks), default=0)
+    dense = torch.tensor([[*row, *[-1] * (width - len(row))] for row in blocks], dtype=torch.int32)
+    return Placement(blocks, len(touched), dense.view(len(blocks), width)), touched
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, torch.dtype):
+        return str(value)
+    return tuple(value) if isinstance(value, tuple) else value
+
+
+def save_recording(step: Step, path: str | Path) -> Path:
+    """Write a step to a file.
+
+    Returns:
+        the path, its folder made if need be.
+    """
+    inputs = step.inputs
+    pages = torch.arange(inputs.placement.num_blocks, device=inputs.cache.key.device)
+    terms = {field.name: getattr(step.terms, field.name) for field in fields(Terms)}
+    data = {
+        "attnlib_recording": _VERSION,
+        "case": {name: _plain(value) for name, value in asdict(step.case).items()},
+        "spec": {
+            field.name: _plain(getattr(step.spec, field.name)) for field in fields(AttentionSpec)
+        },
+        "terms": {
+            name: value.cpu() if isinstance(value, torch.Tensor) else value
+            for name, value in terms.items()
+        },
+        "batch": str(inputs.batch),
+        "blocks": [list(row) for row in inputs.placement.blocks],
+        "num_blocks": inputs.placement.num_blocks,
+        "written": inputs.written,
+        "cache": freeze_pair(inputs.cache.key, inputs.cache.value, pages),
+        "layout": inputs.cache.layout,
+        **{name: freeze(getattr(inputs, name)) for name in _TENSORS},
+    }
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(data, target)
+    return target
+
+
+_TENSORS = (
+    "query",
+    "key",
+    "value",
+    "out",
+    "block_table",
+    "query_start_loc",
+    "seq_lens",
+    "slot_mapping",
+)
+
+
+def load_recording(path: str | Path, device: torch.device | str = "cpu") -> Step:
+    """Read a step back, on any device.
+
+    Raises:
+        ContractError: the file is not a recording, or one of a later version.
+    """
+    from attnlib.testing.batch_spec import parse_batch
+
+    data = torch.load(Path(path), weights_only=True, map_location="cpu")
+    if not isinstance(data, dict) or data.get("attnlib_recording") != _VERSION:
+        found = data.get("attnlib_recording") if isinstance(data, dict) else type(data).__name__
+        raise ContractError(f"{path} is no attnlib recording of version {_VERSION} (found {found})")
+    spec_fields = dict(data["spec"])
+    for name in ("dtype", "kv_cache_dtype"):
+        if str(spec_fields[name]).startswith("torch."):
+            spec_fields[name] = getattr(torch, spec_fields[name].removeprefix("torch."))
+    if spec_fields["window"] is not None:
+        spec_fields["window"] = Window(*spec_fields["window"])
+    case = Case(**data["case"])
+    table = thaw(data["block_table"], "cpu")
+    key, value = thaw_pair(data["cache"], device)
+    inputs = StepInputs(
+        batch=parse_batch(data["batch"]),
+        dims=case.dimensions,
+        placement=Placement(tuple(tuple(row) for row in data["blocks"]), data["num_blocks"], table),
+        seed=case.seed,
+        written=data["written"],
+        cache=CacheViews(key, value, (), data["layout"]),
+        **{name: thaw(data[name], device) for name in _TENSORS},
+    )
+    terms: dict[str, Any] = {
+        name: v.to(device) if isinstance(v, torch.Tensor) else v
+        for name, v in data["terms"].items()
+    }
+    return Step(case, AttentionSpec(**spec_fields), inputs, Terms(**terms))

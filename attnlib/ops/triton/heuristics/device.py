@@ -1,0 +1,162 @@
+"""What the kernels' heuristics may know about a chip, read once per device.
+
+Tiles and splits are pure functions of these numbers, so any chip can be imagined in a test. A CPU has no such numbers;
+under the interpreter a fixed small chip stands in, small enough that short test sequences still span several tiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+
+from attnlib.errors import BackendUnavailableError
+from attnlib.ops.triton.heuristics.tile_table import TileTable
+
+__all__ = [
+    "INTERPRETED",
+    "DeviceLimits",
+    "current_device",
+    "device_guard",
+    "device_index",
+    "limits_of",
+    "set_tuned_tiles",
+]
+
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+"""Whether this process runs kernels on the CPU; triton decides it when a kernel is decorated, so at import."""
+
+_NO_GUARD: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """The numbers of one chip.
+
+    Attributes:
+        num_sms: streaming multiprocessors (compute units on AMD).
+        shared_memory: bytes of shared memory that one block may use.
+        shared_memory_per_sm: bytes of shared memory that the blocks on one multiprocessor share.
+        capability: (major, minor) on NVIDIA, (0, 0) elsewhere.
+        has_fp8: whether the chip converts OCP float8 by itself; without it the kernels decode bytes.
+        is_amd: whether it is an AMD chip.
+        tuned: the user's own tiles for this chip (`set_tuned_tiles`), None without; part of every cache's key.
+    """
+
+    num_sms: int
+    shared_memory: int
+    shared_memory_per_sm: int
+    capability: tuple[int, int]
+    has_fp8: bool
+    is_amd: bool = False
+    tuned: TileTable | None = None
+
+    @property
+    def products(self) -> str:
+        """How the chip multiplies tiles of 64 rows and more: "async" reads operands from shared memory (wgmma on
+        Hopper, tcgen05 on data-centre Blackwell), "sync" is mma.sync, "mfma" is AMD's."""
+        if self.is_amd:
+            return "mfma"
+        return "async" if self.capability[0] in (9, 10, 11) else "sync"
+
+
+INTERPRETER_LIMITS = DeviceLimits(
+    num_sms=4,
+    shared_memory=99 * 1024,
+    shared_memory_per_sm=100 * 1024,
+    capability=(0, 0),
+    has_fp8=False,
+)
+
+
+def limits_of(tensor: Tensor) -> DeviceLimits:
+    """The limits of the tensor's device.
+
+    Raises:
+        BackendUnavailableError: the tensor lies on a CPU and the process does not interpret Triton.
+    """
+    if tensor.is_cuda:
+        return _cuda_limits(tensor.get_device())
+    if not INTERPRETED:
+        raise BackendUnavailableError(
+            f"the Triton kernels were given a tensor on {tensor.device}; move it to a GPU, or set TRITON_INTERPRET=1 "
+            "before triton is first imported to interpret them on the CPU"
+        )
+    return (
+        replace(INTERPRETER_LIMITS, tuned=_tuned[_INTERPRETER])
+        if _INTERPRETER in _tuned
+        else INTERPRETER_LIMITS
+    )
+
+
+@functools.cache
+def _cuda_limits(index: int) -> DeviceLimits:
+    properties = torch.cuda.get_device_properties(index)
+    is_hip = torch.version.hip is not None
+    shared = int(getattr(properties, "shared_memory_per_block_optin", 0) or 64 * 1024)
+    per_sm = int(getattr(properties, "shared_memory_per_multiprocessor", 0) or shared)
+    capability = (0, 0) if is_hip else (properties.major, properties.minor)
+    return DeviceLimits(
+        num_sms=properties.multi_processor_count,
+        shared_memory=shared,
+        shared_memory_per_sm=max(per_sm, shared),
+        capability=capability,
+        has_fp8=capability >= (8, 9),
+        is_amd=is_hip,
+        tuned=_tuned.get(index),
+    )
+
+
+_INTERPRETER = -1
+_tuned: dict[int, TileTable] = {}
+
+
+def device_index(tensor: Tensor) -> int:
+    """The number of the tensor's device for `set_tuned_tiles`: its CUDA index, -1 for the interpreter."""
+    return (tensor.device.index or 0) if tensor.is_cuda else _INTERPRETER
+
+
+def set_tuned_tiles(index: int, table: TileTable | None) -> None:
+    """From now on, choose tiles for device `index` from `table` before the shipped tables; None takes it away.
+
+    Plans and launches that were made before keep their tiles: call it before the first one, as the backend does.
+    """
+    if _tuned.get(index) is not table:
+        _tuned.pop(index, None)
+        if table is not None:
+            _tuned[index] = table
+        _cuda_limits.cache_clear()
+
+
+_get_device = getattr(
+    torch._C, "_cuda_getDevice", None
+)  # what `current_device` comes to once CUDA has started; torch without CUDA lacks it
+
+
+def current_device() -> int:
+    """The number of the current device."""
+    return int(torch.cuda.current_device() if _get_device is None else _get_device())
+
+
+def device_guard(tensor: Tensor) -> AbstractContextManager[object]:
+    """A context in which launches go to the tensor's device; free when it is the current one."""
+    index = tensor.get_device()
+    if index < 0 or index == current_device():
+        return _NO_GUARD
+    return torch.cuda.device(tensor.device)
+
+
+_ALONE: dict[str, bool] = {"PDL": False}
+_DEPENDENT: dict[str, bool] = {"PDL": True, "launch_pdl": True}
+
+
+def programmatic_launch(limits: DeviceLimits) -> dict[str, bool]:
+    """Named arguments of a kernel that waits for its predecessor itself (programmatic dependent launch, from Hopper
+    on): its launch then overlaps the predecessor's end. Such a kernel has a constexpr `PDL` and, with it set, calls
+    `gdc_wait` before it reads anything."""
+    return _DEPENDENT if limits.capability >= (9, 0) else _ALONE

@@ -1,0 +1,248 @@
+"""Tile shapes: pure functions over tables, so that every choice can be checked without the chip it is for.
+
+A tile is chosen from tables (`tile_tables`) and from what a chip can hold, never by timing at run time: from upper
+bounds alone, so that a captured graph and a warmed-up process never meet another one. `shared_bytes` is an upper
+estimate of the shared memory that the compiler will ask for; the compile tests hold it against the compiler's own
+number, and the tables' tiles against their register spills.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from attnlib.errors import UnsupportedConfigError
+from attnlib.ops.triton.heuristics.tile_table import Situation, TileTable, matching
+
+__all__ = [
+    "Tile",
+    "choose_decode_tile",
+    "choose_prefill_tile",
+    "next_power_of_2",
+    "shared_bytes",
+    "split_head_size",
+]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one program works.
+
+    Attributes:
+        block_m: rows, each one query head of one query token.
+        block_n: keys per step.
+        num_warps: warps of the program.
+        num_stages: depth of the software pipeline over keys.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n (1 for n <= 1)."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def split_head_size(size: int) -> tuple[int, int]:
+    """A head size as one or two powers of two: (size or more, at least 16; 0), or two parts with less padding.
+
+    96 is 64 + 32 and 192 is 128 + 64, with nothing wasted; 112 as 64 + 64 would save nothing over 128, so it stays one.
+    A second part has at least 32 elements: over fewer, the four warps of a decode all multiply the same.
+    """
+    whole = max(16, next_power_of_2(size))
+    large = whole // 2
+    if whole == size or large < 16:
+        return whole, 0
+    small = max(32, next_power_of_2(size - large))
+    return (large, small) if large + small < whole else (whole, 0)
+
+
+def shared_bytes(
+    tile: Tile,
+    head_size: int,
+    head_size_v: int,
+    query_bytes: int,
+    cache_bytes: int,
+    products: str,
+    has_bias: bool = False,
+) -> int:
+    """Upper estimate of the shared memory of one program, in bytes.
+
+    The pipeline holds num_stages - 1 tiles of keys and of values, one more where products are asynchronous and read
+    them in place. Queries and weights pass through shared memory too, unless the products take them from registers
+    (weights on asynchronous chips, queries on AMD's), and so does one tile converted from float8.
+
+    Args:
+        tile: the tile.
+        head_size: D, of queries and keys.
+        head_size_v: Dv.
+        query_bytes: bytes per element that products are computed in (4 for float32).
+        cache_bytes: bytes per element of the cache.
+        products: how the chip multiplies: "async", "sync" or "mfma".
+        has_bias: whether float32 tiles of a query bias are loaded ahead too.
+    """
+    width, width_v = sum(split_head_size(head_size)), sum(split_head_size(head_size_v))
+    in_place = products == "async" and tile.block_m >= 64 and query_bytes < 4
+    if tile.num_stages == 1:
+        ring = tile.block_n * max(width, width_v) * cache_bytes
+    else:
+        ring = (tile.num_stages - (not in_place)) * tile.block_n * (width + width_v) * cache_bytes
+    queries = 0 if products == "mfma" else tile.block_m * width * query_bytes
+    weights = 0 if in_place else tile.block_m * tile.block_n * query_bytes
+    converted = tile.block_n * max(width, width_v) * query_bytes if cache_bytes < query_bytes else 0
+    bias = (tile.num_stages - 1) * tile.block_m * tile.block_n * 4 if has_bias else 0
+    return max(ring + queries + weights + converted + bias, tile.block_m * width_v * 4) + 2048
+
+
+def _fallbacks(block_m: int, num_warps: int) -> Iterator[Tile]:
+    """Ever smaller tiles, for chips and head sizes that the tables' tiles do not fit."""
+    while block_m >= 16:
+        for block_n in (64, 32, 16):
+            for stages in (2, 1):
+                yield Tile(block_m, block_n, num_warps, stages)
+        block_m //= 2
+
+
+def _narrowed(tile: Tile, rows: int) -> Tile:
+    """A tile for fewer rows than the table's."""
+    if rows >= tile.block_m:
+        return tile
+    warps = max(4, tile.num_warps * rows // tile.block_m) if tile.num_warps > 4 else tile.num_warps
+    return replace(
+        tile,
+        block_m=rows,
+        num_warps=warps,
+        block_n=tile.block_n if rows >= 64 else min(64, tile.block_n),
+    )
+
+
+def _widened(tile: Tile, rows: int) -> Tile:
+    """A tile for more rows than the table's."""
+    if rows <= tile.block_m:
+        return tile
+    return replace(
+        tile,
+        block_m=rows,
+        num_warps=max(tile.num_warps, 8 if rows >= 64 and tile.block_n < 64 else 4),
+    )
+
+
+def _first_that_fits(
+    tiles: Iterable[Tile],
+    sizes: tuple[int, int],
+    element_bytes: tuple[int, int],
+    limit: int,
+    products: str,
+    has_bias: bool,
+) -> Tile:
+    need = 0
+    for tile in tiles:
+        need = shared_bytes(tile, *sizes, *element_bytes, products, has_bias)
+        if need <= limit:
+            return tile
+    raise UnsupportedConfigError(
+        f"head sizes {sizes[0]} (keys) and {sizes[1]} (values) at {element_bytes[0]} bytes need {need} bytes of shared "
+        f"memory with the smallest tile, and the chip allows {limit}; use a 16-bit dtype or the torch backend",
+        backend="triton",
+    )
+
+
+def _tabled(
+    op: str, sizes: tuple[int, int], element_bytes: tuple[int, int], max_rows: int, products: str, keys_per_sm: int | None,
+    native_fp8: bool, tuned: TileTable | None,
+) -> list[Tile]:  # fmt: skip
+    """The tables' tiles for these sizes, best first."""
+    width = max(sum(split_head_size(sizes[0])), sum(split_head_size(sizes[1])))
+    query_bytes, cache_bytes = element_bytes
+    elements = (
+        "float32"
+        if query_bytes == 4
+        else "16-bit"
+        if cache_bytes > 1
+        else "fp8"
+        if native_fp8
+        else "fp8-bytes"
+    )
+    now = Situation(op, products, elements, width, max(16, next_power_of_2(max_rows)), keys_per_sm)
+    return [Tile(**dict(entry.tile)) for entry in matching(now, tuned)]
+
+
+@functools.lru_cache(maxsize=512)
+def choose_prefill_tile(
+    head_size: int,
+    head_size_v: int,
+    query_bytes: int,
+    cache_bytes: int,
+    max_rows: int,
+    shared_memory: int,
+    products: str,
+    has_bias: bool = False,
+    *,
+    native_fp8: bool = True,
+    tuned: TileTable | None = None,
+) -> Tile:
+    """The tile of a prefill: as many rows as the table has for the head size, fewer when the batch has fewer.
+
+    Args:
+        head_size: D, of queries and keys.
+        head_size_v: Dv.
+        query_bytes: bytes per element that products are computed in (4 for float32).
+        cache_bytes: bytes per element of the cache.
+        max_rows: query tokens times heads of the group that the longest request has.
+        shared_memory: limit per program in bytes.
+        products: how the chip multiplies: "async", "sync" or "mfma".
+        has_bias: whether there is a query bias.
+        native_fp8: whether the chip converts float8 by itself.
+        tuned: the user's own table for the chip, asked before the shipped ones.
+
+    Raises:
+        UnsupportedConfigError: not even the smallest tile fits.
+    """
+    sizes, element_bytes = (head_size, head_size_v), (query_bytes, cache_bytes)
+    best = _tabled("prefill", sizes, element_bytes, max_rows, products, None, native_fp8, tuned)
+    rows = max(16, next_power_of_2(max_rows))
+    tiles = [_narrowed(tile, min(tile.block_m, rows)) for tile in best]
+    spare = _fallbacks(tiles[0].block_m, tiles[0].num_warps)
+    return _first_that_fits(
+        [*tiles, *spare], sizes, element_bytes, shared_memory, products, has_bias
+    )
+
+
+@functools.lru_cache(maxsize=512)
+def choose_decode_tile(
+    head_size: int,
+    head_size_v: int,
+    query_bytes: int,
+    cache_bytes: int,
+    max_rows: int,
+    shared_memory: int,
+    products: str,
+    has_bias: bool = False,
+    *,
+    keys_per_sm: int | None = None,
+    native_fp8: bool = True,
+    tuned: TileTable | None = None,
+) -> Tile:
+    """The tile of a decode: as few rows (16 to 64) as hold the group's heads and the step's tokens.
+
+    Other arguments and errors as in `choose_prefill_tile`.
+
+    Args:
+        keys_per_sm: class of work, from `tile_tables.work_class`; None where a row's bits must not depend on its
+            neighbours, which takes the tile that serves any amount of work.
+    """
+    sizes, element_bytes = (head_size, head_size_v), (query_bytes, cache_bytes)
+    best = _tabled(
+        "decode", sizes, element_bytes, max_rows, products, keys_per_sm, native_fp8, tuned
+    )
+    width = max(sum(split_head_size(head_size)), sum(split_head_size(head_size_v)))
+    rows = min(64 if width <= 256 and query_bytes < 4 else 16, max(16, next_power_of_2(max_rows)))
+    tiles = [_widened(tile, rows) for tile in best]
+    spare = _fallbacks(rows, tiles[0].num_warps)
+    return _first_that_fits(
+        [*tiles, *spare], sizes, element_bytes, shared_memory, products, has_bias
+    )

@@ -1,0 +1,1 @@
+"""Gluon device code for Hopper (SM90); no host code."""

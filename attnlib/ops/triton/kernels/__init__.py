@@ -1,0 +1,1 @@
+"""Triton device code shared by the attention operations; no host code."""

@@ -1,0 +1,73 @@
+"""A part of a step as a step of its own, over the same cache: some requests, some of their query tokens.
+
+What a part computes must not depend on what was left out, which is what batch invariance (D1) asks, and what lets a
+failing batch shrink.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from attnlib.testing.batch_spec import BatchSpec
+from attnlib.testing.materialized_case import Step
+
+__all__ = ["select_requests"]
+
+
+def select_requests(
+    step: Step, requests: Sequence[int], query_spans: Sequence[tuple[int, int]] | None = None
+) -> Step:
+    """A smaller batch over the same cache.
+
+    Args:
+        requests: which requests stay, in this order.
+        query_spans: for each, the part [start, stop) of its query tokens that stays; the sequence then ends with the
+            last of them. None keeps all.
+    """
+    inputs, batch = step.inputs, step.inputs.batch
+    first = [sum(batch.query_lens[:r]) for r in range(batch.num_reqs)]
+    spans = query_spans or [(0, batch.query_lens[r]) for r in requests]
+    seq_lens = [
+        batch.seq_lens[r] - (batch.query_lens[r] - stop)
+        for r, (_, stop) in zip(requests, spans, strict=True)
+    ]
+    rows = [
+        row
+        for r, (a, b) in zip(requests, spans, strict=True)
+        for row in range(first[r] + a, first[r] + b)
+    ]
+    index = torch.tensor(rows, dtype=torch.long, device=inputs.query.device)
+    smaller = BatchSpec(tuple(b - a for a, b in spans), tuple(seq_lens))
+    starts = [0]
+    for query_len in smaller.query_lens:
+        starts.append(starts[-1] + query_len)
+    chosen = torch.tensor(list(requests), dtype=torch.long, device=inputs.query.device)
+    bias = step.terms.query_bias
+    causal = step.terms.causal
+    return replace(
+        step,
+        case=step.case.but(batch=str(smaller)),
+        inputs=replace(
+            inputs,
+            batch=smaller,
+            placement=replace(
+                inputs.placement, blocks=tuple(inputs.placement.blocks[r] for r in requests)
+            ),
+            query=inputs.query[index],
+            key=inputs.key[index],
+            value=inputs.value[index],
+            out=torch.full_like(inputs.out[index], float("nan")),
+            block_table=inputs.block_table[chosen],
+            query_start_loc=torch.tensor(starts, dtype=torch.int32, device=inputs.query.device),
+            seq_lens=torch.tensor(smaller.seq_lens, dtype=torch.int32, device=inputs.query.device),
+            slot_mapping=inputs.slot_mapping[index],
+        ),
+        terms=replace(
+            step.terms,
+            query_bias=None if bias is None else bias[index],
+            causal=causal[chosen] if isinstance(causal, torch.Tensor) else causal,
+        ),
+    )

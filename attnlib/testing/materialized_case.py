@@ -1,0 +1,106 @@
+"""A case made real: its tensors, its meaning, and how to hand it to a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from attnlib.cache.storage import PagedKVCache
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.spec import AttentionSpec
+from attnlib.testing.block_placement import place
+from attnlib.testing.case import Case
+from attnlib.testing.inputs import StepInputs, make_inputs
+from attnlib.testing.oracle import OracleResult, Terms, unpaged_attention
+
+__all__ = ["Step", "make_step"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A case with its tensors.
+
+    Attributes:
+        case, spec: what it is.
+        inputs: its tensors.
+        terms: its meaning.
+    """
+
+    case: Case
+    spec: AttentionSpec
+    inputs: StepInputs
+    terms: Terms
+
+    def cache(self) -> PagedKVCache:
+        """The inputs' cache as the library takes it; no copy."""
+        return PagedKVCache.from_views(
+            self.inputs.cache.key,
+            self.inputs.cache.value,
+            k_scale=self.terms.k_scale,
+            v_scale=self.terms.v_scale,
+        )
+
+    def common(self) -> CommonAttentionMetadata:
+        """The batch as the library takes it, tensor by tensor: garbage in tables stays where it is."""
+        inputs, batch = self.inputs, self.inputs.batch
+        starts, seq_lens = inputs.query_start_loc.cpu(), inputs.seq_lens.cpu()
+        return CommonAttentionMetadata(
+            query_start_loc=inputs.query_start_loc,
+            query_start_loc_cpu=starts,
+            seq_lens=inputs.seq_lens,
+            seq_lens_cpu=seq_lens,
+            num_computed_tokens_cpu=(seq_lens - (starts[1:] - starts[:-1])).clamp(min=0),
+            num_reqs=batch.num_reqs,
+            num_actual_tokens=batch.num_actual_tokens,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            block_table_tensor=inputs.block_table if self.case.is_paged else None,
+            slot_mapping=inputs.slot_mapping.clone() if self.case.attn_type == "decoder" else None,
+            causal=self.terms.causal if self.case.mask == "per_request" else None,
+            query_bias=self.terms.query_bias,
+            is_cross_attention=self.case.attn_type == "encoder_decoder",
+        )
+
+    def oracle(self, precision: torch.dtype = torch.float64) -> OracleResult:
+        """What the step must give."""
+        if self.case.is_paged:
+            return self.inputs.oracle(self.terms, precision)
+        tensors, starts = self.inputs, self.inputs.query_start_loc
+        return unpaged_attention(
+            tensors.query, tensors.key, tensors.value, starts, starts, self.terms, precision
+        )
+
+    def rewrite(self, write: Callable[[StepInputs], None]) -> Step:
+        """The same step after `write` changed its tensors in place."""
+        write(self.inputs)
+        return self
+
+
+def make_step(case: Case, device: torch.device | str = "cpu", *, written: bool = True) -> Step:
+    """A case's tensors; `written` says whether this step's keys are in the cache already."""
+    terms = case.terms(device)
+    placement = place(
+        case.batch_spec,
+        case.block_size,
+        case.placement,  # type: ignore[arg-type]
+        seed=case.seed,
+        extra_columns=case.extra_columns,
+        garbage=case.garbage,  # type: ignore[arg-type]
+        guarded=case.guarded,
+    )
+    inputs = make_inputs(
+        case.batch_spec,
+        case.dimensions,
+        placement,
+        seed=case.seed,
+        layout=case.layout,
+        device=device,
+        poison=case.poison,
+        written=written,
+        k_scale=terms.k_scale,
+        v_scale=terms.v_scale,
+        contiguous=case.contiguous,
+    )
+    return Step(case, case.spec, inputs, terms)
