@@ -7,6 +7,7 @@ order of writing, attending and timing does not matter.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -93,10 +94,10 @@ def make_material(case: BenchCase, device: torch.device, seed: int = 0) -> Mater
     caches = [first, *(_copy(first, spec, device) for _ in range(copies - 1))]
     tokens = case.batch.num_actual_tokens
     assert common.slot_mapping is not None  # a table was given
+    slots: Any = common.slot_mapping  # a tensor of slots is a sequence of them
     key, value = (
-        read_slots(view, common.slot_mapping).to(spec.dtype)
-        for view in (first.key_cache, first.value_cache)
-    )  # type: ignore[arg-type]  # a tensor of slots is a sequence of them
+        read_slots(view, slots).to(spec.dtype) for view in (first.key_cache, first.value_cache)
+    )
     query = torch.randn(tokens, spec.num_heads, spec.head_size, generator=draw, device=device).to(
         spec.dtype
     )

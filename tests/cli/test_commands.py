@@ -10,8 +10,8 @@ import torch
 
 import attnlib
 from attnlib.backends.torch import TorchBackend
-from attnlib.cli import subprocess_check as apart
 from attnlib.cli import doctor, main
+from attnlib.cli import subprocess_check as apart
 from attnlib.cli.hf_config import specs_from_config
 from attnlib.cli.smoke_test import smoke_test
 from attnlib.device import DeviceInfo

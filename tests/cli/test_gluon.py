@@ -9,8 +9,8 @@ import pytest
 
 from attnlib.backends.torch import TorchBackend
 from attnlib.backends.triton import TritonBackend
-from attnlib.cli import subprocess_check as apart
 from attnlib.cli import doctor, main
+from attnlib.cli import subprocess_check as apart
 from attnlib.cli.gluon import gluon_remarks
 from attnlib.device import DeviceInfo
 from attnlib.ops.triton.hopper import loader as gluon

@@ -27,7 +27,6 @@ from tests.backends import fake_flashinfer
 from tests.integrations.test_transformers_generate_batch import (
     batch_tokens,
     eager_tokens,
-    pytestmark,
 )  # noqa: F401  # also skips here
 from tests.integrations.tiny_models import decoder, prompts
 
