@@ -4,7 +4,7 @@ Write three small classes and register one name:
 
     class MyImpl(AttentionImpl):                 # per layer: forward(query, cache, metadata, output, lse)
     class MyBuilder(AttentionMetadataBuilder):   # per batch: build(common_prefix_len, common)
-    class MyBackend(AttentionBackend):           # get_name, get_impl_cls, get_metadata_cls, get_builder_cls, capabilities
+    class MyBackend(AttentionBackend):           # get_name, get_impl_cls, get_builder_cls, capabilities
 
 Required methods are abstract, optional ones have working defaults, and nothing is found by hasattr.
 """
@@ -54,13 +54,13 @@ class AttentionBackend(ABC):
 
     @staticmethod
     @abstractmethod
-    def get_metadata_cls() -> type[AttentionMetadata]:
-        """The dataclass that the builder makes."""
-
-    @staticmethod
-    @abstractmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
         """The per-batch class."""
+
+    @staticmethod
+    def get_metadata_cls() -> type[AttentionMetadata]:
+        """The dataclass that the builder makes; only `make_metadata` uses it."""
+        return AttentionMetadata
 
     @staticmethod
     def get_state_cls() -> type[AttentionState[Any]]:

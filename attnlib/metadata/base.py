@@ -25,7 +25,7 @@ __all__ = ["AttentionMetadata", "AttentionMetadataBuilder", "M"]
 
 
 @dataclass(kw_only=True)
-class AttentionMetadata(ABC):
+class AttentionMetadata:
     """A batch as one backend wants it. Subclasses are dataclasses and add what their kernels take.
 
     Attributes:
@@ -39,9 +39,9 @@ class AttentionMetadata(ABC):
     A subclass with a `__post_init__` of its own calls this one: it gives the batch the handle that torch.compile needs.
     """
 
-    num_prefills: int
-    num_prefill_tokens: int
-    num_decode_tokens: int
+    num_prefills: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
     slot_mapping: torch.Tensor | None
     multi_modal_placeholder_index_maps: Mapping[str, Any] | None = None
     enable_kv_scales_calculation: bool = False
@@ -53,14 +53,14 @@ class AttentionMetadata(ABC):
         ] = {}  # likewise: how calls over this batch are served again (`AttentionImpl.settle`), by kind of call
 
     @property
-    @abstractmethod
     def prefill_metadata(self) -> AttentionMetadata | None:
-        """The part of the batch that goes the prefill way; None when there is none."""
+        """The prefill requests as a batch, or None; by default the whole batch is one prefill."""
+        return self
 
     @property
-    @abstractmethod
     def decode_metadata(self) -> AttentionMetadata | None:
-        """The part of the batch that goes the decode way; None when there is none."""
+        """The decode requests as a batch, or None; by default there are none."""
+        return None
 
     def asdict_zerocopy(self, skip_fields: set[str] | None = None) -> dict[str, Any]:
         """Field -> value without copying tensors (`dataclasses.asdict` copies deeply)."""

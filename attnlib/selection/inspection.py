@@ -12,7 +12,7 @@ from attnlib.errors import RegistrationError
 
 __all__ = ["check_backend_class", "check_backend_parts"]
 
-_REQUIRED = ("get_name", "get_impl_cls", "get_metadata_cls", "get_builder_cls")
+_REQUIRED = ("get_name", "get_impl_cls", "get_builder_cls")
 _FORWARD_PARAMETERS = ("self", "query", "cache", "metadata", "output", "lse")
 
 
@@ -31,7 +31,7 @@ def check_backend_class(backend: Any, label: str) -> None:
     ]
     if missing:
         raise RegistrationError(
-            f"backend {label!r} ({backend.__qualname__}) lacks {', '.join(missing)}: all four are required class or static methods"
+            f"backend {label!r} ({backend.__qualname__}) lacks {', '.join(missing)}: all three are required class or static methods"
         )
     if not isinstance(backend.capabilities, Capabilities):
         raise RegistrationError(

@@ -99,25 +99,16 @@ class GoldenImpl(AttentionImpl):
         for request, seq_len in enumerate(seq_lens):
             rows = slice(starts[request], starts[request + 1])
             place = torch.arange(seq_len, device=query.device)
-            block, offset = (
-                metadata.block_table[request][place // cache.block_size].long(),
-                place % cache.block_size,
-            )
-            keys = (
-                cache.key_cache[block, offset].double().repeat_interleave(self.spec.group_size, 1)
-            )
-            values = (
-                cache.value_cache[block, offset].double().repeat_interleave(self.spec.group_size, 1)
-            )
+            block, offset = metadata.block_table[request][place // cache.block_size].long(), place % cache.block_size
+            keys = cache.key_cache[block, offset].double().repeat_interleave(self.spec.group_size, 1)
+            values = cache.value_cache[block, offset].double().repeat_interleave(self.spec.group_size, 1)
             scores = self.scale * torch.einsum("qhd,khd->hqk", query[rows].double(), keys)
             count = rows.stop - rows.start
             mine = seq_len - count + torch.arange(count, device=query.device)
             hidden = place[None, :] > mine[:, None]
             scores = scores.masked_fill(hidden, float("-inf"))
             sink = (
-                self.sinks.double()[:, None, None].expand(-1, count, 1)
-                if self.sinks is not None
-                else scores[:, :, :0]
+                self.sinks.double()[:, None, None].expand(-1, count, 1) if self.sinks is not None else scores[:, :, :0]
             )
             logits = torch.cat([scores, sink], dim=2)
             nothing = scores.new_full((scores.shape[0], count), float("-inf"))
