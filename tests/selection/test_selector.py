@@ -460,9 +460,7 @@ def test_classes_that_do_not_fit_show_why() -> None:
         def get_name() -> str:
             return "nobuilder"
 
-    with pytest.raises(
-        RegistrationError, match="lacks get_impl_cls, get_builder_cls"
-    ):
+    with pytest.raises(RegistrationError, match="lacks get_impl_cls, get_builder_cls"):
         attnlib.register_backend("x", NoBuilder)
     with pytest.raises(RegistrationError, match="must be a subclass of attnlib.AttentionBackend"):
         attnlib.register_backend("x", int)  # type: ignore[call-overload]
