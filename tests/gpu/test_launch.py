@@ -240,7 +240,7 @@ def test_hooks_see_bound_kernels() -> None:
     finally:
         triton.knobs.runtime.launch_enter_hook.remove(listen)
     call()
-    assert seen == ["_decode_kernel", "_combine_kernel"]
+    assert seen == ["decode_kernel", "combine_kernel"]
 
 
 @pytest.mark.parametrize(

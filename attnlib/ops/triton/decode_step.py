@@ -71,7 +71,7 @@ def settle(
         kernels: likewise.
     """
     write = find_write(key, value, key_cache, value_cache, batch.slot_mapping)
-    decode = find_decode(
+    decode: Any = find_decode(
         query, key_cache, value_cache, batch.block_table, batch.query_start_loc, batch.seq_lens, options, batch.max_query_len,
         batch.max_seq_len, batch.counters, kernels,
     )  # fmt: skip
@@ -125,6 +125,7 @@ def _repeat(batch: DecodeBatch, options: Options, write: Any, decode: Any) -> Re
 
     lay = lie()
     store = write.write.ending(lay[0], 1.0, 1.0, *write.numbers)
+    find: Callable[..., tuple[Any, ...] | None]
     if decode.fast is not None:
         find, attend = (
             partial(decode.fast.encoded.find, decode.fast.attend),

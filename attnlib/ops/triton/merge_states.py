@@ -6,57 +6,15 @@ The rule is the one by which a softmax splits: weights are exp(lse - lse_merged)
 from __future__ import annotations
 
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from attnlib.ops.triton.heuristics.device import device_guard, limits_of
-from attnlib.ops.triton.kernels.softmax import LN2, LOG2E
+from attnlib.ops.triton.kernels.merge_states import merge_states_kernel
 from attnlib.ops.triton.launch.bound import BoundLaunch, Remembered
 
 __all__ = ["merge_states"]
 
 _ELEMENTS_PER_PROGRAM = 2048
-
-
-@triton.jit
-def _merge_states_kernel(out_a, lse_a, out_b, lse_b, out, lse, num_heads, stride_at, stride_ah, stride_bt, stride_bh,
-                         stride_ot, stride_oh, stride_la, stride_lb, stride_lo, HAS_LSE: tl.constexpr,
-                         DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
-    live = head < num_heads
-    minus_inf = float("-inf")
-    a = tl.load(lse_a + token * stride_la + head, mask=live, other=minus_inf)
-    b = tl.load(lse_b + token * stride_lb + head, mask=live, other=minus_inf)
-    a = tl.where(a == float("inf"), minus_inf, a)
-    b = tl.where(b == float("inf"), minus_inf, b)
-    largest = tl.maximum(a, b)
-    anchor = tl.where(largest == minus_inf, 0.0, largest)
-    weight_a, weight_b = tl.exp2((a - anchor) * LOG2E), tl.exp2((b - anchor) * LOG2E)
-    total = weight_a + weight_b
-    safe = tl.where(total == 0.0, 1.0, total)
-    weight_a, weight_b = weight_a / safe, weight_b / safe
-
-    lanes = tl.arange(0, DV_PAD)
-    mask = live[:, None] & (lanes < DV)[None, :]
-    x = tl.load(
-        out_a + (token * stride_at + head * stride_ah)[:, None] + lanes[None, :],
-        mask=mask,
-        other=0.0,
-    )
-    y = tl.load(
-        out_b + (token * stride_bt + head * stride_bh)[:, None] + lanes[None, :],
-        mask=mask,
-        other=0.0,
-    )
-    # An empty side may hold anything, and zero times NaN is NaN.
-    x = tl.where(weight_a[:, None] == 0.0, 0.0, x.to(tl.float32) * weight_a[:, None])
-    y = tl.where(weight_b[:, None] == 0.0, 0.0, y.to(tl.float32) * weight_b[:, None])
-    target = out + (token * stride_ot + head * stride_oh)[:, None] + lanes[None, :]
-    tl.store(target, (x + y).to(out.dtype.element_ty), mask=mask)
-    if HAS_LSE:
-        merged = tl.where(total == 0.0, minus_inf, anchor + tl.log2(safe) * LN2)
-        tl.store(lse + token * stride_lo + head, merged, mask=live)
 
 
 def merge_states(
@@ -116,5 +74,5 @@ def _bind(out: Tensor, has_lse: bool) -> BoundLaunch:
         "enable_fp_fusion": True,
     }
     return BoundLaunch(
-        _merge_states_kernel, (num_tokens, triton.cdiv(num_heads, block_h), 1), constants
+        merge_states_kernel, (num_tokens, triton.cdiv(num_heads, block_h), 1), constants
     )

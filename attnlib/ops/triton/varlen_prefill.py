@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnlib.ops.triton.kernels.prefill import launch_prefill
 from attnlib.ops.triton.launch.signature import Options
+from attnlib.ops.triton.paged_prefill import launch_prefill
 
 __all__ = ["varlen_prefill"]
 

@@ -68,7 +68,7 @@ MODULES = (
 )
 
 BOUND_KERNELS = {
-    "_decode_kernel", "_combine_kernel", "_prefill_kernel", "_write_kv_kernel", "_merge_states_kernel", "_slot_mapping_kernel",
+    "decode_kernel", "combine_kernel", "prefill_kernel", "write_kv_kernel", "merge_states_kernel", "slot_mapping_kernel",
     "hopper_decode_kernel", "join_pieces", "hopper_prefill_kernel",
 }  # fmt: skip
 MEMORIES = ("_launches", "_launches_by_splits", "_decodes")
@@ -355,7 +355,7 @@ def check_second_call_is_bound() -> None:
     call = decode_call()
     assert len(recorded(call)[1]) == 2
     assert len(recorded(call)[0]) == 2 and not recorded(call)[1]
-    assert recorded(decode_call(1))[1] == ["_decode_kernel"]
+    assert recorded(decode_call(1))[1] == ["decode_kernel"]
     assert not recorded(call)[1]
 
 
@@ -389,11 +389,11 @@ def check_hooks_and_switches_are_honoured() -> None:
             setattr(holder, name, before)
         assert not recorded(call)[1]
     seen: list[Any] = []
-    paged_decode._decode_kernel.pre_run_hooks.append(lambda *args, **kwargs: seen.append(args))
+    paged_decode.decode_kernel.pre_run_hooks.append(lambda *args, **kwargs: seen.append(args))
     try:
-        assert recorded(call)[1] == ["_decode_kernel"] and len(seen) == 1
+        assert recorded(call)[1] == ["decode_kernel"] and len(seen) == 1
     finally:
-        paged_decode._decode_kernel.pre_run_hooks.clear()
+        paged_decode.decode_kernel.pre_run_hooks.clear()
 
 
 def check_unknown_tritons_are_left_alone() -> None:
@@ -494,8 +494,8 @@ def check_each_call_is_looked_at() -> None:
         return [record.kernel.split()[0] for record in recorded(call)[0]]
 
     for decode, fast, plain in (
-        (True, "hopper_decode_kernel", "_decode_kernel"),
-        (False, "hopper_prefill_kernel", "_prefill_kernel"),
+        (True, "hopper_decode_kernel", "decode_kernel"),
+        (False, "hopper_prefill_kernel", "prefill_kernel"),
     ):
         strange: list[dict[str, Any]] = [{"v_scale": 0.5}, {"out": off}, {"kernels": "portable"}]
         if decode:
@@ -642,13 +642,13 @@ def _check_settled_step(
         )
     finally:
         triton.knobs.runtime.launch_enter_hook.calls.remove(len)
-    cache_write._write_kv_kernel.pre_run_hooks.append(lambda *args, **kwargs: None)
+    cache_write.write_kv_kernel.pre_run_hooks.append(lambda *args, **kwargs: None)
     try:
         assert recorded(lambda: again(step, first)) == ([], []) and not again(step, first), (
             "somebody listens to a kernel"
         )
     finally:
-        cache_write._write_kv_kernel.pre_run_hooks.clear()
+        cache_write.write_kv_kernel.pre_run_hooks.clear()
     device_now, device.current_device = device.current_device, lambda: 3
     try:
         assert recorded(lambda: again(step, first)) == ([], []) and not again(step, first), (
@@ -835,9 +835,7 @@ def check_impls_of_somebody_else() -> None:
         step()
     assert all(step.batch.settled.values())
     step.layer.impl.forward = lambda *call: seen.append(call)
-    assert [record.kernel.split()[0] for record in step()] == ["_write_kv_kernel"] and len(
-        seen
-    ) == 1
+    assert [record.kernel.split()[0] for record in step()] == ["write_kv_kernel"] and len(seen) == 1
     del step.layer.impl.forward
     assert len(step()) == 2 and len(seen) == 1
 

@@ -38,8 +38,8 @@ HOPPER = ["varying", "decode-96", "decode-128", "decode-128-page128", "decode-12
           "prefill-64", "prefill-192", "prefill-all"]  # fmt: skip
 KERNELS = {
     name
-    for path in (ROOT / "attnlib" / "ops" / "triton").glob("*.py")
-    for name in re.findall(r"^def (_\w+_kernel)\(", path.read_text(), re.MULTILINE)
+    for path in (ROOT / "attnlib" / "ops" / "triton" / "kernels").glob("*.py")
+    for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
 }
 """Every plain kernel of the package, read from the sources, so that none is forgotten here."""
 SPILL_CEILING = 300

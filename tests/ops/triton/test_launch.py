@@ -58,10 +58,10 @@ def test_every_check_is_asked_for(results: dict[str, str]) -> None:
 @pytest.mark.skipif(not device.INTERPRETED, reason="this process does not interpret Triton")
 def test_interpreted_kernels_stay_unbound() -> None:
     """Under the interpreter every launch goes Triton's way."""
-    from attnlib.ops.triton.slots import _slot_mapping_kernel
+    from attnlib.ops.triton.kernels.slots import slot_mapping_kernel
 
     constants = {"BLOCK_SIZE": 4, "BLOCK_T": 16, "BLOCK_R": 16, "num_warps": 2}
-    bound = BoundLaunch(_slot_mapping_kernel, (1, 1, 1), constants)
+    bound = BoundLaunch(slot_mapping_kernel, (1, 1, 1), constants)
     starts, lens = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([6], dtype=torch.int32)
     table = torch.tensor([[3, 5]], dtype=torch.int32)
     for _ in range(2):

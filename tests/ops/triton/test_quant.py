@@ -14,8 +14,8 @@ from attnlib.ops.triton.kernels.quant import (
     KV_PLAIN,
     decode_kv,
     encode_fp8,
-    kv_kind,
 )
+from attnlib.ops.triton.launch.scales import kv_kind
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

@@ -72,7 +72,7 @@ def work_class(num_reqs: int, num_kv_heads: int, visible: int, num_sms: int) -> 
         num_sms: multiprocessors of the chip.
     """
     keys = -(-max(1, num_reqs * num_kv_heads * visible) // num_sms)
-    return 4 ** -(-(keys - 1).bit_length() // 2)
+    return 1 << 2 * -(-(keys - 1).bit_length() // 2)
 
 
 def work_where_it_matters(

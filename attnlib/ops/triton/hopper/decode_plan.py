@@ -58,7 +58,7 @@ def _parts(slots: int, num_kv_heads: int) -> int:
 
 def _columns(rows: int) -> int:
     """Columns of the products: an asynchronous one has 8 at least, and the kernel powers of two."""
-    return max(8, triton.next_power_of_2(rows))
+    return max(8, int(triton.next_power_of_2(rows)))
 
 
 def _joins_itself(

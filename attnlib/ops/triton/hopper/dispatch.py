@@ -72,7 +72,7 @@ def stride_gaps(**tensors: Tensor) -> list[str]:
     return gaps
 
 
-def _features(options: Options) -> dict[str, bool]:
+def _features(options: Options) -> dict[str, Any]:
     scales = isinstance(options.k_scale, Tensor) or isinstance(
         options.v_scale, Tensor
     )  # a number is looked at in each call

@@ -104,7 +104,7 @@ class HopperPrefill:
     def accepts(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> bool:
         """Whether `serve` would launch."""
         addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | options.out.data_ptr()
-        return not addresses & 15 and options.v_scale == 1.0
+        return not addresses & 15 and bool(options.v_scale == 1.0)
 
     def _cache_descriptors(self, key: Tensor, value: Tensor) -> tuple[Any, Any]:
         box, width, width_v = self.boxes

@@ -17,7 +17,21 @@ from attnlib.ops.triton.kernels.mask import visible_span
 from attnlib.ops.triton.kernels.quant import decode_kv
 from attnlib.ops.triton.kernels.softmax import online_softmax, transform_scores
 
-__all__ = ["aligned", "attend", "key_positions", "load_queries", "pack_rows", "store_rows"]
+__all__ = [
+    "UNALIGNED", "UNSPECIALIZED", "aligned", "attend", "key_positions", "load_queries", "pack_rows", "store_rows",
+]  # fmt: skip
+
+UNSPECIALIZED = [
+    "num_reqs", "num_tokens", "left", "right", "chunk", "stride_qt", "stride_qh", "stride_kb", "stride_kn", "stride_kh",
+    "stride_vb", "stride_vn", "stride_vh", "stride_ot", "stride_oh", "stride_lt", "stride_bt", "stride_table",
+    "num_splits", "num_tiles", "num_heads",
+]  # fmt: skip
+"""Parameters of the attention kernels whose values must not choose a compilation."""
+
+UNALIGNED = [
+    "query_start_loc", "seq_lens", "causal_flags", "block_table", "alibi_slopes", "sinks", "bias", "k_scale", "v_scale", "lse",
+]  # fmt: skip
+"""Pointers whose alignment must not choose one either: they are slices of a batch, cut wherever its decodes end."""
 
 
 @triton.jit

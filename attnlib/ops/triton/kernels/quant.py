@@ -8,10 +8,8 @@ exponent, so its bits moved into float16's places are off by the factor 2^(15 - 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 __all__ = [
     "KV_E4M3_BYTES",
@@ -23,10 +21,7 @@ __all__ = [
     "SCALE_TENSOR",
     "decode_kv",
     "encode_fp8",
-    "kv_kind",
     "load_scale",
-    "scale_class",
-    "scale_kind",
 ]
 
 KV_PLAIN: tl.constexpr = tl.constexpr(0)  # float16, bfloat16, float32
@@ -37,27 +32,6 @@ KV_E5M2_BYTES: tl.constexpr = tl.constexpr(3)  # float8_e5m2 seen as uint8
 SCALE_FLOAT: tl.constexpr = tl.constexpr(0)  # a number
 SCALE_TENSOR: tl.constexpr = tl.constexpr(1)  # a pointer to one float32
 SCALE_PER_HEAD: tl.constexpr = tl.constexpr(2)  # a pointer to [num_kv_heads] float32
-
-
-def kv_kind(dtype: torch.dtype, has_fp8: bool) -> int:
-    """Which of the `KV_*` ways reads a cache of this dtype."""
-    if dtype == torch.float8_e4m3fn:
-        return int(KV_NATIVE.value if has_fp8 else KV_E4M3_BYTES.value)
-    if dtype == torch.float8_e5m2:
-        return int(KV_NATIVE.value if has_fp8 else KV_E5M2_BYTES.value)
-    return int(KV_PLAIN.value)
-
-
-def scale_kind(scale: float | Tensor) -> int:
-    """Which of the `SCALE_*` ways passes this scale to a kernel."""
-    if not isinstance(scale, Tensor):
-        return int(SCALE_FLOAT.value)
-    return int(SCALE_TENSOR.value if scale.numel() == 1 else SCALE_PER_HEAD.value)
-
-
-def scale_class(scale: float | Tensor) -> tuple[torch.dtype, int] | None:
-    """What of a scale chooses a kernel: dtype and number of a tensor's elements, None for a number."""
-    return (scale.dtype, scale.numel()) if isinstance(scale, Tensor) else None
 
 
 @triton.jit

@@ -32,7 +32,7 @@ ALIGNMENT = 15
 """Bits of an address that Triton looks at: it tells multiples of 16 from the rest."""
 
 _JIT_RUN = getattr(JITFunction, "run", None)
-_KNOBS = getattr(triton, "knobs", None)
+_KNOBS: Any = getattr(triton, "knobs", None)
 
 
 def _known_version() -> bool:

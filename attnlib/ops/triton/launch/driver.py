@@ -96,7 +96,8 @@ def _with_bare(known: DirectCall, metadata: Any) -> DirectCall:
         list(getattr(metadata, "tensordesc_meta", None) or []),
         getattr(driver, "make_tensordesc_arg", None),
     )
-    code, cells = getattr(known.call, "__code__", None), getattr(known.call, "__closure__", None)
+    code: Any = getattr(known.call, "__code__", None)
+    cells = getattr(known.call, "__closure__", None)
     if cells is None:  # no descriptors, nothing is wrapped
         return known._replace(bare=known.call) if not maps else known
     inner = dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True)).get(

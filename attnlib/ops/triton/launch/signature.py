@@ -20,27 +20,16 @@ from torch import Tensor
 from attnlib.errors import ContractError
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.tiles import split_head_size
-from attnlib.ops.triton.kernels.quant import KV_NATIVE, KV_PLAIN, kv_kind, scale_class, scale_kind
+from attnlib.ops.triton.kernels.quant import KV_NATIVE, KV_PLAIN
+from attnlib.ops.triton.launch.scales import kv_kind, scale_class, scale_kind
 
 __all__ = [
-    "UNALIGNED", "UNSPECIALISED", "Options", "Signature", "attention_constants", "attention_numbers", "attention_tensors",
+    "Options", "Signature", "attention_constants", "attention_numbers", "attention_tensors",
     "count_of", "launch_key", "signature_of",
 ]  # fmt: skip
 
 _UNBOUNDED = 1 << 30
 _COMPUTE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-
-UNSPECIALISED = [
-    "num_reqs", "num_tokens", "left", "right", "chunk", "stride_qt", "stride_qh", "stride_kb", "stride_kn", "stride_kh",
-    "stride_vb", "stride_vn", "stride_vh", "stride_ot", "stride_oh", "stride_lt", "stride_bt", "stride_table",
-    "num_splits", "num_tiles", "num_heads",
-]  # fmt: skip
-"""Parameters of the attention kernels whose values must not choose a compilation."""
-
-UNALIGNED = [
-    "query_start_loc", "seq_lens", "causal_flags", "block_table", "alibi_slopes", "sinks", "bias", "k_scale", "v_scale", "lse",
-]  # fmt: skip
-"""Pointers whose alignment must not choose one either: they are slices of a batch, cut wherever its decodes end."""
 
 
 class Options(NamedTuple):

@@ -37,9 +37,9 @@ from attnlib.ops.triton.hopper.kernels.softmax import LN2, meet_sink, score_fact
 from attnlib.ops.triton.hopper.kernels.tma_load import load_tile
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS, count_up
 
-__all__ = ["UNALIGNED", "UNSPECIALISED", "hopper_decode_kernel"]
+__all__ = ["UNALIGNED", "UNSPECIALIZED", "hopper_decode_kernel"]
 
-UNSPECIALISED = [
+UNSPECIALIZED = [
     "left", "right", "chunk", "num_reqs", "num_tokens", "num_blocks", "rows", "stride_qt", "stride_qh", "stride_ot",
     "stride_oh", "stride_lt", "stride_table",
 ]  # fmt: skip
@@ -427,7 +427,7 @@ def _consumer(query, out, lse, sinks, query_start_loc, seq_lens, partials, parti
         release_successor()
 
 
-@gluon.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
+@gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def hopper_decode_kernel(key, value, query, out, lse, sinks, query_start_loc, seq_lens, block_table, partials,
                          partial_lses, pieces, counters, scale, soft_cap, left, right, chunk, num_reqs, num_tokens, num_blocks,
                          rows, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_table, NUM_KV_HEADS: gl.constexpr,

@@ -46,9 +46,9 @@ from attnlib.ops.triton.hopper.kernels.softmax import (
 from attnlib.ops.triton.hopper.kernels.tma_load import load_tile
 from attnlib.ops.triton.hopper.kernels.work_counter import count_up
 
-__all__ = ["UNALIGNED", "UNSPECIALISED", "hopper_prefill_kernel"]
+__all__ = ["UNALIGNED", "UNSPECIALIZED", "hopper_prefill_kernel"]
 
-UNSPECIALISED = [
+UNSPECIALIZED = [
     "left", "right", "chunk", "num_reqs", "num_tokens", "num_tiles", "beside", "section", "num_blocks", "stride_qt", "stride_qh",
     "stride_ot", "stride_oh", "stride_lt", "stride_table",
 ]  # fmt: skip
@@ -434,7 +434,7 @@ def _consumer(query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_r
                 mbarrier.arrive(q_empty.index(q_slot), count=1)
 
 
-@gluon.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
+@gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def hopper_prefill_kernel(key, value, query_map, query, out, lse, sinks, query_start_loc, seq_lens, block_table, counters,
                           scale, soft_cap, left, right, chunk, num_reqs, num_tokens, num_tiles, beside, section, num_blocks,
                           stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_table,

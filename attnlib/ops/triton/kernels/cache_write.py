@@ -1,0 +1,52 @@
+"""Store new keys and values in the paged cache. One program per token and block of heads."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attnlib.ops.triton.kernels.quant import encode_fp8, load_scale
+
+__all__ = ["write_kv_kernel"]
+
+
+@triton.jit
+def _store_heads(source, cache, slot, token, heads, mask_heads, scale, stride_st, stride_sh, stride_cb, stride_cn,
+                 stride_ch, BLOCK_SIZE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+                 SCALE_KIND: tl.constexpr, FP8: tl.constexpr, E5M2: tl.constexpr):  # fmt: skip
+    lanes = tl.arange(0, PADDED)
+    mask = mask_heads[:, None] & (lanes < SIZE)[None, :]
+    heads64 = heads.to(tl.int64)
+    source += token.to(tl.int64) * stride_st
+    x = tl.load(source + (heads64 * stride_sh)[:, None] + lanes[None, :], mask=mask, other=0.0)
+    cache += (slot // BLOCK_SIZE) * stride_cb + (slot % BLOCK_SIZE) * stride_cn
+    target = cache + (heads64 * stride_ch)[:, None] + lanes[None, :]
+    if FP8:
+        x = x.to(tl.float32)
+        if SCALE_KIND == 2:
+            divisor = tl.load(scale + heads, mask=mask_heads, other=1.0)[:, None]
+        else:
+            divisor = tl.zeros([1, 1], tl.float32) + load_scale(scale, 0, SCALE_KIND)
+        divisor, x = tl.broadcast(divisor, x)
+        tl.store(target, encode_fp8(tl.math.div_rn(x, divisor), E5M2), mask=mask)
+    else:
+        tl.store(target, x.to(cache.dtype.element_ty), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=["slot_mapping", "k_scale", "v_scale"]
+)  # slices, read one element at a time
+def write_kv_kernel(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, num_heads, stride_kt,
+                     stride_kh, stride_vt, stride_vh, stride_kcb, stride_kcn, stride_kch, stride_vcb, stride_vcn,
+                     stride_vch, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
+                     DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, K_SCALE_KIND: tl.constexpr,
+                     V_SCALE_KIND: tl.constexpr, FP8: tl.constexpr, E5M2: tl.constexpr):  # fmt: skip
+    token = tl.program_id(0)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    if slot >= 0:
+        heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+        mask_heads = heads < num_heads
+        _store_heads(key, key_cache, slot, token, heads, mask_heads, k_scale, stride_kt, stride_kh, stride_kcb,
+                     stride_kcn, stride_kch, BLOCK_SIZE, D, D_PAD, K_SCALE_KIND, FP8, E5M2)  # fmt: skip
+        _store_heads(value, value_cache, slot, token, heads, mask_heads, v_scale, stride_vt, stride_vh, stride_vcb,
+                     stride_vcn, stride_vch, BLOCK_SIZE, DV, DV_PAD, V_SCALE_KIND, FP8, E5M2)  # fmt: skip
