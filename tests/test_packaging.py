@@ -1,4 +1,4 @@
-"""What is built is what is here: sdist, wheel from the sdist, installed into a clean folder, imported and run from there."""
+"""Packaging: the sdist, the wheel built from it, its metadata, and an installation of the wheel."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = {str(path.relative_to(ROOT)) for path in (ROOT / "attnlib").rglob("*.py")}
-TABLES = {
-    path.relative_to(ROOT).as_posix()
-    for folder in ("ops/triton", "tuning")
-    for path in (ROOT / "attnlib" / folder / "tables").glob("*.json")
-}
+TABLES = {str(path.relative_to(ROOT)) for path in (ROOT / "attnlib").rglob("tables/*.json")}
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +85,8 @@ def test_the_sdist_holds_what_the_tests_need_and_no_scratch(built: tuple[Path, P
         "README.md",
         "CHANGELOG.md",
         "CONTRIBUTING.md",
+        "LICENSE",
+        "mkdocs.yml",
         "pyproject.toml",
         "tests/test_packaging.py",
         "docs/architecture.md",
@@ -97,15 +95,17 @@ def test_the_sdist_holds_what_the_tests_need_and_no_scratch(built: tuple[Path, P
 
 
 def test_it_imports_and_runs_from_the_wheel_alone(site: Path, tmp_path: Path) -> None:
-    """The three walks from the installed copy, far from the checkout, and the command beside it."""
+    """A layer and the command line run from the installed copy, outside the checkout."""
     program = (
         "import attnlib, torch\n"
         "spec = attnlib.AttentionSpec(num_heads=4, head_size=16, dtype=torch.float32)\n"
         "cache = attnlib.PagedKVCache.allocate(spec, 2, 'cpu')\n"
         "batch = attnlib.CommonAttentionMetadata.from_lengths([3], [3], [[1]], 16, 'cpu')\n"
         "layer = attnlib.Attention(spec, device='cpu')\n"
-        "out = layer(*torch.ones(3, 3, 4, 16), cache, layer.backend.make_builder(spec, 'cpu').build(0, batch))\n"
-        "print(attnlib.__file__, bool((out == 1).all()), all(getattr(attnlib, name) is not None for name in attnlib.__all__))"
+        "step = layer.backend.make_builder(spec, 'cpu').build(0, batch)\n"
+        "out = layer(*torch.ones(3, 3, 4, 16), cache, step)\n"
+        "public = all(getattr(attnlib, name) is not None for name in attnlib.__all__)\n"
+        "print(attnlib.__file__, bool((out == 1).all()), public)"
     )
     done = _python(["-c", program], cwd=tmp_path, path=str(site))
     assert done.stdout.split() == [str(site / "attnlib" / "__init__.py"), "True", "True"], (
@@ -115,16 +115,16 @@ def test_it_imports_and_runs_from_the_wheel_alone(site: Path, tmp_path: Path) ->
     assert "torch        available" in listed.stdout, listed.stderr
 
 
-def test_the_wheel_names_its_doors(site: Path) -> None:
-    (doors,) = site.glob("attnlib-*.dist-info/entry_points.txt")
+def test_the_wheel_declares_its_entry_points(site: Path) -> None:
+    (entry_points,) = site.glob("attnlib-*.dist-info/entry_points.txt")
     assert (
-        "attnlib = attnlib.cli:main" in doors.read_text()
-        and "attnlib = attnlib.testing.plugin" in doors.read_text()
+        "attnlib = attnlib.cli:main" in entry_points.read_text()
+        and "attnlib = attnlib.testing.plugin" in entry_points.read_text()
     )
 
 
 def test_ci_runs_the_readmes_test_command() -> None:
-    """Word for word, and last, so that pytest's own summary closes it; and lint and types before it."""
+    """The README's command runs last, word for word; all other checks run before it."""
     lines = [
         line
         for line in (ROOT / ".ci" / "run").read_text().splitlines()
@@ -132,13 +132,34 @@ def test_ci_runs_the_readmes_test_command() -> None:
     ]
     readme = (ROOT / "README.md").read_text()
     assert lines[-1] == 'pip install -e ".[test]" && pytest' and lines[-1] in readme
-    assert {"ruff check .", "mypy"} <= set(lines[:-1]) and "set -euo pipefail" in lines
+    assert "set -euo pipefail" in lines
+    assert set(lines[:-1]) >= {
+        "ruff check .",
+        "ruff format --check .",
+        "mypy",
+        "mkdocs build --strict",
+        'pytest -m "slow and not gpu"',
+    }
+
+
+def test_the_workflow_runs_the_ci_script() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert "- run: .ci/run" in workflow.splitlines()[-1]
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_the_wheel_carries_the_license(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[1]) as wheel:
+        (name,) = [name for name in wheel.namelist() if name.endswith("/LICENSE")]
+        assert wheel.read(name) == (ROOT / "LICENSE").read_bytes()
 
 
 def test_what_the_wheel_declares(site: Path) -> None:
-    """Python 3.10 to 3.13, torch 2.10 and later, Triton 3.6 to 3.9 on Linux; kernel packages are extras and never dependencies (I1)."""
+    """Python 3.10 to 3.13, torch 2.10 and later, Triton 3.6 to 3.9 on Linux; extras (I1)."""
     (metadata,) = site.glob("attnlib-*.dist-info/METADATA")
     headers = email.parser.Parser().parsestr(metadata.read_text())
+    assert headers["License-Expression"] == "Apache-2.0" and headers["License-File"] == "LICENSE"
+    assert headers["Author"] == "attnlib developers"
     assert set(headers["Requires-Python"].split(",")) == {">=3.10", "<3.14"}
     needs = [need for need in headers.get_all("Requires-Dist") if "extra ==" not in need]
     assert {need.split(";")[0].strip().split("<")[0].split(">")[0] for need in needs} <= {

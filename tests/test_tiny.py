@@ -1,11 +1,11 @@
-"""The ten-second test that runs before every commit: one batch through the whole house, compared with the formula."""
+"""The pre-commit test: one request through cache, builder and layer, compared with the formula."""
 
 import torch
 
 import attnlib
 
 
-def test_a_mixed_batch_through_the_whole_house() -> None:
+def test_a_request_in_three_steps_matches_the_formula() -> None:
     torch.manual_seed(0)
     spec = attnlib.AttentionSpec(
         num_heads=4,
@@ -22,7 +22,7 @@ def test_a_mixed_batch_through_the_whole_house() -> None:
     blocks = pool.allocate(3)
     keys, values, queries = torch.randn(11, 2, 16), torch.randn(11, 2, 16), torch.randn(11, 4, 16)
     builder, outputs = layer.backend.make_builder(spec, "cpu"), []
-    for start, end in ((0, 7), (7, 10), (10, 11)):  # a prompt, a chunk, a decode
+    for start, end in ((0, 7), (7, 10), (10, 11)):  # prompt, chunk, decode
         batch = attnlib.CommonAttentionMetadata.from_lengths(
             [end - start], [end], [blocks], 4, "cpu"
         )
