@@ -16,9 +16,9 @@ from attnlib.bench.work import kv_bytes
 from attnlib.cache.storage import PagedKVCache
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.spec import AttentionSpec
-from attnlib.testing.block_placement import place
+from attnlib.testing.block_placement import place_blocks
 from attnlib.testing.layouts import read_slots
-from attnlib.testing.oracle import Terms
+from attnlib.testing.oracle import OracleParams
 
 __all__ = ["Material", "cold_copies", "make_material"]
 
@@ -47,7 +47,7 @@ class Material:
     key: torch.Tensor
     value: torch.Tensor
     output: torch.Tensor
-    terms: Terms
+    terms: OracleParams
 
     @property
     def slots(self) -> torch.Tensor:
@@ -79,7 +79,7 @@ def make_material(case: BenchCase, device: torch.device, seed: int = 0) -> Mater
         torch.OutOfMemoryError: the device does not hold one copy of the cache.
     """
     spec = case.spec
-    placement = place(case.batch, case.block_size, seed=seed)
+    placement = place_blocks(case.batch, case.block_size, seed=seed)
     common = CommonAttentionMetadata.from_lengths(
         case.batch.query_lens, case.batch.seq_lens, placement.block_table, case.block_size, device
     )
@@ -149,13 +149,13 @@ def _memory(device: torch.device) -> tuple[int, int]:
     )
 
 
-def _terms(case: BenchCase, device: torch.device, draw: torch.Generator) -> Terms:
+def _terms(case: BenchCase, device: torch.device, draw: torch.Generator) -> OracleParams:
     sinks = None
     if case.sinks:  # rounded to bfloat16, in which some kernels take them
         sinks = (
             torch.randn(case.num_heads, generator=draw, device=device).to(torch.bfloat16).float()
         )
-    return Terms(
+    return OracleParams(
         scale=case.head_size**-0.5,
         window=(-1, -1) if case.sliding_window is None else (case.sliding_window - 1, 0),
         logits_soft_cap=case.logits_soft_cap or 0.0,

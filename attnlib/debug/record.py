@@ -17,13 +17,18 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.spec import AttentionSpec, Window
 from attnlib.testing.batch_spec import BatchSpec
-from attnlib.testing.block_placement import Placement
+from attnlib.testing.block_placement import BlockPlacement
 from attnlib.testing.case import Case
 from attnlib.testing.inputs import StepInputs
 from attnlib.testing.layouts import CacheViews
-from attnlib.testing.materialized_case import Step
-from attnlib.testing.oracle import Terms
-from attnlib.testing.tensor_io import freeze, freeze_pair, thaw, thaw_pair
+from attnlib.testing.materialized_case import MaterializedCase
+from attnlib.testing.oracle import OracleParams
+from attnlib.testing.tensor_io import (
+    pack_cache_views,
+    pack_tensor,
+    unpack_cache_views,
+    unpack_tensor,
+)
 
 __all__ = ["capture_call", "load_recording", "save_recording"]
 
@@ -87,14 +92,14 @@ def capture_call(
     scale: float,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
-    written: bool = True,
-) -> Step:
+    kv_written: bool = True,
+) -> MaterializedCase:
     """A live call as a step of its own, over a copy of the pages it touches.
 
     Args:
         query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv]: as they came.
         metadata: anything with query_start_loc, seq_lens and block_table (slot_mapping, causal, query_bias optional).
-        written: the new keys are in the cache already (the call has happened).
+        kv_written: the new keys are in the cache already (the call has happened).
 
     Raises:
         ContractError: metadata that does not carry the lengths and the table.
@@ -115,15 +120,19 @@ def capture_call(
         dims=case.dimensions,
         placement=placement,
         seed=0,
-        written=written,
-        query=thaw(freeze(query), device),
-        key=thaw(freeze(query[:, :kv_heads] if key is None else key), device),
-        value=thaw(
-            freeze(query[:, :kv_heads, : spec.head_size_v] if value is None else value), device
+        kv_written=kv_written,
+        query=unpack_tensor(pack_tensor(query), device),
+        key=unpack_tensor(pack_tensor(query[:, :kv_heads] if key is None else key), device),
+        value=unpack_tensor(
+            pack_tensor(query[:, :kv_heads, : spec.head_size_v] if value is None else value), device
         ),
         out=query.new_full((query.shape[0], spec.num_heads, spec.head_size_v), float("nan")),
         cache=CacheViews(
-            *thaw_pair(freeze_pair(cache.key_cache, cache.value_cache, pages), device), (), "NHD"
+            *unpack_cache_views(
+                pack_cache_views(cache.key_cache, cache.value_cache, pages), device
+            ),
+            (),
+            "NHD",
         ),
         block_table=placement.block_table.to(device),
         query_start_loc=metadata.query_start_loc.clone(),
@@ -133,8 +142,8 @@ def capture_call(
         ),
     )
     causal = getattr(metadata, "causal", None)
-    terms = replace(
-        case.terms(device),
+    params = replace(
+        case.oracle_params(device),
         scale=scale,
         causal=spec.is_causal if causal is None else causal,
         alibi_slopes=alibi_slopes,
@@ -143,12 +152,12 @@ def capture_call(
         k_scale=cache.k_scale,
         v_scale=cache.v_scale,
     )
-    return Step(case, spec, inputs, terms)
+    return MaterializedCase(case, spec, inputs, params)
 
 
 def _renumbered(
     table: torch.Tensor, seq_lens: list[int], block_size: int
-) -> tuple[Placement, list[int]]:
+) -> tuple[BlockPlacement, list[int]]:
     """The touched blocks counted from 0, and which blocks of the pool they were."""
     rows = [table[r, : -(-seq_len // block_size)].tolist() for r, seq_len in enumerate(seq_lens)]
     touched = sorted({block for row in rows for block in row})
@@ -156,7 +165,7 @@ def _renumbered(
     blocks = tuple(tuple(index[block] for block in row) for row in rows)
     width = max((len(row) for row in blocks), default=0)
     dense = torch.tensor([[*row, *[-1] * (width - len(row))] for row in blocks], dtype=torch.int32)
-    return Placement(blocks, len(touched), dense.view(len(blocks), width)), touched
+    return BlockPlacement(blocks, len(touched), dense.view(len(blocks), width)), touched
 
 
 def _plain(value: Any) -> Any:
@@ -167,7 +176,7 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, tuple) else value
 
 
-def save_recording(step: Step, path: str | Path) -> Path:
+def save_recording(step: MaterializedCase, path: str | Path) -> Path:
     """Write a step to a file.
 
     Returns:
@@ -175,7 +184,7 @@ def save_recording(step: Step, path: str | Path) -> Path:
     """
     inputs = step.inputs
     pages = torch.arange(inputs.placement.num_blocks, device=inputs.cache.key.device)
-    terms = {field.name: getattr(step.terms, field.name) for field in fields(Terms)}
+    params = {field.name: getattr(step.params, field.name) for field in fields(OracleParams)}
     data = {
         "attnlib_recording": _VERSION,
         "case": {name: _plain(value) for name, value in asdict(step.case).items()},
@@ -184,15 +193,15 @@ def save_recording(step: Step, path: str | Path) -> Path:
         },
         "terms": {
             name: value.cpu() if isinstance(value, torch.Tensor) else value
-            for name, value in terms.items()
+            for name, value in params.items()
         },
         "batch": str(inputs.batch),
         "blocks": [list(row) for row in inputs.placement.blocks],
         "num_blocks": inputs.placement.num_blocks,
-        "written": inputs.written,
-        "cache": freeze_pair(inputs.cache.key, inputs.cache.value, pages),
+        "kv_written": inputs.kv_written,
+        "cache": pack_cache_views(inputs.cache.key, inputs.cache.value, pages),
         "layout": inputs.cache.layout,
-        **{name: freeze(getattr(inputs, name)) for name in _TENSORS},
+        **{name: pack_tensor(getattr(inputs, name)) for name in _TENSORS},
     }
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -212,7 +221,7 @@ _TENSORS = (
 )
 
 
-def load_recording(path: str | Path, device: torch.device | str = "cpu") -> Step:
+def load_recording(path: str | Path, device: torch.device | str = "cpu") -> MaterializedCase:
     """Read a step back, on any device.
 
     Raises:
@@ -231,19 +240,21 @@ def load_recording(path: str | Path, device: torch.device | str = "cpu") -> Step
     if spec_fields["window"] is not None:
         spec_fields["window"] = Window(*spec_fields["window"])
     case = Case(**data["case"])
-    table = thaw(data["block_table"], "cpu")
-    key, value = thaw_pair(data["cache"], device)
+    table = unpack_tensor(data["block_table"], "cpu")
+    key, value = unpack_cache_views(data["cache"], device)
     inputs = StepInputs(
         batch=parse_batch(data["batch"]),
         dims=case.dimensions,
-        placement=Placement(tuple(tuple(row) for row in data["blocks"]), data["num_blocks"], table),
+        placement=BlockPlacement(
+            tuple(tuple(row) for row in data["blocks"]), data["num_blocks"], table
+        ),
         seed=case.seed,
-        written=data["written"],
+        kv_written=data["kv_written"],
         cache=CacheViews(key, value, (), data["layout"]),
-        **{name: thaw(data[name], device) for name in _TENSORS},
+        **{name: unpack_tensor(data[name], device) for name in _TENSORS},
     )
-    terms: dict[str, Any] = {
+    params: dict[str, Any] = {
         name: v.to(device) if isinstance(v, torch.Tensor) else v
         for name, v in data["terms"].items()
     }
-    return Step(case, AttentionSpec(**spec_fields), inputs, Terms(**terms))
+    return MaterializedCase(case, AttentionSpec(**spec_fields), inputs, OracleParams(**params))

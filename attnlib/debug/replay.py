@@ -13,12 +13,12 @@ import torch
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.testing.backend_under_test import load_backend
-from attnlib.testing.batch_slicing import select_requests
+from attnlib.testing.batch_slicing import slice_batch
 from attnlib.testing.layouts import write_slots
-from attnlib.testing.materialized_case import Step
-from attnlib.testing.outcome import Refused
-from attnlib.testing.runner import Observation, judge, run_step
-from attnlib.testing.tensor_io import freeze_pair, thaw_pair
+from attnlib.testing.materialized_case import MaterializedCase
+from attnlib.testing.outcome import UnsupportedCase
+from attnlib.testing.runner import AttentionOutput, compare_with_oracle, run_materialized_case
+from attnlib.testing.tensor_io import pack_cache_views, unpack_cache_views
 
 __all__ = ["ReplayResult", "replay", "shrink"]
 
@@ -38,7 +38,7 @@ class ReplayResult:
     backend: str
     batch: str
     message: str
-    seen: Observation | None
+    seen: AttentionOutput | None
 
     @property
     def passed(self) -> bool:
@@ -50,47 +50,47 @@ class ReplayResult:
         return f"{self.backend} on {self.batch}: {self.message or 'within budget of the oracle'}"
 
 
-def _written(step: Step) -> Step:
+def _written(step: MaterializedCase) -> MaterializedCase:
     """The same step with its keys in the cache, put there by the kit."""
-    if step.inputs.written:
+    if step.inputs.kv_written:
         return step
     pages = torch.arange(step.inputs.cache.key.shape[0], device=step.inputs.cache.key.device)
-    key, value = thaw_pair(
-        freeze_pair(step.inputs.cache.key, step.inputs.cache.value, pages), pages.device
+    key, value = unpack_cache_views(
+        pack_cache_views(step.inputs.cache.key, step.inputs.cache.value, pages), pages.device
     )
     kept = step.inputs.slot_mapping >= 0
     slots = step.inputs.written_slots()
-    write_slots(key, slots, step.inputs.key[kept], step.terms.k_scale)
+    write_slots(key, slots, step.inputs.key[kept], step.params.k_scale)
     if not step.spec.use_mla:
-        write_slots(value, slots, step.inputs.value[kept], step.terms.v_scale)
+        write_slots(value, slots, step.inputs.value[kept], step.params.v_scale)
     views = replace(step.inputs.cache, key=key, value=value)
-    return replace(step, inputs=replace(step.inputs, cache=views, written=True))
+    return replace(step, inputs=replace(step.inputs, cache=views, kv_written=True))
 
 
-def replay(step: Step, backend: str | Backend) -> ReplayResult:
+def replay(step: MaterializedCase, backend: str | Backend) -> ReplayResult:
     """Run a recorded step on a backend and hold the result against the oracle.
 
     Raises:
-        Refused: the backend declares that it cannot.
+        UnsupportedCase: the backend declares that it cannot.
     """
     loaded = load_backend(backend)
     device = step.inputs.query.device
     if reasons := loaded.validate_configuration(step.spec, device):
-        raise Refused(reasons)
+        raise UnsupportedCase(reasons)
     try:
-        seen = run_step(loaded, _fresh(step))
+        seen = run_materialized_case(loaded, _fresh(step))
     except Exception as error:
         message = f"raised {type(error).__name__}: {error}"
         return ReplayResult(loaded.get_name(), str(step.inputs.batch), message, None)
-    message = judge(step.case, seen, device, truth=_written(step))
+    message = compare_with_oracle(step.case, seen, device, truth=_written(step))
     return ReplayResult(loaded.get_name(), str(step.inputs.batch), message, seen)
 
 
-def _fresh(step: Step) -> Step:
+def _fresh(step: MaterializedCase) -> MaterializedCase:
     """The step with an output and a cache of its own, so that replaying changes nothing."""
     pages = torch.arange(step.inputs.cache.key.shape[0], device=step.inputs.cache.key.device)
-    key, value = thaw_pair(
-        freeze_pair(step.inputs.cache.key, step.inputs.cache.value, pages), pages.device
+    key, value = unpack_cache_views(
+        pack_cache_views(step.inputs.cache.key, step.inputs.cache.value, pages), pages.device
     )
     out = torch.full_like(step.inputs.out, float("nan"))
     return replace(
@@ -101,7 +101,7 @@ def _fresh(step: Step) -> Step:
     )
 
 
-def shrink(step: Step, fails: Callable[[Step], bool]) -> Step:
+def shrink(step: MaterializedCase, fails: Callable[[MaterializedCase], bool]) -> MaterializedCase:
     """The smallest part of a failing step that still fails.
 
     Args:
@@ -116,7 +116,9 @@ def shrink(step: Step, fails: Callable[[Step], bool]) -> Step:
     return _fewer_tokens(smaller, fails)
 
 
-def _fewer_requests(step: Step, fails: Callable[[Step], bool]) -> Step:
+def _fewer_requests(
+    step: MaterializedCase, fails: Callable[[MaterializedCase], bool]
+) -> MaterializedCase:
     """Drop halves, then quarters, and so on down to single requests, while the rest fails (delta debugging)."""
     kept = list(range(step.inputs.batch.num_reqs))
     size = len(kept)
@@ -125,14 +127,16 @@ def _fewer_requests(step: Step, fails: Callable[[Step], bool]) -> Step:
         start = 0
         while start < len(kept) and len(kept) > 1:
             rest = kept[:start] + kept[start + size :]
-            if rest and fails(select_requests(step, rest)):
+            if rest and fails(slice_batch(step, rest)):
                 kept = rest
             else:
                 start += size
-    return select_requests(step, kept)
+    return slice_batch(step, kept)
 
 
-def _fewer_tokens(step: Step, fails: Callable[[Step], bool]) -> Step:
+def _fewer_tokens(
+    step: MaterializedCase, fails: Callable[[MaterializedCase], bool]
+) -> MaterializedCase:
     """Cut each request's query from the front and from the back by halves while the batch fails."""
     spans = [(0, query_len) for query_len in step.inputs.batch.query_lens]
     requests = list(range(len(spans)))
@@ -147,9 +151,9 @@ def _fewer_tokens(step: Step, fails: Callable[[Step], bool]) -> Step:
                     useful = (
                         start < stop and candidate[0] < candidate[1] and candidate != (start, stop)
                     )
-                    if useful and fails(select_requests(step, requests, trial)):
+                    if useful and fails(slice_batch(step, requests, trial)):
                         spans, progress = trial, True
                         break
                 if progress:
                     break
-    return select_requests(step, requests, spans)
+    return slice_batch(step, requests, spans)

@@ -25,16 +25,16 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.debug.record import capture_call, save_recording
 from attnlib.errors import ContractError
 from attnlib.testing.backend_under_test import load_backend
-from attnlib.testing.materialized_case import Step
+from attnlib.testing.materialized_case import MaterializedCase
 from attnlib.testing.report import format_table
-from attnlib.testing.runner import Observation, judge, run_step
+from attnlib.testing.runner import AttentionOutput, compare_with_oracle, run_materialized_case
 
 __all__ = ["ShadowLog", "ShadowRecord", "shadow", "shadow_call", "watch_for_validation"]
 
 Backend = type[AttentionBackend]
 
 _ROUNDING = 8
-"""Units of eps * max(|out|) that two honest backends may be apart before the oracle is asked."""
+"""Units of eps * max(|out|) that two same_precision backends may be apart before the oracle is asked."""
 
 
 @dataclass(frozen=True)
@@ -149,19 +149,24 @@ def shadow_call(
     if reasons := backend.validate_configuration(step.spec, query.device):
         return ShadowRecord(name, number, skipped=f"{backend.get_name()}: {'; '.join(reasons)}")
     folder = Path(dump_dir or env.read("ATTNLIB_DUMP_DIR"))
-    return _compare(step, backend, Observation(out, lse), name, number, folder)
+    return _compare(step, backend, AttentionOutput(out, lse), name, number, folder)
 
 
 def _compare(
-    step: Step, backend: Backend, live: Observation, name: str, number: int, folder: Path
+    step: MaterializedCase,
+    backend: Backend,
+    live: AttentionOutput,
+    name: str,
+    number: int,
+    folder: Path,
 ) -> ShadowRecord:
-    again = run_step(backend, step)
+    again = run_materialized_case(backend, step)
     out_error = _difference(live.out, again.out)
     lse_error = None if live.lse is None or again.lse is None else _difference(live.lse, again.lse)
     allowed = _ROUNDING * torch.finfo(step.spec.dtype).eps * max(float(again.out.abs().max()), 1e-3)
     if not again.out.numel() or (out_error <= allowed and (lse_error is None or lse_error <= 1e-3)):
         return ShadowRecord(name, number, out_error, lse_error)
-    message = judge(step.case, live, live.out.device, truth=step)
+    message = compare_with_oracle(step.case, live, live.out.device, truth=step)
     if not message:
         return ShadowRecord(name, number, out_error, lse_error)
     path = save_recording(step, folder / f"{name.replace('/', '_')}-{number}.pt")

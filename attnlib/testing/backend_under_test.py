@@ -26,7 +26,7 @@ from attnlib.device import resolve_device
 from attnlib.errors import ContractError
 from attnlib.testing.case import Case
 
-__all__ = ["Subject", "load_backend"]
+__all__ = ["BackendUnderTest", "load_backend"]
 
 Backend = type[AttentionBackend]
 
@@ -67,7 +67,7 @@ def _module_from_file(path: str) -> ModuleType:
 
 
 @dataclass(frozen=True)
-class Subject:
+class BackendUnderTest:
     """A backend under examination.
 
     Attributes:
@@ -76,7 +76,7 @@ class Subject:
         device: where it runs.
         seed: of every random number.
         quick: run the short form of each probe.
-        others: backends to exchange caches with.
+        peers: backends to exchange caches with.
     """
 
     backend: Backend
@@ -84,19 +84,19 @@ class Subject:
     device: torch.device
     seed: int = 0
     quick: bool = False
-    others: tuple[Backend, ...] = field(default_factory=tuple)
+    peers: tuple[Backend, ...] = field(default_factory=tuple)
 
     @property
     def on_gpu(self) -> bool:
         """True on a CUDA device."""
         return self.device.type == "cuda"
 
-    def accepts(self, case: Case) -> bool:
+    def supports(self, case: Case) -> bool:
         """Whether the backend takes the case."""
         return not self.backend.validate_configuration(case.spec, resolve_device(self.device))
 
     @cached_property
-    def base(self) -> Case:
+    def base_case(self) -> Case:
         """The ordinary case that probes vary.
 
         Raises:
@@ -126,7 +126,7 @@ class Subject:
                 needs_lse=self.backend.capabilities.lse is True,
             )
             first = first or case
-            if self.accepts(case):
+            if self.supports(case):
                 return case
         assert first is not None
         reasons = "; ".join(self.backend.validate_configuration(first.spec, self.device))
@@ -142,4 +142,4 @@ class Subject:
 
     def case(self, **changes: Any) -> Case:
         """The base case with some fields changed."""
-        return self.base.but(**changes)
+        return self.base_case.replace(**changes)

@@ -12,14 +12,16 @@ from dataclasses import replace
 import torch
 
 from attnlib.testing.batch_spec import BatchSpec
-from attnlib.testing.materialized_case import Step
+from attnlib.testing.materialized_case import MaterializedCase
 
-__all__ = ["select_requests"]
+__all__ = ["slice_batch"]
 
 
-def select_requests(
-    step: Step, requests: Sequence[int], query_spans: Sequence[tuple[int, int]] | None = None
-) -> Step:
+def slice_batch(
+    step: MaterializedCase,
+    requests: Sequence[int],
+    query_spans: Sequence[tuple[int, int]] | None = None,
+) -> MaterializedCase:
     """A smaller batch over the same cache.
 
     Args:
@@ -45,11 +47,11 @@ def select_requests(
     for query_len in smaller.query_lens:
         starts.append(starts[-1] + query_len)
     chosen = torch.tensor(list(requests), dtype=torch.long, device=inputs.query.device)
-    bias = step.terms.query_bias
-    causal = step.terms.causal
+    bias = step.params.query_bias
+    causal = step.params.causal
     return replace(
         step,
-        case=step.case.but(batch=str(smaller)),
+        case=step.case.replace(batch=str(smaller)),
         inputs=replace(
             inputs,
             batch=smaller,
@@ -65,8 +67,8 @@ def select_requests(
             seq_lens=torch.tensor(smaller.seq_lens, dtype=torch.int32, device=inputs.query.device),
             slot_mapping=inputs.slot_mapping[index],
         ),
-        terms=replace(
-            step.terms,
+        params=replace(
+            step.params,
             query_bias=None if bias is None else bias[index],
             causal=causal[chosen] if isinstance(causal, torch.Tensor) else causal,
         ),

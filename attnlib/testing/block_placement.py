@@ -17,7 +17,14 @@ import torch
 from attnlib.errors import ContractError
 from attnlib.testing.batch_spec import BatchSpec
 
-__all__ = ["PLACEMENTS", "GarbageKind", "Placement", "PlacementKind", "blocks_needed", "place"]
+__all__ = [
+    "PLACEMENTS",
+    "GarbageKind",
+    "BlockPlacement",
+    "PlacementKind",
+    "blocks_needed",
+    "place_blocks",
+]
 
 PlacementKind = Literal["contiguous", "shuffled", "interleaved", "reversed", "shared_prefix", "top"]
 GarbageKind = Literal["plausible", "minus_one", "huge"]
@@ -28,7 +35,7 @@ _GUARD_ENTRIES = 64
 
 
 @dataclass(frozen=True)
-class Placement:
+class BlockPlacement:
     """Physical blocks of a batch.
 
     Attributes:
@@ -52,7 +59,7 @@ def blocks_needed(seq_len: int, block_size: int) -> int:
     return -(-seq_len // block_size)
 
 
-def place(
+def place_blocks(
     batch: BatchSpec,
     block_size: int,
     kind: PlacementKind = "shuffled",
@@ -62,7 +69,7 @@ def place(
     extra_columns: int = 0,
     garbage: GarbageKind = "plausible",
     guarded: bool = False,
-) -> Placement:
+) -> BlockPlacement:
     """Lay a batch's blocks out in a pool.
 
     Args:
@@ -93,7 +100,7 @@ def place(
     ]
     num_blocks = base + used + (0 if kind == "top" else spare_blocks)
     table = _table(rows, num_blocks, extra_columns, garbage, guarded)
-    return Placement(tuple(rows), num_blocks, table)
+    return BlockPlacement(tuple(rows), num_blocks, table)
 
 
 def _shared_blocks(batch: BatchSpec, block_size: int) -> int:

@@ -1,6 +1,6 @@
 """How close is close enough: error budgets instead of magic tolerances.
 
-A backend may err `factor` times as much as an honest torch computation of the same precision errs on the same case,
+A backend may err `factor` times as much as an same_precision torch computation of the same precision errs on the same case,
 plus what rounding the result takes; and its mean error has a budget of its own, which catches what is a little wrong
 everywhere. Every number of the whole kit stands in `BUDGETS`, and no probe may bring its own.
 """
@@ -53,7 +53,7 @@ _STORED_AS_FLOAT32 = {"lse"}
 
 @dataclass(frozen=True)
 class Comparison:
-    """The verdict on one quantity, with all the numbers it rests on."""
+    """The outcome on one quantity, with all the numbers it rests on."""
 
     quantity: str
     passed: bool
@@ -67,9 +67,9 @@ class Comparison:
         """Both errors and both limits, in one line."""
         if self.note:
             return f"{self.quantity}: {self.note}"
-        verdict = "within budget" if self.passed else "over budget"
+        outcome = "within budget" if self.passed else "over budget"
         return (
-            f"{self.quantity} {verdict}: max error {self.max_error:.3g} (allowed {self.max_allowed:.3g}), "
+            f"{self.quantity} {outcome}: max error {self.max_error:.3g} (allowed {self.max_allowed:.3g}), "
             f"mean error {self.mean_error:.3g} (allowed {self.mean_allowed:.3g})"
         )
 
@@ -99,19 +99,26 @@ def compare(
             False,
             note=f"shape is {tuple(actual.shape)} where {tuple(expected.shape)} was expected",
         )
-    actual, honest = actual.detach().to(torch.float64), same_precision.detach().to(torch.float64)
+    actual, same_precision = (
+        actual.detach().to(torch.float64),
+        same_precision.detach().to(torch.float64),
+    )
     if misplaced := _misplaced(actual, expected):
         return Comparison(quantity, False, note=misplaced)
     finite = torch.isfinite(expected)
     if not finite.any():
         return Comparison(quantity, True)
-    actual, honest, expected = actual[finite], honest[finite], expected[finite]
+    actual, same_precision, expected = actual[finite], same_precision[finite], expected[finite]
     budget = BUDGETS[dtype, quantity]
     eps = torch.finfo(torch.float32 if quantity in _STORED_AS_FLOAT32 else dtype).eps
-    error, honest_error = (actual - expected).abs(), (honest - expected).abs()
+    error, same_precision_error = (actual - expected).abs(), (same_precision - expected).abs()
     magnitude = expected.abs()
-    max_allowed = budget.factor * honest_error.max() + budget.max_ulps * eps * magnitude.max()
-    mean_allowed = budget.factor * honest_error.mean() + budget.mean_ulps * eps * magnitude.mean()
+    max_allowed = (
+        budget.factor * same_precision_error.max() + budget.max_ulps * eps * magnitude.max()
+    )
+    mean_allowed = (
+        budget.factor * same_precision_error.mean() + budget.mean_ulps * eps * magnitude.mean()
+    )
     return Comparison(
         quantity,
         bool(error.max() <= max_allowed) and bool(error.mean() <= mean_allowed),

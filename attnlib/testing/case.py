@@ -1,7 +1,7 @@
 """One case: everything that a run of one step depends on, as one frozen value of plain numbers and words.
 
 A case names its batch in the grammar of `batch_spec`, so it prints in a line and is rebuilt from that line. `Case.spec`
-says it in the library's words, `Case.terms` in the oracle's; the two are converted here separately and by hand, so a
+says it in the library's words, `Case.params` in the oracle's; the two are converted here separately and by hand, so a
 slip of the library's own conversion (a window off by one, say) is caught and not shared.
 """
 
@@ -15,12 +15,12 @@ import torch
 
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind, Window
 from attnlib.testing.batch_spec import BatchSpec, resolve_batch
-from attnlib.testing.inputs import make_terms
+from attnlib.testing.inputs import make_oracle_params
 from attnlib.testing.layouts import Dimensions
-from attnlib.testing.oracle import Terms
+from attnlib.testing.oracle import OracleParams
 
 if TYPE_CHECKING:
-    from attnlib.testing.materialized_case import Step
+    from attnlib.testing.materialized_case import MaterializedCase
 
 __all__ = ["Case"]
 
@@ -85,7 +85,7 @@ class Case:
             [f"batch={self.batch_spec}", *(text for text in told if not text.startswith("batch="))]
         )
 
-    def but(self, **changes: Any) -> Case:
+    def replace(self, **changes: Any) -> Case:
         """A copy with some fields changed."""
         return replace(self, **changes)
 
@@ -154,7 +154,7 @@ class Case:
             cudagraph=CudaGraphSupport[self.cudagraph],
         )
 
-    def terms(self, device: torch.device | str) -> Terms:
+    def oracle_params(self, device: torch.device | str) -> OracleParams:
         """The case in the oracle's words (M2: W keys, the query's own among them)."""
         left, right = self.window or (None, None)
         if self.sliding_window is not None:
@@ -181,7 +181,9 @@ class Case:
         ):
             if wanted:
                 features[name] = True
-        return make_terms(self.dimensions, self.batch_spec, features, seed=self.seed, device=device)
+        return make_oracle_params(
+            self.dimensions, self.batch_spec, features, seed=self.seed, device=device
+        )
 
     def _scale_tensor(self, scale: float, device: torch.device | str) -> float | torch.Tensor:
         if self.kv_scale_kind != "head":
@@ -190,8 +192,10 @@ class Case:
             [scale / (1 + head % 2) for head in range(self.num_kv_heads)], device=device
         )
 
-    def step(self, device: torch.device | str = "cpu", *, written: bool = True) -> Step:
-        """The case's tensors; `written` says whether this step's keys are in the cache already."""
-        from attnlib.testing.materialized_case import make_step
+    def materialize(
+        self, device: torch.device | str = "cpu", *, kv_written: bool = True
+    ) -> MaterializedCase:
+        """The case's tensors; `kv_written` says whether this step's keys are in the cache already."""
+        from attnlib.testing.materialized_case import materialize_case
 
-        return make_step(self, device, written=written)
+        return materialize_case(self, device, kv_written=kv_written)

@@ -69,8 +69,8 @@ def verify_parser() -> argparse.ArgumentParser:
 def _run_verify(args: argparse.Namespace) -> int:
     """Run `verify`: 0 when every seed passed, 1 when one failed, 2 for bad arguments, 3 for a backend that cannot run here."""
     from attnlib.errors import AttnlibError, BackendUnavailableError
-    from attnlib.testing.conformance import count_checks, make_subject, run_conformance
-    from attnlib.testing.outcome import Outcome, Verdict
+    from attnlib.testing.conformance import count_cases, make_target, run_conformance
+    from attnlib.testing.outcome import CaseResult, Outcome
     from attnlib.testing.progress import ProgressBar
     from attnlib.testing.report import report_to_json
 
@@ -79,17 +79,17 @@ def _run_verify(args: argparse.Namespace) -> int:
     for seed in range(args.seed, args.seed + args.seeds):
         chosen = {"device": args.device, "seed": seed, "quick": args.quick, "against": args.against}
         try:
-            total = count_checks(make_subject(args.backend, **chosen), args.only)
+            total = count_cases(make_target(args.backend, **chosen), args.only)
             if total == 0:
                 print(f"attnlib verify: nothing matches --only {args.only}", file=sys.stderr)
                 return 2
             bar = ProgressBar(total)
 
-            def show(outcome: Outcome, bar: ProgressBar = bar) -> None:
-                bar.advance(outcome.id, outcome.verdict is Verdict.FAIL)
+            def show(result: CaseResult, bar: ProgressBar = bar) -> None:
+                bar.advance(result.id, result.outcome is Outcome.FAIL)
 
             report = run_conformance(
-                args.backend, only=args.only, jobs=args.jobs, on_outcome=show, **chosen
+                args.backend, only=args.only, jobs=args.jobs, on_result=show, **chosen
             )
         except (AttnlibError, ImportError, AttributeError) as error:
             print(f"attnlib verify: {error}", file=sys.stderr)
@@ -153,13 +153,13 @@ def _run_replay(args: argparse.Namespace) -> int:
     from attnlib.debug.record import load_recording, save_recording
     from attnlib.debug.replay import replay, shrink
     from attnlib.errors import AttnlibError
-    from attnlib.testing.outcome import Refused
+    from attnlib.testing.outcome import UnsupportedCase
 
     _find_modules_here(args.backend)
     try:
         step = load_recording(args.recording, args.device)
         result = replay(step, args.backend)
-    except (AttnlibError, ImportError, AttributeError, FileNotFoundError, Refused) as error:
+    except (AttnlibError, ImportError, AttributeError, FileNotFoundError, UnsupportedCase) as error:
         print(f"attnlib replay: {error}", file=sys.stderr)
         return 2
     print(result)

@@ -18,14 +18,20 @@ import torch
 from attnlib.backends.base import AttentionBackend
 from attnlib.device import resolve_device
 from attnlib.errors import BackendUnavailableError
-from attnlib.testing.backend_under_test import Subject, load_backend
+from attnlib.testing.backend_under_test import BackendUnderTest, load_backend
+from attnlib.testing.check import Check, run_check, select_cases
+from attnlib.testing.checks import CHECKS
 from attnlib.testing.coverage import Coverage, measure_coverage
-from attnlib.testing.outcome import Outcome, Verdict
+from attnlib.testing.outcome import CaseResult, Outcome
 from attnlib.testing.parallel import default_jobs, run_in_parallel
-from attnlib.testing.probe import Probe, run_probe, select_checks
-from attnlib.testing.probes import PROBES
 
-__all__ = ["ConformanceReport", "count_checks", "find_others", "make_subject", "run_conformance"]
+__all__ = [
+    "ConformanceReport",
+    "count_cases",
+    "find_available_backends",
+    "make_target",
+    "run_conformance",
+]
 
 Backend = type[AttentionBackend]
 
@@ -38,10 +44,10 @@ class ConformanceReport:
         backend: how the caller named it; backend_class: "module:Class" of what was run.
         device, seed, quick, only: how it was run.
         base_case: the sizes that the probes varied.
-        outcomes: every case, in order.
+        results: every case, in order.
         coverage: what became of each declared capability.
         seconds: how long it took.
-        versions: of what the verdict may depend on.
+        versions: of what the outcome may depend on.
     """
 
     backend: str
@@ -51,7 +57,7 @@ class ConformanceReport:
     quick: bool
     only: str | None
     base_case: str
-    outcomes: tuple[Outcome, ...]
+    results: tuple[CaseResult, ...]
     coverage: Coverage
     seconds: float
     versions: dict[str, str]
@@ -59,20 +65,20 @@ class ConformanceReport:
     @property
     def passed(self) -> bool:
         """No failure, and at least one pass: refusing or skipping everything is not passing."""
-        return not self.failures and self.count(Verdict.PASS) > 0
+        return not self.failures and self.count(Outcome.PASS) > 0
 
     @property
-    def failures(self) -> tuple[Outcome, ...]:
+    def failures(self) -> tuple[CaseResult, ...]:
         """The cases that failed."""
-        return tuple(outcome for outcome in self.outcomes if outcome.verdict is Verdict.FAIL)
+        return tuple(result for result in self.results if result.outcome is Outcome.FAIL)
 
-    def count(self, verdict: Verdict) -> int:
+    def count(self, outcome: Outcome) -> int:
         """How many cases ended so."""
-        return sum(outcome.verdict is verdict for outcome in self.outcomes)
+        return sum(result.outcome is outcome for result in self.results)
 
-    def failed_probes(self) -> tuple[str, ...]:
+    def failed_checks(self) -> tuple[str, ...]:
         """Ids of the probes with a failure, in order."""
-        return tuple(dict.fromkeys(outcome.probe for outcome in self.failures))
+        return tuple(dict.fromkeys(result.probe for result in self.failures))
 
     def __str__(self) -> str:
         """The readable report; see `attnlib.testing.report`."""
@@ -90,23 +96,23 @@ def run_conformance(
     only: str | None = None,
     against: Sequence[str | Backend] | None = None,
     label: str | None = None,
-    probes: Iterable[Probe] = PROBES,
+    probes: Iterable[Check] = CHECKS,
     jobs: int | None = None,
-    on_outcome: Callable[[Outcome], None] | None = None,
+    on_result: Callable[[CaseResult], None] | None = None,
 ) -> ConformanceReport:
     """Examine a backend.
 
     Args:
         backend: a registered name, a `module:Class` path or a class.
         device: where; None means a GPU where torch sees one that the backend declares, else the CPU.
-        seed: of every random number; the verdict must not depend on it.
+        seed: of every random number; the outcome must not depend on it.
         quick: the short form of each probe.
         only: comma-separated PROBE or PROBE/CASE patterns.
         against: backends to exchange caches with; None means `torch`, and for `torch` itself whatever else runs here.
         label: how the backend is named in reproduction lines; None derives it from `backend`.
         probes: which probes to ask.
         jobs: processes to run the cases in; None means several on a GPU, where compiling takes the time, and one elsewhere.
-        on_outcome: called after every case, for progress bars.
+        on_result: called after every case, for progress bars.
 
     Raises:
         UnknownBackendError: no backend of that name.
@@ -114,48 +120,48 @@ def run_conformance(
         ContractError: the backend accepts none of the ordinary cases, so there is nothing to examine.
     """
     started = time.perf_counter()
-    subject = make_subject(
+    target = make_target(
         backend, device=device, seed=seed, quick=quick, against=against, label=label
     )
-    base = subject.base
-    processes = default_jobs(subject) if jobs is None else jobs
-    if processes > 1 and probes is PROBES:
-        outcomes = run_in_parallel(subject, only, processes, on_outcome)
+    base = target.base_case
+    processes = default_jobs(target) if jobs is None else jobs
+    if processes > 1 and probes is CHECKS:
+        results = run_in_parallel(target, only, processes, on_result)
     else:
-        outcomes = _run_in_order(probes, subject, only, on_outcome)
+        results = _run_in_order(probes, target, only, on_result)
     return ConformanceReport(
-        backend=subject.label,
-        backend_class=":".join(subject.backend.full_cls_name()),
-        device=str(subject.device),
+        backend=target.label,
+        backend_class=":".join(target.backend.full_cls_name()),
+        device=str(target.device),
         seed=seed,
         quick=quick,
         only=only,
         base_case=str(base),
-        outcomes=tuple(outcomes),
-        coverage=measure_coverage(subject.backend, outcomes),
+        results=tuple(results),
+        coverage=measure_coverage(target.backend, results),
         seconds=time.perf_counter() - started,
         versions=_versions(),
     )
 
 
 def _run_in_order(
-    probes: Iterable[Probe],
-    subject: Subject,
+    probes: Iterable[Check],
+    target: BackendUnderTest,
     only: str | None,
-    on_outcome: Callable[[Outcome], None] | None,
-) -> list[Outcome]:
-    outcomes: list[Outcome] = []
+    on_result: Callable[[CaseResult], None] | None,
+) -> list[CaseResult]:
+    results: list[CaseResult] = []
     for probe in probes:
-        if culprit := _gpu_lost_in(outcomes):
-            outcomes.append(
-                Outcome(probe.id, "all", Verdict.NOT_RUN, f"{culprit} broke the CUDA context")
+        if culprit := _gpu_lost_in(results):
+            results.append(
+                CaseResult(probe.id, "all", Outcome.NOT_RUN, f"{culprit} broke the CUDA context")
             )
         else:
-            outcomes += run_probe(probe, subject, only, on_outcome)
-    return outcomes
+            results += run_check(probe, target, only, on_result)
+    return results
 
 
-def make_subject(
+def make_target(
     backend: str | Backend,
     *,
     device: torch.device | str | None = None,
@@ -163,7 +169,7 @@ def make_subject(
     quick: bool = False,
     against: Sequence[str | Backend] | None = None,
     label: str | None = None,
-) -> Subject:
+) -> BackendUnderTest:
     """Who sits the exam, from the arguments of `run_conformance`.
 
     Raises:
@@ -181,20 +187,22 @@ def make_subject(
     else:
         is_torch = loaded.get_name() == "torch"
         others = tuple(
-            found for found in find_others(place) if (found.get_name() == "torch") is not is_torch
+            found
+            for found in find_available_backends(place)
+            if (found.get_name() == "torch") is not is_torch
         )
     name = label or (backend if isinstance(backend, str) else ":".join(loaded.full_cls_name()))
-    return Subject(loaded, name, place, seed, quick, others)
+    return BackendUnderTest(loaded, name, place, seed, quick, others)
 
 
-def count_checks(
-    subject: Subject, only: str | None = None, probes: Iterable[Probe] = PROBES
+def count_cases(
+    target: BackendUnderTest, only: str | None = None, probes: Iterable[Check] = CHECKS
 ) -> int:
     """How many cases an exam will have, without running any."""
-    return sum(len(select_checks(probe, subject, only)) for probe in probes)
+    return sum(len(select_cases(probe, target, only)) for probe in probes)
 
 
-def find_others(device: torch.device) -> list[Backend]:
+def find_available_backends(device: torch.device) -> list[Backend]:
     """Every registered backend that can run on `device` here."""
     from attnlib.selection import list_backends
 
@@ -210,12 +218,12 @@ def find_others(device: torch.device) -> list[Backend]:
     return found
 
 
-def _gpu_lost_in(outcomes: Sequence[Outcome]) -> str:
+def _gpu_lost_in(results: Sequence[CaseResult]) -> str:
     """The first case that ended in a sticky CUDA error: whatever runs after it fails without being at fault."""
     lost = (
-        outcome.id
-        for outcome in outcomes
-        if outcome.verdict is Verdict.FAIL and "CUDA error" in outcome.message
+        result.id
+        for result in results
+        if result.outcome is Outcome.FAIL and "CUDA error" in result.message
     )
     return next(lost, "")
 

@@ -15,7 +15,7 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.capabilities import NOT_STATED, Capabilities
 from attnlib.spec import CudaGraphSupport
 from attnlib.testing.case import Case
-from attnlib.testing.outcome import Outcome, Verdict
+from attnlib.testing.outcome import CaseResult, Outcome
 
 __all__ = ["Coverage", "capability_uses", "measure_coverage"]
 
@@ -119,9 +119,9 @@ def _declared(caps: Capabilities) -> tuple[list[str], list[str], list[str]]:
     return supported, unsupported, unstated
 
 
-def measure_coverage(backend: type[AttentionBackend], outcomes: Iterable[Outcome]) -> Coverage:
+def measure_coverage(backend: type[AttentionBackend], results: Iterable[CaseResult]) -> Coverage:
     """Count what the passing cases used against what the backend declares."""
-    used = {use for outcome in outcomes if outcome.verdict is Verdict.PASS for use in outcome.uses}
+    used = {use for result in results if result.outcome is Outcome.PASS for use in result.uses}
     supported, unsupported, unstated = _declared(backend.capabilities)
     return Coverage(
         exercised=tuple(name for name in supported if name in used),

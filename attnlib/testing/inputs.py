@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 
 from attnlib.testing.batch_spec import BatchSpec
-from attnlib.testing.block_placement import Placement
+from attnlib.testing.block_placement import BlockPlacement
 from attnlib.testing.layouts import (
     CacheViews,
     Dimensions,
@@ -23,9 +23,9 @@ from attnlib.testing.layouts import (
     poison_value,
     write_slots,
 )
-from attnlib.testing.oracle import OracleResult, Terms, paged_attention
+from attnlib.testing.oracle import OracleParams, OracleResult, paged_attention
 
-__all__ = ["StepInputs", "make_inputs", "make_terms"]
+__all__ = ["StepInputs", "make_inputs", "make_oracle_params"]
 
 Scale = float | torch.Tensor
 
@@ -37,15 +37,15 @@ class StepInputs:
     Attributes:
         query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv]: views of one tensor.
         out: [T, Hq, Dv] strided view over poison.
-        cache: context filled in; this step's tokens too when `written`.
+        cache: context filled in; this step's tokens too when `kv_written`.
         block_table [R, M] int32, query_start_loc [R+1] int32, seq_lens [R] int32, slot_mapping [T] int64.
     """
 
     batch: BatchSpec
     dims: Dimensions
-    placement: Placement
+    placement: BlockPlacement
     seed: int
-    written: bool
+    kv_written: bool
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
@@ -56,11 +56,11 @@ class StepInputs:
     seq_lens: torch.Tensor
     slot_mapping: torch.Tensor
 
-    def oracle(self, terms: Terms, precision: torch.dtype = torch.float64) -> OracleResult:
+    def oracle(self, params: OracleParams, precision: torch.dtype = torch.float64) -> OracleResult:
         """What this step must give once its tokens are in the cache."""
-        if not self.written:
+        if not self.kv_written:
             raise RuntimeError(
-                "the oracle reads the cache: make the inputs with written=True (same seed, same tensors)"
+                "the oracle reads the cache: make the inputs with kv_written=True (same seed, same tensors)"
             )
         return paged_attention(
             self.query,
@@ -69,7 +69,7 @@ class StepInputs:
             self.block_table,
             self.query_start_loc,
             self.seq_lens,
-            terms,
+            params,
             precision,
         )
 
@@ -81,20 +81,20 @@ class StepInputs:
 def make_inputs(
     batch: BatchSpec,
     dims: Dimensions,
-    placement: Placement,
+    placement: BlockPlacement,
     *,
     seed: int = 0,
     layout: str = "NHD",
     device: torch.device | str = "cpu",
     poison: str = "zero",
-    written: bool = True,
+    kv_written: bool = True,
     k_scale: Scale = 1.0,
     v_scale: Scale = 1.0,
     contiguous: bool = False,
 ) -> StepInputs:
     """Make one step.
 
-    Two calls that differ only in `poison`, `written`, `layout`, `contiguous` or `device` hold the same numbers in
+    Two calls that differ only in `poison`, `kv_written`, `layout`, `contiguous` or `device` hold the same numbers in
     every place that may be read.
 
     Args:
@@ -111,7 +111,7 @@ def make_inputs(
     _fill_context(cache, batch, dims, placement, generator, k_scale, v_scale)
     slots = _slot_mapping(batch, placement, dims.block_size)
     kept = [row for row, slot in enumerate(slots) if slot >= 0]
-    if written:
+    if kv_written:
         write_slots(cache.key, [slots[row] for row in kept], key[kept], _cpu(k_scale))
         if layout != "ALIASED":
             write_slots(cache.value, [slots[row] for row in kept], value[kept], _cpu(v_scale))
@@ -129,7 +129,7 @@ def make_inputs(
         dims=dims,
         placement=placement,
         seed=seed,
-        written=written,
+        kv_written=kv_written,
         query=_move(query, device),
         key=_move(key, device),
         value=_move(value, device),
@@ -142,15 +142,15 @@ def make_inputs(
     )
 
 
-def make_terms(
+def make_oracle_params(
     dims: Dimensions,
     batch: BatchSpec,
     features: Mapping[str, object],
     *,
     seed: int = 0,
     device: torch.device | str = "cpu",
-) -> Terms:
-    """Terms for a case: `features` are fields of `Terms`, where True asks for seeded tensors.
+) -> OracleParams:
+    """OracleParams for a case: `features` are fields of `OracleParams`, where True asks for seeded tensors.
 
     `alibi_slopes=True` gives the usual powers of two, `sinks=True` logits that take a fair share of the weight,
     `query_bias=True` a random tree over the query span (each token sees itself), with finite biases elsewhere.
@@ -169,7 +169,7 @@ def make_terms(
         name: value.to(device) if isinstance(value, torch.Tensor) else value
         for name, value in drawn.items()
     }
-    return Terms(**moved)  # type: ignore[arg-type]
+    return OracleParams(**moved)  # type: ignore[arg-type]
 
 
 def _tree_bias(batch: BatchSpec, generator: torch.Generator) -> torch.Tensor:
@@ -215,7 +215,7 @@ def _fill_context(
     cache: CacheViews,
     batch: BatchSpec,
     dims: Dimensions,
-    placement: Placement,
+    placement: BlockPlacement,
     generator: torch.Generator,
     k_scale: Scale,
     v_scale: Scale,
@@ -240,7 +240,7 @@ def _fill_context(
             write_slots(cache.value, [slots[i] for i in fresh], values[fresh], _cpu(v_scale))
 
 
-def _slot_mapping(batch: BatchSpec, placement: Placement, block_size: int) -> list[int]:
+def _slot_mapping(batch: BatchSpec, placement: BlockPlacement, block_size: int) -> list[int]:
     """Slots of the query tokens; tokens at negative positions (a query longer than its sequence) get -1."""
     slots: list[int] = []
     for request, (query_len, seq_len) in enumerate(

@@ -10,36 +10,36 @@ import torch
 from attnlib.cache.storage import PagedKVCache
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.spec import AttentionSpec
-from attnlib.testing.block_placement import place
+from attnlib.testing.block_placement import place_blocks
 from attnlib.testing.case import Case
 from attnlib.testing.inputs import StepInputs, make_inputs
-from attnlib.testing.oracle import OracleResult, Terms, unpaged_attention
+from attnlib.testing.oracle import OracleParams, OracleResult, unpaged_attention
 
-__all__ = ["Step", "make_step"]
+__all__ = ["MaterializedCase", "materialize_case"]
 
 
 @dataclass(frozen=True)
-class Step:
+class MaterializedCase:
     """A case with its tensors.
 
     Attributes:
         case, spec: what it is.
         inputs: its tensors.
-        terms: its meaning.
+        params: its meaning.
     """
 
     case: Case
     spec: AttentionSpec
     inputs: StepInputs
-    terms: Terms
+    params: OracleParams
 
     def cache(self) -> PagedKVCache:
         """The inputs' cache as the library takes it; no copy."""
         return PagedKVCache.from_views(
             self.inputs.cache.key,
             self.inputs.cache.value,
-            k_scale=self.terms.k_scale,
-            v_scale=self.terms.v_scale,
+            k_scale=self.params.k_scale,
+            v_scale=self.params.v_scale,
         )
 
     def common(self) -> CommonAttentionMetadata:
@@ -58,30 +58,32 @@ class Step:
             max_seq_len=batch.max_seq_len,
             block_table_tensor=inputs.block_table if self.case.is_paged else None,
             slot_mapping=inputs.slot_mapping.clone() if self.case.attn_type == "decoder" else None,
-            causal=self.terms.causal if self.case.mask == "per_request" else None,
-            query_bias=self.terms.query_bias,
+            causal=self.params.causal if self.case.mask == "per_request" else None,
+            query_bias=self.params.query_bias,
             is_cross_attention=self.case.attn_type == "encoder_decoder",
         )
 
     def oracle(self, precision: torch.dtype = torch.float64) -> OracleResult:
         """What the step must give."""
         if self.case.is_paged:
-            return self.inputs.oracle(self.terms, precision)
+            return self.inputs.oracle(self.params, precision)
         tensors, starts = self.inputs, self.inputs.query_start_loc
         return unpaged_attention(
-            tensors.query, tensors.key, tensors.value, starts, starts, self.terms, precision
+            tensors.query, tensors.key, tensors.value, starts, starts, self.params, precision
         )
 
-    def rewrite(self, write: Callable[[StepInputs], None]) -> Step:
+    def rewrite(self, write: Callable[[StepInputs], None]) -> MaterializedCase:
         """The same step after `write` changed its tensors in place."""
         write(self.inputs)
         return self
 
 
-def make_step(case: Case, device: torch.device | str = "cpu", *, written: bool = True) -> Step:
-    """A case's tensors; `written` says whether this step's keys are in the cache already."""
-    terms = case.terms(device)
-    placement = place(
+def materialize_case(
+    case: Case, device: torch.device | str = "cpu", *, kv_written: bool = True
+) -> MaterializedCase:
+    """A case's tensors; `kv_written` says whether this step's keys are in the cache already."""
+    params = case.oracle_params(device)
+    placement = place_blocks(
         case.batch_spec,
         case.block_size,
         case.placement,  # type: ignore[arg-type]
@@ -98,9 +100,9 @@ def make_step(case: Case, device: torch.device | str = "cpu", *, written: bool =
         layout=case.layout,
         device=device,
         poison=case.poison,
-        written=written,
-        k_scale=terms.k_scale,
-        v_scale=terms.v_scale,
+        kv_written=kv_written,
+        k_scale=params.k_scale,
+        v_scale=params.v_scale,
         contiguous=case.contiguous,
     )
-    return Step(case, case.spec, inputs, terms)
+    return MaterializedCase(case, case.spec, inputs, params)

@@ -1,11 +1,11 @@
 """What attention is, in float64, written as plainly as the M-rules read.
 
-This file is the judge, so it is short, slow and imports nothing of attnlib: it shares no code with any backend, the
+This file is the compare_with_oracle, so it is short, slow and imports nothing of attnlib: it shares no code with any backend, the
 `torch` one included, and is itself held against a triple loop and against torch's scaled_dot_product_attention in the
 tests. One request at a time: gather the keys, score them, mask them, weigh the values.
 
 `precision` repeats the same text at another precision. `torch.float64` is the truth; the input's own dtype gives the
-error that an honest computation of that precision makes, which `budget` measures backends against.
+error that an same_precision computation of that precision makes, which `budget` measures backends against.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 __all__ = [
     "OracleResult",
-    "Terms",
+    "OracleParams",
     "gather_tokens",
     "paged_attention",
     "unpaged_attention",
@@ -26,7 +26,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
+class OracleParams:
     """Everything beside the tensors that decides what attention means.
 
     Attributes:
@@ -51,8 +51,8 @@ class Terms:
     k_scale: float | torch.Tensor = 1.0
     v_scale: float | torch.Tensor = 1.0
 
-    def of_request(self, request: int, rows: slice) -> Terms:
-        """The terms of one request, whose query tokens are `rows`."""
+    def of_request(self, request: int, rows: slice) -> OracleParams:
+        """The params of one request, whose query tokens are `rows`."""
         return replace(
             self,
             causal=bool(self.causal[request])
@@ -88,16 +88,18 @@ def gather_tokens(cache: torch.Tensor, block_row: torch.Tensor, length: int) -> 
     return tokens.contiguous().view(cache.dtype)
 
 
-def visible_keys(query_positions: torch.Tensor, num_keys: int, terms: Terms) -> torch.Tensor:
+def visible_keys(
+    query_positions: torch.Tensor, num_keys: int, params: OracleParams
+) -> torch.Tensor:
     """[len(query_positions), num_keys] bool: which keys a query at each position may see (M1, M2)."""
     p = query_positions[:, None]
     k = torch.arange(num_keys, device=query_positions.device)[None, :]
-    left, right = terms.window
-    chunk = terms.attention_chunk_size
+    left, right = params.window
+    chunk = params.attention_chunk_size
     visible = torch.ones(
         len(query_positions), num_keys, dtype=torch.bool, device=query_positions.device
     )
-    if terms.causal:
+    if params.causal:
         visible &= k <= p
     if left >= 0:
         visible &= k >= p - left
@@ -120,20 +122,20 @@ def _dequantise(
 
 
 def _logits(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, terms: Terms
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, params: OracleParams
 ) -> torch.Tensor:
     """M3 in its order, without the mask: [Hq, q, s] from q [Hq, q, D] and k [Hq, s, D]."""
     statistics = torch.float64 if q.dtype == torch.float64 else torch.float32  # M8
     query_len, seq_len = q.shape[1], k.shape[1]
-    logits = (terms.scale * (q @ k.transpose(1, 2))).to(statistics)
-    if terms.logits_soft_cap > 0:
-        logits = terms.logits_soft_cap * torch.tanh(logits / terms.logits_soft_cap)
-    if terms.alibi_slopes is not None:
+    logits = (params.scale * (q @ k.transpose(1, 2))).to(statistics)
+    if params.logits_soft_cap > 0:
+        logits = params.logits_soft_cap * torch.tanh(logits / params.logits_soft_cap)
+    if params.alibi_slopes is not None:
         distance = (positions[:, None] - torch.arange(seq_len, device=q.device)[None, :]).abs()
-        logits = logits - terms.alibi_slopes.to(statistics)[:, None, None] * distance
-    if terms.query_bias is not None:
+        logits = logits - params.alibi_slopes.to(statistics)[:, None, None] * distance
+    if params.query_bias is not None:
         for key in range(max(seq_len - query_len, 0), seq_len):
-            logits[:, :, key] += terms.query_bias[:, key - (seq_len - query_len)].to(statistics)
+            logits[:, :, key] += params.query_bias[:, key - (seq_len - query_len)].to(statistics)
     return logits
 
 
@@ -141,7 +143,7 @@ def _attend(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    terms: Terms,
+    params: OracleParams,
     precision: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """One request: query [q, Hq, D], keys [s, Hkv, D], values [s, Hkv, Dv] -> out, lse, weights, visible."""
@@ -149,20 +151,20 @@ def _attend(
     seq_len, num_kv_heads, _ = keys.shape
     group = num_heads // num_kv_heads
     q = query.to(precision).transpose(0, 1)
-    k = _dequantise(keys, terms.k_scale, precision).repeat_interleave(group, dim=1).transpose(0, 1)
+    k = _dequantise(keys, params.k_scale, precision).repeat_interleave(group, dim=1).transpose(0, 1)
     v = (
-        _dequantise(values, terms.v_scale, precision)
+        _dequantise(values, params.v_scale, precision)
         .repeat_interleave(group, dim=1)
         .transpose(0, 1)
     )
     positions = seq_len - query_len + torch.arange(query_len, device=query.device)  # M1
 
-    logits = _logits(q, k, positions, terms)
-    visible = visible_keys(positions, seq_len, terms)
+    logits = _logits(q, k, positions, params)
+    visible = visible_keys(positions, seq_len, params)
     logits = logits.masked_fill(~visible, -math.inf)
     denominator = logits
-    if terms.sinks is not None:  # M4
-        sink = terms.sinks.to(logits.dtype)[:, None, None].expand(num_heads, query_len, 1)
+    if params.sinks is not None:  # M4
+        sink = params.sinks.to(logits.dtype)[:, None, None].expand(num_heads, query_len, 1)
         denominator = torch.cat([logits, sink], dim=2)
     if denominator.shape[2]:
         lse = torch.logsumexp(denominator, dim=2)
@@ -182,7 +184,7 @@ def paged_attention(
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
-    terms: Terms,
+    params: OracleParams,
     precision: torch.dtype = torch.float64,
 ) -> OracleResult:
     """Attention over a paged cache.
@@ -203,7 +205,7 @@ def paged_attention(
         rows = slice(starts[request], starts[request + 1])
         keys = gather_tokens(key_cache, block_table[request], seq_len)
         values = gather_tokens(value_cache, block_table[request], seq_len)
-        found = _attend(query[rows], keys, values, terms.of_request(request, rows), precision)
+        found = _attend(query[rows], keys, values, params.of_request(request, rows), precision)
         out[rows], lse[rows] = found[0], found[1]
         weights.append(found[2])
         visible.append(found[3])
@@ -216,7 +218,7 @@ def unpaged_attention(
     value: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    terms: Terms,
+    params: OracleParams,
     precision: torch.dtype = torch.float64,
 ) -> OracleResult:
     """Attention over packed keys [Tk, Hkv, D] and values [Tk, Hkv, Dv], as encoders need it; bottom-right (M1)."""
@@ -228,7 +230,7 @@ def unpaged_attention(
         rows = slice(q_starts[request], q_starts[request + 1])
         keys = slice(k_starts[request], k_starts[request + 1])
         found = _attend(
-            query[rows], key[keys], value[keys], terms.of_request(request, rows), precision
+            query[rows], key[keys], value[keys], params.of_request(request, rows), precision
         )
         out[rows], lse[rows] = found[0], found[1]
         weights.append(found[2])

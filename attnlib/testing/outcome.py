@@ -7,21 +7,21 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-__all__ = ["NotRun", "Outcome", "Refused", "Verdict", "reproduction_line"]
+__all__ = ["NotRun", "CaseResult", "UnsupportedCase", "Outcome", "reproduction_line"]
 
 
-class Verdict(str, Enum):
+class Outcome(str, Enum):
     """How a case ended."""
 
     PASS = "pass"
     FAIL = "fail"
-    REFUSED = "refused"
+    UNSUPPORTED = "refused"
     """The backend said beforehand, with reasons, that it cannot do this."""
     NOT_RUN = "not-run"
     """The machine or the caller gave no chance to find out (no GPU, no second backend)."""
 
 
-class Refused(Exception):
+class UnsupportedCase(Exception):
     """Raised inside a case when the backend declares that it cannot serve it."""
 
     def __init__(self, reasons: Sequence[str]) -> None:
@@ -34,13 +34,13 @@ class NotRun(Exception):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseResult:
     """One case's end.
 
     Attributes:
         probe: id of the probe, such as "F1".
         case: id of the case within it.
-        verdict: how it ended.
+        outcome: how it ended.
         message: empty for a pass; what was wrong, why it was refused or not run.
         reproduce: one command line that runs this case alone.
         uses: capabilities that the case needs, such as "dtypes:bfloat16".
@@ -49,7 +49,7 @@ class Outcome:
 
     probe: str
     case: str
-    verdict: Verdict
+    outcome: Outcome
     message: str = ""
     reproduce: str = ""
     uses: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class Outcome:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {**asdict(self), "verdict": self.verdict.value, "uses": list(self.uses)}
+        return {**asdict(self), "outcome": self.outcome.value, "uses": list(self.uses)}
 
 
 def reproduction_line(

@@ -16,12 +16,12 @@ import torch
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.errors import ContractError
-from attnlib.testing.backend_under_test import Subject, load_backend
+from attnlib.testing.backend_under_test import BackendUnderTest, load_backend
 from attnlib.testing.case import Case
-from attnlib.testing.conformance import find_others
-from attnlib.testing.outcome import Refused, Verdict
+from attnlib.testing.conformance import find_available_backends
+from attnlib.testing.outcome import Outcome, UnsupportedCase
 from attnlib.testing.report import format_table
-from attnlib.testing.runner import exchange, judge
+from attnlib.testing.runner import compare_with_oracle, write_then_attend
 
 __all__ = ["ParityCell", "ParityReport", "run_parity"]
 
@@ -46,14 +46,14 @@ class ParityCell:
 
     Attributes:
         writer, reader: names; case: its id.
-        verdict: pass, fail or refused; message: why.
+        outcome: pass, fail or refused; message: why.
         difference: largest difference to the result of the writer reading its own writing; nan when refused.
     """
 
     writer: str
     reader: str
     case: str
-    verdict: Verdict
+    outcome: Outcome
     message: str
     difference: float
 
@@ -69,8 +69,8 @@ class ParityReport:
     @property
     def passed(self) -> bool:
         """No cell failed, at least one passed."""
-        verdicts = {cell.verdict for cell in self.cells}
-        return Verdict.FAIL not in verdicts and Verdict.PASS in verdicts
+        outcomes = {cell.outcome for cell in self.cells}
+        return Outcome.FAIL not in outcomes and Outcome.PASS in outcomes
 
     def __str__(self) -> str:
         """The matrix (rows write, columns read), then every failure."""
@@ -82,7 +82,7 @@ class ParityReport:
         failures = [
             f"FAIL {cell.writer} writes, {cell.reader} reads, {cell.case}: {cell.message}"
             for cell in self.cells
-            if cell.verdict is Verdict.FAIL
+            if cell.outcome is Outcome.FAIL
         ]
         legend = "passed/run of the cases that both accept; largest difference to the writer's own result"
         parts = [
@@ -95,10 +95,10 @@ class ParityReport:
 
     def _summary(self, writer: str, reader: str) -> str:
         cells = [cell for cell in self.cells if (cell.writer, cell.reader) == (writer, reader)]
-        run = [cell for cell in cells if cell.verdict is not Verdict.REFUSED]
+        run = [cell for cell in cells if cell.outcome is not Outcome.UNSUPPORTED]
         if not run:
             return "refused"
-        passed = sum(cell.verdict is Verdict.PASS for cell in run)
+        passed = sum(cell.outcome is Outcome.PASS for cell in run)
         largest = self.largest(writer, reader)
         return f"{passed}/{len(run)}  {'no result' if largest is None else f'{largest:.1e}'}"
 
@@ -114,7 +114,7 @@ class ParityReport:
         cells = [
             {
                 **asdict(cell),
-                "verdict": cell.verdict.value,
+                "outcome": cell.outcome.value,
                 "difference": None if math.isnan(cell.difference) else cell.difference,
             }
             for cell in self.cells
@@ -151,18 +151,24 @@ def run_parity(
         ContractError: no backend to compare.
     """
     place = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
-    chosen = [load_backend(backend) for backend in backends] if backends else find_others(place)
+    chosen = (
+        [load_backend(backend) for backend in backends]
+        if backends
+        else find_available_backends(place)
+    )
     if not chosen:
         raise ContractError(
             f"no backend can run on {place}: name some, or see `attnlib list` for what is missing"
         )
     cells: list[ParityCell] = []
     for writer in chosen:
-        base = Subject(writer, writer.get_name(), place, seed).base.but(needs_lse=False)
+        base = BackendUnderTest(writer, writer.get_name(), place, seed).base_case.replace(
+            needs_lse=False
+        )
         for name, changes in _CASES.items():
             own: list[torch.Tensor] = []
             for reader in (writer, *(other for other in chosen if other is not writer)):
-                cells.append(_cell(writer, reader, name, base.but(**changes), place, own))
+                cells.append(_cell(writer, reader, name, base.replace(**changes), place, own))
                 if on_cell is not None:
                     on_cell(cells[-1])
     return ParityReport(str(place), tuple(backend.get_name() for backend in chosen), tuple(cells))
@@ -177,18 +183,18 @@ def _cell(
     own: list[torch.Tensor],
 ) -> ParityCell:
     """Run one cell; `own` keeps the writer's own result, which comes first."""
-    verdict, message, difference = Verdict.PASS, "", float("nan")
+    outcome, message, difference = Outcome.PASS, "", float("nan")
     try:
-        seen = exchange(writer, reader, case, device)
+        seen = write_then_attend(writer, reader, case, device)
         if not own:
             own.append(seen.out.clone())
-        message = judge(case, seen, device)
-        verdict = Verdict.FAIL if message else Verdict.PASS
+        message = compare_with_oracle(case, seen, device)
+        outcome = Outcome.FAIL if message else Outcome.PASS
         difference = (
             float((seen.out.double() - own[0].double()).abs().max()) if seen.out.numel() else 0.0
         )
-    except Refused as refusal:
-        verdict, message = Verdict.REFUSED, str(refusal)
+    except UnsupportedCase as refusal:
+        outcome, message = Outcome.UNSUPPORTED, str(refusal)
     except Exception as error:
-        verdict, message = Verdict.FAIL, f"raised {type(error).__name__}: {error}"
-    return ParityCell(writer.get_name(), reader.get_name(), name, verdict, message, difference)
+        outcome, message = Outcome.FAIL, f"raised {type(error).__name__}: {error}"
+    return ParityCell(writer.get_name(), reader.get_name(), name, outcome, message, difference)

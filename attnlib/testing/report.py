@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from attnlib.testing.checks import CHECKS
 from attnlib.testing.conformance import ConformanceReport
-from attnlib.testing.outcome import Outcome, Verdict
-from attnlib.testing.probes import PROBES
+from attnlib.testing.outcome import CaseResult, Outcome
 
 __all__ = ["format_table", "render_report", "report_to_json"]
 
-_TITLES = {probe.id: probe.title for probe in PROBES}
+_TITLES = {probe.id: probe.title for probe in CHECKS}
 
 
 def format_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -28,38 +28,38 @@ def format_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> st
     )
 
 
-def _row(probe: str, outcomes: list[Outcome]) -> tuple[str, ...]:
-    counts = [sum(o.verdict is verdict for o in outcomes) for verdict in Verdict]
+def _row(probe: str, results: list[CaseResult]) -> tuple[str, ...]:
+    counts = [sum(o.outcome is outcome for o in results) for outcome in Outcome]
     return (
         probe,
         _TITLES.get(probe, ""),
         *(str(count) for count in counts),
-        f"{sum(o.seconds for o in outcomes):.1f}",
+        f"{sum(o.seconds for o in results):.1f}",
     )
 
 
 def render_report(report: ConformanceReport, *, failures: int = 20) -> str:
-    """The whole report: what ran, a line per probe, failures with their reproduction, coverage, the verdict.
+    """The whole report: what ran, a line per probe, failures with their reproduction, coverage, the outcome.
 
     Args:
         failures: how many failures to print in full.
     """
-    by_probe: dict[str, list[Outcome]] = {}
-    for outcome in report.outcomes:
-        by_probe.setdefault(outcome.probe, []).append(outcome)
+    by_check: dict[str, list[CaseResult]] = {}
+    for result in report.results:
+        by_check.setdefault(result.probe, []).append(result)
     header = ("probe", "question", "pass", "fail", "refused", "not run", "seconds")
     parts = [
         f"attnlib verify {report.backend}: {report.backend_class} on {report.device}, seed {report.seed}"
         f"{', quick' if report.quick else ''}, {', '.join(f'{k} {v}' for k, v in report.versions.items())}",
         f"base case: {report.base_case}",
         "",
-        format_table(header, (_row(probe, outcomes) for probe, outcomes in by_probe.items())),
+        format_table(header, (_row(probe, results) for probe, results in by_check.items())),
     ]
-    for outcome in report.failures[:failures]:
+    for result in report.failures[:failures]:
         parts += [
             "",
-            f"FAIL {outcome.id}: {outcome.message}",
-            f"     reproduce: {outcome.reproduce}",
+            f"FAIL {result.id}: {result.message}",
+            f"     reproduce: {result.reproduce}",
         ]
     if len(report.failures) > failures:
         parts += ["", f"and {len(report.failures) - failures} more failures; --json lists them all"]
@@ -69,12 +69,12 @@ def render_report(report: ConformanceReport, *, failures: int = 20) -> str:
 def _skips(report: ConformanceReport) -> list[str]:
     """Refusals and cases not run, grouped by reason: a skip is never silent."""
     grouped: dict[tuple[str, str], list[str]] = {}
-    for outcome in report.outcomes:
-        if outcome.verdict in (Verdict.REFUSED, Verdict.NOT_RUN):
-            grouped.setdefault((outcome.verdict.value, outcome.message), []).append(outcome.id)
+    for result in report.results:
+        if result.outcome in (Outcome.UNSUPPORTED, Outcome.NOT_RUN):
+            grouped.setdefault((result.outcome.value, result.message), []).append(result.id)
     return [
-        f"{verdict}: {reason} ({', '.join(ids[:4])}{f' and {len(ids) - 4} more' if len(ids) > 4 else ''})"
-        for (verdict, reason), ids in grouped.items()
+        f"{outcome}: {reason} ({', '.join(ids[:4])}{f' and {len(ids) - 4} more' if len(ids) > 4 else ''})"
+        for (outcome, reason), ids in grouped.items()
     ]
 
 
@@ -92,10 +92,10 @@ def _coverage(report: ConformanceReport) -> list[str]:
 
 
 def summary_line(report: ConformanceReport) -> str:
-    """Cases by verdict, coverage, time and the verdict."""
-    counts = [report.count(verdict) for verdict in Verdict]
+    """Cases by outcome, coverage, time and the outcome."""
+    counts = [report.count(outcome) for outcome in Outcome]
     return (
-        f"{len(report.outcomes)} cases · {counts[0]} pass · {counts[1]} fail · {counts[2]} refused with a reason · "
+        f"{len(report.results)} cases · {counts[0]} pass · {counts[1]} fail · {counts[2]} refused with a reason · "
         f"{counts[3]} not run · {report.seconds:.0f} s · {'PASSED' if report.passed else 'FAILED'}"
     )
 
@@ -114,13 +114,13 @@ def report_to_json(report: ConformanceReport) -> str:
         "base_case": report.base_case,
         "seconds": round(report.seconds, 3),
         "versions": report.versions,
-        "counts": {verdict.value: report.count(verdict) for verdict in Verdict},
+        "counts": {outcome.value: report.count(outcome) for outcome in Outcome},
         "coverage": {
             "exercised": list(report.coverage.exercised),
             "declared_not_exercised": list(report.coverage.not_exercised),
             "not_supported": list(report.coverage.not_supported),
             "not_stated": list(report.coverage.not_stated),
         },
-        "outcomes": [outcome.to_json() for outcome in report.outcomes],
+        "results": [result.to_json() for result in report.results],
     }
     return json.dumps(data, indent=1)

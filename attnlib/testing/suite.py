@@ -15,11 +15,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from attnlib.backends.base import AttentionBackend
-from attnlib.testing.backend_under_test import Subject
-from attnlib.testing.conformance import make_subject
-from attnlib.testing.outcome import Outcome, Verdict
-from attnlib.testing.probe import Check, Probe, run_check, select_checks
-from attnlib.testing.probes import PROBES
+from attnlib.testing.backend_under_test import BackendUnderTest
+from attnlib.testing.check import Check, CheckCase, run_check_case, select_cases
+from attnlib.testing.checks import CHECKS
+from attnlib.testing.conformance import make_target
+from attnlib.testing.outcome import CaseResult, Outcome
 
 __all__ = ["BackendConformance", "ConformanceCase", "ConformanceError", "collect_cases"]
 
@@ -29,29 +29,29 @@ class ConformanceError(AssertionError):
 
 
 class ConformanceCase:
-    """One check bound to its probe and subject, ready to run."""
+    """One check bound to its probe and target, ready to run."""
 
-    def __init__(self, probe: Probe, check: Check, subject: Subject) -> None:
-        self.probe, self.check, self.subject = probe, check, subject
+    def __init__(self, probe: Check, check: CheckCase, target: BackendUnderTest) -> None:
+        self.probe, self.check, self.target = probe, check, target
 
     @property
     def id(self) -> str:
         """PROBE/CASE."""
         return f"{self.probe.id}/{self.check.id}"
 
-    def run(self) -> Outcome:
-        """Run it to its outcome."""
-        return run_check(self.probe, self.check, self.subject)
+    def run(self) -> CaseResult:
+        """Run it to its result."""
+        return run_check_case(self.probe, self.check, self.target)
 
     def run_as_test(self) -> None:
         """Run it as pytest wants it: raise for a failure, skip for a refusal."""
         import pytest
 
-        outcome = self.run()
-        if outcome.verdict is Verdict.FAIL:
-            raise ConformanceError(f"{outcome.message}\nreproduce: {outcome.reproduce}")
-        if outcome.verdict is not Verdict.PASS:
-            pytest.skip(f"{outcome.verdict.value}: {outcome.message}")
+        result = self.run()
+        if result.outcome is Outcome.FAIL:
+            raise ConformanceError(f"{result.message}\nreproduce: {result.reproduce}")
+        if result.outcome is not Outcome.PASS:
+            pytest.skip(f"{result.outcome.value}: {result.message}")
 
 
 def collect_cases(
@@ -63,11 +63,11 @@ def collect_cases(
     only: str | None = None,
 ) -> list[ConformanceCase]:
     """All cases of a backend's exam, in order, none run yet."""
-    subject = make_subject(backend, device=device, seed=seed, quick=quick)
+    target = make_target(backend, device=device, seed=seed, quick=quick)
     return [
-        ConformanceCase(probe, check, subject)
-        for probe in PROBES
-        for check in select_checks(probe, subject, only)
+        ConformanceCase(probe, check, target)
+        for probe in CHECKS
+        for check in select_cases(probe, target, only)
     ]
 
 

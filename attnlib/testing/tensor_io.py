@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["freeze", "freeze_pair", "thaw", "thaw_pair"]
+__all__ = ["pack_tensor", "pack_cache_views", "unpack_tensor", "unpack_cache_views"]
 
-Frozen = dict[str, Any]
+PackedTensor = dict[str, Any]
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -33,14 +33,14 @@ def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     )
 
 
-def freeze(tensor: torch.Tensor) -> Frozen:
+def pack_tensor(tensor: torch.Tensor) -> PackedTensor:
     """A tensor as packed data and strides."""
     return {"data": tensor.detach().cpu().contiguous(), "stride": tuple(tensor.stride())}
 
 
-def thaw(frozen: Frozen, device: torch.device | str) -> torch.Tensor:
+def unpack_tensor(packed: PackedTensor, device: torch.device | str) -> torch.Tensor:
     """The tensor again, with its strides, over memory of its own."""
-    data, stride = frozen["data"], frozen["stride"]
+    data, stride = packed["data"], packed["stride"]
     memory = torch.zeros(
         max(_extent(tuple(data.shape), stride), 1), dtype=data.dtype, device=device
     )
@@ -49,7 +49,7 @@ def thaw(frozen: Frozen, device: torch.device | str) -> torch.Tensor:
     return view
 
 
-def freeze_pair(key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor) -> Frozen:
+def pack_cache_views(key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor) -> PackedTensor:
     """Some pages of a key and a value view [B, N, H, D], and how the two lie to each other."""
     shared = key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
     offset = value.storage_offset() - key.storage_offset()
@@ -63,12 +63,14 @@ def freeze_pair(key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor) -> 
     }
 
 
-def thaw_pair(frozen: Frozen, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack_cache_views(
+    packed: PackedTensor, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The two views again, over as many pages as were kept."""
-    key, value, offset = frozen["key"], frozen["value"], frozen["value_offset"]
-    key_stride, value_stride = frozen["key_stride"], frozen["value_stride"]
+    key, value, offset = packed["key"], packed["value"], packed["value_offset"]
+    key_stride, value_stride = packed["key_stride"], packed["value_stride"]
     if offset is None:
-        return thaw({"data": key, "stride": key_stride}, device), thaw(
+        return unpack_tensor({"data": key, "stride": key_stride}, device), unpack_tensor(
             {"data": value, "stride": value_stride}, device
         )
     span = max(

@@ -12,7 +12,7 @@ from attnlib.bench.suites import SUITES, choose_cases, known_cases
 from attnlib.bench.work import flops, kv_bytes, read_keys, roofline_us, visible_pairs
 from attnlib.errors import ContractError
 from attnlib.testing.batch_spec import parse_batch
-from attnlib.testing.oracle import Terms, visible_keys
+from attnlib.testing.oracle import OracleParams, visible_keys
 
 ANCHORS = {
     # name: (batch, Hq/Hkv, D, page, window, cap, sinks)
@@ -82,7 +82,7 @@ def test_kinds() -> None:
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 8, 100])
 def test_work_is_counted_as_the_mask_shows_it(window: int | None) -> None:
     """Against the oracle's mask, pair by pair."""
-    terms = Terms(scale=1.0, window=(-1, -1) if window is None else (window - 1, 0))
+    terms = OracleParams(scale=1.0, window=(-1, -1) if window is None else (window - 1, 0))
     for query_len, context in itertools.product((0, 1, 2, 4, 9), (0, 1, 3, 7, 12)):
         seq_len = query_len + context
         mask = visible_keys(torch.arange(context, seq_len), seq_len, terms)

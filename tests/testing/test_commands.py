@@ -112,7 +112,7 @@ def test_parity_prints_the_matrix(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_replay_runs_and_shrinks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     recording = save_recording(
-        Case(batch="q5s20_q1s9", sliding_window=3).step(), tmp_path / "call.pt"
+        Case(batch="q5s20_q1s9", sliding_window=3).materialize(), tmp_path / "call.pt"
     )
     assert replay_main([str(recording), TOY]) == 0
     assert "within budget of the oracle" in capsys.readouterr().out

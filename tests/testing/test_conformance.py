@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from attnlib.errors import ContractError
-from attnlib.testing.conformance import count_checks, make_subject, run_conformance
-from attnlib.testing.outcome import NotRun, Outcome, Refused, Verdict
-from attnlib.testing.probe import Check, Probe, matches, run_probe
-from attnlib.testing.probes import PROBES
+from attnlib.testing.check import Check, CheckCase, matches, run_check
+from attnlib.testing.checks import CHECKS
+from attnlib.testing.conformance import count_cases, make_target, run_conformance
+from attnlib.testing.outcome import CaseResult, NotRun, Outcome, UnsupportedCase
 from attnlib.testing.report import render_report, report_to_json
 from tests.testing.toy_backend import ToyBackend, ToyImpl, toy_with
 
@@ -28,12 +28,12 @@ def test_the_torch_backend_passes() -> None:
     """H1: the reference passes its own exam on a CPU, quick form, caches exchanged with another backend."""
     report = run_conformance("torch", device="cpu", quick=True, against=[ToyBackend])
     assert report.passed, str(report)
-    assert {outcome.probe for outcome in report.outcomes} == {probe.id for probe in PROBES}
+    assert {result.probe for result in report.results} == {probe.id for probe in CHECKS}
     assert not report.coverage.not_stated
 
 
 def test_twenty_seeds_give_one_verdict() -> None:
-    """V4: the verdict does not depend on the seed."""
+    """V4: the outcome does not depend on the seed."""
     for seed in range(20):
         report = run_conformance("torch", device="cpu", seed=seed, quick=True, against=[])
         assert report.passed, f"seed {seed}\n{report}"
@@ -51,7 +51,7 @@ def test_everything_raised_is_a_failure_with_its_place_and_case() -> None:
 def test_refusing_everything_is_not_passing() -> None:
     report = run_conformance(toy_with(sink=False), device="cpu", against=[], only="L3")
     assert not report.failures
-    assert report.count(Verdict.REFUSED) == len(report.outcomes) > 0
+    assert report.count(Outcome.UNSUPPORTED) == len(report.results) > 0
     assert not report.passed
 
 
@@ -64,9 +64,9 @@ def test_a_backend_that_accepts_nothing_ordinary_is_told_why() -> None:
 
 def test_gpu_probes_say_why_they_did_not_run() -> None:
     report = run_conformance(ToyBackend, device="cpu", against=[], only="P2")
-    (outcome,) = report.outcomes
-    assert outcome.verdict is Verdict.NOT_RUN
-    assert outcome.message == "needs a GPU, runs on cpu"
+    (result,) = report.results
+    assert result.outcome is Outcome.NOT_RUN
+    assert result.message == "needs a GPU, runs on cpu"
 
 
 def test_coverage_counts_exercised_declared_refused_and_unstated() -> None:
@@ -114,23 +114,23 @@ def test_json_keeps_everything() -> None:
     data = json.loads(report_to_json(report))
     assert data["version"] == 1
     assert data["passed"] is True
-    assert data["counts"]["pass"] == len(data["outcomes"]) == len(report.outcomes)
-    assert data["outcomes"][0]["reproduce"].startswith("attnlib verify ")
+    assert data["counts"]["pass"] == len(data["results"]) == len(report.results)
+    assert data["results"][0]["reproduce"].startswith("attnlib verify ")
 
 
 def test_counting_runs_nothing() -> None:
-    subject = make_subject(toy_with(Broken), device="cpu", against=[], quick=True)
-    total = count_checks(subject)
+    target = make_target(toy_with(Broken), device="cpu", against=[], quick=True)
+    total = count_cases(target)
     assert total == len(
-        run_conformance(toy_with(Broken), device="cpu", against=[], quick=True).outcomes
+        run_conformance(toy_with(Broken), device="cpu", against=[], quick=True).results
     )
 
 
 def test_case_ids_are_unique() -> None:
     """A reproduction line names one case."""
-    subject = make_subject("torch", device="cpu")
-    for probe in PROBES:
-        ids = [check.id for check in probe.checks(subject)] if not probe.needs_gpu else []
+    target = make_target("torch", device="cpu")
+    for probe in CHECKS:
+        ids = [check.id for check in probe.cases(target)] if not probe.needs_gpu else []
         assert len(set(ids)) == len(ids), probe.id
 
 
@@ -155,30 +155,30 @@ def test_only_matches_probes_and_cases(
 
 def test_a_check_ends_in_one_of_four_ways() -> None:
     def refuse() -> str:
-        raise Refused(["too big: 9 > 8"])
+        raise UnsupportedCase(["too big: 9 > 8"])
 
     def skip() -> str:
         raise NotRun("no such thing here")
 
     checks = [
-        Check("a", lambda: ""),
-        Check("b", lambda: "wrong"),
-        Check("c", refuse),
-        Check("d", skip),
+        CheckCase("a", lambda: ""),
+        CheckCase("b", lambda: "wrong"),
+        CheckCase("c", refuse),
+        CheckCase("d", skip),
     ]
-    subject = make_subject(ToyBackend, device="cpu", against=[])
-    seen: list[Outcome] = []
-    outcomes = run_probe(
-        Probe("X1", "a test", lambda _: iter(checks)), subject, on_outcome=seen.append
+    target = make_target(ToyBackend, device="cpu", against=[])
+    seen: list[CaseResult] = []
+    results = run_check(
+        Check("X1", "a test", lambda _: iter(checks)), target, on_result=seen.append
     )
-    assert [o.verdict for o in outcomes] == [
-        Verdict.PASS,
-        Verdict.FAIL,
-        Verdict.REFUSED,
-        Verdict.NOT_RUN,
+    assert [o.outcome for o in results] == [
+        Outcome.PASS,
+        Outcome.FAIL,
+        Outcome.UNSUPPORTED,
+        Outcome.NOT_RUN,
     ]
-    assert [o.message for o in outcomes] == ["", "wrong", "too big: 9 > 8", "no such thing here"]
-    assert seen == outcomes
+    assert [o.message for o in results] == ["", "wrong", "too big: 9 > 8", "no such thing here"]
+    assert seen == results
 
 
 def test_after_a_broken_cuda_context_nobody_else_is_blamed() -> None:
@@ -188,9 +188,9 @@ def test_after_a_broken_cuda_context_nobody_else_is_blamed() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     probes = [
-        Probe("X1", "crashes", lambda _: iter([Check("a", crash)])),
-        Probe("X2", "is innocent", lambda _: iter([Check("a", lambda: "")])),
+        Check("X1", "crashes", lambda _: iter([CheckCase("a", crash)])),
+        Check("X2", "is innocent", lambda _: iter([CheckCase("a", lambda: "")])),
     ]
     report = run_conformance(ToyBackend, device="cpu", against=[], probes=probes)
-    assert [outcome.id for outcome in report.failures] == ["X1/a"]
-    assert report.outcomes[1].message == "X1/a broke the CUDA context"
+    assert [result.id for result in report.failures] == ["X1/a"]
+    assert report.results[1].message == "X1/a broke the CUDA context"

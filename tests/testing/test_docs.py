@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 
 from attnlib.capabilities import Capabilities
+from attnlib.testing.checks import CHECKS
 from attnlib.testing.conformance import run_conformance
-from attnlib.testing.probes import PROBES
 from tests.testing.toy_backend import ToyBackend, toy_with
 from tests.testing.wrong_backends import OffByOneWindow
 
@@ -26,7 +27,7 @@ def test_every_probe_is_in_the_table_and_nothing_else() -> None:
         r"^\| ([A-Z]\d(?:, [A-Z]\d)*) \|", (DOCS / "test-your-backend.md").read_text(), re.MULTILINE
     )
     listed = {probe for cell in table for probe in cell.split(", ")}
-    assert listed == {probe.id for probe in PROBES}
+    assert listed == {probe.id for probe in CHECKS}
 
 
 def test_the_case_built_by_hand_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,8 +76,8 @@ def test_the_registrations_of_the_guide_work() -> None:
     (block,) = [
         block for block in _python_blocks("write-a-backend.md") if "register_backend(" in block
     ]
-    for line in block.strip().splitlines():
-        exec(line, {"attnlib": attnlib, "MyBackend": ToyBackend})
+    for statement in ast.parse(block).body:
+        exec(ast.unparse(statement), {"attnlib": attnlib, "MyBackend": ToyBackend})
         try:
             assert "my_backend" in attnlib.list_backends()
         finally:

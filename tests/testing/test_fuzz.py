@@ -19,7 +19,7 @@ from attnlib.testing.batch_spec import BatchSpec, parse_batch
 from attnlib.testing.block_placement import PLACEMENTS
 from attnlib.testing.case import Case
 from attnlib.testing.layouts import CACHE_LAYOUTS
-from attnlib.testing.runner import judge, run_case
+from attnlib.testing.runner import compare_with_oracle, run_case
 from tests.testing.toy_backend import toy_with
 from tests.testing.wrong_backends import OffByOneWindow
 
@@ -94,7 +94,7 @@ def passes_or_is_refused(case: Case, backend: Any) -> str:
     except UnsupportedConfigError as refusal:
         assert refusal.reasons and all(refusal.reasons)
         return str(refusal)
-    wrong = judge(case, run_case(chosen, case, "cpu"), "cpu")
+    wrong = compare_with_oracle(case, run_case(chosen, case, "cpu"), "cpu")
     assert not wrong, f"{chosen.get_name()}: {wrong}"
     return "passed"
 
@@ -149,4 +149,4 @@ def test_fuzzing_finds_a_wrong_backend() -> None:
 )
 def test_impossible_specs_are_named_before_anything_runs(changes: dict[str, Any]) -> None:
     with pytest.raises(ContractError):
-        _ = Case(num_kv_heads=2).but(**changes).spec
+        _ = Case(num_kv_heads=2).replace(**changes).spec

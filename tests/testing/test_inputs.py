@@ -9,8 +9,8 @@ import torch
 
 from attnlib.errors import ContractError
 from attnlib.testing.batch_spec import BatchSpec, parse_batch
-from attnlib.testing.block_placement import PLACEMENTS, PlacementKind, place
-from attnlib.testing.inputs import make_inputs, make_terms
+from attnlib.testing.block_placement import PLACEMENTS, PlacementKind, place_blocks
+from attnlib.testing.inputs import make_inputs, make_oracle_params
 from attnlib.testing.layouts import (
     CACHE_LAYOUTS,
     Dimensions,
@@ -73,30 +73,30 @@ def test_layout_placement_and_poison_do_not_change_the_answer(
 ) -> None:
     """P2, P3, P5: what may not be read decides nothing, the oracle included."""
     batch = parse_batch("q3s40_q1s33_q5s64_pad1")
-    terms = make_terms(DIMS, batch, {})
-    reference = make_inputs(batch, DIMS, place(batch, 16, kind)).oracle(terms)
-    poisoned = make_inputs(batch, DIMS, place(batch, 16, kind), layout=layout, poison="nan").oracle(
-        terms
-    )
+    params = make_oracle_params(DIMS, batch, {})
+    reference = make_inputs(batch, DIMS, place_blocks(batch, 16, kind)).oracle(params)
+    poisoned = make_inputs(
+        batch, DIMS, place_blocks(batch, 16, kind), layout=layout, poison="nan"
+    ).oracle(params)
     assert torch.equal(reference.out, poisoned.out)
     assert torch.isfinite(poisoned.out).all()
 
 
 def test_tensors_are_strided_views_and_strides_can_be_packed() -> None:
     """P9: q, k, v are views of one fused tensor, out is strided."""
-    inputs = make_inputs(BATCH, DIMS, place(BATCH, 16))
+    inputs = make_inputs(BATCH, DIMS, place_blocks(BATCH, 16))
     assert inputs.query.untyped_storage().data_ptr() == inputs.value.untyped_storage().data_ptr()
     for tensor in (inputs.query, inputs.key, inputs.value, inputs.out):
         assert not tensor.is_contiguous()
         assert tensor.stride(-1) == 1
-    packed = make_inputs(BATCH, DIMS, place(BATCH, 16), contiguous=True)
+    packed = make_inputs(BATCH, DIMS, place_blocks(BATCH, 16), contiguous=True)
     assert packed.query.is_contiguous()
     assert torch.equal(packed.query, inputs.query)
 
 
 def test_poison_is_everywhere_but_in_the_data() -> None:
     """P5: tails of blocks, blocks of nobody, padding rows and out are poison; the sequences are not."""
-    inputs = make_inputs(BATCH, DIMS, place(BATCH, 16), poison="nan")
+    inputs = make_inputs(BATCH, DIMS, place_blocks(BATCH, 16), poison="nan")
     used = [
         slot for r, s in enumerate(BATCH.seq_lens) for slot in inputs.placement.slots(r, 0, s, 16)
     ]
@@ -111,27 +111,29 @@ def test_poison_is_everywhere_but_in_the_data() -> None:
 
 def test_unwritten_steps_hold_poison_where_the_new_tokens_go() -> None:
     """P7: only writing makes this step's keys visible; the oracle refuses to read such a cache."""
-    before = make_inputs(BATCH, DIMS, place(BATCH, 16), poison="nan", written=False)
-    after = make_inputs(BATCH, DIMS, place(BATCH, 16), poison="nan")
+    before = make_inputs(BATCH, DIMS, place_blocks(BATCH, 16), poison="nan", kv_written=False)
+    after = make_inputs(BATCH, DIMS, place_blocks(BATCH, 16), poison="nan")
     slots = before.written_slots()
     assert len(slots) == 4
     assert torch.isnan(read_slots(before.cache.key, slots)).all()
     write_slots(before.cache.key, slots, before.key[before.slot_mapping >= 0], 1.0)
     torch.testing.assert_close(before.cache.key, after.cache.key, equal_nan=True, rtol=0, atol=0)
-    with pytest.raises(RuntimeError, match="written=True"):
-        before.oracle(make_terms(DIMS, BATCH, {}))
+    with pytest.raises(RuntimeError, match="kv_written=True"):
+        before.oracle(make_oracle_params(DIMS, BATCH, {}))
 
 
 def test_slots_of_padding_and_of_negative_positions_are_minus_one() -> None:
     """P4, M7: -1 writes nothing."""
-    inputs = make_inputs(BATCH, DIMS, place(BATCH, 16))
+    inputs = make_inputs(BATCH, DIMS, place_blocks(BATCH, 16))
     assert inputs.slot_mapping.dtype == torch.int64
     assert inputs.slot_mapping[4:].tolist() == [-1] * 4
     assert (inputs.slot_mapping[:4] >= 0).all()
 
 
 def test_seeds_decide_everything() -> None:
-    one, same, other = (make_inputs(BATCH, DIMS, place(BATCH, 16), seed=seed) for seed in (1, 1, 2))
+    one, same, other = (
+        make_inputs(BATCH, DIMS, place_blocks(BATCH, 16), seed=seed) for seed in (1, 1, 2)
+    )
     assert torch.equal(one.query, same.query)
     assert torch.equal(one.cache.key, same.cache.key)
     assert not torch.equal(one.query, other.query)
@@ -139,7 +141,7 @@ def test_seeds_decide_everything() -> None:
 
 def test_a_tree_bias_lets_each_token_see_itself() -> None:
     batch = BatchSpec((4, 2), (9, 2))
-    bias = make_terms(DIMS, batch, {"query_bias": True}).query_bias
+    bias = make_oracle_params(DIMS, batch, {"query_bias": True}).query_bias
     assert bias is not None
     assert all(
         math.isfinite(float(bias[row, column])) for row, column in enumerate((0, 1, 2, 3, 0, 1))

@@ -1,4 +1,4 @@
-"""The judge is judged: against a triple loop in Python floats, and against torch's own attention."""
+"""The compare_with_oracle is judged: against a triple loop in Python floats, and against torch's own attention."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from attnlib.testing.batch_spec import parse_batch
-from attnlib.testing.block_placement import place
-from attnlib.testing.inputs import StepInputs, make_inputs, make_terms
+from attnlib.testing.block_placement import place_blocks
+from attnlib.testing.inputs import StepInputs, make_inputs, make_oracle_params
 from attnlib.testing.layouts import Dimensions
-from attnlib.testing.oracle import Terms, unpaged_attention
+from attnlib.testing.oracle import OracleParams, unpaged_attention
 
 DIMS = Dimensions(num_heads=6, num_kv_heads=2, head_size=8, head_size_v=4, block_size=4)
 BATCH = "q3s9_q1s6_q2s0_q0s3_q4_q5s2_pad2"
@@ -19,32 +19,34 @@ BATCH = "q3s9_q1s6_q2s0_q0s3_q4_q5s2_pad2"
 
 def _inputs(batch: str = BATCH, dims: Dimensions = DIMS) -> StepInputs:
     parsed = parse_batch(batch)
-    return make_inputs(parsed, dims, place(parsed, dims.block_size), seed=3)
+    return make_inputs(parsed, dims, place_blocks(parsed, dims.block_size), seed=3)
 
 
-def _bias_of(terms: Terms, row: int, key: int, span_start: int) -> float:
-    if terms.query_bias is None or key < span_start:
+def _bias_of(params: OracleParams, row: int, key: int, span_start: int) -> float:
+    if params.query_bias is None or key < span_start:
         return 0.0
-    return float(terms.query_bias[row, key - span_start])
+    return float(params.query_bias[row, key - span_start])
 
 
 def _loop(
-    inputs: StepInputs, terms: Terms, row: int, head: int, request: int
+    inputs: StepInputs, params: OracleParams, row: int, head: int, request: int
 ) -> tuple[list[float], float]:
     """One output row, from the rules, without a tensor operation."""
     query_len, seq_len = inputs.batch.query_lens[request], inputs.batch.seq_lens[request]
     first_row = sum(inputs.batch.query_lens[:request])
     p = seq_len - query_len + (row - first_row)
     kv_head = head // (DIMS.num_heads // DIMS.num_kv_heads)
-    causal = bool(terms.causal[request]) if isinstance(terms.causal, torch.Tensor) else terms.causal
-    left, right = terms.window
-    total = math.exp(float(terms.sinks[head])) if terms.sinks is not None else 0.0
+    causal = (
+        bool(params.causal[request]) if isinstance(params.causal, torch.Tensor) else params.causal
+    )
+    left, right = params.window
+    total = math.exp(float(params.sinks[head])) if params.sinks is not None else 0.0
     out = [0.0] * DIMS.head_size_v
     for k in range(seq_len):
         hidden = (
             (causal and k > p) or (left >= 0 and k < p - left) or (right >= 0 and k > p + right)
         )
-        chunk = terms.attention_chunk_size
+        chunk = params.attention_chunk_size
         if hidden or (chunk and math.floor(k / chunk) != math.floor(p / chunk)):
             continue
         block, offset = inputs.placement.blocks[request][k // DIMS.block_size], k % DIMS.block_size
@@ -52,12 +54,12 @@ def _loop(
             float(inputs.query[row, head, d]) * float(inputs.cache.key[block, offset, kv_head, d])
             for d in range(DIMS.head_size)
         )
-        score = terms.scale * dot
-        if terms.logits_soft_cap:
-            score = terms.logits_soft_cap * math.tanh(score / terms.logits_soft_cap)
-        if terms.alibi_slopes is not None:
-            score -= float(terms.alibi_slopes[head]) * abs(p - k)
-        share = math.exp(score + _bias_of(terms, row, k, seq_len - query_len))
+        score = params.scale * dot
+        if params.logits_soft_cap:
+            score = params.logits_soft_cap * math.tanh(score / params.logits_soft_cap)
+        if params.alibi_slopes is not None:
+            score -= float(params.alibi_slopes[head]) * abs(p - k)
+        share = math.exp(score + _bias_of(params, row, k, seq_len - query_len))
         total += share
         for d in range(DIMS.head_size_v):
             out[d] += share * float(inputs.cache.value[block, offset, kv_head, d])
@@ -92,13 +94,13 @@ FEATURES: dict[str, dict[str, object]] = {
 def test_oracle_equals_a_triple_loop(name: str) -> None:
     """M1-M5 and M7, one multiplication at a time."""
     inputs = _inputs()
-    terms = make_terms(DIMS, inputs.batch, FEATURES[name])
-    found = inputs.oracle(terms)
+    params = make_oracle_params(DIMS, inputs.batch, FEATURES[name])
+    found = inputs.oracle(params)
     row = 0
     for request, query_len in enumerate(inputs.batch.query_lens):
         for _ in range(query_len):
             for head in range(DIMS.num_heads):
-                out, lse = _loop(inputs, terms, row, head, request)
+                out, lse = _loop(inputs, params, row, head, request)
                 torch.testing.assert_close(
                     found.out[row, head].tolist(), out, rtol=1e-12, atol=1e-12
                 )
@@ -112,7 +114,7 @@ def test_oracle_equals_a_triple_loop(name: str) -> None:
 def test_oracle_equals_scaled_dot_product_attention(causal: bool) -> None:
     """M1: bottom-right; torch's is_causal is top-left, so the mask is given explicitly."""
     inputs = _inputs("q3s9_q6s30")
-    found = inputs.oracle(make_terms(DIMS, inputs.batch, {"causal": causal}))
+    found = inputs.oracle(make_oracle_params(DIMS, inputs.batch, {"causal": causal}))
     row = 0
     for request, (q, s) in enumerate(
         zip(inputs.batch.query_lens, inputs.batch.seq_lens, strict=True)
@@ -141,10 +143,12 @@ def test_oracle_equals_scaled_dot_product_attention(causal: bool) -> None:
 def test_unpaged_equals_paged() -> None:
     """Encoders see the same attention, without pages."""
     inputs = _inputs("q6_q3_q0_q1")
-    terms = make_terms(DIMS, inputs.batch, {"causal": False, "window": (2, 1), "sinks": True})
+    params = make_oracle_params(
+        DIMS, inputs.batch, {"causal": False, "window": (2, 1), "sinks": True}
+    )
     starts = inputs.query_start_loc
-    unpaged = unpaged_attention(inputs.query, inputs.key, inputs.value, starts, starts, terms)
-    paged = inputs.oracle(terms)
+    unpaged = unpaged_attention(inputs.query, inputs.key, inputs.value, starts, starts, params)
+    paged = inputs.oracle(params)
     assert torch.equal(unpaged.out, paged.out)
     assert torch.equal(unpaged.lse, paged.lse)
 
@@ -153,9 +157,9 @@ def test_lower_precision_is_the_same_text_with_honest_error() -> None:
     """The yardstick of the budgets errs, and by about what the dtype allows."""
     dims = Dimensions(dtype=torch.bfloat16, cache_dtype=torch.bfloat16)
     inputs = _inputs("q20_q1s50", dims)
-    terms = make_terms(dims, inputs.batch, {})
+    params = make_oracle_params(dims, inputs.batch, {})
     error = (
-        (inputs.oracle(terms, torch.bfloat16).out.double() - inputs.oracle(terms).out).abs().max()
+        (inputs.oracle(params, torch.bfloat16).out.double() - inputs.oracle(params).out).abs().max()
     )
     assert 1e-4 < error < 5e-2
 
@@ -165,14 +169,14 @@ def test_a_quantised_cache_means_stored_times_scale() -> None:
     dims = Dimensions(cache_dtype=torch.float8_e4m3fn)
     parsed = parse_batch("q3s20")
     scales = {"k_scale": torch.tensor([0.5, 0.25]), "v_scale": 0.125}
-    inputs = make_inputs(parsed, dims, place(parsed, 16), **scales)  # type: ignore[arg-type]
-    terms = make_terms(dims, parsed, dict(scales))
-    dequantised = make_inputs(parsed, Dimensions(), place(parsed, 16))
+    inputs = make_inputs(parsed, dims, place_blocks(parsed, 16), **scales)  # type: ignore[arg-type]
+    params = make_oracle_params(dims, parsed, dict(scales))
+    dequantised = make_inputs(parsed, Dimensions(), place_blocks(parsed, 16))
     dequantised.cache.key.copy_(inputs.cache.key.float() * scales["k_scale"][:, None])  # type: ignore[index]
     dequantised.cache.value.copy_(inputs.cache.value.float() * 0.125)
-    expected = dequantised.oracle(make_terms(Dimensions(), parsed, {}))
-    torch.testing.assert_close(inputs.oracle(terms).out, expected.out, rtol=1e-12, atol=1e-12)
-    plain = make_inputs(parsed, Dimensions(), place(parsed, 16)).oracle(
-        make_terms(Dimensions(), parsed, {})
+    expected = dequantised.oracle(make_oracle_params(Dimensions(), parsed, {}))
+    torch.testing.assert_close(inputs.oracle(params).out, expected.out, rtol=1e-12, atol=1e-12)
+    plain = make_inputs(parsed, Dimensions(), place_blocks(parsed, 16)).oracle(
+        make_oracle_params(Dimensions(), parsed, {})
     )
-    assert 1e-4 < (inputs.oracle(terms).out - plain.out).abs().max() < 0.2
+    assert 1e-4 < (inputs.oracle(params).out - plain.out).abs().max() < 0.2

@@ -3,12 +3,12 @@
 import pytest
 
 from attnlib.testing import run_conformance
-from attnlib.testing.conformance import make_subject
+from attnlib.testing.conformance import make_target
 from attnlib.testing.parallel import default_jobs
 
 
 def _said(report) -> list[tuple[str, str, str]]:
-    return [(outcome.id, outcome.verdict.value, outcome.message) for outcome in report.outcomes]
+    return [(result.id, result.outcome.value, result.message) for result in report.results]
 
 
 def test_two_processes_say_what_one_says() -> None:
@@ -25,11 +25,11 @@ def test_classes_that_cannot_travel_stay_in_one_process(monkeypatch: pytest.Monk
         pass
 
     for backend, jobs in ((TorchBackend, 4), (Local, 1)):
-        subject = make_subject(backend, device="cpu")
-        monkeypatch.setattr(type(subject), "on_gpu", True)
+        target = make_target(backend, device="cpu")
+        monkeypatch.setattr(type(target), "on_gpu", True)
         monkeypatch.setattr("os.cpu_count", lambda: 8)
-        assert default_jobs(subject) == jobs
+        assert default_jobs(target) == jobs
 
 
 def test_a_cpu_takes_one_process() -> None:
-    assert default_jobs(make_subject("torch", device="cpu")) == 1
+    assert default_jobs(make_target("torch", device="cpu")) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from attnlib.testing.outcome import Verdict
+from attnlib.testing.outcome import Outcome
 from attnlib.testing.parity import ParityCell, ParityReport, run_parity
 from tests.testing.toy_backend import ToyBackend, ToyImpl, toy_with
 from tests.testing.wrong_backends import OffByOneWindow, WritesSlotMinusOne
@@ -19,19 +19,19 @@ def test_two_right_backends_agree_in_every_ordered_pair() -> None:
     assert report.passed, str(report)
     pairs = {(cell.writer, cell.reader) for cell in report.cells}
     assert pairs == {(a, b) for a in ("torch", "toy") for b in ("torch", "toy")}
-    assert all(cell.difference < 1e-4 for cell in report.cells if cell.verdict is Verdict.PASS)
+    assert all(cell.difference < 1e-4 for cell in report.cells if cell.outcome is Outcome.PASS)
     matrix = json.loads(report.to_json())["largest"]
     assert matrix["torch"]["torch"] == 0.0 and matrix["torch"]["toy"] == max(
         cell.difference
         for cell in report.cells
-        if (cell.writer, cell.reader) == ("torch", "toy") and cell.verdict is Verdict.PASS
+        if (cell.writer, cell.reader) == ("torch", "toy") and cell.outcome is Outcome.PASS
     )
 
 
 def test_a_wrong_reader_is_found_in_its_column() -> None:
     report = run_parity([ToyBackend, toy_with(OffByOneWindow)], device="cpu")
     assert not report.passed
-    wrong = {(cell.reader, cell.case) for cell in report.cells if cell.verdict is Verdict.FAIL}
+    wrong = {(cell.reader, cell.case) for cell in report.cells if cell.outcome is Outcome.FAIL}
     assert wrong == {("OffByOneWindow", "window")}
     assert "FAIL toy writes, OffByOneWindow reads, window: out over budget" in str(report)
 
@@ -42,7 +42,9 @@ def test_refusals_are_not_passes() -> None:
 
     picky = toy_with(Picky, sink=False, alibi=False)
     report = run_parity([ToyBackend, picky], device="cpu")
-    refused = {(cell.writer, cell.case) for cell in report.cells if cell.verdict is Verdict.REFUSED}
+    refused = {
+        (cell.writer, cell.case) for cell in report.cells if cell.outcome is Outcome.UNSUPPORTED
+    }
     assert ("toy", "sinks") in refused
     assert "7/7" in str(report)
     assert "9/9" in str(report)
@@ -58,9 +60,9 @@ def test_writing_is_examined_too() -> None:
 def test_a_pair_without_a_result_has_no_largest_difference() -> None:
     """A cell that raised or was refused says so in strict JSON, and does not hide the others' differences."""
     cells = [
-        ParityCell("a", "b", "decode", Verdict.PASS, "", 0.25),
-        ParityCell("a", "b", "window", Verdict.FAIL, "raised RuntimeError: no", math.nan),
-        ParityCell("b", "a", "window", Verdict.FAIL, "raised RuntimeError: no", math.nan),
+        ParityCell("a", "b", "decode", Outcome.PASS, "", 0.25),
+        ParityCell("a", "b", "window", Outcome.FAIL, "raised RuntimeError: no", math.nan),
+        ParityCell("b", "a", "window", Outcome.FAIL, "raised RuntimeError: no", math.nan),
     ]
     report = ParityReport("cpu", ("a", "b"), tuple(cells))
     text = report.to_json()

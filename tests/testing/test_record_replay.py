@@ -11,12 +11,17 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.debug.record import capture_call, load_recording, save_recording
 from attnlib.debug.replay import replay, shrink
 from attnlib.errors import ContractError
-from attnlib.testing.batch_slicing import select_requests
+from attnlib.testing.batch_slicing import slice_batch
 from attnlib.testing.case import Case
-from attnlib.testing.materialized_case import Step
-from attnlib.testing.outcome import Refused
-from attnlib.testing.runner import run_step
-from attnlib.testing.tensor_io import freeze, freeze_pair, thaw, thaw_pair
+from attnlib.testing.materialized_case import MaterializedCase
+from attnlib.testing.outcome import UnsupportedCase
+from attnlib.testing.runner import run_materialized_case
+from attnlib.testing.tensor_io import (
+    pack_cache_views,
+    pack_tensor,
+    unpack_cache_views,
+    unpack_tensor,
+)
 from tests.testing.toy_backend import ToyBackend, ToyBuilder, toy_with
 from tests.testing.wrong_backends import OffByOneWindow, SinkIgnoredInDecode
 
@@ -32,8 +37,8 @@ CASES = {
 }
 
 
-def _captured(case: Case, *, written: bool = True) -> Step:
-    step = case.step(written=written)
+def _captured(case: Case, *, kv_written: bool = True) -> MaterializedCase:
+    step = case.materialize(kv_written=kv_written)
     metadata = ToyBuilder(step.spec, "cpu").build(0, step.common())
     inputs = step.inputs
     return capture_call(
@@ -43,19 +48,21 @@ def _captured(case: Case, *, written: bool = True) -> Step:
         inputs.value,
         step.cache(),
         metadata,
-        scale=step.terms.scale,
-        alibi_slopes=step.terms.alibi_slopes,
-        sinks=step.terms.sinks,
-        written=written,
+        scale=step.params.scale,
+        alibi_slopes=step.params.alibi_slopes,
+        sinks=step.params.sinks,
+        kv_written=kv_written,
     )
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("written", [True, False])
-def test_a_recorded_call_replays_to_the_same_bits(name: str, written: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_written", [True, False])
+def test_a_recorded_call_replays_to_the_same_bits(
+    name: str, kv_written: bool, tmp_path: Path
+) -> None:
     """Live call, captured step and the file give one result, within budget of the oracle."""
-    live = run_step(ToyBackend, CASES[name].step(written=written)).out
-    captured = _captured(CASES[name], written=written)
+    live = run_materialized_case(ToyBackend, CASES[name].materialize(kv_written=kv_written)).out
+    captured = _captured(CASES[name], kv_written=kv_written)
     loaded = load_recording(save_recording(captured, tmp_path / "deep" / "call.pt"))
     result = replay(loaded, ToyBackend)
     assert result.passed, str(result)
@@ -66,7 +73,7 @@ def test_a_recorded_call_replays_to_the_same_bits(name: str, written: bool, tmp_
 
 def test_only_touched_pages_are_kept_and_strides_survive(tmp_path: Path) -> None:
     case = Case(batch="q1s40_q3s20", placement="top", layout="HND_INTERLEAVED")
-    source = case.step()
+    source = case.materialize()
     captured = _captured(case)
     assert source.inputs.cache.key.shape[0] > 20
     assert captured.inputs.cache.key.shape[0] == 5
@@ -83,7 +90,7 @@ def test_only_touched_pages_are_kept_and_strides_survive(tmp_path: Path) -> None
 
 def test_replay_changes_nothing(tmp_path: Path) -> None:
     """Two replays of one recording agree, also when the backend writes."""
-    captured = _captured(CASES["mixed"], written=False)
+    captured = _captured(CASES["mixed"], kv_written=False)
     first, second = replay(captured, ToyBackend), replay(captured, ToyBackend)
     assert first.seen is not None and second.seen is not None
     assert torch.equal(first.seen.out, second.seen.out)
@@ -97,7 +104,7 @@ def test_a_wrong_backend_fails_the_replay_with_both_errors() -> None:
 
 
 def test_what_a_backend_refuses_is_refused() -> None:
-    with pytest.raises(Refused, match="attention sinks: not supported"):
+    with pytest.raises(UnsupportedCase, match="attention sinks: not supported"):
         replay(_captured(CASES["sinks"]), toy_with(sink=False))
 
 
@@ -139,14 +146,14 @@ def test_shrink_leaves_what_does_not_fail() -> None:
 
 def test_parts_of_a_batch_compute_what_the_batch_computes() -> None:
     """The law that shrinking rests on."""
-    step = Case(batch="q9s20_q1s33_q4", mask="per_request").step()
-    whole = run_step(ToyBackend, step).out.clone()
-    part = run_step(ToyBackend, select_requests(step, [2, 0], [(1, 4), (3, 9)])).out
+    step = Case(batch="q9s20_q1s33_q4", mask="per_request").materialize()
+    whole = run_materialized_case(ToyBackend, step).out.clone()
+    part = run_materialized_case(ToyBackend, slice_batch(step, [2, 0], [(1, 4), (3, 9)])).out
     torch.testing.assert_close(part, torch.cat([whole[11:14], whole[3:9]]), rtol=0, atol=1e-7)
 
 
 def test_metadata_without_lengths_is_refused_by_name() -> None:
-    step = CASES["mixed"].step()
+    step = CASES["mixed"].materialize()
     with pytest.raises(
         ContractError, match="object does not carry query_start_loc, seq_lens and block_table"
     ):
@@ -163,7 +170,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 def test_strides_survive_freezing() -> None:
     base = torch.arange(60, dtype=torch.float32).view(3, 4, 5)
     for view in (base, base.transpose(0, 1), base[:, ::2], base[1:, :, 1:3], base[:0]):
-        again = thaw(freeze(view), "cpu")
+        again = unpack_tensor(pack_tensor(view), "cpu")
         assert again.stride() == view.stride()
         assert torch.equal(again, view)
 
@@ -172,8 +179,8 @@ def test_aliased_views_stay_aliased() -> None:
     """MLA: the value is a prefix of the key."""
     key = torch.randn(4, 2, 1, 8)
     cache = PagedKVCache.from_views(key, key[..., :6])
-    thawed_key, thawed_value = thaw_pair(
-        freeze_pair(cache.key_cache, cache.value_cache, torch.tensor([3, 1])), "cpu"
+    thawed_key, thawed_value = unpack_cache_views(
+        pack_cache_views(cache.key_cache, cache.value_cache, torch.tensor([3, 1])), "cpu"
     )
     assert torch.equal(thawed_key, key[[3, 1]])
     assert thawed_value.data_ptr() == thawed_key.data_ptr()

@@ -37,7 +37,7 @@ class Model(nn.Module):
     def forward(self, flat: bool = False) -> list[Any]:
         results = []
         for layer, backend in zip(self.layers, self.backends, strict=True):
-            step = self.case.step(written=False)
+            step = self.case.materialize(kv_written=False)
             inputs = step.inputs
             metadata = backend.make_builder(step.spec, "cpu").build(0, step.common())
             tensors = [

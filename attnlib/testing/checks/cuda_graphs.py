@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from attnlib.testing.backend_under_test import Subject
+from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.case import Case
+from attnlib.testing.check import Check, CheckCase
 from attnlib.testing.layouts import allocate_views
-from attnlib.testing.materialized_case import Step
-from attnlib.testing.probe import Check, Probe
-from attnlib.testing.runner import Observation, attend, judge, make_impl
+from attnlib.testing.materialized_case import MaterializedCase
+from attnlib.testing.runner import AttentionOutput, attend, compare_with_oracle, make_impl
 from attnlib.workspace import BatchLimits
 
-__all__ = ["PROBES"]
+__all__ = ["CHECKS"]
 
 _REQUESTS = 6
 
@@ -31,14 +31,16 @@ _REQUESTS = 6
 class _Captured:
     """Static tensors, a state and a captured step that can be replayed."""
 
-    def __init__(self, subject: Subject, case: Case, query_len: int, num_blocks: int) -> None:
-        self.subject, self.case, self.query_len = subject, case, query_len
-        tokens, dims, device = _REQUESTS * query_len, case.dimensions, subject.device
+    def __init__(
+        self, target: BackendUnderTest, case: Case, query_len: int, num_blocks: int
+    ) -> None:
+        self.target, self.case, self.query_len = target, case, query_len
+        tokens, dims, device = _REQUESTS * query_len, case.dimensions, target.device
         self.limits = BatchLimits(
             max_num_reqs=_REQUESTS, max_num_tokens=tokens, max_seq_len=6 * case.block_size
         )
-        self.builder = subject.backend.make_builder(case.spec, device, limits=self.limits)
-        self.state = subject.backend.get_state_cls()(self.builder, self.limits)
+        self.builder = target.backend.make_builder(case.spec, device, limits=self.limits)
+        self.state = target.backend.get_state_cls()(self.builder, self.limits)
         self.views = allocate_views(dims, num_blocks, case.layout, device)
         self.query = torch.zeros(
             tokens, dims.num_heads, dims.head_size, dtype=dims.dtype, device=device
@@ -52,8 +54,8 @@ class _Captured:
         self.out = torch.zeros(
             tokens, dims.num_heads, dims.head_size_v, dtype=dims.dtype, device=device
         )
-        template = case.but(batch=f"{_REQUESTS}q{query_len}").step(device)
-        self.impl = make_impl(subject.backend, template)
+        template = case.replace(batch=f"{_REQUESTS}q{query_len}").materialize(device)
+        self.impl = make_impl(target.backend, template)
         self.cache = replace(template, inputs=replace(template.inputs, cache=self.views)).cache()
         self.metadata: Any = self.state.graph_capture_get_metadata_for_batch(
             _REQUESTS, query_len=query_len
@@ -65,9 +67,9 @@ class _Captured:
         self.impl.forward(self.query, self.cache, self.metadata, self.out)
 
     def _capture(self) -> Callable[[], None]:
-        if not self.subject.on_gpu:
+        if not self.target.on_gpu:
             return self._run
-        side = torch.cuda.Stream(device=self.subject.device)  # type: ignore[no-untyped-call]
+        side = torch.cuda.Stream(device=self.target.device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self._run()
@@ -78,7 +80,7 @@ class _Captured:
             self._run()
         return graph.replay
 
-    def load(self, step: Step) -> Any:
+    def load(self, step: MaterializedCase) -> Any:
         """Put a live batch into the static tensors, poison what is left over; returns rebuilt metadata."""
         rows = step.inputs.query.shape[0]
         for static, live in (
@@ -111,10 +113,10 @@ def _live_batches(block: int, query_len: int) -> tuple[str, ...]:
     )
 
 
-def _check_replay(subject: Subject, case: Case, query_len: int) -> str:
+def _check_replay(target: BackendUnderTest, case: Case, query_len: int) -> str:
     block = case.block_size
     lives = [
-        case.but(batch=batch, placement=placement, seed=case.seed + number, extra_columns=0)
+        case.replace(batch=batch, placement=placement, seed=case.seed + number, extra_columns=0)
         for number, (batch, placement) in enumerate(
             zip(
                 _live_batches(block, query_len),
@@ -123,15 +125,15 @@ def _check_replay(subject: Subject, case: Case, query_len: int) -> str:
             )
         )
     ]
-    steps = [live.step(subject.device, written=False) for live in lives]
+    steps = [live.materialize(target.device, kv_written=False) for live in lives]
     captured = _Captured(
-        subject, case, query_len, max(step.inputs.placement.num_blocks for step in steps)
+        target, case, query_len, max(step.inputs.placement.num_blocks for step in steps)
     )
     for number, (live, step) in enumerate(zip(lives, steps, strict=True)):
         captured.load(step)
         captured.replay()
         rows = live.batch_spec.num_actual_tokens
-        wrong = judge(live, Observation(captured.out[:rows], None), subject.device)
+        wrong = compare_with_oracle(live, AttentionOutput(captured.out[:rows], None), target.device)
         if wrong:
             return f"replay {number} of a step captured for {_REQUESTS} requests of {query_len}: {wrong}"
         if captured.out[rows:].any():
@@ -139,17 +141,17 @@ def _check_replay(subject: Subject, case: Case, query_len: int) -> str:
     return ""
 
 
-def _replays(subject: Subject) -> Iterator[Check]:
+def _replays(target: BackendUnderTest) -> Iterator[CheckCase]:
     for level, query_lens in (
         ("UNIFORM_SINGLE_TOKEN_DECODE", (1,)),
         ("UNIFORM_BATCH", (1, 4)),
         ("ALWAYS", (1, 9)),
     ):
         for query_len in query_lens:
-            case = subject.case(cudagraph=level, needs_lse=False)
-            yield Check(
+            case = target.case(cudagraph=level, needs_lse=False)
+            yield CheckCase(
                 f"{level.lower()}-q{query_len}",
-                lambda case=case, query_len=query_len: _check_replay(subject, case, query_len),  # type: ignore[misc]
+                lambda case=case, query_len=query_len: _check_replay(target, case, query_len),  # type: ignore[misc]
                 case,
             )
 
@@ -162,12 +164,12 @@ def _addresses(metadata: Any) -> dict[str, int]:
     }
 
 
-def _check_addresses(subject: Subject, case: Case) -> str:
+def _check_addresses(target: BackendUnderTest, case: Case) -> str:
     steps = [
-        case.but(batch=batch, extra_columns=0).step(subject.device, written=False)
+        case.replace(batch=batch, extra_columns=0).materialize(target.device, kv_written=False)
         for batch in _live_batches(case.block_size, 1)
     ]
-    captured = _Captured(subject, case, 1, max(step.inputs.placement.num_blocks for step in steps))
+    captured = _Captured(target, case, 1, max(step.inputs.placement.num_blocks for step in steps))
     buffers = {
         name: tensor.data_ptr() for name, tensor in captured.state.get_graph_input_buffers().items()
     }
@@ -185,15 +187,15 @@ def _check_addresses(subject: Subject, case: Case) -> str:
     return ""
 
 
-def _lifetimes(subject: Subject) -> Iterator[Check]:
-    case = subject.case(cudagraph="UNIFORM_SINGLE_TOKEN_DECODE", needs_lse=False)
-    yield Check("addresses", lambda: _check_addresses(subject, case), case)
+def _lifetimes(target: BackendUnderTest) -> Iterator[CheckCase]:
+    case = target.case(cudagraph="UNIFORM_SINGLE_TOKEN_DECODE", needs_lse=False)
+    yield CheckCase("addresses", lambda: _check_addresses(target, case), case)
 
 
-def _check_race(subject: Subject, first: Case, second: Case) -> str:
-    builder = subject.backend.make_builder(first.spec, subject.device)
-    steps = [case.step(subject.device) for case in (first, second)]
-    impl = make_impl(subject.backend, steps[0])
+def _check_race(target: BackendUnderTest, first: Case, second: Case) -> str:
+    builder = target.backend.make_builder(first.spec, target.device)
+    steps = [case.materialize(target.device) for case in (first, second)]
+    impl = make_impl(target.backend, steps[0])
     commons = [step.common() for step in steps]
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # about a tenth of a second: everything below is queued behind it
@@ -203,23 +205,24 @@ def _check_race(subject: Subject, first: Case, second: Case) -> str:
     ]
     torch.cuda.synchronize()
     wrong = [
-        judge(case, got, subject.device) for case, got in zip((first, second), seen, strict=True)
+        compare_with_oracle(case, got, target.device)
+        for case, got in zip((first, second), seen, strict=True)
     ]
     return "; ".join(f"step {n} of two in flight: {text}" for n, text in enumerate(wrong) if text)
 
 
-def _race(subject: Subject) -> Iterator[Check]:
+def _race(target: BackendUnderTest) -> Iterator[CheckCase]:
     for name, batches in (
         ("decodes", ("decode", "decode_long")),
         ("mixed", ("mixed", "ragged")),
         ("long-then-short", ("decode_long", "q1s3")),
     ):
-        first, second = (subject.case(batch=batch) for batch in batches)
-        yield Check(name, lambda a=first, b=second: _check_race(subject, a, b), first)  # type: ignore[misc]
+        first, second = (target.case(batch=batch) for batch in batches)
+        yield CheckCase(name, lambda a=first, b=second: _check_race(target, a, b), first)  # type: ignore[misc]
 
 
-PROBES = (
-    Probe("G1", "captured steps replay right for other batches", _replays),
-    Probe("G3", "what a graph points at stays where it is", _lifetimes),
-    Probe("G4", "two steps in flight do not disturb each other", _race, needs_gpu=True),
+CHECKS = (
+    Check("G1", "captured steps replay right for other batches", _replays),
+    Check("G3", "what a graph points at stays where it is", _lifetimes),
+    Check("G4", "two steps in flight do not disturb each other", _race, needs_gpu=True),
 )

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 from attnlib.device import DeviceInfo
 from attnlib.errors import UnsupportedConfigError
-from attnlib.testing.backend_under_test import Subject
+from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.case import Case
-from attnlib.testing.probe import Check, Probe
+from attnlib.testing.check import Check, CheckCase
 
-__all__ = ["PROBES"]
+__all__ = ["CHECKS"]
 
 _UNUSUAL: dict[str, dict[str, object]] = {
     "head_size-13": {"head_size": 13},
@@ -54,31 +54,31 @@ _UNUSUAL: dict[str, dict[str, object]] = {
 }
 
 
-def _check(subject: Subject, case: Case) -> str:
+def _check(target: BackendUnderTest, case: Case) -> str:
     from attnlib.layer import Attention
     from attnlib.selection import get_attn_backend
 
     spec = case.spec
-    reasons = subject.backend.validate_configuration(spec, subject.device)
+    reasons = target.backend.validate_configuration(spec, target.device)
     if any(not isinstance(reason, str) or not reason.strip() for reason in reasons):
         return f"a refusal must say why, got {reasons!r} | case: {case}"
-    terms = case.terms(subject.device)
+    params = case.oracle_params(target.device)
 
     def make_layer() -> object:
         return Attention(
             spec,
-            backend=subject.backend,
-            alibi_slopes=terms.alibi_slopes,
-            sinks=terms.sinks,
+            backend=target.backend,
+            alibi_slopes=params.alibi_slopes,
+            sinks=params.sinks,
             kv_sharing_target_layer_name="producer" if case.kv_sharing else None,
-            device=subject.device,
+            device=target.device,
         )
 
     if not reasons:
         make_layer()
         return ""
     for name, attempt in (
-        ("get_attn_backend", lambda: get_attn_backend(spec, subject.backend, subject.device)),
+        ("get_attn_backend", lambda: get_attn_backend(spec, target.backend, target.device)),
         ("Attention", make_layer),
     ):
         try:
@@ -91,9 +91,11 @@ def _check(subject: Subject, case: Case) -> str:
     return ""
 
 
-def _foreign_device(subject: Subject) -> str:
+def _foreign_device(target: BackendUnderTest) -> str:
     """A device type that nobody declares must be refused by name."""
-    reasons = subject.backend.validate_configuration(subject.base.spec, DeviceInfo(type="abacus"))
+    reasons = target.backend.validate_configuration(
+        target.base_case.spec, DeviceInfo(type="abacus")
+    )
     return (
         ""
         if any("abacus" in reason for reason in reasons)
@@ -101,11 +103,11 @@ def _foreign_device(subject: Subject) -> str:
     )
 
 
-def _refusals(subject: Subject) -> Iterator[Check]:
+def _refusals(target: BackendUnderTest) -> Iterator[CheckCase]:
     for name, changes in _UNUSUAL.items():
-        case = subject.case(**changes)
-        yield Check(name, lambda case=case: _check(subject, case))  # type: ignore[misc]
-    yield Check("foreign-device", lambda: _foreign_device(subject))
+        case = target.case(**changes)
+        yield CheckCase(name, lambda case=case: _check(target, case))  # type: ignore[misc]
+    yield CheckCase("foreign-device", lambda: _foreign_device(target))
 
 
-PROBES = (Probe("R1", "refusals raise before a launch, with their reasons", _refusals),)
+CHECKS = (Check("R1", "refusals raise before a launch, with their reasons", _refusals),)

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attnlib.testing.backend_under_test import Subject
+from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.budget import compare_bits
 from attnlib.testing.case import Case
-from attnlib.testing.outcome import Refused
+from attnlib.testing.check import Check, CheckCase
+from attnlib.testing.outcome import UnsupportedCase
 from attnlib.testing.poison import poisoned_allocations
-from attnlib.testing.probe import Check, Probe
 from attnlib.testing.runner import run_case
 
-__all__ = ["PROBES"]
+__all__ = ["CHECKS"]
 
 _FEATURES: dict[str, dict[str, object]] = {
     "plain": {},
@@ -29,12 +29,14 @@ _FEATURES: dict[str, dict[str, object]] = {
 }
 
 
-def _check(subject: Subject, case: Case) -> str:
-    if subject.backend.capabilities.needs_finite_cache and case.poison != "huge":
-        raise Refused(["needs_finite_cache is declared: unused cache elements must be finite (P5)"])
-    clean = run_case(subject.backend, case.but(poison="zero"), subject.device)
+def _check(target: BackendUnderTest, case: Case) -> str:
+    if target.backend.capabilities.needs_finite_cache and case.poison != "huge":
+        raise UnsupportedCase(
+            ["needs_finite_cache is declared: unused cache elements must be finite (P5)"]
+        )
+    clean = run_case(target.backend, case.replace(poison="zero"), target.device)
     with poisoned_allocations():
-        poisoned = run_case(subject.backend, case, subject.device)
+        poisoned = run_case(target.backend, case, target.device)
     findings = [compare_bits(poisoned.out, clean.out, "out")]
     if poisoned.lse is not None and clean.lse is not None:
         findings.append(compare_bits(poisoned.lse, clean.lse, "lse"))
@@ -46,26 +48,29 @@ def _check(subject: Subject, case: Case) -> str:
     )
 
 
-def _cases(subject: Subject) -> Iterator[tuple[str, Case]]:
-    for kind in ("nan", "huge") if subject.quick else ("nan", "inf", "huge"):
+def _cases(target: BackendUnderTest) -> Iterator[tuple[str, Case]]:
+    for kind in ("nan", "huge") if target.quick else ("nan", "inf", "huge"):
         for batch in (
             ("mixed", "page_edges")
-            if subject.quick
+            if target.quick
             else ("mixed", "page_edges", "decode_long", "empty_rows")
         ):
-            yield f"{kind}-{batch}", subject.case(batch=batch, poison=kind)
+            yield f"{kind}-{batch}", target.case(batch=batch, poison=kind)
     for name, features in _FEATURES.items():
-        if name != "plain" and not (subject.quick and name in ("sinks", "fp8")):
-            yield f"nan-{name}", subject.case(batch="mixed", poison=subject.base.poison, **features)
+        if name != "plain" and not (target.quick and name in ("sinks", "fp8")):
+            yield (
+                f"nan-{name}",
+                target.case(batch="mixed", poison=target.base_case.poison, **features),
+            )
     for layout in ("NHD_PACKED", "HND"):
-        yield f"nan-{layout}", subject.case(batch="page_edges", layout=layout)
-    yield "table-minus-one", subject.case(batch="ragged", garbage="minus_one", extra_columns=3)
-    yield "padding-rows", subject.case(batch="graph_padding")
+        yield f"nan-{layout}", target.case(batch="page_edges", layout=layout)
+    yield "table-minus-one", target.case(batch="ragged", garbage="minus_one", extra_columns=3)
+    yield "padding-rows", target.case(batch="graph_padding")
 
 
-def _poison(subject: Subject) -> Iterator[Check]:
-    for name, case in _cases(subject):
-        yield Check(name, lambda case=case: _check(subject, case), case)  # type: ignore[misc]
+def _poison(target: BackendUnderTest) -> Iterator[CheckCase]:
+    for name, case in _cases(target):
+        yield CheckCase(name, lambda case=case: _check(target, case), case)  # type: ignore[misc]
 
 
-PROBES = (Probe("N1", "nothing leaks from unused memory", _poison),)
+CHECKS = (Check("N1", "nothing leaks from unused memory", _poison),)

@@ -11,17 +11,17 @@ from collections.abc import Iterator
 
 import torch
 
-from attnlib.testing.backend_under_test import Subject
+from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.case import Case
+from attnlib.testing.check import Check, CheckCase
 from attnlib.testing.layouts import CACHE_LAYOUTS, read_slots
-from attnlib.testing.materialized_case import Step
-from attnlib.testing.probe import Check, Probe
+from attnlib.testing.materialized_case import MaterializedCase
 from attnlib.testing.runner import make_impl
 
-__all__ = ["PROBES", "compare_storage"]
+__all__ = ["CHECKS", "compare_storage"]
 
 
-def compare_storage(got: Step, want: Step) -> str:
+def compare_storage(got: MaterializedCase, want: MaterializedCase) -> str:
     """ "" when two steps' caches hold the same bytes; for one-byte caches, the same up to a rounding tie."""
     for name, mine, theirs in (
         ("key", got.inputs.cache.key, want.inputs.cache.key),
@@ -48,21 +48,21 @@ def _different(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     return ~same.all(dim=3).all(dim=2)
 
 
-def _write(subject: Subject, step: Step, slot_mapping: torch.Tensor) -> None:
-    impl = make_impl(subject.backend, step)
+def _write(target: BackendUnderTest, step: MaterializedCase, slot_mapping: torch.Tensor) -> None:
+    impl = make_impl(target.backend, step)
     impl.write_kv(step.inputs.key, step.inputs.value, step.cache(), slot_mapping)
 
 
-def _check_written(subject: Subject, case: Case) -> str:
-    got, want = case.step(subject.device, written=False), case.step(subject.device)
-    _write(subject, got, got.inputs.slot_mapping)
+def _check_written(target: BackendUnderTest, case: Case) -> str:
+    got, want = case.materialize(target.device, kv_written=False), case.materialize(target.device)
+    _write(target, got, got.inputs.slot_mapping)
     wrong = compare_storage(got, want)
     return f"{wrong} | case: {case}" if wrong else ""
 
 
-def _check_skipped(subject: Subject, case: Case, keep: str) -> str:
+def _check_skipped(target: BackendUnderTest, case: Case, keep: str) -> str:
     """Some slots replaced by -1, in the middle or all, and a mapping shorter than the key."""
-    got, want = case.step(subject.device, written=False), case.step(subject.device)
+    got, want = case.materialize(target.device, kv_written=False), case.materialize(target.device)
     slots = got.inputs.slot_mapping.clone()
     kept = torch.zeros_like(slots, dtype=torch.bool)
     if keep == "every-second":
@@ -78,7 +78,7 @@ def _check_skipped(subject: Subject, case: Case, keep: str) -> str:
     before = [
         read_slots(view, skipped).clone() for view in (got.inputs.cache.key, got.inputs.cache.value)
     ]
-    _write(subject, got, mapping)
+    _write(target, got, mapping)
     for name, view, old in zip(
         ("key", "value"), (got.inputs.cache.key, got.inputs.cache.value), before, strict=True
     ):
@@ -103,11 +103,11 @@ def _raw(view: torch.Tensor) -> torch.Tensor:
     return view.view(torch.uint8) if view.element_size() == 1 else view
 
 
-def _check_saturates(subject: Subject, case: Case) -> str:
-    step = case.step(subject.device, written=False)
+def _check_saturates(target: BackendUnderTest, case: Case) -> str:
+    step = case.materialize(target.device, kv_written=False)
     step.inputs.key.fill_(torch.finfo(case.torch_dtype).max)
     step.inputs.value.fill_(-torch.finfo(case.torch_dtype).max)
-    _write(subject, step, step.inputs.slot_mapping)
+    _write(target, step, step.inputs.slot_mapping)
     limit = torch.finfo(case.dimensions.cache_dtype).max
     slots = step.inputs.written_slots()
     keys, values = (
@@ -118,36 +118,36 @@ def _check_saturates(subject: Subject, case: Case) -> str:
     return ""
 
 
-def _slots(subject: Subject) -> Iterator[Check]:
+def _slots(target: BackendUnderTest) -> Iterator[CheckCase]:
     for batch in ("mixed", "graph_padding", "page_edges", "empty", "only_padding"):
-        case = subject.case(batch=batch)
-        yield Check(f"written-{batch}", lambda case=case: _check_written(subject, case), case)  # type: ignore[misc]
+        case = target.case(batch=batch)
+        yield CheckCase(f"written-{batch}", lambda case=case: _check_written(target, case), case)  # type: ignore[misc]
     for layout in CACHE_LAYOUTS:
-        case = subject.case(batch="ragged", layout=layout)
-        yield Check(f"written-{layout}", lambda case=case: _check_written(subject, case), case)  # type: ignore[misc]
+        case = target.case(batch="ragged", layout=layout)
+        yield CheckCase(f"written-{layout}", lambda case=case: _check_written(target, case), case)  # type: ignore[misc]
     for keep in ("every-second", "none", "first-half"):
-        case = subject.case(batch="mixed")
-        yield Check(
+        case = target.case(batch="mixed")
+        yield CheckCase(
             f"skipped-{keep}",
-            lambda case=case, keep=keep: _check_skipped(subject, case, keep),  # type: ignore[misc]
+            lambda case=case, keep=keep: _check_skipped(target, case, keep),  # type: ignore[misc]
             case,
         )
 
 
-def _saturation(subject: Subject) -> Iterator[Check]:
+def _saturation(target: BackendUnderTest) -> Iterator[CheckCase]:
     for stored in ("fp8_e4m3", "fp8_e5m2"):
-        case = subject.case(batch="q3s20_q1s17", kv_cache_dtype=stored, k_scale=0.5, v_scale=0.25)
-        yield Check(stored, lambda case=case: _check_saturates(subject, case), case)  # type: ignore[misc]
+        case = target.case(batch="q3s20_q1s17", kv_cache_dtype=stored, k_scale=0.5, v_scale=0.25)
+        yield CheckCase(stored, lambda case=case: _check_saturates(target, case), case)  # type: ignore[misc]
         for kind in ("tensor", "head"):
-            scaled = case.but(kv_scale_kind=kind, k_scale=0.0625, v_scale=0.03125)
-            yield Check(
+            scaled = case.replace(kv_scale_kind=kind, k_scale=0.0625, v_scale=0.03125)
+            yield CheckCase(
                 f"written-{stored}-{kind}",
-                lambda case=scaled: _check_written(subject, case),  # type: ignore[misc]
+                lambda case=scaled: _check_written(target, case),  # type: ignore[misc]
                 scaled,
             )
 
 
-PROBES = (
-    Probe("K3", "writes land in their slots and nowhere else", _slots),
-    Probe("Q3", "one-byte writes scale and saturate", _saturation),
+CHECKS = (
+    Check("K3", "writes land in their slots and nowhere else", _slots),
+    Check("Q3", "one-byte writes scale and saturate", _saturation),
 )

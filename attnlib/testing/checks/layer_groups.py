@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from attnlib.testing.backend_under_test import Subject
+from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.case import Case
-from attnlib.testing.probe import Check, Probe
-from attnlib.testing.runner import attend, check_supported, judge, make_impl
+from attnlib.testing.check import Check, CheckCase
+from attnlib.testing.runner import attend, check_supported, compare_with_oracle, make_impl
 
-__all__ = ["PROBES"]
+__all__ = ["CHECKS"]
 
 _KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full-and-window": ({}, {"sliding_window": 5}),
@@ -31,34 +31,36 @@ _KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 _QUICK = ("full-and-window", "two-soft-caps", "other-kv-heads")
 
 
-def _check(subject: Subject, cases: list[Case], batches: tuple[str, ...]) -> str:
+def _check(target: BackendUnderTest, cases: list[Case], batches: tuple[str, ...]) -> str:
     for case in cases:
-        check_supported(subject.backend, case, subject.device)
-    builders = [subject.backend.make_builder(case.spec, subject.device) for case in cases]
+        check_supported(target.backend, case, target.device)
+    builders = [target.backend.make_builder(case.spec, target.device) for case in cases]
     for batch in batches:
-        layers = [case.but(batch=batch) for case in cases]
-        steps = [case.step(subject.device, written=False) for case in layers]
+        layers = [case.replace(batch=batch) for case in cases]
+        steps = [case.materialize(target.device, kv_written=False) for case in layers]
         common = steps[0].common()
         plans = [builder.build(0, common) for builder in builders]
-        impls = [make_impl(subject.backend, step) for step in steps]
+        impls = [make_impl(target.backend, step) for step in steps]
         for impl, step, plan in zip(impls, steps, plans, strict=True):
             impl.write_kv(step.inputs.key, step.inputs.value, step.cache(), plan.slot_mapping)
         for turn in range(2):
             for index, (impl, step, plan) in enumerate(zip(impls, steps, plans, strict=True)):
-                if wrong := judge(layers[index], attend(impl, step, plan), subject.device):
+                if wrong := compare_with_oracle(
+                    layers[index], attend(impl, step, plan), target.device
+                ):
                     return f"layer {index} of {len(layers)} interleaved kinds, turn {turn}: {wrong}"
     return ""
 
 
-def _interleaved(subject: Subject) -> Iterator[Check]:
-    for name in _QUICK if subject.quick else _KINDS:
-        cases = [subject.case(batch="mixed", needs_lse=False, **kind) for kind in _KINDS[name]]
+def _interleaved(target: BackendUnderTest) -> Iterator[CheckCase]:
+    for name in _QUICK if target.quick else _KINDS:
+        cases = [target.case(batch="mixed", needs_lse=False, **kind) for kind in _KINDS[name]]
         last = cases[1] if _KINDS[name][1] else cases[0]
-        yield Check(
+        yield CheckCase(
             name,
-            lambda cases=cases: _check(subject, cases, ("mixed", "decode")),  # type: ignore[misc]
+            lambda cases=cases: _check(target, cases, ("mixed", "decode")),  # type: ignore[misc]
             last,
         )
 
 
-PROBES = (Probe("F2", "layers of several kinds take turns over one batch", _interleaved),)
+CHECKS = (Check("F2", "layers of several kinds take turns over one batch", _interleaved),)

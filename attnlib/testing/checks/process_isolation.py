@@ -14,13 +14,13 @@ from collections.abc import Iterator
 import torch
 
 from attnlib.errors import ContractError
-from attnlib.testing.backend_under_test import Subject
+from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.case import Case
+from attnlib.testing.check import Check, CheckCase
 from attnlib.testing.outcome import NotRun
-from attnlib.testing.probe import Check, Probe
-from attnlib.testing.runner import judge, run_case
+from attnlib.testing.runner import compare_with_oracle, run_case
 
-__all__ = ["PROBES"]
+__all__ = ["CHECKS"]
 
 _SELECT = """
 import sys, torch
@@ -35,9 +35,9 @@ sys.exit(7 if torch.cuda.is_initialized() else 0)
 """
 
 
-def _check_fresh_process(subject: Subject) -> str:
+def _check_fresh_process(target: BackendUnderTest) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", _SELECT, subject.label],
+        [sys.executable, "-c", _SELECT, target.label],
         capture_output=True,
         text=True,
         timeout=300,
@@ -49,16 +49,16 @@ def _check_fresh_process(subject: Subject) -> str:
         )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise NotRun(f"a fresh process cannot load {subject.label!r} by that name: {last}")
+        raise NotRun(f"a fresh process cannot load {target.label!r} by that name: {last}")
     return ""
 
 
-def _check_mixed_devices(subject: Subject, case: Case) -> str:
+def _check_mixed_devices(target: BackendUnderTest, case: Case) -> str:
     from attnlib.layer import Attention
 
-    step, elsewhere = case.step(subject.device), case.step("cpu")
-    layer = Attention(step.spec, backend=subject.backend, device=subject.device)
-    metadata = subject.backend.make_builder(step.spec, subject.device).build(0, step.common())
+    step, elsewhere = case.materialize(target.device), case.materialize("cpu")
+    layer = Attention(step.spec, backend=target.backend, device=target.device)
+    metadata = target.backend.make_builder(step.spec, target.device).build(0, step.common())
     try:
         layer(step.inputs.query, step.inputs.key, step.inputs.value, elsewhere.cache(), metadata)
     except ContractError as error:
@@ -70,25 +70,25 @@ def _check_mixed_devices(subject: Subject, case: Case) -> str:
     return "a cache on the CPU and a query on the GPU do not raise"
 
 
-def _check_second_gpu(subject: Subject, case: Case) -> str:
+def _check_second_gpu(target: BackendUnderTest, case: Case) -> str:
     if torch.cuda.device_count() < 2:
         raise NotRun("needs two GPUs")
     second = torch.device("cuda", 1)
     with torch.cuda.device(0):
-        return judge(case, run_case(subject.backend, case, second), second)
+        return compare_with_oracle(case, run_case(target.backend, case, second), second)
 
 
-def _process(subject: Subject) -> Iterator[Check]:
-    yield Check("fresh-process", lambda: _check_fresh_process(subject))
+def _process(target: BackendUnderTest) -> Iterator[CheckCase]:
+    yield CheckCase("fresh-process", lambda: _check_fresh_process(target))
 
 
-def _devices(subject: Subject) -> Iterator[Check]:
-    case = subject.case(batch="mixed", needs_lse=False)
-    yield Check("mixed-devices", lambda: _check_mixed_devices(subject, case), case)
-    yield Check("second-gpu", lambda: _check_second_gpu(subject, case), case)
+def _devices(target: BackendUnderTest) -> Iterator[CheckCase]:
+    case = target.case(batch="mixed", needs_lse=False)
+    yield CheckCase("mixed-devices", lambda: _check_mixed_devices(target, case), case)
+    yield CheckCase("second-gpu", lambda: _check_second_gpu(target, case), case)
 
 
-PROBES = (
-    Probe("H2", "choosing a backend does not start CUDA", _process, needs_gpu=True),
-    Probe("H3", "the right device, or an error that names both", _devices, needs_gpu=True),
+CHECKS = (
+    Check("H2", "choosing a backend does not start CUDA", _process, needs_gpu=True),
+    Check("H3", "the right device, or an error that names both", _devices, needs_gpu=True),
 )

@@ -9,25 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attnlib.testing.backend_under_test import Subject
+from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.budget import compare_bits
 from attnlib.testing.case import Case
-from attnlib.testing.probe import Check, Probe
-from attnlib.testing.runner import attend, judge, make_impl
+from attnlib.testing.check import Check, CheckCase
+from attnlib.testing.runner import attend, compare_with_oracle, make_impl
 
-__all__ = ["PROBES"]
+__all__ = ["CHECKS"]
 
 
-def _check(subject: Subject, case: Case) -> str:
-    builder = subject.backend.make_builder(case.spec, subject.device)
-    strided, packed = case.step(subject.device), case.but(contiguous=True).step(subject.device)
-    impl = make_impl(subject.backend, strided)
+def _check(target: BackendUnderTest, case: Case) -> str:
+    builder = target.backend.make_builder(case.spec, target.device)
+    strided, packed = (
+        case.materialize(target.device),
+        case.replace(contiguous=True).materialize(target.device),
+    )
+    impl = make_impl(target.backend, strided)
     metadata = builder.build(0, strided.common())
     first = attend(impl, strided, metadata)
     before = first.out.clone()
     for name, step in (("strided", strided), ("packed", packed)):
         seen = attend(impl, step, metadata)
-        if wrong := judge(case, seen, subject.device):
+        if wrong := compare_with_oracle(case, seen, target.device):
             return f"{name} tensors: {wrong}"
     if strided.inputs.query.stride() == packed.inputs.query.stride():
         return f"the case is vacuous: its query is not strided | case: {case}"
@@ -39,10 +42,10 @@ def _check(subject: Subject, case: Case) -> str:
     )
 
 
-def _strides(subject: Subject) -> Iterator[Check]:
+def _strides(target: BackendUnderTest) -> Iterator[CheckCase]:
     for batch in ("decode", "prefill", "mixed"):
-        case = subject.case(batch=batch)
-        yield Check(batch, lambda case=case: _check(subject, case), case)  # type: ignore[misc]
+        case = target.case(batch=batch)
+        yield CheckCase(batch, lambda case=case: _check(target, case), case)  # type: ignore[misc]
 
 
-PROBES = (Probe("K4", "strided inputs and outputs, twice in a row", _strides),)
+CHECKS = (Check("K4", "strided inputs and outputs, twice in a row", _strides),)

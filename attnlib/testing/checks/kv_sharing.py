@@ -8,27 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attnlib.testing.backend_under_test import Subject
+from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.case import Case
-from attnlib.testing.probe import Check, Probe
-from attnlib.testing.runner import Observation, judge
+from attnlib.testing.check import Check, CheckCase
+from attnlib.testing.runner import AttentionOutput, compare_with_oracle
 
-__all__ = ["PROBES"]
+__all__ = ["CHECKS"]
 
 
-def _check(subject: Subject, case: Case) -> str:
+def _check(target: BackendUnderTest, case: Case) -> str:
     from attnlib.layer import Attention
 
-    step = case.step(subject.device)
+    step = case.materialize(target.device)
     layer = Attention(
         step.spec,
-        backend=subject.backend,
-        scale=step.terms.scale,
+        backend=target.backend,
+        scale=step.params.scale,
         kv_sharing_target_layer_name="layers.0.attention",
         prefix="layers.1.attention",
-        device=subject.device,
+        device=target.device,
     )
-    metadata = subject.backend.make_builder(step.spec, subject.device).build(0, step.common())
+    metadata = target.backend.make_builder(step.spec, target.device).build(0, step.common())
     before = [storage.clone() for storage in step.inputs.cache.storage]
     foreign_key, foreign_value = step.inputs.key * 0 + 3.0, step.inputs.value * 0 + 5.0
     out = layer(step.inputs.query, foreign_key, foreign_value, step.cache(), metadata)
@@ -36,13 +36,13 @@ def _check(subject: Subject, case: Case) -> str:
         if not bool((old == new).all()):
             changed = int((old != new).sum())
             return f"the sharing layer wrote: {changed} bytes of the producer's cache changed (P8) | case: {case}"
-    return judge(case, Observation(out, None), subject.device)
+    return compare_with_oracle(case, AttentionOutput(out, None), target.device)
 
 
-def _sharing(subject: Subject) -> Iterator[Check]:
+def _sharing(target: BackendUnderTest) -> Iterator[CheckCase]:
     for batch in ("decode", "mixed"):
-        case = subject.case(batch=batch, kv_sharing=True, needs_lse=False)
-        yield Check(batch, lambda case=case: _check(subject, case), case)  # type: ignore[misc]
+        case = target.case(batch=batch, kv_sharing=True, needs_lse=False)
+        yield CheckCase(batch, lambda case=case: _check(target, case), case)  # type: ignore[misc]
 
 
-PROBES = (Probe("K6", "a sharing layer never writes", _sharing),)
+CHECKS = (Check("K6", "a sharing layer never writes", _sharing),)

@@ -12,24 +12,24 @@ from collections.abc import Iterator
 
 import torch
 
-from attnlib.testing.backend_under_test import Subject
+from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.case import Case
-from attnlib.testing.probe import Check, Probe
-from attnlib.testing.runner import judge, run_case
+from attnlib.testing.check import Check, CheckCase
+from attnlib.testing.runner import compare_with_oracle, run_case
 
-__all__ = ["PROBES"]
-
-
-def _judged(subject: Subject, case: Case) -> str:
-    return judge(case, run_case(subject.backend, case, subject.device), subject.device)
+__all__ = ["CHECKS"]
 
 
-def _exact(subject: Subject, case: Case) -> str:
+def _judged(target: BackendUnderTest, case: Case) -> str:
+    return compare_with_oracle(case, run_case(target.backend, case, target.device), target.device)
+
+
+def _exact(target: BackendUnderTest, case: Case) -> str:
     """Rows that see nothing are exactly 0 with LSE -inf (M5), not merely small."""
-    seen = run_case(subject.backend, case, subject.device)
-    if wrong := judge(case, seen, subject.device):
+    seen = run_case(target.backend, case, target.device)
+    if wrong := compare_with_oracle(case, seen, target.device):
         return wrong
-    nothing = torch.isinf(case.step(subject.device).oracle().lse)
+    nothing = torch.isinf(case.materialize(target.device).oracle().lse)
     if seen.out[nothing].any():
         return f"rows that see no key must be exactly 0 (M5) | case: {case}"
     if seen.lse is not None and not (seen.lse[nothing] == -math.inf).all():
@@ -37,8 +37,8 @@ def _exact(subject: Subject, case: Case) -> str:
     return ""
 
 
-def _empty(subject: Subject) -> Iterator[Check]:
-    block = subject.base.block_size
+def _empty(target: BackendUnderTest) -> Iterator[CheckCase]:
+    block = target.base_case.block_size
     batches = {
         "no-requests": "empty",
         "no-tokens": f"q0s{block}_q0s3",
@@ -49,25 +49,25 @@ def _empty(subject: Subject) -> Iterator[Check]:
         "longer-query-than-sequence": f"q1s9_q5s2_q1s{block}",
     }
     for name, batch in batches.items():
-        case = subject.case(batch=batch)
-        yield Check(name, lambda case=case: _exact(subject, case), case)  # type: ignore[misc]
-    case = subject.case(batch="empty_rows", sinks=True)
-    yield Check("between-neighbours-sinks", lambda case=case: _judged(subject, case), case)  # type: ignore[misc]
+        case = target.case(batch=batch)
+        yield CheckCase(name, lambda case=case: _exact(target, case), case)  # type: ignore[misc]
+    case = target.case(batch="empty_rows", sinks=True)
+    yield CheckCase("between-neighbours-sinks", lambda case=case: _judged(target, case), case)  # type: ignore[misc]
 
 
-def _padding(subject: Subject) -> Iterator[Check]:
+def _padding(target: BackendUnderTest) -> Iterator[CheckCase]:
     for name in ("graph_padding", "only_padding"):
-        for poison in ("zero", subject.base.poison):
-            case = subject.case(batch=name, poison=poison)
-            yield Check(f"{name}-{poison}", lambda case=case: _judged(subject, case), case)  # type: ignore[misc]
-    case = subject.case(batch="q9s20_q5_pad7")
-    yield Check("prefill", lambda case=case: _judged(subject, case), case)  # type: ignore[misc]
-    case = subject.case(batch="q1s20_q9_pad5")
-    yield Check("mixed", lambda case=case: _judged(subject, case), case)  # type: ignore[misc]
+        for poison in ("zero", target.base_case.poison):
+            case = target.case(batch=name, poison=poison)
+            yield CheckCase(f"{name}-{poison}", lambda case=case: _judged(target, case), case)  # type: ignore[misc]
+    case = target.case(batch="q9s20_q5_pad7")
+    yield CheckCase("prefill", lambda case=case: _judged(target, case), case)  # type: ignore[misc]
+    case = target.case(batch="q1s20_q9_pad5")
+    yield CheckCase("mixed", lambda case=case: _judged(target, case), case)  # type: ignore[misc]
 
 
-def _masked_tiles(subject: Subject) -> Iterator[Check]:
-    long = 150 if subject.quick else 300
+def _masked_tiles(target: BackendUnderTest) -> Iterator[CheckCase]:
+    long = 150 if target.quick else 300
     cases: dict[str, dict[str, object]] = {
         "decode-window": {"batch": f"q1s{long}_q1s2", "sliding_window": 3},
         "prefill-window": {"batch": f"q{long // 2}_q5s{long}", "sliding_window": 2},
@@ -82,12 +82,12 @@ def _masked_tiles(subject: Subject) -> Iterator[Check]:
         "tree-hides-own-tail": {"batch": "q8s64_q7s7", "mask": "query_bias"},
     }
     for name, changes in cases.items():
-        case = subject.case(**changes)
-        yield Check(name, lambda case=case: _judged(subject, case), case)  # type: ignore[misc]
+        case = target.case(**changes)
+        yield CheckCase(name, lambda case=case: _judged(target, case), case)  # type: ignore[misc]
 
 
-PROBES = (
-    Probe("N2", "empty requests and empty batches", _empty),
-    Probe("N3", "rows past the batch are exactly zero", _padding),
-    Probe("N4", "tiles that are fully masked", _masked_tiles),
+CHECKS = (
+    Check("N2", "empty requests and empty batches", _empty),
+    Check("N3", "rows past the batch are exactly zero", _padding),
+    Check("N4", "tiles that are fully masked", _masked_tiles),
 )

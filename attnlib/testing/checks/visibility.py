@@ -12,18 +12,18 @@ from collections.abc import Iterator
 
 import torch
 
-from attnlib.testing.backend_under_test import Subject
+from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.case import Case
+from attnlib.testing.check import Check, CheckCase
 from attnlib.testing.inputs import StepInputs
 from attnlib.testing.layouts import write_slots
 from attnlib.testing.oracle import visible_keys
-from attnlib.testing.probe import Check, Probe
-from attnlib.testing.runner import run_step
+from attnlib.testing.runner import run_materialized_case
 
-__all__ = ["PROBES", "seen_keys"]
+__all__ = ["CHECKS", "seen_keys"]
 
 
-def seen_keys(subject: Subject, case: Case) -> list[torch.Tensor]:
+def seen_keys(target: BackendUnderTest, case: Case) -> list[torch.Tensor]:
     """Per request [query_len, seq_len] bool: the keys that the backend lets each query see, on every head."""
     batch, dims = case.batch_spec, case.dimensions
     longest = max(batch.max_seq_len, 1)
@@ -46,8 +46,8 @@ def seen_keys(subject: Subject, case: Case) -> list[torch.Tensor]:
                 write_slots(inputs.cache.key, slots, keys, 1.0)
                 write_slots(inputs.cache.value, slots, values, 1.0)
 
-        step = case.step(subject.device).rewrite(uncover)
-        per_head.append(run_step(subject.backend, step).out > 0)
+        step = case.materialize(target.device).rewrite(uncover)
+        per_head.append(run_materialized_case(target.backend, step).out > 0)
     uncovered = torch.cat(per_head, dim=2)  # [T, Hq, >= longest]
     rows, seen = 0, []
     for query_len, seq_len in zip(batch.query_lens, batch.seq_lens, strict=True):
@@ -66,14 +66,14 @@ def _ranges(keys: list[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) or "none"
 
 
-def _compare(subject: Subject, case: Case) -> str:
-    seen = seen_keys(subject, case)
-    terms, batch = case.terms("cpu"), case.batch_spec
+def _compare(target: BackendUnderTest, case: Case) -> str:
+    seen = seen_keys(target, case)
+    params, batch = case.oracle_params("cpu"), case.batch_spec
     for request, (query_len, seq_len) in enumerate(
         zip(batch.query_lens, batch.seq_lens, strict=True)
     ):
         positions = seq_len - query_len + torch.arange(query_len)
-        expected = visible_keys(positions, seq_len, terms.of_request(request, slice(0, 0)))
+        expected = visible_keys(positions, seq_len, params.of_request(request, slice(0, 0)))
         for i in range(query_len):
             got = torch.nonzero(seen[request][i].cpu()).flatten().tolist()
             want = torch.nonzero(expected[i]).flatten().tolist()
@@ -85,10 +85,10 @@ def _compare(subject: Subject, case: Case) -> str:
     return ""
 
 
-def _window_cases(subject: Subject) -> Iterator[tuple[str, Case]]:
-    block = subject.base.block_size
+def _window_cases(target: BackendUnderTest) -> Iterator[tuple[str, Case]]:
+    block = target.base_case.block_size
     windows = (1, 2, block - 1, block, block + 1)
-    for window in (2, block) if subject.quick else windows:
+    for window in (2, block) if target.quick else windows:
         edges = sorted({max(window - 1, 1), window, window + 1, 2 * block + 3})
         phases = {
             "decode": "_".join(f"q1s{edge}" for edge in edges),
@@ -97,26 +97,26 @@ def _window_cases(subject: Subject) -> Iterator[tuple[str, Case]]:
             "full": "_".join(f"q{edge}" for edge in edges),
         }
         for phase, batch in phases.items():
-            yield f"window-{window}-{phase}", subject.case(batch=batch, sliding_window=window)
+            yield f"window-{window}-{phase}", target.case(batch=batch, sliding_window=window)
 
 
-def _mask_cases(subject: Subject) -> Iterator[tuple[str, Case]]:
-    block = subject.base.block_size
+def _mask_cases(target: BackendUnderTest) -> Iterator[tuple[str, Case]]:
+    block = target.base_case.block_size
     batch = f"q1s{block + 2}_q4s{2 * block}_q11s{block + 3}_q{block + 1}"
-    yield "causal", subject.case(batch=batch)
-    yield "bidirectional", subject.case(batch=batch, mask="bidirectional")
-    yield "per_request", subject.case(batch=batch, mask="per_request")
-    yield "two_sided", subject.case(batch=batch, mask="bidirectional", sliding_window=3)
-    yield "left_2_right_0", subject.case(batch=batch, mask="bidirectional", window=(2, 0))
-    yield "left_0_right_1", subject.case(batch=batch, mask="bidirectional", window=(0, 1))
-    yield "chunk", subject.case(batch=batch, attention_chunk_size=block + 4)
-    yield "chunk_of_one_block", subject.case(batch=batch, attention_chunk_size=block)
+    yield "causal", target.case(batch=batch)
+    yield "bidirectional", target.case(batch=batch, mask="bidirectional")
+    yield "per_request", target.case(batch=batch, mask="per_request")
+    yield "two_sided", target.case(batch=batch, mask="bidirectional", sliding_window=3)
+    yield "left_2_right_0", target.case(batch=batch, mask="bidirectional", window=(2, 0))
+    yield "left_0_right_1", target.case(batch=batch, mask="bidirectional", window=(0, 1))
+    yield "chunk", target.case(batch=batch, attention_chunk_size=block + 4)
+    yield "chunk_of_one_block", target.case(batch=batch, attention_chunk_size=block)
 
 
-def _visibility(subject: Subject) -> Iterator[Check]:
-    for name, case in (*_mask_cases(subject), *_window_cases(subject)):
-        case = case.but(needs_lse=False)
-        yield Check(name, lambda case=case: _compare(subject, case), case)  # type: ignore[misc]
+def _visibility(target: BackendUnderTest) -> Iterator[CheckCase]:
+    for name, case in (*_mask_cases(target), *_window_cases(target)):
+        case = case.replace(needs_lse=False)
+        yield CheckCase(name, lambda case=case: _compare(target, case), case)  # type: ignore[misc]
 
 
-PROBES = (Probe("W2", "which keys each query sees", _visibility),)
+CHECKS = (Check("W2", "which keys each query sees", _visibility),)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attnlib.testing.backend_under_test import Subject
+from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.budget import compare
 from attnlib.testing.case import Case
-from attnlib.testing.probe import Check, Probe
-from attnlib.testing.runner import judge, run_case
+from attnlib.testing.check import Check, CheckCase
+from attnlib.testing.runner import compare_with_oracle, run_case
 
-__all__ = ["PROBES"]
+__all__ = ["CHECKS"]
 
 _FACTOR = 10
 _FP8: dict[str, object] = {"kv_cache_dtype": "fp8_e4m3"}
@@ -45,42 +45,42 @@ _PARAMETERS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 }
 
 
-def _check(subject: Subject, parameter: str, case: Case, without: dict[str, object]) -> str:
+def _check(target: BackendUnderTest, parameter: str, case: Case, without: dict[str, object]) -> str:
     # The caches are the kit's: a write that ignores a scale must not cancel a read that ignores it.
-    step = case.step(subject.device)
-    seen = run_case(subject.backend, case, subject.device, written=True)
-    wrong = judge(case, seen, subject.device, step)
-    plain = case.but(**{name: getattr(Case(), name) for name in (*_PARAMETERS[parameter][0],)}).but(
-        **without
-    )
-    off = plain.terms(subject.device)
+    step = case.materialize(target.device)
+    seen = run_case(target.backend, case, target.device, kv_written=True)
+    wrong = compare_with_oracle(case, seen, target.device, step)
+    plain = case.replace(
+        **{name: getattr(Case(), name) for name in (*_PARAMETERS[parameter][0],)}
+    ).replace(**without)
+    off = plain.oracle_params(target.device)
     expected_off = step.inputs.oracle(off)
-    expected_on, honest = step.oracle(), step.oracle(case.torch_dtype)
-    allowed = compare(seen.out, expected_on.out, honest.out, case.torch_dtype)
+    expected_on, same_precision = step.oracle(), step.oracle(case.torch_dtype)
+    allowed = compare(seen.out, expected_on.out, same_precision.out, case.torch_dtype)
     moved = float((seen.out.double() - expected_off.out).abs().nan_to_num().max())
     if not wrong and moved < _FACTOR * allowed.max_allowed:
         return (
             f"{parameter} moves the output by {moved:.3g}, less than {_FACTOR} times the allowed error "
             f"{allowed.max_allowed:.3g} | case: {case}"
         )
-    if wrong and compare(seen.out, expected_off.out, honest.out, case.torch_dtype).passed:
+    if wrong and compare(seen.out, expected_off.out, same_precision.out, case.torch_dtype).passed:
         return f"{parameter} is ignored: the output is the one without it | case: {case}"
     return f"{parameter}: {wrong}" if wrong else ""
 
 
-def _sensitivity(subject: Subject) -> Iterator[Check]:
+def _sensitivity(target: BackendUnderTest) -> Iterator[CheckCase]:
     for parameter, (with_it, without) in _PARAMETERS.items():
         for phase, batch in _SEPARATE.items():
-            if subject.quick and phase == "prefill" and parameter.endswith("per_head"):
+            if target.quick and phase == "prefill" and parameter.endswith("per_head"):
                 continue
-            case = subject.case(batch=batch, **with_it)
-            yield Check(
+            case = target.case(batch=batch, **with_it)
+            yield CheckCase(
                 f"{parameter}-{phase}",
                 lambda parameter=parameter, case=case, without=without: _check(  # type: ignore[misc]
-                    subject, parameter, case, without
+                    target, parameter, case, without
                 ),
                 case,
             )
 
 
-PROBES = (Probe("F1", "every parameter changes the result, rightly", _sensitivity),)
+CHECKS = (Check("F1", "every parameter changes the result, rightly", _sensitivity),)

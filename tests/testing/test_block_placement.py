@@ -7,7 +7,7 @@ import torch
 
 from attnlib.errors import ContractError
 from attnlib.testing.batch_spec import parse_batch
-from attnlib.testing.block_placement import PLACEMENTS, PlacementKind, place
+from attnlib.testing.block_placement import PLACEMENTS, PlacementKind, place_blocks
 
 BATCH = parse_batch("q1s40_q20_q0s0_q3s33")
 
@@ -15,7 +15,7 @@ BATCH = parse_batch("q1s40_q20_q0s0_q3s33")
 @pytest.mark.parametrize("kind", PLACEMENTS)
 def test_every_request_gets_the_blocks_it_needs(kind: PlacementKind) -> None:
     """P3: entry j of a row is the block of positions [j*N, (j+1)*N)."""
-    placed = place(BATCH, 16, kind)
+    placed = place_blocks(BATCH, 16, kind)
     assert [len(row) for row in placed.blocks] == [3, 2, 0, 3]
     owned = [block for row in placed.blocks for block in row]
     assert len(set(owned)) == len(owned)
@@ -27,12 +27,15 @@ def test_every_request_gets_the_blocks_it_needs(kind: PlacementKind) -> None:
 
 
 def test_kinds_differ_as_their_names_say() -> None:
-    flat = {kind: [b for row in place(BATCH, 16, kind).blocks for b in row] for kind in PLACEMENTS}  # type: ignore[arg-type]
+    flat = {
+        kind: [b for row in place_blocks(BATCH, 16, kind).blocks for b in row]
+        for kind in PLACEMENTS
+    }  # type: ignore[arg-type]
     assert flat["contiguous"] == list(range(8))
     assert flat["reversed"] == list(range(7, -1, -1))
     assert flat["shuffled"] != flat["contiguous"]
-    assert place(BATCH, 16, "interleaved").blocks[0] == (0, 3, 6)
-    top = place(BATCH, 16, "top")
+    assert place_blocks(BATCH, 16, "interleaved").blocks[0] == (0, 3, 6)
+    top = place_blocks(BATCH, 16, "top")
     assert top.num_blocks >= 4 * 8
     assert max(b for row in top.blocks for b in row) == top.num_blocks - 1
 
@@ -40,7 +43,7 @@ def test_kinds_differ_as_their_names_say() -> None:
 def test_a_shared_prefix_is_context_for_everybody() -> None:
     """Requests share exactly the blocks that no request writes to in this step."""
     batch = parse_batch("q1s40_q3s37_q5s60")
-    placed = place(batch, 16, "shared_prefix")
+    placed = place_blocks(batch, 16, "shared_prefix")
     assert len({row[:2] for row in placed.blocks}) == 1
     rest = [block for row in placed.blocks for block in row[2:]]
     assert len(set(rest)) == len(rest)
@@ -49,14 +52,14 @@ def test_a_shared_prefix_is_context_for_everybody() -> None:
 
 @pytest.mark.parametrize(("garbage", "expected"), [("minus_one", {-1}), ("huge", {2**30})])
 def test_garbage_fills_the_tails(garbage: str, expected: set[int]) -> None:
-    placed = place(BATCH, 16, garbage=garbage, extra_columns=2)  # type: ignore[arg-type]
+    placed = place_blocks(BATCH, 16, garbage=garbage, extra_columns=2)  # type: ignore[arg-type]
     assert placed.block_table.shape == (4, 5)
     assert set(placed.block_table[1, 2:].tolist()) == expected
     assert set(placed.block_table[2].tolist()) == expected
 
 
 def test_plausible_garbage_exists_and_belongs_to_others() -> None:
-    placed = place(BATCH, 16, garbage="plausible", extra_columns=2)
+    placed = place_blocks(BATCH, 16, garbage="plausible", extra_columns=2)
     tail = set(placed.block_table[1, 2:].tolist())
     assert tail.isdisjoint(placed.blocks[1])
     assert all(0 <= block < placed.num_blocks for block in tail)
@@ -64,7 +67,7 @@ def test_plausible_garbage_exists_and_belongs_to_others() -> None:
 
 def test_a_guarded_table_lies_between_huge_ids() -> None:
     """O2: one entry before the first and one past the last are block 2^30."""
-    table = place(BATCH, 16, guarded=True).block_table
+    table = place_blocks(BATCH, 16, guarded=True).block_table
     storage = torch.empty(0, dtype=torch.int32).set_(table.untyped_storage())
     first, last = table.storage_offset(), table.storage_offset() + table.numel()
     assert storage[first - 1] == storage[last] == 2**30
@@ -72,7 +75,7 @@ def test_a_guarded_table_lies_between_huge_ids() -> None:
 
 def test_slots_follow_the_blocks() -> None:
     """P4: slot = block * N + offset."""
-    placed = place(BATCH, 16, "reversed")
+    placed = place_blocks(BATCH, 16, "reversed")
     assert placed.slots(0, 15, 18, 16) == [7 * 16 + 15, 6 * 16, 6 * 16 + 1]
 
 
@@ -80,4 +83,4 @@ def test_an_unknown_kind_lists_the_known_ones() -> None:
     with pytest.raises(
         ContractError, match="no placement is named 'random'; the kinds are contiguous, "
     ):
-        place(BATCH, 16, "random")  # type: ignore[arg-type]
+        place_blocks(BATCH, 16, "random")  # type: ignore[arg-type]

@@ -13,21 +13,21 @@ from dataclasses import replace
 
 import torch
 
-from attnlib.testing.backend_under_test import Subject
+from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.budget import compare_bits
 from attnlib.testing.case import Case
+from attnlib.testing.check import Check, CheckCase
 from attnlib.testing.layouts import CacheViews
-from attnlib.testing.materialized_case import Step
+from attnlib.testing.materialized_case import MaterializedCase
 from attnlib.testing.outcome import NotRun
-from attnlib.testing.probe import Check, Probe
-from attnlib.testing.runner import judge, run_case, run_step
+from attnlib.testing.runner import compare_with_oracle, run_case, run_materialized_case
 
-__all__ = ["PROBES"]
+__all__ = ["CHECKS"]
 
 _LIMIT = 2**31
 
 
-def _at_the_top(step: Step, device: torch.device) -> Step:
+def _at_the_top(step: MaterializedCase, device: torch.device) -> MaterializedCase:
     """The same step with its pool moved to the end of one that has more than 2^31 elements.
 
     Raises:
@@ -73,18 +73,18 @@ def _at_the_top(step: Step, device: torch.device) -> Step:
     return replace(step, inputs=moved)
 
 
-def _check_top(subject: Subject, case: Case) -> str:
-    step = _at_the_top(case.step(subject.device, written=False), subject.device)
-    seen = run_step(subject.backend, step)
-    wrong = judge(case, seen, subject.device)
+def _check_top(target: BackendUnderTest, case: Case) -> str:
+    step = _at_the_top(case.materialize(target.device, kv_written=False), target.device)
+    seen = run_materialized_case(target.backend, step)
+    wrong = compare_with_oracle(case, seen, target.device)
     return (
         f"a request at the top of a pool of more than 2^31 elements (P6): {wrong}" if wrong else ""
     )
 
 
-def _beyond_int32(subject: Subject) -> Iterator[Check]:
+def _beyond_int32(target: BackendUnderTest) -> Iterator[CheckCase]:
     dtype = next(
-        (name for name in ("bfloat16", "float16") if subject.accepts(subject.case(dtype=name))),
+        (name for name in ("bfloat16", "float16") if target.supports(target.case(dtype=name))),
         None,
     )
     for name, batch in (
@@ -92,20 +92,20 @@ def _beyond_int32(subject: Subject) -> Iterator[Check]:
         ("prefill", "q20s41_q3"),
         ("mixed", "q1s37_q1s16_q9s20"),
     ):
-        case = subject.case(
+        case = target.case(
             batch=batch,
-            dtype=dtype or subject.base.dtype,
-            layout=subject.base.layout,
+            dtype=dtype or target.base_case.dtype,
+            layout=target.base_case.layout,
             poison="zero",
         )
-        yield Check(name, lambda case=case: _check_top(subject, case), case)  # type: ignore[misc]
+        yield CheckCase(name, lambda case=case: _check_top(target, case), case)  # type: ignore[misc]
 
 
-def _check_guarded(subject: Subject, case: Case) -> str:
-    guarded = case.but(guarded=True, extra_columns=0, garbage="huge")
-    seen = run_case(subject.backend, guarded, subject.device)
-    plain = run_case(subject.backend, case, subject.device)
-    if wrong := judge(guarded, seen, subject.device):
+def _check_guarded(target: BackendUnderTest, case: Case) -> str:
+    guarded = case.replace(guarded=True, extra_columns=0, garbage="huge")
+    seen = run_case(target.backend, guarded, target.device)
+    plain = run_case(target.backend, case, target.device)
+    if wrong := compare_with_oracle(guarded, seen, target.device):
         return wrong
     same = compare_bits(seen.out, plain.out)
     return (
@@ -115,8 +115,8 @@ def _check_guarded(subject: Subject, case: Case) -> str:
     )
 
 
-def _exact_width(subject: Subject) -> Iterator[Check]:
-    block = subject.base.block_size
+def _exact_width(target: BackendUnderTest) -> Iterator[CheckCase]:
+    block = target.base_case.block_size
     batches = {
         "decode": f"q1s{2 * block + 3}_q1s{block}_q1s1",
         "prefill": f"q{block + 1}_q{2 * block - 1}_q3",
@@ -124,11 +124,11 @@ def _exact_width(subject: Subject) -> Iterator[Check]:
         "long": f"q1s{19 * block + 5}_q1s2",
     }
     for name, batch in batches.items():
-        case = subject.case(batch=batch)
-        yield Check(name, lambda case=case: _check_guarded(subject, case), case)  # type: ignore[misc]
+        case = target.case(batch=batch)
+        yield CheckCase(name, lambda case=case: _check_guarded(target, case), case)  # type: ignore[misc]
 
 
-PROBES = (
-    Probe("O2", "tables without a spare column", _exact_width),
-    Probe("O1", "pools beyond 2^31 elements", _beyond_int32),
+CHECKS = (
+    Check("O2", "tables without a spare column", _exact_width),
+    Check("O1", "pools beyond 2^31 elements", _beyond_int32),
 )

@@ -10,18 +10,18 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from attnlib.testing.backend_under_test import Subject
-from attnlib.testing.batch_slicing import select_requests
+from attnlib.testing.backend_under_test import BackendUnderTest
+from attnlib.testing.batch_slicing import slice_batch
 from attnlib.testing.budget import compare_bits
 from attnlib.testing.case import Case
-from attnlib.testing.probe import Check, Probe
-from attnlib.testing.runner import run_case, run_step
+from attnlib.testing.check import Check, CheckCase
+from attnlib.testing.runner import run_case, run_materialized_case
 
-__all__ = ["PROBES"]
+__all__ = ["CHECKS"]
 
 
-def _check_twice(subject: Subject, case: Case) -> str:
-    first, second = (run_case(subject.backend, case, subject.device) for _ in range(2))
+def _check_twice(target: BackendUnderTest, case: Case) -> str:
+    first, second = (run_case(target.backend, case, target.device) for _ in range(2))
     findings = [compare_bits(second.out, first.out, "out")]
     if first.lse is not None and second.lse is not None:
         findings.append(compare_bits(second.lse, first.lse, "lse"))
@@ -33,10 +33,10 @@ def _check_twice(subject: Subject, case: Case) -> str:
     )
 
 
-def _twice(subject: Subject) -> Iterator[Check]:
+def _twice(target: BackendUnderTest) -> Iterator[CheckCase]:
     for batch in ("decode_long", "prefill", "mixed"):
-        case = subject.case(batch=batch)
-        yield Check(batch, lambda case=case: _check_twice(subject, case), case)  # type: ignore[misc]
+        case = target.case(batch=batch)
+        yield CheckCase(batch, lambda case=case: _check_twice(target, case), case)  # type: ignore[misc]
 
 
 def _random_batch(seed: int, block: int) -> str:
@@ -49,12 +49,12 @@ def _random_batch(seed: int, block: int) -> str:
     return "_".join(parts)
 
 
-def _check_alone(subject: Subject, case: Case) -> str:
-    step = case.step(subject.device)
-    together = run_step(subject.backend, step).out.clone()
+def _check_alone(target: BackendUnderTest, case: Case) -> str:
+    step = case.materialize(target.device)
+    together = run_materialized_case(target.backend, step).out.clone()
     row = 0
     for request, query_len in enumerate(case.batch_spec.query_lens):
-        alone = run_step(subject.backend, select_requests(step, [request])).out
+        alone = run_materialized_case(target.backend, slice_batch(step, [request])).out
         same = compare_bits(together[row : row + query_len], alone)
         if not same.passed:
             return (
@@ -65,13 +65,13 @@ def _check_alone(subject: Subject, case: Case) -> str:
     return ""
 
 
-def _check_chunks(subject: Subject, case: Case, chunk: int) -> str:
-    step = case.step(subject.device)
+def _check_chunks(target: BackendUnderTest, case: Case, chunk: int) -> str:
+    step = case.materialize(target.device)
     length = case.batch_spec.query_lens[0]
-    whole = run_step(subject.backend, step).out.clone()
+    whole = run_materialized_case(target.backend, step).out.clone()
     for start in range(0, length, chunk):
         stop = min(start + chunk, length)
-        part = run_step(subject.backend, select_requests(step, [0], [(start, stop)])).out
+        part = run_materialized_case(target.backend, slice_batch(step, [0], [(start, stop)])).out
         same = compare_bits(part, whole[start:stop])
         if not same.passed:
             return (
@@ -81,22 +81,22 @@ def _check_chunks(subject: Subject, case: Case, chunk: int) -> str:
     return ""
 
 
-def _invariance(subject: Subject) -> Iterator[Check]:
-    block = subject.base.block_size
-    for draw in range(3 if subject.quick else 8):
-        batch = _random_batch(1000 * subject.seed + draw, block)
-        case = subject.case(batch=batch, batch_invariant=True, needs_lse=False)
-        yield Check(f"batch-{draw}", lambda case=case: _check_alone(subject, case), case)  # type: ignore[misc]
-    case = subject.case(batch=f"q{3 * block + 5}", batch_invariant=True, needs_lse=False)
-    for chunk in (block, block + 7) if subject.quick else (5, block, block + 7, 2 * block):
-        yield Check(
+def _invariance(target: BackendUnderTest) -> Iterator[CheckCase]:
+    block = target.base_case.block_size
+    for draw in range(3 if target.quick else 8):
+        batch = _random_batch(1000 * target.seed + draw, block)
+        case = target.case(batch=batch, batch_invariant=True, needs_lse=False)
+        yield CheckCase(f"batch-{draw}", lambda case=case: _check_alone(target, case), case)  # type: ignore[misc]
+    case = target.case(batch=f"q{3 * block + 5}", batch_invariant=True, needs_lse=False)
+    for chunk in (block, block + 7) if target.quick else (5, block, block + 7, 2 * block):
+        yield CheckCase(
             f"chunks-of-{chunk}",
-            lambda chunk=chunk: _check_chunks(subject, case, chunk),  # type: ignore[misc]
+            lambda chunk=chunk: _check_chunks(target, case, chunk),  # type: ignore[misc]
             case,
         )
 
 
-PROBES = (
-    Probe("D2", "the same call twice gives the same bits", _twice),
-    Probe("D1", "bits do not depend on the neighbours, where declared", _invariance),
+CHECKS = (
+    Check("D2", "the same call twice gives the same bits", _twice),
+    Check("D1", "bits do not depend on the neighbours, where declared", _invariance),
 )

@@ -1,0 +1,50 @@
+"""The questions of the exam, one family a file. Ids are those of the requirements they check.
+
+`CHECKS` is in order of asking: cheap and telling first, so that a backend that is wrong in the plainest way is told so
+in the plainest words.
+"""
+
+from __future__ import annotations
+
+from attnlib.testing.check import Check
+from attnlib.testing.checks import (
+    accuracy,
+    addressing,
+    cache_exchange,
+    cache_write,
+    cuda_graphs,
+    determinism,
+    empty_batches,
+    host_overhead,
+    kv_sharing,
+    layer_groups,
+    lse,
+    parameters,
+    process_isolation,
+    strides,
+    unsupported,
+    unused_memory,
+    visibility,
+)
+
+__all__ = ["CHECKS"]
+
+CHECKS: tuple[Check, ...] = (
+    *visibility.CHECKS,
+    *parameters.CHECKS,
+    *layer_groups.CHECKS,
+    *accuracy.CHECKS,
+    *unused_memory.CHECKS,
+    *empty_batches.CHECKS,
+    *cache_write.CHECKS,
+    *strides.CHECKS,
+    *cache_exchange.CHECKS,
+    *kv_sharing.CHECKS,
+    *lse.CHECKS,
+    *addressing.CHECKS,
+    *determinism.CHECKS,
+    *unsupported.CHECKS,
+    *cuda_graphs.CHECKS,
+    *host_overhead.CHECKS,
+    *process_isolation.CHECKS,
+)

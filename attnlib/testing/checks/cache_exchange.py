@@ -1,0 +1,79 @@
+"""K2: A writes, B reads.
+
+The backend writes a cache that another one attends to, and the other way round, for layouts and block sizes; the kit's
+own reading and writing stand between them in K3 and V2, so a failure here names the pair. Cells that one of the two
+refuses must be refused with a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attnlib.testing.backend_under_test import BackendUnderTest
+from attnlib.testing.case import Case
+from attnlib.testing.check import Check, CheckCase
+from attnlib.testing.outcome import NotRun
+from attnlib.testing.runner import Backend, compare_with_oracle, write_then_attend
+
+__all__ = ["CHECKS", "check_exchange"]
+
+_BLOCKS = (8, 16, 32, 64, 128, 256, 544)
+_LAYOUTS = ("NHD", "HND", "NHD_INTERLEAVED", "HND_INTERLEAVED", "NHD_PACKED")
+
+
+def check_exchange(writer: Backend, reader: Backend, case: Case, target: BackendUnderTest) -> str:
+    """One backend writes this step's keys, the other attends; "" when the result is within budget.
+
+    Raises:
+        UnsupportedCase: one of the two refuses the case; the reasons say which.
+    """
+    wrong = compare_with_oracle(
+        case, write_then_attend(writer, reader, case, target.device), target.device
+    )
+    return f"{writer.get_name()} writes, {reader.get_name()} reads: {wrong}" if wrong else ""
+
+
+def _cells(target: BackendUnderTest) -> Iterator[tuple[str, Case]]:
+    for layout in _LAYOUTS[:2] if target.quick else _LAYOUTS:
+        for block in (16,) if target.quick else _BLOCKS:
+            if block in (16, 64) or layout == "NHD":
+                batch = f"q5s{block + 7}_q1s{block}_q1s3"
+                yield (
+                    f"{layout}-{block}",
+                    target.case(batch=batch, layout=layout, block_size=block, needs_lse=False),
+                )
+    yield (
+        "fp8",
+        target.case(
+            batch="q5s23_q1s33",
+            kv_cache_dtype="fp8_e4m3",
+            k_scale=0.25,
+            v_scale=0.5,
+            needs_lse=False,
+        ),
+    )
+
+
+def _interop(target: BackendUnderTest) -> Iterator[CheckCase]:
+    others = [backend for backend in target.peers if backend is not target.backend]
+    if not others:
+        yield CheckCase("pairs", lambda: _nobody(target))
+    for other in others:
+        for name, case in _cells(target):
+            for writer, reader in ((target.backend, other), (other, target.backend)):
+                yield CheckCase(
+                    f"{writer.get_name()}-to-{reader.get_name()}-{name}",
+                    lambda writer=writer, reader=reader, case=case: check_exchange(  # type: ignore[misc]
+                        writer, reader, case, target
+                    ),
+                    case,
+                )
+
+
+def _nobody(target: BackendUnderTest) -> str:
+    raise NotRun(
+        f"no second backend to exchange caches with on {target.device}; name one with --against"
+    )
+
+
+CHECKS = (Check("K2", "one backend writes, another reads", _interop),)
