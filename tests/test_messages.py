@@ -137,7 +137,7 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
     "block out of range": (
         errors.ContractError,
         lambda: attnlib.PagedKVCache.allocate(SPEC, 2, "cpu").copy_blocks([(0, 2)]),
-        ("destination block 2 (entry 0)", "pool of 2 blocks (0 to 1)", "[P3]"),
+        ("destination block 2 (index 0)", "pool of 2 blocks (0 to 1)", "[P3]"),
     ),
     "workspace": (
         errors.ContractError,
@@ -153,7 +153,7 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
         errors.CacheExhaustedError,
         lambda: attnlib.BlockAllocator(2, 16).allocate(3),
         (
-            "3 blocks of 16 tokens asked for",
+            "3 blocks of 16 tokens requested",
             "2 of 2 are free",
             "preempt one, or allocate a larger cache",
         ),
@@ -161,7 +161,7 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
     "freed twice": (
         errors.ContractError,
         lambda: attnlib.BlockAllocator(2, 16).free([1]),
-        ("cannot free block 1", "nobody holds it", "freed twice, or never allocated"),
+        ("cannot free block 1", "it has no references", "freed twice, or never allocated"),
     ),
     "incomplete class": (
         errors.RegistrationError,

@@ -1,5 +1,6 @@
-"""The paged KV cache: how it lies in memory, who holds which block, where a token goes.
+"""The paged KV cache: memory layout, block allocation and slot mapping.
 
-In: a spec and lengths. Out: `PagedKVCache` (two strided views, P1), block ids, a block table (P3) and slots (P4). Next: `attnlib.metadata`,
-which puts table and slots into the batch's metadata.
+Input: an `AttentionSpec` and sequence lengths. Output: a `PagedKVCache` (two strided views, P1),
+block ids, a block table (P3) and a slot mapping (P4). `attnlib.metadata` puts the table and the
+slots into the metadata of a batch.
 """

@@ -1,10 +1,12 @@
-"""Moving and clearing whole blocks of caches, within a device and across devices: ids are checked before anything is written.
+"""Copy and zero whole cache blocks, on one device or between devices.
 
-Works on views `[blocks, ...]` alone, so that caches in any layout, and in two different ones, are served alike.
+The functions work on views `[blocks, ...]` with any strides, so the caches may have any layout, or
+two different ones. All ids are checked before anything is written.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -20,42 +22,48 @@ BlockPairs = Sequence[tuple[int, int]] | torch.Tensor
 def checked_pairs(
     pairs: BlockPairs, num_source: int, num_destination: int
 ) -> tuple[list[int], list[int]]:
-    """Sources and destinations of a move.
+    """The sources and the destinations of a copy, checked.
 
     Args:
-        pairs: what is moved where.
-        num_source: blocks of the pool that is read.
-        num_destination: blocks of the pool that is written.
+        pairs: (source, destination) block ids.
+        num_source: blocks in the pool that is read.
+        num_destination: blocks in the pool that is written.
+
+    Returns:
+        (source ids, destination ids).
 
     Raises:
-        ContractError: an id out of range, or a destination named twice.
+        ContractError: an id is out of range, or a destination occurs twice.
     """
     rows = pairs.tolist() if isinstance(pairs, torch.Tensor) else [tuple(pair) for pair in pairs]
     source, destination = [int(row[0]) for row in rows], [int(row[1]) for row in rows]
     check_ids("source block", source, num_source)
     check_ids("destination block", destination, num_destination)
-    doubles = (
-        sorted({block for block in destination if destination.count(block) > 1})
-        if len(set(destination)) < len(destination)
-        else []
-    )
-    if doubles:
+    repeated = [block for block, count in Counter(destination).items() if count > 1]
+    if repeated:
         raise ContractError(
-            f"destination block {doubles[0]} is named more than once: which copy should win is not defined"
+            f"destination block {min(repeated)} occurs more than once: the result would depend on "
+            f"the order of the copies"
         )
     return source, destination
 
 
 def check_ids(what: str, ids: Sequence[int], num_blocks: int) -> None:
-    """Refuse ids that are not in the pool.
+    """Check that all block ids are inside the pool.
+
+    Args:
+        what: how the error message calls the ids.
+        ids: block ids.
+        num_blocks: blocks in the pool.
 
     Raises:
-        ContractError: names the first such id and its place in `ids`.
+        ContractError: names the first invalid id and its position in `ids`.
     """
     for position, block in enumerate(ids):
         if not 0 <= block < num_blocks:
             raise ContractError(
-                f"{what} {block} (entry {position}) is outside the pool of {num_blocks} blocks (0 to {num_blocks - 1})",
+                f"{what} {block} (index {position}) is outside the pool of {num_blocks} blocks "
+                f"(0 to {num_blocks - 1})",
                 rule="P3",
             )
 
@@ -66,17 +74,18 @@ def move_blocks(
     source_ids: list[int],
     target_ids: list[int],
 ) -> None:
-    """Copy blocks of the source's views into the target's, which may be the same ones, elsewhere, or strided otherwise.
+    """Copy blocks of the source views into the target views.
 
-    All blocks are read before one is written.
+    The two may be the same views, live on different devices, or have different strides. Every
+    source block is read before any target block is written.
     """
     if not source_ids:
         return
     take = torch.tensor(source_ids, device=source[0].device)
     put = torch.tensor(target_ids, device=target[0].device)
-    taken = [_bytes(view).index_select(0, take) for view in source]
+    taken = [_as_bytes(view).index_select(0, take) for view in source]
     for view, blocks in zip(target, taken, strict=True):
-        _bytes(view).index_copy_(0, put, blocks.to(put.device))
+        _as_bytes(view).index_copy_(0, put, blocks.to(put.device))
 
 
 def zero_blocks(views: Sequence[torch.Tensor], ids: list[int]) -> None:
@@ -85,9 +94,9 @@ def zero_blocks(views: Sequence[torch.Tensor], ids: list[int]) -> None:
         return
     index = torch.tensor(ids, device=views[0].device)
     for view in views:
-        _bytes(view).index_fill_(0, index, 0)
+        _as_bytes(view).index_fill_(0, index, 0)
 
 
-def _bytes(view: torch.Tensor) -> torch.Tensor:
-    """8-bit floats seen as bytes: torch moves them, but cannot index them on every device."""
+def _as_bytes(view: torch.Tensor) -> torch.Tensor:
+    """8-bit floats viewed as uint8: torch cannot index them on every device."""
     return view.view(torch.uint8) if view.dtype.itemsize == 1 else view

@@ -1,7 +1,9 @@
-"""One pool for backends that want blocks of different sizes: a common size is negotiated, and the manager's blocks are cut into kernel blocks.
+"""One pool for backends with different block sizes.
 
-Who manages memory wants large blocks, kernels want theirs (16 for one, a multiple of 256 for another). A manager block of N tokens is also N / k
-kernel blocks of k tokens, wherever it lies: only the table has to say so. Nothing is copied; the cut cache is a view, in every layout.
+A memory manager prefers large blocks; kernels support specific sizes (16, or multiples of 256). A
+manager block of N tokens is also N / k kernel blocks of k tokens at the same addresses, so a common
+kernel block size is negotiated and the block table is expanded. Nothing is copied: the split cache
+is a view, in every layout.
 """
 
 from __future__ import annotations
@@ -22,21 +24,23 @@ _SEARCH_LIMIT = 1 << 16
 
 
 def negotiate_block_size(demands: Sequence[tuple[str, Sizes]], manager_block_size: int) -> int:
-    """The largest kernel block size that everyone takes and that divides the manager's blocks.
+    """The largest block size that every demand supports and that divides the manager's blocks.
 
     Args:
-        demands: (who, block sizes that it takes) for each layer or backend.
-        manager_block_size: tokens in one block as memory is managed.
+        demands: (name, supported block sizes) of each layer or backend.
+        manager_block_size: tokens in one block of the memory manager.
 
     Raises:
-        LayoutMismatchError: there is none; the message names everyone's demand and a manager block size that would satisfy all.
+        LayoutMismatchError: there is none; the message lists all demands and a manager block size
+            that satisfies them.
+        ContractError: `manager_block_size` is below 1.
     """
     if manager_block_size < 1:
         raise ContractError(f"manager_block_size={manager_block_size} must be at least 1")
     for size in range(manager_block_size, 0, -1):
         if manager_block_size % size == 0 and all(size in sizes for _, sizes in demands):
             return size
-    named = "; ".join(f"{who} takes {sizes}" for who, sizes in demands)
+    named = "; ".join(f"{name} supports {sizes}" for name, sizes in demands)
     better = _satisfying(demands, manager_block_size)
     advice = (
         f"use blocks of {better} tokens"
@@ -44,12 +48,13 @@ def negotiate_block_size(demands: Sequence[tuple[str, Sizes]], manager_block_siz
         else "no block size satisfies all of them: choose other backends"
     )
     raise LayoutMismatchError(
-        f"no common block size divides the manager's blocks of {manager_block_size} tokens: {named}; {advice}"
+        f"no common block size divides the manager's blocks of {manager_block_size} tokens: "
+        f"{named}; {advice}"
     )
 
 
 def _satisfying(demands: Sequence[tuple[str, Sizes]], at_least: int) -> int | None:
-    """The smallest size from `at_least` up that everyone takes as it is; else the smallest of all; None when there is none."""
+    """The smallest supported size of at least `at_least`, else the smallest of all, or None."""
     listed = [set(sizes.exactly) for _, sizes in demands if sizes.exactly]
     step = lcm(*(sizes.multiple_of for _, sizes in demands if not sizes.exactly))
     candidates = (
@@ -63,24 +68,29 @@ def _satisfying(demands: Sequence[tuple[str, Sizes]], at_least: int) -> int | No
 
 @dataclass(frozen=True)
 class BlockSplit:
-    """How block ids of a cut cache follow from the manager's.
+    """The mapping from manager block ids to kernel block ids.
 
     Attributes:
-        parts: kernel blocks in one manager block.
-        ids_per_block: how far apart the ids of two neighbouring manager blocks are; their own kernel blocks are numbered one after the other.
+        blocks_per_block: kernel blocks in one manager block; their ids are consecutive.
+        ids_per_block: distance between the first kernel block ids of two neighboring manager
+            blocks.
     """
 
-    parts: int
+    blocks_per_block: int
     ids_per_block: int
 
     def expand(self, block_table: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The table of kernel blocks, `[R, max_blocks * parts]` int32, from the manager's `[R, max_blocks]`; undefined entries stay undefined (P3).
+        """Convert a block table of manager blocks into one of kernel blocks.
 
         Args:
-            block_table: int32, any device.
-            out: where to write; None allocates.
+            block_table: `[R, max_blocks]` int32, any device. Undefined entries stay undefined (P3).
+            out: `[R, max_blocks * blocks_per_block]` int32 that receives the result; None
+                allocates it.
+
+        Returns:
+            `[R, max_blocks * blocks_per_block]` int32.
         """
-        offsets = torch.arange(self.parts, dtype=torch.int32, device=block_table.device)
+        offsets = torch.arange(self.blocks_per_block, dtype=torch.int32, device=block_table.device)
         expanded = (block_table.unsqueeze(2) * self.ids_per_block + offsets).view(
             block_table.shape[0], -1
         )
@@ -88,52 +98,64 @@ class BlockSplit:
 
 
 def split_blocks(cache: PagedKVCache, kernel_block_size: int) -> tuple[PagedKVCache, BlockSplit]:
-    """`cache` seen in blocks of `kernel_block_size` tokens: a view, and how its ids follow from the manager's.
+    """View `cache` in blocks of `kernel_block_size` tokens.
 
-    Slots do not change their meaning in the cache that they were made for: keep writing through `cache`.
+    Slot mappings refer to the original cache: keep writing through `cache`.
+
+    Returns:
+        (the view, the mapping of block ids).
 
     Raises:
-        ContractError: the kernel's block size does not divide the cache's.
-        LayoutMismatchError: keys and values would need two tables (values of another size, interleaved with the keys).
+        ContractError: `kernel_block_size` does not divide the block size of the cache, or the ids
+            exceed int32.
+        LayoutMismatchError: keys and values would need two block tables (values of another head
+            size, interleaved with the keys).
     """
     if kernel_block_size < 1 or cache.block_size % kernel_block_size:
         raise ContractError(
-            f"kernel_block_size={kernel_block_size} does not divide the cache's block_size={cache.block_size}"
+            f"kernel_block_size={kernel_block_size} does not divide the cache's "
+            f"block_size={cache.block_size}"
         )
-    parts = cache.block_size // kernel_block_size
-    if parts == 1:
+    count = cache.block_size // kernel_block_size
+    if count == 1:
         return cache, BlockSplit(1, 1)
     splits = {
-        _split(view, kernel_block_size, parts) for view in (cache.key_cache, cache.value_cache)
+        _split(view, kernel_block_size, count) for view in (cache.key_cache, cache.value_cache)
     }
     if len(splits) > 1 or None in splits:
         raise LayoutMismatchError(
-            f"blocks of {cache!r} cannot be cut into blocks of {kernel_block_size} tokens with one table for keys and values: allocate it as NHD"
+            f"blocks of {cache!r} cannot be split into blocks of {kernel_block_size} tokens with "
+            f"one table for keys and values: allocate it as NHD"
         )
     (split,) = splits
     assert split is not None  # checked just above
     views = [
-        _cut(view, kernel_block_size, split, cache.num_blocks)
+        _split_view(view, kernel_block_size, split, cache.num_blocks)
         for view in (cache.key_cache, cache.value_cache)
     ]
     return PagedKVCache.from_views(*views, k_scale=cache.k_scale, v_scale=cache.v_scale), split
 
 
-def _split(view: torch.Tensor, size: int, parts: int) -> BlockSplit | None:
-    """A part starts `size` tokens behind the last, and everything else is a multiple of that: in NHD a block is `parts` of them, in HND more."""
+def _split(view: torch.Tensor, size: int, count: int) -> BlockSplit | None:
+    """The id mapping of one view, or None if the manager's block stride is no multiple of the unit.
+
+    Consecutive kernel blocks start `size` tokens apart, which is the unit of kernel block ids. In
+    NHD a manager block spans `count` units, in HND more, because other heads lie in between.
+    """
     unit = size * view.stride(1)
     if view.shape[0] == 1:
-        return BlockSplit(parts, parts)
+        return BlockSplit(count, count)
     return (
-        BlockSplit(parts, view.stride(0) // unit) if unit and view.stride(0) % unit == 0 else None
+        BlockSplit(count, view.stride(0) // unit) if unit and view.stride(0) % unit == 0 else None
     )
 
 
-def _cut(view: torch.Tensor, size: int, split: BlockSplit, num_blocks: int) -> torch.Tensor:
-    count = (num_blocks - 1) * split.ids_per_block + split.parts
+def _split_view(view: torch.Tensor, size: int, split: BlockSplit, num_blocks: int) -> torch.Tensor:
+    count = (num_blocks - 1) * split.ids_per_block + split.blocks_per_block
     if count > torch.iinfo(torch.int32).max:
         raise ContractError(
-            f"a cache of {num_blocks} blocks would need block ids up to {count}, beyond int32: use larger kernel blocks",
+            f"a cache of {num_blocks} blocks would need block ids up to {count}, beyond int32: use "
+            f"larger kernel blocks",
             rule="P3",
         )
     strides = (size * view.stride(1), view.stride(1), view.stride(2), view.stride(3))

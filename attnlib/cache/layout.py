@@ -1,8 +1,9 @@
-"""A layout is an order in memory, never another shape (P2).
+"""Cache layouts: a layout is an order of dimensions in memory, never another shape (P2).
 
-Every layout is a permutation of the logical shape `[2 (K, V), B blocks, N tokens, H heads, D elements]`, exactly what vLLM's
-`get_kv_cache_stride_order` returns. The place of the K|V axis makes the difference: outermost gives two separate tensors, next to the blocks
-gives one K page and one V page in turns, innermost but one packs `[K | V]` into the last dimension.
+Every layout is a permutation of the logical shape `[2 (K, V), B blocks, N tokens, H heads, D
+elements]`, as returned by `get_kv_cache_stride_order` in vLLM. The position of the K|V axis
+distinguishes them: outermost gives two separate tensors, next to the blocks alternates K pages and
+V pages, and next to the elements packs `[K | V]` into the last dimension.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ _KV, _BLOCK, _TOKEN, _HEAD, _ELEMENT = range(5)
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """One order in memory.
+    """One memory layout.
 
     Attributes:
-        name: how users write it.
-        stride_order: for each physical dimension, outermost first, which logical dimension of `[2, B, N, H, D]` it is.
+        name: the name that users give.
+        stride_order: the logical dimension of `[2, B, N, H, D]` at each physical position, the
+            outermost first.
     """
 
     name: str
@@ -40,7 +42,11 @@ class CacheLayout:
     def strides(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, head_size_v: int
     ) -> tuple[_Strides, _Strides, int]:
-        """Element strides of the K view and of the V view (each for `[B, N, H, D]`), and the offset at which V starts."""
+        """Strides of the two views in elements.
+
+        Returns:
+            (strides of K `[B, N, H, D]`, strides of V `[B, N, H, Dv]`, offset of V).
+        """
         kv_at = self.stride_order.index(_KV)
         sizes = {_BLOCK: num_blocks, _TOKEN: block_size, _HEAD: num_kv_heads}
         inner = self.stride_order[kv_at + 1 :]
@@ -79,10 +85,10 @@ _override: str | None = None
 
 
 def layout_named(name: str) -> CacheLayout:
-    """The layout of that name.
+    """The layout with a name, in upper or lower case.
 
     Raises:
-        LayoutMismatchError: no such layout; the message lists them.
+        LayoutMismatchError: the name is unknown; the message lists the known names.
     """
     try:
         return LAYOUTS[name.upper()]
@@ -93,39 +99,50 @@ def layout_named(name: str) -> CacheLayout:
 
 
 def set_kv_cache_layout(layout: str | None) -> None:
-    """Override the layout of every later `PagedKVCache.allocate` that names none; None takes the override back. Wins over the environment."""
+    """Set the layout of every later `PagedKVCache.allocate` without a `layout` argument.
+
+    Takes precedence over ATTNLIB_KV_CACHE_LAYOUT. None removes the override.
+
+    Raises:
+        LayoutMismatchError: the name is unknown.
+    """
     global _override
     _override = None if layout is None else layout_named(layout).name
 
 
 def get_kv_cache_layout() -> str | None:
-    """The layout that the user insists on: `set_kv_cache_layout`, else `ATTNLIB_KV_CACHE_LAYOUT`, else None (nobody insists)."""
+    """The layout set by `set_kv_cache_layout`, else by ATTNLIB_KV_CACHE_LAYOUT, else None."""
     return _override or env.read("ATTNLIB_KV_CACHE_LAYOUT") or None
 
 
-def negotiate_layout(demands: Sequence[tuple[str, Sequence[str]]], wish: str | None = None) -> str:
-    """One layout that everyone reads.
+def negotiate_layout(
+    demands: Sequence[tuple[str, Sequence[str]]], requested: str | None = None
+) -> str:
+    """Choose one layout that every layer or backend can read.
 
     Args:
-        demands: (who, layouts that it reads, best first) for each layer or backend; "ANY" among the layouts reads them all.
-        wish: a layout that the user insists on.
+        demands: (name, readable layouts in order of preference) of each layer or backend; "ANY"
+            stands for all layouts.
+        requested: the layout set by the user, or None.
 
     Returns:
-        `wish` if everyone reads it, else the common layout that the first demand puts first, "NHD" if all read any.
+        `requested` if it is common to all, else the common layout that the first demand prefers;
+        "NHD" if every demand is "ANY".
 
     Raises:
-        LayoutMismatchError: there is no common layout; the message names everyone's demand.
+        LayoutMismatchError: there is no common layout; the message lists all demands.
     """
     common = [
         name for name in LAYOUTS if all("ANY" in reads or name in reads for _, reads in demands)
     ]
-    if wish is not None:
-        common = [name for name in common if name == layout_named(wish).name]
+    if requested is not None:
+        common = [name for name in common if name == layout_named(requested).name]
     if not common:
         named = "; ".join(f"{who} reads {', '.join(reads)}" for who, reads in demands)
-        insisted = f"the cache was asked to be {wish}, but " if wish else ""
+        request = f"{requested} is requested, but " if requested else ""
         raise LayoutMismatchError(
-            f"no common KV-cache layout: {insisted}{named}. Choose backends that share one, or convert between caches."
+            f"no common KV-cache layout: {request}{named}. Choose backends that share one, or "
+            f"convert between caches."
         )
     preferred = [name for _, reads in demands for name in reads if name in common]
     return preferred[0] if preferred else common[0]

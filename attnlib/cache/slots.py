@@ -1,4 +1,4 @@
-"""Where each new token goes: slot = block * block_size + offset (P4)."""
+"""Slot mapping of new tokens: slot = block * block_size + offset (P4)."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ def compute_slot_mapping(
     """The slot of every query token of a batch.
 
     Args:
-        query_start_loc: `[R+1]` int32, where each request's tokens start.
+        query_start_loc: `[R+1]` int32, offsets of the requests in the packed tokens.
         seq_lens: `[R]` int32, context plus new tokens (M1).
         block_table: `[R, max_blocks]` int32 (P3).
         block_size: tokens in one block.
-        num_tokens: length of the result; None reads it from `query_start_loc` (a host sync on a GPU).
-        out: `[num_tokens]` int64, written in place when given.
+        num_tokens: length of the result; None reads it from `query_start_loc`, which synchronizes
+            with a CUDA device.
+        out: `[num_tokens]` int64 that receives the result; None allocates it.
 
     Returns:
-        `[num_tokens]` int64; rows at or past the last request's end hold -1 and write nothing.
+        `[num_tokens]` int64; entries at or past the end of the last request are -1, which writes
+        nothing.
 
     Raises:
-        ContractError: wrong dtypes, or tables and lengths that do not fit each other.
+        ContractError: `block_size` is below 1, or the shapes disagree.
     """
     if block_size < 1:
         raise ContractError(f"block_size={block_size} must be at least 1")
@@ -43,14 +45,15 @@ def compute_slot_mapping(
         or query_start_loc.shape[0] != seq_lens.shape[0] + 1
     ):
         raise ContractError(
-            f"block_table {tuple(block_table.shape)}, seq_lens {tuple(seq_lens.shape)} and query_start_loc {tuple(query_start_loc.shape)} "
-            f"must be [R, max_blocks], [R] and [R+1]",
+            f"block_table {tuple(block_table.shape)}, seq_lens {tuple(seq_lens.shape)} "
+            f"and query_start_loc {tuple(query_start_loc.shape)} must be "
+            f"[R, max_blocks], [R] and [R+1]",
             rule="P3",
         )
     if num_tokens is None:
         num_tokens = int(query_start_loc[-1])
-    twin = "triton" if block_table.is_cuda else "torch"
-    kernels = import_module(f"attnlib.ops.{twin}.slots")
+    counterpart = "triton" if block_table.is_cuda else "torch"
+    kernels = import_module(f"attnlib.ops.{counterpart}.slots")
     slots: torch.Tensor = kernels.compute_slot_mapping(
         query_start_loc, seq_lens, block_table, block_size, num_tokens, out=out
     )

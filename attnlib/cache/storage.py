@@ -1,7 +1,7 @@
-"""The cache of one layer: two strided views over one or two allocations (P1). Whole blocks of it are moved by `block_moves`.
+"""The cache of one layer: two strided views over one or two allocations (P1).
 
-Nothing here infers a size from a shape that a layout could change: `key_cache` is `[B, N, Hkv, D]` and `value_cache` `[B, N, Hkv, Dv]` in every
-layout, only their strides differ.
+`key_cache` is `[B, N, Hkv, D]` and `value_cache` `[B, N, Hkv, Dv]` in every layout; only the
+strides differ. `block_moves` copies and zeroes whole blocks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ Scale = float | torch.Tensor
 
 
 class PagedKVCache:
-    """One layer's keys and values in blocks.
+    """The keys and values of one layer in blocks.
 
     Attributes:
         key_cache: `[B, N, Hkv, D]`, any strides, the last one 1.
-        value_cache: `[B, N, Hkv, Dv]`, likewise; it may interleave with, lie beside or alias the keys.
-        layout: name of the order in memory, or None for foreign views.
-        k_scale, v_scale: stored value * scale = real value (M9): a float, or a float32 tensor `[]` or `[Hkv]`.
+        value_cache: `[B, N, Hkv, Dv]`, likewise. It may be interleaved with the keys, be a separate
+            allocation, or alias the keys.
+        layout: name of the memory layout, or None if the views match no known layout.
+        k_scale, v_scale: stored value * scale = real value (M9): a float, or a float32 tensor `[]`
+            or `[Hkv]`.
     """
 
     def __init__(
@@ -64,25 +66,26 @@ class PagedKVCache:
         Args:
             spec: heads, sizes, dtype and block size.
             num_blocks: blocks in the pool (B).
-            device: where; None is torch's default device.
-            layout: order in memory; None means `spec.kv_cache_layout`, else the user's override, else "NHD".
-            k_scale, v_scale: scales of a quantised cache.
+            device: None for torch's default device.
+            layout: memory layout; None for `spec.kv_cache_layout`, else the override of
+                `set_kv_cache_layout` or ATTNLIB_KV_CACHE_LAYOUT, else "NHD".
+            k_scale, v_scale: scales of a quantized cache.
 
         Raises:
-            ContractError: `num_blocks` below 1, or a spec whose attention is not paged.
+            ContractError: `num_blocks` is below 1, or the attention of `spec` is not paged.
             LayoutMismatchError: an unknown layout.
         """
         if num_blocks < 1:
             raise ContractError(f"num_blocks={num_blocks} must be at least 1")
         if not spec.is_paged:
             raise ContractError(
-                f"attn_type={spec.attn_type.value} keeps no keys between steps and needs no cache: call the layer with cache=None"
+                f"attn_type={spec.attn_type.value} keeps no keys between steps and needs no cache: "
+                f"call the layer with cache=None"
             )
         order = layout_named(layout or spec.kv_cache_layout or get_kv_cache_layout() or "NHD")
         sizes = (num_blocks, spec.block_size, spec.num_kv_heads)
-        if (
-            spec.use_mla
-        ):  # one latent per token: the value is a prefix of the key and takes no memory of its own
+        if spec.use_mla:
+            # One latent vector per token: the value is a prefix of the key and aliases its memory.
             key = torch.zeros(*sizes, spec.head_size, dtype=spec.kv_dtype, device=device)
             return cls(
                 key, key[..., : spec.head_size_v], layout="NHD", k_scale=k_scale, v_scale=v_scale
@@ -105,9 +108,18 @@ class PagedKVCache:
         k_scale: Scale = 1.0,
         v_scale: Scale = 1.0,
     ) -> PagedKVCache:
-        """A cache over somebody else's memory: `[B, N, Hkv, D]` and `[B, N, Hkv, Dv]` views with any strides, the last one 1. Nothing is copied."""
+        """A cache over existing memory, without a copy.
+
+        Args:
+            key_cache: `[B, N, Hkv, D]`, any strides, the last one 1.
+            value_cache: `[B, N, Hkv, Dv]`, likewise, same dtype and device.
+            k_scale, v_scale: scales of a quantized cache.
+
+        Raises:
+            ContractError: the views have other shapes, or disagree with each other.
+        """
         cache = cls(key_cache, value_cache, k_scale=k_scale, v_scale=v_scale)
-        cache.layout = _recognise(key_cache, value_cache)
+        cache.layout = _recognized_layout(key_cache, value_cache)
         return cache
 
     @property
@@ -142,17 +154,17 @@ class PagedKVCache:
 
     @property
     def device(self) -> torch.device:
-        """Where the cache lies."""
+        """Device of the cache."""
         return self.key_cache.device
 
     @property
     def num_slots(self) -> int:
-        """Tokens that fit: B * N."""
+        """Capacity in tokens: B * N."""
         return self.num_blocks * self.block_size
 
     @property
     def values_alias_keys(self) -> bool:
-        """True when the values are a prefix of the keys (MLA): writing the keys writes both."""
+        """True if the values are a prefix of the keys (MLA): writing the keys writes both."""
         return (
             self.value_cache.data_ptr() == self.key_cache.data_ptr()
             and self.value_cache.stride()[:3] == self.key_cache.stride()[:3]
@@ -163,29 +175,42 @@ class PagedKVCache:
         return self.key_cache, self.value_cache
 
     def copy_blocks(self, pairs: BlockPairs) -> None:
-        """Copy whole blocks within this cache, all at once: every source is read before any destination is written.
+        """Copy whole blocks within this cache. Every source is read before any block is written.
 
         Args:
             pairs: (source, destination) block ids, or an integer tensor `[n, 2]`.
 
         Raises:
-            ContractError: an id out of range, or a destination named twice; nothing is written then.
+            ContractError: an id is out of range, or a destination occurs twice; nothing is written.
         """
         source, destination = checked_pairs(pairs, self.num_blocks, self.num_blocks)
         move_blocks(self._views, self._views, source, destination)
 
     def swap_blocks(self, other: PagedKVCache, pairs: BlockPairs) -> None:
-        """Copy whole blocks of this cache into `other`, which may be on another device or in another layout (swapping out and in).
+        """Copy whole blocks of this cache into `other` (swapping out and in).
+
+        The caches may differ in device and layout. Elements are copied as stored, so quantized
+        caches must have equal scales (M9); comparing scales that are distinct CUDA tensors
+        synchronizes.
+
+        Args:
+            other: the destination.
+            pairs: (block of this cache, block of `other`), or an integer tensor `[n, 2]`.
 
         Raises:
-            ContractError: as `copy_blocks`, or `other` stores another block shape or dtype.
+            ContractError: as `copy_blocks`, or `other` has another block shape, dtype or scale;
+                nothing is written.
         """
         for name in ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 raise ContractError(
-                    f"swap_blocks between unlike caches: {name} is {mine} here and {theirs} there"
+                    f"swap_blocks needs caches of one kind: {name} is {mine} in the source and "
+                    f"{theirs} in the destination"
                 )
+        if self.dtype.itemsize == 1:
+            for name in ("k_scale", "v_scale"):
+                _check_equal_scales(name, getattr(self, name), getattr(other, name))
         source, destination = checked_pairs(pairs, self.num_blocks, other.num_blocks)
         move_blocks(self._views, other._views, source, destination)
 
@@ -193,7 +218,7 @@ class PagedKVCache:
         """Fill whole blocks with zeros.
 
         Raises:
-            ContractError: an id out of range; nothing is written then.
+            ContractError: an id is out of range; nothing is written.
         """
         ids = list(block_ids)
         check_ids("block_ids", ids, self.num_blocks)
@@ -201,9 +226,11 @@ class PagedKVCache:
 
     def __repr__(self) -> str:
         return (
-            f"PagedKVCache({self.num_blocks} blocks x {self.block_size} tokens x {self.num_kv_heads} heads x {self.head_size}"
-            f"{'' if self.head_size_v == self.head_size else f'/{self.head_size_v}'}, {str(self.dtype).removeprefix('torch.')}, "
-            f"{self.layout or 'foreign layout'}, {self.device})"
+            f"PagedKVCache({self.num_blocks} blocks x {self.block_size} tokens x "
+            f"{self.num_kv_heads} heads x {self.head_size}"
+            f"{'' if self.head_size_v == self.head_size else f'/{self.head_size_v}'}, "
+            f"{str(self.dtype).removeprefix('torch.')}, {self.layout or 'unknown layout'}, "
+            f"{self.device})"
         )
 
 
@@ -211,22 +238,25 @@ def _check_views(key: torch.Tensor, value: torch.Tensor) -> None:
     for name, view in (("key_cache", key), ("value_cache", value)):
         if view.dim() != 4:
             raise ContractError(
-                f"{name} has shape {tuple(view.shape)}; it must be [blocks, block_size, num_kv_heads, head_size]",
+                f"{name} has shape {tuple(view.shape)}; it must be "
+                f"[blocks, block_size, num_kv_heads, head_size]",
                 rule="P1",
             )
         if view.stride(3) != 1 and view.shape[3] > 1:
             raise ContractError(
-                f"{name} has stride {view.stride(3)} along the head; the last stride must be 1",
+                f"{name} has last stride {view.stride(3)}; the last stride must be 1",
                 rule="P1",
             )
     if key.shape[:3] != value.shape[:3]:
         raise ContractError(
-            f"key_cache {tuple(key.shape)} and value_cache {tuple(value.shape)} must agree in blocks, block_size and heads",
+            f"key_cache {tuple(key.shape)} and value_cache {tuple(value.shape)} must agree in "
+            f"blocks, block_size and heads",
             rule="P1",
         )
     if key.dtype != value.dtype or key.device != value.device:
         raise ContractError(
-            f"key_cache ({key.dtype}, {key.device}) and value_cache ({value.dtype}, {value.device}) must agree in dtype and device",
+            f"key_cache ({key.dtype}, {key.device}) and value_cache ({value.dtype}, "
+            f"{value.device}) must agree in dtype and device",
             rule="P1",
         )
 
@@ -240,15 +270,31 @@ def _checked_scale(name: str, scale: Scale, view: torch.Tensor) -> Scale:
         or scale.device != view.device
     ):
         raise ContractError(
-            f"{name} is {scale.dtype} {tuple(scale.shape)} on {scale.device}; it must be float32, a scalar or [{view.shape[2]}] (KV heads), "
-            f"on {view.device}",
+            f"{name} is {scale.dtype} {tuple(scale.shape)} on {scale.device}; it must be float32, "
+            f"a scalar or [{view.shape[2]}] (KV heads), on {view.device}",
             rule="M9",
         )
     return scale
 
 
-def _recognise(key: torch.Tensor, value: torch.Tensor) -> str | None:
-    """The name of the layout whose strides these views have, if it is one of ours."""
+def _check_equal_scales(name: str, source: Scale, destination: Scale) -> None:
+    """Refuse to copy quantized elements to where another scale would change their value."""
+    if source is destination:
+        return
+    values = [
+        torch.as_tensor(scale, dtype=torch.float32, device="cpu") for scale in (source, destination)
+    ]
+    if not bool((values[0] == values[1]).all()):
+        raise ContractError(
+            f"swap_blocks copies quantized elements as stored, but {name} is {values[0].tolist()} "
+            f"in the source and {values[1].tolist()} in the destination: give both caches the same "
+            f"scales",
+            rule="M9",
+        )
+
+
+def _recognized_layout(key: torch.Tensor, value: torch.Tensor) -> str | None:
+    """Name of the layout that has the strides of these views, or None."""
     sizes = (key.shape[0], key.shape[1], key.shape[2], key.shape[3], value.shape[3])
     for layout in LAYOUTS.values():
         k_strides, v_strides, _ = layout.strides(*sizes)

@@ -1,4 +1,4 @@
-"""The block table of a runner (P3): one row a request, kept on the host and copied to the device once a step."""
+"""The block table of a model runner (P3): one row per request, on the host and on the device."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ from attnlib.errors import ContractError
 
 __all__ = ["BlockTable"]
 
+_MAX_BLOCK_ID = torch.iinfo(torch.int32).max
+
 
 class BlockTable:
-    """Rows of physical block ids, `[max_reqs, max_blocks]` int32. Entries behind a row's end are -1 and mean nothing.
+    """Rows of physical block ids, `[max_reqs, max_blocks]` int32.
 
-    The device tensor has one address for the table's lifetime (G3): CUDA graphs may hold it.
+    Rows are edited on the host; `commit` copies them to the device once per step. Entries past the
+    end of a row are -1. The device tensor keeps its address for the lifetime of the table (G3), so
+    CUDA graphs may capture it. A method that raises leaves the table unchanged.
 
     Args:
-        max_reqs: rows.
-        max_blocks: entries in a row: the longest request's blocks.
-        device: where kernels read it; None keeps it on the CPU.
+        max_reqs: number of rows.
+        max_blocks: number of columns: the blocks of the longest request.
+        device: device of the tensor that kernels read; None keeps the table on the CPU.
+
+    Raises:
+        ContractError: a size below 1.
     """
 
     def __init__(
@@ -30,8 +37,9 @@ class BlockTable:
                 f"a block table of {max_reqs} rows and {max_blocks} columns cannot hold a request"
             )
         device = torch.device(device or "cpu")
-        # Pageable on purpose: the driver has taken its copy when the call returns, so the next step may change rows while this one still runs.
-        # A pinned buffer would be read later, behind the host's back.
+        # Pageable on purpose: when a copy from pageable memory returns, the driver has staged the
+        # data, so the next step may edit rows while this step still runs. A pinned buffer would be
+        # read later, after the edit.
         self._host = torch.full((max_reqs, max_blocks), -1, dtype=torch.int32, device="cpu")
         self._device = (
             self._host if device.type == "cpu" else torch.full_like(self._host, -1, device=device)
@@ -40,12 +48,12 @@ class BlockTable:
 
     @property
     def max_reqs(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return self._host.shape[0]
 
     @property
     def max_blocks(self) -> int:
-        """Entries in a row."""
+        """Number of columns."""
         return self._host.shape[1]
 
     def row(self, index: int) -> list[int]:
@@ -54,33 +62,36 @@ class BlockTable:
         return [int(block) for block in self._host[index, :count]]
 
     def add_row(self, block_ids: Sequence[int], index: int) -> None:
-        """Replace a row."""
+        """Replace a row.
+
+        Raises:
+            ContractError: `index` is outside the table, the row is too long, or an id is invalid.
+        """
+        self._checked(index)
+        row = self._checked_row(block_ids, 0, index)
         self.clear_row(index)
-        self.append_row(block_ids, index)
+        self._write(row, 0, index)
 
     def append_row(self, block_ids: Sequence[int], index: int) -> None:
         """Append blocks to a row.
 
         Raises:
-            ContractError: the row would be wider than the table; it is left as it was.
+            ContractError: `index` is outside the table, the row is too long, or an id is invalid.
         """
         start = int(self.num_blocks_per_row[self._checked(index)])
-        end = start + len(block_ids)
-        if end > self.max_blocks:
-            raise ContractError(
-                f"row {index} would hold {end} blocks, but the table has {self.max_blocks} columns: make it wider",
-                rule="P3",
-            )
-        self._host[index, start:end] = torch.as_tensor(block_ids, dtype=torch.int32)
-        self.num_blocks_per_row[index] = end
+        self._write(self._checked_row(block_ids, start, index), start, index)
 
     def clear_row(self, index: int) -> None:
-        """Empty a row."""
+        """Remove all blocks of a row.
+
+        Raises:
+            ContractError: `index` is outside the table.
+        """
         self._host[self._checked(index)] = -1
         self.num_blocks_per_row[index] = 0
 
     def move_row(self, source: int, target: int) -> None:
-        """Copy row `source` over row `target` (a finished request's place is taken by the last one)."""
+        """Copy row `source` over row `target`: the last request replaces a finished one."""
         self._host[self._checked(target)] = self._host[self._checked(source)]
         self.num_blocks_per_row[target] = self.num_blocks_per_row[source]
 
@@ -91,7 +102,11 @@ class BlockTable:
         self.num_blocks_per_row[pair] = self.num_blocks_per_row[other]
 
     def commit(self, num_reqs: int) -> torch.Tensor:
-        """Copy the first `num_reqs` rows to the device and return them, `[num_reqs, max_blocks]` int32. No host sync."""
+        """Copy the first `num_reqs` rows to the device without a host synchronization.
+
+        Returns:
+            The rows on the device, `[num_reqs, max_blocks]` int32.
+        """
         if self._device is not self._host:
             self._device[:num_reqs].copy_(self._host[:num_reqs], non_blocking=True)
         return self._device[:num_reqs]
@@ -108,3 +123,26 @@ class BlockTable:
         if not 0 <= index < self.max_reqs:
             raise ContractError(f"row {index} is outside the table of {self.max_reqs} rows")
         return index
+
+    def _checked_row(self, block_ids: Sequence[int], start: int, index: int) -> torch.Tensor:
+        """`block_ids` as int32, checked to fit row `index` from column `start` on."""
+        end = start + len(block_ids)
+        if end > self.max_blocks:
+            raise ContractError(
+                f"row {index} would hold {end} blocks, but the table has {self.max_blocks} "
+                f"columns: create it with max_blocks={end} or more",
+                rule="P3",
+            )
+        row = torch.as_tensor(block_ids, dtype=torch.int64, device="cpu")
+        invalid = (row < 0) | (row > _MAX_BLOCK_ID)
+        if bool(invalid.any()):
+            raise ContractError(
+                f"row {index}: block id {int(row[invalid][0])} is not in 0 to {_MAX_BLOCK_ID}",
+                rule="P3",
+            )
+        return row.to(torch.int32)
+
+    def _write(self, row: torch.Tensor, start: int, index: int) -> None:
+        end = start + row.shape[0]
+        self._host[index, start:end] = row
+        self.num_blocks_per_row[index] = end

@@ -1,4 +1,4 @@
-"""Moving whole blocks: all at once, between layouts, and not at all when an id is wrong."""
+"""Copies of whole blocks: reads before writes, between layouts, nothing on an invalid id."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def _state(cache: PagedKVCache) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kv", ["auto", "fp8"])
-def test_copies_happen_all_at_once(layout: str, kv: str) -> None:
+def test_copies_read_all_sources_first(layout: str, kv: str) -> None:
     """A rotation 0 -> 1 -> 2 -> 0 reads every source before it writes; other blocks stay."""
     cache = _cache(layout, kv=kv)
     before = _state(cache)
@@ -55,10 +55,10 @@ def test_swapping_out_and_in_again_through_another_layout() -> None:
     [
         (
             [(0, 9)],
-            r"destination block 9 \(entry 0\) is outside the pool of 5 blocks \(0 to 4\) \[P3\]",
+            r"destination block 9 \(index 0\) is outside the pool of 5 blocks \(0 to 4\) \[P3\]",
         ),
-        ([(0, 1), (-1, 2)], r"source block -1 \(entry 1\) is outside"),
-        ([(0, 1), (2, 1)], "destination block 1 is named more than once"),
+        ([(0, 1), (-1, 2)], r"source block -1 \(index 1\) is outside"),
+        ([(0, 1), (2, 1)], "destination block 1 occurs more than once"),
     ],
 )
 def test_bad_pairs_change_nothing(pairs: list, message: str) -> None:
@@ -77,11 +77,11 @@ def test_bad_zeroing_changes_nothing() -> None:
     assert all(torch.equal(view, old) for view, old in zip(_state(cache), before, strict=True))
 
 
-def test_unlike_caches_do_not_swap() -> None:
+def test_caches_of_different_block_sizes_do_not_swap() -> None:
     spec = AttentionSpec(
         num_heads=4, num_kv_heads=2, head_size=8, head_size_v=6, dtype=torch.float32, block_size=8
     )
-    with pytest.raises(ContractError, match="block_size is 4 here and 8 there"):
+    with pytest.raises(ContractError, match="block_size is 4 in the source and 8 in"):
         _cache().swap_blocks(PagedKVCache.allocate(spec, 2, "cpu"), [(0, 0)])
 
 

@@ -1,4 +1,4 @@
-"""Block sizes: negotiation with a useful error, and manager blocks cut into kernel blocks in every layout (K5)."""
+"""Block sizes: negotiation, and the split of manager blocks into kernel blocks (K5)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_the_largest_common_size_that_divides() -> None:
     assert negotiate_block_size([], 7) == 7
 
 
-def test_the_error_names_every_demand_and_the_size_that_would_do() -> None:
-    """K5, vllm#48313: "No common block size for 32." tells nobody what to do."""
+def test_the_error_lists_all_demands_and_a_size_that_satisfies_them() -> None:
+    """K5, vllm#48313: the message says which block size to use."""
     with pytest.raises(LayoutMismatchError) as error:
         negotiate_block_size(
             [
@@ -35,8 +35,8 @@ def test_the_error_names_every_demand_and_the_size_that_would_do() -> None:
     text = str(error.value)
     assert (
         "blocks of 32 tokens" in text
-        and "layer 0 (flash_attn) takes multiples of 256" in text
-        and "layer 1 (mine) takes multiples of 48" in text
+        and "layer 0 (flash_attn) supports multiples of 256" in text
+        and "layer 1 (mine) supports multiples of 48" in text
     )
     assert "use blocks of 768 tokens" in text
     with pytest.raises(LayoutMismatchError, match="no block size satisfies all"):
@@ -49,8 +49,8 @@ def test_the_error_names_every_demand_and_the_size_that_would_do() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [4, 8, 16])
-def test_a_cut_cache_holds_the_same_tokens(layout: str, size: int) -> None:
-    """P1, P3: element for element, in every layout, and undefined entries do no harm."""
+def test_a_split_cache_holds_the_same_tokens(layout: str, size: int) -> None:
+    """P1, P3: element for element, in every layout, with undefined table entries."""
     spec = AttentionSpec(
         num_heads=4, num_kv_heads=2, head_size=8, dtype=torch.float32, block_size=16
     )
@@ -58,14 +58,17 @@ def test_a_cut_cache_holds_the_same_tokens(layout: str, size: int) -> None:
     for view in (cache.key_cache, cache.value_cache):
         view.copy_(torch.randn(view.shape))
     table = torch.tensor([[3, 0, 2], [1, 4, 2**30]], dtype=torch.int32)
-    cut, split = split_blocks(cache, size)
+    split_cache, split = split_blocks(cache, size)
     expanded = split.expand(table)
     assert (
         expanded.shape == (2, 3 * 16 // size)
         and expanded.dtype == torch.int32
-        and cut.block_size == size
+        and split_cache.block_size == size
     )
-    for whole, part in ((cache.key_cache, cut.key_cache), (cache.value_cache, cut.value_cache)):
+    for whole, part in (
+        (cache.key_cache, split_cache.key_cache),
+        (cache.value_cache, split_cache.value_cache),
+    ):
         assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
         for row, columns in ((0, 3), (1, 2)):
             blocks = expanded[row, : columns * 16 // size].long()
@@ -75,8 +78,8 @@ def test_a_cut_cache_holds_the_same_tokens(layout: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_attention_over_a_cut_cache(layout: str) -> None:
-    """The kernels see no difference."""
+def test_attention_over_a_split_cache(layout: str) -> None:
+    """The output is bitwise equal."""
     spec = AttentionSpec(
         num_heads=4, num_kv_heads=2, head_size=8, dtype=torch.float32, block_size=32
     )
@@ -85,11 +88,11 @@ def test_attention_over_a_cut_cache(layout: str) -> None:
         view.copy_(torch.randn(view.shape))
     common = CommonAttentionMetadata.from_lengths([3, 1], [70, 33], [[5, 0, 3], [1, 4]], 32, "cpu")
     query, results = torch.randn(4, 4, 8), []
-    cut, split = split_blocks(cache, 16)
+    split_cache, split = split_blocks(cache, 16)
     assert common.block_table_tensor is not None
     for pool, table in (
         (cache, common.block_table_tensor),
-        (cut, split.expand(common.block_table_tensor)),
+        (split_cache, split.expand(common.block_table_tensor)),
     ):
         out = torch.empty_like(query)
         lengths = (common.query_start_loc, common.seq_lens)
@@ -108,7 +111,7 @@ def test_attention_over_a_cut_cache(layout: str) -> None:
     assert torch.equal(*results)
 
 
-def test_values_of_another_size_need_a_layout_of_their_own() -> None:
+def test_values_of_another_size_need_separate_views() -> None:
     spec = AttentionSpec(
         num_heads=4,
         num_kv_heads=2,
@@ -129,7 +132,7 @@ def test_values_of_another_size_need_a_layout_of_their_own() -> None:
         )
 
 
-def test_one_part_is_the_cache_itself_and_the_table_goes_where_it_is_told() -> None:
+def test_an_unsplit_cache_is_returned_and_expand_writes_to_out() -> None:
     spec = AttentionSpec(num_heads=2, head_size=8, dtype=torch.float32, block_size=16)
     cache = PagedKVCache.allocate(spec, 1, "cpu")
     assert split_blocks(cache, 16) == (cache, BlockSplit(1, 1))

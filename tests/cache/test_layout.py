@@ -31,7 +31,7 @@ def _no_override():
 
 @pytest.mark.parametrize(("layout", "head_size_v"), list(itertools.product(LAYOUTS, (8, 5))))
 def test_views_cover_the_pool_once(layout: str, head_size_v: int) -> None:
-    """P1: keys and values have their logical shapes in every layout, and no element is in two places."""
+    """P1: keys and values have their logical shapes in every layout and do not overlap."""
     cache = PagedKVCache.allocate(_spec(head_size_v), 3, "cpu", layout)
     assert cache.key_cache.shape == (3, 4, 2, 8) and cache.value_cache.shape == (
         3,
@@ -78,14 +78,14 @@ def test_override_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         get_kv_cache_layout()
 
 
-def test_negotiation_names_everyone() -> None:
+def test_negotiation_lists_all_demands() -> None:
     assert negotiate_layout([("a", ("HND", "NHD")), ("b", ("NHD", "HND"))]) == "HND"
     assert negotiate_layout([("a", ("ANY",)), ("b", ("HND",))]) == "HND"
-    assert negotiate_layout([("a", ("NHD", "HND"))], wish="HND") == "HND"
+    assert negotiate_layout([("a", ("NHD", "HND"))], requested="HND") == "HND"
     with pytest.raises(LayoutMismatchError, match="flash reads NHD; other reads HND"):
         negotiate_layout([("flash", ("NHD",)), ("other", ("HND",))])
-    with pytest.raises(LayoutMismatchError, match="asked to be HND, but flash reads NHD"):
-        negotiate_layout([("flash", ("NHD",))], wish="HND")
+    with pytest.raises(LayoutMismatchError, match="HND is requested, but flash reads NHD"):
+        negotiate_layout([("flash", ("NHD",))], requested="HND")
     with pytest.raises(LayoutMismatchError, match="'XYZ' is not known"):
         PagedKVCache.allocate(_spec(), 1, "cpu", "XYZ")
 

@@ -1,9 +1,9 @@
-"""What a cache may be made of: sizes, foreign views, scales."""
+"""Construction of caches: sizes, existing views, scales; copies between caches."""
 
 import pytest
 import torch
 
-from attnlib.cache.storage import PagedKVCache
+from attnlib.cache.storage import PagedKVCache, Scale
 from attnlib.errors import ContractError
 from attnlib.spec import AttentionSpec
 
@@ -25,7 +25,7 @@ from attnlib.spec import AttentionSpec
         ),
     ],
 )
-def test_foreign_views_are_checked(key: torch.Tensor, value: torch.Tensor, message: str) -> None:
+def test_existing_views_are_checked(key: torch.Tensor, value: torch.Tensor, message: str) -> None:
     with pytest.raises(ContractError, match=message):
         PagedKVCache.from_views(key, value)
 
@@ -38,9 +38,60 @@ def test_scales_are_checked() -> None:
         PagedKVCache.from_views(*views, k_scale=torch.ones(3))
 
 
-def test_impossible_allocations() -> None:
+def test_invalid_allocations() -> None:
     spec = AttentionSpec(num_heads=4, head_size=8, dtype=torch.float32)
     with pytest.raises(ContractError, match="num_blocks=0"):
         PagedKVCache.allocate(spec, 0, "cpu")
     with pytest.raises(ContractError, match="needs no cache"):
         PagedKVCache.allocate(spec.replace(attn_type="encoder_only"), 2, "cpu")
+
+
+def _quantized(k_scale: Scale, v_scale: Scale = 1.0, kv: str = "fp8") -> PagedKVCache:
+    spec = AttentionSpec(
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=8,
+        dtype=torch.float32,
+        block_size=4,
+        kv_cache_dtype=kv,
+    )
+    cache = PagedKVCache.allocate(spec, 3, "cpu", k_scale=k_scale, v_scale=v_scale)
+    cache.key_cache.copy_(torch.randn(cache.key_cache.shape).to(cache.dtype))
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("source", "destination"),
+    [(0.01, 1.0), (torch.tensor(0.5), 0.25), (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))],
+)
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_quantized_blocks_do_not_move_to_another_scale(
+    name: str, source: Scale, destination: Scale
+) -> None:
+    """M9: stored bytes have another value under another scale."""
+    scales = {"k_scale": 1.0, "v_scale": 1.0}
+    first, second = (
+        _quantized(**{**scales, name: source}),
+        _quantized(**{**scales, name: destination}),
+    )
+    before = second.key_cache.float().clone()
+    with pytest.raises(ContractError, match=rf"{name} is .* in the source and .*\[M9\]"):
+        first.swap_blocks(second, [(0, 1)])
+    assert torch.equal(second.key_cache.float(), before)
+
+
+@pytest.mark.parametrize(
+    ("source", "destination"), [(0.5, torch.tensor(0.5)), (torch.tensor([2.0, 2.0]), 2.0)]
+)
+def test_quantized_blocks_move_between_equal_scales(source: Scale, destination: Scale) -> None:
+    """Scales are compared by value, whatever their type."""
+    first, second = _quantized(source), _quantized(destination)
+    first.swap_blocks(second, [(0, 1)])
+    assert torch.equal(second.key_cache[1].float(), first.key_cache[0].float())
+
+
+def test_unquantized_blocks_move_whatever_the_scales() -> None:
+    """Only quantized caches apply scales."""
+    first, second = _quantized(0.5, kv="auto"), _quantized(2.0, kv="auto")
+    first.swap_blocks(second, [(0, 1)])
+    assert torch.equal(second.key_cache[1], first.key_cache[0])

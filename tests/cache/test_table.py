@@ -1,9 +1,7 @@
-"""P3: the block table, and P4: the slots it leads to."""
+"""P3: the block table."""
 
 import pytest
-import torch
 
-from attnlib.cache.slots import compute_slot_mapping
 from attnlib.cache.table import BlockTable
 from attnlib.errors import ContractError
 
@@ -26,7 +24,7 @@ def test_rows_grow_move_and_swap() -> None:
     )
 
 
-def test_a_row_that_is_too_wide_is_left_as_it_was() -> None:
+def test_a_refused_row_is_left_unchanged() -> None:
     table = BlockTable(2, 2)
     table.add_row([1], 0)
     with pytest.raises(
@@ -34,20 +32,20 @@ def test_a_row_that_is_too_wide_is_left_as_it_was() -> None:
     ):
         table.append_row([2, 3], 0)
     assert table.row(0) == [1]
+    with pytest.raises(ContractError, match="row 0 would hold 3 blocks"):
+        table.add_row([2, 3, 4], 0)
+    assert table.row(0) == [1]
     with pytest.raises(ContractError, match="row 2 is outside"):
         table.add_row([1], 2)
     with pytest.raises(ContractError, match="cannot hold a request"):
         BlockTable(0, 4)
 
 
-def test_slots_of_context_and_new_tokens() -> None:
-    """P4: slot = block * N + offset, for positions seq_len - query_len on; the tail is -1."""
-    starts, lens = (
-        torch.tensor([0, 1, 4], dtype=torch.int32),
-        torch.tensor([5, 3], dtype=torch.int32),
-    )
-    table = torch.tensor([[9, 2], [4, 2**30]], dtype=torch.int32)
-    assert compute_slot_mapping(starts, lens, table, 4, 6).tolist() == [8, 16, 17, 18, -1, -1]
-    assert compute_slot_mapping(starts, lens, table, 4).shape == (4,)
-    with pytest.raises(ContractError, match=r"must be \[R, max_blocks\], \[R\] and \[R\+1\]"):
-        compute_slot_mapping(starts, lens, table[:1], 4)
+@pytest.mark.parametrize("block", [-1, 2**31, 2**32])
+@pytest.mark.parametrize("method", ["add_row", "append_row"])
+def test_invalid_block_ids_are_refused(method: str, block: int) -> None:
+    table = BlockTable(2, 4)
+    table.add_row([1], 0)
+    with pytest.raises(ContractError, match=rf"row 0: block id {block} .*\[P3\]"):
+        getattr(table, method)([2, block], 0)
+    assert table.row(0) == [1]
