@@ -24,6 +24,7 @@ from attnlib.device import DeviceInfo, resolve_device
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.metadata.state import AttentionState
+from attnlib.ops.params import AttentionParams
 from attnlib.spec import AttentionSpec
 
 __all__ = ["AttentionBackend", "AttentionImpl", "Settled"]
@@ -199,6 +200,27 @@ class AttentionImpl(ABC):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.config = dict(config or {})
         self.prefix = prefix
+
+    def attention_params(self, metadata: Any, cache: PagedKVCache | None = None) -> AttentionParams:
+        """The parameters of this layer's attention over a batch, as the operations of `ops` take them.
+
+        Args:
+            metadata: has `causal` and `query_bias`, as `PagedMetadata` does.
+            cache: its KV scales apply; None means scales of 1.
+        """
+        spec = self.spec
+        return AttentionParams(
+            scale=self.scale,
+            causal=metadata.causal,
+            window=spec.visible_window.as_kernel_args(),
+            attention_chunk_size=spec.attention_chunk_size or 0,
+            logits_soft_cap=spec.logits_soft_cap or 0.0,
+            alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
+            query_bias=metadata.query_bias,
+            k_scale=1.0 if cache is None else cache.k_scale,
+            v_scale=1.0 if cache is None else cache.v_scale,
+        )
 
     @abstractmethod
     def forward(

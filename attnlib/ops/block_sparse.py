@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.general import general_attention
 from attnlib.ops.torch.request import QueryRows, rows_bias, score_dtype
-from attnlib.ops.torch.rules import ScoreRules
 
 __all__ = ["BlockSparsePattern", "block_sparse_decode"]
 
@@ -62,7 +62,7 @@ def block_sparse_decode(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rules: ScoreRules,
+    params: AttentionParams,
     pattern: BlockSparsePattern,
     k_factor: float | Tensor = 1.0,
     v_factor: float | Tensor = 1.0,
@@ -70,10 +70,10 @@ def block_sparse_decode(
     """One request: `query [1, Hq, D]` at the last of `key [S, Hkv, D]`, `value [S, Hkv, Dv]`; `[1, Hq, Dv]` float32."""
     seq_len = key.shape[0]
     rows = QueryRows(query, seq_len - 1, seq_len, seq_len - 1, True)
-    bias = rows_bias(rows, 0, seq_len, rules)
+    bias = rows_bias(rows, 0, seq_len, params)
     hidden = ~pattern.visible(seq_len, query.device)
     if bias is None:
         bias = torch.zeros(hidden.shape, dtype=score_dtype(query), device=query.device)
     return general_attention(
-        query, key, value, bias.masked_fill(hidden, -torch.inf), rules, k_factor, v_factor
+        query, key, value, bias.masked_fill(hidden, -torch.inf), params, k_factor, v_factor
     )[0]

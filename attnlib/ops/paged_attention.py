@@ -16,11 +16,11 @@ from torch import Tensor
 from attnlib.errors import ContractError
 from attnlib.ops.block_sparse import BlockSparsePattern, block_sparse_decode
 from attnlib.ops.packed_cache import block_bytes, common_form, typed_cache, with_context
+from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.cache_write import write_kv
 from attnlib.ops.torch.paged_decode import paged_decode
 from attnlib.ops.torch.quant import head_factor, is_quantised
 from attnlib.ops.torch.request import KeySpan, QueryRows, attend_rows
-from attnlib.ops.torch.rules import ScoreRules
 
 __all__ = ["PagedAttention", "PagedAttentionMetadata"]
 
@@ -140,21 +140,33 @@ class PagedAttention:
                 blocksparse_head_sliding_step, query.shape[1], num_kv_heads, tp_rank,
             )  # fmt: skip
             pattern.check(key.shape[1])
-            rules = ScoreRules(scale, alibi_slopes=alibi_slopes)
+            params = AttentionParams(scale=scale, alibi_slopes=alibi_slopes)
             for request, seq_len in enumerate(lengths.tolist()):
                 pages = table[request].long()
                 keys, values = (cache[pages].flatten(0, 1)[:seq_len] for cache in (key, value))
                 own = slice(request, request + 1)
                 out[own] = block_sparse_decode(
-                    query[own], keys, values, rules, pattern, *scales
+                    query[own], keys, values, params, pattern, *scales
                 ).to(out.dtype)
             return out
         starts = torch.arange(query.shape[0] + 1, dtype=torch.int32)
+        params = AttentionParams(
+            scale=scale, alibi_slopes=alibi_slopes, k_scale=scales[0], v_scale=scales[1]
+        )
         paged_decode(
-            query, key, value, table, starts, lengths, max_query_len=1, max_seq_len=max_seq_len, scale=scale,
-            alibi_slopes=alibi_slopes, k_scale=scales[0], v_scale=scales[1], out=out,
-            query_start_loc_cpu=starts, seq_lens_cpu=lengths,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            table,
+            starts,
+            lengths,
+            params,
+            max_query_len=1,
+            max_seq_len=max_seq_len,
+            out=out,
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=lengths,
+        )
         return out
 
     @staticmethod
@@ -192,14 +204,16 @@ class PagedAttention:
             if sliding_window is not None and sliding_window > 0
             else (-1, -1)
         )
-        rules = ScoreRules(query.shape[-1] ** -0.5, alibi_slopes=alibi_slopes, window=window)
+        params = AttentionParams(
+            scale=query.shape[-1] ** -0.5, alibi_slopes=alibi_slopes, window=window
+        )
         out = torch.zeros_like(query)
         for request, context in enumerate(contexts.tolist()):
             own = slice(starts[request], starts[request + 1])
             keys = with_context(old_key, table[request], context, k_scale, key[own])
             values = with_context(old_value, table[request], context, v_scale, value[own])
             rows = QueryRows(query[own], context, lengths[request], context, True)
-            attend_rows(rows, KeySpan(keys, values), rules, out[own], None)
+            attend_rows(rows, KeySpan(keys, values), params, out[own], None)
         return out
 
     @staticmethod

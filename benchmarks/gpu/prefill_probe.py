@@ -272,10 +272,12 @@ def make_call(variant: str, batch: Batch, out: Any, lse: Any) -> Any:
     arguments = (batch.query, batch.key, batch.value, batch.table, batch.starts, batch.lengths)
     bounds = {"max_query_len": max(batch.query_lens), "max_seq_len": max(batch.seq_lens)}
     if variant == "plain":
+        from attnlib.ops.params import AttentionParams
         from attnlib.ops.triton.paged_prefill import paged_prefill
 
+        params = AttentionParams(**batch.options)
         return lambda: paged_prefill(
-            *arguments, **bounds, **batch.options, out=out, lse=lse, kernels="portable"
+            *arguments, params, **bounds, out=out, lse=lse, kernels="portable"
         )
     if variant == "fa3":
         from vllm.vllm_flash_attn import flash_attn_varlen_func

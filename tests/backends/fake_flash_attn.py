@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.paged_prefill import paged_prefill
 
 NAMES = (
@@ -54,11 +55,27 @@ def attend(
     out = torch.full((*q.shape[:2], v.shape[-1]), float("nan"), dtype=q.dtype)
     lse = torch.full(q.shape[:2], float("nan"))
     end = int(starts[-1])
+    params = AttentionParams(
+        scale=scale,
+        causal=causal,
+        window=(left, right),
+        logits_soft_cap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=None if sinks is None else sinks.float(),
+    )
     paged_prefill(
-        q[:end], k, v, table, starts, lengths, max_query_len=int((starts[1:] - starts[:-1]).max()), max_seq_len=int(lengths.max()), scale=scale,
-        causal=causal, window=(left, right), logits_soft_cap=softcap, alibi_slopes=alibi_slopes, sinks=None if sinks is None else sinks.float(),
-        out=out[:end], lse=lse[:end],
-    )  # fmt: skip
+        q[:end],
+        k,
+        v,
+        table,
+        starts,
+        lengths,
+        params,
+        max_query_len=int((starts[1:] - starts[:-1]).max()),
+        max_seq_len=int(lengths.max()),
+        out=out[:end],
+        lse=lse[:end],
+    )
     lse[:end] = torch.where(torch.isneginf(lse[:end]), torch.tensor(empty), lse[:end])
     return out, lse.t().contiguous()
 

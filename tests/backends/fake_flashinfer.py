@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.paged_prefill import paged_prefill
 
 LOG_2 = 0.6931471805599453
@@ -42,11 +43,24 @@ def _attend(
         table[request, :count] = indices[int(indptr[request]) : int(indptr[request]) + count]
     assert out.is_contiguous(), "FlashInfer's fa2 kernels ignore the strides of the output"
     natural = torch.empty(q.shape[:2])
+    params = AttentionParams(
+        scale=plan["sm_scale"] * scale,
+        causal=plan["causal"],
+        window=(plan["window_left"], -1),
+        logits_soft_cap=plan["logits_soft_cap"],
+    )
     paged_prefill(
-        q, *caches, table, starts, lengths, max_query_len=int((starts[1:] - starts[:-1]).max()), max_seq_len=int(lengths.max()),
-        scale=plan["sm_scale"] * scale, causal=plan["causal"], window=(plan["window_left"], -1), logits_soft_cap=plan["logits_soft_cap"],
-        out=out, lse=natural,
-    )  # fmt: skip
+        q,
+        *caches,
+        table,
+        starts,
+        lengths,
+        params,
+        max_query_len=int((starts[1:] - starts[:-1]).max()),
+        max_seq_len=int(lengths.max()),
+        out=out,
+        lse=natural,
+    )
     if lse is not None:
         lse.copy_(torch.where(torch.isneginf(natural), torch.tensor(-5e4), natural / LOG_2))
 

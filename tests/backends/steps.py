@@ -8,6 +8,7 @@ import torch
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.paged_prefill import paged_prefill
 from attnlib.spec import AttentionSpec
 
@@ -44,15 +45,7 @@ class Step:
         lse = torch.empty(query.shape[0], spec.num_heads)
         table = self.common.block_table_tensor
         assert table is not None
-        paged_prefill(
-            query,
-            self.cache.key_cache,
-            self.cache.value_cache,
-            table,
-            self.common.query_start_loc,
-            self.common.seq_lens,
-            max_query_len=self.common.max_query_len,
-            max_seq_len=self.common.max_seq_len,
+        params = AttentionParams(
             scale=spec.head_size**-0.5 if scale is None else scale,
             causal=spec.is_causal if self.common.causal is None else self.common.causal,
             window=spec.visible_window.as_kernel_args(),
@@ -61,6 +54,17 @@ class Step:
             sinks=sinks,
             k_scale=self.cache.k_scale,
             v_scale=self.cache.v_scale,
+        )
+        paged_prefill(
+            query,
+            self.cache.key_cache,
+            self.cache.value_cache,
+            table,
+            self.common.query_start_loc,
+            self.common.seq_lens,
+            params,
+            max_query_len=self.common.max_query_len,
+            max_seq_len=self.common.max_seq_len,
             out=out,
             lse=lse,
         )

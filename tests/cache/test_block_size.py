@@ -11,6 +11,7 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.capabilities import Sizes
 from attnlib.errors import ContractError, LayoutMismatchError
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.paged_prefill import paged_prefill
 from attnlib.spec import AttentionSpec
 
@@ -102,9 +103,9 @@ def test_attention_over_a_split_cache(layout: str) -> None:
             pool.value_cache,
             table,
             *lengths,
+            AttentionParams(scale=0.3),
             max_query_len=3,
             max_seq_len=70,
-            scale=0.3,
             out=out,
         )
         results.append(out)

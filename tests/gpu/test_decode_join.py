@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.gpu.devices import needs_gpu
+from tests.ops.calls import call_operation
 
 pytestmark = [
     pytest.mark.gpu,
@@ -90,8 +91,8 @@ class Step:
         from attnlib.ops.triton.paged_decode import paged_decode
 
         key_cache, value_cache = self.cache
-        paged_decode(
-            self.query, key_cache, value_cache, self.table, self.starts, self.lens, out=self.out, lse=self.lse, workspace=self.workspace,
+        call_operation(
+            paged_decode, self.query, key_cache, value_cache, self.table, self.starts, self.lens, out=self.out, lse=self.lse, workspace=self.workspace,
             counters=counters, **self.options,
         )  # fmt: skip
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.gpu.devices import needs_gpu
+from tests.ops.calls import call_operation
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu, needs_gpu]
@@ -72,9 +73,11 @@ def _attention(
         "kernels": kernels,
     }
     if not decode:
-        return lambda: paged_prefill(*batch, **options), [out, lse]
+        return lambda: call_operation(paged_prefill, *batch, **options), [out, lse]
     workspace = torch.empty(1 << 21, device="cuda")  # enough for Hopper's own decode
-    return lambda: paged_decode(*batch, num_splits=num_splits, workspace=workspace, **options), [
+    return lambda: call_operation(
+        paged_decode, *batch, num_splits=num_splits, workspace=workspace, **options
+    ), [
         out,
         lse,
     ]

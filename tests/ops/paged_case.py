@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.ops.calls import call_operation
 from tests.ops.naive import naive_attention
 
 __all__ = ["LAYOUTS", "PagedCase", "make_case"]
@@ -40,7 +41,7 @@ class PagedCase:
             (num_tokens, num_heads, self.tensors[2].shape[3]), float("nan"), dtype=self.query.dtype
         )
         lse = torch.full((num_tokens, num_heads), float("nan"), dtype=torch.float32)
-        operation(*self.tensors, **self.kwargs, out=out, lse=lse, **more)
+        call_operation(operation, *self.tensors, **self.kwargs, out=out, lse=lse, **more)
         return out, lse
 
     def check(self, operation: Any, tolerance: float = 2e-5, **more: Any) -> None:

@@ -68,11 +68,11 @@ class TorchImpl(AttentionImpl):
             value,
             metadata.query_start_loc,
             metadata.query_start_loc,
+            self.attention_params(metadata),
             max_seqlen_q=metadata.max_query_len,
             max_seqlen_k=metadata.max_query_len,
             out=output,
             lse=lse,
-            **self._meaning(metadata),
         )
 
     def _attend(
@@ -91,26 +91,12 @@ class TorchImpl(AttentionImpl):
             part.block_table,
             part.query_start_loc,
             part.seq_lens,
+            self.attention_params(part, cache),
             max_query_len=part.max_query_len,
             max_seq_len=part.max_seq_len,
-            k_scale=cache.k_scale,
-            v_scale=cache.v_scale,
             query_start_loc_cpu=part.query_start_loc_cpu,
             seq_lens_cpu=part.seq_lens_cpu,
             batch_invariant=self.spec.batch_invariant,
             out=output,
             lse=lse,
-            **self._meaning(part),
         )
-
-    def _meaning(self, part: TorchMetadata) -> dict[str, Any]:
-        return {
-            "scale": self.scale,
-            "causal": part.causal,
-            "window": self.spec.visible_window.as_kernel_args(),
-            "attention_chunk_size": self.spec.attention_chunk_size or 0,
-            "logits_soft_cap": self.spec.logits_soft_cap or 0.0,
-            "alibi_slopes": self.alibi_slopes,
-            "sinks": self.sinks,
-            "query_bias": part.query_bias,
-        }

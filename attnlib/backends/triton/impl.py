@@ -25,15 +25,6 @@ class TritonImpl(AttentionImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        spec = self.spec
-        self._meaning: dict[str, Any] = {
-            "scale": self.scale,
-            "window": spec.visible_window.as_kernel_args(),
-            "attention_chunk_size": spec.attention_chunk_size or 0,
-            "logits_soft_cap": spec.logits_soft_cap or 0.0,
-            "alibi_slopes": self.alibi_slopes,
-            "sinks": self.sinks,
-        }
         self._kernels = str(self.config.get("kernels", "auto"))
 
     def write_kv(
@@ -80,12 +71,10 @@ class TritonImpl(AttentionImpl):
             _half(prefill, query[split:], output[split:], None if lse is None else lse[split:]),
             cache.key_cache,
             cache.value_cache,
-            k_scale=cache.k_scale,
-            v_scale=cache.v_scale,
+            self.attention_params(metadata, cache),
             workspace=decode.workspace,
             counters=prefill.counters,
             kernels=self._kernels,
-            **self._meaning,
         )
 
     def settle(
@@ -109,9 +98,8 @@ class TritonImpl(AttentionImpl):
             return None
         if not isinstance(metadata.causal, bool):
             return None
-        return settle_decode(
-            self, query, key, value, cache, metadata, output, self._meaning, self._kernels
-        )
+        params = self.attention_params(metadata)
+        return settle_decode(query, key, value, cache, metadata, output, params, self._kernels)
 
     def forward_unpaged(
         self,
@@ -129,13 +117,11 @@ class TritonImpl(AttentionImpl):
             value,
             metadata.query_start_loc,
             metadata.query_start_loc,
+            self.attention_params(metadata),
             max_seqlen_q=metadata.max_query_len,
             max_seqlen_k=metadata.max_query_len,
-            causal=metadata.causal,
-            query_bias=metadata.query_bias,
             out=output,
             lse=lse,
-            **self._meaning,
         )
 
     def _decode(
@@ -154,18 +140,14 @@ class TritonImpl(AttentionImpl):
             part.block_table,
             part.query_start_loc,
             part.seq_lens,
+            self.attention_params(part, cache),
             max_query_len=part.max_query_len,
             max_seq_len=part.max_seq_len,
-            causal=part.causal,
-            query_bias=part.query_bias,
-            k_scale=cache.k_scale,
-            v_scale=cache.v_scale,
             out=output,
             lse=lse,
             workspace=part.workspace,
             counters=part.counters,
             kernels=self._kernels,
-            **self._meaning,
         )
 
     def _prefill(
@@ -184,17 +166,13 @@ class TritonImpl(AttentionImpl):
             part.block_table,
             part.query_start_loc,
             part.seq_lens,
+            self.attention_params(part, cache),
             max_query_len=part.max_query_len,
             max_seq_len=part.max_seq_len,
-            causal=part.causal,
-            query_bias=part.query_bias,
-            k_scale=cache.k_scale,
-            v_scale=cache.v_scale,
             out=output,
             lse=lse,
             kernels=self._kernels,
             counters=part.counters,
-            **self._meaning,
         )
 
 
@@ -213,8 +191,6 @@ def _half(
         part.seq_lens,
         part.max_query_len,
         part.max_seq_len,
-        part.causal,
-        part.query_bias,
         output,
         lse,
     )

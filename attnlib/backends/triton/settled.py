@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from attnlib.backends.base import AttentionImpl, Settled
 from attnlib.backends.triton.metadata import TritonMetadata
 from attnlib.cache.storage import PagedKVCache
+from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.decode_step import DecodeBatch, Repeat, settle
 from attnlib.ops.triton.launch.signature import Options
 
@@ -17,21 +15,20 @@ __all__ = ["settle_decode"]
 
 
 def settle_decode(
-    impl: AttentionImpl,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     cache: PagedKVCache,
     metadata: TritonMetadata,
     output: torch.Tensor,
-    meaning: Mapping[str, Any],
+    params: AttentionParams,
     kernels: str,
 ) -> Settled | None:
-    """What repeats a call of `impl` just made; None where it cannot be repeated directly.
+    """What repeats a call just made; None where it cannot be repeated directly.
 
     Args:
         query, key, value, cache, metadata, output: of that call.
-        meaning: scale, window and the other options of the layer, as the operations take them.
+        params: likewise, with scales of 1.
         kernels: likewise.
     """
     if metadata.slot_mapping is None or metadata.block_table is None:
@@ -46,15 +43,7 @@ def settle_decode(
         metadata.workspace,
         metadata.counters,
     )
-    options = Options(
-        causal=metadata.causal,
-        query_bias=None,
-        out=output,
-        lse=None,
-        k_scale=1.0,
-        v_scale=1.0,
-        **meaning,
-    )
+    options = Options.from_params(params, output, None)
     repeat = settle(query, key, value, cache.key_cache, cache.value_cache, batch, options, kernels)
     return None if repeat is None else _guarded(repeat, batch, metadata)
 

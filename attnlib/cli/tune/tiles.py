@@ -19,6 +19,7 @@ from attnlib.bench.correctness import Gate
 from attnlib.bench.inputs import Material, make_material
 from attnlib.bench.timer import EagerWatch, GraphWatch, take_turns, wind_up
 from attnlib.cli.tune.candidates import Group, candidates
+from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.device import device_index, limits_of, set_tuned_tiles
 from attnlib.ops.triton.heuristics.tile_table import TileTable, parse_table
 
@@ -134,13 +135,12 @@ def _call(op: str, material: Material) -> Callable[[int], object]:
     }
     attend = _operation(op)
     more = {"workspace": _workspace(material, bounds)} if op == "decode" else {}
-    meaning: dict[str, Any] = {
-        "scale": terms.scale,
-        "window": terms.window,
-        "logits_soft_cap": terms.logits_soft_cap,
-        "sinks": terms.sinks,
-    }
-
+    params = AttentionParams(
+        scale=terms.scale,
+        window=terms.window,
+        logits_soft_cap=terms.logits_soft_cap,
+        sinks=terms.sinks,
+    )
     lengths: tuple[Any, ...] = (common.block_table_tensor, common.query_start_loc, common.seq_lens)
 
     def call(copy: int) -> None:
@@ -150,8 +150,8 @@ def _call(op: str, material: Material) -> Callable[[int], object]:
             cache.key_cache,
             cache.value_cache,
             *lengths,
+            params,
             **bounds,
-            **meaning,
             **more,
             out=material.output,
         )

@@ -21,7 +21,6 @@ from attnlib.ops.torch.gather import PageBuffer, Scratch
 from attnlib.ops.torch.mask import score_bias, visible_keys
 from attnlib.ops.torch.paged import PagedInputs, visible_range
 from attnlib.ops.torch.request import score_dtype
-from attnlib.ops.torch.rules import ScoreRules
 
 __all__ = ["attend_group", "group_requests"]
 
@@ -31,14 +30,10 @@ _GATHER_BYTES = 1 << 19
 _HEAD_PARTS_FACTOR = 4
 
 
-def group_requests(
-    requests: list[Request], inputs: PagedInputs, rules: ScoreRules
-) -> Iterator[list[Request]]:
+def group_requests(requests: list[Request], inputs: PagedInputs) -> Iterator[list[Request]]:
     """Requests of one query length and like numbers of pages: as many as are gathered at a time, or one per thread."""
     page_bytes = _page_bytes(inputs)
-    sized = [
-        (request.query_len, inputs.blocks(request, rules).numel(), request) for request in requests
-    ]
+    sized = [(request.query_len, inputs.blocks(request).numel(), request) for request in requests]
     sized.sort(key=lambda entry: entry[:2], reverse=True)
     group: list[Request] = []
     query_len = widest = 0
@@ -59,14 +54,13 @@ def group_requests(
 def attend_group(
     requests: list[Request],
     inputs: PagedInputs,
-    rules: ScoreRules,
     dtype: torch.dtype,
     scratch: Scratch,
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
     """Write the rows of these requests, all of one query length; `dtype` is what to compute in."""
-    group = _Group(requests, inputs, rules)
+    group = _Group(requests, inputs)
     rows = torch.cat(
         [torch.arange(request.start, request.start + request.query_len) for request in requests]
     )
@@ -88,12 +82,11 @@ class _Group:
 
     requests: list[Request]
     inputs: PagedInputs
-    rules: ScoreRules
 
     @cached_property
     def tables(self) -> Tensor:
         """`[G, W]` page ids. A short row is padded with a page of its own: the copy of that is cleared and masked."""
-        rows = [self.inputs.blocks(request, self.rules) for request in self.requests]
+        rows = [self.inputs.blocks(request) for request in self.requests]
         width = max(row.numel() for row in rows)
         padded = (
             row if row.numel() == width else torch.cat([row, row[:1].expand(width - row.numel())])
@@ -104,7 +97,7 @@ class _Group:
     @cached_property
     def ranges(self) -> list[tuple[int, int]]:
         """First and end of the positions that some row of each request may see."""
-        return [visible_range(request, self.rules) for request in self.requests]
+        return [visible_range(request, self.inputs.params) for request in self.requests]
 
     @property
     def width(self) -> int:
@@ -152,14 +145,14 @@ class _Group:
         The loop holds next to no Python: threads that wait for their next piece of work longer than a moment fall
         asleep, and waking them costs more than the work.
         """
-        inputs, rules = self.inputs, self.rules
+        inputs, params = self.inputs, self.inputs.params
         bias = (
             self.bias if self.bias is None or self.bias.shape[1] == 1 else self.bias[:, query_heads]
         )
         caches = [cache[:, :, heads] for cache in (inputs.key_cache, inputs.value_cache)]
         rows = FusedQuery(
             query, caches[0].shape[2], caches[1].shape[3], bias,
-            replace(rules, sinks=None if rules.sinks is None else rules.sinks[query_heads]),
+            replace(params, sinks=None if params.sinks is None else params.sinks[query_heads]),
             _for_heads(inputs.k_factor, heads), _for_heads(inputs.v_factor, heads), dtype=dtype,
         )  # fmt: skip
         keys = [slice(part.start * self.block_size, part.stop * self.block_size) for part in parts]
@@ -195,8 +188,8 @@ class _Group:
         if (
             filled
             and query_len == 1
-            and self.rules.alibi_slopes is None
-            and self.inputs.query_bias is None
+            and self.inputs.params.alibi_slopes is None
+            and self.inputs.params.query_bias is None
         ):
             return None
         positions = torch.tensor(
@@ -205,13 +198,17 @@ class _Group:
         ends = torch.tensor([[[request.seq_len]] for request in self.requests])
         keys = torch.tensor(self.offsets)[:, None] + torch.arange(num_keys)
         causal = torch.tensor([[[bool(request.causal)]] for request in self.requests])
-        visible = visible_keys(positions, keys, causal, self.rules) & (keys.unsqueeze(1) < ends)
+        visible = visible_keys(positions, keys, causal, self.inputs.params) & (
+            keys.unsqueeze(1) < ends
+        )
         own = (
             None
-            if self.inputs.query_bias is None
-            else self._span_bias(self.inputs.query_bias, num_keys)
+            if self.inputs.params.query_bias is None
+            else self._span_bias(self.inputs.params.query_bias, num_keys)
         )
-        return score_bias(positions, keys, visible, self.rules, own, score_dtype(self.inputs.query))
+        return score_bias(
+            positions, keys, visible, self.inputs.params, own, score_dtype(self.inputs.query)
+        )
 
     def _span_bias(self, query_bias: Tensor, num_keys: int) -> Tensor:
         laid = query_bias.new_zeros(len(self.requests), self.requests[0].query_len, num_keys)

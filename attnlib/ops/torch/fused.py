@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnlib.ops.torch.rules import ScoreRules
+from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.softmax import add_sink
 
 __all__ = ["FusedQuery", "can_fuse", "fused_attention"]
@@ -32,7 +32,7 @@ class FusedQuery:
         query: `[B, Hq, L, D]`.
         num_kv_heads, head_size_v: of the keys and values to come.
         bias: `[1 or B, 1 or Hq, L, S]` float32 (float64 with a float64 query) over all keys, -inf where hidden, or None.
-        rules: scale and sinks are applied here; the rest is in the bias already.
+        params: scale and sinks are applied here; the rest is in the bias already.
         k_factor, v_factor: what a stored value is multiplied by, a float or `[1]` or `[Hkv]` float32.
         dtype: to compute in (see `quant.compute_dtype`); statistics are float32 or better in any case.
         square_causal: mask causally; only for one part with L == S, where top-left and bottom-right are the same.
@@ -44,7 +44,7 @@ class FusedQuery:
         num_kv_heads: int,
         head_size_v: int,
         bias: Tensor | None,
-        rules: ScoreRules,
+        params: AttentionParams,
         k_factor: float | Tensor = 1.0,
         v_factor: float | Tensor = 1.0,
         *,
@@ -54,9 +54,9 @@ class FusedQuery:
         batch, num_heads, num_rows, head_size = query.shape
         self.shape, self.group = (batch, num_heads, num_rows), num_heads // num_kv_heads
         self.head_size_v, self.widest = head_size_v, max(head_size, head_size_v)
-        self.sinks, self.v_factor = rules.sinks, v_factor
+        self.sinks, self.v_factor = params.sinks, v_factor
         self.dtype, self.square_causal = dtype, square_causal
-        query, self.scale = query.to(dtype), rules.scale
+        query, self.scale = query.to(dtype), params.scale
         if isinstance(k_factor, Tensor):
             query = query * _per_query_head(k_factor, self.group)
         else:
@@ -112,7 +112,7 @@ def fused_attention(
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,
-    rules: ScoreRules,
+    params: AttentionParams,
     k_factor: float | Tensor = 1.0,
     v_factor: float | Tensor = 1.0,
     *,
@@ -125,7 +125,7 @@ def fused_attention(
         key.shape[1],
         value.shape[-1],
         bias,
-        rules,
+        params,
         k_factor,
         v_factor,
         dtype=dtype,

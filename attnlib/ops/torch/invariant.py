@@ -14,10 +14,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.general import general_attention
 from attnlib.ops.torch.mask import key_range
 from attnlib.ops.torch.request import KeySpan, QueryRows, fill_blind, rows_bias, score_dtype
-from attnlib.ops.torch.rules import ScoreRules
 
 __all__ = ["TILE", "attend_rows_invariant"]
 
@@ -25,7 +25,7 @@ TILE = 16
 
 
 def attend_rows_invariant(
-    rows: QueryRows, span: KeySpan, rules: ScoreRules, out: Tensor, lse: Tensor | None
+    rows: QueryRows, span: KeySpan, params: AttentionParams, out: Tensor, lse: Tensor | None
 ) -> None:
     """As `request.attend_rows`, by tiles of fixed shape."""
     padded_len = -(-rows.seq_len // TILE) * TILE
@@ -33,15 +33,15 @@ def attend_rows_invariant(
         begin, end = max(first, rows.first), min(first + TILE, rows.last + 1)
         target = slice(begin - rows.first, end - rows.first)
         tile_out, tile_lse = out[target], None if lse is None else lse[target]
-        key_start, key_end = key_range(first, first + TILE - 1, padded_len, rows.causal, rules)
+        key_start, key_end = key_range(first, first + TILE - 1, padded_len, rows.causal, params)
         if key_end <= key_start:
-            fill_blind(tile_out, tile_lse, rules.sinks)
+            fill_blind(tile_out, tile_lse, params.sinks)
             continue
         tile = _tile(rows, first, begin, end)
         keys = _padded(span, key_start, key_end, score_dtype(rows.query))
-        bias = rows_bias(tile, key_start, key_end, rules)
+        bias = rows_bias(tile, key_start, key_end, params)
         result, logs = general_attention(
-            tile.query, keys.key, keys.value, bias, rules, span.k_factor, span.v_factor
+            tile.query, keys.key, keys.value, bias, params, span.k_factor, span.v_factor
         )
         tile_out.copy_(result[begin - first : end - first])
         if tile_lse is not None:

@@ -1,77 +1,83 @@
-"""The tensors of one paged call, and how one request's part is cut out of them."""
+"""The inputs of one paged operation, and the slices of them that belong to one request."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
+from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.batch import Request
 from attnlib.ops.torch.gather import request_positions
 from attnlib.ops.torch.invariant import attend_rows_invariant
 from attnlib.ops.torch.mask import key_range
+from attnlib.ops.torch.quant import head_factor
 from attnlib.ops.torch.request import KeySpan, QueryRows, attend_rows
-from attnlib.ops.torch.rules import ScoreRules
 
 __all__ = ["PagedInputs", "attend_paged", "visible_range"]
 
 
 @dataclass(frozen=True)
 class PagedInputs:
-    """What a paged call reads; the factors are those of stored values, as `quant.head_factor` returns them."""
+    """The tensors and parameters that a paged operation reads; shapes as in `paged_prefill`."""
 
     query: Tensor
     key_cache: Tensor
     value_cache: Tensor
     block_table: Tensor
-    query_bias: Tensor | None
-    k_factor: float | Tensor
-    v_factor: float | Tensor
+    params: AttentionParams
+
+    @cached_property
+    def k_factor(self) -> float | Tensor:
+        """The factor of stored keys, as `quant.head_factor` returns it."""
+        return head_factor(self.params.k_scale)
+
+    @cached_property
+    def v_factor(self) -> float | Tensor:
+        """The factor of stored values, as `quant.head_factor` returns it."""
+        return head_factor(self.params.v_scale)
 
     def rows(self, request: Request) -> QueryRows:
         """The request's query rows; of the bias, the columns of its own query span."""
-        bias = (
-            None if self.query_bias is None else self.query_bias[request.rows, : request.query_len]
-        )
-        first = request.first_position
-        return QueryRows(
-            self.query[request.rows], first, request.seq_len, first, request.causal, bias
-        )
+        bias = self.params.query_bias
+        if bias is not None:
+            bias = bias[request.rows, : request.query_len]
+        first, query = request.first_position, self.query[request.rows]
+        return QueryRows(query, first, request.seq_len, first, request.causal, bias)
 
-    def blocks(self, request: Request, rules: ScoreRules) -> Tensor:
-        """Ids of the pages that hold a position which some row of the request may see."""
-        start, end = visible_range(request, rules)
+    def blocks(self, request: Request) -> Tensor:
+        """Ids of the blocks that hold a position visible to some row of the request."""
+        start, end = visible_range(request, self.params)
         block_size = self.key_cache.shape[1]
         return self.block_table[request.index, start // block_size : -(-end // block_size)]
 
-    def span(self, request: Request, rules: ScoreRules) -> KeySpan:
-        """The keys and values that any row of the request may see, and no others."""
-        start, end = visible_range(request, rules)
+    def span(self, request: Request) -> KeySpan:
+        """The keys and values visible to some row of the request, and no others."""
+        start, end = visible_range(request, self.params)
         table_row = self.block_table[request.index]
         key = request_positions(self.key_cache, table_row, start, end)
         value = request_positions(self.value_cache, table_row, start, end)
         return KeySpan(key, value, start, self.k_factor, self.v_factor)
 
 
-def visible_range(request: Request, rules: ScoreRules) -> tuple[int, int]:
-    """Half-open range of the keys that some row of the request may see; (n, n) when there is none."""
+def visible_range(request: Request, params: AttentionParams) -> tuple[int, int]:
+    """Half-open range of the keys visible to some row of the request; (n, n) when there is none."""
     last = request.seq_len - 1
-    start, end = key_range(request.first_position, last, request.seq_len, request.causal, rules)
+    start, end = key_range(request.first_position, last, request.seq_len, request.causal, params)
     return start, max(start, end)
 
 
 def attend_paged(
     requests: list[Request],
     inputs: PagedInputs,
-    rules: ScoreRules,
     out: Tensor,
     lse: Tensor | None,
     batch_invariant: bool = False,
 ) -> None:
-    """Attend for the given requests, one after the other; rows of other requests are left alone."""
+    """Attend for the given requests one after the other; rows of other requests are not written."""
     attend = attend_rows_invariant if batch_invariant else attend_rows
     for request in requests:
-        part_lse = None if lse is None else lse[request.rows]
-        attend(
-            inputs.rows(request), inputs.span(request, rules), rules, out[request.rows], part_lse
-        )
+        rows, span = inputs.rows(request), inputs.span(request)
+        row_lse = None if lse is None else lse[request.rows]
+        attend(rows, span, inputs.params, out[request.rows], row_lse)

@@ -1,8 +1,8 @@
 """Attention of many short queries over the paged cache.
 
-On a CPU a decode is a matter of reading K and V once. Requests of like length go to fused attention together (see
-`decode_group`), and a request whose pages follow each other in memory is read in place. What fused attention cannot say
-goes the way of `paged_prefill`.
+A decode on a CPU is bound by reading K and V once. Requests of similar length go to fused attention
+together (see `decode_group`); a request whose blocks are consecutive in memory is read in place.
+Requests that fused attention does not support are computed as in `paged_prefill`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.batch import Request, clear_tail, list_requests, on_host
 from attnlib.ops.torch.decode_group import attend_group, group_requests
 from attnlib.ops.torch.fused import can_fuse
 from attnlib.ops.torch.gather import Scratch, contiguous_run
 from attnlib.ops.torch.paged import PagedInputs, attend_paged, visible_range
-from attnlib.ops.torch.quant import compute_dtype, head_factor
-from attnlib.ops.torch.rules import ScoreRules
+from attnlib.ops.torch.quant import compute_dtype
 
 __all__ = ["paged_decode"]
 
-# Rows per request up to which requests are batched; longer ones fill the kernel alone.
-_BATCHED_ROWS = 8
+# Largest query length that is batched; longer queries keep the fused kernel busy on their own.
+_MAX_BATCHED_QUERY_LEN = 8
 
 
 @torch.no_grad()
@@ -32,66 +32,51 @@ def paged_decode(
     block_table: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
+    params: AttentionParams,
     *,
     max_query_len: int,
     max_seq_len: int,
-    scale: float,
-    causal: bool | Tensor = True,
-    window: tuple[int, int] = (-1, -1),
-    attention_chunk_size: int = 0,
-    logits_soft_cap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    query_bias: Tensor | None = None,
-    k_scale: float | Tensor = 1.0,
-    v_scale: float | Tensor = 1.0,
     out: Tensor,
     lse: Tensor | None = None,
-    num_splits: int | None = None,
-    workspace: Tensor | None = None,
     query_start_loc_cpu: Tensor | None = None,
     seq_lens_cpu: Tensor | None = None,
     batch_invariant: bool = False,
+    num_splits: int | None = None,
+    workspace: Tensor | None = None,
+    counters: Tensor | None = None,
+    kernels: str = "auto",
 ) -> None:
-    """As `paged_prefill`, and right for any batch; quick on a CPU for queries of a few tokens.
+    """Compute what `paged_prefill` computes, faster for queries of a few tokens on a CPU.
 
     Args:
-        num_splits: how often to split the keys. Plain torch never splits them, and the answer would be the same.
-        workspace: scratch memory. Not needed here.
+        num_splits: ignored; see `attnlib.ops.triton.paged_decode`.
+        workspace: ignored; likewise.
 
-    The others are as in `paged_prefill`.
+    The other arguments are those of `paged_prefill`.
     """
     starts, lengths = on_host(query_start_loc, query_start_loc_cpu), on_host(seq_lens, seq_lens_cpu)
-    rules = ScoreRules(scale, logits_soft_cap, alibi_slopes, window, attention_chunk_size, sinks)
-    inputs = PagedInputs(
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        query_bias,
-        head_factor(k_scale),
-        head_factor(v_scale),
-    )
+    inputs = PagedInputs(query, key_cache, value_cache, block_table, params)
     dtype = compute_dtype(query, key_cache, inputs.k_factor, inputs.v_factor)
     batchable: list[Request] = []
-    others = list_requests(starts, lengths, causal)
-    if not batch_invariant and can_fuse(query.device, dtype, logits_soft_cap):
-        batchable = [request for request in others if _is_batchable(request, inputs, rules)]
-        taken = {request.index for request in batchable}
-        others = [request for request in others if request.index not in taken]
-    attend_paged(others, inputs, rules, out, lse, batch_invariant)
+    others = list_requests(starts, lengths, params.causal)
+    if not batch_invariant and can_fuse(query.device, dtype, params.logits_soft_cap):
+        batchable = [request for request in others if _is_batchable(request, inputs)]
+        batched = {request.index for request in batchable}
+        others = [request for request in others if request.index not in batched]
+    attend_paged(others, inputs, out, lse, batch_invariant)
     scratch = Scratch(query.device)
-    for group in group_requests(batchable, inputs, rules):
-        attend_group(group, inputs, rules, dtype, scratch, out, lse)
+    for group in group_requests(batchable, inputs):
+        attend_group(group, inputs, dtype, scratch, out, lse)
     clear_tail(out, lse, starts)
 
 
-def _is_batchable(request: Request, inputs: PagedInputs, rules: ScoreRules) -> bool:
-    """Short, with something to see, and not better read in place."""
-    start, end = visible_range(request, rules)
-    if request.query_len > _BATCHED_ROWS or request.first_position < 0 or end <= start:
+def _is_batchable(request: Request, inputs: PagedInputs) -> bool:
+    """Whether the query is short, sees at least one key, and its blocks are not consecutive."""
+    start, end = visible_range(request, inputs.params)
+    too_long = request.query_len > _MAX_BATCHED_QUERY_LEN
+    if too_long or request.first_position < 0 or end <= start:
         return False
-    blocks = inputs.blocks(request, rules)
+    blocks = inputs.blocks(request)
     return (
         contiguous_run(inputs.key_cache, blocks) is None
         or contiguous_run(inputs.value_cache, blocks) is None

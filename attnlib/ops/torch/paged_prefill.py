@@ -1,14 +1,13 @@
-"""Attention of any batch over the paged cache, one request at a time: prefills, chunks, decodes, mixed."""
+"""Attention of any batch over the paged cache, one request at a time: prefills, chunks, decodes and mixed batches."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.batch import clear_tail, list_requests, on_host
 from attnlib.ops.torch.paged import PagedInputs, attend_paged
-from attnlib.ops.torch.quant import head_factor
-from attnlib.ops.torch.rules import ScoreRules
 
 __all__ = ["paged_prefill"]
 
@@ -21,59 +20,46 @@ def paged_prefill(
     block_table: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
+    params: AttentionParams,
     *,
     max_query_len: int,
     max_seq_len: int,
-    scale: float,
-    causal: bool | Tensor = True,
-    window: tuple[int, int] = (-1, -1),
-    attention_chunk_size: int = 0,
-    logits_soft_cap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    query_bias: Tensor | None = None,
-    k_scale: float | Tensor = 1.0,
-    v_scale: float | Tensor = 1.0,
     out: Tensor,
     lse: Tensor | None = None,
     query_start_loc_cpu: Tensor | None = None,
     seq_lens_cpu: Tensor | None = None,
     batch_invariant: bool = False,
+    counters: Tensor | None = None,
+    kernels: str = "auto",
 ) -> None:
     """Write the attention of every query token to `out`, and its log-sum-exp to `lse` (M1 to M9).
 
-    Query i of request r stands at p = seq_len - query_len + i and sees key k iff (not causal or k <= p), k is within
-    `window` (left, right) of p, and both lie in one chunk. Rows at or past `query_start_loc[-1]` become 0 and -inf.
+    Query token i of request r has position p = seq_len - query_len + i. It sees the keys k in
+    [0, seq_len) with k <= p (causal), p - left <= k <= p + right (window) and
+    k // chunk == p // chunk (attention chunks).
 
     Args:
         query: `[T, Hq, D]`, any strides.
-        key_cache: `[B, N, Hkv, D]`; value_cache: `[B, N, Hkv, Dv]`: any strides; any float dtype, fp8 included.
-        block_table: `[R, M]` int32; query_start_loc: `[R + 1]` int32; seq_lens: `[R]` int32.
-        max_query_len, max_seq_len: upper bounds. This twin reads the lengths themselves and does without.
-        scale: factor of the dot product.
-        causal: one flag for all, or `[R]` bool.
-        window: visible keys before and after the query's own; -1 for all, 0 for none.
-        attention_chunk_size: positions per chunk; 0 for no chunks.
-        logits_soft_cap: c of `c * tanh(score / c)`; 0 for none.
-        alibi_slopes: `[Hq]` float32; sinks: `[Hq]` float32.
-        query_bias: `[T, >= max_query_len]` float32, added for the keys of the query span; -inf hides.
-        k_scale, v_scale: float, 0-d tensor or `[Hkv]` float32: stored value * scale = real value.
-        out: `[T, Hq, Dv]`, any strides.
-        lse: `[T, Hq]` float32, natural log, sink included; None to skip.
-        query_start_loc_cpu, seq_lens_cpu: the same on the host, which spares a device the sync. This twin only.
-        batch_invariant: bits per row depend on that row and its keys only, at the price of fused attention. This twin
-            only.
+        key_cache: `[B, N, Hkv, D]`, any strides, any floating-point dtype including float8.
+        value_cache: `[B, N, Hkv, Dv]`, likewise.
+        block_table: `[R, M]` int32; entries at or past ceil(seq_len / N) are never read (P3).
+        query_start_loc: `[R + 1]` int32, the first query token of each request.
+        seq_lens: `[R]` int32, context and this step's tokens.
+        params: how scores are computed, masked and scaled.
+        max_query_len: upper bound of the query lengths. Ignored: the lengths themselves are read.
+        max_seq_len: upper bound of the sequence lengths. Ignored likewise.
+        out: `[T, Hq, Dv]`, any strides; rows at or past `query_start_loc[-1]` become 0 (M6).
+        lse: `[T, Hq]` float32, written when given: natural logarithm of the softmax denominator,
+            sink included (M5); rows at or past `query_start_loc[-1]` become -inf.
+        query_start_loc_cpu: `query_start_loc` on the host. Without it, the call copies it from the
+            device and synchronizes.
+        seq_lens_cpu: `seq_lens` on the host, likewise.
+        batch_invariant: the bits of a row depend on that row and its keys only; slower, because
+            fused attention is not used.
+        counters: ignored; see `attnlib.ops.triton.paged_prefill`.
+        kernels: ignored; likewise.
     """
     starts, lengths = on_host(query_start_loc, query_start_loc_cpu), on_host(seq_lens, seq_lens_cpu)
-    rules = ScoreRules(scale, logits_soft_cap, alibi_slopes, window, attention_chunk_size, sinks)
-    inputs = PagedInputs(
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        query_bias,
-        head_factor(k_scale),
-        head_factor(v_scale),
-    )
-    attend_paged(list_requests(starts, lengths, causal), inputs, rules, out, lse, batch_invariant)
+    inputs = PagedInputs(query, key_cache, value_cache, block_table, params)
+    attend_paged(list_requests(starts, lengths, params.causal), inputs, out, lse, batch_invariant)
     clear_tail(out, lse, starts)

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.fused import can_fuse, fused_attention
 from attnlib.ops.torch.general import general_attention
 from attnlib.ops.torch.mask import is_fully_visible, key_range, score_bias, visible_keys
 from attnlib.ops.torch.quant import compute_dtype
-from attnlib.ops.torch.rules import ScoreRules
 
 __all__ = ["KeySpan", "QueryRows", "attend_rows", "fill_blind", "rows_bias", "score_dtype"]
 
@@ -75,25 +75,25 @@ class KeySpan:
 
 
 def attend_rows(
-    rows: QueryRows, span: KeySpan, rules: ScoreRules, out: Tensor, lse: Tensor | None
+    rows: QueryRows, span: KeySpan, params: AttentionParams, out: Tensor, lse: Tensor | None
 ) -> None:
     """Write `out [L, Hq, Dv]` and `lse [L, Hq]`; `span` holds every key that some row can see (`mask.key_range`)."""
     num_rows, num_heads, _ = rows.query.shape
     dtype = compute_dtype(rows.query, span.key, span.k_factor, span.v_factor)
-    fused = can_fuse(rows.query.device, dtype, rules.soft_cap)
+    fused = can_fuse(rows.query.device, dtype, params.logits_soft_cap)
     step = _FUSED_ROWS if fused else max(1, _GENERAL_SCORES // max(1, num_heads * rows.seq_len))
-    if fused and _is_square(rows, 0, rows.seq_len, rules):
+    if fused and _is_square(rows, 0, rows.seq_len, params):
         step = num_rows
     for begin in range(0, num_rows, step):
         part = rows.part(begin, min(begin + step, num_rows))
-        start, end = key_range(part.first, part.last, part.seq_len, part.causal, rules)
+        start, end = key_range(part.first, part.last, part.seq_len, part.causal, params)
         part_out = out[begin : begin + step]
         part_lse = None if lse is None else lse[begin : begin + step]
         if end <= start:
-            fill_blind(part_out, part_lse, rules.sinks)
+            fill_blind(part_out, part_lse, params.sinks)
         else:
             attend = _attend_fused if fused else _attend_general
-            result, logs = attend(part, span.between(start, end), rules, dtype)
+            result, logs = attend(part, span.between(start, end), params, dtype)
             part_out.copy_(result)
             if part_lse is not None:
                 part_lse.copy_(logs)
@@ -108,24 +108,26 @@ def fill_blind(out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> None:
         lse.fill_(-torch.inf)
 
 
-def rows_bias(rows: QueryRows, start: int, end: int, rules: ScoreRules) -> Tensor | None:
+def rows_bias(rows: QueryRows, start: int, end: int, params: AttentionParams) -> Tensor | None:
     """Mask and biases of these rows against keys `[start, end)`: `[1 or Hq, L, S]`, or None where nothing is added.
 
     Keys past the sequence, which only padding makes, are hidden.
     """
     dense = end <= rows.seq_len and is_fully_visible(
-        rows.first, rows.last, start, end, rows.causal, rules
+        rows.first, rows.last, start, end, rows.causal, params
     )
-    if dense and rules.alibi_slopes is None and rows.bias is None:
+    if dense and params.alibi_slopes is None and rows.bias is None:
         return None
     device = rows.query.device
     positions = torch.arange(rows.first, rows.last + 1, device=device)
     keys = torch.arange(start, end, device=device)
     visible = (
-        None if dense else visible_keys(positions, keys, rows.causal, rules) & (keys < rows.seq_len)
+        None
+        if dense
+        else visible_keys(positions, keys, rows.causal, params) & (keys < rows.seq_len)
     )
     own = None if rows.bias is None else _laid_out(rows.bias, start, end, rows.span_start)
-    return score_bias(positions, keys, visible, rules, own, score_dtype(rows.query))
+    return score_bias(positions, keys, visible, params, own, score_dtype(rows.query))
 
 
 def score_dtype(query: Tensor) -> torch.dtype:
@@ -134,43 +136,43 @@ def score_dtype(query: Tensor) -> torch.dtype:
 
 
 def _attend_fused(
-    rows: QueryRows, span: KeySpan, rules: ScoreRules, dtype: torch.dtype
+    rows: QueryRows, span: KeySpan, params: AttentionParams, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     end = span.start + span.key.shape[0]
-    square = _is_square(rows, span.start, end, rules)
-    bias = None if square else rows_bias(rows, span.start, end, rules)
+    square = _is_square(rows, span.start, end, params)
+    bias = None if square else rows_bias(rows, span.start, end, params)
     query, key, value = (
         part.transpose(0, 1).unsqueeze(0) for part in (rows.query, span.key, span.value)
     )
     out, lse = fused_attention(
-        query, key, value, None if bias is None else bias.unsqueeze(0), rules, span.k_factor, span.v_factor,
+        query, key, value, None if bias is None else bias.unsqueeze(0), params, span.k_factor, span.v_factor,
         dtype=dtype, square_causal=square,
     )  # fmt: skip
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
 def _attend_general(
-    rows: QueryRows, span: KeySpan, rules: ScoreRules, dtype: torch.dtype
+    rows: QueryRows, span: KeySpan, params: AttentionParams, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    bias = rows_bias(rows, span.start, span.start + span.key.shape[0], rules)
+    bias = rows_bias(rows, span.start, span.start + span.key.shape[0], params)
     return general_attention(
-        rows.query, span.key, span.value, bias, rules, span.k_factor, span.v_factor
+        rows.query, span.key, span.value, bias, params, span.k_factor, span.v_factor
     )
 
 
-def _is_square(rows: QueryRows, start: int, end: int, rules: ScoreRules) -> bool:
+def _is_square(rows: QueryRows, start: int, end: int, params: AttentionParams) -> bool:
     """Whether the operator's own causal mask, aligned to the top left, is the mask that is meant."""
     plain = (
-        rules.alibi_slopes is None
+        params.alibi_slopes is None
         and rows.bias is None
-        and rules.chunk <= 0
+        and params.attention_chunk_size <= 0
         and rows.causal is True
     )
     return (
         plain
         and rows.first == start
         and rows.last == end - 1
-        and not 0 <= rules.window[0] < end - start - 1
+        and not 0 <= params.window[0] < end - start - 1
     )
 
 

@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.device import (
     DeviceLimits,
     device_guard,
@@ -48,6 +49,7 @@ from attnlib.ops.triton.launch.signature import (
     attention_tensors,
     count_of,
     launch_key,
+    refuse_batch_invariant,
     signature_of,
 )
 
@@ -173,54 +175,47 @@ def paged_decode(
     block_table: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
+    params: AttentionParams,
     *,
     max_query_len: int,
     max_seq_len: int,
-    scale: float,
-    causal: bool | Tensor = True,
-    window: tuple[int, int] = (-1, -1),
-    attention_chunk_size: int = 0,
-    logits_soft_cap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    query_bias: Tensor | None = None,
-    k_scale: float | Tensor = 1.0,
-    v_scale: float | Tensor = 1.0,
     out: Tensor,
     lse: Tensor | None = None,
+    query_start_loc_cpu: Tensor | None = None,
+    seq_lens_cpu: Tensor | None = None,
+    batch_invariant: bool = False,
     num_splits: int | None = None,
     workspace: Tensor | None = None,
     counters: Tensor | None = None,
     kernels: str = "auto",
 ) -> None:
-    """Attention for batches whose queries are all short (typically 1 to 8 tokens); arguments as in `paged_prefill`.
+    """Compute what `paged_prefill` computes, for batches of short queries (typically 1 to 8 tokens).
 
     Args:
-        query: `[T, Hq, D]` float16, bfloat16 or float32.
-        key_cache: `[B, N, Hkv, D]`, strided (P1).
-        value_cache: `[B, N, Hkv, Dv]`, strided.
-        block_table: `[R, M]` int32.
-        query_start_loc: `[R + 1]` int32.
-        seq_lens: `[R]` int32.
-        num_splits: programs that may share one request's keys. None: chosen from the bounds, and used by length (long
-            requests are cut in more pieces). A number cuts every request into that many parts whatever its neighbours
-            are, so that a row's bits depend on its own request only.
-        workspace: contiguous float32 or uint8 tensor of at least `paged_decode_workspace_bytes(...)` bytes; made when
-            None and needed. The Gluon decode of Hopper wants more (`hopper.choice.decode_workspace_bytes`) and is passed
-            over when it gets less.
-        counters: int32 zeros (`hopper.choice.num_counters` of them), by which the programs of the Hopper decode find out who
-            merges a request's pieces, and which it leaves as it found them; None, or fewer: a second kernel merges them.
-            Calls that may overlap need counters of their own.
-        kernels: "auto" takes the Hopper decode where it can serve the call and is the quicker one, "hopper" wherever it
-            can, "portable" never.
+        num_splits: number of splits of each request's keys. None chooses it from the bounds and
+            splits long requests more often. A number splits every request the same way, so that
+            the bits of a row depend on its own request only.
+        workspace: contiguous float32 or uint8 tensor of at least
+            `paged_decode_workspace_bytes(...)` bytes; allocated when None and needed. The Hopper
+            decode needs `hopper.dispatch.decode_workspace_bytes(...)` and is not used with less.
+        counters: int32 zeros, `hopper.dispatch.num_counters(...)` of them. With them the CTAs of
+            the Hopper decode combine the splits of a request themselves and reset the counters to
+            zero; with fewer, a second kernel combines. Calls that may run concurrently need
+            separate counters.
+        kernels: "auto" uses the Hopper decode where it supports the call and is faster, "hopper"
+            wherever it supports the call, "portable" never.
+
+    The other arguments are those of `paged_prefill`.
 
     Raises:
-        ContractError: a workspace that is too small, counters that are not int32, or tensors the kernels cannot address.
+        ContractError: a workspace that is too small, counters that are not int32, or tensors that
+            the kernels cannot address.
+        UnsupportedConfigError: as `paged_prefill` raises it.
     """
+    refuse_batch_invariant(batch_invariant)
     if query.numel() == 0:
         return
-    options = Options(scale, causal, window, attention_chunk_size, logits_soft_cap, alibi_slopes, sinks, query_bias,
-                      k_scale, v_scale, out, lse)  # fmt: skip
+    options = Options.from_params(params, out, lse)
     limits, num_counters = limits_of(query), count_of(counters)
     same = launch_key(
         query, key_cache, value_cache, query_start_loc, seq_lens, block_table, options
@@ -229,7 +224,11 @@ def paged_decode(
     found = _launches.get(known)
     if found is None or found.limits is not limits:
         visible = visible_bound(
-            max_query_len, max_seq_len, window, causal is True, attention_chunk_size
+            max_query_len,
+            max_seq_len,
+            params.window,
+            params.causal is True,
+            params.attention_chunk_size,
         )
         found = _launches.keep(known, _Launches(limits, _hopper_launch(
             same, query, key_cache, value_cache, block_table, query_start_loc, options, limits, max_query_len, visible,

@@ -10,11 +10,12 @@ launch, so each keeps its own kernel, and a captured graph keeps the overlap.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard, limits_of
 from attnlib.ops.triton.heuristics.splits import visible_bound
 from attnlib.ops.triton.hopper.loader import hopper_choice
@@ -27,7 +28,7 @@ __all__ = ["Half", "paged_mixed"]
 
 
 class Half(NamedTuple):
-    """The decodes or the prefills of a step; fields as the arguments of `paged_decode` and `paged_prefill`."""
+    """The decodes or the prefills of a step; fields as the arguments of `paged_decode`."""
 
     query: Tensor
     block_table: Tensor
@@ -35,8 +36,6 @@ class Half(NamedTuple):
     seq_lens: Tensor
     max_query_len: int
     max_seq_len: int
-    causal: bool | Tensor
-    query_bias: Tensor | None
     out: Tensor
     lse: Tensor | None
 
@@ -60,41 +59,69 @@ _pairs: Remembered[_Pair] = Remembered()
 
 
 def paged_mixed(
-    decodes: Half, prefills: Half, key_cache: Tensor, value_cache: Tensor, *, workspace: Tensor | None = None,
-    counters: Tensor | None = None, kernels: str = "auto", **meaning: Any,
-) -> None:  # fmt: skip
-    """Attention for both halves of a step, at the same time where that is quicker.
+    decodes: Half,
+    prefills: Half,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    params: AttentionParams,
+    *,
+    workspace: Tensor | None = None,
+    counters: Tensor | None = None,
+    kernels: str = "auto",
+) -> None:
+    """Attention for both halves of a step, concurrently where that is faster.
 
     Args:
-        decodes: requests with short queries.
-        prefills: the others.
+        decodes: the requests with short queries.
+        prefills: the other requests.
         key_cache: `[B, N, Hkv, D]`, strided (P1).
         value_cache: `[B, N, Hkv, Dv]`, likewise.
+        params: of the whole batch. The rows of `causal` and `query_bias` cover the decodes first,
+            then the prefills.
         workspace: for the decodes, as in `paged_decode`.
-        counters: as in both.
-        kernels: as in both.
-        meaning: scale, window, attention_chunk_size, logits_soft_cap, alibi_slopes, sinks, k_scale, v_scale, as in both.
+        counters: as in `paged_decode` and `paged_prefill`.
+        kernels: likewise.
 
     Raises:
-        ContractError, UnsupportedConfigError: as both do.
+        ContractError, UnsupportedConfigError: as `paged_decode` and `paged_prefill` raise them.
     """
+    halves = _half_params(decodes, params)
     if not _at_once(
-        decodes, prefills, key_cache, value_cache, workspace, counters, kernels, meaning
+        decodes, prefills, key_cache, value_cache, workspace, counters, kernels, halves
     ):
         shared: dict[str, Any] = {
             "key_cache": key_cache,
             "value_cache": value_cache,
             "counters": counters,
             "kernels": kernels,
-            **meaning,
         }
-        paged_decode(workspace=workspace, **decodes._asdict(), **shared)
-        paged_prefill(**prefills._asdict(), **shared)
+        paged_decode(params=halves[0], workspace=workspace, **decodes._asdict(), **shared)
+        paged_prefill(params=halves[1], **prefills._asdict(), **shared)
+
+
+def _half_params(decodes: Half, params: AttentionParams) -> tuple[AttentionParams, AttentionParams]:
+    """The parameters of the decodes and of the prefills."""
+    causal, bias = params.causal, params.query_bias
+    if bias is None and not isinstance(causal, Tensor):
+        return params, params
+    requests, tokens = decodes.seq_lens.shape[0], decodes.query.shape[0]
+    first, second = (
+        replace(
+            params,
+            causal=causal[own] if isinstance(causal, Tensor) else causal,
+            query_bias=None if bias is None else bias[rows],
+        )
+        for own, rows in (
+            (slice(requests), slice(tokens)),
+            (slice(requests, None), slice(tokens, None)),
+        )
+    )
+    return first, second
 
 
 def _at_once(
     decodes: Half, prefills: Half, key: Tensor, value: Tensor, workspace: Tensor | None, counters: Tensor | None, kernels: str,
-    meaning: dict[str, Any],
+    halves: tuple[AttentionParams, AttentionParams],
 ) -> bool:  # fmt: skip
     """Launch both halves side by side; whether that could be done."""
     limits = limits_of(decodes.query)
@@ -104,7 +131,10 @@ def _at_once(
         or not (decodes.query.numel() and prefills.query.numel())
     ):
         return False
-    ask, fill = _options(decodes, meaning), _options(prefills, meaning)
+    ask, fill = (
+        Options.from_params(params, half.out, half.lse)
+        for params, half in zip(halves, (decodes, prefills), strict=True)
+    )
     pair = _find(decodes, prefills, key, value, ask, fill, limits, kernels)
     if (
         pair.decode is None
@@ -189,10 +219,4 @@ def _visible(half: Half, options: Options) -> int:
     causal = options.causal is True
     return visible_bound(
         half.max_query_len, half.max_seq_len, options.window, causal, options.attention_chunk_size
-    )
-
-
-def _options(half: Half, meaning: dict[str, Any]) -> Options:
-    return Options(
-        causal=half.causal, query_bias=half.query_bias, out=half.out, lse=half.lse, **meaning
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnlib.ops.torch.paged_decode import paged_decode
 from attnlib.ops.torch.paged_prefill import paged_prefill
+from tests.ops.calls import call_operation
 from tests.ops.paged_case import make_case
 
 MEANINGS: dict[str, dict[str, Any]] = {
@@ -27,8 +28,8 @@ def run(case: Any, operation: Any, request: int, first: int, last: int) -> tuple
     begin = int(starts[request])
     rows = query[begin + first : begin + last]
     out, lse = torch.empty_like(rows), torch.empty(rows.shape[:2])
-    operation(
-        rows, key_cache, value_cache, table[request : request + 1], torch.tensor([0, last - first], dtype=torch.int32),
+    call_operation(
+        operation, rows, key_cache, value_cache, table[request : request + 1], torch.tensor([0, last - first], dtype=torch.int32),
         torch.tensor([last], dtype=torch.int32), **case.kwargs, out=out, lse=lse, batch_invariant=True,
     )  # fmt: skip
     return out, lse

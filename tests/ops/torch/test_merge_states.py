@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.merge_states import merge_states
 from attnlib.ops.torch.varlen_prefill import varlen_prefill
 from tests.ops.naive import naive_varlen_attention
@@ -21,8 +22,9 @@ def test_two_halves_make_a_whole(in_place: bool) -> None:
     for keys, sink in ((slice(0, 4), sinks), (slice(4, 11), None)):
         out, lse = torch.empty(3, 4, 6), torch.empty(3, 4)
         ends = torch.tensor([0, keys.stop - keys.start])
+        params = AttentionParams(scale=0.3, causal=False, sinks=sink)
         varlen_prefill(
-            query, key[keys], value[keys], starts, ends, max_seqlen_q=3, max_seqlen_k=7, scale=0.3, sinks=sink,
+            query, key[keys], value[keys], starts, ends, params, max_seqlen_q=3, max_seqlen_k=7,
             out=out, lse=lse,
         )  # fmt: skip
         parts.append((out, lse))

@@ -10,6 +10,7 @@ import torch
 
 from attnlib.ops.torch.paged_decode import paged_decode
 from attnlib.ops.torch.paged_prefill import paged_prefill
+from tests.ops.calls import call_operation
 from tests.ops.paged_case import LAYOUTS, make_case
 
 HEADS, KV_HEADS = 6, 2
@@ -218,7 +219,7 @@ def test_without_lse(operation: Any, meaning: str, dtype: torch.dtype) -> None:
         **MEANINGS[meaning],
     )
     out = torch.full_like(case.query, math.nan)
-    operation(*case.tensors, **case.kwargs, out=out)
+    call_operation(operation, *case.tensors, **case.kwargs, out=out)
     assert torch.equal(out, case.run(operation)[0])
 
 
@@ -258,7 +259,7 @@ def test_strided_query_and_output(operation: Any) -> None:
     strided = type(case)((fused[:, 2:6], *case.tensors[1:]), case.kwargs)
     wide = torch.full((7, 9, 20), 7.0)
     out, lse = wide[:, 3:7, 2:18], torch.empty(4, 7).t()
-    operation(*strided.tensors, **strided.kwargs, out=out, lse=lse)
+    call_operation(operation, *strided.tensors, **strided.kwargs, out=out, lse=lse)
     torch.testing.assert_close(out.double(), case.expected[0], atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(lse.double(), case.expected[1], atol=2e-5, rtol=2e-5)
     out.fill_(7.0)
@@ -280,8 +281,8 @@ def test_host_copies_are_enough(operation: Any) -> None:
     case = make_case((1, 1, 4), (9, 20, 7))
     query, keys, values, table, starts, lengths = case.tensors
     out = torch.empty_like(query)
-    operation(
-        query, keys, values, table, torch.zeros_like(starts), torch.zeros_like(lengths), **case.kwargs, out=out,
+    call_operation(
+        operation, query, keys, values, table, torch.zeros_like(starts), torch.zeros_like(lengths), **case.kwargs, out=out,
         query_start_loc_cpu=starts, seq_lens_cpu=lengths,
     )  # fmt: skip
     torch.testing.assert_close(out.double(), case.expected[0], atol=2e-5, rtol=2e-5)
@@ -292,5 +293,7 @@ def test_no_graph_is_recorded(operation: Any) -> None:
     """A query that requires grad is read like any other; the output is plain."""
     case = make_case((1, 4), (9, 7))
     out = torch.empty_like(case.query)
-    operation(case.query.requires_grad_(), *case.tensors[1:], **case.kwargs, out=out)
+    call_operation(
+        operation, case.query.requires_grad_(), *case.tensors[1:], **case.kwargs, out=out
+    )
     assert not out.requires_grad

@@ -8,10 +8,15 @@ import pytest
 import torch
 
 from attnlib.ops.torch.scores import attention_scores
+from tests.ops.calls import split_options
 from tests.ops.naive import gather_positions
-from tests.ops.paged_case import make_case
+from tests.ops.paged_case import PagedCase, make_case
 
 SINKS = torch.tensor([0.3, -1.0, 2.0, 0.0])
+
+
+def scores(case: PagedCase) -> list[torch.Tensor]:
+    return attention_scores(*case.tensors, split_options(case.kwargs)[0])
 
 
 @pytest.mark.parametrize(
@@ -27,7 +32,7 @@ def test_weights_times_values_is_the_output(kwargs: dict[str, Any]) -> None:
     """One float32 tensor `[Hq, query_len, seq_len]` per request, which gives the reference's output when multiplied out."""
     case = make_case((1, 0, 3, 2), (9, 4, 7, 0), **kwargs)
     _, _, value_cache, table, starts, lengths = case.tensors
-    weights = attention_scores(*case.tensors, **case.kwargs)
+    weights = scores(case)
     assert [tuple(part.shape) for part in weights] == [(4, 1, 9), (4, 0, 4), (4, 3, 7), (4, 2, 0)]
     for request, part in enumerate(weights):
         assert part.dtype == torch.float32
@@ -42,12 +47,10 @@ def test_weights_times_values_is_the_output(kwargs: dict[str, Any]) -> None:
 
 def test_hidden_keys_weigh_nothing() -> None:
     """Exact zeros where the mask hides; rows sum to 1 without a sink and to less with one."""
-    plain = attention_scores(
-        *(case := make_case((3,), (7,), window=(2, -1))).tensors, **case.kwargs
-    )[0]
+    plain = scores(make_case((3,), (7,), window=(2, -1)))[0]
     assert torch.equal(
         plain[:, 0] != 0, torch.tensor([0, 0, 1, 1, 1, 0, 0], dtype=torch.bool).expand(4, 7)
     )
     torch.testing.assert_close(plain.sum(-1), torch.ones(4, 3))
-    sunk = attention_scores(*(case := make_case((3,), (7,), sinks=SINKS)).tensors, **case.kwargs)[0]
+    sunk = scores(make_case((3,), (7,), sinks=SINKS))[0]
     assert (sunk.sum(-1) < 1).all()

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.varlen_prefill import varlen_prefill
+from tests.ops.calls import call_operation
 from tests.ops.naive import naive_varlen_attention
 
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.06])
@@ -43,12 +45,14 @@ def test_meaning(
         out, lse = torch.full((num_tokens, 4, 12), math.nan), torch.full((num_tokens, 4), math.nan)
         arguments = {
             "scale": 0.25,
+            "causal": False,
             "max_seqlen_q": 9,
             "max_seqlen_k": 9,
             "query_bias": query_bias,
             **MEANINGS[meaning],
         }
-        varlen_prefill(
+        call_operation(
+            varlen_prefill,
             query,
             key,
             value,
@@ -58,7 +62,7 @@ def test_meaning(
             out=out,
             lse=lse,
             batch_invariant=batch_invariant,
-        )  # type: ignore[arg-type]
+        )
         wanted = naive_varlen_attention(query, key, value, starts, key_starts, **arguments)  # type: ignore[arg-type]
         torch.testing.assert_close(out.double(), wanted[0], atol=2e-5, rtol=2e-5)
         torch.testing.assert_close(lse.double(), wanted[1], atol=2e-5, rtol=2e-5)
@@ -69,7 +73,7 @@ def test_no_requests() -> None:
     starts = torch.zeros(1, dtype=torch.int32)
     out = torch.full((2, 4, 8), math.nan)
     varlen_prefill(
-        torch.randn(2, 4, 8), torch.randn(0, 2, 8), torch.randn(0, 2, 8), starts, starts, max_seqlen_q=0, max_seqlen_k=0,
-        scale=1.0, out=out,
+        torch.randn(2, 4, 8), torch.randn(0, 2, 8), torch.randn(0, 2, 8), starts, starts, AttentionParams(scale=1.0),
+        max_seqlen_q=0, max_seqlen_k=0, out=out,
     )  # fmt: skip
     assert torch.equal(out, torch.zeros_like(out))

@@ -28,6 +28,7 @@ from attnlib.ops.triton.heuristics import device
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.tile_table import TileEntry, TileTable, shipped_tables
 from attnlib.ops.triton.heuristics.tiles import Tile, shared_bytes
+from tests.ops.calls import call_operation, split_options
 
 __all__ = [
     "CASES", "TARGETS", "Compiled", "Launch", "Target", "compile_for", "describe", "entry_cases", "entry_fits",
@@ -236,8 +237,8 @@ def _paged(name: str, options: dict[str, Any]) -> None:
     value = torch.empty(2, block_size, kv_heads, size_v or size, dtype=cache_dtype or dtype)
     table, lengths = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     features = _features(options.pop("features", ""), query, kv_heads)
-    call = paged_decode if name == "decode" else paged_prefill
-    call(query, key, value, table, torch.zeros(3, dtype=torch.int32), lengths, max_query_len=query_len,
+    operation = paged_decode if name == "decode" else paged_prefill
+    call_operation(operation, query, key, value, table, torch.zeros(3, dtype=torch.int32), lengths, max_query_len=query_len,
          max_seq_len=32768, scale=0.1, out=torch.empty(64, group * kv_heads, size_v or size, dtype=dtype),
          kernels="portable", **features, **options)  # fmt: skip
 
@@ -248,8 +249,11 @@ def _varlen(options: dict[str, Any]) -> None:
     size, dtype = options.get("d", 64), options.get("dtype", torch.float16)
     query, key = torch.empty(64, 12, size, dtype=dtype), torch.empty(64, 12, size, dtype=dtype)
     starts = torch.zeros(3, dtype=torch.int32)
-    varlen_prefill(query, key, key, starts, starts, max_seqlen_q=512, max_seqlen_k=512, scale=0.1,
-                   out=torch.empty_like(query), **_features(options.get("features", ""), query, 12))  # fmt: skip
+    params, more = split_options(
+        {"scale": 0.1, "causal": False, **_features(options.get("features", ""), query, 12)}
+    )
+    varlen_prefill(query, key, key, starts, starts, params, max_seqlen_q=512, max_seqlen_k=512,
+                   out=torch.empty_like(query), **more)  # fmt: skip
 
 
 def _features(names: str, query: torch.Tensor, kv_heads: int) -> dict[str, Any]:
@@ -321,8 +325,10 @@ def _varying() -> None:
             "window": (window, -1),
             "out": query,
         }
-        paged_decode(*batch, max_query_len=1, num_splits=2 + requests, **options)
-        paged_prefill(*batch, max_query_len=512 + requests, kernels="portable", **options)
+        call_operation(paged_decode, *batch, max_query_len=1, num_splits=2 + requests, **options)
+        call_operation(
+            paged_prefill, *batch, max_query_len=512 + requests, kernels="portable", **options
+        )
 
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.calls import call_operation
 from tests.ops.naive import naive_attention
 
 __all__ = ["BF16", "DTYPES", "LAYOUTS", "PagedBatch", "assert_close", "make_batch", "make_cache"]
@@ -105,7 +106,9 @@ class PagedBatch:
         lse = torch.full(
             (tokens, heads), float("nan"), dtype=torch.float32, device=self.query.device
         )
-        kernel(*self.tensors(), **{**self.options, "out": out, "lse": lse, **options})
+        call_operation(
+            kernel, *self.tensors(), **{**self.options, "out": out, "lse": lse, **options}
+        )
         return out, lse
 
     def expected(self, **options: Any) -> tuple[Tensor, Tensor]:

@@ -42,6 +42,7 @@ from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.hopper import dispatch as hopper_choice
 from attnlib.ops.triton.hopper import paged_decode as hopper_decode
 from attnlib.ops.triton.hopper import paged_prefill as hopper_prefill
+from tests.ops.calls import call_operation
 from tests.ops.triton.stub_driver import (
     BY_TRITON,
     DRIVER,
@@ -198,9 +199,9 @@ def attention(draw: Draw, decode: bool) -> Callable[[], object]:
     if decode:
         # The workspace of both calls has to be the same for their records to be.
         options["workspace"] = tensor(draw, (1 << 20,), torch.float32)
-        return lambda: paged_decode.paged_decode(*batch, **options)
+        return lambda: call_operation(paged_decode.paged_decode, *batch, **options)
     options["counters"] = tensor(draw, (2,), torch.int32)
-    return lambda: paged_prefill.paged_prefill(*batch, **options)
+    return lambda: call_operation(paged_prefill.paged_prefill, *batch, **options)
 
 
 def hopper(draw: Draw, decode: bool) -> Callable[[], object]:
@@ -247,9 +248,9 @@ def hopper(draw: Draw, decode: bool) -> Callable[[], object]:
         options["counters"] = draw.choice(
             (None, tensor(draw, (2,), torch.int32), tensor(draw, (200,), torch.int32))
         )
-        return lambda: paged_decode.paged_decode(*batch, out=out, **options)
+        return lambda: call_operation(paged_decode.paged_decode, *batch, out=out, **options)
     options["counters"] = tensor(draw, (2,), torch.int32)
-    return lambda: paged_prefill.paged_prefill(*batch, out=out, **options)
+    return lambda: call_operation(paged_prefill.paged_prefill, *batch, out=out, **options)
 
 
 def write(draw: Draw) -> Callable[[], object]:
@@ -334,7 +335,8 @@ def decode_call(offset: int = 0) -> Callable[[], object]:
         torch.zeros(5, dtype=torch.int32),
         torch.zeros(4, dtype=torch.int32),
     )
-    return lambda: paged_decode.paged_decode(
+    return lambda: call_operation(
+        paged_decode.paged_decode,
         query,
         cache,
         cache,
@@ -435,9 +437,9 @@ def hopper_call(
     options: dict[str, Any] = {"max_seq_len": 600, "scale": 0.1, "out": out}
     if decode:
         options |= {"max_query_len": 1, "workspace": workspace, **others}
-        return lambda: paged_decode.paged_decode(*batch, **options)
+        return lambda: call_operation(paged_decode.paged_decode, *batch, **options)
     options |= {"max_query_len": 64, "counters": counters, **others}
-    return lambda: paged_prefill.paged_prefill(*batch, **options)
+    return lambda: call_operation(paged_prefill.paged_prefill, *batch, **options)
 
 
 def check_descriptors_are_encoded_once() -> None:
@@ -585,8 +587,8 @@ def _check_settled_step(
 
     def usual(own: Tensors) -> None:
         cache_write.write_kv(own.key, own.value, *own.cache, batch.slot_mapping)
-        paged_decode.paged_decode(
-            own.query, *own.cache, batch.block_table, batch.query_start_loc, batch.seq_lens, max_query_len=1,
+        call_operation(
+            paged_decode.paged_decode, own.query, *own.cache, batch.block_table, batch.query_start_loc, batch.seq_lens, max_query_len=1,
             max_seq_len=longest, scale=0.25, sinks=own.sinks if has_sink else None, out=own.out, workspace=batch.workspace,
             counters=batch.counters, kernels=kernels,
         )  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnlib.ops.triton.varlen_prefill import varlen_prefill
+from tests.ops.calls import call_operation
 from tests.ops.naive import naive_varlen_attention
 from tests.ops.triton.features import FEATURES, feature_options
 from tests.ops.triton.paged_inputs import DTYPES, assert_close
@@ -30,8 +31,8 @@ class Packed:
                          device=self.query.device)  # fmt: skip
         lse = torch.full((tokens, heads), float("nan"), device=self.query.device)
         arguments = (self.query, self.key, self.value, self.starts_q, self.starts_k)
-        options = {"scale": d**-0.5, **options}
-        varlen_prefill(*arguments, **self.bounds, **options, out=out, lse=lse)
+        options = {"scale": d**-0.5, "causal": False, **options}
+        call_operation(varlen_prefill, *arguments, **self.bounds, **options, out=out, lse=lse)
         want_out, want_lse = naive_varlen_attention(*arguments, **options)
         assert_close(out, want_out, self.query.dtype)
         assert_close(lse, want_lse, self.query.dtype, "lse")

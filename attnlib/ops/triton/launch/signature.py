@@ -17,7 +17,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from attnlib.errors import ContractError
+from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.tiles import split_head_size
 from attnlib.ops.triton.kernels.quant import KV_NATIVE, KV_PLAIN
@@ -25,7 +26,7 @@ from attnlib.ops.triton.launch.scales import kv_kind, scale_class, scale_kind
 
 __all__ = [
     "Options", "Signature", "attention_constants", "attention_numbers", "attention_tensors",
-    "count_of", "launch_key", "signature_of",
+    "count_of", "launch_key", "refuse_batch_invariant", "signature_of",
 ]  # fmt: skip
 
 _UNBOUNDED = 1 << 30
@@ -47,6 +48,14 @@ class Options(NamedTuple):
     v_scale: float | Tensor
     out: Tensor
     lse: Tensor | None
+
+    @classmethod
+    def from_params(cls, params: AttentionParams, out: Tensor, lse: Tensor | None) -> Options:
+        """The options of a call with these parameters and outputs."""
+        return cls(
+            params.scale, params.causal, params.window, params.attention_chunk_size, params.logits_soft_cap,
+            params.alibi_slopes, params.sinks, params.query_bias, params.k_scale, params.v_scale, out, lse,
+        )  # fmt: skip
 
 
 class Signature(NamedTuple):
@@ -73,6 +82,15 @@ class Signature(NamedTuple):
         return kv_kind(self.cache_dtype, self.limits.has_fp8) not in (
             KV_PLAIN.value,
             KV_NATIVE.value,
+        )
+
+
+def refuse_batch_invariant(batch_invariant: bool) -> None:
+    """Raise UnsupportedConfigError for a call that asks for batch-invariant results."""
+    if batch_invariant:
+        raise UnsupportedConfigError(
+            "batch_invariant=True is not supported by attnlib.ops.triton; "
+            "use the same function of attnlib.ops.torch"
         )
 
 
