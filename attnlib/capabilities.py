@@ -1,6 +1,6 @@
 """What a backend declares that it can do, and the one check that each field of the spec has.
 
-Capabilities fail closed: a field that a backend leaves out is "not stated", and not stated is itself a reason to refuse. `refusals` returns
+Capabilities fail closed: a field that a backend leaves out is "not stated", and not stated is itself a reason to refuse. `unsupported_reasons` returns
 every reason, each naming the value and the limit, so that nobody has to fix them one at a time.
 """
 
@@ -16,7 +16,7 @@ from attnlib.device import DeviceInfo
 from attnlib.sizes import Sizes
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind
 
-__all__ = ["CHECKS", "NOT_STATED", "Capabilities", "Sizes", "refusals"]
+__all__ = ["CHECKS", "NOT_STATED", "Capabilities", "Sizes", "unsupported_reasons"]
 
 
 class _NotStated:
@@ -236,7 +236,7 @@ CHECKS: Mapping[str, _Check] = {
 """Spec field -> its check. A test compares the keys with the fields of `AttentionSpec`."""
 
 
-def device_refusals(device: DeviceInfo, caps: Capabilities) -> list[str]:
+def unsupported_device_reasons(device: DeviceInfo, caps: Capabilities) -> list[str]:
     """Why the device does not fit; empty when it does."""
     if caps.devices is NOT_STATED:
         return [_not_stated("devices")]
@@ -265,9 +265,9 @@ def _dotted(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
 
 
-def refusals(spec: AttentionSpec, device: DeviceInfo, caps: Capabilities) -> list[str]:
+def unsupported_reasons(spec: AttentionSpec, device: DeviceInfo, caps: Capabilities) -> list[str]:
     """Every reason why a backend with these capabilities cannot serve `spec` on `device`; empty when it can."""
-    reasons = device_refusals(device, caps)
+    reasons = unsupported_device_reasons(device, caps)
     for check in CHECKS.values():
         reason = check(spec, caps)
         if reason is not None and reason not in reasons:

@@ -1,7 +1,8 @@
-"""What selection needs to know about a device, found out without starting CUDA.
+"""Facts about a device, found without initializing CUDA.
 
-A process that starts CUDA cannot fork workers any more, so choosing a backend must not do it: compute capability and name come from NVML (a
-driver library that needs no context). Only where NVML is missing (ROCm, some containers) is torch asked, which does start the device.
+A process that has initialized CUDA cannot fork workers, so backend selection must not do it. Compute
+capability and name therefore come from NVML, a driver library that needs no CUDA context. Where NVML
+is not available (ROCm, some containers) torch is queried instead, which does initialize the device.
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ import torch
 
 from attnlib.errors import ContractError
 
-__all__ = ["DeviceInfo", "device_info", "resolve_device"]
+__all__ = ["DeviceInfo", "current_device_index", "device_info", "resolve_device"]
 
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """Facts about one device; tests make their own to ask what would be chosen on hardware that is not there.
+    """Facts about one device. Construct one to select a backend for hardware that is not present.
 
     Attributes:
-        type: torch's device type, "cpu" or "cuda" (ROCm devices are "cuda" with `is_rocm`).
-        index: device index, 0 on a CPU.
-        capability: compute capability (major, minor); None on a CPU, and where it cannot be found out.
+        type: torch device type, "cpu" or "cuda" (ROCm devices are "cuda" with `is_rocm`).
+        index: device index; 0 on a CPU.
+        capability: compute capability (major, minor); None on a CPU or if it cannot be determined.
         is_rocm: True for an AMD device.
-        name: what the driver calls it.
-        imagined: the device is not here; what it would need of this machine (drivers, compilers) is not looked for.
-        missing: the device was asked for as a real one, and neither the driver nor torch sees it.
+        name: device name as reported by the driver.
+        is_hypothetical: True if the device is not expected on this machine. Its requirements on
+            the machine (driver, compilers) are not checked.
+        is_missing: True if the device was requested, but neither the driver nor torch finds it.
     """
 
     type: str
@@ -38,76 +40,92 @@ class DeviceInfo:
     capability: tuple[int, int] | None = None
     is_rocm: bool = False
     name: str = ""
-    imagined: bool = False
-    missing: bool = False
+    is_hypothetical: bool = False
+    is_missing: bool = False
 
     @property
-    def gaps(self) -> list[str]:
-        """Why nothing can run on it, with the next action: one reason when it is missing, none otherwise."""
-        if not self.missing:
+    def unavailable_reasons(self) -> list[str]:
+        """Why no backend can run on it, with the next action; empty unless it is missing."""
+        if not self.is_missing:
             return []
         return [
-            f"no CUDA device {self.index} is visible (driver, CUDA_VISIBLE_DEVICES, torch {torch.__version__}): use device='cpu', "
-            "or ask about a GPU that is elsewhere by device='sm_90'"
+            f"no CUDA device {self.index} is visible to torch {torch.__version__}: check the "
+            f"driver and CUDA_VISIBLE_DEVICES, use device='cpu', or select for a GPU of another "
+            f"machine with device='sm_90'"
         ]
 
     @property
     def torch_device(self) -> torch.device:
-        """The torch device that these facts are about."""
+        """The torch device that these facts describe."""
         return torch.device("cpu") if self.type == "cpu" else torch.device(self.type, self.index)
 
     def __str__(self) -> str:
-        if self.type == "cpu":
-            return "cpu"
-        if self.missing:
-            return f"{self.type}:{self.index} (not visible here)"
-        capability = (
+        if self.type != "cuda":
+            return self.type
+        if self.is_missing:
+            return f"cuda:{self.index} (not found)"
+        architecture = (
             f"sm_{self.capability[0]}{self.capability[1]}"
             if self.capability
-            else "capability unknown"
+            else "ROCm"
+            if self.is_rocm
+            else "unknown compute capability"
         )
-        return f"{self.type}:{self.index} ({self.name or 'unknown'}, {capability})"
+        if self.is_hypothetical:
+            known = f"{self.name}, {architecture}" if self.name else architecture
+            return f"{known} (hypothetical device)"
+        return f"cuda:{self.index} ({self.name or 'unknown'}, {architecture})"
 
 
 def resolve_device(device: torch.device | str | DeviceInfo | None) -> DeviceInfo:
-    """Facts about `device`; None means a GPU where torch sees one, else the CPU. "sm_90" stands for an NVIDIA GPU of that kind that is not here.
+    """Facts about `device`.
+
+    Args:
+        device: None means a GPU if torch finds one, else the CPU. "cuda" means the current CUDA
+            device. "sm_90" means an NVIDIA GPU of that compute capability on another machine.
 
     Raises:
-        ContractError: torch knows no such device.
+        ContractError: torch does not know the device.
     """
     if isinstance(device, DeviceInfo):
         return device
-    imagined = re.fullmatch(r"sm_?(\d+)(\d)a?", device) if isinstance(device, str) else None
-    if imagined:
-        return DeviceInfo(
-            "cuda", 0, (int(imagined[1]), int(imagined[2])), name="imagined", imagined=True
-        )
+    architecture = re.fullmatch(r"sm_?(\d+)(\d)a?", device) if isinstance(device, str) else None
+    if architecture:
+        capability = (int(architecture[1]), int(architecture[2]))
+        return DeviceInfo("cuda", 0, capability, is_hypothetical=True)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(device)
     except (RuntimeError, TypeError):
         raise ContractError(
-            f"device={device!r} is not known; use 'cpu', 'cuda', 'cuda:1', another of torch's, or 'sm_90' to imagine a GPU"
+            f"device={device!r} is not known; use 'cpu', 'cuda', 'cuda:1', another torch device, "
+            f"or 'sm_90' for a GPU that is not on this machine"
         ) from None
     return device_info(device.type, -1 if device.index is None else device.index)
 
 
-@lru_cache(maxsize=64)
+def current_device_index() -> int:
+    """Index of the current CUDA device; 0 while CUDA is not initialized."""
+    return torch.cuda.current_device() if _cuda_started() else 0
+
+
 def device_info(kind: str, index: int) -> DeviceInfo:
-    """Facts about device `index` of `kind`; index -1 means the current device (0 while CUDA has not started)."""
+    """Facts about device `index` of type `kind`; index -1 means the current device."""
     if kind != "cuda":
         return DeviceInfo(type=kind)
-    if index < 0:
-        index = torch.cuda.current_device() if _cuda_started() else 0
+    # The current device may change at any time, so only facts about a fixed index are cached.
+    return _cuda_device_info(current_device_index() if index < 0 else index)
+
+
+@lru_cache(maxsize=64)
+def _cuda_device_info(index: int) -> DeviceInfo:
     is_rocm = torch.version.hip is not None
     facts = None if _cuda_started() or is_rocm else _from_nvml(index)
     if facts is None and torch.cuda.is_available() and index < torch.cuda.device_count():
         facts = torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
     if facts is None:
-        return DeviceInfo(
-            type="cuda", index=index, is_rocm=is_rocm, name="no such device", missing=True
-        )
+        return DeviceInfo(type="cuda", index=index, is_rocm=is_rocm, is_missing=True)
     return DeviceInfo(type="cuda", index=index, capability=facts[0], is_rocm=is_rocm, name=facts[1])
 
 
@@ -116,7 +134,7 @@ def _cuda_started() -> bool:
 
 
 def _from_nvml(index: int) -> tuple[tuple[int, int], str] | None:
-    """(capability, name) by NVML, or None when it is missing or the visible device cannot be mapped to a physical one."""
+    """(capability, name) from NVML; None if NVML or the index of the physical device is unknown."""
     physical = _physical_index(index)
     if physical is None:
         return None
@@ -140,7 +158,10 @@ def _from_nvml(index: int) -> tuple[tuple[int, int], str] | None:
 
 
 def _physical_index(index: int) -> int | None:
-    """NVML numbers all devices; CUDA_VISIBLE_DEVICES renumbers them for this process. UUIDs and MIG names are left to torch."""
+    """The NVML index of a CUDA device: NVML ignores CUDA_VISIBLE_DEVICES, which renumbers devices.
+
+    None for UUIDs and MIG names; torch resolves those.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return index

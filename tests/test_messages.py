@@ -95,7 +95,7 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
         errors.UnsupportedConfigError,
         _refused,
         (
-            "'limited' (from argument) is rejected on cpu",
+            "'limited' (from argument) is unsupported on cpu",
             "kv_cache_layout=HND not supported (supported: NHD)",
             "accept the same spec here: torch",
         ),

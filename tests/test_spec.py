@@ -6,7 +6,14 @@ import pickle
 import pytest
 import torch
 
-from attnlib.capabilities import CHECKS, NOT_STATED, Capabilities, Sizes, device_refusals, refusals
+from attnlib.capabilities import (
+    CHECKS,
+    NOT_STATED,
+    Capabilities,
+    Sizes,
+    unsupported_device_reasons,
+    unsupported_reasons,
+)
 from attnlib.device import DeviceInfo
 from attnlib.errors import ContractError
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind, Window
@@ -148,8 +155,8 @@ def test_every_field_has_exactly_one_check() -> None:
 def test_a_check_refuses_with_value_and_limit(field: str) -> None:
     wish, limit, message = WANTS[field]
     spec = AttentionSpec(**{**BASE, **wish})
-    assert refusals(spec, CPU, EVERYTHING) == []
-    assert refusals(spec, CPU, dataclasses.replace(EVERYTHING, **limit)) == [message]
+    assert unsupported_reasons(spec, CPU, EVERYTHING) == []
+    assert unsupported_reasons(spec, CPU, dataclasses.replace(EVERYTHING, **limit)) == [message]
 
 
 @pytest.mark.parametrize("field", WANTS)
@@ -159,7 +166,7 @@ def test_what_is_not_stated_is_not_assumed(field: str) -> None:
     silent = dataclasses.replace(EVERYTHING, **dict.fromkeys(limit, NOT_STATED))
     assert any(
         "not stated" in reason
-        for reason in refusals(AttentionSpec(**{**BASE, **wish}), CPU, silent)
+        for reason in unsupported_reasons(AttentionSpec(**{**BASE, **wish}), CPU, silent)
     )
 
 
@@ -168,25 +175,25 @@ def test_all_reasons_are_given_not_just_the_first() -> None:
     limited = dataclasses.replace(
         EVERYTHING, sink=False, alibi=False, head_sizes=Sizes(exactly=(64, 128))
     )
-    assert len(refusals(spec, CPU, limited)) == 3
+    assert len(unsupported_reasons(spec, CPU, limited)) == 3
 
 
 def test_device_reasons() -> None:
     caps = dataclasses.replace(EVERYTHING, min_capability=(8, 0), max_capability=(9, 0))
-    assert device_refusals(H200, caps) == []
-    assert device_refusals(DeviceInfo("cuda", 0, (7, 5)), caps) == [
+    assert unsupported_device_reasons(H200, caps) == []
+    assert unsupported_device_reasons(DeviceInfo("cuda", 0, (7, 5)), caps) == [
         "compute capability 7.5 is below 8.0"
     ]
-    assert device_refusals(DeviceInfo("cuda", 0, (10, 0)), caps) == [
+    assert unsupported_device_reasons(DeviceInfo("cuda", 0, (10, 0)), caps) == [
         "compute capability 10.0 is above 9.0"
     ]
-    assert device_refusals(DeviceInfo("cuda", 0, None, is_rocm=True), caps) == [
+    assert unsupported_device_reasons(DeviceInfo("cuda", 0, None, is_rocm=True), caps) == [
         "ROCm devices: not supported"
     ]
-    assert device_refusals(DeviceInfo("mps"), caps) == [
+    assert unsupported_device_reasons(DeviceInfo("mps"), caps) == [
         "device mps not supported (supported: cpu, cuda)"
     ]
-    assert device_refusals(CPU, Capabilities()) == [
+    assert unsupported_device_reasons(CPU, Capabilities()) == [
         "devices: not stated by this backend, so not assumed"
     ]
 

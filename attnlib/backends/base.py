@@ -19,7 +19,7 @@ import torch
 
 from attnlib.cache.layout import layout_named
 from attnlib.cache.storage import BlockPairs, PagedKVCache
-from attnlib.capabilities import Capabilities, refusals
+from attnlib.capabilities import Capabilities, unsupported_reasons
 from attnlib.device import DeviceInfo, resolve_device
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
@@ -79,9 +79,11 @@ class AttentionBackend(ABC):
         return []
 
     @classmethod
-    def notes(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
-        """What `explain` says of an accepted backend, a line each: which of its kernels will serve the layer, and why not the quicker ones. Like
-        the checks it imports no kernel package and starts no CUDA."""
+    def explain_lines(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
+        """Lines that `explain` prints for an accepted backend: the kernels for prefill and decode.
+
+        Must not import a kernel package and must not initialize CUDA.
+        """
         return []
 
     @classmethod
@@ -90,7 +92,9 @@ class AttentionBackend(ABC):
     ) -> list[str]:
         """Every reason why it cannot serve `spec` on `device`, availability aside; empty means that it fits."""
         info = resolve_device(device)
-        return refusals(spec, info, cls.capabilities) + cls.supports_combination(spec, info)
+        return unsupported_reasons(spec, info, cls.capabilities) + cls.supports_combination(
+            spec, info
+        )
 
     @staticmethod
     def get_kv_cache_shape(

@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.from_json:
         return _show(options)
     device = resolve_device(options.device)
-    if device.imagined or (device.type == "cuda" and not torch.cuda.is_available()):
+    if device.is_hypothetical or (device.type == "cuda" and not torch.cuda.is_available()):
         raise ContractError(
             f"--device {options.device} is not here: measuring needs the device itself; use --device cpu, or run where it is"
         )

@@ -4,7 +4,7 @@ In: a spec and a device. Out: a backend class, or a report that tells what was c
 """
 
 from attnlib.selection.registry import register_backend, unregister_backend
-from attnlib.selection.report import CandidateReport, SelectionReport, Verdict
+from attnlib.selection.report import CandidateReport, SelectionReport, SelectionStatus
 from attnlib.selection.selector import (
     explain,
     get_attn_backend,
@@ -16,7 +16,7 @@ from attnlib.selection.selector import (
 __all__ = [
     "CandidateReport",
     "SelectionReport",
-    "Verdict",
+    "SelectionStatus",
     "explain",
     "get_attn_backend",
     "list_backends",

@@ -25,7 +25,7 @@ def availability(
     backend = None
     try:
         backend = entry.load()
-        return backend, [*device.gaps, *backend.unavailable(device)]
+        return backend, [*device.unavailable_reasons, *backend.unavailable(device)]
     except Exception as error:  # a hollow package, an ABI clash or a RuntimeError at import is a reason, never a crash
         _warn_about_plugin(entry, error)
         return backend, [told(error, entry)]

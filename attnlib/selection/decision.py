@@ -15,7 +15,7 @@ from attnlib.errors import (
 )
 from attnlib.selection.priority import by_priority
 from attnlib.selection.registry import Registration
-from attnlib.selection.report import CandidateReport, SelectionReport, Verdict
+from attnlib.selection.report import CandidateReport, SelectionReport, SelectionStatus
 from attnlib.selection.request import Request
 from attnlib.spec import AttentionSpec
 from attnlib.tuning import Ranking
@@ -51,7 +51,9 @@ def resolve(
     for entry in (*auto_order, *rest):
         if entry.name in request.excluded:
             candidates.append(
-                CandidateReport(entry.name, Verdict.EXCLUDED, (f"taken out by {request.source}",))
+                CandidateReport(
+                    entry.name, SelectionStatus.EXCLUDED, (f"taken out by {request.source}",)
+                )
             )
             continue
         backend, missing = probe(entry)
@@ -66,7 +68,7 @@ def resolve(
                 told or (ranking.told(entry.name) if ranking else None),
             )
         )
-        if backend is not None and candidates[-1].verdict is Verdict.ACCEPTED:
+        if backend is not None and candidates[-1].status is SelectionStatus.ACCEPTED:
             accepted[entry.name] = backend
     chosen = None
     if request.is_auto:
@@ -76,7 +78,7 @@ def resolve(
         if request.is_composite:
             pair = _judge_pair(spec, device, request, accepted)
             candidates.insert(0, pair)
-            chosen = chosen if pair.verdict is Verdict.ACCEPTED else None
+            chosen = chosen if pair.status is SelectionStatus.ACCEPTED else None
     return SelectionReport(
         chosen,
         "auto" if request.is_auto else request.source,
@@ -94,19 +96,19 @@ def _judge(
     rank: str | None,
 ) -> CandidateReport:
     if backend is None or missing:
-        return CandidateReport(entry.name, Verdict.UNAVAILABLE, tuple(missing))
+        return CandidateReport(entry.name, SelectionStatus.UNAVAILABLE, tuple(missing))
     reasons = _reasons(backend, spec, device)
     if reasons:
-        return CandidateReport(entry.name, Verdict.REJECTED, reasons)
+        return CandidateReport(entry.name, SelectionStatus.UNSUPPORTED, reasons)
     notes = [*([rank] if rank else []), *_notes(backend, spec, device)]
     if backend.capabilities.needs_finite_cache:
         notes.append("needs a cache without NaN or Inf in unused slots")
-    return CandidateReport(entry.name, Verdict.ACCEPTED, tuple(notes))
+    return CandidateReport(entry.name, SelectionStatus.ACCEPTED, tuple(notes))
 
 
 def _notes(backend: Backend, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
     try:
-        return backend.notes(spec, device)
+        return backend.explain_lines(spec, device)
     except Exception as error:  # a remark must not cost the choice
         return [f"its own notes failed: {type(error).__name__}: {error}"]
 
@@ -118,9 +120,11 @@ def _judge_pair(
     try:
         pair = make_composite(accepted[str(request.prefill)], accepted[str(request.decode)])
     except LayoutMismatchError as error:
-        return CandidateReport(request.text, Verdict.REJECTED, (str(error),))
+        return CandidateReport(request.text, SelectionStatus.UNSUPPORTED, (str(error),))
     reasons = _reasons(pair, spec, device)
-    return CandidateReport(request.text, Verdict.REJECTED if reasons else Verdict.ACCEPTED, reasons)
+    return CandidateReport(
+        request.text, SelectionStatus.UNSUPPORTED if reasons else SelectionStatus.ACCEPTED, reasons
+    )
 
 
 def _reasons(backend: Backend, spec: AttentionSpec, device: DeviceInfo) -> tuple[str, ...]:
@@ -134,14 +138,14 @@ def _reasons(backend: Backend, spec: AttentionSpec, device: DeviceInfo) -> tuple
 
 def _with_rank(candidate: CandidateReport, chosen: str | None) -> CandidateReport:
     if (
-        candidate.verdict is not Verdict.ACCEPTED
+        candidate.status is not SelectionStatus.ACCEPTED
         or candidate.name == chosen
         or candidate.reasons
         or not chosen
         or ":" in chosen
     ):
         return candidate
-    return CandidateReport(candidate.name, candidate.verdict, ("lower priority",))
+    return CandidateReport(candidate.name, candidate.status, ("lower priority",))
 
 
 def refusal(
@@ -161,16 +165,18 @@ def refusal(
         )
     wanted = (request.text, request.prefill, request.decode)
     bad = next(
-        c for c in report.candidates if c.name in wanted and c.verdict is not Verdict.ACCEPTED
+        c
+        for c in report.candidates
+        if c.name in wanted and c.status is not SelectionStatus.ACCEPTED
     )
-    others = [c.name for c in report.candidates if c.verdict is Verdict.ACCEPTED]
+    others = [c.name for c in report.candidates if c.status is SelectionStatus.ACCEPTED]
     instead = (
         f"Backends that accept the same spec here: {', '.join(others)}."
         if others
         else "No other backend accepts this spec here either."
     )
-    message = f"backend {bad.name!r} (from {request.source}) is {bad.verdict.value} on {report.device}: {'; '.join(bad.reasons)}. {instead}"
-    if bad.verdict is Verdict.UNAVAILABLE:
+    message = f"backend {bad.name!r} (from {request.source}) is {bad.status.value} on {report.device}: {'; '.join(bad.reasons)}. {instead}"
+    if bad.status is SelectionStatus.UNAVAILABLE:
         known = any("cxx11 ABI" in reason for reason in bad.reasons)
         return BackendUnavailableError(message if known else f"{message} {facts(bad.name)}")
     return UnsupportedConfigError(message, backend=bad.name, reasons=bad.reasons)

@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-__all__ = ["CandidateReport", "SelectionReport", "Verdict"]
+__all__ = ["CandidateReport", "SelectionReport", "SelectionStatus"]
 
 
-class Verdict(str, Enum):
+class SelectionStatus(str, Enum):
     """What became of a candidate."""
 
     ACCEPTED = "accepted"
-    REJECTED = "rejected"
+    UNSUPPORTED = "unsupported"
     """It is here, and refuses the spec or the device."""
     UNAVAILABLE = "unavailable"
     """Its package, compiler or driver is missing."""
@@ -27,12 +27,12 @@ class CandidateReport:
 
     Attributes:
         name: its name.
-        verdict: what became of it.
+        status: what became of it.
         reasons: why not, all of them; for an accepted one, what speaks of it (lower priority, needs a finite cache).
     """
 
     name: str
-    verdict: Verdict
+    status: SelectionStatus
     reasons: tuple[str, ...] = ()
 
 
@@ -55,7 +55,7 @@ class SelectionReport:
     def reasons(self) -> dict[str, list[str]]:
         """Backend -> why it was not accepted; empty for those that were."""
         return {
-            c.name: [] if c.verdict is Verdict.ACCEPTED else list(c.reasons)
+            c.name: [] if c.status is SelectionStatus.ACCEPTED else list(c.reasons)
             for c in self.candidates
         }
 
@@ -74,7 +74,7 @@ class SelectionReport:
             f"attnlib chose {self.chosen or 'nothing':<{max(width - 12, 4)}} on {self.device}  ({how})"
         ]
         for candidate in self.candidates:
-            head = f"  {candidate.name:<{width}}  {candidate.verdict.value:<11}"
+            head = f"  {candidate.name:<{width}}  {candidate.status.value:<11}"
             for index, reason in enumerate(candidate.reasons or ("",)):
                 begin = head.rstrip() if index == 0 else " " * len(head.rstrip())
                 lines.append(begin + (f"  {reason}" if reason else ""))

@@ -31,7 +31,7 @@ from attnlib.selection.availability import availability, facts_about, told
 from attnlib.selection.decision import Probe, refusal, resolve
 from attnlib.selection.inspection import check_backend_class
 from attnlib.selection.registry import Registration, generation, lookup, registrations
-from attnlib.selection.report import SelectionReport, Verdict
+from attnlib.selection.report import SelectionReport, SelectionStatus
 from attnlib.selection.request import AUTO, Request, parse_request, unknown_backend
 from attnlib.spec import AttentionSpec
 
@@ -201,7 +201,7 @@ def _select(
     )
     if report.chosen is None:
         if request.is_composite and {request.prefill, request.decode} <= {
-            c.name for c in report.candidates if c.verdict is Verdict.ACCEPTED
+            c.name for c in report.candidates if c.status is SelectionStatus.ACCEPTED
         }:
             make_composite(
                 entries[str(request.prefill)].load(), entries[str(request.decode)].load()
@@ -220,7 +220,7 @@ def _select(
 
 def _one_line(report: SelectionReport) -> str:
     passed = [
-        f"{c.name}: {c.verdict.value} ({', '.join(c.reasons)})"
+        f"{c.name}: {c.status.value} ({', '.join(c.reasons)})"
         for c in report.candidates
         if c.name != report.chosen and c.reasons
     ]

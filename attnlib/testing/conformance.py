@@ -178,7 +178,10 @@ def make_target(
     """
     loaded = load_backend(backend)
     place = _choose_device(loaded, device)
-    if missing := [*resolve_device(place).gaps, *loaded.unavailable(resolve_device(place))]:
+    if missing := [
+        *resolve_device(place).unavailable_reasons,
+        *loaded.unavailable(resolve_device(place)),
+    ]:
         raise BackendUnavailableError(
             f"{loaded.get_name()} is unavailable on {place}: {'; '.join(missing)}"
         )

@@ -27,7 +27,10 @@ def chip_name(device: DeviceInfo) -> str | None:
         return "cpu"
     return (
         device.name
-        if device.type == "cuda" and device.capability and device.name and not device.imagined
+        if device.type == "cuda"
+        and device.capability
+        and device.name
+        and not device.is_hypothetical
         else None
     )
 

@@ -13,7 +13,7 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.backends.triton import TritonBackend
 from attnlib.device import resolve_device
 from attnlib.ops.triton.hopper.support import prefers_hopper_decode
-from attnlib.selection.report import CandidateReport, SelectionReport, Verdict
+from attnlib.selection.report import CandidateReport, SelectionReport, SelectionStatus
 
 
 def _notes(
@@ -27,7 +27,7 @@ def _notes(
         "block_size": 16,
         **features,
     }
-    return backend.notes(AttentionSpec(**layer), resolve_device(device))
+    return backend.explain_lines(AttentionSpec(**layer), resolve_device(device))
 
 
 LENGTHS = "from 256 keys on, 2048 with more than 8 (request, KV head) pairs for each multiprocessor"
@@ -101,14 +101,14 @@ def test_explain_shows_notes_beside_the_choice() -> None:
         num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, block_size=16
     )
     (triton,) = (c for c in explain(spec, device="sm_90").candidates if c.name == "triton")
-    assert triton.verdict is not Verdict.ACCEPTED or triton.reasons[0].startswith(
+    assert triton.status is not SelectionStatus.ACCEPTED or triton.reasons[0].startswith(
         "Gluon kernels for SM90"
     )
 
 
 def test_a_second_reason_stands_under_the_first() -> None:
     report = SelectionReport(
-        "a", "auto", "here", (CandidateReport("a", Verdict.ACCEPTED, ("one", "two")),)
+        "a", "auto", "here", (CandidateReport("a", SelectionStatus.ACCEPTED, ("one", "two")),)
     )
     first, second = str(report).splitlines()[1:]
     assert first.index("one") == second.index("two")

@@ -65,7 +65,7 @@ def test_a_missing_driver_library_is_a_reason(
 
 def test_imagined_hardware_is_not_held_to_this_machine() -> None:
     """`explain(spec, device="H200")` on a laptop is about the H200."""
-    imagined = DeviceInfo("cuda", 0, (9, 0), name="NVIDIA H200", imagined=True)
+    imagined = DeviceInfo("cuda", 0, (9, 0), name="NVIDIA H200", is_hypothetical=True)
     assert TritonBackend.unavailable(imagined) == []
 
 
@@ -120,4 +120,4 @@ def test_the_interpreter_and_numpy(
         asked[0].startswith("on a CPU Triton only interprets: set TRITON_INTERPRET=1")
         and asked[1:] == gaps
     )
-    assert TritonBackend.unavailable(DeviceInfo("cuda", 0, (9, 0), imagined=True)) == []
+    assert TritonBackend.unavailable(DeviceInfo("cuda", 0, (9, 0), is_hypothetical=True)) == []

@@ -25,13 +25,13 @@ from attnlib.errors import (
 )
 from attnlib.selection.decision import resolve
 from attnlib.selection.registry import Registration, lookup
-from attnlib.selection.report import Verdict
+from attnlib.selection.report import SelectionStatus
 from attnlib.selection.request import AUTO, Request, parse_request
 
 SPEC = attnlib.AttentionSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.float32)
 H200, T4, CPU = (
-    DeviceInfo("cuda", 0, (9, 0), name="H200", imagined=True),
-    DeviceInfo("cuda", 0, (7, 5), imagined=True),
+    DeviceInfo("cuda", 0, (9, 0), name="H200", is_hypothetical=True),
+    DeviceInfo("cuda", 0, (7, 5), is_hypothetical=True),
     DeviceInfo("cpu"),
 )
 
@@ -119,7 +119,7 @@ def test_an_explicit_choice_is_refused_with_all_reasons_never_replaced() -> None
     assert caught.value.backend == "picky" and caught.value.reasons == (
         "head_size=60 not supported (supported: 128)",
     )
-    assert "(from argument) is rejected" in str(
+    assert "(from argument) is unsupported" in str(
         caught.value
     ) and "Backends that accept the same spec here: torch" in str(caught.value)
 
@@ -158,10 +158,10 @@ def test_whatever_an_import_raises_is_a_reason(
     monkeypatch.delitem(__import__("sys").modules, "broken_backend", raising=False)
     attnlib.register_backend("broken", "broken_backend:Backend", priority=1000)
     report = attnlib.explain(SPEC, device="cpu")
-    verdicts = {c.name: c for c in report.candidates}
-    assert report.chosen == "torch" and verdicts["broken"].verdict is Verdict.UNAVAILABLE
+    statuses = {c.name: c for c in report.candidates}
+    assert report.chosen == "torch" and statuses["broken"].status is SelectionStatus.UNAVAILABLE
     assert any(
-        word in verdicts["broken"].reasons[0]
+        word in statuses["broken"].reasons[0]
         for word in ("version mismatch", "undefined symbol", "must be a subclass")
     )
 
@@ -174,7 +174,7 @@ def test_auto_takes_the_first_that_fits_and_logs_one_line(caplog: pytest.LogCapt
     assert len(caplog.records) == 1
     assert (
         "model.layers.0.attn: chose torch on cpu" in caplog.text
-        and "picky: rejected (head_size=64 not supported" in caplog.text
+        and "picky: unsupported (head_size=64 not supported" in caplog.text
     )
     assert _chosen(spec=SPEC.replace(head_size=128)) is Picky
 
@@ -192,9 +192,9 @@ def test_taking_candidates_out_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _chosen() is Other
     monkeypatch.setenv("ATTNLIB_BACKEND", "-other")
     assert _chosen() is TorchBackend
-    assert {c.name: c.verdict for c in attnlib.explain(SPEC, device="cpu").candidates}[
+    assert {c.name: c.status for c in attnlib.explain(SPEC, device="cpu").candidates}[
         "other"
-    ] is Verdict.EXCLUDED
+    ] is SelectionStatus.EXCLUDED
 
 
 def test_an_excluded_backend_is_not_loaded() -> None:
@@ -293,8 +293,8 @@ def test_explain_and_selection_agree_about_pairs() -> None:
     ):
         _chosen(spec=encoder, backend="prefill:other,decode:torch")
     assert (
-        attnlib.explain(SPEC, "cpu", "prefill:other,decode:torch").candidates[0].verdict
-        is Verdict.ACCEPTED
+        attnlib.explain(SPEC, "cpu", "prefill:other,decode:torch").candidates[0].status
+        is SelectionStatus.ACCEPTED
     )
 
 
@@ -490,12 +490,12 @@ def test_every_built_in_path_leads_to_a_backend_of_that_name() -> None:
 
 def test_a_device_that_is_not_visible() -> None:
     """Nothing is chosen for a GPU that nobody sees: each candidate says so, with the next action, and an imagined one is answered."""
-    gone = DeviceInfo("cuda", 3, name="no such device", missing=True)
+    gone = DeviceInfo("cuda", 3, is_missing=True)
     spec = attnlib.AttentionSpec(
         num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.float16, block_size=16
     )
     report = attnlib.explain(spec, device=gone)
-    assert report.chosen is None and "cuda:3 (not visible here)" in str(report)
+    assert report.chosen is None and "cuda:3 (not found)" in str(report)
     for name in ("torch", "triton"):
         reason = next(
             candidate for candidate in report.candidates if candidate.name == name
@@ -514,7 +514,7 @@ def test_a_device_that_is_not_visible() -> None:
 def test_cuda_asked_for_where_there_is_none() -> None:
     """The facts about "cuda" on a machine without a GPU say that it is missing."""
     assert (
-        resolve_device("cuda").missing
-        and not resolve_device("cpu").missing
-        and not resolve_device("sm_90").missing
+        resolve_device("cuda").is_missing
+        and not resolve_device("cpu").is_missing
+        and not resolve_device("sm_90").is_missing
     )

@@ -77,7 +77,7 @@ def test_a_model_finds_its_layers_whatever_part_of_its_heads_a_rank_has() -> Non
         (LLAMA.replace(kv_cache_dtype="fp8_e4m3"), H200),
         (LLAMA.replace(block_size=32), H200),
         (LLAMA, dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3")),
-        (LLAMA, dataclasses.replace(H200, imagined=True)),
+        (LLAMA, dataclasses.replace(H200, is_hypothetical=True)),
         (LLAMA, DeviceInfo(type="cpu")),
     ],
 )

@@ -179,7 +179,10 @@ def test_a_missing_table_is_no_news_unless_it_was_named(
 
 def test_chips_that_are_not_here_have_no_table() -> None:
     assert tuning.chip_name(CPU) == "cpu" and tuning.chip_name(H200) == "NVIDIA H200"
-    assert tuning.chip_name(DeviceInfo("cuda", 0, (9, 0), name="imagined", imagined=True)) is None
+    assert (
+        tuning.chip_name(DeviceInfo("cuda", 0, (9, 0), name="hypothetical", is_hypothetical=True))
+        is None
+    )
     assert tuning.chip_name(DeviceInfo("cuda", 0, None, name="no such device")) is None
 
 

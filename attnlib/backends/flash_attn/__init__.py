@@ -16,7 +16,7 @@ from attnlib.backends._foreign.imports import environment_facts
 from attnlib.backends.base import AttentionBackend, AttentionImpl
 from attnlib.backends.flash_attn.probe import find_kernels, nothing_installed
 from attnlib.backends.flash_attn.support import choose_kernel
-from attnlib.capabilities import Capabilities, Sizes, device_refusals
+from attnlib.capabilities import Capabilities, Sizes, unsupported_device_reasons
 from attnlib.device import DeviceInfo, resolve_device
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind
@@ -111,7 +111,7 @@ class FlashAttnBackend(AttentionBackend):
         """Reasons of every installed generation when none fits; the general capabilities where none is installed."""
         info = resolve_device(device)
         if (
-            device_refusals(info, cls.capabilities)
+            unsupported_device_reasons(info, cls.capabilities)
             or nothing_installed()
             or not find_kernels().kernels
         ):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from attnlib.backends.flash_attn.probe import FlashKernel, find_kernels
-from attnlib.capabilities import Capabilities, Sizes, refusals
+from attnlib.capabilities import Capabilities, Sizes, unsupported_reasons
 from attnlib.device import DeviceInfo
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind
 
@@ -100,7 +100,7 @@ def kernel_refusals(
     kernel: FlashKernel, spec: AttentionSpec, device: DeviceInfo, config: Mapping[str, Any]
 ) -> list[str]:
     """Every reason why one installed kernel cannot serve `spec`, each naming the kernel."""
-    reasons = refusals(spec, device, capabilities_of(kernel))
+    reasons = unsupported_reasons(spec, device, capabilities_of(kernel))
     if device.capability is not None and kernel.version not in _PREFERRED.get(
         device.capability[0], ()
     ):

@@ -98,12 +98,12 @@ class TritonBackend(AttentionBackend):
             return _interpreter_gaps()
         return (
             _toolchain_gaps()
-            if device.type == "cuda" and not (device.is_rocm or device.imagined)
+            if device.type == "cuda" and not (device.is_rocm or device.is_hypothetical)
             else []
         )
 
     @classmethod
-    def notes(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
+    def explain_lines(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
         """On Hopper, which phases its own Gluon kernels serve, and what leaves a phase to the plain ones."""
         if (
             device.type != "cuda"

@@ -91,7 +91,7 @@ def _device(wish: str | None) -> torch.device:
         ContractError: torch knows no such device, or it is not here.
     """
     device = resolve_device(wish)
-    if device.imagined or (device.type == "cuda" and not torch.cuda.is_available()):
+    if device.is_hypothetical or (device.type == "cuda" and not torch.cuda.is_available()):
         raise ContractError(
             f"--device {wish}: no such device is here (torch {torch.__version__}); use --device cpu"
         )

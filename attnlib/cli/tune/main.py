@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[2:] if argv is None else argv)
     options = parser().parse_args(arguments)
     info = resolve_device(options.device)
-    if info.imagined or (info.type == "cuda" and not torch.cuda.is_available()):
+    if info.is_hypothetical or (info.type == "cuda" and not torch.cuda.is_available()):
         raise ContractError(
             f"--device {options.device} is not here: measuring needs the device itself; use --device cpu, or run where it is"
         )
