@@ -1,9 +1,12 @@
-"""Hash the machine code of every compiled kernel, to prove that a change leaves the kernels as they are.
+"""Hash the machine code of every compiled kernel, to show that a change leaves it as it is.
 
-`python benchmarks/kernel_sass.py --out FILE` compiles every case of `tests/ops/triton/hopper/cross_compile.py` and
-`tests/ops/triton/cross_compile.py` for sm_90 without a GPU, disassembles the cubins and writes one SHA-256 per case.
-`--compare FILE` compares with an earlier file and exits with status 1 on a difference. Both runs must use the same
-version of Triton, which brings its own ptxas. Select the tree to compile with PYTHONPATH.
+    python benchmarks/kernel_sass.py --out before.json      # PYTHONPATH selects the tree
+    python benchmarks/kernel_sass.py --compare before.json
+
+Compiles every case of `tests/ops/triton/cross_compile.py` and of its `hopper` counterpart for sm_90
+without a GPU, disassembles the cubins and hashes instructions, encodings, shared memory and number
+of warps. Names of kernels and files do not count. A comparison exits with status 1 on a difference.
+Both runs need the same version of Triton, because Triton includes the compiler and ptxas.
 """
 
 from __future__ import annotations
@@ -35,20 +38,21 @@ def main() -> None:
     parser.add_argument("--dump", type=Path, help="write the normalized SASS to this directory")
     options = parser.parse_args()
 
-    cases = {name: run for name, run in all_cases().items() if name in (options.cases or [name])}
+    known = all_cases()
     hashes: dict[str, str] = {}
-    for name, run in cases.items():
-        text = compile_to_sass(run)
+    for name in options.cases or known:
+        text = compile_to_sass(known[name])
         hashes[name] = hashlib.sha256(text.encode()).hexdigest()
         print(name, hashes[name][:16], flush=True)
         if options.dump:
             options.dump.mkdir(parents=True, exist_ok=True)
-            (options.dump / f"{name.replace('/', '_').replace(':', '_')}.sass").write_text(text)
+            (options.dump / f"{re.sub('[/:]', '_', name)}.sass").write_text(text)
     if options.out:
         result = {"triton": triton.__version__, "target": TARGET, "sha256": hashes}
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     if options.compare:
-        sys.exit(compare(json.loads(options.compare.read_text()), hashes, bool(options.cases)))
+        earlier = json.loads(options.compare.read_text())
+        sys.exit(compare(earlier, hashes, every_case=not options.cases))
 
 
 def all_cases() -> dict[str, Callable[[], Any]]:
@@ -69,7 +73,11 @@ def all_cases() -> dict[str, Callable[[], Any]]:
 
 
 def compile_to_sass(run: Callable[[], Any]) -> str:
-    """Call `run` and return the normalized SASS of every kernel that it compiles, in launch order."""
+    """Call `run` and return the normalized SASS of all kernels that it compiles, in launch order.
+
+    Raises:
+        RuntimeError: `run` compiled nothing.
+    """
     compiled: list[Any] = []
     original = JITFunction.run
 
@@ -86,46 +94,39 @@ def compile_to_sass(run: Callable[[], Any]) -> str:
     finally:
         JITFunction.run = original
     if not compiled:
-        raise RuntimeError("the case compiled no kernel")
+        raise RuntimeError("the case compiled no kernel; check that its launcher calls Triton")
     return "\n".join(sass_of(kernel) for kernel in compiled)
 
 
 def sass_of(kernel: Any) -> str:
-    """Return the instructions and encodings of a compiled kernel, without its name and the name of its file."""
+    """Return the instructions of a compiled kernel with their encodings, without its name."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        tool = triton.knobs.nvidia.nvdisasm.path
-        command = [tool, "-c", "-hex", file.name]
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", "-hex", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     text = re.sub(rf"\b{re.escape(kernel.metadata.name)}\b", "kernel", text)
-    lines = (
-        line.rstrip() for line in text.splitlines() if not re.match(r"\s*//##|\s*\.file\b", line)
-    )
-    return f"shared {kernel.metadata.shared} warps {kernel.metadata.num_warps}\n" + "\n".join(lines)
+    # Comment lines hold file names, and rulers whose length depends on the kernel's name.
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    code = [line for line in lines if line and not line.startswith(("//", ".file"))]
+    head = f"shared {kernel.metadata.shared} warps {kernel.metadata.num_warps}"
+    return "\n".join([head, *code])
 
 
-def compare(earlier: dict[str, Any], hashes: dict[str, str], selected: bool) -> int:
+def compare(earlier: dict[str, Any], hashes: dict[str, str], every_case: bool) -> int:
     """Print the differences between two runs and return the exit status."""
     if earlier["triton"] != triton.__version__:
-        print(
-            f"the file is from Triton {earlier['triton']}, this is {triton.__version__}: use the same version"
-        )
+        versions = f"the file is from Triton {earlier['triton']}, this is {triton.__version__}"
+        print(f"{versions}; compare runs of the same version")
         return 2
-    before = earlier["sha256"]
-    if selected:
-        before = {name: value for name, value in before.items() if name in hashes}
-    changed = [name for name in before if name in hashes and before[name] != hashes[name]]
-    for word, names in (
-        ("changed", changed),
-        ("removed", [name for name in before if name not in hashes]),
-        ("added", [name for name in hashes if name not in before]),
-    ):
-        if names:
-            print(f"{word}: {', '.join(names)}")
-    same = len(hashes) - len([name for name in hashes if before.get(name) != hashes[name]])
-    print(f"{same} of {len(before)} cases are identical")
-    return int(same != len(before) or len(hashes) != len(before))
+    before: dict[str, str] = earlier["sha256"]
+    names = sorted(before.keys() | hashes.keys() if every_case else hashes)
+    differences = [name for name in names if before.get(name) != hashes.get(name)]
+    for name in differences:
+        change = "changed" if name in before and name in hashes else "present in one run only"
+        print(f"{name}: {change}")
+    print(f"{len(names) - len(differences)} of {len(names)} cases are identical")
+    return int(bool(differences))
 
 
 if __name__ == "__main__":
