@@ -1,5 +1,6 @@
-"""Kernels: tensors in, tensors out.
+"""Operations: functions of tensors, independent of specs, backends and metadata objects.
 
-Nothing here knows a spec, a backend or a batch object, so every function is usable alone. `ops.torch` and `ops.triton` are twins: the same
-file holds the same operation under the same signature, and the conformance kit holds them to the same answers.
+`ops.torch` and `ops.triton` are counterparts: modules with the same name define the same function
+with the same signature, and the conformance suite compares their results. `params.AttentionParams`
+holds the parameters that all attention operations share.
 """

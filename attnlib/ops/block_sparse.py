@@ -1,10 +1,15 @@
-"""Block-sparse decode: which keys a head sees when only local blocks and a vertical stripe pattern are kept.
+"""Block-sparse decode: each head sees local key blocks and a pattern of vertical stripes.
 
-The keys of a request are cut into sparse blocks of `block_size` positions, and the query sits in block
-q = (seq_len - 1) // block_size. Key block k is visible to a head iff it is local, k > q - local_blocks, or on a stripe
-of that head, (k + o) % vert_stride == 0, where o = 1 + step * h. For a head sliding step >= 0, `step` is it and h
-counts query heads over all ranks (tp_rank * Hq + head); below 0, `step` is its absolute value and h counts KV heads
-(tp_rank * Hkv + KV head). Source: the block-sparse variant of vLLM's paged attention kernel.
+The keys of a request are divided into sparse blocks of `block_size` positions; the query is in
+block q = (seq_len - 1) // block_size. A head sees key block k if
+
+    k > q - local_blocks               (the block is local), or
+    (k + offset) % vert_stride == 0    (the block is on a stripe of that head).
+
+The offset of a head is 1 + step * h. If `head_sliding_step` >= 0, step is that number and h counts
+query heads over all ranks (tp_rank * Hq + head); otherwise step is its absolute value and h counts
+KV heads (tp_rank * Hkv + KV head). This is the pattern of the block-sparse variant of vLLM's paged
+attention kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +29,17 @@ __all__ = ["BlockSparsePattern", "block_sparse_decode"]
 
 @dataclass(frozen=True)
 class BlockSparsePattern:
-    """The parameters of the pattern, in the names of the module's text."""
+    """The parameters of the pattern; see the module's description.
+
+    Attributes:
+        local_blocks: sparse blocks before and including the query's own that every head sees.
+        vert_stride: distance between stripes, in sparse blocks.
+        block_size: positions per sparse block.
+        head_sliding_step: shift of the stripes from one head to the next.
+        num_heads: Hq of this rank.
+        num_kv_heads: Hkv of this rank.
+        tp_rank: tensor-parallel rank.
+    """
 
     local_blocks: int
     vert_stride: int
@@ -35,11 +50,11 @@ class BlockSparsePattern:
     tp_rank: int
 
     def check(self, cache_block_size: int) -> None:
-        """Raise ContractError for a sparse block that is not a whole number of cache blocks."""
+        """Raise ContractError unless a sparse block is a whole number of cache blocks."""
         if self.block_size <= 0 or self.block_size % cache_block_size:
             raise ContractError(
-                f"blocksparse_block_size {self.block_size} is not a positive multiple of the cache's block size "
-                f"{cache_block_size}: choose a multiple of {cache_block_size}"
+                f"blocksparse_block_size {self.block_size} is not a positive multiple of "
+                f"the cache's block size {cache_block_size}: choose a multiple of it"
             )
 
     def visible(self, seq_len: int, device: torch.device) -> Tensor:
@@ -67,7 +82,20 @@ def block_sparse_decode(
     k_factor: float | Tensor = 1.0,
     v_factor: float | Tensor = 1.0,
 ) -> Tensor:
-    """One request: `query [1, Hq, D]` at the last of `key [S, Hkv, D]`, `value [S, Hkv, Dv]`; `[1, Hq, Dv]` float32."""
+    """Block-sparse attention of one request's last token.
+
+    Args:
+        query: `[1, Hq, D]`.
+        key: `[S, Hkv, D]`, all keys of the request, the query's own last.
+        value: `[S, Hkv, Dv]`.
+        params: how scores are computed.
+        pattern: which keys each head sees.
+        k_factor: factor of stored keys, a float or `[1]` or `[Hkv]`.
+        v_factor: factor of stored values, likewise.
+
+    Returns:
+        `[1, Hq, Dv]` float32 (float64 for a float64 query).
+    """
     seq_len = key.shape[0]
     rows = QueryRows(query, seq_len - 1, seq_len, seq_len - 1, True)
     bias = rows_bias(rows, 0, seq_len, params)

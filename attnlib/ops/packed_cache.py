@@ -1,5 +1,7 @@
-"""The cache layout with x-packed keys: `key_cache [B, Hkv, D / x, N, x]`, x elements making 16 bytes, and
-`value_cache [B, Hkv, D, N]`; and the ways between it and the common form, `[B, N, Hkv, D]` for both.
+"""The cache layout with packed keys, and its conversion to the layout of the P-rules.
+
+Keys are `[B, Hkv, D / x, N, x]`, where x elements are 16 bytes, and values `[B, Hkv, D, N]`. The
+layout of the P-rules is `[B, N, Hkv, D]` for both.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.ops.torch.quant import head_factor, is_quantised
+from attnlib.ops.torch.quant import head_factor, is_quantized
 
 __all__ = ["block_bytes", "common_form", "typed_cache", "with_context"]
 
@@ -22,11 +24,20 @@ def common_form(
     lengths: Tensor,
     kv_cache_dtype: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The pages that hold the first `lengths[r]` positions, as keys and values `[n, N, Hkv, D]` and their own table."""
-    key_cache, value_cache = (
-        typed_cache(key_cache, kv_cache_dtype),
-        typed_cache(value_cache, kv_cache_dtype),
-    )
+    """Copies of the blocks in use, in the layout of the P-rules.
+
+    Args:
+        key_cache: `[B, Hkv, D / x, N, x]`.
+        value_cache: `[B, Hkv, D, N]`.
+        block_tables: `[R, M]`, block ids.
+        lengths: `[R]` on the CPU, positions in use per request.
+        kv_cache_dtype: what uint8 caches hold; see `typed_cache`.
+
+    Returns:
+        Keys and values `[n, N, Hkv, D]`, and an int32 block table `[R, max blocks]` into them.
+    """
+    key_cache = typed_cache(key_cache, kv_cache_dtype)
+    value_cache = typed_cache(value_cache, kv_cache_dtype)
     block_size = value_cache.shape[3]
     counts = [-(-length // block_size) for length in lengths.tolist()]
     used = [block_tables[request, :count] for request, count in enumerate(counts)]
@@ -52,25 +63,41 @@ def common_form(
 def with_context(
     cache: Tensor, table_row: Tensor, context: int, scale: float | Tensor, new: Tensor
 ) -> Tensor:
-    """`[context + query_len, Hkv, D]`: dequantised positions of the cache, then the new rows."""
+    """Keys or values of one request: the dequantized context, then the new rows.
+
+    Args:
+        cache: `[n, N, Hkv, D]`, as `common_form` returns it.
+        table_row: `[M]`, the request's blocks in `cache`.
+        context: number of cached positions.
+        scale: scale of a float8 cache; ignored for other dtypes.
+        new: `[query_len, Hkv, D]`.
+
+    Returns:
+        `[context + query_len, Hkv, D]`.
+    """
     old = cache[table_row.long()].flatten(0, 1)[:context]
-    if is_quantised(cache.dtype):
+    if is_quantized(cache.dtype):
         factor = head_factor(scale)
         old = old.float() * (factor.view(-1, 1) if isinstance(factor, Tensor) else factor)
     return torch.cat([old, new.to(old.dtype)])
 
 
 def typed_cache(cache: Tensor, kv_cache_dtype: str) -> Tensor:
-    """A cache of bytes as the fp8 format that `kv_cache_dtype` names; any other cache as it is."""
+    """A uint8 cache viewed as the float8 dtype `kv_cache_dtype` names; other caches unchanged.
+
+    Raises:
+        ContractError: a uint8 cache with an unknown `kv_cache_dtype`.
+    """
     if cache.dtype != torch.uint8:
         return cache
     if kv_cache_dtype not in _FP8:
         raise ContractError(
-            f"kv_cache_dtype {kv_cache_dtype!r} does not say what the uint8 cache holds: pass one of {', '.join(_FP8)}"
+            f"kv_cache_dtype {kv_cache_dtype!r} is not a float8 format, but the cache is uint8: "
+            f"pass one of {', '.join(_FP8)}"
         )
     return cache.view(_FP8[kv_cache_dtype])
 
 
 def block_bytes(cache: Tensor) -> Tensor:
-    """One-byte floats as integers, which every device can select and copy."""
-    return cache.view(torch.uint8) if is_quantised(cache.dtype) else cache
+    """float8 as uint8, because indexing float8 is not implemented on every device."""
+    return cache.view(torch.uint8) if is_quantized(cache.dtype) else cache

@@ -1,9 +1,8 @@
-"""The older paged-attention interface: one class of static methods over a cache with x-packed keys.
+"""vLLM's older `PagedAttention` interface: a class of static methods over a cache with packed keys.
 
-It exists so that code written against that interface can move over and keep its cache. The layout is not the
-one of the P-rules (see `packed_cache`), so a call brings the pages it needs to the common form and computes in plain
-torch. Where the original chose between one pass and partitions of 512 keys, the result is the same by contract: there
-is one way here. `block_sparse` says precisely what block-sparse decode sees.
+Code that uses that interface can switch to attnlib and keep its cache. The layout is not the one of
+the P-rules (see `packed_cache`): each call copies the blocks that it needs to the layout of the
+P-rules and computes in plain torch. `block_sparse` describes the pattern of block-sparse decode.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from attnlib.ops.packed_cache import block_bytes, common_form, typed_cache, with
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.cache_write import write_kv
 from attnlib.ops.torch.paged_decode import paged_decode
-from attnlib.ops.torch.quant import head_factor, is_quantised
+from attnlib.ops.torch.quant import head_factor, is_quantized
 from attnlib.ops.torch.request import KeySpan, QueryRows, attend_rows
 
 __all__ = ["PagedAttention", "PagedAttentionMetadata"]
@@ -27,12 +26,12 @@ __all__ = ["PagedAttention", "PagedAttentionMetadata"]
 
 @dataclass
 class PagedAttentionMetadata:
-    """What paged attention needs to know of a batch.
+    """The batch as the interface describes it.
 
     Attributes:
-        seq_lens_tensor: `[R]`, all tokens of each sequence so far, or None.
-        max_decode_seq_len: longest sequence among the decodes; 0 when there is none.
-        block_tables: `[R, max blocks]`, physical block of each page, or None.
+        seq_lens_tensor: `[R]`, tokens of each sequence so far, or None.
+        max_decode_seq_len: length of the longest decode; 0 without decodes.
+        block_tables: `[R, max blocks]`, block ids, or None.
     """
 
     seq_lens_tensor: Tensor | None
@@ -41,11 +40,11 @@ class PagedAttentionMetadata:
 
 
 class PagedAttention:
-    """Cache shapes, writes and attention of the older interface; nothing is kept between calls."""
+    """Cache shapes, cache writes and attention of that interface; it keeps no state."""
 
     @staticmethod
     def get_supported_head_sizes() -> list[int]:
-        """The head sizes that the original was compiled for; plain torch has no such limit."""
+        """The head sizes that vLLM's kernels support; this implementation has no limit."""
         return [32, 64, 80, 96, 112, 120, 128, 192, 256]
 
     @staticmethod
@@ -59,7 +58,12 @@ class PagedAttention:
     def split_kv_cache(
         kv_cache: Tensor, num_kv_heads: int, head_size: int
     ) -> tuple[Tensor, Tensor]:
-        """Views of `kv_cache [2, B, N * Hkv * D]`: keys `[B, Hkv, D / x, N, x]` and values `[B, Hkv, D, N]`.
+        """Keys `[B, Hkv, D / x, N, x]` and values `[B, Hkv, D, N]` as views of the cache.
+
+        Args:
+            kv_cache: `[2, B, N * Hkv * D]`.
+            num_kv_heads: Hkv.
+            head_size: D.
 
         Raises:
             ContractError: the head size is not a multiple of x = 16 bytes / element size.
@@ -67,8 +71,8 @@ class PagedAttention:
         x = 16 // kv_cache.element_size()
         if head_size % x:
             raise ContractError(
-                f"head_size {head_size} is not a multiple of x = {x} ({kv_cache.dtype} keys are packed by 16 bytes): "
-                "choose another cache dtype, or the common layout of PagedKVCache"
+                f"head_size {head_size} is not a multiple of x = {x} ({kv_cache.dtype} keys are "
+                "packed in units of 16 bytes): choose another cache dtype, or use PagedKVCache"
             )
         num_blocks = kv_cache.shape[1]
         key_cache = kv_cache[0].view(num_blocks, num_kv_heads, head_size // x, -1, x)
@@ -85,21 +89,35 @@ class PagedAttention:
         k_scale: float | Tensor,
         v_scale: float | Tensor,
     ) -> None:
-        """Write `key [T, Hkv, D]` and `value [T, Hkv, D]` to their slots; -1 writes nothing (P4)."""
-        key_cache, value_cache = (
-            typed_cache(key_cache, kv_cache_dtype),
-            typed_cache(value_cache, kv_cache_dtype),
-        )
-        num_heads, parts, x = key_cache.shape[1], key_cache.shape[2], key_cache.shape[4]
-        # Every x-wide part of a head counts as a head of its own, which makes the packed keys an ordinary cache.
+        """Write keys and values to their slots (P4).
+
+        Args:
+            key: `[T, Hkv, D]`.
+            value: `[T, Hkv, D]`.
+            key_cache: `[B, Hkv, D / x, N, x]`.
+            value_cache: `[B, Hkv, D, N]`.
+            slot_mapping: `[T]` int64 of any shape with T elements; a negative slot writes nothing.
+            kv_cache_dtype: what uint8 caches hold: "fp8", "fp8_e4m3" or "fp8_e5m2".
+            k_scale: scale of a float8 key cache, a float, a 0-d or `[Hkv]` tensor.
+            v_scale: the same for values.
+        """
+        key_cache = typed_cache(key_cache, kv_cache_dtype)
+        value_cache = typed_cache(value_cache, kv_cache_dtype)
+        num_heads, groups, x = key_cache.shape[1], key_cache.shape[2], key_cache.shape[4]
+        # With each group of x elements as a head, the packed keys have the layout of the P-rules.
         packed = key_cache.permute(0, 3, 1, 2, 4).flatten(2, 3)
         factor = head_factor(k_scale)
         if isinstance(factor, Tensor) and factor.numel() == num_heads:
-            factor = factor.repeat_interleave(parts)
+            factor = factor.repeat_interleave(groups)
         write_kv(
-            key.reshape(key.shape[0], num_heads * parts, x), value, packed, value_cache.permute(0, 3, 1, 2),
-            slot_mapping.flatten(), k_scale=factor, v_scale=v_scale,
-        )  # fmt: skip
+            key.reshape(key.shape[0], num_heads * groups, x),
+            value,
+            packed,
+            value_cache.permute(0, 3, 1, 2),
+            slot_mapping.flatten(),
+            k_scale=factor,
+            v_scale=v_scale,
+        )
 
     @staticmethod
     def forward_decode(
@@ -121,7 +139,29 @@ class PagedAttention:
         blocksparse_block_size: int = 64,
         blocksparse_head_sliding_step: int = 0,
     ) -> Tensor:
-        """Attention of one query token per sequence, `[R, Hq, D]`; block-sparse with a `blocksparse_vert_stride` > 1.
+        """Attention of one query token per sequence.
+
+        Args:
+            query: `[R, Hq, D]`.
+            key_cache: `[B, Hkv, D / x, N, x]`.
+            value_cache: `[B, Hkv, D, N]`.
+            block_tables: `[R, max blocks]`, block ids.
+            seq_lens: `[R]`, keys of each sequence, the query's own included.
+            max_seq_len: upper bound of `seq_lens`; ignored.
+            kv_cache_dtype: what uint8 caches hold.
+            num_kv_heads: Hkv.
+            scale: factor of q . k.
+            alibi_slopes: `[Hq]` float32, or None.
+            k_scale: scale of a float8 key cache.
+            v_scale: the same for values.
+            tp_rank: tensor-parallel rank, for the block-sparse pattern.
+            blocksparse_local_blocks: see `BlockSparsePattern.local_blocks`.
+            blocksparse_vert_stride: above 1, attention is block-sparse with this stride.
+            blocksparse_block_size: see `BlockSparsePattern.block_size`.
+            blocksparse_head_sliding_step: see `BlockSparsePattern.head_sliding_step`.
+
+        Returns:
+            `[R, Hq, D]`.
 
         Raises:
             ContractError: a sparse block that is not a whole number of cache blocks.
@@ -131,7 +171,7 @@ class PagedAttention:
             key_cache, value_cache, block_tables, lengths, kv_cache_dtype
         )
         scales = [
-            head_factor(given) if is_quantised(key.dtype) else 1.0 for given in (k_scale, v_scale)
+            head_factor(given) if is_quantized(key.dtype) else 1.0 for given in (k_scale, v_scale)
         ]
         out = torch.empty_like(query)
         if (blocksparse_vert_stride or 0) > 1:
@@ -144,9 +184,9 @@ class PagedAttention:
             for request, seq_len in enumerate(lengths.tolist()):
                 pages = table[request].long()
                 keys, values = (cache[pages].flatten(0, 1)[:seq_len] for cache in (key, value))
-                own = slice(request, request + 1)
-                out[own] = block_sparse_decode(
-                    query[own], keys, values, params, pattern, *scales
+                row = slice(request, request + 1)
+                out[row] = block_sparse_decode(
+                    query[row], keys, values, params, pattern, *scales
                 ).to(out.dtype)
             return out
         starts = torch.arange(query.shape[0] + 1, dtype=torch.int32)
@@ -186,11 +226,27 @@ class PagedAttention:
         k_scale: float | Tensor,
         v_scale: float | Tensor,
     ) -> Tensor:
-        """Causal attention of new tokens over their cached context and each other, `[T, Hq, D]`.
+        """Causal attention of new tokens over their cached context and each other.
 
-        The context (seq_len - query_len positions) comes from the cache; the new tokens' keys and values are taken from
-        `key` and `value`, unrounded. `sliding_window` W shows W keys, the query's own included; None or <= 0 shows all.
-        Rows past `query_start_loc[-1]` are 0.
+        Args:
+            query: `[T, Hq, D]`.
+            key: `[T, Hkv, D]`, keys of the new tokens; used as given, not as the cache stores them.
+            value: `[T, Hkv, D]`, likewise.
+            kv_cache_dtype: what uint8 caches hold.
+            key_cache: `[B, Hkv, D / x, N, x]`, read for the context of seq_len - query_len keys.
+            value_cache: `[B, Hkv, D, N]`, likewise.
+            block_tables: `[R, max blocks]`, block ids.
+            query_start_loc: `[R + 1]`, the first new token of each sequence.
+            seq_lens_tensor: `[R]`, context and new tokens.
+            max_query_len: upper bound of the query lengths; ignored.
+            alibi_slopes: `[Hq]` float32, or None.
+            sliding_window: number of visible keys, the query's own included; None or <= 0 is
+                unbounded.
+            k_scale: scale of a float8 key cache.
+            v_scale: the same for values.
+
+        Returns:
+            `[T, Hq, D]`; rows at or past `query_start_loc[-1]` are 0.
         """
         starts, lengths = query_start_loc.tolist(), seq_lens_tensor.tolist()
         contexts = torch.tensor(
@@ -209,18 +265,22 @@ class PagedAttention:
         )
         out = torch.zeros_like(query)
         for request, context in enumerate(contexts.tolist()):
-            own = slice(starts[request], starts[request + 1])
-            keys = with_context(old_key, table[request], context, k_scale, key[own])
-            values = with_context(old_value, table[request], context, v_scale, value[own])
-            rows = QueryRows(query[own], context, lengths[request], context, True)
-            attend_rows(rows, KeySpan(keys, values), params, out[own], None)
+            tokens = slice(starts[request], starts[request + 1])
+            keys = with_context(old_key, table[request], context, k_scale, key[tokens])
+            values = with_context(old_value, table[request], context, v_scale, value[tokens])
+            rows = QueryRows(query[tokens], context, lengths[request], context, True)
+            attend_rows(rows, KeySpan(keys, values), params, out[tokens], None)
         return out
 
     @staticmethod
     def swap_blocks(src_kv_cache: Tensor, dst_kv_cache: Tensor, src_to_dst: Tensor) -> None:
-        """Copy whole blocks from one cache to another, across devices too; `src_to_dst [n, 2]` holds (source, target).
+        """Copy whole blocks from one cache to another, which may be on another device.
 
-        All sources are read before a target is written.
+        Args:
+            src_kv_cache: `[2, B, ...]`.
+            dst_kv_cache: `[2, B', ...]`.
+            src_to_dst: `[n, 2]`, (source block, target block). All sources are read before the
+                first target is written.
         """
         sources, targets = src_to_dst.long().unbind(1)
         for source, target in zip(src_kv_cache, dst_kv_cache, strict=True):
@@ -229,6 +289,6 @@ class PagedAttention:
 
     @staticmethod
     def copy_blocks(kv_caches: list[Tensor], src_to_dists: Tensor) -> None:
-        """Copy whole blocks inside each layer's cache; `src_to_dists [n, 2]` holds (source, target)."""
+        """Copy whole blocks within the cache of each layer; see `swap_blocks`."""
         for kv_cache in kv_caches:
             PagedAttention.swap_blocks(kv_cache, kv_cache, src_to_dists)

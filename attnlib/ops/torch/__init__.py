@@ -1,6 +1,6 @@
-"""The torch twin: every operation in plain torch, on any device, for anything that the rules can say.
+"""Every operation in plain torch: any device, every feature of the M-rules.
 
-It is the reference that says what is right, and on a CPU it is meant to be quick: paged attention goes through torch's
-own fused attention wherever that says the same. Besides the operations that both twins have, `scores.attention_scores`
-returns the weights themselves.
+This is the reference implementation. On a CPU it is also optimized: paged attention uses torch's
+fused attention wherever that computes the same result. In addition to the operations that
+`ops.triton` has, `scores.attention_scores` returns attention weights.
 """

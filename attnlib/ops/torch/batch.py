@@ -1,7 +1,8 @@
 """A packed batch as a list of requests.
 
-Plain torch walks over requests on the host, so it needs their lengths there. Given the copies that an engine has anyway
-it asks no device for them; otherwise it waits for the transfer.
+The torch operations process one request or group at a time and need the lengths on the host. A
+caller that has them there passes them, and nothing synchronizes; otherwise they are copied from the
+device.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ __all__ = ["Request", "clear_tail", "list_requests", "on_host"]
 
 @dataclass(frozen=True)
 class Request:
-    """One request of a packed batch; `first_position` is that of its first query token and may be negative."""
+    """One request of a packed batch.
+
+    Attributes:
+        index: its row in the block table.
+        start: its first query token.
+        query_len: number of query tokens.
+        seq_len: number of keys.
+        causal: its flag; a 0-d bool tensor if its value is only known on the device.
+    """
 
     index: int
     start: int
@@ -27,17 +36,23 @@ class Request:
 
     @property
     def first_position(self) -> int:
+        """Position of the first query token; may be negative."""
         return self.seq_len - self.query_len
 
     @property
     def rows(self) -> slice:
+        """The request's rows of the query, the output and the LSE."""
         return slice(self.start, self.start + self.query_len)
 
 
 def list_requests(starts: Tensor, lengths: Tensor, causal: bool | Tensor) -> list[Request]:
-    """The requests with at least one query token. `starts [R + 1]` and `lengths [R]` are best on the CPU.
+    """The requests with at least one query token.
 
-    A `causal [R]` tensor on a CPU is read; elsewhere each request keeps its element as a tensor, and no sync happens.
+    Args:
+        starts: `[R + 1]`, the first query token of each request; on the CPU to avoid a sync.
+        lengths: `[R]`, sequence lengths, likewise.
+        causal: for all requests, or a bool tensor `[R]`. A tensor on the CPU is read; of one on a
+            device, each request holds its element, without a sync.
     """
     begins: Sequence[int] = starts.tolist()
     seq_lens: Sequence[int] = lengths.tolist()
@@ -56,7 +71,7 @@ def list_requests(starts: Tensor, lengths: Tensor, causal: bool | Tensor) -> lis
 
 
 def clear_tail(out: Tensor, lse: Tensor | None, starts: Tensor) -> None:
-    """Rows at or past `starts[-1]`: output exactly 0, LSE -inf (M6)."""
+    """Set the rows at or past `starts[-1]` to output 0 and LSE -inf (M6)."""
     end = int(starts[-1]) if starts.numel() else 0
     out[end:].zero_()
     if lse is not None:
@@ -64,5 +79,5 @@ def clear_tail(out: Tensor, lse: Tensor | None, starts: Tensor) -> None:
 
 
 def on_host(lengths: Tensor, host_copy: Tensor | None) -> Tensor:
-    """The copy that the caller has on the host, or one that is fetched now."""
+    """`host_copy` if given, otherwise `lengths` copied to the CPU."""
     return lengths.cpu() if host_copy is None else host_copy

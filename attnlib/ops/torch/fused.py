@@ -1,9 +1,10 @@
-"""torch's own fused attention on a CPU, with its LSE.
+"""torch's fused CPU attention, with its LSE.
 
-`scaled_dot_product_attention` hides the log-sum-exp that sinks and merging need, so the operator below it is called
-directly. Three facts about that operator shape this file: K and V need one head size; its causal mask is top-left
-aligned; rows that see nothing come back as 0 with an LSE of 0. It shares a KV head among query heads by itself, but
-reads K and V once per query head: few rows are stacked per KV head instead, so that K and V are read once.
+`scaled_dot_product_attention` does not return the log-sum-exp that sinks and splits need, so this
+module calls the operator that implements it. Three properties of that operator matter here: K and V
+need one head size; its causal mask is aligned to the top left; it returns 0 with an LSE of 0 for
+rows that see no key. It supports grouped heads, but reads K and V once per query head; a few query
+rows are therefore stacked per KV head, so that K and V are read once.
 """
 
 from __future__ import annotations
@@ -16,26 +17,32 @@ from attnlib.ops.torch.softmax import add_sink
 
 __all__ = ["FusedQuery", "can_fuse", "fused_attention"]
 
-_STACKED_ROWS = 64
+# Most query rows per head that are stacked per KV head; with more, K and V are reused from the
+# cache.
+_MAX_STACKED_ROWS = 64
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def can_fuse(device: torch.device, dtype: torch.dtype, soft_cap: float) -> bool:
-    """Whether fused attention computes what is asked: on a CPU, without a soft cap."""
+    """Whether fused attention supports the call: on a CPU, without a soft cap."""
     return device.type == "cpu" and soft_cap <= 0 and dtype in _DTYPES
 
 
 class FusedQuery:
-    """Query rows made ready for fused attention over one or several parts of their keys.
+    """Query rows prepared for fused attention over one or several splits of their keys.
 
     Args:
         query: `[B, Hq, L, D]`.
-        num_kv_heads, head_size_v: of the keys and values to come.
-        bias: `[1 or B, 1 or Hq, L, S]` float32 (float64 with a float64 query) over all keys, -inf where hidden, or None.
-        params: scale and sinks are applied here; the rest is in the bias already.
-        k_factor, v_factor: what a stored value is multiplied by, a float or `[1]` or `[Hkv]` float32.
-        dtype: to compute in (see `quant.compute_dtype`); statistics are float32 or better in any case.
-        square_causal: mask causally; only for one part with L == S, where top-left and bottom-right are the same.
+        num_kv_heads: Hkv of the keys.
+        head_size_v: Dv of the values.
+        bias: `[1 or B, 1 or Hq, L, S]` float32 (float64 with a float64 query) over all keys, -inf
+            where hidden; or None.
+        params: only `scale` and `sinks` are applied here; `bias` holds the rest.
+        k_factor: factor of stored keys, a float or `[1]` or `[Hkv]` float32.
+        v_factor: factor of stored values, likewise.
+        dtype: dtype of the products (`quant.compute_dtype`); statistics are float32 or float64.
+        square_causal: apply a causal mask; only for one split with L == S, where the alignments to
+            the top left and to the bottom right are the same.
     """
 
     def __init__(
@@ -53,7 +60,7 @@ class FusedQuery:
     ) -> None:
         batch, num_heads, num_rows, head_size = query.shape
         self.shape, self.group = (batch, num_heads, num_rows), num_heads // num_kv_heads
-        self.head_size_v, self.widest = head_size_v, max(head_size, head_size_v)
+        self.head_size_v, self.padded_size = head_size_v, max(head_size, head_size_v)
         self.sinks, self.v_factor = params.sinks, v_factor
         self.dtype, self.square_causal = dtype, square_causal
         query, self.scale = query.to(dtype), params.scale
@@ -61,36 +68,43 @@ class FusedQuery:
             query = query * _per_query_head(k_factor, self.group)
         else:
             self.scale *= k_factor
-        self._rows, self._rows_bias = _widened(query, self.widest), bias
-        if self.group > 1 and num_rows <= _STACKED_ROWS and not square_causal:
-            self._rows = self._rows.reshape(batch, num_kv_heads, self.group * num_rows, self.widest)
-            self._rows_bias = _stacked_bias(bias, num_kv_heads, self.group)
+        self._rows, self._bias = _padded(query, self.padded_size), bias
+        if self.group > 1 and num_rows <= _MAX_STACKED_ROWS and not square_causal:
+            stacked = (batch, num_kv_heads, self.group * num_rows, self.padded_size)
+            self._rows = self._rows.reshape(stacked)
+            self._bias = _stacked_bias(bias, num_kv_heads, self.group)
 
-    def over(self, key: Tensor, value: Tensor, keys: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """Attention over one part, `key [B, Hkv, S, D]`, `value [B, Hkv, S, Dv]`: raw as stored, S >= 1, finite.
+    def attend(
+        self, key: Tensor, value: Tensor, keys: slice = slice(None)
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over one split; pass the results to `combine`.
 
-        `keys` says where in the bias the part lies. The result is for `finished` only.
+        Args:
+            key: `[B, Hkv, S, D]` as stored, S >= 1, finite.
+            value: `[B, Hkv, S, Dv]`, likewise.
+            keys: the columns of the bias that belong to the split.
         """
-        key, value = (
-            _widened(key.to(self.dtype), self.widest),
-            _widened(value.to(self.dtype), self.widest),
-        )
-        bias = None if self._rows_bias is None else self._rows_bias[..., keys]
+        key = _padded(key.to(self.dtype), self.padded_size)
+        value = _padded(value.to(self.dtype), self.padded_size)
+        bias = None if self._bias is None else self._bias[..., keys]
         result: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             self._rows, key, value, 0.0, self.square_causal, attn_mask=bias, scale=self.scale
         )
         return result
 
-    def finished(
-        self, parts: list[tuple[Tensor, Tensor]], keys: list[slice]
+    def combine(
+        self, splits: list[tuple[Tensor, Tensor]], keys: list[slice]
     ) -> tuple[Tensor, Tensor]:
-        """Output `[B, Hq, L, Dv]` and natural-log LSE `[B, Hq, L]` over all parts.
+        """Output `[B, Hq, L, Dv]` and natural-log LSE `[B, Hq, L]` over all splits.
 
-        A row that sees nothing has LSE -inf, or its sink. Several parts are merged in the precision they came in.
+        A row that sees no key has output 0 and LSE -inf, or the sink. Splits are combined in the
+        dtype of their outputs.
         """
-        seen = [self._seen(*part, place) for part, place in zip(parts, keys, strict=True)]
-        out, lse = seen[0] if len(seen) == 1 else _merged(seen)
-        out, lse = out.reshape(*self.shape, self.widest), lse.reshape(self.shape)
+        states = [
+            self._clear_empty_rows(*split, part) for split, part in zip(splits, keys, strict=True)
+        ]
+        out, lse = states[0] if len(states) == 1 else _combine(states)
+        out, lse = out.reshape(*self.shape, self.padded_size), lse.reshape(self.shape)
         if self.sinks is not None:
             out, lse = add_sink(out, lse, self.sinks)
         if isinstance(self.v_factor, Tensor):
@@ -99,12 +113,12 @@ class FusedQuery:
             out = out * self.v_factor
         return out[..., : self.head_size_v], lse
 
-    def _seen(self, out: Tensor, lse: Tensor, keys: slice) -> tuple[Tensor, Tensor]:
-        """One part with 0 and -inf in the rows that see nothing of it."""
-        if self._rows_bias is None:
+    def _clear_empty_rows(self, out: Tensor, lse: Tensor, keys: slice) -> tuple[Tensor, Tensor]:
+        """One split with output 0 and LSE -inf in the rows that see none of its keys."""
+        if self._bias is None:
             return out, lse
-        blind = (self._rows_bias[..., keys] == -torch.inf).all(dim=-1)
-        return out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -torch.inf)
+        empty = (self._bias[..., keys] == -torch.inf).all(dim=-1)
+        return out.masked_fill(empty.unsqueeze(-1), 0.0), lse.masked_fill(empty, -torch.inf)
 
 
 def fused_attention(
@@ -119,7 +133,7 @@ def fused_attention(
     dtype: torch.dtype,
     square_causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Output `[B, Hq, L, Dv]` and LSE `[B, Hq, L]` over keys and values in one part; see `FusedQuery`."""
+    """Output `[B, Hq, L, Dv]` and LSE `[B, Hq, L]` over all keys at once; see `FusedQuery`."""
     rows = FusedQuery(
         query,
         key.shape[1],
@@ -131,23 +145,24 @@ def fused_attention(
         dtype=dtype,
         square_causal=square_causal,
     )
-    return rows.finished([rows.over(key, value)], [slice(None)])
+    return rows.combine([rows.attend(key, value)], [slice(None)])
 
 
-def _merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    outs, logs = torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
+def _combine(states: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    outs, logs = torch.stack([out for out, _ in states]), torch.stack([lse for _, lse in states])
     lse = torch.logsumexp(logs, dim=0)
-    shares = torch.exp(logs - lse.masked_fill(lse == -torch.inf, 0.0))
-    return outs.mul_(shares.unsqueeze(-1)).sum(dim=0), lse
+    weights = torch.exp(logs - lse.masked_fill(lse == -torch.inf, 0.0))
+    return outs.mul_(weights.unsqueeze(-1)).sum(dim=0), lse
 
 
-def _widened(tensor: Tensor, width: int) -> Tensor:
-    missing = width - tensor.shape[-1]
-    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+def _padded(tensor: Tensor, size: int) -> Tensor:
+    """`tensor` with zeros appended to its last dimension, up to `size`."""
+    padding = size - tensor.shape[-1]
+    return torch.nn.functional.pad(tensor, (0, padding)) if padding else tensor
 
 
 def _per_query_head(factor: Tensor, group: int) -> Tensor:
-    """`[1]` or `[Hkv]` as something that broadcasts over `[B, Hq, L, D]`."""
+    """`factor` `[1]` or `[Hkv]` in a shape that broadcasts over `[B, Hq, L, D]`."""
     return (factor if factor.numel() == 1 else factor.repeat_interleave(group)).view(-1, 1, 1)
 
 
@@ -156,7 +171,6 @@ def _stacked_bias(bias: Tensor | None, num_kv_heads: int, group: int) -> Tensor 
         return None
     batch, heads, num_rows, num_keys = bias.shape
     if heads == 1:
-        return bias.expand(batch, group, num_rows, num_keys).reshape(
-            batch, 1, group * num_rows, num_keys
-        )
+        expanded = bias.expand(batch, group, num_rows, num_keys)
+        return expanded.reshape(batch, 1, group * num_rows, num_keys)
     return bias.reshape(batch, num_kv_heads, group * num_rows, num_keys)

@@ -1,7 +1,7 @@
-"""The general path: scores, weights and values written out, in float32 or better, with everything the rules can say.
+"""Attention with explicit scores, in float32 or float64, for every feature of the M-rules.
 
-Slower than fused attention because it stores the scores; it runs where no fused kernel says the same, and it can show
-the weights.
+It is slower than fused attention because it stores the scores. It is used where fused attention
+does not support the call, and where the weights themselves are requested.
 """
 
 from __future__ import annotations
@@ -24,21 +24,26 @@ def general_attention(
     k_factor: float | Tensor,
     v_factor: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Output `[L, Hq, Dv]` and LSE `[L, Hq]` of one request's rows, in float32 (float64 for a float64 query).
+    """Attention of one request's rows.
 
     Args:
         query: `[L, Hq, D]`.
-        key: `[S, Hkv, D]`, value: `[S, Hkv, Dv]`, S >= 0, raw as stored.
-        bias: `[1 or Hq, L, S]`, -inf where hidden, or None (see `mask.score_bias`).
-        params: scale, soft cap and sinks are applied here; window, chunk and slopes are in the bias already.
-        k_factor, v_factor: what a stored value is multiplied by, a float or `[1]` or `[Hkv]`.
+        key: `[S, Hkv, D]` as stored, S >= 0.
+        value: `[S, Hkv, Dv]`, likewise.
+        bias: `[1 or Hq, L, S]`, -inf where hidden, or None (`request.rows_bias`).
+        params: only `scale`, `logits_soft_cap` and `sinks` are applied here; `bias` holds the rest.
+        k_factor: factor of stored keys, a float or `[1]` or `[Hkv]`.
+        v_factor: factor of stored values, likewise.
+
+    Returns:
+        Output `[L, Hq, Dv]` and LSE `[L, Hq]`, float32 (float64 for a float64 query).
     """
     num_rows, num_heads, _ = query.shape
     num_keys, num_kv_heads, head_size_v = value.shape
     weights, lse = attention_weights(query, key, bias, params, k_factor)
     grouped = weights.reshape(num_kv_heads, num_heads // num_kv_heads * num_rows, num_keys)
     out = torch.bmm(grouped, value.to(weights.dtype).transpose(0, 1))
-    out = out * _over_heads(v_factor)
+    out = out * _per_head(v_factor)
     return out.view(num_heads, num_rows, head_size_v).transpose(0, 1), lse.transpose(0, 1)
 
 
@@ -49,16 +54,13 @@ def attention_weights(
     params: AttentionParams,
     k_factor: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The weights after the softmax, `[Hq, L, S]`, and the LSE `[Hq, L]`; arguments as in `general_attention`."""
+    """The weights after the softmax `[Hq, L, S]` and the LSE `[Hq, L]`; see `general_attention`."""
     num_rows, num_heads, head_size = query.shape
     num_keys, num_kv_heads, _ = key.shape
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    rows = (
-        query.to(dtype)
-        .transpose(0, 1)
-        .reshape(num_kv_heads, num_heads // num_kv_heads * num_rows, head_size)
-    )
-    logits = torch.bmm(rows, key.to(dtype).permute(1, 2, 0)) * params.scale * _over_heads(k_factor)
+    grouped_shape = (num_kv_heads, num_heads // num_kv_heads * num_rows, head_size)
+    rows = query.to(dtype).transpose(0, 1).reshape(grouped_shape)
+    logits = torch.bmm(rows, key.to(dtype).permute(1, 2, 0)) * params.scale * _per_head(k_factor)
     if params.logits_soft_cap > 0:
         logits = torch.tanh(logits / params.logits_soft_cap) * params.logits_soft_cap
     logits = logits.view(num_heads, num_rows, num_keys)
@@ -67,5 +69,5 @@ def attention_weights(
     return softmax_with_sink(logits, params.sinks)
 
 
-def _over_heads(factor: float | Tensor) -> float | Tensor:
+def _per_head(factor: float | Tensor) -> float | Tensor:
     return factor.view(-1, 1, 1) if isinstance(factor, Tensor) else factor

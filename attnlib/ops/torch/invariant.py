@@ -1,9 +1,10 @@
-"""Attention whose bits per row depend on nothing but that row and its keys (M8, `batch_invariant=True`).
+"""Batch-invariant attention: the bits of a row depend on that row and its keys only (M8).
 
-A matrix product may sum in another order when its shape or strides change. So rows are computed in tiles that are cut
-at fixed positions of the request, multiples of `TILE` whatever the chunking, against copies of the keys that are cut
-at fixed positions too; rows and keys that do not exist are masked zeros. The shapes that a row is computed with then
-follow from its position (for a layer that looks ahead, from the sequence length too), and so do its bits: decoded or
+A matrix product may sum in another order when its shape or strides change. Query rows are therefore
+computed in tiles that start at multiples of `TILE` in the request, independent of how the prompt is
+chunked, and keys are copied to tiles that start at fixed positions too. Rows and keys outside the
+request are zeros and masked. The shapes that a row is computed with then depend on its position
+only (for a layer that is not causal, on the sequence length too), and so do its bits: decoded or
 prefilled, alone or in a batch.
 """
 
@@ -17,17 +18,18 @@ from torch import Tensor
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.general import general_attention
 from attnlib.ops.torch.mask import key_range
-from attnlib.ops.torch.request import KeySpan, QueryRows, fill_blind, rows_bias, score_dtype
+from attnlib.ops.torch.request import KeySpan, QueryRows, fill_empty_rows, rows_bias, score_dtype
 
 __all__ = ["TILE", "attend_rows_invariant"]
 
 TILE = 16
+"""Query rows per tile."""
 
 
 def attend_rows_invariant(
     rows: QueryRows, span: KeySpan, params: AttentionParams, out: Tensor, lse: Tensor | None
 ) -> None:
-    """As `request.attend_rows`, by tiles of fixed shape."""
+    """`request.attend_rows` in tiles of fixed shapes; the same arguments."""
     padded_len = -(-rows.seq_len // TILE) * TILE
     for first in range(rows.first // TILE * TILE, rows.last + 1, TILE):
         begin, end = max(first, rows.first), min(first + TILE, rows.last + 1)
@@ -35,10 +37,10 @@ def attend_rows_invariant(
         tile_out, tile_lse = out[target], None if lse is None else lse[target]
         key_start, key_end = key_range(first, first + TILE - 1, padded_len, rows.causal, params)
         if key_end <= key_start:
-            fill_blind(tile_out, tile_lse, params.sinks)
+            fill_empty_rows(tile_out, tile_lse, params.sinks)
             continue
-        tile = _tile(rows, first, begin, end)
-        keys = _padded(span, key_start, key_end, score_dtype(rows.query))
+        tile = _query_tile(rows, first, begin, end)
+        keys = _padded_span(span, key_start, key_end, score_dtype(rows.query))
         bias = rows_bias(tile, key_start, key_end, params)
         result, logs = general_attention(
             tile.query, keys.key, keys.value, bias, params, span.k_factor, span.v_factor
@@ -48,30 +50,28 @@ def attend_rows_invariant(
             tile_lse.copy_(logs[begin - first : end - first])
 
 
-def _tile(rows: QueryRows, first: int, begin: int, end: int) -> QueryRows:
-    part = rows.part(begin - rows.first, end - rows.first)
-    missing = (begin - first, first + TILE - end)
-    bias = None if part.bias is None else torch.nn.functional.pad(part.bias, (0, 0, *missing))
-    return replace(
-        part,
-        first=first,
-        query=torch.nn.functional.pad(part.query, (0, 0, 0, 0, *missing)),
-        bias=bias,
-    )
+def _query_tile(rows: QueryRows, first: int, begin: int, end: int) -> QueryRows:
+    """Positions `[first, first + TILE)`: rows `[begin, end)`, and zeros before and after them."""
+    selected = rows.select(begin - rows.first, end - rows.first)
+    padding = (begin - first, first + TILE - end)
+    bias = selected.bias
+    if bias is not None:
+        bias = torch.nn.functional.pad(bias, (0, 0, *padding))
+    query = torch.nn.functional.pad(selected.query, (0, 0, 0, 0, *padding))
+    return replace(selected, first=first, query=query, bias=bias)
 
 
-def _padded(span: KeySpan, start: int, end: int, dtype: torch.dtype) -> KeySpan:
-    """Positions `[start, end)` in memory of one order, zeros where the span holds none."""
-    held_start, held_end = max(start, span.start), min(end, span.start + span.key.shape[0])
+def _padded_span(span: KeySpan, start: int, end: int, dtype: torch.dtype) -> KeySpan:
+    """Positions `[start, end)` in one memory order, zeros where `span` has no position."""
+    span_start, span_end = max(start, span.start), min(end, span.start + span.key.shape[0])
 
     def padded(values: Tensor) -> Tensor:
         num_heads, size = values.shape[1:]
-        rows = torch.zeros(
-            num_heads, end - start, size, dtype=dtype, device=values.device
-        ).transpose(0, 1)
-        if held_start < held_end:
-            held = values[held_start - span.start : held_end - span.start]
-            rows[held_start - start : held_end - start] = held.to(dtype)
+        shape = num_heads, end - start, size
+        rows = torch.zeros(shape, dtype=dtype, device=values.device).transpose(0, 1)
+        if span_start < span_end:
+            valid = values[span_start - span.start : span_end - span.start]
+            rows[span_start - start : span_end - start] = valid.to(dtype)
         return rows
 
     return replace(span, key=padded(span.key), value=padded(span.value), start=start)

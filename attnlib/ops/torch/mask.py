@@ -1,7 +1,8 @@
-"""Who sees whom, and with what bias.
+"""The visibility rule (M2, M3) and the score bias.
 
-The rule lives here once: as a range of keys that any row of a block can see (so that work follows the window), as a
-test whether such a range needs a mask at all, and as an additive tensor for the cases where it does.
+The rule has three forms: the range of keys that a block of rows can see, so that work follows the
+window; a test whether that range needs a mask; and the mask itself, as booleans or as an additive
+bias.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ __all__ = ["is_fully_visible", "key_range", "score_bias", "visible_keys"]
 def key_range(
     first: int, last: int, seq_len: int, causal: bool | Tensor, params: AttentionParams
 ) -> tuple[int, int]:
-    """Half-open range of the keys that at least one of the positions `first..last` may see; empty when start >= end.
+    """Half-open range of the keys visible to at least one of the positions `first..last`.
 
-    A `causal` tensor (a flag that only the device knows) counts as not causal here, and is settled in the mask.
+    The range is empty if start >= end. A `causal` tensor, whose value is only known on the device,
+    counts as not causal here; the mask applies it.
     """
-    left, right = params.window
+    (left, right), chunk = params.window, params.attention_chunk_size
     start, end = 0, seq_len
     if causal is True:
         end = min(end, last + 1)
@@ -29,36 +31,42 @@ def key_range(
         start = max(start, first - left)
     if right >= 0:
         end = min(end, last + right + 1)
-    if params.attention_chunk_size > 0:
-        start = max(start, first // params.attention_chunk_size * params.attention_chunk_size)
-        end = min(end, (last // params.attention_chunk_size + 1) * params.attention_chunk_size)
+    if chunk > 0:
+        start = max(start, first // chunk * chunk)
+        end = min(end, (last // chunk + 1) * chunk)
     return start, end
 
 
 def is_fully_visible(
     first: int, last: int, start: int, end: int, causal: bool | Tensor, params: AttentionParams
 ) -> bool:
-    """Whether every position in `first..last` sees every key in `[start, end)`, so that no mask is needed."""
+    """Whether every position in `first..last` sees every key in `[start, end)`."""
     left, right = params.window
     if isinstance(causal, Tensor) or (causal and end - 1 > first):
         return False
     if (left >= 0 and start < last - left) or (right >= 0 and end - 1 > first + right):
         return False
     chunk = params.attention_chunk_size
-    return chunk <= 0 or {first // chunk, last // chunk, start // chunk, (end - 1) // chunk} == {
-        first // chunk
-    }
+    return chunk <= 0 or len({p // chunk for p in (first, last, start, end - 1)}) == 1
 
 
 def visible_keys(
     positions: Tensor, keys: Tensor, causal: bool | Tensor, params: AttentionParams
 ) -> Tensor:
-    """The rule as a boolean tensor `[..., L, S]`: positions `[..., L]` against key positions `[..., S]`, both integers.
+    """Whether each position sees each key.
 
-    `causal` is a bool or a boolean tensor that broadcasts over the result.
+    Args:
+        positions: `[..., L]`, integer positions of the query tokens.
+        keys: `[..., S]`, integer positions of the keys.
+        causal: a bool, or a bool tensor that broadcasts over the result.
+        params: the window and the attention chunks.
+
+    Returns:
+        `[..., L, S]` bool.
     """
     left, right = params.window
     queries, others = positions.unsqueeze(-1), keys.unsqueeze(-2)
+    chunk = params.attention_chunk_size
     visible = (queries == queries) & (others == others)
     if isinstance(causal, Tensor):
         visible = visible & (~causal | (others <= queries))
@@ -68,10 +76,8 @@ def visible_keys(
         visible = visible & (others >= queries - left)
     if right >= 0:
         visible = visible & (others <= queries + right)
-    if params.attention_chunk_size > 0:
-        visible = visible & (
-            others // params.attention_chunk_size == queries // params.attention_chunk_size
-        )
+    if chunk > 0:
+        visible = visible & (others // chunk == queries // chunk)
     return visible
 
 
@@ -83,13 +89,18 @@ def score_bias(
     span_bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """What is added to the (capped) scores, -inf where a key is hidden: `[..., 1 or Hq, L, S]`, or None for nothing.
+    """What is added to the scores after the soft cap; -inf where a key is hidden.
 
     Args:
-        positions: `[..., L]`, keys: `[..., S]`.
-        visible: `[..., L, S]`, or None when everything is visible.
-        span_bias: the explicit bias laid out over these keys, `[..., L, S]`, or None.
-        dtype: of the result.
+        positions: `[..., L]`, integer positions of the query tokens.
+        keys: `[..., S]`, integer positions of the keys.
+        visible: `[..., L, S]` bool, or None if everything is visible.
+        params: the ALiBi slopes.
+        span_bias: `[..., L, S]`, the explicit bias over these keys, or None.
+        dtype: dtype of the result.
+
+    Returns:
+        `[..., 1 or Hq, L, S]`, or None if there is nothing to add.
     """
     bias: Tensor | None = None
     if params.alibi_slopes is not None:
@@ -102,7 +113,6 @@ def score_bias(
         return bias
     hidden = ~visible.unsqueeze(-3)
     if bias is None:
-        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
-            hidden, -torch.inf
-        )
+        zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        return zeros.masked_fill_(hidden, -torch.inf)
     return bias.masked_fill(hidden, -torch.inf)

@@ -14,7 +14,7 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.batch import Request, clear_tail, list_requests, on_host
 from attnlib.ops.torch.decode_group import attend_group, group_requests
 from attnlib.ops.torch.fused import can_fuse
-from attnlib.ops.torch.gather import Scratch, contiguous_run
+from attnlib.ops.torch.gather import Scratch, consecutive_blocks
 from attnlib.ops.torch.paged import PagedInputs, attend_paged, visible_range
 from attnlib.ops.torch.quant import compute_dtype
 
@@ -78,6 +78,6 @@ def _is_batchable(request: Request, inputs: PagedInputs) -> bool:
         return False
     blocks = inputs.blocks(request)
     return (
-        contiguous_run(inputs.key_cache, blocks) is None
-        or contiguous_run(inputs.value_cache, blocks) is None
+        consecutive_blocks(inputs.key_cache, blocks) is None
+        or consecutive_blocks(inputs.value_cache, blocks) is None
     )

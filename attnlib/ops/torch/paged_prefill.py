@@ -1,4 +1,4 @@
-"""Attention of any batch over the paged cache, one request at a time: prefills, chunks, decodes and mixed batches."""
+"""Attention of any batch over the paged cache, one request at a time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Quantised caches: stored value * scale = real value (M9).
+"""Quantized caches: real value = stored value * scale (M9).
 
-Writes saturate, because a cast alone may turn a large value into NaN. Reads are exact: every fp8 value is a float32.
+Writes saturate, because a plain cast may turn a large value into NaN. Reads are exact: every float8
+value is a float32 value.
 """
 
 from __future__ import annotations
@@ -8,20 +9,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["compute_dtype", "head_factor", "is_quantised", "quantise"]
+__all__ = ["compute_dtype", "head_factor", "is_quantized", "quantize"]
 
 _FUSED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def is_quantised(dtype: torch.dtype) -> bool:
+def is_quantized(dtype: torch.dtype) -> bool:
     """Whether a cache of this dtype stores value / scale: the one-byte floating-point formats."""
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
-def quantise(values: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """`values [T, Hkv, D] / scale`, clamped to the finite range of `dtype`, in `dtype`; NaN stays NaN, Inf saturates.
+def quantize(values: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """`values / scale` in `dtype`, saturated at its largest finite value; NaN stays NaN.
 
-    `scale` is a float, a 0-d tensor, or one factor per KV head `[Hkv]`.
+    Args:
+        values: `[T, Hkv, D]`.
+        scale: a float, a 0-d tensor, or one scale per KV head `[Hkv]`.
+        dtype: a float8 dtype.
     """
     limit = torch.finfo(dtype).max
     factor = head_factor(scale)
@@ -31,7 +35,10 @@ def quantise(values: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tenso
 
 
 def head_factor(scale: float | Tensor) -> float | Tensor:
-    """A scale as a float where the host knows it, else as a float32 tensor `[1]` or `[Hkv]`; never syncs."""
+    """A scale as a float if the host has its value, else as a float32 tensor `[1]` or `[Hkv]`.
+
+    Never synchronizes with a device.
+    """
     if not isinstance(scale, Tensor):
         return float(scale)
     if scale.numel() == 1 and scale.device.type == "cpu":
@@ -40,12 +47,14 @@ def head_factor(scale: float | Tensor) -> float | Tensor:
 
 
 def compute_dtype(query: Tensor, cache: Tensor, *factors: float | Tensor) -> torch.dtype:
-    """The dtype to compute in: the query's if the cache has it too and nothing is rescaled, else float32 or better."""
+    """The dtype of the matrix products.
+
+    It is the query's dtype if the cache has the same one and all factors are 1; otherwise float32,
+    or float64 for a float64 query.
+    """
     if query.dtype == torch.float64:
         return torch.float64
     plain = all(not isinstance(factor, Tensor) and factor == 1.0 for factor in factors)
-    return (
-        query.dtype
-        if plain and cache.dtype == query.dtype and query.dtype in _FUSED_DTYPES
-        else torch.float32
-    )
+    if plain and cache.dtype == query.dtype and query.dtype in _FUSED_DTYPES:
+        return query.dtype
+    return torch.float32

@@ -1,7 +1,8 @@
-"""Attention of one request's rows, block of rows by block of rows.
+"""Attention of one request's query rows, in blocks of rows.
 
-Each block reads only the keys that one of its rows can see, so a window costs its width and not the sequence. A block
-goes to fused attention where that says the same, and the general path takes the rest.
+Each block reads only the keys that at least one of its rows sees, so the cost of a window layer
+follows the window and not the sequence. A block uses fused attention where that computes the same
+result, and the general implementation otherwise.
 """
 
 from __future__ import annotations
@@ -17,11 +18,19 @@ from attnlib.ops.torch.general import general_attention
 from attnlib.ops.torch.mask import is_fully_visible, key_range, score_bias, visible_keys
 from attnlib.ops.torch.quant import compute_dtype
 
-__all__ = ["KeySpan", "QueryRows", "attend_rows", "fill_blind", "rows_bias", "score_dtype"]
+__all__ = [
+    "KeySpan",
+    "QueryRows",
+    "attend_rows",
+    "bias_over_keys",
+    "fill_empty_rows",
+    "rows_bias",
+    "score_dtype",
+]
 
-# Rows per fused block: enough to keep the kernel busy, few enough that the mask of a block stays small.
+# Rows per fused block: enough to occupy the kernel, few enough to keep the mask of a block small.
 _FUSED_ROWS = 512
-# Scores that the general path holds at a time: 64 MiB in float32.
+# Most scores that the general implementation holds at a time: 64 MiB in float32.
 _GENERAL_SCORES = 1 << 24
 
 
@@ -34,8 +43,8 @@ class QueryRows:
         first: position of row 0; may be negative.
         seq_len: the request's length.
         span_start: position of the request's first query row, where the explicit bias begins.
-        causal: the request's flag; a tensor when only the device knows it.
-        bias: `[L, query_len]` explicit bias of these rows over the request's query span, or None.
+        causal: the request's flag; a tensor if its value is only known on the device.
+        bias: `[L, query_len]`, explicit bias of these rows over the request's query span, or None.
     """
 
     query: Tensor
@@ -47,9 +56,10 @@ class QueryRows:
 
     @property
     def last(self) -> int:
+        """Position of the last row."""
         return self.first + self.query.shape[0] - 1
 
-    def part(self, begin: int, end: int) -> QueryRows:
+    def select(self, begin: int, end: int) -> QueryRows:
         """Rows `[begin, end)` of these."""
         bias = None if self.bias is None else self.bias[begin:end]
         return replace(self, query=self.query[begin:end], first=self.first + begin, bias=bias)
@@ -57,9 +67,14 @@ class QueryRows:
 
 @dataclass(frozen=True)
 class KeySpan:
-    """Consecutive positions of one request, raw as stored: `key [S, Hkv, D]`, `value [S, Hkv, Dv]`, from `start` on.
+    """Keys and values of consecutive positions of one request, as stored.
 
-    The factors are what a stored value is multiplied by: a float, or `[1]` or `[Hkv]` float32.
+    Attributes:
+        key: `[S, Hkv, D]`.
+        value: `[S, Hkv, Dv]`.
+        start: position of row 0.
+        k_factor: factor of stored keys: a float, or `[1]` or `[Hkv]` float32.
+        v_factor: factor of stored values, likewise.
     """
 
     key: Tensor
@@ -68,7 +83,7 @@ class KeySpan:
     k_factor: float | Tensor = 1.0
     v_factor: float | Tensor = 1.0
 
-    def between(self, start: int, end: int) -> KeySpan:
+    def select(self, start: int, end: int) -> KeySpan:
         """Positions `[start, end)` of these."""
         rows = slice(start - self.start, end - self.start)
         return replace(self, key=self.key[rows], value=self.value[rows], start=start)
@@ -77,30 +92,38 @@ class KeySpan:
 def attend_rows(
     rows: QueryRows, span: KeySpan, params: AttentionParams, out: Tensor, lse: Tensor | None
 ) -> None:
-    """Write `out [L, Hq, Dv]` and `lse [L, Hq]`; `span` holds every key that some row can see (`mask.key_range`)."""
+    """Write the attention of `rows`.
+
+    Args:
+        rows: the query rows.
+        span: holds at least the keys that some row sees (`mask.key_range`).
+        params: how scores are computed and masked.
+        out: `[L, Hq, Dv]`, written.
+        lse: `[L, Hq]`, written when given.
+    """
     num_rows, num_heads, _ = rows.query.shape
     dtype = compute_dtype(rows.query, span.key, span.k_factor, span.v_factor)
     fused = can_fuse(rows.query.device, dtype, params.logits_soft_cap)
     step = _FUSED_ROWS if fused else max(1, _GENERAL_SCORES // max(1, num_heads * rows.seq_len))
-    if fused and _is_square(rows, 0, rows.seq_len, params):
+    if fused and _is_square_causal(rows, 0, rows.seq_len, params):
         step = num_rows
     for begin in range(0, num_rows, step):
-        part = rows.part(begin, min(begin + step, num_rows))
-        start, end = key_range(part.first, part.last, part.seq_len, part.causal, params)
-        part_out = out[begin : begin + step]
-        part_lse = None if lse is None else lse[begin : begin + step]
+        block = rows.select(begin, min(begin + step, num_rows))
+        start, end = key_range(block.first, block.last, block.seq_len, block.causal, params)
+        block_out = out[begin : begin + step]
+        block_lse = None if lse is None else lse[begin : begin + step]
         if end <= start:
-            fill_blind(part_out, part_lse, params.sinks)
+            fill_empty_rows(block_out, block_lse, params.sinks)
         else:
             attend = _attend_fused if fused else _attend_general
-            result, logs = attend(part, span.between(start, end), params, dtype)
-            part_out.copy_(result)
-            if part_lse is not None:
-                part_lse.copy_(logs)
+            result, logs = attend(block, span.select(start, end), params, dtype)
+            block_out.copy_(result)
+            if block_lse is not None:
+                block_lse.copy_(logs)
 
 
-def fill_blind(out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> None:
-    """The answer for rows without a key: output 0; LSE -inf, or the sink (M5)."""
+def fill_empty_rows(out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> None:
+    """Write the result of rows that see no key: output 0; LSE -inf, or the sink (M5)."""
     out.zero_()
     if lse is not None and sinks is not None:
         lse.copy_(sinks.expand(lse.shape))
@@ -109,9 +132,12 @@ def fill_blind(out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> None:
 
 
 def rows_bias(rows: QueryRows, start: int, end: int, params: AttentionParams) -> Tensor | None:
-    """Mask and biases of these rows against keys `[start, end)`: `[1 or Hq, L, S]`, or None where nothing is added.
+    """Mask and biases of `rows` over the keys `[start, end)`.
 
-    Keys past the sequence, which only padding makes, are hidden.
+    Keys at or past `rows.seq_len` are hidden; they exist only where a caller pads the keys.
+
+    Returns:
+        `[1 or Hq, L, S]` in `score_dtype`, or None if there is nothing to add.
     """
     dense = end <= rows.seq_len and is_fully_visible(
         rows.first, rows.last, start, end, rows.causal, params
@@ -121,13 +147,27 @@ def rows_bias(rows: QueryRows, start: int, end: int, params: AttentionParams) ->
     device = rows.query.device
     positions = torch.arange(rows.first, rows.last + 1, device=device)
     keys = torch.arange(start, end, device=device)
-    visible = (
-        None
-        if dense
-        else visible_keys(positions, keys, rows.causal, params) & (keys < rows.seq_len)
-    )
-    own = None if rows.bias is None else _laid_out(rows.bias, start, end, rows.span_start)
-    return score_bias(positions, keys, visible, params, own, score_dtype(rows.query))
+    visible = None
+    if not dense:
+        visible = visible_keys(positions, keys, rows.causal, params) & (keys < rows.seq_len)
+    bias = None if rows.bias is None else bias_over_keys(rows.bias, start, end, rows.span_start)
+    return score_bias(positions, keys, visible, params, bias, score_dtype(rows.query))
+
+
+def bias_over_keys(bias: Tensor, start: int, end: int, span_start: int) -> Tensor:
+    """An explicit bias over the keys `[start, end)`, 0 outside the query span.
+
+    Args:
+        bias: `[L, C]`, for the keys from position `span_start` on.
+
+    Returns:
+        `[L, end - start]`.
+    """
+    result = bias.new_zeros(bias.shape[0], end - start)
+    begin, end = max(start, span_start), min(end, span_start + bias.shape[1])
+    if begin < end:
+        result[:, begin - start : end - start] = bias[:, begin - span_start : end - span_start]
+    return result
 
 
 def score_dtype(query: Tensor) -> torch.dtype:
@@ -139,15 +179,22 @@ def _attend_fused(
     rows: QueryRows, span: KeySpan, params: AttentionParams, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     end = span.start + span.key.shape[0]
-    square = _is_square(rows, span.start, end, params)
+    square = _is_square_causal(rows, span.start, end, params)
     bias = None if square else rows_bias(rows, span.start, end, params)
     query, key, value = (
-        part.transpose(0, 1).unsqueeze(0) for part in (rows.query, span.key, span.value)
+        tensor.transpose(0, 1).unsqueeze(0) for tensor in (rows.query, span.key, span.value)
     )
     out, lse = fused_attention(
-        query, key, value, None if bias is None else bias.unsqueeze(0), params, span.k_factor, span.v_factor,
-        dtype=dtype, square_causal=square,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        None if bias is None else bias.unsqueeze(0),
+        params,
+        span.k_factor,
+        span.v_factor,
+        dtype=dtype,
+        square_causal=square,
+    )
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
@@ -160,26 +207,14 @@ def _attend_general(
     )
 
 
-def _is_square(rows: QueryRows, start: int, end: int, params: AttentionParams) -> bool:
-    """Whether the operator's own causal mask, aligned to the top left, is the mask that is meant."""
-    plain = (
-        params.alibi_slopes is None
-        and rows.bias is None
-        and params.attention_chunk_size <= 0
-        and rows.causal is True
-    )
+def _is_square_causal(rows: QueryRows, start: int, end: int, params: AttentionParams) -> bool:
+    """Whether the mask is plain causal over as many rows as keys: the fused operator's own mask."""
     return (
-        plain
+        rows.causal is True
+        and rows.bias is None
+        and params.alibi_slopes is None
+        and params.attention_chunk_size <= 0
         and rows.first == start
         and rows.last == end - 1
         and not 0 <= params.window[0] < end - start - 1
     )
-
-
-def _laid_out(bias: Tensor, start: int, end: int, span_start: int) -> Tensor:
-    """The explicit bias over keys `[start, end)`: its own columns for the query span, 0 before it."""
-    laid = bias.new_zeros(bias.shape[0], end - start)
-    begin, end = max(start, span_start), min(end, span_start + bias.shape[1])
-    if begin < end:
-        laid[:, begin - start : end - start] = bias[:, begin - span_start : end - span_start]
-    return laid

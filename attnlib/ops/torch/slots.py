@@ -1,4 +1,4 @@
-"""Where each token of a step goes, computed on the device that holds the lengths: nothing here waits for it."""
+"""Slots of a step's tokens, computed on the device of the lengths without a synchronization."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ def compute_slot_mapping(
     num_tokens: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Slot of every query token: that of position p = seq_len - query_len + i in its request's pages (P3, P4).
+    """The slot of every query token: block * N + offset of its position (P3, P4).
+
+    Query token i of a request has position seq_len - query_len + i.
 
     Args:
-        query_start_loc: `[R + 1]` int32, monotone.
-        seq_lens: `[R]` int32, this step's tokens included.
+        query_start_loc: `[R + 1]` int32, the first query token of each request, never decreasing.
+        seq_lens: `[R]` int32, context and this step's tokens.
         block_table: `[R, M]` int32.
         block_size: N, positions per block.
-        num_tokens: rows to fill; those at or past `query_start_loc[-1]`, and positions without a page, get -1.
-        out: `[num_tokens]` int64 to write to, or None to allocate.
+        num_tokens: number of slots. Rows at or past `query_start_loc[-1]` and positions outside the
+            block table get -1.
+        out: `[num_tokens]` int64, written when given.
 
     Returns:
-        `[num_tokens]` int64: `out`, where it was given.
+        `[num_tokens]` int64; `out` if given.
     """
     device = query_start_loc.device
     slots = out if out is not None else torch.empty(num_tokens, dtype=torch.int64, device=device)

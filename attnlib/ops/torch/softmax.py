@@ -1,7 +1,7 @@
-"""Softmax that survives rows without a key, and the sink, before or after the fact.
+"""Softmax with sinks, and for rows without a visible key.
 
-A sink may be part of the denominator from the start (`softmax_with_sink`) or be added to a finished result, given its
-LSE (`add_sink`): it carries no value, so it only shrinks what is there.
+A sink is one more logit per head that has no value (M4). It can be part of the denominator from the
+start (`softmax_with_sink`), or be added to a result of which the LSE is known (`add_sink`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,15 @@ __all__ = ["add_sink", "softmax_with_sink"]
 
 
 def softmax_with_sink(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weights `[H, L, S]` and natural-log LSE `[H, L]` of logits `[H, L, S]`, in the logits' dtype.
+    """Softmax over the last dimension, with the sinks in the denominator.
 
-    A row of -inf without a sink has weights 0 and LSE -inf; with a sink, weights 0 and LSE = sink. S may be 0.
+    Args:
+        logits: `[H, L, S]`, -inf where hidden; S may be 0.
+        sinks: `[H]`, or None.
+
+    Returns:
+        Weights `[H, L, S]` and natural-log LSE `[H, L]`, in the dtype of the logits. A row without
+        a visible key has weights 0 and LSE -inf, or the sink.
     """
     sink = None if sinks is None else sinks.to(logits.dtype)[:, None].expand(logits.shape[:-1])
     if logits.shape[-1] == 0:
@@ -34,7 +40,13 @@ def softmax_with_sink(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Ten
 
 
 def add_sink(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Let one more logit per head take its share: `out [..., Hq, L, Dv]`, `lse [..., Hq, L]`, `sinks [Hq]`."""
+    """`out` and `lse` with the sinks added to the denominator.
+
+    Args:
+        out: `[..., Hq, L, Dv]`.
+        lse: `[..., Hq, L]`.
+        sinks: `[Hq]`.
+    """
     sink = sinks.to(lse.dtype)[:, None]
     total = torch.logaddexp(lse, sink)
     share = torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))
