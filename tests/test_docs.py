@@ -1,6 +1,7 @@
-"""Nothing is shown that is not run: Python blocks run in order, and the text block behind a block is what it prints."""
+"""Documentation tests: code blocks run, shown output is what they print, links resolve."""
 
 import contextlib
+import importlib
 import importlib.util
 import io
 import os
@@ -14,15 +15,36 @@ import pytest
 import attnlib
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-GUIDES = ("write-a-backend.md", "test-your-backend.md")
-"""Their blocks are fragments around a backend of the reader's: tests/testing/test_docs.py runs them, each in its place."""
-RUN = [page for page in PAGES if page.name not in GUIDES]
+DOCS = ROOT / "docs"
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted(DOCS.rglob("*.md")),
+]
+FRAGMENTS = ("write-a-backend.md", "test-your-backend.md")
+"""Their blocks assume a backend of the reader. tests/testing/test_docs.py runs them."""
+RUN = [page for page in PAGES if page.name not in FRAGMENTS]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+SNIPPET = re.compile(r'^--8<-- "([^":]+):(\w+)"$', re.M)
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 def _blocks(page: Path) -> list[tuple[str, str]]:
-    return [(language, body) for language, body in FENCE.findall(page.read_text())]
+    """(language, text) of each code block; a section of an example replaces its reference."""
+    text = SNIPPET.sub(lambda match: _section(match[1], match[2]), page.read_text())
+    return FENCE.findall(text)
+
+
+def _section(path: str, name: str) -> str:
+    lines = (ROOT / path).read_text().splitlines()
+    start, end = (lines.index(_marker(lines, edge, name)) for edge in ("start", "end"))
+    return "\n".join(line for line in lines[start + 1 : end] if "--8<--" not in line)
+
+
+def _marker(lines: list[str], edge: str, name: str) -> str:
+    return next(line for line in lines if line.strip() == f"# --8<-- [{edge}:{name}]")
 
 
 MEASURED = (
@@ -31,13 +53,13 @@ MEASURED = (
     (re.compile(r"(?<=logit error )\d\.\de-\d+"), "E"),
 )
 OPTIONAL = [name for name in ("flash_attn", "flashinfer") if importlib.util.find_spec(name)]
-"""Installed here, they say something else than the pages, which are written without them."""
+"""The pages are written without these packages; with them, a report shows other lines."""
 
 
 def _plain(text: str) -> str:
-    """Without what no two runs share (times, roundings), and without what installed optional packages say."""
-    for pattern, stand_in in MEASURED:
-        text = pattern.sub(stand_in, text)
+    """The text without measured numbers and without the lines of installed optional packages."""
+    for pattern, replacement in MEASURED:
+        text = pattern.sub(replacement, text)
     for name in OPTIONAL:
         text = re.sub(rf"^  {name} .*\n(?: {{12,}}.*\n)*", "", text, flags=re.M)
     return text.strip()
@@ -47,24 +69,35 @@ def _same(shown: str, printed: str) -> bool:
     return _plain(shown + "\n") == _plain(printed + "\n")
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+def _programs(page: Path) -> list[tuple[str, str]]:
+    """The blocks of a page; sections of one example form one program."""
+    blocks = _blocks(page)
+    if not SNIPPET.search(page.read_text()):
+        return blocks
+    source = "\n".join(body for language, body in blocks if language == "python")
+    return [("python", source), *(block for block in blocks if block[0] == "text")]
+
+
+@pytest.mark.parametrize("page", RUN, ids=_name)
 def test_python_blocks_run_and_print_what_is_shown(
     page: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The blocks of a page run in order; a text block after a block is its output."""
     for name in [name for name in os.environ if name.startswith("ATTNLIB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("ATTNLIB_PLUGINS", "0")
     monkeypatch.setenv("ATTNLIB_TUNING", "off")
     monkeypatch.syspath_prepend(ROOT)
     before = set(attnlib.list_backends())
-    namespace: dict = {"__name__": f"docs_{page.stem}"}
+    module = type(sys)("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", module)
     printed = ""
     try:
-        for language, body in _blocks(page):
+        for language, body in _programs(page):
             if language == "python":
                 out = io.StringIO()
                 with contextlib.redirect_stdout(out):
-                    exec(compile(body, str(page), "exec"), namespace)
+                    exec(compile(body, str(page), "exec"), module.__dict__)
                 printed = out.getvalue()
             elif language == "text" and printed:
                 assert _same(body, printed), (
@@ -76,9 +109,9 @@ def test_python_blocks_run_and_print_what_is_shown(
             attnlib.unregister_backend(name)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_commands_print_what_is_shown(page: Path) -> None:
-    """`$ attnlib ...` in a console block, with `...` for lines that are left out."""
+    """`$ attnlib ...` in a console block; `...` stands for omitted lines."""
     for language, body in _blocks(page):
         if language != "console":
             continue
@@ -93,14 +126,16 @@ def test_commands_print_what_is_shown(page: Path) -> None:
                 env=_fresh(),
             )
             assert done.returncode == 0, (
-                f"attnlib {command} of {page.name} ends with {done.returncode}\n{done.stdout}\n{done.stderr}"
+                f"attnlib {command} of {page.name} ends with {done.returncode}\n"
+                f"{done.stdout}\n{done.stderr}"
             )
             rest = _plain(done.stdout)
             for part in (
                 _plain(piece) for piece in re.split(r"^\.\.\.$", shown, flags=re.M) if piece.strip()
             ):
                 assert part in rest, (
-                    f"{page.name} shows {part!r}, but attnlib {command} prints\n{done.stdout}\n{done.stderr}"
+                    f"{page.name} shows {part!r}, but attnlib {command} prints\n"
+                    f"{done.stdout}\n{done.stderr}"
                 )
                 rest = rest.split(part, 1)[1]
 
@@ -109,7 +144,7 @@ _SILENT = {"ATTNLIB_PLUGINS": "0", "ATTNLIB_TUNING": "off"}
 
 
 def _fresh() -> dict[str, str]:
-    """The environment of a reader who has set nothing."""
+    """The environment without variables of attnlib and Triton."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -118,7 +153,7 @@ def _fresh() -> dict[str, str]:
 
 
 def test_recorded_outputs_are_quotations() -> None:
-    """A text block behind a link to a record shows lines of that record, in its order."""
+    """A text block after a link to a result file shows lines of that file, in order."""
     readme = (ROOT / "README.md").read_text()
     found = re.findall(
         r"\]\((benchmarks/results/[^)]+\.txt)\)[^\n]*\n\n```text\n(.*?)^```$", readme, re.M | re.S
@@ -130,35 +165,55 @@ def test_recorded_outputs_are_quotations() -> None:
         assert places == sorted(places)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links_resolve(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#][^)]*)\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target.split("#")[0]).exists(), f"{page.name} links to {target}"
 
 
-def test_the_first_screen_is_short() -> None:
-    """One sentence, two commands, code, its output, the exam and a signpost, in at most 45 lines."""
-    screen = (ROOT / "README.md").read_text().split("\n## ")[0].rstrip().splitlines()
-    assert len(screen) <= 45, f"the README's first screen has {len(screen)} lines"
-    assert screen.index("```python") < 15
-    for needed in ("What it is not", "attnlib demo", "pytest", "$ attnlib verify", "| I want to"):
-        assert any(needed in line for line in screen), needed
+def test_the_navigation_lists_every_page() -> None:
+    listed = re.findall(r"[\w/-]+\.md\b", (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1])
+    published = {"changelog.md", "contributing.md", "examples/plugin.md"}
+    assert sorted(listed) == sorted(
+        {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} | published
+    )
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "api").glob("*.md")), ids=_name)
+def test_the_api_reference_names_objects_that_exist(page: Path) -> None:
+    for name in re.findall(r"^::: (\S+)$", page.read_text(), re.M):
+        module, _, attribute = name.rpartition(".")
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError:
+            assert hasattr(importlib.import_module(module), attribute), f"{page.name}: {name}"
+
+
+def test_the_first_screen_of_the_readme_is_short() -> None:
+    """Purpose, two commands, ten lines of code and a figure fit 30 lines of 90 characters."""
+    screen = (ROOT / "README.md").read_text().splitlines()[:30]
+    assert max(map(len, screen)) <= 120
+    text = "\n".join(screen)
+    assert [len(body.splitlines()) for language, body in FENCE.findall(text)] == [2, 10]
+    for language, body in FENCE.findall(text):
+        assert max(map(len, body.splitlines())) <= 90, language
+    assert "attnlib demo" in text and "pytest" in text and "](benchmarks/results/" in text
 
 
 def test_generated_pages_are_as_generated() -> None:
-    """docs/environment.md and docs/support.md are what `python docs/generate.py` writes today."""
+    """The generated pages are what `python docs/generate.py` writes."""
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
     for name, text in generate.pages().items():
         assert (ROOT / "docs" / name).read_text() == text, (
-            f"docs/{name} has drifted: run python docs/generate.py"
+            f"docs/{name} is out of date: run python docs/generate.py"
         )
 
 
 def test_architecture_names_what_is_there() -> None:
-    """Every module that the page names exists, and every room of the package stands in its drawing."""
+    """Every module that the page names exists; its package tree lists every module and package."""
     page, package = (ROOT / "docs" / "architecture.md").read_text(), ROOT / "attnlib"
     named = set(re.findall(r"`(?:attnlib/)?([a-z_]+(?:/[a-z_]+)*\.py)`", page))
     files = {str(path.relative_to(package)) for path in package.rglob("*.py")}
@@ -169,30 +224,21 @@ def test_architecture_names_what_is_there() -> None:
     }
     missing -= {name for name in named if (ROOT / name).exists()}
     assert not missing, f"docs/architecture.md names {sorted(missing)}, which do not exist"
-    drawing = next(
+    tree = next(
         body
         for language, body in _blocks(ROOT / "docs" / "architecture.md")
         if body.startswith("attnlib/")
     )
-    rooms = {
+    modules = {
         path.name
         for path in package.iterdir()
         if path.suffix == ".py" and not path.name.startswith("__")
     }
-    rooms |= {
+    modules |= {
         f"{path.parent.name}/" for path in package.rglob("__init__.py") if path.parent != package
     }
-    absent = {room for room in rooms if not re.search(rf"(?<![\w]){re.escape(room)}", drawing)}
-    assert not absent, f"{sorted(absent)} stand in no room of docs/architecture.md"
-
-
-def test_the_readmes_commands_are_what_ci_runs() -> None:
-    readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
-    assert (
-        'pip install -e ".[test]" && pytest' in readme
-        and 'pip install -e ".[test]"' in ci
-        and "pytest" in ci.splitlines()[-1]
-    )
+    missing = {name for name in modules if not re.search(rf"(?<![\w]){re.escape(name)}", tree)}
+    assert not missing, f"the tree of docs/architecture.md lacks {sorted(missing)}"
 
 
 def test_the_check_of_shown_output_can_fail() -> None:
