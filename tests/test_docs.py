@@ -167,7 +167,7 @@ def test_recorded_outputs_are_quotations() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_links_resolve(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#][^)]*)\)", page.read_text()):
+    for target in re.findall(r'(?:\]\(|<img src=")([^)"#][^)"]*)[)"]', page.read_text()):
         if "://" not in target:
             assert (page.parent / target.split("#")[0]).exists(), f"{page.name} links to {target}"
 
@@ -191,14 +191,15 @@ def test_the_api_reference_names_objects_that_exist(page: Path) -> None:
 
 
 def test_the_first_screen_of_the_readme_is_short() -> None:
-    """Purpose, two commands, ten lines of code and a figure fit 30 lines of 90 characters."""
+    """Purpose, two commands, ten lines of code and a figure fit 30 lines of 100 characters."""
     screen = (ROOT / "README.md").read_text().splitlines()[:30]
-    assert max(map(len, screen)) <= 120
+    assert max(map(len, screen)) <= 100
     text = "\n".join(screen)
-    assert [len(body.splitlines()) for language, body in FENCE.findall(text)] == [2, 10]
-    for language, body in FENCE.findall(text):
-        assert max(map(len, body.splitlines())) <= 90, language
-    assert "attnlib demo" in text and "pytest" in text and "](benchmarks/results/" in text
+    blocks = [[line for line in body.splitlines() if line] for _, body in FENCE.findall(text)]
+    assert [len(lines) for lines in blocks] == [2, 10]
+    assert all(len(line) <= 90 for lines in blocks for line in lines)
+    for needed in ("&& attnlib demo", "&& pytest", '<img src="benchmarks/results/'):
+        assert needed in text
 
 
 def test_generated_pages_are_as_generated() -> None:
