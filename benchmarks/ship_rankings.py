@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from attnlib.bench.results import Document, read_document
-from attnlib.cli.tune.backends import rank_rows
+from attnlib.tuning.measure import rank_rows
 
 TABLES = Path(__file__).resolve().parents[1] / "attnlib" / "tuning" / "tables"
 

@@ -17,7 +17,7 @@ FLOORS = (
     ("backends",),
     ("selection",),
     ("settled", "layer", "compile", "debug.validation", "warmup"),
-    ("integrations", "debug", "testing", "cli", "bench", "__main__", "__init__"),
+    ("integrations", "debug", "testing", "cli", "bench", "tuning.measure", "__main__", "__init__"),
 )
 
 

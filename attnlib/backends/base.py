@@ -26,6 +26,7 @@ from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.metadata.state import AttentionState
 from attnlib.ops.params import AttentionParams
 from attnlib.spec import AttentionSpec
+from attnlib.tuning.tuner import Tuner
 
 __all__ = ["AttentionBackend", "AttentionImpl", "Settled"]
 
@@ -85,6 +86,11 @@ class AttentionBackend(ABC):
         Must not import a kernel package and must not initialize CUDA.
         """
         return []
+
+    @classmethod
+    def tuner(cls, device: torch.device) -> Tuner | None:
+        """The parameters that `attnlib tune` can measure on `device`; None (the default) if there are none."""
+        return None
 
     @classmethod
     def validate_configuration(

@@ -1,15 +1,18 @@
-"""`attnlib bench`: backends side by side in one process, on the same tensors, right before fast.
+"""`attnlib bench`: compare backends in one process, on the same tensors, after a correctness check.
 
-A figure from another machine or another day says little, because chips and clocks differ; so a target here is always a
-ratio measured in one run, and a share of ceilings measured in that run too. Read in this order:
+Absolute times differ between machines and between runs, because chips and clocks differ. The
+results to compare are ratios of two times of one run, and shares of the peak rates that the same
+run measured. The modules, in reading order:
 
-    case, suites    what is measured: a batch and the shape of a layer, by name or in a few letters
-    work            how many bytes and operations a case cannot do without
-    material        its tensors: cold caches, blocks in random order
-    gate            is the answer right? nothing that is wrong gets a time
-    stopwatch, ceilings   microseconds; what the chip can do at most
-    contenders, measure   who takes part, and one case on all of them
-    results, table, figures   rows, kept as JSON, shown as text and as pictures
+    case, suites        what is measured: a batch and the shape of a layer, by name or in a short
+        grammar
+    work                the bytes and operations that a case needs
+    inputs              the tensors of a case: cold caches, blocks in random order
+    correctness         the check against the oracle; a backend with a wrong output gets no time
+    timer, peaks        microseconds per call; peak rates of the device
+    backends, runner    which backends take part; one backend on one case
+    measure             one case on all backends
+    results, table, figures   rows, stored as JSON, shown as text and as plots
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Who takes part: backends by name, by path, or by name with settings, and why some do not.
+"""The backends of a run: by name, by path, or by name with settings, and why some cannot run.
 
-`flash_attn[fa_version=4]` and `flashinfer[prefill_backend=fa2;tensor_cores=0]` bind settings as registration does, so two
-generations of one package can stand in one table.
+`flash_attn[fa_version=4]` and `flashinfer[prefill_backend=fa2;tensor_cores=0]` bind settings as
+registration does, so that one table can compare several kernels of one package.
 """
 
 from __future__ import annotations
@@ -21,32 +21,45 @@ from attnlib.selection.configured import configured
 from attnlib.selection.registry import registrations
 from attnlib.testing.backend_under_test import load_backend
 
-__all__ = ["HOUSE", "OURS", "Contender", "absent", "base_name", "find_contenders", "split_names"]
+__all__ = [
+    "PRIMARY",
+    "BenchBackend",
+    "base_name",
+    "find_backends",
+    "is_baseline",
+    "split_names",
+    "unavailable_backends",
+]
 
-OURS = "triton"
-HOUSE = (OURS, "torch")
-"""Backends that are no peers: the one that is measured, and the reference."""
+PRIMARY = "triton"
+"""The backend that tables and figures compare with the best of the others."""
 
 _NAME = re.compile(r"(?P<path>[^\[\]]+)(?:\[(?P<settings>[^\[\]]*)\])?")
 
 
 @dataclass(frozen=True)
-class Contender:
-    """One backend under the name that it has in the table.
+class BenchBackend:
+    """One backend under its name in the table.
 
     Attributes:
-        label: as it was asked for; backend: its class, None where it cannot be loaded.
-        absent: why it cannot run here at all; empty when it can.
+        label: the name as it was requested, settings included.
+        backend: its class; None if it cannot be loaded.
+        unavailable_reasons: why it cannot run here; empty if it can.
     """
 
     label: str
     backend: type[AttentionBackend] | None
-    absent: tuple[str, ...] = ()
+    unavailable_reasons: tuple[str, ...] = ()
 
 
 def base_name(label: str) -> str:
-    """A label without its settings: `triton[...]` is `triton` still, and no peer."""
+    """A label without its settings: "triton" for `triton[kernels=portable]`."""
     return label.partition("[")[0]
+
+
+def is_baseline(label: str) -> bool:
+    """True if `PRIMARY` is compared with this backend: not itself, and not `torch`."""
+    return base_name(label) not in (PRIMARY, "torch")
 
 
 def split_names(text: str) -> list[str]:
@@ -54,41 +67,42 @@ def split_names(text: str) -> list[str]:
     return [name.strip() for name in re.split(r",(?![^\[]*\])", text) if name.strip()]
 
 
-def find_contenders(names: list[str] | None, device: torch.device) -> list[Contender]:
-    """The backends of a run, in the order asked for.
+def find_backends(names: list[str] | None, device: torch.device) -> list[BenchBackend]:
+    """The backends of a run, in the order of `names`.
 
     Args:
-        names: None means every backend that can run on the device, without what would measure nothing of interest unless it is named: on a GPU
-            `torch`, the slow reference, and elsewhere `triton`, which is interpreted there.
+        names: names, `module:Class` paths, or names with settings. None means all that can run on
+            the device except, on a GPU, `torch` (the slow reference) and, on a CPU, `triton` (which
+            is interpreted there).
+        device: where they run.
 
     Raises:
-        ContractError, UnknownBackendError: a name that leads to no backend.
+        ContractError: a name that does not parse, or a path that cannot be imported.
+        UnknownBackendError: no backend has this name.
     """
     if names is None:
-        found = [_registered(name, device) for name in registrations()]
-        left_out = ("torch",) if device.type == "cuda" else (OURS,)
-        able = [
-            contender
-            for contender in found
-            if not contender.absent and contender.label not in left_out
+        left_out = ("torch",) if device.type == "cuda" else (PRIMARY,)
+        found = [
+            one
+            for one in (_registered(name, device) for name in registrations())
+            if not one.unavailable_reasons and one.label not in left_out
         ]
-        return sorted(
-            able, key=lambda contender: (contender.label != OURS, contender.label == "torch")
-        )
+        return sorted(found, key=lambda one: (one.label != PRIMARY, one.label == "torch"))
     return [_named(name, device) for name in dict.fromkeys(names)]
 
 
-def absent(device: torch.device) -> list[Contender]:
-    """Known backends that cannot run here: a comparison should say who is missing."""
-    return [found for name in registrations() if (found := _registered(name, device)).absent]
+def unavailable_backends(device: torch.device) -> list[BenchBackend]:
+    """Registered backends that cannot run here, with the reasons."""
+    found = [_registered(name, device) for name in registrations()]
+    return [one for one in found if one.unavailable_reasons]
 
 
-def _registered(name: str, device: torch.device) -> Contender:
-    backend, missing = availability(registrations()[name], resolve_device(device))
-    return Contender(name, backend, tuple(missing))
+def _registered(name: str, device: torch.device) -> BenchBackend:
+    backend, reasons = availability(registrations()[name], resolve_device(device))
+    return BenchBackend(name, backend, tuple(reasons))
 
 
-def _named(text: str, device: torch.device) -> Contender:
+def _named(text: str, device: torch.device) -> BenchBackend:
     match = _NAME.fullmatch(text)
     if match is None:
         raise ContractError(
@@ -97,13 +111,13 @@ def _named(text: str, device: torch.device) -> Contender:
     path, settings = match["path"].strip(), _settings(text, match["settings"] or "")
     if path.lower() in registrations():
         found = _registered(path.lower(), device)
-        backend, reasons, label = found.backend, found.absent, text.lower()
+        backend, reasons, label = found.backend, found.unavailable_reasons, text.lower()
     else:
-        backend, reasons, label = _loaded(path), (), text
-    return Contender(label, None if backend is None else configured(backend, settings), reasons)
+        backend, reasons, label = _load(path), (), text
+    return BenchBackend(label, None if backend is None else configured(backend, settings), reasons)
 
 
-def _loaded(path: str) -> type[AttentionBackend]:
+def _load(path: str) -> type[AttentionBackend]:
     try:
         return load_backend(path)
     except AttnlibError:
@@ -118,7 +132,8 @@ def _settings(text: str, settings: str) -> Mapping[str, Any]:
         key, equals, value = setting.partition("=")
         if not equals:
             raise ContractError(
-                f"--backends {text!r}: {setting!r} is no setting; write KEY=VALUE, several separated by ';'"
+                f"--backends {text!r}: {setting!r} is not a setting; write KEY=VALUE, separated by "
+                "';'"
             )
         found[key.strip()] = int(value) if value.strip().lstrip("-").isdigit() else value.strip()
     return found

@@ -1,10 +1,9 @@
-"""A case: a batch and the shape of the layer that serves it, in one value that fits a command line.
+"""A case: a batch and the shape of a layer, in a grammar for the command line.
 
 Grammar: `BATCH[@KEY=VALUE,...]`, where BATCH is the grammar of `attnlib.testing.batch_spec`:
 
-    32q1s4k                          32 decodes at 4096 tokens, 32/8 heads of 128, pages of 16, bfloat16
-    32q1s8k@heads=64/8,d=64,window=128,sinks
-    q16k@page=128,kv=fp8_e4m3
+    32q1s4k                          32 decodes at 4096 tokens, 32/8 heads of 128, blocks of 16,
+    bfloat16 32q1s8k@heads=64/8,d=64,window=128,sinks q16k@page=128,kv=fp8_e4m3
 """
 
 from __future__ import annotations
@@ -22,20 +21,28 @@ from attnlib.testing.batch_spec import BatchSpec, parse_batch
 __all__ = ["DECODE_TOKENS", "BenchCase", "parse_case"]
 
 DECODE_TOKENS = 8
-"""A request with at most this many new tokens is a decode (or a verify step): bound by memory, not by arithmetic."""
+"""A request with at most this many new tokens counts as a decode (or a verify step), which is bound
+by memory.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchCase:
-    """What is measured.
+    """A batch and the shape of a layer.
 
     Attributes:
         name: unique among the cases of a run.
         batch: query and sequence lengths (M1).
-        num_heads, num_kv_heads, head_size, head_size_v, block_size: Hq, Hkv, D, Dv, N; Dv None is D.
-        dtype: of q, k, v and the output; kv_cache_dtype: of the cache, "auto" is `dtype`.
-        sliding_window: keys visible, the query's own among them (M2).
-        logits_soft_cap: M3; sinks: one sink logit per head (M4).
+        num_heads: Hq.
+        num_kv_heads: Hkv.
+        head_size: D.
+        head_size_v: Dv; None means D.
+        block_size: N, tokens per block of the cache.
+        dtype: dtype of q, k, v and the output.
+        kv_cache_dtype: dtype of the cache; "auto" means `dtype`.
+        sliding_window: number of visible keys, including the query's own (M2).
+        logits_soft_cap: soft cap of the logits (M3).
+        sinks: True for one sink logit per head (M4).
     """
 
     name: str
@@ -53,15 +60,16 @@ class BenchCase:
 
     @property
     def spec(self) -> AttentionSpec:
-        """The case in the library's words; the cache lies as NHD, which every backend is asked to read.
+        """The layer as a spec, with an NHD cache, which every backend can read.
 
         Raises:
-            ContractError: sizes that no layer can have, or a dtype that torch does not know.
+            ContractError: invalid sizes or dtype.
         """
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise ContractError(
-                f"dtype={self.dtype} of case {self.name} is no torch dtype; write bfloat16, float16 or float32"
+                f"dtype={self.dtype} of case {self.name} is not a torch dtype; write bfloat16, "
+                "float16 or float32"
             )
         return AttentionSpec(
             num_heads=self.num_heads,
@@ -86,17 +94,20 @@ class BenchCase:
     @property
     def shape(self) -> str:
         """Heads, sizes and features, in a few words."""
-        told = [f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_size}"]
+        words = [f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_size}"]
         if self.head_size_v not in (None, self.head_size):
-            told[0] += f" and {self.head_size_v}"
-        told += [f"window {self.sliding_window}"] if self.sliding_window else []
-        told += [f"soft cap {self.logits_soft_cap:g}"] if self.logits_soft_cap else []
-        told += ["sinks"] if self.sinks else []
-        stored = "" if self.kv_cache_dtype == "auto" else f", cache {self.kv_cache_dtype}"
-        return ", ".join([*told, f"page {self.block_size}", self.dtype]) + stored
+            words[0] += f" and {self.head_size_v}"
+        words += [f"window {self.sliding_window}"] if self.sliding_window else []
+        words += [f"soft cap {self.logits_soft_cap:g}"] if self.logits_soft_cap else []
+        words += ["sinks"] if self.sinks else []
+        cache = "" if self.kv_cache_dtype == "auto" else f", cache {self.kv_cache_dtype}"
+        return ", ".join([*words, f"page {self.block_size}", self.dtype]) + cache
 
     def with_page(self, block_size: int) -> BenchCase:
-        """The same case over pages of another size, with a name that says so; itself when the size is the same."""
+        """The case with another block size, which is part of its name.
+
+        The same case if the size is equal.
+        """
         if block_size == self.block_size:
             return self
         base = self.name.removesuffix(f"-p{self.block_size}")
@@ -126,10 +137,11 @@ _KEYS: Mapping[str, Callable[[str], dict[str, Any]]] = {
 
 
 def parse_case(text: str) -> BenchCase:
-    """A case in the grammar of this module; its name is the text.
+    """Parse a case; its name is the text.
 
     Raises:
-        ContractError: a batch or a key that does not parse, or sizes that no layer can have; the message gives the keys.
+        ContractError: a batch or key that does not parse, or invalid sizes; the message lists the
+            keys.
     """
     batch, _, settings = text.partition("@")
     fields: dict[str, Any] = {}
@@ -137,7 +149,8 @@ def parse_case(text: str) -> BenchCase:
         key, _, value = setting.partition("=")
         if key not in _KEYS:
             raise ContractError(
-                f"case {text!r}: {key!r} is no setting; write BATCH@KEY=VALUE,... with {', '.join(_KEYS)}"
+                f"case {text!r}: {key!r} is not a setting; write BATCH@KEY=VALUE,... with "
+                f"{', '.join(_KEYS)}"
             )
         try:
             fields.update(_KEYS[key](value))
@@ -151,7 +164,7 @@ def parse_case(text: str) -> BenchCase:
 
 
 def _check(case: BenchCase) -> None:
-    """What a measurement needs beyond what a spec needs: something to do, and keys for every query.
+    """Check that the batch has work and that every query has keys.
 
     Raises:
         ContractError: an empty batch, padding rows, or a query longer than its sequence.
@@ -159,12 +172,15 @@ def _check(case: BenchCase) -> None:
     _ = case.spec
     if case.batch.padding_tokens or not case.batch.num_actual_tokens:
         raise ContractError(
-            f"case {case.name!r} has padding rows or no query tokens; measure a batch that has work and nothing else"
+            f"case {case.name!r} has padding rows or no query tokens; use a batch with query "
+            "tokens only"
         )
     for request, (query_len, seq_len) in enumerate(
         zip(case.batch.query_lens, case.batch.seq_lens, strict=True)
     ):
         if query_len > seq_len:
             raise ContractError(
-                f"case {case.name!r}: request {request} has {query_len} query tokens in a sequence of {seq_len}"
+                f"case {case.name!r}: request {request} has {query_len} query tokens in a sequence "
+                "of "
+                f"{seq_len}; write qQUERYsSEQUENCE with a sequence of at least {query_len}"
             )

@@ -1,4 +1,6 @@
-"""`attnlib bench`: arguments, the loop over cases, and files that grow case by case."""
+"""`attnlib bench`: arguments, the loop over cases, and the result file, which is written after
+every case.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,10 @@ from dataclasses import replace
 
 import torch
 
-from attnlib.bench.backends import Contender, absent, find_contenders, split_names
+from attnlib.bench.backends import BenchBackend, find_backends, split_names, unavailable_backends
 from attnlib.bench.case import BenchCase
-from attnlib.bench.measure import DeviceLostError, answers, measure_case
-from attnlib.bench.peaks import Ceilings, measure_ceilings
+from attnlib.bench.measure import DeviceLostError, device_works, measure_case
+from attnlib.bench.peaks import Peaks, measure_peaks
 from attnlib.bench.provenance import provenance
 from attnlib.bench.results import Document, Row, Run, merge, read_document, write_document
 from attnlib.bench.runner import unmeasured
@@ -30,8 +32,11 @@ def parser() -> argparse.ArgumentParser:
     """The arguments of `attnlib bench`."""
     made = argparse.ArgumentParser(
         prog="attnlib bench",
-        description="Backends side by side on the same tensors, right before fast. Exit code 1 when one is wrong or fails, 2 for bad arguments.",
-        epilog="A CASE is a name, a glob over names, or BATCH[@KEY=VALUE,...] such as 32q1s4k@heads=64/8,d=64,window=128,sinks.",
+        description="Compare backends on the same tensors, after a correctness check. Exit status "
+        "1 if a backend is "
+        "wrong or fails, 2 for invalid arguments.",
+        epilog="A CASE is a name, a glob over names, or BATCH[@KEY=VALUE,...] such as "
+        "32q1s4k@heads=64/8,d=64,window=128,sinks.",
     )
     made.add_argument(
         "cases", nargs="*", metavar="CASE", help="what to measure (default: the suite)"
@@ -44,36 +49,41 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--backends",
         metavar="NAME,...",
-        help="names, module:Class, or NAME[KEY=VALUE;...] (default: all that run here)",
+        help="names, module:Class, or NAME[KEY=VALUE;...] (default: all that can run here)",
     )
     made.add_argument(
-        "--device", help="cpu, cuda, cuda:1; default: a GPU where torch sees one, else the CPU"
+        "--device", help="cpu, cuda, cuda:1 (default: a GPU if torch has one, else the CPU)"
     )
     made.add_argument(
-        "--page", type=int, metavar="N", help="block size of every case (default: each its own)"
+        "--page",
+        type=int,
+        metavar="N",
+        help="block size of every case (default: that of each case)",
     )
     made.add_argument(
         "--eager", action="store_true", help="time eager calls instead of CUDA graphs"
     )
     made.add_argument(
-        "--no-check", action="store_true", help="time without looking at the answers; rows say so"
+        "--no-check",
+        action="store_true",
+        help="time without the correctness check; rows are marked",
     )
     made.add_argument(
         "--limit-seconds",
         type=float,
         metavar="S",
-        help="begin no case after S seconds; the rest is named as not run",
+        help="start no case after S seconds; the others are listed as not run",
     )
-    made.add_argument("--list", action="store_true", help="show the cases and stop")
+    made.add_argument("--list", action="store_true", help="print the cases and exit")
     made.add_argument("--json", metavar="FILE", help="write results to FILE after each case")
     made.add_argument(
-        "--figures", metavar="DIR", help="draw SVG and PNG figures into DIR (needs matplotlib)"
+        "--figures", metavar="DIR", help="write SVG and PNG figures to DIR (needs matplotlib)"
     )
     made.add_argument(
         "--from-json",
         nargs="+",
         metavar="FILE",
-        help="measure nothing: show, merge (--json) or draw (--figures) what is in FILEs",
+        help="measure nothing: print, merge (--json) or plot (--figures) the results in FILEs",
     )
     made.add_argument("--commit", help="attnlib's commit, for a copy without history")
     return made
@@ -90,7 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = resolve_device(options.device)
     if device.is_hypothetical or (device.type == "cuda" and not torch.cuda.is_available()):
         raise ContractError(
-            f"--device {options.device} is not here: measuring needs the device itself; use --device cpu, or run where it is"
+            f"--device {options.device} is not available: measuring needs the device; use --device "
+            "cpu, or run on a "
+            "machine that has it"
         )
     default = "anchors" if device.type == "cuda" else "cpu"
     cases = choose_cases(options.cases, options.suite, default, options.page)
@@ -98,56 +110,57 @@ def main(argv: Sequence[str] | None = None) -> int:
         for case in cases:
             print(f"{case.name:<30} {case.kind:<8} {_brief(case)} · {case.shape}")
         return 0
-    contenders = find_contenders(
+    backends = find_backends(
         split_names(options.backends) if options.backends else None, device.torch_device
     )
-    if not contenders:
+    if not backends:
         raise ContractError(
-            f"no backend runs on {device}: `attnlib list` tells why; --backends names one all the same"
+            f"no backend can run on {device}: `attnlib list` shows the reasons; --backends names "
+            "one explicitly"
         )
     return _run(
-        options, cases, contenders, device.torch_device, "attnlib bench " + shlex.join(arguments)
+        options, cases, backends, device.torch_device, "attnlib bench " + shlex.join(arguments)
     )
 
 
 def _brief(case: BenchCase) -> str:
-    text = str(case.batch)
-    return (
-        text
-        if len(text) <= 40
-        else f"{case.batch.num_reqs} requests of {min(case.batch.seq_lens)} to {max(case.batch.seq_lens)} keys"
-    )
+    batch = case.batch
+    if len(str(batch)) <= 40:
+        return str(batch)
+    return f"{batch.num_reqs} requests of {min(batch.seq_lens)} to {max(batch.seq_lens)} keys"
 
 
 def _run(
     options: argparse.Namespace,
     cases: list[BenchCase],
-    contenders: list[Contender],
+    backends: list[BenchBackend],
     device: torch.device,
     command: str,
 ) -> int:
-    """Measure case by case; every case is printed and written before the next one begins."""
+    """Measure case by case; print and write every case before the next one starts."""
     begin = time.perf_counter()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     facts = provenance(command, options.commit, device)
-    ceilings = measure_ceilings(device)
-    run = Run(facts, dict(ceilings.to_json()))
+    peaks = measure_peaks(device)
+    run = Run(facts, dict(peaks.to_json()))
     if facts["environment"]:
         _say(
-            "set: "
+            "environment: "
             + ", ".join(f"{name}={value}" for name, value in facts["environment"].items())
-            + ""
         )
-    missing = (
+    unavailable = (
         []
         if options.backends
-        else [f"not here: {one.label} ({'; '.join(one.absent)})" for one in absent(device)]
+        else [
+            f"unavailable: {one.label} ({'; '.join(one.unavailable_reasons)})"
+            for one in unavailable_backends(device)
+        ]
     )
     _say(
         heading(run),
-        f"backends: {', '.join(one.label for one in contenders)}",
-        *missing,
+        f"backends: {', '.join(one.label for one in backends)}",
+        *unavailable,
         LEGEND,
         "",
         HEADER,
@@ -159,14 +172,14 @@ def _run(
         late = options.limit_seconds is not None and elapsed > options.limit_seconds
         reason = lost or (f"the limit of {options.limit_seconds:g} s was reached" if late else "")
         if reason:
-            found = [unmeasured(case, one.label, "not run", reason) for one in contenders]
+            found = [unmeasured(case, one.label, "not run", reason) for one in backends]
         else:
             print(
                 f"[{number + 1}/{len(cases)}, {elapsed:.0f} s] {case.name}",
                 file=sys.stderr,
                 flush=True,
             )
-            found, lost = _measure(case, contenders, device, ceilings, options)
+            found, lost = _measure(case, backends, device, peaks, options)
             _say(case_lines(found))
         rows += found
         if options.json:
@@ -176,28 +189,27 @@ def _run(
 
 def _measure(
     case: BenchCase,
-    contenders: list[Contender],
+    backends: list[BenchBackend],
     device: torch.device,
-    ceilings: Ceilings,
+    peaks: Peaks,
     options: argparse.Namespace,
 ) -> tuple[list[Row], str]:
-    """(rows, why nothing more can be measured in this process)."""
+    """(rows, why nothing more can be measured in this process, or "")."""
     try:
         graphs = device.type == "cuda" and not options.eager
         return measure_case(
-            case, contenders, device, ceilings, graphs=graphs, check=not options.no_check
+            case, backends, device, peaks, graphs=graphs, check=not options.no_check
         ), ""
     except DeviceLostError as error:
-        failed = [unmeasured(case, one.label, "failed", str(error)) for one in contenders]
+        failed = [unmeasured(case, one.label, "failed", str(error)) for one in backends]
         return failed, f"{error}; measure the rest in a new process"
-    except Exception as error:  # one case must not cost the others theirs
+    except Exception as error:  # the other cases go on
         reason = f"{type(error).__name__}: {error}"
-        lost = (
-            ""
-            if answers(device)
-            else f"the device answers no more after {case.name} ({reason}); measure the rest in a new process"
-        )
-        return [unmeasured(case, one.label, "failed", reason) for one in contenders], lost
+        failed = [unmeasured(case, one.label, "failed", reason) for one in backends]
+        if device_works(device):
+            return failed, ""
+        lost = f"the device failed after {case.name} ({reason})"
+        return failed, f"{lost}; measure the rest in a new process"
 
 
 def _finish(options: argparse.Namespace, document: Document, seconds: float) -> int:
@@ -211,7 +223,7 @@ def _finish(options: argparse.Namespace, document: Document, seconds: float) -> 
 
 
 def _show(options: argparse.Namespace) -> int:
-    """Show, merge and draw results of earlier runs."""
+    """Print, merge and plot results of earlier runs."""
     document = merge([read_document(path) for path in options.from_json])
     for index, run in enumerate(document.runs):
         mine = [row for row in document.rows if row.run == index]
@@ -242,10 +254,11 @@ def _draw(options: argparse.Namespace, document: Document) -> None:
 
 def _require_matplotlib() -> None:
     try:
-        import matplotlib  # noqa: F401  # asked before anything is measured, not after
+        import matplotlib  # noqa: F401  # only checks that it is there, before anything is measured
     except ImportError as error:
         raise ContractError(
-            f"--figures needs matplotlib ({error}): pip install 'attnlib[bench]', or write --json and draw elsewhere"
+            f"--figures needs matplotlib ({error}): pip install 'attnlib[bench]', or write --json "
+            "and plot elsewhere"
         ) from None
 
 

@@ -1,7 +1,9 @@
-"""Results as pictures: decode bandwidth, prefill rate, and the time of `triton` over the best peer's.
+"""Plots of results: decode bandwidth, prefill rate, and the time of `triton` relative to the best
+other backend.
 
-Drawn from a document and from nothing else, so that a figure can be made again, elsewhere, from the committed JSON.
-Colours are Okabe and Ito's, told apart by every kind of sight, and every backend has a marker of its own besides.
+Plots depend on the document only, so they can be drawn again from the committed JSON on any
+machine. The colors are the color-blind safe palette of Okabe and Ito, and each backend has its own
+marker.
 """
 
 from __future__ import annotations
@@ -10,12 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnlib.bench.backends import OURS
+from attnlib.bench.backends import PRIMARY
 from attnlib.bench.results import Document, Row, ratio
 
 __all__ = ["draw_figures"]
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _BETTER, _WORSE = "#0072B2", "#D55E00"
 _GREY = "#555555"
@@ -25,19 +27,20 @@ _STYLE = {
     "axes.titlesize": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "svg.hashsalt": "attnlib",  # the same rows give the same file
+    "svg.hashsalt": "attnlib",  # equal rows give equal files
     "svg.fonttype": "path",
 }
 
 
 def draw_figures(document: Document, folder: str | Path) -> list[Path]:
-    """Draw what the document has rows for: `decode`, `prefill`, `ratio`, each as SVG and PNG.
+    """Draw `decode`, `prefill` and `ratio` as SVG and PNG, as far as the document has rows for
+    them.
 
     Returns:
-        the files written.
+        The files written.
 
     Raises:
-        ImportError: matplotlib is missing.
+        ImportError: matplotlib is not installed.
     """
     import matplotlib
 
@@ -47,13 +50,13 @@ def draw_figures(document: Document, folder: str | Path) -> list[Path]:
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
-    pictures: dict[str, Callable[[Document, Any], Any]] = {
+    plots: dict[str, Callable[[Document, Any], Any]] = {
         "decode": _decode,
         "prefill": _prefill,
         "ratio": _ratio,
     }
     with matplotlib.rc_context(_STYLE):
-        for name, draw in pictures.items():
+        for name, draw in plots.items():
             figure = draw(document, pyplot)
             if figure is None:
                 continue
@@ -69,18 +72,18 @@ def draw_figures(document: Document, folder: str | Path) -> list[Path]:
 
 
 def _caption(document: Document) -> str:
-    told = []
+    lines = []
     for index, run in enumerate(document.runs):
         if any(row.run == index for row in document.rows):
             facts = run.provenance
             where = facts.get("gpu") or facts.get("cpu", "unknown")
-            told.append(
-                f"{where}, torch {facts.get('torch')}, triton {facts.get('triton')}, attnlib {facts.get('commit')}, {facts.get('date')}"
-            )
+            versions = f"torch {facts.get('torch')}, triton {facts.get('triton')}"
+            commit = f"attnlib {facts.get('commit')}, {facts.get('date')}"
+            lines.append(f"{where}, {versions}, {commit}")
     return (
-        "   |   ".join(dict.fromkeys(told))
-        if len(told) < 3
-        else f"{told[0]}   and {len(told) - 1} more runs"
+        "   |   ".join(dict.fromkeys(lines))
+        if len(lines) < 3
+        else f"{lines[0]}   and {len(lines) - 1} more runs"
     )
 
 
@@ -89,16 +92,16 @@ def _timed(document: Document, kind: str) -> list[Row]:
 
 
 def _backends(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
-    """Backend -> colour and marker; `triton` always has the first."""
-    names = sorted(dict.fromkeys(row.backend for row in rows), key=lambda name: name != OURS)
+    """Backend -> color and marker; `triton` has the first ones."""
+    names = sorted(dict.fromkeys(row.backend for row in rows), key=lambda name: name != PRIMARY)
     return {
-        name: (_COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)])
+        name: (_COLORS[place % len(_COLORS)], _MARKERS[place % len(_MARKERS)])
         for place, name in enumerate(names)
     }
 
 
 def _requests(row: Row) -> list[tuple[int, int]]:
-    """(query tokens, sequence) of each request, read from the batch's grammar."""
+    """(query length, sequence length) of each request."""
     from attnlib.testing.batch_spec import parse_batch
 
     batch = parse_batch(row.batch)
@@ -106,7 +109,7 @@ def _requests(row: Row) -> list[tuple[int, int]]:
 
 
 def _label(row: Row) -> str:
-    """The case's name without what the axis says already."""
+    """The name of the case without the parts that the axis shows."""
     name = row.case.removeprefix("cpu-").removeprefix(f"{row.kind}-")
     return name.removesuffix(f"-p{row.settings.get('block_size')}")
 
@@ -118,9 +121,9 @@ def _points(
     value: Callable[[Row], float | None],
     style: dict[str, tuple[str, str]],
 ) -> None:
-    """One marker for each backend and case; backends stand side by side within a case."""
+    """One marker for each backend and case; the markers of a case are next to each other."""
     step = min(0.2, 0.7 / len(style))
-    for place, (backend, (colour, marker)) in enumerate(style.items()):
+    for place, (backend, (color, marker)) in enumerate(style.items()):
         mine = {row.case: value(row) for row in rows if row.backend == backend}
         shift = (place - (len(style) - 1) / 2) * step
         where = [index + shift for index, case in enumerate(cases) if mine.get(case) is not None]
@@ -130,7 +133,7 @@ def _points(
             heights,
             linestyle="none",
             marker=marker,
-            color=colour,
+            color=color,
             markersize=5.5,
             label=backend,
         )
@@ -146,17 +149,15 @@ def _axis(axes: Any, labels: Sequence[str], title: str) -> None:
     axes.set_axisbelow(True)
 
 
-def _ceiling(axes: Any, document: Document, rows: Sequence[Row], key: str, unit: str) -> None:
-    """The ceiling of each run that the rows come from; a band where runs differ."""
-    values = [
-        float(document.runs[index].ceilings[key]) for index in sorted({row.run for row in rows})
-    ]
+def _peak(axes: Any, document: Document, rows: Sequence[Row], key: str, unit: str) -> None:
+    """The peak rate of the runs that the rows come from; a band if they differ."""
+    values = [float(document.runs[index].peaks[key]) for index in sorted({row.run for row in rows})]
     middle = sum(values) / len(values)
     axes.axhline(middle, color=_GREY, linestyle="--", linewidth=1)
     if max(values) > min(values):
         axes.axhspan(min(values), max(values), color=_GREY, alpha=0.15, linewidth=0)
     axes.annotate(
-        f"ceiling, {middle:.3g} {unit}" if middle < 10 else f"ceiling, {middle:.0f} {unit}",
+        f"peak, {middle:.3g} {unit}" if middle < 10 else f"peak, {middle:.0f} {unit}",
         (0.005, middle),
         xycoords=("axes fraction", "data"),
         xytext=(0, 3),
@@ -169,8 +170,8 @@ def _ceiling(axes: Any, document: Document, rows: Sequence[Row], key: str, unit:
 
 def _legend(figure: Any, style: dict[str, tuple[str, str]], pyplot: Any) -> None:
     handles = [
-        pyplot.Line2D([], [], linestyle="none", marker=marker, color=colour, label=name)
-        for name, (colour, marker) in style.items()
+        pyplot.Line2D([], [], linestyle="none", marker=marker, color=color, label=name)
+        for name, (color, marker) in style.items()
     ]
     figure.legend(
         handles=handles, loc="upper right", ncols=min(len(handles), 4), frameon=False, fontsize=8.5
@@ -192,11 +193,11 @@ def _decode(document: Document, pyplot: Any) -> Any:
     _axis(
         axes,
         [f"{labels[case]}\n{_megabytes(size[case])}" for case in cases],
-        "Decode: keys and values read per second, by bytes read",
+        "Decode: keys and values read per second, sorted by bytes read",
     )
     axes.tick_params(axis="x", labelsize=7.5)
     axes.set_ylabel("GB/s")
-    _ceiling(axes, document, rows, "read_gbps", "GB/s read")
+    _peak(axes, document, rows, "read_gbps", "GB/s read")
     _legend(figure, style, pyplot)
     return figure
 
@@ -238,36 +239,36 @@ def _prefill(document: Document, pyplot: Any) -> Any:
         _axis(axes, [labels[case] for case in cases], f"Prefill, page {page}")
     panels[0][0].set_ylabel("TFLOP/s over visible pairs")
     for axes in panels[0]:
-        _ceiling(axes, document, rows, "matmul_tflops", "TFLOP/s")
+        _peak(axes, document, rows, "matmul_tflops", "TFLOP/s")
     _legend(figure, style, pyplot)
     return figure
 
 
 def _special(row: Row) -> bool:
-    """Stands behind the ordinary cases: windows and other head sizes are no points of the same curve."""
+    """True for windows and other head sizes, which are plotted after the ordinary cases."""
     return row.settings.get("head_size") != 128 or bool(row.settings.get("sliding_window"))
 
 
 def _pairs(row: Row) -> tuple[int, int]:
-    """(longest sequence, query tokens): the length of a prefill."""
+    """(longest sequence, query tokens), to sort prefills."""
     requests = _requests(row)
     return max(seq for _, seq in requests), sum(query for query, _ in requests)
 
 
 def _ratio(document: Document, pyplot: Any) -> Any:
-    """The time of `triton` over the best peer's, a bar for each case."""
+    """The time of `triton` divided by that of the best other backend, one bar for each case."""
     found = [
         (row, value)
         for row in document.rows
-        if row.backend == OURS and (value := ratio(document.rows, row)) is not None
+        if row.backend == PRIMARY and (value := ratio(document.rows, row)) is not None
     ]
     if not found:
         return None
     figure, axes = pyplot.subplots(figsize=(_WIDTH, 0.9 + 0.21 * len(found)), layout="constrained")
     figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.97))
     values = [value for _, value in found]
-    colours = [_BETTER if value <= 1 else _WORSE for value in values]
-    bars = axes.barh(range(len(found)), values, color=colours, height=0.7)
+    colors = [_BETTER if value <= 1 else _WORSE for value in values]
+    bars = axes.barh(range(len(found)), values, color=colors, height=0.7)
     for bar, value in zip(bars, values, strict=True):
         bar.set_hatch("" if value <= 1 else "////")
         bar.set_edgecolor("white")
@@ -276,13 +277,13 @@ def _ratio(document: Document, pyplot: Any) -> Any:
         "facecolor": "white",
         "edgecolor": "none",
         "pad": 0.6,
-    }  # so that the line at 1 crosses no number
+    }  # keeps the line at 1 from crossing the numbers
     axes.bar_label(
         bars, labels=[f"{value:.2f}" for value in values], padding=3, fontsize=8, bbox=paper
     )
     axes.set_yticks(range(len(found)), [row.case for row, _ in found])
     axes.set_ylim(len(found) - 0.4, -0.6)
     axes.set_xlim(0, max(1.1, max(values) * 1.1))
-    axes.set_xlabel("time over the best peer's, same run (hatched: slower than the peer)")
-    axes.set_title("triton against the best peer: less is faster", loc="left")
+    axes.set_xlabel("time of triton / time of the best other backend, same run (hatched: slower)")
+    axes.set_title("triton relative to the best other backend (lower is better)", loc="left")
     return figure

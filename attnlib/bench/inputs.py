@@ -1,7 +1,8 @@
-"""The tensors of one case: blocks in random order, and enough copies of the cache that none of it is in the L2 cache.
+"""The tensors of one case: blocks in random order, and as many copies of the cache as exceed the L2
+cache.
 
-A step's own keys and values are what the cache holds at their slots already, so writing them changes nothing, and the
-order of writing, attending and timing does not matter.
+The cache already holds the keys and values of the current step at their slots, so writing them
+changes nothing and the order of cache writes and attention calls does not matter.
 """
 
 from __future__ import annotations
@@ -20,22 +21,28 @@ from attnlib.testing.block_placement import place_blocks
 from attnlib.testing.layouts import read_slots
 from attnlib.testing.oracle import OracleParams
 
-__all__ = ["Material", "cold_copies", "make_material"]
+__all__ = ["CaseInputs", "cold_copies", "make_inputs"]
 
-_L2_TIMES = 4
+_L2_FACTOR = 4
 _MOST_COPIES = 128
 _MOST_BYTES = 24 * 2**30
 
 
 @dataclass(frozen=True)
-class Material:
-    """One case on one device.
+class CaseInputs:
+    """The tensors of one case on one device.
 
     Attributes:
+        case: the case.
+        spec: its layer.
+        device: where the tensors are.
         common: the batch, with a block table in random order.
-        caches: copies with the same contents, to be used in turn.
-        query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv]: packed; output [T, Hq, Dv], filled with NaN.
-        terms: what attention means here, in the oracle's words.
+        caches: copies of the cache with equal contents, to be used in turn.
+        query: `[T, Hq, D]`, packed.
+        key: `[T, Hkv, D]`, packed.
+        value: `[T, Hkv, Dv]`, packed.
+        output: `[T, Hq, Dv]`, filled with NaN.
+        params: the parameters of attention for the oracle.
     """
 
     case: BenchCase
@@ -47,36 +54,40 @@ class Material:
     key: torch.Tensor
     value: torch.Tensor
     output: torch.Tensor
-    terms: OracleParams
+    params: OracleParams
 
     @property
     def slots(self) -> torch.Tensor:
-        """[T] int64: where this step's keys are."""
+        """`[T]` int64: the slots of the keys of this step."""
         assert self.common.slot_mapping is not None  # every case is paged
         return self.common.slot_mapping
 
 
 def cold_copies(case: BenchCase, cache_bytes: int, l2_bytes: int, free_bytes: int) -> int:
-    """How many copies of the cache to use in turn.
+    """The number of copies of the cache to use in turn.
 
-    A decode reads each key once, so what is left over in the L2 cache from the call before would flatter it: the copies
-    together are to be `4` times the L2 cache. A prefill reads keys many times and works long; one copy is enough.
+    A decode reads each key once, and would be too fast with keys that the previous call left in the
+    L2 cache. The copies together are therefore four times as large as the L2 cache. A prefill reads
+    each key many times, so one copy is enough.
 
     Args:
-        cache_bytes: of one copy, whatever of it is read; l2_bytes: 0 where unknown; free_bytes: of the device.
+        case: the case.
+        cache_bytes: size of one copy.
+        l2_bytes: size of the L2 cache; 0 if unknown.
+        free_bytes: free memory of the device.
     """
     if case.kind == "prefill" or l2_bytes == 0:
         return 1
-    wanted = max(-(-_L2_TIMES * l2_bytes // max(kv_bytes(case), 1)), 2)
+    wanted = max(-(-_L2_FACTOR * l2_bytes // max(kv_bytes(case), 1)), 2)
     fitting = min(free_bytes // 2, _MOST_BYTES) // max(cache_bytes, 1)
     return int(max(min(wanted, fitting, _MOST_COPIES), 1))
 
 
-def make_material(case: BenchCase, device: torch.device, seed: int = 0) -> Material:
+def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> CaseInputs:
     """Make the tensors of a case.
 
     Raises:
-        torch.OutOfMemoryError: the device does not hold one copy of the cache.
+        torch.OutOfMemoryError: the device has no memory for one copy of the cache.
     """
     spec = case.spec
     placement = place_blocks(case.batch, case.block_size, seed=seed)
@@ -93,8 +104,8 @@ def make_material(case: BenchCase, device: torch.device, seed: int = 0) -> Mater
     copies = cold_copies(case, cache_bytes, *_memory(device))
     caches = [first, *(_copy(first, spec, device) for _ in range(copies - 1))]
     tokens = case.batch.num_actual_tokens
-    assert common.slot_mapping is not None  # a table was given
-    slots: Any = common.slot_mapping  # a tensor of slots is a sequence of them
+    assert common.slot_mapping is not None  # a block table was given
+    slots: Any = common.slot_mapping  # a tensor is a valid sequence of slots
     key, value = (
         read_slots(view, slots).to(spec.dtype) for view in (first.key_cache, first.value_cache)
     )
@@ -104,7 +115,7 @@ def make_material(case: BenchCase, device: torch.device, seed: int = 0) -> Mater
     output = torch.full(
         (tokens, spec.num_heads, spec.head_size_v), float("nan"), dtype=spec.dtype, device=device
     )
-    return Material(
+    return CaseInputs(
         case,
         spec,
         device,
@@ -114,7 +125,7 @@ def make_material(case: BenchCase, device: torch.device, seed: int = 0) -> Mater
         key,
         value,
         output,
-        _terms(case, device, draw),
+        _params(case, device, draw),
     )
 
 
@@ -141,7 +152,7 @@ def _copy(cache: PagedKVCache, spec: AttentionSpec, device: torch.device) -> Pag
 
 
 def _memory(device: torch.device) -> tuple[int, int]:
-    """(bytes of L2 cache, free bytes); zeros where the device does not say."""
+    """(bytes of the L2 cache, free bytes); zeros on a CPU."""
     if device.type != "cuda":
         return 0, 0
     return int(torch.cuda.get_device_properties(device).L2_cache_size), int(
@@ -149,9 +160,9 @@ def _memory(device: torch.device) -> tuple[int, int]:
     )
 
 
-def _terms(case: BenchCase, device: torch.device, draw: torch.Generator) -> OracleParams:
+def _params(case: BenchCase, device: torch.device, draw: torch.Generator) -> OracleParams:
     sinks = None
-    if case.sinks:  # rounded to bfloat16, in which some kernels take them
+    if case.sinks:  # rounded to bfloat16, because some kernels take them in bfloat16
         sinks = (
             torch.randn(case.num_heads, generator=draw, device=device).to(torch.bfloat16).float()
         )

@@ -1,4 +1,7 @@
-"""One case on all contenders: refuse, build, judge, then time in turns. What fails says why, and the others go on."""
+"""One case on all backends: prepare, check, then time in turn.
+
+A backend that fails gets a reason; the others go on.
+"""
 
 from __future__ import annotations
 
@@ -9,291 +12,299 @@ from dataclasses import replace
 
 import torch
 
-from attnlib.bench.backends import Contender
+from attnlib.bench.backends import BenchBackend
 from attnlib.bench.case import BenchCase
-from attnlib.bench.correctness import Gate, contested_rows
-from attnlib.bench.inputs import make_material
-from attnlib.bench.peaks import Ceilings
+from attnlib.bench.correctness import CorrectnessCheck, contested_rows
+from attnlib.bench.inputs import make_inputs
+from attnlib.bench.peaks import Peaks
 from attnlib.bench.results import Row
-from attnlib.bench.runner import Entry, enter, told, unmeasured
-from attnlib.bench.timer import EagerWatch, GraphWatch, Reading, host_us, take_turns, wind_up
+from attnlib.bench.runner import Runner, error_line, make_runner, unmeasured
+from attnlib.bench.timer import (
+    EagerTimer,
+    GraphTimer,
+    Measurement,
+    host_us,
+    measure_in_turn,
+    warm_up,
+)
 from attnlib.bench.work import flops, kv_bytes, roofline_us
 from attnlib.testing.budget import Comparison
 
-__all__ = ["DeviceLostError", "answers", "measure_case"]
+__all__ = ["DeviceLostError", "device_works", "measure_case"]
 
-_CONTESTED = 8
+_CONTESTED_ROWS = 8
+Rows = dict[str, Row | None]
 
 
 class DeviceLostError(RuntimeError):
-    """The device answers no more: a kernel has broken its context, and nothing else can be measured in this process."""
+    """A kernel broke the context of the device; nothing more can be measured in this process."""
 
 
 @torch.inference_mode()
 def measure_case(
     case: BenchCase,
-    contenders: Sequence[Contender],
+    backends: Sequence[BenchBackend],
     device: torch.device,
-    ceilings: Ceilings,
+    peaks: Peaks,
     *,
     graphs: bool = False,
     check: bool = True,
 ) -> list[Row]:
-    """Rows of one case, a contender each, in their order.
+    """The rows of one case, one for each backend, in their order.
 
     Args:
-        ceilings: of this run, for shares.
-        graphs: time CUDA graphs; else eager calls.
-        check: judge before timing; without it rows say so.
+        case: the case.
+        backends: the backends to compare.
+        device: where to measure.
+        peaks: peak rates of this run.
+        graphs: time replays of CUDA graphs instead of eager calls.
+        check: check outputs before timing. Rows record whether they were checked.
 
     Raises:
-        DeviceLostError: a kernel has broken the device's context.
+        DeviceLostError: a kernel broke the context of the device.
     """
-    rows = {one.label: _turned_away(case, one, device) for one in contenders}
-    able = [one for one in contenders if rows[one.label] is None]
-    entries: list[Entry] = []
+    rows = {one.label: _not_run(case, one, device) for one in backends}
+    able = [one for one in backends if rows[one.label] is None]
+    runners: list[Runner] = []
     try:
-        material = make_material(case, device) if able else None
-    except Exception as error:  # out of memory, most likely: the other cases may be smaller
-        rows.update(
-            {
-                one.label: unmeasured(case, one.label, "failed", f"no tensors: {told(error)}")
-                for one in able
-            }
-        )
-        material = None
-    if material is not None:
+        inputs = make_inputs(case, device) if able else None
+    except Exception as error:  # most likely out of memory; other cases may be smaller
+        for one in able:
+            reason = f"no tensors: {error_line(error)}"
+            rows[one.label] = unmeasured(case, one.label, "failed", reason)
+        inputs = None
+    if inputs is not None:
         for one in able:
             with _guarded(case, one.label, rows, device):
-                entries.append(enter(case, one, material))
-        gate = Gate(material) if check else None
-        right = _judged(entries, gate, rows, device) if gate else entries
-        _time(right, gate, rows, device, graphs, ceilings)
-    result = [
-        row
-        if (row := rows[one.label]) is not None
-        else unmeasured(case, one.label, "failed", "no result")
-        for one in contenders
-    ]
-    material, able = None, []
-    entries.clear()
+                runners.append(make_runner(case, one, inputs))
+        checker = CorrectnessCheck(inputs) if check else None
+        correct = _correct(runners, checker, rows, device) if checker else runners
+        _time(correct, checker, rows, device, graphs, peaks)
+    no_result = [unmeasured(case, one.label, "failed", "no result") for one in backends]
+    result = [rows[one.label] or row for one, row in zip(backends, no_result, strict=True)]
+    inputs, able = None, []
+    runners.clear()
     _release(device)
     return result
 
 
-Rows = dict[str, Row | None]
+def _not_run(case: BenchCase, one: BenchBackend, device: torch.device) -> Row | None:
+    """The row of a backend that is unavailable or does not support the case.
 
-
-def _turned_away(case: BenchCase, one: Contender, device: torch.device) -> Row | None:
-    """The row of a contender that is not here or refuses the case; None when it takes part."""
-    if one.absent or one.backend is None:
-        return unmeasured(case, one.label, "unavailable", "; ".join(one.absent))
+    None if it takes part.
+    """
+    if one.unavailable_reasons or one.backend is None:
+        return unmeasured(case, one.label, "unavailable", "; ".join(one.unavailable_reasons))
     try:
         reasons = one.backend.validate_configuration(case.spec, device)
-    except Exception as error:  # somebody else's code
-        return unmeasured(case, one.label, "failed", f"validate_configuration: {told(error)}")
-    return unmeasured(case, one.label, "refused", "; ".join(reasons)) if reasons else None
+    except Exception as error:  # a defect of the backend must not end the run
+        return unmeasured(case, one.label, "failed", f"validate_configuration: {error_line(error)}")
+    return unmeasured(case, one.label, "unsupported", "; ".join(reasons)) if reasons else None
 
 
 @contextmanager
 def _guarded(case: BenchCase, label: str, rows: Rows, device: torch.device) -> Iterator[None]:
-    """Whatever a contender raises becomes its row; only a lost device ends the run."""
+    """Record any error of a backend in its row; raise only if the device is lost."""
     try:
         yield
-    except Exception as error:  # a failing backend must not cost the others their times
-        rows[label] = unmeasured(case, label, "failed", told(error))
-        if not answers(device):
+    except Exception as error:  # the other backends keep their times
+        rows[label] = unmeasured(case, label, "failed", error_line(error))
+        if not device_works(device):
             raise DeviceLostError(
-                f"{label} on {case.name} broke the device: {told(error)}"
+                f"{label} on {case.name} broke the device: {error_line(error)}"
             ) from error
 
 
-def answers(device: torch.device) -> bool:
-    """Whether the device still works: after a kernel's illegal access it does not, until the process ends."""
+def device_works(device: torch.device) -> bool:
+    """False after an illegal access of a kernel, until the process ends."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    except Exception:  # torch has several kinds of errors for it
+    except Exception:  # torch raises errors of several types for it
         return False
     return True
 
 
-def _judged(entries: list[Entry], gate: Gate, rows: Rows, device: torch.device) -> list[Entry]:
-    """Those whose answer is right; rows of the others say what is wrong."""
-    right: list[Entry] = []
-    for entry in entries:
-        with _guarded(entry.material.case, entry.label, rows, device):
-            assert entry.output is not None  # enter has made it
-            if _passes(entry, gate.judge(entry.output), rows) and _passes(
-                entry, gate.judge_write(entry.layer.impl), rows
+def _correct(
+    runners: list[Runner], check: CorrectnessCheck, rows: Rows, device: torch.device
+) -> list[Runner]:
+    """The runners whose output is correct; the rows of the others hold the reason."""
+    passed: list[Runner] = []
+    for runner in runners:
+        with _guarded(runner.inputs.case, runner.label, rows, device):
+            assert runner.output is not None  # made by make_runner
+            if _passes(runner, check.output(runner.output), rows) and _passes(
+                runner, check.cache_write(runner.layer.impl), rows
             ):
-                right.append(entry)
-    if len(right) < 2:
-        return right
-    first = right[0].output
+                passed.append(runner)
+    if len(passed) < 2:
+        return passed
+    first = passed[0].output
     contested: dict[int, None] = {}
-    for entry in right[1:]:
-        if first is not None and entry.output is not None:
-            contested.update(dict.fromkeys(contested_rows(first, entry.output, _CONTESTED)))
+    for runner in passed[1:]:
+        if first is not None and runner.output is not None:
+            contested.update(dict.fromkeys(contested_rows(first, runner.output, _CONTESTED_ROWS)))
     chosen = sorted(contested)
-    agreed: list[Entry] = []
-    for entry in right:
-        with _guarded(entry.material.case, entry.label, rows, device):
-            if entry.output is not None and _passes(entry, gate.judge(entry.output, chosen), rows):
-                agreed.append(entry)
+    agreed: list[Runner] = []
+    for runner in passed:
+        with _guarded(runner.inputs.case, runner.label, rows, device):
+            if runner.output is not None and _passes(
+                runner, check.output(runner.output, chosen), rows
+            ):
+                agreed.append(runner)
     return agreed
 
 
-def _passes(entry: Entry, found: Comparison, rows: Rows) -> bool:
+def _passes(runner: Runner, found: Comparison, rows: Rows) -> bool:
     if not found.passed:
-        rows[entry.label] = replace(entry.row, status="wrong", reason=str(found))
+        rows[runner.label] = replace(runner.row, status="wrong", reason=str(found))
         return False
     if found.max_allowed:
-        entry.row = replace(
-            entry.row, error=max(entry.row.error or 0.0, found.max_error / found.max_allowed)
-        )
-    entry.row = replace(entry.row, checked=True)
+        error = max(runner.row.error or 0.0, found.max_error / found.max_allowed)
+        runner.row = replace(runner.row, error=error)
+    runner.row = replace(runner.row, checked=True)
     return True
 
 
 def _time(
-    entries: list[Entry],
-    gate: Gate | None,
+    runners: list[Runner],
+    check: CorrectnessCheck | None,
     rows: Rows,
     device: torch.device,
     graphs: bool,
-    ceilings: Ceilings,
+    peaks: Peaks,
 ) -> None:
-    """Wind up every stopwatch, then let them take turns; host times last."""
-    watches: dict[str, EagerWatch | GraphWatch] = {}
-    for entry in entries:
-        entry.output = None
-        with _guarded(entry.material.case, entry.label, rows, device):
-            entry.expected_us = wind_up(entry.attend, device)
-            watch = _watch(entry, graphs, device)
+    """Prepare the timers of all runners, run them in turn, then measure host times."""
+    timers: dict[str, EagerTimer | GraphTimer] = {}
+    for runner in runners:
+        runner.output = None
+        with _guarded(runner.inputs.case, runner.label, rows, device):
+            runner.expected_us = warm_up(runner.attend, device)
+            timer = _timer(runner, graphs, device)
             if (
-                gate is None
-                or not isinstance(watch, GraphWatch)
-                or _replays_right(entry, watch, gate, rows)
+                check is None
+                or not isinstance(timer, GraphTimer)
+                or _replay_is_correct(runner, timer, check, rows)
             ):
-                watches[entry.label] = watch
-    ready = [entry for entry in entries if entry.label in watches]
-    readings = _readings(ready, watches, rows, device)
-    watches.clear()
-    for entry in ready:
-        reading = readings.get(entry.label)
-        if reading is None:
+                timers[runner.label] = timer
+    ready = [runner for runner in runners if runner.label in timers]
+    measurements = _measure_all(ready, timers, rows, device)
+    timers.clear()
+    for runner in ready:
+        found = measurements.get(runner.label)
+        if found is None:
             continue
-        entry.row = replace(
-            entry.row,
-            us=reading.us,
-            low_us=reading.low,
-            high_us=reading.high,
-            calls=reading.calls,
-            rounds=reading.rounds,
+        runner.row = replace(
+            runner.row,
+            us=found.us,
+            low_us=found.low,
+            high_us=found.high,
+            calls=found.calls,
+            rounds=found.rounds,
         )
-        rows[entry.label] = _rated(entry.row, entry.material.case, ceilings)
-        _add_times(entry, rows, graphs, device)
+        rows[runner.label] = _with_rates(runner.row, runner.inputs.case, peaks)
+        _add_secondary_times(runner, rows, graphs, device)
 
 
-def _readings(
-    ready: list[Entry],
-    watches: dict[str, EagerWatch | GraphWatch],
+def _measure_all(
+    ready: list[Runner],
+    timers: dict[str, EagerTimer | GraphTimer],
     rows: Rows,
     device: torch.device,
-) -> dict[str, Reading]:
-    """All in turns; where one of them fails, each by itself, so that the others keep their times."""
-    expected = {entry.label: entry.expected_us for entry in ready}
+) -> dict[str, Measurement]:
+    """All timers in turn.
+
+    If one of them fails, each one alone, so that the others keep their times.
+    """
+    expected = {runner.label: runner.expected_us for runner in ready}
     try:
-        return take_turns(watches, expected)
-    except Exception:  # who it was shows below
-        found: dict[str, Reading] = {}
-        for entry in ready:
-            with _guarded(entry.material.case, entry.label, rows, device):
-                found.update(take_turns({entry.label: watches[entry.label]}, expected))
+        return measure_in_turn(timers, expected)
+    except Exception:  # measuring each one alone shows which backend failed
+        found: dict[str, Measurement] = {}
+        for runner in ready:
+            with _guarded(runner.inputs.case, runner.label, rows, device):
+                found.update(measure_in_turn({runner.label: timers[runner.label]}, expected))
         return found
 
 
-def _watch(entry: Entry, graphs: bool, device: torch.device) -> EagerWatch | GraphWatch:
-    copies = len(entry.material.caches)
+def _timer(runner: Runner, graphs: bool, device: torch.device) -> EagerTimer | GraphTimer:
+    copies = len(runner.inputs.caches)
     if graphs:
         try:
-            watch = GraphWatch(entry.attend, copies, device, entry.expected_us)
-            entry.row = replace(entry.row, how="graph")
-            return watch
-        except Exception as error:  # a backend that cannot be captured is shown with its eager time
-            if not answers(device):
+            timer = GraphTimer(runner.attend, copies, device, runner.expected_us)
+            runner.row = replace(runner.row, how="graph")
+            return timer
+        except Exception as error:  # not capturable: the row shows the eager time
+            if not device_works(device):
                 raise
-            entry.row = replace(entry.row, note=f"no graph: {told(error.__context__ or error)}")
-    entry.row = replace(entry.row, how="eager")
-    return EagerWatch(entry.attend, copies, device, entry.expected_us)
+            note = f"no graph: {error_line(error.__context__ or error)}"
+            runner.row = replace(runner.row, note=note)
+    runner.row = replace(runner.row, how="eager")
+    return EagerTimer(runner.attend, copies, device, runner.expected_us)
 
 
-def _replays_right(entry: Entry, watch: GraphWatch, gate: Gate, rows: Rows) -> bool:
-    """Whether the graph computes what the eager call did: it is the graph that is timed."""
-    entry.material.output.fill_(float("nan"))
-    watch.replay()
-    found = gate.judge(entry.material.output)
+def _replay_is_correct(
+    runner: Runner, timer: GraphTimer, check: CorrectnessCheck, rows: Rows
+) -> bool:
+    """Check the output of the graph, which is what will be timed."""
+    runner.inputs.output.fill_(float("nan"))
+    timer.replay()
+    found = check.output(runner.inputs.output)
     if not found.passed:
-        rows[entry.label] = replace(
-            entry.row, status="wrong", reason=f"replayed from a CUDA graph: {found}"
-        )
+        reason = f"replayed from a CUDA graph: {found}"
+        rows[runner.label] = replace(runner.row, status="wrong", reason=reason)
     return found.passed
 
 
-def _add_times(entry: Entry, rows: Rows, graphs: bool, device: torch.device) -> None:
-    """Fill in what stands beside the main time; a failure there is a note, because the main time was measured and stays."""
-    for name, measure in _beside(entry, graphs, device).items():
-        kept, failed = rows[entry.label], Rows()
-        assert kept is not None  # the main time has been written
-        with _guarded(entry.material.case, entry.label, failed, device):
-            rows[entry.label] = replace(kept, **measure())  # type: ignore[arg-type]  # its keys are fields that hold times
-        broken = failed.get(entry.label)
+def _add_secondary_times(runner: Runner, rows: Rows, graphs: bool, device: torch.device) -> None:
+    """Add the other times to the row. A failure becomes a note, because the main time is valid."""
+    for name, measure in _secondary_times(runner, graphs, device).items():
+        kept, failed = rows[runner.label], Rows()
+        assert kept is not None  # the main time is there
+        with _guarded(runner.inputs.case, runner.label, failed, device):
+            times = measure()
+            rows[runner.label] = replace(kept, **times)  # type: ignore[arg-type]  # keys are float fields
+        broken = failed.get(runner.label)
         if broken is not None:
-            rows[entry.label] = replace(
-                kept,
-                note="; ".join(
-                    filter(None, (kept.note, f"no time for the {name}: {broken.reason}"))
-                ),
-            )
+            note = f"no time for the {name}: {broken.reason}"
+            rows[runner.label] = replace(kept, note="; ".join(filter(None, (kept.note, note))))
 
 
-def _beside(
-    entry: Entry, graphs: bool, device: torch.device
+def _secondary_times(
+    runner: Runner, graphs: bool, device: torch.device
 ) -> dict[str, Callable[[], dict[str, float | None]]]:
-    """What is measured beside the main time, each by itself: eager calls, the cache write, host times."""
-    copies, expected = len(entry.material.caches), entry.expected_us
-    few = max(min(int(20_000 / max(expected, 1.0)), 20), 1)
+    """Name -> measurement of row fields: eager calls, the cache write, and host times."""
+    copies, expected = len(runner.inputs.caches), runner.expected_us
+    layer_calls = max(min(int(20_000 / max(expected, 1.0)), 20), 1)
 
     def eager() -> dict[str, float | None]:
-        reading = take_turns(
-            {"it": EagerWatch(entry.attend, copies, device, expected)}, {"it": expected}
-        )["it"]
-        return {"eager_us": reading.us, "host_us": reading.host_us}
+        timer = EagerTimer(runner.attend, copies, device, expected)
+        found = measure_in_turn({"call": timer}, {"call": expected})["call"]
+        return {"eager_us": found.us, "host_us": found.host_us}
 
     def write() -> dict[str, float | None]:
-        took = wind_up(entry.write, device)
-        watch = (GraphWatch if graphs else EagerWatch)(entry.write, copies, device, took)
-        return {"write_us": take_turns({"it": watch}, {"it": took})["it"].us}
+        took = warm_up(runner.write, device)
+        timer = (GraphTimer if graphs else EagerTimer)(runner.write, copies, device, took)
+        return {"write_us": measure_in_turn({"call": timer}, {"call": took})["call"].us}
 
     return {
         "eager call": eager,
         "cache write": write,
         "build": lambda: {
-            "build_us": host_us(lambda: entry.builder.build(0, entry.material.common), device, 5)
+            "build_us": host_us(lambda: runner.builder.build(0, runner.inputs.common), device, 5)
         },
-        "layer call": lambda: {"layer_us": host_us(entry.call, device, few)},
+        "layer call": lambda: {"layer_us": host_us(runner.call, device, layer_calls)},
     }
 
 
-def _rated(row: Row, case: BenchCase, ceilings: Ceilings) -> Row:
+def _with_rates(row: Row, case: BenchCase, peaks: Peaks) -> Row:
     if not row.us:
         return row
     return replace(
         row,
         gbps=kv_bytes(case) / row.us / 1e3,
         tflops=flops(case) / row.us / 1e6,
-        share=roofline_us(case, ceilings.read_gbps, ceilings.matmul_tflops) / row.us,
+        share=roofline_us(case, peaks.read_gbps, peaks.matmul_tflops) / row.us,
     )
 
 

@@ -1,4 +1,4 @@
-"""What the device can do at most, measured in the same run as everything that is compared with it."""
+"""Peak rates of the device, measured in the same run as the times that are compared with them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from attnlib.bench.timer import EagerWatch, take_turns, wind_up
+from attnlib.bench.timer import EagerTimer, measure_in_turn, warm_up
 
-__all__ = ["Ceilings", "measure_ceilings"]
+__all__ = ["Peaks", "measure_peaks"]
 
 
 @dataclass(frozen=True)
-class Ceilings:
+class Peaks:
     """Rates of simple operations.
 
     Attributes:
         copy_gbps: GB/s read and written by a device-to-device copy.
         read_gbps: GB/s read by a reduction.
-        matmul_tflops: TFLOP/s of a square matrix product; matmul: what was multiplied.
+        matmul_tflops: TFLOP/s of a square matrix product.
+        matmul: dtype and size of the product.
     """
 
     copy_gbps: float
@@ -32,11 +33,16 @@ class Ceilings:
         return asdict(self)
 
     def __str__(self) -> str:
-        return f"copy {self.copy_gbps:.0f} GB/s, read {self.read_gbps:.0f} GB/s, {self.matmul} {self.matmul_tflops:.3g} TFLOP/s"
+        return f"copy {self.copy_gbps:.0f} GB/s, read {self.read_gbps:.0f} GB/s, {self.matmul} "
+        f"{self.matmul_tflops:.3g} TFLOP/s"
 
 
-def measure_ceilings(device: torch.device) -> Ceilings:
-    """Measure on idle buffers far beyond the last cache: 2 GiB and bfloat16 8192^3 on a GPU, 64 MiB and float32 512^3 on a CPU."""
+def measure_peaks(device: torch.device) -> Peaks:
+    """Measure on buffers larger than the last-level cache.
+
+    On a GPU: 2 GiB, and a bfloat16 product of side 8192. On a CPU: 64 MiB, and a float32 product of
+    side 512.
+    """
     on_gpu = device.type == "cuda"
     elements, side = (2**29, 8192) if on_gpu else (2**24, 512)
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -44,7 +50,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     product = torch.empty_like(left)
     product_us = _us(lambda: torch.mm(left, right, out=product), device)
-    return Ceilings(
+    return Peaks(
         copy_gbps=2 * elements * 4 / copy_us / 1e3,
         read_gbps=elements * 4 / read_us / 1e3,
         matmul_tflops=2 * side**3 / product_us / 1e6,
@@ -53,7 +59,10 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
 
 def _memory_us(elements: int, device: torch.device) -> tuple[float, float]:
-    """Microseconds to copy and to read so many float32; the faster of two reductions reads."""
+    """Microseconds to copy and to read `elements` float32.
+
+    Reading is timed by the faster of two reductions.
+    """
     source = torch.randn(elements, device=device)
     target = torch.empty_like(source)
     copied = _us(lambda: target.copy_(source), device)
@@ -68,7 +77,9 @@ def _memory_us(elements: int, device: torch.device) -> tuple[float, float]:
 
 
 def _us(call: Callable[[], object], device: torch.device) -> float:
-    """Microseconds per call; these take so long on a GPU that a launch does not count, so they need no graph."""
-    expected = wind_up(lambda _: call(), device)
-    watch = EagerWatch(lambda _: call(), 1, device, expected / 4)
-    return take_turns({"it": watch}, {"it": expected})["it"].us
+    """Microseconds per call, without a CUDA graph: the launch overhead is small compared with these
+    kernels.
+    """
+    expected = warm_up(lambda _: call(), device)
+    timer = EagerTimer(lambda _: call(), 1, device, expected / 4)
+    return measure_in_turn({"call": timer}, {"call": expected})["call"].us

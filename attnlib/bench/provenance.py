@@ -1,4 +1,4 @@
-"""Where a figure comes from: hardware, versions, commit and command, for every result file."""
+"""Provenance of a result: hardware, versions, commit and command."""
 
 from __future__ import annotations
 
@@ -15,18 +15,25 @@ import torch
 
 __all__ = ["provenance"]
 
-_PEERS = ("flash-attn", "flash-attn-3", "flash-attn-4", "vllm", "sgl-kernel", "flashinfer-python")
+_PACKAGES = (
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "vllm",
+    "sgl-kernel",
+    "flashinfer-python",
+)
 
 
 def provenance(
     command: str | None = None, commit: str | None = None, device: torch.device | None = None
 ) -> dict[str, Any]:
-    """What a result file must say of itself.
+    """The facts that every result file records.
 
     Args:
-        command: how to get it again; None means this process's own arguments.
-        commit: of attnlib, for copies without history; None asks git, where the package lies in its own checkout.
-        device: the GPU to name; None means torch's current one, where there is one.
+        command: the command that reproduces the result; None means the arguments of this process.
+        commit: the commit of attnlib, for copies without history; None asks git.
+        device: the GPU to record; None means the current one of torch, if there is one.
     """
     facts: dict[str, Any] = {
         "command": command or "python " + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -40,14 +47,12 @@ def provenance(
         "cpu": _cpu(),
     }
     facts["environment"] = {
-        name: Path(value).name
-        if os.sep in value
-        else value  # a result file names no place on a machine
+        name: Path(value).name if os.sep in value else value  # no local paths in result files
         for name, value in sorted(os.environ.items())
         if name.startswith("ATTNLIB_") or name == "TRITON_INTERPRET"
     }
-    facts["peers"] = {
-        name: found for name in _PEERS if (found := _version(name)) != "not installed"
+    facts["packages"] = {
+        name: found for name in _PACKAGES if (found := _version(name)) != "not installed"
     }
     if torch.cuda.is_available() and (device is None or device.type == "cuda"):
         facts["gpu"] = torch.cuda.get_device_name(device)
@@ -62,7 +67,10 @@ def provenance(
 
 
 def _commit() -> str:
-    """The commit of the checkout that this package lies in, with "+changes" when its sources differ from it; "unknown" elsewhere."""
+    """The commit of the checkout, with "+changes" if the sources differ from it.
+
+    "unknown" outside a checkout.
+    """
     root = Path(__file__).parent.parent.parent
     if not (root / ".git").exists():
         return "unknown"

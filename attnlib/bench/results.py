@@ -1,7 +1,7 @@
-"""Results as plain rows, and as a JSON document that keeps all of them together with where they come from.
+"""Results as rows, and as a JSON document of rows and the runs that measured them.
 
-A document may hold several runs: on a machine that is lent by the minute the cases are measured in parts. Each row knows
-its run, and rows of different runs are never compared.
+A document may hold several runs, because long suites can be measured in several processes. Each row
+has the index of its run, and rows of different runs are never compared.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from attnlib.bench.backends import HOUSE, OURS, base_name
+from attnlib.bench.backends import PRIMARY, base_name, is_baseline
+from attnlib.bench.case import BenchCase
 from attnlib.errors import ContractError
+from attnlib.testing.batch_spec import parse_batch
 
 __all__ = [
     "SCHEMA",
     "Document",
     "Row",
     "Run",
-    "best_peer",
+    "best_other",
+    "case_of_row",
     "merge",
     "ratio",
     "read_document",
@@ -28,8 +31,8 @@ __all__ = [
 ]
 
 SCHEMA = "attnlib-bench"
-VERSION = 1
-STATUSES = ("ok", "wrong", "refused", "unavailable", "failed", "not run")
+VERSION = 2
+STATUSES = ("ok", "wrong", "unsupported", "unavailable", "failed", "not run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,19 +40,35 @@ class Row:
     """One backend on one case.
 
     Attributes:
-        case, kind, batch, shape: the case's name, kind, grammar and words; settings: its fields.
-        backend: its label; kernel: what it says it runs, "" when it says nothing.
-        status: one of `STATUSES`; reason: why it is not ok.
-        checked: whether the gate was passed (it can be switched off).
-        us: time of one call, the median of the rounds; how: graph or eager; low_us, high_us: of the rounds.
-        eager_us: host and device, one eager call; host_us: until it returns.
-        write_us: the cache write of this step, timed as `us` is.
-        build_us: host time of one `build`; layer_us: host time of one `Attention` call.
-        gbps: of necessary keys and values; tflops: over visible pairs; share: of the time that the ceilings allow.
-        error: largest error over largest allowed error, where the gate looked.
-        first_call_s: with compilation; copies: of the cache; calls, rounds: how `us` was measured.
-        note: what else must be known, such as why there is no graph.
-        run: index of the run in its document.
+        case: name of the case.
+        kind: decode, prefill or mixed.
+        batch: the batch in the grammar of `attnlib.testing.batch_spec`.
+        shape: the layer in words.
+        settings: the fields of the case.
+        backend: label of the backend.
+        kernel: the kernel that the backend names, "" if it names none.
+        status: one of `STATUSES`.
+        reason: why the status is not "ok".
+        checked: True if the correctness check passed; False if it was switched off.
+        us: time of one call in microseconds, the median of the rounds.
+        how: "graph" or "eager".
+        low_us: the least round.
+        high_us: the greatest round.
+        eager_us: time of one eager call, host or device, whichever is longer.
+        host_us: host time until an eager call returns.
+        write_us: time of the cache write of this step.
+        build_us: host time of one `build`.
+        layer_us: host time of one `Attention` call.
+        gbps: rate of reading the necessary keys and values.
+        tflops: rate over the visible pairs.
+        share: least time at the peak rates of the run divided by `us`.
+        error: largest error of the checked rows divided by the largest allowed error.
+        first_call_s: seconds of the first call, compilation included.
+        copies: copies of the cache.
+        calls: calls per round.
+        rounds: number of rounds.
+        note: other facts, such as why there is no graph.
+        run: index of the run in the document.
     """
 
     case: str
@@ -85,10 +104,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Run:
-    """Where rows come from: hardware, versions, commit, command and date; and the ceilings of that run."""
+    """One run.
+
+    Attributes:
+        provenance: hardware, versions, commit, command and date.
+        peaks: peak rates of the device in this run, the fields of `Peaks`.
+    """
 
     provenance: dict[str, Any]
-    ceilings: dict[str, Any]
+    peaks: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -99,7 +123,7 @@ class Document:
     rows: tuple[Row, ...]
 
     def to_json(self) -> str:
-        """Everything, with stable keys; `version` changes when their meaning does."""
+        """The JSON text. `version` changes if the keys or their meaning change."""
         runs = [asdict(run) for run in self.runs]
         return json.dumps(
             {
@@ -113,7 +137,7 @@ class Document:
 
 
 def write_document(document: Document, path: str | Path) -> None:
-    """Write JSON, whole or not at all."""
+    """Write the JSON file atomically."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
@@ -125,7 +149,8 @@ def read_document(path: str | Path) -> Document:
     """Read what `write_document` wrote.
 
     Raises:
-        ContractError: no such file, no JSON, another schema or version, or a row with missing or unknown keys.
+        ContractError: no such file, not JSON, another schema or version, or a row with missing or
+            unknown keys.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -135,7 +160,8 @@ def read_document(path: str | Path) -> Document:
         ) from error
     if not isinstance(data, dict) or (data.get("schema"), data.get("version")) != (SCHEMA, VERSION):
         raise ContractError(
-            f"{path} is no {SCHEMA} document of version {VERSION}; write it again with attnlib bench --json"
+            f"{path} is not an {SCHEMA} document of version {VERSION}; measure again with attnlib "
+            "bench --json"
         )
     known = {item.name for item in fields(Row)}
     for number, row in enumerate(data["rows"]):
@@ -144,9 +170,11 @@ def read_document(path: str | Path) -> Document:
             or row["status"] not in STATUSES
             or not 0 <= row["run"] < len(data["runs"])
         ):
-            told = f"keys {sorted(set(row) ^ known)}, status {row.get('status')!r}, run {row.get('run')}"
             raise ContractError(
-                f"{path}: row {number} does not fit version {VERSION}: {told}; measure again with this version of attnlib"
+                f"{path}: row {number} is not a row of version {VERSION}: "
+                f"keys {sorted(set(row) ^ known)}, status {row.get('status')!r}, run "
+                f"{row.get('run')}; "
+                "measure again with this version of attnlib"
             )
     return Document(
         tuple(Run(**run) for run in data["runs"]), tuple(Row(**row) for row in data["rows"])
@@ -154,7 +182,11 @@ def read_document(path: str | Path) -> Document:
 
 
 def merge(documents: Sequence[Document]) -> Document:
-    """One document of several; a case that was measured again counts with its last run, all backends of it, unless that has no time for any."""
+    """Join documents.
+
+    If a case was measured several times, all of its rows come from the last run that has a result
+    for it.
+    """
     runs: list[Run] = []
     groups: dict[str, list[Row]] = {}
     for document in documents:
@@ -168,20 +200,33 @@ def merge(documents: Sequence[Document]) -> Document:
     return Document(tuple(runs), tuple(row for rows in groups.values() for row in rows))
 
 
-def best_peer(rows: Iterable[Row], like: Row) -> Row | None:
-    """The fastest right peer on the case of `like`, in its run and timed the same way; None when there is none."""
-    peers = [
+def case_of_row(row: Row) -> BenchCase:
+    """The case that a row was measured on."""
+    return BenchCase(**{**row.settings, "batch": parse_batch(row.settings["batch"])})
+
+
+def best_other(rows: Iterable[Row], like: Row) -> Row | None:
+    """The fastest row of another backend with the case, run and kind of timing of `like`.
+
+    None if there is none.
+
+    `torch`, the reference, is left out.
+    """
+    others = [
         row
         for row in rows
         if row.status == "ok"
-        and base_name(row.backend) not in HOUSE
+        and is_baseline(row.backend)
         and (row.case, row.run, row.how) == (like.case, like.run, like.how)
         and row.us
     ]
-    return min(peers, key=lambda row: row.us or 0.0, default=None)
+    return min(others, key=lambda row: row.us or 0.0, default=None)
 
 
 def ratio(rows: Sequence[Row], row: Row) -> float | None:
-    """The time of `triton` (with or without settings) over the best peer's; None for other backends and where one of the two has no time."""
-    peer = best_peer(rows, row) if base_name(row.backend) == OURS and row.us else None
-    return row.us / peer.us if peer is not None and row.us and peer.us else None
+    """The time of `triton` divided by that of `best_other`.
+
+    None for other backends or if one of the two has no time.
+    """
+    other = best_other(rows, row) if base_name(row.backend) == PRIMARY and row.us else None
+    return row.us / other.us if other is not None and row.us and other.us else None

@@ -1,4 +1,4 @@
-"""A contender at work on one case: its layer, its batch, and the three calls that are timed."""
+"""One backend on one case: its layer, its batch metadata, and the three calls that are timed."""
 
 from __future__ import annotations
 
@@ -8,21 +8,30 @@ from typing import Any
 
 import torch
 
-from attnlib.bench.backends import Contender
+from attnlib.bench.backends import BenchBackend
 from attnlib.bench.case import BenchCase
-from attnlib.bench.inputs import Material
+from attnlib.bench.inputs import CaseInputs
 from attnlib.bench.results import Row
 from attnlib.layer import Attention
 
-__all__ = ["Entry", "enter", "told", "unmeasured"]
+__all__ = ["Runner", "error_line", "make_runner", "unmeasured"]
 
 
 @dataclass
-class Entry:
-    """What a contender brings to a case, and its row as far as it is known."""
+class Runner:
+    """The objects of one backend for one case, and its row as far as it is known.
+
+    Attributes:
+        label: the name of the backend in the table.
+        inputs: the tensors of the case.
+        layer, builder, metadata: made by the backend's classes.
+        row: results so far.
+        output: a copy of the output of the first call, until it is checked.
+        expected_us: about how long one call takes, in microseconds.
+    """
 
     label: str
-    material: Material
+    inputs: CaseInputs
     layer: Attention
     builder: Any
     metadata: Any
@@ -31,22 +40,18 @@ class Entry:
     expected_us: float = 0.0
 
     def attend(self, copy: int) -> None:
-        """One forward over one copy of the cache, into the case's own output."""
-        material = self.material
-        self.layer.impl.forward(
-            material.query, material.caches[copy], self.metadata, material.output
-        )
+        """One forward over copy `copy` of the cache, into the output of the case."""
+        inputs = self.inputs
+        self.layer.impl.forward(inputs.query, inputs.caches[copy], self.metadata, inputs.output)
 
     def write(self, copy: int) -> None:
-        """One cache write."""
-        material = self.material
-        self.layer.impl.write_kv(
-            material.key, material.value, material.caches[copy], material.slots
-        )
+        """One cache write to copy `copy`."""
+        inputs = self.inputs
+        self.layer.impl.write_kv(inputs.key, inputs.value, inputs.caches[copy], inputs.slots)
 
     def call(self) -> None:
         """One call of the layer: check, write, attend."""
-        m = self.material
+        m = self.inputs
         self.layer(m.query, m.key, m.value, m.caches[0], self.metadata, output=m.output)
 
 
@@ -64,37 +69,40 @@ def unmeasured(case: BenchCase, label: str, status: str, reason: str) -> Row:
     )
 
 
-def told(error: BaseException) -> str:
-    """An error's kind and first line."""
+def error_line(error: BaseException) -> str:
+    """The type of an error and the first line of its message."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
-def enter(case: BenchCase, one: Contender, material: Material) -> Entry:
-    """Layer, builder, batch, and the first call, which compiles."""
+def make_runner(case: BenchCase, one: BenchBackend, inputs: CaseInputs) -> Runner:
+    """Make layer, builder and metadata, and make the first call, which compiles."""
     backend = one.backend
-    assert backend is not None  # it was not turned away
-    spec, device = material.spec, material.device
+    assert backend is not None  # the caller has checked that it is available
+    spec, device = inputs.spec, inputs.device
     layer = Attention(
-        spec, backend=backend, sinks=material.terms.sinks, prefix="bench", device=device
+        spec, backend=backend, sinks=inputs.params.sinks, prefix="bench", device=device
     )
     builder = backend.make_builder(spec, device)
-    metadata = builder.build(0, material.common)
+    metadata = builder.build(0, inputs.common)
     row = replace(
-        unmeasured(case, one.label, "ok", ""), copies=len(material.caches), kernel=_kernel(metadata)
+        unmeasured(case, one.label, "ok", ""), copies=len(inputs.caches), kernel=_kernel(metadata)
     )
-    entry = Entry(one.label, material, layer, builder, metadata, row)
-    material.output.fill_(float("nan"))
+    runner = Runner(one.label, inputs, layer, builder, metadata, row)
+    inputs.output.fill_(float("nan"))
     start = time.perf_counter()
-    entry.attend(0)
+    runner.attend(0)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    entry.row = replace(row, first_call_s=time.perf_counter() - start)
-    entry.output = material.output.clone()
-    return entry
+    runner.row = replace(row, first_call_s=time.perf_counter() - start)
+    runner.output = inputs.output.clone()
+    return runner
 
 
 def _kernel(metadata: Any) -> str:
-    """What the batch says it runs on, where a backend has several kernels (FlashAttention's generations)."""
+    """The kernel that the metadata names, for backends with several (FlashAttention 2, 3 and 4).
+
+    Else "".
+    """
     kernel = metadata.asdict_zerocopy().get("kernel")
     return str(getattr(kernel, "label", kernel)) if kernel is not None else ""

@@ -1,4 +1,4 @@
-"""Named cases: the rows that attnlib's speed is judged by, and small ones for a first look and for machines without a GPU."""
+"""Named cases: the published rows (`anchors`), a short suite, and small cases for CPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SUITES", "choose_cases", "known_cases"]
 
 
 def _ragged(count: int, shortest: int, longest: int, seed: int) -> BatchSpec:
-    """Decodes of very unequal lengths, short ones being likelier, the same ones everywhere."""
+    """Decodes of unequal lengths, mostly short; equal on every machine."""
     draw = random.Random(seed)
     lengths = tuple(shortest + int((longest - shortest) * draw.random() ** 2) for _ in range(count))
     return BatchSpec((1,) * count, lengths)
@@ -97,7 +97,7 @@ SUITES: Mapping[str, tuple[BenchCase, ...]] = {
     "quick": tuple(case for case in _ANCHORS if case.name in _QUICK),
     "cpu": _CPU,
 }
-"""Name -> cases. `anchors` are the rows that the project measures itself by on an H200."""
+"""Name -> cases. `anchors` are the rows of the published results."""
 
 
 def known_cases() -> dict[str, BenchCase]:
@@ -106,31 +106,33 @@ def known_cases() -> dict[str, BenchCase]:
 
 
 def choose_cases(
-    wishes: Sequence[str], suite: str | None, default: str, page: int | None = None
+    patterns: Sequence[str], suite: str | None, default: str, page: int | None = None
 ) -> list[BenchCase]:
-    """The cases of a run, each once, in the order asked for.
+    """The cases of a run, without duplicates, in the order of the patterns.
 
     Args:
-        wishes: names, globs over names (`decode-*`), or cases in the grammar of `case`; empty for the whole suite.
-        suite: where names are looked for; None looks in all suites, and takes `default` when nothing is wished.
-        page: block size for every case; None leaves each its own.
+        patterns: names, globs over names (`decode-*`), or cases in the grammar of `case`; empty for
+            the whole suite.
+        suite: the suite to search; None searches all suites.
+        default: the suite of a run without patterns and `suite`.
+        page: block size for every case; None keeps that of each case.
 
     Raises:
-        ContractError: a wish that is neither a known name nor a case.
+        ContractError: a pattern that matches no name and is not a case.
     """
     pool = {case.name: case for case in SUITES[suite]} if suite else known_cases()
-    chosen: list[BenchCase] = [] if wishes else list(SUITES[suite or default])
-    for wish in wishes:
-        named = [case for name, case in pool.items() if fnmatchcase(name, wish)]
-        chosen += named or [_parsed(wish, pool)]
+    chosen: list[BenchCase] = [] if patterns else list(SUITES[suite or default])
+    for pattern in patterns:
+        named = [case for name, case in pool.items() if fnmatchcase(name, pattern)]
+        chosen += named or [_parsed(pattern, pool)]
     paged = [case.with_page(page) if page else case for case in chosen]
     return list({case.name: case for case in paged}.values())
 
 
-def _parsed(wish: str, pool: Mapping[str, BenchCase]) -> BenchCase:
+def _parsed(pattern: str, pool: Mapping[str, BenchCase]) -> BenchCase:
     try:
-        return parse_case(wish)
+        return parse_case(pattern)
     except ContractError as error:
         raise ContractError(
-            f"{error}; nor is it the name of a case: --list shows the {len(pool)} names"
+            f"{error}; it is not the name of a case either: --list shows the {len(pool)} names"
         ) from None

@@ -1,11 +1,13 @@
-"""Rows as text: a case is a line, and under it a line for each backend; the same as Markdown for the documentation."""
+"""Rows as text (a line for the case, then one for each backend), and as a Markdown table for the
+documentation.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from attnlib.bench.backends import OURS
+from attnlib.bench.backends import PRIMARY
 from attnlib.bench.results import Document, Row, Run, ratio
 
 __all__ = ["HEADER", "LEGEND", "case_lines", "heading", "kernel_lines", "markdown", "summary_line"]
@@ -14,17 +16,20 @@ _COLUMNS = (
     ("backend", 28),
     ("us", 10),
     ("rate", 14),
-    ("ceiling", 8),
-    ("to peer", 8),
+    ("of peak", 8),
+    ("vs best", 8),
     ("eager us", 10),
     ("write us", 9),
     ("build us", 9),
     ("layer us", 9),
 )
 LEGEND = (
-    "us: one call, CUDA-graph replay on cold caches (eager where marked) · rate: K and V read, or products over visible pairs · "
-    "ceiling: share of what this run's ceilings allow · to peer: time of triton over the best other backend's · "
-    "eager us: host and device · write us: cache write · build us, layer us: host time of one build, one Attention call"
+    "us: one call, by CUDA graph replay on cold caches (eager if marked) · "
+    "rate: K and V read, or operations on visible pairs, per second · "
+    "of peak: least time at the peak rates of this run divided by us · "
+    "vs best: time of triton divided by that of the fastest other backend · "
+    "eager us: one eager call · write us: cache write · "
+    "build us, layer us: host time of one build, one Attention call"
 )
 
 
@@ -40,15 +45,15 @@ HEADER = _line(name for name, _ in _COLUMNS)
 
 
 def heading(run: Run) -> str:
-    """Where and with what a run was made, and its ceilings."""
-    facts, ceilings = run.provenance, run.ceilings
+    """Hardware, versions and peak rates of a run."""
+    facts, peaks = run.provenance, run.peaks
     where = facts.get("gpu") or facts.get("cpu", "unknown")
     made = ", ".join(
         f"{name} {facts[name]}" for name in ("torch", "triton", "driver", "commit") if name in facts
     )
     limits = (
-        f"ceilings: copy {ceilings['copy_gbps']:.0f} GB/s, read {ceilings['read_gbps']:.0f} GB/s, "
-        f"{ceilings['matmul']} {ceilings['matmul_tflops']:.3g} TFLOP/s"
+        f"peak rates: copy {peaks['copy_gbps']:.0f} GB/s, read {peaks['read_gbps']:.0f} GB/s, "
+        f"{peaks['matmul']} {peaks['matmul_tflops']:.3g} TFLOP/s"
     )
     return f"{where}, {made}, {facts.get('date', '')}\n{limits}"
 
@@ -66,13 +71,13 @@ def _row_lines(rows: Sequence[Row], row: Row) -> str:
     if row.status != "ok":
         shown = "WRONG" if row.status == "wrong" else row.status
         return f"  {row.backend.ljust(_COLUMNS[0][1])} {shown}: {_short(row.reason)}"
-    to_peer = ratio(rows, row)
+    to_best = ratio(rows, row)
     cells = [
         row.backend,
         _number(row.us),
         rate(row),
         "" if row.share is None else f"{row.share:.1%}",
-        "" if to_peer is None else f"{to_peer:.3f}",
+        "" if to_best is None else f"{to_best:.3f}",
         *(_number(value) for value in (row.eager_us, row.write_us, row.build_us, row.layer_us)),
     ]
     marks = [] if row.how == "graph" else ["eager"]
@@ -82,7 +87,9 @@ def _row_lines(rows: Sequence[Row], row: Row) -> str:
 
 
 def rate(row: Row) -> str:
-    """GB/s of keys and values for decodes, TFLOP/s for prefills, nothing for a mixed batch, which is bound by both."""
+    """GB/s of keys and values for decodes, TFLOP/s for prefills, "" for mixed batches, which are
+    bound by both.
+    """
     if row.kind == "decode" and row.gbps is not None:
         return f"{row.gbps:.0f} GB/s" if row.gbps >= 100 else f"{row.gbps:.2g} GB/s"
     if row.kind == "prefill" and row.tflops is not None:
@@ -99,7 +106,7 @@ def _short(text: str, most: int = 160) -> str:
 
 
 def kernel_lines(rows: Sequence[Row]) -> list[str]:
-    """Which kernels stood behind a backend that has several: `flash_attn ran FlashAttention 3 (...)`."""
+    """Which kernels served a backend that has several: `flash_attn ran FlashAttention 3 (...)`."""
     found = {
         row.backend: sorted(
             {other.kernel for other in rows if other.backend == row.backend and other.kernel}
@@ -112,41 +119,45 @@ def kernel_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def summary_line(rows: Sequence[Row], seconds: float) -> str:
-    """Rows by status, how often triton is at least as fast as the best peer, and how long it took."""
+    """Number of rows by status, how often triton is at least as fast as the best other backend, and
+    the duration.
+    """
     counts = {
         status: sum(row.status == status for row in rows)
         for status in dict.fromkeys(row.status for row in rows)
     }
     ratios = [
-        found for row in rows if row.backend == OURS and (found := ratio(rows, row)) is not None
+        found for row in rows if row.backend == PRIMARY and (found := ratio(rows, row)) is not None
     ]
-    told = [f"{count} {status}" for status, count in counts.items()]
+    items = [f"{count} {status}" for status, count in counts.items()]
     if ratios:
-        told.append(
-            f"triton at most 1.00 x the best peer's time on {sum(value <= 1.0 for value in ratios)} of {len(ratios)} cases"
+        fast = sum(value <= 1.0 for value in ratios)
+        items.append(
+            f"triton at most 1.00 x the time of the best other backend on {fast} of {len(ratios)} "
+            "cases"
         )
-    return " · ".join([f"{len(rows)} rows", *told, f"{seconds:.0f} s"])
+    return " · ".join([f"{len(rows)} rows", *items, f"{seconds:.0f} s"])
 
 
 def markdown(document: Document) -> str:
-    """A Markdown table of all cases, backends side by side, and what each run was."""
+    """A Markdown table of all cases with one column for each backend, and a list of the runs."""
     rows = document.rows
     names = list(dict.fromkeys(row.backend for row in rows))
     lines = [
         "| case | "
         + " | ".join(f"`{name}` us" for name in names)
-        + " | rate of `triton` | of ceiling | to best peer |"
+        + " | rate of `triton` | of peak | vs best other |"
     ]
     lines.append("|---|" + "---:|" * (len(names) + 3))
     for case, group in groupby(rows, key=lambda row: row.case):
         mine = {row.backend: row for row in group}
-        ours = mine.get(OURS)
-        to_peer = ratio(rows, ours) if ours else None
+        ours = mine.get(PRIMARY)
+        to_best = ratio(rows, ours) if ours else None
         cells = [_cell(mine.get(name)) for name in names]
         cells += [
             rate(ours) if ours else "",
             f"{ours.share:.1%}" if ours and ours.share else "",
-            "" if to_peer is None else f"{to_peer:.2f}",
+            "" if to_best is None else f"{to_best:.2f}",
         ]
         lines.append(f"| {case} | " + " | ".join(cells) + " |")
     made = [

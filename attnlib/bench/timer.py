@@ -1,7 +1,7 @@
-"""Microseconds per call: by replaying a CUDA graph of many calls, or call by call as eager code pays them.
+"""Microseconds per call: by replays of a CUDA graph of many calls, or by eager calls.
 
-A stopwatch is wound up once (compiled, captured) and then asked for rounds, so that backends can take turns and none of
-them has the cool chip to itself.
+A timer is prepared once (compiled, captured) and then runs rounds. The rounds of all backends
+alternate, so that clock and temperature changes affect all of them.
 """
 
 from __future__ import annotations
@@ -16,26 +16,29 @@ import torch
 
 from attnlib.backends._foreign.outputs import same_batch_at_replay
 
-__all__ = ["EagerWatch", "GraphWatch", "Reading", "host_us", "take_turns", "wind_up"]
+__all__ = ["EagerTimer", "GraphTimer", "Measurement", "host_us", "measure_in_turn", "warm_up"]
 
 Call = Callable[[int], object]
-"""One call on the copy of the cache with this number."""
+"""One call on the copy of the cache with the given index."""
 
 ROUNDS = 7
 _ROUND_US = 3000.0
 _REPLAY_US = 10_000.0
-_MOST_CALLS = 480
+_MAX_CALLS = 480
 _LONG_US = 200_000.0
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What a stopwatch found over its rounds.
+class Measurement:
+    """The result of a timer over its rounds.
 
     Attributes:
-        us: median time of one call; low, high: of the rounds.
+        us: median over the rounds of the time of one call, in microseconds.
+        low: the least of the rounds.
+        high: the greatest of the rounds.
         host_us: median time until an eager call returns; None for a graph.
-        calls: in one round; rounds: how many.
+        calls: calls per round.
+        rounds: number of rounds.
     """
 
     us: float
@@ -51,12 +54,14 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class EagerWatch:
-    """Calls one after the other from the host; the time of a call is the longer of host and device.
+class EagerTimer:
+    """Eager calls back to back; the time of a call is the longer of host and device time.
 
     Args:
-        call: what is timed; copies: how many copies of the cache it may be given in turn.
-        expected_us: of one call, to choose how many make a round.
+        call: the call to time.
+        copies: the number of copies of the cache, used in turn.
+        device: where the call runs.
+        expected_us: about how long one call takes, to choose the calls per round.
     """
 
     def __init__(self, call: Call, copies: int, device: torch.device, expected_us: float) -> None:
@@ -73,34 +78,31 @@ class EagerWatch:
             self._call(number % self._copies)
         returned = time.perf_counter()
         _synchronize(self._device)
-        return (time.perf_counter() - start) / self.calls * 1e6, (
-            returned - start
-        ) / self.calls * 1e6
+        elapsed = time.perf_counter() - start
+        return elapsed / self.calls * 1e6, (returned - start) / self.calls * 1e6
 
 
-class GraphWatch:
-    """A CUDA graph of many calls, replayed between two events.
+class GraphTimer:
+    """A CUDA graph of many calls, replayed between two events. Arguments as in `EagerTimer`.
 
     Raises:
-        RuntimeError: whatever capturing the calls raises.
+        RuntimeError: capture failed.
     """
 
     def __init__(self, call: Call, copies: int, device: torch.device, expected_us: float) -> None:
-        wanted = max(min(int(_ROUND_US / max(expected_us, 1.0)), _MOST_CALLS), 1)
-        captured = max(-(-wanted // copies), 1) * copies  # every copy as often as every other
+        wanted = max(min(int(_ROUND_US / max(expected_us, 1.0)), _MAX_CALLS), 1)
+        captured = max(-(-wanted // copies), 1) * copies  # uses every copy equally often
         self._device = device
-        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # untyped in torch
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for number in range(copies):
-                call(
-                    number
-                )  # whatever a launch prepares for an address it has not seen happens here
+                call(number)  # work for addresses that are new to a launch must precede the capture
         torch.cuda.current_stream(device).wait_stream(side)
         torch.cuda.synchronize(device)
         self._graph = torch.cuda.CUDAGraph()
         before, collects = torch.cuda.current_stream(device), gc.isenabled()
-        gc.disable()  # nothing is to be freed while the capture lasts
+        gc.disable()  # freeing memory during the capture would break it
         try:
             with (
                 same_batch_at_replay(),
@@ -109,9 +111,7 @@ class GraphWatch:
                 for number in range(captured):
                     call(number % copies)
         except Exception:
-            torch.cuda.set_stream(
-                before
-            )  # a capture that fails leaves its own stream behind as the current one
+            torch.cuda.set_stream(before)  # a failed capture does not restore the current stream
             raise
         finally:
             if collects:
@@ -122,16 +122,19 @@ class GraphWatch:
         self.calls = captured * self._replays
 
     def round(self) -> tuple[float, float | None]:
-        """(microseconds per call, None); one replay first, so that clocks are up and the caches hold what a call leaves there."""
+        """(microseconds per call, None).
+
+        One replay precedes the timed ones to raise clocks and fill the caches.
+        """
         return self._replayed_us() / self.calls, None
 
     def replay(self) -> None:
-        """One replay, to its end."""
+        """Run one replay and synchronize."""
         self._graph.replay()
         torch.cuda.synchronize(self._device)
 
     def _replayed_us(self) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # untyped in torch
         self._graph.replay()
         start.record()
         for _ in range(self._replays):
@@ -141,11 +144,15 @@ class GraphWatch:
         return float(start.elapsed_time(end)) * 1e3
 
 
-Watch = EagerWatch | GraphWatch
+Timer = EagerTimer | GraphTimer
 
 
-def wind_up(call: Call, device: torch.device) -> float:
-    """Call a few times; returns about how many microseconds a call takes once everything is compiled."""
+def warm_up(call: Call, device: torch.device) -> float:
+    """Call a few times.
+
+    Returns:
+        About how many microseconds one call takes after compilation.
+    """
     call(0)
     _synchronize(device)
     start = time.perf_counter()
@@ -162,34 +169,40 @@ def wind_up(call: Call, device: torch.device) -> float:
     return min((time.perf_counter() - start) * 1e6 / number, once)
 
 
-def take_turns(
-    watches: Mapping[str, Watch], expected_us: Mapping[str, float]
-) -> dict[str, Reading]:
-    """Seven rounds of every stopwatch in turn (three where a call takes more than 200 ms), and the median of each."""
-    rounds = {name: 3 if expected_us[name] > _LONG_US else ROUNDS for name in watches}
-    found: dict[str, list[tuple[float, float | None]]] = {name: [] for name in watches}
+def measure_in_turn(
+    timers: Mapping[str, Timer], expected_us: Mapping[str, float]
+) -> dict[str, Measurement]:
+    """Run seven rounds of every timer in turn (three if a call takes more than 200 ms).
+
+    Returns their medians.
+    """
+    rounds = {name: 3 if expected_us[name] > _LONG_US else ROUNDS for name in timers}
+    found: dict[str, list[tuple[float, float | None]]] = {name: [] for name in timers}
     for number in range(ROUNDS):
-        for name, watch in watches.items():
+        for name, timer in timers.items():
             if number < rounds[name]:
-                found[name].append(watch.round())
-    return {name: _reading(watches[name], times) for name, times in found.items()}
+                found[name].append(timer.round())
+    return {name: _measurement(timers[name], times) for name, times in found.items()}
 
 
-def _reading(watch: Watch, times: list[tuple[float, float | None]]) -> Reading:
+def _measurement(timer: Timer, times: list[tuple[float, float | None]]) -> Measurement:
     us = [time_us for time_us, _ in times]
     host = [host for _, host in times if host is not None]
-    return Reading(
+    return Measurement(
         statistics.median(us),
         min(us),
         max(us),
         statistics.median(host) if host else None,
-        watch.calls,
+        timer.calls,
         len(times),
     )
 
 
 def host_us(call: Callable[[], object], device: torch.device, number: int = 20) -> float:
-    """Median microseconds until `call` returns, the device being idle at the start of each round of `number` calls."""
+    """Median microseconds until `call` returns.
+
+    The device is idle at the start of each round of `number` calls.
+    """
     call()
     found = []
     for _ in range(ROUNDS):

@@ -1,7 +1,8 @@
-"""What a case cannot do without: bytes of keys and values, and operations on the pairs that the mask lets through.
+"""Necessary work of a case: bytes of keys and values, and operations on the visible (query, key)
+pairs.
 
-Rates are counted in necessary work, never in what a kernel happened to do: reading keys outside a window, or
-multiplying what the mask then hides, makes a kernel slower and not busier.
+Rates count necessary work only. Reading keys outside the window, or multiplying pairs that the mask
+hides, does not increase the rate of a kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ __all__ = ["flops", "kv_bytes", "read_keys", "roofline_us", "visible_pairs"]
 
 
 def read_keys(query_len: int, seq_len: int, window: int | None) -> int:
-    """Keys of one request that at least one of its queries sees (causal, M1, M2)."""
+    """Keys of one request that are visible to at least one of its queries (causal, M1, M2)."""
     if query_len == 0:
         return 0
     first = seq_len - query_len
@@ -22,21 +23,21 @@ def read_keys(query_len: int, seq_len: int, window: int | None) -> int:
 
 
 def visible_pairs(query_len: int, seq_len: int, window: int | None) -> int:
-    """(query, key) pairs of one request that the mask shows: a query at position p sees min(p + 1, window) keys."""
-    first, end = (
-        seq_len - query_len + 1,
-        seq_len,
-    )  # keys that the first and the last query see without a window
+    """Visible (query, key) pairs of one request: the query at position p sees min(p + 1, window)
+    keys.
+    """
+    # Without a window, the first query sees `first` keys and the last one `end` keys.
+    first, end = seq_len - query_len + 1, seq_len
     if window is None or end <= window:
         return (first + end) * query_len // 2
     if first >= window:
         return window * query_len
-    rising = window - first  # queries that see fewer keys than the window has
+    rising = window - first  # queries that see fewer keys than the window
     return (first + window - 1) * rising // 2 + window * (query_len - rising)
 
 
 def kv_bytes(case: BenchCase) -> int:
-    """Bytes of keys and values that must be read at least once."""
+    """Bytes of keys and values that must be read."""
     return sum(_request_bytes(case, q, s) for q, s in _requests(case))
 
 
@@ -46,7 +47,9 @@ def flops(case: BenchCase) -> int:
 
 
 def roofline_us(case: BenchCase, read_gbps: float, matmul_tflops: float) -> float:
-    """The time that the ceilings allow: decodes at the read rate, prefills at whichever of the two takes longer."""
+    """Least time at the peak rates: decodes by bytes read, prefills by the longer of bytes and
+    operations.
+    """
     total = 0.0
     for query_len, seq_len in _requests(case):
         memory = _request_bytes(case, query_len, seq_len) / read_gbps / 1e3

@@ -65,7 +65,7 @@ def resolve(
                 entry,
                 backend,
                 missing,
-                told or (ranking.told(entry.name) if ranking else None),
+                told or (ranking.message(entry.name) if ranking else None),
             )
         )
         if backend is not None and candidates[-1].status is SelectionStatus.ACCEPTED:

@@ -1,23 +1,27 @@
-"""What `attnlib tune` found out on this chip, for those who choose: backends by selection, tiles by the triton backend.
+"""Tuning tables: what `attnlib tune` measured on a chip, for selection (rankings) and for backends
+(parameters).
 
-    layers    which layers count as alike
-    table     one table: tiles, and an order of backends for each kind of layer
-    store     where a chip's table lies; read once, when somebody first asks
-    shipped   orders of backends that come with attnlib, for chips that it was measured on
+    layers    classes of layers that share a ranking
+    table     the table as data
+    store     the file of a chip's table; read once, on first use
+    document  the file as `attnlib tune` extends and writes it
+    rankings  rankings that ship with attnlib
+    tuner     the interface that a backend implements to have its parameters measured
+    measure   candidates on the chip: check, time, choose; rankings from benchmark results
 
-Measuring is `attnlib.cli.tune`; nothing here measures.
+`measure` builds on `attnlib.bench`; no other module of attnlib except the command line imports it.
 """
 
 from attnlib.tuning.layers import layer_class
 from attnlib.tuning.rankings import shipped_ranking
-from attnlib.tuning.store import chip_name, forget, generation, table_path, tuning_for
+from attnlib.tuning.store import chip_name, clear_cache, generation, table_path, tuning_for
 from attnlib.tuning.table import Ranking, Tuning
 
 __all__ = [
     "Ranking",
     "Tuning",
     "chip_name",
-    "forget",
+    "clear_cache",
     "generation",
     "layer_class",
     "shipped_ranking",

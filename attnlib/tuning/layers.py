@@ -1,6 +1,8 @@
-"""Which layers are alike for a tuning table: those whose kernels have the same shapes and features.
+"""Classes of layers in tuning tables: layers whose kernels have the same shapes and features are in
+one class.
 
-How many heads a rank holds is left out, so that a table serves every degree of tensor parallelism; how many query heads share a KV head is not.
+The number of heads per rank is not part of the class, so that one table serves every degree of
+tensor parallelism. The number of query heads per KV head is.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ __all__ = ["layer_class"]
 
 
 def layer_class(spec: AttentionSpec) -> dict[str, Any]:
-    """The class of a layer as plain JSON values, the same for all layers that are alike."""
-    told = [
+    """The class of a layer as JSON values; equal for all layers of one class."""
+    features = [
         (spec.attn_type is not AttentionType.DECODER, spec.attn_type.value),
         (spec.mask_kind is not MaskKind.CAUSAL, spec.mask_kind.value),
         (tuple(spec.visible_window) not in ((None, None), (None, 0)), "window"),
@@ -31,5 +33,5 @@ def layer_class(spec: AttentionSpec) -> dict[str, Any]:
         "head_size": spec.head_size,
         "head_size_v": spec.head_size_v,
         "block_size": spec.block_size,
-        "features": [word for holds, word in told if holds],
+        "features": [name for used, name in features if used],
     }

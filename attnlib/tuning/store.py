@@ -1,6 +1,7 @@
-"""Where a chip's tuning table lies, and reading it: once, when somebody first asks, never at import.
+"""The file of a chip's tuning table, read once on first use and never at import.
 
-A table that cannot be used is one warning and no table: what was measured elsewhere, or what is damaged, must never stop a program that ran without.
+A table that cannot be used is ignored after one warning: a damaged table, or one measured on
+another chip, must not stop a program.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from attnlib.device import DeviceInfo
 from attnlib.errors import ContractError
 from attnlib.tuning.table import Tuning, parse_tuning
 
-__all__ = ["chip_name", "forget", "generation", "table_path", "tuning_for"]
+__all__ = ["chip_name", "clear_cache", "generation", "table_path", "tuning_for", "warn_ignored"]
 
 _read: dict[tuple[str, str], Tuning | None] = {}
 _generation = 0
 
 
 def chip_name(device: DeviceInfo) -> str | None:
-    """What a table calls the chip: the driver's name of it, "cpu" for a CPU, None where there is no chip to measure on."""
+    """The name of the chip in tables: the driver's name of a GPU, or "cpu".
+
+    None if there is nothing to measure on.
+    """
     if device.type == "cpu":
         return "cpu"
     return (
@@ -36,18 +40,26 @@ def chip_name(device: DeviceInfo) -> str | None:
 
 
 def table_path(chip: str) -> Path | None:
-    """The file of a chip's table, whether or not it exists: ATTNLIB_TUNING, else a file of the user's cache folder; None when switched off."""
-    wish = env.read("ATTNLIB_TUNING")
-    if wish.lower() == "off":
+    """The file of a chip's table, which may not exist: ATTNLIB_TUNING, by default a file in the
+    user's cache folder.
+
+    Returns:
+        None if ATTNLIB_TUNING=off.
+    """
+    setting = env.read("ATTNLIB_TUNING")
+    if setting.lower() == "off":
         return None
-    if wish:
-        return Path(wish).expanduser()
+    if setting:
+        return Path(setting).expanduser()
     slug = re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-")
     return Path("~/.cache/attnlib/tuning").expanduser() / f"{slug}.json"
 
 
 def tuning_for(device: DeviceInfo) -> Tuning | None:
-    """The table for a device, or None: without one, with one that cannot be used (one warning says why), and when switched off."""
+    """The table for a device.
+
+    None if there is none, if it is switched off, or, after a warning, if it is unusable.
+    """
     chip = chip_name(device)
     if chip is None:
         return None
@@ -57,16 +69,27 @@ def tuning_for(device: DeviceInfo) -> Tuning | None:
     return _read[key]
 
 
-def forget() -> None:
-    """Read tables anew when they are asked for next; for whoever has just written one."""
+def clear_cache() -> None:
+    """Read tables again on next use. Call it after writing one."""
     global _generation
     _read.clear()
     _generation += 1
 
 
 def generation() -> int:
-    """A number that changes when tables may have: part of the key of whatever is kept of a choice."""
+    """A number that changes whenever `clear_cache` is called.
+
+    Part of the key of cached selections.
+    """
     return _generation
+
+
+def warn_ignored(why: str) -> None:
+    """Warn that a table, or a part of it, is ignored."""
+    warnings.warn(
+        f"{why}. It is ignored; ATTNLIB_TUNING=off ignores all tuning tables without a warning.",
+        stacklevel=5,
+    )
 
 
 def _load(chip: str) -> Tuning | None:
@@ -76,27 +99,16 @@ def _load(chip: str) -> Tuning | None:
         if path is None or (not path.exists() and not env.read("ATTNLIB_TUNING")):
             return None
         tuning = parse_tuning(json.loads(path.read_text(encoding="utf-8")), str(path))
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # ContractError is a ValueError; no home folder is a RuntimeError
-        _warn(
-            str(error)
-            if isinstance(error, ContractError)
-            else f"tuning table {path}: {type(error).__name__}: {error}"
-        )
+    except ContractError as error:
+        warn_ignored(str(error))
+        return None
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: there is no home folder
+        warn_ignored(f"tuning table {path}: {type(error).__name__}: {error}")
         return None
     if tuning.chip != chip:
-        _warn(
-            f"tuning table {path} was measured on {tuning.chip!r} and this is {chip!r}: run attnlib tune here"
+        warn_ignored(
+            f"tuning table {path} was measured on {tuning.chip!r} and this is {chip!r}: "
+            "run attnlib tune here"
         )
         return None
     return tuning
-
-
-def _warn(why: str) -> None:
-    warnings.warn(
-        f"{why}. It is ignored; ATTNLIB_TUNING=off ignores all tuning tables without a warning.",
-        stacklevel=5,
-    )

@@ -1,10 +1,15 @@
-"""A tuning table as data: the tiles' part is read by `ops.triton.tile_tables`, the backends' part here.
+"""A tuning table as data: measured parameters of backends, and a ranking of backends for each class
+of layers.
 
-    "backends": [{"layer": {...as layer_class gives it...}, "ranking": ["triton", "flash_attn"],
-                  "relative": {"triton": 1.0, "flash_attn": 1.13}, "microseconds": {CASE: {NAME: 12.5}},
-                  "left_out": {NAME: why}, "provenance": NAME}]
+    {"schema": 1, "chip": NAME, "provenance": {NAME: {...}},
+     "parameters": {"triton": [LINE, ...]},
+     "backends": [{"layer": {...as layer_class returns it...}, "ranking": ["triton", "flash_attn"],
+                   "relative": {"triton": 1.0, "flash_attn": 1.13},
+                   "microseconds": {CASE: {NAME: 12.5}}, "left_out": {NAME: reason},
+                   "provenance": NAME}]}
 
-`relative` is the geometric mean over the cases of a backend's time by the fastest one's.
+`relative` is the geometric mean over the cases of a backend's time divided by that of the fastest
+backend. Only the backend itself knows the form of its parameter lines (`attnlib.tuning.tuner`).
 """
 
 from __future__ import annotations
@@ -14,23 +19,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnlib.errors import ContractError
-from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile, HopperTile
-from attnlib.ops.triton.heuristics.tile_table import TileTable, parse_table
 from attnlib.spec import AttentionSpec
 from attnlib.tuning.layers import layer_class
 
-__all__ = ["Ranking", "Tuning", "parse_ranking", "parse_tuning"]
+__all__ = ["SCHEMA", "Ranking", "Tuning", "parse_ranking", "parse_tuning"]
+
+SCHEMA = 1
+_AGAIN = "write the table again with attnlib tune"
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Backends in the order that was measured for one kind of layer.
+    """Backends in measured order for one class of layers.
 
     Attributes:
-        layer: the kind, from `layer_class`.
-        order: names, fastest first; each has passed the gate on every case.
-        relative: name -> time by the fastest one's, 1.0 and up.
-        source: the table it is from.
+        layer: the class, from `layer_class`.
+        order: backend names, fastest first. Each passed the correctness check on every case.
+        relative: name -> time divided by that of the fastest backend, at least 1.0.
+        source: the table that holds it.
     """
 
     layer: Mapping[str, Any]
@@ -38,55 +44,69 @@ class Ranking:
     relative: Mapping[str, float]
     source: str
 
-    def told(self, name: str) -> str | None:
-        """What the table says of a backend, in words; None when it says nothing."""
+    def message(self, name: str) -> str | None:
+        """One line about a backend for selection reports; None if the table does not rank it."""
         if name not in self.order:
             return None
         if name == self.order[0]:
-            return f"measured fastest of {', '.join(self.order)} for such layers on this chip: {self.source}"
+            return (
+                f"measured fastest of {', '.join(self.order)} for such layers on this chip: "
+                f"{self.source}"
+            )
         return f"measured at {self.relative[name]:.2f} x the time of {self.order[0]}"
 
 
 @dataclass(frozen=True, eq=False)
 class Tuning:
-    """One chip's table.
+    """The table of one chip.
 
     Attributes:
-        source: the file it was read from.
-        chip: the chip it was measured on.
-        tiles: its tiles.
-        rankings: one for each kind of layer.
+        source: the file that it was read from.
+        chip: the chip that it was measured on.
+        provenance: name -> description of the run that measured a line.
+        parameters: backend name -> its lines, from `Tuner.table_lines`.
+        rankings: one for each class of layers.
     """
 
     source: str
     chip: str
-    tiles: TileTable
-    rankings: tuple[Ranking, ...] = field(default=())
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    rankings: tuple[Ranking, ...] = ()
 
     def ranking(self, spec: AttentionSpec) -> Ranking | None:
-        """The order of backends for layers like `spec`, None when none like it was measured."""
-        kind = layer_class(spec)
-        return next((ranking for ranking in self.rankings if ranking.layer == kind), None)
-
-
-_HOPPER = {"hopper_prefill": HopperTile, "hopper_decode": DecodeTile}
+        """The ranking for layers like `spec`; None if the table has none."""
+        layer = layer_class(spec)
+        return next((ranking for ranking in self.rankings if ranking.layer == layer), None)
 
 
 def parse_tuning(data: Any, source: str) -> Tuning:
-    """A table from its JSON.
+    """A table from its JSON value.
+
+    Args:
+        data: the value.
+        source: the file name, for messages.
 
     Raises:
-        ContractError: not a table; the message names the file, the entry and what is wrong with it.
+        ContractError: not a table; the message names the file, the line and the problem.
     """
-    tiles = parse_table(data, source)
-    for index, entry in enumerate(tiles.entries):
-        if entry.op in _HOPPER:
-            try:
-                _HOPPER[entry.op](**dict(entry.tile))
-            except TypeError as error:
-                raise ContractError(
-                    f"tile table {source}, tiles[{index}]: {error}; write the table anew with attnlib tune"
-                ) from None
+    if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
+        found = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
+        raise ContractError(
+            f"tuning table {source} has schema {found!r} and this version reads {SCHEMA}; {_AGAIN}"
+        )
+    chip, provenance = data.get("chip"), data.get("provenance")
+    parameters = {"triton": data["tiles"]} if "tiles" in data else data.get("parameters", {})
+    lines = parameters.values() if isinstance(parameters, Mapping) else [None]
+    if (
+        not isinstance(chip, str)
+        or not isinstance(provenance, Mapping)
+        or not all(isinstance(each, list) for each in lines)
+    ):
+        raise ContractError(
+            f"tuning table {source} needs 'chip' (text), 'provenance' (an object) and 'parameters' "
+            f"(an object of lists); {_AGAIN}"
+        )
     rankings = []
     for index, line in enumerate(data.get("backends", [])):
         try:
@@ -94,9 +114,9 @@ def parse_tuning(data: Any, source: str) -> Tuning:
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
             raise ContractError(
-                f"tuning table {source}, backends[{index}]: {what}; correct it or write the table anew with attnlib tune"
+                f"tuning table {source}, backends[{index}]: {what}; correct it or {_AGAIN}"
             ) from None
-    return Tuning(source, tiles.chip, tiles, tuple(rankings))
+    return Tuning(source, chip, provenance, parameters, tuple(rankings))
 
 
 def parse_ranking(line: Mapping[str, Any], source: str) -> Ranking:

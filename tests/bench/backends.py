@@ -1,4 +1,4 @@
-"""Backends for the bench to judge: a right one under another name, and wrong ones."""
+"""Backends for tests of the benchmark: a correct one under another name, and wrong ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TorchImpl: Any = TorchBackend.get_impl_cls()
 
 
 class OneRowOff(_TorchImpl):
-    """Its last row is a tenth too large."""
+    """The last row of its output is 10% too large."""
 
     def forward(
         self, query: Any, cache: Any, metadata: Any, output: torch.Tensor, lse: Any = None
@@ -35,7 +35,7 @@ class LeavesARow(_TorchImpl):
 
 
 class WritesNothing(_TorchImpl):
-    """Its cache write is very fast."""
+    """Its cache write does nothing."""
 
     def write_kv(self, key: Any, value: Any, cache: Any, slot_mapping: Any) -> None:
         pass
@@ -49,7 +49,7 @@ class Raises(_TorchImpl):
 
 
 class FailsToBuildAgain(_TorchImpl):
-    """Right, and able to be timed; its layer cannot be called."""
+    """Correct, but its cache write works only once, so its layer cannot be called."""
 
     calls = 0
 

@@ -1,4 +1,4 @@
-"""Cases: the anchors' rows by name, the grammar, and which cases a command line means."""
+"""Cases: the anchors by name, the grammar, and the cases that a command line selects."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ ANCHORS = {
 }
 
 
-def test_the_anchors_are_all_there_as_they_are_written_down() -> None:
+def test_the_anchors() -> None:
     found = {
         case.name: (
-            str(case.batch), f"{case.num_heads}/{case.num_kv_heads}", case.head_size, case.block_size, case.sliding_window, case.logits_soft_cap,
-            case.sinks,
+            str(case.batch), f"{case.num_heads}/{case.num_kv_heads}", case.head_size,
+            case.block_size, case.sliding_window, case.logits_soft_cap, case.sinks,
         )
         for case in SUITES["anchors"]
     }  # fmt: skip
@@ -64,8 +64,11 @@ def test_the_anchors_are_all_there_as_they_are_written_down() -> None:
     assert {case.dtype for case in SUITES["anchors"]} == {"bfloat16"}
 
 
-def test_the_ragged_batch_is_the_same_everywhere() -> None:
-    """48 decodes of 200 to 32k keys, 452943 in all: the seed may not change, or figures of two days cannot be compared."""
+def test_the_ragged_batch_is_fixed() -> None:
+    """48 decodes of 200 to 32k keys, 452943 in all.
+
+    Another seed would make results incomparable.
+    """
     batch = known_cases()["decode-ragged48"].batch
     assert batch.num_reqs == 48 and set(batch.query_lens) == {1} and sum(batch.seq_lens) == 452943
     assert 200 <= min(batch.seq_lens) < 400 and 28_000 < max(batch.seq_lens) <= 32 * 1024
@@ -80,8 +83,8 @@ def test_kinds() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 8, 100])
-def test_work_is_counted_as_the_mask_shows_it(window: int | None) -> None:
-    """Against the oracle's mask, pair by pair."""
+def test_work_counts_visible_pairs(window: int | None) -> None:
+    """Compared with the mask of the oracle, pair by pair."""
     terms = OracleParams(scale=1.0, window=(-1, -1) if window is None else (window - 1, 0))
     for query_len, context in itertools.product((0, 1, 2, 4, 9), (0, 1, 3, 7, 12)):
         seq_len = query_len + context
@@ -93,7 +96,7 @@ def test_work_is_counted_as_the_mask_shows_it(window: int | None) -> None:
         )
 
 
-def test_bytes_and_operations_by_hand() -> None:
+def test_bytes_and_operations() -> None:
     case = parse_case("2q1s100_q10@heads=6/2,d=32,dv=16,window=40,kv=fp8_e4m3,dtype=float16")
     assert kv_bytes(case) == (40 + 40 + 10) * 2 * (32 + 16)
     assert flops(case) == (40 + 40 + 55) * 6 * 2 * (32 + 16)
@@ -102,8 +105,11 @@ def test_bytes_and_operations_by_hand() -> None:
     assert flops(known_cases()["prefill-1x2k-p16"]) == 4 * 128 * 32 * (2048 * 2049 // 2)
 
 
-def test_the_roofline_takes_each_request_by_what_bounds_it() -> None:
-    """anchors: 1 x 128k reads 537 MB, 126 us at 4270 GB/s; a 16k prefill is bound by its products."""
+def test_the_roofline_takes_the_bound_of_each_request() -> None:
+    """anchors: 1 x 128k reads 537 MB, 126 us at 4270 GB/s.
+
+    A 16k prefill is bound by its products.
+    """
     assert roofline_us(known_cases()["decode-1x128k"], 4270, 700) == pytest.approx(125.7, abs=0.1)
     prefill = known_cases()["prefill-1x16k-p16"]
     assert roofline_us(prefill, 4270, 700) == pytest.approx(flops(prefill) / 700e6)
@@ -113,7 +119,7 @@ def test_the_roofline_takes_each_request_by_what_bounds_it() -> None:
     )
 
 
-def test_a_case_in_a_few_letters() -> None:
+def test_the_grammar_of_cases() -> None:
     case = parse_case("32q1s8k@heads=64/8,d=64,window=128,sinks,page=32,cap=30")
     assert (case.num_heads, case.num_kv_heads, case.head_size, case.block_size) == (64, 8, 64, 32)
     assert (case.sliding_window, case.logits_soft_cap, case.sinks, case.kind) == (
@@ -129,7 +135,7 @@ def test_a_case_in_a_few_letters() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("32q1s8k@haeds=4", "'haeds' is no setting; write BATCH@KEY=VALUE,... with heads, d"),
+        ("32q1s8k@haeds=4", "'haeds' is not a setting; write BATCH@KEY=VALUE,... with heads, d"),
         ("32q1s8k@d=big", "'d=big' does not parse"),
         ("decode-1x9k", "segment 'decode-1x9k' does not parse"),
         ("q1s8@heads=3/2", "num_heads=3 is not a multiple"),
@@ -139,7 +145,7 @@ def test_a_case_in_a_few_letters() -> None:
         ("empty", "no query tokens"),
     ],
 )
-def test_what_is_no_case_is_told(text: str, message: str) -> None:
+def test_invalid_cases_are_errors(text: str, message: str) -> None:
     with pytest.raises(ContractError, match=message.replace("(", r"\(")):
         parse_case(text)
 
@@ -165,11 +171,11 @@ def test_choosing_cases() -> None:
         "decode-1x32k-64heads",
         "q5@page=8",
     ]
-    with pytest.raises(ContractError, match="nor is it the name of a case"):
+    with pytest.raises(ContractError, match="it is not the name of a case either"):
         choose_cases(["decode-*"], "cpu", "cpu")
 
 
-def test_other_pages_are_other_cases() -> None:
+def test_the_block_size_is_part_of_the_name() -> None:
     paged = choose_cases(["prefill-1x2k-*", "decode-1x1k"], None, "cpu", page=128)
     assert [(case.name, case.block_size) for case in paged] == [
         ("prefill-1x2k-p128", 128),

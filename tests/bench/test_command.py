@@ -1,4 +1,4 @@
-"""`attnlib bench` as a user meets it."""
+"""The command `attnlib bench`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnlib.bench import command
-from attnlib.bench import timer as stopwatch
+from attnlib.bench import command, timer
 from attnlib.bench.measure import DeviceLostError
-from attnlib.bench.peaks import Ceilings, measure_ceilings
+from attnlib.bench.peaks import Peaks, measure_peaks
 from attnlib.bench.results import read_document
 from attnlib.cli import main
 
@@ -22,9 +21,9 @@ HERE = "tests.bench.backends"
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopwatch, "_ROUND_US", 100.0)
+    monkeypatch.setattr(timer, "_ROUND_US", 100.0)
     monkeypatch.setattr(
-        command, "measure_ceilings", lambda device: Ceilings(10.0, 9.0, 0.1, "no product")
+        command, "measure_peaks", lambda device: Peaks(10.0, 9.0, 0.1, "no product")
     )
 
 
@@ -44,7 +43,8 @@ def test_a_run_prints_and_writes_case_by_case(
         and "2 rows · 2 ok" in shown.out
     )
     assert (
-        "not here: flashinfer (flashinfer is not installed" in shown.out and "[1/2, " in shown.err
+        "unavailable: flashinfer (flashinfer is not installed" in shown.out
+        and "[1/2, " in shown.err
     )
     document = read_document(target)
     assert [row.case for row in document.rows] == [SMALL, OTHER] and all(
@@ -54,12 +54,12 @@ def test_a_run_prints_and_writes_case_by_case(
     assert facts["commit"] == "abc1234" and facts["command"].startswith(
         "attnlib bench 2q1s40@heads=4/2,d=16"
     )
-    assert {"torch", "triton", "date", "cpu", "attnlib", "peers"} <= set(facts) and document.runs[
-        0
-    ].ceilings["read_gbps"] == 9.0
+    assert {"torch", "triton", "date", "cpu", "attnlib", "packages"} <= set(
+        facts
+    ) and document.runs[0].peaks["read_gbps"] == 9.0
 
 
-def test_wrong_and_failing_backends_are_its_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_and_failing_backends_set_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", SMALL, "--device", "cpu", "--backends", f"torch,{HERE}:WrongRow"]) == 1
     assert "WRONG: out over budget" in capsys.readouterr().out
     assert main(["bench", SMALL, "--device", "cpu", "--backends", f"torch,{HERE}:Broken"]) == 1
@@ -73,13 +73,13 @@ def test_wrong_and_failing_backends_are_its_exit_status(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["decode-9x9"], "nor is it the name of a case: --list shows"),
+        (["decode-9x9"], "it is not the name of a case either: --list shows"),
         (["--backends", "tirton"], "Did you mean 'triton'"),
-        (["--device", "sm_90"], "measuring needs the device itself"),
+        (["--device", "sm_90"], "measuring needs the device"),
         (["--from-json", "/no/such/file.json"], "cannot be read as a result"),
     ],
 )
-def test_bad_arguments_are_told(
+def test_invalid_arguments_are_errors(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     device = [] if "--device" in arguments else ["--device", "cpu"]
@@ -88,8 +88,10 @@ def test_bad_arguments_are_told(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--device", "cuda"]) == 2 and "is not here" in capsys.readouterr().err
+def test_a_missing_gpu_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["bench", "--device", "cuda"]) == 2 and "is not available" in capsys.readouterr().err
+    )
 
 
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +104,7 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(capsys.readouterr().out.splitlines()) == 5
 
 
-def test_the_time_limit_names_what_was_not_run(
+def test_the_time_limit_lists_what_was_not_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "bench.json"
@@ -126,15 +128,15 @@ def test_the_time_limit_names_what_was_not_run(
     assert [row.status for row in read_document(target).rows] == ["not run", "not run"]
 
 
-def test_a_lost_device_ends_the_run_and_keeps_what_was_measured(
+def test_a_lost_device_ends_the_run_and_keeps_the_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    honest = command.measure_case
+    original = command.measure_case
 
     def breaks(case, *args, **kwargs):
         if case.name == OTHER:
             raise DeviceLostError("triton broke the device: illegal memory access")
-        return honest(case, *args, **kwargs)
+        return original(case, *args, **kwargs)
 
     monkeypatch.setattr(command, "measure_case", breaks)
     target = tmp_path / "bench.json"
@@ -157,7 +159,7 @@ def test_a_lost_device_ends_the_run_and_keeps_what_was_measured(
     assert "measure the rest in a new process" in capsys.readouterr().out
 
 
-def test_parts_are_merged_shown_and_drawn(
+def test_results_are_merged_printed_and_plotted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib", reason="pip install 'attnlib[bench]'")
@@ -178,10 +180,10 @@ def test_parts_are_merged_shown_and_drawn(
         "prefill.png",
         "prefill.svg",
     ]
-    assert json.loads(whole.read_text())["version"] == 1
+    assert json.loads(whole.read_text())["version"] == 2
 
 
-def test_figures_without_matplotlib_are_refused_before_anything_is_measured(
+def test_figures_need_matplotlib_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
@@ -190,8 +192,8 @@ def test_figures_without_matplotlib_are_refused_before_anything_is_measured(
     assert "pip install 'attnlib[bench]'" in capsys.readouterr().err
 
 
-def test_ceilings_are_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = measure_ceilings(torch.device("cpu"))
+def test_peaks_are_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measure_peaks(torch.device("cpu"))
     assert (
         0.1 < found.copy_gbps < 10_000
         and 0.1 < found.read_gbps < 10_000

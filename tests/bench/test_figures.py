@@ -1,4 +1,4 @@
-"""Figures are drawn from a document and from nothing else. The numbers here are invented and say so on the figures."""
+"""Figures depend on the document only. The numbers here are invented, and the figures say so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attnlib.bench.work import flops, kv_bytes, roofline_us
 
 pytest.importorskip("matplotlib", reason="pip install 'attnlib[bench]'")
 
-CEILINGS = {
+PEAKS = {
     "copy_gbps": 4275.0,
     "read_gbps": 4268.0,
     "matmul_tflops": 675.0,
@@ -40,7 +40,7 @@ def invented() -> Document:
             "commit": "none",
             "date": "never",
         },
-        CEILINGS,
+        PEAKS,
     )
     return Document((run,), tuple(rows))
 
@@ -74,10 +74,10 @@ def test_three_figures_in_two_formats(tmp_path: Path) -> None:
             assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert (
         draw_figures(invented(), tmp_path / "again")[0].read_bytes() == written[0].read_bytes()
-    ), "the same rows, the same file"
+    ), "equal rows give equal files"
 
 
-def test_only_what_there_is_data_for(tmp_path: Path) -> None:
+def test_figures_without_data_are_left_out(tmp_path: Path) -> None:
     from attnlib.bench.figures import draw_figures
 
     whole = invented()
@@ -89,8 +89,8 @@ def test_only_what_there_is_data_for(tmp_path: Path) -> None:
     assert draw_figures(Document(whole.runs, ()), tmp_path) == []
 
 
-def test_points_stand_where_the_numbers_are(tmp_path: Path) -> None:
-    """The markers' heights are the rows' rates, and the bars' widths the ratios."""
+def test_points_and_bars_have_the_values_of_the_rows(tmp_path: Path) -> None:
+    """Markers show rates, bars show ratios."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""One case on several backends: who gets a time, who gets a reason, and that the others go on."""
+"""One case on several backends: times, reasons, and isolation of failures."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ import pytest
 import torch
 
 from attnlib.backends._foreign.outputs import is_capturing
-from attnlib.bench import measure
-from attnlib.bench import timer as stopwatch
-from attnlib.bench.backends import find_contenders, split_names
+from attnlib.bench import measure, timer
+from attnlib.bench.backends import find_backends, split_names
 from attnlib.bench.case import parse_case
 from attnlib.bench.measure import measure_case
-from attnlib.bench.peaks import Ceilings
+from attnlib.bench.peaks import Peaks
 from attnlib.bench.results import Row
 from attnlib.errors import ContractError, UnknownBackendError
 
 CPU = torch.device("cpu")
-CEILINGS = Ceilings(copy_gbps=10.0, read_gbps=10.0, matmul_tflops=0.1, matmul="none")
+PEAKS = Peaks(copy_gbps=10.0, read_gbps=10.0, matmul_tflops=0.1, matmul="none")
 CASE = parse_case("3q1s40_q9s30@heads=4/2,d=16,dtype=float32")
 HERE = "tests.bench.backends"
 
 
 @pytest.fixture(autouse=True)
 def _short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopwatch, "_ROUND_US", 200.0)
+    monkeypatch.setattr(timer, "_ROUND_US", 200.0)
 
 
 def rows_of(*names: str, text: str | None = None, **options: Any) -> list[Row]:
-    contenders = find_contenders(list(names), CPU)
-    return measure_case(parse_case(text) if text else CASE, contenders, CPU, CEILINGS, **options)
+    backends = find_backends(list(names), CPU)
+    return measure_case(parse_case(text) if text else CASE, backends, CPU, PEAKS, **options)
 
 
 def test_a_right_backend_gets_all_its_times() -> None:
@@ -78,12 +77,12 @@ def test_a_wrong_backend_gets_no_time_and_the_others_go_on(name: str, reason: st
     assert right.status == after.status == "ok" and right.us and after.us
 
 
-def test_a_backend_that_is_wrong_where_nobody_looked_is_found_by_the_others(
+def test_an_error_outside_the_sample_is_found_by_comparing_backends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Row 1 of 12 is not among the chosen ones here; two backends disagree there, so it is judged."""
+    """The wrong row is not in the sample; two backends differ there, so it is checked."""
     monkeypatch.setattr(
-        "attnlib.bench.correctness.choose_rows", lambda query_lens, most, seed=0: [0]
+        "attnlib.bench.correctness.sample_rows", lambda query_lens, limit, seed=0: [0]
     )
     (alone,) = rows_of(f"{HERE}:WrongRow")
     assert alone.status == "ok"
@@ -91,12 +90,12 @@ def test_a_backend_that_is_wrong_where_nobody_looked_is_found_by_the_others(
     assert (right.status, wrong.status) == ("ok", "wrong")
 
 
-def test_without_the_gate_rows_say_so() -> None:
+def test_rows_record_that_the_check_was_off() -> None:
     (row,) = rows_of(f"{HERE}:WrongRow", check=False)
     assert row.status == "ok" and not row.checked and row.us and row.error is None
 
 
-def test_what_fails_says_why_in_one_line() -> None:
+def test_a_failure_is_one_line() -> None:
     broken, right = rows_of(f"{HERE}:Broken", "torch")
     assert (broken.status, broken.reason) == (
         "failed",
@@ -104,7 +103,7 @@ def test_what_fails_says_why_in_one_line() -> None:
     ) and right.us
 
 
-def test_what_fails_beside_the_main_time_is_a_note() -> None:
+def test_a_failure_of_a_secondary_time_is_a_note() -> None:
     (row,) = rows_of(f"{HERE}:HalfBroken")
     assert row.status == "ok" and row.us and row.eager_us and row.build_us
     assert row.write_us is None and row.layer_us is None
@@ -114,47 +113,47 @@ def test_what_fails_beside_the_main_time_is_a_note() -> None:
     )
 
 
-def test_refusals_and_absences_are_rows() -> None:
+def test_unsupported_and_unavailable_backends_have_rows() -> None:
     rows = rows_of("torch", "flashinfer", "flash_attn", text="q1s20@heads=4/2,d=16,dtype=float64")
     assert [row.status for row in rows] == ["ok", "unavailable", "unavailable"]
     assert "flashinfer" in rows[1].reason and rows[2].reason
-    refused, right = rows_of(
+    unsupported, right = rows_of(
         f"{HERE}:NoSinks", "torch", text="q1s20@heads=4/2,d=16,dtype=float32,sinks"
     )
     assert (
-        refused.status == "refused"
-        and "sink" in refused.reason
-        and refused.us is None
+        unsupported.status == "unsupported"
+        and "sink" in unsupported.reason
+        and unsupported.us is None
         and right.status == "ok"
     )
 
 
-def test_a_case_that_does_not_fit_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_that_exceeds_the_memory_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_large(*args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 TiB")
 
-    monkeypatch.setattr(measure, "make_material", too_large)
+    monkeypatch.setattr(measure, "make_inputs", too_large)
     (row,) = rows_of("torch")
     assert (
         row.status == "failed" and "no tensors: OutOfMemoryError: CUDA out of memory" in row.reason
     )
 
 
-def test_a_failing_round_costs_only_the_one_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = stopwatch.EagerWatch.round
+def test_a_failing_round_affects_one_backend_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = timer.EagerTimer.round
 
     def fails_for_two(self: Any) -> Any:
         if self._call.__self__.label == "two":
             raise RuntimeError("illegal instruction")
-        return honest(self)
+        return original(self)
 
-    monkeypatch.setattr(stopwatch.EagerWatch, "round", fails_for_two)
-    monkeypatch.setattr(measure, "_beside", lambda entry, graphs, device: {})
-    contenders = [
+    monkeypatch.setattr(timer.EagerTimer, "round", fails_for_two)
+    monkeypatch.setattr(measure, "_secondary_times", lambda runner, graphs, device: {})
+    backends = [
         type(one)(label, one.backend)
-        for label, one in zip(("one", "two"), find_contenders(["torch"], CPU) * 2, strict=True)
+        for label, one in zip(("one", "two"), find_backends(["torch"], CPU) * 2, strict=True)
     ]
-    one, two = measure_case(CASE, contenders, CPU, CEILINGS)
+    one, two = measure_case(CASE, backends, CPU, PEAKS)
     assert (
         one.status == "ok"
         and one.us
@@ -168,24 +167,27 @@ def test_names_and_settings() -> None:
         "flash_attn[fa_version=3]",
         "a.b:C",
     ]
-    four, two = find_contenders(split_names("flash_attn[fa_version=4;x=y],TORCH"), CPU)
+    four, two = find_backends(split_names("flash_attn[fa_version=4;x=y],TORCH"), CPU)
     assert (
         four.label == "flash_attn[fa_version=4;x=y]"
         and four.backend is not None
         and four.backend.config == {"fa_version": 4, "x": "y"}
     )
-    assert four.absent and two.label == "torch" and not two.absent
-    assert [one.label for one in find_contenders(None, CPU)] == ["torch"]
+    assert four.unavailable_reasons and two.label == "torch" and not two.unavailable_reasons
+    assert [one.label for one in find_backends(None, CPU)] == ["torch"]
     with pytest.raises(UnknownBackendError, match="Did you mean 'triton'"):
-        find_contenders(["tirton"], CPU)
+        find_backends(["tirton"], CPU)
     with pytest.raises(ContractError, match="No module named 'nowhere'"):
-        find_contenders(["nowhere:Backend"], CPU)
-    with pytest.raises(ContractError, match="'fast' is no setting; write KEY=VALUE"):
-        find_contenders(["torch[fast]"], CPU)
+        find_backends(["nowhere:Backend"], CPU)
+    with pytest.raises(ContractError, match="'fast' is not a setting; write KEY=VALUE"):
+        find_backends(["torch[fast]"], CPU)
 
 
 class FakeCuda:
-    """CUDA's streams, events and graphs as far as a stopwatch uses them; a replay takes 10 us for each captured call."""
+    """The CUDA streams, events and graphs that a timer uses.
+
+    A replay takes 10 us per captured call.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock, self.captured, self.capturing, self.streams = 0.0, 0, False, []
@@ -239,8 +241,8 @@ class FakeCuda:
 def test_graphs_are_timed_per_call_and_use_every_copy_equally_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The arithmetic of graph timing, on a stand-in for CUDA whose calls take 10 us; the real one is timed on GPUs only."""
-    monkeypatch.setattr(stopwatch, "_ROUND_US", 3000.0)
+    """The arithmetic of graph timing with a fake CUDA whose calls take 10 us."""
+    monkeypatch.setattr(timer, "_ROUND_US", 3000.0)
     fake, used = FakeCuda(monkeypatch), []
 
     class OnGpu:
@@ -248,23 +250,27 @@ def test_graphs_are_timed_per_call_and_use_every_copy_equally_often(
 
     def call(copy: int) -> None:
         fake.captured += 1
-        used.append((copy, is_capturing(OnGpu())))  # type: ignore[arg-type]  # a stand-in for a tensor
+        used.append((copy, is_capturing(OnGpu())))  # type: ignore[arg-type]  # a fake tensor
 
-    watch = stopwatch.GraphWatch(call, copies=7, device=torch.device("cuda"), expected_us=60.0)
-    reading = stopwatch.take_turns({"it": watch}, {"it": 60.0})["it"]
-    assert reading.us == pytest.approx(10.0) and reading.host_us is None and reading.rounds == 7
-    assert [copy for copy, _ in used[:7]] == list(range(7)), "every copy once before the capture"
+    graph_timer = timer.GraphTimer(call, copies=7, device=torch.device("cuda"), expected_us=60.0)
+    measurement = timer.measure_in_turn({"call": graph_timer}, {"call": 60.0})["call"]
+    assert (
+        measurement.us == pytest.approx(10.0)
+        and measurement.host_us is None
+        and measurement.rounds == 7
+    )
+    assert [copy for copy, _ in used[:7]] == list(range(7)), "each copy once before the capture"
     captured = used[7:]
     assert len(captured) == 56 and all(
         sum(copy == each for copy, _ in captured) == 8 for each in range(7)
     )
-    assert watch.calls == 56 * 17, "17 replays of 560 us fill a round of 10 ms"
-    assert not any(told for _, told in used), "adapters add no clearing of rows to what is timed"
+    assert graph_timer.calls == 56 * 17, "17 replays of 560 us fill a round of 10 ms"
+    assert not any(capturing for _, capturing in used), "adapters do not clear rows"
     fake.capturing = True
-    assert is_capturing(OnGpu()), "but they do in anybody else's capture"  # type: ignore[arg-type]
+    assert is_capturing(OnGpu()), "but they do in other captures"  # type: ignore[arg-type]
 
 
-def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_capture_restores_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeCuda(monkeypatch)
 
     def call(copy: int) -> None:
@@ -272,19 +278,19 @@ def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.Mo
             raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(RuntimeError, match="not permitted"):
-        stopwatch.GraphWatch(call, 1, torch.device("cuda"), 60.0)
+        timer.GraphTimer(call, 1, torch.device("cuda"), 60.0)
     assert len(fake.streams) == 1
 
 
-class FakeGraph(stopwatch.EagerWatch):
+class FakeGraph(timer.EagerTimer):
     """A graph whose replay is one call."""
 
     def replay(self) -> None:
         self._call(self._copies - 1)
 
 
-def test_graphs_are_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "GraphWatch", FakeGraph)
+def test_graph_times_are_the_main_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "GraphTimer", FakeGraph)
     (row,) = rows_of("torch", graphs=True)
     assert (
         (row.status, row.how, row.note) == ("ok", "graph", "")
@@ -294,12 +300,12 @@ def test_graphs_are_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_what_a_graph_computes_is_judged_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_of_a_graph_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stale(FakeGraph):
         def replay(self) -> None:
             pass  # nothing is written
 
-    monkeypatch.setattr(measure, "GraphWatch", Stale)
+    monkeypatch.setattr(measure, "GraphTimer", Stale)
     (row,) = rows_of("torch", graphs=True)
     assert (
         row.status == "wrong"
@@ -308,7 +314,7 @@ def test_what_a_graph_computes_is_judged_too(monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-def test_what_cannot_be_captured_is_timed_eagerly_and_says_so(
+def test_backends_without_capture_are_timed_eagerly_with_a_note(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class NoGraph(FakeGraph):
@@ -318,7 +324,7 @@ def test_what_cannot_be_captured_is_timed_eagerly_and_says_so(
             except RuntimeError as root:
                 raise RuntimeError("capture_end failed") from root
 
-    monkeypatch.setattr(measure, "GraphWatch", NoGraph)
+    monkeypatch.setattr(measure, "GraphTimer", NoGraph)
     (row,) = rows_of("torch", graphs=True)
     assert (row.status, row.how, row.note.split(";")[0]) == (
         "ok",

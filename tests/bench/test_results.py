@@ -1,4 +1,4 @@
-"""Documents: what is written is read again, parts are merged, and ratios never cross a run."""
+"""Documents: written and read again, merged, and compared within one run only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnlib.bench.results import (
     Document,
     Row,
     Run,
-    best_peer,
+    best_other,
     merge,
     ratio,
     read_document,
@@ -22,7 +22,7 @@ from attnlib.bench.results import (
 from attnlib.bench.table import case_lines, heading, markdown, summary_line
 from attnlib.errors import ContractError
 
-CEILINGS = {"copy_gbps": 100.0, "read_gbps": 90.0, "matmul_tflops": 5.0, "matmul": "a product"}
+PEAKS = {"copy_gbps": 100.0, "read_gbps": 90.0, "matmul_tflops": 5.0, "matmul": "a product"}
 
 
 def run_of(name: str = "a chip") -> Run:
@@ -35,7 +35,7 @@ def run_of(name: str = "a chip") -> Run:
             "date": "today",
             "command": "attnlib bench",
         },
-        CEILINGS,
+        PEAKS,
     )
 
 
@@ -45,7 +45,7 @@ def row_of(backend: str, us: float | None = None, case: str = "decode-1x8k", **f
         "kind": case.split("-")[0],
         "batch": "q1s8192",
         "shape": "32/8 heads",
-        "status": "ok" if us else "refused",
+        "status": "ok" if us else "unsupported",
         "how": "graph",
         "gbps": 1e5 / us if us else None,
         "tflops": 1e5 / us if us else None,
@@ -56,7 +56,7 @@ def row_of(backend: str, us: float | None = None, case: str = "decode-1x8k", **f
     return Row(backend=backend, us=us, **{**base, **fields})
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_documents_are_read_as_written(tmp_path: Path) -> None:
     rows = (
         row_of("triton", 9.0, note="no graph", first_call_s=1.5),
         row_of("torch", reason="no"),
@@ -73,15 +73,15 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data.update(version=2), "no attnlib-bench document of version 1"),
-        (lambda data: data.update(schema="other"), "no attnlib-bench document"),
-        (lambda data: data["rows"][0].pop("us"), r"row 0 does not fit version 1: keys \['us'\]"),
+        (lambda data: data.update(version=1), "not an attnlib-bench document of version 2"),
+        (lambda data: data.update(schema="other"), "not an attnlib-bench document"),
+        (lambda data: data["rows"][0].pop("us"), r"row 0 is not a row of version 2: keys \['us'\]"),
         (lambda data: data["rows"][0].update(fast=True), r"keys \['fast'\]"),
         (lambda data: data["rows"][0].update(status="splendid"), "status 'splendid'"),
         (lambda data: data["rows"][0].update(run=1), "run 1"),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path: Path, change: Any, message: str) -> None:
+def test_documents_of_another_form_are_errors(tmp_path: Path, change: Any, message: str) -> None:
     data = json.loads(Document((run_of(),), (row_of("triton", 9.0),)).to_json())
     change(data)
     (tmp_path / "x.json").write_text(json.dumps(data))
@@ -89,16 +89,16 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, change: Any, message: str)
         read_document(tmp_path / "x.json")
 
 
-def test_a_file_that_is_none(tmp_path: Path) -> None:
+def test_a_file_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ContractError, match="cannot be read as a result of attnlib bench --json"):
         read_document(tmp_path / "none.json")
 
 
-def test_the_ratio_is_to_the_best_right_peer_of_the_same_run() -> None:
+def test_the_ratio_is_to_the_best_correct_backend_of_the_same_run() -> None:
     ours = row_of("triton", 9.0)
     rows = [
         ours,
-        row_of("torch", 1.0),  # the reference is no peer
+        row_of("torch", 1.0),  # the reference is not compared
         row_of("flash_attn", 10.0),
         row_of("flashinfer", 12.0),
         row_of("x", 2.0, status="wrong"),
@@ -106,11 +106,11 @@ def test_the_ratio_is_to_the_best_right_peer_of_the_same_run() -> None:
         row_of("z", 4.0, how="eager"),
         row_of("w", 5.0, case="decode-other"),
     ]
-    peer = best_peer(rows, ours)
-    assert peer is not None and peer.backend == "flash_attn"
+    other = best_other(rows, ours)
+    assert other is not None and other.backend == "flash_attn"
     assert ratio(rows, ours) == pytest.approx(0.9) and ratio(rows, rows[2]) is None
     variant = row_of("triton[gluon=0]", 8.0)
-    assert best_peer([*rows, variant], ours) == peer and ratio(
+    assert best_other([*rows, variant], ours) == other and ratio(
         [*rows, variant], variant
     ) == pytest.approx(0.8)
     assert ratio([ours], ours) is None and ratio(rows, row_of("triton")) is None
@@ -165,14 +165,16 @@ def test_the_table() -> None:
         "20.0",
     ]
     assert lines[3].endswith("[eager; NOT CHECKED; no graph: it syncs]") and " 99999 " in lines[3]
-    assert "refused: sinks are not supported" in lines[4] and "WRONG: out over budget" in lines[5]
     assert (
-        "5 rows · 3 ok · 1 refused · 1 wrong · triton at most 1.00 x the best peer's time on 1 of 1 cases"
-        in summary_line(rows, 3.0)
+        "unsupported: sinks are not supported" in lines[4] and "WRONG: out over budget" in lines[5]
+    )
+    assert (
+        "5 rows · 3 ok · 1 unsupported · 1 wrong · triton at most 1.00 x the time of the best "
+        "other backend on 1 of 1 cases" in summary_line(rows, 3.0)
     )
     assert (
         heading(run_of()).splitlines()[1]
-        == "ceilings: copy 100 GB/s, read 90 GB/s, a product 5 TFLOP/s"
+        == "peak rates: copy 100 GB/s, read 90 GB/s, a product 5 TFLOP/s"
     )
 
 
@@ -184,7 +186,7 @@ def test_the_markdown_table() -> None:
     )
     text = markdown(Document((run_of(),), rows))
     assert (
-        "| case | `triton` us | `flash_attn` us | rate of `triton` | of ceiling | to best peer |"
+        "| case | `triton` us | `flash_attn` us | rate of `triton` | of peak | vs best other |"
         in text
     )
     assert "| decode-1x8k | 9.0 | 10.0 | 11111 GB/s | 50.0% | 0.90 |" in text
@@ -192,8 +194,8 @@ def test_the_markdown_table() -> None:
     assert "- `flash_attn` ran FlashAttention 3 (x)" in text and "`attnlib bench`" in text
 
 
-def test_the_documentation_shows_what_was_measured(tmp_path: Path) -> None:
-    """docs/performance.md takes its table from the committed results, and says so where there are none."""
+def test_the_documentation_shows_the_committed_results(tmp_path: Path) -> None:
+    """docs/performance.md takes its table from them, and has a sentence if there are none."""
     place = Path(__file__).parent.parent.parent / "docs" / "generate.py"
     spec = importlib.util.spec_from_file_location("generate", place)
     assert spec is not None and spec.loader is not None

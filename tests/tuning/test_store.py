@@ -1,4 +1,4 @@
-"""Tuning tables: found late, read once, followed by auto and by tiles, and never in the way when they are of no use."""
+"""The tuning table of a chip: read once, used by selection, ignored with a warning if unusable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import attnlib
 from attnlib import tuning
 from attnlib.backends.torch import TorchBackend
 from attnlib.device import DeviceInfo
-from attnlib.ops.triton.heuristics.tiles import Tile, choose_decode_tile
 
 SPEC = attnlib.AttentionSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.float32)
 CPU, H200 = DeviceInfo("cpu"), DeviceInfo("cuda", 0, (9, 0), name="NVIDIA H200")
@@ -41,7 +40,7 @@ def _document(**changes: Any) -> dict[str, Any]:
         "schema": 1,
         "chip": "cpu",
         "provenance": {"now": {}},
-        "tiles": [],
+        "parameters": {},
         "backends": [ranking],
         **changes,
     }
@@ -49,18 +48,18 @@ def _document(**changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A table that is the one that counts."""
+    """A table in use."""
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(_document()))
     monkeypatch.delenv("ATTNLIB_BACKEND", raising=False)
     monkeypatch.setenv("ATTNLIB_TUNING", str(path))
-    tuning.forget()
+    tuning.clear_cache()
     return path
 
 
 @pytest.fixture
 def rival() -> Any:
-    """A backend that auto would try after torch."""
+    """A backend with a lower priority than torch."""
     attnlib.register_backend("rival", Rival, priority=50)
     yield
     attnlib.unregister_backend("rival")
@@ -69,16 +68,15 @@ def rival() -> Any:
 def test_auto_follows_the_table_and_explain_names_it(
     table: Path, rival: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Speed rules: what was measured on this chip goes before the priority table, for layers like those that were measured."""
+    """Speed rules: a ranking measured on this chip precedes priorities, for layers of its class."""
     assert attnlib.get_attn_backend(SPEC, device="cpu") is Rival
     report = {c.name: c for c in attnlib.explain(SPEC, "cpu").candidates}
     assert report["rival"].reasons == (
         f"measured fastest of rival, torch for such layers on this chip: {table}",
     )
     assert report["torch"].reasons == ("measured at 1.25 x the time of rival",)
-    assert (
-        attnlib.get_attn_backend(SPEC.replace(num_heads=16, num_kv_heads=4), device="cpu") is Rival
-    ), "as many query heads share a KV head"
+    same_class = SPEC.replace(num_heads=16, num_kv_heads=4)
+    assert attnlib.get_attn_backend(same_class, device="cpu") is Rival, "same group size"
     for other in (
         SPEC.replace(head_size=32),
         SPEC.replace(has_sink=True),
@@ -86,21 +84,17 @@ def test_auto_follows_the_table_and_explain_names_it(
         SPEC.replace(block_size=32),
     ):
         assert attnlib.get_attn_backend(other, device="cpu") is TorchBackend, other
-    assert attnlib.get_attn_backend(SPEC, "torch", "cpu") is TorchBackend, (
-        "an explicit choice is granted"
-    )
+    explicit = attnlib.get_attn_backend(SPEC, "torch", "cpu")
+    assert explicit is TorchBackend, "an explicit request is granted"
     monkeypatch.setenv("ATTNLIB_TUNING", "off")
-    assert attnlib.get_attn_backend(SPEC, device="cpu") is TorchBackend, (
-        "a changed variable takes effect at once"
-    )
+    assert attnlib.get_attn_backend(SPEC, device="cpu") is TorchBackend, "changes apply at once"
 
 
-def test_what_the_table_does_not_know_keeps_its_place(table: Path, rival: None) -> None:
-    attnlib.register_backend(
-        "newest",
-        type("Newest", (TorchBackend,), {"get_name": staticmethod(lambda: "newest")}),
-        priority=900,
-    )
+def test_backends_that_the_table_does_not_rank_keep_their_position(
+    table: Path, rival: None
+) -> None:
+    newest = type("Newest", (TorchBackend,), {"get_name": staticmethod(lambda: "newest")})
+    attnlib.register_backend("newest", newest, priority=900)
     try:
         assert attnlib.get_attn_backend(SPEC, device="cpu").get_name() == "newest"
         names = [c.name for c in attnlib.explain(SPEC, "cpu").candidates]
@@ -109,7 +103,7 @@ def test_what_the_table_does_not_know_keeps_its_place(table: Path, rival: None) 
         attnlib.unregister_backend("newest")
 
 
-BROKEN = {
+UNUSABLE = {
     "not JSON": ("{", r"mine.json: JSONDecodeError"),
     "another chip": (
         json.dumps(_document(chip="NVIDIA H200")),
@@ -119,11 +113,11 @@ BROKEN = {
         json.dumps(_document(schema=9)),
         r"mine.json has schema 9 and this version reads 1",
     ),
-    "a bad tile": (
-        json.dumps(_document(tiles=[{"op": "decode"}])),
-        r"mine.json, tiles\[0\]: 'tile' is missing",
+    "parameters without a backend": (
+        json.dumps(_document(parameters=[])),
+        r"mine.json needs .* 'parameters' \(an object of lists\)",
     ),
-    "a bad ranking": (
+    "an empty ranking": (
         json.dumps(_document(backends=[{"layer": {}, "ranking": [], "relative": {}}])),
         r"backends\[0\]: ranking=\[\] must",
     ),
@@ -133,28 +127,14 @@ BROKEN = {
         ),
         r"names a backend twice",
     ),
-    "an impossible tile": (
-        json.dumps(
-            _document(
-                tiles=[
-                    {
-                        "op": "hopper_prefill",
-                        "tile": {"block_n": 64, "stages": 2, "hue": 1},
-                        "provenance": "now",
-                    }
-                ]
-            )
-        ),
-        r"mine.json, tiles\[0\]: .*'hue'",
-    ),
 }
 
 
-@pytest.mark.parametrize("kind", BROKEN)
-def test_a_table_that_is_of_no_use_is_one_warning(kind: str, table: Path, rival: None) -> None:
-    text, words = BROKEN[kind]
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_an_unusable_table_is_one_warning(kind: str, table: Path, rival: None) -> None:
+    text, words = UNUSABLE[kind]
     table.write_text(text)
-    tuning.forget()
+    tuning.clear_cache()
     with pytest.warns(UserWarning, match=words + r"[\s\S]*ATTNLIB_TUNING=off ignores"):
         assert attnlib.get_attn_backend(SPEC, device="cpu") is TorchBackend
     with warnings.catch_warnings():
@@ -162,12 +142,12 @@ def test_a_table_that_is_of_no_use_is_one_warning(kind: str, table: Path, rival:
         assert attnlib.explain(SPEC, "cpu").chosen == "torch"
 
 
-def test_a_missing_table_is_no_news_unless_it_was_named(
+def test_a_table_that_does_not_exist_is_a_warning_only_if_it_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("ATTNLIB_TUNING", raising=False)
-    tuning.forget()
+    tuning.clear_cache()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert tuning.tuning_for(CPU) is None
@@ -177,7 +157,7 @@ def test_a_missing_table_is_no_news_unless_it_was_named(
         assert tuning.tuning_for(CPU) is None
 
 
-def test_chips_that_are_not_here_have_no_table() -> None:
+def test_devices_without_hardware_have_no_table() -> None:
     assert tuning.chip_name(CPU) == "cpu" and tuning.chip_name(H200) == "NVIDIA H200"
     assert (
         tuning.chip_name(DeviceInfo("cuda", 0, (9, 0), name="hypothetical", is_hypothetical=True))
@@ -186,45 +166,26 @@ def test_chips_that_are_not_here_have_no_table() -> None:
     assert tuning.chip_name(DeviceInfo("cuda", 0, None, name="no such device")) is None
 
 
-def test_it_is_read_once_and_not_at_import(table: Path) -> None:
-    program = (
-        "import sys\nopened = []\nsys.addaudithook(lambda name, args: opened.append(str(args[0])) if name == 'open' else None)\n"
-        "import attnlib, attnlib.selection, attnlib.tuning, torch\nassert not [each for each in opened if each.endswith('mine.json')]\n"
-        "spec = attnlib.AttentionSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.float32)\n"
-        "for size in (64, 32, 16): attnlib.get_attn_backend(spec.replace(head_size=size), device='cpu'), attnlib.explain(spec, 'cpu')\n"
-        "assert len([each for each in opened if each.endswith('mine.json')]) == 1, opened"
-    )
+def test_the_table_is_read_once_and_not_at_import(table: Path) -> None:
+    program = """
+import sys
+opened = []
+sys.addaudithook(lambda name, args: opened.append(str(args[0])) if name == "open" else None)
+import attnlib, attnlib.selection, attnlib.tuning, torch
+assert not [each for each in opened if each.endswith("mine.json")]
+spec = attnlib.AttentionSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.float32)
+for size in (64, 32, 16):
+    attnlib.get_attn_backend(spec.replace(head_size=size), device="cpu")
+    attnlib.explain(spec, "cpu")
+assert len([each for each in opened if each.endswith("mine.json")]) == 1, opened
+"""
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 
 
-def test_tiles_of_the_table_reach_the_choosers(
-    table: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The triton backend hands the table of its device to the kernels before anything is planned."""
-    from attnlib.backends.triton import tuned
-
-    line = {
-        "op": "decode",
-        "tile": {"block_m": 16, "block_n": 128, "num_warps": 4, "num_stages": 2},
-        "provenance": "now",
-    }
-    table.write_text(json.dumps(_document(chip="NVIDIA H200", tiles=[line])))
-    handed: dict[int, Any] = {}
-    monkeypatch.setattr(tuned, "device_info", lambda kind, index: H200)
-    monkeypatch.setattr(tuned, "set_tuned_tiles", handed.__setitem__)
-    tuned.use_tuned_tiles(torch.device("cuda", 3))
-    assert choose_decode_tile(128, 128, 2, 2, 4, 227 * 1024, "async", tuned=handed[3]) == Tile(
-        16, 128, 4, 2
-    )
-    monkeypatch.setenv("ATTNLIB_TUNING", "off")
-    tuned.use_tuned_tiles(torch.device("cuda", 3))
-    assert handed == {3: None}
-
-
-def test_layers_that_are_alike() -> None:
+def test_layers_of_one_class() -> None:
     assert tuning.layer_class(SPEC)["features"] == []
     busy = SPEC.replace(
         sliding_window=8,
@@ -240,7 +201,6 @@ def test_layers_that_are_alike() -> None:
         "alibi",
         "sinks",
     ]
-    assert (
-        tuning.layer_class(SPEC.replace(kv_cache_dtype="fp8"))["kv_cache_dtype"] == "float8_e4m3fn"
-    )
+    fp8 = SPEC.replace(kv_cache_dtype="fp8")
+    assert tuning.layer_class(fp8)["kv_cache_dtype"] == "float8_e4m3fn"
     assert json.loads(json.dumps(tuning.layer_class(busy))) == tuning.layer_class(busy)

@@ -1,4 +1,6 @@
-"""Decode tiles that depend on the amount of work: the workspace still holds every batch, and the warm-up meets every tile."""
+"""Decode tiles that depend on the amount of work: the workspace still holds every batch, and the
+warm-up meets every tile.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ if torch.cuda.is_available():
 
 @pytest.fixture(autouse=True)
 def _tiles_by_work() -> Iterator[None]:
-    """Small batches get tiles of 16 keys, so that they may be cut in more pieces, large ones of 128."""
+    """Small batches get tiles of 16 keys, so that they may be cut in more pieces, large ones of
+    128.
+    """
     lines = [
         {
             "op": "decode",
@@ -60,7 +64,9 @@ def _met(reqs: int, seq_len: int) -> tuple[int, bool]:
 
 
 def test_declared_workspace_holds_every_batch_within_the_limits() -> None:
-    """M7, speed rules: the bytes are declared before the first step, and a tile for less work may be cut in more pieces."""
+    """M7, speed rules: the bytes are declared before the first step, and a tile for less work may
+    be cut in more pieces.
+    """
     declared = TritonBackend.make_builder(SPEC, "cpu", limits=LIMITS).workspace_bytes
     needed = 0
     for reqs in range(1, LIMITS.max_num_reqs + 1):

@@ -19,6 +19,7 @@ from attnlib.capabilities import Capabilities, Sizes
 from attnlib.device import DeviceInfo
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind
+from attnlib.tuning.tuner import Tuner
 
 __all__ = ["TritonBackend"]
 
@@ -116,6 +117,15 @@ class TritonBackend(AttentionBackend):
         if cls.config.get("kernels") == "portable":
             return ["plain Triton kernels (kernels=portable)"]
         return hopper_notes(spec, device.capability)
+
+    @classmethod
+    def tuner(cls, device: torch.device) -> Tuner | None:
+        """Tiles are measured on GPUs only; the interpreter's times say nothing about a chip."""
+        if device.type != "cuda":
+            return None
+        from attnlib.backends.triton.tune import TritonTuner
+
+        return TritonTuner(device)
 
     @classmethod
     def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:

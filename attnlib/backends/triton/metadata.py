@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnlib.backends.triton.tuned import use_tuned_tiles
+from attnlib.backends.triton.tune import use_tuned_tiles
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.paged import PagedMetadata, paged_fields

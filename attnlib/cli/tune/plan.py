@@ -1,4 +1,4 @@
-"""Which cases to measure: shapes of batches, for the layers of a config, of a spec, or as `attnlib bench` names them."""
+"""The cases to measure: batches for layers of a config or spec, or cases of `attnlib bench`."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _SHAPES = {
     ("cpu", True): ("2q1s128", "q64"),
     ("cpu", False): ("q1s512", "8q1s256", "q256", "4q1s256_q128"),
 }
-"""(device type, quick?) -> batches for layers that are named without batches."""
+"""(device type, --quick) -> batches for layers that are given without --shapes."""
 
 _KNOWN = {
-    "num_heads", "num_kv_heads", "head_size", "head_size_v", "block_size", "dtype", "kv_cache_dtype", "sliding_window",
-    "logits_soft_cap", "has_sink",
+    "num_heads", "num_kv_heads", "head_size", "head_size_v", "block_size", "dtype",
+    "kv_cache_dtype", "sliding_window", "logits_soft_cap", "has_sink",
 }  # fmt: skip
-"""Fields that a case can say; what a layer has beside them keeps it from being measured."""
+"""Spec fields that a case can express. A layer that uses any other field cannot be measured."""
 
 
 def plan_cases(options: argparse.Namespace, device_type: str) -> tuple[list[BenchCase], list[str]]:
-    """(cases in order, what is left out and why).
+    """(cases in order, layers that are left out with the reason).
 
     Raises:
-        ContractError: shapes or cases that do not parse, or nothing that can be measured.
+        ContractError: shapes or cases that do not parse, or there is nothing to measure.
     """
     if not names_a_spec(options) and not options.shapes:
         return choose_cases(
@@ -52,7 +52,8 @@ def plan_cases(options: argparse.Namespace, device_type: str) -> tuple[list[Benc
         ), []
     if options.cases or options.suite:
         raise ContractError(
-            "cases name their layers themselves: give them alone, or a spec (--config, --head-size ...) with --shapes"
+            "a CASE includes its layer: give cases alone, or a spec (--config, --head-size ...) "
+            "with --shapes"
         )
     shapes = (
         options.shapes.split(",")
@@ -71,10 +72,11 @@ def plan_cases(options: argparse.Namespace, device_type: str) -> tuple[list[Benc
 
 
 def case_of(spec: AttentionSpec, shape: str, kind: str = "") -> BenchCase:
-    """A layer over a batch, as a case.
+    """The case of a layer and a batch.
 
     Raises:
-        ContractError: the batch does not parse, or the layer has a feature that cases do not have.
+        ContractError: the batch does not parse, or the layer has a feature that cases cannot
+            express.
     """
     fields: dict[str, Any] = {
         "num_heads": spec.num_heads,
@@ -90,17 +92,21 @@ def case_of(spec: AttentionSpec, shape: str, kind: str = "") -> BenchCase:
         "logits_soft_cap": spec.logits_soft_cap,
         "sinks": spec.has_sink,
     }
-    beside = _beyond(spec)
-    if beside:
+    other = _other_fields(spec)
+    if other:
         raise ContractError(
-            f"{kind or 'this layer'} has {', '.join(beside)}, which no case can say: it keeps the shipped tiles and order"
+            f"{kind or 'this layer'} has {', '.join(other)}, which a case cannot express: it keeps "
+            "the shipped "
+            "parameters and ranking"
         )
     name = f"{shape}@{kind or 'spec'}"
     return replace(parse_case(shape), name=name, batch=parse_batch(shape), **fields)
 
 
-def _beyond(spec: AttentionSpec) -> Sequence[str]:
-    """Fields that are not at their defaults and that no case can say; those that change no time do not count."""
+def _other_fields(spec: AttentionSpec) -> Sequence[str]:
+    """Fields with other than default values that a case cannot express, except those that do not
+    affect the time.
+    """
     plain = AttentionSpec(**{name: getattr(spec, name) for name in _KNOWN})
     ignored = {
         "needs_lse",

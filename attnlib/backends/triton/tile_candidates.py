@@ -1,16 +1,17 @@
-"""Which tiles are worth a try: a pure function of the case and of what the chip can hold, the tile of today first.
+"""Candidate tiles of an operation for `attnlib tune`: pure functions of the case and of the limits
+of the chip.
 
-The grid is small on purpose. What it leaves out either cannot fit, or never came near the best where it was tried.
+The grid is small on purpose. Tiles outside it either do not fit the shared memory of a chip, or
+were far from the best one on an H200.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from attnlib.bench.case import BenchCase
 from attnlib.ops.triton.heuristics.hopper_tiles import (
     SHARED_MEMORY,
     DecodeTile,
@@ -33,36 +34,41 @@ from attnlib.ops.triton.heuristics.tiles import (
 )
 from attnlib.ops.triton.hopper.support import DECODE_ROWS, decode_gaps, prefill_gaps
 
-if TYPE_CHECKING:  # it imports triton, and plans are made where there is none
-    from attnlib.ops.triton.heuristics.device import DeviceLimits
+if TYPE_CHECKING:
+    from attnlib.bench.case import BenchCase
+    from attnlib.ops.triton.heuristics.device import DeviceLimits  # imports triton at run time
 
-__all__ = ["Group", "candidates", "group_of", "operations"]
+__all__ = ["TileGroup", "tile_candidates", "tile_group"]
 
 _DECODE = (
-    (64, 3, 4), (64, 2, 4), (32, 3, 4), (128, 2, 4), (32, 2, 2), (32, 4, 4), (64, 4, 4), (128, 3, 4), (64, 3, 8),
-    (128, 2, 8), (32, 2, 4), (16, 4, 4),
+    (64, 3, 4), (64, 2, 4), (32, 3, 4), (128, 2, 4), (32, 2, 2), (32, 4, 4), (64, 4, 4),
+    (128, 3, 4), (64, 3, 8), (128, 2, 8), (32, 2, 4), (16, 4, 4),
 )  # fmt: skip
+"""(block_n, num_stages, num_warps)"""
 _PREFILL = (
-    (128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 4, 3),
-    (128, 32, 8, 3), (128, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 3), (64, 128, 4, 2), (128, 32, 4, 3), (64, 32, 4, 2),
-    (32, 32, 4, 2), (64, 16, 4, 2), (32, 64, 8, 2),
+    (128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 3), (128, 64, 4, 3),
+    (64, 64, 4, 3), (64, 128, 4, 3), (128, 32, 8, 3), (128, 64, 4, 2), (64, 64, 4, 2),
+    (64, 32, 4, 3), (64, 128, 4, 2), (128, 32, 4, 3), (64, 32, 4, 2), (32, 32, 4, 2),
+    (64, 16, 4, 2), (32, 64, 8, 2),
 )  # fmt: skip
+"""(block_m, block_n, num_warps, num_stages)"""
 _HOPPER_DECODE = ((128, 2), (64, 4), (64, 3), (128, 3), (128, 4), (64, 2), (64, 6))
-_FEW = 4
+"""(block_n, stages)"""
 
 
 @dataclass(frozen=True)
-class Group:
-    """Cases that share a tile, as the conditions of a table's entry say it.
+class TileGroup:
+    """Cases that share a tile, described by the conditions of a line in a tile table.
 
     Attributes:
         op: decode, prefill, hopper_prefill or hopper_decode.
-        products, elements: how the chip multiplies, and what.
-        head_size: the wider of the two, as padded.
-        rows: class of rows; the most that are told apart is 128.
-        block_size: N, for the Hopper prefill only.
-        work: class of work, for decodes only.
-        visible: class of windows, for the Hopper prefill only.
+        products: the kind of matrix instruction of the chip (`DeviceLimits.products`).
+        elements: the element format (`Situation.elements`).
+        head_size: the wider of the two head sizes, as padded.
+        rows: query rows per KV head, rounded up to a power of two, at most 128.
+        block_size: N; set for hopper_prefill only.
+        work: class of work in keys per SM; set for decodes only.
+        visible: class of the window; set for hopper_prefill only.
     """
 
     op: str
@@ -74,20 +80,30 @@ class Group:
     work: int | None = None
     visible: tuple[int, int | None] | None = None
 
+    @property
+    def family(self) -> TileGroup:
+        """The group without its class of work."""
+        return dataclasses.replace(self, work=None)
 
-def operations(case: BenchCase, limits: DeviceLimits, wanted: tuple[str, ...]) -> list[str]:
-    """The operations that a case can measure tiles of, among those wanted; mixed batches measure none, they only mix."""
-    if case.kind not in ("prefill", "decode"):
-        return []
-    return [
-        op
-        for op in (case.kind, f"hopper_{case.kind}")
-        if op in wanted and (op == case.kind or _on_hopper(case, limits))
-    ]
+    def conditions(self) -> dict[str, Any]:
+        """The conditions of a table line, without the class of work."""
+        line: dict[str, Any] = {
+            "op": self.op,
+            "products": [self.products],
+            "elements": [self.elements],
+            "head_size": [self.head_size, self.head_size],
+        }
+        if self.op == "hopper_prefill":
+            line["block_size"] = [self.block_size, self.block_size]
+            if self.visible is not None:
+                line["visible"] = list(self.visible)
+        elif self.op != "hopper_decode":
+            line["rows"] = [self.rows, None if self.rows >= 128 else self.rows]
+        return line
 
 
 def _on_hopper(case: BenchCase, limits: DeviceLimits) -> bool:
-    """Whether the chip's own kernel can serve the case."""
+    """True if the Hopper kernel of this kind of batch supports the case."""
     spec, sizes = case.spec, (case.head_size, case.head_size_v or case.head_size)
     layer = (limits.capability, spec.dtype, spec.kv_dtype, sizes, case.block_size, spec.group_size)
     if case.kind == "prefill":
@@ -95,8 +111,15 @@ def _on_hopper(case: BenchCase, limits: DeviceLimits) -> bool:
     return not decode_gaps(*layer, spec.num_kv_heads, limits.num_sms, case.batch.max_query_len)
 
 
-def group_of(case: BenchCase, op: str, limits: DeviceLimits) -> Group:
-    """The group of a case."""
+def tile_group(case: BenchCase, op: str, limits: DeviceLimits) -> TileGroup | None:
+    """The group of a case.
+
+    None if `op` does not serve it. Mixed batches run the two operations and have no tiles.
+    """
+    if case.kind not in ("prefill", "decode") or op.removeprefix("hopper_") != case.kind:
+        return None
+    if op != case.kind and not _on_hopper(case, limits):
+        return None
     sizes = (case.head_size, case.head_size_v or case.head_size)
     spec, rows = (
         case.spec,
@@ -106,7 +129,7 @@ def group_of(case: BenchCase, op: str, limits: DeviceLimits) -> Group:
     elements = "float32" if spec.dtype.itemsize == 4 else stored
     if op == "hopper_prefill":
         width = max(map(padded_width, sizes))
-        return Group(
+        return TileGroup(
             op,
             limits.products,
             elements,
@@ -116,7 +139,7 @@ def group_of(case: BenchCase, op: str, limits: DeviceLimits) -> Group:
             visible=visible_class(_window(case)),
         )
     if op == "hopper_decode":
-        return Group(
+        return TileGroup(
             op,
             limits.products,
             elements,
@@ -127,12 +150,12 @@ def group_of(case: BenchCase, op: str, limits: DeviceLimits) -> Group:
         )
     width = max(sum(split_head_size(size)) for size in sizes)
     if op == "prefill":
-        return Group(op, limits.products, elements, width, rows)
-    return Group(op, limits.products, elements, width, rows, None, _work(case, limits))
+        return TileGroup(op, limits.products, elements, width, rows)
+    return TileGroup(op, limits.products, elements, width, rows, None, _work(case, limits))
 
 
 def _work(case: BenchCase, limits: DeviceLimits) -> int:
-    """The class of work of a decode."""
+    """The class of work of a decode, in keys per SM."""
     spec, batch = case.spec, case.batch
     visible = visible_bound(
         batch.max_query_len, batch.max_seq_len, spec.visible_window.as_kernel_args(), True, 0
@@ -141,31 +164,33 @@ def _work(case: BenchCase, limits: DeviceLimits) -> int:
 
 
 def _window(case: BenchCase) -> int | None:
-    """Keys that one query sees at most by its window; None without one."""
+    """The most keys that the window lets one query see; None without a window."""
     left, right = case.spec.visible_window.as_kernel_args()
     return left + right + 1 if left >= 0 and right >= 0 else None
 
 
-def candidates(
-    case: BenchCase, op: str, limits: DeviceLimits, quick: bool = False
-) -> list[dict[str, Any]]:
-    """Tiles for a case by their numbers: first the one that is chosen today, then others that the chip can hold; a few of them when `quick`."""
+def tile_candidates(case: BenchCase, op: str, limits: DeviceLimits) -> list[dict[str, Any]]:
+    """Distinct tiles for a case: the current choice, then others that fit the shared memory of the
+    chip.
+    """
     sizes = (case.head_size, case.head_size_v or case.head_size)
     if op == "hopper_prefill":
-        return _first(_hopper_prefill(case, sizes, limits), quick)
+        return _distinct(_hopper_prefill(case, sizes, limits))
     if op == "hopper_decode":
-        return _first(_hopper_decode(case, sizes, limits), quick)
+        return _distinct(_hopper_decode(case, sizes, limits))
     element_bytes = (case.spec.dtype.itemsize, case.spec.kv_dtype.itemsize)
     rows = case.batch.max_query_len * case.spec.group_size
     arguments = (*sizes, *element_bytes, rows, limits.shared_memory, limits.products)
     if op == "decode":
-        work = group_of(case, op, limits).work
-        today = choose_decode_tile(
+        work = _work(case, limits)
+        current = choose_decode_tile(
             *arguments, keys_per_sm=work, native_fp8=limits.has_fp8, tuned=limits.tuned
         )
-        others = [Tile(today.block_m, block_n, warps, stages) for block_n, stages, warps in _DECODE]
+        others = [
+            Tile(current.block_m, block_n, warps, stages) for block_n, stages, warps in _DECODE
+        ]
     else:
-        today = choose_prefill_tile(*arguments, native_fp8=limits.has_fp8, tuned=limits.tuned)
+        current = choose_prefill_tile(*arguments, native_fp8=limits.has_fp8, tuned=limits.tuned)
         others = [
             Tile(*numbers) for numbers in _PREFILL if numbers[0] <= max(16, next_power_of_2(rows))
         ]
@@ -174,7 +199,7 @@ def candidates(
         for tile in others
         if shared_bytes(tile, *sizes, *element_bytes, limits.products) <= limits.shared_memory
     )
-    return _first((vars(tile) for tile in (today, *fitting)), quick)
+    return _distinct(vars(tile) for tile in (current, *fitting))
 
 
 def _hopper_decode(
@@ -209,9 +234,7 @@ def _hopper_prefill(
                         max(sizes) <= 128 or block_n <= 64
                     ):
                         yield vars(tile)
-                        if (
-                            max(sizes) <= 64
-                        ):  # a third warpgroup has the registers that smaller accumulators leave
+                        if max(sizes) <= 64:  # small accumulators leave registers for a third one
                             yield vars(
                                 dataclasses.replace(
                                     tile, consumers=3, consumer_registers=160, producer_registers=24
@@ -219,9 +242,9 @@ def _hopper_prefill(
                             )
 
 
-def _first(tiles: Iterator[dict[str, Any]], quick: bool) -> list[dict[str, Any]]:
+def _distinct(tiles: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for tile in tiles:
         if tile not in found:
             found.append(dict(tile))
-    return found[: _FEW + 1] if quick else found
+    return found

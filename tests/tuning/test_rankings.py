@@ -1,4 +1,4 @@
-"""Rankings that come with attnlib: whole, true to the committed result, and for the chip that they were measured on alone."""
+"""Shipped rankings equal the committed result and are used only on the chip of that result."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 
 import attnlib
 from attnlib import tuning
-from attnlib.bench.results import Row, read_document
-from attnlib.cli.tune.backends import _case
+from attnlib.bench.results import Row, case_of_row, read_document
 from attnlib.device import DeviceInfo
 from attnlib.selection.priority import by_priority
 from attnlib.selection.registry import registrations
@@ -29,15 +28,15 @@ NOISE = 1.02
 
 
 @pytest.fixture(autouse=True)
-def _no_table_of_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def _no_user_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("ATTNLIB_TUNING", raising=False)
-    tuning.forget()
+    tuning.clear_cache()
     yield
-    tuning.forget()
+    tuning.clear_cache()
 
 
-def test_the_table_is_what_the_committed_result_says() -> None:
+def test_the_table_equals_the_committed_result() -> None:
     """`python benchmarks/ship_rankings.py benchmarks/results/h200/bench.json` writes it."""
     assert (TABLES / "nvidia-h200.json").read_text(encoding="utf-8") == text_of(
         table_of(read_document(RESULT))
@@ -45,14 +44,16 @@ def test_the_table_is_what_the_committed_result_says() -> None:
 
 
 def test_auto_takes_the_fastest_backend_on_each_row() -> None:
-    """Speed, 6: whichever backends are installed, the first of them in auto's order is the fastest one that was right, or within noise of it."""
+    """Speed rule 6: the first installed backend in auto's order is the fastest correct one, or
+    within noise.
+    """
     rows: dict[str, list[Row]] = {}
     for row in read_document(RESULT).rows:
         if row.status == "ok" and row.us and row.checked:
             rows.setdefault(row.case, []).append(row)
     assert len(rows) >= 30
     for case, members in rows.items():
-        ranking = shipped_ranking(_case(members[0]).spec, H200)
+        ranking = shipped_ranking(case_of_row(members[0]).spec, H200)
         assert ranking is not None, case
         times = {row.backend: float(row.us or 0) for row in members}
         taken = next(
@@ -63,11 +64,11 @@ def test_auto_takes_the_fastest_backend_on_each_row() -> None:
         assert times[taken] <= NOISE * min(times.values()), (case, times, taken)
 
 
-def test_a_model_finds_its_layers_whatever_part_of_its_heads_a_rank_has() -> None:
+def test_rankings_apply_to_every_degree_of_tensor_parallelism() -> None:
     for heads, kv_heads in ((32, 8), (8, 2), (4, 1), (64, 16)):
         ranking = _ranking(LLAMA.replace(num_heads=heads, num_kv_heads=kv_heads), H200)
         assert ranking is not None and ranking.order[0] == "triton"
-        assert "attnlib's own table of the NVIDIA H200" in str(ranking.told("triton"))
+        assert "attnlib's own table of the NVIDIA H200" in str(ranking.message("triton"))
 
 
 @pytest.mark.parametrize(
@@ -81,16 +82,14 @@ def test_a_model_finds_its_layers_whatever_part_of_its_heads_a_rank_has() -> Non
         (LLAMA, DeviceInfo(type="cpu")),
     ],
 )
-def test_what_was_not_measured_keeps_its_priority(
+def test_layers_and_chips_that_were_not_measured_have_no_ranking(
     spec: attnlib.AttentionSpec, device: DeviceInfo
 ) -> None:
-    """Another kind of layer, another chip however alike, a chip that is only named, a CPU."""
+    """Another layer class, another chip of the family, a hypothetical chip, a CPU."""
     assert _ranking(spec, device) is None
 
 
-def test_the_users_own_measurement_comes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_of_the_user_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     relative = {"flash_attn": 1.0, "triton": 1.2}
     line = {
         "layer": tuning.layer_class(LLAMA),
@@ -106,7 +105,7 @@ def test_the_users_own_measurement_comes_first(
                 "schema": 1,
                 "chip": "NVIDIA H200",
                 "provenance": {"mine": "by hand"},
-                "tiles": [],
+                "parameters": {},
                 "backends": [line],
             }
         )
@@ -120,7 +119,7 @@ def test_the_users_own_measurement_comes_first(
     assert _ranking(LLAMA, H200) is None
 
 
-def test_every_line_says_where_it_is_from() -> None:
+def test_every_line_has_its_provenance() -> None:
     assert shipped_rankings("NVIDIA H200")
     for path in TABLES.glob("*.json"):
         data = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The gate: wrong answers get a reason and no time, wherever the error sits."""
+"""The correctness check finds wrong outputs wherever the error is."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attnlib.bench.case import parse_case
-from attnlib.bench.correctness import Gate, choose_rows, contested_rows
-from attnlib.bench.inputs import cold_copies, make_material
+from attnlib.bench.correctness import CorrectnessCheck, contested_rows, sample_rows
+from attnlib.bench.inputs import cold_copies, make_inputs
 from attnlib.bench.suites import known_cases
 from attnlib.testing.layouts import read_slots
 from attnlib.testing.oracle import paged_attention
@@ -22,45 +22,45 @@ CASES = (
 
 
 @pytest.mark.parametrize("text", CASES)
-def test_sampled_rows_are_the_oracles_rows(text: str) -> None:
-    """A row taken alone, with the keys up to its position, is the row of the whole batch (M1, M2, M4)."""
-    material = make_material(parse_case(text), CPU)
-    cache, common = material.caches[0], material.common
+def test_each_row_is_compared_with_the_row_of_the_whole_batch(text: str) -> None:
+    """One query over the keys up to its position equals the row of the whole batch (M1, M2, M4)."""
+    inputs = make_inputs(parse_case(text), CPU)
+    cache, common = inputs.caches[0], inputs.common
     assert common.block_table_tensor is not None
     whole = paged_attention(
-        material.query,
+        inputs.query,
         cache.key_cache,
         cache.value_cache,
         common.block_table_tensor,
         common.query_start_loc,
         common.seq_lens,
-        material.terms,
+        inputs.params,
     ).out
-    gate = Gate(material)
+    check = CorrectnessCheck(inputs)
     rows = range(len(whole))
-    right = gate.judge(whole.to(material.spec.dtype), rows)
+    right = check.output(whole.to(inputs.spec.dtype), rows)
     assert right.passed, right
     for row in rows:
         wrong = whole.clone()
         wrong[row] += 0.2
-        assert not gate.judge(wrong.to(material.spec.dtype), rows).passed, row
+        assert not check.output(wrong.to(inputs.spec.dtype), rows).passed, row
 
 
-def test_rows_that_nobody_wrote_are_seen_everywhere() -> None:
-    material = make_material(parse_case("q300@heads=2/1,d=16,dtype=float32"), CPU)
-    output = torch.zeros_like(material.output)
+def test_unwritten_rows_are_found_outside_the_sample() -> None:
+    inputs = make_inputs(parse_case("q300@heads=2/1,d=16,dtype=float32"), CPU)
+    output = torch.zeros_like(inputs.output)
     output[217, 1, 3] = float("nan")
-    found = Gate(material, most_rows=4).judge(output)
+    found = CorrectnessCheck(inputs, max_rows=4).output(output)
     assert not found.passed and "the first is 217" in str(found)
 
 
-def test_chosen_rows_hold_the_ends() -> None:
+def test_samples_contain_the_ends_of_requests() -> None:
     for query_lens in ([2048], [1] * 256, [1] * 60 + [2048], [4] * 16, [0, 3, 0]):
-        rows, total = choose_rows(query_lens, 64), sum(query_lens)
+        rows, total = sample_rows(query_lens, 64), sum(query_lens)
         assert len(rows) == len(set(rows)) == min(64, total) and {0, total - 1} <= set(rows)
         assert all(0 <= row < total for row in rows)
-    assert choose_rows([2048], 64) == choose_rows([2048], 64)
-    mixed = set(choose_rows([1] * 60 + [2048], 64))
+    assert sample_rows([2048], 64) == sample_rows([2048], 64)
+    mixed = set(sample_rows([1] * 60 + [2048], 64))
     assert 60 in mixed and mixed & set(range(1, 60))
 
 
@@ -72,16 +72,16 @@ def test_contested_rows_are_where_outputs_differ_most() -> None:
     assert contested_rows(one, other, 2) == [7, 2500]
 
 
-def test_the_steps_own_keys_are_in_the_cache_already() -> None:
-    """So that writing them, before, after or between, changes nothing (P7)."""
-    material = make_material(parse_case("2q3s20@heads=2/1,d=16,kv=fp8_e4m3"), CPU)
-    stored = read_slots(material.caches[0].key_cache, material.slots.tolist())
-    assert torch.equal(stored.to(material.key.dtype), material.key) and bool(material.key.any())
+def test_the_cache_already_holds_the_keys_of_the_step() -> None:
+    """Writing them at any time changes nothing (P7)."""
+    inputs = make_inputs(parse_case("2q3s20@heads=2/1,d=16,kv=fp8_e4m3"), CPU)
+    stored = read_slots(inputs.caches[0].key_cache, inputs.slots.tolist())
+    assert torch.equal(stored.to(inputs.key.dtype), inputs.key) and bool(inputs.key.any())
 
 
-def test_blocks_lie_in_random_order() -> None:
-    material = make_material(parse_case("2q1s400@heads=2/1,d=16"), CPU)
-    table = material.common.block_table_tensor
+def test_blocks_are_in_random_order() -> None:
+    inputs = make_inputs(parse_case("2q1s400@heads=2/1,d=16"), CPU)
+    table = inputs.common.block_table_tensor
     assert table is not None
     used = table[:, :25].flatten().tolist()
     assert (
@@ -89,8 +89,8 @@ def test_blocks_lie_in_random_order() -> None:
     )
 
 
-def test_decodes_get_cold_copies() -> None:
-    """The copies together are four times the L2 cache, if memory allows; a prefill needs one."""
+def test_decodes_use_copies_that_exceed_the_l2_cache() -> None:
+    """Four times the L2 cache if memory allows; a prefill uses one copy."""
     cases, mib = known_cases(), 2**20
     small, big = cases["decode-1x1k"], cases["decode-64x8k"]
     assert cold_copies(small, 4 * mib, 50 * mib, 100 * 2**30) == 50

@@ -1,0 +1,210 @@
+"""Measurement of tunable parameters and of backends on one device.
+
+Parameters: each candidate of a `Tuner` computes a case, its output is checked against the oracle,
+and only then is it timed. Backends: rows of `attnlib bench` become one ranking per class of layers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnlib.bench.case import BenchCase
+from attnlib.bench.correctness import CorrectnessCheck
+from attnlib.bench.inputs import CaseInputs, make_inputs
+from attnlib.bench.results import Row, case_of_row
+from attnlib.bench.timer import EagerTimer, GraphTimer, measure_in_turn, warm_up
+from attnlib.tuning import layer_class
+from attnlib.tuning.tuner import Best, Parameters, Tuner
+
+__all__ = ["Trial", "best_parameters", "measure_operation", "rank_rows"]
+
+MARGIN = 0.98
+"""A candidate replaces the current parameters if it takes less than this share of their time.
+
+Two runs of one kernel differ by about as much.
+"""
+QUICK_CANDIDATES = 5
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate on one case.
+
+    Attributes:
+        group: the group of the case, from `Tuner.group`.
+        case: the name of the case.
+        parameters: the candidate.
+        us: time of one call in microseconds; None if the candidate failed or its output is wrong.
+        is_current: True for the parameters that are in use without this measurement.
+        reason: why there is no time.
+    """
+
+    group: Hashable
+    case: str
+    parameters: Parameters
+    us: float | None
+    is_current: bool
+    reason: str = ""
+
+
+@torch.inference_mode()
+def measure_operation(
+    tuner: Tuner,
+    case: BenchCase,
+    operation: str,
+    device: torch.device,
+    *,
+    quick: bool = False,
+    expired: Callable[[], bool] = lambda: False,
+    on_trial: Callable[[Trial], None] = lambda trial: None,
+) -> list[Trial]:
+    """Measure every candidate of an operation on one case, the current parameters first.
+
+    Args:
+        tuner: the backend's tuner.
+        case: a case that `operation` serves.
+        operation: one of `tuner.operations`.
+        device: where to measure.
+        quick: measure five candidates only.
+        expired: stop before the next candidate if this returns True.
+        on_trial: called after each candidate.
+    """
+    inputs = make_inputs(case, device)
+    check, group = CorrectnessCheck(inputs), tuner.group(case, operation)
+    candidates = tuner.candidates(case, operation)
+    trials: list[Trial] = []
+    for number, parameters in enumerate(candidates[:QUICK_CANDIDATES] if quick else candidates):
+        if number and expired():
+            break
+        us, reason = _measure(tuner, operation, parameters, inputs, check)
+        trials.append(Trial(group, case.name, parameters, us, number == 0, reason))
+        on_trial(trials[-1])
+    return trials
+
+
+def _measure(
+    tuner: Tuner,
+    operation: str,
+    parameters: Parameters,
+    inputs: CaseInputs,
+    check: CorrectnessCheck,
+) -> tuple[float | None, str]:
+    """(microseconds, why there are none)."""
+    device = inputs.device
+    try:
+        inputs.output.fill_(float("nan"))
+        with tuner.bind(inputs, operation, parameters) as call:
+            expected = warm_up(call, device)
+            call(0)
+            found = check.output(inputs.output)
+            if not found.passed:
+                return None, f"wrong: {found}"
+            kind = GraphTimer if device.type == "cuda" else EagerTimer
+            timer = kind(call, len(inputs.caches), device, expected)
+            return measure_in_turn({"call": timer}, {"call": expected})["call"].us, ""
+    except Exception as error:  # does not fit the chip or does not compile; others may
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # raises if the device itself is lost
+        first_line = str(error).partition("\n")[0]
+        return None, f"{type(error).__name__}: {first_line}"
+
+
+def best_parameters(trials: Iterable[Trial]) -> dict[Hashable, Best]:
+    """The fastest parameters of each group.
+
+    A candidate counts if it has a time on every case of its group. Its score is the geometric mean
+    of its time divided by that of the current parameters, which stay unless a candidate beats them
+    by `MARGIN`.
+
+    Returns:
+        group -> result. Groups without a time of the current parameters on each case, or without a
+        valid candidate, are left out.
+    """
+    groups: dict[Hashable, list[Trial]] = {}
+    for trial in trials:
+        groups.setdefault(trial.group, []).append(trial)
+    found = {group: _best(members) for group, members in groups.items()}
+    return {group: best for group, best in found.items() if best is not None}
+
+
+def _best(trials: Sequence[Trial]) -> Best | None:
+    current = {trial.case: trial.us for trial in trials if trial.is_current}
+    candidates: dict[str, list[tuple[Trial, float]]] = {}  # with times
+    for trial in trials:
+        if trial.us:
+            key = repr(sorted(trial.parameters.items()))
+            candidates.setdefault(key, []).append((trial, trial.us))
+    complete = [each for each in candidates.values() if {t.case for t, _ in each} == set(current)]
+    before = {case: us for case, us in current.items() if us}
+    if not complete or len(before) < len(current):
+        return None
+
+    def score(timed: Sequence[tuple[Trial, float]]) -> float:
+        return _geometric_mean([us / before[trial.case] for trial, us in timed])
+
+    fastest = min(complete, key=score)
+    if score(fastest) >= MARGIN:
+        fastest = next((each for each in complete if each[0][0].is_current), fastest)
+    times = {
+        trial.case: {"us": round(us, 2), "before_us": round(before[trial.case], 2)}
+        for trial, us in fastest
+    }
+    return Best(dict(fastest[0][0].parameters), times)
+
+
+def rank_rows(rows: Iterable[Row], provenance: str) -> list[dict[str, Any]]:
+    """Rankings for a table from rows of `attnlib bench`, one for each class of layers with at least
+    one time.
+
+    A backend is ranked if it passed the correctness check and was timed on every measured case of
+    the class. Others are left out with the reason and keep the position that their priority gives
+    them.
+    """
+    classes: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.status not in ("not run", "unavailable"):
+            key = json.dumps(layer_class(case_of_row(row).spec))
+            classes.setdefault(key, []).append(row)
+    lines = [_rank(json.loads(key), members, provenance) for key, members in classes.items()]
+    return [line for line in lines if line["ranking"]]
+
+
+def _rank(layer: Mapping[str, Any], rows: Sequence[Row], provenance: str) -> dict[str, Any]:
+    cases = list(dict.fromkeys(row.case for row in rows if row.us))
+    times = {
+        case: {row.backend: row.us for row in rows if row.case == case and row.us and row.checked}
+        for case in cases
+    }
+    left_out: dict[str, str] = {}
+    for row in rows:
+        if row.status != "ok" or not row.us or not row.checked:
+            reason = row.reason or ("no time" if row.checked else "not checked")
+            left_out.setdefault(row.backend, f"{row.status} on {row.case}: {reason}")
+    names = [
+        name
+        for name in dict.fromkeys(row.backend for row in rows)
+        if name not in left_out and all(name in found for found in times.values())
+    ]
+    mean = {name: _geometric_mean([times[case][name] for case in cases]) for name in names}
+    order = sorted(names, key=lambda name: mean[name])
+    return {
+        "layer": layer,
+        "ranking": order,
+        "relative": {name: round(mean[name] / mean[order[0]], 3) for name in order},
+        "microseconds": {
+            case: {name: round(us, 2) for name, us in found.items()}
+            for case, found in times.items()
+        },
+        "left_out": left_out,
+        "provenance": provenance,
+    }
+
+
+def _geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / max(len(values), 1))

@@ -1,0 +1,79 @@
+"""Choice of the best parameters from trials, and rankings from rows of `attnlib bench`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attnlib import tuning
+from attnlib.bench.case import BenchCase, parse_case
+from attnlib.bench.results import Row
+from attnlib.tuning.measure import Trial, best_parameters, rank_rows
+
+
+def _best(times: dict[str, list[float | None]]) -> str | None:
+    """The choice for one group: case -> times of candidates a, b and c; a is current."""
+    trials = [
+        Trial("group", case, {"name": name}, us, name == "a", "" if us else "wrong")
+        for case, values in times.items()
+        for name, us in zip("abc", values, strict=True)
+    ]
+    best = best_parameters(trials)
+    return str(best["group"].parameters["name"]) if best else None
+
+
+def test_the_fastest_candidate_over_all_cases_wins() -> None:
+    assert _best({"x": [10.0, 9.0, 12.0]}) == "b"
+    assert _best({"x": [10.0, 9.0, 7.0], "y": [10.0, 9.0, 12.0]}) == "b"
+
+
+def test_the_current_parameters_stay_unless_they_are_beaten_by_a_margin_on_every_case() -> None:
+    assert _best({"x": [10.0, 9.9, None]}) == "a"
+    assert _best({"x": [10.0, None, 11.0]}) == "a"
+    assert _best({"x": [10.0, 5.0, 11.0], "y": [10.0, None, 9.0]}) == "a"
+
+
+def test_without_a_time_of_the_current_parameters_there_is_no_result() -> None:
+    assert _best({"x": [None, 5.0, 4.0]}) is None
+
+
+def test_groups_are_independent_and_hold_the_times_before_and_after() -> None:
+    trials = [
+        Trial(group, "x", {"name": name}, us, name == "a")
+        for group, values in (("one", (10.0, 5.0)), ("two", (10.0, 20.0)))
+        for name, us in zip("ab", values, strict=True)
+    ]
+    one, two = best_parameters(trials).values()
+    assert one.parameters == {"name": "b"} and two.parameters == {"name": "a"}
+    assert one.measured == {"x": {"us": 5.0, "before_us": 10.0}}
+
+
+def _row(case: BenchCase, backend: str, us: float | None, **changes: Any) -> Row:
+    fields = {
+        "case": case.name,
+        "kind": case.kind,
+        "batch": str(case.batch),
+        "shape": case.shape,
+        "settings": case.to_json(),
+        "backend": backend,
+    }
+    return Row(**{**fields, "status": "ok", "checked": True, "us": us, **changes})
+
+
+def test_backends_are_ranked_by_layer_class_over_all_their_cases() -> None:
+    one, two, other = parse_case("q1s64"), parse_case("8q1s64"), parse_case("q1s64@d=64")
+    rows = [
+        _row(one, "a", 10.0),
+        _row(one, "b", 5.0),
+        _row(two, "a", 10.0),
+        _row(two, "b", 80.0),
+        _row(other, "a", 9.0),
+        _row(other, "b", 3.0),
+        _row(one, "c", None, status="wrong", reason="max error"),
+        _row(two, "c", 1.0),
+        _row(one, "d", 1.0, checked=False),
+    ]
+    first, second = rank_rows(rows, "now")
+    assert first["ranking"] == ["a", "b"] and first["relative"] == {"a": 1.0, "b": 2.0}
+    assert first["left_out"] == {"c": "wrong on q1s64: max error", "d": "ok on q1s64: not checked"}
+    assert second["ranking"] == ["b", "a"] and second["layer"] == tuning.layer_class(other.spec)
+    assert first["microseconds"]["8q1s64"] == {"a": 10.0, "b": 80.0, "c": 1.0}
