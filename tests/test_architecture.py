@@ -1,4 +1,4 @@
-"""Arrows point one way: imports are read from the source and held against the floors of docs/architecture.md."""
+"""Imports go down: each module imports only from its own layer and the layers below it."""
 
 import ast
 from pathlib import Path
@@ -7,13 +7,14 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "attnlib"
 
-FLOORS = (
+LAYERS = (
     ("errors", "env", "device", "compile.objects"),
     ("kv_dtype", "spec", "sizes", "capabilities"),
     ("ops",),
     ("cache", "workspace", "tuning"),
-    ("metadata",),
-    ("backends.base", "backends.builtin", "backends._foreign"),
+    ("metadata", "compat"),
+    ("backends.base", "backends.builtin", "backends.plugins", "backends._foreign"),
+    ("backends.loading",),
     ("backends",),
     ("selection",),
     ("settled", "layer", "compile", "debug.validation", "warmup"),
@@ -21,23 +22,21 @@ FLOORS = (
 )
 
 
-def _floor(module: str) -> int:
-    """Index of the floor of `module` (a dotted name below attnlib); the longest matching room wins."""
+def _layer(module: str) -> int:
+    """Index of the layer of `module` (a dotted name below attnlib); the longest match wins."""
     matches = [
-        (len(room), index)
-        for index, rooms in enumerate(FLOORS)
-        for room in rooms
-        if module == room or module.startswith(f"{room}.")
+        (len(package), index)
+        for index, packages in enumerate(LAYERS)
+        for package in packages
+        if module == package or module.startswith(f"{package}.")
     ]
-    assert matches, (
-        f"attnlib.{module} stands on no floor: put it in FLOORS and in docs/architecture.md"
-    )
+    assert matches, f"attnlib.{module} is in no layer: add it to LAYERS and to docs/architecture.md"
     return max(matches)[1]
 
 
 def _imports(tree: ast.AST) -> set[str]:
-    """Modules below attnlib that a source imports, inside functions too; imports for type checkers only do not count."""
-    hidden = {
+    """Modules below attnlib that a source imports, also inside functions, except under TYPE_CHECKING."""
+    type_checking_only = {
         id(node)
         for block in ast.walk(tree)
         if isinstance(block, ast.If)
@@ -47,7 +46,7 @@ def _imports(tree: ast.AST) -> set[str]:
     }
     found = set()
     for node in ast.walk(tree):
-        if id(node) in hidden:
+        if id(node) in type_checking_only:
             continue
         if (
             isinstance(node, ast.ImportFrom)
@@ -66,14 +65,14 @@ def _imports(tree: ast.AST) -> set[str]:
 
 
 def violations(name: str, source: str) -> list[str]:
-    """What is wrong with the imports of module `name` (dotted, below attnlib)."""
-    wrong = []
+    """Imports of module `name` (dotted, below attnlib) that the layers forbid."""
+    found = []
     for target in sorted(_imports(ast.parse(source))):
         if target == "__version__":
             continue
-        here, there = _floor(name), _floor(target)
+        here, there = _layer(name), _layer(target)
         if there > here:
-            wrong.append(f"{name} imports {target} (floor {here} -> {there})")
+            found.append(f"{name} imports {target} (layer {here} -> {there})")
         mine, other = name.split("."), target.split(".")
         if (
             mine[0] == other[0] == "ops"
@@ -82,24 +81,24 @@ def violations(name: str, source: str) -> list[str]:
             and other[1] in ("torch", "triton")
             and mine[1] != other[1]
         ):
-            wrong.append(f"{name} imports its twin {target}")
+            found.append(f"{name} imports its counterpart {target}")
         siblings = mine[0] == other[0] == "backends" and here == there and mine[1] != "composite"
         if siblings and mine[1] != other[1]:
-            wrong.append(f"{name} imports its sibling {target}")
-    return wrong
+            found.append(f"{name} imports its sibling {target}")
+    return found
 
 
 @pytest.mark.parametrize(
     "path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
 )
-def test_arrows_point_down(path: Path) -> None:
+def test_imports_go_down(path: Path) -> None:
     name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
     if name == "__init__":
-        return  # the face of the package names everything, lazily
+        return  # attnlib/__init__.py imports public names lazily
     assert not violations(name, path.read_text())
 
 
-def test_ops_see_no_spec() -> None:
+def test_ops_import_no_spec() -> None:
     for path in (PACKAGE / "ops").rglob("*.py"):
         assert not {
             m for m in _imports(ast.parse(path.read_text())) if not m.startswith(("ops", "errors"))
@@ -112,12 +111,12 @@ def test_ops_see_no_spec() -> None:
         (
             "backends.triton.impl",
             "from attnlib.selection import explain",
-            "backends.triton.impl imports selection (floor 6 -> 7)",
+            "backends.triton.impl imports selection (layer 7 -> 8)",
         ),
         (
             "cache.table",
             "def f():\n    import attnlib.metadata.common",
-            "cache.table imports metadata.common (floor 3 -> 4)",
+            "cache.table imports metadata.common (layer 3 -> 4)",
         ),
         (
             "backends.torch.impl",
@@ -127,11 +126,11 @@ def test_ops_see_no_spec() -> None:
         (
             "ops.triton.slots",
             "from attnlib.ops.torch.slots import x",
-            "ops.triton.slots imports its twin ops.torch.slots",
+            "ops.triton.slots imports its counterpart ops.torch.slots",
         ),
     ],
 )
-def test_the_check_can_fail(name: str, source: str, message: str) -> None:
+def test_a_forbidden_import_is_found(name: str, source: str, message: str) -> None:
     assert violations(name, source) == [message]
 
 

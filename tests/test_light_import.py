@@ -67,7 +67,7 @@ import attnlib
 from attnlib.backends.triton import TritonBackend
 from attnlib.device import resolve_device
 spec = attnlib.AttentionSpec(num_heads=8, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
-assert "Gluon kernels for SM90" in TritonBackend.explain_lines(spec, resolve_device("sm_90"))[0]
+assert "Hopper kernel" in TritonBackend.explain_lines(spec, resolve_device("sm_90"))[0]
 assert "triton" in str(attnlib.explain(spec, device="sm_90"))
 """
 

@@ -21,7 +21,7 @@ SPEC = attnlib.AttentionSpec(
 
 
 @pytest.fixture(autouse=True)
-def _no_wish(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in env.ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
 
@@ -76,10 +76,10 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
             "Registered: flash_attn, flashinfer, torch, triton",
         ),
     ),
-    "unknown form": (
+    "invalid request": (
         errors.UnknownBackendError,
         lambda: attnlib.get_attn_backend(SPEC, "prefill:torch", "cpu"),
-        ("argument='prefill:torch'", "not understood", "'prefill:NAME,decode:NAME'"),
+        ("argument='prefill:torch'", "is not a valid request", "'prefill:NAME,decode:NAME'"),
     ),
     "not here": (
         errors.BackendUnavailableError,
@@ -88,7 +88,7 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
             "'gone' (from argument)",
             "No module named 'no_such_package'",
             "try: pip install no-such-package",
-            "accept the same spec here: torch",
+            "support this spec here: torch",
         ),
     ),
     "refused": (
@@ -97,14 +97,14 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
         (
             "'limited' (from argument) is unsupported on cpu",
             "kv_cache_layout=HND not supported (supported: NHD)",
-            "accept the same spec here: torch",
+            "support this spec here: torch",
         ),
     ),
     "no candidate": (
         errors.UnsupportedConfigError,
         lambda: attnlib.get_attn_backend(SPEC, device=attnlib.device.DeviceInfo("tpu")),
         (
-            "no backend fits AttentionSpec(",
+            "no backend supports AttentionSpec(",
             "on tpu",
             "torch: device tpu not supported (supported: cpu, cuda",
         ),
@@ -183,7 +183,7 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
     "taken name": (
         errors.RegistrationError,
         lambda: attnlib.register_backend("torch", TorchBackend),
-        ("'torch' is registered already (built in)", "override=True"),
+        ("'torch' is already registered (built in)", "override=True"),
     ),
     "variable": (
         errors.EnvironmentVariableError,

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from attnlib.backends.base import AttentionBackend
+from attnlib.backends.loading import configured
 from attnlib.device import resolve_device
 from attnlib.errors import AttnlibError, ContractError
-from attnlib.selection.availability import availability
-from attnlib.selection.configured import configured
-from attnlib.selection.registry import registrations
+from attnlib.selection.registry import availability, registrations
 from attnlib.testing.backend_under_test import load_backend
 
 __all__ = [

@@ -104,12 +104,10 @@ def _environment() -> dict[str, str]:
 
 
 def _backends() -> list[dict[str, Any]]:
-    from attnlib.cli.subprocess_check import examine_apart
-    from attnlib.selection.registry import registrations
+    from attnlib.cli.subprocess_check import check_in_subprocesses
+    from attnlib.selection.registry import list_backends, registrations
 
-    return examine_apart(
-        sorted(registrations().values(), key=lambda e: (-(e.priority or 0), e.name))
-    )
+    return check_in_subprocesses([registrations()[name] for name in list_backends()])
 
 
 def _show(findings: dict[str, Any]) -> None:

@@ -7,8 +7,7 @@ import json
 from collections.abc import Sequence
 
 from attnlib.device import resolve_device
-from attnlib.selection.availability import availability
-from attnlib.selection.registry import registrations
+from attnlib.selection.registry import availability, list_backends, registrations
 
 __all__ = ["main"]
 
@@ -27,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     device = resolve_device(options.device)
     rows = []
-    for entry in sorted(registrations().values(), key=lambda e: (-(e.priority or 0), e.name)):
+    for entry in (registrations()[name] for name in list_backends()):
         backend, missing = availability(entry, device)
         rows.append(
             {

@@ -19,16 +19,15 @@ from typing import Any
 from attnlib.cli.gluon import gluon_remarks
 from attnlib.cli.smoke_test import smoke_test
 from attnlib.device import resolve_device
-from attnlib.selection.availability import availability
-from attnlib.selection.registry import OWN_ORIGINS, Registration, lookup
+from attnlib.selection.registry import Registration, availability, lookup
 
-__all__ = ["examine", "examine_apart"]
+__all__ = ["check_backend", "check_in_subprocesses"]
 
 TIMEOUT_SECONDS = 300.0
 """A first kernel may have to be compiled (FlashInfer's takes minutes); beyond this something hangs."""
 
 
-def examine(entry: Registration) -> dict[str, Any]:
+def check_backend(entry: Registration) -> dict[str, Any]:
     """Name, whether it works, what was found, and what is worth a remark beside it, in this process."""
     device = resolve_device(None)
     backend, missing = availability(entry, device)
@@ -38,20 +37,20 @@ def examine(entry: Registration) -> dict[str, Any]:
     return {**found, "remarks": gluon_remarks(backend, device) if found["works"] else []}
 
 
-def examine_apart(
+def check_in_subprocesses(
     entries: Sequence[Registration], timeout: float = TIMEOUT_SECONDS
 ) -> list[dict[str, Any]]:
-    """`examine` for each entry, all at once, each in a process of its own. What only this process registered is examined here."""
+    """`check_backend` for each entry, all at once, each in a process of its own. What only this process registered is examined here."""
     children = {
         entry.name: _start(entry.name)
         for entry in entries
-        if entry.origin not in OWN_ORIGINS or entry.origin == "built in"
+        if entry.is_plugin or entry.origin == "built in"
     }
     deadline = time.monotonic() + timeout
     return [
         _collect(entry.name, children[entry.name], deadline, timeout)
         if entry.name in children
-        else examine(entry)
+        else check_backend(entry)
         for entry in entries
     ]
 
@@ -104,7 +103,7 @@ def _main(name: str) -> None:
     entry = lookup(name)
     assert entry is not None, f"no backend {name!r} is registered here"
     print(
-        json.dumps(examine(entry))
+        json.dumps(check_backend(entry))
     )  # the last line: whatever a package prints at import comes before it
 
 

@@ -1,20 +1,18 @@
-"""Choosing a backend, and saying why.
+"""Backend selection: from a spec and a device to a backend class, or a report with all reasons."""
 
-In: a spec and a device. Out: a backend class, or a report that tells what was chosen, what was rejected and every reason. Next: the layer.
-"""
-
-from attnlib.selection.registry import register_backend, unregister_backend
+from attnlib.selection.groups import GroupSelection, select_for_groups
+from attnlib.selection.registry import list_backends, register_backend, unregister_backend
 from attnlib.selection.report import CandidateReport, SelectionReport, SelectionStatus
 from attnlib.selection.selector import (
     explain,
     get_attn_backend,
-    list_backends,
     load_backend,
     use_backend,
 )
 
 __all__ = [
     "CandidateReport",
+    "GroupSelection",
     "SelectionReport",
     "SelectionStatus",
     "explain",
@@ -22,6 +20,7 @@ __all__ = [
     "list_backends",
     "load_backend",
     "register_backend",
+    "select_for_groups",
     "unregister_backend",
     "use_backend",
 ]

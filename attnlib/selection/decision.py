@@ -1,32 +1,159 @@
-"""The decision itself, from facts alone: it imports nothing and looks at nothing, so a test can imagine any machine."""
+"""The decision: which backend fits a request, from the facts that are passed in.
+
+Nothing here imports a backend module or inspects the machine: `probe` does both for the caller, so
+that tests can decide for any hardware.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.composite import make_composite
 from attnlib.device import DeviceInfo
-from attnlib.errors import (
-    AttnlibError,
-    BackendUnavailableError,
-    LayoutMismatchError,
-    UnsupportedConfigError,
-)
-from attnlib.selection.priority import by_priority
+from attnlib.errors import LayoutMismatchError, UnknownBackendError
 from attnlib.selection.registry import Registration
 from attnlib.selection.report import CandidateReport, SelectionReport, SelectionStatus
-from attnlib.selection.request import Request
 from attnlib.spec import AttentionSpec
 from attnlib.tuning import Ranking
 
-__all__ = ["Probe", "refusal", "resolve"]
+__all__ = [
+    "AUTO",
+    "Probe",
+    "Request",
+    "auto_order",
+    "decide",
+    "parse_request",
+    "unknown_backend_error",
+]
 
 Backend = type[AttentionBackend]
 Probe = Callable[[Registration], "tuple[Backend | None, list[str]]"]
+"""Registration -> (its class, or None if it cannot be imported; why it is unavailable)."""
+
+_INTERPRETED_ON_CPU = ("triton",)
+"""Backends that a CPU can only interpret: correct, but thousands of times slower, so auto skips
+them there. They can be selected by name."""
 
 
-def resolve(
+@dataclass(frozen=True)
+class Request:
+    """Which backend the user asks for.
+
+    Attributes:
+        source: where it comes from: "argument", "use_backend", "ATTNLIB_BACKEND" or "default".
+        prefill, decode: names of the requested backends; both None for auto.
+        excluded: names that auto must skip, without importing them.
+    """
+
+    source: str
+    prefill: str | None = None
+    decode: str | None = None
+    excluded: frozenset[str] = frozenset()
+
+    @property
+    def is_auto(self) -> bool:
+        """True if no backend is requested."""
+        return self.prefill is None
+
+    @property
+    def is_composite(self) -> bool:
+        """True if the two phases name different backends."""
+        return self.prefill != self.decode
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the requested backends, the pair's own name first; empty for auto."""
+        return () if self.is_auto else (self.text, str(self.prefill), str(self.decode))
+
+    @property
+    def text(self) -> str:
+        """The request in the syntax of ATTNLIB_BACKEND."""
+        if self.is_auto:
+            return ",".join(["auto", *(f"-{name}" for name in sorted(self.excluded))])
+        return (
+            f"prefill:{self.prefill},decode:{self.decode}"
+            if self.is_composite
+            else str(self.prefill)
+        )
+
+
+AUTO = Request("default")
+
+
+def parse_request(text: str, source: str, known: Iterable[str]) -> Request:
+    """Parse `NAME`, `auto`, `prefill:NAME,decode:NAME`, or `-NAME[,-NAME]`.
+
+    Raises:
+        UnknownBackendError: a name that is not registered, or another syntax.
+    """
+    names, phases, excluded, plain = set(known), {}, set(), []
+    for part in (item.strip().lower() for item in text.split(",")):
+        if not part or part == "auto":
+            continue
+        phase, colon, rest = part.partition(":")
+        name = rest.strip() if colon and phase in ("prefill", "decode") else part.removeprefix("-")
+        if name not in names:
+            raise unknown_backend_error(name, text, source, names)
+        if part.startswith("-"):
+            excluded.add(name)
+        elif name != part:
+            phases[phase] = name
+        else:
+            plain.append(name)
+    if (
+        len(plain) > 1
+        or (plain and (phases or excluded))
+        or (phases and (excluded or len(phases) != 2))
+    ):
+        raise UnknownBackendError(
+            f"{source}={text!r} is not a valid request: give one name, "
+            f"'prefill:NAME,decode:NAME', or '-NAME' for each backend that auto must skip"
+        )
+    if plain:
+        return Request(source, plain[0], plain[0])
+    return Request(source, phases.get("prefill"), phases.get("decode"), frozenset(excluded))
+
+
+def unknown_backend_error(
+    name: str, text: str, source: str, known: Iterable[str]
+) -> UnknownBackendError:
+    """The error for a name that is not registered, with the most similar one."""
+    names = sorted(known)
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    return UnknownBackendError(
+        f"unknown attention backend {name!r} (from {source}={text!r}).{hint} "
+        f"Registered: {', '.join(names)}."
+    )
+
+
+def auto_order(
+    entries: Iterable[Registration], device: DeviceInfo, measured: Sequence[str] = ()
+) -> list[Registration]:
+    """Backends that auto considers on `device`, best first; equal priorities by name.
+
+    Args:
+        entries: all known backends.
+        device: facts about the device.
+        measured: names in the order of a tuning table. These backends exchange places among
+            themselves; a backend that was not measured keeps the place of its priority.
+    """
+    candidates = [
+        entry
+        for entry in entries
+        if entry.priority is not None
+        and not (device.type == "cpu" and entry.name in _INTERPRETED_ON_CPU)
+    ]
+    ordered = sorted(candidates, key=lambda entry: (-(entry.priority or 0), entry.name))
+    by_name = {entry.name: entry for entry in ordered}
+    ranked = iter([by_name[name] for name in measured if name in by_name])
+    return [next(ranked) if entry.name in measured else entry for entry in ordered]
+
+
+def decide(
     spec: AttentionSpec,
     device: DeviceInfo,
     entries: Sequence[Registration],
@@ -34,149 +161,109 @@ def resolve(
     probe: Probe,
     ranking: Ranking | None = None,
 ) -> SelectionReport:
-    """The decision.
+    """Choose a backend and report on every candidate.
 
     Args:
         spec: what the layer needs.
         device: facts about the device.
         entries: all known backends.
-        request: what the user asked for.
-        probe: entry -> (its class or None, why it is not available); never called for an excluded one.
-        ranking: the order of backends that was measured on this chip for such layers, where somebody has.
+        request: what the user asks for.
+        probe: loads a backend and checks its availability; not called for excluded backends.
+        ranking: the measured order of backends for this kind of layer, if there is one.
     """
-    auto_order = by_priority(entries, device, ranking.order if ranking else ())
-    rest = sorted((entry for entry in entries if entry not in auto_order), key=lambda e: e.name)
+    order = auto_order(entries, device, ranking.order if ranking else ())
+    rest = sorted((entry for entry in entries if entry not in order), key=lambda e: e.name)
     candidates: list[CandidateReport] = []
     accepted: dict[str, Backend] = {}
-    for entry in (*auto_order, *rest):
+    for entry in (*order, *rest):
         if entry.name in request.excluded:
-            candidates.append(
-                CandidateReport(
-                    entry.name, SelectionStatus.EXCLUDED, (f"taken out by {request.source}",)
-                )
-            )
+            reason = f"excluded by {request.source}"
+            candidates.append(CandidateReport(entry.name, SelectionStatus.EXCLUDED, (reason,)))
             continue
-        backend, missing = probe(entry)
-        told = None if entry in auto_order else "only by name"
-        candidates.append(
-            _judge(
-                spec,
-                device,
-                entry,
-                backend,
-                missing,
-                told or (ranking.message(entry.name) if ranking else None),
-            )
-        )
-        if backend is not None and candidates[-1].status is SelectionStatus.ACCEPTED:
+        backend, unavailable_reasons = probe(entry)
+        candidate = _evaluate(spec, device, entry.name, backend, unavailable_reasons)
+        candidates.append(candidate)
+        if backend is not None and candidate.status is SelectionStatus.ACCEPTED:
             accepted[entry.name] = backend
     chosen = None
     if request.is_auto:
-        chosen = next((entry.name for entry in auto_order if entry.name in accepted), None)
+        chosen = next((entry.name for entry in order if entry.name in accepted), None)
     elif {request.prefill, request.decode} <= accepted.keys():
         chosen = request.text
         if request.is_composite:
-            pair = _judge_pair(spec, device, request, accepted)
+            pair = _evaluate_pair(spec, device, request, accepted)
             candidates.insert(0, pair)
             chosen = chosen if pair.status is SelectionStatus.ACCEPTED else None
+    in_order = {entry.name for entry in order}
     return SelectionReport(
         chosen,
         "auto" if request.is_auto else request.source,
         str(device),
-        tuple(_with_rank(c, chosen) for c in candidates),
+        tuple(_with_reason(c, chosen, request, ranking, c.name in in_order) for c in candidates),
     )
 
 
-def _judge(
+def _evaluate(
     spec: AttentionSpec,
     device: DeviceInfo,
-    entry: Registration,
+    name: str,
     backend: Backend | None,
-    missing: list[str],
-    rank: str | None,
+    unavailable_reasons: Sequence[str] = (),
 ) -> CandidateReport:
-    if backend is None or missing:
-        return CandidateReport(entry.name, SelectionStatus.UNAVAILABLE, tuple(missing))
-    reasons = _reasons(backend, spec, device)
-    if reasons:
-        return CandidateReport(entry.name, SelectionStatus.UNSUPPORTED, reasons)
-    notes = [*([rank] if rank else []), *_notes(backend, spec, device)]
-    if backend.capabilities.needs_finite_cache:
-        notes.append("needs a cache without NaN or Inf in unused slots")
-    return CandidateReport(entry.name, SelectionStatus.ACCEPTED, tuple(notes))
-
-
-def _notes(backend: Backend, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
+    if backend is None or unavailable_reasons:
+        return CandidateReport(name, SelectionStatus.UNAVAILABLE, tuple(unavailable_reasons))
     try:
-        return backend.explain_lines(spec, device)
-    except Exception as error:  # a remark must not cost the choice
-        return [f"its own notes failed: {type(error).__name__}: {error}"]
+        reasons = tuple(backend.validate_configuration(spec, device))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a faulty backend must not prevent the choice of another one
+        reasons = (f"its validate_configuration raised {type(error).__name__}: {error}",)
+    if reasons:
+        return CandidateReport(name, SelectionStatus.UNSUPPORTED, reasons)
+    lines = _explain_lines(backend, spec, device)
+    return CandidateReport(name, SelectionStatus.ACCEPTED, explain_lines=lines)
 
 
-def _judge_pair(
+def _explain_lines(backend: Backend, spec: AttentionSpec, device: DeviceInfo) -> tuple[str, ...]:
+    try:
+        lines = list(backend.explain_lines(spec, device))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # missing information must not prevent the choice
+        lines = [f"its explain_lines raised {type(error).__name__}: {error}"]
+    if backend.capabilities.needs_finite_cache:
+        lines.append("requires a cache without NaN or Inf in unused slots")
+    return tuple(lines)
+
+
+def _evaluate_pair(
     spec: AttentionSpec, device: DeviceInfo, request: Request, accepted: dict[str, Backend]
 ) -> CandidateReport:
-    """Two backends that each fit may still not fit together: no common layout, or no second phase at all."""
+    """Two accepted backends may not fit together: no common layout, or no decode phase."""
     try:
         pair = make_composite(accepted[str(request.prefill)], accepted[str(request.decode)])
     except LayoutMismatchError as error:
         return CandidateReport(request.text, SelectionStatus.UNSUPPORTED, (str(error),))
-    reasons = _reasons(pair, spec, device)
-    return CandidateReport(
-        request.text, SelectionStatus.UNSUPPORTED if reasons else SelectionStatus.ACCEPTED, reasons
-    )
+    return _evaluate(spec, device, request.text, pair)
 
 
-def _reasons(backend: Backend, spec: AttentionSpec, device: DeviceInfo) -> tuple[str, ...]:
-    try:
-        return tuple(backend.validate_configuration(spec, device))
-    except (
-        Exception
-    ) as error:  # one backend's mistake must not take the choice away from the others
-        return (f"its own validate_configuration failed: {type(error).__name__}: {error}",)
-
-
-def _with_rank(candidate: CandidateReport, chosen: str | None) -> CandidateReport:
-    if (
-        candidate.status is not SelectionStatus.ACCEPTED
-        or candidate.name == chosen
-        or candidate.reasons
-        or not chosen
-        or ":" in chosen
-    ):
+def _with_reason(
+    candidate: CandidateReport,
+    chosen: str | None,
+    request: Request,
+    ranking: Ranking | None,
+    in_order: bool,
+) -> CandidateReport:
+    """Add to an accepted candidate why it was chosen or not."""
+    if candidate.status is not SelectionStatus.ACCEPTED:
         return candidate
-    return CandidateReport(candidate.name, candidate.status, ("lower priority",))
-
-
-def refusal(
-    spec: AttentionSpec, request: Request, report: SelectionReport, facts: Callable[[str], str]
-) -> AttnlibError:
-    """The error for a report without a choice: all reasons, and who would accept the same spec.
-
-    Args:
-        spec, request, report: what was asked for and what came of it.
-        facts: name -> what its availability depends on here, for a backend that is not available (I3).
-    """
-    if request.is_auto:
-        table = "\n".join(f"  {c.name}: {'; '.join(c.reasons)}" for c in report.candidates)
-        every = [reason for c in report.candidates for reason in c.reasons]
-        return UnsupportedConfigError(
-            f"no backend fits {spec} on {report.device}:\n{table}", backend="auto", reasons=every
-        )
-    wanted = (request.text, request.prefill, request.decode)
-    bad = next(
-        c
-        for c in report.candidates
-        if c.name in wanted and c.status is not SelectionStatus.ACCEPTED
+    measured = ranking.message(candidate.name) if ranking and request.is_auto else None
+    if candidate.name == chosen:
+        reason = measured or ""
+    elif not request.is_auto:
+        reason = "part of the requested pair" if candidate.name in request.names else ""
+    else:
+        reason = measured or ("lower priority" if in_order else "selected only by name")
+    return CandidateReport(
+        candidate.name, candidate.status, (reason,) if reason else (), candidate.explain_lines
     )
-    others = [c.name for c in report.candidates if c.status is SelectionStatus.ACCEPTED]
-    instead = (
-        f"Backends that accept the same spec here: {', '.join(others)}."
-        if others
-        else "No other backend accepts this spec here either."
-    )
-    message = f"backend {bad.name!r} (from {request.source}) is {bad.status.value} on {report.device}: {'; '.join(bad.reasons)}. {instead}"
-    if bad.status is SelectionStatus.UNAVAILABLE:
-        known = any("cxx11 ABI" in reason for reason in bad.reasons)
-        return BackendUnavailableError(message if known else f"{message} {facts(bad.name)}")
-    return UnsupportedConfigError(message, backend=bad.name, reasons=bad.reasons)

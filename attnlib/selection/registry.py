@@ -1,54 +1,52 @@
-"""Who can be chosen: the built-in table, whatever is registered, and whatever installed packages offer. Open, keyed by name, imported late.
+"""The registry of backends: built-in ones, registered ones, and those of installed packages.
 
-Nothing is imported until somebody asks for it. A plugin that is broken is one warning with its name; the others never notice.
+A backend's module is imported when the backend is first probed or loaded, not when it is listed. A
+broken plug-in causes one warning with its name and does not affect other backends.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar, overload
 
 from attnlib import env
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.builtin import BUILTIN_BACKENDS
+from attnlib.backends.loading import check_backend_interface, configured, import_backend
+from attnlib.backends.plugins import PluginBackend, find_plugins
+from attnlib.device import DeviceInfo
 from attnlib.errors import RegistrationError
-from attnlib.selection.configured import configured
-from attnlib.selection.inspection import check_backend_class, check_backend_parts
 
 __all__ = [
-    "ENTRY_POINT_GROUP",
-    "OWN_ORIGINS",
     "Registration",
+    "availability",
     "generation",
+    "import_reason",
+    "list_backends",
     "lookup",
     "register_backend",
     "registrations",
     "unregister_backend",
 ]
 
-ENTRY_POINT_GROUP = "attnlib.backends"
-OWN_ORIGINS = ("built in", "registered", "argument")
-"""Origins of backends that this process named itself; any other origin is an installed package."""
-
 Backend = type[AttentionBackend]
 B = TypeVar("B", bound=Backend)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Registration:
-    """One name and what stands behind it.
+    """One name in the registry. Compared by identity, so that it can be the key of a cache.
 
     Attributes:
         name: in lower case.
-        target: a class, or a "module:Class" path that is imported when somebody asks.
-        priority: higher is tried first by auto; None keeps it out of auto.
-        install_hint: the command that brings what it needs.
-        config: settings that reach builder and impl.
-        origin: one of `OWN_ORIGINS`, or the distribution that offers it.
+        target: a class, or a "module:Class" path that is imported on first use.
+        priority: auto tries higher ones first; None: auto never selects it.
+        install_hint: the command that installs what it needs; "" if there is none.
+        config: settings passed to its builder and every impl.
+        origin: "built in", "registered", "argument", or the distribution that provides it.
     """
 
     name: str
@@ -58,39 +56,93 @@ class Registration:
     config: Mapping[str, Any] = field(default_factory=dict)
     origin: str = "built in"
 
+    @property
+    def is_plugin(self) -> bool:
+        """True if an installed package provides it through an entry point."""
+        return self.origin not in ("built in", "registered", "argument")
+
     def load(self) -> Backend:
-        """The class, imported now if need be, with its config bound.
+        """The class with its config bound; imports it if necessary.
 
         Raises:
-            Exception: whatever importing it raises; selection turns that into a reason.
+            BaseException: whatever importing the module raises.
         """
         found = import_backend(self.target) if isinstance(self.target, str) else self.target
         return configured(found, self.config)
 
 
-_registered: dict[str, Registration] = {
-    line.name: Registration(line.name, line.path, line.priority, line.install_hint)
-    for line in BUILTIN_BACKENDS.values()
-}
+def _built_in(name: str) -> Registration:
+    backend = BUILTIN_BACKENDS[name]
+    return Registration(backend.name, backend.path, backend.priority, backend.install_hint)
+
+
+# Guards the variables below: threads may select their first backend at the same time.
+_lock = threading.RLock()
+_registered: dict[str, Registration] = {name: _built_in(name) for name in BUILTIN_BACKENDS}
 _generation = 0
 _plugins_read = False
+_warned: set[tuple[str, str]] = set()
 
 
 def generation() -> int:
-    """A number that changes whenever a name does: part of every selection cache's key."""
+    """A number that changes whenever the registry does; part of the key of selection caches."""
     return _generation
 
 
 def registrations() -> dict[str, Registration]:
-    """Every known backend by name, those of installed packages included."""
-    if not _plugins_read and env.read("ATTNLIB_PLUGINS"):
-        _read_plugins()
-    return dict(_registered)
+    """All backends by name, including plug-ins unless ATTNLIB_PLUGINS=0."""
+    global _plugins_read
+    with _lock:
+        if not _plugins_read and env.read("ATTNLIB_PLUGINS"):
+            try:
+                for plugin in find_plugins():
+                    _add_plugin(plugin)
+            finally:
+                _plugins_read = True
+        return dict(_registered)
+
+
+def list_backends() -> list[str]:
+    """Names of all backends in order of priority, including those of installed packages."""
+    entries = sorted(registrations().values(), key=lambda e: (-(e.priority or 0), e.name))
+    return [entry.name for entry in entries]
 
 
 def lookup(name: str) -> Registration | None:
     """The registration of a name in any case, or None."""
     return registrations().get(name.strip().lower())
+
+
+def availability(entry: Registration, device: DeviceInfo) -> tuple[Backend | None, list[str]]:
+    """Import a backend and ask whether it can run on `device`. Never raises.
+
+    Importing another package may raise anything, including SystemExit. It becomes a reason with the
+    original error. For a plug-in it also causes one warning: users may never read the reasons.
+
+    Returns:
+        The class, or None if it cannot be imported, and all reasons why it cannot run here.
+    """
+    backend = None
+    try:
+        backend = entry.load()
+        return backend, device.unavailable_reasons or list(backend.unavailable(device))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        reason = import_reason(error, entry)
+        if entry.is_plugin and (entry.name, entry.origin) not in _warned:
+            _warned.add((entry.name, entry.origin))
+            warnings.warn(
+                f"backend {entry.name!r} of package {entry.origin} is ignored: {reason}",
+                stacklevel=2,
+            )
+        return backend, [reason]
+
+
+def import_reason(error: BaseException, entry: Registration) -> str:
+    """The original error as a reason, with the command that may help."""
+    text = f"{type(error).__name__}: {error}"
+    return f"{text}; try: {entry.install_hint}" if entry.install_hint else text
 
 
 @overload
@@ -126,145 +178,107 @@ def register_backend(
     install_hint: str = "",
     override: bool = False,
 ) -> Callable[[B], B] | None:
-    """Make a backend available by name, beside the others.
+    """Make a backend available by name.
 
     Args:
-        name: letters, digits, `_`, `-` or `.`; the case does not matter.
-        backend: a class, a "module:Class" path (imported when first asked for), or None to use the call as a class decorator.
-        priority: where auto tries it (triton has 300, torch 100); None keeps it out of auto: it is used when it is named.
-        config: settings of this backend; they reach its builder and every impl. To name one class twice with two configs is fine.
-        install_hint: the command to show when it cannot be imported.
-        override: replace a backend of that name.
+        name: letters, digits, `_`, `-` and `.`, in any case.
+        backend: a class, a "module:Class" path (imported on first use), or None to use the call as
+            a class decorator.
+        priority: auto tries higher priorities first (triton has 300, torch 100). None: the backend
+            is used only if it is selected by name.
+        config: settings passed to its builder and every impl. One class may be registered under
+            several names with different settings.
+        install_hint: the command to show if the backend cannot be imported.
+        override: replace a registered backend of the same name.
 
     Raises:
-        RegistrationError: a bad or taken name, or a class that does not fit the interface; the message shows what is missing.
+        RegistrationError: the name is invalid or taken, or the class does not fit the interface.
     """
+
+    def register(target: str | Backend) -> None:
+        entry = Registration(
+            name.strip().lower(), target, priority, install_hint, dict(config or {}), "registered"
+        )
+        _add(entry, override)
+
+    def decorate(cls: B) -> B:
+        register(cls)
+        return cls
+
     if backend is None:
-
-        def decorate(cls: B) -> B:
-            _put(name, cls, priority, config, install_hint, override)
-            return cls
-
         return decorate
-    _put(name, backend, priority, config, install_hint, override)
+    register(backend)
     return None
 
 
 def unregister_backend(name: str) -> None:
-    """Forget a registered backend; a built-in one that it had replaced comes back.
+    """Remove a registered backend. A built-in backend that it replaced becomes available again.
 
     Raises:
-        RegistrationError: nobody registered that name.
+        RegistrationError: the name is not registered, or is a built-in backend.
     """
     global _generation
     key = name.strip().lower()
-    known = registrations().get(key)
-    if known is None or known.origin == "built in":
-        why = (
-            "is built in; `-name` in ATTNLIB_BACKEND keeps it out of auto"
-            if known
-            else "is not registered"
-        )
-        raise RegistrationError(f"cannot unregister {name!r}: it {why}")
-    del _registered[key]
-    if key in BUILTIN_BACKENDS:
-        line = BUILTIN_BACKENDS[key]
-        _registered[key] = Registration(line.name, line.path, line.priority, line.install_hint)
-    _generation += 1
-
-
-def import_backend(path: str) -> Backend:
-    """The class at "module:Class" (dots reach nested classes).
-
-    Raises:
-        RegistrationError: the path has another form, or leads to something that is no backend.
-    """
-    module, colon, qualified = path.partition(":")
-    if not colon or not module or not qualified:
-        raise RegistrationError(
-            f"{path!r} is no path to a backend; write it as 'package.module:Class'"
-        )
-    found: Any = import_module(module)
-    for part in qualified.split("."):
-        found = getattr(found, part)
-    check_backend_class(found, path)
-    backend: Backend = found
-    return backend
-
-
-def _put(
-    name: str,
-    backend: str | Backend,
-    priority: int | None,
-    config: Mapping[str, Any] | None,
-    install_hint: str,
-    override: bool,
-) -> None:
-    global _generation
-    key = name.strip().lower()
-    if not _is_name(key):
-        raise RegistrationError(
-            f"{name!r} is no name for a backend: use letters, digits, '_', '-' and '.', and not 'auto'"
-        )
-    known = registrations().get(key)
-    if known is not None and not override:
-        raise RegistrationError(
-            f"backend {key!r} is registered already ({known.origin}): choose another name, or pass override=True to replace it"
-        )
-    if isinstance(backend, str):
-        if ":" not in backend:
-            raise RegistrationError(
-                f"{backend!r} is no path to a backend; write it as 'package.module:Class'"
+    with _lock:
+        known = registrations().get(key)
+        if known is None or known.origin == "built in":
+            why = (
+                "is built in; ATTNLIB_BACKEND=-NAME excludes a backend from auto"
+                if known
+                else "is not registered"
             )
-    else:
-        check_backend_parts(backend, key)
-    _registered[key] = Registration(
-        key, backend, priority, install_hint, dict(config or {}), "registered"
-    )
-    _generation += 1
+            raise RegistrationError(f"cannot unregister {name!r}: it {why}")
+        del _registered[key]
+        if key in BUILTIN_BACKENDS:
+            _registered[key] = _built_in(key)
+        _generation += 1
 
 
-def _is_name(key: str) -> bool:
-    return (
-        key.replace("_", "").replace("-", "").replace(".", "").isalnum()
-        and key != "auto"
-        and not key.startswith("-")
-    )
-
-
-def _read_plugins() -> None:
-    global _plugins_read
-    _plugins_read = True
-    try:
-        points = list(entry_points(group=ENTRY_POINT_GROUP))
-    except Exception as error:  # the metadata of any installed package may be damaged
-        warnings.warn(
-            f"backends of installed packages cannot be listed: {type(error).__name__}: {error}",
-            stacklevel=2,
-        )
-        return
-    for point in points:
-        _add_plugin(point)
-
-
-def _add_plugin(point: EntryPoint) -> None:
-    """Take what a package offers; what cannot be taken is one warning with both names."""
+def _add(entry: Registration, override: bool) -> None:
     global _generation
-    key, offered = (
-        point.name.strip().lower(),
-        point.dist.name if point.dist else "an unknown package",
-    )
-    known = _registered.get(key)
-    if not _is_name(key) or ":" not in point.value:
+    if not _is_valid_name(entry.name):
+        raise RegistrationError(
+            f"{entry.name!r} is not a valid backend name: use letters, digits, '_', '-' and '.'; "
+            f"'auto' is reserved"
+        )
+    if not isinstance(entry.target, str):
+        check_backend_interface(entry.target, entry.name)
+    elif ":" not in entry.target:
+        raise RegistrationError(
+            f"{entry.target!r} is not a path to a backend; write it as 'package.module:Class'"
+        )
+    with _lock:
+        known = registrations().get(entry.name)
+        if known is not None and not override:
+            raise RegistrationError(
+                f"backend {entry.name!r} is already registered ({known.origin}): choose another "
+                f"name, or pass override=True to replace it"
+            )
+        _registered[entry.name] = entry
+        _generation += 1
+
+
+def _is_valid_name(key: str) -> bool:
+    letters = key.replace("_", "").replace("-", "").replace(".", "")
+    return letters.isalnum() and key != "auto" and not key.startswith("-")
+
+
+def _add_plugin(plugin: PluginBackend) -> None:
+    """Add the backend of an entry point; warn if its name or path is invalid or taken."""
+    global _generation
+    known = _registered.get(plugin.name)
+    if not _is_valid_name(plugin.name) or ":" not in plugin.path:
         warnings.warn(
-            f"backend {point.name!r} = {point.value!r} offered by {offered} is ignored: it needs a name and 'module:Class'",
+            f"backend {plugin.name!r} = {plugin.path!r} of package {plugin.package} is ignored: "
+            f"an entry point needs a valid name and a 'module:Class' path",
             stacklevel=4,
         )
     elif known is None:
-        _registered[key] = Registration(key, point.value, origin=offered)
+        _registered[plugin.name] = Registration(plugin.name, plugin.path, origin=plugin.package)
         _generation += 1
-    elif known.target != point.value:
+    elif known.target != plugin.path:
         warnings.warn(
-            f"backend {key!r} offered by {offered} is ignored: the name is taken ({known.origin})",
+            f"backend {plugin.name!r} of package {plugin.package} is ignored: the name is already "
+            f"registered ({known.origin})",
             stacklevel=4,
         )

@@ -1,50 +1,63 @@
-"""The decision as data: what was chosen, what was not, and every reason."""
+"""The result of a selection as data: what was chosen, what was not, and every reason."""
 
 from __future__ import annotations
 
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-__all__ = ["CandidateReport", "SelectionReport", "SelectionStatus"]
+from attnlib.errors import AttnlibError, BackendUnavailableError, UnsupportedConfigError
+from attnlib.spec import AttentionSpec
+
+__all__ = ["CandidateReport", "SelectionReport", "SelectionStatus", "selection_error"]
+
+_WIDTH = 90
+"""Columns of the printed report; the pages of the documentation show lines of this length."""
 
 
 class SelectionStatus(str, Enum):
-    """What became of a candidate."""
+    """What selection found out about one backend."""
 
     ACCEPTED = "accepted"
+    """It is available and supports the layer."""
     UNSUPPORTED = "unsupported"
-    """It is here, and refuses the spec or the device."""
+    """It is available, but does not support the layer or the device."""
     UNAVAILABLE = "unavailable"
-    """Its package, compiler or driver is missing."""
+    """Its package, compiler or driver is missing or broken."""
     EXCLUDED = "excluded"
-    """The user took it out of auto; it was not even imported."""
+    """The user excluded it from auto; it was not imported."""
 
 
 @dataclass(frozen=True)
 class CandidateReport:
-    """One backend and what became of it.
+    """One backend in a `SelectionReport`.
 
     Attributes:
         name: its name.
-        status: what became of it.
-        reasons: why not, all of them; for an accepted one, what speaks of it (lower priority, needs a finite cache).
+        status: what selection found out about it.
+        reasons: all reasons why it was not chosen; for the chosen one, why it was, if that is more
+            than its priority.
+        explain_lines: for an accepted backend, the kernels that it runs, and its requirements.
     """
 
     name: str
     status: SelectionStatus
     reasons: tuple[str, ...] = ()
+    explain_lines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class SelectionReport:
-    """A whole decision.
+    """The result of one selection.
 
     Attributes:
-        chosen: name of the chosen backend, or None when no candidate fits.
-        source: who decided: "argument", "use_backend", "ATTNLIB_BACKEND" or "auto".
-        device: the device it was decided for.
-        candidates: every backend that was looked at, in the order of priority.
+        chosen: name of the chosen backend, or None if no candidate fits.
+        source: where the choice came from: "argument", "use_backend", "ATTNLIB_BACKEND" or "auto".
+        device: the device it was made for.
+        candidates: every backend that was considered, in the order of auto.
     """
 
     chosen: str | None
@@ -52,8 +65,13 @@ class SelectionReport:
     device: str
     candidates: tuple[CandidateReport, ...]
 
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """Names of the accepted candidates."""
+        return tuple(c.name for c in self.candidates if c.status is SelectionStatus.ACCEPTED)
+
     def reasons(self) -> dict[str, list[str]]:
-        """Backend -> why it was not accepted; empty for those that were."""
+        """Backend name -> why it was not accepted; empty for accepted ones."""
         return {
             c.name: [] if c.status is SelectionStatus.ACCEPTED else list(c.reasons)
             for c in self.candidates
@@ -63,19 +81,89 @@ class SelectionReport:
         """Plain data, for JSON."""
         return asdict(self)
 
+    def one_line(self) -> str:
+        """The choice and the reasons against other candidates, for the log."""
+        others = [
+            f"{c.name}: {c.status.value} ({', '.join(c.reasons)})"
+            for c in self.candidates
+            if c.name != self.chosen and c.reasons
+        ]
+        return f"chose {self.chosen} on {self.device}" + (
+            f" [{'; '.join(others)}]" if others else ""
+        )
+
     def __str__(self) -> str:
         how = (
-            "auto; backend= or ATTNLIB_BACKEND=<name> insists and never falls back"
+            "auto; ATTNLIB_BACKEND overrides"
             if self.source == "auto"
-            else f"insisted on by {self.source}"
+            else f"requested by {self.source}"
         )
+        lines = [f"attnlib chose {self.chosen or 'no backend'} on {self.device} [{how}]"]
         width = max((len(c.name) for c in self.candidates), default=0)
-        lines = [
-            f"attnlib chose {self.chosen or 'nothing':<{max(width - 12, 4)}} on {self.device}  ({how})"
-        ]
         for candidate in self.candidates:
-            head = f"  {candidate.name:<{width}}  {candidate.status.value:<11}"
-            for index, reason in enumerate(candidate.reasons or ("",)):
-                begin = head.rstrip() if index == 0 else " " * len(head.rstrip())
-                lines.append(begin + (f"  {reason}" if reason else ""))
+            chosen = candidate.name == self.chosen
+            status = "chosen" if chosen else candidate.status.value
+            texts = (*(candidate.explain_lines if chosen else ()), *candidate.reasons)
+            lines += _row(f"  {candidate.name:<{width}}  {status:<11}  ", texts)
         return "\n".join(lines)
+
+
+def _row(head: str, texts: Iterable[str]) -> list[str]:
+    """A row of the table: every text starts in the column after `head` and is wrapped there."""
+    lines: list[str] = []
+    for text in texts:
+        phase = re.match(r"(prefill|decode): +", text)
+        indent = " " * len(head)
+        lines += textwrap.wrap(
+            text,
+            _WIDTH,
+            initial_indent=indent,
+            subsequent_indent=indent + " " * (len(phase[0]) if phase else 0),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return [head + lines[0][len(head) :], *lines[1:]] if lines else [head.rstrip()]
+
+
+def selection_error(
+    spec: AttentionSpec,
+    report: SelectionReport,
+    requested: Sequence[str],
+    environment: Callable[[str], str],
+) -> AttnlibError:
+    """The error for a report without a choice: all reasons, and the backends that would fit.
+
+    Args:
+        spec: what the layer needs.
+        report: the result of the selection.
+        requested: names that the user requested; empty for auto.
+        environment: name -> the versions that its availability depends on (I3); called only for a
+            backend that is not available.
+    """
+    if not requested:
+        table = "\n".join(f"  {c.name}: {'; '.join(c.reasons)}" for c in report.candidates)
+        return UnsupportedConfigError(
+            f"no backend supports {spec} on {report.device}:\n{table}",
+            backend="auto",
+            reasons=[reason for c in report.candidates for reason in c.reasons],
+        )
+    failed = next(
+        c
+        for c in report.candidates
+        if c.name in requested and c.status is not SelectionStatus.ACCEPTED
+    )
+    others = (
+        f"Backends that support this spec here: {', '.join(report.accepted)}."
+        if report.accepted
+        else "No other backend supports this spec here."
+    )
+    message = (
+        f"backend {failed.name!r} (from {report.source}) is {failed.status.value} on "
+        f"{report.device}: {'; '.join(failed.reasons)}. {others}"
+    )
+    if failed.status is SelectionStatus.UNAVAILABLE:
+        versions_given = any("cxx11 ABI" in reason for reason in failed.reasons)
+        return BackendUnavailableError(
+            message if versions_given else f"{message} {environment(failed.name)}"
+        )
+    return UnsupportedConfigError(message, backend=failed.name, reasons=failed.reasons)

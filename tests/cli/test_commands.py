@@ -10,8 +10,7 @@ import torch
 
 import attnlib
 from attnlib.backends.torch import TorchBackend
-from attnlib.cli import doctor, main
-from attnlib.cli import subprocess_check as apart
+from attnlib.cli import doctor, main, subprocess_check
 from attnlib.cli.hf_config import specs_from_config
 from attnlib.cli.smoke_test import smoke_test
 from attnlib.device import DeviceInfo
@@ -70,7 +69,7 @@ def test_explain_a_spec_from_flags(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_explain_says_no_by_its_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--device", "cpu", "--backend", "triton"]) == 1
-    assert "attnlib chose nothing" in capsys.readouterr().out
+    assert "attnlib chose no backend" in capsys.readouterr().out
 
 
 def test_explain_refuses_nonsense(capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,9 +272,9 @@ def test_a_backend_that_takes_its_process_down_is_a_finding(
     program: str, finding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """I4: and the doctor goes on to the next."""
-    monkeypatch.setattr(apart, "_command", lambda name: [sys.executable, "-c", program])
+    monkeypatch.setattr(subprocess_check, "_command", lambda name: [sys.executable, "-c", program])
     timeout = 0.5 if "sleep" in program else 60.0
-    (row,) = apart.examine_apart([Registration("fragile", "x:Y")], timeout)
+    (row,) = subprocess_check.check_in_subprocesses([Registration("fragile", "x:Y")], timeout)
     assert row == {"name": "fragile", "works": False, "finding": finding, "remarks": []}
 
 

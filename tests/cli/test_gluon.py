@@ -9,8 +9,7 @@ import pytest
 
 from attnlib.backends.torch import TorchBackend
 from attnlib.backends.triton import TritonBackend
-from attnlib.cli import doctor, main
-from attnlib.cli import subprocess_check as apart
+from attnlib.cli import doctor, main, subprocess_check
 from attnlib.cli.gluon import gluon_remarks
 from attnlib.device import DeviceInfo
 from attnlib.ops.triton.hopper import loader as gluon
@@ -84,14 +83,18 @@ def test_the_doctor_shows_it_under_a_backend_that_works(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     importing(_gone)
-    monkeypatch.setattr(apart, "resolve_device", lambda device: H200)
-    monkeypatch.setattr(apart, "availability", lambda entry, device: (TritonBackend, []))
+    monkeypatch.setattr(subprocess_check, "resolve_device", lambda device: H200)
+    monkeypatch.setattr(subprocess_check, "availability", lambda entry, device: (TritonBackend, []))
     entry = lookup("triton")
     assert entry is not None
-    monkeypatch.setattr(apart, "smoke_test", lambda backend, device: "failed: RuntimeError")
-    assert apart.examine(entry)["remarks"] == [], "what does not run at all has another trouble"
-    monkeypatch.setattr(apart, "smoke_test", lambda backend, device: "ran a batch")
-    monkeypatch.setattr(doctor, "_backends", lambda: [apart.examine(entry)])
+    monkeypatch.setattr(
+        subprocess_check, "smoke_test", lambda backend, device: "failed: RuntimeError"
+    )
+    assert subprocess_check.check_backend(entry)["remarks"] == [], (
+        "what does not run at all has another trouble"
+    )
+    monkeypatch.setattr(subprocess_check, "smoke_test", lambda backend, device: "ran a batch")
+    monkeypatch.setattr(doctor, "_backends", lambda: [subprocess_check.check_backend(entry)])
     assert main(["doctor"]) == 0
     row, remark = capsys.readouterr().out.split("backends\n")[1].splitlines()[:2]
     assert row.endswith("works  ran a batch")

@@ -13,9 +13,9 @@ import attnlib
 from attnlib import tuning
 from attnlib.bench.results import Row, case_of_row, read_document
 from attnlib.device import DeviceInfo
-from attnlib.selection.priority import by_priority
+from attnlib.selection.decision import auto_order
 from attnlib.selection.registry import registrations
-from attnlib.selection.selector import _ranking
+from attnlib.selection.selector import measured_ranking
 from attnlib.tuning.rankings import shipped_ranking, shipped_rankings
 from benchmarks.ship_rankings import TABLES, table_of, text_of
 
@@ -58,7 +58,7 @@ def test_auto_takes_the_fastest_backend_on_each_row() -> None:
         times = {row.backend: float(row.us or 0) for row in members}
         taken = next(
             entry.name
-            for entry in by_priority(registrations().values(), H200, ranking.order)
+            for entry in auto_order(registrations().values(), H200, ranking.order)
             if entry.name in times
         )
         assert times[taken] <= NOISE * min(times.values()), (case, times, taken)
@@ -66,7 +66,7 @@ def test_auto_takes_the_fastest_backend_on_each_row() -> None:
 
 def test_rankings_apply_to_every_degree_of_tensor_parallelism() -> None:
     for heads, kv_heads in ((32, 8), (8, 2), (4, 1), (64, 16)):
-        ranking = _ranking(LLAMA.replace(num_heads=heads, num_kv_heads=kv_heads), H200)
+        ranking = measured_ranking(LLAMA.replace(num_heads=heads, num_kv_heads=kv_heads), H200)
         assert ranking is not None and ranking.order[0] == "triton"
         assert "attnlib's own table of the NVIDIA H200" in str(ranking.message("triton"))
 
@@ -86,7 +86,7 @@ def test_layers_and_chips_that_were_not_measured_have_no_ranking(
     spec: attnlib.AttentionSpec, device: DeviceInfo
 ) -> None:
     """Another layer class, another chip of the family, a hypothetical chip, a CPU."""
-    assert _ranking(spec, device) is None
+    assert measured_ranking(spec, device) is None
 
 
 def test_the_table_of_the_user_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,12 +111,12 @@ def test_the_table_of_the_user_comes_first(tmp_path: Path, monkeypatch: pytest.M
         )
     )
     monkeypatch.setenv("ATTNLIB_TUNING", str(own))
-    ranking = _ranking(LLAMA, H200)
+    ranking = measured_ranking(LLAMA, H200)
     assert ranking is not None and ranking.order == ("flash_attn", "triton")
-    other = _ranking(LLAMA.replace(block_size=128), H200)
+    other = measured_ranking(LLAMA.replace(block_size=128), H200)
     assert other is not None and other.order[0] == "triton", "what the user did not measure"
     monkeypatch.setenv("ATTNLIB_TUNING", "off")
-    assert _ranking(LLAMA, H200) is None
+    assert measured_ranking(LLAMA, H200) is None
 
 
 def test_every_line_has_its_provenance() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attnlib.backends.base import AttentionBackend, AttentionImpl
-from attnlib.backends.triton.explain import hopper_notes
+from attnlib.backends.triton.explain import kernel_lines
 from attnlib.capabilities import Capabilities, Sizes
 from attnlib.device import DeviceInfo
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
@@ -105,18 +105,8 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def explain_lines(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
-        """On Hopper, which phases its own Gluon kernels serve, and what leaves a phase to the plain ones."""
-        if (
-            device.type != "cuda"
-            or device.is_rocm
-            or not device.capability
-            or device.capability[0] != 9
-            or not spec.is_paged
-        ):
-            return []
-        if cls.config.get("kernels") == "portable":
-            return ["plain Triton kernels (kernels=portable)"]
-        return hopper_notes(spec, device.capability)
+        """The kernels for prefill and for decode, and why a Hopper kernel is not used."""
+        return kernel_lines(spec, device, cls.config.get("kernels") == "portable")
 
     @classmethod
     def tuner(cls, device: torch.device) -> Tuner | None:

@@ -1,9 +1,13 @@
-"""Which kernels of the `triton` backend will serve a layer on Hopper: what `explain` says beside the choice. Imports no triton."""
+"""Which kernels of the `triton` backend serve a layer: the lines that `explain` prints.
+
+Imports no triton: the answer follows from the layer and the compute capability.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from attnlib.device import DeviceInfo
 from attnlib.ops.triton.heuristics.splits import visible_bound
 from attnlib.ops.triton.hopper.support import (
     HOPPER_DECODE_KEYS,
@@ -14,17 +18,36 @@ from attnlib.ops.triton.hopper.support import (
 )
 from attnlib.spec import AttentionSpec, MaskKind
 
-__all__ = ["hopper_notes"]
+__all__ = ["kernel_lines"]
 
-_SMS = 132
-"""Multiprocessors of an H100 SXM, an H200 or a GH200, taken where the chip itself has not been asked. Smaller Hoppers have fewer (an H100 PCIe 114,
-an H20 78): there a layer with more KV heads than that is decoded by plain Triton, unannounced."""
+_NUM_SMS = 132
+"""Multiprocessors of an H100 SXM, an H200 and a GH200. Other Hopper GPUs have fewer (114 on an
+H100 PCIe, 78 on an H20): there the batch size from which longer sequences are required is lower,
+and layers with more KV heads than multiprocessors use the portable decode kernel."""
 
-_ENDLESS = 1 << 30
+_UNBOUNDED = 1 << 30
 
 
-def hopper_notes(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]:
-    """A line for what the Gluon kernels serve, and one for each phase that they leave to the plain ones, with the reasons."""
+def kernel_lines(spec: AttentionSpec, device: DeviceInfo, portable_only: bool) -> list[str]:
+    """The kernels for prefill and for decode, with the reasons why a Hopper kernel is not used.
+
+    Args:
+        spec: what the layer needs.
+        device: facts about the device.
+        portable_only: the backend is configured with `kernels=portable`.
+    """
+    if device.type == "cpu":
+        return ["prefill, decode: portable Triton kernels, interpreted on the CPU (for tests)"]
+    if not spec.is_paged:
+        return ["prefill: portable Triton kernel, no KV cache"]
+    if portable_only:
+        return ["prefill, decode: portable Triton kernels (configured: kernels=portable)"]
+    if device.is_rocm or device.capability is None or device.capability[0] != 9:
+        return ["prefill, decode: portable Triton kernels"]
+    return _hopper_lines(spec, device.capability)
+
+
+def _hopper_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]:
     layer = (
         capability,
         spec.dtype,
@@ -39,38 +62,41 @@ def hopper_notes(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]:
         "bias": spec.mask_kind is MaskKind.QUERY_BIAS,
     }
     prefill = prefill_gaps(*layer, **features)
-    decode = decode_gaps(*layer, spec.num_kv_heads, _SMS, **features) or _window_gaps(spec)
-    served = [*([] if prefill else ["prefill"]), *([] if decode else [_served_decodes(spec)])]
-    notes = [f"Gluon kernels for SM90: {', '.join(served)}"] if served else []
-    return notes + [
-        f"{phase} by plain Triton: {'; '.join(gaps)}"
-        for phase, gaps in (("prefill", prefill), ("decode", decode))
-        if gaps
+    decode = decode_gaps(*layer, spec.num_kv_heads, _NUM_SMS, **features) or _window_reasons(spec)
+    portable = "portable Triton kernel"
+    return [
+        f"prefill: {portable} ({'; '.join(prefill)})" if prefill else "prefill: Hopper kernel",
+        f"decode:  {portable} ({'; '.join(decode)})"
+        if decode
+        else f"decode:  Hopper kernel {_decode_conditions(spec)}; else {portable}",
     ]
 
 
-def _served_decodes(spec: AttentionSpec) -> str:
+def _decode_conditions(spec: AttentionSpec) -> str:
     few, many = HOPPER_DECODE_KEYS
-    lengths = f"from {few} keys on, {many} with more than {PAIRS_PER_SM} (request, KV head) pairs for each multiprocessor"
-    return f"decode of up to {_tokens(spec)} query tokens ({lengths})"
+    requests = PAIRS_PER_SM * _NUM_SMS // spec.num_kv_heads
+    return (
+        f"from sequence length {few} ({many} above {requests} requests) and up to "
+        f"{_max_query_len(spec)} query tokens"
+    )
 
 
-def _tokens(spec: AttentionSpec) -> int:
+def _max_query_len(spec: AttentionSpec) -> int:
     return max(1, min(8, decode_rows(spec.head_size_v) // spec.group_size))
 
 
-def _window_gaps(spec: AttentionSpec) -> list[str]:
-    """A window or chunk that never shows as many keys as the Hopper decode is quicker from."""
+def _window_reasons(spec: AttentionSpec) -> list[str]:
+    """A window or chunk that never shows as many keys as the Hopper decode kernel needs."""
     most = visible_bound(
-        _tokens(spec),
-        _ENDLESS,
+        _max_query_len(spec),
+        _UNBOUNDED,
         spec.visible_window.as_kernel_args(),
         spec.is_causal,
         spec.attention_chunk_size or 0,
     )
     few = HOPPER_DECODE_KEYS[0]
     return (
-        [f"at most {most} keys are visible; the Hopper decode is taken from {few} on"]
+        [f"at most {most} keys are visible; the Hopper kernel is used from {few} on"]
         if most < few
         else []
     )

@@ -1,0 +1,181 @@
+"""Load a backend class: import it, check it against the interface, and bind its configuration."""
+
+from __future__ import annotations
+
+import copyreg
+import inspect
+import threading
+from abc import ABCMeta
+from collections.abc import Mapping
+from enum import Enum
+from importlib import import_module
+from typing import Any, cast
+from weakref import WeakValueDictionary
+
+import torch
+
+from attnlib.backends.base import AttentionBackend, AttentionImpl
+from attnlib.capabilities import Capabilities
+from attnlib.errors import RegistrationError
+from attnlib.metadata.base import AttentionMetadata
+
+__all__ = ["check_backend_class", "check_backend_interface", "configured", "import_backend"]
+
+Backend = type[AttentionBackend]
+
+_REQUIRED = ("get_name", "get_impl_cls", "get_builder_cls")
+_FORWARD_PARAMETERS = ("self", "query", "cache", "metadata", "output", "lse")
+
+
+def import_backend(path: str) -> Backend:
+    """Import the class at "module:Class"; dots after the colon reach nested classes.
+
+    Raises:
+        RegistrationError: the path has another form, or the object there is not a backend class.
+        Exception: whatever importing the module raises.
+    """
+    module, colon, qualified = path.partition(":")
+    if not colon or not module or not qualified:
+        raise RegistrationError(
+            f"{path!r} is not a path to a backend; write it as 'package.module:Class'"
+        )
+    found: Any = import_module(module)
+    for attribute in qualified.split("."):
+        found = getattr(found, attribute)
+    check_backend_class(found, path)
+    backend: Backend = found
+    return backend
+
+
+def check_backend_class(backend: Any, label: str) -> None:
+    """Check the class itself, without calling its methods.
+
+    Args:
+        backend: the object to check.
+        label: the name or path it was given by, for messages.
+
+    Raises:
+        RegistrationError: it is not a backend class; the message names what is missing.
+    """
+    if not isinstance(backend, type) or not issubclass(backend, AttentionBackend):
+        raise RegistrationError(
+            f"backend {label!r} is {backend!r}; it must be a subclass of attnlib.AttentionBackend"
+        )
+    undefined = [
+        name for name in _REQUIRED if getattr(getattr(backend, name), "__isabstractmethod__", False)
+    ]
+    if undefined:
+        raise RegistrationError(
+            f"backend {label!r} ({backend.__qualname__}) lacks {', '.join(undefined)}: define "
+            f"{'it' if len(undefined) == 1 else 'each'} as a class method or static method"
+        )
+    if not isinstance(backend.capabilities, Capabilities):
+        raise RegistrationError(
+            f"backend {label!r}: capabilities is {backend.capabilities!r}; it must be an "
+            f"attnlib.Capabilities(...)"
+        )
+
+
+def check_backend_interface(backend: Backend, label: str) -> None:
+    """`check_backend_class`, then its impl and metadata classes.
+
+    If importing those classes fails, they are not checked: selection reports the import error.
+
+    Raises:
+        RegistrationError: a class does not fit; shows both signatures if `forward` differs.
+    """
+    check_backend_class(backend, label)
+    try:
+        impl, metadata = backend.get_impl_cls(), backend.get_metadata_cls()
+    except Exception:
+        return
+    _check_impl(impl, label)
+    if not isinstance(metadata, type) or not issubclass(metadata, AttentionMetadata):
+        raise RegistrationError(
+            f"backend {label!r}: get_metadata_cls() returned {metadata!r}; it must be a subclass "
+            f"of attnlib.AttentionMetadata and a dataclass"
+        )
+
+
+def _check_impl(impl: Any, label: str) -> None:
+    if not isinstance(impl, type) or not issubclass(impl, AttentionImpl):
+        raise RegistrationError(
+            f"backend {label!r}: get_impl_cls() returned {impl!r}; it must return a subclass of "
+            f"attnlib.AttentionImpl"
+        )
+    if getattr(impl.forward, "__isabstractmethod__", False):
+        raise RegistrationError(
+            f"backend {label!r}: {impl.__qualname__} does not implement forward"
+        )
+    signature = inspect.signature(impl.forward)
+    names = tuple(signature.parameters)[: len(_FORWARD_PARAMETERS)]
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
+    if names != _FORWARD_PARAMETERS and not takes_any:
+        expected = inspect.signature(AttentionImpl.forward)
+        raise RegistrationError(
+            f"backend {label!r}: {impl.__qualname__}.forward{signature} does not fit; the layer "
+            f"calls forward{expected}: keep names and order"
+        )
+
+
+class _ConfiguredMeta(ABCMeta):
+    """Metaclass of configured classes: another process cannot import them by name to unpickle."""
+
+
+# Weak values: a configured class lives as long as a registration's user, layer or cache holds it.
+_configured: WeakValueDictionary[tuple[Any, ...], Backend] = WeakValueDictionary()
+_configured_lock = threading.Lock()
+
+
+def configured(backend: Backend, config: Mapping[str, Any]) -> Backend:
+    """`backend` with `config` bound: an ordinary backend class that can be pickled.
+
+    Without settings this is `backend` itself. Otherwise it is a subclass, and equal settings give
+    the same subclass while it is in use. Plain data (numbers, strings, bytes, None, enum members,
+    dtypes, devices, and containers of these) are compared by type and value, and containers are
+    copied. Any other object, such as a tensor, is compared by identity.
+    """
+    if not config:
+        return backend
+    config_key, settings = _freeze(dict(config))
+    key = (backend, config_key)
+    with _configured_lock:
+        found = _configured.get(key)
+        if found is None:
+            body = {
+                "config": settings,
+                "__module__": backend.__module__,
+                "__doc__": backend.__doc__,
+                "_configured_from": backend,
+            }
+            found = cast(Backend, _ConfiguredMeta(backend.__name__, (backend,), body))
+            _configured[key] = found
+    return found
+
+
+_PLAIN = (int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
+
+
+def _freeze(value: Any) -> tuple[Any, Any]:
+    """(key that identifies a setting, the setting with its containers copied)."""
+    kind = type(value)
+    if value is None or isinstance(value, _PLAIN):
+        return (kind, value), value
+    if kind is dict:
+        items = {name: _freeze(item) for name, item in value.items()}
+        key = frozenset((type(name), name, item[0]) for name, item in items.items())
+        return (kind, key), {name: item[1] for name, item in items.items()}
+    if kind in (list, tuple):
+        parts = [_freeze(item) for item in value]
+        return (kind, tuple(key for key, _ in parts)), kind(copy for _, copy in parts)
+    if kind in (set, frozenset):
+        return (kind, frozenset(_freeze(item)[0] for item in value)), kind(value)
+    # The configured class holds the object, so the id stays unique while the key is in use.
+    return (kind, id(value)), value
+
+
+def _reduce(cls: Any) -> tuple[Any, ...]:
+    return configured, (cls._configured_from, cls.config)
+
+
+copyreg.pickle(_ConfiguredMeta, _reduce)

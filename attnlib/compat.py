@@ -1,0 +1,70 @@
+"""Names and call forms that exist for code written for vLLM.
+
+New code uses `AttentionSpec`, `PagedKVCache.allocate(..., layout=...)` and the environment variable
+ATTNLIB_KV_CACHE_LAYOUT instead. The names below stay available as `attnlib.NAME`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from attnlib.cache.layout import get_kv_cache_layout, set_kv_cache_layout
+from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.spec import AttentionSpec
+
+__all__ = ["get_kv_cache_layout", "set_kv_cache_layout", "spec_from_vllm_arguments"]
+
+
+def spec_from_vllm_arguments(
+    positional: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> AttentionSpec:
+    """The spec for the arguments of vLLM's `get_attn_backend`.
+
+    Args:
+        positional, keywords: `(head_size, dtype, kv_cache_dtype, block_size,
+            is_attention_free=False, use_mla=False, has_sink=False)`. Trailing None are ignored.
+
+    Returns:
+        A spec with one head: vLLM does not pass the number of heads.
+
+    Raises:
+        ContractError: `head_size` is not an integer.
+        UnsupportedConfigError: `is_attention_free` is set.
+    """
+    while positional and positional[-1] is None:
+        positional = positional[:-1]
+    head_size = positional[0] if positional else keywords.get("head_size")
+    if not isinstance(head_size, int):
+        raise ContractError(
+            f"spec={head_size!r} must be an attnlib.AttentionSpec (or an integer head_size, with "
+            f"the arguments of vLLM's get_attn_backend)"
+        )
+    return _spec(*positional, **keywords)
+
+
+def _spec(
+    head_size: int,
+    dtype: torch.dtype,
+    kv_cache_dtype: str | None = "auto",
+    block_size: int = 16,
+    is_attention_free: bool = False,
+    use_mla: bool = False,
+    has_sink: bool = False,
+) -> AttentionSpec:
+    if is_attention_free:
+        raise UnsupportedConfigError(
+            "is_attention_free=True: a model without attention needs no attention backend",
+            reasons=["is_attention_free"],
+        )
+    return AttentionSpec(
+        num_heads=1,
+        head_size=head_size,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype or "auto",
+        block_size=block_size,
+        use_mla=use_mla,
+        has_sink=has_sink,
+    )

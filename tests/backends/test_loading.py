@@ -1,0 +1,141 @@
+"""Importing, checking and configuring backend classes."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import attnlib
+from attnlib.backends import loading
+from attnlib.backends.loading import check_backend_interface, configured, import_backend
+from attnlib.backends.torch import TorchBackend
+from attnlib.errors import RegistrationError
+
+
+class Other(TorchBackend):
+    """The torch backend under another name."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "other"
+
+
+def test_classes_that_do_not_fit_are_rejected_with_the_reason() -> None:
+    """Registration checks the class, so that the author sees the error, not the user."""
+
+    class NoBuilder(attnlib.AttentionBackend):
+        capabilities = TorchBackend.capabilities
+
+        @staticmethod
+        def get_name() -> str:
+            return "nobuilder"
+
+    with pytest.raises(RegistrationError, match="lacks get_impl_cls, get_builder_cls"):
+        attnlib.register_backend("x", NoBuilder)
+    with pytest.raises(RegistrationError, match="must be a subclass of attnlib.AttentionBackend"):
+        attnlib.register_backend("x", int)  # type: ignore[call-overload]
+
+    class BadImpl(TorchBackend.get_impl_cls()):
+        def forward(self, q, cache, metadata, output, lse=None):
+            pass
+
+    with pytest.raises(
+        RegistrationError, match=r"forward\(self, q, cache.*the layer calls forward\(self, query"
+    ):
+        attnlib.register_backend(
+            "x", type("Bad", (Other,), {"get_impl_cls": staticmethod(lambda: BadImpl)})
+        )
+    with pytest.raises(RegistrationError, match="must be a subclass of attnlib.AttentionMetadata"):
+        attnlib.register_backend(
+            "x", type("Bad", (Other,), {"get_metadata_cls": staticmethod(lambda: int)})
+        )
+    with pytest.raises(RegistrationError, match="write it as 'package.module:Class'"):
+        attnlib.register_backend("x", "package.module.Class")
+
+
+def test_metadata_that_is_a_plain_dataclass_is_rejected() -> None:
+    """D25: torch.compile needs the handle that `AttentionMetadata` provides."""
+
+    @dataclasses.dataclass
+    class Plain:
+        num_tokens: int = 0
+
+    backend = type("Bad", (Other,), {"get_metadata_cls": staticmethod(lambda: Plain)})
+    with pytest.raises(RegistrationError, match="must be a subclass of attnlib.AttentionMetadata"):
+        check_backend_interface(backend, "bad")
+
+
+def test_paths_to_nested_classes_and_to_other_objects() -> None:
+    assert import_backend("attnlib.backends.torch:TorchBackend") is TorchBackend
+    with pytest.raises(RegistrationError, match="must be a subclass of attnlib.AttentionBackend"):
+        import_backend("attnlib.backends.torch:TorchBackend.capabilities")
+    for path in ("attnlib.backends.torch", ":TorchBackend", "attnlib.backends.torch:"):
+        with pytest.raises(RegistrationError, match="write it as 'package.module:Class'"):
+            import_backend(path)
+
+
+def test_equal_plain_settings_give_one_class() -> None:
+    first = configured(Other, {"tile": 64, "sizes": [1, 2], "dtype": torch.float16})
+    assert configured(Other, {"dtype": torch.float16, "sizes": [1, 2], "tile": 64}) is first
+    assert configured(Other, {}) is Other
+    different = [{"tile": 64.0}, {"tile": "64"}, {"tile": True}, {"tile": 1}, {"tile": (1,)}]
+    assert len({configured(Other, config) for config in different}) == len(different)
+    assert pickle.loads(pickle.dumps(first)) is first
+
+
+def test_large_tensors_with_equal_text_do_not_share_a_class() -> None:
+    """D9: objects other than plain data are compared by identity."""
+    table = torch.zeros(100_000)
+    changed = table.clone()
+    changed[50_000] = 1.0
+    assert repr(table) == repr(changed)
+    first, second = configured(Other, {"table": table}), configured(Other, {"table": changed})
+    assert first is not second and configured(Other, {"table": table}) is first
+    assert first.config["table"] is table and second.config["table"] is changed
+
+
+def test_a_list_that_changes_later_does_not_change_the_configuration() -> None:
+    sizes = [1, 2]
+    backend = configured(Other, {"sizes": sizes})
+    sizes.append(3)
+    assert backend.config == {"sizes": [1, 2]}
+
+
+def test_configured_classes_that_nobody_uses_are_freed() -> None:
+    """D27: settings that are used once do not stay in memory."""
+    gc.collect()
+    before = len(loading._configured)
+    for index in range(200):
+        configured(Other, {"index": index})
+    gc.collect()
+    assert len(loading._configured) <= before + 1
+
+
+def test_a_worker_process_gets_the_same_class() -> None:
+    """What selection returns travels by pickle: a class with settings, and a pair, into a fresh interpreter that registered nothing."""
+    program = (
+        "import pickle, sys, torch, attnlib\n"
+        "attnlib.register_backend('tuned', 'attnlib.backends.torch:TorchBackend', config={'tile': 64})\n"
+        "spec = attnlib.AttentionSpec(num_heads=4, head_size=16, dtype=torch.float32)\n"
+        "tuned = attnlib.get_attn_backend(spec, 'tuned', 'cpu')\n"
+        "pair = attnlib.get_attn_backend(spec, 'prefill:tuned,decode:torch', 'cpu')\n"
+        "sys.stdout.write(pickle.dumps((tuned, pair)).hex())"
+    )
+    reader = (
+        "import pickle, sys\n"
+        "tuned, pair = pickle.loads(bytes.fromhex(sys.stdin.read()))\n"
+        "print(tuned.config, pair.prefill_backend is tuned, pair.get_name(), pair.make_builder.__self__ is pair)"
+    )
+    written = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    read = subprocess.run(
+        [sys.executable, "-c", reader], input=written, capture_output=True, text=True, check=True
+    ).stdout
+    assert read.strip() == "{'tile': 64} True prefill:torch,decode:torch True"

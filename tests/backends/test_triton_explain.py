@@ -1,0 +1,110 @@
+"""The lines that `explain` prints for the `triton` backend."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from attnlib import AttentionSpec, explain
+from attnlib.backends.base import AttentionBackend
+from attnlib.backends.triton import TritonBackend
+from attnlib.device import DeviceInfo, resolve_device
+from attnlib.ops.triton.hopper.support import prefers_hopper_decode
+
+DECODE = (
+    "decode:  Hopper kernel from sequence length 256 (2048 above 132 requests) and up to 8 query "
+    "tokens; else portable Triton kernel"
+)
+
+
+def _lines(
+    device: str | DeviceInfo = "sm_90",
+    backend: type[AttentionBackend] = TritonBackend,
+    **features: Any,
+) -> list[str]:
+    layer = {
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_size": 128,
+        "dtype": torch.bfloat16,
+        "block_size": 16,
+        **features,
+    }
+    return backend.explain_lines(AttentionSpec(**layer), resolve_device(device))
+
+
+def test_the_kernels_of_both_phases_with_their_limits() -> None:
+    assert _lines() == ["prefill: Hopper kernel", DECODE]
+    assert "up to 4 query tokens" in _lines(num_heads=128)[1]
+    assert "(2048 above 1056 requests)" in _lines(num_heads=8, num_kv_heads=1)[1]
+
+
+def test_the_stated_limits_are_those_of_the_dispatch() -> None:
+    """On both sides of both sequence lengths, with 8 KV heads and 132 multiprocessors."""
+    few, many, most = (
+        int(word) for word in re.findall(r"length (\d+) \((\d+) above (\d+)", DECODE)[0]
+    )
+    for requests, edge in ((most, few), (most + 1, many)):
+        assert [prefers_hopper_decode(keys, requests, 8, 132) for keys in (edge - 1, edge)] == [
+            False,
+            True,
+        ]
+
+
+def test_a_window_that_never_shows_enough_keys() -> None:
+    prefill, decode = _lines(sliding_window=128)
+    assert prefill == "prefill: Hopper kernel"
+    assert decode == (
+        "decode:  portable Triton kernel (at most 135 keys are visible; the Hopper kernel is used "
+        "from 256 on)"
+    )
+    assert "(at most 135 keys" in _lines(attention_chunk_size=128)[1]
+    assert "(at most 255 keys" in _lines(sliding_window=248)[1]
+    assert _lines(sliding_window=249)[1] == DECODE
+    assert _lines(window=(64, None), mask_kind="bidirectional")[1] == DECODE, "no right bound"
+
+
+def test_the_reasons_against_the_hopper_kernels() -> None:
+    """The phase, the value, and the limit."""
+    prefill, decode = _lines(block_size=24)
+    assert prefill.startswith("prefill: portable Triton kernel (block_size 24")
+    assert "16, 32, 64, 128, 256" in prefill
+    assert decode.startswith("decode:  portable Triton kernel (block_size 24")
+    assert "torch.float8_e4m3fn" in _lines(kv_cache_dtype=torch.float8_e4m3fn)[0]
+    prefill, decode = _lines(num_heads=96, num_kv_heads=1)
+    assert prefill == "prefill: Hopper kernel" and "96 query heads" in decode
+
+
+@pytest.mark.parametrize("device", ["sm_80", "sm_120", DeviceInfo("cuda", is_rocm=True)], ids=str)
+def test_other_gpus_use_the_portable_kernels(device: str | DeviceInfo) -> None:
+    assert _lines(device) == ["prefill, decode: portable Triton kernels"]
+
+
+def test_a_cpu_interprets_them() -> None:
+    assert "interpreted on the CPU" in _lines("cpu")[0]
+
+
+def test_layers_without_a_cache() -> None:
+    assert _lines(attn_type="encoder_only") == ["prefill: portable Triton kernel, no KV cache"]
+
+
+def test_a_configuration_for_portable_kernels_is_named() -> None:
+    class Portable(TritonBackend):
+        config = {"kernels": "portable"}
+
+    assert _lines(backend=Portable) == [
+        "prefill, decode: portable Triton kernels (configured: kernels=portable)"
+    ]
+
+
+def test_explain_prints_them_for_the_chosen_backend() -> None:
+    pytest.importorskip("triton")
+    spec = AttentionSpec(
+        num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, block_size=16
+    )
+    text = str(explain(spec, device="sm_90", backend="triton"))
+    assert re.search(r"^  triton +chosen +prefill: Hopper kernel$", text, re.M)
+    assert re.search(r"^ +decode:  Hopper kernel from sequence length 256", text, re.M)

@@ -1,0 +1,232 @@
+"""Registering backends, by name, as a decorator, with a configuration, and by several threads."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import attnlib
+from attnlib.backends.plugins import PluginBackend
+from attnlib.backends.torch import TorchBackend
+from attnlib.errors import BackendUnavailableError, RegistrationError
+from attnlib.selection import registry
+from attnlib.selection.registry import lookup
+
+SPEC = attnlib.AttentionSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.float32)
+
+
+class Other(TorchBackend):
+    """The torch backend under another name."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "other"
+
+
+class Third(Other):
+    """Another class for the same name."""
+
+
+@pytest.fixture(autouse=True)
+def _unregister(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("ATTNLIB_BACKEND", raising=False)
+    before = set(attnlib.list_backends())
+    yield
+    for name in set(attnlib.list_backends()) - before:
+        attnlib.unregister_backend(name)
+
+
+def _select(backend: str | None = None) -> type[attnlib.AttentionBackend]:
+    return attnlib.get_attn_backend(SPEC, backend, "cpu")
+
+
+def test_a_name_is_registered_once() -> None:
+    """X1"""
+    attnlib.register_backend("other", Other)
+    with pytest.raises(
+        RegistrationError, match=r"'other' is already registered \(registered\).*override=True"
+    ):
+        attnlib.register_backend("Other", Third)
+    attnlib.register_backend("other", Third, override=True)
+    assert lookup("OTHER").target is Third
+    with pytest.raises(RegistrationError, match="it is built in"):
+        attnlib.unregister_backend("torch")
+    with pytest.raises(RegistrationError, match="it is not registered"):
+        attnlib.unregister_backend("nobody")
+    for name in ("", "auto", "-x", "a,b", "prefill:x"):
+        with pytest.raises(RegistrationError, match="is not a valid backend name"):
+            attnlib.register_backend(name, Other)
+
+
+def test_overriding_a_built_in_backend_and_restoring_it() -> None:
+    attnlib.register_backend("torch", Other, priority=100, override=True)
+    assert _select() is Other
+    attnlib.unregister_backend("torch")
+    assert _select() is TorchBackend
+
+
+def test_config_reaches_builder_and_impl() -> None:
+    """X2"""
+    attnlib.register_backend("tuned", Other, config={"tile": 64})
+    backend = _select("tuned")
+    assert backend.config == {"tile": 64} and issubclass(backend, Other) and Other.config == {}
+    assert backend.make_builder(SPEC, "cpu").config == {"tile": 64}
+    assert attnlib.Attention(SPEC, backend="tuned", device="cpu").impl.config == {"tile": 64}
+    assert pickle.loads(pickle.dumps(backend)) is backend
+
+
+def test_the_decorator_form_returns_the_class() -> None:
+    @attnlib.register_backend("decorated")
+    class Decorated(Other):
+        pass
+
+    assert Decorated.get_name() == "other" and _select("decorated") is Decorated
+
+
+def test_every_built_in_path_leads_to_a_backend_of_that_name() -> None:
+    for name in attnlib.list_backends():
+        assert attnlib.selection.load_backend(name).get_name() == name
+
+
+class Provided(TorchBackend):
+    """The backend of a package that `provide` simulates."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "provided"
+
+
+Provide = Callable[..., None]
+
+
+@pytest.fixture
+def provide(monkeypatch: pytest.MonkeyPatch) -> Iterator[Provide]:
+    """Simulate a package "simulated" with these entry points (name, path)."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(registry, "_plugins_read", False)
+    monkeypatch.setattr(registry, "_warned", set())
+
+    def simulate(*points: tuple[str, str]) -> None:
+        found = [PluginBackend(name, path, "simulated") for name, path in points]
+        monkeypatch.setattr(registry, "find_plugins", lambda: found)
+
+    yield simulate
+    registry._generation += 1  # cached selections of simulated backends must not be used again
+
+
+def test_a_plugin_is_selected_by_name_and_never_by_auto(provide: Provide) -> None:
+    provide(("provided", f"{__name__}:Provided"))
+    assert "provided" in attnlib.list_backends() and lookup("PROVIDED").origin == "simulated"
+    assert _select("provided") is Provided
+    assert _select() is TorchBackend
+
+
+def test_a_broken_plugin_causes_one_warning_with_both_names(provide: Provide) -> None:
+    provide(("broken", "no_such_module_at_all:Backend"))
+    pattern = "'broken' of package simulated is ignored: ModuleNotFoundError.*no_such_module"
+    with pytest.warns(UserWarning, match=pattern) as caught:
+        assert attnlib.explain(SPEC, "cpu").chosen == "torch"
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert attnlib.explain(SPEC, "cpu").reasons()["broken"][0].startswith("ModuleNotFoundError")
+    with pytest.raises(BackendUnavailableError, match=r"simulated|package version unknown"):
+        _select("broken")
+
+
+@pytest.mark.parametrize("error", ["SystemExit(1)", "BaseException('stop')"])
+def test_a_plugin_that_exits_at_import_does_not_stop_auto(
+    error: str, provide: Provide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D16: only KeyboardInterrupt passes."""
+    (tmp_path / "exiting_plugin.py").write_text(f"raise {error}")
+    monkeypatch.syspath_prepend(tmp_path)
+    provide(("exiting", "exiting_plugin:Backend"))
+    name = error.partition("(")[0]
+    with pytest.warns(UserWarning, match=f"'exiting' of package simulated is ignored: {name}"):
+        assert attnlib.get_attn_backend(SPEC.replace(head_size=56), device="cpu") is TorchBackend
+    assert attnlib.explain(SPEC, "cpu").reasons()["exiting"][0].startswith(name)
+    with pytest.raises(BackendUnavailableError, match=f"cannot be imported: {name}"):
+        attnlib.selection.load_backend("exiting")
+
+
+def test_a_keyboard_interrupt_passes(
+    provide: Provide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "interrupted_plugin.py").write_text("raise KeyboardInterrupt")
+    monkeypatch.syspath_prepend(tmp_path)
+    provide(("interrupted", "interrupted_plugin:Backend"))
+    with pytest.raises(KeyboardInterrupt):
+        attnlib.explain(SPEC, "cpu")
+
+
+def test_threads_that_start_together_all_find_the_plugins(
+    provide: Provide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D16: the registry counts as read only after it was read."""
+    provide(("provided", f"{__name__}:Provided"))
+    reading, release = threading.Event(), threading.Event()
+    find = registry.find_plugins
+
+    def slow_find() -> list[PluginBackend]:
+        reading.set()
+        release.wait(5)
+        return find()
+
+    monkeypatch.setattr(registry, "find_plugins", slow_find)
+    found: list[object] = []
+
+    def select() -> None:
+        try:
+            found.append(_select("provided"))
+        except Exception as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=select) for _ in range(4)]
+    threads[0].start()
+    assert reading.wait(5)
+    for thread in threads[1:]:
+        thread.start()
+    threads[-1].join(0.2)  # time for the others to look while the first one is still reading
+    release.set()
+    for thread in threads:
+        thread.join()
+    assert found == [Provided] * 4
+
+
+def test_names_that_are_taken_or_invalid_are_ignored(provide: Provide) -> None:
+    provide(("torch", f"{__name__}:Provided"), ("auto", "a:B"), ("dotted", "a.B"))
+    with pytest.warns(UserWarning) as caught:
+        names = attnlib.list_backends()
+    texts = " | ".join(str(warning.message) for warning in caught)
+    assert (
+        "backend 'torch' of package simulated is ignored: the name is already registered (built in)"
+        in texts
+    )
+    assert "backend 'auto' = 'a:B' of package simulated is ignored" in texts
+    assert "backend 'dotted' = 'a.B' of package simulated is ignored" in texts
+    assert lookup("torch").origin == "built in" and not {"auto", "dotted"} & set(names)
+
+
+def test_plugins_can_be_disabled(provide: Provide, monkeypatch: pytest.MonkeyPatch) -> None:
+    provide(("provided", f"{__name__}:Provided"))
+    monkeypatch.setenv("ATTNLIB_PLUGINS", "0")
+    assert "provided" not in attnlib.list_backends()
+
+
+def test_reading_the_plugins_selects_and_logs_once(
+    provide: Provide, caplog: pytest.LogCaptureFixture
+) -> None:
+    """S2: one line, although reading the entry points changes the registry during the selection."""
+    provide(("provided", f"{__name__}:Provided"))
+    spec = SPEC.replace(head_size=88)
+    with caplog.at_level("INFO", logger="attnlib"):
+        for _ in range(3):
+            attnlib.get_attn_backend(spec, device="cpu")
+    assert len(caplog.records) == 1
