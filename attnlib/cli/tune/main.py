@@ -28,8 +28,7 @@ from attnlib.cli.spec_flags import add_spec_flags
 from attnlib.cli.tune.plan import plan_cases
 from attnlib.device import DeviceInfo, resolve_device
 from attnlib.errors import ContractError
-from attnlib.selection.availability import availability
-from attnlib.selection.registry import registrations
+from attnlib.selection.registry import availability, registrations
 from attnlib.tuning.document import merged, read_document, write_document
 from attnlib.tuning.measure import Trial, best_parameters, measure_operation, rank_rows
 from attnlib.tuning.tuner import Tuner
