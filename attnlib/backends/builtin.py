@@ -1,4 +1,4 @@
-"""Every backend that attnlib knows by name: where its class is, what it needs, how to get it. One table, no if-chains."""
+"""The built-in backends: name, class, priority and how to install what they need."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ __all__ = ["BUILTIN_BACKENDS", "BuiltinBackend"]
 
 @dataclass(frozen=True)
 class BuiltinBackend:
-    """One line of the table.
+    """One built-in backend.
 
     Attributes:
-        name: what users write.
-        path: "module:Class", imported when somebody asks for it.
-        priority: higher is tried first by auto.
-        install_hint: the command that brings what it needs; "" when attnlib itself is enough.
+        name: the name users give.
+        path: "module:Class", imported at first use.
+        priority: "auto" tries higher priorities first.
+        install_hint: how to install its dependencies; "" if it has none.
     """
 
     name: str
@@ -37,7 +37,7 @@ BUILTIN_BACKENDS: dict[str, BuiltinBackend] = {
             "flashinfer",
             "attnlib.backends.flashinfer:FlashInferBackend",
             350,
-            "pip install flashinfer-python (it compiles its kernels with nvcc and ninja at first use)",
+            "pip install flashinfer-python (compiles its kernels with nvcc and ninja at first use)",
         ),
         BuiltinBackend("triton", "attnlib.backends.triton:TritonBackend", 300),
         BuiltinBackend("torch", "attnlib.backends.torch:TorchBackend", 100),

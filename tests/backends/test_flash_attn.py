@@ -143,12 +143,12 @@ def test_generations_are_told_apart_by_their_signatures(
     ]
 
 
-def test_a_hollow_package_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_incomplete_package_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """I2, I3: the Python files without the compiled module."""
     fakes.install(monkeypatch, "flash_attn")
     (reason,) = FlashAttnBackend.unavailable(H200)
     assert (
-        "hollow" in reason
+        "incomplete" in reason
         and "reinstall" in reason
         and f"torch {torch.__version__}" in reason
         and "sm_90" in reason
@@ -166,7 +166,7 @@ def test_a_hollow_package_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         (RuntimeError("flashinfer-cubin version does not match"), "Reinstall it"),
         (
             ModuleNotFoundError("No module named 'flash_attn_2_cuda'", name="flash_attn_2_cuda"),
-            "hollow",
+            "incomplete",
         ),
     ],
 )
@@ -203,7 +203,7 @@ def test_a_build_without_paging_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
 
     fakes.install(monkeypatch, "flash_attn", flash_attn_varlen_func=flash_attn_varlen_func)
     (reason,) = FlashAttnBackend.unavailable(H200)
-    assert "no paged cache" in reason and "2.6" in reason
+    assert "does not support a paged cache" in reason and "2.6" in reason
 
 
 def test_build_flags_are_read(monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder) -> None:
@@ -692,7 +692,7 @@ def test_padded_graph_batches_are_cut_by_what_the_host_knows(
     query = torch.cat([step.query, torch.full_like(out[:2], float("nan"))])
     FlashAttnImpl(step.spec).forward(query, step.cache, built, out, lse)
     torch.testing.assert_close(out[:3], step.expected()[0])
-    assert built.live_tokens == 3 and (out[3:] == 0).all() and torch.isneginf(lse[3:]).all()
+    assert built.num_unpadded_tokens == 3 and (out[3:] == 0).all() and torch.isneginf(lse[3:]).all()
 
 
 def test_per_request_causality_is_refused(

@@ -18,7 +18,7 @@ from attnlib.backends.flashinfer import metadata as metadata_module
 from attnlib.backends.flashinfer.impl import FlashInferImpl
 from attnlib.backends.flashinfer.metadata import FlashInferMetadata, FlashInferMetadataBuilder
 from attnlib.backends.flashinfer.plans import WrapperPool, list_pages
-from attnlib.backends.flashinfer.probe import find_api, toolchain_gaps
+from attnlib.backends.flashinfer.probe import find_api, toolchain_problems
 from attnlib.device import DeviceInfo
 from attnlib.errors import BackendUnavailableError, ContractError, UnsupportedConfigError
 from attnlib.metadata.parameters import PerLayerParameters
@@ -437,7 +437,7 @@ def test_a_wrapper_is_not_planned_while_its_copy_is_under_way(
 ) -> None:
     """G4, mini-sglang#103: a free wrapper whose pinned buffer is still being read is passed over; at the limit it is waited for."""
     monkeypatch.setattr(torch.cuda, "Event", _Event)
-    pool = WrapperPool(object, torch.device("cuda"), most=2)
+    pool = WrapperPool(object, torch.device("cuda"), max_wrappers=2)
     first = pool.take()
     first.planned()
     wrapper, event = first.wrapper, first._copied
@@ -546,16 +546,18 @@ def test_the_toolchain_is_looked_for_where_flashinfer_looks(
         (tmp_path / tool).write_text("#!/bin/sh\n")
         (tmp_path / tool).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert toolchain_gaps("0.6.12") == []
+    assert toolchain_problems("0.6.12") == []
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    assert "/nowhere/bin/nvcc" in toolchain_gaps("0.6.12")[0]
+    assert "/nowhere/bin/nvcc" in toolchain_problems("0.6.12")[0]
 
 
 def test_a_path_in_place_of_a_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """vllm#36077: CUDA_HOME=":/usr/local/cuda" is taken by FlashInfer as it is; the reason shows where that leads."""
     monkeypatch.setattr(probe, "_has_prebuilt_files", lambda: False)
     monkeypatch.setenv("CUDA_HOME", ":/usr/local/cuda")
-    assert "nvcc is not at :/usr/local/cuda/bin/nvcc: set CUDA_HOME" in toolchain_gaps("0.6.12")[0]
+    assert (
+        "nvcc is not at :/usr/local/cuda/bin/nvcc: set CUDA_HOME" in toolchain_problems("0.6.12")[0]
+    )
 
 
 def test_prebuilt_files_need_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -568,9 +570,9 @@ def test_prebuilt_files_need_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert len(toolchain_gaps("0.6.12")) == 2
+    assert len(toolchain_problems("0.6.12")) == 2
     module.write_bytes(b"")
-    assert toolchain_gaps("0.6.12") == []
+    assert toolchain_problems("0.6.12") == []
 
 
 def test_a_card_that_is_too_old_is_refused_before_any_kernel(record: fakes.Recorder) -> None:
@@ -633,7 +635,7 @@ def test_a_possible_build_is_announced_once(
     """J4: before it begins, with what and where; another window is the same kernel."""
     from attnlib.backends.flashinfer import wrappers
 
-    monkeypatch.setattr(wrappers, "_announced", set())
+    monkeypatch.setattr(wrappers, "_logged_plans", set())
     caplog.set_level("INFO", logger="attnlib")
     for window in (4, 9, None):
         spec = spec_of(sliding_window=window)

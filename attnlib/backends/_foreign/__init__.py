@@ -1,1 +1,1 @@
-"""Helpers shared by adapters of optional packages: import probes and output conversion."""
+"""Shared by the adapters of third-party kernels: imports and output conversion."""

@@ -1,8 +1,9 @@
-"""Finding out whether somebody else's package is there and what its functions take. Shared by the adapters of foreign kernels.
+"""Whether a third-party package can be imported, and which arguments its functions take.
 
-A package is available when its compiled symbol imports, and importing may fail in every way: missing, hollow (the Python files without the
-compiled module), built for another torch ("undefined symbol"), or refusing with a RuntimeError. Each of these is a reason with a next action,
-never a crash. What a function can do is read from its signature, never from a version number or the name of its module.
+An import can fail because the package is not installed, because its compiled module is missing,
+because it was built for another torch ("undefined symbol"), or because it raises an error of its
+own. Each case becomes a reason with a next action. What a function supports is read from its
+signature, not from version numbers or module names.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Keywords:
-    """The names that a function takes by keyword.
+    """The keyword arguments of a function.
 
     Attributes:
         names: those in its signature.
-        open: it also takes any other (`**kwargs`), so absence proves nothing.
+        open: whether it has `**kwargs`, so that other names may be valid too.
     """
 
     names: frozenset[str]
@@ -47,17 +48,17 @@ class Keywords:
     def __contains__(self, name: str) -> bool:
         return name in self.names
 
-    def takes(self, name: str) -> bool:
-        """Whether `name` may be passed."""
+    def accepts(self, name: str) -> bool:
+        """Whether `name` can be passed."""
         return self.open or name in self.names
 
     def first(self, *candidates: str) -> str | None:
-        """The first of several names for one thing that the function takes; None when it takes none of them."""
+        """The first of several alternative names that is in the signature, or None."""
         return next((name for name in candidates if name in self.names), None)
 
 
 def keywords_of(function: Callable[..., Any]) -> Keywords:
-    """What `function` takes by keyword; nothing when its signature cannot be read (a builtin)."""
+    """The keyword arguments of `function`; none if its signature cannot be read (a builtin)."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -75,7 +76,7 @@ class Import:
 
     Attributes:
         module: the module, or None.
-        problem: why there is none; "" when it is simply not installed.
+        problem: why the import failed; "" if the module is not installed.
     """
 
     module: ModuleType | None
@@ -83,7 +84,7 @@ class Import:
 
 
 def is_installed(path: str) -> bool:
-    """Whether the top-level package of `path` can be found; nothing is imported."""
+    """Whether the top-level package of `path` is installed; imports nothing."""
     package = path.partition(".")[0]
     if package in sys.modules:
         return sys.modules[package] is not None
@@ -94,7 +95,7 @@ def is_installed(path: str) -> bool:
 
 
 def import_guarded(path: str) -> Import:
-    """Import `path`; every exception becomes a sentence that carries the original error."""
+    """Import `path`; any exception becomes a message that quotes the original error."""
     if not is_installed(path):
         return Import(None)
     try:
@@ -102,29 +103,32 @@ def import_guarded(path: str) -> Import:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if missing == path or path.startswith(missing + "."):
-            return Import(None)  # the package is there, this part of it is not: another edition
+            return Import(None)  # the package is installed without this submodule: another edition
         return Import(
             None,
-            f"{path} is hollow: its module {missing} is missing ({_said(error)}). It was installed without its compiled part, or without a package "
-            f"that it needs: reinstall it with its binaries, or uninstall it",
+            f"{path} is incomplete: its module {missing} is missing ({_describe(error)}). It was "
+            "installed without its compiled module or without a dependency: reinstall it with its "
+            "binaries, or uninstall it",
         )
-    except Exception as error:  # any package may raise anything at import
-        return Import(None, f"{path} fails at import: {_said(error)}. {_advice(str(error))}")
+    except Exception as error:  # third-party code can raise anything at import
+        return Import(None, f"{path} fails at import: {_describe(error)}. {_advice(str(error))}")
 
 
-def _said(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or ["no message"]
     return f"{type(error).__name__}: {lines[0]}"
 
 
 def _advice(text: str) -> str:
     if "undefined symbol" in text or "GLIBCXX" in text or "cannot open shared object" in text:
-        return "It was built for another torch or CUDA: install a build made for this one, or uninstall it"
+        return (
+            "It was built for another torch or CUDA: install a build for this one, or uninstall it"
+        )
     return "Reinstall it to match this torch, or uninstall it"
 
 
 def package_version(*distributions: str) -> str:
-    """The version of the first of these distributions that is installed; "" when none is."""
+    """The version of the first installed distribution of these, or ""."""
     for name in distributions:
         try:
             return importlib.metadata.version(name)
@@ -134,7 +138,7 @@ def package_version(*distributions: str) -> str:
 
 
 def environment_facts(device: DeviceInfo, distributions: Sequence[str]) -> str:
-    """What an ABI clash depends on, in one line: package, torch, its C++ ABI and CUDA, and the device (I3)."""
+    """Versions that an ABI mismatch depends on: package, torch, C++ ABI, CUDA, device (I3)."""
     packages = (
         ", ".join(
             f"{name} {version}" for name in distributions if (version := package_version(name))
@@ -142,4 +146,5 @@ def environment_facts(device: DeviceInfo, distributions: Sequence[str]) -> str:
         or "package version unknown"
     )
     abi = torch.compiled_with_cxx11_abi()
-    return f"[{packages}; torch {torch.__version__}, cxx11 ABI {abi}, CUDA {torch.version.cuda}; {device}]"
+    cuda = torch.version.cuda
+    return f"[{packages}; torch {torch.__version__}, cxx11 ABI {abi}, CUDA {cuda}; {device}]"

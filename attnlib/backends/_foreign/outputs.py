@@ -1,6 +1,6 @@
-"""What foreign kernels leave behind, brought into the contract's form: natural LSE, empty rows, rows past the batch, sinks.
+"""Conversion of third-party kernels' outputs: natural LSE, empty rows, padding rows, sinks.
 
-Everything here runs on the device without asking it anything, so it may be captured in a CUDA graph.
+Nothing here synchronizes with the device, so all of it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 __all__ = [
     "apply_sinks",
     "clear_rows",
+    "convert_base2_lse",
     "fill_empty",
     "is_capturing",
-    "mark_empty_rows",
     "same_batch_at_replay",
     "store_lse",
 ]
@@ -29,9 +29,10 @@ _same_batch: ContextVar[bool] = ContextVar("same_batch", default=False)
 
 @contextmanager
 def same_batch_at_replay() -> Iterator[None]:
-    """Graphs captured inside are replayed with the very batch they were captured with, so what the host knows does hold.
+    """Declare that graphs captured inside are replayed with the batch they were captured with.
 
-    For benchmarks: a foreign kernel is then timed alone, without the kernels that clear rows which this batch does not have.
+    Lengths on the host are then valid at replay, and kernels that only clear padding rows are not
+    launched. Benchmarks use this to time a third-party kernel alone.
     """
     token = _same_batch.set(True)
     try:
@@ -41,14 +42,14 @@ def same_batch_at_replay() -> Iterator[None]:
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:
-    """Whether work on this tensor's device is being captured in a CUDA graph now; what the host knows does not hold at replay then."""
+    """Whether a CUDA graph is being captured; lengths on the host may differ at replay."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing() and not _same_batch.get()
 
 
 def fill_empty(
     output: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None = None
 ) -> None:
-    """The result of rows that see no key (M5): output 0, LSE -inf, or the sink itself where there is one.
+    """Write the result of rows that see no key (M5): output 0; LSE -inf, or the sink.
 
     Args:
         output: `[T, Hq, Dv]`.
@@ -68,13 +69,13 @@ def clear_rows(
     query_start_loc: torch.Tensor,
     known_end: int | None,
 ) -> None:
-    """Rows at or past the batch's tokens become 0 and -inf (M6).
+    """Set the rows at or past the batch's tokens to output 0 and LSE -inf (M6).
 
     Args:
         output: `[T, Hq, Dv]`; may hold NaN there.
         lse: `[T, Hq]` float32.
-        query_start_loc: `[R+1]` int32 device; the last entry is the number of tokens.
-        known_end: that number where the host knows it; None reads it on the device (CUDA graphs).
+        query_start_loc: `[R + 1]` int32; the last element is the number of tokens.
+        known_end: that number, if the host knows it; None reads it on the device (CUDA graphs).
     """
     if known_end is not None:
         if known_end < output.shape[0]:
@@ -87,22 +88,34 @@ def clear_rows(
 
 
 def store_lse(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a natural-log LSE `[T, Hq]` (any strides) to `target`; +inf and NaN, which some kernels write for empty rows, become -inf (M5)."""
+    """Copy a natural-log LSE `[T, Hq]` of any strides to `target`.
+
+    +inf and NaN, which some kernels write for rows that see no key, become -inf (M5).
+    """
     torch.nan_to_num(source, nan=-math.inf, posinf=-math.inf, neginf=-math.inf, out=target)
 
 
-def mark_empty_rows(lse_base2: torch.Tensor, target: torch.Tensor, floor: float) -> None:
-    """Copy a base-2 LSE `[T, Hq]` to `target` (which may be the same) in natural log; at or below `floor` it stands for "no key": -inf (M5)."""
+def convert_base2_lse(
+    lse_base2: torch.Tensor, target: torch.Tensor, empty_threshold: float
+) -> None:
+    """Write a base-2 LSE as natural logarithm to `target`.
+
+    Args:
+        lse_base2: `[T, Hq]` float32.
+        target: `[T, Hq]` float32, written; may be `lse_base2`.
+        empty_threshold: base-2 values at or below it mean that no key is visible, and become -inf
+            (M5).
+    """
     torch.mul(lse_base2, LOG_2, out=target)
-    torch.threshold_(target, floor * LOG_2, -math.inf)  # the one way to do this without a temporary
+    torch.threshold_(target, empty_threshold * LOG_2, -math.inf)  # allocates no temporary tensor
 
 
 def apply_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
-    """Add one sink logit per head to results computed without (M4): the denominator grows by exp(sink), the weights shrink by the same factor.
+    """Add one sink logit per head to results that were computed without sinks (M4), in place.
 
     Args:
-        output: `[T, Hq, Dv]`, scaled in place.
-        lse: `[T, Hq]` float32 natural log without the sink, -inf for empty rows; with the sink afterwards.
+        output: `[T, Hq, Dv]`.
+        lse: `[T, Hq]` float32, natural logarithm, -inf for rows that see no key.
         sinks: `[Hq]` float32.
     """
     share = torch.sigmoid(lse - sinks)

@@ -1,7 +1,8 @@
-"""Card of the pairs: two backends, one for each phase, as one ordinary backend, `prefill:flash_attn,decode:triton`.
+"""Composite backends: one backend for prefills and one for decodes,
+`prefill:flash_attn,decode:triton`.
 
-Both read one cache. The builder lets each child build for its own part of the batch; the impl runs each child on its own rows. What the pair can
-do is what both can do.
+Both children read one cache. The builder splits the batch and each child builds its part; the impl
+runs each child on its rows. The composite supports what both children support.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Backend = type[AttentionBackend]
 
 
 class CompositeBackend(AttentionBackend):
-    """Base of every pair; `make_composite` makes the classes."""
+    """Base of all composites; `make_composite` creates the classes."""
 
     prefill_backend: ClassVar[Backend]
     decode_backend: ClassVar[Backend]
@@ -52,7 +53,7 @@ class CompositeBackend(AttentionBackend):
 
     @classmethod
     def unavailable(cls, device: DeviceInfo) -> list[str]:
-        """What is missing for either."""
+        """The reasons of both children; each names the child."""
         return [
             f"{child.get_name()}: {reason}"
             for child in (cls.prefill_backend, cls.decode_backend)
@@ -61,7 +62,7 @@ class CompositeBackend(AttentionBackend):
 
     @classmethod
     def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
-        """Either child's own reasons (they name the child), and encoders, which have one phase only."""
+        """The reasons of both children, and unpaged attention types, which have no decodes."""
         reasons = [
             f"{child.get_name()}: {reason}"
             for child in (cls.prefill_backend, cls.decode_backend)
@@ -72,39 +73,41 @@ class CompositeBackend(AttentionBackend):
             if spec.is_paged
             else [
                 *reasons,
-                f"attn_type={spec.attn_type.value} has no decode phase: name one backend",
+                f"attn_type={spec.attn_type.value} has no decode phase: choose a single backend",
             ]
         )
 
 
 class _CompositeMeta(ABCMeta):
-    """Metaclass of pairs: they are made at run time, so they are pickled by their two halves."""
+    """Metaclass of composites, which are created at run time and pickled by their children."""
 
 
-_made: dict[tuple[Backend, Backend], Backend] = {}
+_composites: dict[tuple[Backend, Backend], Backend] = {}
 
 
 def make_composite(prefill: Backend, decode: Backend) -> Backend:
-    """The backend that sends prefills to one backend and decodes to another; the same class each time, and the backend itself for equal halves.
+    """The backend that uses `prefill` for prefills and `decode` for decodes.
+
+    Equal arguments return the same class. If both are one backend, that backend is returned.
 
     Raises:
-        LayoutMismatchError: the two read no common cache layout.
+        LayoutMismatchError: the two have no common cache layout.
     """
     if prefill is decode:
         return prefill
-    if (prefill, decode) not in _made:
+    if (prefill, decode) not in _composites:
         capabilities = _common(prefill, decode)
-        halves = {"prefill_backend": prefill, "decode_backend": decode, "__module__": __name__}
-        builder = {**halves, "cudagraph_support": capabilities.cudagraph}
+        children = {"prefill_backend": prefill, "decode_backend": decode, "__module__": __name__}
+        builder = {**children, "cudagraph_support": capabilities.cudagraph}
         body = {
-            **halves,
-            "description": f"prefills by {prefill.get_name()}, decodes by {decode.get_name()}",
+            **children,
+            "description": f"prefills with {prefill.get_name()}, decodes with {decode.get_name()}",
             "capabilities": capabilities,
             "builder_cls": type("CompositeMetadataBuilder", (CompositeMetadataBuilder,), builder),
-            "impl_cls": type("CompositeImpl", (CompositeImpl,), halves),
+            "impl_cls": type("CompositeImpl", (CompositeImpl,), children),
         }
-        _made[prefill, decode] = _CompositeMeta("CompositeBackend", (CompositeBackend,), body)  # type: ignore[assignment]  # a class
-    return _made[prefill, decode]
+        _composites[prefill, decode] = _CompositeMeta("CompositeBackend", (CompositeBackend,), body)  # type: ignore[assignment]  # a class
+    return _composites[prefill, decode]
 
 
 def _reduce(cls: Any) -> tuple[Any, ...]:
@@ -115,7 +118,11 @@ copyreg.pickle(_CompositeMeta, _reduce)
 
 
 def _common(prefill: Backend, decode: Backend) -> Capabilities:
-    """What both declare. Sets of sizes cannot be intersected in general: those of the decode half stand, and `supports_combination` asks both."""
+    """The capabilities that both declare.
+
+    Sets of sizes cannot be intersected in general: those of `decode` are used, and
+    `supports_combination` checks both children.
+    """
     mine, other = prefill.capabilities, decode.capabilities
     layouts = _layouts(prefill, decode)
     values: dict[str, Any] = {}
@@ -137,7 +144,7 @@ def _common(prefill: Backend, decode: Backend) -> Capabilities:
         needs_finite_cache=mine.needs_finite_cache or other.needs_finite_cache,
         allocates_in_forward=mine.allocates_in_forward or other.allocates_in_forward,
         batch_invariant=False,
-        # A mixed batch is cut at a place that a graph would freeze; a uniform one goes to one half as a whole.
+        # A graph would fix where a mixed batch is split; a uniform batch belongs to one child.
         cudagraph=min(
             mine.cudagraph or CudaGraphSupport.NEVER,
             other.cudagraph or CudaGraphSupport.NEVER,
@@ -162,7 +169,7 @@ def _layouts(prefill: Backend, decode: Backend) -> tuple[str, ...]:
         (child.get_name(), child.capabilities.kv_cache_layouts or ("NHD",))
         for child in (prefill, decode)
     ]
-    best = negotiate_layout(demands)  # raises with both demands when there is none
+    best = negotiate_layout(demands)  # raises if there is none
     rest = []
     for name in LAYOUTS:
         try:

@@ -1,4 +1,4 @@
-"""A pair's layer: each child on its own rows of q and the output; one of them writes the cache for both."""
+"""Per-layer attention of a composite: each child attends for its rows; one writes the cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ __all__ = ["CompositeImpl"]
 
 
 class CompositeImpl(AttentionImpl):
-    """Runs each child on its own rows; the prefill child writes the cache. `make_composite` makes a subclass for each pair."""
+    """Runs each child on its rows; the prefill child writes the cache.
+
+    `make_composite` creates a subclass for each pair of backends.
+    """
 
     prefill_backend: ClassVar[type[AttentionBackend]]
     decode_backend: ClassVar[type[AttentionBackend]]

@@ -1,4 +1,4 @@
-"""Metadata of a pair: the batch is cut where the decode child's decodes end, and each child builds its own part."""
+"""Metadata of a composite: the batch is split after its decodes, and each child builds its part."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from attnlib.spec import AttentionSpec
 
 __all__ = ["CompositeMetadata", "CompositeMetadataBuilder"]
 
-BuildPart = Callable[[AttentionMetadataBuilder[Any], CommonAttentionMetadata], Any]
+BuildChild = Callable[[AttentionMetadataBuilder[Any], CommonAttentionMetadata], Any]
 
 
 @dataclass(kw_only=True)
 class CompositeMetadata(AttentionMetadata):
-    """A batch in two parts, each in its own backend's form.
+    """The children's metadata of one batch.
 
     Attributes:
         num_actual_tokens: T.
-        num_decodes: requests of the decode part, which stands first.
-        query_start_loc, seq_lens, block_table: of the whole batch, for validation and records.
-        decode, prefill: the children's metadata; None for a part without requests.
+        num_decodes: leading requests that the decode child computes.
+        query_start_loc: `[R + 1]` int32, of the whole batch, for validation and recording.
+        seq_lens: `[R]` int32, likewise.
+        block_table: `[R, max_blocks]` int32, likewise, or None.
+        decode: the decode child's metadata, or None without decodes.
+        prefill: the prefill child's metadata, or None without prefills.
     """
 
     num_actual_tokens: int
@@ -50,7 +53,10 @@ class CompositeMetadata(AttentionMetadata):
 
 
 class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
-    """Lets each child build for its own part of the batch. `make_composite` makes a subclass for each pair."""
+    """Splits each batch and lets the children build their parts.
+
+    `make_composite` creates a subclass for each pair of backends.
+    """
 
     prefill_backend: ClassVar[type[AttentionBackend]]
     decode_backend: ClassVar[type[AttentionBackend]]
@@ -65,7 +71,7 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         self._threshold = self._decode.reorder_batch_threshold or 1
 
     def reorder_batch(self, input_batch: Any, scheduler_output: Any) -> bool:
-        """As the decode child wants it."""
+        """See `AttentionMetadataBuilder.reorder_batch`; the decode child decides."""
         return self._decode.reorder_batch(input_batch, scheduler_output)
 
     def build(
@@ -74,7 +80,7 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CompositeMetadata:
-        """Both children's metadata; a part without requests is not built."""
+        """The metadata of both children; a part without requests is not built."""
         return self._build(
             common_attn_metadata,
             lambda builder, part: builder.build(common_prefix_len, part, fast_build),
@@ -83,7 +89,7 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> CompositeMetadata:
-        """As `build`, by the capture builds of the children: a uniform batch goes to one of them as a whole."""
+        """As `build`, with `build_for_cudagraph_capture` of the children."""
         return self._build(
             common_attn_metadata, lambda builder, part: builder.build_for_cudagraph_capture(part)
         )
@@ -91,14 +97,14 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
     ) -> CompositeMetadata:
-        """As `build`, by the draft builds of the children."""
+        """As `build`, with `build_for_drafting` of the children."""
         return self._build(
             common_attn_metadata,
             lambda builder, part: builder.build_for_drafting(part, draft_index),
         )
 
     def seq_len_bounds(self, num_reqs: int, least: int, most: int) -> list[int]:
-        """Those of both children."""
+        """The bounds of both children."""
         return sorted(
             {
                 bound
@@ -110,26 +116,24 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
     def update_block_table(
         self, metadata: CompositeMetadata, block_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> CompositeMetadata:
-        """The same batch with other blocks, in the children too."""
+        """The same batch with other blocks, for both children."""
         updated = super().update_block_table(metadata, block_table, slot_mapping)
         requests, tokens = metadata.num_decodes, metadata.num_decode_tokens
         if metadata.decode is not None:
-            upto = (
-                (requests, tokens) if metadata.prefill is not None else (None, None)
-            )  # a batch of decodes alone keeps its padding
-            updated.decode = self._decode.update_block_table(
-                metadata.decode, block_table[: upto[0]], slot_mapping[: upto[1]]
-            )
+            decodes = (block_table, slot_mapping)  # without prefills all of it, padding included
+            if metadata.prefill is not None:
+                decodes = (block_table[:requests], slot_mapping[:tokens])
+            updated.decode = self._decode.update_block_table(metadata.decode, *decodes)
         if metadata.prefill is not None:
             updated.prefill = self._prefill.update_block_table(
                 metadata.prefill, block_table[requests:], slot_mapping[tokens:]
             )
         return updated
 
-    def _build(self, common: CommonAttentionMetadata, build: BuildPart) -> CompositeMetadata:
+    def _build(self, common: CommonAttentionMetadata, build: BuildChild) -> CompositeMetadata:
         decodes, tokens = leading_decodes(common, self._threshold)
         if tokens == 0:
-            decodes = 0  # nothing but padding in front, or lengths that the host does not know: the prefill child takes the batch whole
+            decodes = 0  # only padding, or lengths unknown to the host: all of it is a prefill
         decode = prefill = None
         if decodes and decodes == common.num_reqs:
             decode = build(self._decode, common)
@@ -137,7 +141,7 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
             prefill = build(self._prefill, common)
         else:
             decode = build(self._decode, common.unpadded(decodes, tokens))
-            prefill = build(self._prefill, _behind(common, decodes, tokens))
+            prefill = build(self._prefill, _remainder(common, decodes, tokens))
         return CompositeMetadata(
             num_prefills=common.num_reqs - decodes,
             num_prefill_tokens=common.num_actual_tokens - tokens,
@@ -153,10 +157,10 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         )
 
 
-def _behind(
+def _remainder(
     common: CommonAttentionMetadata, num_reqs: int, num_tokens: int
 ) -> CommonAttentionMetadata:
-    """The requests after the first `num_reqs`, as a batch of their own."""
+    """The requests after the first `num_reqs`, as a separate batch."""
     return common.replace(
         query_start_loc=common.query_start_loc[num_reqs:] - num_tokens,
         query_start_loc_cpu=common.query_start_loc_cpu[num_reqs:] - num_tokens,

@@ -1,9 +1,13 @@
-"""Card of the `flash_attn` backend: whichever FlashAttention is installed (2, 3 or 4), behind the common contract. Importable without any.
+"""The `flash_attn` backend: FlashAttention 2, 3 or 4, whichever is installed.
 
-What it can do depends on what is installed, so `validate_configuration` answers for the kernels that were found; `capabilities` says what one
-generation or another can do. Settings (`register_backend(..., config=...)`): `fa_version` 2, 3 or 4 insists on a generation; `num_splits` fixes
-the split of the keys (FlashAttention 3; 0 leaves it to the kernel); `aot_schedule=False` leaves scheduling to each layer; `quantize_query=True`
-allows a float8 cache on FlashAttention 3 at the price of a float8 query.
+This module can be imported without FlashAttention. `capabilities` is the union over all
+generations; `validate_configuration` reports what the installed kernels support. Settings, given as
+`register_backend(..., config=...)`:
+
+    fa_version       2, 3 or 4: use this generation only
+    num_splits       number of key splits (FlashAttention 3); 0 lets the kernel choose
+    aot_schedule     False: each layer schedules itself, instead of once per batch
+    quantize_query   True: allow a float8 cache on FlashAttention 3, which quantizes the query too
 """
 
 from __future__ import annotations
@@ -60,8 +64,8 @@ class FlashAttnBackend(AttentionBackend):
         kv_sharing=True,
         batch_invariant=False,
         cudagraph=CudaGraphSupport.UNIFORM_BATCH,
-        needs_finite_cache=True,  # FlashAttention 3 and 4; one cache serves whichever is chosen
-        allocates_in_forward=True,  # the LSE and the partial results of split keys
+        needs_finite_cache=True,  # FlashAttention 3 and 4; the cache is allocated before the choice
+        allocates_in_forward=True,  # the LSE and the partial results of key splits
     )
 
     @staticmethod
@@ -88,27 +92,33 @@ class FlashAttnBackend(AttentionBackend):
 
     @classmethod
     def unavailable(cls, device: DeviceInfo) -> list[str]:
-        """Nothing installed, or nothing usable: each package's own reason, with the versions that an ABI clash depends on."""
+        """Why no FlashAttention can be used: the problem of each package, with version numbers."""
         if nothing_installed():
             return [
-                "no FlashAttention is installed: pip install flash-attn (2), or pip install --pre flash-attn-4 (4, Hopper and later)"
+                "no FlashAttention is installed: pip install flash-attn (2), "
+                "or pip install --pre flash-attn-4 (4, Hopper and later)"
             ]
         if device.type != "cuda":
-            return []  # validate_configuration says that the device does not fit; no reason to import anything
+            return []  # validate_configuration reports the device without importing anything
         found = find_kernels()
         if found.kernels:
             return []
-        gaps = found.gaps or (
-            "the packages that are installed hold no FlashAttention: pip install flash-attn, or pip install --pre flash-attn-4",
+        problems = found.problems or (
+            "the installed packages contain no FlashAttention: pip install flash-attn, "
+            "or pip install --pre flash-attn-4",
         )
         facts = environment_facts(device, _DISTRIBUTIONS)
-        return [f"{gap} {facts}" for gap in gaps]
+        return [f"{problem} {facts}" for problem in problems]
 
     @classmethod
     def validate_configuration(
         cls, spec: AttentionSpec, device: torch.device | str | DeviceInfo | None = None
     ) -> list[str]:
-        """Reasons of every installed generation when none fits; the general capabilities where none is installed."""
+        """The reasons of every installed generation if none supports `spec`.
+
+        Without an installed kernel, or on a device that no generation supports, `capabilities`
+        decides.
+        """
         info = resolve_device(device)
         if (
             unsupported_device_reasons(info, cls.capabilities)

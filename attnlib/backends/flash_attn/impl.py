@@ -1,7 +1,8 @@
-"""Per-layer attention of the `flash_attn` backend: one call by keyword, and its results brought into the contract's form."""
+"""Per-layer attention of the `flash_attn` backend: one call by keyword, and output conversion."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,16 +26,23 @@ _ALIGNMENT_BYTES = 16
 _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
+@dataclass(frozen=True)
+class _RoundedSinks:
+    """Sinks, their version counter, and their bfloat16 form, or None if it is not exact."""
+
+    sinks: torch.Tensor
+    version: int
+    rounded: torch.Tensor | None
+
+
 class FlashAttnImpl(AttentionImpl):
     """Attention by FlashAttention."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._sinks_bf16: torch.Tensor | None = None
-        if self.sinks is not None:
-            rounded = self.sinks.to(torch.bfloat16)
-            self._sinks_bf16 = rounded if bool((rounded.float() == self.sinks).all()) else None
+        self._rounded_sinks: _RoundedSinks | None = None
         self._descales: dict[tuple[float, torch.device], torch.Tensor] = {}
+        _ = self._sinks_bf16  # compare on the device here, not while a graph is captured
 
     def write_kv(
         self,
@@ -43,7 +51,7 @@ class FlashAttnImpl(AttentionImpl):
         cache: PagedKVCache,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """See `AttentionImpl.write_kv`; on a GPU with the Triton kernel, because FlashAttention has none that takes slots."""
+        """See `AttentionImpl.write_kv`. Uses the Triton kernel on a GPU."""
         if not key.is_cuda:
             super().write_kv(key, value, cache, slot_mapping)
             return
@@ -83,7 +91,7 @@ class FlashAttnImpl(AttentionImpl):
             output,
             lse,
             metadata.query_start_loc,
-            None if is_capturing(output) else metadata.live_tokens,
+            None if is_capturing(output) else metadata.num_unpadded_tokens,
         )
 
     def _attend(
@@ -96,11 +104,11 @@ class FlashAttnImpl(AttentionImpl):
     ) -> None:
         kernel = metadata.kernel
         _check_alignment(cache, self.prefix)
-        late_sinks = self._late_sinks(kernel)
+        separate_sinks = self._separate_sinks(kernel)
         arguments = self._call(query, cache, metadata)
-        wants_lse = lse is not None or late_sinks is not None
+        needs_lse = lse is not None or separate_sinks is not None
         lse_flag = kernel.keywords.first("return_softmax_lse", "return_lse", "return_attn_probs")
-        if wants_lse and lse_flag is not None:
+        if needs_lse and lse_flag is not None:
             arguments[lse_flag] = True
         if "out" in kernel.keywords:
             arguments["out"] = output
@@ -110,7 +118,7 @@ class FlashAttnImpl(AttentionImpl):
         )
         if attended.data_ptr() != output.data_ptr():
             output.copy_(attended)
-        if not wants_lse or kernel_lse is None:
+        if not needs_lse or kernel_lse is None:
             return
         target = (
             torch.empty(output.shape[:2], dtype=torch.float32, device=output.device)
@@ -118,20 +126,40 @@ class FlashAttnImpl(AttentionImpl):
             else lse
         )
         store_lse(kernel_lse.t(), target)
-        if late_sinks is not None:
-            apply_sinks(output, target, late_sinks)
-        elif self.sinks is not None:  # an empty row's denominator is the sink alone
+        if separate_sinks is not None:
+            apply_sinks(output, target, separate_sinks)
+        elif self.sinks is not None:  # the denominator of an empty row is the sink alone
             torch.where(torch.isneginf(target), self.sinks, target, out=target)
 
-    def _late_sinks(self, kernel: FlashKernel) -> torch.Tensor | None:
-        """FlashAttention 3 takes sinks in bfloat16; those that it would round are applied afterwards, from the LSE."""
+    @property
+    def _sinks_bf16(self) -> torch.Tensor | None:
+        """The sinks in bfloat16, or None if bfloat16 does not represent them exactly.
+
+        The comparison synchronizes; it is repeated only when the sinks are replaced or modified.
+        """
+        sinks = self.sinks
+        if sinks is None:
+            return None
+        known = self._rounded_sinks
+        if known is None or known.sinks is not sinks or known.version != sinks._version:
+            rounded = sinks.to(torch.bfloat16)
+            exact = bool((rounded.float() == sinks).all())
+            known = _RoundedSinks(sinks, sinks._version, rounded if exact else None)
+            self._rounded_sinks = known
+        return known.rounded
+
+    def _separate_sinks(self, kernel: FlashKernel) -> torch.Tensor | None:
+        """The sinks that are applied after the kernel, from the LSE.
+
+        FlashAttention 3 takes sinks in bfloat16 only; these are the sinks that it would round.
+        """
         return self.sinks if kernel.version == 3 and self._sinks_bf16 is None else None
 
     def _call(
         self, query: torch.Tensor, cache: PagedKVCache, metadata: FlashAttnMetadata
     ) -> dict[str, Any]:
         kernel, spec = metadata.kernel, self.spec
-        takes = kernel.keywords
+        keywords = kernel.keywords
         left, right = spec.visible_window.as_kernel_args()
         unbounded: tuple[int | None, int | None] = (
             left if left >= 0 else None,
@@ -139,17 +167,17 @@ class FlashAttnImpl(AttentionImpl):
         )
         arguments: dict[str, Any] = {
             "q": query,
-            takes.first("k_cache", "k") or "k": cache.key_cache,
-            takes.first("v_cache", "v") or "v": cache.value_cache,
+            keywords.first("k_cache", "k") or "k": cache.key_cache,
+            keywords.first("v_cache", "v") or "v": cache.value_cache,
             "cu_seqlens_q": metadata.query_start_loc,
             "max_seqlen_q": metadata.query_bound,
-            takes.first("block_table", "page_table") or "block_table": metadata.block_table,
+            keywords.first("block_table", "page_table") or "block_table": metadata.block_table,
             "softmax_scale": self.scale,
             "causal": metadata.causal,
             "window_size": unbounded if kernel.version == 4 else (left, right),
             **kernel.select,
         }
-        lengths = takes.first("seqused_k", "cache_seqlens")
+        lengths = keywords.first("seqused_k", "cache_seqlens")
         if lengths is None:
             arguments["cu_seqlens_k"] = metadata.key_start_loc
         else:
@@ -171,7 +199,7 @@ class FlashAttnImpl(AttentionImpl):
             arguments["softcap"] = spec.logits_soft_cap
         if self.alibi_slopes is not None:
             arguments["alibi_slopes"] = self.alibi_slopes
-        if self.sinks is not None and self._late_sinks(kernel) is None:
+        if self.sinks is not None and self._separate_sinks(kernel) is None:
             name = kernel.keywords.first("s_aux", "sinks", "sink", "learnable_sink") or "s_aux"
             arguments[name] = self.sinks if kernel.version == 4 else self._sinks_bf16
         if kernel.version == 3:
@@ -185,7 +213,10 @@ class FlashAttnImpl(AttentionImpl):
     def _add_scales(
         self, arguments: dict[str, Any], query: torch.Tensor, cache: PagedKVCache, num_reqs: int
     ) -> None:
-        """A float8 cache wants a float8 query: the largest element becomes the largest float8 number."""
+        """Quantize the query, which must be float8 for a float8 cache, and pass all scales.
+
+        The scale of the query maps its largest element to the largest float8 value.
+        """
         scale = (query.abs().amax().float() / _FLOAT8_MAX).clamp(
             min=torch.finfo(torch.float32).tiny
         )
@@ -196,29 +227,30 @@ class FlashAttnImpl(AttentionImpl):
         arguments["v_descale"] = self._descale(cache.v_scale, query.device).expand(shape)
 
     def _descale(self, scale: Scale, device: torch.device) -> torch.Tensor:
-        """A scale as a `[1, 1]` or `[1, Hkv]` tensor; floats are put on the device once."""
+        """A scale as a `[1, 1]` or `[1, Hkv]` tensor; floats are copied to the device once."""
         if isinstance(scale, torch.Tensor):
             return scale.view(1, -1)
-        kept = self._descales.get((scale, device))
-        if kept is None:
-            kept = self._descales[scale, device] = torch.full(
+        known = self._descales.get((scale, device))
+        if known is None:
+            known = self._descales[scale, device] = torch.full(
                 (1, 1), scale, dtype=torch.float32, device=device
             )
-        return kept
+        return known
 
 
 def _check_alignment(cache: PagedKVCache, prefix: str) -> None:
-    """The kernels load 16 bytes at a time.
+    """Check that the cache allows the kernels' 16-byte loads.
 
     Raises:
-        ContractError: a stride of the cache that is no multiple of 16 bytes; the message names the view and the stride.
+        ContractError: a stride that is not a multiple of 16 bytes.
     """
     size = cache.dtype.itemsize
     for name, view in (("key_cache", cache.key_cache), ("value_cache", cache.value_cache)):
         for axis in range(3):
             if view.shape[axis] > 1 and view.stride(axis) * size % _ALIGNMENT_BYTES:
                 raise ContractError(
-                    f"{name} of layer {prefix or '(unnamed)'} has stride {view.stride(axis)} along dimension {axis}, "
-                    f"{view.stride(axis) * size} bytes; FlashAttention needs multiples of {_ALIGNMENT_BYTES} bytes: choose triton for this cache",
+                    f"{name} of layer {prefix or '(unnamed)'} has stride {view.stride(axis)} along "
+                    f"dimension {axis}, {view.stride(axis) * size} bytes; FlashAttention needs "
+                    f"multiples of {_ALIGNMENT_BYTES} bytes: choose triton for this cache",
                     rule="P1",
                 )

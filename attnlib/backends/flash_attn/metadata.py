@@ -1,6 +1,6 @@
-"""Metadata of the `flash_attn` backend: the batch as one varlen call, the kernel that serves it, and its schedule where it takes one ahead of time.
+"""Metadata of the `flash_attn` backend: one varlen call per batch, its kernel and its schedule.
 
-The kernels mix decodes and prefills in one launch, so the batch is not cut in two.
+The kernels compute decodes and prefills in one launch, so the batch is not split.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ class FlashAttnMetadata(PagedMetadata):
     """A batch for FlashAttention.
 
     Attributes:
-        kernel: the installed kernel that serves it.
-        live_tokens: tokens of real requests, fewer than `num_actual_tokens` when a graph's batch is padded; None leaves it to the device (capture).
-        query_bound: the longest query as the kernel is told it.
-        key_bound: the longest sequence as the kernel takes it.
-        key_start_loc: [R+1] int32 device, running sum of `seq_lens`, for kernels that want it; else None.
-        scheduler_metadata: [n] int32 device, the schedule computed ahead of time; None leaves it to each call.
+        kernel: the installed kernel that computes it.
+        num_unpadded_tokens: tokens of requests, without the padding of a graph's batch; None if
+            only the device knows it (capture).
+        query_bound: the bound on query lengths that the kernel gets.
+        key_bound: the bound on sequence lengths that the kernel uses.
+        key_start_loc: `[R + 1]` int32, cumulative sum of `seq_lens`, for kernels that need it.
+        scheduler_metadata: `[n]` int32, the schedule of the batch; None lets each call compute it.
     """
 
     kernel: FlashKernel
-    live_tokens: int | None
+    num_unpadded_tokens: int | None
     query_bound: int
     key_bound: int
     key_start_loc: torch.Tensor | None = None
@@ -45,10 +46,11 @@ class FlashAttnMetadata(PagedMetadata):
 
 
 class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
-    """Chooses the kernel once, and has it schedule each batch once instead of once per layer where it can.
+    """Chooses the kernel once, and schedules each batch once instead of once per layer.
 
     Raises:
-        BackendUnavailableError, UnsupportedConfigError: no installed kernel serves the spec on this device; all reasons are given.
+        BackendUnavailableError: no FlashAttention is installed.
+        UnsupportedConfigError: no installed kernel supports the spec; `reasons` has all reasons.
     """
 
     cudagraph_support: ClassVar[CudaGraphSupport] = CudaGraphSupport.UNIFORM_BATCH
@@ -60,11 +62,12 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         kernel, reasons = choose_kernel(spec, resolve_device(self.device), self.config)
         if kernel is None and not reasons:
             raise BackendUnavailableError(
-                "no FlashAttention is installed: pip install flash-attn, or pip install --pre flash-attn-4"
+                "no FlashAttention is installed: pip install flash-attn, "
+                "or pip install --pre flash-attn-4"
             )
         if kernel is None:
             raise UnsupportedConfigError(
-                "no installed FlashAttention serves this spec: " + "; ".join(reasons),
+                "no installed FlashAttention supports this spec: " + "; ".join(reasons),
                 backend="flash_attn",
                 reasons=reasons,
             )
@@ -88,19 +91,19 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> FlashAttnMetadata:
-        """The batch as one call; scheduled ahead of time unless `fast_build`."""
+        """The metadata of one batch; without a schedule if `fast_build`."""
         return self._build(common_attn_metadata, schedule=not fast_build, for_capture=False)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> FlashAttnMetadata:
-        """As `build`, with nothing taken for granted that a replayed batch may change."""
+        """As `build`, independent of everything that differs between the batches of a graph."""
         return self._build(common_attn_metadata, schedule=True, for_capture=True)
 
     def update_block_table(
         self, metadata: FlashAttnMetadata, block_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> FlashAttnMetadata:
-        """The same batch with other blocks; a schedule that was made for another width of the table is dropped."""
+        """The same batch with other blocks; drops a schedule for another table width."""
         changed = replace(
             metadata,
             block_table=block_table,
@@ -121,7 +124,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         metadata = FlashAttnMetadata(
             **fields,
             kernel=self.kernel,
-            live_tokens=None if for_capture else int(common.query_start_loc_cpu[-1]),
+            num_unpadded_tokens=None if for_capture else int(common.query_start_loc_cpu[-1]),
             query_bound=self._query_bound(common, for_capture),
             key_bound=self._key_bound(fields["block_table"], common.max_seq_len),
             key_start_loc=None if self.kernel.takes_lengths else self._running_sum(common.seq_lens),
@@ -131,7 +134,11 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         return metadata
 
     def _query_bound(self, common: CommonAttentionMetadata, for_capture: bool) -> int:
-        """FlashAttention 2 takes a bound of 1 as "row r is request r" and ignores the starts: only true where every request has one token."""
+        """The bound on query lengths.
+
+        FlashAttention 2 ignores `cu_seqlens_q` if the bound is 1 and takes row r for request r.
+        That is only right if every request has one token; otherwise the bound is 2.
+        """
         if self.kernel.version != 2 or common.max_query_len != 1:
             return common.max_query_len
         uniform = (
@@ -145,20 +152,18 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         return block_table.shape[1] * self.spec.block_size
 
     def _running_sum(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Where each request's keys start; with limits at one address, because graphs hold it."""
+        """Cumulative sum of the lengths; with limits at a fixed address, which graphs require."""
         count = lengths.shape[0] + 1
-        kept = self._key_starts
-        starts = (
-            torch.zeros(count, dtype=torch.int32, device=lengths.device)
-            if kept is None
-            else kept[:count]
-        )
+        if self._key_starts is None:
+            starts = torch.zeros(count, dtype=torch.int32, device=lengths.device)
+        else:
+            starts = self._key_starts[:count]
         torch.cumsum(lengths, 0, dtype=torch.int32, out=starts[1:])
         return starts
 
     def _scheduled(self, metadata: FlashAttnMetadata) -> torch.Tensor:
         spec, scheduler = self.spec, self.kernel.scheduler
-        assert scheduler is not None  # _aot says so
+        assert scheduler is not None  # implied by _aot
         arguments: dict[str, Any] = {
             "batch_size": metadata.num_reqs,
             "max_seqlen_q": metadata.query_bound,
@@ -176,25 +181,26 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             "has_softcap": bool(spec.logits_soft_cap),
             "num_splits": int(self.config.get("num_splits", 0)),
         }
-        takes = keywords_of(scheduler)
+        keywords = keywords_of(scheduler)
         schedule: torch.Tensor = scheduler(
-            **{name: value for name, value in arguments.items() if takes.takes(name)}
+            **{name: value for name, value in arguments.items() if keywords.accepts(name)}
         )
         if self._schedule is None or schedule.numel() > self._schedule.numel():
             return schedule
-        kept = self._schedule[
-            : schedule.numel()
-        ]  # one address for the builder's lifetime: graphs hold it
-        kept.copy_(schedule, non_blocking=True)
-        return kept
+        # One address for the builder's lifetime: captured graphs read it.
+        fixed = self._schedule[: schedule.numel()]
+        fixed.copy_(schedule, non_blocking=True)
+        return fixed
 
 
 def _check(common: CommonAttentionMetadata) -> None:
     if isinstance(common.causal, torch.Tensor):
         raise ContractError(
-            "FlashAttention takes one causal flag for a batch, not one per request: mask_kind=per_request needs another backend"
+            "FlashAttention takes one causal flag per batch, not one per request: "
+            "choose triton or torch for mask_kind=per_request"
         )
     if common.query_bias is not None:
         raise ContractError(
-            "FlashAttention takes no query_bias: mask_kind=query_bias needs another backend (triton, torch)"
+            "FlashAttention does not support query_bias: "
+            "choose triton or torch for mask_kind=query_bias"
         )

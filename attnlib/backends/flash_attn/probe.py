@@ -1,10 +1,11 @@
-"""Which FlashAttention is installed, found out by its functions, their signatures and its build flags, never by a module's name.
+"""Find installed FlashAttention kernels and identify their generation.
 
-Five projects ship the same kernels under different names, and one name (`flash_attn`) holds two generations. So every known place is imported
-under guard, and what is found there is told apart by what it takes:
+Five projects ship the same kernels under different names, and one name (`flash_attn`) is used by
+two generations. Every known module is therefore imported, and its functions are identified by their
+signatures and build flags, not by the name of the module:
 
-    a varlen function with `fa_version`          several generations behind one function; its flags say which were built
-    a varlen function with `page_table`          FlashAttention 4
+    a varlen function with `fa_version`          several generations; flags of the module say which
+    were built a varlen function with `page_table`          FlashAttention 4
     a varlen function with `block_table`         FlashAttention 2
     a kvcache function with `page_table` and `cu_seqlens_q`   FlashAttention 3
 """
@@ -30,7 +31,7 @@ from attnlib.backends._foreign.imports import (
 )
 from attnlib.device import resolve_device
 
-__all__ = ["SOURCES", "FlashKernel", "Found", "find_kernels", "nothing_installed"]
+__all__ = ["SOURCES", "FlashKernel", "FoundKernels", "find_kernels", "nothing_installed"]
 
 SOURCES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("flash_attn", ("flash-attn", "flash_attn")),
@@ -40,23 +41,23 @@ SOURCES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("sgl_kernel.flash_attn", ("sgl-kernel", "sgl_kernel")),
     ("flash_attn.cute", ("flash-attn-4", "fa4")),
 )
-"""Where FlashAttention may be: (module, distributions that bring it), in order of preference among equals."""
+"""(module, distributions that contain it), in order of preference among equal generations."""
 
 
 @dataclass(frozen=True)
 class FlashKernel:
-    """One generation of FlashAttention that can read a paged cache, and how to call it.
+    """One generation of FlashAttention with a paged cache, and how to call it.
 
     Attributes:
         version: 2, 3 or 4.
         source: the module it was found in.
         release: the distribution's version, "" when unknown.
         function: the attention function; called by keyword only.
-        keywords: what it takes.
+        keywords: its keyword arguments.
         select: fixed arguments that choose this generation, such as `fa_version=3`.
         scheduler: the ahead-of-time scheduler, or None.
-        flags: build flags that are known and set ("FLASHATTENTION_DISABLE_...").
-        block_multiple: block sizes must be a multiple of this.
+        flags: the build flags that are set ("FLASHATTENTION_DISABLE_...").
+        block_multiple: the block size must be a multiple of this.
     """
 
     version: int
@@ -71,62 +72,66 @@ class FlashKernel:
 
     @property
     def label(self) -> str:
-        """What messages call it."""
-        return f"FlashAttention {self.version} ({self.source}{' ' + self.release if self.release else ''})"
+        """Its name in messages."""
+        return f"FlashAttention {self.version} ({f'{self.source} {self.release}'.strip()})"
 
     @property
     def takes_key_bound(self) -> bool:
-        """Whether the caller gives the longest sequence; otherwise the kernel takes the width of the table for it."""
+        """Whether it takes the longest sequence length; otherwise it uses the table width."""
         return "max_seqlen_k" in self.keywords
 
     @property
     def takes_lengths(self) -> bool:
-        """Whether it takes lengths of sequences; otherwise their running sum."""
+        """Whether it takes sequence lengths; otherwise it takes their cumulative sum."""
         return self.keywords.first("seqused_k", "cache_seqlens") is not None
 
 
 @dataclass(frozen=True)
-class Found:
-    """Everything that was found.
+class FoundKernels:
+    """The result of `find_kernels`.
 
     Attributes:
-        kernels: usable ones, in the order of `SOURCES`.
-        gaps: what is there and cannot be used, each with the next action.
+        kernels: usable kernels, in the order of `SOURCES`.
+        problems: why installed packages cannot be used, each with the next action.
     """
 
     kernels: tuple[FlashKernel, ...]
-    gaps: tuple[str, ...]
+    problems: tuple[str, ...]
 
 
 def nothing_installed() -> bool:
-    """True when no known package is installed at all; nothing is imported."""
+    """Whether none of the known packages is installed; imports nothing."""
     return not any(is_installed(path) for path, _ in SOURCES)
 
 
 @lru_cache(maxsize=1)
-def find_kernels() -> Found:
-    """Import every known place under guard and recognise what is there. No CUDA start-up of our own, no network."""
+def find_kernels() -> FoundKernels:
+    """Import every known module and identify its kernels, without initializing CUDA."""
     kernels: list[FlashKernel] = []
-    gaps: list[str] = []
+    problems: list[str] = []
     broken: list[str] = []
     for path, distributions in SOURCES:
         if any(path.startswith(f"{parent}.") for parent in broken):
-            continue  # it would only fail again, with the same words
-        with _chip_told_to_quack():
+            continue  # it would fail again with the same message
+        with _quack_arch():
             imported: Import = import_guarded(path)
         if imported.problem:
             broken.append(path)
-            gaps.append(imported.problem)
+            problems.append(imported.problem)
         if imported.module is not None:
-            found, missing = _recognise(path, package_version(*distributions), imported.module)
+            found, reasons = _identify(path, package_version(*distributions), imported.module)
             kernels += found
-            gaps += missing
-    return Found(tuple(kernels), tuple(gaps))
+            problems += reasons
+    return FoundKernels(tuple(kernels), tuple(problems))
 
 
 @contextmanager
-def _chip_told_to_quack() -> Iterator[None]:
-    """quack, which FlashAttention 4 imports, asks CUDA for the chip at import, and so starts it, unless QUACK_ARCH says which one it is (H2)."""
+def _quack_arch() -> Iterator[None]:
+    """Set QUACK_ARCH during an import.
+
+    FlashAttention 4 imports quack, which initializes CUDA at import to query the compute capability
+    unless QUACK_ARCH gives it (H2).
+    """
     capability = resolve_device(None).capability
     if capability is None or os.environ.get("QUACK_ARCH"):
         yield
@@ -138,65 +143,62 @@ def _chip_told_to_quack() -> Iterator[None]:
         os.environ.pop("QUACK_ARCH", None)
 
 
-def _recognise(path: str, release: str, module: ModuleType) -> tuple[list[FlashKernel], list[str]]:
+def _identify(path: str, release: str, module: ModuleType) -> tuple[list[FlashKernel], list[str]]:
     varlen = getattr(module, "flash_attn_varlen_func", None)
     kvcache = getattr(module, "flash_attn_with_kvcache", None)
     if varlen is None and kvcache is None:
         if getattr(module, "__file__", None) is None:
-            return [], []  # a namespace that another package's submodule brought into being
+            return [], []  # a namespace package created by another package's submodule
         return [], [
-            f"{path} has neither flash_attn_varlen_func nor flash_attn_with_kvcache: a hollow build; reinstall it with its binaries"
+            f"{path} has neither flash_attn_varlen_func nor flash_attn_with_kvcache, so its build "
+            "is incomplete: reinstall it with its binaries"
         ]
     if kvcache is not None:
         names = keywords_of(kvcache)
         if all(name in names for name in ("page_table", "cu_seqlens_q", "cache_seqlens")):
-            return _third(path, release, module, kvcache, names)
+            return _fa3_kernel(path, release, module, kvcache, names)
     if varlen is not None:
         names = keywords_of(varlen)
         if "fa_version" in names:
-            return _several(path, release, module, varlen, names)
+            return _multi_version_kernels(path, release, module, varlen, names)
         if "page_table" in names and "seqused_k" in names:
             return [FlashKernel(4, path, release, varlen, names)], []
         if "block_table" in names:
             return [FlashKernel(2, path, release, varlen, names, block_multiple=256)], []
     name = f"{path} {release}".strip()
     return [], [
-        f"{name} reads no paged cache (no block_table or page_table argument): install flash-attn 2.6 or later"
+        f"{name} does not support a paged cache (no block_table or page_table argument): "
+        "install flash-attn 2.6 or later"
     ]
 
 
-def _third(
+def _fa3_kernel(
     path: str, release: str, module: ModuleType, function: Callable[..., Any], names: Keywords
 ) -> tuple[list[FlashKernel], list[str]]:
     flags = _build_flags(path, module)
-    if "FLASHATTENTION_DISABLE_PAGEDKV" in flags or "FLASHATTENTION_DISABLE_VARLEN" in flags:
-        gone = (
-            "FLASHATTENTION_DISABLE_PAGEDKV"
-            if "FLASHATTENTION_DISABLE_PAGEDKV" in flags
-            else "FLASHATTENTION_DISABLE_VARLEN"
-        )
-        return [], [f"{path} was built with {gone}: rebuild it without that flag"]
+    for flag in ("FLASHATTENTION_DISABLE_PAGEDKV", "FLASHATTENTION_DISABLE_VARLEN"):
+        if flag in flags:
+            return [], [f"{path} was built with {flag}: rebuild it without that flag"]
     select = {"ver": 3} if "ver" in names else {}
     scheduler = getattr(module, "get_scheduler_metadata", None)
     return [FlashKernel(3, path, release, function, names, select, scheduler, flags)], []
 
 
-def _several(
+def _multi_version_kernels(
     path: str, release: str, module: ModuleType, function: Callable[..., Any], names: Keywords
 ) -> tuple[list[FlashKernel], list[str]]:
-    home = inspect.getmodule(function) or module
-    kernels, gaps = [], []
+    defining = inspect.getmodule(function) or module
+
+    def flag(name: str, default: Any) -> Any:
+        return getattr(defining, name, getattr(module, name, default))
+
+    kernels, problems = [], []
     for version in (3, 4, 2):
-        if not getattr(
-            home, f"FA{version}_AVAILABLE", getattr(module, f"FA{version}_AVAILABLE", False)
-        ):
-            reason = getattr(
-                home,
-                f"FA{version}_UNAVAILABLE_REASON",
-                getattr(module, f"FA{version}_UNAVAILABLE_REASON", None),
-            )
-            gaps.append(
-                f"{path} was built without FlashAttention {version}{f' ({reason})' if reason else ''}: install a build that has it"
+        if not flag(f"FA{version}_AVAILABLE", False):
+            reason = flag(f"FA{version}_UNAVAILABLE_REASON", None)
+            problems.append(
+                f"{path} was built without FlashAttention {version}"
+                f"{f' ({reason})' if reason else ''}: install a build that has it"
             )
             continue
         scheduler = getattr(module, "get_scheduler_metadata", None) if version == 3 else None
@@ -213,11 +215,11 @@ def _several(
                 block_multiple=multiple,
             )
         )
-    return kernels, gaps
+    return kernels, problems
 
 
 def _build_flags(path: str, module: ModuleType) -> frozenset[str]:
-    """Build flags that are set, from the build's own record of them; empty when it keeps none."""
+    """The build flags that are set, from the package's config; empty if it has none."""
     config = getattr(module, "CONFIG", None)
     if config is None:
         parent = path.rpartition(".")[0]

@@ -1,7 +1,8 @@
-"""What each generation of FlashAttention can do, and which of those installed fits a spec best.
+"""What each generation of FlashAttention supports, and which installed one is best for a spec.
 
-The limits are facts read from the kernels' own checks (csrc/flash_attn, hopper, flash_attn/cute); what a build may leave out is read from its
-signature and its build flags. Every refusal names the generation, the value and the limit.
+The limits come from the kernels' own checks (csrc/flash_attn, hopper, flash_attn/cute). Features
+that a build may lack are read from its signature and its build flags. Every reason names the
+generation, the value and the limit.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from attnlib.capabilities import Capabilities, Sizes, unsupported_reasons
 from attnlib.device import DeviceInfo
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind
 
-__all__ = ["capabilities_of", "choose_kernel", "kernel_refusals"]
+__all__ = ["capabilities_of", "choose_kernel", "kernel_unsupported_reasons"]
 
 _PREFERRED: Mapping[int, tuple[int, ...]] = {
     8: (2, 3),
@@ -25,18 +26,18 @@ _PREFERRED: Mapping[int, tuple[int, ...]] = {
     11: (4, 2),
     12: (2,),
 }
-"""Major compute capability -> generations, best first. A generation that is not listed has no paged kernel there."""
+"""Major compute capability -> generations with a paged kernel for it, best first."""
 
 _SINK_NAMES = ("s_aux", "sinks", "sink", "learnable_sink")
 _SINK_HEADS_FA3 = 64
 
 
 def capabilities_of(kernel: FlashKernel) -> Capabilities:
-    """What one installed kernel can do."""
-    takes, flags, version = kernel.keywords, kernel.flags, kernel.version
+    """The capabilities of one installed kernel."""
+    keywords, flags, version = kernel.keywords, kernel.flags, kernel.version
     return Capabilities(
         devices=("cuda",),
-        min_capability={2: (8, 0), 3: _lowest_fa3(kernel), 4: (9, 0)}[version],
+        min_capability={2: (8, 0), 3: _min_capability_fa3(kernel), 4: (9, 0)}[version],
         max_capability={2: None, 3: (9, 9), 4: (11, 9)}[version],
         dtypes=(torch.bfloat16,)
         if "FLASHATTENTION_DISABLE_FP16" in flags
@@ -57,13 +58,13 @@ def capabilities_of(kernel: FlashKernel) -> Capabilities:
         group_sizes=Sizes(1),
         attn_types=(AttentionType.DECODER, AttentionType.ENCODER_DECODER),
         mask_kinds=(MaskKind.CAUSAL, MaskKind.BIDIRECTIONAL),
-        sliding_window="window_size" in takes and "FLASHATTENTION_DISABLE_LOCAL" not in flags,
+        sliding_window="window_size" in keywords and "FLASHATTENTION_DISABLE_LOCAL" not in flags,
         attention_chunks=False,
-        logits_soft_cap="softcap" in takes and "FLASHATTENTION_DISABLE_SOFTCAP" not in flags,
-        alibi=version == 2 and "alibi_slopes" in takes,
-        sink=version in (3, 4) and takes.first(*_SINK_NAMES) is not None,
+        logits_soft_cap="softcap" in keywords and "FLASHATTENTION_DISABLE_SOFTCAP" not in flags,
+        alibi=version == 2 and "alibi_slopes" in keywords,
+        sink=version in (3, 4) and keywords.first(*_SINK_NAMES) is not None,
         mla=False,
-        lse=takes.first("return_softmax_lse", "return_lse", "return_attn_probs") is not None,
+        lse=keywords.first("return_softmax_lse", "return_lse", "return_attn_probs") is not None,
         kv_sharing=True,
         batch_invariant=False,
         cudagraph=CudaGraphSupport.UNIFORM_BATCH,
@@ -72,8 +73,8 @@ def capabilities_of(kernel: FlashKernel) -> Capabilities:
     )
 
 
-def _lowest_fa3(kernel: FlashKernel) -> tuple[int, int]:
-    """FlashAttention 3 runs on Ampere only where the build's own record of its flags does not say otherwise."""
+def _min_capability_fa3(kernel: FlashKernel) -> tuple[int, int]:
+    """FlashAttention 3 runs on Ampere if the build flags are known and do not exclude it."""
     return (8, 0) if kernel.flags and "FLASHATTENTION_DISABLE_SM80" not in kernel.flags else (9, 0)
 
 
@@ -96,10 +97,10 @@ def _head_sizes(kernel: FlashKernel) -> Sizes:
     return Sizes(8, max(built, default=8), 8)
 
 
-def kernel_refusals(
+def kernel_unsupported_reasons(
     kernel: FlashKernel, spec: AttentionSpec, device: DeviceInfo, config: Mapping[str, Any]
 ) -> list[str]:
-    """Every reason why one installed kernel cannot serve `spec`, each naming the kernel."""
+    """Every reason why one installed kernel does not support `spec`; each names the kernel."""
     reasons = unsupported_reasons(spec, device, capabilities_of(kernel))
     if device.capability is not None and kernel.version not in _PREFERRED.get(
         device.capability[0], ()
@@ -107,24 +108,25 @@ def kernel_refusals(
         reasons.append(
             f"no paged kernel for compute capability {device.capability[0]}.{device.capability[1]}"
         )
-    reasons += _combinations(kernel, spec, device, config)
+    reasons += _combination_reasons(kernel, spec, device, config)
     return [f"{kernel.label}: {reason}" for reason in dict.fromkeys(reasons)]
 
 
-def _combinations(
+def _combination_reasons(
     kernel: FlashKernel, spec: AttentionSpec, device: DeviceInfo, config: Mapping[str, Any]
 ) -> list[str]:
     reasons = []
     size, size_v = spec.head_size, spec.head_size_v
     if size_v != size and kernel.version == 3:
-        fits = (128 < size <= 192 and 96 < size_v <= 128) or (size <= 64 and size_v <= 512)
+        supported = (128 < size <= 192 and 96 < size_v <= 128) or (size <= 64 and size_v <= 512)
         if (
-            not fits
+            not supported
             or size_v % 8
             or f"FLASHATTENTION_DISABLE_HDIMDIFF{64 if size <= 64 else 192}" in kernel.flags
         ):
             reasons.append(
-                f"head_size={size} with head_size_v={size_v} not supported (129 to 192 with 97 to 128, or up to 64 with up to 512)"
+                f"head_size={size} with head_size_v={size_v} not supported "
+                "(supported: 129 to 192 with 97 to 128, or up to 64 with up to 512)"
             )
     if kernel.version == 4 and (size_v > 256 or size_v % 8):
         reasons.append(
@@ -136,9 +138,10 @@ def _combinations(
         if value % 16
     ]
     if kernel.version == 4 and irregular:
-        # pages that are no whole key tile, whose size differs from kernel to kernel, are copied without a check of the head's end
+        # Blocks that are not a whole key tile are copied without a bound check on the head size.
         reasons.append(
-            f"paged keys with {', '.join(dict.fromkeys(irregular))} not supported (supported: multiples of 16)"
+            f"paged keys with {', '.join(dict.fromkeys(irregular))} not supported "
+            "(supported: multiples of 16)"
         )
     blackwell = device.capability is not None and device.capability[0] >= 10
     if (
@@ -148,7 +151,8 @@ def _combinations(
         and (size, size_v) not in ((192, 128), (256, 256))
     ):
         reasons.append(
-            f"head_size={size} with head_size_v={size_v} not supported on this chip (8 to 128, 192 with 128, 256 with 256)"
+            f"head_size={size} with head_size_v={size_v} not supported on this device "
+            "(supported: 8 to 128, 192 with 128, 256 with 256)"
         )
     if (
         kernel.version == 3
@@ -156,7 +160,8 @@ def _combinations(
         and (size_v != size or spec.num_heads > _SINK_HEADS_FA3)
     ):
         reasons.append(
-            f"sinks with num_heads={spec.num_heads}, head_size_v={size_v} not supported (up to {_SINK_HEADS_FA3} heads of equal size)"
+            f"sinks with num_heads={spec.num_heads}, head_size_v={size_v} not supported "
+            f"(supported: up to {_SINK_HEADS_FA3} heads with equal head sizes)"
         )
     if kernel.version == 3 and spec.is_kv_quantized:
         reasons += _fp8_reasons(spec, config)
@@ -167,16 +172,17 @@ def _fp8_reasons(spec: AttentionSpec, config: Mapping[str, Any]) -> list[str]:
     reasons = []
     if spec.dtype is not torch.bfloat16:
         reasons.append(
-            f"kv_cache_dtype={spec.kv_cache_dtype} writes bfloat16 only, the spec says {spec.dtype}"
+            f"kv_cache_dtype={spec.kv_cache_dtype} needs dtype=torch.bfloat16, not {spec.dtype}"
         )
     if spec.head_size % 16:
         reasons.append(
-            f"kv_cache_dtype={spec.kv_cache_dtype} needs a head_size that is a multiple of 16, not {spec.head_size}"
+            f"kv_cache_dtype={spec.kv_cache_dtype} needs a head_size that is a multiple of 16, "
+            f"not {spec.head_size}"
         )
     if not config.get("quantize_query", False):
         reasons.append(
-            f"kv_cache_dtype={spec.kv_cache_dtype} needs a float8 query, which costs accuracy: "
-            f"register the backend with config quantize_query=True to allow it"
+            f"kv_cache_dtype={spec.kv_cache_dtype} needs a float8 query, which reduces "
+            "accuracy: register the backend with config quantize_query=True to allow it"
         )
     return reasons
 
@@ -184,28 +190,31 @@ def _fp8_reasons(spec: AttentionSpec, config: Mapping[str, Any]) -> list[str]:
 def choose_kernel(
     spec: AttentionSpec, device: DeviceInfo, config: Mapping[str, Any]
 ) -> tuple[FlashKernel | None, list[str]]:
-    """The installed kernel for `spec` on `device`: the generation that `config["fa_version"]` insists on, else the best one that fits.
+    """The installed kernel for `spec` on `device`.
+
+    It is of generation `config["fa_version"]` if given, otherwise the best one that supports
+    `spec`.
 
     Returns:
         (kernel, []) or (None, every installed kernel's reasons).
     """
     candidates = _ranked(find_kernels().kernels, device)
-    wanted = config.get("fa_version")
-    if wanted is not None:
+    requested = config.get("fa_version")
+    if requested is not None:
         installed = ", ".join(kernel.label for kernel in candidates) or "none"
-        candidates = [kernel for kernel in candidates if kernel.version == int(wanted)]
+        candidates = [kernel for kernel in candidates if kernel.version == int(requested)]
         if not candidates:
-            return None, [f"fa_version={wanted} is not installed (found: {installed})"]
+            return None, [f"fa_version={requested} is not installed (found: {installed})"]
     reasons: list[str] = []
     for kernel in candidates:
-        against = kernel_refusals(kernel, spec, device, config)
-        if not against:
+        kernel_reasons = kernel_unsupported_reasons(kernel, spec, device, config)
+        if not kernel_reasons:
             return kernel, []
-        reasons += against
+        reasons += kernel_reasons
     return None, reasons
 
 
 def _ranked(kernels: Sequence[FlashKernel], device: DeviceInfo) -> list[FlashKernel]:
     order = _PREFERRED.get(device.capability[0], ()) if device.capability else ()
-    rank = {version: place for place, version in enumerate(order)}
+    rank = {version: index for index, version in enumerate(order)}
     return sorted(kernels, key=lambda kernel: rank.get(kernel.version, len(rank)))

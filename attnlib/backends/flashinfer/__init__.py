@@ -1,7 +1,11 @@
-"""Card of the `flashinfer` backend: FlashInfer's paged decode and prefill wrappers behind the common contract. Importable without the package.
+"""The `flashinfer` backend: FlashInfer's paged decode and prefill wrappers.
 
-Settings (`register_backend(..., config=...)`): `prefill_backend` "fa2", "fa3" or "auto" (fa3 on Hopper where it fits the batch);
-`tensor_cores=False` decodes on CUDA cores; `workspace_bytes` replaces the computed size of the workspace.
+This module can be imported without FlashInfer. Settings, given as `register_backend(...,
+config=...)`:
+
+    prefill_backend   "fa2", "fa3" or "auto" (fa3 on Hopper where it supports the batch)
+    tensor_cores      False: decode on CUDA cores
+    workspace_bytes   size of the workspace, instead of the computed one
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import torch
 
 from attnlib.backends._foreign.imports import environment_facts, is_installed
 from attnlib.backends.base import AttentionBackend, AttentionImpl
-from attnlib.backends.flashinfer.probe import find_api, toolchain_gaps
+from attnlib.backends.flashinfer.probe import find_api, toolchain_problems
 from attnlib.capabilities import Capabilities, Sizes
 from attnlib.device import DeviceInfo
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
@@ -20,9 +24,11 @@ from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKin
 
 __all__ = ["FlashInferBackend"]
 
+_DISTRIBUTIONS = ("flashinfer-python", "flashinfer-jit-cache", "flashinfer-cubin")
+
 
 class FlashInferBackend(AttentionBackend):
-    """FlashInfer on NVIDIA GPUs from Turing on; kernels are compiled at first use, or come prebuilt."""
+    """FlashInfer on NVIDIA GPUs from Ampere on; kernels are prebuilt or compiled at first use."""
 
     description = "FlashInfer's paged wrappers, planned once per batch"
     capabilities = Capabilities(
@@ -48,8 +54,8 @@ class FlashInferBackend(AttentionBackend):
         sliding_window=True,
         attention_chunks=False,
         logits_soft_cap=True,
-        alibi=False,  # FlashInfer knows the standard slopes only and takes no others
-        sink=True,  # applied from the LSE, exactly as its sink variant does inside the kernel
+        alibi=False,  # FlashInfer supports the standard slopes only
+        sink=True,  # applied after the kernel, from the LSE
         mla=False,
         lse=True,
         kv_sharing=True,
@@ -81,24 +87,23 @@ class FlashInferBackend(AttentionBackend):
 
     @classmethod
     def unavailable(cls, device: DeviceInfo) -> list[str]:
-        """Not installed, not importable, of an unknown shape, or without a way to get its kernels."""
+        """Why FlashInfer cannot be used: import, interface, or no way to obtain its kernels."""
         if not is_installed("flashinfer"):
             return ["flashinfer is not installed: pip install flashinfer-python"]
         if device.type != "cuda":
-            return []  # validate_configuration says that the device does not fit; no reason to import anything
+            return []  # validate_configuration reports the device without importing anything
         api, problem = find_api(device.capability)
         if api is None:
-            return [
-                f"{problem} {environment_facts(device, ('flashinfer-python', 'flashinfer-jit-cache', 'flashinfer-cubin'))}"
-            ]
-        return toolchain_gaps(api.release)
+            return [f"{problem} {environment_facts(device, _DISTRIBUTIONS)}"]
+        return toolchain_problems(api.release)
 
     @classmethod
     def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
-        """FlashInfer's windows end at the query: a layer may look back a number of keys, never forward a number of keys."""
+        """FlashInfer's windows have no bound after the query other than causality."""
         right = spec.visible_window.right
         if right:
             return [
-                f"window={tuple(spec.visible_window)}: a bound of {right} keys after the query's own is not supported (supported: 0 or none)"
+                f"window={tuple(spec.visible_window)}: a bound of {right} keys after the query's "
+                "own is not supported (supported: 0 or none)"
             ]
         return []

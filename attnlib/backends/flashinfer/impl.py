@@ -1,4 +1,4 @@
-"""Per-layer attention of the `flashinfer` backend: run the layer's plan, and bring its results into the contract's form."""
+"""Per-layer attention of the `flashinfer` backend: run the plan, and output conversion."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnlib.backends._foreign.outputs import (
     clear_rows,
     fill_empty,
     is_capturing,
-    mark_empty_rows,
+    convert_base2_lse,
 )
 from attnlib.backends.base import AttentionImpl
 from attnlib.backends.flashinfer.metadata import FlashInferMetadata, plan_key
@@ -23,8 +23,8 @@ from attnlib.metadata.parameters import PerLayerParameters
 
 __all__ = ["FlashInferImpl"]
 
-_NO_KEY = -4.5e4
-"""FlashInfer stands for -inf with -5e4; a base-2 LSE at or below this is one of a row that sees no key."""
+_EMPTY_THRESHOLD = -4.5e4
+"""FlashInfer writes a base-2 LSE of -5e4 for rows that see no key; values below this are those."""
 
 
 class FlashInferImpl(AttentionImpl):
@@ -42,7 +42,7 @@ class FlashInferImpl(AttentionImpl):
         cache: PagedKVCache,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """See `AttentionImpl.write_kv`; on a GPU with the Triton kernel, because FlashInfer appends by request and position, not by slot."""
+        """See `AttentionImpl.write_kv`. Uses the Triton kernel on a GPU."""
         if not key.is_cuda:
             super().write_kv(key, value, cache, slot_mapping)
             return
@@ -83,7 +83,7 @@ class FlashInferImpl(AttentionImpl):
             output,
             lse,
             metadata.query_start_loc,
-            None if is_capturing(output) else metadata.live_tokens,
+            None if is_capturing(output) else metadata.num_unpadded_tokens,
         )
 
     def _plan(self, plans: Mapping[PlanKey, Lease]) -> Any:
@@ -91,8 +91,9 @@ class FlashInferImpl(AttentionImpl):
         if lease is None:
             planned = "; ".join(str(key) for key in plans)
             raise UnsupportedConfigError(
-                f"layer {self.prefix or '(unnamed)'} needs a plan for {self._key}, but the batch was planned for {planned}: "
-                f"give the builder all its layers (layers=get_per_layer_parameters(...))",
+                f"layer {self.prefix or '(unnamed)'} needs a plan for {self._key}, but the batch "
+                f"was planned for {planned}: pass all layers to the builder "
+                "(layers=get_per_layer_parameters(...))",
                 backend="flashinfer",
             )
         return lease.wrapper
@@ -108,12 +109,11 @@ class FlashInferImpl(AttentionImpl):
     ) -> None:
         _check_strides(cache, self.prefix)
         k_scale, v_scale = cache.k_scale, cache.v_scale
-        if isinstance(
-            k_scale, torch.Tensor
-        ):  # its value is on the device; as part of the query it need not be read back
+        if isinstance(k_scale, torch.Tensor):
+            # `run` takes a float. A factor of the query does not need the value on the host.
             query = (query.float() * k_scale).to(query.dtype)
         packed, kernel_lse = _packed(
-            output, lse, scratch, wants_lse=lse is not None or self.sinks is not None
+            output, lse, scratch, needs_lse=lse is not None or self.sinks is not None
         )
         wrapper.run(
             q=query,
@@ -129,7 +129,7 @@ class FlashInferImpl(AttentionImpl):
             packed.mul_(v_scale)
         if kernel_lse is not None:
             target = kernel_lse if lse is None else lse
-            mark_empty_rows(kernel_lse, target, _NO_KEY)
+            convert_base2_lse(kernel_lse, target, _EMPTY_THRESHOLD)
             if self.sinks is not None:
                 apply_sinks(packed, target, self.sinks)
         if packed is not output:
@@ -137,15 +137,15 @@ class FlashInferImpl(AttentionImpl):
 
 
 def _packed(
-    output: torch.Tensor, lse: torch.Tensor | None, scratch: torch.Tensor, *, wants_lse: bool
+    output: torch.Tensor, lse: torch.Tensor | None, scratch: torch.Tensor, *, needs_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Where the kernel writes: the caller's own tensors where they are packed, else views of the scratch memory."""
+    """Output and LSE for the kernel: the caller's if contiguous, else views of `scratch`."""
     rows, heads, size = output.shape
     end = rows * heads * size * output.element_size()
     packed = (
         output if output.is_contiguous() else scratch[:end].view(output.dtype).view(output.shape)
     )
-    if not wants_lse:
+    if not needs_lse:
         return packed, None
     if lse is not None and lse.is_contiguous():
         return packed, lse
@@ -156,7 +156,8 @@ def _packed(
 def _check_strides(cache: PagedKVCache, prefix: str) -> None:
     if cache.key_cache.stride() != cache.value_cache.stride():
         raise ContractError(
-            f"keys of layer {prefix or '(unnamed)'} have strides {cache.key_cache.stride()} and values {cache.value_cache.stride()}; "
-            f"flashinfer needs them equal: choose triton for this cache",
+            f"keys of layer {prefix or '(unnamed)'} have strides {cache.key_cache.stride()} and "
+            f"values {cache.value_cache.stride()}; flashinfer needs equal strides: "
+            "choose triton for this cache",
             rule="P1",
         )

@@ -1,6 +1,7 @@
-"""Metadata of the `flashinfer` backend: one plan per group of like layers, made once per batch from lengths that the host knows.
+"""Metadata of the `flashinfer` backend: plans, made once per batch from lengths on the host.
 
-Single-token requests at the front go to the decode wrapper, everything behind them to the prefill wrapper.
+Layers with equal windows and soft caps share a plan. The leading requests with one token use the
+decode wrapper, all other requests the prefill wrapper.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["FlashInferMetadata", "FlashInferMetadataBuilder", "plan_key", "scrat
 
 
 def plan_key(parameters: PerLayerParameters) -> PlanKey:
-    """The part of a layer's parameters that its plan depends on; the scale is given at the call."""
+    """The parameters of a layer that its plan depends on; the scale is an argument of `run`."""
     return PlanKey(
         parameters.window_left,
         0 if parameters.window_right == 0 else -1,
@@ -41,14 +42,17 @@ class FlashInferMetadata(PagedMetadata):
     """A batch for FlashInfer.
 
     Attributes:
-        live_tokens: tokens of real requests, fewer than `num_actual_tokens` when a graph's batch is padded; None leaves it to the device (capture).
-        decode_plans: key -> planned decode wrapper for the first `num_decode_tokens` rows; empty when there are none.
-        prefill_plans: key -> planned prefill wrapper for the rows behind them.
-        common: the batch it was built from, to plan again with other blocks.
-        scratch: bytes on the device for one layer's packed output and LSE; layers take turns.
+        num_unpadded_tokens: tokens of requests, without the padding of a graph's batch; None if
+            only the device knows it (capture).
+        decode_plans: key -> planned decode wrapper for the first `num_decode_tokens` rows; empty
+            without decodes.
+        prefill_plans: key -> planned prefill wrapper for the other rows; empty without prefills.
+        common: the batch that it was built from, to plan again with other blocks.
+        scratch: uint8 on the device, for one layer's contiguous output and LSE; shared by all
+            layers.
     """
 
-    live_tokens: int | None
+    num_unpadded_tokens: int | None
     decode_plans: Mapping[PlanKey, Lease] = field(default_factory=dict)
     prefill_plans: Mapping[PlanKey, Lease] = field(default_factory=dict)
     common: CommonAttentionMetadata
@@ -56,11 +60,11 @@ class FlashInferMetadata(PagedMetadata):
 
 
 class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
-    """Plans each batch. With `layers`, one plan for every window and soft cap among them; without, one for the spec's own.
+    """Plans each batch: one plan per window and soft cap of `layers`, or of the spec without them.
 
     Raises:
-        BackendUnavailableError: FlashInfer is missing.
-        UnsupportedConfigError: a layer's window reaches beyond the query; the message names the layer.
+        BackendUnavailableError: FlashInfer cannot be imported.
+        UnsupportedConfigError: the window of a layer extends past the query.
     """
 
     cudagraph_support: ClassVar[CudaGraphSupport] = CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -83,13 +87,13 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             info.capability is not None and info.capability[0] == 9,
             self.limits,
         )
-        most = scratch_bytes(spec, self.limits.max_num_tokens) if self.limits else 0
-        self._scratch = Workspace(self.device, most, fixed=self.limits is not None)
+        max_bytes = scratch_bytes(spec, self.limits.max_num_tokens) if self.limits else 0
+        self._scratch = Workspace(self.device, max_bytes, fixed=self.limits is not None)
         self._graphs: dict[tuple[int, int], dict[PlanKey, Lease]] = {}
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of scratch memory held, apart from 8 MiB on the device and 8 MiB pinned for each plan in flight."""
+        """Bytes of workspace and scratch memory, without the buffers of each plan (16 MiB)."""
         return self._wrappers.workspace_bytes + self._scratch.num_bytes
 
     def build(
@@ -98,35 +102,39 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> FlashInferMetadata:
-        """The batch, planned."""
+        """The metadata of one batch, planned."""
         return self._build(common_attn_metadata, self._graphs.get(_graph_id(common_attn_metadata)))
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> FlashInferMetadata:
-        """A batch planned over fixed buffers; later batches over the same persistent lengths are planned into them.
+        """A batch planned into fixed buffers.
+
+        `build` plans later batches with the same `seq_lens` tensor into the same buffers.
+
 
         Raises:
-            UnsupportedConfigError: a batch of anything but single tokens.
+            UnsupportedConfigError: a request has more than one token.
         """
         common = common_attn_metadata
         if common.max_query_len != 1 or common.num_actual_tokens != common.num_reqs:
             raise UnsupportedConfigError(
-                f"flashinfer captures graphs of single-token decodes only, not {common.num_reqs} requests of up to {common.max_query_len} tokens"
+                "flashinfer captures graphs of single-token decodes only, not "
+                f"{common.num_reqs} requests of up to {common.max_query_len} tokens"
             )
-        slot = _graph_id(common)
-        if slot not in self._graphs:
-            self._graphs[slot] = {
+        graph = _graph_id(common)
+        if graph not in self._graphs:
+            self._graphs[graph] = {
                 key: self._wrappers.graph_pool(common).take() for key in self._keys
             }
-        metadata = self._build(common, self._graphs[slot])
-        metadata.live_tokens = None  # another number at every replay
+        metadata = self._build(common, self._graphs[graph])
+        metadata.num_unpadded_tokens = None  # differs at each replay
         return metadata
 
     def update_block_table(
         self, metadata: FlashInferMetadata, block_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> FlashInferMetadata:
-        """The same batch with other blocks: page ids are part of a plan, so it is planned again."""
+        """The same batch with other blocks, planned again: a plan contains the block ids."""
         return self._build(
             metadata.common.replace(block_table_tensor=block_table, slot_mapping=slot_mapping), None
         )
@@ -147,11 +155,11 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         scratch = self._scratch.reserve(scratch_bytes(self.spec, common.num_actual_tokens))
         metadata = FlashInferMetadata(
             **fields,
-            live_tokens=int(common.query_start_loc_cpu[-1]),
+            num_unpadded_tokens=int(common.query_start_loc_cpu[-1]),
             common=common,
             scratch=scratch,
         )
-        # A request without new tokens has no row to compute, whatever its length.
+        # A request without query tokens has no rows, so its keys are not planned.
         lengths = np.where(
             common.query_lens_cpu.numpy() > 0, common.seq_lens_cpu.numpy(), 0
         ).astype(np.int32)
@@ -192,10 +200,12 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     ) -> dict[PlanKey, Lease]:
         starts = common.query_start_loc_cpu[first:] - common.query_start_loc_cpu[first]
         pages = self._pages(common, lengths[first:], first)
-        sees_all = bool((lengths >= common.query_lens_cpu.numpy())[first:].all())
+        every_row_sees_a_key = bool((lengths >= common.query_lens_cpu.numpy())[first:].all())
         plans = {}
         for key in self._keys:
-            lease = self._wrappers.pool(self._wrappers.prefill_backend(key, sees_all)).take()
+            lease = self._wrappers.pool(
+                self._wrappers.prefill_backend(key, every_row_sees_a_key)
+            ).take()
             self._wrappers.plan(
                 lease,
                 key,
@@ -211,37 +221,44 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         return plans
 
     def _pages(self, common: CommonAttentionMetadata, lengths: np.ndarray, first: int) -> PageList:
-        assert common.block_table_tensor is not None  # paged_fields has made sure
+        assert common.block_table_tensor is not None  # checked by paged_fields
         return list_pages(
             lengths, common.block_table_tensor[first : first + len(lengths)], self.spec.block_size
         )
 
     def _plan_keys(self) -> tuple[PlanKey, ...]:
         left, right = self.spec.visible_window.as_kernel_args()
-        own = PerLayerParameters(left, self.spec.logits_soft_cap, self.spec.head_size**-0.5, right)
-        groups = group_layers(self.layers) or {own: ["(the spec's own)"]}
+        of_spec = PerLayerParameters(
+            left, self.spec.logits_soft_cap, self.spec.head_size**-0.5, right
+        )
+        groups = group_layers(self.layers) or {of_spec: ["(of the spec)"]}
         for parameters, names in groups.items():
             if parameters.window_right > 0:
                 raise UnsupportedConfigError(
-                    f"layer {names[0]} sees {parameters.window_right} keys after the query's own; flashinfer's windows end at the query",
+                    f"layer {names[0]} sees {parameters.window_right} keys after the query's own; "
+                    "flashinfer supports windows without a bound after the query only: "
+                    "choose triton or torch",
                     backend="flashinfer",
                 )
         return tuple(dict.fromkeys(plan_key(parameters) for parameters in groups))
 
 
 def scratch_bytes(spec: AttentionSpec, num_tokens: int) -> int:
-    """Bytes for one layer's output, packed, and its LSE, float32, each from a multiple of 256 on."""
+    """Bytes for one layer's contiguous output and float32 LSE, both aligned to 256 bytes."""
     rows = num_tokens * spec.num_heads
     return -(-rows * spec.head_size_v * spec.dtype.itemsize // 256) * 256 + rows * 4
 
 
 def _graph_id(common: CommonAttentionMetadata) -> tuple[int, int]:
-    """A captured batch is known by its size and by the address of its persistent lengths."""
+    """Identifies a captured batch: its number of requests and the address of its `seq_lens`."""
     return common.num_reqs, common.seq_lens.data_ptr()
 
 
 def _leading_single_tokens(common: CommonAttentionMetadata) -> int:
-    """Requests at the front with exactly one new token; a padded graph batch (one row per request, empty rows last) counts whole."""
+    """The number of leading requests with exactly one query token.
+
+    In a padded batch of a graph (one row per request, empty requests last) all requests count.
+    """
     lengths = common.query_lens_cpu.numpy()
     others = np.flatnonzero(lengths != 1)
     first = int(others[0]) if len(others) else len(lengths)
@@ -252,9 +269,11 @@ def _leading_single_tokens(common: CommonAttentionMetadata) -> int:
 def _check(common: CommonAttentionMetadata) -> None:
     if isinstance(common.causal, torch.Tensor):
         raise ContractError(
-            "flashinfer takes one causal flag for a batch, not one per request: mask_kind=per_request needs another backend"
+            "flashinfer takes one causal flag per batch, not one per request: "
+            "choose triton or torch for mask_kind=per_request"
         )
     if common.query_bias is not None:
         raise ContractError(
-            "flashinfer takes no query_bias: mask_kind=query_bias needs another backend (triton, torch)"
+            "flashinfer does not support query_bias: "
+            "choose triton or torch for mask_kind=query_bias"
         )

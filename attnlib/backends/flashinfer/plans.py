@@ -1,8 +1,10 @@
-"""Plans of FlashInfer wrappers: the page lists they take, and wrappers that are never planned again while somebody still needs the last plan.
+"""Page lists for FlashInfer's plans, and a pool of wrappers that are not replanned while in use.
 
-`plan` writes a schedule into a pinned buffer of its wrapper and copies it to the device without waiting. A second plan on the same wrapper would
-overwrite what the copy still reads, and would change a batch that has not run yet. So each plan leases a wrapper of its own; the lease ends with
-the last batch that holds it, and the wrapper is planned again only after the copy has passed (an event says so).
+`plan` writes a schedule to a pinned buffer of its wrapper and copies it to the device
+asynchronously. A second plan on the same wrapper could overwrite the source of that copy, and would
+change a batch that has not run yet. Each plan therefore leases a wrapper. The lease ends when the
+last batch that holds it is released, and the wrapper is planned again only after an event shows
+that the copy has finished.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ __all__ = ["Lease", "PageList", "PlanKey", "WrapperPool", "list_pages"]
 
 @dataclass(frozen=True)
 class PlanKey:
-    """What FlashInfer must know of a layer when it plans; layers with the same key share a plan.
+    """The layer parameters that a plan depends on; layers with equal keys share a plan.
 
     Attributes:
-        window_left: keys visible before the query's own, -1 for all.
-        window_right: 0 when no later key is visible, -1 otherwise.
-        logits_soft_cap: None for none.
+        window_left: keys visible before the query's own; -1 is unbounded.
+        window_right: 0 if no later key is visible, otherwise -1.
+        logits_soft_cap: the soft cap, or None.
     """
 
     window_left: int
@@ -34,13 +36,14 @@ class PlanKey:
 
 @dataclass(frozen=True)
 class PageList:
-    """The pages of each request, as FlashInfer takes them.
+    """The pages of each request in FlashInfer's format.
 
     Attributes:
-        indptr: [R+1] int32 CPU; where each request's pages start.
-        indices: [>= 1] int32 device; page ids.
-        last_page_len: [R] int32 CPU; tokens in the last page, 1 to block_size (1 for a request without pages, which has none to read).
-        seq_lens: [R] int32 CPU; true lengths, 0 included.
+        indptr: `[R + 1]` int32 on the CPU, the first page of each request.
+        indices: `[>= 1]` int32 on the device, page ids.
+        last_page_len: `[R]` int32 on the CPU, tokens in the last page, 1 to block_size; 1 for a
+            request without pages.
+        seq_lens: `[R]` int32 on the CPU, sequence lengths, which may be 0.
     """
 
     indptr: torch.Tensor
@@ -50,11 +53,11 @@ class PageList:
 
 
 def list_pages(seq_lens: np.ndarray, block_table: torch.Tensor, block_size: int) -> PageList:
-    """Cut the pages out of a dense block table: sizes come from the host's lengths, ids are gathered on the device. No host sync.
+    """The page list of a dense block table. Ids are gathered on the device, without a sync.
 
     Args:
-        seq_lens: [R] int32, on the host.
-        block_table: [R, max_blocks] int32 device; entries past a request's pages are not read (P3).
+        seq_lens: `[R]` int32 on the host.
+        block_table: `[R, max_blocks]` int32; entries past a request's pages are not read (P3).
         block_size: tokens in one page.
     """
     counts = -(-seq_lens // block_size)
@@ -81,7 +84,7 @@ def _gather(block_table: torch.Tensor, starts: torch.Tensor, total: int) -> torc
 
 
 class Lease:
-    """One wrapper for the lifetime of one plan."""
+    """A wrapper for the lifetime of one plan; returned to its pool when it is deleted."""
 
     def __init__(self, pool: WrapperPool, wrapper: Any, copied: torch.cuda.Event | None) -> None:
         self.wrapper = wrapper
@@ -89,49 +92,52 @@ class Lease:
         self._copied = copied
 
     def planned(self) -> None:
-        """Remember when the plan's copy to the device was enqueued."""
+        """Record an event after the plan's copy to the device."""
         if self._copied is not None:
             self._copied.record()
 
     def await_copy(self) -> None:
-        """Wait until the last plan has left the pinned buffer: for a wrapper that must be planned again, because a graph holds its addresses."""
+        """Wait for the copy of the last plan, so that the same wrapper can be planned again."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def __del__(self) -> None:
-        self._pool.give_back(self.wrapper, self._copied)
+        self._pool.release(self.wrapper, self._copied)
 
 
 class WrapperPool:
     """Wrappers of one kind on one device.
 
     Args:
-        make: makes a new wrapper.
-        device: where it plans; only a GPU copies behind the host's back.
-        most: how many wrappers to make before waiting for one that is free but whose copy has not passed. Each holds 8 MiB on either side.
+        make: creates a wrapper.
+        device: the device of the plans; only copies to a GPU are asynchronous.
+        max_wrappers: number of wrappers after which `take` waits for the copy of a free wrapper
+            instead of creating another one. Each holds 8 MiB on the device and 8 MiB on the host.
     """
 
-    def __init__(self, make: Callable[[], Any], device: torch.device, most: int = 4) -> None:
+    def __init__(
+        self, make: Callable[[], Any], device: torch.device, max_wrappers: int = 4
+    ) -> None:
         self._make = make
         self._device = device
-        self._most = most
+        self._max_wrappers = max_wrappers
         self._made = 0
         self._free: list[tuple[Any, torch.cuda.Event | None]] = []
 
     def take(self) -> Lease:
-        """A wrapper that may be planned now."""
-        for place, (_, copied) in enumerate(self._free):
-            if copied is None or copied.query():  # type: ignore[no-untyped-call]  # torch leaves it untyped
-                return Lease(self, *self._free.pop(place))
-        if self._free and self._made >= self._most:
+        """A wrapper that can be planned now."""
+        for index, (_, copied) in enumerate(self._free):
+            if copied is None or copied.query():  # type: ignore[no-untyped-call]  # untyped in torch
+                return Lease(self, *self._free.pop(index))
+        if self._free and self._made >= self._max_wrappers:
             wrapper, copied = self._free.pop(0)
             if copied is not None:
                 copied.synchronize()
             return Lease(self, wrapper, copied)
         self._made += 1
-        event = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        event = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]  # untyped in torch
         return Lease(self, self._make(), event)
 
-    def give_back(self, wrapper: Any, copied: torch.cuda.Event | None) -> None:
-        """The plan is not needed any more."""
+    def release(self, wrapper: Any, copied: torch.cuda.Event | None) -> None:
+        """Return a wrapper whose plan is no longer used."""
         self._free.append((wrapper, copied))

@@ -1,7 +1,8 @@
-"""Whether FlashInfer can run here: its classes and their signatures, and a compiler or prebuilt kernels for them (J2).
+"""Whether FlashInfer can be used: its classes, their signatures, and a source of kernels (J2).
 
-FlashInfer compiles its kernels at first use, so an import proves little: without nvcc and ninja, or a matching `flashinfer-jit-cache`, the first
-batch would fail. Only files are looked at; nothing is downloaded, built or configured.
+FlashInfer compiles its kernels at first use: without nvcc and ninja, or a matching
+`flashinfer-jit-cache`, the first batch fails although the import works. This module only looks for
+files; it downloads, builds and configures nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from attnlib.backends._foreign.imports import (
     package_version,
 )
 
-__all__ = ["FlashInferApi", "find_api", "toolchain_gaps"]
+__all__ = ["FlashInferApi", "find_api", "toolchain_problems"]
 
 _ARCH_LIST = "FLASHINFER_CUDA_ARCH_LIST"
 
@@ -71,7 +72,13 @@ _NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class FlashInferApi:
-    """The two wrapper classes that attnlib drives, and the release they come from."""
+    """FlashInfer's two wrapper classes and its version.
+
+    Attributes:
+        decode: `BatchDecodeWithPagedKVCacheWrapper`.
+        prefill: `BatchPrefillWithPagedKVCacheWrapper`.
+        release: the version, "" if unknown.
+    """
 
     decode: type[Any]
     prefill: type[Any]
@@ -80,15 +87,15 @@ class FlashInferApi:
 
 @lru_cache(maxsize=4)
 def find_api(capability: tuple[int, int] | None) -> tuple[FlashInferApi | None, str]:
-    """The wrapper classes, or None and the reason why not; ("", None) of a package that is not installed at all is "not installed".
+    """The wrapper classes and "", or None and the reason.
 
     Args:
-        capability: the device's compute capability. FlashInfer asks CUDA for it at import, which would start the device while a backend is
-            being chosen; naming it in FLASHINFER_CUDA_ARCH_LIST during the import spares that.
+        capability: the device's compute capability. It is set as FLASHINFER_CUDA_ARCH_LIST during
+            the import, because FlashInfer otherwise initializes CUDA to query it.
     """
     if not is_installed("flashinfer"):
         return None, "flashinfer is not installed: pip install flashinfer-python"
-    with _architecture_named(capability):
+    with _cuda_arch_list(capability):
         imported = import_guarded("flashinfer")
     if imported.module is None:
         return (
@@ -100,33 +107,35 @@ def find_api(capability: tuple[int, int] | None) -> tuple[FlashInferApi | None, 
         if found is None:
             return (
                 None,
-                f"flashinfer has no {name}: a hollow or very old package; pip install -U flashinfer-python",
+                f"flashinfer has no {name}: the package is incomplete or too old; "
+                "pip install -U flashinfer-python",
             )
         missing = _missing_arguments(found, name)
         if missing:
             return (
                 None,
-                f"flashinfer's {name}.{missing} is not an argument of this release: pip install -U flashinfer-python (0.6.12 or later)",
+                f"flashinfer's {name}.{missing} is not an argument of this release: "
+                "pip install -U flashinfer-python (0.6.12 or later)",
             )
     release = str(getattr(imported.module, "__version__", "")) or package_version(
         "flashinfer-python", "flashinfer"
     )
-    assert classes[0] is not None and classes[1] is not None  # checked just above
+    assert classes[0] is not None and classes[1] is not None  # checked in the loop
     return FlashInferApi(classes[0], classes[1], release), ""
 
 
 def _missing_arguments(wrapper: type[Any], name: str) -> str:
     for method, arguments in _NEEDED[name].items():
-        takes = keywords_of(getattr(wrapper, method))
+        keywords = keywords_of(getattr(wrapper, method))
         for argument in arguments:
-            if not takes.takes(argument):
+            if not keywords.accepts(argument):
                 return f"{method}({argument}=)"
     return ""
 
 
 @contextmanager
-def _architecture_named(capability: tuple[int, int] | None) -> Iterator[None]:
-    if capability is None or _ARCH_LIST in os.environ or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
+def _cuda_arch_list(capability: tuple[int, int] | None) -> Iterator[None]:
+    if capability is None or _ARCH_LIST in os.environ or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # untyped in torch
         yield
         return
     os.environ[_ARCH_LIST] = f"{capability[0]}.{capability[1]}"
@@ -136,36 +145,40 @@ def _architecture_named(capability: tuple[int, int] | None) -> Iterator[None]:
         os.environ.pop(_ARCH_LIST, None)
 
 
-def toolchain_gaps(release: str) -> list[str]:
-    """Why FlashInfer could not get its kernels: no compiler and nothing prebuilt. Empty when it can."""
+def toolchain_problems(release: str) -> list[str]:
+    """Why FlashInfer has neither prebuilt kernels nor a compiler; empty if it has one of them."""
     cached = package_version("flashinfer-jit-cache")
     if cached and release and cached.startswith(release):
         return []
     if _has_prebuilt_files():
         return []
-    gaps = []
+    problems = []
     if os.environ.get("FLASHINFER_DISABLE_JIT"):
-        gaps.append(
-            "FLASHINFER_DISABLE_JIT is set and no prebuilt kernels are installed: unset it, or install flashinfer-jit-cache"
+        problems.append(
+            "FLASHINFER_DISABLE_JIT is set and no prebuilt kernels are installed: "
+            "unset it, or install flashinfer-jit-cache"
         )
     nvcc = _nvcc()
     if not nvcc.is_file():
-        gaps.append(
-            f"flashinfer compiles its kernels and nvcc is not at {nvcc}: set CUDA_HOME to a CUDA toolkit, or install flashinfer-jit-cache"
+        problems.append(
+            f"flashinfer compiles its kernels and nvcc is not at {nvcc}: "
+            "set CUDA_HOME to a CUDA toolkit, or install flashinfer-jit-cache"
         )
     if shutil.which("ninja") is None:
-        gaps.append(
-            "flashinfer compiles its kernels with ninja, which is not on PATH: pip install ninja, or install flashinfer-jit-cache"
+        problems.append(
+            "flashinfer compiles its kernels with ninja, which is not on PATH: "
+            "pip install ninja, or install flashinfer-jit-cache"
         )
-    if gaps and cached:
-        gaps.append(
-            f"flashinfer-jit-cache {cached} does not match flashinfer {release}: install the same release of both"
+    if problems and cached:
+        problems.append(
+            f"flashinfer-jit-cache {cached} does not match flashinfer {release}: "
+            "install the same release of both"
         )
-    return gaps
+    return problems
 
 
 def _nvcc() -> Path:
-    """Where FlashInfer will look: its own variable, CUDA_HOME or CUDA_PATH, the PATH, the usual place."""
+    """The nvcc that FlashInfer uses: FLASHINFER_NVCC, CUDA_HOME, CUDA_PATH, PATH, the default."""
     if os.environ.get("FLASHINFER_NVCC"):
         return Path(os.environ["FLASHINFER_NVCC"])
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -176,7 +189,7 @@ def _nvcc() -> Path:
 
 
 def _has_prebuilt_files() -> bool:
-    """Kernels that came inside the package itself."""
+    """Whether the package contains prebuilt kernels."""
     try:
         spec = find_spec("flashinfer")
     except (ImportError, ValueError):

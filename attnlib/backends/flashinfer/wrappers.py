@@ -1,7 +1,8 @@
-"""FlashInfer's wrappers as one builder uses them: which kinds there are, what they share, and a plan that fails with the compiler's own words.
+"""The FlashInfer wrappers of one builder: their kinds, their shared workspace, and planning.
 
-A kind's kernels are compiled at its first plan unless they are there already, which takes about a minute: the log says so before, and a failed
-build is reduced from ninja's pages of output to the lines that name an error (J4).
+FlashInfer compiles the kernels of a wrapper at its first plan unless they are cached, which takes
+about a minute. A log message precedes it. If a build fails, the error contains only the lines of
+ninja's output that name an error (J4).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ logger = logging.getLogger("attnlib")
 _MIB = 1024 * 1024
 _ERROR_LINES = 6
 
-_announced: set[tuple[Any, ...]] = set()
+_logged_plans: set[tuple[Any, ...]] = set()
 
 
 class Wrappers:
@@ -35,9 +36,9 @@ class Wrappers:
     Args:
         api: FlashInfer's classes.
         spec: of the layers that the plans serve.
-        device: where they run.
-        config: the backend's settings.
-        hopper: whether the device is a Hopper GPU, which the fa3 kernels need.
+        device: the device of the plans.
+        config: the settings of the backend.
+        hopper: whether the device is a Hopper GPU, which fa3 requires.
         limits: the largest batch, if known.
     """
 
@@ -56,21 +57,21 @@ class Wrappers:
         self._api = api
         self._hopper = hopper
         self._workspace = Workspace(device, self._declared_bytes(limits), fixed=True)
-        self._workspace.reserve(0).zero_()  # the decode wrapper counts on zeros in its first use
+        self._workspace.reserve(0).zero_()  # the decode wrapper requires zeros at its first use
         self._pools: dict[str, WrapperPool] = {}
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of scratch memory on the device that all wrappers share."""
+        """Bytes of the workspace on the device, which all wrappers share."""
         return self._workspace.num_bytes
 
     def plan(self, lease: Lease, key: PlanKey, **arguments: Any) -> None:
         """Plan a leased wrapper for layers of `key`.
 
         Raises:
-            BackendUnavailableError: its kernels could not be compiled; with the compiler's error lines.
+            BackendUnavailableError: the kernels cannot be compiled; has the compiler's error lines.
         """
-        self._announce(lease, key)
+        self._log_first_plan(lease, key)
         try:
             lease.wrapper.plan(**arguments, **self._arguments(key))
         except Exception as error:
@@ -78,13 +79,17 @@ class Wrappers:
             if lines is None:
                 raise
             raise BackendUnavailableError(
-                f"flashinfer's kernels for {self._named(lease, key)} could not be compiled: {lines}. Check that nvcc (CUDA_HOME) fits torch's CUDA "
-                f"{torch.version.cuda}, delete the folder of the failed build, or choose another backend"
+                f"flashinfer's kernels for {self._describe(lease, key)} could not be compiled: "
+                f"{lines}. Check that nvcc (CUDA_HOME) matches torch's CUDA {torch.version.cuda}, "
+                "delete the folder of the failed build, or choose another backend"
             ) from error
         lease.planned()
 
-    def _announce(self, lease: Lease, key: PlanKey) -> None:
-        """Say once for each set of kernels that they may be compiled now; kernels know whether there is a window or cap, not how large."""
+    def _log_first_plan(self, lease: Lease, key: PlanKey) -> None:
+        """Log once per set of kernels that it may be compiled now.
+
+        Kernels are specialized on whether there is a window or soft cap, not on its value.
+        """
         spec = self.spec
         known = (
             _kind(lease),
@@ -94,19 +99,24 @@ class Wrappers:
             key.window_left >= 0,
             bool(key.logits_soft_cap),
         )
-        if known not in _announced:
-            _announced.add(known)
+        if known not in _logged_plans:
+            _logged_plans.add(known)
             logger.info(
                 "flashinfer: first plan for %s; compiled now (about a minute) unless it is in %s",
-                self._named(lease, key),
+                self._describe(lease, key),
                 _cache_folder(),
             )
 
-    def _named(self, lease: Lease, key: PlanKey) -> str:
-        return f"{_kind(lease)}, {self.spec.dtype}, cache {self.spec.kv_dtype}, head_size={self.spec.head_size}, {key}"
+    def _describe(self, lease: Lease, key: PlanKey) -> str:
+        spec = self.spec
+        dtypes = f"{spec.dtype}, cache {spec.kv_dtype}"
+        return f"{_kind(lease)}, {dtypes}, head_size={spec.head_size}, {key}"
 
     def _arguments(self, key: PlanKey) -> dict[str, Any]:
-        """What both wrappers' plans take. The scale is 1 here and given at the call, so layers of different scales share a plan."""
+        """Arguments of both wrappers' `plan`.
+
+        The scale is 1 here and an argument of `run`, so layers with different scales share a plan.
+        """
         return {
             "num_qo_heads": self.spec.num_heads,
             "num_kv_heads": self.spec.num_kv_heads,
@@ -120,15 +130,19 @@ class Wrappers:
         }
 
     def prefill_backend(self, key: PlanKey, every_row_sees_a_key: bool) -> str:
-        """fa3 is faster on Hopper; it gives rows that see no key a weight, takes no float8 cache with a 16-bit query, and is left out for windows."""
-        wish = self.config.get("prefill_backend", "auto")
-        fits = self._hopper and every_row_sees_a_key and not self.spec.is_kv_quantized
-        if wish == "fa3":
-            return "fa3" if fits else "fa2"
-        return "fa3" if wish == "auto" and fits and key.window_left < 0 else "fa2"
+        """The kernels of a prefill: "fa3", which is faster on Hopper, or "fa2".
+
+        fa3 is wrong for rows that see no key and does not support a float8 cache with a 16-bit
+        query. "auto" does not use it with a window either.
+        """
+        requested = self.config.get("prefill_backend", "auto")
+        supported = self._hopper and every_row_sees_a_key and not self.spec.is_kv_quantized
+        if requested == "fa3":
+            return "fa3" if supported else "fa2"
+        return "fa3" if requested == "auto" and supported and key.window_left < 0 else "fa2"
 
     def pool(self, kind: str) -> WrapperPool:
-        """Wrappers of a kind: "decode", or the kernels of a prefill, "fa2" or "fa3"."""
+        """The wrappers of a kind: "decode", or "fa2" or "fa3" for prefills."""
         if kind not in self._pools:
             scratch = self._workspace.reserve(0)
 
@@ -148,9 +162,9 @@ class Wrappers:
         return self._pools[kind]
 
     def graph_pool(self, common: CommonAttentionMetadata) -> WrapperPool:
-        """Decode wrappers over buffers of their own, for one captured batch size."""
+        """Decode wrappers with separate, fixed buffers, for one captured batch size."""
         assert common.block_table_tensor is not None  # single-token decodes are paged
-        reqs, most = common.num_reqs, common.block_table_tensor.shape[1]
+        reqs, max_blocks = common.num_reqs, common.block_table_tensor.shape[1]
 
         def make() -> Any:
             def empty(size: int) -> torch.Tensor:
@@ -162,7 +176,7 @@ class Wrappers:
                 use_cuda_graph=True,
                 use_tensor_cores=self._tensor_cores(),
                 paged_kv_indptr_buffer=empty(reqs + 1),
-                paged_kv_indices_buffer=empty(max(reqs * most, 1)),
+                paged_kv_indices_buffer=empty(max(reqs * max_blocks, 1)),
                 paged_kv_last_page_len_buffer=empty(reqs),
                 backend="fa2",
             )
@@ -173,10 +187,14 @@ class Wrappers:
         return bool(self.config.get("tensor_cores", True))
 
     def _declared_bytes(self, limits: BatchLimits | None) -> int:
-        """Partial results of split keys: two programs per multiprocessor, or two tiles per request of a captured batch, each of a whole tile."""
-        given = self.config.get("workspace_bytes")
-        if given is not None:
-            return int(given)
+        """Size of the workspace.
+
+        It holds the partial results of key splits: two CTAs per multiprocessor, or two per request
+        of a captured batch, with one tile of query rows each.
+        """
+        configured = self.config.get("workspace_bytes")
+        if configured is not None:
+            return int(configured)
         spec, processors = self.spec, 1
         if self.device.type == "cuda":
             processors = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -189,20 +207,21 @@ class Wrappers:
 
 def _kind(lease: Lease) -> str:
     wrapper = lease.wrapper
-    return f"{type(wrapper).__name__} {getattr(wrapper, '_backend', None) or getattr(wrapper, 'backend', '')}".strip()
+    kernels = getattr(wrapper, "_backend", None) or getattr(wrapper, "backend", "")
+    return f"{type(wrapper).__name__} {kernels}".strip()
 
 
 def _cache_folder() -> str:
-    """Where FlashInfer keeps what it compiles, as far as it says."""
+    """The folder of FlashInfer's compiled kernels."""
     try:
         from flashinfer.jit import env
-    except Exception:  # another release, or a stand-in
+    except Exception:  # another release
         return "its cache"
     return str(getattr(env, "FLASHINFER_JIT_DIR", "its cache"))
 
 
 def _compiler_errors(error: BaseException) -> str | None:
-    """The last lines of a failed build that name an error; None when it was no build."""
+    """The last lines of a failed build that name an error; None if no build failed."""
     text = "\n".join(
         str(part)
         for part in (error, getattr(error, "output", None), getattr(error, "stderr", None))

@@ -1,4 +1,4 @@
-"""Card of the `torch` backend: plain torch, on any device. The default on a CPU, and the reference that says what is right."""
+"""The `torch` backend: plain torch on any device; the default on a CPU, and the reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["TorchBackend"]
 
 
 class TorchBackend(AttentionBackend):
-    """Everything that a spec can say, computed by torch."""
+    """Supports every spec."""
 
     description = "plain torch, on any device"
     capabilities = Capabilities(

@@ -17,7 +17,7 @@ __all__ = ["TorchImpl"]
 
 
 class TorchImpl(AttentionImpl):
-    """Attention by torch's own operations, decodes and prefills each by their own path."""
+    """Attention by `ops.torch`: `paged_decode` for decodes, `paged_prefill` for prefills."""
 
     def forward(
         self,
@@ -73,18 +73,21 @@ class TorchImpl(AttentionImpl):
             max_seqlen_k=metadata.max_query_len,
             out=output,
             lse=lse,
+            cu_seqlens_q_cpu=metadata.query_start_loc_cpu,
+            cu_seqlens_k_cpu=metadata.query_start_loc_cpu,
+            batch_invariant=self.spec.batch_invariant,
         )
 
     def _attend(
         self,
-        kernel: Any,
+        operation: Any,
         part: TorchMetadata,
         query: torch.Tensor,
         cache: PagedKVCache,
         output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        kernel(
+        operation(
             query,
             cache.key_cache,
             cache.value_cache,

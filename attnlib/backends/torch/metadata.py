@@ -1,4 +1,4 @@
-"""Metadata of the `torch` backend: the common paged metadata, nothing more."""
+"""Metadata of the `torch` backend."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["TorchMetadata", "TorchMetadataBuilder"]
 
 @dataclass(kw_only=True)
 class TorchMetadata(PagedMetadata):
-    """A batch for plain torch; the lengths on the host spare it every sync."""
+    """The common paged metadata; lengths are read on the host, without synchronization."""
 
 
 class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
-    """Decodes of up to 8 new tokens go the decode way."""
+    """Requests with up to 8 new tokens are decodes."""
 
     reorder_batch_threshold: ClassVar[int | None] = 8
 
@@ -28,7 +28,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TorchMetadata:
-        """The batch, cut into decodes and prefills."""
+        """The metadata of one batch; see `AttentionMetadataBuilder.build`."""
         return TorchMetadata(
             **paged_fields(common_attn_metadata, self.spec, self.reorder_batch_threshold)
         )
