@@ -10,9 +10,9 @@ import torch
 from attnlib.backends._foreign.outputs import (
     apply_sinks,
     clear_rows,
+    convert_base2_lse,
     fill_empty,
     is_capturing,
-    convert_base2_lse,
 )
 from attnlib.backends.base import AttentionImpl
 from attnlib.backends.flashinfer.metadata import FlashInferMetadata, plan_key
