@@ -82,8 +82,10 @@ class CorrectnessCheck:
         broken = ~torch.isfinite(output).all(dim=2).all(dim=1)
         if bool(broken.any()):
             row, count = int(broken.int().argmax()), int(broken.sum())
-            note = f"{count} rows hold NaN or infinity, or were never written, the first is {row}"
-            return Comparison("out", False, note=note)
+            mismatch = (
+                f"{count} rows hold NaN or infinity, or were never written, the first is {row}"
+            )
+            return Comparison("out", False, mismatch=mismatch)
         chosen = tuple(self._rows if rows is None else rows)
         if chosen not in self._expected:
             self._expected[chosen] = self._oracle_rows(chosen)
@@ -112,8 +114,8 @@ class CorrectnessCheck:
             for name, a, b in zip(("keys", "values"), before, after, strict=True)
             if not torch.equal(a, b)
         ]
-        note = f"{' and '.join(wrong)} are not in their slots" if wrong else ""
-        return Comparison("cache write", not wrong, note=note)
+        mismatch = f"{' and '.join(wrong)} are not in their slots" if wrong else ""
+        return Comparison("cache write", not wrong, mismatch=mismatch)
 
     def _oracle_rows(self, rows: Sequence[int]) -> _Expected:
         exact: list[torch.Tensor] = []

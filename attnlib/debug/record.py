@@ -1,7 +1,8 @@
-"""One call in one file: captured from a live layer, small enough to mail, replayable on any backend.
+"""Record one attention call of a running layer in a file that can be replayed on any backend.
 
-Only the pages that the batch touches are kept, and every tensor keeps its strides, so that a bug of layout survives
-the journey. The file holds tensors and plain values only (`torch.load(..., weights_only=True)` reads it).
+A recording holds only the cache blocks that the batch uses. All tensors keep their strides, so that
+layout errors can be reproduced. The file holds tensors and plain values only and is read with
+`torch.load(..., weights_only=True)`.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from attnlib.testing.tensor_io import (
 
 __all__ = ["capture_call", "load_recording", "save_recording"]
 
-_VERSION = 1
+_VERSION = 2
 _FP8 = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 
 
 def _lengths(metadata: Any) -> tuple[list[int], list[int], torch.Tensor]:
-    """Query lengths, sequence lengths and the table, from whatever metadata carries them by their common names."""
+    """Query lengths, sequence lengths and the block table, from the attributes of the metadata."""
     starts, seq_lens = (
         getattr(metadata, "query_start_loc", None),
         getattr(metadata, "seq_lens", None),
@@ -45,17 +46,17 @@ def _lengths(metadata: Any) -> tuple[list[int], list[int], torch.Tensor]:
     table = getattr(metadata, "block_table", None)
     if starts is None or seq_lens is None or table is None:
         raise ContractError(
-            f"{type(metadata).__name__} does not carry query_start_loc, seq_lens and block_table: only calls over the "
-            "paged cache whose metadata does can be recorded"
+            f"{type(metadata).__name__} does not have query_start_loc, seq_lens and block_table: a "
+            "call can only be recorded if the backend's metadata has these attributes"
         )
     begin = starts.tolist()
     return [b - a for a, b in zip(begin, begin[1:], strict=False)], seq_lens.tolist(), table.cpu()
 
 
 def case_of(spec: AttentionSpec, batch: BatchSpec) -> Case:
-    """The case that says what a spec says."""
+    """The `Case` with the fields of a spec and a batch."""
     dtype = str(spec.dtype).removeprefix("torch.")
-    stored = _FP8.get(spec.kv_dtype, str(spec.kv_dtype).removeprefix("torch."))
+    kv_cache_dtype = _FP8.get(spec.kv_dtype, str(spec.kv_dtype).removeprefix("torch."))
     return Case(
         batch=str(batch),
         num_heads=spec.num_heads,
@@ -64,7 +65,7 @@ def case_of(spec: AttentionSpec, batch: BatchSpec) -> Case:
         head_size_v=spec.head_size_v,
         block_size=spec.block_size,
         dtype=dtype,
-        kv_cache_dtype="auto" if stored == dtype else stored,
+        kv_cache_dtype="auto" if kv_cache_dtype == dtype else kv_cache_dtype,
         kv_scale_kind=spec.kv_scale_kind,
         attn_type=spec.attn_type.value,
         mask=spec.mask_kind.value,
@@ -94,20 +95,27 @@ def capture_call(
     sinks: torch.Tensor | None = None,
     kv_written: bool = True,
 ) -> MaterializedCase:
-    """A live call as a step of its own, over a copy of the pages it touches.
+    """Copy a call and the cache blocks that it uses.
 
     Args:
-        query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv]: as they came.
-        metadata: anything with query_start_loc, seq_lens and block_table (slot_mapping, causal, query_bias optional).
-        kv_written: the new keys are in the cache already (the call has happened).
+        spec: the layer's spec.
+        query: [T, Hq, D].
+        key: [T, Hkv, D], or None if the layer does not write the cache.
+        value: [T, Hkv, Dv], or None with `key`.
+        cache: the layer's cache.
+        metadata: metadata with the attributes query_start_loc, seq_lens and block_table, and
+            optionally causal and query_bias.
+        scale: softmax scale.
+        alibi_slopes, sinks: [Hq] float32, or None.
+        kv_written: the cache already holds this step's keys and values.
 
     Raises:
-        ContractError: metadata that does not carry the lengths and the table.
+        ContractError: the metadata does not have the required attributes.
     """
     query_lens, seq_lens, table = _lengths(metadata)
     batch = BatchSpec(tuple(query_lens), tuple(seq_lens), max(query.shape[0] - sum(query_lens), 0))
-    placement, touched = _renumbered(table, seq_lens, cache.block_size)
-    pages = torch.tensor(touched, dtype=torch.long, device=cache.device)
+    placement, used_blocks = _renumber_blocks(table, seq_lens, cache.block_size)
+    blocks = torch.tensor(used_blocks, dtype=torch.long, device=cache.device)
     slots = [
         slot
         for r, (q, s) in enumerate(zip(query_lens, seq_lens, strict=True))
@@ -129,7 +137,7 @@ def capture_call(
         out=query.new_full((query.shape[0], spec.num_heads, spec.head_size_v), float("nan")),
         cache=CacheViews(
             *unpack_cache_views(
-                pack_cache_views(cache.key_cache, cache.value_cache, pages), device
+                pack_cache_views(cache.key_cache, cache.value_cache, blocks), device
             ),
             (),
             "NHD",
@@ -155,17 +163,17 @@ def capture_call(
     return MaterializedCase(case, spec, inputs, params)
 
 
-def _renumbered(
+def _renumber_blocks(
     table: torch.Tensor, seq_lens: list[int], block_size: int
 ) -> tuple[BlockPlacement, list[int]]:
-    """The touched blocks counted from 0, and which blocks of the pool they were."""
+    """A placement over the used blocks, numbered from 0, and their ids in the pool."""
     rows = [table[r, : -(-seq_len // block_size)].tolist() for r, seq_len in enumerate(seq_lens)]
-    touched = sorted({block for row in rows for block in row})
-    index = {block: number for number, block in enumerate(touched)}
+    used_blocks = sorted({block for row in rows for block in row})
+    index = {block: number for number, block in enumerate(used_blocks)}
     blocks = tuple(tuple(index[block] for block in row) for row in rows)
     width = max((len(row) for row in blocks), default=0)
     dense = torch.tensor([[*row, *[-1] * (width - len(row))] for row in blocks], dtype=torch.int32)
-    return BlockPlacement(blocks, len(touched), dense.view(len(blocks), width)), touched
+    return BlockPlacement(blocks, len(used_blocks), dense.view(len(blocks), width)), used_blocks
 
 
 def _plain(value: Any) -> Any:
@@ -177,13 +185,13 @@ def _plain(value: Any) -> Any:
 
 
 def save_recording(step: MaterializedCase, path: str | Path) -> Path:
-    """Write a step to a file.
+    """Write a step to a file and create its folder if necessary.
 
     Returns:
-        the path, its folder made if need be.
+        The path of the file.
     """
     inputs = step.inputs
-    pages = torch.arange(inputs.placement.num_blocks, device=inputs.cache.key.device)
+    blocks = torch.arange(inputs.placement.num_blocks, device=inputs.cache.key.device)
     params = {field.name: getattr(step.params, field.name) for field in fields(OracleParams)}
     data = {
         "attnlib_recording": _VERSION,
@@ -191,7 +199,7 @@ def save_recording(step: MaterializedCase, path: str | Path) -> Path:
         "spec": {
             field.name: _plain(getattr(step.spec, field.name)) for field in fields(AttentionSpec)
         },
-        "terms": {
+        "params": {
             name: value.cpu() if isinstance(value, torch.Tensor) else value
             for name, value in params.items()
         },
@@ -199,7 +207,7 @@ def save_recording(step: MaterializedCase, path: str | Path) -> Path:
         "blocks": [list(row) for row in inputs.placement.blocks],
         "num_blocks": inputs.placement.num_blocks,
         "kv_written": inputs.kv_written,
-        "cache": pack_cache_views(inputs.cache.key, inputs.cache.value, pages),
+        "cache": pack_cache_views(inputs.cache.key, inputs.cache.value, blocks),
         "layout": inputs.cache.layout,
         **{name: pack_tensor(getattr(inputs, name)) for name in _TENSORS},
     }
@@ -222,17 +230,24 @@ _TENSORS = (
 
 
 def load_recording(path: str | Path, device: torch.device | str = "cpu") -> MaterializedCase:
-    """Read a step back, on any device.
+    """Read a recording.
+
+    Args:
+        path: the file.
+        device: where to allocate the tensors.
 
     Raises:
-        ContractError: the file is not a recording, or one of a later version.
+        ContractError: the file is not a recording of this version.
     """
     from attnlib.testing.batch_spec import parse_batch
 
     data = torch.load(Path(path), weights_only=True, map_location="cpu")
     if not isinstance(data, dict) or data.get("attnlib_recording") != _VERSION:
         found = data.get("attnlib_recording") if isinstance(data, dict) else type(data).__name__
-        raise ContractError(f"{path} is no attnlib recording of version {_VERSION} (found {found})")
+        raise ContractError(
+            f"{path} is not an attnlib recording of version {_VERSION} (found {found}): record the "
+            "call again"
+        )
     spec_fields = dict(data["spec"])
     for name in ("dtype", "kv_cache_dtype"):
         if str(spec_fields[name]).startswith("torch."):
@@ -255,6 +270,6 @@ def load_recording(path: str | Path, device: torch.device | str = "cpu") -> Mate
     )
     params: dict[str, Any] = {
         name: v.to(device) if isinstance(v, torch.Tensor) else v
-        for name, v in data["terms"].items()
+        for name, v in data["params"].items()
     }
     return MaterializedCase(case, AttentionSpec(**spec_fields), inputs, OracleParams(**params))

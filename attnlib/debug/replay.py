@@ -1,7 +1,7 @@
-"""Run a recording on any backend, and find the smallest part of it that still fails.
+"""Replay a recorded call on any backend, and reduce a failing one.
 
-Shrinking drops requests, then query tokens (from the front, then from the back), as long as what is left still fails.
-Nothing is invented on the way: every smaller batch is a part of the recorded one over the same pages.
+`shrink` removes requests, then query tokens from the front and the back, as long as the rest still
+fails. Every smaller batch is a slice of the recorded batch over the same cache blocks.
 """
 
 from __future__ import annotations
@@ -27,88 +27,87 @@ Backend = type[AttentionBackend]
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What a replay found.
+    """The result of a replay.
 
     Attributes:
-        backend: its name; batch: what was run, in the grammar of batches.
-        message: "" within budget, else both errors and the case.
-        seen: what the backend gave, None when it raised.
+        backend: name of the backend.
+        batch: the batch in the notation of `attnlib.testing.batch_spec`.
+        message: "" if the result is within budget, otherwise the errors and the case.
+        output: the output of the backend; None if it raised an exception.
     """
 
     backend: str
     batch: str
     message: str
-    seen: AttentionOutput | None
+    output: AttentionOutput | None
 
     @property
     def passed(self) -> bool:
-        """Within budget of the oracle."""
+        """True if the result is within the error budget."""
         return not self.message
 
     def __str__(self) -> str:
-        """One line."""
-        return f"{self.backend} on {self.batch}: {self.message or 'within budget of the oracle'}"
+        """The result in one line."""
+        return f"{self.backend} on {self.batch}: {self.message or 'within the error budget'}"
 
 
-def _written(step: MaterializedCase) -> MaterializedCase:
-    """The same step with its keys in the cache, put there by the kit."""
+def _copy_cache(step: MaterializedCase) -> MaterializedCase:
+    """The step with a copy of its cache, so that writes do not modify the recording."""
+    cache = step.inputs.cache
+    blocks = torch.arange(cache.key.shape[0], device=cache.key.device)
+    key, value = unpack_cache_views(pack_cache_views(cache.key, cache.value, blocks), blocks.device)
+    return replace(step, inputs=replace(step.inputs, cache=replace(cache, key=key, value=value)))
+
+
+def _with_written_kv(step: MaterializedCase) -> MaterializedCase:
+    """The step with its keys and values in a copy of the cache, written by reference code."""
     if step.inputs.kv_written:
         return step
-    pages = torch.arange(step.inputs.cache.key.shape[0], device=step.inputs.cache.key.device)
-    key, value = unpack_cache_views(
-        pack_cache_views(step.inputs.cache.key, step.inputs.cache.value, pages), pages.device
-    )
-    kept = step.inputs.slot_mapping >= 0
-    slots = step.inputs.written_slots()
-    write_slots(key, slots, step.inputs.key[kept], step.params.k_scale)
+    step = _copy_cache(step)
+    inputs, slots = step.inputs, step.inputs.written_slots()
+    rows = inputs.slot_mapping >= 0
+    write_slots(inputs.cache.key, slots, inputs.key[rows], step.params.k_scale)
     if not step.spec.use_mla:
-        write_slots(value, slots, step.inputs.value[kept], step.params.v_scale)
-    views = replace(step.inputs.cache, key=key, value=value)
-    return replace(step, inputs=replace(step.inputs, cache=views, kv_written=True))
+        write_slots(inputs.cache.value, slots, inputs.value[rows], step.params.v_scale)
+    return replace(step, inputs=replace(inputs, kv_written=True))
 
 
 def replay(step: MaterializedCase, backend: str | Backend) -> ReplayResult:
-    """Run a recorded step on a backend and hold the result against the oracle.
+    """Run a recorded step on a backend and compare the result with the oracle.
 
     Raises:
-        UnsupportedCase: the backend declares that it cannot.
+        UnsupportedCase: the backend declares that it does not support the case.
     """
     loaded = load_backend(backend)
     device = step.inputs.query.device
     if reasons := loaded.validate_configuration(step.spec, device):
         raise UnsupportedCase(reasons)
     try:
-        seen = run_materialized_case(loaded, _fresh(step))
+        output = run_materialized_case(loaded, _copy_outputs(step))
     except Exception as error:
         message = f"raised {type(error).__name__}: {error}"
         return ReplayResult(loaded.get_name(), str(step.inputs.batch), message, None)
-    message = compare_with_oracle(step.case, seen, device, truth=_written(step))
-    return ReplayResult(loaded.get_name(), str(step.inputs.batch), message, seen)
+    message = compare_with_oracle(step.case, output, device, reference=_with_written_kv(step))
+    return ReplayResult(loaded.get_name(), str(step.inputs.batch), message, output)
 
 
-def _fresh(step: MaterializedCase) -> MaterializedCase:
-    """The step with an output and a cache of its own, so that replaying changes nothing."""
-    pages = torch.arange(step.inputs.cache.key.shape[0], device=step.inputs.cache.key.device)
-    key, value = unpack_cache_views(
-        pack_cache_views(step.inputs.cache.key, step.inputs.cache.value, pages), pages.device
-    )
+def _copy_outputs(step: MaterializedCase) -> MaterializedCase:
+    """The step with a copy of its cache and an empty output."""
     out = torch.full_like(step.inputs.out, float("nan"))
-    return replace(
-        step,
-        inputs=replace(
-            step.inputs, cache=replace(step.inputs.cache, key=key, value=value), out=out
-        ),
-    )
+    step = _copy_cache(step)
+    return replace(step, inputs=replace(step.inputs, out=out))
 
 
 def shrink(step: MaterializedCase, fails: Callable[[MaterializedCase], bool]) -> MaterializedCase:
-    """The smallest part of a failing step that still fails.
+    """Reduce a failing step.
 
     Args:
-        fails: says whether a step fails, for instance `lambda s: not replay(s, "my_backend").passed`.
+        step: the recorded step.
+        fails: returns True if a step fails, for example
+            `lambda step: not replay(step, "my_backend").passed`.
 
     Returns:
-        the step itself when it does not fail.
+        The smallest slice found that still fails; `step` itself if it does not fail.
     """
     if not fails(step):
         return step
@@ -119,7 +118,7 @@ def shrink(step: MaterializedCase, fails: Callable[[MaterializedCase], bool]) ->
 def _fewer_requests(
     step: MaterializedCase, fails: Callable[[MaterializedCase], bool]
 ) -> MaterializedCase:
-    """Drop halves, then quarters, and so on down to single requests, while the rest fails (delta debugging)."""
+    """Remove halves, quarters, ... and single requests while the rest fails (delta debugging)."""
     kept = list(range(step.inputs.batch.num_reqs))
     size = len(kept)
     while size > 1:
@@ -137,7 +136,7 @@ def _fewer_requests(
 def _fewer_tokens(
     step: MaterializedCase, fails: Callable[[MaterializedCase], bool]
 ) -> MaterializedCase:
-    """Cut each request's query from the front and from the back by halves while the batch fails."""
+    """Halve each query from the front and from the back while the batch fails."""
     spans = [(0, query_len) for query_len in step.inputs.batch.query_lens]
     requests = list(range(len(spans)))
     for request in requests:

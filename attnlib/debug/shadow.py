@@ -1,12 +1,12 @@
-"""Rerun live calls on a second backend, and keep the error of each layer.
+"""Run live attention calls again on a second backend and record the error of each layer.
 
     with attnlib.shadow("torch", every=100) as log:
         model.generate(...)
     print(log)
 
-A sampled call is copied (the pages it touches), attended to again by the second backend and compared. Only where the
-two differ by more than rounding is the float64 oracle asked who is right; a live result that is over budget is written
-to a file that `attnlib.debug.replay` runs and shrinks.
+A sampled call is copied with the cache blocks that it uses and run on the second backend. If the
+two results differ by more than rounding, the live result is compared with the float64 oracle. A
+live result above the error budget is written to a file for `attnlib replay`.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ __all__ = ["ShadowLog", "ShadowRecord", "shadow", "shadow_call", "watch_for_vali
 Backend = type[AttentionBackend]
 
 _ROUNDING = 8
-"""Units of eps * max(|out|) that two same_precision backends may be apart before the oracle is asked."""
+"""Differences up to this multiple of eps * max(|out|) are not compared with the oracle."""
 
 
 @dataclass(frozen=True)
 class ShadowRecord:
-    """One call seen twice.
+    """The comparison of one call.
 
     Attributes:
-        layer: its prefix; call: its number.
-        out_error, lse_error: largest difference of the two backends; lse_error is None where no LSE was returned.
-        message: "" or what the oracle says about the live result.
-        path: where the call was written, when it is over budget.
-        skipped: why the call could not be shadowed, "" when it was.
+        layer: prefix of the layer.
+        call: number of the call in this layer.
+        out_error: largest absolute difference of the outputs.
+        lse_error: largest absolute difference of the LSEs; None if the call returns no LSE.
+        message: the errors of a live result above the budget, otherwise "".
+        path: the recording of a call above the budget.
+        skipped: the reason if the call was not compared, otherwise "".
     """
 
     layer: str
@@ -60,7 +62,13 @@ class ShadowRecord:
 
 @dataclass
 class ShadowLog:
-    """What a shadow saw."""
+    """The comparisons of one `shadow` block.
+
+    Attributes:
+        backend: name of the second backend.
+        records: the compared or skipped calls.
+        calls: number of calls, including those that were not sampled.
+    """
 
     backend: str
     records: list[ShadowRecord] = field(default_factory=list)
@@ -68,12 +76,12 @@ class ShadowLog:
 
     @property
     def passed(self) -> bool:
-        """Something was compared and no live result was over budget."""
+        """True if at least one call was compared and no live result is above the budget."""
         compared = [record for record in self.records if not record.skipped]
         return bool(compared) and not any(record.message for record in compared)
 
     def __str__(self) -> str:
-        """A line per layer with its largest errors, then every result over budget."""
+        """One line per layer with its largest errors, followed by the results above the budget."""
         by_layer: dict[str, list[ShadowRecord]] = {}
         for record in self.records:
             by_layer.setdefault(record.layer, []).append(record)
@@ -93,11 +101,11 @@ class ShadowLog:
             )
         header = (
             "layer",
-            f"calls against {self.backend}",
+            f"calls compared with {self.backend}",
             "out error",
             "lse error",
             "over budget",
-            "not shadowed",
+            "not compared",
         )
         wrong = [
             f"{r.layer} call {r.call}: {r.message}; written to {r.path}"
@@ -122,16 +130,21 @@ def shadow_call(
     number: int = 0,
     dump_dir: str | Path | None = None,
 ) -> ShadowRecord:
-    """Rerun one finished call of an `Attention` layer on `backend`.
+    """Run one completed call of an `Attention` layer again on `backend`.
 
     Args:
-        query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv]: what it was given.
-        out [T, Hq, Dv], lse [T, Hq]: what it gave.
-        dump_dir: where results over budget are written; None means ATTNLIB_DUMP_DIR.
+        layer: the layer.
+        backend: the second backend.
+        query, key, value: inputs of the call, [T, Hq, D], [T, Hkv, D] and [T, Hkv, Dv].
+        cache, metadata: inputs of the call.
+        out: output of the call, [T, Hq, Dv].
+        lse: LSE of the call, [T, Hq] float32, or None.
+        number: number of the call in this layer.
+        dump_dir: folder for recordings; None means ATTNLIB_DUMP_DIR.
     """
     name = layer.prefix or type(layer).__name__
     if cache is None:
-        return ShadowRecord(name, number, skipped="no cache: unpaged calls are not shadowed")
+        return ShadowRecord(name, number, skipped="calls without a cache are not compared")
     try:
         step = capture_call(
             layer.spec.replace(needs_lse=lse is not None),
@@ -160,13 +173,19 @@ def _compare(
     number: int,
     folder: Path,
 ) -> ShadowRecord:
-    again = run_materialized_case(backend, step)
-    out_error = _difference(live.out, again.out)
-    lse_error = None if live.lse is None or again.lse is None else _difference(live.lse, again.lse)
-    allowed = _ROUNDING * torch.finfo(step.spec.dtype).eps * max(float(again.out.abs().max()), 1e-3)
-    if not again.out.numel() or (out_error <= allowed and (lse_error is None or lse_error <= 1e-3)):
+    second = run_materialized_case(backend, step)
+    out_error = _difference(live.out, second.out)
+    lse_error = (
+        None if live.lse is None or second.lse is None else _difference(live.lse, second.lse)
+    )
+    allowed = (
+        _ROUNDING * torch.finfo(step.spec.dtype).eps * max(float(second.out.abs().max()), 1e-3)
+    )
+    if not second.out.numel() or (
+        out_error <= allowed and (lse_error is None or lse_error <= 1e-3)
+    ):
         return ShadowRecord(name, number, out_error, lse_error)
-    message = compare_with_oracle(step.case, live, live.out.device, truth=step)
+    message = compare_with_oracle(step.case, live, live.out.device, reference=step)
     if not message:
         return ShadowRecord(name, number, out_error, lse_error)
     path = save_recording(step, folder / f"{name.replace('/', '_')}-{number}.pt")
@@ -174,37 +193,37 @@ def _compare(
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Largest difference; equal infinities differ by 0, anything that is not a number by infinity."""
+    """Largest absolute difference; 0 for equal infinities, infinity for NaN."""
     if not a.numel():
         return 0.0
-    gap = torch.where(a == b, 0.0, (a.double() - b.double()).abs())
-    return float(gap.nan_to_num(nan=float("inf")).max())
+    difference = torch.where(a == b, 0.0, (a.double() - b.double()).abs())
+    return float(difference.nan_to_num(nan=float("inf")).max())
 
 
 @contextmanager
 def shadow(
     backend: str | Backend = "torch", *, every: int = 1, dump_dir: str | Path | None = None
 ) -> Iterator[ShadowLog]:
-    """Shadow a sample of all `Attention` calls of this process while the block runs.
+    """Compare a sample of all `Attention` calls of this process inside the `with` block.
 
     Args:
-        backend: who computes again.
-        every: each layer's first call and then one in so many is shadowed.
-        dump_dir: where results over budget are written; None means ATTNLIB_DUMP_DIR.
+        backend: the second backend.
+        every: compare the first call and then every `every`-th call of each layer.
+        dump_dir: folder for recordings of results above the budget; None means ATTNLIB_DUMP_DIR.
 
     Raises:
-        ContractError: `every` below 1.
+        ContractError: `every` is less than 1.
     """
     from attnlib.layer import OBSERVERS
 
     if every < 1:
-        raise ContractError(f"every={every} must be at least 1 (1 shadows every call)")
+        raise ContractError(f"every={every} must be at least 1 (1 compares every call)")
     loaded = load_backend(backend)
-    log, seen = ShadowLog(loaded.get_name()), dict[int, int]()
+    log, num_calls = ShadowLog(loaded.get_name()), dict[int, int]()
 
     def observe(layer: Any, *call: Any) -> None:
-        count = seen.get(id(layer), 0)
-        seen[id(layer)] = count + 1
+        count = num_calls.get(id(layer), 0)
+        num_calls[id(layer)] = count + 1
         log.calls += 1
         if count % every == 0:
             log.records.append(shadow_call(layer, loaded, *call, number=count, dump_dir=dump_dir))
@@ -217,7 +236,7 @@ def shadow(
 
 
 def watch_for_validation() -> None:
-    """ATTNLIB_VALIDATE=2: from now on every call is shadowed by `torch`, and one that is over budget is a warning."""
+    """ATTNLIB_VALIDATE=2: compare all later calls with `torch`; warn if one is above the budget."""
     from attnlib.layer import OBSERVERS
 
     if _validate not in OBSERVERS:
@@ -230,7 +249,8 @@ def _validate(layer: Any, *call: Any) -> None:
     record = shadow_call(layer, load_backend("torch"), *call)
     if record.message:
         warnings.warn(
-            f"{record.layer} on {layer.backend.get_name()} differs from the torch backend: {record.message}; "
-            f"written to {record.path}, run it again with `attnlib replay`",
+            f"{record.layer} on {layer.backend.get_name()} differs from the torch backend: "
+            f"{record.message}; the call is recorded in {record.path}: run it again with "
+            "`attnlib replay`",
             stacklevel=2,
         )

@@ -1,13 +1,18 @@
-"""The conformance kit: prove that any backend computes what the others compute.
+"""Conformance suite: test any attention backend against the contract.
 
-In: a backend (name, `module:Class` path or class). Out: a report whose `passed` is a bool. On the way: a batch spec
-(`batch_spec`) and a placement of its blocks (`placements`) become seeded tensors with poison in everything unused
-(`inputs`, `layouts`); a float64 `oracle` that shares no code with any backend says what is right; a `budget` says how
-close is close enough; `probes` ask one question each; `conformance` asks them all. Nothing here needs more than torch,
-and every case runs on a CPU.
+The suite takes a backend (name, `module:Class` path or class) and returns a report; `report.passed`
+is a bool. Each case of a check is built and evaluated in these steps:
+
+1. `case`, `batch_spec` and `block_placement` define the configuration.
+2. `inputs` and `layouts` create seeded tensors. Memory that must not be read holds poison.
+3. `runner` calls the backend as an engine does.
+4. `oracle` computes the expected result in float64 and `budget` limits the error.
+
+`checks` contains one module for each group of requirements; `conformance` runs them. The suite
+needs only torch, and all checks except those for CUDA run on a CPU.
 
     attnlib.testing.run_conformance("my_backend").passed
-    attnlib.testing.run_parity()                          # everything that runs here, pairwise
+    attnlib.testing.run_parity()                          # all pairs of available backends
     class TestMine(attnlib.testing.BackendConformance): backend = "my_pkg:MyBackend"
 """
 
@@ -16,7 +21,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-_HOME = {
+_MODULES = {
     "BackendConformance": "attnlib.testing.suite",
     "Case": "attnlib.testing.case",
     "run_conformance": "attnlib.testing.conformance",
@@ -33,9 +38,9 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    # Late, because the pytest plugin lives in this package and is loaded by every project's pytest.
-    if name not in _HOME:
+    # Imported lazily: every project's pytest loads the plugin in this package at start-up.
+    if name not in _MODULES:
         raise AttributeError(
-            f"module 'attnlib.testing' has no attribute {name!r}; it offers {', '.join(__all__)}"
+            f"module 'attnlib.testing' has no attribute {name!r}; available: {', '.join(__all__)}"
         )
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

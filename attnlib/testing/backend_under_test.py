@@ -1,8 +1,8 @@
-"""Who sits the exam, where, and with which sizes.
+"""The backend under test: how to load it, where it runs and which sizes the checks use.
 
-A backend is taken by name, by `module:Class` path or as a class. The base case of its exam is the first of a few
-ordinary sizes that it accepts, so a backend for heads of 128 and blocks of 128 in bfloat16 sits the same probes as one
-that takes everything.
+A backend is given by name, as a `module:Class` path or as a class. The checks vary a base case: the
+first of a list of common sizes that the backend supports. A backend that supports only head size
+128, block size 128 and bfloat16 therefore runs the same checks as one without restrictions.
 """
 
 from __future__ import annotations
@@ -32,11 +32,15 @@ Backend = type[AttentionBackend]
 
 
 def load_backend(backend: str | Backend) -> Backend:
-    """A backend class from a name, a pair (`prefill:NAME,decode:NAME`), a `module:Class` or `path/to/file.py:Class` path, or itself.
+    """Load a backend class.
+
+    Args:
+        backend: a registered name, a pair (`prefill:NAME,decode:NAME`), a `module:Class` or
+            `path/to/file.py:Class` path, or the class itself.
 
     Raises:
-        UnknownBackendError: no backend of that name is registered.
-        ContractError: a path that leads to something else.
+        UnknownBackendError: no backend is registered under the name.
+        ContractError: the path does not name a subclass of `AttentionBackend`.
     """
     if isinstance(backend, type):
         return backend
@@ -45,21 +49,21 @@ def load_backend(backend: str | Backend) -> Backend:
 
         return load_registered(backend)
     module, _, name = backend.partition(":")
-    found: Any = _module_from_file(module) if module.endswith(".py") else import_module(module)
+    loaded: Any = _module_from_file(module) if module.endswith(".py") else import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    if not (isinstance(found, type) and issubclass(found, AttentionBackend)):
-        raise ContractError(f"{backend} is {found!r}, not a subclass of attnlib.AttentionBackend")
-    return found
+        loaded = getattr(loaded, part)
+    if not (isinstance(loaded, type) and issubclass(loaded, AttentionBackend)):
+        raise ContractError(f"{backend} is {loaded!r}, not a subclass of attnlib.AttentionBackend")
+    return loaded
 
 
 def _module_from_file(path: str) -> ModuleType:
     spec = spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None or not Path(path).exists():
-        raise ContractError(f"{path} is no Python file to load a backend from")
+        raise ContractError(f"{path} is not a Python file: give path/to/file.py:Class")
     folder = str(Path(path).resolve().parent)
     if folder not in sys.path:
-        sys.path.append(folder)  # the exam's other processes find the module by name
+        sys.path.append(folder)  # worker processes import the module by its name
     module = module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -68,14 +72,14 @@ def _module_from_file(path: str) -> ModuleType:
 
 @dataclass(frozen=True)
 class BackendUnderTest:
-    """A backend under examination.
+    """A backend and the settings of one conformance run.
 
     Attributes:
-        backend: its class.
-        label: how the caller named it, for reproduction lines.
-        device: where it runs.
-        seed: of every random number.
-        quick: run the short form of each probe.
+        backend: the backend class.
+        label: the name given by the caller, for reproduction lines.
+        device: the device to run on.
+        seed: seed of all random numbers.
+        quick: run the short form of each check.
         peers: backends to exchange caches with.
     """
 
@@ -92,34 +96,34 @@ class BackendUnderTest:
         return self.device.type == "cuda"
 
     def supports(self, case: Case) -> bool:
-        """Whether the backend takes the case."""
+        """True if the backend declares support for the case."""
         return not self.backend.validate_configuration(case.spec, resolve_device(self.device))
 
     @cached_property
     def base_case(self) -> Case:
-        """The ordinary case that probes vary.
+        """The case that the checks vary.
 
         Raises:
-            ContractError: none of the ordinary sizes is accepted; the message gives the reasons for the first.
+            ContractError: the backend supports none of the common sizes; the message gives the
+                reasons for the first of them.
         """
-        heads, dtypes = (32, 16, 64, 128, 256), ("float32", "bfloat16", "float16")
+        head_sizes, dtypes = (32, 16, 64, 128, 256), ("float32", "bfloat16", "float16")
         if self.on_gpu:
-            heads, dtypes = (64, 128, 32, 16, 256), ("bfloat16", "float16", "float32")
+            head_sizes, dtypes = (64, 128, 32, 16, 256), ("bfloat16", "float16", "float32")
         layouts = [
             name for name in self.backend.capabilities.kv_cache_layouts or () if name != "ANY"
         ] or ["NHD"]
-        groups = self._group_sizes()
         poison = "huge" if self.backend.capabilities.needs_finite_cache else "nan"
         first: Case | None = None
-        for dtype, block, head, group in itertools.product(
-            dtypes, (16, 32, 64, 128, 256), heads, groups
+        for dtype, block_size, head_size, group_size in itertools.product(
+            dtypes, (16, 32, 64, 128, 256), head_sizes, self._group_sizes()
         ):
             case = Case(
-                head_size=head,
-                block_size=block,
+                head_size=head_size,
+                block_size=block_size,
                 dtype=dtype,
                 num_kv_heads=2,
-                num_heads=2 * group,
+                num_heads=2 * group_size,
                 layout=layouts[0],
                 poison=poison,
                 seed=self.seed,
@@ -131,7 +135,8 @@ class BackendUnderTest:
         assert first is not None
         reasons = "; ".join(self.backend.validate_configuration(first.spec, self.device))
         raise ContractError(
-            f"backend {self.label} accepts none of the ordinary cases on {self.device}, for instance: {reasons}"
+            f"backend {self.label} supports none of the common cases on {self.device}; "
+            f"reasons for the first one: {reasons}"
         )
 
     def _group_sizes(self) -> Sequence[int]:

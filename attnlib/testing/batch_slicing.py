@@ -1,7 +1,7 @@
-"""A part of a step as a step of its own, over the same cache: some requests, some of their query tokens.
+"""Slice a batch: keep some requests and some of their query tokens, over the same cache.
 
-What a part computes must not depend on what was left out, which is what batch invariance (D1) asks, and what lets a
-failing batch shrink.
+The batch-invariance check (D1) compares a slice with the whole batch. `attnlib replay --shrink`
+uses slices to reduce a failing batch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ def slice_batch(
     """A smaller batch over the same cache.
 
     Args:
-        requests: which requests stay, in this order.
-        query_spans: for each, the part [start, stop) of its query tokens that stays; the sequence then ends with the
-            last of them. None keeps all.
+        step: the whole batch.
+        requests: indices of the requests to keep, in the new order.
+        query_spans: for each kept request, the range [start, stop) of query tokens to keep. The
+            sequence ends with the last kept token. None keeps all tokens.
     """
     inputs, batch = step.inputs, step.inputs.batch
     first = [sum(batch.query_lens[:r]) for r in range(batch.num_reqs)]

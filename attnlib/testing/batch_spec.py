@@ -1,15 +1,17 @@
-"""Batches in a few letters, so that a failing case fits in one command line.
+"""A short notation for batches, so that a failing case fits in one command line.
 
-Grammar: segments joined by `_`. A segment is `[COUNT]qQUERY[sSEQ]`: COUNT requests (1 unless said) of QUERY query
-tokens whose sequence is SEQ tokens long, context and this step together (M1; QUERY unless said). A number may end in
-`k`, which multiplies by 1024. One more segment, `padN`, adds N token rows past `num_actual_tokens` (M6).
+A batch is a list of segments joined by `_`. A segment is `[COUNT]qQUERY[sSEQ]`: COUNT requests
+(default 1) with QUERY query tokens and a sequence of SEQ tokens. SEQ includes the context and the
+query tokens (M1; default QUERY). A number may end in `k`, which multiplies it by 1024. The segment
+`padN` adds N token rows past `num_actual_tokens` (M6).
 
     q2k             one prefill of 2048 tokens
     8q1s1k          eight decodes at 1024 tokens
-    2q2k_8q1s1k     both in one batch
-    3q1s40_2q0s0_pad2   three decodes in a CUDA graph captured for five: two padding requests, two padding rows
+    2q2k_8q1s1k     two prefills of 2048 tokens and eight decodes in one batch
+    3q1s40_2q0s0_pad2   three decodes in a CUDA graph captured for five: two padding requests, two
+                        padding rows
 
-A segment of zero requests does not exist; the batch without requests is written `empty`.
+The batch without requests is written `empty`. A segment with zero requests is an error.
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ class BatchSpec:
     """The lengths of one batch.
 
     Attributes:
-        query_lens: query tokens per request, this step.
-        seq_lens: context and this step's tokens per request; may be shorter than the query (rows that see nothing).
-        padding_tokens: token rows past the last request's; their slots are -1.
+        query_lens: query tokens per request in this step.
+        seq_lens: context and query tokens per request. A sequence shorter than its query has rows
+            that see no key.
+        padding_tokens: token rows past the last request; their slots are -1.
     """
 
     query_lens: tuple[int, ...]
@@ -47,8 +50,8 @@ class BatchSpec:
     def __post_init__(self) -> None:
         if len(self.query_lens) != len(self.seq_lens):
             raise ContractError(
-                f"query_lens has {len(self.query_lens)} requests and seq_lens has {len(self.seq_lens)}; "
-                "give one of each per request"
+                f"query_lens has {len(self.query_lens)} requests and seq_lens has "
+                f"{len(self.seq_lens)}; give one of each per request"
             )
         for name, lengths in (("query_lens", self.query_lens), ("seq_lens", self.seq_lens)):
             for request, length in enumerate(lengths):
@@ -59,7 +62,7 @@ class BatchSpec:
 
     @property
     def num_reqs(self) -> int:
-        """R, padding requests included."""
+        """R, including padding requests."""
         return len(self.query_lens)
 
     @property
@@ -69,32 +72,34 @@ class BatchSpec:
 
     @property
     def num_tokens(self) -> int:
-        """T: rows of the query tensor, padding rows included."""
+        """T: rows of the query tensor, including padding rows."""
         return self.num_actual_tokens + self.padding_tokens
 
     @property
     def max_query_len(self) -> int:
-        """Longest query, 0 for an empty batch."""
+        """Length of the longest query, 0 for an empty batch."""
         return max(self.query_lens, default=0)
 
     @property
     def max_seq_len(self) -> int:
-        """Longest sequence, 0 for an empty batch."""
+        """Length of the longest sequence, 0 for an empty batch."""
         return max(self.seq_lens, default=0)
 
     def __str__(self) -> str:
-        """The spec in the grammar; `parse_batch(str(batch)) == batch`."""
+        """The batch in the notation of this module; `parse_batch(str(batch)) == batch`."""
         if not self.query_lens and not self.padding_tokens:
             return "empty"
         runs = [
             (len(list(group)), query, seq)
             for (query, seq), group in groupby(zip(self.query_lens, self.seq_lens, strict=True))
         ]
-        parts = [
+        segments = [
             f"{count if count > 1 else ''}q{query}{'' if seq == query else f's{seq}'}"
             for count, query, seq in runs
         ]
-        return "_".join([*parts, *([f"pad{self.padding_tokens}"] if self.padding_tokens else [])])
+        return "_".join(
+            [*segments, *([f"pad{self.padding_tokens}"] if self.padding_tokens else [])]
+        )
 
 
 def _number(text: str) -> int:
@@ -102,10 +107,10 @@ def _number(text: str) -> int:
 
 
 def parse_batch(text: str) -> BatchSpec:
-    """Read a batch in the grammar of this module.
+    """Parse a batch in the notation of this module.
 
     Raises:
-        ContractError: the string, the segment that does not parse, and the grammar.
+        ContractError: a segment does not parse; the message shows the segment and the grammar.
     """
     if text == "empty":
         return BatchSpec((), ())
@@ -148,14 +153,14 @@ NAMED_BATCHES: dict[str, Callable[[int], str]] = {
     "only_padding": lambda n: "2q0s0_pad3",
     "empty": lambda n: "empty",
 }
-"""Name -> batch in the grammar, as a function of the block size, so that page edges are where the pages are."""
+"""Name -> batch as a function of the block size N, so that lengths fall on block boundaries."""
 
 
 def named_batch(name: str, block_size: int) -> BatchSpec:
-    """One of `NAMED_BATCHES`, scaled to the block size.
+    """One of `NAMED_BATCHES` for a block size.
 
     Raises:
-        ContractError: an unknown name, with the known ones.
+        ContractError: the name is unknown; the message lists the names.
     """
     if name not in NAMED_BATCHES:
         raise ContractError(f"no batch is named {name!r}; the names are {', '.join(NAMED_BATCHES)}")
@@ -163,10 +168,10 @@ def named_batch(name: str, block_size: int) -> BatchSpec:
 
 
 def resolve_batch(text: str, block_size: int) -> BatchSpec:
-    """A batch by name or in the grammar, as command lines take it.
+    """A batch given by name or in the notation of this module.
 
     Raises:
-        ContractError: neither a known name nor a spec that parses.
+        ContractError: the text is neither a known name nor a valid batch.
     """
     if text in NAMED_BATCHES:
         return named_batch(text, block_size)

@@ -1,8 +1,9 @@
-"""Where a batch's blocks lie in the pool, because a kernel that is right on neighbours may be wrong on strangers.
+"""Assign physical cache blocks to the requests of a batch.
 
-A placement fixes the physical blocks of every request and the block table over them (P3): exactly as wide as the
-longest request needs or wider, with garbage past each request's end, and optionally between two guard zones, so that
-one column too far is a block id of 2^30.
+A kernel that is correct for contiguous blocks may be wrong for scattered ones. A placement assigns
+the blocks and builds the block table (P3). The table is exactly as wide as the longest request
+needs or wider; entries past the end of a request are invalid. A guarded table lies between two
+zones of block id 2^30, so that a read one column past its end is detected.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ _GUARD_ENTRIES = 64
 
 @dataclass(frozen=True)
 class BlockPlacement:
-    """Physical blocks of a batch.
+    """The physical blocks of a batch.
 
     Attributes:
-        blocks: per request, the physical block of each of its logical blocks.
-        num_blocks: size of the pool, blocks that nobody uses included.
-        block_table: [R, M] int32 on the CPU; entries past a request's blocks are garbage.
+        blocks: per request, the physical block of each logical block.
+        num_blocks: size of the pool, including unused blocks.
+        block_table: [R, M] int32 on the CPU; entries past the blocks of a request are invalid.
     """
 
     blocks: tuple[tuple[int, ...], ...]
@@ -70,19 +71,24 @@ def place_blocks(
     garbage: GarbageKind = "plausible",
     guarded: bool = False,
 ) -> BlockPlacement:
-    """Lay a batch's blocks out in a pool.
+    """Assign blocks to the requests of a batch.
 
     Args:
-        kind: contiguous (request after request), shuffled, interleaved (requests take turns), reversed, shared_prefix
-            (requests share the blocks that lie in every request's context), top (at the end of a pool four times the
-            size).
-        spare_blocks: blocks that no request owns.
-        extra_columns: columns beyond the width that the longest request needs; 0 is the exact width.
-        garbage: what fills the entries past a request's blocks: ids that exist but are not the request's, -1, or 2^30.
-        guarded: put the table between two zones of 2^30 in one allocation.
+        batch: the request lengths.
+        block_size: N, tokens per block.
+        kind: order of the blocks in the pool. "contiguous": request after request; "shuffled";
+            "interleaved": round robin over requests; "reversed"; "shared_prefix": requests share
+            the blocks that hold only context in every request; "top": the end of a pool of four
+            times the size.
+        seed: seed of the shuffled orders.
+        spare_blocks: blocks that belong to no request.
+        extra_columns: columns beyond the width that the longest request needs.
+        garbage: block table entries past the blocks of a request. "plausible": ids of other blocks
+            in the pool; "minus_one": -1; "huge": 2^30.
+        guarded: allocate the table between two zones of 2^30.
 
     Raises:
-        ContractError: an unknown kind.
+        ContractError: the kind is unknown.
     """
     if kind not in PLACEMENTS:
         raise ContractError(
@@ -95,8 +101,8 @@ def place_blocks(
     base = 3 * used + spare_blocks if kind == "top" else 0
     prefix = list(range(used - shared, used))
     rows = [
-        tuple(base + block for block in [*prefix[:count], *mine])
-        for mine, count in zip(owned, counts, strict=True)
+        tuple(base + block for block in [*prefix[:count], *own_blocks])
+        for own_blocks, count in zip(owned, counts, strict=True)
     ]
     num_blocks = base + used + (0 if kind == "top" else spare_blocks)
     table = _table(rows, num_blocks, extra_columns, garbage, guarded)
@@ -104,13 +110,13 @@ def place_blocks(
 
 
 def _shared_blocks(batch: BatchSpec, block_size: int) -> int:
-    """Whole blocks that hold context only, for every request: nobody writes to them in this step."""
+    """Number of leading blocks that hold only context in every request (not written this step)."""
     contexts = [max(s - q, 0) for q, s in zip(batch.query_lens, batch.seq_lens, strict=True)]
     return min((context // block_size for context in contexts), default=0)
 
 
 def _distribute(kind: str, counts: Sequence[int], seed: int) -> list[list[int]]:
-    """Hand blocks 0, 1, ... out to requests that need counts[r] each."""
+    """Distribute blocks 0, 1, ... over the requests; request r gets counts[r] blocks."""
     order = [request for request, count in enumerate(counts) for _ in range(count)]
     if kind == "interleaved":
         order = [
@@ -142,12 +148,12 @@ def _table(
     storage = torch.full((len(rows) * width + 2 * guard,), _HUGE_BLOCK, dtype=torch.int32)
     table = storage[guard : guard + len(rows) * width].view(len(rows), width)
     for request, row in enumerate(rows):
-        strangers = [block for block in range(num_blocks) if block not in row] or [0]
+        other_blocks = [block for block in range(num_blocks) if block not in row] or [0]
         for column in range(width):
             if column < len(row):
                 table[request, column] = row[column]
             elif garbage == "plausible":
-                table[request, column] = strangers[(request + column) % len(strangers)]
+                table[request, column] = other_blocks[(request + column) % len(other_blocks)]
             else:
                 table[request, column] = -1 if garbage == "minus_one" else _HUGE_BLOCK
     return table

@@ -1,8 +1,8 @@
-"""How close is close enough: error budgets instead of magic tolerances.
+"""Error budgets for comparisons with the oracle.
 
-A backend may err `factor` times as much as an same_precision torch computation of the same precision errs on the same case,
-plus what rounding the result takes; and its mean error has a budget of its own, which catches what is a little wrong
-everywhere. Every number of the whole kit stands in `BUDGETS`, and no probe may bring its own.
+The allowed error is `factor` times the error of a plain torch computation in the same precision on
+the same case, plus a rounding term. The maximum and the mean error have separate limits; the mean
+detects small errors in many elements. All limits are in `BUDGETS`; checks define no tolerances.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["BUDGETS", "Budget", "Comparison", "compare", "compare_bits"]
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits of one quantity in one dtype.
+    """The limits of one quantity in one dtype.
 
     Attributes:
-        factor: times the error of the same-precision computation; for the maximum and for the mean.
+        factor: multiple of the error of the same-precision computation.
         max_ulps: rounding term of the maximum, in units of eps * max(|expected|).
         mean_ulps: rounding term of the mean, in units of eps * mean(|expected|).
     """
@@ -30,30 +30,38 @@ class Budget:
 
 
 BUDGETS: dict[tuple[torch.dtype, str], Budget] = {
-    # The yardstick of float64 is the oracle itself, so rounding is all there is.
+    # For float64 the same-precision computation is the oracle: only the rounding term remains.
     (torch.float64, "out"): Budget(factor=2.0, max_ulps=64.0, mean_ulps=32.0),
     (torch.float64, "merged_out"): Budget(factor=2.0, max_ulps=64.0, mean_ulps=32.0),
     (torch.float64, "lse"): Budget(factor=2.0, max_ulps=16.0, mean_ulps=8.0),
     (torch.float32, "out"): Budget(factor=2.0, max_ulps=16.0, mean_ulps=8.0),
     (torch.float16, "out"): Budget(factor=2.0, max_ulps=1.0, mean_ulps=1.0),
     (torch.bfloat16, "out"): Budget(factor=2.0, max_ulps=1.0, mean_ulps=1.0),
-    # Parts of one row, each rounded to the dtype by the backend and merged in float64 by the kit.
+    # Partial results of one row: the backend rounds each to the dtype, the check merges in float64.
     (torch.float32, "merged_out"): Budget(factor=2.0, max_ulps=16.0, mean_ulps=8.0),
     (torch.float16, "merged_out"): Budget(factor=2.0, max_ulps=2.0, mean_ulps=2.0),
     (torch.bfloat16, "merged_out"): Budget(factor=2.0, max_ulps=2.0, mean_ulps=2.0),
-    # Log-sum-exp is always stored in float32; the dtype is the one that q . k was computed in.
+    # The LSE is always stored in float32; the dtype is that of the q . k product.
     (torch.float32, "lse"): Budget(factor=2.0, max_ulps=16.0, mean_ulps=8.0),
     (torch.float16, "lse"): Budget(factor=2.0, max_ulps=16.0, mean_ulps=8.0),
     (torch.bfloat16, "lse"): Budget(factor=2.0, max_ulps=16.0, mean_ulps=8.0),
 }
-"""(dtype of the computation, quantity) -> limits."""
+"""(dtype of q, k and v; quantity) -> limits."""
 
 _STORED_AS_FLOAT32 = {"lse"}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcome on one quantity, with all the numbers it rests on."""
+    """The result of comparing one quantity.
+
+    Attributes:
+        quantity: name of the compared tensor.
+        passed: True if all errors are within their limits.
+        max_error, max_allowed: largest absolute error and its limit.
+        mean_error, mean_allowed: mean absolute error and its limit.
+        mismatch: error that has no magnitude (shape, NaN, infinity, changed bits), or "".
+    """
 
     quantity: str
     passed: bool
@@ -61,16 +69,17 @@ class Comparison:
     max_allowed: float = 0.0
     mean_error: float = 0.0
     mean_allowed: float = 0.0
-    note: str = ""
+    mismatch: str = ""
 
     def __str__(self) -> str:
-        """Both errors and both limits, in one line."""
-        if self.note:
-            return f"{self.quantity}: {self.note}"
+        """The errors and their limits in one line."""
+        if self.mismatch:
+            return f"{self.quantity}: {self.mismatch}"
         outcome = "within budget" if self.passed else "over budget"
         return (
-            f"{self.quantity} {outcome}: max error {self.max_error:.3g} (allowed {self.max_allowed:.3g}), "
-            f"mean error {self.mean_error:.3g} (allowed {self.mean_allowed:.3g})"
+            f"{self.quantity} {outcome}: max error {self.max_error:.3g} "
+            f"(allowed {self.max_allowed:.3g}), mean error {self.mean_error:.3g} "
+            f"(allowed {self.mean_allowed:.3g})"
         )
 
 
@@ -81,30 +90,29 @@ def compare(
     dtype: torch.dtype,
     quantity: str = "out",
 ) -> Comparison:
-    """Hold a result against the float64 oracle within its budget.
+    """Compare a result with the float64 oracle.
 
     Args:
-        actual: what the backend gave, any float dtype.
-        expected: float64, from the oracle.
-        same_precision: the oracle's text computed in `dtype`; same shape.
-        dtype: of the computation (the query's).
-        quantity: out or lse.
+        actual: the backend's result, any float dtype.
+        expected: the oracle's result in float64.
+        same_precision: the oracle's computation in `dtype`; same shape.
+        dtype: dtype of the query.
+        quantity: "out", "merged_out" or "lse".
 
     Returns:
-        A comparison that fails on another shape, on any NaN, and on an infinity that is not in the same place.
+        A comparison that fails for a wrong shape, for NaN, for an infinity at a position where the
+        oracle has none, and for errors above the limits.
     """
     if actual.shape != expected.shape:
         return Comparison(
             quantity,
             False,
-            note=f"shape is {tuple(actual.shape)} where {tuple(expected.shape)} was expected",
+            mismatch=f"shape is {tuple(actual.shape)} where {tuple(expected.shape)} was expected",
         )
-    actual, same_precision = (
-        actual.detach().to(torch.float64),
-        same_precision.detach().to(torch.float64),
-    )
-    if misplaced := _misplaced(actual, expected):
-        return Comparison(quantity, False, note=misplaced)
+    actual = actual.detach().to(torch.float64)
+    same_precision = same_precision.detach().to(torch.float64)
+    if mismatch := _nonfinite_mismatch(actual, expected):
+        return Comparison(quantity, False, mismatch=mismatch)
     finite = torch.isfinite(expected)
     if not finite.any():
         return Comparison(quantity, True)
@@ -129,8 +137,8 @@ def compare(
     )
 
 
-def _misplaced(actual: torch.Tensor, expected: torch.Tensor) -> str:
-    """The first element that is NaN, or infinite where it should not be, or finite where it should not be."""
+def _nonfinite_mismatch(actual: torch.Tensor, expected: torch.Tensor) -> str:
+    """Describe NaN elements and infinities that only one of the two tensors has; "" if none."""
     wrong = torch.isnan(actual) | (
         (torch.isinf(actual) | torch.isinf(expected)) & (actual != expected)
     )
@@ -138,25 +146,26 @@ def _misplaced(actual: torch.Tensor, expected: torch.Tensor) -> str:
         return ""
     where = tuple(int(i) for i in torch.nonzero(wrong)[0])
     return (
-        f"{int(wrong.sum())} of {wrong.numel()} elements are not where they should be, the first at {where}: "
-        f"{float(actual[where])} where {float(expected[where])} was expected"
+        f"{int(wrong.sum())} of {wrong.numel()} elements are NaN or have a wrong "
+        f"infinity, first at {where}: {float(actual[where])} where "
+        f"{float(expected[where])} was expected"
     )
 
 
 def compare_bits(actual: torch.Tensor, expected: torch.Tensor, quantity: str = "out") -> Comparison:
-    """Hold a result against another one bit by bit; NaN equals NaN, and 0.0 equals -0.0."""
+    """Compare two results for bitwise equality; NaN equals NaN and 0.0 equals -0.0."""
     if actual.shape != expected.shape:
         return Comparison(
             quantity,
             False,
-            note=f"shape is {tuple(actual.shape)} where {tuple(expected.shape)} was expected",
+            mismatch=f"shape is {tuple(actual.shape)} where {tuple(expected.shape)} was expected",
         )
     differs = ~((actual == expected) | (torch.isnan(actual) & torch.isnan(expected)))
     if not differs.any():
         return Comparison(quantity, True)
     where = tuple(int(i) for i in torch.nonzero(differs)[0])
-    note = (
-        f"{int(differs.sum())} of {differs.numel()} elements changed, the first at {where}: "
+    mismatch = (
+        f"{int(differs.sum())} of {differs.numel()} elements changed, first at {where}: "
         f"{float(actual[where])} where {float(expected[where])} was expected"
     )
-    return Comparison(quantity, False, note=note)
+    return Comparison(quantity, False, mismatch=mismatch)

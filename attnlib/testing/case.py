@@ -1,8 +1,9 @@
-"""One case: everything that a run of one step depends on, as one frozen value of plain numbers and words.
+"""The configuration of one test case: the batch, the layer and the memory layout of its tensors.
 
-A case names its batch in the grammar of `batch_spec`, so it prints in a line and is rebuilt from that line. `Case.spec`
-says it in the library's words, `Case.params` in the oracle's; the two are converted here separately and by hand, so a
-slip of the library's own conversion (a window off by one, say) is caught and not shared.
+A case holds only numbers and strings, so it prints in one line and can be rebuilt from that line.
+The batch uses the grammar of `batch_spec`. `Case.spec` converts a case to an `AttentionSpec`;
+`Case.oracle_params` converts it to the parameters of the oracle. The two conversions share no code:
+an error in the library's conversion, such as a window that is off by one, changes only one of them.
 """
 
 from __future__ import annotations
@@ -24,20 +25,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Case"]
 
-_STORED = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One step of one layer. Fields are spec fields where the names agree; the others say how the tensors lie.
+    """The configuration of one step of one layer.
+
+    Fields that are not listed here have the meaning of the `AttentionSpec` field with that name.
 
     Attributes:
-        batch: a name or the grammar of `batch_spec`.
-        layout: where the cache lies (`layouts.CACHE_LAYOUTS`); "ALIASED" is MLA's.
-        placement, garbage, extra_columns, guarded: where its blocks lie (`placements.place`).
-        poison: what fills everything that must not be read.
-        k_scale, v_scale: scales of a one-byte cache; with kv_scale_kind="head" every second head has half of it.
-        contiguous: packed q, k, v, out instead of strided views (P9).
+        batch: a name of `batch_spec.NAMED_BATCHES` or a batch in its grammar.
+        seed: seed of all random numbers.
+        k_scale, v_scale: scales of an fp8 cache; with kv_scale_kind="head", odd heads use half of
+            the scale.
+        scale: softmax scale; None means 1/sqrt(head_size).
+        mask: value of a `MaskKind`.
+        layout: cache layout, a name of `layouts.CACHE_LAYOUTS` or "ALIASED" (MLA).
+        placement, garbage, extra_columns, guarded: arguments of `block_placement.place_blocks`.
+        poison: fill value of all memory that must not be read (`layouts.poison_value`).
+        contiguous: contiguous q, k, v and out instead of strided views (P9).
     """
 
     batch: str = "mixed"
@@ -75,14 +82,17 @@ class Case:
     contiguous: bool = False
 
     def __str__(self) -> str:
-        """The fields that are not at their defaults."""
-        told = [
+        """The batch and the fields that differ from their defaults."""
+        changed = [
             f"{f.name}={getattr(self, f.name)}"
             for f in fields(self)
             if getattr(self, f.name) != f.default
         ]
         return ", ".join(
-            [f"batch={self.batch_spec}", *(text for text in told if not text.startswith("batch="))]
+            [
+                f"batch={self.batch_spec}",
+                *(text for text in changed if not text.startswith("batch=")),
+            ]
         )
 
     def replace(self, **changes: Any) -> Case:
@@ -91,12 +101,12 @@ class Case:
 
     @cached_property
     def batch_spec(self) -> BatchSpec:
-        """The batch, resolved with this case's block size."""
+        """The request lengths; named batches depend on the block size."""
         return resolve_batch(self.batch, self.block_size)
 
     @property
     def is_paged(self) -> bool:
-        """Whether keys go through the cache."""
+        """True if attention reads the keys from the paged cache."""
         return self.attn_type in ("decoder", "encoder_decoder")
 
     @property
@@ -108,8 +118,8 @@ class Case:
 
     @property
     def dimensions(self) -> Dimensions:
-        """The case's sizes for the input makers."""
-        stored = _STORED.get(self.kv_cache_dtype) or getattr(
+        """The sizes and dtypes of the layer."""
+        cache_dtype = _FP8_DTYPES.get(self.kv_cache_dtype) or getattr(
             torch, self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
         )
         return Dimensions(
@@ -119,15 +129,15 @@ class Case:
             head_size_v=self.head_size_v or self.head_size,
             block_size=self.block_size,
             dtype=self.torch_dtype,
-            cache_dtype=stored,
+            cache_dtype=cache_dtype,
         )
 
     @property
     def spec(self) -> AttentionSpec:
-        """The case in the library's words.
+        """The `AttentionSpec` of the layer.
 
         Raises:
-            ContractError: a case that no layer can be.
+            ContractError: the fields do not form a valid spec.
         """
         return AttentionSpec(
             num_heads=self.num_heads,
@@ -155,7 +165,7 @@ class Case:
         )
 
     def oracle_params(self, device: torch.device | str) -> OracleParams:
-        """The case in the oracle's words (M2: W keys, the query's own among them)."""
+        """The oracle's parameters. A sliding window of W includes the query's own key (M2)."""
         left, right = self.window or (None, None)
         if self.sliding_window is not None:
             left = right = self.sliding_window - 1
@@ -174,12 +184,12 @@ class Case:
         }
         if self.scale is not None:
             features["scale"] = self.scale
-        for name, wanted in (
+        for name, enabled in (
             ("alibi_slopes", self.alibi),
             ("sinks", self.sinks),
             ("query_bias", self.mask == "query_bias"),
         ):
-            if wanted:
+            if enabled:
                 features[name] = True
         return make_oracle_params(
             self.dimensions, self.batch_spec, features, seed=self.seed, device=device
@@ -195,7 +205,12 @@ class Case:
     def materialize(
         self, device: torch.device | str = "cpu", *, kv_written: bool = True
     ) -> MaterializedCase:
-        """The case's tensors; `kv_written` says whether this step's keys are in the cache already."""
+        """Create the tensors of the case.
+
+        Args:
+            device: where to allocate the tensors.
+            kv_written: the cache already holds this step's keys and values.
+        """
         from attnlib.testing.materialized_case import materialize_case
 
         return materialize_case(self, device, kv_written=kv_written)

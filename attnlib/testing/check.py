@@ -1,8 +1,9 @@
-"""What a probe is: an id, a question, and checks that are made when they are asked for.
+"""Checks and their cases.
 
-A probe is a function of a target that yields checks. A check is a case id and something to call: it returns "" or
-says what is wrong, raises `UnsupportedCase` where the backend declared that it cannot, `NotRun` where this machine cannot, and
-whatever else it raises is a failure.
+A check covers one requirement, such as "F1". It is a generator function of a backend under test
+that yields cases. Each case is a callable that returns an error message, or "" for a pass. It
+raises `UnsupportedCase` if the backend declares that it does not support the case and `NotRun` if
+the machine cannot run it. Any other exception is a failure.
 """
 
 from __future__ import annotations
@@ -16,20 +17,27 @@ from dataclasses import dataclass
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.case import Case
 from attnlib.testing.coverage import capability_uses
-from attnlib.testing.outcome import CaseResult, NotRun, Outcome, UnsupportedCase, reproduction_line
+from attnlib.testing.outcome import (
+    CaseResult,
+    NotRun,
+    Outcome,
+    UnsupportedCase,
+    reproduction_line,
+)
 from attnlib.testing.runner import check_supported
 
-__all__ = ["CheckCase", "Check", "matches", "run_check_case", "run_check", "select_cases"]
+__all__ = ["Check", "CheckCase", "matches_filter", "run_check", "run_check_case", "select_cases"]
 
 
 @dataclass(frozen=True)
 class CheckCase:
-    """One case of a probe.
+    """One case of a check.
 
     Attributes:
-        id: unique within the probe; part of the reproduction line.
-        run: returns "" or what is wrong.
-        case: what it runs, if that is one case: refusals and coverage are read off it.
+        id: unique within the check; part of the reproduction line.
+        run: returns "" for a pass, otherwise the error message.
+        case: the `Case` that `run` executes, or None. With a `Case`, unsupported features and
+            capability coverage are derived from it.
     """
 
     id: str
@@ -39,13 +47,13 @@ class CheckCase:
 
 @dataclass(frozen=True)
 class Check:
-    """One question to a backend.
+    """One requirement of the conformance suite.
 
     Attributes:
-        id: the requirement's id, such as "F1".
-        title: the question in a few words.
-        checks: a function of the target that yields its checks.
-        needs_gpu: without a GPU the probe is reported as not run.
+        id: id of the requirement, such as "F1".
+        title: short description for reports.
+        cases: function of the backend under test that yields the cases.
+        needs_gpu: report the check as not run on machines without a GPU.
     """
 
     id: str
@@ -54,70 +62,92 @@ class Check:
     needs_gpu: bool = False
 
 
-def matches(probe: str, case: str, only: str | None) -> bool:
-    """Whether PROBE/CASE is asked for; `only` is comma-separated PROBE or PROBE/CASE patterns with * and ?."""
+def matches_filter(check: str, case: str, only: str | None) -> bool:
+    """True if CHECK/CASE is selected.
+
+    Args:
+        check: id of the check.
+        case: id of the case.
+        only: comma-separated CHECK or CHECK/CASE patterns with * and ?; None selects everything.
+    """
     if not only:
         return True
     patterns = [pattern.strip() for pattern in only.split(",")]
     return any(
-        fnmatch.fnmatchcase(f"{probe}/{case}", pattern) or fnmatch.fnmatchcase(probe, pattern)
+        fnmatch.fnmatchcase(f"{check}/{case}", pattern) or fnmatch.fnmatchcase(check, pattern)
         for pattern in patterns
     )
 
 
 def select_cases(
-    probe: Check, target: BackendUnderTest, only: str | None = None
+    check: Check, target: BackendUnderTest, only: str | None = None
 ) -> list[CheckCase]:
-    """The checks of a probe that are asked for; a GPU probe without a GPU has one, which says so."""
-    if probe.needs_gpu and not target.on_gpu:
+    """The selected cases of a check.
 
-        def not_here() -> str:
+    A GPU check without a GPU yields a single case "all" that is reported as not run.
+    """
+    if check.needs_gpu and not target.on_gpu:
+
+        def report_missing_gpu() -> str:
             raise NotRun(f"needs a GPU, runs on {target.device}")
 
-        asked = only is None or any(
-            pattern.split("/")[0].strip() == probe.id for pattern in only.split(",")
+        selected = only is None or any(
+            pattern.split("/")[0].strip() == check.id for pattern in only.split(",")
         )
-        return [CheckCase("all", not_here)] if asked else []
-    return [check for check in probe.cases(target) if matches(probe.id, check.id, only)]
+        return [CheckCase("all", report_missing_gpu)] if selected else []
+    return [case for case in check.cases(target) if matches_filter(check.id, case.id, only)]
 
 
 def run_check(
-    probe: Check,
+    check: Check,
     target: BackendUnderTest,
     only: str | None = None,
     on_result: Callable[[CaseResult], None] | None = None,
 ) -> list[CaseResult]:
-    """Run a probe's checks, each to an result; nothing that a backend raises stops the exam."""
+    """Run the selected cases of a check. An exception in one case does not stop the others.
+
+    Args:
+        check: the check to run.
+        target: the backend under test.
+        only: case filter, see `matches_filter`.
+        on_result: called after each case, for progress bars.
+    """
     results = []
-    for check in select_cases(probe, target, only):
-        results.append(run_check_case(probe, check, target))
+    for case in select_cases(check, target, only):
+        results.append(run_check_case(check, case, target))
         if on_result is not None:
             on_result(results[-1])
     return results
 
 
-def run_check_case(probe: Check, check: CheckCase, target: BackendUnderTest) -> CaseResult:
-    """Run one check to its result."""
+def run_check_case(check: Check, check_case: CheckCase, target: BackendUnderTest) -> CaseResult:
+    """Run one case and return its result; exceptions become failures."""
     started = time.perf_counter()
     uses: tuple[str, ...] = ()
     try:
-        if check.case is not None:
-            check_supported(target.backend, check.case, target.device)
-            uses = capability_uses(check.case, target.device.type)
-        message = check.run()
+        if check_case.case is not None:
+            check_supported(target.backend, check_case.case, target.device)
+            uses = capability_uses(check_case.case, target.device.type)
+        message = check_case.run()
         outcome = Outcome.FAIL if message else Outcome.PASS
-    except UnsupportedCase as refusal:
-        outcome, message = Outcome.UNSUPPORTED, str(refusal)
+    except UnsupportedCase as error:
+        outcome, message = Outcome.UNSUPPORTED, str(error)
     except NotRun as reason:
         outcome, message = Outcome.NOT_RUN, str(reason)
     except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        case = f" | case: {check.case}" if check.case is not None else ""
-        text = f"raised {type(error).__name__}: {error} ({where.filename.rsplit('/', 1)[-1]}:{where.lineno}){case}"
-        outcome, message = Outcome.FAIL, text
-    line = reproduction_line(
-        target.label, probe.id, check.id, target.seed, str(target.device), target.quick
-    )
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        location = f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
+        case = f" | case: {check_case.case}" if check_case.case is not None else ""
+        message = f"raised {type(error).__name__}: {error} ({location}){case}"
+        outcome = Outcome.FAIL
     return CaseResult(
-        probe.id, check.id, outcome, message, line, uses, time.perf_counter() - started
+        check=check.id,
+        case=check_case.id,
+        outcome=outcome,
+        message=message,
+        reproduce=reproduction_line(
+            target.label, check.id, check_case.id, target.seed, str(target.device), target.quick
+        ),
+        uses=uses,
+        seconds=time.perf_counter() - started,
     )

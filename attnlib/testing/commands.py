@@ -1,7 +1,7 @@
-"""The kit on the command line: `attnlib verify`, `attnlib parity`, `attnlib replay`.
+"""The commands `attnlib verify`, `attnlib parity` and `attnlib replay`.
 
-`attnlib.cli` hands over to the `*_main` functions; each takes a list of arguments and returns the exit code: 0 for a
-pass, 1 for a failure, 2 for arguments that name nothing, 3 for a backend that cannot run here.
+`attnlib.cli` calls the `*_main` functions. Each takes a list of arguments and returns the exit
+code: 0 for a pass, 1 for a failure, 2 for invalid arguments, 3 for a backend that is unavailable.
 """
 
 from __future__ import annotations
@@ -22,66 +22,82 @@ __all__ = [
 ]
 
 UNAVAILABLE = 3
-"""Exit code for a backend whose package, compiler or device is missing here: nothing was examined."""
+"""Exit code for a backend whose package, compiler or device is not available; nothing was run."""
 
-_PATH_HELP = "a registered name, module:Class, or path/to/file.py:Class"
+_BACKEND_HELP = "a registered name, module:Class or path/to/file.py:Class"
 
 
 def _parser(name: str, about: str) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog=f"attnlib {name}", description=about)
-    made.add_argument(
-        "--device", help="cpu, cuda, cuda:1; default: a GPU where torch sees one, else the CPU"
+    parser = argparse.ArgumentParser(prog=f"attnlib {name}", description=about)
+    parser.add_argument(
+        "--device", help="cpu, cuda or cuda:1 (default: the GPU if available, else the CPU)"
     )
-    made.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout"
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the report as JSON to FILE or stdout",
     )
-    return made
+    return parser
 
 
 def verify_parser() -> argparse.ArgumentParser:
     """The arguments of `attnlib verify`."""
-    about = "Examine a backend: does it compute what the contract says? Exit code 0 when it passes, 1 when it fails, 3 when it cannot run here."
-    made = _parser("verify", about)
-    made.add_argument("backend", help=_PATH_HELP)
-    made.add_argument(
+    about = (
+        "Run the conformance suite on a backend. Exit code: 0 if it passes, 1 if a case fails, 2 "
+        "for invalid arguments, 3 if the backend is unavailable."
+    )
+    parser = _parser("verify", about)
+    parser.add_argument("backend", help=_BACKEND_HELP)
+    parser.add_argument(
         "--against",
         nargs="+",
         metavar="NAME",
         help="backends to exchange caches with (default: torch)",
     )
-    made.add_argument(
-        "--only", metavar="PROBE[/CASE],...", help="run these probes or cases only; * and ? match"
+    parser.add_argument(
+        "--only",
+        metavar="CHECK[/CASE],...",
+        help="run only these checks or cases; * and ? are wildcards",
     )
-    made.add_argument("--seed", type=int, default=0, help="of every random number (default 0)")
-    made.add_argument(
-        "--seeds", type=int, default=1, metavar="N", help="repeat with N seeds in a row from --seed"
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of all random numbers (default 0)"
     )
-    made.add_argument("--quick", action="store_true", help="the short form of each probe")
-    made.add_argument(
+    parser.add_argument(
+        "--seeds", type=int, default=1, metavar="N", help="repeat with N consecutive seeds"
+    )
+    parser.add_argument("--quick", action="store_true", help="run the short form of each check")
+    parser.add_argument(
         "--jobs",
         type=int,
         metavar="N",
-        help="processes to run the cases in (default: several on a GPU, one elsewhere)",
+        help="number of worker processes (default: several on a GPU, one elsewhere)",
     )
-    return made
+    return parser
 
 
 def _run_verify(args: argparse.Namespace) -> int:
-    """Run `verify`: 0 when every seed passed, 1 when one failed, 2 for bad arguments, 3 for a backend that cannot run here."""
+    """Run `verify` and return its exit code; with several seeds, 0 only if all of them pass."""
     from attnlib.errors import AttnlibError, BackendUnavailableError
     from attnlib.testing.conformance import count_cases, make_target, run_conformance
     from attnlib.testing.outcome import CaseResult, Outcome
     from attnlib.testing.progress import ProgressBar
     from attnlib.testing.report import report_to_json
 
-    _find_modules_here(args.backend)
+    _add_working_directory_to_path(args.backend)
     passed, documents = True, []
     for seed in range(args.seed, args.seed + args.seeds):
-        chosen = {"device": args.device, "seed": seed, "quick": args.quick, "against": args.against}
+        settings = {
+            "device": args.device,
+            "seed": seed,
+            "quick": args.quick,
+            "against": args.against,
+        }
         try:
-            total = count_cases(make_target(args.backend, **chosen), args.only)
+            total = count_cases(make_target(args.backend, **settings), args.only)
             if total == 0:
-                print(f"attnlib verify: nothing matches --only {args.only}", file=sys.stderr)
+                print(f"attnlib verify: no case matches --only {args.only}", file=sys.stderr)
                 return 2
             bar = ProgressBar(total)
 
@@ -89,7 +105,7 @@ def _run_verify(args: argparse.Namespace) -> int:
                 bar.advance(result.id, result.outcome is Outcome.FAIL)
 
             report = run_conformance(
-                args.backend, only=args.only, jobs=args.jobs, on_result=show, **chosen
+                args.backend, only=args.only, jobs=args.jobs, on_result=show, **settings
             )
         except (AttnlibError, ImportError, AttributeError) as error:
             print(f"attnlib verify: {error}", file=sys.stderr)
@@ -106,24 +122,24 @@ def _run_verify(args: argparse.Namespace) -> int:
 
 def parity_parser() -> argparse.ArgumentParser:
     """The arguments of `attnlib parity`."""
-    about = (
-        "Compare all installed backends with each other: one writes the cache, another reads it."
+    about = "Compare backends with each other: one writes the cache, another one reads it."
+    parser = _parser("parity", about)
+    parser.add_argument(
+        "backends", nargs="*", help=f"{_BACKEND_HELP} (default: all available backends)"
     )
-    made = _parser("parity", about)
-    made.add_argument(
-        "backends", nargs="*", help=f"{_PATH_HELP}; default: everything that runs here"
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of all random numbers (default 0)"
     )
-    made.add_argument("--seed", type=int, default=0, help="of every random number (default 0)")
-    return made
+    return parser
 
 
 def _run_parity_command(args: argparse.Namespace) -> int:
-    """Run `parity`: 0 when no cell failed, 1 when one did, 2 for bad arguments."""
+    """Run `parity` and return its exit code."""
     from attnlib.errors import AttnlibError
     from attnlib.testing.parity import run_parity
 
     for backend in args.backends:
-        _find_modules_here(backend)
+        _add_working_directory_to_path(backend)
     try:
         report = run_parity(args.backends or None, device=args.device, seed=args.seed)
     except (AttnlibError, ImportError, AttributeError) as error:
@@ -137,25 +153,27 @@ def _run_parity_command(args: argparse.Namespace) -> int:
 
 def replay_parser() -> argparse.ArgumentParser:
     """The arguments of `attnlib replay`."""
-    about = "Run a recorded call on a backend and hold the result against the oracle."
-    made = argparse.ArgumentParser(prog="attnlib replay", description=about)
-    made.add_argument("recording", help="a file written by shadow or save_recording")
-    made.add_argument("backend", help=_PATH_HELP)
-    made.add_argument("--device", default="cpu", help="where to run it (default cpu)")
-    made.add_argument(
-        "--shrink", metavar="FILE", help="write the smallest part that still fails to FILE"
+    about = "Run a recorded call on a backend and compare the result with the oracle."
+    parser = argparse.ArgumentParser(prog="attnlib replay", description=about)
+    parser.add_argument("recording", help="a file written by shadow or save_recording")
+    parser.add_argument("backend", help=_BACKEND_HELP)
+    parser.add_argument("--device", default="cpu", help="device to run on (default: cpu)")
+    parser.add_argument(
+        "--shrink",
+        metavar="FILE",
+        help="reduce a failing recording and write the smallest batch that still fails to FILE",
     )
-    return made
+    return parser
 
 
 def _run_replay(args: argparse.Namespace) -> int:
-    """Run `replay`: 0 within budget, 1 over budget, 2 for bad arguments."""
+    """Run `replay`: 0 within the error budget, 1 above it, 2 for invalid arguments."""
     from attnlib.debug.record import load_recording, save_recording
     from attnlib.debug.replay import replay, shrink
     from attnlib.errors import AttnlibError
     from attnlib.testing.outcome import UnsupportedCase
 
-    _find_modules_here(args.backend)
+    _add_working_directory_to_path(args.backend)
     try:
         step = load_recording(args.recording, args.device)
         result = replay(step, args.backend)
@@ -164,14 +182,14 @@ def _run_replay(args: argparse.Namespace) -> int:
         return 2
     print(result)
     if not result.passed and args.shrink:
-        smallest = shrink(step, lambda part: not replay(part, args.backend).passed)
+        smallest = shrink(step, lambda candidate: not replay(candidate, args.backend).passed)
         path = save_recording(smallest, args.shrink)
-        print(f"smallest failing part: {smallest.inputs.batch}, written to {path}")
+        print(f"smallest failing batch: {smallest.inputs.batch}, written to {path}")
     return 0 if result.passed else 1
 
 
-def _find_modules_here(backend: str) -> None:
-    """module:Class is looked for in the working directory too, as `python -m` does."""
+def _add_working_directory_to_path(backend: str) -> None:
+    """Let module:Class name a module in the working directory, as `python -m` does."""
     if ":" in backend and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
@@ -184,15 +202,15 @@ def _write_json(target: str | None, text: str) -> None:
 
 
 def verify_main(argv: Sequence[str] | None = None) -> int:
-    """`attnlib verify`."""
+    """Run `attnlib verify`; returns the exit code."""
     return _run_verify(verify_parser().parse_args(argv))
 
 
 def parity_main(argv: Sequence[str] | None = None) -> int:
-    """`attnlib parity`."""
+    """Run `attnlib parity`; returns the exit code."""
     return _run_parity_command(parity_parser().parse_args(argv))
 
 
 def replay_main(argv: Sequence[str] | None = None) -> int:
-    """`attnlib replay`."""
+    """Run `attnlib replay`; returns the exit code."""
     return _run_replay(replay_parser().parse_args(argv))

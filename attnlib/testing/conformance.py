@@ -1,10 +1,10 @@
-"""The exam: run every probe on a backend and return a report.
+"""Run the conformance suite on a backend and return a report.
 
     report = run_conformance("triton")
     assert report.passed, report
 
-A backend is taken by name, by `module:Class` path or as a class. A skip is not a pass: what was refused or not run is
-counted and listed apart, and a backend that refuses everything has not passed.
+Unsupported cases and cases that cannot run are counted separately. A backend that supports none of
+the cases does not pass.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ Backend = type[AttentionBackend]
 
 @dataclass(frozen=True)
 class ConformanceReport:
-    """The result of one exam.
+    """The result of one conformance run.
 
     Attributes:
-        backend: how the caller named it; backend_class: "module:Class" of what was run.
-        device, seed, quick, only: how it was run.
-        base_case: the sizes that the probes varied.
-        results: every case, in order.
-        coverage: what became of each declared capability.
-        seconds: how long it took.
-        versions: of what the outcome may depend on.
+        backend: the backend's name as given by the caller.
+        backend_class: "module:Class" of the backend.
+        device, seed, quick, only: the arguments of the run.
+        base_case: the case that the checks varied.
+        results: the result of each case, in order.
+        coverage: the coverage of the declared capabilities.
+        seconds: run time.
+        versions: versions of Python, torch, Triton and the name of the GPU.
     """
 
     backend: str
@@ -64,24 +65,24 @@ class ConformanceReport:
 
     @property
     def passed(self) -> bool:
-        """No failure, and at least one pass: refusing or skipping everything is not passing."""
+        """True if no case failed and at least one passed."""
         return not self.failures and self.count(Outcome.PASS) > 0
 
     @property
     def failures(self) -> tuple[CaseResult, ...]:
-        """The cases that failed."""
+        """The failed cases."""
         return tuple(result for result in self.results if result.outcome is Outcome.FAIL)
 
     def count(self, outcome: Outcome) -> int:
-        """How many cases ended so."""
+        """Number of cases with this outcome."""
         return sum(result.outcome is outcome for result in self.results)
 
     def failed_checks(self) -> tuple[str, ...]:
-        """Ids of the probes with a failure, in order."""
-        return tuple(dict.fromkeys(result.probe for result in self.failures))
+        """Ids of the checks with a failed case, in order."""
+        return tuple(dict.fromkeys(result.check for result in self.failures))
 
     def __str__(self) -> str:
-        """The readable report; see `attnlib.testing.report`."""
+        """The report as text, see `attnlib.testing.report`."""
         from attnlib.testing.report import render_report
 
         return render_report(self)
@@ -96,28 +97,31 @@ def run_conformance(
     only: str | None = None,
     against: Sequence[str | Backend] | None = None,
     label: str | None = None,
-    probes: Iterable[Check] = CHECKS,
+    checks: Iterable[Check] = CHECKS,
     jobs: int | None = None,
     on_result: Callable[[CaseResult], None] | None = None,
 ) -> ConformanceReport:
-    """Examine a backend.
+    """Run the conformance suite on a backend.
 
     Args:
         backend: a registered name, a `module:Class` path or a class.
-        device: where; None means a GPU where torch sees one that the backend declares, else the CPU.
-        seed: of every random number; the outcome must not depend on it.
-        quick: the short form of each probe.
-        only: comma-separated PROBE or PROBE/CASE patterns.
-        against: backends to exchange caches with; None means `torch`, and for `torch` itself whatever else runs here.
-        label: how the backend is named in reproduction lines; None derives it from `backend`.
-        probes: which probes to ask.
-        jobs: processes to run the cases in; None means several on a GPU, where compiling takes the time, and one elsewhere.
-        on_result: called after every case, for progress bars.
+        device: the device to run on. None selects the GPU if torch sees one and the backend
+            declares it, otherwise the CPU.
+        seed: seed of all random numbers; the outcomes must not depend on it.
+        quick: run the short form of each check.
+        only: comma-separated CHECK or CHECK/CASE patterns; None runs everything.
+        against: backends to exchange caches with. None selects `torch`, or for `torch` itself all
+            other backends that are available.
+        label: the backend's name in reproduction lines; None derives it from `backend`.
+        checks: the checks to run.
+        jobs: number of worker processes. None selects several on a GPU, where kernel compilation
+            takes most of the time, and one elsewhere.
+        on_result: called after each case, for progress bars.
 
     Raises:
-        UnknownBackendError: no backend of that name.
-        BackendUnavailableError: it cannot run here; the message says why and what to do.
-        ContractError: the backend accepts none of the ordinary cases, so there is nothing to examine.
+        UnknownBackendError: no backend is registered under the name.
+        BackendUnavailableError: the backend cannot run on this machine; the message says why.
+        ContractError: the backend supports none of the common cases.
     """
     started = time.perf_counter()
     target = make_target(
@@ -125,10 +129,10 @@ def run_conformance(
     )
     base = target.base_case
     processes = default_jobs(target) if jobs is None else jobs
-    if processes > 1 and probes is CHECKS:
+    if processes > 1 and checks is CHECKS:
         results = run_in_parallel(target, only, processes, on_result)
     else:
-        results = _run_in_order(probes, target, only, on_result)
+        results = _run_in_order(checks, target, only, on_result)
     return ConformanceReport(
         backend=target.label,
         backend_class=":".join(target.backend.full_cls_name()),
@@ -145,19 +149,18 @@ def run_conformance(
 
 
 def _run_in_order(
-    probes: Iterable[Check],
+    checks: Iterable[Check],
     target: BackendUnderTest,
     only: str | None,
     on_result: Callable[[CaseResult], None] | None,
 ) -> list[CaseResult]:
     results: list[CaseResult] = []
-    for probe in probes:
-        if culprit := _gpu_lost_in(results):
-            results.append(
-                CaseResult(probe.id, "all", Outcome.NOT_RUN, f"{culprit} broke the CUDA context")
-            )
+    for check in checks:
+        if broken_by := _first_cuda_error(results):
+            message = f"{broken_by} left the CUDA context in an error state"
+            results.append(CaseResult(check.id, "all", Outcome.NOT_RUN, message))
         else:
-            results += run_check(probe, target, only, on_result)
+            results += run_check(check, target, only, on_result)
     return results
 
 
@@ -170,11 +173,12 @@ def make_target(
     against: Sequence[str | Backend] | None = None,
     label: str | None = None,
 ) -> BackendUnderTest:
-    """Who sits the exam, from the arguments of `run_conformance`.
+    """Create the `BackendUnderTest` from the arguments of `run_conformance`.
 
     Raises:
-        UnknownBackendError: no backend of that name.
-        BackendUnavailableError: it cannot run here: its package, compiler or device is missing; the message names the next action.
+        UnknownBackendError: no backend is registered under the name.
+        BackendUnavailableError: the backend's package, compiler or device is not available; the
+            message names the next action.
     """
     loaded = load_backend(backend)
     place = _choose_device(loaded, device)
@@ -186,27 +190,27 @@ def make_target(
             f"{loaded.get_name()} is unavailable on {place}: {'; '.join(missing)}"
         )
     if against is not None:
-        others: tuple[Backend, ...] = tuple(load_backend(other) for other in against)
+        peers: tuple[Backend, ...] = tuple(load_backend(peer) for peer in against)
     else:
         is_torch = loaded.get_name() == "torch"
-        others = tuple(
+        peers = tuple(
             found
             for found in find_available_backends(place)
             if (found.get_name() == "torch") is not is_torch
         )
     name = label or (backend if isinstance(backend, str) else ":".join(loaded.full_cls_name()))
-    return BackendUnderTest(loaded, name, place, seed, quick, others)
+    return BackendUnderTest(loaded, name, place, seed, quick, peers)
 
 
 def count_cases(
-    target: BackendUnderTest, only: str | None = None, probes: Iterable[Check] = CHECKS
+    target: BackendUnderTest, only: str | None = None, checks: Iterable[Check] = CHECKS
 ) -> int:
-    """How many cases an exam will have, without running any."""
-    return sum(len(select_cases(probe, target, only)) for probe in probes)
+    """Number of selected cases; runs none of them."""
+    return sum(len(select_cases(check, target, only)) for check in checks)
 
 
 def find_available_backends(device: torch.device) -> list[Backend]:
-    """Every registered backend that can run on `device` here."""
+    """All registered backends that are available on `device`."""
     from attnlib.selection import list_backends
 
     info, found = resolve_device(device), []
@@ -214,21 +218,21 @@ def find_available_backends(device: torch.device) -> list[Backend]:
         try:
             backend = load_backend(name)
         except ImportError:
-            continue  # its package is missing: it is no candidate here, and `attnlib list` says why
+            continue  # the backend's package is not installed; `attnlib list` reports it
         declared = backend.capabilities.devices or ()
         if info.type in declared and not backend.unavailable(info):
             found.append(backend)
     return found
 
 
-def _gpu_lost_in(results: Sequence[CaseResult]) -> str:
-    """The first case that ended in a sticky CUDA error: whatever runs after it fails without being at fault."""
-    lost = (
+def _first_cuda_error(results: Sequence[CaseResult]) -> str:
+    """Id of the first case with a CUDA error, which makes all later CUDA calls fail; or ""."""
+    ids = (
         result.id
         for result in results
         if result.outcome is Outcome.FAIL and "CUDA error" in result.message
     )
-    return next(lost, "")
+    return next(ids, "")
 
 
 def _choose_device(backend: Backend, device: torch.device | str | None) -> torch.device:

@@ -1,8 +1,9 @@
-"""Which declared capabilities an exam really exercised.
+"""Capability coverage of a conformance run.
 
-A backend that declares too little shrinks its own exam, and one that declares too much is believed until somebody
-counts. So every capability is one of four things at the end: exercised by a case that passed, declared but not
-exercised, declared as not supported (refused), or not stated.
+Cases that a backend declares as unsupported are not run, so a declaration can hide errors, and a
+capability can be declared without a case that uses it. The coverage therefore lists every
+capability as exercised (used by a passing case), declared but not exercised, declared as not
+supported, or not stated.
 """
 
 from __future__ import annotations
@@ -43,17 +44,25 @@ _FLAGS = (
 )
 
 
-def _word(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return str(getattr(value, "value", value)).removeprefix("torch.")
 
 
 def capability_uses(case: Case, device_type: str) -> tuple[str, ...]:
-    """The capabilities that a case needs, as "field" or "field:value"."""
+    """The capabilities that a case uses, as "field" or "field:value"."""
     spec = case.spec
-    uses = [f"devices:{device_type}", f"dtypes:{_word(spec.dtype)}", "head_sizes", "group_sizes"]
-    uses += [f"attn_types:{_word(spec.attn_type)}", f"mask_kinds:{_word(spec.mask_kind)}"]
+    uses = [
+        f"devices:{device_type}",
+        f"dtypes:{_format_value(spec.dtype)}",
+        "head_sizes",
+        "group_sizes",
+    ]
+    uses += [
+        f"attn_types:{_format_value(spec.attn_type)}",
+        f"mask_kinds:{_format_value(spec.mask_kind)}",
+    ]
     if spec.is_paged:
-        uses += ["block_sizes", f"kv_cache_dtypes:{_word(spec.kv_dtype)}"]
+        uses += ["block_sizes", f"kv_cache_dtypes:{_format_value(spec.kv_dtype)}"]
     if spec.kv_cache_layout is not None:
         uses.append(f"kv_cache_layouts:{spec.kv_cache_layout}")
     if spec.is_kv_quantized:
@@ -76,7 +85,14 @@ def capability_uses(case: Case, device_type: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Capabilities by what became of them."""
+    """The capabilities of a backend by coverage.
+
+    Attributes:
+        exercised: declared as supported and used by a passing case.
+        not_exercised: declared as supported, not used by a passing case.
+        not_supported: declared as not supported.
+        not_stated: missing from the declaration.
+    """
 
     exercised: tuple[str, ...]
     not_exercised: tuple[str, ...]
@@ -85,19 +101,20 @@ class Coverage:
 
     @property
     def num_declared(self) -> int:
-        """Declared as supported."""
+        """Number of capabilities that are declared as supported."""
         return len(self.exercised) + len(self.not_exercised)
 
     def __str__(self) -> str:
-        """One line for reports."""
+        """Summary in one line."""
         return (
             f"{len(self.exercised)}/{self.num_declared} declared capabilities exercised, "
-            f"{len(self.not_supported)} declared as not supported, {len(self.not_stated)} not stated"
+            f"{len(self.not_supported)} declared as not supported, {len(self.not_stated)} not "
+            "stated"
         )
 
 
 def _declared(caps: Capabilities) -> tuple[list[str], list[str], list[str]]:
-    """(supported, not supported, not stated), in the words of `capability_uses`."""
+    """(supported, not supported, not stated), in the notation of `capability_uses`."""
     supported: list[str] = []
     unsupported: list[str] = []
     unstated: list[str] = []
@@ -108,7 +125,7 @@ def _declared(caps: Capabilities) -> tuple[list[str], list[str], list[str]]:
         elif name in _SIZED:
             supported.append(name)
         elif name in _LISTED:
-            supported += [f"{name}:{_word(entry)}" for entry in value if entry != "ANY"]
+            supported += [f"{name}:{_format_value(entry)}" for entry in value if entry != "ANY"]
         elif name == "cudagraph":
             levels = [
                 level for level in CudaGraphSupport if CudaGraphSupport.NEVER < level <= value
@@ -120,7 +137,7 @@ def _declared(caps: Capabilities) -> tuple[list[str], list[str], list[str]]:
 
 
 def measure_coverage(backend: type[AttentionBackend], results: Iterable[CaseResult]) -> Coverage:
-    """Count what the passing cases used against what the backend declares."""
+    """Compare the capabilities that the passing cases used with the backend's declaration."""
     used = {use for result in results if result.outcome is Outcome.PASS for use in result.uses}
     supported, unsupported, unstated = _declared(backend.capabilities)
     return Coverage(

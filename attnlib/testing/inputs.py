@@ -1,8 +1,8 @@
-"""Seeded tensors for one step, with everything that must not be read poisoned.
+"""Seeded input tensors for one step. Memory that must not be read holds poison.
 
-What is legal but unusual is ordinary here: q, k and v are views of one fused QKV tensor, `out` is strided (P9), the
-table is as narrow as it may be (P3), and the cache may lie in any layout (P1). All random numbers are drawn on the
-CPU, so a case is the same case on every machine.
+The tensors use the less common forms that the contract allows: q, k and v are views of one fused
+QKV tensor, `out` is strided (P9), the block table is as narrow as possible (P3), and the cache has
+any layout (P1). Random numbers are drawn on the CPU, so that a case is identical on every machine.
 """
 
 from __future__ import annotations
@@ -32,13 +32,21 @@ Scale = float | torch.Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class StepInputs:
-    """One layer's tensors for one step, on one device.
+    """The tensors of one step of one layer, on one device.
 
     Attributes:
-        query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv]: views of one tensor.
-        out: [T, Hq, Dv] strided view over poison.
-        cache: context filled in; this step's tokens too when `kv_written`.
-        block_table [R, M] int32, query_start_loc [R+1] int32, seq_lens [R] int32, slot_mapping [T] int64.
+        batch: the request lengths.
+        dims: sizes and dtypes.
+        placement: the physical blocks.
+        seed: seed of the random numbers.
+        kv_written: the cache holds this step's keys and values.
+        query, key, value: [T, Hq, D], [T, Hkv, D] and [T, Hkv, Dv] views of one fused tensor.
+        out: [T, Hq, Dv] strided, filled with poison.
+        cache: the context; with `kv_written`, this step's tokens too.
+        block_table: [R, M] int32.
+        query_start_loc: [R+1] int32.
+        seq_lens: [R] int32.
+        slot_mapping: [T] int64.
     """
 
     batch: BatchSpec
@@ -57,10 +65,15 @@ class StepInputs:
     slot_mapping: torch.Tensor
 
     def oracle(self, params: OracleParams, precision: torch.dtype = torch.float64) -> OracleResult:
-        """What this step must give once its tokens are in the cache."""
+        """The expected result, computed in `precision`.
+
+        Raises:
+            RuntimeError: the cache does not hold this step's tokens.
+        """
         if not self.kv_written:
             raise RuntimeError(
-                "the oracle reads the cache: make the inputs with kv_written=True (same seed, same tensors)"
+                "the oracle reads the cache: create the inputs with kv_written=True (a seed gives "
+                "the same numbers again)"
             )
         return paged_attention(
             self.query,
@@ -74,7 +87,7 @@ class StepInputs:
         )
 
     def written_slots(self) -> list[int]:
-        """Slots of this step's tokens, in token order."""
+        """The slots of this step's tokens, in token order."""
         return [slot for slot in self.slot_mapping.tolist() if slot >= 0]
 
 
@@ -92,16 +105,22 @@ def make_inputs(
     v_scale: Scale = 1.0,
     contiguous: bool = False,
 ) -> StepInputs:
-    """Make one step.
+    """Create the tensors of one step.
 
-    Two calls that differ only in `poison`, `kv_written`, `layout`, `contiguous` or `device` hold the same numbers in
-    every place that may be read.
+    Two calls that differ only in `poison`, `kv_written`, `layout`, `contiguous` or `device` hold
+    the same numbers in all memory that may be read.
 
     Args:
-        poison: what fills cache elements outside every sequence, padding rows of q, k, v, and out.
-        written: whether this step's keys and values are in the cache already.
-        k_scale, v_scale: what a one-byte cache stores its tokens divided by; a number or [Hkv].
-        contiguous: own, packed memory for q, k, v and out instead of strided views.
+        batch: the request lengths.
+        dims: sizes and dtypes.
+        placement: the physical blocks.
+        seed: seed of the random numbers.
+        layout: cache layout, a name of `layouts.CACHE_LAYOUTS` or "ALIASED".
+        device: where to allocate the tensors.
+        poison: fill value of cache elements outside all sequences, of padding rows and of `out`.
+        kv_written: the cache holds this step's keys and values.
+        k_scale, v_scale: divisor of the tokens stored in an fp8 cache, a number or [Hkv].
+        contiguous: contiguous q, k, v and out instead of strided views.
     """
     generator = torch.Generator().manual_seed(seed)
     query, key, value = _fused_qkv(batch, dims, generator, poison)
@@ -150,10 +169,16 @@ def make_oracle_params(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> OracleParams:
-    """OracleParams for a case: `features` are fields of `OracleParams`, where True asks for seeded tensors.
+    """The oracle's parameters for a case.
 
-    `alibi_slopes=True` gives the usual powers of two, `sinks=True` logits that take a fair share of the weight,
-    `query_bias=True` a random tree over the query span (each token sees itself), with finite biases elsewhere.
+    Args:
+        dims: sizes and dtypes.
+        batch: the request lengths.
+        features: fields of `OracleParams`. True creates a tensor: `alibi_slopes` powers of two,
+            `sinks` random logits, `query_bias` a random tree mask over the query tokens (each
+            token sees itself) with random finite biases.
+        seed: seed of the random numbers.
+        device: where to allocate the tensors.
     """
     generator = torch.Generator().manual_seed(seed + 1)
     drawn: dict[str, object] = {"scale": dims.head_size**-0.5, **features}
@@ -205,7 +230,7 @@ def _fused_qkv(
 
 
 def _strided_out(batch: BatchSpec, dims: Dimensions, poison: str) -> torch.Tensor:
-    """[T, Hq, Dv] inside a wider and longer-headed buffer: neither the token nor the head stride is packed."""
+    """[T, Hq, Dv] view of a larger buffer, so that neither token nor head stride is contiguous."""
     shape = (batch.num_tokens, dims.num_heads + 1, dims.head_size_v + 8)
     buffer = torch.full(shape, poison_value(dims.dtype, poison), dtype=dims.dtype)
     return buffer[:, : dims.num_heads, : dims.head_size_v]
@@ -220,7 +245,7 @@ def _fill_context(
     k_scale: Scale,
     v_scale: Scale,
 ) -> None:
-    """Draw keys and values for every request's context; blocks that requests share are drawn by the first."""
+    """Fill every request's context with random keys and values; shared blocks are filled once."""
     filled: set[int] = set()
     for request, (query_len, seq_len) in enumerate(
         zip(batch.query_lens, batch.seq_lens, strict=True)
@@ -241,14 +266,15 @@ def _fill_context(
 
 
 def _slot_mapping(batch: BatchSpec, placement: BlockPlacement, block_size: int) -> list[int]:
-    """Slots of the query tokens; tokens at negative positions (a query longer than its sequence) get -1."""
+    """Slots of the query tokens; -1 at negative positions (query longer than its sequence)."""
     slots: list[int] = []
     for request, (query_len, seq_len) in enumerate(
         zip(batch.query_lens, batch.seq_lens, strict=True)
     ):
-        homeless = max(query_len - seq_len, 0)
-        slots += [-1] * homeless
-        slots += placement.slots(request, seq_len - query_len + homeless, seq_len, block_size)
+        num_negative = max(query_len - seq_len, 0)
+        slots += [-1] * num_negative
+        start = seq_len - query_len + num_negative
+        slots += placement.slots(request, start, seq_len, block_size)
     return slots + [-1] * batch.padding_tokens
 
 
@@ -257,7 +283,7 @@ def _cpu(scale: Scale) -> Scale:
 
 
 def _move(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """To a device with the strides and the neighbourhood kept: the whole allocation moves."""
+    """Copy the whole allocation to a device; keeps the strides and the memory around the view."""
     if torch.device(device).type == "cpu":
         return tensor
     base = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)

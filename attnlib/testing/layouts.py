@@ -1,8 +1,8 @@
-"""Every way a cache may lie in memory, made by hand.
+"""Memory layouts of the paged cache, built without library code.
 
-A layout here is what P1 and P2 allow: two views of the same shape over some allocation. The kit builds, fills, reads
-and compares these views itself, with plain indexing, so that no backend is ever judged by its own reading of its own
-writing.
+A layout is a key view and a value view of the same shape over one or two allocations (P1, P2). The
+conformance suite fills and reads these views with plain indexing, so that an error in a backend's
+cache write cannot cancel an error in its cache read.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ class Dimensions:
 
 @dataclass(frozen=True)
 class CacheViews:
-    """A cache as its two views and the allocation under them.
+    """The two views of a cache and the memory under them.
 
     Attributes:
-        key: [B, N, Hkv, D]; value: [B, N, Hkv, Dv]; last stride 1.
-        storage: flat uint8 view of everything allocated, gaps included.
-        layout: a name of `CACHE_LAYOUTS`.
+        key: [B, N, Hkv, D], last stride 1.
+        value: [B, N, Hkv, Dv], last stride 1.
+        storage: flat uint8 views of the allocations, including unused bytes.
+        layout: a name of `CACHE_LAYOUTS` or "ALIASED".
     """
 
     key: torch.Tensor
@@ -56,11 +57,11 @@ class CacheViews:
 
 
 Allocate = Callable[[Sequence[int]], torch.Tensor]
-_Parts = tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]
+_Views = tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]
 
 
-def _separate(dims: Dimensions, blocks: int, empty: Allocate, heads_first: bool) -> _Parts:
-    """K and V in tensors of their own."""
+def _separate(dims: Dimensions, blocks: int, empty: Allocate, heads_first: bool) -> _Views:
+    """K and V in separate tensors."""
     page = (
         (dims.num_kv_heads, dims.block_size)
         if heads_first
@@ -72,8 +73,8 @@ def _separate(dims: Dimensions, blocks: int, empty: Allocate, heads_first: bool)
     return key, value, (key, value)
 
 
-def _interleaved(dims: Dimensions, blocks: int, empty: Allocate, heads_first: bool) -> _Parts:
-    """K block, V block, K block, ... in one allocation, as vLLM's (num_blocks, 2, ...) caches are."""
+def _interleaved(dims: Dimensions, blocks: int, empty: Allocate, heads_first: bool) -> _Views:
+    """K block, V block, K block, ... in one allocation, as in vLLM's (num_blocks, 2, ...)."""
     page = (
         (dims.num_kv_heads, dims.block_size)
         if heads_first
@@ -88,25 +89,25 @@ def _interleaved(dims: Dimensions, blocks: int, empty: Allocate, heads_first: bo
     return key, value, (both,)
 
 
-def _packed(dims: Dimensions, blocks: int, empty: Allocate, heads_first: bool) -> _Parts:
-    """[K | V] in one last dimension."""
+def _packed(dims: Dimensions, blocks: int, empty: Allocate, heads_first: bool) -> _Views:
+    """K and V concatenated in the last dimension."""
     page = (
         (dims.num_kv_heads, dims.block_size)
         if heads_first
         else (dims.block_size, dims.num_kv_heads)
     )
     both = empty((blocks, *page, dims.head_size + dims.head_size_v))
-    seen = both.transpose(1, 2) if heads_first else both
-    return seen[..., : dims.head_size], seen[..., dims.head_size :], (both,)
+    view = both.transpose(1, 2) if heads_first else both
+    return view[..., : dims.head_size], view[..., dims.head_size :], (both,)
 
 
-def _aliased(dims: Dimensions, blocks: int, empty: Allocate, heads_first: bool) -> _Parts:
+def _aliased(dims: Dimensions, blocks: int, empty: Allocate, heads_first: bool) -> _Views:
     """The value is a prefix of the key (multi-head latent attention)."""
     key = empty((blocks, dims.block_size, dims.num_kv_heads, dims.head_size))
     return key, key[..., : dims.head_size_v], (key,)
 
 
-_MAKERS: dict[str, tuple[Callable[[Dimensions, int, Allocate, bool], _Parts], bool]] = {
+_MAKERS: dict[str, tuple[Callable[[Dimensions, int, Allocate, bool], _Views], bool]] = {
     "NHD": (_separate, False),
     "HND": (_separate, True),
     "NHD_INTERLEAVED": (_interleaved, False),
@@ -125,10 +126,10 @@ def allocate_views(
     device: torch.device | str = "cpu",
     fill: str = "zero",
 ) -> CacheViews:
-    """Allocate a cache in one of `CACHE_LAYOUTS`, every element holding `poison_value(fill)`.
+    """Allocate a cache and fill every element with `poison_value(dims.cache_dtype, fill)`.
 
     Raises:
-        ContractError: an unknown layout.
+        ContractError: the layout is unknown.
     """
     if layout not in _MAKERS:
         raise ContractError(
@@ -137,7 +138,7 @@ def allocate_views(
     value = poison_value(dims.cache_dtype, fill)
 
     def empty(shape: Sequence[int]) -> torch.Tensor:
-        # No build of torch fills one-byte floats on every device, and float32 does not hold float64's largest number.
+        # torch cannot fill fp8 tensors on every device; float32 cannot hold the largest float64.
         through = torch.float64 if dims.cache_dtype == torch.float64 else torch.float32
         return torch.full(tuple(shape), value, dtype=through).to(dims.cache_dtype).to(device)
 
@@ -147,12 +148,15 @@ def allocate_views(
 
 
 def poison_value(dtype: torch.dtype, kind: str) -> float:
-    """A number that ruins whatever reads it: nan, inf, huge (the largest finite) or, for clean runs, zero.
+    """The fill value for memory that must not be read.
 
-    Formats without infinities (float8_e4m3fn) take NaN instead.
+    Args:
+        dtype: dtype of the memory.
+        kind: "nan", "inf" (NaN for dtypes without infinities), "huge" (the largest finite number)
+            or "zero" (no poison).
 
     Raises:
-        ContractError: an unknown kind.
+        ContractError: the kind is unknown.
     """
     huge = torch.finfo(dtype).max
     has_inf = dtype != torch.float8_e4m3fn
@@ -162,15 +166,15 @@ def poison_value(dtype: torch.dtype, kind: str) -> float:
     return values[kind]
 
 
-def _raw(view: torch.Tensor) -> torch.Tensor:
-    """The view as something that every torch build can index: 1-byte floats as bytes."""
+def _as_indexable(view: torch.Tensor) -> torch.Tensor:
+    """View fp8 tensors as bytes, because some torch builds cannot index fp8."""
     return view.view(torch.uint8) if view.element_size() == 1 else view
 
 
 def write_slots(
     view: torch.Tensor, slots: Sequence[int], tokens: torch.Tensor, scale: float | torch.Tensor
 ) -> None:
-    """Store tokens [T, H, D] at slots (P4); a one-byte view stores tokens / scale, saturated (M9)."""
+    """Store tokens [T, H, D] at slots (P4); an fp8 view stores tokens / scale, saturated (M9)."""
     if not len(slots):
         return
     block_size = view.shape[1]
@@ -182,10 +186,12 @@ def write_slots(
             tokens.shape[1]
         )
         stored = (tokens.float() / per_head[:, None]).clamp(-limit, limit)
-    _raw(view)[index // block_size, index % block_size] = _raw(stored.to(view.dtype))
+    _as_indexable(view)[index // block_size, index % block_size] = _as_indexable(
+        stored.to(view.dtype)
+    )
 
 
 def read_slots(view: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
-    """[len(slots), H, D] as stored."""
+    """The stored elements of some slots, [len(slots), H, D]."""
     index = torch.as_tensor(slots, dtype=torch.long, device=view.device)
-    return _raw(view)[index // view.shape[1], index % view.shape[1]].view(view.dtype)
+    return _as_indexable(view)[index // view.shape[1], index % view.shape[1]].view(view.dtype)

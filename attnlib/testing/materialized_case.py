@@ -1,4 +1,4 @@
-"""A case made real: its tensors, its meaning, and how to hand it to a backend."""
+"""A case with its tensors, in the form that backends and the oracle take."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class MaterializedCase:
     """A case with its tensors.
 
     Attributes:
-        case, spec: what it is.
-        inputs: its tensors.
-        params: its meaning.
+        case: the configuration.
+        spec: the layer's spec.
+        inputs: the tensors.
+        params: the parameters of the oracle.
     """
 
     case: Case
@@ -34,7 +35,7 @@ class MaterializedCase:
     params: OracleParams
 
     def cache(self) -> PagedKVCache:
-        """The inputs' cache as the library takes it; no copy."""
+        """The cache as a `PagedKVCache` over the same memory."""
         return PagedKVCache.from_views(
             self.inputs.cache.key,
             self.inputs.cache.value,
@@ -43,7 +44,7 @@ class MaterializedCase:
         )
 
     def common(self) -> CommonAttentionMetadata:
-        """The batch as the library takes it, tensor by tensor: garbage in tables stays where it is."""
+        """The batch metadata. The block table keeps its invalid entries."""
         inputs, batch = self.inputs, self.inputs.batch
         starts, seq_lens = inputs.query_start_loc.cpu(), inputs.seq_lens.cpu()
         return CommonAttentionMetadata(
@@ -64,7 +65,7 @@ class MaterializedCase:
         )
 
     def oracle(self, precision: torch.dtype = torch.float64) -> OracleResult:
-        """What the step must give."""
+        """The expected result, computed in `precision`."""
         if self.case.is_paged:
             return self.inputs.oracle(self.params, precision)
         tensors, starts = self.inputs, self.inputs.query_start_loc
@@ -72,16 +73,22 @@ class MaterializedCase:
             tensors.query, tensors.key, tensors.value, starts, starts, self.params, precision
         )
 
-    def rewrite(self, write: Callable[[StepInputs], None]) -> MaterializedCase:
-        """The same step after `write` changed its tensors in place."""
-        write(self.inputs)
+    def modify_inputs(self, modify: Callable[[StepInputs], None]) -> MaterializedCase:
+        """Let `modify` change the tensors in place; returns self."""
+        modify(self.inputs)
         return self
 
 
 def materialize_case(
     case: Case, device: torch.device | str = "cpu", *, kv_written: bool = True
 ) -> MaterializedCase:
-    """A case's tensors; `kv_written` says whether this step's keys are in the cache already."""
+    """Create the tensors of a case.
+
+    Args:
+        case: the configuration.
+        device: where to allocate the tensors.
+        kv_written: the cache already holds this step's keys and values.
+    """
     params = case.oracle_params(device)
     placement = place_blocks(
         case.batch_spec,

@@ -1,11 +1,13 @@
-"""What attention is, in float64, written as plainly as the M-rules read.
+"""Reference attention in float64: the oracle of the conformance suite.
 
-This file is the compare_with_oracle, so it is short, slow and imports nothing of attnlib: it shares no code with any backend, the
-`torch` one included, and is itself held against a triple loop and against torch's scaled_dot_product_attention in the
-tests. One request at a time: gather the keys, score them, mask them, weigh the values.
+The implementation follows the M-rules of docs/semantics.md one request at a time: gather the keys,
+compute the scores, apply the mask, weight the values. It is simple and slow, and it imports nothing
+from attnlib, so that it shares no code with any backend. The tests compare it with a triple loop
+and with torch's scaled_dot_product_attention.
 
-`precision` repeats the same text at another precision. `torch.float64` is the truth; the input's own dtype gives the
-error that an same_precision computation of that precision makes, which `budget` measures backends against.
+`precision` repeats the computation in another dtype. `torch.float64` gives the expected result. The
+dtype of the inputs gives the error of a plain computation in that precision, which defines the
+error budget (`attnlib.testing.budget`).
 """
 
 from __future__ import annotations
@@ -27,17 +29,18 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class OracleParams:
-    """Everything beside the tensors that decides what attention means.
+    """The parameters of the attention computation.
 
     Attributes:
         scale: factor of q . k.
-        causal: for the batch, or [R] bool per request.
-        window: keys visible before and after the query's own (M2); -1 is unbounded, 0 is none.
-        attention_chunk_size: keys are visible within the query's own chunk only; 0 is off.
-        logits_soft_cap: c of c * tanh(score / c); 0 is off.
-        alibi_slopes, sinks: [Hq] float32.
-        query_bias: [T, >= max query_len] float32, added for keys of the query span; -inf hides.
-        k_scale, v_scale: what stored keys and values are multiplied by (M9): a number or [Hkv].
+        causal: one value for the batch, or [R] bool, one for each request.
+        window: number of visible keys before and after the query's own key (M2); -1 is unbounded.
+        attention_chunk_size: only keys in the query's chunk are visible; 0 disables chunks.
+        logits_soft_cap: c of c * tanh(score / c); 0 disables the cap.
+        alibi_slopes, sinks: [Hq] float32, or None.
+        query_bias: [T, >= max query_len] float32, added to the scores of this step's keys; -inf
+            masks a key. None adds nothing.
+        k_scale, v_scale: factor of the stored keys and values (M9), a number or [Hkv].
     """
 
     scale: float
@@ -52,7 +55,7 @@ class OracleParams:
     v_scale: float | torch.Tensor = 1.0
 
     def of_request(self, request: int, rows: slice) -> OracleParams:
-        """The params of one request, whose query tokens are `rows`."""
+        """The parameters of one request with query tokens `rows`."""
         return replace(
             self,
             causal=bool(self.causal[request])
@@ -64,13 +67,13 @@ class OracleParams:
 
 @dataclass(frozen=True)
 class OracleResult:
-    """What the oracle found.
+    """The expected result.
 
     Attributes:
-        out: [T, Hq, Dv] in the working precision; padding rows and rows that see no key are 0.
-        lse: [T, Hq] float64 natural log; -inf where there is no key and no sink.
-        weights: per request [Hq, query_len, seq_len], each key's share of the softmax.
-        visible: per request [query_len, seq_len] bool, which keys each query may see.
+        out: [T, Hq, Dv] in `precision`; padding rows and rows that see no key are 0.
+        lse: [T, Hq] float64, natural log; -inf for rows without a key and without a sink.
+        weights: per request [Hq, query_len, seq_len], the softmax weights.
+        visible: per request [query_len, seq_len] bool, the visible keys.
     """
 
     out: torch.Tensor
@@ -80,7 +83,11 @@ class OracleResult:
 
 
 def gather_tokens(cache: torch.Tensor, block_row: torch.Tensor, length: int) -> torch.Tensor:
-    """The first `length` tokens of one request, out of a paged view [B, N, H, D] (P1, P3): [length, H, D]."""
+    """Gather the first `length` tokens of one request from a paged view [B, N, H, D] (P1, P3).
+
+    Returns:
+        [length, H, D].
+    """
     block_size = cache.shape[1]
     raw = cache.view(torch.uint8) if cache.element_size() == 1 else cache
     blocks = [raw[block] for block in block_row[: -(-length // block_size)].tolist()]
@@ -91,7 +98,7 @@ def gather_tokens(cache: torch.Tensor, block_row: torch.Tensor, length: int) -> 
 def visible_keys(
     query_positions: torch.Tensor, num_keys: int, params: OracleParams
 ) -> torch.Tensor:
-    """[len(query_positions), num_keys] bool: which keys a query at each position may see (M1, M2)."""
+    """The mask [len(query_positions), num_keys] bool; True where a key is visible (M1, M2)."""
     p = query_positions[:, None]
     k = torch.arange(num_keys, device=query_positions.device)[None, :]
     left, right = params.window
@@ -112,7 +119,7 @@ def visible_keys(
     return visible
 
 
-def _dequantise(
+def _dequantize(
     stored: torch.Tensor, scale: float | torch.Tensor, precision: torch.dtype
 ) -> torch.Tensor:
     per_head = torch.as_tensor(scale, dtype=torch.float64, device=stored.device).expand(
@@ -124,7 +131,7 @@ def _dequantise(
 def _logits(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, params: OracleParams
 ) -> torch.Tensor:
-    """M3 in its order, without the mask: [Hq, q, s] from q [Hq, q, D] and k [Hq, s, D]."""
+    """Logits before the mask, in the order of M3: [Hq, q, s] from q [Hq, q, D] and k [Hq, s, D]."""
     statistics = torch.float64 if q.dtype == torch.float64 else torch.float32  # M8
     query_len, seq_len = q.shape[1], k.shape[1]
     logits = (params.scale * (q @ k.transpose(1, 2))).to(statistics)
@@ -146,14 +153,18 @@ def _attend(
     params: OracleParams,
     precision: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One request: query [q, Hq, D], keys [s, Hkv, D], values [s, Hkv, Dv] -> out, lse, weights, visible."""
+    """One request: query [q, Hq, D], keys [s, Hkv, D], values [s, Hkv, Dv].
+
+    Returns:
+        (out, lse, weights, visible) as in `OracleResult`.
+    """
     query_len, num_heads, _ = query.shape
     seq_len, num_kv_heads, _ = keys.shape
     group = num_heads // num_kv_heads
     q = query.to(precision).transpose(0, 1)
-    k = _dequantise(keys, params.k_scale, precision).repeat_interleave(group, dim=1).transpose(0, 1)
+    k = _dequantize(keys, params.k_scale, precision).repeat_interleave(group, dim=1).transpose(0, 1)
     v = (
-        _dequantise(values, params.v_scale, precision)
+        _dequantize(values, params.v_scale, precision)
         .repeat_interleave(group, dim=1)
         .transpose(0, 1)
     )
@@ -190,10 +201,14 @@ def paged_attention(
     """Attention over a paged cache.
 
     Args:
-        query: [T, Hq, D], packed; any strides.
-        key_cache, value_cache: [B, N, Hkv, D] and [B, N, Hkv, Dv], any strides.
-        block_table: [R, M] int32; query_start_loc: [R+1] int32; seq_lens: [R] int32.
-        precision: dtype of the two products; the softmax is float32 or better.
+        query: [T, Hq, D], any strides.
+        key_cache: [B, N, Hkv, D], any strides.
+        value_cache: [B, N, Hkv, Dv], any strides.
+        block_table: [R, M] int32.
+        query_start_loc: [R+1] int32.
+        seq_lens: [R] int32.
+        params: the parameters of the computation.
+        precision: dtype of the two matrix products; the softmax uses float32 or float64.
     """
     starts = query_start_loc.tolist()
     out = query.new_zeros(
@@ -205,10 +220,10 @@ def paged_attention(
         rows = slice(starts[request], starts[request + 1])
         keys = gather_tokens(key_cache, block_table[request], seq_len)
         values = gather_tokens(value_cache, block_table[request], seq_len)
-        found = _attend(query[rows], keys, values, params.of_request(request, rows), precision)
-        out[rows], lse[rows] = found[0], found[1]
-        weights.append(found[2])
-        visible.append(found[3])
+        result = _attend(query[rows], keys, values, params.of_request(request, rows), precision)
+        out[rows], lse[rows] = result[0], result[1]
+        weights.append(result[2])
+        visible.append(result[3])
     return OracleResult(out, lse, tuple(weights), tuple(visible))
 
 
@@ -221,7 +236,17 @@ def unpaged_attention(
     params: OracleParams,
     precision: torch.dtype = torch.float64,
 ) -> OracleResult:
-    """Attention over packed keys [Tk, Hkv, D] and values [Tk, Hkv, Dv], as encoders need it; bottom-right (M1)."""
+    """Attention over keys and values that are not cached, as in encoders; bottom-right mask (M1).
+
+    Args:
+        query: [T, Hq, D].
+        key: [Tk, Hkv, D].
+        value: [Tk, Hkv, Dv].
+        cu_seqlens_q: [R+1] int32, start of each request in `query`.
+        cu_seqlens_k: [R+1] int32, start of each request in `key` and `value`.
+        params: the parameters of the computation.
+        precision: dtype of the two matrix products.
+    """
     q_starts, k_starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     out = query.new_zeros((query.shape[0], query.shape[1], value.shape[2]), dtype=precision)
     lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float64)
@@ -229,10 +254,10 @@ def unpaged_attention(
     for request in range(len(q_starts) - 1):
         rows = slice(q_starts[request], q_starts[request + 1])
         keys = slice(k_starts[request], k_starts[request + 1])
-        found = _attend(
+        result = _attend(
             query[rows], key[keys], value[keys], params.of_request(request, rows), precision
         )
-        out[rows], lse[rows] = found[0], found[1]
-        weights.append(found[2])
-        visible.append(found[3])
+        out[rows], lse[rows] = result[0], result[1]
+        weights.append(result[2])
+        visible.append(result[3])
     return OracleResult(out, lse, tuple(weights), tuple(visible))

@@ -1,4 +1,7 @@
-"""What a probe's case can end in: pass, fail, refused, not run. Only the first is a pass."""
+"""How one case of the conformance suite ends: pass, fail, unsupported or not run.
+
+Only `Outcome.PASS` counts as a pass. Unsupported and skipped cases are reported separately.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,26 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-__all__ = ["NotRun", "CaseResult", "UnsupportedCase", "Outcome", "reproduction_line"]
+__all__ = ["CaseResult", "NotRun", "Outcome", "UnsupportedCase", "reproduction_line"]
 
 
 class Outcome(str, Enum):
-    """How a case ended."""
+    """The outcome of one case."""
 
     PASS = "pass"
     FAIL = "fail"
-    UNSUPPORTED = "refused"
-    """The backend said beforehand, with reasons, that it cannot do this."""
-    NOT_RUN = "not-run"
-    """The machine or the caller gave no chance to find out (no GPU, no second backend)."""
+    UNSUPPORTED = "unsupported"
+    """The backend declares, with reasons, that it does not support the case."""
+    NOT_RUN = "not run"
+    """The case needs something that this machine or caller does not provide, such as a GPU."""
 
 
 class UnsupportedCase(Exception):
-    """Raised inside a case when the backend declares that it cannot serve it."""
+    """Raised inside a case that the backend declares as unsupported.
+
+    Args:
+        reasons: one sentence for each unsupported feature.
+    """
 
     def __init__(self, reasons: Sequence[str]) -> None:
         super().__init__("; ".join(reasons))
@@ -30,24 +37,24 @@ class UnsupportedCase(Exception):
 
 
 class NotRun(Exception):
-    """Raised inside a case when it cannot be run here; the text says why."""
+    """Raised inside a case that cannot run on this machine; the message says why."""
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One case's end.
+    """The result of one case.
 
     Attributes:
-        probe: id of the probe, such as "F1".
-        case: id of the case within it.
-        outcome: how it ended.
-        message: empty for a pass; what was wrong, why it was refused or not run.
-        reproduce: one command line that runs this case alone.
+        check: id of the check, such as "F1".
+        case: id of the case within the check.
+        outcome: how the case ended.
+        message: empty for a pass; otherwise the error or the reason for skipping the case.
+        reproduce: command line that runs only this case.
         uses: capabilities that the case needs, such as "dtypes:bfloat16".
-        seconds: how long it took.
+        seconds: run time.
     """
 
-    probe: str
+    check: str
     case: str
     outcome: Outcome
     message: str = ""
@@ -57,20 +64,24 @@ class CaseResult:
 
     @property
     def id(self) -> str:
-        """PROBE/CASE."""
-        return f"{self.probe}/{self.case}"
+        """CHECK/CASE."""
+        return f"{self.check}/{self.case}"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The fields as plain JSON values."""
         return {**asdict(self), "outcome": self.outcome.value, "uses": list(self.uses)}
 
 
 def reproduction_line(
-    backend: str, probe: str, case: str, seed: int, device: str, quick: bool
+    backend: str, check: str, case: str, seed: int, device: str, quick: bool
 ) -> str:
-    """What runs one case alone: a command, or a call for a class that no path leads to."""
+    """The shell command that runs one case, or a Python call for a class defined in a function."""
     if "<locals>" in backend:
         name = backend.rsplit(".", 1)[-1]
-        return f'run_conformance({name}, only="{probe}/{case}", seed={seed}, device="{device}", quick={quick})'
-    extra = f" --device {device}" if device != "cpu" else ""
-    return f"attnlib verify {backend} --only {probe}/{case} --seed {seed}{extra}{' --quick' if quick else ''}"
+        return (
+            f'run_conformance({name}, only="{check}/{case}", seed={seed}, device="{device}", '
+            f"quick={quick})"
+        )
+    options = f" --device {device}" if device != "cpu" else ""
+    options += " --quick" if quick else ""
+    return f"attnlib verify {backend} --only {check}/{case} --seed {seed}{options}"

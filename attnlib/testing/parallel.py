@@ -1,7 +1,9 @@
-"""The exam in several processes: most of its time on a GPU goes into compiling kernels, one case after the other.
+"""Run the conformance suite in several processes.
 
-Cases are dealt out round robin, so that the expensive probes are spread; each process has its own CUDA context, allocator statistics and compile
-hooks, so what a probe measures stays its own. Outcomes come back in the order of a single process.
+On a GPU, kernel compilation takes most of the time. Cases are distributed round robin, so that
+expensive checks are spread over the processes. Each process has its own CUDA context, allocator
+statistics and compile hooks, so that measurements do not affect each other. Results are returned in
+the order of a single process.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ from attnlib.testing.outcome import CaseResult
 
 __all__ = ["default_jobs", "run_in_parallel"]
 
-_Share = list[tuple[str, str]]
+_CaseIds = list[tuple[str, str]]
+_CHUNK_SIZE = 6
+"""Cases per task: small, so that the progress bar moves."""
 
 
 def default_jobs(target: BackendUnderTest) -> int:
-    """Processes that pay: on a GPU one for two cores, at most 8; elsewhere one, since torch uses the cores itself."""
+    """Number of processes: one per two cores, at most 8, on a GPU; one elsewhere."""
     if not target.on_gpu or not _is_picklable(target):
         return 1
     return max(1, min(8, (os.cpu_count() or 1) // 2))
@@ -37,44 +41,54 @@ def run_in_parallel(
     jobs: int,
     on_result: Callable[[CaseResult], None] | None = None,
 ) -> list[CaseResult]:
-    """Every selected case of every probe, by `jobs` processes.
+    """Run all selected cases in worker processes.
+
+    Args:
+        target: the backend under test.
+        only: case filter, see `check.matches_filter`.
+        jobs: number of processes.
+        on_result: called after each case, for progress bars.
 
     Raises:
-        RuntimeError: a process died (a crash inside a kernel); the cases it had left are unknown.
+        RuntimeError: a process crashed, for example inside a kernel.
     """
-    order = [
-        (probe.id, check.id) for probe in CHECKS for check in select_cases(probe, target, only)
+    order: _CaseIds = [
+        (check.id, case.id) for check in CHECKS for case in select_cases(check, target, only)
     ]
     shares = [order[index::jobs] for index in range(jobs)]
-    found: dict[tuple[str, str], CaseResult] = {}
+    results: dict[tuple[str, str], CaseResult] = {}
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        # Short pieces, so that a bar moves: a worker keeps its compiled kernels from piece to piece.
-        pieces = [share[start : start + 6] for share in shares for start in range(0, len(share), 6)]
-        for done in as_completed([pool.submit(_run_chunk, target, piece) for piece in pieces]):
+        # A worker keeps its compiled kernels from chunk to chunk.
+        chunks = [
+            share[start : start + _CHUNK_SIZE]
+            for share in shares
+            for start in range(0, len(share), _CHUNK_SIZE)
+        ]
+        for done in as_completed([pool.submit(_run_chunk, target, chunk) for chunk in chunks]):
             for result in done.result():
-                found[result.probe, result.case] = result
+                results[result.check, result.case] = result
                 if on_result is not None:
                     on_result(result)
-    return [found[key] for key in order]
+    return [results[key] for key in order]
 
 
-def _run_chunk(target: BackendUnderTest, share: _Share) -> list[CaseResult]:
-    """One process's piece: the same checks, found again by their ids."""
+def _run_chunk(target: BackendUnderTest, chunk: _CaseIds) -> list[CaseResult]:
+    """Run some cases in a worker process, which looks them up by their ids."""
     torch.set_num_threads(1)
-    wanted, results = set(share), []
-    for probe in CHECKS:
-        mine = {case for name, case in wanted if name == probe.id}
-        if mine:
+    results = []
+    for check in CHECKS:
+        case_ids = {case_id for check_id, case_id in chunk if check_id == check.id}
+        if case_ids:
             results += [
-                run_check_case(probe, check, target)
-                for check in select_cases(probe, target)
-                if check.id in mine
+                run_check_case(check, case, target)
+                for case in select_cases(check, target)
+                if case.id in case_ids
             ]
     return results
 
 
 def _is_picklable(target: BackendUnderTest) -> bool:
-    """Whether another process can find the backends again: classes made inside a function cannot be pickled."""
+    """True if the backend classes can be pickled; classes defined in a function cannot."""
     try:
         pickle.dumps((target.backend, target.peers))
     except (pickle.PicklingError, AttributeError, TypeError):

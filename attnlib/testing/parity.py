@@ -1,8 +1,8 @@
-"""Do these backends compute the same? A matrix: who writes, who reads, and how far apart the results are.
+"""Parity: compare backends pairwise.
 
-Every ordered pair runs the same cases: A writes this step's keys into a cache, B attends to it. Each cell is held
-against the oracle (is it right?) and against the first backend's own result (how far apart?); a pair is refused where
-one of the two declares that it cannot.
+Every ordered pair (A, B) runs the same cases: A writes this step's keys and values into a cache, B
+attends to it. The output is compared with the oracle and with the result of A attending to its own
+cache. A case is unsupported if one of the two backends declares so.
 """
 
 from __future__ import annotations
@@ -42,12 +42,15 @@ _CASES: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True)
 class ParityCell:
-    """One ordered pair in one case.
+    """The result of one ordered pair in one case.
 
     Attributes:
-        writer, reader: names; case: its id.
-        outcome: pass, fail or refused; message: why.
-        difference: largest difference to the result of the writer reading its own writing; nan when refused.
+        writer, reader: names of the backends.
+        case: id of the case.
+        outcome: pass, fail or unsupported.
+        message: the error or the reasons; "" for a pass.
+        difference: largest absolute difference to the result of the writer reading its own cache;
+            NaN if there is no result.
     """
 
     writer: str
@@ -60,7 +63,13 @@ class ParityCell:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """All cells, and on what they were run."""
+    """The results of all pairs.
+
+    Attributes:
+        device: the device.
+        backends: names of the backends.
+        cells: the result of each pair in each case.
+    """
 
     device: str
     backends: tuple[str, ...]
@@ -68,12 +77,12 @@ class ParityReport:
 
     @property
     def passed(self) -> bool:
-        """No cell failed, at least one passed."""
+        """True if no cell failed and at least one passed."""
         outcomes = {cell.outcome for cell in self.cells}
         return Outcome.FAIL not in outcomes and Outcome.PASS in outcomes
 
     def __str__(self) -> str:
-        """The matrix (rows write, columns read), then every failure."""
+        """The matrix (rows write, columns read), followed by the failures."""
         header = ("writes \\ reads", *self.backends)
         rows = [
             (writer, *(self._summary(writer, reader) for reader in self.backends))
@@ -84,33 +93,36 @@ class ParityReport:
             for cell in self.cells
             if cell.outcome is Outcome.FAIL
         ]
-        legend = "passed/run of the cases that both accept; largest difference to the writer's own result"
-        parts = [
+        legend = (
+            "passed/run cases that both support; largest difference to the writer reading its own "
+            "cache"
+        )
+        lines = [
             f"attnlib parity on {self.device}: {legend}",
             "",
             format_table(header, rows),
             *failures,
         ]
-        return "\n".join([*parts, "", "PASSED" if self.passed else "FAILED"])
+        return "\n".join([*lines, "", "PASSED" if self.passed else "FAILED"])
 
     def _summary(self, writer: str, reader: str) -> str:
         cells = [cell for cell in self.cells if (cell.writer, cell.reader) == (writer, reader)]
         run = [cell for cell in cells if cell.outcome is not Outcome.UNSUPPORTED]
         if not run:
-            return "refused"
+            return "unsupported"
         passed = sum(cell.outcome is Outcome.PASS for cell in run)
         largest = self.largest(writer, reader)
         return f"{passed}/{len(run)}  {'no result' if largest is None else f'{largest:.1e}'}"
 
     def largest(self, writer: str, reader: str) -> float | None:
-        """The largest difference between the reader's and the writer's own results over all cases; None when no case gave a result."""
+        """The largest difference over all cases of a pair; None if no case has a result."""
         found = [
             cell.difference for cell in self.cells if (cell.writer, cell.reader) == (writer, reader)
         ]
         return max((difference for difference in found if not math.isnan(difference)), default=None)
 
     def to_json(self) -> str:
-        """Everything, with stable keys; `largest` is the matrix, writer -> reader -> difference or null."""
+        """The report as JSON; `largest` maps writer -> reader -> largest difference or null."""
         cells = [
             {
                 **asdict(cell),
@@ -124,7 +136,7 @@ class ParityReport:
             for writer in self.backends
         }
         data = {
-            "version": 1,
+            "version": 2,
             "device": self.device,
             "backends": list(self.backends),
             "passed": self.passed,
@@ -140,38 +152,39 @@ def run_parity(
     seed: int = 0,
     on_cell: Callable[[ParityCell], None] | None = None,
 ) -> ParityReport:
-    """Run every ordered pair.
+    """Run every ordered pair of backends.
 
     Args:
-        backends: names, paths or classes; None means everything that can run on the device here.
-        device: None means a GPU where torch sees one, else the CPU.
-        on_cell: called after every cell, for progress bars.
+        backends: names, paths or classes; None selects all backends available on the device.
+        device: the device to run on; None selects the GPU if torch sees one, otherwise the CPU.
+        seed: seed of all random numbers.
+        on_cell: called after each cell, for progress bars.
 
     Raises:
-        ContractError: no backend to compare.
+        ContractError: no backend is available.
     """
     place = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
-    chosen = (
+    selected = (
         [load_backend(backend) for backend in backends]
         if backends
         else find_available_backends(place)
     )
-    if not chosen:
+    if not selected:
         raise ContractError(
-            f"no backend can run on {place}: name some, or see `attnlib list` for what is missing"
+            f"no backend is available on {place}: pass `backends`, or see `attnlib list`"
         )
     cells: list[ParityCell] = []
-    for writer in chosen:
+    for writer in selected:
         base = BackendUnderTest(writer, writer.get_name(), place, seed).base_case.replace(
             needs_lse=False
         )
         for name, changes in _CASES.items():
             own: list[torch.Tensor] = []
-            for reader in (writer, *(other for other in chosen if other is not writer)):
+            for reader in (writer, *(other for other in selected if other is not writer)):
                 cells.append(_cell(writer, reader, name, base.replace(**changes), place, own))
                 if on_cell is not None:
                     on_cell(cells[-1])
-    return ParityReport(str(place), tuple(backend.get_name() for backend in chosen), tuple(cells))
+    return ParityReport(str(place), tuple(backend.get_name() for backend in selected), tuple(cells))
 
 
 def _cell(
@@ -182,16 +195,18 @@ def _cell(
     device: torch.device,
     own: list[torch.Tensor],
 ) -> ParityCell:
-    """Run one cell; `own` keeps the writer's own result, which comes first."""
+    """Run one cell. `own` holds the writer's result on its own cache, which runs first."""
     outcome, message, difference = Outcome.PASS, "", float("nan")
     try:
-        seen = write_then_attend(writer, reader, case, device)
+        actual = write_then_attend(writer, reader, case, device)
         if not own:
-            own.append(seen.out.clone())
-        message = compare_with_oracle(case, seen, device)
+            own.append(actual.out.clone())
+        message = compare_with_oracle(case, actual, device)
         outcome = Outcome.FAIL if message else Outcome.PASS
         difference = (
-            float((seen.out.double() - own[0].double()).abs().max()) if seen.out.numel() else 0.0
+            float((actual.out.double() - own[0].double()).abs().max())
+            if actual.out.numel()
+            else 0.0
         )
     except UnsupportedCase as refusal:
         outcome, message = Outcome.UNSUPPORTED, str(refusal)

@@ -1,7 +1,7 @@
-"""pytest plugin: `pytest --attnlib-backend=my_pkg:MyBackend` adds the whole exam to the run, one test per case.
+"""pytest plugin: `--attnlib-backend=my_pkg:MyBackend` adds the conformance suite to a test run.
 
-pytest loads this module in every run of every project where attnlib is installed, so nothing is imported before the
-option is given.
+pytest loads this module in every environment where attnlib is installed. The module therefore
+imports torch and the suite only if the option is given.
 """
 
 from __future__ import annotations
@@ -14,27 +14,30 @@ __all__ = ["ConformanceItem", "pytest_addoption", "pytest_collection_modifyitems
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options."""
+    """Add the command-line options."""
     group = parser.getgroup("attnlib", "attnlib conformance")
     group.addoption(
         "--attnlib-backend",
         action="append",
         default=[],
         metavar="NAME_OR_PATH",
-        help="examine this attention backend (a name, module:Class or file.py:Class); may be given more than once",
+        help="run the conformance suite on this backend (name, module:Class or file.py:Class); "
+        "repeatable",
     )
-    group.addoption("--attnlib-quick", action="store_true", help="the short form of each probe")
-    group.addoption("--attnlib-only", metavar="PROBE[/CASE],...", help="these probes or cases only")
+    group.addoption("--attnlib-quick", action="store_true", help="run the short form of each check")
     group.addoption(
-        "--attnlib-seed", type=int, default=0, help="of every random number (default 0)"
+        "--attnlib-only", metavar="CHECK[/CASE],...", help="run only these checks or cases"
     )
     group.addoption(
-        "--attnlib-device", help="where to run (default: a GPU where torch sees one, else the CPU)"
+        "--attnlib-seed", type=int, default=0, help="seed of all random numbers (default 0)"
+    )
+    group.addoption(
+        "--attnlib-device", help="device to run on (default: the GPU if available, else the CPU)"
     )
 
 
 class ConformanceItem(pytest.Item):
-    """One case of the exam."""
+    """One case of the conformance suite."""
 
     def __init__(self, *, case: Any, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -45,7 +48,7 @@ class ConformanceItem(pytest.Item):
         self.case.run_as_test()
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The probe's message instead of a traceback through the kit."""
+        """The message of the failed case instead of a traceback."""
         from attnlib.testing.suite import ConformanceError
 
         if isinstance(excinfo.value, ConformanceError):
@@ -53,14 +56,14 @@ class ConformanceItem(pytest.Item):
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Any, int | None, str]:
-        """Where and what."""
+        """Location and name of the case."""
         return self.path, None, self.name
 
 
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Add the exam's cases behind the project's own tests."""
+    """Append the cases to the collected tests."""
     backends = config.getoption("--attnlib-backend")
     if not backends:
         return

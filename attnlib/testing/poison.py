@@ -1,8 +1,8 @@
-"""Memory that nobody filled, made visible: during a run, fresh uninitialised tensors hold NaN instead of luck.
+"""Fill uninitialized tensors with NaN to detect reads of uninitialized memory.
 
-`torch.empty` usually returns zeros in a test and yesterday's numbers in production. Within `poisoned_allocations`, what
-the backend allocates without filling (workspaces, partial results) is filled with bytes that read as NaN in every
-float format and as huge numbers in integer ones.
+`torch.empty` often returns zeros in a test and old data in production. Inside
+`poisoned_allocations`, tensors from `torch.empty` and related functions (workspaces, partial
+results) hold NaN for floating-point dtypes and the largest value for integer dtypes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 __all__ = ["poisoned_allocations"]
 
-_MAKERS: tuple[tuple[Any, str], ...] = (
+_EMPTY_FUNCTIONS: tuple[tuple[Any, str], ...] = (
     (torch, "empty"),
     (torch, "empty_like"),
     (torch, "empty_strided"),
@@ -41,8 +41,8 @@ def _poisoning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Fill what torch's `empty` family returns with poison until the block ends."""
-    originals = [(owner, name, getattr(owner, name)) for owner, name in _MAKERS]
+    """Patch torch's `empty` functions to return poisoned tensors inside the `with` block."""
+    originals = [(owner, name, getattr(owner, name)) for owner, name in _EMPTY_FUNCTIONS]
     try:
         for owner, name, make in originals:
             setattr(owner, name, _poisoning(make))

@@ -1,4 +1,4 @@
-"""A progress bar for people: on a terminal it redraws one line, anywhere else it stays silent."""
+"""A progress bar that redraws one line on a terminal and prints nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _WIDTH = 28
 
 
 class ProgressBar:
-    """Counts up to `total`; made for stderr, so that stdout stays clean for reports.
+    """A progress bar; writes to stderr by default, because reports use stdout.
 
     Args:
-        total: how many steps there will be.
-        stream: where to draw; None means stderr.
-        enabled: None means only when the stream is a terminal.
+        total: number of steps.
+        stream: output stream; None means stderr.
+        enabled: draw the bar; None draws it only if the stream is a terminal.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class ProgressBar:
         self._enabled = self._stream.isatty() if enabled is None else enabled
 
     def advance(self, label: str, failed: bool = False) -> None:
-        """One step done."""
+        """Count one completed step."""
         self.done += 1
         self.failed += failed
         if self._enabled:
@@ -37,14 +37,14 @@ class ProgressBar:
             self._stream.flush()
 
     def line(self, label: str) -> str:
-        """What the bar shows now."""
+        """The current text of the bar, at most 110 characters."""
         filled = _WIDTH * min(self.done, self.total) // max(self.total, 1)
         bar = "#" * filled + "-" * (_WIDTH - filled)
         failures = f", {self.failed} failed" if self.failed else ""
         return f"[{bar}] {self.done}/{self.total}{failures}  {label}"[:110]
 
     def close(self) -> None:
-        """Clear the line."""
+        """Clear the bar."""
         if self._enabled:
             self._stream.write("\r\x1b[K")
             self._stream.flush()

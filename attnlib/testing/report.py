@@ -1,4 +1,4 @@
-"""Reports for people and for machines: a table that fits a terminal, and JSON that keeps every number."""
+"""Conformance reports as text and as JSON."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from attnlib.testing.outcome import CaseResult, Outcome
 
 __all__ = ["format_table", "render_report", "report_to_json"]
 
-_TITLES = {probe.id: probe.title for probe in CHECKS}
+_TITLES = {check.id: check.title for check in CHECKS}
 
 
 def format_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """Columns as wide as their widest cell; numbers to the right."""
+    """Align the columns of a table; numbers are right-aligned."""
     lines = [header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
 
@@ -28,53 +28,57 @@ def format_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> st
     )
 
 
-def _row(probe: str, results: list[CaseResult]) -> tuple[str, ...]:
+def _row(check: str, results: list[CaseResult]) -> tuple[str, ...]:
     counts = [sum(o.outcome is outcome for o in results) for outcome in Outcome]
     return (
-        probe,
-        _TITLES.get(probe, ""),
+        check,
+        _TITLES.get(check, ""),
         *(str(count) for count in counts),
         f"{sum(o.seconds for o in results):.1f}",
     )
 
 
 def render_report(report: ConformanceReport, *, failures: int = 20) -> str:
-    """The whole report: what ran, a line per probe, failures with their reproduction, coverage, the outcome.
+    """The report as text: settings, one line per check, failures, skipped cases, coverage, summary.
 
     Args:
-        failures: how many failures to print in full.
+        report: the report.
+        failures: number of failures to print in full.
     """
     by_check: dict[str, list[CaseResult]] = {}
     for result in report.results:
-        by_check.setdefault(result.probe, []).append(result)
-    header = ("probe", "question", "pass", "fail", "refused", "not run", "seconds")
-    parts = [
-        f"attnlib verify {report.backend}: {report.backend_class} on {report.device}, seed {report.seed}"
-        f"{', quick' if report.quick else ''}, {', '.join(f'{k} {v}' for k, v in report.versions.items())}",
+        by_check.setdefault(result.check, []).append(result)
+    header = ("check", "requirement", *(outcome.value for outcome in Outcome), "seconds")
+    lines = [
+        f"attnlib verify {report.backend}: {report.backend_class} on {report.device}, "
+        f"seed {report.seed}{', quick' if report.quick else ''}, "
+        f"{', '.join(f'{name} {version}' for name, version in report.versions.items())}",
         f"base case: {report.base_case}",
         "",
-        format_table(header, (_row(probe, results) for probe, results in by_check.items())),
+        format_table(header, (_row(check, results) for check, results in by_check.items())),
     ]
     for result in report.failures[:failures]:
-        parts += [
+        lines += [
             "",
             f"FAIL {result.id}: {result.message}",
             f"     reproduce: {result.reproduce}",
         ]
     if len(report.failures) > failures:
-        parts += ["", f"and {len(report.failures) - failures} more failures; --json lists them all"]
-    return "\n".join([*parts, "", *_skips(report), *_coverage(report), "", summary_line(report)])
+        lines += ["", f"and {len(report.failures) - failures} more failures; --json lists them all"]
+    return "\n".join([*lines, "", *_skips(report), *_coverage(report), "", summary_line(report)])
 
 
 def _skips(report: ConformanceReport) -> list[str]:
-    """Refusals and cases not run, grouped by reason: a skip is never silent."""
-    grouped: dict[tuple[str, str], list[str]] = {}
+    """Unsupported cases and cases not run, grouped by reason."""
+    case_ids: dict[tuple[str, str], list[str]] = {}
     for result in report.results:
         if result.outcome in (Outcome.UNSUPPORTED, Outcome.NOT_RUN):
-            grouped.setdefault((result.outcome.value, result.message), []).append(result.id)
+            for reason in result.message.split("; "):
+                case_ids.setdefault((result.outcome.value, reason), []).append(result.id)
     return [
-        f"{outcome}: {reason} ({', '.join(ids[:4])}{f' and {len(ids) - 4} more' if len(ids) > 4 else ''})"
-        for (outcome, reason), ids in grouped.items()
+        f"{outcome}: {reason} ({', '.join(ids[:3])}"
+        f"{f' and {len(ids) - 3} more' if len(ids) > 3 else ''})"
+        for (outcome, reason), ids in case_ids.items()
     ]
 
 
@@ -92,18 +96,19 @@ def _coverage(report: ConformanceReport) -> list[str]:
 
 
 def summary_line(report: ConformanceReport) -> str:
-    """Cases by outcome, coverage, time and the outcome."""
+    """Number of cases by outcome, run time, and PASSED or FAILED."""
     counts = [report.count(outcome) for outcome in Outcome]
     return (
-        f"{len(report.results)} cases · {counts[0]} pass · {counts[1]} fail · {counts[2]} refused with a reason · "
-        f"{counts[3]} not run · {report.seconds:.0f} s · {'PASSED' if report.passed else 'FAILED'}"
+        f"{len(report.results)} cases · {counts[0]} passed · {counts[1]} failed · "
+        f"{counts[2]} unsupported · {counts[3]} not run · {report.seconds:.0f} s · "
+        f"{'PASSED' if report.passed else 'FAILED'}"
     )
 
 
 def report_to_json(report: ConformanceReport) -> str:
-    """Everything, with stable keys; `version` changes when their meaning does."""
+    """The report as JSON; `version` changes with the names and meanings of the keys."""
     data: dict[str, Any] = {
-        "version": 1,
+        "version": 2,
         "backend": report.backend,
         "backend_class": report.backend_class,
         "passed": report.passed,

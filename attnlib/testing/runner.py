@@ -1,6 +1,6 @@
-"""Run one step on one backend, the way an engine does: builder once, impl, write, attend.
+"""Run one case on one backend the way an engine does, and compare the result with the oracle.
 
-Nothing here knows what is right; `compare_with_oracle` asks the oracle and the budget.
+The call sequence is: build the metadata, write the new keys and values, call `forward`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = [
     "AttentionOutput",
     "attend",
     "check_supported",
-    "write_then_attend",
     "compare_with_oracle",
     "make_impl",
     "run_case",
     "run_materialized_case",
+    "write_then_attend",
 ]
 
 Backend = type[AttentionBackend]
@@ -32,21 +32,30 @@ Backend = type[AttentionBackend]
 
 @dataclass(frozen=True)
 class AttentionOutput:
-    """What a backend gave: out [T, Hq, Dv], and lse [T, Hq] float32 where it was asked for."""
+    """The output of one forward call.
+
+    Attributes:
+        out: [T, Hq, Dv].
+        lse: [T, Hq] float32, or None if the case does not request the LSE.
+    """
 
     out: torch.Tensor
     lse: torch.Tensor | None
 
 
 def check_supported(backend: Backend, case: Case, device: torch.device | str) -> None:
-    """Raise `UnsupportedCase` when the backend declares that it cannot serve the case."""
+    """Check the backend's declaration.
+
+    Raises:
+        UnsupportedCase: the backend declares that it does not support the case.
+    """
     reasons = backend.validate_configuration(case.spec, device)
     if reasons:
         raise UnsupportedCase(reasons)
 
 
 def make_impl(backend: Backend, step: MaterializedCase) -> AttentionImpl:
-    """The per-layer object of a step."""
+    """The backend's per-layer object for a case."""
     return backend.get_impl_cls()(
         step.spec,
         scale=step.params.scale,
@@ -59,7 +68,7 @@ def make_impl(backend: Backend, step: MaterializedCase) -> AttentionImpl:
 
 
 def attend(impl: AttentionImpl, step: MaterializedCase, metadata: Any) -> AttentionOutput:
-    """One forward into poisoned, strided outputs."""
+    """Call forward once. The output tensors are strided and filled with poison before the call."""
     inputs = step.inputs
     lse = None
     if step.spec.needs_lse:
@@ -74,7 +83,7 @@ def attend(impl: AttentionImpl, step: MaterializedCase, metadata: Any) -> Attent
 
 
 def run_materialized_case(backend: Backend, step: MaterializedCase) -> AttentionOutput:
-    """Build, write what is not written yet (P7), attend."""
+    """Build the metadata, write the keys and values that are not in the cache (P7), attend."""
     impl = make_impl(backend, step)
     metadata = backend.make_builder(step.spec, step.inputs.query.device).build(0, step.common())
     if step.case.is_paged and not step.inputs.kv_written:
@@ -85,10 +94,17 @@ def run_materialized_case(backend: Backend, step: MaterializedCase) -> Attention
 def run_case(
     backend: Backend, case: Case, device: torch.device | str, *, kv_written: bool = False
 ) -> AttentionOutput:
-    """One case on fresh tensors; by default the backend writes this step's keys itself.
+    """Run a case on new tensors.
+
+    Args:
+        backend: the backend class.
+        case: the case.
+        device: the device to run on.
+        kv_written: the cache already holds this step's keys and values. By default, the backend
+            writes them.
 
     Raises:
-        UnsupportedCase: the backend declares that it cannot.
+        UnsupportedCase: the backend declares that it does not support the case.
     """
     check_supported(backend, case, device)
     kv_written = kv_written or case.attn_type == "encoder_decoder" or case.kv_sharing
@@ -98,10 +114,11 @@ def run_case(
 def write_then_attend(
     writer: Backend, reader: Backend, case: Case, device: torch.device | str
 ) -> AttentionOutput:
-    """One backend writes this step's keys into a cache, another attends to it.
+    """Write this step's keys and values with one backend and attend with another.
 
     Raises:
-        UnsupportedCase: one of the two declares that it cannot; the reasons say which.
+        UnsupportedCase: one of the two does not support the case; each reason starts with the
+            backend's name.
     """
     for backend in (writer, reader):
         if reasons := backend.validate_configuration(case.spec, device):
@@ -119,20 +136,30 @@ def write_then_attend(
 
 def compare_with_oracle(
     case: Case,
-    seen: AttentionOutput,
+    actual: AttentionOutput,
     device: torch.device | str,
-    truth: MaterializedCase | None = None,
+    reference: MaterializedCase | None = None,
 ) -> str:
-    """Hold an observation against the oracle: "" within budget, else both errors and the case."""
-    truth = truth or case.materialize(device)
-    expected, same_precision = truth.oracle(), truth.oracle(case.torch_dtype)
-    findings = [compare(seen.out, expected.out, same_precision.out, case.torch_dtype, "out")]
-    if seen.lse is not None:
-        findings.append(
-            compare(seen.lse, expected.lse, same_precision.lse, case.torch_dtype, "lse")
+    """Compare an output with the float64 oracle.
+
+    Args:
+        case: the case that produced the output.
+        actual: the output of the backend.
+        device: the device to run the oracle on.
+        reference: tensors to compute the expected result from; None materializes the case.
+
+    Returns:
+        "" if every error is within the budget, otherwise the errors, their limits and the case.
+    """
+    reference = reference or case.materialize(device)
+    expected, same_precision = reference.oracle(), reference.oracle(case.torch_dtype)
+    comparisons = [compare(actual.out, expected.out, same_precision.out, case.torch_dtype, "out")]
+    if actual.lse is not None:
+        comparisons.append(
+            compare(actual.lse, expected.lse, same_precision.lse, case.torch_dtype, "lse")
         )
-    rows = case.batch_spec.num_actual_tokens
-    wrong = [str(finding) for finding in findings if not finding.passed]
-    if seen.out[rows:].any():
-        wrong.append(f"rows {rows} and later belong to nobody and must be exactly 0 (M6)")
-    return f"{'; '.join(wrong)} | case: {case}" if wrong else ""
+    num_tokens = case.batch_spec.num_actual_tokens
+    errors = [str(comparison) for comparison in comparisons if not comparison.passed]
+    if actual.out[num_tokens:].any():
+        errors.append(f"padding rows {num_tokens} and later must be exactly 0 (M6)")
+    return f"{'; '.join(errors)} | case: {case}" if errors else ""

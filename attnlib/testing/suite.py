@@ -1,13 +1,13 @@
-"""The exam as a pytest class, for backends with a test suite of their own.
+"""The conformance suite as a pytest class, for backends with their own test suite.
 
-    from attnlib.testing.suite import BackendConformance
+    from attnlib.testing import BackendConformance
 
     class TestMyBackend(BackendConformance):
         backend = "my_pkg:MyBackend"
         expected_failures = {"D1/chunks-of-16": "issue 12: chunks change the order of the sum"}
 
-Every case is a test of its own. A refusal and a case that cannot run here are skips with their reason. Expected
-failures are strict: one that passes is an error, so the list can only shrink.
+Each case is one test. Unsupported cases and cases that cannot run are skipped with their reason.
+Expected failures are strict: an expected failure that passes is an error.
 """
 
 from __future__ import annotations
@@ -25,26 +25,37 @@ __all__ = ["BackendConformance", "ConformanceCase", "ConformanceError", "collect
 
 
 class ConformanceError(AssertionError):
-    """A case failed; the text is the probe's message and the line that reproduces it."""
+    """A case failed; the text is the error message and the reproduction line."""
 
 
 class ConformanceCase:
-    """One check bound to its probe and target, ready to run."""
+    """A case with its check and its backend under test.
 
-    def __init__(self, probe: Check, check: CheckCase, target: BackendUnderTest) -> None:
-        self.probe, self.check, self.target = probe, check, target
+    Args:
+        check: the check that the case belongs to.
+        case: the case.
+        target: the backend under test.
+    """
+
+    def __init__(self, check: Check, case: CheckCase, target: BackendUnderTest) -> None:
+        self.check, self.case, self.target = check, case, target
 
     @property
     def id(self) -> str:
-        """PROBE/CASE."""
-        return f"{self.probe.id}/{self.check.id}"
+        """CHECK/CASE."""
+        return f"{self.check.id}/{self.case.id}"
 
     def run(self) -> CaseResult:
-        """Run it to its result."""
-        return run_check_case(self.probe, self.check, self.target)
+        """Run the case."""
+        return run_check_case(self.check, self.case, self.target)
 
     def run_as_test(self) -> None:
-        """Run it as pytest wants it: raise for a failure, skip for a refusal."""
+        """Run the case as a pytest test.
+
+        Raises:
+            ConformanceError: the case failed.
+            pytest.skip.Exception: the case is unsupported or cannot run.
+        """
         import pytest
 
         result = self.run()
@@ -62,22 +73,22 @@ def collect_cases(
     quick: bool = False,
     only: str | None = None,
 ) -> list[ConformanceCase]:
-    """All cases of a backend's exam, in order, none run yet."""
+    """The selected cases for a backend, in order; arguments as in `run_conformance`."""
     target = make_target(backend, device=device, seed=seed, quick=quick)
     return [
-        ConformanceCase(probe, check, target)
-        for probe in CHECKS
-        for check in select_cases(probe, target, only)
+        ConformanceCase(check, case, target)
+        for check in CHECKS
+        for case in select_cases(check, target, only)
     ]
 
 
 class BackendConformance:
-    """Subclass it, name the backend, and pytest runs the exam case by case.
+    """Base class of a pytest class that runs the conformance suite.
 
     Attributes:
         backend: a name, a `module:Class` path or a class.
         device, seed, quick, only: as in `run_conformance`.
-        expected_failures: PROBE/CASE -> why it fails; strict.
+        expected_failures: CHECK/CASE -> reason; strict.
     """
 
     backend: ClassVar[str | type[AttentionBackend] | None] = None
@@ -88,7 +99,7 @@ class BackendConformance:
     expected_failures: ClassVar[dict[str, str]] = {}
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """One parameter per case."""
+        """Parametrize `test_conformance` with the cases."""
         import pytest
 
         if "attnlib_case" not in metafunc.fixturenames:
@@ -114,5 +125,5 @@ class BackendConformance:
         )
 
     def test_conformance(self, attnlib_case: ConformanceCase) -> None:
-        """One case of the exam."""
+        """Run one case."""
         attnlib_case.run_as_test()

@@ -1,8 +1,8 @@
-"""Tensors that keep their strides through a file.
+"""Serialize tensors with their strides.
 
-`torch.save` writes the whole storage under a view, which for one layer of a paged cache is the whole pool. Here a
-tensor is its packed data plus its strides; thawing lays the data out with the same strides in as little memory as they
-allow. A key and a value view of one allocation stay in one allocation.
+`torch.save` writes the whole storage under a view; for one layer of a paged cache, that is the
+whole pool. This module stores the packed elements and the strides. Unpacking allocates only the
+memory that the strides span. Key and value views of one allocation share one allocation again.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["pack_tensor", "pack_cache_views", "unpack_tensor", "unpack_cache_views"]
+__all__ = ["pack_cache_views", "pack_tensor", "unpack_cache_views", "unpack_tensor"]
 
 PackedTensor = dict[str, Any]
 
 
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
+def _as_indexable(tensor: torch.Tensor) -> torch.Tensor:
+    """View fp8 tensors as bytes, because some torch builds cannot index or copy fp8."""
     return (
         tensor.view(torch.uint8)
         if tensor.element_size() == 1 and tensor.dtype.is_floating_point
@@ -24,8 +25,8 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Elements that a view spans, first to last."""
+def _num_spanned_elements(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Number of elements from the first to the last element of a view."""
     return (
         0
         if 0 in shape
@@ -34,31 +35,37 @@ def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
 
 
 def pack_tensor(tensor: torch.Tensor) -> PackedTensor:
-    """A tensor as packed data and strides."""
+    """Pack a tensor into contiguous CPU data and its strides."""
     return {"data": tensor.detach().cpu().contiguous(), "stride": tuple(tensor.stride())}
 
 
 def unpack_tensor(packed: PackedTensor, device: torch.device | str) -> torch.Tensor:
-    """The tensor again, with its strides, over memory of its own."""
+    """Restore a tensor with its strides in newly allocated memory."""
     data, stride = packed["data"], packed["stride"]
     memory = torch.zeros(
-        max(_extent(tuple(data.shape), stride), 1), dtype=data.dtype, device=device
+        max(_num_spanned_elements(tuple(data.shape), stride), 1), dtype=data.dtype, device=device
     )
     view = memory.as_strided(data.shape, stride)
-    _raw(view).copy_(_raw(data))
+    _as_indexable(view).copy_(_as_indexable(data))
     return view
 
 
-def pack_cache_views(key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor) -> PackedTensor:
-    """Some pages of a key and a value view [B, N, H, D], and how the two lie to each other."""
+def pack_cache_views(key: torch.Tensor, value: torch.Tensor, blocks: torch.Tensor) -> PackedTensor:
+    """Pack some blocks of a key view and a value view, with their relative position in memory.
+
+    Args:
+        key: [B, N, Hkv, D].
+        value: [B, N, Hkv, Dv].
+        blocks: [P] int64 indices of the blocks to keep.
+    """
     shared = key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
     offset = value.storage_offset() - key.storage_offset()
     return {
-        "key": _raw(key)[pages].cpu().contiguous().view(key.dtype),
-        "value": _raw(value)[pages].cpu().contiguous().view(value.dtype),
+        "key": _as_indexable(key)[blocks].cpu().contiguous().view(key.dtype),
+        "value": _as_indexable(value)[blocks].cpu().contiguous().view(value.dtype),
         "key_stride": tuple(key.stride()),
         "value_stride": tuple(value.stride()),
-        # Within one block's stride of each other (interleaved, packed, aliased), their distance is part of the layout.
+        # An offset within one block belongs to the layout (interleaved, packed, aliased).
         "value_offset": offset if shared and 0 <= offset < key.stride(0) else None,
     }
 
@@ -66,21 +73,23 @@ def pack_cache_views(key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor
 def unpack_cache_views(
     packed: PackedTensor, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two views again, over as many pages as were kept."""
+    """Restore the key view and the value view over the packed blocks."""
     key, value, offset = packed["key"], packed["value"], packed["value_offset"]
     key_stride, value_stride = packed["key_stride"], packed["value_stride"]
     if offset is None:
         return unpack_tensor({"data": key, "stride": key_stride}, device), unpack_tensor(
             {"data": value, "stride": value_stride}, device
         )
-    span = max(
-        _extent(tuple(key.shape), key_stride), offset + _extent(tuple(value.shape), value_stride), 1
+    num_elements = max(
+        _num_spanned_elements(tuple(key.shape), key_stride),
+        offset + _num_spanned_elements(tuple(value.shape), value_stride),
+        1,
     )
-    memory = torch.zeros(span, dtype=key.dtype, device=device)
+    memory = torch.zeros(num_elements, dtype=key.dtype, device=device)
     views = (
         memory.as_strided(key.shape, key_stride),
         memory.as_strided(value.shape, value_stride, offset),
     )
     for view, data in zip(views, (key, value), strict=True):
-        _raw(view).copy_(_raw(data))
+        _as_indexable(view).copy_(_as_indexable(data))
     return views

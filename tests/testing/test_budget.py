@@ -94,4 +94,4 @@ def test_bits_are_bits() -> None:
     assert compare_bits(a, a.clone()).passed
     comparison = compare_bits(a, a + torch.tensor([1e-7, 0.0, 0.0, 0.0]))
     assert not comparison.passed
-    assert "1 of 4 elements changed, the first at (0,)" in str(comparison)
+    assert "1 of 4 elements changed, first at (0,)" in str(comparison)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnlib.errors import ContractError
-from attnlib.testing.check import Check, CheckCase, matches, run_check
+from attnlib.testing.check import Check, CheckCase, matches_filter, run_check
 from attnlib.testing.checks import CHECKS
 from attnlib.testing.conformance import count_cases, make_target, run_conformance
 from attnlib.testing.outcome import CaseResult, NotRun, Outcome, UnsupportedCase
@@ -28,7 +28,7 @@ def test_the_torch_backend_passes() -> None:
     """H1: the reference passes its own exam on a CPU, quick form, caches exchanged with another backend."""
     report = run_conformance("torch", device="cpu", quick=True, against=[ToyBackend])
     assert report.passed, str(report)
-    assert {result.probe for result in report.results} == {probe.id for probe in CHECKS}
+    assert {result.check for result in report.results} == {probe.id for probe in CHECKS}
     assert not report.coverage.not_stated
 
 
@@ -57,7 +57,8 @@ def test_refusing_everything_is_not_passing() -> None:
 
 def test_a_backend_that_accepts_nothing_ordinary_is_told_why() -> None:
     with pytest.raises(
-        ContractError, match="accepts none of the ordinary cases on cpu, for instance: .*dtype"
+        ContractError,
+        match="supports none of the common cases on cpu; reasons for the first one: .*dtype",
     ):
         run_conformance(toy_with(dtypes=(torch.float64,)), device="cpu", against=[])
 
@@ -103,16 +104,16 @@ def test_the_report_shows_failures_skips_and_the_count() -> None:
     assert "FAIL V2/batch-decode: raised ValueError" in text
     assert "     reproduce: run_conformance(Changed, " in text
     assert "and 3 more failures" in text
-    assert "refused: attention sinks: not supported (L3/" in text
-    assert "not-run: needs a GPU, runs on cpu (G4/all)" in text
-    assert "5 fail" in text.splitlines()[-1]
+    assert "unsupported: attention sinks: not supported (L3/" in text
+    assert "not run: needs a GPU, runs on cpu (G4/all)" in text
+    assert "5 failed" in text.splitlines()[-1]
     assert text.splitlines()[-1].endswith("FAILED")
 
 
 def test_json_keeps_everything() -> None:
     report = run_conformance(ToyBackend, device="cpu", against=[], only="W2", quick=True)
     data = json.loads(report_to_json(report))
-    assert data["version"] == 1
+    assert data["version"] == 2
     assert data["passed"] is True
     assert data["counts"]["pass"] == len(data["results"]) == len(report.results)
     assert data["results"][0]["reproduce"].startswith("attnlib verify ")
@@ -150,7 +151,7 @@ def test_case_ids_are_unique() -> None:
 def test_only_matches_probes_and_cases(
     only: str | None, probe: str, case: str, expected: bool
 ) -> None:
-    assert matches(probe, case, only) is expected
+    assert matches_filter(probe, case, only) is expected
 
 
 def test_a_check_ends_in_one_of_four_ways() -> None:
@@ -187,10 +188,10 @@ def test_after_a_broken_cuda_context_nobody_else_is_blamed() -> None:
     def crash() -> str:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    probes = [
+    checks = [
         Check("X1", "crashes", lambda _: iter([CheckCase("a", crash)])),
         Check("X2", "is innocent", lambda _: iter([CheckCase("a", lambda: "")])),
     ]
-    report = run_conformance(ToyBackend, device="cpu", against=[], probes=probes)
+    report = run_conformance(ToyBackend, device="cpu", against=[], checks=checks)
     assert [result.id for result in report.failures] == ["X1/a"]
-    assert report.results[1].message == "X1/a broke the CUDA context"
+    assert report.results[1].message == "X1/a left the CUDA context in an error state"

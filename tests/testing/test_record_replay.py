@@ -60,14 +60,14 @@ def _captured(case: Case, *, kv_written: bool = True) -> MaterializedCase:
 def test_a_recorded_call_replays_to_the_same_bits(
     name: str, kv_written: bool, tmp_path: Path
 ) -> None:
-    """Live call, captured step and the file give one result, within budget of the oracle."""
+    """Live call, captured step and the file give one result, within the error budget."""
     live = run_materialized_case(ToyBackend, CASES[name].materialize(kv_written=kv_written)).out
     captured = _captured(CASES[name], kv_written=kv_written)
     loaded = load_recording(save_recording(captured, tmp_path / "deep" / "call.pt"))
     result = replay(loaded, ToyBackend)
     assert result.passed, str(result)
-    assert result.seen is not None
-    assert torch.equal(result.seen.out, live)
+    assert result.output is not None
+    assert torch.equal(result.output.out, live)
     assert loaded.spec == captured.spec
 
 
@@ -92,8 +92,8 @@ def test_replay_changes_nothing(tmp_path: Path) -> None:
     """Two replays of one recording agree, also when the backend writes."""
     captured = _captured(CASES["mixed"], kv_written=False)
     first, second = replay(captured, ToyBackend), replay(captured, ToyBackend)
-    assert first.seen is not None and second.seen is not None
-    assert torch.equal(first.seen.out, second.seen.out)
+    assert first.output is not None and second.output is not None
+    assert torch.equal(first.output.out, second.output.out)
 
 
 def test_a_wrong_backend_fails_the_replay_with_both_errors() -> None:
@@ -155,7 +155,7 @@ def test_parts_of_a_batch_compute_what_the_batch_computes() -> None:
 def test_metadata_without_lengths_is_refused_by_name() -> None:
     step = CASES["mixed"].materialize()
     with pytest.raises(
-        ContractError, match="object does not carry query_start_loc, seq_lens and block_table"
+        ContractError, match="object does not have query_start_loc, seq_lens and block_table"
     ):
         capture_call(step.spec, step.inputs.query, None, None, step.cache(), object(), scale=1.0)
 
@@ -163,7 +163,9 @@ def test_metadata_without_lengths_is_refused_by_name() -> None:
 def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "other.pt"
     torch.save({"attnlib_recording": 99}, path)
-    with pytest.raises(ContractError, match="no attnlib recording of version 1 \\(found 99\\)"):
+    with pytest.raises(
+        ContractError, match="is not an attnlib recording of version 2 \\(found 99\\)"
+    ):
         load_recording(path)
 
 

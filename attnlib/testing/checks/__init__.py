@@ -1,7 +1,7 @@
-"""The questions of the exam, one family a file. Ids are those of the requirements they check.
+"""The checks of the conformance suite, one module for each group of requirements.
 
-`CHECKS` is in order of asking: cheap and telling first, so that a backend that is wrong in the plainest way is told so
-in the plainest words.
+The id of a check is the id of the requirement that it covers. `CHECKS` is sorted so that cheap
+checks with specific error messages run first.
 """
 
 from __future__ import annotations

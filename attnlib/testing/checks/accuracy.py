@@ -1,7 +1,8 @@
-"""V2: does it compute attention, within the error budget of its precision, over everything it declares?
+"""V2: attention results within the error budget for all declared capabilities.
 
-Shapes that no table has a power of two for, every named batch, every feature and pairs of them, every dtype, layout
-and cache dtype. The backend writes the step's keys itself; the oracle reads a cache that the kit wrote.
+The cases cover sizes that are not powers of two, all named batches, all features and pairs of them,
+and all dtypes, layouts and cache dtypes. The backend writes the step's keys and values; the oracle
+reads a cache that the suite filled.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def _storage(target: BackendUnderTest) -> Iterator[CheckCase]:
             )
 
 
-def _places_in_a_model(target: BackendUnderTest) -> Iterator[CheckCase]:
+def _attention_types(target: BackendUnderTest) -> Iterator[CheckCase]:
     mla = {
         "use_mla": True,
         "num_heads": 4,
@@ -151,12 +152,12 @@ def _accuracy(target: BackendUnderTest) -> Iterator[CheckCase]:
     yield from _features(target)
     yield from _shapes(target)
     yield from _storage(target)
-    yield from _places_in_a_model(target)
+    yield from _attention_types(target)
     yield from _declared_sizes(target)
 
 
 def _declared_sizes(target: BackendUnderTest) -> Iterator[CheckCase]:
-    """A backend that lists exact sizes is run at each of them, not only at the kit's own choice."""
+    """One case for each size that the backend lists in `Sizes(exactly=...)`."""
     capabilities = target.backend.capabilities
     for field, sizes in (
         ("head_size", capabilities.head_sizes),

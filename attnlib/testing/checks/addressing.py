@@ -1,15 +1,18 @@
-"""O1, O2: addresses beyond 2^31 elements, and tables without a spare column.
+"""O1 and O2: addresses beyond 2^31 elements, and block tables of exact width.
 
-O1 (P6): a request lies at the top of a pool of more than 2^31 elements. The pool is allocated and never filled, so on a
-CPU only the pages of that request take real memory.
-O2 (P3): the block table has exactly the columns that the longest sequence needs, and lies between two zones of block
-ids 2^30, so that a read one entry too far goes somewhere that cannot exist.
+O1 (P6): a request uses the last blocks of a pool with more than 2^31 elements. The pool is
+allocated
+    and not filled, so that on a CPU only the pages of that request use physical memory.
+O2 (P3): the block table has exactly the columns that the longest sequence needs. It lies between
+two
+    zones of block id 2^30, so that a read past its end gives an invalid block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -27,11 +30,11 @@ __all__ = ["CHECKS"]
 _LIMIT = 2**31
 
 
-def _at_the_top(step: MaterializedCase, device: torch.device) -> MaterializedCase:
-    """The same step with its pool moved to the end of one that has more than 2^31 elements.
+def _move_to_end_of_large_pool(step: MaterializedCase, device: torch.device) -> MaterializedCase:
+    """Move the blocks of a step to the end of a pool with more than 2^31 elements.
 
     Raises:
-        NotRun: the memory is not there.
+        NotRun: the allocation fails.
     """
     inputs, dims = step.inputs, step.case.dimensions
     per_block = dims.block_size * dims.num_kv_heads * min(dims.head_size, dims.head_size_v)
@@ -39,14 +42,14 @@ def _at_the_top(step: MaterializedCase, device: torch.device) -> MaterializedCas
     num_blocks = _LIMIT // per_block + small + 1
     views = []
     for view in (inputs.cache.key, inputs.cache.value):
-        # Keep the order in memory: HND pools are allocated head first and seen through a transpose.
+        # Keep the memory order: HND pools are allocated heads first and transposed.
         heads_first = view.stride(2) > view.stride(1)
         page = (view.shape[2], view.shape[1]) if heads_first else (view.shape[1], view.shape[2])
         try:
             pool = torch.empty(num_blocks, *page, view.shape[3], dtype=view.dtype, device=device)
         except RuntimeError as error:
             raise NotRun(
-                f"a pool of 2^31 elements does not fit here: {str(error).splitlines()[0]}"
+                f"a pool of 2^31 elements does not fit in memory: {str(error).splitlines()[0]}"
             ) from None
         pool = pool.transpose(1, 2) if heads_first else pool
         pool[-small:].copy_(view)
@@ -73,12 +76,14 @@ def _at_the_top(step: MaterializedCase, device: torch.device) -> MaterializedCas
     return replace(step, inputs=moved)
 
 
-def _check_top(target: BackendUnderTest, case: Case) -> str:
-    step = _at_the_top(case.materialize(target.device, kv_written=False), target.device)
+def _check_large_pool(target: BackendUnderTest, case: Case) -> str:
+    step = _move_to_end_of_large_pool(
+        case.materialize(target.device, kv_written=False), target.device
+    )
     seen = run_materialized_case(target.backend, step)
     wrong = compare_with_oracle(case, seen, target.device)
     return (
-        f"a request at the top of a pool of more than 2^31 elements (P6): {wrong}" if wrong else ""
+        f"request at the end of a pool with more than 2^31 elements (P6): {wrong}" if wrong else ""
     )
 
 
@@ -98,7 +103,7 @@ def _beyond_int32(target: BackendUnderTest) -> Iterator[CheckCase]:
             layout=target.base_case.layout,
             poison="zero",
         )
-        yield CheckCase(name, lambda case=case: _check_top(target, case), case)  # type: ignore[misc]
+        yield CheckCase(name, partial(_check_large_pool, target, case), case)
 
 
 def _check_guarded(target: BackendUnderTest, case: Case) -> str:
@@ -125,10 +130,10 @@ def _exact_width(target: BackendUnderTest) -> Iterator[CheckCase]:
     }
     for name, batch in batches.items():
         case = target.case(batch=batch)
-        yield CheckCase(name, lambda case=case: _check_guarded(target, case), case)  # type: ignore[misc]
+        yield CheckCase(name, partial(_check_guarded, target, case), case)
 
 
 CHECKS = (
-    Check("O2", "tables without a spare column", _exact_width),
+    Check("O2", "block tables of exact width", _exact_width),
     Check("O1", "pools beyond 2^31 elements", _beyond_int32),
 )

@@ -1,13 +1,13 @@
-"""K2: A writes, B reads.
+"""K2: one backend writes the cache, another one reads it.
 
-The backend writes a cache that another one attends to, and the other way round, for layouts and block sizes; the kit's
-own reading and writing stand between them in K3 and V2, so a failure here names the pair. Cells that one of the two
-refuses must be refused with a reason.
+The backend writes a cache that another backend attends to, and vice versa, for several layouts and
+block sizes. Checks K3 and V2 test the backend's writes and reads separately with reference code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.case import Case
@@ -22,10 +22,10 @@ _LAYOUTS = ("NHD", "HND", "NHD_INTERLEAVED", "HND_INTERLEAVED", "NHD_PACKED")
 
 
 def check_exchange(writer: Backend, reader: Backend, case: Case, target: BackendUnderTest) -> str:
-    """One backend writes this step's keys, the other attends; "" when the result is within budget.
+    """Write with one backend and attend with another; "" if the result is within budget.
 
     Raises:
-        UnsupportedCase: one of the two refuses the case; the reasons say which.
+        UnsupportedCase: one of the two does not support the case; the reasons name it.
     """
     wrong = compare_with_oracle(
         case, write_then_attend(writer, reader, case, target.device), target.device
@@ -55,17 +55,15 @@ def _cells(target: BackendUnderTest) -> Iterator[tuple[str, Case]]:
 
 
 def _interop(target: BackendUnderTest) -> Iterator[CheckCase]:
-    others = [backend for backend in target.peers if backend is not target.backend]
-    if not others:
-        yield CheckCase("pairs", lambda: _nobody(target))
-    for other in others:
+    peers = [backend for backend in target.peers if backend is not target.backend]
+    if not peers:
+        yield CheckCase("pairs", partial(_nobody, target))
+    for peer in peers:
         for name, case in _cells(target):
-            for writer, reader in ((target.backend, other), (other, target.backend)):
+            for writer, reader in ((target.backend, peer), (peer, target.backend)):
                 yield CheckCase(
                     f"{writer.get_name()}-to-{reader.get_name()}-{name}",
-                    lambda writer=writer, reader=reader, case=case: check_exchange(  # type: ignore[misc]
-                        writer, reader, case, target
-                    ),
+                    partial(check_exchange, writer, reader, case, target),
                     case,
                 )
 
@@ -76,4 +74,4 @@ def _nobody(target: BackendUnderTest) -> str:
     )
 
 
-CHECKS = (Check("K2", "one backend writes, another reads", _interop),)
+CHECKS = (Check("K2", "one backend writes the cache, another one reads it", _interop),)

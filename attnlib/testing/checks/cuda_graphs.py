@@ -1,16 +1,18 @@
-"""G1-G4: metadata that outlives its batch.
+"""G1, G3 and G4: metadata that is used after its batch.
 
-G1: a step is captured at a padded size and replayed for smaller batches with other lengths, other blocks and poisoned
-padding. On a GPU it is a CUDA graph. On a CPU replay means calling forward again with the metadata of the capture:
-whatever the builder copied instead of pointing at is stale there just as it is in a graph.
-G3: what a graph points at keeps its address from one build to the next.
-G4 (GPU): two steps are built and run behind a long kernel without any synchronisation.
+G1: a step is captured at a padded size and replayed for smaller batches with other lengths, other
+    blocks and poisoned padding. On a GPU the check uses a CUDA graph. On a CPU it calls forward
+    again with the metadata of the capture, which detects builders that copy tensors instead of
+    referring to them.
+G3: tensors that a graph reads keep their addresses from one build to the next.
+G4 (GPU): two steps are built and launched behind a long kernel, without synchronization.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ _REQUESTS = 6
 
 
 class _Captured:
-    """Static tensors, a state and a captured step that can be replayed."""
+    """A captured step with its static tensors."""
 
     def __init__(
         self, target: BackendUnderTest, case: Case, query_len: int, num_blocks: int
@@ -81,7 +83,7 @@ class _Captured:
         return graph.replay
 
     def load(self, step: MaterializedCase) -> Any:
-        """Put a live batch into the static tensors, poison what is left over; returns rebuilt metadata."""
+        """Copy a batch into the static tensors, poison the rest, and return the new metadata."""
         rows = step.inputs.query.shape[0]
         for static, live in (
             (self.query, step.inputs.query),
@@ -135,9 +137,15 @@ def _check_replay(target: BackendUnderTest, case: Case, query_len: int) -> str:
         rows = live.batch_spec.num_actual_tokens
         wrong = compare_with_oracle(live, AttentionOutput(captured.out[:rows], None), target.device)
         if wrong:
-            return f"replay {number} of a step captured for {_REQUESTS} requests of {query_len}: {wrong}"
+            return (
+                f"replay {number} of a step captured for {_REQUESTS} requests of {query_len} "
+                f"tokens: {wrong}"
+            )
         if captured.out[rows:].any():
-            return f"replay {number}: padding rows {rows} and later must be exactly 0 (M6) | case: {live}"
+            return (
+                f"replay {number}: padding rows {rows} and later must be exactly 0 (M6) "
+                f"| case: {live}"
+            )
     return ""
 
 
@@ -151,7 +159,7 @@ def _replays(target: BackendUnderTest) -> Iterator[CheckCase]:
             case = target.case(cudagraph=level, needs_lse=False)
             yield CheckCase(
                 f"{level.lower()}-q{query_len}",
-                lambda case=case, query_len=query_len: _check_replay(target, case, query_len),  # type: ignore[misc]
+                partial(_check_replay, target, case, query_len),
                 case,
             )
 
@@ -180,16 +188,19 @@ def _check_addresses(target: BackendUnderTest, case: Case) -> str:
             name for name, address in at_capture.items() if name in now and now[name] != address
         ]
         if moved:
-            return f"{', '.join(moved)} of the metadata moved between builds; a graph would read the old address (G3)"
+            return (
+                f"metadata tensors {', '.join(moved)} changed their address between builds; a "
+                "graph reads the old address (G3)"
+            )
         for name, tensor in captured.state.get_graph_input_buffers().items():
             if tensor.data_ptr() != buffers.get(name):
-                return f"graph input buffer {name} moved between builds (G3)"
+                return f"graph input buffer {name} changed its address between builds (G3)"
     return ""
 
 
 def _lifetimes(target: BackendUnderTest) -> Iterator[CheckCase]:
     case = target.case(cudagraph="UNIFORM_SINGLE_TOKEN_DECODE", needs_lse=False)
-    yield CheckCase("addresses", lambda: _check_addresses(target, case), case)
+    yield CheckCase("addresses", partial(_check_addresses, target, case), case)
 
 
 def _check_race(target: BackendUnderTest, first: Case, second: Case) -> str:
@@ -198,7 +209,7 @@ def _check_race(target: BackendUnderTest, first: Case, second: Case) -> str:
     impl = make_impl(target.backend, steps[0])
     commons = [step.common() for step in steps]
     torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # about a tenth of a second: everything below is queued behind it
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # 0.1 s of GPU time
     seen = [
         attend(impl, step, builder.build(0, common))
         for step, common in zip(steps, commons, strict=True)
@@ -218,11 +229,11 @@ def _race(target: BackendUnderTest) -> Iterator[CheckCase]:
         ("long-then-short", ("decode_long", "q1s3")),
     ):
         first, second = (target.case(batch=batch) for batch in batches)
-        yield CheckCase(name, lambda a=first, b=second: _check_race(target, a, b), first)  # type: ignore[misc]
+        yield CheckCase(name, partial(_check_race, target, first, second), first)
 
 
 CHECKS = (
-    Check("G1", "captured steps replay right for other batches", _replays),
-    Check("G3", "what a graph points at stays where it is", _lifetimes),
-    Check("G4", "two steps in flight do not disturb each other", _race, needs_gpu=True),
+    Check("G1", "captured steps replay correctly for other batches", _replays),
+    Check("G3", "tensors read by a graph keep their addresses", _lifetimes),
+    Check("G4", "two steps in flight do not affect each other", _race, needs_gpu=True),
 )

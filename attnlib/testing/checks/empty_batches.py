@@ -1,14 +1,16 @@
-"""N2-N4: rows, requests and tiles with nothing in them.
+"""N2 to N4: requests, rows and key tiles that contain nothing.
 
-N2: a request without keys, without queries, a batch without requests or tokens; the neighbours must not notice.
-N3: rows past the batch's tokens are exactly 0, whatever the buffer held.
-N4: windows and chunks that leave the first or the last tile of keys fully masked for some rows.
+N2: requests without keys, requests without queries, and batches without requests or tokens. They
+    must not affect the other requests.
+N3: padding rows past the batch's tokens are exactly 0.
+N4: windows and chunks that mask the first or the last tile of keys completely for some rows.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -20,19 +22,19 @@ from attnlib.testing.runner import compare_with_oracle, run_case
 __all__ = ["CHECKS"]
 
 
-def _judged(target: BackendUnderTest, case: Case) -> str:
+def _check_against_oracle(target: BackendUnderTest, case: Case) -> str:
     return compare_with_oracle(case, run_case(target.backend, case, target.device), target.device)
 
 
-def _exact(target: BackendUnderTest, case: Case) -> str:
-    """Rows that see nothing are exactly 0 with LSE -inf (M5), not merely small."""
+def _check_exact_zeros(target: BackendUnderTest, case: Case) -> str:
+    """Rows that see no key must be exactly 0 with LSE -inf (M5)."""
     seen = run_case(target.backend, case, target.device)
     if wrong := compare_with_oracle(case, seen, target.device):
         return wrong
-    nothing = torch.isinf(case.materialize(target.device).oracle().lse)
-    if seen.out[nothing].any():
+    no_key = torch.isinf(case.materialize(target.device).oracle().lse)
+    if seen.out[no_key].any():
         return f"rows that see no key must be exactly 0 (M5) | case: {case}"
-    if seen.lse is not None and not (seen.lse[nothing] == -math.inf).all():
+    if seen.lse is not None and not (seen.lse[no_key] == -math.inf).all():
         return f"the LSE of rows that see no key must be -inf (M5) | case: {case}"
     return ""
 
@@ -50,20 +52,20 @@ def _empty(target: BackendUnderTest) -> Iterator[CheckCase]:
     }
     for name, batch in batches.items():
         case = target.case(batch=batch)
-        yield CheckCase(name, lambda case=case: _exact(target, case), case)  # type: ignore[misc]
+        yield CheckCase(name, partial(_check_exact_zeros, target, case), case)
     case = target.case(batch="empty_rows", sinks=True)
-    yield CheckCase("between-neighbours-sinks", lambda case=case: _judged(target, case), case)  # type: ignore[misc]
+    yield CheckCase("between-neighbours-sinks", partial(_check_against_oracle, target, case), case)
 
 
 def _padding(target: BackendUnderTest) -> Iterator[CheckCase]:
     for name in ("graph_padding", "only_padding"):
         for poison in ("zero", target.base_case.poison):
             case = target.case(batch=name, poison=poison)
-            yield CheckCase(f"{name}-{poison}", lambda case=case: _judged(target, case), case)  # type: ignore[misc]
+            yield CheckCase(f"{name}-{poison}", partial(_check_against_oracle, target, case), case)
     case = target.case(batch="q9s20_q5_pad7")
-    yield CheckCase("prefill", lambda case=case: _judged(target, case), case)  # type: ignore[misc]
+    yield CheckCase("prefill", partial(_check_against_oracle, target, case), case)
     case = target.case(batch="q1s20_q9_pad5")
-    yield CheckCase("mixed", lambda case=case: _judged(target, case), case)  # type: ignore[misc]
+    yield CheckCase("mixed", partial(_check_against_oracle, target, case), case)
 
 
 def _masked_tiles(target: BackendUnderTest) -> Iterator[CheckCase]:
@@ -83,11 +85,11 @@ def _masked_tiles(target: BackendUnderTest) -> Iterator[CheckCase]:
     }
     for name, changes in cases.items():
         case = target.case(**changes)
-        yield CheckCase(name, lambda case=case: _judged(target, case), case)  # type: ignore[misc]
+        yield CheckCase(name, partial(_check_against_oracle, target, case), case)
 
 
 CHECKS = (
     Check("N2", "empty requests and empty batches", _empty),
-    Check("N3", "rows past the batch are exactly zero", _padding),
-    Check("N4", "tiles that are fully masked", _masked_tiles),
+    Check("N3", "padding rows are exactly zero", _padding),
+    Check("N4", "fully masked key tiles", _masked_tiles),
 )

@@ -1,10 +1,12 @@
-"""P1-P3 (GPU): after warm-up there is no compile, no synchronisation and no allocation.
+"""P1 to P3 (GPU): no compilation, synchronization or allocation after warm-up.
 
-P1: random batches after `attnlib.warmup`; Triton's compile hook must stay silent. Backends that compile by other means are
-reported as not run: nobody else offers a hook.
-P2: build, write and forward under torch's sync debug mode "error".
-P3: forward allocates nothing: the output is the caller's and the workspace was declared.
-Backends that declare no CUDA-graph level have promised neither, and refuse both.
+P1: random batches after `attnlib.warmup` do not call Triton's compile hook. Backends that do not
+    use Triton are reported as not run, because other compilers have no such hook.
+P2: build, write and forward run under torch's sync debug mode "error".
+P3: forward allocates nothing: the caller provides the output, and the backend declares its
+    workspace.
+
+Backends that do not declare a CUDA-graph level guarantee neither P2 nor P3; both are unsupported.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -49,7 +52,7 @@ def _check_compiles(target: BackendUnderTest, case: Case) -> str:
     warmup(layer, cache, limits, builder=builder)
     triton = sys.modules.get("triton")
     if triton is None:
-        raise NotRun("this backend does not use Triton, and no other compiler offers a hook")
+        raise NotRun("this backend does not use Triton; other compilers have no compile hook")
     compiled: list[str] = []
     runtime, draw = triton.knobs.runtime, random.Random(target.seed)
     previous = runtime.jit_post_compile_hook
@@ -75,11 +78,11 @@ def _check_compiles(target: BackendUnderTest, case: Case) -> str:
 
 def _compiles(target: BackendUnderTest) -> Iterator[CheckCase]:
     case = target.case()
-    yield CheckCase("random-batches", lambda: _check_compiles(target, case), case)
+    yield CheckCase("random-batches", partial(_check_compiles, target, case), case)
 
 
 def _check_syncs(target: BackendUnderTest, case: Case) -> str:
-    run_case(target.backend, case, target.device)  # warm: first use may set things up
+    run_case(target.backend, case, target.device)  # the first call may initialize state
     step = case.materialize(target.device, kv_written=False)
     builder = target.backend.make_builder(step.spec, target.device)
     impl, common, cache = make_impl(target.backend, step), step.common(), step.cache()
@@ -95,7 +98,7 @@ def _check_syncs(target: BackendUnderTest, case: Case) -> str:
     except RuntimeError as error:
         if "synchroniz" not in str(error):
             raise
-        return f"build, write or forward waits for the GPU: {error} | case: {case}"
+        return f"build, write or forward synchronizes with the GPU: {error} | case: {case}"
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return ""
@@ -104,44 +107,42 @@ def _check_syncs(target: BackendUnderTest, case: Case) -> str:
 def _check_allocations(target: BackendUnderTest, case: Case) -> str:
     if target.backend.capabilities.allocates_in_forward:
         raise UnsupportedCase(
-            [
-                "allocates_in_forward is declared: its kernels take scratch memory from torch's allocator at every call"
-            ]
+            ["allocates_in_forward=True: the kernels allocate scratch memory in every call"]
         )
     step = case.materialize(target.device)
     metadata = target.backend.make_builder(step.spec, target.device).build(0, step.common())
     impl = make_impl(target.backend, step)
-    attend(impl, step, metadata)  # warm
+    attend(impl, step, metadata)  # the first call may initialize state
     lse = torch.empty(step.inputs.query.shape[:2], dtype=torch.float32, device=target.device)
     cache = step.cache()
     before = torch.cuda.memory_stats(target.device)["allocation.all.allocated"]
     impl.forward(
         step.inputs.query, cache, metadata, step.inputs.out, lse if case.needs_lse else None
     )
-    made = torch.cuda.memory_stats(target.device)["allocation.all.allocated"] - before
+    allocated = torch.cuda.memory_stats(target.device)["allocation.all.allocated"] - before
     return (
-        f"forward allocates {made} tensors on the GPU; the workspace is to be declared | case: {case}"
-        if made
+        f"forward allocates {allocated} GPU tensors; declare them as workspace | case: {case}"
+        if allocated
         else ""
     )
 
 
 def _syncs(target: BackendUnderTest) -> Iterator[CheckCase]:
     for batch in ("decode", "decode_long", "prefill", "mixed"):
-        # Only who lets a graph capture it has promised to neither wait nor allocate.
+        # Only backends with CUDA-graph support guarantee this.
         case = target.case(batch=batch, cudagraph="UNIFORM_SINGLE_TOKEN_DECODE")
-        yield CheckCase(batch, lambda case=case: _check_syncs(target, case), case)  # type: ignore[misc]
+        yield CheckCase(batch, partial(_check_syncs, target, case), case)
 
 
 def _allocations(target: BackendUnderTest) -> Iterator[CheckCase]:
     for batch in ("decode", "decode_long", "prefill", "mixed"):
-        # Only who lets a graph capture it has promised to neither wait nor allocate.
+        # Only backends with CUDA-graph support guarantee this.
         case = target.case(batch=batch, cudagraph="UNIFORM_SINGLE_TOKEN_DECODE")
-        yield CheckCase(batch, lambda case=case: _check_allocations(target, case), case)  # type: ignore[misc]
+        yield CheckCase(batch, partial(_check_allocations, target, case), case)
 
 
 CHECKS = (
-    Check("P1", "no compile after warm-up", _compiles, needs_gpu=True),
-    Check("P2", "no synchronisation in build, write and forward", _syncs, needs_gpu=True),
+    Check("P1", "no compilation after warm-up", _compiles, needs_gpu=True),
+    Check("P2", "no synchronization in build, write and forward", _syncs, needs_gpu=True),
     Check("P3", "no allocation in forward", _allocations, needs_gpu=True),
 )

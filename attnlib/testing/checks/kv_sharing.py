@@ -1,12 +1,13 @@
-"""K6: a layer that shares another layer's cache never writes (P8).
+"""K6: a layer that shares the cache of another layer never writes to it (P8).
 
-The sharing layer is called the way a model calls it, with keys and values of its own in hand. Every byte of the cache
-must stay, and the layer must attend to what the producer wrote.
+The check calls the sharing layer with its own keys and values, as a model does. No byte of the
+cache may change, and the layer must attend to the keys of the other layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.case import Case
@@ -30,19 +31,21 @@ def _check(target: BackendUnderTest, case: Case) -> str:
     )
     metadata = target.backend.make_builder(step.spec, target.device).build(0, step.common())
     before = [storage.clone() for storage in step.inputs.cache.storage]
-    foreign_key, foreign_value = step.inputs.key * 0 + 3.0, step.inputs.value * 0 + 5.0
-    out = layer(step.inputs.query, foreign_key, foreign_value, step.cache(), metadata)
+    own_key, own_value = step.inputs.key * 0 + 3.0, step.inputs.value * 0 + 5.0
+    out = layer(step.inputs.query, own_key, own_value, step.cache(), metadata)
     for old, new in zip(before, step.inputs.cache.storage, strict=True):
         if not bool((old == new).all()):
             changed = int((old != new).sum())
-            return f"the sharing layer wrote: {changed} bytes of the producer's cache changed (P8) | case: {case}"
+            return (
+                f"the sharing layer changed {changed} bytes of the shared cache (P8) | case: {case}"
+            )
     return compare_with_oracle(case, AttentionOutput(out, None), target.device)
 
 
 def _sharing(target: BackendUnderTest) -> Iterator[CheckCase]:
     for batch in ("decode", "mixed"):
         case = target.case(batch=batch, kv_sharing=True, needs_lse=False)
-        yield CheckCase(batch, lambda case=case: _check(target, case), case)  # type: ignore[misc]
+        yield CheckCase(batch, partial(_check, target, case), case)
 
 
 CHECKS = (Check("K6", "a sharing layer never writes", _sharing),)

@@ -1,13 +1,15 @@
-"""F2: layers of several kinds through one backend, all of a step's plans made before any layer runs.
+"""F2: layers of several kinds share one step.
 
-A model interleaves full and windowed layers, layers with another cap or scale, or layers with another number of KV
-heads. An engine builds once per kind and step, on the same batch, and then runs the layers in turn. What a builder
-plans for one kind must survive the builds and the layers of the others, and the next step must not meet the last one.
+A model may interleave layers with full attention and layers with a sliding window, or layers that
+differ in soft cap, scale or number of KV heads. An engine builds the metadata once for each kind,
+then runs the layers in turn. The metadata of one kind must stay valid while the builders and layers
+of other kinds run, and must not affect the next step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from attnlib.testing.backend_under_test import BackendUnderTest
@@ -48,7 +50,7 @@ def _check(target: BackendUnderTest, cases: list[Case], batches: tuple[str, ...]
                 if wrong := compare_with_oracle(
                     layers[index], attend(impl, step, plan), target.device
                 ):
-                    return f"layer {index} of {len(layers)} interleaved kinds, turn {turn}: {wrong}"
+                    return f"layer {index} of {len(layers)} interleaved kinds, pass {turn}: {wrong}"
     return ""
 
 
@@ -58,9 +60,9 @@ def _interleaved(target: BackendUnderTest) -> Iterator[CheckCase]:
         last = cases[1] if _KINDS[name][1] else cases[0]
         yield CheckCase(
             name,
-            lambda cases=cases: _check(target, cases, ("mixed", "decode")),  # type: ignore[misc]
+            partial(_check, target, cases, ("mixed", "decode")),
             last,
         )
 
 
-CHECKS = (Check("F2", "layers of several kinds take turns over one batch", _interleaved),)
+CHECKS = (Check("F2", "interleaved layers of several kinds", _interleaved),)

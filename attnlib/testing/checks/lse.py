@@ -1,15 +1,17 @@
-"""L1-L3: the LSE is what it says, parts merge to the whole, and sinks count once.
+"""L1 to L3: the log-sum-exp, merging of partial results, and attention sinks.
 
-L1: natural log, float32, [T, Hq], contiguous, -inf for empty rows; a base-2 leak fails by a factor of 1.44.
-L2: the keys of a decode are cut at block boundaries (an empty part included), each part is attended to on its own, and
-the parts merge, in either order of association, to the single pass.
-L3: with sinks, sequences of very different lengths in one batch, so that a kernel that splits its keys has splits with
-little and with no work.
+L1: natural log, float32, [T, Hq], -inf for rows without keys. A base-2 LSE is wrong by a factor of
+    1.44.
+L2: the keys of a decode are split at block boundaries, including empty parts. Attention over each
+    part, merged in either order, must equal attention over all keys.
+L3: batches with sinks and sequences of very different lengths, so that kernels that split the keys
+    have splits with few or no keys. Each sink must count once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -24,8 +26,8 @@ from attnlib.testing.runner import AttentionOutput, compare_with_oracle, make_im
 __all__ = ["CHECKS"]
 
 
-def _check_form(target: BackendUnderTest, case: Case) -> str:
-    """The LSE buffer is the caller's; what can go wrong is its meaning."""
+def _check_lse(target: BackendUnderTest, case: Case) -> str:
+    """Compare the LSE with the oracle and detect base 2."""
     seen = run_case(target.backend, case, target.device)
     assert seen.lse is not None
     expected = case.materialize(target.device).oracle().lse
@@ -37,11 +39,11 @@ def _check_form(target: BackendUnderTest, case: Case) -> str:
     )
     wrong = compare_with_oracle(case, seen, target.device)
     if wrong and abs(float(ratio) - 1.4427) < 0.02:
-        return f"the LSE is in base 2: it must be the natural log (M5) | {wrong}"
+        return f"the LSE is a base-2 log; it must be the natural log (M5) | {wrong}"
     return wrong
 
 
-def _form(target: BackendUnderTest) -> Iterator[CheckCase]:
+def _lse(target: BackendUnderTest) -> Iterator[CheckCase]:
     for name, batch, features in (
         ("decode", "decode", {}),
         ("mixed", "mixed", {}),
@@ -52,13 +54,13 @@ def _form(target: BackendUnderTest) -> Iterator[CheckCase]:
         ("long-decode", "decode_long", {}),
     ):
         case = target.case(batch=batch, needs_lse=True, **features)
-        yield CheckCase(name, lambda case=case: _check_form(target, case), case)  # type: ignore[misc]
+        yield CheckCase(name, partial(_check_lse, target, case), case)
 
 
 def _attend_to_part(
     target: BackendUnderTest, step: MaterializedCase, first_block: int, num_tokens: int
 ) -> AttentionOutput:
-    """A decode whose keys are tokens [first_block * N, ... + num_tokens) of the step's one request."""
+    """Attend to `num_tokens` tokens of the step's only request, from block `first_block` on."""
     common = step.common()
     lens = torch.full_like(step.inputs.seq_lens, num_tokens)
     assert common.block_table_tensor is not None
@@ -79,19 +81,19 @@ def _attend_to_part(
 def _merge(
     a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two parts in float64, by the definition: each weighs exp(its LSE)."""
+    """Merge two partial results in float64; the weight of each is exp(its LSE)."""
     lse = torch.logaddexp(a[1], b[1])
     safe = torch.where(lse == -torch.inf, 0.0, lse)
     weights = [torch.exp(part[1] - safe)[..., None] for part in (a, b)]
     return a[0] * weights[0] + b[0] * weights[1], lse
 
 
-def _check_merge(target: BackendUnderTest, case: Case, cuts: Sequence[int]) -> str:
-    """Cut at the given blocks, merge left to right and right to left, hold both against the oracle."""
+def _check_merge(target: BackendUnderTest, case: Case, split_points: Sequence[int]) -> str:
+    """Split at the given blocks, merge in both orders, and compare with the oracle."""
     step = case.materialize(target.device)
     batch: BatchSpec = case.batch_spec
     seq_len, block = batch.seq_lens[0], case.block_size
-    edges = [0, *cuts, -(-seq_len // block)]
+    edges = [0, *split_points, -(-seq_len // block)]
     parts = []
     for first, last in zip(edges, edges[1:], strict=False):
         tokens = min(last * block, seq_len) - min(first * block, seq_len)
@@ -103,25 +105,28 @@ def _check_merge(target: BackendUnderTest, case: Case, cuts: Sequence[int]) -> s
         merged = ordered[0]
         for part in ordered[1:]:
             merged = _merge(merged, part)
-        for value, truth, yardstick, quantity in (
+        for value, reference, baseline, quantity in (
             (merged[0], expected.out, same_precision.out, "merged_out"),
             (merged[1], expected.lse, same_precision.lse, "lse"),
         ):
-            found = compare(value, truth, yardstick, case.torch_dtype, quantity)
-            if not found.passed:
-                return f"parts cut at blocks {list(cuts)}, merged {name}: {found} | case: {case}"
+            comparison = compare(value, reference, baseline, case.torch_dtype, quantity)
+            if not comparison.passed:
+                return (
+                    f"keys split at blocks {list(split_points)}, merged {name}: {comparison} "
+                    f"| case: {case}"
+                )
     return ""
 
 
 def _merging(target: BackendUnderTest) -> Iterator[CheckCase]:
     block = target.base_case.block_size
     case = target.case(batch=f"q1s{3 * block + 5}", needs_lse=True)
-    for cuts in ((1,), (2,), (3,), (0,), (1, 2), (1, 1, 3), (4,)):
-        name = "cut-" + "-".join(str(cut) for cut in cuts)
-        yield CheckCase(name, lambda cuts=cuts: _check_merge(target, case, cuts), case)  # type: ignore[misc]
+    for split_points in ((1,), (2,), (3,), (0,), (1, 2), (1, 1, 3), (4,)):
+        name = "cut-" + "-".join(str(point) for point in split_points)
+        yield CheckCase(name, partial(_check_merge, target, case, split_points), case)
 
 
-def _check_judged(target: BackendUnderTest, case: Case) -> str:
+def _check_against_oracle(target: BackendUnderTest, case: Case) -> str:
     return compare_with_oracle(case, run_case(target.backend, case, target.device), target.device)
 
 
@@ -140,13 +145,13 @@ def _sinks(target: BackendUnderTest) -> Iterator[CheckCase]:
             if window is None or not target.quick:
                 yield CheckCase(
                     f"{name}{'-window' if window else ''}",
-                    lambda case=case: _check_judged(target, case),  # type: ignore[misc]
+                    partial(_check_against_oracle, target, case),
                     case,
                 )
 
 
 CHECKS = (
-    Check("L1", "the LSE is the natural log of the denominator", _form),
-    Check("L2", "parts merge to the whole", _merging),
-    Check("L3", "sinks count once, however keys are split", _sinks),
+    Check("L1", "the LSE is the natural log of the denominator", _lse),
+    Check("L2", "partial results merge to the full result", _merging),
+    Check("L3", "sinks count once if keys are split", _sinks),
 )

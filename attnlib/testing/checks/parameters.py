@@ -1,13 +1,15 @@
-"""F1: does every parameter change the result, and change it rightly?
+"""F1: every parameter has an effect, and the correct one.
 
-A parameter that is accepted and ignored passes any test that compares a backend with itself. Here each one is turned
-on, in decodes and in prefills apart; the result must be within budget of the oracle with it, and at least ten times
-the budget away from the oracle without it.
+A parameter that is accepted and ignored passes any test that compares a backend with itself. This
+check turns each parameter on, separately for decodes and prefills. The result must be within budget
+of the oracle with the parameter, and differ by at least ten times the budget from the oracle
+without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.budget import compare
@@ -19,7 +21,7 @@ __all__ = ["CHECKS"]
 
 _FACTOR = 10
 _FP8: dict[str, object] = {"kv_cache_dtype": "fp8_e4m3"}
-_SEPARATE = {"decode": "q1s37_q4s7_q4s9_q1s64", "prefill": "q23_q17s24"}
+_BATCHES = {"decode": "q1s37_q4s7_q4s9_q1s64", "prefill": "q23_q17s24"}
 _PARAMETERS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     # name: (fields with it, fields without it)
     "scale": ({"scale": 0.5}, {}),
@@ -46,7 +48,7 @@ _PARAMETERS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 
 
 def _check(target: BackendUnderTest, parameter: str, case: Case, without: dict[str, object]) -> str:
-    # The caches are the kit's: a write that ignores a scale must not cancel a read that ignores it.
+    # The suite fills the cache, so that a write and a read that both ignore a scale do not cancel.
     step = case.materialize(target.device)
     seen = run_case(target.backend, case, target.device, kv_written=True)
     wrong = compare_with_oracle(case, seen, target.device, step)
@@ -60,27 +62,25 @@ def _check(target: BackendUnderTest, parameter: str, case: Case, without: dict[s
     moved = float((seen.out.double() - expected_off.out).abs().nan_to_num().max())
     if not wrong and moved < _FACTOR * allowed.max_allowed:
         return (
-            f"{parameter} moves the output by {moved:.3g}, less than {_FACTOR} times the allowed error "
-            f"{allowed.max_allowed:.3g} | case: {case}"
+            f"{parameter} changes the output by {moved:.3g}, less than {_FACTOR} times the allowed "
+            f"error {allowed.max_allowed:.3g} | case: {case}"
         )
     if wrong and compare(seen.out, expected_off.out, same_precision.out, case.torch_dtype).passed:
-        return f"{parameter} is ignored: the output is the one without it | case: {case}"
+        return f"{parameter} is ignored: the output equals the one without it | case: {case}"
     return f"{parameter}: {wrong}" if wrong else ""
 
 
 def _sensitivity(target: BackendUnderTest) -> Iterator[CheckCase]:
     for parameter, (with_it, without) in _PARAMETERS.items():
-        for phase, batch in _SEPARATE.items():
+        for phase, batch in _BATCHES.items():
             if target.quick and phase == "prefill" and parameter.endswith("per_head"):
                 continue
             case = target.case(batch=batch, **with_it)
             yield CheckCase(
                 f"{parameter}-{phase}",
-                lambda parameter=parameter, case=case, without=without: _check(  # type: ignore[misc]
-                    target, parameter, case, without
-                ),
+                partial(_check, target, parameter, case, without),
                 case,
             )
 
 
-CHECKS = (Check("F1", "every parameter changes the result, rightly", _sensitivity),)
+CHECKS = (Check("F1", "every parameter has the specified effect", _sensitivity),)

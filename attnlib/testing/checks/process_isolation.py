@@ -1,8 +1,8 @@
-"""H2, H3: a backend minds its process and its device.
+"""H2 and H3 (GPU): effects on the process and selection of the device.
 
-H2 (GPU): choosing the backend in a fresh process does not start CUDA, so workers can still be forked.
-H3 (GPU): tensors of two devices in one call raise an error that names them; with two GPUs, everything on the second
-one works while the first is current.
+H2: selecting the backend in a new process does not initialize CUDA, so that workers can be forked.
+H3: tensors on two devices in one call raise an error that names both devices. With two GPUs, the
+    backend computes on the second one while the first one is current.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -44,9 +45,7 @@ def _check_fresh_process(target: BackendUnderTest) -> str:
         check=False,
     )
     if done.returncode == 7:
-        return (
-            "loading the backend and asking what it supports starts CUDA; forked workers would fail"
-        )
+        return "loading the backend or querying its support initializes CUDA; forked workers fail"
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise NotRun(f"a fresh process cannot load {target.label!r} by that name: {last}")
@@ -67,7 +66,7 @@ def _check_mixed_devices(target: BackendUnderTest, case: Case) -> str:
             if "cpu" in str(error) and "cuda" in str(error)
             else f"the error does not name both devices: {error}"
         )
-    return "a cache on the CPU and a query on the GPU do not raise"
+    return "a CPU cache with a GPU query does not raise an error"
 
 
 def _check_second_gpu(target: BackendUnderTest, case: Case) -> str:
@@ -79,16 +78,16 @@ def _check_second_gpu(target: BackendUnderTest, case: Case) -> str:
 
 
 def _process(target: BackendUnderTest) -> Iterator[CheckCase]:
-    yield CheckCase("fresh-process", lambda: _check_fresh_process(target))
+    yield CheckCase("fresh-process", partial(_check_fresh_process, target))
 
 
 def _devices(target: BackendUnderTest) -> Iterator[CheckCase]:
     case = target.case(batch="mixed", needs_lse=False)
-    yield CheckCase("mixed-devices", lambda: _check_mixed_devices(target, case), case)
-    yield CheckCase("second-gpu", lambda: _check_second_gpu(target, case), case)
+    yield CheckCase("mixed-devices", partial(_check_mixed_devices, target, case), case)
+    yield CheckCase("second-gpu", partial(_check_second_gpu, target, case), case)
 
 
 CHECKS = (
-    Check("H2", "choosing a backend does not start CUDA", _process, needs_gpu=True),
-    Check("H3", "the right device, or an error that names both", _devices, needs_gpu=True),
+    Check("H2", "selecting a backend does not initialize CUDA", _process, needs_gpu=True),
+    Check("H3", "correct device, or an error that names both devices", _devices, needs_gpu=True),
 )

@@ -1,13 +1,14 @@
-"""R1: what a backend declares impossible must really be refused before a launch, and what it accepts must be buildable.
+"""R1: unsupported configurations raise an error before any launch; supported ones can be built.
 
-A refusal that is only printed, and then runs anyway, is the worst of both. Each field of the spec is set to something
-unusual; either the backend gives reasons, and then an explicit choice raises with the same reasons, or it gives none,
-and then the layer is made.
+Each case sets one field of the spec to an uncommon value. If the backend returns reasons, selecting
+it explicitly and building a layer must raise an error with the same reasons. Otherwise the layer
+must build.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from attnlib.device import DeviceInfo
 from attnlib.errors import UnsupportedConfigError
@@ -61,7 +62,7 @@ def _check(target: BackendUnderTest, case: Case) -> str:
     spec = case.spec
     reasons = target.backend.validate_configuration(spec, target.device)
     if any(not isinstance(reason, str) or not reason.strip() for reason in reasons):
-        return f"a refusal must say why, got {reasons!r} | case: {case}"
+        return f"an unsupported case must have reasons, got {reasons!r} | case: {case}"
     params = case.oracle_params(target.device)
 
     def make_layer() -> object:
@@ -78,21 +79,24 @@ def _check(target: BackendUnderTest, case: Case) -> str:
         make_layer()
         return ""
     for name, attempt in (
-        ("get_attn_backend", lambda: get_attn_backend(spec, target.backend, target.device)),
+        ("get_attn_backend", partial(get_attn_backend, spec, target.backend, target.device)),
         ("Attention", make_layer),
     ):
         try:
             attempt()
         except UnsupportedConfigError as error:
             if missing := [reason for reason in reasons if reason not in str(error)]:
-                return f"{name} refuses without the reason {missing[0]!r}: {error} | case: {case}"
+                return f"{name} raises without the reason {missing[0]!r}: {error} | case: {case}"
         else:
-            return f"{name} does not raise although the backend declares: {'; '.join(reasons)} | case: {case}"
+            return (
+                f"{name} does not raise, although the backend declares: {'; '.join(reasons)} "
+                f"| case: {case}"
+            )
     return ""
 
 
-def _foreign_device(target: BackendUnderTest) -> str:
-    """A device type that nobody declares must be refused by name."""
+def _check_unknown_device(target: BackendUnderTest) -> str:
+    """A device type that no backend declares must be unsupported; the reason names the type."""
     reasons = target.backend.validate_configuration(
         target.base_case.spec, DeviceInfo(type="abacus")
     )
@@ -103,11 +107,11 @@ def _foreign_device(target: BackendUnderTest) -> str:
     )
 
 
-def _refusals(target: BackendUnderTest) -> Iterator[CheckCase]:
+def _unsupported(target: BackendUnderTest) -> Iterator[CheckCase]:
     for name, changes in _UNUSUAL.items():
         case = target.case(**changes)
-        yield CheckCase(name, lambda case=case: _check(target, case))  # type: ignore[misc]
-    yield CheckCase("foreign-device", lambda: _foreign_device(target))
+        yield CheckCase(name, partial(_check, target, case))
+    yield CheckCase("unknown-device", partial(_check_unknown_device, target))
 
 
-CHECKS = (Check("R1", "refusals raise before a launch, with their reasons", _refusals),)
+CHECKS = (Check("R1", "unsupported configurations raise with their reasons", _unsupported),)

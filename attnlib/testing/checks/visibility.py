@@ -1,14 +1,16 @@
-"""W2: exactly which keys does each query see?
+"""W2: the exact set of keys that each query sees.
 
-All keys are zero, so every visible key weighs the same; the value of key k is one-hot at k. Then the output of a query
-is 1/n at the n keys that it sees and 0 elsewhere, and the visible set is read off without any tolerance. Values are
-shorter than sequences, so the sequence is uncovered in pieces of Dv keys.
+All keys are zero, so that all visible keys have the same weight. The value of key k is one-hot at
+k. The output of a query is then 1/n at the n visible keys and 0 elsewhere, which gives the visible
+set without a tolerance. Values have fewer elements than the sequence has keys, so the check runs
+once for every Dv keys.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -24,13 +26,17 @@ __all__ = ["CHECKS", "seen_keys"]
 
 
 def seen_keys(target: BackendUnderTest, case: Case) -> list[torch.Tensor]:
-    """Per request [query_len, seq_len] bool: the keys that the backend lets each query see, on every head."""
+    """Per request [query_len, seq_len] bool: the keys that each query sees in the backend's output.
+
+    Raises:
+        AssertionError: two heads of one query see different keys.
+    """
     batch, dims = case.batch_spec, case.dimensions
     longest = max(batch.max_seq_len, 1)
     per_head = []
     for first in range(0, longest, dims.head_size_v):
 
-        def uncover(inputs: StepInputs, first: int = first) -> None:
+        def set_one_hot_values(inputs: StepInputs, first: int = first) -> None:
             for request, seq_len in enumerate(batch.seq_lens):
                 slots = inputs.placement.slots(request, 0, seq_len, dims.block_size)
                 shape = (seq_len, dims.num_kv_heads)
@@ -46,12 +52,12 @@ def seen_keys(target: BackendUnderTest, case: Case) -> list[torch.Tensor]:
                 write_slots(inputs.cache.key, slots, keys, 1.0)
                 write_slots(inputs.cache.value, slots, values, 1.0)
 
-        step = case.materialize(target.device).rewrite(uncover)
+        step = case.materialize(target.device).modify_inputs(set_one_hot_values)
         per_head.append(run_materialized_case(target.backend, step).out > 0)
-    uncovered = torch.cat(per_head, dim=2)  # [T, Hq, >= longest]
+    visible = torch.cat(per_head, dim=2)  # [T, Hq, >= longest]
     rows, seen = 0, []
     for query_len, seq_len in zip(batch.query_lens, batch.seq_lens, strict=True):
-        heads = uncovered[rows : rows + query_len, :, :seq_len]
+        heads = visible[rows : rows + query_len, :, :seq_len]
         if not torch.equal(heads.any(dim=1), heads.all(dim=1)):
             raise AssertionError(f"heads of one query see different keys | case: {case}")
         seen.append(heads.any(dim=1))
@@ -59,7 +65,7 @@ def seen_keys(target: BackendUnderTest, case: Case) -> list[torch.Tensor]:
     return seen
 
 
-def _ranges(keys: list[int]) -> str:
+def _format_ranges(keys: list[int]) -> str:
     """[3, 4, 5, 9] -> "3-5, 9"."""
     text = "".join("x" if key in set(keys) else "." for key in range(max(keys, default=-1) + 1))
     spans = [(match.start(), match.end() - 1) for match in re.finditer("x+", text)]
@@ -75,12 +81,13 @@ def _compare(target: BackendUnderTest, case: Case) -> str:
         positions = seq_len - query_len + torch.arange(query_len)
         expected = visible_keys(positions, seq_len, params.of_request(request, slice(0, 0)))
         for i in range(query_len):
-            got = torch.nonzero(seen[request][i].cpu()).flatten().tolist()
-            want = torch.nonzero(expected[i]).flatten().tolist()
-            if got != want:
+            actual = torch.nonzero(seen[request][i].cpu()).flatten().tolist()
+            expected_keys = torch.nonzero(expected[i]).flatten().tolist()
+            if actual != expected_keys:
                 return (
-                    f"the query at position {int(positions[i])} of request {request} (seq_len {seq_len}, query_len "
-                    f"{query_len}) sees keys {_ranges(got)}; it must see {_ranges(want)} | case: {case}"
+                    f"the query at position {int(positions[i])} of request {request} (seq_len "
+                    f"{seq_len}, query_len {query_len}) sees keys {_format_ranges(actual)}; "
+                    f"expected {_format_ranges(expected_keys)} | case: {case}"
                 )
     return ""
 
@@ -116,7 +123,7 @@ def _mask_cases(target: BackendUnderTest) -> Iterator[tuple[str, Case]]:
 def _visibility(target: BackendUnderTest) -> Iterator[CheckCase]:
     for name, case in (*_mask_cases(target), *_window_cases(target)):
         case = case.replace(needs_lse=False)
-        yield CheckCase(name, lambda case=case: _compare(target, case), case)  # type: ignore[misc]
+        yield CheckCase(name, partial(_compare, target, case), case)
 
 
 CHECKS = (Check("W2", "which keys each query sees", _visibility),)
