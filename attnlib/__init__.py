@@ -1,13 +1,12 @@
-"""attnlib: the attention layer of an LLM inference engine, as a library.
+"""attnlib: attention backends for LLM inference over a paged KV cache.
 
-Three walks lead through it, each forward only:
+    setup, once        AttentionSpec -> get_attn_backend or explain -> a backend class
+                       PagedKVCache.allocate
+    step, per batch    CommonAttentionMetadata -> the backend's builder -> metadata
+    layer, per layer   Attention(q, k, v, cache, metadata) -> output and, on request, the LSE
 
-    SETUP  once        AttentionSpec -> get_attn_backend / explain -> backend; PagedKVCache.allocate
-    STEP   per batch   lengths -> block table -> slots -> CommonAttentionMetadata -> the backend's builder.build -> its metadata
-    LAYER  per layer   Attention(q, k, v, cache, metadata) -> write_kv -> forward -> a kernel -> out (and LSE)
-
-Every public name below is imported when it is first used: `import attnlib` costs next to nothing, loads neither triton nor any kernel package, and
-starts no CUDA.
+Public names are imported on first use: `import attnlib` imports neither triton nor any kernel
+package and does not initialize CUDA.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_HOME = {
+_PUBLIC = {
     "Attention": "attnlib.layer",
     "AttentionBackend": "attnlib.backends.base",
     "AttentionImpl": "attnlib.backends.base",
@@ -35,33 +34,40 @@ _HOME = {
     "MaskKind": "attnlib.spec",
     "PagedKVCache": "attnlib.cache.storage",
     "Sizes": "attnlib.capabilities",
-    "Window": "attnlib.spec",
-    "compute_slot_mapping": "attnlib.cache.slots",
     "explain": "attnlib.selection",
     "get_attn_backend": "attnlib.selection",
-    "get_kv_cache_layout": "attnlib.cache.layout",
     "list_backends": "attnlib.selection",
     "register_backend": "attnlib.selection",
-    "set_kv_cache_layout": "attnlib.cache.layout",
-    "shadow": "attnlib.debug.shadow",
-    "unregister_backend": "attnlib.selection",
+    "select_for_groups": "attnlib.selection",
     "use_backend": "attnlib.selection",
 }
+_MODULES = ("errors", "warmup")
+"""Public modules; `warmup` is also a function: the module can be called."""
 
-__all__ = [*sorted(_HOME), "__version__", "errors"]
+_OTHER = {
+    "Window": "attnlib.spec",
+    "compute_slot_mapping": "attnlib.cache.slots",
+    "get_kv_cache_layout": "attnlib.compat",
+    "set_kv_cache_layout": "attnlib.compat",
+    "shadow": "attnlib.debug.shadow",
+    "unregister_backend": "attnlib.selection",
+}
+"""Names that stay available here; new code imports them from their modules."""
+
+__all__ = [*sorted([*_PUBLIC, *_MODULES]), "__version__"]
 
 if TYPE_CHECKING:
     from attnlib import errors as errors
     from attnlib.backends.base import AttentionBackend as AttentionBackend
     from attnlib.backends.base import AttentionImpl as AttentionImpl
     from attnlib.cache.allocator import BlockAllocator as BlockAllocator
-    from attnlib.cache.layout import get_kv_cache_layout as get_kv_cache_layout
-    from attnlib.cache.layout import set_kv_cache_layout as set_kv_cache_layout
     from attnlib.cache.slots import compute_slot_mapping as compute_slot_mapping
     from attnlib.cache.storage import PagedKVCache as PagedKVCache
     from attnlib.cache.table import BlockTable as BlockTable
     from attnlib.capabilities import Capabilities as Capabilities
     from attnlib.capabilities import Sizes as Sizes
+    from attnlib.compat import get_kv_cache_layout as get_kv_cache_layout
+    from attnlib.compat import set_kv_cache_layout as set_kv_cache_layout
     from attnlib.debug.shadow import shadow as shadow
     from attnlib.layer import Attention as Attention
     from attnlib.metadata.base import AttentionMetadata as AttentionMetadata
@@ -72,6 +78,7 @@ if TYPE_CHECKING:
     from attnlib.selection import get_attn_backend as get_attn_backend
     from attnlib.selection import list_backends as list_backends
     from attnlib.selection import register_backend as register_backend
+    from attnlib.selection import select_for_groups as select_for_groups
     from attnlib.selection import unregister_backend as unregister_backend
     from attnlib.selection import use_backend as use_backend
     from attnlib.spec import AttentionSpec as AttentionSpec
@@ -79,18 +86,20 @@ if TYPE_CHECKING:
     from attnlib.spec import CudaGraphSupport as CudaGraphSupport
     from attnlib.spec import MaskKind as MaskKind
     from attnlib.spec import Window as Window
+    from attnlib.warmup import warmup as warmup
     from attnlib.workspace import BatchLimits as BatchLimits
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return import_module("attnlib.errors")
-    if name not in _HOME:
+    if name in _MODULES:
+        return import_module(f"attnlib.{name}")
+    module = _PUBLIC.get(name) or _OTHER.get(name)
+    if module is None:
         raise AttributeError(
             f"module 'attnlib' has no attribute {name!r}; its public names are {', '.join(__all__)}"
         )
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value  # found once; the next look-up does not come here
+    value = getattr(import_module(module), name)
+    globals()[name] = value  # later look-ups do not call this function
     return value
 
 

@@ -1,7 +1,8 @@
 """Every environment variable that attnlib reads, in one table.
 
-Variables are read when they are needed, never at import, so a test or a notebook can change them at any time. A value that does not parse
-raises: a setting that is silently ignored is worse than none. `docs/environment.md` is generated from this table.
+Variables are read when they are needed, never at import, so that tests and notebooks can change
+them at any time. An empty value means the default. A value that does not parse raises: ignoring a
+setting silently would be worse. `docs/environment.md` is generated from this table.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class EnvironmentVariable:
-    """One variable: its name, its default as text, what values it takes and what it does."""
+    """One variable.
+
+    Attributes:
+        name: the variable.
+        default: its default value as text.
+        values: the values it takes, in Markdown.
+        purpose: what it does, in Markdown.
+        parse: text -> value; raises ValueError.
+    """
 
     name: str
     default: str
@@ -40,10 +49,10 @@ def _text(value: str) -> str:
 
 def _one_of(*choices: str) -> Callable[[str], str]:
     def parse(value: str) -> str:
-        word = value.strip().upper()
-        if word and word not in choices:
+        name = value.strip().upper()
+        if name and name not in choices:
             raise ValueError(f"expected one of {', '.join(choices)}")
-        return word
+        return name
 
     return parse
 
@@ -69,44 +78,47 @@ ENVIRONMENT: Mapping[str, EnvironmentVariable] = {
             "ATTNLIB_BACKEND",
             "auto",
             "a name, `prefill:NAME,decode:NAME`, `-NAME[,-NAME]`, or `auto`",
-            "Chooses the attention backend. A name insists and never falls back; a leading `-` removes a candidate from auto.",
+            "Selects the attention backend. A name is never replaced by another backend; a "
+            "leading `-` excludes a backend from auto.",
             _text,
         ),
         EnvironmentVariable(
             "ATTNLIB_KV_CACHE_LAYOUT",
             "",
             ", ".join(f"`{name}`" for name in _LAYOUTS),
-            "Overrides the order in memory of every cache allocated without an explicit layout.",
+            "Memory layout of every cache that is allocated without an explicit layout.",
             _one_of(*_LAYOUTS),
         ),
         EnvironmentVariable(
             "ATTNLIB_VALIDATE",
             "0",
             "`0`, `1`, `2`",
-            "1 checks every step against the P- and M-rules and names the offender (it copies metadata to the host: not for production). "
-            "2 also reruns each call on the torch backend and writes a replayable case when they differ.",
+            "1 checks every step against the P- and M-rules and names the violation (it copies "
+            "metadata to the host: not for production). 2 also runs each call on the torch backend "
+            "and writes a case for `attnlib replay` if the results differ.",
             _level,
         ),
         EnvironmentVariable(
             "ATTNLIB_DUMP_DIR",
             "attnlib-cases",
-            "a folder",
-            "Where ATTNLIB_VALIDATE=2 and `attnlib.shadow` write replayable cases.",
+            "a directory",
+            "Where ATTNLIB_VALIDATE=2 and `attnlib.debug.shadow` write cases for `attnlib replay`.",
             _text,
         ),
         EnvironmentVariable(
             "ATTNLIB_PLUGINS",
             "1",
             "`0`, `1`",
-            "0 ignores backends offered by installed packages through the entry-point group `attnlib.backends`.",
+            "0 ignores backends of installed packages (entry-point group `attnlib.backends`).",
             _switch,
         ),
         EnvironmentVariable(
             "ATTNLIB_TUNING",
             "",
             "a file, or `off`",
-            "The tuning table that auto and the triton backend's tiles follow, as `attnlib tune` writes it; not set, it is "
-            "`~/.cache/attnlib/tuning/CHIP.json` where that exists. `off` ignores all tuning tables.",
+            "The tuning table, written by `attnlib tune`, that auto and the tiles of the triton "
+            "backend follow. Default: `~/.cache/attnlib/tuning/CHIP.json` if it exists. `off` "
+            "ignores all tuning tables.",
             _text,
         ),
     )
@@ -117,40 +129,42 @@ FOREIGN_VARIABLES: tuple[str, ...] = (
     "SGLANG_ATTENTION_BACKEND",
     "VLLM_KV_CACHE_LAYOUT",
 )
-"""Variables of other systems that users set and expect to be read; attnlib reads none of them and says so once."""
+"""Variables of other systems that attnlib does not read; it warns once if one is set."""
 
 _warned: set[str] = set()
 _parsed: dict[tuple[str, Any], Any] = {}
-"""What a variable's text, as the environment keeps it, was read as."""
+"""(variable, its text in the environment) -> parsed value."""
 
 
 def read(name: str) -> Any:
-    """The parsed value of one of attnlib's own variables.
+    """The parsed value of one of the variables above.
 
     Raises:
-        EnvironmentVariableError: the value does not parse; the message names the variable, the value and what it takes.
+        EnvironmentVariableError: the value does not parse; the message lists the values that do.
     """
-    seen = (name, _kept(name))
+    key = (name, _raw(name))
     try:
-        return _parsed[seen]
+        return _parsed[key]
     except KeyError:
-        value = _parsed[seen] = _parse(ENVIRONMENT[name])
+        value = _parsed[key] = _parse(ENVIRONMENT[name])
         return value
 
 
-def _kept(name: str) -> object:
-    """The variable as `os.environ` keeps it: asking that for one that is not set raises and catches, and layers ask at every call."""
-    kept = getattr(os.environ, "_data", None)
-    return os.environ.get(name) if kept is None else kept.get(_KEYS[name])
+def _raw(name: str) -> object:
+    """The text as `os.environ` stores it; `os.environ.get` is slow for unset variables, and layers
+    read variables in each call."""
+    stored = getattr(os.environ, "_data", None)
+    return os.environ.get(name) if stored is None else stored.get(_KEYS[name])
 
 
 def _parse(variable: EnvironmentVariable) -> Any:
-    raw = os.environ.get(variable.name, variable.default)
+    text = os.environ.get(variable.name, "").strip() or variable.default
     try:
-        return variable.parse(raw)
+        return variable.parse(text)
     except ValueError as error:
         raise EnvironmentVariableError(
-            f"{variable.name}={raw!r} is not understood: {error}. Unset it or set one of: {variable.values}."
+            f"{variable.name}={text!r} is not valid: {error}. Unset it or set one of: "
+            f"{variable.values}."
         ) from None
 
 
@@ -163,12 +177,13 @@ _KEYS: Mapping[str, object] = {name: _encoded(name) for name in ENVIRONMENT}
 
 
 def warn_about_foreign_variables() -> None:
-    """Warn once for each variable of another system that is set here and read by nobody."""
+    """Warn once for each variable in `FOREIGN_VARIABLES` that is set."""
     for name in FOREIGN_VARIABLES:
         if name in os.environ and name not in _warned:
             _warned.add(name)
             ours = "ATTNLIB_KV_CACHE_LAYOUT" if "LAYOUT" in name else "ATTNLIB_BACKEND"
             warnings.warn(
-                f"{name}={os.environ[name]!r} is set, but attnlib does not read it; it reads {ours}.",
+                f"{name}={os.environ[name]!r} is set, but attnlib does not read it; it reads "
+                f"{ours}.",
                 stacklevel=3,
             )

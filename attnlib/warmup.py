@@ -9,10 +9,12 @@ is -1.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -209,3 +211,12 @@ def _warm_helpers(spec: AttentionSpec, device: torch.device) -> None:
         lse = torch.zeros(1, spec.num_heads, dtype=torch.float32, device=device)
         for merged in (None, torch.empty_like(lse)):
             merge(out, lse, out, lse, torch.empty_like(out), merged)
+
+
+class _CallableModule(ModuleType):
+    """Lets users call `attnlib.warmup(...)`: Python binds that name to this module on import."""
+
+    __call__ = staticmethod(warmup)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -1,4 +1,4 @@
-"""Variables are read late, parsed strictly, and all in one table."""
+"""Environment variables: read on use, parsed strictly, listed in one table."""
 
 import os
 import re
@@ -18,9 +18,7 @@ def test_a_value_that_does_not_parse_raises(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(
-        EnvironmentVariableError, match=f"{name}='{value}' is not understood: expected"
-    ):
+    with pytest.raises(EnvironmentVariableError, match=f"{name}='{value}' is not valid: expected"):
         env.read(name)
 
 
@@ -35,7 +33,7 @@ def test_defaults_parse(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_variable_may_change_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was parsed is remembered by its text, so a change is seen at the next call, a wrong one every time."""
+    """Parsed values are cached by text: a change applies at the next call, an error repeats."""
     monkeypatch.delenv("ATTNLIB_VALIDATE", raising=False)
     for value, level in (("1", 1), ("2", 2), ("1", 1), ("0", 0)):
         monkeypatch.setenv("ATTNLIB_VALIDATE", value)
@@ -48,12 +46,14 @@ def test_a_variable_may_change_at_any_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert env.read("ATTNLIB_VALIDATE") == 2
     monkeypatch.delenv("ATTNLIB_VALIDATE")
     assert env.read("ATTNLIB_VALIDATE") == 0
-    monkeypatch.setattr(os, "environ", {"ATTNLIB_VALIDATE": "1"})  # as whoever mocks it does
+    monkeypatch.setattr(
+        os, "environ", {"ATTNLIB_VALIDATE": "1"}
+    )  # replaced by a plain dict, as some tests do
     assert env.read("ATTNLIB_VALIDATE") == 1 and env.read("ATTNLIB_BACKEND") == "auto"
 
 
-def test_the_environment_is_read_in_one_place() -> None:
-    """Every ATTNLIB_ name in the sources is in the table; only selection's cache key looks at one raw."""
+def test_every_variable_in_the_sources_is_in_the_table() -> None:
+    """Every ATTNLIB_ name in the sources is in the table."""
     package = Path(env.__file__).parent
     named = {
         name
@@ -61,3 +61,12 @@ def test_the_environment_is_read_in_one_place() -> None:
         for name in re.findall(r"\bATTNLIB_[A-Z_]+\b", path.read_text())
     }
     assert named <= set(env.ENVIRONMENT), named - set(env.ENVIRONMENT)
+
+
+@pytest.mark.parametrize("value", ["", "  "])
+def test_an_empty_value_means_the_default(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D24: `ATTNLIB_VALIDATE=` in a shell switches validation off."""
+    for name in env.ENVIRONMENT:
+        monkeypatch.setenv(name, value)
+    assert env.read("ATTNLIB_VALIDATE") == 0 and env.read("ATTNLIB_PLUGINS") is True
+    assert env.read("ATTNLIB_BACKEND") == "auto" and env.read("ATTNLIB_TUNING") == ""

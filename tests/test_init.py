@@ -1,0 +1,82 @@
+"""The public names of the package."""
+
+import subprocess
+import sys
+
+import pytest
+
+import attnlib
+
+PUBLIC = """
+Attention AttentionBackend AttentionImpl AttentionMetadata AttentionMetadataBuilder AttentionSpec
+AttentionState AttentionType BatchLimits BlockAllocator BlockTable Capabilities
+CommonAttentionMetadata CudaGraphSupport MaskKind PagedKVCache Sizes errors explain
+get_attn_backend list_backends register_backend select_for_groups use_backend warmup
+""".split()
+OTHER = """
+Window compute_slot_mapping get_kv_cache_layout set_kv_cache_layout shadow unregister_backend
+""".split()
+
+
+def test_there_are_at_most_25_public_names() -> None:
+    assert sorted(attnlib.__all__) == sorted([*PUBLIC, "__version__"])
+    assert len(PUBLIC) <= 25
+
+
+@pytest.mark.parametrize("name", [*PUBLIC, *OTHER])
+def test_every_name_is_available(name: str) -> None:
+    assert getattr(attnlib, name) is not None
+
+
+def test_names_outside_the_list_come_from_their_modules() -> None:
+    from attnlib import compat
+    from attnlib.debug.shadow import shadow
+
+    assert attnlib.get_kv_cache_layout is compat.get_kv_cache_layout
+    assert attnlib.set_kv_cache_layout is compat.set_kv_cache_layout
+    assert attnlib.shadow is shadow
+    assert attnlib.errors.AttnlibError.__module__ == "attnlib.errors"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import attnlib",
+        "import attnlib, attnlib.warmup",
+        "from attnlib.warmup import warmup; import attnlib",
+        "from attnlib import warmup; import attnlib",
+    ],
+)
+def test_warmup_can_be_called_however_it_is_imported(statement: str) -> None:
+    """The function and its module have one name."""
+    program = f"""{statement}
+from attnlib.warmup import WarmupReport, warmup
+try:
+    attnlib.warmup()
+except TypeError as error:
+    print(error)
+assert attnlib.warmup.WarmupReport is WarmupReport
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("warmup() missing")
+
+
+def test_an_unknown_name_is_an_attribute_error_that_lists_the_public_names() -> None:
+    with pytest.raises(AttributeError, match="AttentionSpec"):
+        attnlib.Atention  # noqa: B018  # the attribute access is the test
+
+
+def test_methods_for_vllm_exist() -> None:
+    """The methods that engines written for vLLM call."""
+    for cls, methods in {
+        attnlib.AttentionBackend: "copy_blocks full_cls_name get_builder_cls get_impl_cls get_kv_cache_shape get_kv_cache_stride_order "
+        "get_metadata_cls get_state_cls make_metadata swap_blocks get_name validate_configuration",
+        attnlib.AttentionMetadata: "asdict_zerocopy decode_metadata prefill_metadata",
+        attnlib.AttentionMetadataBuilder: "build build_for_cudagraph_capture can_run_in_cudagraph use_cascade_attention reorder_batch "
+        "update_block_table",
+        attnlib.AttentionState: "begin_forward get_graph_input_buffers graph_capture_get_metadata_for_batch graph_clone",
+        attnlib.Attention: "calc_kv_scales extra_repr forward get_attn_backend process_weights_after_loading from_arguments",
+    }.items():
+        for method in methods.split():
+            assert hasattr(cls, method), f"{cls.__name__}.{method}"
