@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 from typing import Any, ClassVar
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 import attnlib
+from attnlib.backends import composite
 from attnlib.backends.composite import make_composite
+from attnlib.backends.loading import configured
 from attnlib.backends.torch import TorchBackend
 from attnlib.backends.torch.impl import TorchImpl
 from attnlib.backends.torch.metadata import TorchMetadataBuilder
@@ -272,3 +275,13 @@ def test_the_exam_sees_a_half_that_cannot_replay() -> None:
     pair = make_composite(_half("p", threshold=8), _half("d", threshold=8))
     report = run_conformance(pair, device="cpu", quick=True, only="G1", against=[])
     assert not report.passed and "replay 0 of a step captured" in str(report)
+
+
+def test_composites_that_nobody_uses_are_freed() -> None:
+    """D27: pairs of configured classes do not stay in memory."""
+    gc.collect()
+    before = len(composite._composites)
+    for index in range(50):
+        make_composite(configured(TorchBackend, {"index": index}), TorchBackend)
+    gc.collect()
+    assert len(composite._composites) <= before + 1

@@ -273,7 +273,8 @@ def test_explain_and_selection_agree_about_pairs() -> None:
     encoder = SPEC.replace(attn_type="encoder_only")
     assert attnlib.explain(encoder, "cpu", "prefill:other,decode:torch").chosen is None
     with pytest.raises(
-        UnsupportedConfigError, match="attn_type=encoder_only has no decode phase: name one backend"
+        UnsupportedConfigError,
+        match="attn_type=encoder_only has no decode phase: choose a single backend",
     ):
         _chosen(spec=encoder, backend="prefill:other,decode:torch")
     assert (

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copyreg
 from abc import ABCMeta
 from dataclasses import fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
+from weakref import WeakValueDictionary
 
 from attnlib.backends.base import AttentionBackend, AttentionImpl
 from attnlib.backends.composite.impl import CompositeImpl
@@ -82,7 +83,8 @@ class _CompositeMeta(ABCMeta):
     """Metaclass of composites, which are created at run time and pickled by their children."""
 
 
-_composites: dict[tuple[Backend, Backend], Backend] = {}
+# Weak values: a composite of configured classes is freed when nobody uses it.
+_composites: WeakValueDictionary[tuple[Backend, Backend], Backend] = WeakValueDictionary()
 
 
 def make_composite(prefill: Backend, decode: Backend) -> Backend:
@@ -95,7 +97,8 @@ def make_composite(prefill: Backend, decode: Backend) -> Backend:
     """
     if prefill is decode:
         return prefill
-    if (prefill, decode) not in _composites:
+    found = _composites.get((prefill, decode))
+    if found is None:
         capabilities = _common(prefill, decode)
         children = {"prefill_backend": prefill, "decode_backend": decode, "__module__": __name__}
         builder = {**children, "cudagraph_support": capabilities.cudagraph}
@@ -106,8 +109,9 @@ def make_composite(prefill: Backend, decode: Backend) -> Backend:
             "builder_cls": type("CompositeMetadataBuilder", (CompositeMetadataBuilder,), builder),
             "impl_cls": type("CompositeImpl", (CompositeImpl,), children),
         }
-        _composites[prefill, decode] = _CompositeMeta("CompositeBackend", (CompositeBackend,), body)  # type: ignore[assignment]  # a class
-    return _composites[prefill, decode]
+        found = cast(Backend, _CompositeMeta("CompositeBackend", (CompositeBackend,), body))
+        _composites[prefill, decode] = found
+    return found
 
 
 def _reduce(cls: Any) -> tuple[Any, ...]:
