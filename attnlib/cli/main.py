@@ -50,10 +50,11 @@ COMMANDS: dict[str, _Command] = {
         "run a recorded call on a backend, and shrink it while it fails",
     ),
     "bench": _Command(
-        "attnlib.bench.command:main", "backends side by side: right, then how fast, in the same run"
+        "attnlib.bench.command:main", "compare backends: check their outputs, then time them"
     ),
     "tune": _Command(
-        "attnlib.cli.tune:main", "measure tiles and backends on this chip, for auto to follow"
+        "attnlib.cli.tune:main",
+        "measure backends and their parameters on this chip for automatic selection",
     ),
 }
 

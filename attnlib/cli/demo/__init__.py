@@ -1,4 +1,12 @@
-"""`attnlib demo`: serve a batch of prompts by continuous batching over the paged cache, and check every token against eager attention."""
+"""`attnlib demo`: serve prompts by continuous batching on the paged cache, and check every token.
+
+model       the default model and the prompts
+scheduler   continuous batching: chunked prefill, prefix reuse, preemption
+serve       the loop: schedule, build, run, sample
+result      comparison with the model's own eager attention
+view        output as text and as JSON
+main        options and exit status
+"""
 
 from attnlib.cli.demo.main import main
 

@@ -1,4 +1,4 @@
-"""The command itself: options, the three walks, the exit status."""
+"""The command `attnlib demo`: options, the run, and the exit status."""
 
 from __future__ import annotations
 
@@ -21,13 +21,18 @@ from attnlib.errors import ContractError
 from attnlib.selection import explain
 
 if TYPE_CHECKING:
-    from attnlib.cli.demo.model import Subject
+    from attnlib.cli.demo.model import DemoModel
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; 0 when every token and logit is what the model's own eager attention says, 1 when not, 2 when it cannot run."""
+    """Run the demo.
+
+    Returns:
+        0 if tokens and logits agree with the model's own eager attention, 1 if not, 2 if the demo
+        cannot run.
+    """
     options = _parser().parse_args(argv)
     if importlib.util.find_spec("transformers") is None:
         print(
@@ -36,28 +41,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     device = _device(options.device)
-    _interpret_if_asked(options.backend or env.read("ATTNLIB_BACKEND"), device)
+    _interpret_if_requested(options.backend or env.read("ATTNLIB_BACKEND"), device)
     return _demo(options, device)
 
 
 def _demo(options: argparse.Namespace, device: torch.device) -> int:
-    # Imported here: a run that interprets Triton has to say so before anything imports it.
+    # Imported here, because TRITON_INTERPRET must be set before triton is imported.
     from attnlib.cli.demo.model import prompts
-    from attnlib.cli.demo.result import judge
+    from attnlib.cli.demo.result import check_tokens
     from attnlib.cli.demo.scheduler import Request, Scheduler
     from attnlib.cli.demo.serve import serve, warm_up
-    from attnlib.cli.demo.view import Progress, as_json, figures, show
+    from attnlib.cli.demo.view import Progress, as_json, show, statistics
     from attnlib.integrations.transformers.paged_model import PagedModel
 
-    subject = _subject(options, device)
+    demo_model = _load_model(options, device)
     count = options.requests or (3 if options.tiny else 12)
     new_tokens = options.max_new_tokens or (4 if options.tiny else 24)
     requests = [
-        Request(index, subject.encode(text), new_tokens)
+        Request(index, demo_model.encode(text), new_tokens)
         for index, text in enumerate(prompts(count, tiny=options.tiny))
     ]
     paged = PagedModel(
-        subject.model,
+        demo_model.model,
         num_blocks=options.num_blocks,
         block_size=options.block_size,
         backend=options.backend,
@@ -68,54 +73,56 @@ def _demo(options: argparse.Namespace, device: torch.device) -> int:
     )
     if not options.json:
         print(
-            f"{subject.name}, {str(next(subject.model.parameters()).dtype).removeprefix('torch.')} on {device}\n"
+            f"{demo_model.name}, "
+            f"{str(next(demo_model.model.parameters()).dtype).removeprefix('torch.')} on {device}\n"
         )
-        print(_selection(subject, options, device), end="\n\n")
+        print(_selection(demo_model, options, device), end="\n\n")
     warmed = warm_up(paged, scheduler, requests) if device.type != "cpu" else 0.0
     served = serve(paged, scheduler, requests, None if options.json else Progress(requests))
-    numbers, verdict = (
-        {**figures(paged, requests, served), "warmup_seconds": warmed},
-        judge(subject.model, requests, served.logits),
+    numbers, result = (
+        {**statistics(paged, requests, served), "warmup_seconds": warmed},
+        check_tokens(demo_model.model, requests, served.logits),
     )
     if options.json:
-        print(json.dumps(as_json(subject, requests, numbers, verdict), indent=2))
+        print(json.dumps(as_json(demo_model, requests, numbers, result), indent=2))
     else:
-        show(subject, requests, numbers, verdict)
-    return 0 if verdict.passed else 1
+        show(demo_model, requests, numbers, result)
+    return 0 if result.passed else 1
 
 
-def _device(wish: str | None) -> torch.device:
-    """The device asked for, or a GPU where there is one, or the CPU.
+def _device(name: str | None) -> torch.device:
+    """The requested device; by default a GPU if there is one, else the CPU.
 
     Raises:
-        ContractError: torch knows no such device, or it is not here.
+        ContractError: the device is unknown or not available.
     """
-    device = resolve_device(wish)
+    device = resolve_device(name)
     if device.is_hypothetical or (device.type == "cuda" and not torch.cuda.is_available()):
         raise ContractError(
-            f"--device {wish}: no such device is here (torch {torch.__version__}); use --device cpu"
+            f"--device {name}: the device is not available (torch {torch.__version__}); use "
+            "--device cpu"
         )
-    return torch.device(wish or device.type)
+    return torch.device(name or device.type)
 
 
-def _subject(options: argparse.Namespace, device: torch.device) -> Subject:
-    from attnlib.cli.demo.model import embedded, named
+def _load_model(options: argparse.Namespace, device: torch.device) -> DemoModel:
+    from attnlib.cli.demo.model import pretrained_model, seeded_model
 
     dtype = getattr(
         torch, options.dtype or ("float32" if device.type == "cpu" else "bfloat16"), None
     )
     if not isinstance(dtype, torch.dtype):
         raise ContractError(
-            f"--dtype {options.dtype} is no torch dtype; use float32, bfloat16 or float16"
+            f"--dtype {options.dtype} is not a torch dtype; use float32, bfloat16 or float16"
         )
     if options.model:
-        return named(options.model, device, dtype)
-    return embedded(device, dtype, options.seed, tiny=options.tiny)
+        return pretrained_model(options.model, device, dtype)
+    return seeded_model(device, dtype, options.seed, tiny=options.tiny)
 
 
-def _selection(subject: Subject, options: argparse.Namespace, device: torch.device) -> str:
-    """A table for each kind of layer that the model's config names; the layers themselves ask again when they are first called."""
-    model = subject.model
+def _selection(demo_model: DemoModel, options: argparse.Namespace, device: torch.device) -> str:
+    """The selection for each kind of layer in the config of the model, as text."""
+    model = demo_model.model
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         specs = specs_from_config(
@@ -127,17 +134,18 @@ def _selection(subject: Subject, options: argparse.Namespace, device: torch.devi
     )
 
 
-def _interpret_if_asked(wish: str, device: torch.device) -> None:
-    """Triton named on a machine without a GPU means its interpreter: switch it on, and say so, before anything imports triton."""
+def _interpret_if_requested(name: str, device: torch.device) -> None:
+    """Switch on Triton's interpreter if the triton backend is requested on a CPU."""
     if (
         device.type == "cpu"
-        and "triton" in wish.replace("-triton", "")
+        and "triton" in name.replace("-triton", "")
         and "TRITON_INTERPRET" not in os.environ
         and "triton" not in sys.modules
     ):
         os.environ["TRITON_INTERPRET"] = "1"
         print(
-            "no GPU here: Triton's kernels run in its interpreter (TRITON_INTERPRET=1), which is slow; --tiny keeps it short",
+            "no GPU: Triton kernels run in the interpreter (TRITON_INTERPRET=1), which is slow; "
+            "--tiny shortens the run",
             file=sys.stderr,
         )
 
@@ -153,18 +161,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="attnlib demo", description=__doc__)
     parser.add_argument(
         "--model",
-        help="folder or name of a causal language model (default: a small decoder with seeded weights)",
+        help="folder or name of a causal language model (default: a small decoder with seeded "
+        "weights)",
     )
     parser.add_argument("--backend", help="as ATTNLIB_BACKEND")
-    parser.add_argument("--device", help="default: a GPU where there is one, else the CPU")
+    parser.add_argument("--device", help="default: a GPU if there is one, else the CPU")
     parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument(
-        "--requests", type=_count, help="how many prompts (default 12; 3 with --tiny)"
+        "--requests", type=_count, help="number of prompts (default 12; 3 with --tiny)"
     )
     parser.add_argument(
         "--max-new-tokens",
         type=_count,
-        help="tokens to generate for each (default 24; 4 with --tiny)",
+        help="tokens to generate for each prompt (default 24; 4 with --tiny)",
     )
     parser.add_argument(
         "--block-size", type=_count, default=16, help="tokens in one cache block (default 16)"
@@ -173,12 +182,19 @@ def _parser() -> argparse.ArgumentParser:
         "--num-blocks", type=_count, default=256, help="blocks in the cache (default 256)"
     )
     parser.add_argument(
-        "--token-budget", type=_count, help="most tokens in one step (default 128; 48 with --tiny)"
+        "--token-budget",
+        type=_count,
+        help="maximum number of tokens in one step (default 128; 48 with --tiny)",
     )
     parser.add_argument(
-        "--max-num-reqs", type=_count, default=64, help="most requests in one step (default 64)"
+        "--max-num-reqs",
+        type=_count,
+        default=64,
+        help="maximum number of requests in one step (default 64)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the default model's weights")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the weights of the default model"
+    )
     parser.add_argument(
         "--tiny", action="store_true", help="a very small model and three short prompts"
     )

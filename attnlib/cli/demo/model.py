@@ -1,4 +1,7 @@
-"""What the demo serves when no model is named: a small decoder with seeded weights, made on the spot, and prompts of bytes. Nothing is downloaded."""
+"""The models and prompts of the demo.
+
+The default model is a small decoder with seeded weights; nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 
 from attnlib.errors import ContractError
 
-__all__ = ["Subject", "embedded", "named", "prompts"]
+__all__ = ["DemoModel", "seeded_model", "pretrained_model", "prompts"]
 
 _PREFIX = (
     "You are a patient assistant who answers in one short sentence and never invents a figure. "
@@ -18,23 +21,27 @@ _PREFIX = (
 _QUESTIONS = (
     "Why is the sky blue?",
     "Name three uses of a paged cache.",
-    "How many keys does a window of four show to the tenth query, and which are they, counted from zero?",
+    "How many keys does a window of four show to the tenth query, and which are they, counted from "
+    "zero?",
     "What is a block table?",
-    "Tell me a story about a scheduler that never let a running request wait for a prompt, and what happened when memory was short.",
+    "Tell me a story about a scheduler that never let a running request wait for a prompt, and "
+    "what happened when memory was short.",
     "Hello!",
     "Translate 'attention' into any language you like.",
-    "List the first eight prime numbers, then their sum, then the sum of their squares, each on a line of its own.",
+    "List the first eight prime numbers, then their sum, then the sum of their squares, each on a "
+    "line of its own.",
 )
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A model and its words.
+class DemoModel:
+    """A model and its tokenizer.
 
     Attributes:
-        name: for the report.
+        name: name for the output.
         model: a causal language model of transformers, in eval mode.
-        encode, decode: text to token ids and back.
+        encode: text to token ids.
+        decode: token ids to text.
     """
 
     name: str
@@ -43,8 +50,11 @@ class Subject:
     decode: Callable[[list[int]], str]
 
 
-def embedded(device: torch.device, dtype: torch.dtype, seed: int, *, tiny: bool) -> Subject:
-    """A Llama-shaped decoder with seeded random weights over bytes: what it says is noise, and the same noise every time."""
+def seeded_model(device: torch.device, dtype: torch.dtype, seed: int, *, tiny: bool) -> DemoModel:
+    """A Llama decoder over bytes with seeded random weights.
+
+    Its output is the same noise in every run.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     layers, hidden, heads, kv_heads = (2, 64, 4, 2) if tiny else (4, 256, 8, 2)
@@ -57,22 +67,23 @@ def embedded(device: torch.device, dtype: torch.dtype, seed: int, *, tiny: bool)
         num_key_value_heads=kv_heads,
         max_position_embeddings=4096,
         attn_implementation="eager",
-        initializer_range=0.08,  # the default 0.02 leaves logits so flat that many tokens tie
+        initializer_range=0.08,  # the default of 0.02 gives logits so flat that many tokens tie
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config).eval().to(device=device, dtype=dtype)
-    name = f"embedded decoder, {layers} layers, {heads}/{kv_heads} heads of {hidden // heads}, seed {seed}"
-    return Subject(
+    name = f"embedded decoder, {layers} layers, {heads}/{kv_heads} heads of {hidden // heads}, "
+    f"seed {seed}"
+    return DemoModel(
         name, model, lambda text: list(text.encode()), lambda ids: bytes(ids).decode("latin-1")
     )
 
 
-def named(path: str, device: torch.device, dtype: torch.dtype) -> Subject:
-    """Any causal language model that transformers can load, by folder or by name.
+def pretrained_model(path: str, device: torch.device, dtype: torch.dtype) -> DemoModel:
+    """A causal language model that transformers can load, from a folder or by name.
 
     Raises:
-        ContractError: transformers cannot load it; the message holds what it said.
+        ContractError: transformers cannot load it; the message contains its error.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -85,10 +96,10 @@ def named(path: str, device: torch.device, dtype: torch.dtype) -> Subject:
         )
     except (OSError, ValueError) as error:
         raise ContractError(
-            f"--model {path}: transformers cannot load a causal language model with its tokenizer from there; give a folder that holds one, or a "
-            f"name on its hub: {error}"
+            f"--model {path}: transformers cannot load a causal language model with its tokenizer; "
+            f"give a folder that has one, or a name on the Hugging Face Hub: {error}"
         ) from error
-    return Subject(
+    return DemoModel(
         path,
         model,
         lambda text: list(tokenizer(text)["input_ids"]),
@@ -97,7 +108,7 @@ def named(path: str, device: torch.device, dtype: torch.dtype) -> Subject:
 
 
 def prompts(count: int, *, tiny: bool) -> list[str]:
-    """Prompts of mixed lengths with a common beginning."""
+    """Prompts of mixed lengths with a common prefix."""
     prefix = _PREFIX[:35] if tiny else _PREFIX
     questions = [question[:24] for question in _QUESTIONS] if tiny else _QUESTIONS
     return [

@@ -1,10 +1,10 @@
-"""Is what was served what the model itself says? Every token and every logit against the model's own eager attention, request by request.
+"""Comparison of the served tokens and logits with the model's own eager attention.
 
-The reference reads prompt and generated tokens in one forward pass: if at each place the reference's best token is the one that was generated, then
-greedy decoding by the reference gives the same tokens.
+The reference computes the prompt and the generated tokens in one forward pass. If its best token at
+each position equals the generated one, greedy decoding with the reference gives the same tokens.
 
-Below float32 eager attention rounds too, and a token may differ where the reference itself hardly prefers its own: by less than the error that the
-dtype is allowed, measured on the reference's logits alone.
+Below float32 eager attention rounds too. A token may then differ if the reference prefers its own
+token by less than the error that the dtype allows, measured on the logits of the reference alone.
 """
 
 from __future__ import annotations
@@ -16,60 +16,69 @@ import torch
 
 from attnlib.cli.demo.scheduler import Request
 
-__all__ = ["LOGIT_BUDGET", "Verdict", "compare", "judge"]
+__all__ = ["LOGIT_BUDGET", "DemoResult", "check_tokens", "compare"]
 
 LOGIT_BUDGET = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-"""Largest error of a logit that each dtype may cause, as a share of the largest logit of its row: some tens of roundings through the layers."""
+"""Allowed error of a logit for each dtype, relative to the largest logit of its row. It covers some
+tens of roundings through the layers."""
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What the comparison found.
+class DemoResult:
+    """The result of the comparison.
 
     Attributes:
-        tokens: tokens compared.
-        equal: tokens that the reference would have chosen too.
-        largest_error: largest error of a logit, as a share of the largest logit of its row; inf when one is not finite.
-        budget: how large it may be.
-        divergence: the first token that differs, in words; "" when none does.
-        excused: tokens that differ where the reference prefers its own by less than the budget; never any in float32.
+        tokens: number of tokens compared.
+        identical: number of tokens that are the reference's choice too.
+        largest_error: largest error of a logit relative to the largest logit of its row; inf if a
+            logit is not finite.
+        budget: the allowed error.
+        first_difference: description of the first token that differs, "" if all are identical.
+        near_ties: number of tokens that differ where the reference prefers its own by less than the
+            budget; always 0 in float32.
     """
 
     tokens: int
-    equal: int
+    identical: int
     largest_error: float
     budget: float
-    divergence: str
-    excused: int
+    first_difference: str
+    near_ties: int
 
     @property
     def passed(self) -> bool:
-        """Something was compared, logits are within the budget, and every token is equal or excused."""
+        """True if there are tokens, errors are within the budget, and all tokens are identical or
+        near ties.
+        """
         return (
             self.tokens > 0
             and self.largest_error <= self.budget
-            and self.equal + self.excused == self.tokens
+            and self.identical + self.near_ties == self.tokens
         )
 
     def __str__(self) -> str:
-        tokens = f"{self.equal}/{self.tokens} tokens equal to eager attention's"
-        error = f"largest logit error {self.largest_error:.1e} of the row's largest (allowed {self.budget:.0e})"
-        ties = (
-            f"; {self.excused} differ where eager prefers its own by less than that"
-            if self.excused
-            else ""
-        )
-        divergence = f"; first divergence: {self.divergence}" if self.divergence else ""
-        return f"{'PASSED' if self.passed else 'FAILED'}: {tokens}; {error}{ties}{divergence}"
+        tokens = f"{self.identical}/{self.tokens} tokens identical to eager attention"
+        error = f"largest logit error {self.largest_error:.1e} of the row maximum"
+        parts = [tokens, f"{error} (allowed {self.budget:.0e})"]
+        if self.near_ties:
+            parts.append(
+                f"{self.near_ties} tokens differ where eager attention prefers its own token by "
+                "less"
+            )
+        if self.first_difference:
+            parts.append(f"first difference: {self.first_difference}")
+        return f"{'PASSED' if self.passed else 'FAILED'}: {'; '.join(parts)}"
 
 
-def judge(model: Any, requests: list[Request], logits: dict[int, list[torch.Tensor]]) -> Verdict:
+def check_tokens(
+    model: Any, requests: list[Request], logits: dict[int, list[torch.Tensor]]
+) -> DemoResult:
     """Compare every generated token and its logits with the model's eager attention.
 
     Args:
-        model: the model itself.
-        requests: done, with their tokens.
-        logits: as `serve` returned them.
+        model: the model.
+        requests: the finished requests with their tokens.
+        logits: request index -> logits of each generated token, from `ServingResult`.
     """
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -83,41 +92,43 @@ def judge(model: Any, requests: list[Request], logits: dict[int, list[torch.Tens
     return compare(pairs, next(model.parameters()).dtype)
 
 
-def compare(pairs: list[tuple[Request, torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> Verdict:
-    """The verdict on (request, the reference's logits, ours), both `[generated tokens, vocabulary]` float32, of a model in `dtype`."""
+def compare(
+    pairs: list[tuple[Request, torch.Tensor, torch.Tensor]], dtype: torch.dtype
+) -> DemoResult:
+    """Compare logits and tokens.
+
+    Args:
+        pairs: (request, logits of the reference, served logits); logits are `[generated tokens,
+            vocabulary]` float32.
+        dtype: the dtype of the model.
+    """
     budget = LOGIT_BUDGET.get(dtype, LOGIT_BUDGET[torch.float32])
-    equal = excused = 0
-    worst, divergence = 0.0, ""
-    for request, theirs, ours in pairs:
-        errors, scales = (theirs - ours).abs().amax(-1), theirs.abs().amax(-1)
-        shares = torch.where(errors == 0, 0.0, errors / scales).nan_to_num(
-            nan=torch.inf
-        )  # NaN compares as neither more nor less
-        worst = max(worst, float(shares.max()))
-        for place, (row, token) in enumerate(zip(theirs, request.generated, strict=True)):
+    identical = near_ties = 0
+    largest_error, first_difference = 0.0, ""
+    for request, reference, served in pairs:
+        errors, scales = (reference - served).abs().amax(-1), reference.abs().amax(-1)
+        relative = torch.where(errors == 0, 0.0, errors / scales)
+        relative = relative.nan_to_num(nan=torch.inf)  # comparisons with NaN are always False
+        largest_error = max(largest_error, float(relative.max()))
+        for position, (row, token) in enumerate(zip(reference, request.generated, strict=True)):
             best = int(row.argmax())
             if best == token:
-                equal += 1
+                identical += 1
                 continue
-            gap = float(row[best] - row[token])
-            excused += dtype is not torch.float32 and gap <= budget * float(scales[place])
-            divergence = divergence or (
-                f"request {request.index}, token {place}: {token} where eager has {best}, preferred by {gap:.1e} "
-                f"({gap / float(scales[place]):.1e} of the row's largest)"
+            margin, scale = float(row[best] - row[token]), float(scales[position])
+            near_ties += dtype is not torch.float32 and margin <= budget * scale
+            first_difference = first_difference or (
+                f"request {request.index}, token {position}: {token} instead of {best}, which "
+                "eager "
+                f"attention prefers by {margin:.1e} ({margin / scale:.1e} of the row maximum)"
             )
-    return Verdict(
-        sum(len(request.generated) for request, _, _ in pairs),
-        equal,
-        worst,
-        budget,
-        divergence,
-        excused,
-    )
+    tokens = sum(len(request.generated) for request, _, _ in pairs)
+    return DemoResult(tokens, identical, largest_error, budget, first_difference, near_ties)
 
 
 @torch.no_grad()
 def _reference(model: Any, request: Request) -> torch.Tensor:
-    """Logits of each generated token, `[generated tokens, vocabulary]` float32 on the CPU."""
+    """Eager logits of each generated token, `[generated tokens, vocabulary]` float32 on the CPU."""
     ids = torch.tensor([request.tokens[:-1]], device=next(model.parameters()).device)
     logits: torch.Tensor = (
         model(ids, use_cache=False).logits[0, len(request.prompt) - 1 :].float().cpu()

@@ -1,7 +1,8 @@
-"""Continuous batching in small: who computes how many tokens in the next step, and in which blocks.
+"""A small continuous-batching scheduler: the tokens of each step and the blocks that they use.
 
-Decodes go first, so that a running request never waits for a prompt; what is left of the token budget goes to prompts, in chunks. A prompt that
-starts like an earlier one takes that one's blocks. When no block is free, the youngest request gives its blocks back and is computed again later.
+Decodes come first, so that a running request never waits for a prompt. The rest of the token budget
+goes to prompts, in chunks. A prompt that shares a prefix with an earlier one reuses its blocks. If
+no block is free, the most recent request is preempted and computed again later.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ from dataclasses import dataclass, field
 from attnlib.cache.allocator import BlockAllocator
 from attnlib.errors import CacheExhaustedError
 
-__all__ = ["Request", "Scheduler", "Work"]
+__all__ = ["Request", "Scheduler", "Chunk"]
 
 
 @dataclass(eq=False)
 class Request:
-    """One prompt on its way.
+    """One prompt and its state.
 
     Attributes:
         index: its number.
         prompt: token ids.
-        max_new_tokens: how many tokens it may generate.
-        generated: token ids so far.
-        blocks: the blocks that it holds, in order.
-        num_computed: tokens whose keys and values are in the cache.
-        num_reused: of those, how many were found there.
+        max_new_tokens: number of tokens to generate.
+        generated: token ids generated so far.
+        blocks: its blocks, in order.
+        num_computed: number of tokens whose keys and values are in the cache.
+        num_reused: number of tokens whose keys and values another request computed.
     """
 
     index: int
@@ -44,18 +45,18 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that are known and not computed yet; 1 for a decode."""
+        """Number of known tokens that are not computed yet; 1 for a decode."""
         return len(self.prompt) + len(self.generated) - self.num_computed
 
     @property
     def is_done(self) -> bool:
-        """True when nothing is left to generate."""
+        """True if all tokens are generated."""
         return len(self.generated) >= self.max_new_tokens
 
 
 @dataclass(frozen=True)
-class Work:
-    """A request's share of one step: its tokens [start, start + count)."""
+class Chunk:
+    """The tokens [start, start + count) of a request, computed in one step."""
 
     request: Request
     start: int
@@ -63,17 +64,17 @@ class Work:
 
     @property
     def samples(self) -> bool:
-        """True when the last of these tokens is the request's last: its logits give the next one."""
+        """True if the chunk ends with the last known token, whose logits give the next one."""
         return self.start + self.count == len(self.request.prompt) + len(self.request.generated)
 
 
 class Scheduler:
-    """Plans steps over one block allocator.
+    """Schedules steps over one block allocator.
 
     Args:
-        allocator: the pool.
-        token_budget: most tokens of one step.
-        max_num_reqs: most requests that run at once.
+        allocator: the blocks.
+        token_budget: maximum number of tokens of one step.
+        max_num_reqs: maximum number of running requests.
     """
 
     def __init__(self, allocator: BlockAllocator, token_budget: int, max_num_reqs: int) -> None:
@@ -88,48 +89,54 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            CacheExhaustedError: it could never fit the pool, even alone.
+            CacheExhaustedError: it does not fit the cache, even alone.
         """
-        most = -(-(len(request.prompt) + request.max_new_tokens - 1) // self.allocator.block_size)
-        if most > self.allocator.num_blocks:
+        max_blocks = -(
+            -(len(request.prompt) + request.max_new_tokens - 1) // self.allocator.block_size
+        )
+        if max_blocks > self.allocator.num_blocks:
             raise CacheExhaustedError(
-                f"request {request.index} can grow to {most} blocks of {self.allocator.block_size} tokens, the cache has "
-                f"{self.allocator.num_blocks}: allocate a larger cache, or generate fewer tokens"
+                f"request {request.index} can grow to {max_blocks} blocks of "
+                f"{self.allocator.block_size} tokens, the cache has {self.allocator.num_blocks}: "
+                "allocate a larger cache, or generate fewer tokens"
             )
         self.waiting.append(request)
 
     @property
     def is_busy(self) -> bool:
-        """True while some request is not done."""
+        """True while a request is not done."""
         return bool(self.waiting or self.running)
 
-    def plan(self) -> list[Work]:
-        """The next step: decodes first, then chunks of prompts. Blocks for all of it are held when this returns."""
+    def plan(self) -> list[Chunk]:
+        """The chunks of the next step, decodes first.
+
+        Their blocks are allocated when this returns.
+        """
         budget = self.token_budget
-        decodes: list[Work] = []
-        chunks: list[Work] = []
+        decodes: list[Chunk] = []
+        chunks: list[Chunk] = []
         for request in list(self.running):
             if request not in self.running or budget == 0:
-                continue  # preempted by an earlier one of this step, or no budget left
+                continue  # preempted in this step, or no budget left
             count = min(request.num_pending, budget)
             if not self._grow(request, count):
                 continue
             (decodes if request.num_pending == 1 else chunks).append(
-                Work(request, request.num_computed, count)
+                Chunk(request, request.num_computed, count)
             )
             budget -= count
         while budget and self.waiting and len(self.running) < self.max_num_reqs:
-            work = self._admit(budget)
-            if work is None:
+            chunk = self._admit(budget)
+            if chunk is None:
                 break
-            chunks.append(work)
-            budget -= work.count
-        return [work for work in (*decodes, *chunks) if work.request in self.running]
+            chunks.append(chunk)
+            budget -= chunk.count
+        return [chunk for chunk in (*decodes, *chunks) if chunk.request in self.running]
 
-    def finish(self, work: Work, next_token: int | None) -> None:
-        """Record that a share of the step is computed, and the token that came of it."""
-        request = work.request
-        request.num_computed += work.count
+    def finish(self, chunk: Chunk, next_token: int | None) -> None:
+        """Record that a chunk was computed, and the next token if it was sampled."""
+        request = chunk.request
+        request.num_computed += chunk.count
         self.allocator.commit(request.tokens[: request.num_computed], request.blocks)
         if next_token is not None:
             request.generated.append(next_token)
@@ -138,12 +145,12 @@ class Scheduler:
             self.allocator.free(request.blocks)
             request.blocks = []
 
-    def _admit(self, budget: int) -> Work | None:
+    def _admit(self, budget: int) -> Chunk | None:
         request = self.waiting[0]
         hit = self.allocator.acquire_prefix(request.tokens)
         request.blocks, request.num_computed = list(hit.block_ids), hit.num_tokens
         count = min(request.num_pending, budget)
-        need = self._missing(request, count)
+        need = self._num_new_blocks(request, count)
         if need > self.allocator.num_free_blocks:
             self.allocator.free(request.blocks)
             request.blocks, request.num_computed = [], 0
@@ -151,19 +158,22 @@ class Scheduler:
         request.num_reused = max(request.num_reused, hit.num_tokens)
         request.blocks += self.allocator.allocate(need)
         self.running.append(self.waiting.popleft())
-        return Work(request, request.num_computed, count)
+        return Chunk(request, request.num_computed, count)
 
     def _grow(self, request: Request, count: int) -> bool:
-        """Blocks for `count` more tokens; the youngest others give theirs back if they must. False when the request itself had to."""
-        while self._missing(request, count) > self.allocator.num_free_blocks:
+        """Allocate blocks for `count` tokens, preempting the most recent requests if needed.
+
+        False if it was itself preempted.
+        """
+        while self._num_new_blocks(request, count) > self.allocator.num_free_blocks:
             victim = self.running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
-        request.blocks += self.allocator.allocate(self._missing(request, count))
+        request.blocks += self.allocator.allocate(self._num_new_blocks(request, count))
         return True
 
-    def _missing(self, request: Request, count: int) -> int:
+    def _num_new_blocks(self, request: Request, count: int) -> int:
         return -(-(request.num_computed + count) // self.allocator.block_size) - len(request.blocks)
 
     def _preempt(self, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""The engine of the demo: plan, build, run, sample, until every request is done."""
+"""The serving loop of the demo: schedule, build, run and sample until every request is done."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from dataclasses import dataclass, field
 import torch
 
 from attnlib.cache.allocator import BlockAllocator
-from attnlib.cli.demo.scheduler import Request, Scheduler, Work
+from attnlib.cli.demo.scheduler import Chunk, Request, Scheduler
 from attnlib.integrations.transformers.paged_model import PagedModel
 from attnlib.metadata.common import CommonAttentionMetadata
 
-__all__ = ["Served", "serve", "warm_up"]
+__all__ = ["ServingResult", "serve", "warm_up"]
 
 
 @dataclass
-class Served:
-    """What came out of it.
+class ServingResult:
+    """Logits and statistics of a run.
 
     Attributes:
-        logits: for each request, the logits of each token that it generated, `[vocabulary]` float32 on the CPU.
+        logits: request index -> logits of each generated token, `[vocabulary]` float32 on the CPU.
         seconds: wall time of all steps.
-        steps: how many there were.
-        computed_tokens: tokens that went through the model.
-        peak_blocks: most blocks in use at once.
-        preemptions: requests that had to give their blocks back.
+        steps: number of steps.
+        computed_tokens: number of tokens that the model computed.
+        peak_blocks: largest number of blocks in use.
+        preemptions: number of preemptions.
     """
 
     logits: dict[int, list[torch.Tensor]] = field(default_factory=dict)
@@ -41,14 +41,14 @@ def serve(
     paged: PagedModel,
     scheduler: Scheduler,
     requests: list[Request],
-    on_step: Callable[[Served], None] | None = None,
-) -> Served:
-    """Serve all requests by greedy decoding; each ends with its tokens in `generated`.
+    on_step: Callable[[ServingResult], None] | None = None,
+) -> ServingResult:
+    """Serve all requests by greedy decoding; their tokens are in `generated` afterwards.
 
     Raises:
-        CacheExhaustedError: a request could never fit the cache.
+        CacheExhaustedError: a request does not fit the cache, even alone.
     """
-    served = Served(logits={request.index: [] for request in requests})
+    served = ServingResult(logits={request.index: [] for request in requests})
     for request in requests:
         scheduler.add(request)
     began = time.perf_counter()
@@ -58,7 +58,7 @@ def serve(
             served.peak_blocks = max(served.peak_blocks, scheduler.allocator.num_used_blocks)
             _run(paged, scheduler, plan, served)
             served.steps += 1
-            served.computed_tokens += sum(work.count for work in plan)
+            served.computed_tokens += sum(chunk.count for chunk in plan)
             if on_step is not None:
                 on_step(served)
     served.seconds, served.preemptions = time.perf_counter() - began, scheduler.num_preemptions
@@ -66,9 +66,13 @@ def serve(
 
 
 def warm_up(paged: PagedModel, scheduler: Scheduler, requests: list[Request]) -> float:
-    """Serve copies of the requests from a pool of their own, so that what is timed afterwards compiles nothing; returns the seconds it took.
+    """Serve copies of the requests with another block allocator, so that the timed run compiles
+    nothing.
 
-    The copies leave their keys and values in the same caches, where the real run finds them as garbage (P5).
+    The copies leave keys and values in the same caches; the timed run must ignore them (P5).
+
+    Returns:
+        The seconds that it took.
     """
     copies = [
         Request(request.index, request.prompt, request.max_new_tokens) for request in requests
@@ -79,25 +83,25 @@ def warm_up(paged: PagedModel, scheduler: Scheduler, requests: list[Request]) ->
     ).seconds
 
 
-def _run(paged: PagedModel, scheduler: Scheduler, plan: list[Work], served: Served) -> None:
+def _run(paged: PagedModel, scheduler: Scheduler, plan: list[Chunk], served: ServingResult) -> None:
     device = next(paged.model.parameters()).device
     batch = CommonAttentionMetadata.from_lengths(
-        query_lens=[work.count for work in plan],
-        seq_lens=[work.start + work.count for work in plan],
-        block_table=[work.request.blocks for work in plan],
+        query_lens=[chunk.count for chunk in plan],
+        seq_lens=[chunk.start + chunk.count for chunk in plan],
+        block_table=[chunk.request.blocks for chunk in plan],
         block_size=paged.block_size,
         device=device,
     )
     ids = [
         token
-        for work in plan
-        for token in work.request.tokens[work.start : work.start + work.count]
+        for chunk in plan
+        for token in chunk.request.tokens[chunk.start : chunk.start + chunk.count]
     ]
     positions = [
-        position for work in plan for position in range(work.start, work.start + work.count)
+        position for chunk in plan for position in range(chunk.start, chunk.start + chunk.count)
     ]
     ends = batch.query_start_loc_cpu[1:] - 1
-    sampling = [index for index, work in enumerate(plan) if work.samples]
+    sampling = [index for index, chunk in enumerate(plan) if chunk.samples]
     rows = ends[sampling].long().to(device)
     logits = paged.step(
         torch.tensor(ids, device=device), torch.tensor(positions, device=device), batch, rows
@@ -107,5 +111,5 @@ def _run(paged: PagedModel, scheduler: Scheduler, plan: list[Work], served: Serv
     next_tokens = dict(zip(sampling, chosen, strict=True))
     for row, index in enumerate(sampling):
         served.logits[plan[index].request.index].append(kept[row])
-    for index, work in enumerate(plan):
-        scheduler.finish(work, next_tokens.get(index))
+    for index, chunk in enumerate(plan):
+        scheduler.finish(chunk, next_tokens.get(index))

@@ -1,4 +1,4 @@
-"""What the demo shows: the selection, a bar, the tokens, the figures, the verdict."""
+"""Output of the demo: a progress bar, the tokens, the statistics and the result."""
 
 from __future__ import annotations
 
@@ -6,37 +6,38 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from attnlib.cli.demo.model import Subject
-from attnlib.cli.demo.result import Verdict
+from attnlib.cli.demo.model import DemoModel
+from attnlib.cli.demo.result import DemoResult
 from attnlib.cli.demo.scheduler import Request
-from attnlib.cli.demo.serve import Served
+from attnlib.cli.demo.serve import ServingResult
 from attnlib.integrations.transformers.paged_model import PagedModel
 
-__all__ = ["Progress", "as_json", "figures", "show"]
+__all__ = ["Progress", "as_json", "statistics", "show"]
 
 
 class Progress:
-    """A bar on a terminal; elsewhere one line at each quarter, so that logs stay readable."""
+    """A progress bar on a terminal; in a log, one line per quarter."""
 
     def __init__(self, requests: list[Request]) -> None:
         self._requests = requests
         self._total = sum(request.max_new_tokens for request in requests)
-        self._told = 0
+        self._quarters = 0
 
-    def __call__(self, served: Served) -> None:
-        """Draw it anew after a step."""
+    def __call__(self, served: ServingResult) -> None:
+        """Draw the bar after a step."""
         done = sum(len(request.generated) for request in self._requests)
         filled = 30 * done // self._total
-        line = f"[{'#' * filled}{'.' * (30 - filled)}] {done}/{self._total} tokens, step {served.steps}"
+        bar = "#" * filled + "." * (30 - filled)
+        line = f"[{bar}] {done}/{self._total} tokens, step {served.steps}"
         if sys.stdout.isatty():
             print(f"\r{line}", end="\n" if done == self._total else "", flush=True)
-        elif 4 * done // self._total > self._told:
-            self._told = 4 * done // self._total
+        elif 4 * done // self._total > self._quarters:
+            self._quarters = 4 * done // self._total
             print(line, flush=True)
 
 
-def figures(paged: PagedModel, requests: list[Request], served: Served) -> dict[str, Any]:
-    """The numbers of a run."""
+def statistics(paged: PagedModel, requests: list[Request], served: ServingResult) -> dict[str, Any]:
+    """The statistics of a run."""
     generated = sum(len(request.generated) for request in requests)
     return {
         "requests": len(requests),
@@ -56,19 +57,21 @@ def figures(paged: PagedModel, requests: list[Request], served: Served) -> dict[
 
 
 def show(
-    subject: Subject, requests: list[Request], numbers: dict[str, Any], verdict: Verdict
+    demo_model: DemoModel, requests: list[Request], numbers: dict[str, Any], result: DemoResult
 ) -> None:
-    """Tokens, figures and the verdict, for a reader."""
+    """Print tokens, statistics and the result."""
     print()
     for request in requests[:4]:
-        text = subject.decode(request.generated)
+        text = demo_model.decode(request.generated)
         print(
-            f"  request {request.index}: {len(request.prompt)} prompt tokens ({request.num_reused} reused) -> {text!r}"
+            f"  request {request.index}: {len(request.prompt)} prompt tokens ({request.num_reused} "
+            f"reused) -> {text!r}"
         )
     if len(requests) > 4:
         print(f"  ... and {len(requests) - 4} more")
     print(
-        f"\n{numbers['generated_tokens']} tokens for {numbers['requests']} requests in {numbers['seconds']:.2f} s and {numbers['steps']} steps: "
+        f"\n{numbers['generated_tokens']} tokens for {numbers['requests']} requests in "
+        f"{numbers['seconds']:.2f} s and {numbers['steps']} steps: "
         f"{numbers['tokens_per_second']:.0f} tokens/s on {', '.join(numbers['backends'])}"
         + (
             f", after a warm-up of {numbers['warmup_seconds']:.1f} s"
@@ -77,21 +80,23 @@ def show(
         )
     )
     print(
-        f"prompts: {numbers['prompt_tokens']} tokens, {numbers['reused_prompt_tokens']} of them found in the cache; "
-        f"cache: {numbers['peak_blocks']}/{numbers['cache_blocks']} blocks of {numbers['block_size']} tokens at its fullest, "
+        f"prompts: {numbers['prompt_tokens']} tokens, {numbers['reused_prompt_tokens']} of them "
+        "reused from the cache; "
+        f"cache: {numbers['peak_blocks']}/{numbers['cache_blocks']} blocks of "
+        f"{numbers['block_size']} tokens at peak, "
         f"{numbers['cache_mib']:.1f} MiB, {numbers['preemptions']} preemptions"
     )
-    print(verdict)
+    print(result)
 
 
 def as_json(
-    subject: Subject, requests: list[Request], numbers: dict[str, Any], verdict: Verdict
+    demo_model: DemoModel, requests: list[Request], numbers: dict[str, Any], result: DemoResult
 ) -> dict[str, Any]:
-    """The same as data."""
+    """The output as JSON values."""
     tokens = {request.index: request.generated for request in requests}
     return {
-        "model": subject.name,
+        "model": demo_model.name,
         **numbers,
         "tokens": tokens,
-        "verdict": {**asdict(verdict), "passed": verdict.passed},
+        "result": {**asdict(result), "passed": result.passed},
     }
