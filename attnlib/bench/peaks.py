@@ -32,10 +32,6 @@ class Peaks:
         """Field -> value."""
         return asdict(self)
 
-    def __str__(self) -> str:
-        return f"copy {self.copy_gbps:.0f} GB/s, read {self.read_gbps:.0f} GB/s, {self.matmul} "
-        f"{self.matmul_tflops:.3g} TFLOP/s"
-
 
 def measure_peaks(device: torch.device) -> Peaks:
     """Measure on buffers larger than the last-level cache.

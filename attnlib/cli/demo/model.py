@@ -72,8 +72,8 @@ def seeded_model(device: torch.device, dtype: torch.dtype, seed: int, *, tiny: b
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config).eval().to(device=device, dtype=dtype)
-    name = f"embedded decoder, {layers} layers, {heads}/{kv_heads} heads of {hidden // heads}, "
-    f"seed {seed}"
+    shape = f"{layers} layers, {heads}/{kv_heads} heads of {hidden // heads}"
+    name = f"embedded decoder, {shape}, seed {seed}"
     return DemoModel(
         name, model, lambda text: list(text.encode()), lambda ids: bytes(ids).decode("latin-1")
     )
