@@ -138,14 +138,14 @@ ROOT = Path(__file__).parent.parent
 MEASURED = ROOT / "benchmarks" / "results" / "h200" / "bench.json"
 BEGIN, END = "<!-- results: generated", "<!-- end of results -->"
 FIGURES = {
-    "ratio": "The time of triton over that of the best peer, for each case",
-    "decode": "Gigabytes of keys and values read per second by each backend, for each decode case, with the read ceiling",
-    "prefill": "TFLOP/s over visible pairs of each backend, for each prefill case, with the ceiling of a matrix product",
+    "ratio": "Time of triton divided by that of the best other backend, for each case",
+    "decode": "GB/s of keys and values of each backend, for each decode case, with the read peak",
+    "prefill": "TFLOP/s over visible pairs of each backend, for each prefill case, with the peak",
 }
 
 
 def performance() -> str:
-    """docs/performance.md with its results as they were measured last."""
+    """docs/performance.md with the committed results."""
     page = (ROOT / "docs" / "performance.md").read_text()
     start = page.index("\n", page.index(BEGIN)) + 1
     return page[:start] + results(MEASURED) + page[page.index(END) :]
@@ -156,9 +156,9 @@ def results(measured: Path) -> str:
     if not measured.exists():
         return "\nNone are committed yet.\n\n"
     text = "\n" + markdown(read_document(measured)) + "\n"
-    for name, told in FIGURES.items():
+    for name, caption in FIGURES.items():
         if (measured.parent / "figures" / f"{name}.svg").exists():
-            text += f"![{told}](../benchmarks/results/h200/figures/{name}.svg)\n\n"
+            text += f"![{caption}](../benchmarks/results/h200/figures/{name}.svg)\n\n"
     return text
 
 
