@@ -10,7 +10,7 @@ import transformers as hf
 
 import attnlib
 from attnlib.cache.allocator import BlockAllocator
-from attnlib.cli.demo.result import judge
+from attnlib.cli.demo.result import check_tokens
 from attnlib.cli.demo.scheduler import Request, Scheduler
 from attnlib.cli.demo.serve import serve
 from attnlib.errors import ContractError, UnsupportedConfigError
@@ -80,7 +80,7 @@ def _served(
     new_tokens: int = 6,
     **kwargs: Any,
 ) -> tuple[PagedModel, Any]:
-    """Prompts with a common beginning through a small scheduler, in chunks; the model and the verdict."""
+    """Prompts with a common beginning through a small scheduler, in chunks; the model and the result."""
     common = prompts(17, seed=3)[0]
     requests = [
         Request(index, common + prompt, new_tokens)
@@ -89,30 +89,30 @@ def _served(
     paged = PagedModel(model, num_blocks=32, block_size=8, backend=backend, **kwargs)
     served = serve(paged, Scheduler(BlockAllocator(32, 8), 16, 8), requests)
     assert sum(request.num_reused for request in requests) > 0
-    return paged, judge(model, requests, served.logits)
+    return paged, check_tokens(model, requests, served.logits)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_and_logits_are_the_models_own(name: str) -> None:
     """Chunked prefill, prefix reuse and decodes; windows, soft caps, sinks, chunks and small values included."""
-    _, verdict = _served(MODELS[name](), "torch")
-    assert verdict.passed and verdict.tokens == 18, str(verdict)
+    _, result = _served(MODELS[name](), "torch")
+    assert result.passed and result.tokens == 18, str(result)
 
 
 def test_through_triton() -> None:
     """The same through the other backend: sinks, and a window in every other layer."""
-    paged, verdict = _served(decoder("gpt_oss"), "triton", lengths=(3, 9), new_tokens=3)
-    assert verdict.passed, str(verdict)
+    paged, result = _served(decoder("gpt_oss"), "triton", lengths=(3, 9), new_tokens=3)
+    assert result.passed, str(result)
     assert {layer.backend.get_name() for layer, _ in paged.layers()} == {"triton"}
 
 
 def test_layers_of_one_kind_share_a_builder() -> None:
-    paged, verdict = _served(
+    paged, result = _served(
         decoder("gpt_oss"),
         "torch",
         limits=BatchLimits(max_num_reqs=8, max_num_tokens=16, max_seq_len=64),
     )
-    assert verdict.passed
+    assert result.passed
     assert sorted(spec.sliding_window or 0 for spec in paged.specs) == [0, 5] and all(
         spec.has_sink for spec in paged.specs
     )
@@ -130,9 +130,9 @@ def test_layers_of_one_kind_share_a_builder() -> None:
 def test_a_quantised_cache_is_used() -> None:
     """Eight bits cannot give the same logits in float32; that they do not shows that the cache is what was asked for."""
     model = decoder("llama")
-    paged, verdict = _served(model, "torch", kv_cache_dtype="fp8_e4m3")
+    paged, result = _served(model, "torch", kv_cache_dtype="fp8_e4m3")
     assert paged.layers()[0][1].key_cache.dtype is torch.float8_e4m3fn
-    assert 1e-4 < verdict.largest_error < 1.0
+    assert 1e-4 < result.largest_error < 1.0
 
 
 def test_the_model_is_as_it_was_afterwards() -> None:
