@@ -70,7 +70,7 @@ MODULES = (
 
 BOUND_KERNELS = {
     "decode_kernel", "combine_kernel", "prefill_kernel", "write_kv_kernel", "merge_states_kernel", "slot_mapping_kernel",
-    "hopper_decode_kernel", "join_pieces", "hopper_prefill_kernel",
+    "hopper_decode_kernel", "hopper_combine_kernel", "hopper_prefill_kernel",
 }  # fmt: skip
 MEMORIES = ("_launches", "_launches_by_splits", "_decodes")
 
@@ -459,7 +459,7 @@ def check_descriptors_are_encoded_once() -> None:
         (query, wide[:, :, ::2], True),
     )
     for decode, kernels in (
-        (True, ["hopper_decode_kernel", "join_pieces"]),
+        (True, ["hopper_decode_kernel", "hopper_combine_kernel"]),
         (False, ["hopper_prefill_kernel"]),
     ):
         call = hopper_call(decode, query, cache)
@@ -534,7 +534,7 @@ def check_who_merges() -> None:
         return [record.kernel.split()[0] for record in recorded(call)[0]]
 
     both, enough = (
-        ["hopper_decode_kernel", "join_pieces"],
+        ["hopper_decode_kernel", "hopper_combine_kernel"],
         torch.zeros(hopper_choice.num_counters(CHIP), dtype=torch.int32),
     )
     for _ in range(2):

@@ -60,6 +60,18 @@ def visible_bound(
     return max(bound, 0)
 
 
+def splits_per_load(rows: int, width: int) -> int:
+    """Return how many partial results [rows, width] a warpgroup loads at the same time.
+
+    As many as fit in 64 registers of each of its 128 threads, at least 1 and at most 16.
+
+    Args:
+        rows: rows of a partial result.
+        width: padded head size of the values.
+    """
+    return max(1, min(16, 64 * 128 // (rows * width)))
+
+
 def choose_num_splits(
     num_reqs: int, num_groups: int, visible: int, block_n: int, slots: int
 ) -> int:

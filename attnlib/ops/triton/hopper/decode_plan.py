@@ -12,8 +12,9 @@ from torch import Tensor
 
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard, limits_of
 from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile, padded_width
+from attnlib.ops.triton.heuristics.splits import splits_per_load
 from attnlib.ops.triton.hopper.descriptors import Encoded, cache_descriptor, cache_facts
-from attnlib.ops.triton.hopper.kernels.combine import join_pieces, pieces_at_once
+from attnlib.ops.triton.hopper.kernels.combine import hopper_combine_kernel
 from attnlib.ops.triton.hopper.kernels.decode import hopper_decode_kernel
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
 from attnlib.ops.triton.launch.bound import BoundLaunch
@@ -79,7 +80,7 @@ def _joins_itself(
         num_counters: how many there are (`hopper.counters`); it needs one for each CTA, after those of the prefill.
     """
     parts = _parts(num_sms, num_kv_heads)
-    rounds = parts / pieces_at_once(_columns(rows), padded_width(head_size_v))
+    rounds = parts / splits_per_load(_columns(rows), padded_width(head_size_v))
     return (
         num_reqs >= triton.next_power_of_2(parts)
         and rounds <= _MOST_ROUNDS
@@ -267,7 +268,7 @@ def plan_hopper_decode(
     attend = {
         **shared, "D": head_size, "WIDTH": width, "WIDTH_V": width_v, "TILE_TOKENS": columns // group,
         "BLOCK_N": tile.block_n, "BLOCK_SIZE": block_size, "ROWS": columns, "STAGES": tile.stages,
-        "JOINS": joins, "CAUSAL": bool(options.causal),
+        "COMBINE_IN_KERNEL": joins, "SPLITS_PER_LOAD": splits_per_load(columns, width_v), "CAUSAL": bool(options.causal),
         "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0, "HAS_CHUNK": options.attention_chunk_size > 0,
         "HAS_CAP": options.logits_soft_cap > 0, "num_warps": 4, "maxnreg": _FEW_REGISTERS if width_v * columns <= 128 * 32 else _MANY_REGISTERS,
     }  # fmt: skip
@@ -291,7 +292,7 @@ def plan_hopper_decode(
         num_bytes=hopper_decode_workspace_bytes(num_tokens, num_kv_heads, group, max_query_len, head_size_v, slots),
         encoded=Encoded(cache_facts(key, value, box, width, width_v), 0),
         attend=BoundLaunch(hopper_decode_kernel, (programs, 1, 1), attend),
-        join=None if joins else BoundLaunch(join_pieces, (num_tokens, num_kv_heads, triton.cdiv(group, join["HEADS"])), join),
+        join=None if joins else BoundLaunch(hopper_combine_kernel, (num_tokens, num_kv_heads, triton.cdiv(group, join["HEADS"])), join),
     )  # fmt: skip
 
 

@@ -1,11 +1,12 @@
 """The loop over keys that decode, paged prefill and varlen prefill share.
 
-A program owns BLOCK_M rows. A row is one query head of one query token; the heads of a KV head's group are packed
-beside each other, so that all of them use a tile of keys and values once it is loaded. Key tiles start at multiples of
-BLOCK_N counted from position 0 of the request.
+A program owns BLOCK_M rows. A row is one query head of one query token. The heads of a KV head's
+group are adjacent (GQA packing), so that all of them use a tile of keys and values once it is
+loaded. Key tiles start at multiples of BLOCK_N from position 0 of the request.
 
-A head size that is no power of two is cut in two powers of two (96 = 64 + 32) instead of being padded to the next one;
-names ending in 0 and 1 are the two parts, and a second part of size 0 does not exist.
+A head size that is not a power of two is cut in two powers of two (96 = 64 + 32), which wastes
+less than padding to the next one. Names that end in 0 and 1 denote the two chunks; a second chunk
+of size 0 does not exist.
 """
 
 from __future__ import annotations
@@ -18,28 +19,31 @@ from attnlib.ops.triton.kernels.quant import decode_kv
 from attnlib.ops.triton.kernels.softmax import online_softmax, transform_scores
 
 __all__ = [
-    "UNALIGNED", "UNSPECIALIZED", "aligned", "attend", "key_positions", "load_queries", "pack_rows", "store_rows",
+    "UNALIGNED", "UNSPECIALIZED", "aligned", "attend", "load_blocks", "load_queries", "pack_rows",
+    "store_rows",
 ]  # fmt: skip
 
 UNSPECIALIZED = [
-    "num_reqs", "num_tokens", "left", "right", "chunk", "stride_qt", "stride_qh", "stride_kb", "stride_kn", "stride_kh",
-    "stride_vb", "stride_vn", "stride_vh", "stride_ot", "stride_oh", "stride_lt", "stride_bt", "stride_table",
-    "num_splits", "num_tiles", "num_heads",
+    "num_reqs", "num_tokens", "left", "right", "chunk", "stride_qt", "stride_qh", "stride_kb",
+    "stride_kn", "stride_kh", "stride_vb", "stride_vn", "stride_vh", "stride_ot", "stride_oh",
+    "stride_lt", "stride_bt", "stride_table", "num_splits", "num_tiles", "num_heads",
 ]  # fmt: skip
-"""Parameters of the attention kernels whose values must not choose a compilation."""
+"""Parameters of the attention kernels whose values must not select a compilation, because they
+change from step to step."""
 
 UNALIGNED = [
-    "query_start_loc", "seq_lens", "causal_flags", "block_table", "alibi_slopes", "sinks", "bias", "k_scale", "v_scale", "lse",
+    "query_start_loc", "seq_lens", "causal_flags", "block_table", "alibi_slopes", "sinks", "bias",
+    "k_scale", "v_scale", "lse",
 ]  # fmt: skip
-"""Pointers whose alignment must not choose one either: they are slices of a batch, cut wherever its decodes end."""
+"""Pointers whose alignment must not select a compilation: slices of a batch with arbitrary
+offsets."""
 
 
 @triton.jit
 def aligned(offset, VEC: tl.constexpr):
-    """An offset that the launcher knows to be a multiple of VEC elements (16 bytes), as the compiler should know too.
-
-    Shifting the low bits out and back says so in the arithmetic; a hint (`tl.multiple_of`) does not survive inlining.
-    """
+    """Return an offset that the launcher has checked, marked as a multiple of VEC elements."""
+    # Shifting the low bits out and back tells the compiler. A hint (`tl.multiple_of`) does not
+    # survive inlining.
     if VEC == 16:
         offset = (offset >> 4) << 4
     elif VEC == 8:
@@ -50,9 +54,11 @@ def aligned(offset, VEC: tl.constexpr):
 
 
 @triton.jit
-def pack_rows(first_token, query_len, head_offset, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr,
-              TILE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
-    """(token within the request, head within the group, whether the row exists) of each row."""
+def pack_rows(
+    first_token, query_len, head_offset, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Return (token in the request, head in the group, whether the row exists) of each row."""
     rows = tl.arange(0, BLOCK_M)
     token = first_token + rows // TILE_HEADS
     head = head_offset + rows % TILE_HEADS
@@ -60,10 +66,15 @@ def pack_rows(first_token, query_len, head_offset, GROUP: tl.constexpr, TILE_HEA
 
 
 @triton.jit
-def load_queries(query, offsets, valid, SIZE: tl.constexpr, START: tl.constexpr, PART: tl.constexpr,
-                 COMPUTE: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
-    """Rows of queries [BLOCK_M, PART] from element START on, as COMPUTE; zeros where there is no row or element."""
-    lanes = START + tl.arange(0, PART)
+def load_queries(
+    query, offsets, valid, SIZE: tl.constexpr, START: tl.constexpr, CHUNK: tl.constexpr,
+    COMPUTE: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """Load rows of queries [BLOCK_M, CHUNK] from element START on, as COMPUTE.
+
+    Rows and elements that do not exist are 0.
+    """
+    lanes = START + tl.arange(0, CHUNK)
     offsets = aligned(offsets, VEC)
     q = tl.load(
         query + offsets[:, None] + lanes[None, :],
@@ -71,25 +82,28 @@ def load_queries(query, offsets, valid, SIZE: tl.constexpr, START: tl.constexpr,
         other=0.0,
     )
     if (COMPUTE == tl.float16) and (q.dtype != tl.float16):
-        # A bfloat16 query beside a float8 cache: exact in float16's range, and no infinity beyond it.
+        # A bfloat16 query with a float8 cache: saturate, because float16 has a smaller range.
         q = q.to(tl.float32)
         q = tl.where(q > 65504.0, 65504.0, tl.where(q < -65504.0, -65504.0, q))
     return q.to(COMPUTE)
 
 
 @triton.jit
-def key_positions(
+def load_blocks(
     table, start, first, last, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PAGED: tl.constexpr
 ):
-    """Physical blocks of the tile of keys at `start`: one per key, or a single one where a tile lies within a block.
+    """Load the physical blocks of the key tile at `start`.
 
-    Entries of keys outside [first, last) are not read (P3)."""
+    One block per key, or a single one if a tile never crosses a block border. Entries of keys
+    outside [first, last) are not read (P3).
+    """
     if PAGED:
         if BLOCK_SIZE % BLOCK_N == 0:
             blocks = tl.load(table + start // BLOCK_SIZE, mask=start < last, other=0)
         else:
             keys = start + tl.arange(0, BLOCK_N)
             inside = (keys >= first) & (keys < last)
+            # Unsigned, because positions are not negative: the division is then a shift.
             columns = (keys.to(tl.uint32) // BLOCK_SIZE).to(tl.int32)
             blocks = tl.load(table + columns, mask=inside, other=0)
     else:
@@ -98,12 +112,13 @@ def key_positions(
 
 
 @triton.jit
-def _key_offsets(blocks, start, stride_block, stride_key, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-                 PAGED: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
-    """Element offsets [BLOCK_N] of a tile's keys, in 64 bits (P6).
-
-    Both factors are widened here and not before: a product of widened 32-bit numbers is one instruction.
-    """
+def _key_offsets(
+    blocks, start, stride_block, stride_key, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGED: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """Return the element offsets [BLOCK_N] of a tile's keys, in 64 bits (P6)."""
+    # Factors are widened directly before the multiplication: a product of two widened 32-bit
+    # numbers is one instruction.
     lanes = tl.arange(0, BLOCK_N)
     if PAGED:
         if BLOCK_SIZE % BLOCK_N == 0:
@@ -117,16 +132,21 @@ def _key_offsets(blocks, start, stride_block, stride_key, BLOCK_SIZE: tl.constex
 
 
 @triton.jit
-def _load_part(base, offsets, inside, SIZE: tl.constexpr, START: tl.constexpr, PART: tl.constexpr,
-               MASKED: tl.constexpr):  # fmt: skip
-    """[BLOCK_N, PART] of keys or values. Masked tiles read nothing outside the visible keys and hold 0 there (P5)."""
-    lanes = START + tl.arange(0, PART)
+def _load_chunk(
+    base, offsets, inside, SIZE: tl.constexpr, START: tl.constexpr, CHUNK: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Load [BLOCK_N, CHUNK] of keys or values.
+
+    Masked tiles read nothing outside the visible keys and hold 0 there (P5).
+    """
+    lanes = START + tl.arange(0, CHUNK)
     pointers = base + offsets[:, None] + lanes[None, :]
-    if MASKED and START + PART > SIZE:
+    if MASKED and START + CHUNK > SIZE:
         tile = tl.load(pointers, mask=inside[:, None] & (lanes < SIZE)[None, :], other=0.0)
     elif MASKED:
         tile = tl.load(pointers, mask=inside[:, None], other=0.0)
-    elif START + PART > SIZE:
+    elif START + CHUNK > SIZE:
         tile = tl.load(pointers, mask=(lanes < SIZE)[None, :], other=0.0)
     else:
         tile = tl.load(pointers)
@@ -134,65 +154,78 @@ def _load_part(base, offsets, inside, SIZE: tl.constexpr, START: tl.constexpr, P
 
 
 @triton.jit
-def _attend_tile(acc0, acc1, peak, total, q0, q1, key_base, value_base, blocks, start, first, last, row_first, row_last,
-                 stride_kb, stride_kn, stride_vb, stride_vn, qk_scale, factor, soft_cap, slopes, positions, bias_rows,
-                 bias_start, MASKED: tl.constexpr, PAGED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-                 BLOCK_N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr,
-                 DV0: tl.constexpr, DV1: tl.constexpr, KV_KIND: tl.constexpr, COMPUTE: tl.constexpr,
-                 HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, SCALE_LATE: tl.constexpr,
-                 VEC_K: tl.constexpr, VEC_V: tl.constexpr):  # fmt: skip
+def _attend_tile(
+    acc0, acc1, row_max, row_sum, q0, q1, key_base, value_base, blocks, start, first, last,
+    row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale, factor, soft_cap,
+    slopes, positions, bias_rows, bias_start, MASKED: tl.constexpr, PAGED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr,
+    D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, KV_KIND: tl.constexpr,
+    COMPUTE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SCALE_LATE: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr,
+):  # fmt: skip
+    """Add the key tile at `start` to the accumulators."""
     keys = start + tl.arange(0, BLOCK_N)
     inside = (keys >= first) & (keys < last)
     offsets_k = _key_offsets(blocks, start, stride_kb, stride_kn, BLOCK_SIZE, BLOCK_N, PAGED, VEC_K)
-    k0 = decode_kv(_load_part(key_base, offsets_k, inside, D, 0, D0, MASKED), KV_KIND, COMPUTE)
-    products = tl.dot(q0, tl.trans(k0), input_precision="ieee")
+    k0 = decode_kv(_load_chunk(key_base, offsets_k, inside, D, 0, D0, MASKED), KV_KIND, COMPUTE)
+    qk = tl.dot(q0, tl.trans(k0), input_precision="ieee")
     if D1 > 0:
-        k1 = decode_kv(_load_part(key_base, offsets_k, inside, D, D0, D1, MASKED), KV_KIND, COMPUTE)
-        products = tl.dot(q1, tl.trans(k1), products, input_precision="ieee")
+        k1 = decode_kv(
+            _load_chunk(key_base, offsets_k, inside, D, D0, D1, MASKED), KV_KIND, COMPUTE
+        )
+        qk = tl.dot(q1, tl.trans(k1), qk, input_precision="ieee")
 
     if SCALE_LATE:
-        scores = products
+        scores = qk
     else:
         bias = 0.0
         if HAS_BIAS:
+            # The bias covers the query span only; hidden keys have no column of their own.
             bias_mask = (keys[None, :] >= bias_start) & (keys[None, :] >= row_first[:, None])
             bias_mask = bias_mask & (keys[None, :] < row_last[:, None])
             bias = tl.load(
                 bias_rows[:, None] + (keys - bias_start)[None, :], mask=bias_mask, other=0.0
             )
-        scores = transform_scores(products, qk_scale, soft_cap, slopes, positions, keys, bias, HAS_CAP, HAS_ALIBI,
-                                  HAS_BIAS)  # fmt: skip
+        scores = transform_scores(
+            qk, qk_scale, soft_cap, slopes, positions, keys, bias, HAS_CAP, HAS_ALIBI, HAS_BIAS
+        )
     if MASKED:
         visible = (keys[None, :] >= row_first[:, None]) & (keys[None, :] < row_last[:, None])
         scores = tl.where(visible, scores, float("-inf"))
-    weights, decay, peak, total = online_softmax(scores, factor, peak, total, MASKED, SCALE_LATE)
+    weights, acc_scale, row_max, row_sum = online_softmax(
+        scores, factor, row_max, row_sum, MASKED, SCALE_LATE
+    )
 
     weights = weights.to(COMPUTE)
     offsets_v = _key_offsets(blocks, start, stride_vb, stride_vn, BLOCK_SIZE, BLOCK_N, PAGED, VEC_V)
-    v0 = decode_kv(_load_part(value_base, offsets_v, inside, DV, 0, DV0, MASKED), KV_KIND, COMPUTE)
-    acc0 = tl.dot(weights, v0, acc0 * decay[:, None], input_precision="ieee")
+    v0 = decode_kv(_load_chunk(value_base, offsets_v, inside, DV, 0, DV0, MASKED), KV_KIND, COMPUTE)
+    acc0 = tl.dot(weights, v0, acc0 * acc_scale[:, None], input_precision="ieee")
     if DV1 > 0:
         v1 = decode_kv(
-            _load_part(value_base, offsets_v, inside, DV, DV0, DV1, MASKED), KV_KIND, COMPUTE
+            _load_chunk(value_base, offsets_v, inside, DV, DV0, DV1, MASKED), KV_KIND, COMPUTE
         )
-        acc1 = tl.dot(weights, v1, acc1 * decay[:, None], input_precision="ieee")
-    return acc0, acc1, peak, total
+        acc1 = tl.dot(weights, v1, acc1 * acc_scale[:, None], input_precision="ieee")
+    return acc0, acc1, row_max, row_sum
 
 
 @triton.jit
-def attend(query, query_offsets, valid, token, first_token, last_token, query_len, seq_len, causal, key_base,
-           value_base, table, split_begin, split_end, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale, soft_cap,
-           slopes, bias_rows, left, right, chunk, SPLIT: tl.constexpr, ONE_LOOP: tl.constexpr, PAGED: tl.constexpr,
-           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, D0: tl.constexpr,
-           D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, KV_KIND: tl.constexpr,
-           COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-           HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr,
-           SCALE_LATE: tl.constexpr, VEC_Q: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr):  # fmt: skip
-    """Attention of the packed rows over their visible keys: (acc0, acc1, peak, total), not yet normalised.
+def attend(
+    query, query_offsets, valid, token, first_token, last_token, query_len, seq_len, causal,
+    key_base, value_base, table, split_begin, split_end, stride_kb, stride_kn, stride_vb, stride_vn,
+    qk_scale, soft_cap, slopes, bias_rows, left, right, chunk, SPLIT: tl.constexpr,
+    ONE_LOOP: tl.constexpr, PAGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr,
+    DV0: tl.constexpr, DV1: tl.constexpr, KV_KIND: tl.constexpr, COMPUTE: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SCALE_LATE: tl.constexpr, VEC_Q: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr,
+):  # fmt: skip
+    """Compute attention of the packed rows over their visible keys, without normalization.
 
-    Only tiles that some row sees are visited, and with SPLIT only those in [split_begin, split_end). With ONE_LOOP
-    every tile is masked, which keeps short runs of tiles in one software pipeline; otherwise tiles that all rows see
-    whole go first, without masks, and the ragged ones at both ends follow.
+    Only tiles with a visible key are visited; with SPLIT, only those in [split_begin, split_end).
+
+    Returns:
+        (acc0, acc1, row_max, row_sum).
     """
     q0 = load_queries(query, query_offsets, valid, D, 0, D0, COMPUTE, VEC_Q)
     q1 = q0
@@ -204,6 +237,8 @@ def attend(query, query_offsets, valid, token, first_token, last_token, query_le
     row_first, row_last = visible_span(
         positions, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
     )
+    # Tiles in [first, last) have a key that is visible to some row; keys in [all_first, all_last)
+    # are visible to all rows.
     first_position = origin + first_token
     last_position = origin + last_token
     first, all_last = visible_span(
@@ -220,65 +255,76 @@ def attend(query, query_offsets, valid, token, first_token, last_token, query_le
 
     acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)
     acc1 = tl.zeros([BLOCK_M, DV1 if DV1 > 0 else 1], tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
     factor = qk_scale * 1.4426950408889634
 
     if ONE_LOOP:
-        blocks = key_positions(table, begin, first, last, BLOCK_SIZE, BLOCK_N, PAGED)
+        # Decode: every tile is masked, which keeps short runs of tiles in one software pipeline.
+        blocks = load_blocks(table, begin, first, last, BLOCK_SIZE, BLOCK_N, PAGED)
         for start in range(begin, end, BLOCK_N):
-            # The next tile's blocks are asked for here, so that its keys and values never wait for the block table.
-            following = key_positions(
+            # The next tile's blocks are loaded one step ahead, so that the loads of its keys and
+            # values never wait for the block table.
+            next_blocks = load_blocks(
                 table, start + BLOCK_N, first, end, BLOCK_SIZE, BLOCK_N, PAGED
             )
-            acc0, acc1, peak, total = _attend_tile(
-                acc0, acc1, peak, total, q0, q1, key_base, value_base, blocks, start, first, last, row_first, row_last,
-                stride_kb, stride_kn, stride_vb, stride_vn, qk_scale, factor, soft_cap, slopes, positions, bias_rows,
-                origin, True, PAGED, BLOCK_SIZE, BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE, HAS_CAP,
-                HAS_ALIBI, HAS_BIAS, SCALE_LATE, VEC_K, VEC_V)  # fmt: skip
-            blocks = following
+            acc0, acc1, row_max, row_sum = _attend_tile(
+                acc0, acc1, row_max, row_sum, q0, q1, key_base, value_base, blocks, start, first,
+                last, row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale,
+                factor, soft_cap, slopes, positions, bias_rows, origin, True, PAGED, BLOCK_SIZE,
+                BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE, HAS_CAP, HAS_ALIBI, HAS_BIAS,
+                SCALE_LATE, VEC_K, VEC_V)  # fmt: skip
+            blocks = next_blocks
     else:
+        # Prefill: tiles in [full_begin, full_end) are entirely visible to all rows and need no
+        # mask. They come first; the masked tiles at both ends follow.
         if HAS_BIAS:
+            # Tiles with a bias count as masked, so that unmasked tiles need not load it.
             all_last = tl.minimum(all_last, origin)
         top = tl.maximum(begin, (end + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
         full_begin = tl.minimum(
             tl.maximum((all_first + BLOCK_N - 1) // BLOCK_N * BLOCK_N, begin), top
         )
         full_end = tl.maximum(tl.minimum(all_last, end) // BLOCK_N * BLOCK_N, full_begin)
-        blocks = key_positions(table, full_begin, first, full_end, BLOCK_SIZE, BLOCK_N, PAGED)
+        blocks = load_blocks(table, full_begin, first, full_end, BLOCK_SIZE, BLOCK_N, PAGED)
         for start in range(full_begin, full_end, BLOCK_N):
-            following = key_positions(
+            next_blocks = load_blocks(
                 table, start + BLOCK_N, first, full_end, BLOCK_SIZE, BLOCK_N, PAGED
             )
-            acc0, acc1, peak, total = _attend_tile(
-                acc0, acc1, peak, total, q0, q1, key_base, value_base, blocks, start, first, last, row_first, row_last,
-                stride_kb, stride_kn, stride_vb, stride_vn, qk_scale, factor, soft_cap, slopes, positions, bias_rows,
-                origin, False, PAGED, BLOCK_SIZE, BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE, HAS_CAP,
-                HAS_ALIBI, False, SCALE_LATE, VEC_K, VEC_V)  # fmt: skip
-            blocks = following
-        # One loop for the ragged tiles of both ends: those before the full ones, then those after.
+            acc0, acc1, row_max, row_sum = _attend_tile(
+                acc0, acc1, row_max, row_sum, q0, q1, key_base, value_base, blocks, start, first,
+                last, row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale,
+                factor, soft_cap, slopes, positions, bias_rows, origin, False, PAGED, BLOCK_SIZE,
+                BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE, HAS_CAP, HAS_ALIBI, False,
+                SCALE_LATE, VEC_K, VEC_V)  # fmt: skip
+            blocks = next_blocks
+        # One loop for the masked tiles of both ends, which halves the code: the loop variable
+        # counts as if the unmasked tiles did not exist.
         skipped = full_end - full_begin
-        ragged_first = tl.where(full_begin > begin, begin, full_end)
-        blocks = key_positions(table, ragged_first, first, end, BLOCK_SIZE, BLOCK_N, PAGED)
+        masked_first = tl.where(full_begin > begin, begin, full_end)
+        blocks = load_blocks(table, masked_first, first, end, BLOCK_SIZE, BLOCK_N, PAGED)
         for unshifted in range(begin, top - skipped, BLOCK_N):
             start = tl.where(unshifted < full_begin, unshifted, unshifted + skipped)
             after = unshifted + BLOCK_N
             after = tl.where(after < full_begin, after, after + skipped)
-            following = key_positions(table, after, first, end, BLOCK_SIZE, BLOCK_N, PAGED)
-            acc0, acc1, peak, total = _attend_tile(
-                acc0, acc1, peak, total, q0, q1, key_base, value_base, blocks, start, first, last, row_first, row_last,
-                stride_kb, stride_kn, stride_vb, stride_vn, qk_scale, factor, soft_cap, slopes, positions, bias_rows,
-                origin, True, PAGED, BLOCK_SIZE, BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE, HAS_CAP,
-                HAS_ALIBI, HAS_BIAS, SCALE_LATE, VEC_K, VEC_V)  # fmt: skip
-            blocks = following
-    return acc0, acc1, peak, total
+            next_blocks = load_blocks(table, after, first, end, BLOCK_SIZE, BLOCK_N, PAGED)
+            acc0, acc1, row_max, row_sum = _attend_tile(
+                acc0, acc1, row_max, row_sum, q0, q1, key_base, value_base, blocks, start, first,
+                last, row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale,
+                factor, soft_cap, slopes, positions, bias_rows, origin, True, PAGED, BLOCK_SIZE,
+                BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE, HAS_CAP, HAS_ALIBI, HAS_BIAS,
+                SCALE_LATE, VEC_K, VEC_V)  # fmt: skip
+            blocks = next_blocks
+    return acc0, acc1, row_max, row_sum
 
 
 @triton.jit
-def store_rows(out, offsets, acc, factor, valid, SIZE: tl.constexpr, START: tl.constexpr, PART: tl.constexpr,
-               VEC: tl.constexpr):  # fmt: skip
-    """Write one part of the outputs, `acc * factor` row by row."""
-    lanes = START + tl.arange(0, PART)
+def store_rows(
+    out, offsets, acc, factor, valid, SIZE: tl.constexpr, START: tl.constexpr, CHUNK: tl.constexpr,
+    VEC: tl.constexpr,
+):  # fmt: skip
+    """Store one chunk of the outputs, `acc * factor` row by row."""
+    lanes = START + tl.arange(0, CHUNK)
     offsets = aligned(offsets, VEC)
     mask = valid[:, None] & (lanes < SIZE)[None, :]
     tl.store(

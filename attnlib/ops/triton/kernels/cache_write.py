@@ -11,9 +11,12 @@ __all__ = ["write_kv_kernel"]
 
 
 @triton.jit
-def _store_heads(source, cache, slot, token, heads, mask_heads, scale, stride_st, stride_sh, stride_cb, stride_cn,
-                 stride_ch, BLOCK_SIZE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
-                 SCALE_KIND: tl.constexpr, FP8: tl.constexpr, E5M2: tl.constexpr):  # fmt: skip
+def _store_heads(
+    source, cache, slot, token, heads, mask_heads, scale, stride_st, stride_sh, stride_cb,
+    stride_cn, stride_ch, BLOCK_SIZE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+    SCALE_KIND: tl.constexpr, FP8: tl.constexpr, E5M2: tl.constexpr,
+):  # fmt: skip
+    """Copy the heads of one token to a KV slot; divide by the scale and convert for float8."""
     lanes = tl.arange(0, PADDED)
     mask = mask_heads[:, None] & (lanes < SIZE)[None, :]
     heads64 = heads.to(tl.int64)
@@ -28,25 +31,34 @@ def _store_heads(source, cache, slot, token, heads, mask_heads, scale, stride_st
         else:
             divisor = tl.zeros([1, 1], tl.float32) + load_scale(scale, 0, SCALE_KIND)
         divisor, x = tl.broadcast(divisor, x)
+        # Round-to-nearest division: the stored bits are then the same on every chip.
         tl.store(target, encode_fp8(tl.math.div_rn(x, divisor), E5M2), mask=mask)
     else:
         tl.store(target, x.to(cache.dtype.element_ty), mask=mask)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=["slot_mapping", "k_scale", "v_scale"]
-)  # slices, read one element at a time
-def write_kv_kernel(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, num_heads, stride_kt,
-                     stride_kh, stride_vt, stride_vh, stride_kcb, stride_kcn, stride_kch, stride_vcb, stride_vcn,
-                     stride_vch, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
-                     DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, K_SCALE_KIND: tl.constexpr,
-                     V_SCALE_KIND: tl.constexpr, FP8: tl.constexpr, E5M2: tl.constexpr):  # fmt: skip
+# Slices with arbitrary offsets, read one element at a time: their alignment must not select a
+# compilation.
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping", "k_scale", "v_scale"])
+def write_kv_kernel(
+    key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, num_heads, stride_kt,
+    stride_kh, stride_vt, stride_vh, stride_kcb, stride_kcn, stride_kch, stride_vcb, stride_vcn,
+    stride_vch, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, K_SCALE_KIND: tl.constexpr,
+    V_SCALE_KIND: tl.constexpr, FP8: tl.constexpr, E5M2: tl.constexpr,
+):  # fmt: skip
+    """Write keys and values of one token. Grid: (tokens, blocks of heads)."""
     token = tl.program_id(0)
     slot = tl.load(slot_mapping + token).to(tl.int64)
+    # A negative slot writes nothing (P4).
     if slot >= 0:
         heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
         mask_heads = heads < num_heads
-        _store_heads(key, key_cache, slot, token, heads, mask_heads, k_scale, stride_kt, stride_kh, stride_kcb,
-                     stride_kcn, stride_kch, BLOCK_SIZE, D, D_PAD, K_SCALE_KIND, FP8, E5M2)  # fmt: skip
-        _store_heads(value, value_cache, slot, token, heads, mask_heads, v_scale, stride_vt, stride_vh, stride_vcb,
-                     stride_vcn, stride_vch, BLOCK_SIZE, DV, DV_PAD, V_SCALE_KIND, FP8, E5M2)  # fmt: skip
+        _store_heads(
+            key, key_cache, slot, token, heads, mask_heads, k_scale, stride_kt, stride_kh,
+            stride_kcb, stride_kcn, stride_kch, BLOCK_SIZE, D, D_PAD, K_SCALE_KIND, FP8,
+            E5M2)  # fmt: skip
+        _store_heads(
+            value, value_cache, slot, token, heads, mask_heads, v_scale, stride_vt, stride_vh,
+            stride_vcb, stride_vcn, stride_vch, BLOCK_SIZE, DV, DV_PAD, V_SCALE_KIND, FP8,
+            E5M2)  # fmt: skip

@@ -1,9 +1,10 @@
-"""Which keys a query sees, as one half-open interval.
+"""The keys visible to a query, as one half-open interval.
 
-Causality, both sides of a window, an attention chunk and the length of the request are all intervals of key positions,
-so their intersection is one too, and the loop over keys compares each key with two numbers whatever the features are.
-Both ends never decrease from one query to the next: the first and last query of a tile bound the keys that the tile
-visits, and the last query's start and the first query's end bound the keys that all of its rows see.
+Causality, both sides of a window, an attention chunk and the length of the request are intervals of
+key positions, so their intersection is an interval, too. The loop over keys compares each key with
+two numbers, whatever the features are. Both ends never decrease from one query to the next: the
+first and last query of a tile bound the keys that the tile visits, and the last query's start and
+the first query's end bound the keys that are visible to all of its rows.
 """
 
 from __future__ import annotations
@@ -19,9 +20,15 @@ CAUSAL_PER_REQUEST: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
-def visible_span(position, seq_len, causal, left, right, chunk, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr,
-                 HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr):  # fmt: skip
-    """[first, last) of the keys that a query at `position` sees (M1, M2); empty when last <= first."""
+def visible_span(
+    position, seq_len, causal, left, right, chunk, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Return [first, last) of the keys visible to a query at `position` (M1, M2).
+
+    The span is empty when last <= first. `causal` is read with CAUSAL_PER_REQUEST only.
+    """
+    # Derived from `position`, so that both have its shape.
     first = position * 0
     last = first + seq_len
     if CAUSAL == CAUSAL_ALWAYS:
@@ -33,6 +40,7 @@ def visible_span(position, seq_len, causal, left, right, chunk, CAUSAL: tl.const
     if HAS_RIGHT:
         last = tl.minimum(last, position + right + 1)
     if HAS_CHUNK:
+        # Positions before 0 belong to padding rows, which see nothing.
         start = tl.maximum(position, 0) // chunk * chunk
         first = tl.maximum(first, start)
         last = tl.where(position < 0, 0, tl.minimum(last, start + chunk))

@@ -1,4 +1,7 @@
-"""Merge two partial attention results over disjoint keys. One program per token and block of heads."""
+"""Merge two partial attention results over disjoint keys.
+
+Work distribution: one program per token and block of heads.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,28 @@ __all__ = ["merge_states_kernel"]
 
 
 @triton.jit
-def merge_states_kernel(out_a, lse_a, out_b, lse_b, out, lse, num_heads, stride_at, stride_ah, stride_bt, stride_bh,
-                         stride_ot, stride_oh, stride_la, stride_lb, stride_lo, HAS_LSE: tl.constexpr,
-                         DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
+def merge_states_kernel(
+    out_a, lse_a, out_b, lse_b, out, lse, num_heads, stride_at, stride_ah, stride_bt, stride_bh,
+    stride_ot, stride_oh, stride_la, stride_lb, stride_lo, HAS_LSE: tl.constexpr, DV: tl.constexpr,
+    DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Weight each side by exp(lse - merged lse) and add. Grid: (tokens, blocks of heads)."""
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
     live = head < num_heads
     minus_inf = float("-inf")
     a = tl.load(lse_a + token * stride_la + head, mask=live, other=minus_inf)
     b = tl.load(lse_b + token * stride_lb + head, mask=live, other=minus_inf)
+    # Some kernels report +inf for rows without a key; it counts as -inf.
     a = tl.where(a == float("inf"), minus_inf, a)
     b = tl.where(b == float("inf"), minus_inf, b)
-    largest = tl.maximum(a, b)
-    anchor = tl.where(largest == minus_inf, 0.0, largest)
-    weight_a, weight_b = tl.exp2((a - anchor) * LOG2E), tl.exp2((b - anchor) * LOG2E)
+    new_max = tl.maximum(a, b)
+    # -inf - -inf is NaN: rows without a key on either side are measured from 0.
+    finite_max = tl.where(new_max == minus_inf, 0.0, new_max)
+    weight_a, weight_b = tl.exp2((a - finite_max) * LOG2E), tl.exp2((b - finite_max) * LOG2E)
     total = weight_a + weight_b
-    safe = tl.where(total == 0.0, 1.0, total)
-    weight_a, weight_b = weight_a / safe, weight_b / safe
+    safe_total = tl.where(total == 0.0, 1.0, total)
+    weight_a, weight_b = weight_a / safe_total, weight_b / safe_total
 
     lanes = tl.arange(0, DV_PAD)
     mask = live[:, None] & (lanes < DV)[None, :]
@@ -41,11 +49,11 @@ def merge_states_kernel(out_a, lse_a, out_b, lse_b, out, lse, num_heads, stride_
         mask=mask,
         other=0.0,
     )
-    # An empty side may hold anything, and zero times NaN is NaN.
+    # A side without keys may hold anything, and 0 * NaN is NaN.
     x = tl.where(weight_a[:, None] == 0.0, 0.0, x.to(tl.float32) * weight_a[:, None])
     y = tl.where(weight_b[:, None] == 0.0, 0.0, y.to(tl.float32) * weight_b[:, None])
     target = out + (token * stride_ot + head * stride_oh)[:, None] + lanes[None, :]
     tl.store(target, (x + y).to(out.dtype.element_ty), mask=mask)
     if HAS_LSE:
-        merged = tl.where(total == 0.0, minus_inf, anchor + tl.log2(safe) * LN2)
+        merged = tl.where(total == 0.0, minus_inf, finite_max + tl.log2(safe_total) * LN2)
         tl.store(lse + token * stride_lo + head, merged, mask=live)

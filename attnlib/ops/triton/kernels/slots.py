@@ -12,11 +12,14 @@ __all__ = ["slot_mapping_kernel"]
     do_not_specialize=["num_reqs", "num_tokens", "max_blocks", "stride_table"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table"],
 )
-def slot_mapping_kernel(query_start_loc, seq_lens, block_table, slots, num_reqs, num_tokens, max_blocks,
-                         stride_table, BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
-                         BLOCK_R: tl.constexpr):  # fmt: skip
+def slot_mapping_kernel(
+    query_start_loc, seq_lens, block_table, slots, num_reqs, num_tokens, max_blocks, stride_table,
+    BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Write the slots of BLOCK_T tokens; -1 for tokens without a slot. Grid: (blocks of tokens)."""
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    # A token's request is the number of requests that have ended at or before it: starts never decrease.
+    # A token's request is the number of requests that end at or before it, because their ends never
+    # decrease. One pass over the requests replaces a binary search per token.
     request = tl.zeros([BLOCK_T], tl.int32)
     for base in range(0, num_reqs, BLOCK_R):
         lanes = base + tl.arange(0, BLOCK_R)
@@ -26,6 +29,7 @@ def slot_mapping_kernel(query_start_loc, seq_lens, block_table, slots, num_reqs,
     end = tl.load(query_start_loc + 1 + request, mask=live, other=0)
     seq_len = tl.load(seq_lens + request, mask=live, other=0)
     position = seq_len - end + tokens
+    # Padding before the first position, or a table that is too short, gives no slot.
     block_index = tl.maximum(position, 0) // BLOCK_SIZE
     live = live & (position >= 0) & (block_index < max_blocks)
     block = tl.load(

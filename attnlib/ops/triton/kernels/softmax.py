@@ -1,7 +1,7 @@
-"""From products of queries and keys to weights: the score's transforms and the running softmax.
+"""Score transforms and the online softmax, in base 2.
 
-Everything exponential is base 2, because that is what the hardware has; log2(e) is folded into the scale. Only what
-leaves a kernel as an LSE is a natural logarithm again (M5).
+log2(e) is folded into the scale, because the hardware has a base-2 exponential. Only an LSE that
+leaves a kernel is a natural logarithm again (M5).
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def transform_scores(products, qk_scale, soft_cap, slopes, positions, keys, bias, HAS_CAP: tl.constexpr,
-                     HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
-    """Raw products [M, N] as base-2 logits: scale, then soft cap, then biases (M3)."""
+def transform_scores(
+    qk, qk_scale, soft_cap, slopes, positions, keys, bias, HAS_CAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Turn raw products [M, N] into base-2 logits: scale, then soft cap, then biases (M3)."""
     if HAS_CAP:
         # tanh(x) = 1 - 2 / (exp(2x) + 1), which is exact at both infinities.
-        grown = tl.exp2(products * (2.0 * LOG2E * qk_scale / soft_cap))
-        scores = soft_cap - (2.0 * soft_cap) / (grown + 1.0)
+        exp_2x = tl.exp2(qk * (2.0 * LOG2E * qk_scale / soft_cap))
+        scores = soft_cap - (2.0 * soft_cap) / (exp_2x + 1.0)
     else:
-        scores = products * qk_scale
+        scores = qk * qk_scale
     if HAS_ALIBI:
         distance = tl.abs(positions[:, None] - keys[None, :]).to(tl.float32)
         scores -= slopes[:, None] * distance
@@ -34,44 +36,55 @@ def transform_scores(products, qk_scale, soft_cap, slopes, positions, keys, bias
 
 
 @triton.jit
-def online_softmax(scores, factor, peak, total, MASKED: tl.constexpr, SCALE_LATE: tl.constexpr):
-    """One step of the running softmax: (weights [M, N], decay of what came before [M], new peak, new total).
+def online_softmax(
+    scores, factor, row_max, row_sum, MASKED: tl.constexpr, SCALE_LATE: tl.constexpr
+):  # fmt: skip
+    """Add one tile of scores [M, N] to the running softmax.
 
-    `scores` are base-2 logits, or raw products with a positive `factor` to go when SCALE_LATE (the factor then rides
-    on the exponent's multiply-add). `peak` is the largest logit so far and `total` the sum of weights relative to it. A
-    row that has seen no key keeps peak = -inf, and is measured from 0 so that -inf is never subtracted from -inf.
+    Args:
+        scores: base-2 logits, or raw products with SCALE_LATE.
+        factor: with SCALE_LATE, the positive factor that turns raw products into base-2 logits. It
+            is applied in the multiply-add of the exponent, which saves a multiplication per score.
+        row_max: [M], largest logit so far; -inf before the first visible key.
+        row_sum: [M], sum of weights relative to `row_max`.
+        MASKED: rows may still have no visible key.
+
+    Returns:
+        (weights [M, N], factor [M] of what was accumulated before, new row_max, new row_sum).
     """
     tile_max = tl.max(scores, 1)
     if SCALE_LATE:
         tile_max = tile_max * factor
-    new_peak = tl.maximum(peak, tile_max)
+    new_max = tl.maximum(row_max, tile_max)
     if MASKED:
-        anchor = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        # -inf - -inf is NaN: rows without a visible key are measured from 0.
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
     else:
-        anchor = new_peak
+        finite_max = new_max
     if SCALE_LATE:
-        weights = tl.exp2(scores * factor - anchor[:, None])
+        weights = tl.exp2(scores * factor - finite_max[:, None])
     else:
-        weights = tl.exp2(scores - anchor[:, None])
-    decay = tl.exp2(peak - anchor)
-    return weights, decay, new_peak, total * decay + tl.sum(weights, 1)
+        weights = tl.exp2(scores - finite_max[:, None])
+    acc_scale = tl.exp2(row_max - finite_max)
+    return weights, acc_scale, new_max, row_sum * acc_scale + tl.sum(weights, 1)
 
 
 @triton.jit
-def finish_rows(peak, total, sinks, HAS_SINK: tl.constexpr):
-    """(factor that turns accumulated values into outputs [M], base-2 LSE [M]); the sink counts here, once (M4).
+def finish_rows(row_max, row_sum, sinks, HAS_SINK: tl.constexpr):
+    """Return (factor [M] that turns accumulated values into outputs, base-2 LSE [M]).
 
-    A row that saw no key gets the factor of an empty sum (its accumulator is 0) and the LSE -inf, or its sink's.
+    The sink counts here, once (M4). A row without a visible key gets the factor of an empty sum
+    (its accumulator is 0) and the LSE -inf, or the sink's logit.
     """
     if HAS_SINK:
         sinks = sinks * LOG2E
-        top = tl.maximum(peak, sinks)
-        anchor = tl.where(top == float("-inf"), 0.0, top)
-        decay = tl.exp2(peak - anchor)
-        total = total * decay + tl.exp2(sinks - anchor)
+        new_max = tl.maximum(row_max, sinks)
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        acc_scale = tl.exp2(row_max - finite_max)
+        row_sum = row_sum * acc_scale + tl.exp2(sinks - finite_max)
     else:
-        anchor = tl.where(peak == float("-inf"), 0.0, peak)
-        decay = tl.full(peak.shape, 1.0, tl.float32)
-    empty = total == 0.0
-    safe = tl.where(empty, 1.0, total)
-    return decay / safe, tl.where(empty, float("-inf"), anchor + tl.log2(safe))
+        finite_max = tl.where(row_max == float("-inf"), 0.0, row_max)
+        acc_scale = tl.full(row_max.shape, 1.0, tl.float32)
+    empty = row_sum == 0.0
+    safe_sum = tl.where(empty, 1.0, row_sum)
+    return acc_scale / safe_sum, tl.where(empty, float("-inf"), finite_max + tl.log2(safe_sum))

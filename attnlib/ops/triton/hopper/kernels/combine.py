@@ -1,7 +1,12 @@
-"""Merging the pieces of a request that the Hopper decode cut: by the decode itself, or by a kernel after it.
+"""Combine the splits of a request: inside the Hopper decode kernel, or in a kernel after it.
 
-The decode does it where pieces are few: its last CTA to finish a piece of a request merges them all, which spares a launch
-and the wait for it. A request in many pieces wants many programs, and gets them from `join_pieces`.
+Where requests have few splits, the CTA that finishes the last split of a request combines all of
+them (`combine_in_cta`), which saves a launch and the wait for it. A request with many splits needs
+the parallelism of many programs, which `hopper_combine_kernel` has.
+
+A split's partial result has index 2 * CTA + 1 if the split is not the first one of its CTA's tile
+range, else 2 * CTA. All splits of a request but the first begin their range, and consecutive ranges
+are NUM_KV_HEADS CTAs apart.
 """
 
 from __future__ import annotations
@@ -13,30 +18,32 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnlib.ops.triton.hopper.kernels.compat import exp2
-from attnlib.ops.triton.hopper.kernels.softmax import LN2, meet_sink
+from attnlib.ops.triton.hopper.kernels.softmax import LN2, add_sink
 from attnlib.ops.triton.kernels.softmax import finish_rows
 
-__all__ = ["clear_rows", "join_here", "join_pieces", "pieces_at_once"]
-
-
-@gluon.constexpr_function
-def pieces_at_once(rows, width):
-    """How many partial results of [rows, width] a warpgroup loads together: as many as 64 registers of a thread hold, at most 16."""
-    return max(1, min(16, 64 * 128 // (rows * width)))
+__all__ = ["clear_rows", "combine_in_cta", "hopper_combine_kernel"]
 
 
 @gluon.jit
-def join_here(partials, partial_lses, sinks, out, lse, first_place, num_pieces, start, query_len, kv_head, rows, stride_ot,
-              stride_oh, stride_lt, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr,
-              WIDTH_V: gl.constexpr, ROWS: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr):  # fmt: skip
-    """Merge the pieces of a request for the query heads of one KV head, by one warpgroup, once all of them are there.
+def combine_in_cta(
+    partials, partial_lses, sinks, out, lse, first_partial, num_splits, start, query_len, kv_head,
+    rows, stride_ot, stride_oh, stride_lt, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    DV: gl.constexpr, WIDTH_V: gl.constexpr, ROWS: gl.constexpr, SPLITS_PER_LOAD: gl.constexpr,
+    HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
+):  # fmt: skip
+    """Combine the splits of one request and KV head, by one warpgroup, after all have been written.
 
-    The first piece lies at `first_place`; each of the others is the first one of its part, which follow each other.
+    Args:
+        partials: float32 partial outputs, [index, rows, DV].
+        partial_lses: their base-2 LSEs, [index, rows].
+        first_partial: index of the request's first split.
+        num_splits: splits of the request.
+        start: the request's first row in `out`.
+        rows: query heads of a group times query tokens, the row pitch of `partials`.
     """
     LANES: gl.constexpr = min(32, WIDTH_V // 4)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    STEP: gl.constexpr = pieces_at_once(ROWS, WIDTH_V)
     row = gl.arange(0, ROWS, ROW)
     lanes = gl.arange(0, WIDTH_V, gl.SliceLayout(0, LAYOUT))
     token = row // GROUP
@@ -44,64 +51,76 @@ def join_here(partials, partial_lses, sinks, out, lse, first_place, num_pieces, 
     valid = (row < rows) & (token < query_len)
     mask = valid[:, None] & (lanes < DV)[None, :]
     acc = gl.zeros([ROWS, WIDTH_V], gl.float32, LAYOUT)
-    peak = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-    total = gl.zeros([ROWS], gl.float32, ROW)
-    for base in range(0, num_pieces, STEP):
-        parts = ()
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+    row_sum = gl.zeros([ROWS], gl.float32, ROW)
+    for base in range(0, num_splits, SPLITS_PER_LOAD):
+        # All loads of a round are issued before the first result is used, to overlap their latency.
+        split_lses = ()
         values = ()
-        for i in gl.static_range(STEP):
-            # Others wrote these: past L1, which may hold what was there before.
-            place = (first_place // 2 + (base + i) * NUM_KV_HEADS) * 2
+        for i in gl.static_range(SPLITS_PER_LOAD):
+            index = (first_partial // 2 + (base + i) * NUM_KV_HEADS) * 2
             if i == 0:
-                place = gl.where(base == 0, first_place, place)
-            live = base + i < num_pieces
-            at = place * rows + row
-            parts = parts + (
+                index = gl.where(base == 0, first_partial, index)
+            live = base + i < num_splits
+            offset = index * rows + row
+            # Other CTAs wrote these: ".cg" bypasses L1, which may hold stale lines.
+            split_lses = split_lses + (
                 gl.load(
-                    partial_lses + at, mask=valid & live, other=float("-inf"), cache_modifier=".cg"
+                    partial_lses + offset,
+                    mask=valid & live,
+                    other=float("-inf"),
+                    cache_modifier=".cg",
                 ),
             )
             values = values + (
                 gl.load(
-                    partials + (at * DV)[:, None] + lanes[None, :],
+                    partials + (offset * DV)[:, None] + lanes[None, :],
                     mask=mask & live,
                     other=0.0,
                     cache_modifier=".cg",
                 ),
             )
-        top = peak
-        for i in gl.static_range(STEP):
-            top = gl.maximum(top, parts[i])
-        anchor = gl.where(top == float("-inf"), 0.0, top)
-        decay = exp2(peak - anchor)
-        acc = acc * decay[:, None]
-        total = total * decay
-        for i in gl.static_range(STEP):
-            weight = exp2(parts[i] - anchor)
+        new_max = row_max
+        for i in gl.static_range(SPLITS_PER_LOAD):
+            new_max = gl.maximum(new_max, split_lses[i])
+        finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
+        acc_scale = exp2(row_max - finite_max)
+        acc = acc * acc_scale[:, None]
+        row_sum = row_sum * acc_scale
+        for i in gl.static_range(SPLITS_PER_LOAD):
+            weight = exp2(split_lses[i] - finite_max)
             acc += weight[:, None] * values[i]
-            total += weight
-        peak = top
-    anchor = gl.where(peak == float("-inf"), 0.0, peak)
-    decay = gl.full([ROWS], 1.0, gl.float32, ROW)
+            row_sum += weight
+        row_max = new_max
+    finite_max = gl.where(row_max == float("-inf"), 0.0, row_max)
+    acc_scale = gl.full([ROWS], 1.0, gl.float32, ROW)
     if HAS_SINK:
-        anchor, decay, total = meet_sink(peak, total, gl.load(sinks + head, mask=valid, other=0.0))
-    empty = total == 0.0
-    safe = gl.where(empty, 1.0, total)
-    places = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
+        # No split has counted the sink, so it counts once (M4).
+        sink = gl.load(sinks + head, mask=valid, other=0.0)
+        finite_max, acc_scale, row_sum = add_sink(row_max, row_sum, sink)
+    empty = row_sum == 0.0
+    safe_sum = gl.where(empty, 1.0, row_sum)
+    offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
     gl.store(
-        out + places[:, None] + lanes[None, :],
-        (acc * (decay / safe)[:, None]).to(out.dtype.element_ty),
+        out + offsets[:, None] + lanes[None, :],
+        (acc * (acc_scale / safe_sum)[:, None]).to(out.dtype.element_ty),
         mask=mask,
     )
     if HAS_LSE:
-        base2 = gl.where(empty, float("-inf"), anchor + gl.log2(safe))
+        base2 = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum))
         gl.store(lse + (start + token).to(gl.int64) * stride_lt + head, base2 * LN2, mask=valid)
 
 
 @gluon.jit
-def clear_rows(out, lse, query_start_loc, num_reqs, num_tokens, stride_ot, stride_oh, stride_lt, NUM_KV_HEADS: gl.constexpr,
-               GROUP: gl.constexpr, DV: gl.constexpr, WIDTH_V: gl.constexpr, HEADS: gl.constexpr, HAS_LSE: gl.constexpr):  # fmt: skip
-    """Rows after the last request become 0, their LSEs -inf (M6). Each CTA clears some, by one warpgroup; HEADS is at least GROUP."""
+def clear_rows(
+    out, lse, query_start_loc, num_reqs, num_tokens, stride_ot, stride_oh, stride_lt,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr, WIDTH_V: gl.constexpr,
+    HEADS: gl.constexpr, HAS_LSE: gl.constexpr,
+):  # fmt: skip
+    """Set rows after the last request to 0 and their LSEs to -inf (M6).
+
+    The (row, KV head) pairs are distributed over all CTAs, one warpgroup each. HEADS >= GROUP.
+    """
     LANES: gl.constexpr = min(32, WIDTH_V // 4)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
     within = gl.arange(0, HEADS, gl.SliceLayout(1, LAYOUT))
@@ -113,27 +132,36 @@ def clear_rows(out, lse, query_start_loc, num_reqs, num_tokens, stride_ot, strid
     ):
         token = pair // NUM_KV_HEADS
         head = pair % NUM_KV_HEADS * GROUP + within
-        places = token.to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
-        nothing = gl.zeros([HEADS, WIDTH_V], gl.float32, LAYOUT).to(out.dtype.element_ty)
+        offsets = token.to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
+        zeros = gl.zeros([HEADS, WIDTH_V], gl.float32, LAYOUT).to(out.dtype.element_ty)
         gl.store(
-            out + places[:, None] + lanes[None, :],
-            nothing,
+            out + offsets[:, None] + lanes[None, :],
+            zeros,
             mask=inside[:, None] & (lanes < DV)[None, :],
         )
         if HAS_LSE:
-            gl.store(lse + token.to(gl.int64) * stride_lt + head, gl.full([HEADS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT)),
-                     mask=inside)  # fmt: skip
+            empty_lse = gl.full([HEADS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
+            gl.store(lse + token.to(gl.int64) * stride_lt + head, empty_lse, mask=inside)
 
 
 @triton.jit(
     do_not_specialize=["num_reqs", "rows", "stride_ot", "stride_oh", "stride_lt"],
-    do_not_specialize_on_alignment=["sinks", "lse", "query_start_loc", "pieces", "partial_lses"],
-)
-def join_pieces(partials, partial_lses, pieces, query_start_loc, sinks, out, lse, num_reqs, rows, stride_ot, stride_oh,
-                stride_lt, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr,
-                DV_PAD: tl.constexpr, STEP: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr):  # fmt: skip
-    """Merge the pieces of HEADS query heads of one token and KV head; rows after the last request become 0 (M6).
-    Grid: (T, KV heads, blocks of HEADS in a group)."""
+    do_not_specialize_on_alignment=[
+        "sinks", "lse", "query_start_loc", "split_headers", "partial_lses",
+    ],
+)  # fmt: skip
+def hopper_combine_kernel(
+    partials, partial_lses, split_headers, query_start_loc, sinks, out, lse, num_reqs, rows,
+    stride_ot, stride_oh, stride_lt, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, STEP: tl.constexpr,
+    HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """Combine the splits of HEADS query heads of one token and KV head.
+
+    Grid: (tokens, KV heads, blocks of HEADS in a group). Rows after the last request become 0 (M6).
+    `split_headers` is [token, KV head], written by the CTA that has the request's first tile.
+    """
+    # PDL: started early; nothing may be read before the decode kernel has ended.
     gdc_wait()
     gdc_launch_dependents()
     token = tl.program_id(0)
@@ -142,7 +170,7 @@ def join_pieces(partials, partial_lses, pieces, query_start_loc, sinks, out, lse
     head = kv_head * GROUP + within
     inside = within < GROUP
     num_rows = tl.load(query_start_loc + num_reqs)
-    note = tl.load(pieces + token * NUM_KV_HEADS + kv_head)
+    header = tl.load(split_headers + token * NUM_KV_HEADS + kv_head)
     lanes = tl.arange(0, DV_PAD)
     offsets = (
         token.to(tl.int64) * stride_ot + head.to(tl.int64)[:, None] * stride_oh + lanes[None, :]
@@ -159,35 +187,39 @@ def join_pieces(partials, partial_lses, pieces, query_start_loc, sinks, out, lse
                 mask=inside,
             )
         return
-    count = note & 255
-    if count <= 1:
+    # Header: bits 0-7 number of splits, bits 8-13 the token's first row, from bit 14 the index of
+    # the request's first partial result.
+    num_splits = header & 255
+    if num_splits <= 1:
+        # The decode kernel has written the output.
         return
-    row = (note >> 8 & 63) + within
-    place = note >> 14
+    row = (header >> 8 & 63) + within
+    first_partial = header >> 14
     acc = tl.zeros([HEADS, DV_PAD], tl.float32)
-    peak = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    for base in range(0, count, STEP):
-        piece = base + tl.arange(0, STEP)
-        live = (piece < count)[:, None] & inside[None, :]
-        at = (
-            tl.where(piece == 0, place, (place // 2 + piece * NUM_KV_HEADS) * 2)[:, None] * rows
-            + row[None, :]
+    row_max = tl.full([HEADS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([HEADS], tl.float32)
+    for base in range(0, num_splits, STEP):
+        split = base + tl.arange(0, STEP)
+        live = (split < num_splits)[:, None] & inside[None, :]
+        following = (first_partial // 2 + split * NUM_KV_HEADS) * 2
+        index = tl.where(split == 0, first_partial, following)[:, None] * rows + row[None, :]
+        split_lses = tl.load(partial_lses + index, mask=live, other=float("-inf"))
+        values = tl.load(
+            partials + index[:, :, None] * DV + lanes[None, None, :],
+            mask=live[:, :, None] & (lanes < DV)[None, None, :],
+            other=0.0,
         )
-        parts = tl.load(partial_lses + at, mask=live, other=float("-inf"))
-        values = tl.load(partials + at[:, :, None] * DV + lanes[None, None, :],
-                         mask=live[:, :, None] & (lanes < DV)[None, None, :], other=0.0)  # fmt: skip
-        top = tl.maximum(peak, tl.max(parts, 0))
-        anchor = tl.where(top == float("-inf"), 0.0, top)
-        weights = tl.exp2(parts - anchor[None, :])
-        decay = tl.exp2(peak - anchor)
-        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * values, 0)
-        total = total * decay + tl.sum(weights, 0)
-        peak = top
+        new_max = tl.maximum(row_max, tl.max(split_lses, 0))
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(split_lses - finite_max[None, :])
+        acc_scale = tl.exp2(row_max - finite_max)
+        acc = acc * acc_scale[:, None] + tl.sum(weights[:, :, None] * values, 0)
+        row_sum = row_sum * acc_scale + tl.sum(weights, 0)
+        row_max = new_max
     sink = tl.zeros([HEADS], tl.float32)
     if HAS_SINK:
-        sink += tl.load(sinks + head, mask=inside, other=0.0)
-    factor, base2_lse = finish_rows(peak, total, sink, HAS_SINK)
+        sink += tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32)
+    factor, base2_lse = finish_rows(row_max, row_sum, sink, HAS_SINK)
     tl.store(out + offsets, (acc * factor[:, None]).to(out.dtype.element_ty), mask=mask)
     if HAS_LSE:
         tl.store(

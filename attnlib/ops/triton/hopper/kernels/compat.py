@@ -1,7 +1,7 @@
-"""What Gluon calls things, release by release.
+"""Names of Gluon that differ between releases of Triton, and PTX instructions that Gluon lacks.
 
-Names under `triton.experimental` move between minors. This module is the one place that knows: kernels import the
-concept from here. Seen: Triton 3.6.0 and 3.9.0.
+Names under `triton.experimental` move between minor releases. Kernels import them from here, so
+that only this module depends on the release. Verified with Triton 3.6.0 and 3.9.0.
 """
 
 from __future__ import annotations
@@ -12,20 +12,23 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
-    "TensorDescriptor", "await_predecessor", "consumers_sync", "exp2", "load_box", "partition_barrier",
-    "prefetch_line", "release_successor",
+    "TensorDescriptor", "consumers_sync", "exp2", "launch_dependent_grids", "load_box",
+    "partition_barrier", "prefetch_l1", "wait_on_dependent_grids",
 ]  # fmt: skip
 
 partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-"""Synchronises the threads of the partition that calls it (`thread_barrier` up to 3.6)."""
+"""Synchronize the threads of the calling warp partition (`thread_barrier` up to Triton 3.6)."""
 
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-"""TMA copy of a box into shared memory, completing on an mbarrier (`async_copy_global_to_shared` up to 3.7)."""
+"""Issue a TMA load of one box into shared memory; its bytes are counted by an mbarrier
+(`async_copy_global_to_shared` up to Triton 3.7)."""
 
 
 @gluon.jit
 def consumers_sync(CONSUMERS: gl.constexpr):
-    """Wait until all two or three multiplying warpgroups have come here. Named barrier 11 is free of Triton's own (9 to 14 are)."""
+    """Synchronize the 2 or 3 consumer warpgroups with each other, but not with the loader warps."""
+    # Named barrier 11: Triton 3.6 to 3.9 do not use the numbers 9 to 14 themselves. The thread
+    # count is part of the instruction, so each number of consumers has a literal of its own.
     if CONSUMERS == 3:
         gl.inline_asm_elementwise(
             "bar.sync 11, 384; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1
@@ -38,28 +41,32 @@ def consumers_sync(CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def exp2(x):
+    """Return 2 ** x."""
     return gl.exp2(x)
 
 
 @gluon.jit
-def await_predecessor():
-    """Wait until the kernel before this one has ended and its writes are seen (programmatic dependent launch)."""
+def wait_on_dependent_grids():
+    """Wait until the previous kernel has ended and its writes are visible (PDL)."""
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1
     )
 
 
 @gluon.jit
-def release_successor():
-    """Let the kernel after this one start, once every CTA has come here; it waits for this one's end by itself."""
+def launch_dependent_grids():
+    """Allow the next kernel to start once every CTA has called this or has ended (PDL).
+
+    The next kernel waits for this one's results by itself, with `wait_on_dependent_grids`.
+    """
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1
     )
 
 
 @gluon.jit
-def prefetch_line(pointer):
-    """Ask for the line of 128 bytes that holds a scalar pointer's target to come into L1."""
+def prefetch_l1(pointer):
+    """Prefetch the 128-byte line that contains the target of a scalar pointer into L1."""
     gl.inline_asm_elementwise(
         "prefetch.global.L1 [$1]; mov.b32 $0, 0;",
         "=r,l",

@@ -1,7 +1,8 @@
-"""The inner step of the prefill: two products in flight, a softmax between them.
+"""The main loop's step of the Hopper prefill: two WGMMAs in flight and the softmax between them.
 
-The product of a tile's keys is issued before that of the previous tile's values is awaited (FlashAttention-3, Shah et
-al. 2024), so the tensor cores work while the softmax does. Weights cross from one step to the next.
+The product with the keys of one tile is issued before the product with the values of the previous
+tile is awaited (FlashAttention-3, Shah et al. 2024), so that the tensor cores work during the
+softmax. Weights are carried from one step to the next.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnlib.ops.triton.hopper.kernels.softmax import hide_keys, transform_scores, weigh
+from attnlib.ops.triton.hopper.kernels.softmax import mask_scores, online_softmax, transform_scores
 
 __all__ = ["overlapped_step", "pack_weights", "unpack_weights"]
 
 
 @gluon.jit
 def pack_weights(weights, DTYPE: gl.constexpr):
-    """Weights [M, N] in float32 as pairs of DTYPE in 32-bit words [M, N // 2]: carried over a loop's edge one by one,
-    16-bit values would take a register each and be packed again for every product."""
+    """Convert float32 weights [M, N] to pairs of DTYPE in 32-bit words [M, N // 2]."""
+    # As loop-carried values, 16-bit elements take a register each and are packed again for every
+    # product. Words take half of the registers.
     M: gl.constexpr = weights.shape[0]
     N: gl.constexpr = weights.shape[1]
     low, high = gl.split(gl.reshape(weights, [M, N // 2, 2]))
@@ -39,7 +41,7 @@ def pack_weights(weights, DTYPE: gl.constexpr):
 
 @gluon.jit
 def unpack_weights(words, DTYPE: gl.constexpr, P_LAYOUT: gl.constexpr):
-    """The operand of the product with the values."""
+    """Convert packed weights to the register operand [M, N] of the product with the values."""
     M: gl.constexpr = words.shape[0]
     N: gl.constexpr = words.shape[1] * 2
     low = words.to(gl.int16).to(DTYPE, bitcast=True)
@@ -48,11 +50,16 @@ def unpack_weights(words, DTYPE: gl.constexpr, P_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def overlapped_step(q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, peak, total, step, tile, row_first,
-          row_last, factor, soft_cap, STAGES: gl.constexpr,
-          MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
-          P_LAYOUT: gl.constexpr):  # fmt: skip
-    """Products with the keys of `tile` and with the values of the tile before it, then the softmax between them."""
+def overlapped_step(
+    q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, row_max, row_sum, step,
+    tile, row_first, row_last, factor, soft_cap, STAGES: gl.constexpr, MASKED: gl.constexpr,
+    CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr, P_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
+
+    Returns:
+        (acc, packed weights of `tile`, row_max, row_sum).
+    """
     ROWS: gl.constexpr = q_tile.shape[0]
     DTYPE: gl.constexpr = q_tile.dtype
     BLOCK_N: gl.constexpr = k_ring.shape[1]
@@ -61,22 +68,28 @@ def overlapped_step(q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, ac
     parity = (step // STAGES) & 1
     v_stage = (step - 1) % STAGES
     v_parity = ((step - 1) // STAGES) & 1
+    # Wait for the TMA loads of this tile's keys, then issue Q @ K^T.
     mbarrier.wait(k_full.index(stage), parity)
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     scores = warpgroup_mma(
-        q_tile, k_ring.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True
+        q_tile, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
     )
+    # Wait for the TMA loads of the previous tile's values, then issue P @ V behind it.
     mbarrier.wait(v_full.index(v_stage), v_parity)
     acc = warpgroup_mma(
         unpack_weights(weights, DTYPE, P_LAYOUT), v_ring.index(v_stage), acc, is_async=True
     )
+    # One group may stay in flight: Q @ K^T is complete, P @ V overlaps with the softmax.
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(stage), count=1)
     scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
     if MASKED:
-        scores = hide_keys(scores, row_first, row_last, tile * BLOCK_N, CHECK_FIRST)
-    grown, decay, peak, total = weigh(scores, factor, peak, total, MASKED, HAS_CAP)
+        scores = mask_scores(scores, row_first, row_last, tile * BLOCK_N, CHECK_FIRST)
+    probs, acc_scale, row_max, row_sum = online_softmax(
+        scores, factor, row_max, row_sum, MASKED, HAS_CAP
+    )
+    # P @ V is complete: its stage is free, and the accumulator may be rescaled.
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index(v_stage), count=1)
-    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return acc, pack_weights(grown, DTYPE), peak, total
+    acc = acc * gl.convert_layout(acc_scale, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return acc, pack_weights(probs, DTYPE), row_max, row_sum

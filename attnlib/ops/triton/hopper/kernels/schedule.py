@@ -1,6 +1,7 @@
-"""Which tile a work item is, and which keys that tile visits; computed on the device, by each partition for itself.
+"""Map work items to query tiles, and query tiles to the key tiles that they visit.
 
-The number of items comes from upper bounds alone, so a captured graph replays right with other lengths.
+Each warp partition computes this on the device for itself. The number of items follows from upper
+bounds alone, so a captured CUDA graph replays correctly with other sequence lengths.
 """
 
 from __future__ import annotations
@@ -8,25 +9,20 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["find_tile", "row_span", "visited_tiles"]
+__all__ = ["find_tile", "visible_span", "visited_tiles"]
 
 
 @gluon.jit
 def find_tile(
-    item,
-    query_start_loc,
-    num_reqs,
-    num_tiles,
-    section,
-    NUM_KV_HEADS: gl.constexpr,
-    TILE_TOKENS: gl.constexpr,
-):
-    """(request, its first row, first token of the tile within the request, KV head) of a work item.
+    item, query_start_loc, num_reqs, num_tiles, section,
+    NUM_KV_HEADS: gl.constexpr, TILE_TOKENS: gl.constexpr,
+):  # fmt: skip
+    """Return (request, its first row, first token of the tile in the request, KV head) of an item.
 
-    Items come in sections of `section` KV heads, whose keys and values stay in the L2 cache together. Within one they
-    run from the last tile to the first, all its heads beside each other, so that under a causal mask the longest rows
-    start first. Request r owns the tiles from start[r] // TILE_TOKENS + r on; `num_reqs` stands for the rows after the
-    last request.
+    Items come in sections of `section` KV heads whose keys and values fit in the L2 cache together.
+    Within a section they run from the last tile to the first with all heads of a tile adjacent, so
+    that under a causal mask the longest rows start first. Request r owns the tiles from
+    start[r] // TILE_TOKENS + r on; `num_reqs` denotes the rows after the last request.
     """
     per_section = num_tiles * section
     within = item % per_section
@@ -35,6 +31,8 @@ def find_tile(
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = 128
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    # The tile's request is the number of requests (from the second on) that begin at or before it,
+    # because their first tiles increase strictly. One pass of loads replaces a binary search.
     request = 0
     for base in range(1, num_reqs + 1, LANES):
         lanes = base + gl.arange(0, LANES, layout)
@@ -47,9 +45,15 @@ def find_tile(
 
 
 @gluon.jit
-def row_span(position, seq_len, left, right, chunk, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
-             HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr):  # fmt: skip
-    """[first, last) of the keys that a query at `position` sees (M1, M2); empty when last <= first."""
+def visible_span(
+    position, seq_len, left, right, chunk,
+    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Return [first, last) of the keys visible to a query at `position` (M1, M2).
+
+    The span is empty when last <= first.
+    """
+    # Derived from `position`, so that both have its shape and layout.
     first = position * 0
     last = first + seq_len
     if CAUSAL:
@@ -59,6 +63,7 @@ def row_span(position, seq_len, left, right, chunk, CAUSAL: gl.constexpr, HAS_LE
     if HAS_RIGHT:
         last = gl.minimum(last, position + right + 1)
     if HAS_CHUNK:
+        # Positions before 0 belong to padding rows, which see nothing.
         begin = gl.maximum(position, 0) // chunk * chunk
         first = gl.maximum(first, begin)
         last = gl.where(position < 0, 0, gl.minimum(last, begin + chunk))
@@ -66,17 +71,24 @@ def row_span(position, seq_len, left, right, chunk, CAUSAL: gl.constexpr, HAS_LE
 
 
 @gluon.jit
-def visited_tiles(first_token, query_len, seq_len, left, right, chunk, TILE_TOKENS: gl.constexpr,
-                  BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-                  HAS_CHUNK: gl.constexpr):  # fmt: skip
-    """(begin, left_end, right_begin, end): key tiles [begin, end) are visited, and those in [left_end, right_begin)
-    are seen whole by every row of the tile. begin <= left_end <= right_begin <= end."""
+def visited_tiles(
+    first_token, query_len, seq_len, left, right, chunk, TILE_TOKENS: gl.constexpr,
+    BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HAS_CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Return (begin, left_end, right_begin, end), numbers of key tiles for one query tile.
+
+    Tiles [begin, end) are visited. Tiles [left_end, right_begin) are entirely visible to every row
+    and need no mask. begin <= left_end <= right_begin <= end.
+    """
+    # Both ends of a row's span never decrease from row to row, so the first and the last row of the
+    # tile bound them.
     last_token = gl.minimum(first_token + TILE_TOKENS, query_len) - 1
     shift = seq_len - query_len
-    first_low, last_low = row_span(
+    first_low, last_low = visible_span(
         first_token + shift, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
     )
-    first_high, last_high = row_span(
+    first_high, last_high = visible_span(
         last_token + shift, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
     )
     begin = gl.maximum(first_low, 0) // BLOCK_N

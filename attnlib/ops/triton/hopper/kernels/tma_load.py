@@ -1,4 +1,4 @@
-"""Filling a ring of key or value tiles by TMA, page by page: the inner step of every loading warp."""
+"""Fill a ring of key or value tiles by TMA, page by page: the inner step of every loader warp."""
 
 from __future__ import annotations
 
@@ -6,19 +6,30 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from attnlib.ops.triton.hopper.kernels.compat import load_box, prefetch_line
+from attnlib.ops.triton.hopper.kernels.compat import load_box, prefetch_l1
 
 __all__ = ["load_tile"]
 
 
 @gluon.jit
-def load_tile(cache, table, pages, num_blocks, kv_head, tile, later_page, ring, full, empty, step, BLOCK_SIZE: gl.constexpr,
-              STAGES: gl.constexpr):  # fmt: skip
-    """Send for the `tile`-th tile of a request's keys (or values) into stage `step` of the ring, once that is empty.
+def load_tile(
+    cache, table, pages, num_blocks, kv_head, tile, later_page, ring, full, empty, step,
+    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Issue the TMA loads of key tile `tile` into stage `step % STAGES` of the ring.
 
-    `table` is the request's row of the block table, which has `pages` entries that may be read; pages past the last one
-    are aimed past the pool's end, which TMA fills with zeros. `later_page` is one that will be wanted in a few steps: its
-    number comes into L1 meanwhile, because a loader that waits for memory to tell it the pages falls behind.
+    Args:
+        cache: TMA descriptor of the key or value cache, one box per page or per tile in a page.
+        table: the request's row of the block table.
+        pages: entries of `table` that may be read.
+        num_blocks: blocks of the cache.
+        kv_head: KV head.
+        tile: number of the tile in the request, in units of BLOCK_N positions.
+        later_page: column of `table` that a later step needs.
+        ring: shared memory [STAGES, BLOCK_N, width].
+        full: mbarriers that count the bytes of a stage.
+        empty: mbarriers that count the consumers that have released a stage.
+        step: number of tiles that this loader has loaded.
     """
     BLOCK_N: gl.constexpr = ring.shape[1]
     BOX: gl.constexpr = min(BLOCK_SIZE, BLOCK_N)
@@ -26,13 +37,19 @@ def load_tile(cache, table, pages, num_blocks, kv_head, tile, later_page, ring, 
     BYTES: gl.constexpr = BLOCK_N * ring.shape[2] * 2
     first_page = tile * BLOCK_N // BLOCK_SIZE
     inside = tile * BLOCK_N % BLOCK_SIZE
-    prefetch_line(table + gl.maximum(gl.minimum(later_page, pages - 1), 0))
+    # A loader that waits for global memory before it knows its pages falls behind the consumers, so
+    # the block table is prefetched into L1 a few steps ahead.
+    prefetch_l1(table + gl.maximum(gl.minimum(later_page, pages - 1), 0))
     blocks = ()
     for box in gl.static_range(BOXES):
+        # Pages past the last one become block `num_blocks`, which is out of bounds: TMA fills their
+        # boxes with zeros, and the barrier still receives all BYTES.
         page = gl.load(table + first_page + box, mask=first_page + box < pages, other=num_blocks)
         blocks = blocks + (page,)
     stage = step % STAGES
-    place = ring.index(stage)
+    buffer = ring.index(stage)
+    # Wait until all consumers have released the tile that the stage held STAGES steps ago. The
+    # parity is inverted, so that the first pass over the ring does not wait.
     mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
     mbarrier.expect(full.index(stage), BYTES)
     for box in gl.static_range(BOXES):
@@ -40,5 +57,5 @@ def load_tile(cache, table, pages, num_blocks, kv_head, tile, later_page, ring, 
             cache,
             [blocks[box], kv_head, inside, 0],
             full.index(stage),
-            place.slice(box * BOX, BOX, 0),
+            buffer.slice(box * BOX, BOX, 0),
         )

@@ -1,23 +1,33 @@
-"""Counters in global memory that all CTAs of a kernel share; every kernel leaves them at zero, as it found them."""
+"""Counters in global memory that all CTAs of a kernel share.
+
+Every kernel leaves its counters at zero, as it found them, so that launches need no memset.
+"""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["PREFILL_COUNTERS", "count_up"]
+__all__ = ["PREFILL_COUNTERS", "atomic_increment"]
 
 PREFILL_COUNTERS = 2
-"""Counters of the prefill, the first ones; those of the decode, one for each CTA, come after them."""
+"""Counters of the prefill: [0] next work item, [1] CTAs that are done. The decode's counters, one
+for each CTA, follow them."""
 
 
 @gluon.jit
-def count_up(counter, ORDER: gl.constexpr):
-    """Add one to a counter; what it was. ORDER is the atomic's memory order: "acq_rel" makes what the CTAs that came before
-    wrote visible, if each of them synchronised its threads first."""
+def atomic_increment(counter, ORDER: gl.constexpr):
+    """Add one to a counter and return its earlier value, in every thread of the partition.
+
+    Args:
+        counter: pointer to int32.
+        ORDER: memory order of the atomic. "acq_rel" makes the writes of the CTAs that incremented
+            earlier visible, provided that each of them synchronized its threads first.
+    """
     LANES: gl.constexpr = 32 * gl.num_warps()
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     lanes = gl.arange(0, LANES, layout)
+    # One lane increments; the sum broadcasts its result, since the other lanes contribute 0.
     before = gl.atomic_add(
         counter + lanes * 0, gl.full([LANES], 1, gl.int32, layout), mask=lanes == 0, sem=ORDER
     )
