@@ -1,4 +1,4 @@
-"""Stand-ins for the FlashAttention builds: the real signatures, computed by plain torch, with the traps of the real ones built in."""
+"""Fakes of the FlashAttention builds: their signatures and pitfalls, computed by plain torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = (
 
 
 class Recorder:
-    """Every call of a fake, by keyword."""
+    """The arguments of every call of a fake."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
@@ -50,7 +50,7 @@ def attend(
     sinks: Any = None,
     empty: float = float("-inf"),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [T, Hq, Dv], LSE [Hq, T]); empty rows get `empty`, rows past the batch keep garbage."""
+    """Output `[T, Hq, Dv]` and LSE `[Hq, T]`; `empty` for empty rows, NaN past the batch."""
     left, right = (-1 if side is None else side for side in window)
     out = torch.full((*q.shape[:2], v.shape[-1]), float("nan"), dtype=q.dtype)
     lse = torch.full(q.shape[:2], float("nan"))
@@ -81,13 +81,13 @@ def attend(
 
 
 def install(monkeypatch: pytest.MonkeyPatch, path: str, **attributes: Any) -> ModuleType:
-    """Put a module (and its parents) into `sys.modules`."""
+    """Add a module and its parents to `sys.modules`."""
     parts = path.split(".")
     for depth in range(1, len(parts) + 1):
         name = ".".join(parts[:depth])
         if sys.modules.get(name) is None or depth == len(parts):
             module = ModuleType(name)
-            # Parents are namespaces without a file of their own, as FlashAttention 4 leaves `flash_attn`.
+            # Parents are namespace packages, as FlashAttention 4 leaves `flash_attn`.
             module.__file__ = (
                 f"/fake/{name.replace('.', '/')}/__init__.py" if depth == len(parts) else None
             )
@@ -99,21 +99,22 @@ def install(monkeypatch: pytest.MonkeyPatch, path: str, **attributes: Any) -> Mo
 
 
 def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if none of the packages existed."""
+    """Make all of the packages appear as not installed."""
     for name in NAMES:
         for loaded in [
             module for module in sys.modules if module == name or module.startswith(name + ".")
         ]:
             monkeypatch.delitem(sys.modules, loaded)
-        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]  # the documented way to forbid an import
+        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]  # None makes the import fail
 
 
 def fake_fa2(record: Recorder) -> Any:
-    """flash_attn 2.8: running sums of lengths, no `out`, +inf for empty rows, and the bound of 1 that ignores the starts."""
+    """flash_attn 2.8: cumulative lengths, no `out`, +inf for empty rows; see `query_bound`."""
 
     def flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
-        softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+        softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+        deterministic=False, return_attn_probs=False, block_table=None,
     ):  # fmt: skip
         record.calls.append({name: value for name, value in locals().items() if name != "record"})
         if k.shape[1] % 256:
@@ -122,8 +123,8 @@ def fake_fa2(record: Recorder) -> Any:
             raise RuntimeError("shape '[batch_size, ngroups, ...]' is invalid for input")
         lengths = (cu_seqlens_k[1:] - cu_seqlens_k[:-1]).to(torch.int32)
         out, lse = attend(
-            q, k, v, cu_seqlens_q, lengths, block_table, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
-            alibi_slopes=alibi_slopes, empty=float("inf"),
+            q, k, v, cu_seqlens_q, lengths, block_table, scale=softmax_scale, causal=causal,
+            window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, empty=float("inf"),
         )  # fmt: skip
         return (out, lse, None) if return_attn_probs else out
 
@@ -131,13 +132,15 @@ def fake_fa2(record: Recorder) -> Any:
 
 
 def fake_fa3(record: Recorder) -> tuple[Any, Any]:
-    """FlashAttention 3 upstream: kvcache entry, no `out`, no sinks, a scheduler."""
+    """FlashAttention 3 upstream: kvcache function, no `out`, no sinks, a scheduler."""
 
     def flash_attn_with_kvcache(
-        q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
-        cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, q_descale=None,
-        k_descale=None, v_descale=None, softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0,
-        rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
+        q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
+        cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None,
+        cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
+        q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
+        window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+        scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
     ):  # fmt: skip
         record.calls.append({name: value for name, value in locals().items() if name != "record"})
         out, lse = attend(
@@ -159,8 +162,9 @@ def fake_fa3(record: Recorder) -> tuple[Any, Any]:
 
 def _scheduler(record: Recorder) -> Any:
     def get_scheduler_metadata(
-        batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, qkv_dtype=torch.bfloat16, headdim_v=None,
-        cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1),
+        batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens,
+        qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
+        cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1),
         has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0,
     ):  # fmt: skip
         record.scheduled.append(
@@ -175,18 +179,19 @@ def fake_vllm(record: Recorder) -> tuple[Any, Any]:
     """vLLM's build: several generations behind one function, `out`, `s_aux`, a scheduler."""
 
     def flash_attn_varlen_func(
-        q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, q_v=None, dropout_p=0.0, softmax_scale=None,
-        causal=False, window_size=None, softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
-        return_softmax_lse=False, out=None, scheduler_metadata=None, q_descale=None, k_descale=None, v_descale=None, num_splits=0,
-        output_scale=None, fa_version=2, s_aux=None,
+        q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None,
+        q_v=None, dropout_p=0.0, softmax_scale=None, causal=False, window_size=None, softcap=0.0,
+        alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
+        return_softmax_lse=False, out=None, scheduler_metadata=None, q_descale=None, k_descale=None,
+        v_descale=None, num_splits=0, output_scale=None, fa_version=2, s_aux=None,
     ):  # fmt: skip
         record.calls.append({name: value for name, value in locals().items() if name != "record"})
         assert s_aux is None or (s_aux.dtype == torch.bfloat16 and fa_version == 3)
         result, lse = attend(
-            q, k, v, cu_seqlens_q, seqused_k, block_table, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
-            alibi_slopes=alibi_slopes, sinks=s_aux,
+            q, k, v, cu_seqlens_q, seqused_k, block_table, scale=softmax_scale, causal=causal,
+            window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=s_aux,
         )  # fmt: skip
-        if s_aux is not None:  # blocks without any key leave early, with -inf
+        if s_aux is not None:  # blocks without keys return early, with -inf
             empty = (seqused_k == 0).repeat_interleave(cu_seqlens_q[1:] - cu_seqlens_q[:-1])
             lse[:, : len(empty)].masked_fill_(empty, float("-inf"))
         out.copy_(result)
@@ -196,14 +201,17 @@ def fake_vllm(record: Recorder) -> tuple[Any, Any]:
 
 
 def fake_fa4(record: Recorder) -> Any:
-    """flash-attn-4: `page_table` on the varlen function, None for an open window, float32 sinks, a new argument at position 3."""
+    """flash-attn-4: varlen with `page_table`, None for unbounded windows, float32 sinks."""
 
     def flash_attn_varlen_func(
-        q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, seqused_q=None,
-        seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False, window_size=(None, None),
-        learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, score_mod=None, score_mod_bwd=None, mask_mod=None,
-        block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, return_lse=False, scheduler_metadata=None, seqlen_k_per_split=None,
-        disable_scheduler_metadata=False, gather_bwd_recompute_p=False, gather_bwd_token_chunk=None,
+        q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
+        max_seqlen_k=None, min_seqlen_k=None, seqused_q=None, seqused_k=None,
+        gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False,
+        window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None,
+        deterministic=False, score_mod=None, score_mod_bwd=None, mask_mod=None,
+        block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, return_lse=False,
+        scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False,
+        gather_bwd_recompute_p=False, gather_bwd_token_chunk=None,
     ):  # fmt: skip
         record.calls.append({name: value for name, value in locals().items() if name != "record"})
         assert cu_seqlens_k is None and all(side is None or side >= 0 for side in window_size)
@@ -219,8 +227,8 @@ def fake_fa4(record: Recorder) -> Any:
             and page_table.stride(-1) == 1
         )
         out, lse = attend(
-            q, k, v, cu_seqlens_q, seqused_k, page_table, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
-            sinks=learnable_sink,
+            q, k, v, cu_seqlens_q, seqused_k, page_table, scale=softmax_scale, causal=causal,
+            window=window_size, softcap=softcap, sinks=learnable_sink,
         )  # fmt: skip
         return out, lse if return_lse else None
 
@@ -228,16 +236,17 @@ def fake_fa4(record: Recorder) -> Any:
 
 
 def fake_sglang(record: Recorder) -> Any:
-    """SGLang's build: the kvcache entry with `sinks` and `ver`."""
+    """SGLang's build: the kvcache function with `sinks` and `ver`."""
 
     def flash_attn_with_kvcache(
-        q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, page_table=None, cu_seqlens_q=None, max_seqlen_q=None, softmax_scale=None,
-        causal=False, window_size=(-1, -1), softcap=0.0, num_splits=0, return_softmax_lse=False, sinks=None, ver=3,
+        q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, page_table=None, cu_seqlens_q=None,
+        max_seqlen_q=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+        num_splits=0, return_softmax_lse=False, sinks=None, ver=3,
     ):  # fmt: skip
         record.calls.append({name: value for name, value in locals().items() if name != "record"})
         out, lse = attend(
-            q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
-            sinks=sinks,
+            q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, scale=softmax_scale,
+            causal=causal, window=window_size, softcap=softcap, sinks=sinks,
         )  # fmt: skip
         return (out, lse) if return_softmax_lse else out
 

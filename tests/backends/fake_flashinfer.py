@@ -1,4 +1,4 @@
-"""A stand-in for FlashInfer: its wrappers' signatures, computed by plain torch, base-2 LSE, -5e4 for -inf, and a pinned buffer per wrapper."""
+"""A fake of FlashInfer: the signatures of its wrappers, base-2 LSE, computed by plain torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOG_2 = 0.6931471805599453
 
 
 class Recorder:
-    """Wrappers made, plans and runs, in order."""
+    """The created wrappers, plans and runs, in order."""
 
     def __init__(self) -> None:
         self.made: list[Any] = []
@@ -66,12 +66,13 @@ def _attend(
 
 
 def make_module(record: Recorder, *, open_plan: bool = False) -> ModuleType:
-    """The module; `open_plan` gives decode's plan the **kwargs of newer releases."""
+    """The module; with `open_plan`, the decode plan has the **kwargs of newer releases."""
 
     class BatchDecodeWithPagedKVCacheWrapper:
         def __init__(
-            self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False, paged_kv_indptr_buffer=None,
-            paged_kv_indices_buffer=None, paged_kv_last_page_len_buffer=None, backend="auto", jit_args=None,
+            self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False,
+            use_tensor_cores=False, paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None,
+            paged_kv_last_page_len_buffer=None, backend="auto", jit_args=None,
         ):  # fmt: skip
             assert (float_workspace_buffer == 0).all(), "the workspace was not zeroed"
             self.backend, self.graph = backend, use_cuda_graph
@@ -83,9 +84,11 @@ def make_module(record: Recorder, *, open_plan: bool = False) -> ModuleType:
             record.made.append(self)
 
         def plan(
-            self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode="NONE", window_left=-1,
-            logits_soft_cap=None, q_data_type="float16", kv_data_type=None, o_data_type=None, data_type=None, sm_scale=None, rope_scale=None,
-            rope_theta=None, non_blocking=True, block_tables=None, seq_lens=None, fixed_split_size=None, disable_split_kv=False,
+            self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+            pos_encoding_mode="NONE", window_left=-1, logits_soft_cap=None, q_data_type="float16",
+            kv_data_type=None, o_data_type=None, data_type=None, sm_scale=None, rope_scale=None,
+            rope_theta=None, non_blocking=True, block_tables=None, seq_lens=None,
+            fixed_split_size=None, disable_split_kv=False,
         ):  # fmt: skip
             assert indptr.device.type == last_page_len.device.type == "cpu"
             self.planned = {
@@ -99,8 +102,9 @@ def make_module(record: Recorder, *, open_plan: bool = False) -> ModuleType:
             record.plans.append(self.planned | {"wrapper": self})
 
         def run(
-            self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, return_lse=False, enable_pdl=None,
-            window_left=None, sinks=None, q_len_per_req=1,
+            self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None,
+            lse=None, return_lse=False, enable_pdl=None, window_left=None, sinks=None,
+            q_len_per_req=1,
         ):  # fmt: skip
             record.runs.append({"wrapper": self, "q": q, "out": out, "lse": lse, "kind": "decode"})
             batch = len(self.planned["last_page_len"])
@@ -133,24 +137,34 @@ def make_module(record: Recorder, *, open_plan: bool = False) -> ModuleType:
             record.made.append(self)
 
         def plan(
-            self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim_qk, page_size,
-            head_dim_vo=None, custom_mask=None, packed_custom_mask=None, causal=False, pos_encoding_mode="NONE", sm_scale=None, window_left=-1,
-            logits_soft_cap=None, q_data_type="float16", kv_data_type=None, o_data_type=None, non_blocking=True, seq_lens=None,
+            self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
+            num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo=None, custom_mask=None,
+            packed_custom_mask=None, causal=False, pos_encoding_mode="NONE", sm_scale=None,
+            window_left=-1, logits_soft_cap=None, q_data_type="float16", kv_data_type=None,
+            o_data_type=None, non_blocking=True, seq_lens=None,
         ):  # fmt: skip
             assert (
                 qo_indptr.device.type == paged_kv_indptr.device.type == "cpu"
                 and int(qo_indptr[0]) == 0
             )
             self.planned = {
-                "qo_indptr": qo_indptr, "indptr": paged_kv_indptr, "indices": paged_kv_indices, "last_page_len": paged_kv_last_page_len,
-                "page_size": page_size, "causal": causal, "window_left": window_left, "logits_soft_cap": logits_soft_cap, "sm_scale": sm_scale,
+                "qo_indptr": qo_indptr,
+                "indptr": paged_kv_indptr,
+                "indices": paged_kv_indices,
+                "last_page_len": paged_kv_last_page_len,
+                "page_size": page_size,
+                "causal": causal,
+                "window_left": window_left,
+                "logits_soft_cap": logits_soft_cap,
+                "sm_scale": sm_scale,
                 "seq_lens": seq_lens,
-            }  # fmt: skip
+            }
             record.plans.append(self.planned | {"wrapper": self})
 
         def run(
-            self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, return_lse=False, lse_base="log2",
-            enable_pdl=None, window_left=None, sinks=None,
+            self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None,
+            lse=None, return_lse=False, lse_base="log2", enable_pdl=None, window_left=None,
+            sinks=None,
         ):  # fmt: skip
             record.runs.append(
                 {"wrapper": self, "q": q, "out": out, "lse": lse, "kind": self.backend}
@@ -169,7 +183,7 @@ def make_module(record: Recorder, *, open_plan: bool = False) -> ModuleType:
             return (out, lse) if return_lse else out
 
     if open_plan:
-        closed = BatchDecodeWithPagedKVCacheWrapper.plan
+        strict_plan = BatchDecodeWithPagedKVCacheWrapper.plan
 
         def plan(
             self,
@@ -183,7 +197,7 @@ def make_module(record: Recorder, *, open_plan: bool = False) -> ModuleType:
             *deprecated_positional_args,
             **kwargs,
         ):
-            closed(
+            strict_plan(
                 self,
                 indptr,
                 indices,

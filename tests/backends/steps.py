@@ -1,4 +1,4 @@
-"""One step of one layer on the CPU, and what it must give: shared by the tests of the adapters."""
+"""One step of one layer on the CPU and its expected outputs, for the tests of adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnlib.spec import AttentionSpec
 
 @dataclass
 class Step:
-    """Tensors of one step."""
+    """The tensors of one step."""
 
     spec: AttentionSpec
     cache: PagedKVCache
@@ -23,7 +23,7 @@ class Step:
     query: torch.Tensor
 
     def outputs(self, padding: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """An output and an LSE full of NaN, with `padding` more rows than the batch has tokens."""
+        """An output and an LSE filled with NaN, with `padding` rows past the batch."""
         rows = self.query.shape[0] + padding
         out = torch.full(
             (rows, self.spec.num_heads, self.spec.head_size_v), float("nan"), dtype=self.spec.dtype
@@ -39,7 +39,7 @@ class Step:
         query: torch.Tensor | None = None,
         spec: AttentionSpec | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What plain torch gives."""
+        """Output and LSE of plain torch."""
         spec, query = spec or self.spec, self.query if query is None else query
         out = torch.empty(query.shape[0], spec.num_heads, spec.head_size_v, dtype=spec.dtype)
         lse = torch.empty(query.shape[0], spec.num_heads)
@@ -79,7 +79,7 @@ def make_step(
     seed: int = 0,
     padding: int = 0,
 ) -> Step:
-    """A step with random keys everywhere and blocks in random order; `padding` more rows of q than tokens."""
+    """A step with random keys and blocks in random order; q has `padding` rows past the batch."""
     generator = torch.Generator().manual_seed(seed)
     widest = max([-(-length // spec.block_size) for length in seq_lens], default=0)
     blocks = torch.randperm(max(widest * len(seq_lens), 1) + 2, generator=generator).to(torch.int32)

@@ -1,4 +1,4 @@
-"""C1: a pair of backends is an ordinary member: each phase by its own, one cache, the same exam."""
+"""C1: composites of two backends over one cache; they pass the conformance suite."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ SPEC = AttentionSpec(
 )
 
 
-def _half(
+def _child(
     name: str,
     threshold: int | None = 1,
     level: CudaGraphSupport = CudaGraphSupport.ALWAYS,
     **capabilities_changed: Any,
 ) -> type[TorchBackend]:
-    """The torch backend under another name; it notes the query lengths that reach it, and who writes."""
+    """The torch backend under another name; it records query lengths, writes and captures."""
 
     class Impl(TorchImpl):
         def write_kv(self, *args: Any) -> None:
-            Half.writes += 1
+            Child.writes += 1
             super().write_kv(*args)
 
         def forward(
             self, query: Any, cache: Any, metadata: Any, output: Any, lse: Any = None
         ) -> None:
-            Half.seen.append(
+            Child.seen.append(
                 (metadata.query_start_loc[1:] - metadata.query_start_loc[:-1]).tolist()
             )
             super().forward(query, cache, metadata, output, lse)
@@ -56,10 +56,10 @@ def _half(
         reorder_batch_threshold = threshold
 
         def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
-            Half.captures += 1
+            Child.captures += 1
             return super().build_for_cudagraph_capture(common_attn_metadata)
 
-    class Half(TorchBackend):
+    class Child(TorchBackend):
         capabilities = dataclasses.replace(
             TorchBackend.capabilities, **{"cudagraph": level, **capabilities_changed}
         )
@@ -79,7 +79,7 @@ def _half(
         def get_builder_cls() -> Any:
             return Builder
 
-    return Half
+    return Child
 
 
 def _run(
@@ -114,11 +114,11 @@ def _run(
     ],
 )
 @pytest.mark.parametrize("padding", [0, 3])
-def test_each_phase_goes_its_own_way(
+def test_each_child_computes_its_phase(
     queries: list[int], decoded: list, prefilled: list, padding: int
 ) -> None:
-    """Same numbers as one backend for both, padding rows 0 (M6), one writer (P7)."""
-    prefill, decode = _half("p"), _half("d")
+    """Equal to a single backend; padding rows are 0 (M6), one child writes the cache (P7)."""
+    prefill, decode = _child("p"), _child("d")
     sequences = [query + 3 * index for index, query in enumerate(queries)]
     out, lse, step = _run(make_composite(prefill, decode), queries, sequences, padding)
     expected, expected_lse, _ = _run(TorchBackend, queries, sequences, padding)
@@ -134,16 +134,17 @@ def test_each_phase_goes_its_own_way(
     ) and step.num_decodes + step.num_prefills == len(queries)
 
 
-def test_the_decode_half_says_what_a_decode_is() -> None:
-    prefill, decode = _half("p", threshold=1), _half("d", threshold=4)
+def test_the_decode_child_decides_what_a_decode_is() -> None:
+    """The reorder threshold of the decode child splits the batch."""
+    prefill, decode = _child("p", threshold=1), _child("d", threshold=4)
     _run(make_composite(prefill, decode), [4, 2, 5], [4, 9, 5])
     assert decode.seen == [[4, 2]] and prefill.seen == [[5]]
 
 
-def test_other_blocks_reach_both_halves() -> None:
-    """`update_block_table` (layer groups of one shape): a child that kept its old blocks would attend to another layer's keys."""
-    pair = make_composite(_half("p"), _half("d"))
-    builder = pair.make_builder(SPEC, "cpu")
+def test_update_block_table_updates_both_children() -> None:
+    """A child with its old blocks would attend to the keys of another layer group."""
+    composite = make_composite(_child("p"), _child("d"))
+    builder = composite.make_builder(SPEC, "cpu")
     for queries, sequences in (([1, 9], [3, 9]), ([1, 1], [3, 9]), ([7, 9], [7, 9])):
         table = [[5, 6, 7], [1, 2, 3]]
         common = attnlib.CommonAttentionMetadata.from_lengths(queries, sequences, table, 4, "cpu")
@@ -153,62 +154,66 @@ def test_other_blocks_reach_both_halves() -> None:
         built, wanted = builder.build(0, common), builder.build(0, other)
         updated = builder.update_block_table(built, other.block_table_tensor, other.slot_mapping)
         for part in ("decode", "prefill"):
-            mine, its = getattr(updated, part), getattr(wanted, part)
-            assert (mine is None) == (its is None)
-            if its is not None:
-                assert torch.equal(mine.block_table, its.block_table) and torch.equal(
-                    mine.slot_mapping, its.slot_mapping
-                )
+            actual, expected = getattr(updated, part), getattr(wanted, part)
+            assert (actual is None) == (expected is None)
+            if expected is not None:
+                assert torch.equal(actual.block_table, expected.block_table)
+                assert torch.equal(actual.slot_mapping, expected.slot_mapping)
         assert torch.equal(updated.block_table, other.block_table_tensor) and torch.equal(
             built.block_table, common.block_table_tensor
         )
 
 
-def test_a_graph_holds_uniform_batches_which_one_half_builds() -> None:
-    """G1: the level is the lower one, at most UNIFORM_BATCH, and builder and card agree."""
-    always, never = _half("a"), _half("n", level=CudaGraphSupport.NEVER)
-    single = _half("s", level=CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
+def test_graphs_of_uniform_batches_belong_to_one_child() -> None:
+    """G1: the lower level of both, at most UNIFORM_BATCH; builder and capabilities agree."""
+    always, never = _child("a"), _child("n", level=CudaGraphSupport.NEVER)
+    single = _child("s", level=CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
     for prefill, decode, level in (
-        (always, _half("b"), CudaGraphSupport.UNIFORM_BATCH),
+        (always, _child("b"), CudaGraphSupport.UNIFORM_BATCH),
         (always, single, CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE),
         (never, always, CudaGraphSupport.NEVER),
     ):
-        pair = make_composite(prefill, decode)
-        assert pair.capabilities.cudagraph is pair.get_builder_cls().cudagraph_support is level
-    prefill, decode = _half("p"), _half("d")
+        composite = make_composite(prefill, decode)
+        assert (
+            composite.capabilities.cudagraph
+            is composite.get_builder_cls().cudagraph_support
+            is level
+        )
+    prefill, decode = _child("p"), _child("d")
     builder = make_composite(prefill, decode).make_builder(SPEC, "cpu")
     limits = BatchLimits(max_num_reqs=4, max_num_tokens=16, max_seq_len=32)
     state: AttentionState[Any] = AttentionState(builder, limits)
     assert state.graph_capture_get_metadata_for_batch(4).prefill is None
     assert state.graph_capture_get_metadata_for_batch(4, query_len=4).decode is None
-    assert (decode.captures, prefill.captures) == (1, 1), "the children's own capture builds"
+    assert (decode.captures, prefill.captures) == (1, 1), "each child builds its capture"
     padded = state.begin_forward(
         attnlib.CommonAttentionMetadata.from_lengths([4], [9], [[1, 2, 3]], 4, "cpu"), 4, 4
     )
     assert builder.build(0, padded).decode is None, (
-        "padding rows do not move a uniform batch to the other half"
+        "padding rows do not change which child computes a uniform batch"
     )
 
 
-def test_lengths_that_the_host_does_not_know_go_to_one_half() -> None:
-    """A runner that keeps lengths on the device says 0 on the host: then nothing may be cut by them."""
-    pair = make_composite(_half("p"), _half("d"))
+def test_lengths_unknown_to_the_host() -> None:
+    """Lengths of 0 on the host mean that only the device has them: the batch is not split."""
+    composite = make_composite(_child("p"), _child("d"))
     common = attnlib.CommonAttentionMetadata.from_lengths(
         [1, 9], [3, 9], [[5], [1, 2, 3]], 4, "cpu"
     )
-    blind = common.replace(
+    device_only = common.replace(
         query_start_loc_cpu=torch.zeros(3, dtype=torch.int32),
         seq_lens_cpu=torch.zeros(2, dtype=torch.int32),
     )
-    built = pair.make_builder(SPEC, "cpu").build(0, blind)
+    built = composite.make_builder(SPEC, "cpu").build(0, device_only)
     assert built.decode is None and built.prefill.query_start_loc.tolist() == [0, 1, 10]
 
 
-def test_it_can_what_both_can() -> None:
-    a = _half(
+def test_capabilities_are_those_of_both() -> None:
+    """What one child does not state, the composite does not state."""
+    a = _child(
         "a", sink=False, kv_cache_layouts=("HND", "NHD"), min_capability=(8, 0), lse=NOT_STATED
     )
-    b = _half(
+    b = _child(
         "b",
         logits_soft_cap=False,
         kv_cache_layouts=("NHD",),
@@ -222,47 +227,48 @@ def test_it_can_what_both_can() -> None:
         and declared.min_capability == (9, 0)
         and declared.needs_finite_cache
     )
-    assert declared.lse is NOT_STATED, "what one half does not state, the pair does not state"
+    assert declared.lse is NOT_STATED
 
 
-def test_sets_of_sizes_are_asked_of_both() -> None:
-    """They cannot be intersected in general, so each half is asked, and named."""
+def test_sizes_are_validated_by_both() -> None:
+    """Sets of sizes cannot be intersected in general; the reasons name the child."""
     a, b = (
-        _half("a", block_sizes=Sizes(256, None, 256)),
-        _half("b", head_sizes=Sizes(exactly=(128,))),
+        _child("a", block_sizes=Sizes(256, None, 256)),
+        _child("b", head_sizes=Sizes(exactly=(128,))),
     )
     reasons = make_composite(a, b).validate_configuration(SPEC, "cpu")
     assert "a: block_size=4 not supported (supported: multiples of 256 from 256 up)" in reasons
     assert "b: head_size=16 not supported (supported: 128)" in reasons
-    assert make_composite(_half("c"), _half("d")).validate_configuration(SPEC, "cpu") == []
+    assert make_composite(_child("c"), _child("d")).validate_configuration(SPEC, "cpu") == []
 
 
-def test_identity_and_refusal() -> None:
-    a, b = _half("a"), _half("b", kv_cache_layouts=("HND",))
+def test_identity_and_layout_mismatch() -> None:
+    """Equal arguments return one class; children without a common layout are refused."""
+    a, b = _child("a"), _child("b", kv_cache_layouts=("HND",))
     assert make_composite(a, a) is a
     assert make_composite(a, b) is make_composite(a, b) and make_composite(
         a, b
     ) is not make_composite(b, a)
     with pytest.raises(LayoutMismatchError, match="b reads HND; c reads NHD"):
-        make_composite(b, _half("c", kv_cache_layouts=("NHD",)))
+        make_composite(b, _child("c", kv_cache_layouts=("NHD",)))
 
 
-class FrontDecodes(ToyBuilder):
-    """The toy's builder with a decode part of up to 4 tokens."""
+class ToyBuilderWithDecodes(ToyBuilder):
+    """The toy builder with decodes of up to 4 tokens."""
 
     reorder_batch_threshold = 4
 
 
-def test_a_pair_sits_the_exam_by_its_name() -> None:
-    """Taste 17: the same kit as everybody, graphs included; halves that read lengths from the device replay rightly as a pair."""
-    attnlib.register_backend("exam_p", ToyBackend)
-    attnlib.register_backend("exam_d", toy_with(builder=FrontDecodes))
+def test_conformance_by_name() -> None:
+    """The conformance suite with graphs, for children that read lengths from the device."""
+    attnlib.register_backend("suite_p", ToyBackend)
+    attnlib.register_backend("suite_d", toy_with(builder=ToyBuilderWithDecodes))
     try:
         report = run_conformance(
-            "prefill:exam_p,decode:exam_d", device="cpu", quick=True, against=[]
+            "prefill:suite_p,decode:suite_d", device="cpu", quick=True, against=[]
         )
     finally:
-        for name in ("exam_p", "exam_d"):
+        for name in ("suite_p", "suite_d"):
             attnlib.unregister_backend(name)
     assert report.passed, str(report)
     assert {"cudagraph:UNIFORM_SINGLE_TOKEN_DECODE", "cudagraph:UNIFORM_BATCH"} & set(
@@ -270,10 +276,10 @@ def test_a_pair_sits_the_exam_by_its_name() -> None:
     )
 
 
-def test_the_exam_sees_a_half_that_cannot_replay() -> None:
-    """The torch impl plans with lengths on the host, so a half that declares graphs over it is wrong, in a pair as alone."""
-    pair = make_composite(_half("p", threshold=8), _half("d", threshold=8))
-    report = run_conformance(pair, device="cpu", quick=True, only="G1", against=[])
+def test_conformance_detects_a_child_that_cannot_replay() -> None:
+    """The torch impl reads lengths on the host, so declaring graph support for it is wrong."""
+    composite = make_composite(_child("p", threshold=8), _child("d", threshold=8))
+    report = run_conformance(composite, device="cpu", quick=True, only="G1", against=[])
     assert not report.passed and "replay 0 of a step captured" in str(report)
 
 

@@ -1,7 +1,8 @@
 """Attention written as a person would compute it, one head of one query at a time, in float64.
 
-It exists to be compared with: it shares no code with any kernel, so a mistake has to be made twice to go unseen. The
-meaning is the one of the M-rules; nothing here is fast, and nothing here is clever.
+It exists to be compared with: it shares no code with any kernel, so a mistake has to be made twice
+to go unseen. The meaning is the one of the M-rules; nothing here is fast, and nothing here is
+clever.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def naive_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention over the paged cache: (out float64 [T, Hq, Dv], lse float64 [T, Hq]).
 
-    Takes the arguments of `paged_prefill`; `max_query_len`, `max_seq_len` and whatever else is passed change nothing.
+    Takes the arguments of `paged_prefill`; `max_query_len`, `max_seq_len` and whatever else is
+    passed change nothing.
     """
     block_size = key_cache.shape[1]
     starts = query_start_loc.tolist()
@@ -49,8 +51,8 @@ def naive_attention(
         keys.append(gather_positions(key_cache, row, seq_len, block_size))
         values.append(gather_positions(value_cache, row, seq_len, block_size))
     return _attend(
-        query, keys, values, starts, scale, causal, window, attention_chunk_size, logits_soft_cap, alibi_slopes, sinks,
-        query_bias, k_scale, v_scale, value_cache.shape[3],
+        query, keys, values, starts, scale, causal, window, attention_chunk_size, logits_soft_cap,
+        alibi_slopes, sinks, query_bias, k_scale, v_scale, value_cache.shape[3],
     )  # fmt: skip
 
 
@@ -79,8 +81,8 @@ def naive_varlen_attention(
     keys = [key[span].cpu().double() for span in spans]
     values = [value[span].cpu().double() for span in spans]
     return _attend(
-        query, keys, values, cu_seqlens_q.tolist(), scale, causal, window, attention_chunk_size, logits_soft_cap,
-        alibi_slopes, sinks, query_bias, 1.0, 1.0, value.shape[2],
+        query, keys, values, cu_seqlens_q.tolist(), scale, causal, window, attention_chunk_size,
+        logits_soft_cap, alibi_slopes, sinks, query_bias, 1.0, 1.0, value.shape[2],
     )  # fmt: skip
 
 
@@ -93,9 +95,10 @@ def gather_positions(cache: Tensor, blocks: list[int], seq_len: int, block_size:
 
 
 def _attend(
-    query: Tensor, keys: list[Tensor], values: list[Tensor], starts: list[int], scale: float, causal: bool | Tensor,
-    window: tuple[int, int], chunk: int, cap: float, alibi_slopes: Tensor | None, sinks: Tensor | None,
-    query_bias: Tensor | None, k_scale: float | Tensor, v_scale: float | Tensor, head_size_v: int,
+    query: Tensor, keys: list[Tensor], values: list[Tensor], starts: list[int], scale: float,
+    causal: bool | Tensor, window: tuple[int, int], chunk: int, cap: float,
+    alibi_slopes: Tensor | None, sinks: Tensor | None, query_bias: Tensor | None,
+    k_scale: float | Tensor, v_scale: float | Tensor, head_size_v: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     num_tokens, num_heads, _ = query.shape
     out = torch.zeros(num_tokens, num_heads, head_size_v, dtype=torch.float64)

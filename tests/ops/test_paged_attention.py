@@ -166,7 +166,8 @@ def test_block_sparse_decode(
     query = torch.randn(3, HEADS, SIZE)
     out = decode(
         query, kv_cache, table, alibi_slopes=alibi, tp_rank=tp_rank, blocksparse_local_blocks=local,
-        blocksparse_vert_stride=stride, blocksparse_block_size=BLOCK, blocksparse_head_sliding_step=step,
+        blocksparse_vert_stride=stride, blocksparse_block_size=BLOCK,
+        blocksparse_head_sliding_step=step,
     )  # fmt: skip
     ends = starts(*SEQ_LENS).tolist()
     for request, seq_len in enumerate(SEQ_LENS):
@@ -214,8 +215,9 @@ def test_block_sparse_of_an_empty_sequence() -> None:
     key_cache, value_cache = PagedAttention.split_kv_cache(kv_cache, KV_HEADS, SIZE)
     for stride in (0, 2):
         out = PagedAttention.forward_decode(
-            torch.randn(1, HEADS, SIZE), key_cache, value_cache, table[:1], torch.zeros(1, dtype=torch.int32), 0, "auto",
-            KV_HEADS, 0.2, None, 1.0, 1.0, blocksparse_vert_stride=stride, blocksparse_block_size=BLOCK,
+            torch.randn(1, HEADS, SIZE), key_cache, value_cache, table[:1], torch.zeros(1,
+            dtype=torch.int32), 0, "auto", KV_HEADS, 0.2, None, 1.0, 1.0,
+            blocksparse_vert_stride=stride, blocksparse_block_size=BLOCK,
         )  # fmt: skip
         assert torch.equal(out, torch.zeros_like(out))
 
@@ -238,12 +240,12 @@ def test_prefix(window: int | None, alibi: Tensor | None) -> None:
     key_cache, value_cache = PagedAttention.split_kv_cache(kv_cache, KV_HEADS, SIZE)
     lens = torch.tensor(SEQ_LENS, dtype=torch.int32)
     out = PagedAttention.forward_prefix(
-        query, fresh_keys[new], fresh_values[new], "auto", key_cache, value_cache, table, starts(*query_lens), lens, 12,
-        alibi, window, 1.0, 1.0,
+        query, fresh_keys[new], fresh_values[new], "auto", key_cache, value_cache, table,
+        starts(*query_lens), lens, 12, alibi, window, 1.0, 1.0,
     )  # fmt: skip
     wanted, _ = naive_varlen_attention(
-        query, fresh_keys, fresh_values, starts(*query_lens), starts(*SEQ_LENS), scale=SIZE**-0.5, causal=True,
-        window=(window - 1, -1) if window else (-1, -1), alibi_slopes=alibi,
+        query, fresh_keys, fresh_values, starts(*query_lens), starts(*SEQ_LENS), scale=SIZE**-0.5,
+        causal=True, window=(window - 1, -1) if window else (-1, -1), alibi_slopes=alibi,
     )  # fmt: skip
     torch.testing.assert_close(out.double(), wanted, atol=2e-5, rtol=2e-5)
 

@@ -29,8 +29,9 @@ def run(case: Any, operation: Any, request: int, first: int, last: int) -> tuple
     rows = query[begin + first : begin + last]
     out, lse = torch.empty_like(rows), torch.empty(rows.shape[:2])
     call_operation(
-        operation, rows, key_cache, value_cache, table[request : request + 1], torch.tensor([0, last - first], dtype=torch.int32),
-        torch.tensor([last], dtype=torch.int32), **case.kwargs, out=out, lse=lse, batch_invariant=True,
+        operation, rows, key_cache, value_cache, table[request : request + 1], torch.tensor([0,
+        last - first], dtype=torch.int32), torch.tensor([last], dtype=torch.int32), **case.kwargs,
+        out=out, lse=lse, batch_invariant=True,
     )  # fmt: skip
     return out, lse
 
@@ -51,8 +52,8 @@ def test_bits_depend_on_the_row_alone(
     begin = 0
     for request, length in enumerate(lens):
         for first, last, operation in (
-            (0, length, paged_prefill), (0, 7, paged_prefill), (7, 30, paged_decode), (29, length, paged_prefill),
-            (20, 21, paged_decode), (length - 1, length, paged_decode),
+            (0, length, paged_prefill), (0, 7, paged_prefill), (7, 30, paged_decode), (29, length,
+            paged_prefill), (20, 21, paged_decode), (length - 1, length, paged_decode),
         ):  # fmt: skip
             part = run(case, operation, request, first, last)
             assert torch.equal(part[0], out[begin + first : begin + last]), (request, first, last)

@@ -59,7 +59,8 @@ def test_far_apart_and_half_precision() -> None:
     merge_states(out_a, torch.full((1, 2), 900.0), out_b, torch.full((1, 2), 899.0), out)
     share = 1 / (1 + math.exp(-1))
     exact = out_a.double() * share + out_b.double() * (1 - share)
-    # half a step of bfloat16, from rounding once, and float32's own error where the two states cancel
+    # half a step of bfloat16, from rounding once, and float32's own error where the two states
+    # cancel
     assert ((out.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
     merge_states(
         out_a[:0], torch.empty(0, 2), out_b[:0], torch.empty(0, 2), out[:0], torch.empty(0, 2)

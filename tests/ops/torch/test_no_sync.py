@@ -38,9 +38,10 @@ def test_paged(operation: Any, meaning: str, batch_invariant: bool) -> None:
     table = rows(3, 4, dtype=torch.int32)
     call_operation(
         operation,
-        rows(6, 4, 8), cache, cache, table, rows(4, dtype=torch.int32), rows(3, dtype=torch.int32), max_query_len=4,
-        max_seq_len=40, scale=1.0, k_scale=rows(2), v_scale=rows(1)[0], out=rows(6, 4, 8), lse=rows(6, 4),
-        query_start_loc_cpu=STARTS, seq_lens_cpu=LENGTHS, batch_invariant=batch_invariant, **MEANINGS[meaning],
+        rows(6, 4, 8), cache, cache, table, rows(4, dtype=torch.int32), rows(3, dtype=torch.int32),
+        max_query_len=4, max_seq_len=40, scale=1.0, k_scale=rows(2), v_scale=rows(1)[0], out=rows(6,
+        4, 8), lse=rows(6, 4), query_start_loc_cpu=STARTS, seq_lens_cpu=LENGTHS,
+        batch_invariant=batch_invariant, **MEANINGS[meaning],
     )  # fmt: skip
 
 
@@ -49,13 +50,14 @@ def test_unpaged_and_scores(meaning: str) -> None:
     """The same for unpaged attention and for the weights."""
     ends = torch.tensor([0, 40, 49, 49])
     call_operation(
-        varlen_prefill, rows(6, 4, 8), rows(49, 2, 8), rows(49, 2, 8), rows(4), rows(4), max_seqlen_q=4, max_seqlen_k=40, scale=1.0,
-        out=rows(6, 4, 8), lse=rows(6, 4), cu_seqlens_q_cpu=STARTS, cu_seqlens_k_cpu=ends, **MEANINGS[meaning],
+        varlen_prefill, rows(6, 4, 8), rows(49, 2, 8), rows(49, 2, 8), rows(4), rows(4),
+        max_seqlen_q=4, max_seqlen_k=40, scale=1.0, out=rows(6, 4, 8), lse=rows(6, 4),
+        cu_seqlens_q_cpu=STARTS, cu_seqlens_k_cpu=ends, **MEANINGS[meaning],
     )  # fmt: skip
     weights = call_operation(
-        attention_scores, rows(6, 4, 8), rows(12, 16, 2, 8), rows(12, 16, 2, 8), rows(3, 4, dtype=torch.int32), rows(4), rows(3),
-        scale=1.0, query_start_loc_cpu=STARTS, seq_lens_cpu=LENGTHS,
-        **MEANINGS[meaning],
+        attention_scores, rows(6, 4, 8), rows(12, 16, 2, 8), rows(12, 16, 2, 8), rows(3, 4,
+        dtype=torch.int32), rows(4), rows(3), scale=1.0, query_start_loc_cpu=STARTS,
+        seq_lens_cpu=LENGTHS, **MEANINGS[meaning],
     )  # fmt: skip
     assert [tuple(part.shape) for part in weights] == [(4, 1, 40), (4, 4, 9), (4, 0, 0)]
 
@@ -64,6 +66,7 @@ def test_missing_lengths_do_ask() -> None:
     """The test can fail: without the host copies the device is asked."""
     with pytest.raises((NotImplementedError, RuntimeError)):
         call_operation(
-            paged_prefill, rows(6, 4, 8), rows(12, 16, 2, 8), rows(12, 16, 2, 8), rows(3, 4, dtype=torch.int32), rows(4), rows(3),
-            max_query_len=4, max_seq_len=40, scale=1.0, out=rows(6, 4, 8),
+            paged_prefill, rows(6, 4, 8), rows(12, 16, 2, 8), rows(12, 16, 2, 8), rows(3, 4,
+            dtype=torch.int32), rows(4), rows(3), max_query_len=4, max_seq_len=40, scale=1.0,
+            out=rows(6, 4, 8),
         )  # fmt: skip

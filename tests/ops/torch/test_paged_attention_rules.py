@@ -282,8 +282,8 @@ def test_host_copies_are_enough(operation: Any) -> None:
     query, keys, values, table, starts, lengths = case.tensors
     out = torch.empty_like(query)
     call_operation(
-        operation, query, keys, values, table, torch.zeros_like(starts), torch.zeros_like(lengths), **case.kwargs, out=out,
-        query_start_loc_cpu=starts, seq_lens_cpu=lengths,
+        operation, query, keys, values, table, torch.zeros_like(starts), torch.zeros_like(lengths),
+        **case.kwargs, out=out, query_start_loc_cpu=starts, seq_lens_cpu=lengths,
     )  # fmt: skip
     torch.testing.assert_close(out.double(), case.expected[0], atol=2e-5, rtol=2e-5)
 

@@ -73,7 +73,7 @@ def test_no_requests() -> None:
     starts = torch.zeros(1, dtype=torch.int32)
     out = torch.full((2, 4, 8), math.nan)
     varlen_prefill(
-        torch.randn(2, 4, 8), torch.randn(0, 2, 8), torch.randn(0, 2, 8), starts, starts, AttentionParams(scale=1.0),
-        max_seqlen_q=0, max_seqlen_k=0, out=out,
+        torch.randn(2, 4, 8), torch.randn(0, 2, 8), torch.randn(0, 2, 8), starts, starts,
+        AttentionParams(scale=1.0), max_seqlen_q=0, max_seqlen_k=0, out=out,
     )  # fmt: skip
     assert torch.equal(out, torch.zeros_like(out))

@@ -1,7 +1,7 @@
-"""The exam itself, taken on a CPU by the adapters over stand-ins: everything that is ours is examined before a GPU is at hand.
+"""The conformance suite on a CPU, for the adapters over fakes of their packages.
 
-The stand-ins compute with plain torch, so what can fail here is the adapter: what it refuses, how it converts, what it makes of empty rows,
-padding, strides, sinks, captured batches.
+The fakes compute with plain torch, so a failure is one of the adapter: unsupported reasons, output
+conversion, empty rows, padding, strides, sinks, captured batches.
 """
 
 from __future__ import annotations
@@ -38,28 +38,30 @@ def _fresh() -> Iterator[None]:
 def _on_cpu(
     monkeypatch: pytest.MonkeyPatch,
     backend: type[AttentionBackend],
-    rooms: Any,
+    metadata_module: Any,
     config: dict[str, Any],
 ) -> type[AttentionBackend]:
-    """The backend on a CPU that it takes for an H200."""
+    """The backend on a CPU, which it takes for an H200."""
 
     def validate(cls: Any, spec: Any, device: Any = None) -> list[str]:
         info = resolve_device(device)
-        return super(taken, cls).validate_configuration(spec, H200 if info.type == "cpu" else info)
+        return super(adapted, cls).validate_configuration(
+            spec, H200 if info.type == "cpu" else info
+        )
 
-    monkeypatch.setattr(rooms, "resolve_device", lambda _: H200)
+    monkeypatch.setattr(metadata_module, "resolve_device", lambda _: H200)
     body = {
         "capabilities": dataclasses.replace(backend.capabilities, devices=("cpu", "cuda")),
         "config": config,
         "validate_configuration": classmethod(validate),
         "unavailable": classmethod(lambda cls, device: []),
     }
-    taken = type(backend.__name__, (backend,), body)
-    return taken
+    adapted = type(backend.__name__, (backend,), body)
+    return adapted
 
 
 @pytest.mark.parametrize("build", ["vllm", "fa4"])
-def test_flash_attn_passes_over_a_stand_in(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
+def test_flash_attn_conforms(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
     record = fake_flash_attn.Recorder()
     fake_flash_attn.nothing_installed(monkeypatch)
     if build == "vllm":
@@ -83,10 +85,10 @@ def test_flash_attn_passes_over_a_stand_in(monkeypatch: pytest.MonkeyPatch, buil
         label=build,
     )
     assert report.passed, str(report)
-    assert record.calls  # the stand-in did the work
+    assert record.calls  # the fake was called
 
 
-def test_flashinfer_passes_over_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
     record = fake_flashinfer.Recorder()
     fake_flashinfer.install(monkeypatch, record)
     backend = _on_cpu(monkeypatch, FlashInferBackend, flashinfer_metadata, {"workspace_bytes": 64})
