@@ -19,7 +19,7 @@ from attnlib.bench.suites import SUITES
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.testing import run_conformance
 from tests.backends import fake_flashinfer
-from tests.backends.test_stand_in_exam import _on_cpu
+from tests.backends.cpu_backend import on_cpu
 from tests.benchmarks.scripts import load
 
 script = load("flashinfer_kernels")
@@ -90,7 +90,7 @@ def test_the_exam_plans_for_no_other_kernels(
     monkeypatch: pytest.MonkeyPatch, asked: set[Any]
 ) -> None:
     """J3: what is compiled ahead is what the exam asks for. A new case with another kernel fails here, not on a GPU ten minutes in."""
-    backend = _on_cpu(monkeypatch, FlashInferBackend, flashinfer_metadata, {"workspace_bytes": 64})
+    backend = on_cpu(monkeypatch, FlashInferBackend, flashinfer_metadata, {"workspace_bytes": 64})
     report = run_conformance(backend, device="cpu", label="flashinfer")
     assert report.passed, str(report)
     assert len(asked) > 8 and asked <= set(script.SETS["exam"]), asked - set(script.SETS["exam"])
@@ -100,7 +100,7 @@ def test_the_bench_plans_for_no_other_kernels(
     monkeypatch: pytest.MonkeyPatch, asked: set[Any]
 ) -> None:
     """J3: every row of `attnlib bench` that FlashInfer can serve finds its kernel where nothing may be compiled."""
-    backend = _on_cpu(monkeypatch, FlashInferBackend, flashinfer_metadata, {"workspace_bytes": 64})
+    backend = on_cpu(monkeypatch, FlashInferBackend, flashinfer_metadata, {"workspace_bytes": 64})
     for case in SUITES["anchors"]:
         batch, pages = case.batch, -(-case.batch.max_seq_len // case.block_size)
         table = torch.zeros(batch.num_reqs, pages, dtype=torch.int32)
