@@ -1,1 +1,1 @@
-"""attnlib under other libraries' models. Each package here is imported by its users only, never by attnlib itself."""
+"""Integrations with model libraries. attnlib itself imports none of these packages."""

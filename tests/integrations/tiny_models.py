@@ -1,7 +1,7 @@
-"""Tiny random models of the architectures that matter, and how to run them two ways.
+"""Tiny random models of many architectures, and functions to run them with two implementations.
 
-Weights are drawn wide enough that features tell in the logits, and the output has weights of its own: with transformers' initial weights, or with
-those of the embedding, greedy tokens repeat themselves and would not notice a lost window.
+Weights have a large variance and the output layer is not tied: with the initial weights of
+transformers, or with tied ones, greedy tokens repeat and would not reveal a lost window.
 """
 
 from __future__ import annotations
@@ -29,6 +29,19 @@ _SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _LAYERS = ["sliding_attention", "full_attention"]
+_TEXT_SIZES: dict[str, Any] = {
+    key: value
+    for key, value in _SIZES.items()
+    if key not in ("bos_token_id", "eos_token_id", "tie_word_embeddings")
+}
+_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 4,
+}
 
 DECODERS: dict[str, Callable[[], Any]] = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_SIZES)),
@@ -100,7 +113,7 @@ _PAIR_SIZES: dict[str, Any] = {
 
 
 def bart() -> Any:
-    """An encoder-decoder: three kinds of attention in one model."""
+    """An encoder-decoder: three types of attention in one model."""
     return randomized(
         hf.BartForConditionalGeneration(
             hf.BartConfig(**_PAIR_SIZES, max_position_embeddings=64, decoder_start_token_id=2)
@@ -155,24 +168,100 @@ def deepseek_v3() -> Any:
 
 
 def gemma3_with_images() -> Any:
-    """A decoder whose image tokens see each other both ways; token 60 stands for an image's."""
+    """A decoder with bidirectional attention among image tokens; token 60 is an image token."""
     text = {key: value for key, value in _SIZES.items() if key != "tie_word_embeddings"}
     config = hf.Gemma3Config(
         text_config={**text, "head_dim": 8, "sliding_window": WINDOW, "layer_types": _LAYERS},
-        vision_config={
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 4,
-            "image_size": 16,
-            "patch_size": 4,
-        },
+        vision_config=_VISION,
         mm_tokens_per_image=4,
         image_token_index=60,
         boi_token_index=61,
         eoi_token_index=62,
     )
     return randomized(hf.Gemma3ForConditionalGeneration(config))
+
+
+def git() -> Any:
+    """A decoder whose layers add the mask to the scores themselves."""
+    sizes = {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"}
+    return randomized(hf.GitForCausalLM(hf.GitConfig(**sizes, vision_config=_VISION)))
+
+
+def doge() -> Any:
+    """A decoder that combines its mask with a learned one."""
+    return randomized(hf.DogeForCausalLM(hf.DogeConfig(**_SIZES, head_dim=8)))
+
+
+def gemma4_with_shared_layers() -> Any:
+    """A decoder whose last two layers read the keys and values of earlier layers."""
+    config = hf.Gemma4TextConfig(
+        **{**_SIZES, "num_hidden_layers": 4},
+        head_dim=8,
+        global_head_dim=8,
+        sliding_window=WINDOW,
+        num_kv_shared_layers=2,
+        layer_types=_LAYERS * 2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCABULARY,
+    )
+    return randomized(hf.Gemma4ForCausalLM(config))
+
+
+def bigbird_pegasus() -> Any:
+    """An encoder-decoder whose encoder adds the mask to the scores itself."""
+    config = hf.BigBirdPegasusConfig(
+        **_PAIR_SIZES, max_position_embeddings=64, attention_type="original_full"
+    )
+    return randomized(hf.BigBirdPegasusForConditionalGeneration(config))
+
+
+def t5gemma2() -> Any:
+    """An encoder-decoder whose decoder concatenates its mask with that of the encoder."""
+    text = {key: value for key, value in _SIZES.items() if key != "tie_word_embeddings"}
+    text |= {"head_dim": 8, "sliding_window": WINDOW, "layer_types": _LAYERS}
+    images = {"image_token_index": 60, "boi_token_index": 61, "eoi_token_index": 62}
+    encoder = {"text_config": text, "vision_config": _VISION, "mm_tokens_per_image": 4, **images}
+    config = hf.T5Gemma2Config(encoder=encoder, decoder=text, image_token_index=60)
+    return randomized(hf.T5Gemma2ForConditionalGeneration(config))
+
+
+def bridgetower() -> Any:
+    """Two encoders, one mask row for all queries, and layers without a mask."""
+    small = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32}
+    vision = {"hidden_size": 64, "num_hidden_layers": 2, "image_size": 16, "patch_size": 8}
+    config = hf.BridgeTowerConfig(
+        hidden_size=32,
+        **small,
+        text_config={**text, **small, "max_position_embeddings": 64},
+        vision_config=vision,
+    )
+    return randomized(hf.BridgeTowerModel(config))
+
+
+def stablelm() -> Any:
+    """A decoder whose layers do not pass keyword arguments on."""
+    return randomized(hf.StableLmForCausalLM(hf.StableLmConfig(**_SIZES)))
+
+
+def nemotron() -> Any:
+    """A decoder whose layers do not pass keyword arguments on."""
+    return randomized(hf.NemotronForCausalLM(hf.NemotronConfig(**_SIZES, head_dim=8)))
+
+
+def llama4(**fields: Any) -> Any:
+    """A decoder whose chunk size of 6 appears only in its masks."""
+    config = hf.Llama4TextConfig(
+        **_TEXT_SIZES,
+        head_dim=8,
+        attention_chunk_size=6,
+        num_local_experts=2,
+        intermediate_size_mlp=48,
+        layer_types=["chunked_attention", "full_attention"],
+        no_rope_layers=[1, 0],
+        **fields,
+    )
+    return randomized(hf.Llama4ForCausalLM(config))
 
 
 def randomized(model: Any, seed: int = 1) -> Any:
@@ -200,7 +289,7 @@ def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
 
 
 def padded(rows: Sequence[Sequence[int]], side: str) -> dict[str, torch.Tensor]:
-    """A batch as a tokenizer makes it: `input_ids` and `attention_mask`, `[B, T]`."""
+    """A batch as a tokenizer pads it: `input_ids` and `attention_mask`, `[B, T]`."""
     longest = max(len(row) for row in rows)
     ids, mask = (
         torch.zeros(len(rows), longest, dtype=torch.long),
@@ -214,7 +303,7 @@ def padded(rows: Sequence[Sequence[int]], side: str) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def run(model: Any, implementation: str, call: Callable[[Any], Any]) -> Any:
-    """What `call(model)` returns under one attention implementation."""
+    """The result of `call(model)` with one attention implementation."""
     model.set_attn_implementation(implementation)
     return call(model)
 
@@ -222,9 +311,9 @@ def run(model: Any, implementation: str, call: Callable[[Any], Any]) -> Any:
 def difference(
     model: Any, call: Callable[[Any], torch.Tensor], where: torch.Tensor | None = None
 ) -> float:
-    """Largest difference between attnlib and eager, over the positions where `where` is not 0."""
-    gap = (run(model, "attnlib", call) - run(model, "eager", call)).abs()
-    return float(gap.max() if where is None else gap[where.bool()].max())
+    """Largest difference between attnlib and eager at the positions where `where` is not 0."""
+    error = (run(model, "attnlib", call) - run(model, "eager", call)).abs()
+    return float(error.max() if where is None else error[where.bool()].max())
 
 
 def generated(

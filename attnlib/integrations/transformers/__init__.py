@@ -1,14 +1,17 @@
-"""Every decoder and encoder model of transformers on attnlib, by name.
+"""Decoder and encoder models of transformers on attnlib, by name.
 
     import attnlib.integrations.transformers as integration
     integration.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="attnlib")
-    model.generate(**batch)               # padded batches; keys and values are read where transformers keeps them
-    model.generate_batch(prompts)         # continuous batching over the paged cache, natively
+    model.generate(**batch)               # padded batches, without copies of keys and values
+    model.generate_batch(prompts)         # continuous batching over the paged cache
 
-In comes one call per layer, in transformers' shapes; out goes a call of an attnlib `Attention`. `registration` is the door, `attention` the
-function behind it, `masks` and `patterns` say what is visible (`packing`: in packed rows), `plain`, `continuous` and `dense` are the three ways
-through, `pages` and `storage` show transformers' memory as a paged cache, `layers` keeps what belongs to a module. transformers 5.17 and later.
+transformers calls the attention function once per layer; the integration turns the call into one of
+an attnlib `Attention` layer. `registration` registers the names, `attention` is the attention
+function, `masks` and `patterns` describe what is visible (`packing`: in packed rows), `plain`,
+`continuous` and `dense` are the three ways to compute attention, `pages` and `storage` view the
+memory of transformers as a paged cache, and `layers` caches what belongs to a module. `paged_model`
+runs a model over attnlib's own paged caches. Requires transformers 5.17 or later.
 """
 
 from __future__ import annotations

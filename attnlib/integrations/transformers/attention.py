@@ -1,28 +1,30 @@
-"""The attention function that transformers calls, and what it refuses.
+"""The attention function that is registered with transformers.
 
-attnlib_step=...            a paged step of attnlib's own, passed through `model.forward`
+attnlib_step=...            a paged step of a `PagedModel`, passed through `model.forward`
 cache=PagedAttentionCache   continuous batching (`generate_batch`)
 otherwise                   plain forwards and `generate`
 """
 
 from __future__ import annotations
 
+import sys
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
 from attnlib.errors import UnsupportedConfigError
-from attnlib.integrations.transformers.continuous import attend_continuous
+from attnlib.integrations.transformers.continuous import attend_continuous, refuse_plain_call
 from attnlib.integrations.transformers.dense import dense_weights
 from attnlib.integrations.transformers.layers import Call, layer_name
-from attnlib.integrations.transformers.masks import read_mask
+from attnlib.integrations.transformers.masks import read_mask, refuse_export
 from attnlib.integrations.transformers.plain import attend_plain, mask_of
 
 __all__ = ["attnlib_attention"]
 
 _SELECTIONS = ("indices", "block_indices")
-"""Arguments by which sparse models say which keys each query may see; ignoring one would silently attend to all."""
+"""Arguments of sparse models that select keys per query. Ignoring one would attend to all keys."""
 
 
 def attnlib_attention(
@@ -38,23 +40,26 @@ def attnlib_attention(
     """Attention for `transformers.AttentionInterface`.
 
     Args:
-        module: the model's attention module; the layer's attnlib state is kept with it.
+        module: the attention module of the model; its attnlib layer is cached with it.
         query: `[B, Hq, T, D]`.
         key: `[B, Hkv, S, D]`, history and new tokens (continuous batching: the new tokens).
         value: `[B, Hkv, S, Dv]`.
         attention_mask: see `plain.attend_plain`; continuous batching has none.
         dropout: must be 0.
-        scaling: softmax scale; None means 1/sqrt(D).
-        kwargs: what the model passes on: `sliding_window`, `softcap`, `s_aux`, `is_causal`, `position_bias`, `output_attentions`, and the step's
-            arguments of continuous batching.
+        scaling: softmax scale; None for 1/sqrt(D).
+        kwargs: further arguments of the model: `sliding_window`, `softcap`, `s_aux` or `sinks`,
+            `is_causal`, `position_bias`, `output_attentions`, and the batch arguments of continuous
+            batching.
 
     Returns:
-        `[B, T, Hq, Dv]`, and the weights `[B, Hq, T, S]` when `output_attentions=True` was passed (else None).
+        `[B, T, Hq, Dv]`, and the weights `[B, Hq, T, S]` if `output_attentions=True`, else None.
 
     Raises:
-        UnsupportedConfigError: training, a sparse selection of keys, or what no backend accepts.
-        ContractError: a mask that does not fit.
+        UnsupportedConfigError: training, export, a selection of keys, sinks per token, a layer that
+            lost the arguments of a paged step, or a configuration that no backend supports.
+        ContractError: the mask does not fit the queries and keys.
     """
+    refuse_export()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     _refuse(module, (query, key, value), dropout, kwargs)
     if kwargs.get("attnlib_step") is not None:
@@ -65,15 +70,18 @@ def attnlib_attention(
             module, query, key, value, step, attention_mask=attention_mask, scaling=scale, **kwargs
         )
         return result
+    paged = kwargs.get("cache") is not None and kwargs.get("write_index") is not None
+    if not paged:
+        refuse_plain_call(layer_name(module))
     with torch.no_grad():
         call = _call(module, query, key, value, scale, kwargs)
-        if kwargs.get("cache") is not None and kwargs.get("write_index") is not None:
+        if paged:
             return attend_continuous(call, kwargs["cache"], kwargs), None
         bias = kwargs.get("position_bias")
         out = attend_plain(call, attention_mask, bias, kwargs)
         weights = _weights(call, attention_mask, bias) if kwargs.get("output_attentions") else None
     if torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value)):
-        out = _InferenceOnly.apply(out, query, key, value)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        out = _InferenceOnly.apply(out, query, key, value)  # type: ignore[no-untyped-call]  # untyped in torch
     return out, weights
 
 
@@ -86,6 +94,12 @@ def _call(
     kwargs: dict[str, Any],
 ) -> Call:
     causal, sinks = kwargs.get("is_causal"), kwargs.get("s_aux")
+    sinks = kwargs.get("sinks") if sinks is None else sinks
+    if sinks is not None and sinks.numel() != query.shape[1]:
+        raise UnsupportedConfigError(
+            f"{layer_name(module)}: the sinks have shape {tuple(sinks.shape)}, attnlib supports "
+            f"one per query head, [{query.shape[1]}]; use attn_implementation='eager'"
+        )
     return Call(
         module,
         query,
@@ -93,10 +107,28 @@ def _call(
         value,
         scale=scale,
         soft_cap=kwargs.get("softcap"),
-        sinks=kwargs.get("sinks") if sinks is None else sinks,
+        sinks=sinks,
         sliding_window=kwargs.get("sliding_window"),
-        causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
+        causal=_is_causal(module) if causal is None else bool(causal),
     )
+
+
+def _is_causal(module: nn.Module) -> bool:
+    """Whether a module without a mask is causal.
+
+    The sdpa and flash attention functions of transformers then follow `module.is_causal`; the eager
+    function does not mask. A model that supports eager attention only may depend on that.
+    """
+    return bool(getattr(module, "is_causal", True)) and not _is_eager_only(type(module).__module__)
+
+
+@cache
+def _is_eager_only(name: str) -> bool:
+    """Whether a Python module defines models, none of which supports sdpa."""
+    definitions = vars(sys.modules[name]).values() if name in sys.modules else ()
+    classes = [cls for cls in definitions if isinstance(cls, type) and cls.__module__ == name]
+    support = [cls._supports_sdpa for cls in classes if hasattr(cls, "_supports_sdpa")]
+    return bool(support) and not any(support)
 
 
 def _refuse(
@@ -105,7 +137,8 @@ def _refuse(
     name = layer_name(module)
     if dropout:
         raise UnsupportedConfigError(
-            f"{name}: dropout={dropout} in attention: attnlib computes inference only; call model.eval(), or train with attn_implementation='sdpa'"
+            f"{name}: dropout={dropout} in attention: attnlib computes inference only; call "
+            f"model.eval(), or train with attn_implementation='sdpa'"
         )
     if (
         module.training
@@ -113,35 +146,37 @@ def _refuse(
         and any(tensor.requires_grad for tensor in states)
     ):
         raise UnsupportedConfigError(
-            f"{name}: gradients are wanted in training mode: attnlib computes inference only; use model.eval() under torch.no_grad(), or train with "
-            f"attn_implementation='sdpa'"
+            f"{name}: gradients are required in training mode: attnlib computes inference only; "
+            f"use model.eval() under torch.no_grad(), or train with attn_implementation='sdpa'"
         )
     for argument in _SELECTIONS:
         if kwargs.get(argument) is not None:
             raise UnsupportedConfigError(
-                f"{name}: {argument}= selects keys per query, which attnlib has no mask for; use attn_implementation='eager'"
+                f"{name}: {argument}= selects keys per query, which attnlib does not support; use "
+                f"attn_implementation='eager'"
             )
 
 
 def _weights(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-    """The weights, by torch and beside the backend's own computation: no kernel keeps them."""
-    step = read_mask(mask)
-    if step is None and (mask is None or mask.dim() != 4):
-        step = mask_of(call, mask)
-    return dense_weights(call, mask if step is None else step.dense(), bias)
+    """The weights, computed with torch operations in addition: no kernel returns them."""
+    found = read_mask(mask)
+    if found is None or (isinstance(found, torch.Tensor) and found.dim() != 4):
+        found = mask_of(call, found)
+    return dense_weights(call, found if isinstance(found, torch.Tensor) else found.dense(), bias)
 
 
 class _InferenceOnly(torch.autograd.Function):
-    """Passes the output on, and refuses to be differentiated instead of silently leaving attention out of the gradient."""
+    """Identity whose backward raises, so that attention is not silently left out of a gradient."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
-        """The output as it is."""
+        """The output unchanged."""
         return out.view(out.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Always raises."""
         raise UnsupportedConfigError(
-            "attnlib's attention has no gradient: it computes inference only; train with attn_implementation='sdpa'"
+            "attnlib's attention has no gradient: it computes inference only; train with "
+            "attn_implementation='sdpa'"
         )

@@ -1,66 +1,152 @@
-"""`generate_batch`: transformers' paged cache is attnlib's paged cache.
+"""`generate_batch`: attention over the paged cache of transformers.
 
-A layer with full attention writes by slot and attends by block table, over two strided views of transformers' own memory; nothing is gathered.
-Its table comes from the step's read and write indices (or is handed over, on the fast path for decodes). Sliding layers keep a rolling buffer
-that no table describes: the cache gathers their few keys, and the kernel reads those as one-token blocks.
+A layer with full attention writes by slot and attends by block table, over two strided views of the
+memory of transformers; nothing is gathered. The table follows from the read and write indices of
+the step, or is passed by transformers on its fast path for decodes. Sliding layers have a ring
+buffer that no table describes: the cache gathers the keys of their windows, and the kernel reads
+those as one-token blocks.
 
-CUDA graphs capture the steps, so on a GPU nothing here reads from the device: lengths stay there, and every size is an upper bound that transformers
-gives as an int. A backend that needs lengths on the host (it says so, `AttentionMetadataBuilder.needs_host_lengths`) can serve, at the price of one
-copy for each batch, but not be captured.
+CUDA graphs capture the steps, so on a GPU nothing here reads from the device: lengths stay there,
+and every size is an upper bound that transformers passes as an int. A backend that needs lengths on
+the host (`AttentionMetadataBuilder.needs_host_lengths`) costs one copy per batch and cannot be
+captured.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from attnlib.cache.slots import compute_slot_mapping
 from attnlib.errors import UnsupportedConfigError
-from attnlib.integrations.transformers.layers import Call, builder_for, layer_for
+from attnlib.integrations.transformers.layers import Call, builder_for, layer_for, layer_name
 from attnlib.integrations.transformers.pages import token_pages
-from attnlib.integrations.transformers.storage import LayerStorage, layer_storage, sliding_update
+from attnlib.integrations.transformers.storage import (
+    LayerStorage,
+    attention_layers,
+    layer_storage,
+    sliding_update,
+)
 from attnlib.layer import Attention
 from attnlib.metadata.common import CommonAttentionMetadata
 
-__all__ = ["attend_continuous"]
+__all__ = ["attend_continuous", "check_layers", "paged_forward", "refuse_plain_call"]
 
 
 @dataclass(eq=False)
 class _Step:
-    """What the layers of one step share; a layer that comes again, other tensors, or a capture that begins, begins a new one."""
+    """State shared by the layers of one step.
+
+    A new step begins with other tensors, with a layer that occurs again, or with a capture.
+
+    Attributes:
+        starts: `[R+1]`, `cu_seq_lens_q` of the step.
+        capturing: the step is recorded in a CUDA graph.
+        reached: indices of the layers that have attended.
+        metadata: (backend, spec, group) -> metadata of the backend.
+    """
 
     starts: torch.Tensor
     capturing: bool
-    seen: set[int] = field(default_factory=set)
+    reached: set[int] = field(default_factory=set)
     metadata: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class _Session:
-    """What one paged cache of transformers keeps: its current step, and all that captured graphs still point to."""
+    """State of one paged cache of transformers.
+
+    Attributes:
+        step: the current step.
+        captured: the captured steps: a graph replays into the workspace and tables of its capture.
+        reached: indices of the layers that have attended since `check_layers` began.
+    """
 
     step: _Step | None = None
     captured: list[_Step] = field(default_factory=list)
+    reached: set[int] = field(default_factory=set)
 
 
 _sessions: WeakKeyDictionary[Any, _Session] = WeakKeyDictionary()
+_local = threading.local()
+
+
+@contextmanager
+def check_layers(cache: Any, model: torch.nn.Module) -> Iterator[None]:
+    """Run one step of continuous batching and check that it reaches every attention layer.
+
+    A layer that does not pass the arguments of the step on to its attention would attend to the
+    packed new tokens as if they were one sequence without a history.
+
+    Args:
+        cache: the `PagedAttentionCache` of transformers.
+        model: the model, for messages.
+
+    Raises:
+        UnsupportedConfigError: a layer of the cache did not attend over it.
+    """
+    session = _sessions.setdefault(cache, _Session())
+    session.reached.clear()
+    _local.model = type(model).__name__
+    try:
+        yield
+    finally:
+        _local.model = None
+    missed = attention_layers(cache) - session.reached
+    replayed = not session.reached and bool(session.captured)  # a replay calls no Python
+    if missed and not replayed:
+        raise UnsupportedConfigError(
+            f"{type(model).__name__}: layers {sorted(missed)} did not attend over the paged cache, "
+            f"so their tokens would be wrong: use generate instead of generate_batch"
+        )
+
+
+def refuse_plain_call(name: str) -> None:
+    """Refuse a call without the arguments of a paged step while such a step runs.
+
+    Raises:
+        UnsupportedConfigError: names the layer and the model.
+    """
+    model = getattr(_local, "model", None)
+    if model is not None:
+        raise UnsupportedConfigError(
+            f"{name}: {model} does not pass the arguments of a paged step on to its attention, so "
+            f"this layer would see neither its cache nor where requests begin: use generate with "
+            f"attn_implementation='attnlib'"
+        )
+
+
+@contextmanager
+def paged_forward(model: torch.nn.Module) -> Iterator[None]:
+    """Run a forward in which every attention call must carry the arguments of a paged step."""
+    before, _local.model = getattr(_local, "model", None), type(model).__name__
+    try:
+        yield
+    finally:
+        _local.model = before
 
 
 def attend_continuous(call: Call, cache: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Write this step's keys and values to transformers' paged cache, then attend: `[1, T, Hq, Dv]`.
+    """Write the new keys and values to the paged cache, then attend: `[1, T, Hq, Dv]`.
 
     Args:
-        call: query `[1, Hq, T, D]`, key and value `[1, Hkv, T, D]`: the requests' new tokens, packed.
-        cache: transformers' `PagedAttentionCache`.
-        kwargs: the step's arguments as transformers passes them to every layer.
+        call: query `[1, Hq, T, D]`, key and value `[1, Hkv, T, D]` of the packed new tokens.
+        cache: the `PagedAttentionCache` of transformers.
+        kwargs: the arguments of the step, as transformers passes them to every layer.
 
     Raises:
-        UnsupportedConfigError: a CUDA graph is being captured and the backend cannot be.
+        UnsupportedConfigError: the cache stores other head sizes than the layer has, or the backend
+            cannot be captured in the CUDA graph that is being recorded.
     """
     index = call.layer_idx
     storage = layer_storage(cache, index)
+    _check_head_sizes(call, storage)
     step = _step_of(cache, index, kwargs)
     if storage.pages is None:
         return _attend_gathered(call, cache, storage, step, kwargs)
@@ -82,7 +168,7 @@ def attend_continuous(call: Call, cache: Any, kwargs: dict[str, Any]) -> torch.T
 def _attend_gathered(
     call: Call, cache: Any, storage: LayerStorage, step: _Step, kwargs: dict[str, Any]
 ) -> torch.Tensor:
-    """A sliding layer: its keys, gathered by the cache, lie packed like the queries, each request's window and new tokens together."""
+    """Attention of a sliding layer over gathered keys: window and new tokens of each request."""
     keys, values = sliding_update(cache, call, kwargs)
     pages, _ = token_pages(keys, values)
     spec = call.spec(block_size=1, sliding_window=call.sliding_window)
@@ -101,7 +187,11 @@ def _attend_gathered(
 
 
 def _step_of(cache: Any, index: int, kwargs: dict[str, Any]) -> _Step:
-    """The current step. transformers makes its tensors anew for each, except that a capture repeats the step before it with the same ones."""
+    """The current step.
+
+    transformers creates new tensors for each step, except that a capture repeats the step before it
+    with the same ones.
+    """
     session = _sessions.setdefault(cache, _Session())
     starts: torch.Tensor = kwargs["cu_seq_lens_q"]
     capturing = starts.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -110,19 +200,18 @@ def _step_of(cache: Any, index: int, kwargs: dict[str, Any]) -> _Step:
         step is None
         or step.starts is not starts
         or step.capturing != capturing
-        or index in step.seen
+        or index in step.reached
     ):
         step = session.step = _Step(starts, capturing)
         if capturing:
-            session.captured.append(
-                step
-            )  # a graph replays into the workspace and tables that it was captured with
-    step.seen.add(index)
+            session.captured.append(step)
+    step.reached.add(index)
+    session.reached.add(index)
     return step
 
 
 def _lengths(storage: LayerStorage, step: _Step, kwargs: dict[str, Any]) -> torch.Tensor:
-    """[R] int32; keys of each request. Requests that pad a graph's batch have none."""
+    """`[R]` int32; number of keys of each request, 0 for the padding of a graph."""
     starts = storage.key_starts(kwargs)
     return starts[1:] - starts[:-1]
 
@@ -131,27 +220,22 @@ def _placement(
     storage: LayerStorage, lengths: torch.Tensor, kwargs: dict[str, Any], num_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """(block table, slot mapping, longest sequence) of a layer with full attention."""
-    from attnlib.cache.slots import compute_slot_mapping
-
-    assert storage.pages is not None  # the caller has looked
+    assert storage.pages is not None  # the caller has checked
     block_size, starts = storage.pages.block_size, kwargs["cu_seq_lens_q"].to(torch.int32)
     if kwargs.get("block_table") is not None:
         table: torch.Tensor = kwargs["block_table"][storage.group]
         slots = compute_slot_mapping(starts, lengths, table, block_size, num_tokens)
         return table, slots, table.shape[1] * block_size
     read, write = kwargs["read_index"][storage.group], kwargs["write_index"][storage.group]
-    # Without anything to read, all requests are new, and what they write is all they have.
-    source, begins = (read, storage.key_starts(kwargs)) if read.numel() else (write, starts)
+    # An empty read index means that all requests are new: they read what they write.
+    source, key_starts = (read, storage.key_starts(kwargs)) if read.numel() else (write, starts)
     longest = min(storage.longest(kwargs), source.numel())
     columns = torch.arange(-(-longest // block_size), device=source.device) * block_size
-    places = (begins[:-1, None] + columns).clamp_(max=source.numel() - 1)
-    table = (source[places] // block_size).to(torch.int32)
+    positions = (key_starts[:-1, None] + columns).clamp_(max=source.numel() - 1)
+    table = (source[positions] // block_size).to(torch.int32)
     tokens = torch.arange(write.numel(), device=write.device)
-    return (
-        table,
-        torch.where(tokens < starts[-1], write, -1),
-        longest,
-    )  # padding writes nothing (P4) instead of to a trash block
+    # Padding tokens write nothing (P4); transformers would direct them to an unused block.
+    return table, torch.where(tokens < starts[-1], write, -1), longest
 
 
 def _common(
@@ -162,16 +246,21 @@ def _common(
     num_tokens: int,
     longest: int,
 ) -> CommonAttentionMetadata:
-    """The batch, with its lengths on the host where they can be had for nothing, or the backend needs them (one copy, which waits)."""
+    """The batch without block table and slots.
+
+    Lengths are copied to the host on a CPU, and for backends that need them there (one copy, which
+    synchronizes).
+    """
     starts = step.starts.to(torch.int32)
-    on_host = _wants_host_lengths(layer, starts)
+    on_host = _needs_host_lengths(layer, starts)
     if on_host and step.capturing:
         raise UnsupportedConfigError(
-            f"backend {layer.backend.get_name()} needs lengths on the host, which a CUDA graph cannot give: pass "
-            f"ContinuousBatchingConfig(use_cuda_graph=False), or choose another backend",
+            f"backend {layer.backend.get_name()} needs lengths on the host, which a CUDA graph "
+            f"cannot provide: pass ContinuousBatchingConfig(use_cuda_graph=False), or choose "
+            f"another backend",
             backend=layer.backend.get_name(),
         )
-    # Unknown lengths are 0 on the host: a batch of more than decodes then goes the prefill way as a whole.
+    # Unknown lengths are 0 on the host: builders then serve mixed batches with prefill kernels.
     both = (
         torch.cat([starts, lengths]).cpu()
         if on_host
@@ -193,5 +282,20 @@ def _common(
     )
 
 
-def _wants_host_lengths(layer: Attention, starts: torch.Tensor) -> bool:
+def _check_head_sizes(call: Call, storage: LayerStorage) -> None:
+    """Refuse a cache whose head sizes differ, as transformers allocates it for MLA."""
+    if storage.pages is None:
+        return
+    stored = (storage.pages.head_size, storage.pages.head_size_v)
+    needed = (call.key.shape[3], call.value.shape[3])
+    if stored != needed:
+        raise UnsupportedConfigError(
+            f"{layer_name(call.module)}: its keys and values have head sizes {needed}, but the "
+            f"paged cache of transformers stores {stored}: generate_batch does not support "
+            f"this model (multi-head latent attention, or values smaller than keys); use generate "
+            f"with attn_implementation='attnlib'"
+        )
+
+
+def _needs_host_lengths(layer: Attention, starts: torch.Tensor) -> bool:
     return starts.device.type == "cpu" or layer.backend.get_builder_cls().needs_host_lengths

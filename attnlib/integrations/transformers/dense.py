@@ -1,7 +1,8 @@
-"""Masks that only a `[T, S]` tensor says: a user's own 4-D mask, spans that see each other, a bias per head (T5).
+"""Masks that need a `[T, S]` tensor: 4-D masks of the user, image spans, a bias per head (T5).
 
-They are honoured, never dropped. Where the new tokens are all the keys there are, and every head has the same mask, the mask is an explicit bias
-over the query span, which every backend with that capability takes. The rest is written out in torch.
+If the new tokens are all keys and all heads share the mask, the mask is passed to the backend as an
+explicit bias over the query span (`MaskKind.QUERY_BIAS`). Everything else is computed with torch
+operations.
 """
 
 from __future__ import annotations
@@ -22,20 +23,24 @@ from attnlib.spec import MaskKind
 __all__ = ["attend_dense", "dense_weights"]
 
 logger = logging.getLogger("attnlib")
-_told: WeakSet[nn.Module] = WeakSet()
+_logged: WeakSet[nn.Module] = WeakSet()
 
 
-def attend_dense(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-    """Attention under an evaluated mask, `[B, T, Hq, Dv]`.
+def attend_dense(
+    call: Call, mask: torch.Tensor | None, bias: torch.Tensor | None, reason: str
+) -> torch.Tensor:
+    """Attention with an evaluated mask, `[B, T, Hq, Dv]`.
 
     Args:
-        call: the call; its window and causality are not applied: the mask says everything.
-        mask: `[B or 1, Hq or 1, T, S]`, bool (True where visible) or added to the scores; None for none. One that is longer than S is cut.
-        bias: `[B or 1, Hq or 1, T, S]` added to the scores, or None.
+        call: the attention call. Its window and causality are not applied: the mask contains them.
+        mask: `[B or 1, Hq or 1, T or 1, S]`, bool (True where visible) or added to the scores; None
+            for none. Columns past S are ignored.
+        bias: `[B or 1, Hq or 1, T or 1, S]` added to the scores, or None.
+        reason: why no kernel argument expresses the mask, for messages.
 
     Raises:
         ContractError: a mask of another shape.
-        UnsupportedConfigError: a backend other than torch was insisted on, and the mask is none that it takes.
+        UnsupportedConfigError: the user requires a backend that cannot apply the mask.
     """
     added = _added(call, mask, bias)
     batch, heads, queries, keys = (call.query.shape[0], *added.shape[1:3], call.key.shape[2])
@@ -43,7 +48,7 @@ def attend_dense(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | Non
         return _attend_by_query_bias(
             call, added.expand(batch, 1, queries, keys).reshape(batch * queries, keys)
         )
-    _refuse_if_insisted(call)
+    _check_torch_is_allowed(call, reason)
     weights = _weights(call, added)
     grouped = weights.view(batch, call.key.shape[1], -1, keys)
     out = torch.matmul(grouped, call.value.to(weights.dtype))
@@ -51,12 +56,19 @@ def attend_dense(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | Non
 
 
 def dense_weights(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-    """The weights after the softmax, `[B, Hq, T, S]` in the query's dtype: what transformers calls attentions."""
+    """The weights after the softmax, `[B, Hq, T, S]` in the query's dtype ("attentions").
+
+    Args:
+        call, mask, bias: as in `attend_dense`.
+
+    Raises:
+        ContractError: a mask of another shape.
+    """
     return _weights(call, _added(call, mask, bias)).to(call.query.dtype)
 
 
 def _added(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-    """What is added to the scores, float32 `[B or 1, Hq or 1, T, S]`."""
+    """The sum of mask and bias, float32 `[B or 1, Hq or 1, T, S]`."""
     added = torch.zeros(1, 1, call.query.shape[2], call.key.shape[2], device=call.query.device)
     for name, term in (("attention_mask", mask), ("position_bias", bias)):
         if term is None:
@@ -65,7 +77,7 @@ def _added(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | None) -> 
         _check_shape(name, term, call)
         if term.dtype == torch.bool:
             term = torch.zeros_like(term, dtype=torch.float32).masked_fill_(~term, -torch.inf)
-        else:  # transformers writes "hidden" as the lowest number there is
+        else:  # transformers marks hidden keys by the lowest number of the dtype
             term = term.float().masked_fill(term <= torch.finfo(term.dtype).min, -torch.inf)
         added = added + term
     return added
@@ -77,12 +89,13 @@ def _check_shape(name: str, term: torch.Tensor, call: Call) -> None:
         size not in (1, limit) for size, limit in zip(term.shape, limits, strict=True)
     ):
         raise ContractError(
-            f"{name} has shape {tuple(term.shape)}; each of its 4 sizes must be 1 or that of {list(limits)} (batch, heads, T, S)"
+            f"{name} has shape {tuple(term.shape)}; each of its 4 sizes must be 1 or that of "
+            f"{list(limits)} (batch, heads, T, S)"
         )
 
 
 def _weights(call: Call, added: torch.Tensor) -> torch.Tensor:
-    """Softmax of the scores, float32 `[B, Hq, T, S]`; a row that sees nothing is 0."""
+    """Softmax of the scores, float32 `[B, Hq, T, S]`; a row without visible keys is 0 (M5)."""
     batch, heads, queries, head_size = call.query.shape
     kv_heads, keys = call.key.shape[1:3]
     rows = call.query.float().reshape(batch, kv_heads, -1, head_size)
@@ -96,8 +109,8 @@ def _weights(call: Call, added: torch.Tensor) -> torch.Tensor:
     if call.sinks is not None:
         sinks = call.sinks.float().view(1, heads, 1, 1).expand(batch, heads, queries, 1)
         return torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
-    blind = (scores == -torch.inf).all(-1, keepdim=True)
-    return torch.softmax(scores, dim=-1).masked_fill(blind, 0.0)
+    hidden = (scores == -torch.inf).all(-1, keepdim=True)
+    return torch.softmax(scores, dim=-1).masked_fill(hidden, 0.0)
 
 
 def _attend_by_query_bias(call: Call, rows: torch.Tensor) -> torch.Tensor:
@@ -120,23 +133,19 @@ def _attend_by_query_bias(call: Call, rows: torch.Tensor) -> torch.Tensor:
     return out.view(batch, queries, heads, -1)
 
 
-def _refuse_if_insisted(call: Call) -> None:
-    """This path is torch's; a backend that was asked for by name is never replaced."""
-    spec, device = call.spec(block_size=1), call.query.device
+def _check_torch_is_allowed(call: Call, reason: str) -> None:
+    """Refuse if the user requires another backend; else log once per module that torch is used."""
+    spec, device, name = call.spec(block_size=1), call.query.device, layer_name(call.module)
     backend = get_attn_backend(spec, None, device)
     if backend.get_name() == "torch":
         return
     source = explain(spec, device).source
     if source != "auto":
         raise UnsupportedConfigError(
-            f"{layer_name(call.module)}: this attention mask differs between heads, or hides single keys of earlier steps, which only the torch "
-            f"backend computes, and {source} insists on {backend.get_name()}: choose 'torch' or 'auto'",
+            f"{name}: {reason}, which only the torch backend computes, but {source} requires "
+            f"{backend.get_name()}: choose 'torch' or 'auto'",
             backend=backend.get_name(),
         )
-    if call.module not in _told:
-        _told.add(call.module)
-        logger.info(
-            "%s: torch instead of %s, for a mask that only it computes",
-            layer_name(call.module),
-            backend.get_name(),
-        )
+    if call.module not in _logged:
+        _logged.add(call.module)
+        logger.warning("%s: torch instead of %s: %s", name, backend.get_name(), reason)

@@ -1,8 +1,9 @@
 """One attnlib `Attention` per attention module of the model, and one metadata builder per spec.
 
-transformers hands over its module at every call; what belongs to it for good (backend, impl, scale, sinks) is made at the first call and found
-again by the module itself, weakly, so it goes when the model goes. Selection is asked each time (it caches), so a changed ATTNLIB_BACKEND or
-`use_backend` takes effect at the next call.
+transformers passes its module in every call. The attnlib layer of a module (backend, scale, sinks)
+is created in the first call and kept by weak reference, so it is released with the model. Selection
+runs in every call (it has a cache), so a changed ATTNLIB_BACKEND or `use_backend` takes effect in
+the next call.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -29,18 +31,18 @@ logger = logging.getLogger("attnlib")
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of the attention function, in transformers' shapes.
+    """One call of the attention function, in the shapes of transformers.
 
     Attributes:
-        module: transformers' attention module.
-        query: [B, Hq, T, D].
-        key: [B, Hkv, S, D]; in plain generation the history and the new tokens.
-        value: [B, Hkv, S, Dv].
+        module: the attention module of the model.
+        query: `[B, Hq, T, D]`.
+        key: `[B, Hkv, S, D]`; in plain generation the history and the new tokens.
+        value: `[B, Hkv, S, Dv]`.
         scale: softmax scale.
-        soft_cap: cap on the scores, or None.
-        sinks: [Hq] sink logits, or None.
-        sliding_window: W keys are visible, the query's own among them; None for all.
-        causal: whether the module says so; a mask made by transformers knows better.
+        soft_cap: soft cap of the scores, or None.
+        sinks: `[Hq]` sink logits, or None.
+        sliding_window: W keys are visible, including the query's own; None for all.
+        causal: what the module declares; a mask by transformers takes precedence.
     """
 
     module: nn.Module
@@ -55,12 +57,16 @@ class Call:
 
     @property
     def layer_idx(self) -> int:
-        """The layer's place in transformers' paged cache."""
+        """Index of the layer in the paged cache of transformers."""
         return int(cast(Any, self.module).layer_idx)
 
     def spec(self, **fields: Any) -> AttentionSpec:
-        """The spec of this module's attention; `fields` say how its keys are stored and masked."""
-        return AttentionSpec(
+        """The spec of this module's attention.
+
+        Args:
+            fields: how the keys are stored and masked.
+        """
+        return _spec(
             num_heads=self.query.shape[1],
             num_kv_heads=self.key.shape[1],
             head_size=self.query.shape[3],
@@ -72,15 +78,29 @@ class Call:
         )
 
 
+@lru_cache(maxsize=256)
+def _spec(**fields: Any) -> AttentionSpec:
+    """A spec; cached, because its checks take longer than the lookup of a layer."""
+    return AttentionSpec(**fields)
+
+
 @dataclass(frozen=True, eq=False)
-class _Entry:
+class _CachedLayer:
+    """A layer, and what it was created from.
+
+    Attributes:
+        layer: the layer.
+        scale, sinks: as in the call.
+        sinks_version: version counter of `sinks`; -1 where it has none.
+    """
+
     layer: Attention
     scale: float
     sinks: torch.Tensor | None
     sinks_version: int
 
 
-_layers: WeakKeyDictionary[nn.Module, dict[tuple[AttentionSpec, torch.device], _Entry]] = (
+_layers: WeakKeyDictionary[nn.Module, dict[tuple[AttentionSpec, torch.device], _CachedLayer]] = (
     WeakKeyDictionary()
 )
 _local = threading.local()
@@ -90,27 +110,31 @@ def layer_for(call: Call, spec: AttentionSpec) -> Attention:
     """The attnlib layer of a module for a spec.
 
     Raises:
-        UnknownBackendError, BackendUnavailableError, UnsupportedConfigError: as selection says.
+        UnknownBackendError, BackendUnavailableError, UnsupportedConfigError: see
+            `get_attn_backend`.
     """
     device = call.query.device
     name = layer_name(call.module)
     backend = get_attn_backend(spec, None, device, layer_name=name)
-    entries = _layers.setdefault(call.module, {})
-    entry = entries.get((spec, device))
-    if entry is None or not _still_fits(entry, call, backend):
+    layers = _layers.setdefault(call.module, {})
+    cached = layers.get((spec, device))
+    if cached is None or not _is_current(cached, call, backend):
         layer = Attention(
             spec, backend=backend, scale=call.scale, sinks=call.sinks, prefix=name, device=device
         )
-        entry = _Entry(layer, call.scale, call.sinks, _version(call.sinks))
-        entries[spec, device] = entry
+        cached = _CachedLayer(layer, call.scale, call.sinks, _version(call.sinks))
+        layers[spec, device] = cached
         logger.debug("%s: runs on %s", name, backend.get_name())
-    return entry.layer
+    return cached.layer
 
 
 def builder_for(
     backend: type[AttentionBackend], spec: AttentionSpec, device: torch.device
 ) -> AttentionMetadataBuilder[Any]:
-    """The metadata builder that all layers of a spec share. One per thread: a builder lends its workspace to one step at a time."""
+    """The metadata builder that all layers of a spec share.
+
+    There is one per thread, because the workspace of a builder serves one step at a time.
+    """
     builders: dict[Any, AttentionMetadataBuilder[Any]] | None = getattr(_local, "builders", None)
     if builders is None:
         builders = _local.builders = {}
@@ -121,15 +145,18 @@ def builder_for(
 
 
 def layer_name(module: nn.Module) -> str:
-    """What messages call a module: its class and its place in the model, which is all that it knows."""
+    """The name of a module in messages: its class and its layer index."""
     index = getattr(module, "layer_idx", None)
     return type(module).__name__ if index is None else f"{type(module).__name__}.{index}"
 
 
-def _still_fits(entry: _Entry, call: Call, backend: type[AttentionBackend]) -> bool:
-    """Sinks are copied (as float32) into the layer: new or rewritten ones make a new layer."""
-    same_sinks = entry.sinks is call.sinks and entry.sinks_version == _version(call.sinks)
-    return entry.layer.backend is backend and entry.scale == call.scale and same_sinks
+def _is_current(cached: _CachedLayer, call: Call, backend: type[AttentionBackend]) -> bool:
+    """Whether a layer still has the backend, the scale and the sinks of the call.
+
+    The layer holds a float32 copy of the sinks, so replaced or modified sinks need a new layer.
+    """
+    same_sinks = cached.sinks is call.sinks and cached.sinks_version == _version(call.sinks)
+    return cached.layer.backend is backend and cached.scale == call.scale and same_sinks
 
 
 def _version(tensor: torch.Tensor | None) -> int:

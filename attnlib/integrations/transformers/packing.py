@@ -1,7 +1,8 @@
-"""Several sequences packed in one row: where each begins, as transformers says it in two ways.
+"""Several sequences packed in one row, and the two ways in which transformers describes them.
 
-From `position_ids` transformers makes a mask whose segments `patterns.recognise` finds. A caller may also pass `cu_seq_lens_q` of its own (the
-FlashAttention keywords); these are honoured where no mask says it already.
+From `position_ids` transformers builds a mask whose segments `patterns.recognize` finds. A caller
+may also pass `cu_seq_lens_q` (the keyword of FlashAttention), which applies if the mask has no
+segments.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ __all__ = ["segment_lengths", "with_callers_segments"]
 
 
 def segment_lengths(segments: torch.Tensor, batch_size: int) -> list[int]:
-    """Tokens of each packed sequence, row after row; no sequence crosses a row. `segments` is [B or 1, T], equal within a sequence."""
+    """Number of tokens of each packed sequence, row after row; no sequence crosses a row.
+
+    Args:
+        segments: `[B or 1, T]` integers, equal within one sequence.
+        batch_size: B.
+    """
     lengths: list[int] = []
     for row in segments.expand(batch_size, -1).cpu().numpy():
         ends = np.flatnonzero(np.diff(row)) + 1
@@ -29,10 +35,10 @@ def segment_lengths(segments: torch.Tensor, batch_size: int) -> list[int]:
 
 
 def with_callers_segments(step: StepMask, kwargs: dict[str, Any]) -> StepMask:
-    """The mask with the caller's own `cu_seq_lens_q` applied.
+    """The mask with the caller's `cu_seq_lens_q` applied.
 
     Raises:
-        ContractError: starts that do not cover one row of as many queries as keys.
+        ContractError: the offsets do not cover one row with as many queries as keys.
     """
     starts = kwargs.get("cu_seq_lens_q")
     if starts is None or step.pattern is None or step.pattern.segments is not None:
@@ -46,8 +52,9 @@ def with_callers_segments(step: StepMask, kwargs: dict[str, Any]) -> StepMask:
         or any(b < a for a, b in zip(bounds, bounds[1:], strict=False))
     ):
         raise ContractError(
-            f"cu_seq_lens_q={bounds} packs sequences into a batch of {step.batch_size} x {step.q_length} queries over {step.kv_length} keys; it must "
-            f"rise from 0 to the length of a single row without a cache: pass use_cache=False, or leave it out"
+            f"cu_seq_lens_q={bounds} packs sequences into a batch of {step.batch_size} x "
+            f"{step.q_length} queries over {step.kv_length} keys; it must increase from 0 to the "
+            f"length of a single row without a cache: pass use_cache=False, or leave it out"
         )
     segments = torch.repeat_interleave(torch.arange(len(bounds) - 1), torch.tensor(bounds).diff())[
         None
@@ -61,12 +68,12 @@ def with_callers_segments(step: StepMask, kwargs: dict[str, Any]) -> StepMask:
 
 
 def _within(segments: torch.Tensor, step: StepMask) -> MaskFunction | None:
-    """The same for whoever evaluates the mask."""
+    """The mask function with the segments, for evaluation."""
     if step.mask_function is None:
         return None
     from transformers.masking_utils import and_masks, packed_sequence_mask_function
 
-    joined: MaskFunction = and_masks(
+    combined: MaskFunction = and_masks(
         step.mask_function, packed_sequence_mask_function(segments.to(step.device))
     )
-    return joined
+    return combined

@@ -1,7 +1,8 @@
-"""A transformers model over attnlib's own paged cache: the caller says which tokens of which request come next, and gets logits.
+"""A transformers model over attnlib's paged caches: tokens of a batch in, logits out.
 
-The model runs on one packed row `[1, T]` without a cache or a mask of its own; its attention function finds the step in the call's keywords and
-attends here. Scheduling, sampling and block tables stay with the caller: this is the seam between a model and an engine.
+The model runs on one packed row `[1, T]` without a transformers cache or mask. The attention
+function receives the step as the keyword `attnlib_step` and calls `attend`. Scheduling, sampling
+and block tables belong to the caller: this is the interface between a model and an engine.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch import nn
 from attnlib.backends.base import AttentionBackend
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import UnsupportedConfigError
+from attnlib.integrations.transformers.continuous import paged_forward
 from attnlib.integrations.transformers.layers import layer_name
-from attnlib.integrations.transformers.masks import read_mask
+from attnlib.integrations.transformers.masks import StepMask, read_mask
 from attnlib.integrations.transformers.registration import NAME, register
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadataBuilder
@@ -29,24 +31,27 @@ from attnlib.workspace import BatchLimits
 __all__ = ["PagedModel", "PagedStep", "attend"]
 
 _Group = tuple[type[AttentionBackend], AttentionSpec]
-"""Layers that share a builder and a step's metadata."""
+"""Layers of one group share a builder and the metadata of a step."""
 
 
 class PagedModel:
-    """A causal language model whose attention reads and writes paged caches, one for each of its layers.
+    """A causal language model with one paged cache per layer.
 
-    Layers, caches and builders are made when a layer is first called: only then are its sizes, window and sinks known.
+    The attnlib layer, the cache and the builder of an attention module are created in its first
+    call, because its sizes, window and sinks are not known before.
 
     Args:
-        model: a transformers model with an attention interface (any recent decoder), on `device`, in eval mode.
-        num_blocks: blocks in each layer's cache.
+        model: a transformers decoder with an attention interface, in evaluation mode.
+        num_blocks: blocks in the cache of each layer.
         block_size: tokens in one block.
-        backend: as in `get_attn_backend`; None for selection by environment and priority.
+        backend: as in `get_attn_backend`; None selects by environment and priority.
         kv_cache_dtype: as in `AttentionSpec`.
-        limits: the largest step that will come; workspaces are then allocated once, and a larger step is an error. None lets them grow.
+        limits: the largest step. Workspaces are then allocated once, and a larger step is an error.
+            None lets them grow.
 
     Raises:
-        UnsupportedConfigError: the model computes something else than attention from where a token stands in the packed row.
+        UnsupportedConfigError: the model uses the index of a token in the packed row as its
+            position.
     """
 
     def __init__(
@@ -71,24 +76,24 @@ class PagedModel:
 
     @property
     def specs(self) -> Counter[AttentionSpec]:
-        """Spec -> how many layers have it; empty before the first step."""
+        """Number of layers for each spec; empty before the first step."""
         return Counter(layer.spec for layer, _ in self._layers.values())
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes that the caches of all layers take."""
+        """Total size of the caches in bytes."""
         return sum(
             c.num_slots * c.num_kv_heads * (c.head_size + c.head_size_v) * c.dtype.itemsize
             for _, c in self._layers.values()
         )
 
     def layers(self) -> list[tuple[Attention, PagedKVCache]]:
-        """Layers and their caches, in the order in which the model calls them; empty before the first step."""
+        """Layers and caches in the order of execution; empty before the first step."""
         return list(self._layers.values())
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Within the block, the model's attention goes through attnlib; afterwards it is as it was."""
+        """Context in which the attention of the model runs on attnlib; restored on exit."""
         register()
         model: Any = self.model
         before = model.config._attn_implementation
@@ -106,40 +111,58 @@ class PagedModel:
         batch: CommonAttentionMetadata,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run one step; the keys and values of its tokens are in the caches afterwards. Call it within `attached()`.
+        """Run one step within `attached()`; its keys and values are in the caches afterwards.
 
         Args:
             input_ids: `[T]` int64, the new tokens of all requests, packed.
-            position_ids: `[T]` int64, the position of each in its own sequence.
-            batch: lengths, block table and slots of the same tokens.
-            rows: `[n]` int64, the tokens whose logits are wanted; None for all.
+            position_ids: `[T]` int64, the position of each token in its sequence.
+            batch: lengths, block table and slots of the tokens.
+            rows: `[n]` int64, the tokens whose logits are returned; None for all.
 
         Returns:
             `[n or T, vocabulary]` logits.
+
+        Raises:
+            UnsupportedConfigError: an attention layer did not receive the step.
         """
         model: Any = self.model
-        wanted = {} if rows is None else {"logits_to_keep": rows}
-        out = model(
-            input_ids=input_ids[None],
-            position_ids=position_ids[None],
-            use_cache=False,
-            attnlib_step=PagedStep(self, batch),
-            **wanted,
-        )
+        selected = {} if rows is None else {"logits_to_keep": rows}
+        step = PagedStep(self, batch)
+        with paged_forward(self.model):
+            out = model(
+                input_ids=input_ids[None],
+                position_ids=position_ids[None],
+                use_cache=False,
+                attnlib_step=step,
+                **selected,
+            )
+        if not step.reached or step.reached != set(self._layers):
+            raise UnsupportedConfigError(
+                f"{type(self.model).__name__}: the step reached {len(step.reached)} of "
+                f"{len(self._layers) or 'its'} attention layers, so the logits would be wrong: use "
+                f"generate with attn_implementation='attnlib'"
+            )
         logits: torch.Tensor = out.logits[0]
         return logits
 
     def layer_of(
-        self, module: nn.Module, query: torch.Tensor, value: torch.Tensor, meaning: dict[str, Any]
+        self, module: nn.Module, query: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
     ) -> tuple[Attention, PagedKVCache]:
-        """The attnlib layer and cache of one of the model's attention modules."""
+        """The attnlib layer and the cache of an attention module.
+
+        Args:
+            module: the attention module.
+            query: `[1, Hq, T, D]`.
+            value: `[1, Hkv, T, Dv]`.
+            options: scaling, sliding_window, chunk, softcap and s_aux of the call.
+        """
         found = self._layers.get(module)
         if found is None:
-            found = self._layers[module] = self._make(module, query, value, meaning)
+            found = self._layers[module] = self._create(module, query, value, options)
         return found
 
     def builder_of(self, layer: Attention) -> AttentionMetadataBuilder[Any]:
-        """The builder that all layers of one spec on one backend share."""
+        """The metadata builder that all layers of one spec and backend share."""
         group = (layer.backend, layer.spec)
         if group not in self._builders:
             self._builders[group] = layer.backend.make_builder(
@@ -147,11 +170,11 @@ class PagedModel:
             )
         return self._builders[group]
 
-    def _make(
-        self, module: nn.Module, query: torch.Tensor, value: torch.Tensor, meaning: dict[str, Any]
+    def _create(
+        self, module: nn.Module, query: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
     ) -> tuple[Attention, PagedKVCache]:
         name = layer_name(module)
-        sinks = meaning["s_aux"]
+        sinks = options["s_aux"]
         spec = AttentionSpec(
             num_heads=query.shape[1],
             num_kv_heads=value.shape[1],
@@ -161,15 +184,15 @@ class PagedModel:
             kv_cache_dtype=self.kv_cache_dtype,
             block_size=self.block_size,
             mask_kind=MaskKind.CAUSAL,
-            sliding_window=meaning["sliding_window"],
-            attention_chunk_size=meaning["chunk"],
-            logits_soft_cap=meaning["softcap"],
+            sliding_window=options["sliding_window"],
+            attention_chunk_size=options["chunk"],
+            logits_soft_cap=options["softcap"],
             has_sink=sinks is not None,
         )
         layer = Attention(
             spec,
             backend=self.backend,
-            scale=meaning["scaling"],
+            scale=options["scaling"],
             sinks=sinks,
             prefix=name,
             device=query.device,
@@ -178,15 +201,22 @@ class PagedModel:
 
 
 class PagedStep:
-    """One step of a `PagedModel`: the batch, and each spec's metadata, built once for all layers that share it."""
+    """One step of a `PagedModel`.
+
+    Attributes:
+        paged: the model.
+        batch: the batch.
+        reached: the attention modules that have attended in this step.
+    """
 
     def __init__(self, paged: PagedModel, batch: CommonAttentionMetadata) -> None:
         self.paged = paged
         self.batch = batch
+        self.reached: set[nn.Module] = set()
         self._metadata: dict[_Group, Any] = {}
 
     def metadata_for(self, layer: Attention) -> Any:
-        """The metadata of this step for a layer."""
+        """The metadata of this step for a layer; built once per group of layers."""
         group = (layer.backend, layer.spec)
         if group not in self._metadata:
             self._metadata[group] = self.paged.builder_of(layer).build(0, self.batch)
@@ -207,26 +237,29 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one module in a paged step, in transformers' shapes.
+    """Attention of one module in a paged step, in the shapes of transformers.
 
     Args:
-        module: the model's attention module.
-        query: `[1, Hq, T, D]`, the packed new tokens; key and value likewise with Hkv heads.
-        attnlib_step: the step, as `PagedModel.step` passed it.
-        attention_mask: what transformers made for the packed row. Which tokens belong together is the step's to say; of the mask only windows and
-            chunks are taken.
-        scaling, sliding_window, softcap, s_aux: what the module passes of itself.
-        kwargs: what else it passes on; anything that would change the result is refused.
+        module: the attention module.
+        query: `[1, Hq, T, D]`, the packed new tokens.
+        key: `[1, Hkv, T, D]`.
+        value: `[1, Hkv, T, Dv]`.
+        attnlib_step: the step that `PagedModel.step` passed to the model.
+        attention_mask: the mask of transformers for the packed row. Only its window and chunk size
+            are used: the step defines which tokens belong to a request.
+        scaling, sliding_window, softcap, s_aux: arguments of the module.
+        kwargs: further arguments; those that would change the result are refused.
 
     Returns:
         `[1, T, Hq, Dv]`, and None for the weights.
 
     Raises:
-        UnsupportedConfigError: not causal, a bias per pair of tokens, or a mask that no spec can say.
+        UnsupportedConfigError: the layer is not causal, adds a position bias, or has a mask that no
+            spec expresses.
     """
     _refuse_call(module, kwargs)
-    window, chunk = _narrowing(module, attention_mask)
-    meaning = {
+    window, chunk = _window_and_chunk(module, attention_mask)
+    options = {
         "scaling": scaling,
         "sliding_window": sliding_window
         if window is None
@@ -235,26 +268,31 @@ def attend(
         "softcap": softcap,
         "s_aux": kwargs.get("sinks") if s_aux is None else s_aux,
     }
-    layer, cache = attnlib_step.paged.layer_of(module, query, value, meaning)
+    layer, cache = attnlib_step.paged.layer_of(module, query, value, options)
+    attnlib_step.reached.add(module)
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     out: torch.Tensor = layer(q, k, v, cache, attnlib_step.metadata_for(layer))
     return out[None], None
 
 
-def _narrowing(module: nn.Module, mask: torch.Tensor | None) -> tuple[int | None, int | None]:
-    """(sliding window, chunk size) that the model's mask asks for: some modules do not know their own."""
-    step = read_mask(mask)
+def _window_and_chunk(
+    module: nn.Module, mask: torch.Tensor | None
+) -> tuple[int | None, int | None]:
+    """(sliding window, chunk size) of the mask, which some modules do not pass themselves."""
     if mask is None:
         return None, None
+    step = read_mask(mask)
     if (
-        step is None
+        not isinstance(step, StepMask)
         or step.pattern is None
         or not step.pattern.causal
         or step.attention_mask is not None
     ):
         raise UnsupportedConfigError(
-            f"{layer_name(module)}: the mask of this step is more than causal, a window and chunks (padding, images, or a mask of the caller's own): "
-            f"over its own paged cache attnlib serves text only, without attention_mask; use generate with attn_implementation='attnlib'"
+            f"{layer_name(module)}: the mask of this step is not composed of causality, a "
+            f"window and chunks (padding, images, or a mask of the caller's own): over its own "
+            f"paged cache attnlib serves text only, without attention_mask; use generate with "
+            f"attn_implementation='attnlib'"
         )
     left = step.pattern.window.left
     return None if left is None else left + 1, step.pattern.chunk
@@ -264,12 +302,12 @@ def _refuse_call(module: nn.Module, kwargs: dict[str, Any]) -> None:
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise UnsupportedConfigError(
-            f"{layer_name(module)} is not causal: only decoders run step by step over a cache"
+            f"{layer_name(module)} is not causal: only decoders run in steps over a cache"
         )
     if kwargs.get("position_bias") is not None:
         raise UnsupportedConfigError(
-            f"{layer_name(module)}: position_bias= adds a number to every pair of tokens of the packed row, which does not reach keys in the cache; "
-            f"use generate with attn_implementation='attnlib'"
+            f"{layer_name(module)}: position_bias= covers the tokens of the packed row, but not "
+            f"the keys in the cache; use generate with attn_implementation='attnlib'"
         )
 
 
@@ -278,6 +316,7 @@ def _refuse_model(model: nn.Module) -> None:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(text, "attn_temperature_tuning", False):
         raise UnsupportedConfigError(
-            f"{type(model).__name__} scales queries by their place in the row (attn_temperature_tuning), and in a packed row that is not their "
-            f"position: set it to False where the model allows, or use generate with attn_implementation='attnlib'"
+            f"{type(model).__name__} scales queries by their index in the row "
+            f"(attn_temperature_tuning), which is not their position in a packed row: set it to "
+            f"False if the model allows it, or use generate with attn_implementation='attnlib'"
         )

@@ -1,8 +1,8 @@
-"""Contiguous keys and values seen as attnlib's paged cache, without copying them.
+"""Views of contiguous keys and values as a paged cache, without a copy.
 
-transformers keeps `[B, H, S, D]`. With one token per block, every token of every batch row is a block of one strided view: block b * ratio + s is
-token s of row b, where ratio is the distance between rows counted in tokens. A block table can then start anywhere and leave tokens out, which is
-all that padding needs.
+transformers stores `[B, H, S, D]`. With one token per block, every token of every batch row is a
+block of one strided view: block b * ratio + s is token s of row b, where ratio is the distance
+between rows in tokens. A block table can then start anywhere and skip tokens, as padding requires.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ __all__ = ["token_pages", "token_table"]
 
 
 def token_pages(key: torch.Tensor, value: torch.Tensor) -> tuple[PagedKVCache, int]:
-    """A cache of one-token blocks over `key` and `value`, and how many block ids lie between two rows.
+    """A cache of one-token blocks over `key` and `value`.
+
+    Keys and values are copied if block ids cannot express their strides: rows that are not a whole
+    number of tokens apart, a head that is not contiguous, keys and values that disagree.
 
     Args:
         key: `[B, Hkv, S, D]`, any strides.
         value: `[B, Hkv, S, Dv]`, any strides.
 
-    Strides that no block id can express (rows that are no whole number of tokens apart, a head that is not contiguous, keys and values that
-    disagree) are copied into ones that can be.
+    Returns:
+        (the cache, the distance between two rows in block ids).
     """
     ratio = _row_distance(key)
     if ratio is None or _row_distance(value) != ratio:
@@ -33,17 +36,25 @@ def token_pages(key: torch.Tensor, value: torch.Tensor) -> tuple[PagedKVCache, i
 
 
 def token_table(keys: np.ndarray, ratio: int) -> np.ndarray:
-    """`[B, max_len]` int32 block ids of the tokens that `keys` `[B, width]` marks, in order, the rest filled with -1."""
+    """The block table of a padded batch.
+
+    Args:
+        keys: `[B, width]` bool, True for tokens.
+        ratio: distance between two rows in block ids.
+
+    Returns:
+        `[B, max_len]` int32 block ids of the tokens in order; -1 past the end of a row.
+    """
     counts = keys.sum(1)
     table = np.full((keys.shape[0], int(counts.max(initial=0))), -1, dtype=np.int32)
     rows, columns = np.nonzero(keys)
-    places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    table[rows, places] = rows * ratio + columns
+    positions = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    table[rows, positions] = rows * ratio + columns
     return table
 
 
 def _row_distance(tensor: torch.Tensor) -> int | None:
-    """Tokens between two batch rows, or None where block ids cannot say it."""
+    """Distance between two batch rows in tokens, or None if it is not a whole number."""
     batch, _, tokens, head_size = tensor.shape
     row, _, token, element = tensor.stride()
     if head_size > 1 and element != 1:
@@ -60,6 +71,6 @@ def _row_distance(tensor: torch.Tensor) -> int | None:
 def _as_pages(tensor: torch.Tensor, ratio: int) -> torch.Tensor:
     batch, heads, tokens, head_size = tensor.shape
     row, head, token, element = tensor.stride()
-    block = row if tokens == 1 else token  # a dimension of one entry may carry any stride
+    block = row if tokens == 1 else token  # a dimension of size 1 may have any stride
     blocks = (batch - 1) * ratio + tokens
     return tensor.as_strided((blocks, 1, heads, head_size), (block, block, head, element))

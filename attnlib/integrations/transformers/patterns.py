@@ -1,8 +1,9 @@
-"""What a transformers mask function says, read from the function itself.
+"""Recognize a transformers mask function as kernel arguments.
 
-transformers describes a mask as a function of (batch, head, query, key) indices put together from a few named parts. Evaluating it costs a
-`[B, 1, T, S]` tensor; recognising its parts costs nothing and says what kernels take as arguments: causal, a window, chunks, packed sequences.
-A function with any part that is not known here is not guessed at: `recognise` returns None and the mask is evaluated instead.
+transformers describes a mask as a function of (batch, head, query, key) indices that is composed of
+a few named parts. Evaluating it costs a `[B, 1, T, S]` tensor. Inspecting its parts costs nothing
+and gives what kernels accept as arguments: causality, a window, chunks and packed sequences. A
+function with an unknown part is never guessed: `recognize` returns None and the mask is evaluated.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ import torch
 
 from attnlib.spec import Window
 
-__all__ = ["MaskFunction", "Pattern", "recognise"]
+__all__ = ["MaskFunction", "Pattern", "recognize"]
 
 MaskFunction = Callable[..., Any]
 
 
 class Pattern(NamedTuple):
-    """A mask that kernels take as arguments.
+    """A mask that kernels accept as arguments.
 
     Attributes:
         causal: a query sees no later key.
-        window: keys visible before and after the query's own.
-        chunk: keys are visible only within the query's own chunk of this many positions; None for no chunks.
-        segments: [B or 1, T] integers, equal within one packed sequence; None where each row is one sequence.
+        window: number of keys visible before and after the query's own.
+        chunk: keys are visible only within the query's own chunk of this many positions, counted
+            from the first token of the row; None without chunks.
+        segments: `[B or 1, T]` integers, equal within one packed sequence; None if every row is
+            one sequence.
     """
 
     causal: bool
@@ -36,21 +39,24 @@ class Pattern(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """True when a flag and a window say everything, so that a 2-D padding mask beside them loses nothing."""
+        """True if causality and window describe the pattern completely."""
         return self.chunk is None and self.segments is None
 
 
-def recognise(mask_function: MaskFunction) -> Pattern | None:
-    """The pattern of a mask function of `transformers.masking_utils`, or None when some part of it is not known."""
+def recognize(mask_function: MaskFunction) -> Pattern | None:
+    """The pattern of a mask function of `transformers.masking_utils`.
+
+    Returns:
+        The pattern, or None if some part of the function is unknown.
+    """
     causal, window, chunk, segments = False, Window(), None, None
     for name, values in _parts(mask_function):
         if name == "causal_mask_function":
             causal = True
         elif name == "sliding_window_overlay":  # key > query - W
             window = _narrowed(window, values["sliding_window"] - 1, None)
-        elif (
-            name == "sliding_window_bidirectional_overlay"
-        ):  # |query - key| <= W, unlike |query - key| < W of M2
+        elif name == "sliding_window_bidirectional_overlay":
+            # |query - key| <= W, in contrast to |query - key| < W of M2
             window = _narrowed(window, values["sliding_window"], values["sliding_window"])
         elif name == "chunked_overlay":
             chunk = values["chunk_size"]
@@ -62,11 +68,9 @@ def recognise(mask_function: MaskFunction) -> Pattern | None:
 
 
 def _parts(function: MaskFunction) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name of the maker, values it closed over) of every part that must hold."""
-    module, name = (
-        getattr(function, "__module__", ""),
-        getattr(function, "__qualname__", "").split(".")[0],
-    )
+    """(name of the factory, captured values) of every part of a conjunction."""
+    module = getattr(function, "__module__", "")
+    name = getattr(function, "__qualname__", "").split(".")[0]
     if module != "transformers.masking_utils":
         yield "unknown", {}
         return
@@ -76,9 +80,8 @@ def _parts(function: MaskFunction) -> Iterator[tuple[str, dict[str, Any]]]:
     if name == "and_masks":
         for part in values["mask_functions"]:
             yield from _parts(part)
-    elif (
-        name == "remap_positions_for_packed_sequence"
-    ):  # distances within one packed sequence are the same before and after
+    elif name == "remap_positions_for_packed_sequence":
+        # Distances within one packed sequence are the same before and after the remapping.
         yield from _parts(values["mask_function"])
     else:
         yield name, values
@@ -89,10 +92,6 @@ def _narrowed(window: Window, left: int | None, right: int | None) -> Window:
 
 
 def _least(first: int | None, second: int | None) -> int | None:
-    return (
-        min(first, second)
-        if first is not None and second is not None
-        else first
-        if second is None
-        else second
-    )
+    if first is None or second is None:
+        return second if first is None else first
+    return min(first, second)

@@ -1,11 +1,13 @@
-"""Plain forwards and `generate`: keys and values come with their history as `[B, Hkv, S, D]`, and padding as a mask.
+"""Plain forwards and `generate`: keys and values `[B, Hkv, S, D]` with their history.
 
-    causal (decoders)      one request per batch row over one-token blocks of K and V as they lie; padding is left out of table and queries
-    bidirectional          without padding packed and unpaged (encoders); with padding, and for cross attention, paged: any query may attend
-    packed sequences       one request per sequence, unpaged
-    anything else          the evaluated mask, see `dense`
+    causal (decoders)   paged: one request per batch row over one-token blocks of the given K and V;
+                        padding is left out of block table and queries
+    bidirectional       unpaged without padding (encoders); paged with padding and for cross
+                        attention, where the number of queries differs from the number of keys
+    packed sequences    unpaged, one request per sequence
+    other masks         evaluated, see `dense`
 
-The queries of a row are its last tokens (M1), which is where transformers puts them.
+The queries of a row are its last tokens (M1), as in transformers.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from attnlib.backends.base import AttentionBackend
 from attnlib.errors import ContractError
 from attnlib.integrations.transformers.dense import attend_dense
 from attnlib.integrations.transformers.layers import Call, builder_for, layer_for
@@ -30,13 +33,18 @@ from attnlib.spec import AttentionType, MaskKind, Window
 
 __all__ = ["attend_plain", "mask_of"]
 
-_KEPT_SHAPES = 8
+_MAX_CACHED_SHAPES = 8
 _local = threading.local()
 
 
 @dataclass(frozen=True, eq=False)
-class _Plan:
-    """A step as one layer's backend wants it; `queries` picks the real ones out of the B * T, None takes them all."""
+class _BatchPlan:
+    """Metadata of a step for one backend and spec.
+
+    Attributes:
+        metadata: what the metadata builder returned.
+        queries: indices of the real queries among the B * T; None for all.
+    """
 
     metadata: Any
     queries: torch.Tensor | None
@@ -45,84 +53,53 @@ class _Plan:
 def attend_plain(
     call: Call, mask: torch.Tensor | None, bias: torch.Tensor | None, kwargs: dict[str, Any]
 ) -> torch.Tensor:
-    """Attention over keys that are all there, `[B, T, Hq, Dv]`; rows of padding queries are 0.
+    """Attention over keys that include their history, `[B, T, Hq, Dv]`; padding queries give 0.
 
     Args:
-        call: the call.
-        mask: what `attnlib_mask` made, a padding mask `[B, S]` (True or non-zero for tokens), or a mask `[B or 1, Hq or 1, T, S]` (bool, or added).
-        bias: `[B or 1, Hq or 1, T, S]` added to the scores, or None.
-        kwargs: what else the model passed on; `cu_seq_lens_q` may pack sequences.
+        call: the attention call.
+        mask: the result of `attnlib_mask`, a padding mask `[B, S]` (nonzero for tokens), or a mask
+            `[B or 1, Hq or 1, T or 1, S]` (bool, or added to the scores).
+        bias: `[B or 1, Hq or 1, T or 1, S]` added to the scores, or None.
+        kwargs: further arguments of the model; `cu_seq_lens_q` packs sequences.
 
     Raises:
-        ContractError: the mask does not fit queries and keys.
-        UnsupportedConfigError: a backend was insisted on that cannot do it.
+        ContractError: the mask does not fit the queries and keys.
+        UnsupportedConfigError: the backend that the user requires cannot serve the call.
     """
-    step = read_mask(mask)
-    if step is None and mask is not None and mask.dim() == 4:
-        return attend_dense(call, mask, bias)
-    if step is None:
-        step = mask_of(call, mask)
+    found = read_mask(mask)
+    if isinstance(found, torch.Tensor) and found.dim() == 4:
+        return attend_dense(call, found, bias, "the mask is a tensor [B, heads, T, S]")
+    step = found if isinstance(found, StepMask) else mask_of(call, found)
+    if step.q_length == 1 < call.query.shape[2]:
+        broadcast = _broadcast_over_queries(step, call.query.shape[2])
+        if broadcast is None:
+            return attend_dense(call, step.dense(), bias, "one mask row serves all queries")
+        step = broadcast
     step.check(call.query, call.key)
-    step = _without_window(with_callers_segments(step, kwargs))
-    route = None if bias is not None else _route(step)
-    if route is None:
-        return attend_dense(call, step.dense(), bias)
-    return _attend_unpaged(call, step) if route == "unpaged" else _attend_paged(call, step)
-
-
-def _route(step: StepMask) -> str | None:
-    """How kernels can serve this mask: "paged", "unpaged", or None where it has to be evaluated."""
-    pattern, rows = step.pattern, step.rows()
-    if pattern is None:
-        return None
-    square = step.q_length == step.width == step.kv_length
-    if pattern.segments is not None:
-        return "unpaged" if square and rows is None else None
-    by_distance = (
-        pattern.chunk is not None
-        or pattern.window.left is not None
-        or (not pattern.causal and pattern.window.right is not None)
-    )
-    if by_distance and rows is not None and not rows.contiguous:
-        return None  # distances count the holes in a row, and kernels see rows without holes
-    if pattern.chunk is not None and step.kv_offset > 0:
-        return None  # chunks count from the first token of all, which the cache has dropped
-    if pattern.causal:
-        lost = rows is not None and (
-            rows.interleaved or (by_distance and bool(rows.trailing.any()))
-        )
-        return None if lost else "paged"
-    if by_distance:
-        return "unpaged" if square else None
-    return "unpaged" if square and rows is None else "paged"
-
-
-def _without_window(step: StepMask) -> StepMask:
-    """The same mask with its window turned into padding, where distances count holes and there is one query per row: exact, and for any kernel."""
-    pattern, rows = step.pattern, step.rows()
-    if (
-        rows is None
-        or rows.contiguous
-        or pattern is None
-        or not pattern.is_plain
-        or step.q_length != 1
-        or pattern.window.left is None
-    ):
-        return step
-    if "without window" not in step.plans:
-        keys = rows.keys.copy()
-        keys[:, : max(0, step.width - 1 - pattern.window.left)] = False
-        step.plans["without window"] = replace(
-            step, pattern=Pattern(pattern.causal, Window(None, 0)), plans={"rows": Rows.of(keys, 1)}
-        )
-    narrowed: StepMask = step.plans["without window"]
-    return narrowed
+    step = with_callers_segments(step, kwargs)
+    if bias is None:
+        out = _attend_decode_on_device(call, step)
+        if out is not None:
+            return out
+    step = _window_as_padding(step)
+    reason = "the model adds a position bias to the scores" if bias is not None else None
+    reason = reason or _dense_reason(step)
+    if reason is not None:
+        return attend_dense(call, step.dense(), bias, reason)
+    return _attend_paged(call, step) if _is_paged(step) else _attend_unpaged(call, step)
 
 
 def mask_of(call: Call, mask: torch.Tensor | None) -> StepMask:
-    """The mask as module and padding describe it, for models that let transformers make none.
+    """The mask that module and padding describe, for models without a mask by transformers.
 
-    Without padding it is a matter of shapes alone, so a few are kept from step to step.
+    Without padding it depends on shapes only, so a few masks are reused between steps.
+
+    Args:
+        call: the attention call.
+        mask: `[B, up to S]` padding, nonzero for tokens, or None.
+
+    Raises:
+        ContractError: the mask has another shape.
     """
     window = (
         Window()
@@ -134,40 +111,210 @@ def mask_of(call: Call, mask: torch.Tensor | None) -> StepMask:
     if mask is not None:
         if mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] > keys:
             raise ContractError(
-                f"attention_mask has shape {tuple(mask.shape)}; it must be [{batch}, up to {keys}] (padding), "
-                f"[{batch}, 1 or {call.query.shape[1]}, {queries}, {keys}] (dense), or what the registered mask function made"
+                f"attention_mask has shape {tuple(mask.shape)}; it must be [{batch}, up to {keys}] "
+                f"(padding), [{batch}, 1 or {call.query.shape[1]}, {queries}, {keys}] (dense), or "
+                f"the result of the registered mask function"
             )
         offset = mask.shape[1] - queries if call.causal else 0
+        padding = mask.to(device, torch.bool)
         return StepMask(
-            pattern,
-            batch,
-            queries,
-            keys,
-            offset,
-            attention_mask=mask.to(device, torch.bool),
-            device=device,
+            pattern, batch, queries, keys, offset, attention_mask=padding, device=device
         )
-    kept: dict[Any, StepMask] = _local.__dict__.setdefault("kept", {})
+    cached: dict[Any, StepMask] = _local.__dict__.setdefault("masks", {})
     key = (pattern, batch, queries, keys, device)
-    step = kept.get(key) or StepMask(
-        pattern, batch, queries, keys, keys - queries if call.causal else 0, device=device
-    )
-    if not _is_capturing(device):  # what a graph captures is computed only when it is replayed
-        kept[key] = step
-        while len(kept) > _KEPT_SHAPES:
-            del kept[next(iter(kept))]
+    step = cached.get(key)
+    if step is None:
+        offset = keys - queries if call.causal else 0
+        step = StepMask(pattern, batch, queries, keys, offset, device=device)
+    if not _is_capturing(device):  # a capture records the plans, so they must not be reused
+        cached[key] = step
+        while len(cached) > _MAX_CACHED_SHAPES:
+            del cached[next(iter(cached))]
     return step
+
+
+def _broadcast_over_queries(step: StepMask, queries: int) -> StepMask | None:
+    """A mask with one row for all queries, as a mask of `queries` rows; None if it must be dense.
+
+    Bidirectional masks without a window are equal for all queries, and some models create them for
+    a single one.
+    """
+    pattern = step.pattern
+    if pattern is None or pattern.causal or not pattern.is_plain or pattern.window != Window():
+        return None
+    key = ("queries", queries)
+    if key not in step.plans:
+        step.plans[key] = replace(step, q_length=queries, mask_function=None, plans={})
+    broadcast: StepMask = step.plans[key]
+    return broadcast
+
+
+def _dense_reason(step: StepMask) -> str | None:
+    """Why kernels cannot apply this mask and it must be evaluated; None if they can."""
+    pattern, rows = step.pattern, step.rows()
+    if pattern is None:
+        return "transformers describes this mask by functions that no kernel argument expresses"
+    square = step.q_length == step.width == step.kv_length
+    if pattern.segments is not None:
+        return None if square and rows is None else "packed sequences come with padding or a cache"
+    if _by_distance(pattern) and rows is not None and not rows.contiguous:
+        return "a window or chunk covers padding between tokens"
+    if pattern.chunk is not None and step.kv_offset > 0:
+        # Chunks are counted from the first token, which is no longer in the cache.
+        return "a chunked layer has dropped keys from its cache and gets several queries"
+    if not pattern.causal:
+        narrowed = _by_distance(pattern) and not square
+        return "a bidirectional window needs as many queries as keys" if narrowed else None
+    if rows is not None and rows.interleaved:
+        return "padding queries stand between tokens"
+    if rows is not None and _by_distance(pattern) and bool(rows.trailing.any()):
+        return "padding queries after the tokens of a row have a window or chunk"
+    return None
+
+
+def _is_paged(step: StepMask) -> bool:
+    """Whether a mask that kernels can apply is served over pages or over packed keys."""
+    pattern = step.pattern
+    assert pattern is not None  # _dense_reason covers masks without a pattern
+    if pattern.segments is not None or (not pattern.causal and _by_distance(pattern)):
+        return False
+    square = step.q_length == step.width == step.kv_length
+    return pattern.causal or not square or step.rows() is not None
+
+
+def _by_distance(pattern: Pattern) -> bool:
+    """Whether visibility depends on more than the order of the tokens."""
+    right = not pattern.causal and pattern.window.right is not None
+    return pattern.chunk is not None or pattern.window.left is not None or right
+
+
+def _window_as_padding(step: StepMask) -> StepMask:
+    """Express the window or chunk of a single query as padding, where no kernel can apply it.
+
+    With one query per row this is exact: a window over padding between tokens, and a chunk in a
+    cache that has dropped the tokens from which chunks are counted.
+    """
+    pattern = step.pattern
+    if pattern is None or pattern.segments is not None or step.q_length != 1:
+        return step
+    if not pattern.causal or not _by_distance(pattern):
+        return step
+    rows = step.rows()
+    dropped = pattern.chunk is not None and step.kv_offset > 0
+    if not dropped and (rows is None or rows.contiguous):
+        return step
+    if "window as padding" not in step.plans:
+        shape = (step.batch_size, step.width)
+        keys = np.ones(shape, dtype=bool) if rows is None else rows.keys.copy()
+        padding = step.attention_mask
+        first = _first_visible(step, pattern, None if padding is None else padding.cpu())
+        keys &= np.arange(step.width) >= np.asarray(first).reshape(-1, 1)
+        step.plans["window as padding"] = replace(
+            step, pattern=Pattern(True, Window(None, 0)), plans={"rows": Rows.of(keys, 1)}
+        )
+    narrowed: StepMask = step.plans["window as padding"]
+    return narrowed
+
+
+def _first_visible(
+    step: StepMask, pattern: Pattern, padding: torch.Tensor | None
+) -> int | torch.Tensor:
+    """The first key that the window and the chunk of a single query leave visible.
+
+    Args:
+        step: the mask, with one query per row.
+        pattern: its pattern.
+        padding: `[B, tokens]` bool as in `StepMask.attention_mask`, or None.
+
+    Returns:
+        Index among the cached keys, for all rows or `[B]`; it may be negative.
+    """
+    first = 0 if pattern.window.left is None else step.width - 1 - pattern.window.left
+    if pattern.chunk is None:
+        return first
+    # Chunks are counted from the first token of the row, after the padding on the left.
+    left = 0 if padding is None else (padding.cumsum(1) == 0).sum(1)
+    start = (step.q_offset - left) // pattern.chunk * pattern.chunk + left - step.kv_offset
+    return max(start, first) if isinstance(start, int) else start.clamp(min=first)
+
+
+def _attend_decode_on_device(call: Call, step: StepMask) -> torch.Tensor | None:
+    """Attention of one query per row without reading the padding on the host.
+
+    Returns:
+        `[B, 1, Hq, Dv]`, or None if the call is another one, or the backend needs host lengths.
+    """
+    pattern, device = step.pattern, call.query.device
+    if step.attention_mask is None or step.q_length != 1 or pattern is None:
+        return None
+    if not pattern.causal or pattern.segments is not None:
+        return None
+    spec = call.spec(block_size=1, attn_type=AttentionType.DECODER)
+    layer = layer_for(call, spec)
+    if not _lengths_stay_on_device(layer.backend, device):
+        return None
+    cache, ratio = token_pages(call.key, call.value)
+    key = ("device", ratio, layer.backend, spec, device)
+    if key not in step.plans:
+        table, lengths = _visible_keys_on_device(step, pattern, ratio, device)
+        starts = torch.arange(step.batch_size + 1, dtype=torch.int32)
+        bound = torch.full((step.batch_size,), table.shape[1], dtype=torch.int32)
+        common = CommonAttentionMetadata(
+            query_start_loc=starts.to(device, non_blocking=True),
+            query_start_loc_cpu=starts,
+            seq_lens=lengths,
+            seq_lens_cpu=bound,  # an upper bound: the lengths are known on the device only
+            num_computed_tokens_cpu=bound - 1,
+            num_reqs=step.batch_size,
+            num_actual_tokens=step.batch_size,
+            max_query_len=1,
+            max_seq_len=table.shape[1],
+            block_table_tensor=table,
+            is_cross_attention=True,  # a row without tokens has more queries than keys
+        )
+        metadata = builder_for(layer.backend, spec, device).build(0, common)
+        step.plans[key] = _BatchPlan(metadata, None)
+    return _run(layer, step.plans[key], call, None, None, cache)
+
+
+def _lengths_stay_on_device(backend: type[AttentionBackend], device: torch.device) -> bool:
+    return device.type == "cuda" and not backend.get_builder_cls().needs_host_lengths
+
+
+def _visible_keys_on_device(
+    step: StepMask, pattern: Pattern, ratio: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block table `[B, bound]` int32 of the keys that each row's query sees, and lengths `[B]`."""
+    visible, padding = step.padding(), step.attention_mask
+    assert visible is not None and padding is not None  # the caller has checked
+    columns = torch.arange(step.width, dtype=torch.int32, device=device)
+    if _by_distance(pattern):
+        first = _first_visible(step, pattern, padding)
+        visible = visible & (columns >= (first if isinstance(first, int) else first[:, None]))
+    limits = (
+        step.width,
+        pattern.chunk,
+        None if pattern.window.left is None else pattern.window.left + 1,
+    )
+    bound = min(limit for limit in limits if limit is not None)
+    rank = visible.cumsum(1) - 1
+    # Hidden keys go to an extra column, which is cut off.
+    rank = torch.where(visible, rank, bound)
+    starts = torch.arange(step.batch_size, dtype=torch.int32, device=device)[:, None] * ratio
+    table = torch.full((step.batch_size, bound + 1), -1, dtype=torch.int32, device=device)
+    table.scatter_(1, rank, starts + columns)
+    return table[:, :bound].contiguous(), visible.sum(1, dtype=torch.int32)
 
 
 def _attend_paged(call: Call, step: StepMask) -> torch.Tensor:
     pattern, rows = step.pattern, step.rows()
-    assert pattern is not None  # see _route
+    assert pattern is not None  # _dense_reason covers masks without a pattern
     cache, ratio = token_pages(call.key, call.value)
-    behind = pattern.causal and rows is not None and bool(rows.trailing.any())
+    trailing = pattern.causal and rows is not None and bool(rows.trailing.any())
     spec = call.spec(
         block_size=1,
         attn_type=AttentionType.DECODER if pattern.causal else AttentionType.ENCODER_DECODER,
-        mask_kind=MaskKind.PER_REQUEST if behind else None,
+        mask_kind=MaskKind.PER_REQUEST if trailing else None,
         sliding_window=None if pattern.window.left is None else pattern.window.left + 1,
         attention_chunk_size=pattern.chunk,
     )
@@ -178,9 +325,9 @@ def _attend_paged(call: Call, step: StepMask) -> torch.Tensor:
     return _run(layer, step.plans[key], call, None, None, cache)
 
 
-def _paged_plan(layer: Attention, step: StepMask, ratio: int, device: torch.device) -> _Plan:
+def _paged_plan(layer: Attention, step: StepMask, ratio: int, device: torch.device) -> _BatchPlan:
     spec, rows, batch = layer.spec, step.rows(), step.batch_size
-    queries, lengths, taken, causal = [step.q_length] * batch, [step.width] * batch, None, None
+    queries, lengths, indices, causal = [step.q_length] * batch, [step.width] * batch, None, None
     if rows is None:
         starts = torch.arange(batch, dtype=torch.int32, device=device) * ratio
         table = starts[:, None] + torch.arange(step.width, dtype=torch.int32, device=device)
@@ -188,26 +335,25 @@ def _paged_plan(layer: Attention, step: StepMask, ratio: int, device: torch.devi
         lengths = rows.keys.sum(1).tolist()
         table = torch.from_numpy(token_table(rows.keys, ratio)).to(device, non_blocking=True)
     if rows is not None and spec.mask_kind is MaskKind.PER_REQUEST:
-        # two requests per row: its tokens, causal, and the padding behind them, which sees them all
+        # Two requests per row: its tokens, causal, and the padding after them, which sees them all.
         queries = np.stack([rows.real.sum(1), rows.trailing.sum(1)], axis=1).reshape(-1).tolist()
         lengths, table = np.repeat(lengths, 2).tolist(), table.repeat_interleave(2, dim=0)
-        taken = _taken(rows.real | rows.trailing, device)
+        indices = _indices(rows.real | rows.trailing, device)
         causal = torch.tensor([True, False], device=device).repeat(batch)
     elif rows is not None and spec.is_causal:
-        queries, taken = rows.real.sum(1).tolist(), _taken(rows.real, device)
-    free = (
-        causal is not None or not spec.is_causal
-    )  # queries that are no part of their keys may outnumber them
+        queries, indices = rows.real.sum(1).tolist(), _indices(rows.real, device)
+    # Queries that are not among their keys may outnumber them.
+    separate = causal is not None or not spec.is_causal
     common = CommonAttentionMetadata.from_lengths(
-        queries, lengths, device=device, causal=causal, is_cross_attention=free
+        queries, lengths, device=device, causal=causal, is_cross_attention=separate
     )
     common = common.replace(block_table_tensor=table)
-    return _Plan(builder_for(layer.backend, spec, device).build(0, common), taken)
+    return _BatchPlan(builder_for(layer.backend, spec, device).build(0, common), indices)
 
 
 def _attend_unpaged(call: Call, step: StepMask) -> torch.Tensor:
     pattern = step.pattern
-    assert pattern is not None  # see _route
+    assert pattern is not None  # _dense_reason covers masks without a pattern
     full = pattern.window.left is None and (pattern.causal or pattern.window.right is None)
     spec = call.spec(
         attn_type=AttentionType.ENCODER_ONLY,
@@ -219,43 +365,41 @@ def _attend_unpaged(call: Call, step: StepMask) -> torch.Tensor:
     key = ("unpaged", layer.backend, spec, call.query.device)
     if key not in step.plans:
         step.plans[key] = _unpaged_plan(layer, step, call.query.device)
-    plan: _Plan = step.plans[key]
+    plan: _BatchPlan = step.plans[key]
     return _run(
         layer, plan, call, _packed(call.key, plan.queries), _packed(call.value, plan.queries), None
     )
 
 
-def _unpaged_plan(layer: Attention, step: StepMask, device: torch.device) -> _Plan:
-    rows, taken = step.rows(), None
-    assert step.pattern is not None  # see _route
+def _unpaged_plan(layer: Attention, step: StepMask, device: torch.device) -> _BatchPlan:
+    rows, indices = step.rows(), None
+    assert step.pattern is not None  # _dense_reason covers masks without a pattern
     if step.pattern.segments is not None:
         lengths = segment_lengths(step.pattern.segments, step.batch_size)
     elif rows is None:
         lengths = [step.q_length] * step.batch_size
     else:
-        lengths, taken = rows.real.sum(1).tolist(), _taken(rows.real, device)
+        lengths, indices = rows.real.sum(1).tolist(), _indices(rows.real, device)
     common = CommonAttentionMetadata.from_lengths(lengths, lengths, device=device)
-    return _Plan(builder_for(layer.backend, layer.spec, device).build(0, common), taken)
+    return _BatchPlan(builder_for(layer.backend, layer.spec, device).build(0, common), indices)
 
 
-def _taken(queries: np.ndarray, device: torch.device) -> torch.Tensor | None:
-    """Where the marked queries lie among the B * T; None when all are marked."""
-    return (
-        None
-        if bool(queries.all())
-        else torch.from_numpy(np.flatnonzero(queries)).to(device, non_blocking=True)
-    )
+def _indices(queries: np.ndarray, device: torch.device) -> torch.Tensor | None:
+    """Indices of the marked queries among the B * T; None if all are marked."""
+    if bool(queries.all()):
+        return None
+    return torch.from_numpy(np.flatnonzero(queries)).to(device, non_blocking=True)
 
 
-def _packed(states: torch.Tensor, taken: torch.Tensor | None) -> torch.Tensor:
-    """`[B, H, T, D]` -> `[B * T, H, D]`, or the taken ones of those."""
+def _packed(states: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
+    """`[B, H, T, D]` as `[B * T, H, D]`, or the rows at `indices` of it."""
     rows = states.transpose(1, 2).reshape(-1, states.shape[1], states.shape[3])
-    return rows if taken is None else rows.index_select(0, taken)
+    return rows if indices is None else rows.index_select(0, indices)
 
 
 def _run(
     layer: Attention,
-    plan: _Plan,
+    plan: _BatchPlan,
     call: Call,
     key: torch.Tensor | None,
     value: torch.Tensor | None,

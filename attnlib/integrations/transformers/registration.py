@@ -1,24 +1,29 @@
-"""Making the name `attnlib` known to transformers, and forgetting it again.
+"""Register the name `attnlib` with transformers, and unregister it.
 
-Two registries take the attention function and the mask function; both are public. Continuous batching needs one more word. Before it runs an
-implementation it asks `is_flash_attention_requested`, which looks for "flash" in the name, and means: does this one read packed batches without a
-mask? By that answer it accepts the name (transformers 5.18 and later reject any other), does not replace it by an installed flash-attn, allocates no
-`[T, S]` masks, and offers its table of pages for decode batches. There is no hook for the answer, and a name with "flash" in it is taken for a
-package to download, so `register` puts an answer of its own where continuous batching looks, in its three modules and nowhere else. For every other
-name the question goes on to transformers. `unregister` puts everything back.
+Two public registries take the attention function and the mask function. Continuous batching needs
+more. It calls `is_flash_attention_requested`, which looks for "flash" in the name of the
+implementation, to find out whether the implementation reads packed batches without a mask. If so,
+it accepts the name (transformers 5.18 and later reject all others), does not replace it by an
+installed flash-attn, allocates no `[T, S]` masks, and passes its block table for decode batches.
+There is no hook for this, and a name that contains "flash" is taken for a package to download, so
+`register` replaces the function in the three modules of continuous batching that call it. Calls for
+all other names go to the original.
+
+`register` also wraps the step of continuous batching to check that it reaches every attention
+layer. `unregister` restores everything.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from attnlib.errors import AttnlibError
 from attnlib.integrations.transformers.attention import attnlib_attention
+from attnlib.integrations.transformers.continuous import check_layers
 from attnlib.integrations.transformers.masks import attnlib_mask
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec, CudaGraphSupport
@@ -27,64 +32,80 @@ __all__ = ["NAME", "register", "unregister"]
 
 NAME = "attnlib"
 _PAGED = f"paged|{NAME}"
-"""Up to transformers 5.17 continuous batching prefixes the name by itself."""
+"""The name that continuous batching uses up to transformers 5.17."""
 _NAMES = (NAME, _PAGED)
 _MODULES = ("continuous_api", "initialization", "cache")
-_QUESTION = "is_flash_attention_requested"
+_FLASH_CHECK = "is_flash_attention_requested"
 _FAST_PATHS = ("lazy_import_flash_attention", "lazy_import_paged_flash_attention")
 
-_replaced: list[tuple[ModuleType, str, Any]] = []
+_replaced: list[tuple[Any, str, Any]] = []
+"""(module or class, attribute, original) of everything that `register` has replaced."""
 
 
 def register() -> None:
-    """Make `attn_implementation="attnlib"` known to transformers; again does no harm.
+    """Register `attn_implementation="attnlib"` with transformers. Repeated calls change nothing.
 
-    Models then run by name: `from_pretrained(..., attn_implementation="attnlib")` or `model.set_attn_implementation("attnlib")`, in forwards,
-    `generate` and `generate_batch`. Backends are chosen by attnlib's usual rules, for each layer.
+    Models then run by name: `from_pretrained(..., attn_implementation="attnlib")` or
+    `model.set_attn_implementation("attnlib")`, in forwards, `generate` and `generate_batch`.
+    attnlib selects a backend for each layer.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    # dynamo has nothing to gain from tracing into kernels and host-side metadata: a compiled model calls them as they are
-    attention = torch.compiler.disable(attnlib_attention)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    mask = torch.compiler.disable(attnlib_mask)  # type: ignore[no-untyped-call]  # as above
+    # Tracing kernels and host-side metadata gains nothing: a compiled model calls them eagerly.
+    attention = torch.compiler.disable(attnlib_attention)  # type: ignore[no-untyped-call]  # untyped in torch
+    mask = torch.compiler.disable(attnlib_mask)  # type: ignore[no-untyped-call]  # untyped in torch
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
     if "paged|sdpa" in AttentionInterface._global_mapping:
         AttentionInterface.register(_PAGED, attention)
     if not _replaced:
-        _answer_continuous_batching()
+        _patch_continuous_batching()
 
 
 def unregister() -> None:
-    """Undo `register`. A model that still names attnlib fails at its next forward, with transformers' own message."""
+    """Undo `register`. A model that still uses the name fails at its next forward."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for name in _NAMES:
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
     while _replaced:
-        module, attribute, original = _replaced.pop()
-        setattr(module, attribute, original)
+        owner, attribute, original = _replaced.pop()
+        setattr(owner, attribute, original)
 
 
-def _answer_continuous_batching() -> None:
+def _patch_continuous_batching() -> None:
     for name in _MODULES:
         module = importlib.import_module(f"transformers.generation.continuous_batching.{name}")
-        _replace(module, _QUESTION, _answer_for_graphs if name == "initialization" else _answer)
+        make = _is_requested_for_graphs if name == "initialization" else _is_requested
+        _replace(module, _FLASH_CHECK, make)
         for attribute in _FAST_PATHS:
-            _replace(module, attribute, _offer_decode_path)
+            _replace(module, attribute, _decode_path)
+    runner = importlib.import_module("transformers.generation.continuous_batching.model_runner")
+    _replace(runner.ModelRunner, "compute_batch", _checked_step)
 
 
 def _replace(
-    module: ModuleType, attribute: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    owner: Any, attribute: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
-    original = getattr(module, attribute, None)
+    """Replace a function of a module or class, if the installed version has it."""
+    original = getattr(owner, attribute, None)
     if original is not None:
-        _replaced.append((module, attribute, original))
-        setattr(module, attribute, make(original))
+        _replaced.append((owner, attribute, original))
+        setattr(owner, attribute, make(original))
 
 
-def _answer(original: Callable[..., bool]) -> Callable[..., bool]:
+def _checked_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compute_batch(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if model.config._attn_implementation not in _NAMES:
+            return original(self, model, *args, **kwargs)
+        with check_layers(self.cache, model):
+            return original(self, model, *args, **kwargs)
+
+    return compute_batch
+
+
+def _is_requested(original: Callable[..., bool]) -> Callable[..., bool]:
     def is_flash_attention_requested(
         config: Any = None,
         requested_attention_implementation: str | None = None,
@@ -96,8 +117,8 @@ def _answer(original: Callable[..., bool]) -> Callable[..., bool]:
     return is_flash_attention_requested
 
 
-def _answer_for_graphs(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Here the answer without a version decides whether CUDA graphs are on by default."""
+def _is_requested_for_graphs(original: Callable[..., bool]) -> Callable[..., bool]:
+    """In this module a call without a version decides whether CUDA graphs are on by default."""
 
     def is_flash_attention_requested(
         config: Any = None,
@@ -112,16 +133,16 @@ def _answer_for_graphs(original: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _can_be_captured(config: Any) -> bool:
-    """Whether CUDA graphs can hold what selection would choose for this model."""
+    """Whether a CUDA graph can capture the backend that is selected for this model."""
     if not torch.cuda.is_available():
-        return True  # transformers turns graphs off by itself
-    stated = getattr(config, "dtype", None)
-    # A config need not say what dtype its model was loaded in; most backends take 16 bits only.
-    for dtype in (
-        (stated,)
-        if isinstance(stated, torch.dtype) and stated != torch.float32
-        else (torch.bfloat16, torch.float32)
-    ):
+        return True  # transformers disables graphs itself
+    declared = getattr(config, "dtype", None)
+    # A config may declare no dtype, or another than the model was loaded with; most backends
+    # support 16-bit dtypes only.
+    dtypes = [torch.bfloat16, torch.float32]
+    if isinstance(declared, torch.dtype) and declared != torch.float32:
+        dtypes = [declared]
+    for dtype in dtypes:
         heads = config.num_attention_heads
         spec = AttentionSpec(
             num_heads=heads,
@@ -136,11 +157,11 @@ def _can_be_captured(config: Any) -> bool:
         return (
             builder.cudagraph_support is CudaGraphSupport.ALWAYS and not builder.needs_host_lengths
         )
-    return False  # nothing is known of what the layers will choose, and eager steps always work
+    return False  # no backend is known, and eager steps always work
 
 
-def _offer_decode_path(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Continuous batching only looks whether a function for paged decodes is there; it calls the registered one."""
+def _decode_path(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Continuous batching tests only whether this function exists; it calls the registered one."""
 
     def lazy_import(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
         if implementation not in _NAMES:

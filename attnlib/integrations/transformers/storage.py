@@ -1,8 +1,9 @@
-"""Where transformers' paged cache keeps one layer, in both forms that it has had.
+"""The storage of one layer in the paged cache of transformers, in its two formats.
 
-Up to transformers 5.17 a layer group shares plain tensors `[slots, Hkv, D]`, indices count slots, and an attribute says the window. Later, one flat
-tensor holds pages of keys and values in turn, each layer sees it shifted by its place, and an allocator per layer type knows the rest. Both say the
-same with two strided views and integer slots, which is what `LayerStorage` holds.
+Up to transformers 5.17 the layers of a group have tensors `[slots, Hkv, D]`, indices count slots,
+and an attribute of the cache holds the windows. Since 5.18 one flat tensor holds alternating pages
+of keys and values, and an allocator per layer type computes the views. Both formats are two strided
+views and integer slots, which is what `LayerStorage` holds.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ import torch
 from attnlib.cache.storage import PagedKVCache
 from attnlib.integrations.transformers.layers import Call
 
-__all__ = ["LayerStorage", "layer_storage", "sliding_update"]
+__all__ = ["LayerStorage", "attention_layers", "layer_storage", "sliding_update"]
 
 
 @dataclass(frozen=True, eq=False)
 class LayerStorage:
-    """One layer's place in the paged cache.
+    """The storage of one layer in the paged cache.
 
     Attributes:
-        group: which read and write index, and which block table, is this layer's.
-        layer_type: transformers' name of its attention, "full_attention" or "sliding_attention".
-        pages: the layer's keys and values in pages; None for a sliding layer, whose rolling buffer no block table describes.
+        group: index of the layer's read index, write index and block table.
+        layer_type: "full_attention" or "sliding_attention".
+        pages: the layer's keys and values in pages; None for a sliding layer, whose ring buffer no
+            block table describes.
     """
 
     group: int
@@ -34,13 +36,13 @@ class LayerStorage:
     pages: PagedKVCache | None
 
     def key_starts(self, kwargs: dict[str, Any]) -> torch.Tensor:
-        """[R+1] int32; where each request's keys start in what the cache would gather."""
+        """`[R+1]` int32; offsets of the requests in the gathered keys."""
         starts = kwargs["cu_seq_lens_k"]
         chosen: torch.Tensor = starts[self.layer_type] if isinstance(starts, dict) else starts
         return chosen.to(torch.int32)
 
     def longest(self, kwargs: dict[str, Any]) -> int:
-        """Keys of the longest request; an upper bound."""
+        """Upper bound on the number of keys of a request."""
         longest = kwargs["max_length_k"] if "max_length_k" in kwargs else kwargs["max_seqlen_k"]
         return int(longest[self.layer_type] if isinstance(longest, dict) else longest)
 
@@ -49,7 +51,7 @@ _storages: WeakKeyDictionary[Any, dict[int, LayerStorage]] = WeakKeyDictionary()
 
 
 def layer_storage(cache: Any, layer_idx: int) -> LayerStorage:
-    """The place of a layer in transformers' `PagedAttentionCache`; found once per cache and layer."""
+    """The storage of a layer in a `PagedAttentionCache`; determined once per cache and layer."""
     known = _storages.setdefault(cache, {})
     if layer_idx not in known:
         find = _by_allocator if hasattr(cache, "layer_to_allocator") else _by_group
@@ -57,12 +59,23 @@ def layer_storage(cache: Any, layer_idx: int) -> LayerStorage:
     return known[layer_idx]
 
 
+def attention_layers(cache: Any) -> frozenset[int]:
+    """Indices of the layers that a `PagedAttentionCache` stores."""
+    if hasattr(cache, "layer_to_allocator"):
+        return frozenset(cache.layer_to_allocator)
+    return frozenset(cache.layer_index_to_group_indices)
+
+
 def sliding_update(
     cache: Any, call: Call, kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Let the cache store a sliding layer's new keys and gather those in the window: both `[1, Hkv, keys, D]`."""
+    """Store the new keys and values of a sliding layer and gather those in its window.
+
+    Returns:
+        (keys `[1, Hkv, S, D]`, values `[1, Hkv, S, Dv]`).
+    """
     if hasattr(cache, "layer_to_allocator"):
-        # The cache writes into the dict that it is given: other layers still need what it replaces.
+        # The cache replaces values in this dict that other layers still need.
         keys, values = cache.update(
             key_states=call.key,
             value_states=call.value,
@@ -91,11 +104,11 @@ def _by_allocator(cache: Any, layer_idx: int) -> LayerStorage:
 
 
 def _by_group(cache: Any, layer_idx: int) -> LayerStorage:
-    group, place = cache.layer_index_to_group_indices[layer_idx]
-    if cache.sliding_windows[layer_idx] != 1:  # 1 is how that version says "no window"
+    group, index = cache.layer_index_to_group_indices[layer_idx]
+    if cache.sliding_windows[layer_idx] != 1:  # 1 means no window in this version
         return LayerStorage(group, "sliding_attention", None)
     keys, values = (
-        states[place].view(-1, cache.block_size, *states[place].shape[1:])
+        states[index].view(-1, cache.block_size, *states[index].shape[1:])
         for states in (cache.key_cache, cache.value_cache)
     )
     return LayerStorage(group, "full_attention", PagedKVCache(keys, values))

@@ -1,6 +1,7 @@
-"""`generate_batch` on backends that plan with lengths on the host, as on a GPU, where transformers hands over lengths on the device only.
+"""`generate_batch` with backends that plan with host lengths, as on a GPU.
 
-On a CPU lengths are always at hand, so these tests take that shortcut away and leave the decision to what the builder declares.
+On a CPU lengths are always available on the host. These tests disable that, so that the declaration
+of the builder decides.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from attnlib.capabilities import Sizes
 from attnlib.device import DeviceInfo
 from attnlib.integrations.transformers import continuous
 from tests.backends import fake_flashinfer
-from tests.integrations.test_transformers_generate_batch import (
+from tests.integrations.tiny_models import decoder, prompts
+from tests.integrations.transformers.test_continuous import (
     batch_tokens,
     eager_tokens,
 )  # noqa: F401  # also skips here
-from tests.integrations.tiny_models import decoder, prompts
 
 H200 = DeviceInfo("cuda", 0, (9, 0), name="NVIDIA H200")
 
@@ -44,7 +45,7 @@ def _as_on_a_gpu(layer: Any, starts: torch.Tensor) -> bool:
 
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_flashinfer.Recorder]:
-    """FlashInfer's stand-in, registered under its own name for a CPU and tiny float32 heads."""
+    """A fake FlashInfer, registered under another name for the CPU and tiny float32 heads."""
     record = fake_flashinfer.Recorder()
     fake_flashinfer.install(monkeypatch, record)
     monkeypatch.setattr(flashinfer_metadata, "resolve_device", lambda _: H200)
@@ -70,24 +71,24 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_flashinfer.Recorder
     find_api.cache_clear()
 
 
-def test_who_needs_lengths_on_the_host() -> None:
-    """Only a builder that says it does without gets none; pairs cut by them, and a backend that says nothing is given them."""
+def test_builders_that_need_lengths_on_the_host() -> None:
+    """All but those that declare otherwise; composites split batches by them."""
     on_device = torch.empty(3, device="meta")
     pair = make_composite(FlashAttnBackend, TritonBackend)
-    wants = {
-        backend: continuous._wants_host_lengths(_Layer(backend), on_device)
+    needs = {
+        backend: continuous._needs_host_lengths(_Layer(backend), on_device)
         for backend in (FlashInferBackend, FlashAttnBackend, pair)
     }  # type: ignore[arg-type]
-    assert all(wants.values()), wants
-    assert continuous._wants_host_lengths(_Layer(TorchBackend), on_device)  # type: ignore[arg-type]
-    assert not continuous._wants_host_lengths(_Layer(TritonBackend), on_device)  # type: ignore[arg-type]
+    assert all(needs.values()), needs
+    assert continuous._needs_host_lengths(_Layer(TorchBackend), on_device)  # type: ignore[arg-type]
+    assert not continuous._needs_host_lengths(_Layer(TritonBackend), on_device)  # type: ignore[arg-type]
 
 
 def test_flashinfer_plans_with_true_lengths(
     monkeypatch: pytest.MonkeyPatch, record: fake_flashinfer.Recorder
 ) -> None:
-    """Chunked prefills beside decodes: tokens are eager's, decodes go to the decode wrapper, and no plan is empty."""
-    monkeypatch.setattr(continuous, "_wants_host_lengths", _as_on_a_gpu)
+    """Mixed batches: tokens equal eager, decodes use the decode wrapper, and no plan is empty."""
+    monkeypatch.setattr(continuous, "_needs_host_lengths", _as_on_a_gpu)
     model, inputs = decoder("llama"), prompts(5, 9, 33, 18)
     assert batch_tokens(model, inputs, 10) == eager_tokens(model, inputs, 10)
     assert {run["kind"] for run in record.runs} >= {"decode", "fa3"}
@@ -97,8 +98,8 @@ def test_flashinfer_plans_with_true_lengths(
 def test_one_copy_for_each_batch(
     monkeypatch: pytest.MonkeyPatch, record: fake_flashinfer.Recorder
 ) -> None:
-    """Starts and lengths reach the host together, once for all layers of a step."""
-    monkeypatch.setattr(continuous, "_wants_host_lengths", _as_on_a_gpu)
+    """Offsets and lengths are copied to the host together, once for all layers of a step."""
+    monkeypatch.setattr(continuous, "_needs_host_lengths", _as_on_a_gpu)
     copies: list[int] = []
     to_host = torch.Tensor.cpu
 
@@ -124,11 +125,11 @@ def test_one_copy_for_each_batch(
 def test_without_them_the_tokens_are_wrong(
     monkeypatch: pytest.MonkeyPatch, record: fake_flashinfer.Recorder
 ) -> None:
-    """A test of the tests above: zeros in place of the lengths, as a builder that wrongly does without would get them."""
-    monkeypatch.setattr(continuous, "_wants_host_lengths", lambda layer, starts: False)
+    """Verifies the tests above: with zeros instead of the lengths, tokens differ."""
+    monkeypatch.setattr(continuous, "_needs_host_lengths", lambda layer, starts: False)
     model, inputs = decoder("llama"), prompts(5, 9)
     try:
         tokens = batch_tokens(model, inputs, 6)
-    except AssertionError:  # the stand-in refused the plan, so no request came back
+    except AssertionError:  # the fake refused the plan, so no request finished
         return
     assert tokens != eager_tokens(model, inputs, 6)

@@ -1,4 +1,4 @@
-"""On a GPU: plain and continuous generation on both backends, CUDA graphs included, against eager attention."""
+"""Plain and continuous generation on a GPU, also with CUDA graphs, against eager attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.integrations.test_transformers_generate_batch import batch_tokens, eager_tokens
 from tests.integrations.tiny_models import (
     DECODERS,
     decoder,
@@ -18,13 +17,14 @@ from tests.integrations.tiny_models import (
     randomized,
     run,
 )
+from tests.integrations.transformers.test_continuous import batch_tokens, eager_tokens
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
 def without_validation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Validation reads the device, which a capture forbids."""
+    """Validation reads from the device, which a capture forbids."""
     monkeypatch.setenv("ATTNLIB_VALIDATE", "0")
 
 
@@ -44,7 +44,7 @@ def float32_model(name: str) -> Any:
 
 
 def bfloat16_model() -> Any:
-    """Heads of 64, as real models have them."""
+    """A model with a head size of 64."""
     sizes = {
         "hidden_size": 256,
         "intermediate_size": 256,
@@ -69,8 +69,8 @@ def bfloat16_model() -> Any:
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_float32_tokens_are_eagers(name: str, backend: str) -> None:
-    """Padded batches, both sides."""
+def test_float32_tokens_equal_eager(name: str, backend: str) -> None:
+    """Padded batches, left and right."""
     model = float32_model(name)
     for side, lengths in (("left", (9, 5, 2)), ("right", (9, 7, 5))):
         batch = on_gpu(prompts(*lengths), side)
@@ -82,12 +82,13 @@ def test_float32_tokens_are_eagers(name: str, backend: str) -> None:
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("name", DECODERS)
 def test_continuous_batching_float32(name: str, graphs: bool, backend: str) -> None:
-    """With and without CUDA graphs; full attention takes transformers' decode path with block tables."""
+    """With and without CUDA graphs; full attention uses the decode path with block tables."""
     if graphs and backend == "torch":
         pytest.skip("the torch backend needs lengths on the host, which a graph cannot give")
     model, inputs = float32_model(name), prompts(5, 9, 33, 18)
     if graphs and name == "gpt_oss":
-        # The default experts go through torch's grouped_mm, which for float32 copies offsets from the CPU: no graph can hold that.
+        # grouped_mm of the default experts copies offsets from the CPU in float32, which no graph
+        # can capture.
         model.set_experts_implementation("batched_mm")
     settings = {"use_cuda_graph": graphs, "max_batch_tokens": 64}
     tokens = batch_tokens(model, inputs, 12, **settings)
@@ -95,13 +96,13 @@ def test_continuous_batching_float32(name: str, graphs: bool, backend: str) -> N
 
 
 def test_continuous_batching_by_default(backend: str) -> None:
-    """Nothing configured: graphs are on exactly where the chosen backend can be captured."""
+    """By default graphs are enabled exactly if the selected backend can be captured."""
     model, inputs = float32_model("llama"), prompts(5, 9, 33)
     assert batch_tokens(model, inputs, 12) == eager_tokens_on_gpu(model, inputs, 12)
 
 
 def test_bfloat16_logits(backend: str) -> None:
-    """attnlib in bfloat16 is as near to eager in float32 as eager in bfloat16 is, within a factor of 2."""
+    """The bfloat16 error of attnlib is at most twice that of eager, relative to float32 eager."""
     model, batch = bfloat16_model(), on_gpu(prompts(200, 130, 7))
     real = batch["attention_mask"].bool()
     ours, eagers = (
@@ -113,7 +114,7 @@ def test_bfloat16_logits(backend: str) -> None:
 
 
 def test_a_compiled_static_cache(backend: str) -> None:
-    """generate() compiles the forward for a static cache; attention stays outside the graph."""
+    """`generate` compiles the forward for a static cache; attention is a graph break."""
     model, batch = float32_model("llama"), on_gpu(prompts(9, 5))
     kwargs = {"cache_implementation": "static"}
     assert torch.equal(
@@ -122,7 +123,7 @@ def test_a_compiled_static_cache(backend: str) -> None:
 
 
 def test_the_cpu_helper_agrees() -> None:
-    """The reference of these tests is the reference of the CPU tests."""
+    """The reference on the GPU equals the reference of the CPU tests."""
     inputs = prompts(5, 9)
     assert eager_tokens_on_gpu(float32_model("llama"), inputs, 8) == eager_tokens(
         decoder("llama"), inputs, 8

@@ -1,4 +1,4 @@
-"""`register` makes a name known, `unregister` leaves no trace, and importing attnlib brings in none of it."""
+"""`register` and `unregister` are inverse, and importing attnlib imports no transformers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ MODULES = [
 
 
 def state() -> dict[str, Any]:
-    """Everything that `register` may touch."""
+    """Everything that `register` may change."""
     found: dict[str, Any] = {
         f"{m.__name__}.{key}": value
         for m in MODULES
         for key, value in vars(m).items()
         if callable(value)
     }
+    runner = importlib.import_module("transformers.generation.continuous_batching.model_runner")
+    found["ModelRunner.compute_batch"] = runner.ModelRunner.compute_batch
     for interface in (AttentionInterface, AttentionMaskInterface):
         found |= {
             f"{interface.__name__}.{key}": value for key, value in interface._global_mapping.items()
@@ -51,6 +53,7 @@ def test_unregister_undoes_register() -> None:
     names = {
         "attnlib",
         "paged|attnlib",
+        "compute_batch",
         "is_flash_attention_requested",
         "lazy_import_flash_attention",
         "lazy_import_paged_flash_attention",
@@ -58,8 +61,8 @@ def test_unregister_undoes_register() -> None:
     assert {key.rsplit(".", 1)[1] for key in changed} <= names
 
 
-def test_a_model_is_made_with_the_name() -> None:
-    """By configuration as well as by `set_attn_implementation`; unknown again after `unregister`."""
+def test_a_model_is_created_with_the_name() -> None:
+    """By configuration and by `set_attn_implementation`; unknown again after `unregister`."""
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=32,
@@ -74,17 +77,17 @@ def test_a_model_is_made_with_the_name() -> None:
         decoder("llama").set_attn_implementation("attnlib")
 
 
-def test_questions_about_other_names_are_passed_on() -> None:
-    """Only attnlib's own name gets attnlib's answer."""
+def test_calls_for_other_names_reach_the_original() -> None:
+    """Only the name attnlib is treated differently."""
     for module in MODULES:
-        asks = module.is_flash_attention_requested
-        assert asks(requested_attention_implementation="flash_attention_2") is True
-        assert asks(requested_attention_implementation="sdpa") is False
-        assert asks(None, "flash_attention_2", 3) is False
+        check = module.is_flash_attention_requested
+        assert check(requested_attention_implementation="flash_attention_2") is True
+        assert check(requested_attention_implementation="sdpa") is False
+        assert check(None, "flash_attention_2", 3) is False
 
 
-def test_a_step_of_attnlibs_own_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A keyword `attnlib_step` given to forward reaches the paged model with everything that the layer says."""
+def test_a_paged_step_reaches_the_paged_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keyword `attnlib_step` of forward arrives with all arguments of the layer."""
     import types
 
     seen: list[dict[str, Any]] = []
@@ -113,7 +116,7 @@ def test_a_step_of_attnlibs_own_is_handed_on(monkeypatch: pytest.MonkeyPatch) ->
     assert [call["sliding_window"] for call in seen] == [5, None]
 
 
-def test_importing_attnlib_brings_in_no_transformers() -> None:
-    """In a fresh process: the integration is its users' import."""
-    check = "import sys, attnlib; assert not any(name.split('.')[0] == 'transformers' for name in sys.modules)"
+def test_importing_attnlib_imports_no_transformers() -> None:
+    """In a new process."""
+    check = "import sys, attnlib; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", check], check=True)

@@ -1,4 +1,4 @@
-"""Whether `generate_batch` turns CUDA graphs on by itself follows the backend that selection would choose."""
+"""CUDA graphs of `generate_batch` are enabled by default if the selected backend supports them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from attnlib.integrations.transformers import registration
 from attnlib.spec import AttentionSpec, CudaGraphSupport
 
 
-def _answer(
+def _can_be_captured(
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype | None,
     accepted: set[torch.dtype],
     host_lengths: bool,
 ) -> bool:
-    """What is answered for a model whose config states `dtype`, where the backend takes `accepted`."""
+    """The result for a config that declares `dtype` and a backend that supports `accepted`."""
     builder = SimpleNamespace(
         cudagraph_support=CudaGraphSupport.ALWAYS, needs_host_lengths=host_lengths
     )
@@ -43,16 +43,16 @@ def _answer(
 def test_a_backend_that_reads_lengths_on_the_host_is_not_captured(
     monkeypatch: pytest.MonkeyPatch, stated: torch.dtype | None
 ) -> None:
-    """A config may state float32, or nothing, for a model that was loaded in 16 bits; the answer must not hang on that."""
-    assert _answer(monkeypatch, stated, {torch.bfloat16}, True) is False
+    """A config may declare float32 or no dtype for a model that was loaded in 16 bits."""
+    assert _can_be_captured(monkeypatch, stated, {torch.bfloat16}, True) is False
 
 
 @pytest.mark.parametrize("stated", [torch.bfloat16, torch.float32, None])
-def test_a_backend_without_them_is(
+def test_a_backend_that_reads_no_lengths_on_the_host_is_captured(
     monkeypatch: pytest.MonkeyPatch, stated: torch.dtype | None
 ) -> None:
-    assert _answer(monkeypatch, stated, {torch.bfloat16, torch.float32}, False) is True
+    assert _can_be_captured(monkeypatch, stated, {torch.bfloat16, torch.float32}, False) is True
 
 
-def test_where_nothing_is_known_steps_stay_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _answer(monkeypatch, torch.float64, set(), False) is False
+def test_without_a_known_backend_steps_are_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _can_be_captured(monkeypatch, torch.float64, set(), False) is False

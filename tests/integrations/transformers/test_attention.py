@@ -1,0 +1,105 @@
+"""The attention function: arguments that it applies, and calls that it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.integrations.transformers.attention import attnlib_attention
+from attnlib.integrations.transformers.masks import attnlib_mask
+from tests.integrations.tiny_models import decoder, padded, prompts, run
+from tests.integrations.transformers.module_calls import Module, states
+
+
+def test_a_mask_of_another_layer_is_refused() -> None:
+    """The message gives both shapes."""
+    with pytest.raises(ContractError, match=r"\(1, 3, 3\).*made for \(1, 3, 5\)"):
+        attnlib_attention(Module(), *states(), attnlib_mask(1, 3, 5, q_offset=2))
+    with pytest.raises(ContractError, match=r"attention_mask has shape \(1, 9\).*up to 3"):
+        attnlib_attention(Module(), *states(), torch.ones(1, 9, dtype=torch.bool))
+    with pytest.raises(ContractError, match=r"attention_mask has shape \(2, 1, 3, 3\)"):
+        attnlib_attention(Module(), *states(), torch.ones(2, 1, 3, 3, dtype=torch.bool))
+
+
+def test_arguments_of_a_layer_without_a_mask() -> None:
+    """is_causal, sliding_window, softcap and s_aux apply without a mask."""
+    query, key, value = states(queries=2, keys=6)
+    sinks = torch.tensor([0.3, -0.2])
+    out, weights = attnlib_attention(
+        Module(),
+        query,
+        key,
+        value,
+        None,
+        scaling=0.5,
+        sliding_window=3,
+        softcap=1.5,
+        s_aux=sinks,
+        output_attentions=True,
+    )
+    scores = torch.tanh(query @ key.transpose(2, 3) * 0.5 / 1.5) * 1.5
+    position, keys = torch.tensor([[4], [5]]), torch.arange(6)
+    scores = scores.masked_fill(~((keys <= position) & (keys > position - 3)), -torch.inf)
+    expected = torch.softmax(
+        torch.cat([scores, sinks.view(1, 2, 1, 1).expand(1, 2, 2, 1)], -1), -1
+    )[..., :-1]
+    assert weights is not None and torch.allclose(weights, expected, atol=1e-6)
+    assert torch.allclose(out, (expected @ value).transpose(1, 2), atol=1e-6)
+
+
+def test_attentions_are_returned_on_request() -> None:
+    """output_attentions=True: the weights of every layer equal those of eager; else None."""
+    model, batch = decoder("gemma2"), padded(prompts(8, 5), "left")
+    real = batch["attention_mask"].bool()
+    ours, eagers = (
+        run(model, name, lambda m: m(**batch, output_attentions=True).attentions)
+        for name in ("attnlib", "eager")
+    )
+    assert len(ours) == len(eagers) == 2
+    for layer in range(2):
+        error = (ours[layer] - eagers[layer]).abs().amax(dim=(1, 3))
+        assert float(error[real].max()) < 1e-5
+    assert attnlib_attention(Module(), *states())[1] is None
+
+
+def test_training_is_refused() -> None:
+    """Dropout, training mode with gradients, and backward are refused."""
+    with pytest.raises(UnsupportedConfigError, match="Module.7: dropout=0.1.*inference only"):
+        attnlib_attention(Module(), *states(), dropout=0.1)
+    required = tuple(tensor.requires_grad_() for tensor in states())
+    with pytest.raises(UnsupportedConfigError, match="gradients are required in training mode"):
+        attnlib_attention(Module(), *required)
+    out, _ = attnlib_attention(Module().eval(), *required)
+    with pytest.raises(UnsupportedConfigError, match="no gradient"):
+        out.sum().backward()
+
+
+def test_a_sparse_selection_of_keys_is_refused() -> None:
+    """An argument that selects keys per query is not ignored."""
+    with pytest.raises(UnsupportedConfigError, match="indices= selects keys per query"):
+        attnlib_attention(Module(), *states(), indices=torch.zeros(1, 3, 2))
+
+
+def test_sinks_per_token_are_refused() -> None:
+    """Sinks that are computed from the hidden states, `[B, Hq, T, 1]`."""
+    with pytest.raises(UnsupportedConfigError, match=r"Module.7: the sinks have.*\(1, 2, 3, 1\)"):
+        attnlib_attention(Module(), *states(), sinks=torch.zeros(1, 2, 3, 1))
+
+
+def test_a_padding_mask_of_another_batch_is_refused() -> None:
+    ids, mask = torch.tensor(prompts(7, 7, 7)), torch.ones(2, 7, dtype=torch.long)
+    with pytest.raises(ContractError, match=r"attention_mask has shape \(2, 7\).*\[3, tokens\]"):
+        run(decoder("llama"), "attnlib", lambda m: m(ids, attention_mask=mask).logits)
+
+
+@pytest.mark.parametrize("how", ["export", "trace"])
+def test_export_and_tracing_are_refused(how: str) -> None:
+    """The message names the cause, instead of an error about tensors without data."""
+    model, ids = decoder("llama").requires_grad_(False), torch.tensor(prompts(6, 6))
+    model.set_attn_implementation("attnlib")
+    with pytest.raises(UnsupportedConfigError, match="export the model with attn_impl.*'sdpa'"):
+        if how == "export":
+            torch.export.export(model, (ids,), {"use_cache": False}, strict=False)
+        else:
+            torch.jit.trace(lambda tokens: model(tokens, use_cache=False).logits, ids)

@@ -1,0 +1,59 @@
+"""Masks that need a `[T, S]` tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnlib.errors import UnsupportedConfigError
+from attnlib.integrations.transformers import dense
+from attnlib.integrations.transformers.attention import attnlib_attention
+from tests.integrations.tiny_models import decoder, prompts, run
+from tests.integrations.transformers.module_calls import Module, states
+
+
+@pytest.mark.parametrize("as_float", [True, False])
+def test_a_mask_of_the_user(as_float: bool, backend: str) -> None:
+    """A 4-D mask, bool or added to the scores, that is no padding mask."""
+    ids = torch.tensor(prompts(7, 7))
+    mask = (torch.rand(2, 1, 7, 7, generator=torch.Generator().manual_seed(0)) > 0.4) | torch.eye(
+        7, dtype=torch.bool
+    )
+    model, added = decoder("llama"), torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+    expected = run(model, "eager", lambda m: m(ids, attention_mask=added).logits)
+    found = run(
+        model, "attnlib", lambda m: m(ids, attention_mask=added if as_float else mask).logits
+    )
+    assert float((found - expected).abs().max()) < 2e-5
+    assert float((run(model, "attnlib", lambda m: m(ids).logits) - expected).abs().max()) > 1e-2
+
+
+def test_a_required_backend_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only torch computes a bias per head; with a required triton that is an error."""
+    pytest.importorskip("triton")
+    bias = torch.zeros(1, 2, 3, 3)
+    attnlib_attention(Module(), *states(), position_bias=bias)
+    monkeypatch.setenv("ATTNLIB_BACKEND", "triton")
+    with pytest.raises(
+        UnsupportedConfigError,
+        match="Module.7: the model adds a position bias.*ATTNLIB_BACKEND requires triton.*'torch'",
+    ):
+        attnlib_attention(Module(), *states(), position_bias=bias)
+
+
+def test_torch_instead_of_the_selected_backend_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once per module, with the reason."""
+    pytest.importorskip("triton")
+    from attnlib.backends.triton import TritonBackend
+
+    monkeypatch.setattr(dense, "get_attn_backend", lambda *args: TritonBackend)
+    module, bias = Module(), torch.zeros(1, 2, 3, 3)
+    for _ in range(2):
+        attnlib_attention(module, *states(), position_bias=bias)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == (
+        "Module.7: torch instead of triton: the model adds a position bias to the scores"
+    )

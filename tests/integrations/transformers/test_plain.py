@@ -1,0 +1,114 @@
+"""Plain forwards: which masks kernels apply, and which are evaluated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import masking_utils
+
+from attnlib.errors import ContractError
+from attnlib.integrations.transformers import plain
+from tests.integrations.tiny_models import decoder, difference, padded, prompts, run
+
+
+@pytest.fixture
+def routes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How the layers were computed, in order: "paged", "unpaged" or "dense"."""
+    taken: list[str] = []
+    for name in ("paged", "unpaged", "dense"):
+        attend = getattr(plain, f"{'' if name == 'dense' else '_'}attend_{name}")
+
+        def recording(*args: Any, name: str = name, attend: Any = attend) -> torch.Tensor:
+            taken.append(name)
+            return attend(*args)
+
+        monkeypatch.setattr(plain, attend.__name__, recording)
+    return taken
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_packed_sequences_do_not_see_each_other(name: str, backend: str, routes: list[str]) -> None:
+    """Several sequences in one row, described by position_ids alone."""
+    ids, positions = torch.tensor(prompts(9)), torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2]])
+    model = decoder(name)
+    call = lambda m: m(ids, position_ids=positions, use_cache=False).logits  # noqa: E731
+    assert difference(model, call) < 2e-5
+    assert set(routes) == {"unpaged"}
+    whole = run(model, "attnlib", lambda m: m(ids, use_cache=False).logits)
+    assert float((run(model, "attnlib", call) - whole).abs().max()) > 1e-2
+
+
+def test_packed_sequences_by_cu_seq_lens(routes: list[str]) -> None:
+    """`cu_seq_lens_q` of the caller is equivalent to position_ids, also with a cache."""
+    ids, positions = torch.tensor(prompts(9)), torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2]])
+    starts, model = torch.tensor([0, 4, 6, 9], dtype=torch.int32), decoder("mistral")
+    expected = run(model, "eager", lambda m: m(ids, position_ids=positions, use_cache=False).logits)
+    found = run(
+        model, "attnlib", lambda m: m(ids, position_ids=positions, cu_seq_lens_q=starts).logits
+    )
+    assert float((found - expected).abs().max()) < 2e-5
+    assert set(routes) == {"unpaged"}
+    with pytest.raises(
+        ContractError, match=r"cu_seq_lens_q=\[0, 4, 6, 8\].*increase from 0 to the length"
+    ):
+        run(
+            model,
+            "attnlib",
+            lambda m: m(ids, position_ids=positions, cu_seq_lens_q=starts.clamp(max=8)),
+        )
+
+
+def test_bidirectional_spans(backend: str, routes: list[str]) -> None:
+    """Image spans (Gemma 3 and others): a union of masks is evaluated."""
+    model, ids = decoder("llama"), torch.tensor(prompts(7, 7))
+    spans = torch.tensor([[-1, 0, 0, 0, -1, -1, -1], [-1, -1, -1, -1, 1, 1, -1]])
+    inputs = model.get_input_embeddings()(ids)
+
+    def in_spans(m: Any) -> torch.Tensor:
+        mask = masking_utils.create_causal_mask(
+            m.config, inputs, None, None, block_sequence_ids=spans
+        )
+        return m(ids, attention_mask=mask, use_cache=False).logits
+
+    assert difference(model, in_spans) < 2e-5
+    assert set(routes) == {"dense"}
+    assert (
+        float(
+            (run(model, "attnlib", in_spans) - run(model, "attnlib", lambda m: m(ids).logits))
+            .abs()
+            .max()
+        )
+        > 1e-2
+    )
+
+
+def test_padding_between_tokens(backend: str, routes: list[str]) -> None:
+    """Padding queries between tokens: the mask is evaluated, with and without a window."""
+    batch = padded(prompts(8, 8), "left")
+    batch["attention_mask"][0, 3:5] = 0
+    for name, expected in (("llama", "dense"), ("mistral", "dense")):
+        assert (
+            difference(decoder(name), lambda m: m(**batch).logits, batch["attention_mask"]) < 2e-5
+        )
+        assert set(routes) == {expected}
+        routes.clear()
+
+
+def test_metadata_is_built_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers, one build; the next step builds again."""
+    from attnlib.backends.torch.metadata import TorchMetadataBuilder
+
+    monkeypatch.setenv("ATTNLIB_BACKEND", "torch")
+    builds = []
+    build = TorchMetadataBuilder.build
+    monkeypatch.setattr(
+        TorchMetadataBuilder,
+        "build",
+        lambda self, *args, **kwargs: builds.append(1) or build(self, *args, **kwargs),
+    )
+    model, batch = decoder("llama"), padded(prompts(8, 5), "left")
+    for steps in (1, 2):
+        run(model, "attnlib", lambda m: m(**batch).logits)
+        assert len(builds) == steps
