@@ -1,39 +1,26 @@
 """The smallest attention backend: plain PyTorch, one request at a time."""
 
-from dataclasses import dataclass
-
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import attnlib
 
 
-@dataclass(kw_only=True)
-class LoopMetadata(attnlib.AttentionMetadata):
-    batch: attnlib.CommonAttentionMetadata
-
-
-class LoopBuilder(attnlib.AttentionMetadataBuilder[LoopMetadata]):
-    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
-        slots = common_attn_metadata.slot_mapping
-        return LoopMetadata(slot_mapping=slots, batch=common_attn_metadata)
-
-
 class LoopImpl(attnlib.AttentionImpl):
     def forward(self, query, cache, metadata, output, lse=None):
-        output.zero_()  # padding rows (M6)
-        starts = metadata.batch.query_start_loc_cpu.tolist()
-        for request, seq_len in enumerate(metadata.batch.seq_lens_cpu.tolist()):
+        output.zero_()  # rows past the last request must be 0 (M6)
+        starts = metadata.query_start_loc_cpu.tolist()
+        for request, seq_len in enumerate(metadata.seq_lens_cpu.tolist()):
             q = query[starts[request] : starts[request + 1]]
             position = torch.arange(seq_len, device=q.device)
-            blocks = metadata.batch.block_table_tensor[request, position // cache.block_size]
-            index = blocks.long(), position % cache.block_size
-            visible = position <= position.new_tensor(range(seq_len - len(q), seq_len))[:, None]
-            q, k, v = (
-                x.transpose(0, 1) for x in (q, cache.key_cache[index], cache.value_cache[index])
-            )
+            blocks = metadata.block_table[request, position // cache.block_size].long()
+            index = (blocks, position % cache.block_size)  # page, slot in page
+            k, v = cache.key_cache[index], cache.value_cache[index]
+            own = torch.arange(seq_len - len(q), seq_len, device=q.device)[:, None]  # M1
+            visible = position <= own
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # heads first
             out = scaled_dot_product_attention(q, k, v, visible, scale=self.scale, enable_gqa=True)
-            out = out.transpose(0, 1).masked_fill(~visible.any(dim=1)[:, None, None], 0)  # M5
+            out = out.transpose(0, 1).masked_fill((own < 0)[:, None], 0)  # no visible key (M5)
             output[starts[request] : starts[request + 1]] = out
 
 
@@ -41,13 +28,12 @@ class OneFileBackend(attnlib.AttentionBackend):
     capabilities = attnlib.Capabilities(
         devices=("cpu", "cuda"),
         dtypes=(torch.float32, torch.bfloat16, torch.float16),
-        head_sizes=attnlib.capabilities.Sizes(1),
-        group_sizes=attnlib.capabilities.Sizes(1),
-        block_sizes=attnlib.capabilities.Sizes(1),
+        head_sizes=attnlib.Sizes(1),
+        group_sizes=attnlib.Sizes(1),
+        block_sizes=attnlib.Sizes(1),
         kv_cache_layouts=("NHD", "ANY"),
         attn_types=(attnlib.AttentionType.DECODER,),
         mask_kinds=(attnlib.MaskKind.CAUSAL,),
     )
     get_name = staticmethod(lambda: "one_file")
     get_impl_cls = staticmethod(lambda: LoopImpl)
-    get_builder_cls = staticmethod(lambda: LoopBuilder)

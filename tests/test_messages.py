@@ -166,7 +166,7 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
     "incomplete class": (
         errors.RegistrationError,
         lambda: attnlib.register_backend("x", type("Empty", (attnlib.AttentionBackend,), {})),
-        ("backend 'x' (Empty)", "lacks get_name, get_impl_cls, get_builder_cls"),
+        ("backend 'x' (Empty)", "lacks get_name, get_impl_cls"),
     ),
     "wrong signature": (
         errors.RegistrationError,

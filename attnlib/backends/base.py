@@ -1,12 +1,12 @@
 """The interface of a backend: one class that ties a declaration, a builder and an implementation together.
 
-Write three small classes and register one name:
+A backend needs two classes; a third one replaces the default metadata:
 
-    class MyImpl(AttentionImpl):                 # per layer: forward(query, cache, metadata, output, lse)
-    class MyBuilder(AttentionMetadataBuilder):   # per batch: build(common_prefix_len, common)
-    class MyBackend(AttentionBackend):           # get_name, get_impl_cls, get_builder_cls, capabilities
+    class MyImpl(AttentionImpl):                 # per layer: forward(query, cache, metadata, ...)
+    class MyBackend(AttentionBackend):           # get_name, get_impl_cls, capabilities
+    class MyBuilder(AttentionMetadataBuilder):   # optional, per batch: build(..., common, ...)
 
-Required methods are abstract, optional ones have working defaults, and nothing is found by hasattr.
+Required methods are abstract, optional methods have working defaults.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from attnlib.capabilities import Capabilities, unsupported_reasons
 from attnlib.device import DeviceInfo, resolve_device
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
+from attnlib.metadata.paged import PagedMetadata
+from attnlib.metadata.paged_builder import PagedMetadataBuilder
 from attnlib.metadata.state import AttentionState
 from attnlib.ops.params import AttentionParams
 from attnlib.spec import AttentionSpec
@@ -55,14 +57,14 @@ class AttentionBackend(ABC):
         """The per-layer class."""
 
     @staticmethod
-    @abstractmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
-        """The per-batch class."""
+        """The per-batch class; by default it builds `PagedMetadata`."""
+        return PagedMetadataBuilder
 
     @staticmethod
     def get_metadata_cls() -> type[AttentionMetadata]:
-        """The dataclass that the builder makes; only `make_metadata` uses it."""
-        return AttentionMetadata
+        """The dataclass that the builder creates; only `make_metadata` uses it."""
+        return PagedMetadata
 
     @staticmethod
     def get_state_cls() -> type[AttentionState[Any]]:

@@ -23,7 +23,7 @@ __all__ = ["check_backend_class", "check_backend_interface", "configured", "impo
 
 Backend = type[AttentionBackend]
 
-_REQUIRED = ("get_name", "get_impl_cls", "get_builder_cls")
+_REQUIRED = ("get_name", "get_impl_cls")
 _FORWARD_PARAMETERS = ("self", "query", "cache", "metadata", "output", "lse")
 
 

@@ -29,15 +29,15 @@ class Other(TorchBackend):
 def test_classes_that_do_not_fit_are_rejected_with_the_reason() -> None:
     """Registration checks the class, so that the author sees the error, not the user."""
 
-    class NoBuilder(attnlib.AttentionBackend):
+    class NoImpl(attnlib.AttentionBackend):
         capabilities = TorchBackend.capabilities
 
         @staticmethod
         def get_name() -> str:
-            return "nobuilder"
+            return "noimpl"
 
-    with pytest.raises(RegistrationError, match="lacks get_impl_cls, get_builder_cls"):
-        attnlib.register_backend("x", NoBuilder)
+    with pytest.raises(RegistrationError, match="lacks get_impl_cls: define it as"):
+        attnlib.register_backend("x", NoImpl)
     with pytest.raises(RegistrationError, match="must be a subclass of attnlib.AttentionBackend"):
         attnlib.register_backend("x", int)  # type: ignore[call-overload]
 

@@ -1,0 +1,24 @@
+"""The default metadata builder: the whole batch as one part, without backend-specific fields."""
+
+from __future__ import annotations
+
+from attnlib.metadata.base import AttentionMetadataBuilder
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.paged import PagedMetadata, paged_fields
+
+__all__ = ["PagedMetadataBuilder"]
+
+
+class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
+    """Builds `PagedMetadata`; with `reorder_batch_threshold`, it also separates the decodes."""
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> PagedMetadata:
+        """The metadata of one batch; see `AttentionMetadataBuilder.build`."""
+        return PagedMetadata(
+            **paged_fields(common_attn_metadata, self.spec, self.reorder_batch_threshold)
+        )
