@@ -1,7 +1,7 @@
-"""The `triton` backend kept to one family of kernels, for exams and measurements of each path.
+"""The `triton` backend restricted to one family of kernels, to verify and measure each of them.
 
-python -m attnlib verify benchmarks/gpu/variants.py:Hopper      # Gluon wherever it can, short decodes too
-python -m attnlib verify benchmarks/gpu/variants.py:Portable    # plain Triton on every chip
+python -m attnlib verify benchmarks/gpu/variants.py:Hopper      # Hopper kernels for all decodes
+python -m attnlib verify benchmarks/gpu/variants.py:Portable    # portable kernels on every chip
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Hopper", "Portable"]
 
 
 class Hopper(TritonBackend):
-    """Gluon kernels wherever they can serve a call, not only where they are the quicker ones."""
+    """The Hopper kernels for every call that they support, also where they are slower."""
 
     config: ClassVar[Mapping[str, Any]] = {"kernels": "hopper"}
 
@@ -25,7 +25,7 @@ class Hopper(TritonBackend):
 
 
 class Portable(TritonBackend):
-    """Plain Triton kernels on a Hopper chip too."""
+    """The portable Triton kernels, on Hopper too."""
 
     config: ClassVar[Mapping[str, Any]] = {"kernels": "portable"}
 

@@ -1,0 +1,88 @@
+"""The script that runs all GPU measurements: steps are independent, and their commands exist."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.scripts import load
+
+script = load("run_all")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _run(
+    monkeypatch: pytest.MonkeyPatch, out: Path, programs: dict[str, str], *arguments: str
+) -> tuple[int, dict[str, str]]:
+    """Run steps that are Python programs: (exit status, step -> state)."""
+    files = {name: out.parent / f"{name}.py" for name in programs}
+    for name, program in programs.items():
+        files[name].write_text(program)
+    steps = tuple(script.Step(name, str(file), "a test") for name, file in files.items())
+    monkeypatch.setattr(script, "STEPS", steps)
+    monkeypatch.setattr(sys, "argv", ["run_all.py", "--out", str(out), *arguments])
+    code = script.main()
+    found = json.loads((out / "run_all.json").read_text())
+    assert found["provenance"]["commit"]
+    return code, {step["step"]: step["state"] for step in found["steps"]}
+
+
+def test_a_step_that_hangs_or_fails_does_not_affect_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    programs = {
+        "hangs": "import time; print('began', flush=True); time.sleep(60)",
+        "fails": "raise SystemExit(1)",
+        "passes": "import os; print('out', os.environ['OUT'])",
+    }
+    out = tmp_path / "out"
+    code, states = _run(monkeypatch, out, programs, "--step-seconds", "1")
+    assert code == 1
+    assert states == {"hangs": "stopped after 1 s", "fails": "failed, exit 1", "passes": "passed"}
+    assert "began" in (out / "hangs.txt").read_text()
+    assert f"out {out}" in (out / "passes.txt").read_text()
+    assert (out / "passes.txt").read_text().startswith("# python ")
+
+
+def test_steps_without_time_are_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code, states = _run(monkeypatch, tmp_path / "out", {"one": "pass"}, "--limit-seconds", "5")
+    assert (code, states) == (1, {"one": "not run: no time"})
+
+
+def test_selected_steps_run_and_no_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    programs = {"one": "pass", "two": "pass"}
+    code, states = _run(monkeypatch, tmp_path / "out", programs, "--only", "two")
+    assert (code, states) == (0, {"two": "passed"})
+
+
+@pytest.mark.parametrize("step", script.STEPS, ids=lambda step: step.name)
+def test_commands_parse(step: script.Step, tmp_path: Path) -> None:
+    """Each step runs a script of the tree, or a command of attnlib whole (not --quick)."""
+    from attnlib.bench.command import parser as bench_parser
+    from attnlib.testing.commands import parity_parser, verify_parser
+
+    parsers = {"bench": bench_parser, "verify": verify_parser, "parity": parity_parser}
+    arguments = step.arguments(tmp_path)
+    if arguments[:2] == ["-m", "attnlib"]:
+        command = arguments[2]
+        if command in parsers:
+            options = parsers[command]().parse_args(arguments[3:])
+            assert not getattr(options, "quick", False)
+        else:
+            assert arguments[2:] == ["demo"]
+    elif arguments[0] != "-m":
+        assert (ROOT / arguments[0]).is_file()
+    named = [part.partition(":")[0] for part in arguments if ".py:" in part]
+    assert all((ROOT / file).is_file() for file in named)
+
+
+def test_the_list_shows_every_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run_all.py", "--list"])
+    assert script.main() == 0
+    printed = capsys.readouterr().out
+    assert all(f"python {step.command}" in printed for step in script.STEPS)
