@@ -1,8 +1,6 @@
-"""Attention written as a person would compute it, one head of one query at a time, in float64.
+"""Attention computed one head of one query at a time, in float64: the reference of these tests.
 
-It exists to be compared with: it shares no code with any kernel, so a mistake has to be made twice
-to go unseen. The meaning is the one of the M-rules; nothing here is fast, and nothing here is
-clever.
+It shares no code with any kernel, so that a mistake would have to be made twice to be missed.
 """
 
 from __future__ import annotations
@@ -75,7 +73,7 @@ def naive_varlen_attention(
     query_bias: Tensor | None = None,
     **ignored: object,
 ) -> tuple[Tensor, Tensor]:
-    """The same over packed, unpaged keys `[Tk, Hkv, D]` and values `[Tk, Hkv, Dv]`, named as in `varlen_prefill`."""
+    """The same over packed keys `[Tk, Hkv, D]` and values `[Tk, Hkv, Dv]` without a cache."""
     ends = cu_seqlens_k.tolist()
     spans = [slice(ends[request], ends[request + 1]) for request in range(len(ends) - 1)]
     keys = [key[span].cpu().double() for span in spans]

@@ -1,4 +1,4 @@
-"""Paged batches for tests of the operations: shuffled pages, strided caches, and poison wherever nobody may look."""
+"""Paged batches for tests: shuffled blocks, strided caches, NaN in everything unused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass
 class PagedCase:
-    """Arguments of one paged call, before `out` and `lse`."""
+    """Arguments of one paged call, without `out` and `lse`."""
 
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
     kwargs: dict[str, Any]
@@ -35,7 +35,7 @@ class PagedCase:
         return self.tensors[0]
 
     def run(self, operation: Any, **more: Any) -> tuple[Tensor, Tensor]:
-        """Call a paged operation with outputs full of NaN; returns (out, lse)."""
+        """Call a paged operation with outputs filled with NaN; returns (out, lse)."""
         num_tokens, num_heads, _ = self.query.shape
         out = torch.full(
             (num_tokens, num_heads, self.tensors[2].shape[3]), float("nan"), dtype=self.query.dtype
@@ -45,7 +45,7 @@ class PagedCase:
         return out, lse
 
     def check(self, operation: Any, tolerance: float = 2e-5, **more: Any) -> None:
-        """Compare with the float64 reference; the LSE always to float32 accuracy of its inputs."""
+        """Compare with the float64 reference; the LSE always with float32 accuracy."""
         out, lse = self.run(operation, **more)
         torch.testing.assert_close(out.double(), self.expected[0], atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(lse.double(), self.expected[1], atol=2e-5, rtol=2e-5)
@@ -68,7 +68,7 @@ def make_case(
     seed: int = 0,
     **kwargs: Any,
 ) -> PagedCase:
-    """A batch whose unused cache elements are NaN or Inf and whose unused table entries are wild (P3, P5)."""
+    """A batch with NaN or Inf in unused cache elements and invalid unused block ids (P3, P5)."""
     generator = torch.Generator().manual_seed(seed)
     pages = [-(-seq_len // block_size) for seq_len in seq_lens]
     num_blocks = sum(pages) + 3
@@ -96,9 +96,11 @@ def make_case(
     num_tokens = int(starts[-1]) + extra_rows
     query = torch.randn(num_tokens, num_heads, head_size, generator=generator).to(dtype)
     kwargs = {
-        "max_query_len": max(query_lens, default=0), "max_seq_len": max(seq_lens, default=0), "scale": head_size**-0.5,
+        "max_query_len": max(query_lens, default=0),
+        "max_seq_len": max(seq_lens, default=0),
+        "scale": head_size**-0.5,
         **kwargs,
-    }  # fmt: skip
+    }
     tensors = (
         query,
         key_cache,

@@ -1,4 +1,4 @@
-"""The older paged-attention interface: the x-packed layout, writes, decode with its block-sparse form, prefixes, block copies."""
+"""The `PagedAttention` interface: packed layout, writes, decode, block-sparse decode, prefixes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEQ_LENS = (19, 1, 40)
 def filled_cache(
     dtype: torch.dtype, kv_cache_dtype: str = "auto", scale: Any = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A poisoned packed cache into which `SEQ_LENS` tokens were written through the interface: (kv_cache, table, keys, values)."""
+    """(kv_cache, table, keys, values): `SEQ_LENS` tokens written to a cache filled with NaN."""
     generator = torch.Generator().manual_seed(3)
     kv_cache = torch.empty(
         PagedAttention.get_kv_cache_shape(BLOCKS, BLOCK, KV_HEADS, SIZE), dtype=dtype
@@ -80,7 +80,7 @@ def starts(*lengths: int) -> Tensor:
 
 
 def test_shapes_and_views() -> None:
-    """The allocation is flat; keys are packed by 16 bytes, values lie element before position; both are views."""
+    """The allocation is flat; keys are packed in units of 16 bytes; both sides are views."""
     assert PagedAttention.get_kv_cache_shape(24, 8, 2, 32) == (2, 24, 512)
     assert 128 in PagedAttention.get_supported_head_sizes()
     for dtype, x in ((torch.float32, 4), (torch.bfloat16, 8), (torch.uint8, 16)):
@@ -99,7 +99,7 @@ def test_head_size_that_does_not_pack() -> None:
 
 
 def test_write_places_every_element() -> None:
-    """P4: element d of a key lies at part d // x, lane d % x; -1 writes nothing."""
+    """P4: element d of a key is stored at [d // x, offset, d % x]; -1 writes nothing."""
     kv_cache = torch.zeros(2, 4, BLOCK * KV_HEADS * SIZE)
     key_cache, value_cache = PagedAttention.split_kv_cache(kv_cache, KV_HEADS, SIZE)
     key, value = torch.randn(3, KV_HEADS, SIZE), torch.randn(3, KV_HEADS, SIZE)
@@ -117,7 +117,7 @@ def test_write_places_every_element() -> None:
 
 @pytest.mark.parametrize("alibi", [None, SLOPES])
 def test_decode(alibi: Tensor | None) -> None:
-    """Decode equals attention over the tokens that were written; table tails and page ends are never read (P3, P5)."""
+    """Attention over the written tokens; nothing else is read (P3, P5)."""
     kv_cache, table, keys, values = filled_cache(torch.float32)
     query = torch.randn(3, HEADS, SIZE)
     wanted, _ = naive_varlen_attention(
@@ -132,7 +132,7 @@ def test_decode(alibi: Tensor | None) -> None:
     "scale", [0.5, torch.tensor(0.5), torch.tensor([0.5, 0.25])], ids=["float", "0-d", "per_head"]
 )
 def test_fp8_bytes(name: str, scale: Any) -> None:
-    """M9: a cache of bytes is read in the format that the name says, with its scales."""
+    """M9: a uint8 cache is read in the named format, with its scales."""
     fp8 = torch.float8_e5m2 if name == "fp8_e5m2" else torch.float8_e4m3fn
     kv_cache, table, keys, values = filled_cache(torch.uint8, name, scale)
     factor = scale.view(-1, 1) if isinstance(scale, Tensor) else scale
@@ -161,7 +161,7 @@ def test_scales_of_a_plain_cache_are_not_applied() -> None:
 def test_block_sparse_decode(
     step: int, tp_rank: int, local: int, stride: int, alibi: Tensor | None
 ) -> None:
-    """Local blocks and sliding stripes, per query head or per KV head; the pattern is written out key by key."""
+    """Local blocks and sliding stripes, per query head or per KV head, checked key by key."""
     kv_cache, table, keys, values = filled_cache(torch.float32)
     query = torch.randn(3, HEADS, SIZE)
     out = decode(
@@ -225,7 +225,7 @@ def test_block_sparse_of_an_empty_sequence() -> None:
 @pytest.mark.parametrize("window", [None, 0, 1, 5, 100])
 @pytest.mark.parametrize("alibi", [None, SLOPES])
 def test_prefix(window: int | None, alibi: Tensor | None) -> None:
-    """M1, M2: new tokens see the cached context and each other; their own keys come from the arguments, not the cache."""
+    """M1, M2: new tokens see the context and each other; their keys come from the arguments."""
     kv_cache, table, keys, values = filled_cache(torch.float32)
     query_lens, new = (3, 1, 12), []
     ends = starts(*SEQ_LENS).tolist()
@@ -251,7 +251,7 @@ def test_prefix(window: int | None, alibi: Tensor | None) -> None:
 
 
 def test_prefix_over_fp8_context() -> None:
-    """M9: the context is dequantised with its scale, the new tokens are not scaled."""
+    """M9: the context is dequantized with its scale, the new tokens are not scaled."""
     kv_cache, table, keys, values = filled_cache(torch.uint8, "fp8", 0.5)
     context = [
         position for position in range(sum(SEQ_LENS)) if position + 1 not in starts(*SEQ_LENS)
@@ -290,7 +290,7 @@ def test_swap_and_copy_blocks(dtype: torch.dtype) -> None:
 
 
 def test_naive_reference_agrees_with_torch() -> None:
-    """The reference itself, against torch: paged, causal at the bottom right, grouped heads, natural-log LSE."""
+    """The reference itself: paged, causal, grouped heads, natural-log LSE."""
     key_cache, value_cache, query = (
         torch.randn(9, 4, 2, 8),
         torch.randn(9, 4, 2, 8),

@@ -1,4 +1,4 @@
-"""Writes to the cache: the slots that are named, and not a byte elsewhere (P4), saturated where quantised (M9)."""
+"""Cache writes: the given slots and no other byte (P4), saturated if quantized (M9)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def without_sync(
     k_scale: Any = 1.0,
     v_scale: Any = 1.0,
 ) -> None:
-    """What a GPU runs, run here."""
+    """The implementation for devices, run on the CPU."""
     cache_write._write_without_sync(key, key_cache, slots, k_scale)
     cache_write._write_without_sync(value, value_cache, slots, v_scale)
 
@@ -52,7 +52,7 @@ WAYS = pytest.mark.parametrize("write", [with_sync, without_sync])
     "slots", [SLOTS, SLOTS.abs(), torch.full((6,), -1)], ids=["some", "all", "none"]
 )
 def test_slots_and_nothing_else(write: Any, layout: str, dtype: torch.dtype, slots: Tensor) -> None:
-    """P1, P4: one write per slot in any layout; skipped tokens and every other slot keep their bits."""
+    """P1, P4: one write per slot in any layout; all other slots keep their bits."""
     key_cache, value_cache = _caches((5, 4, 2), 8, 8, dtype, layout)
     key, value = torch.randn(8, 2, 8), torch.randn(8, 2, 8)
     wanted_key, wanted_value = key_cache.clone(), value_cache.clone()

@@ -14,7 +14,7 @@ from tests.ops.naive import naive_varlen_attention
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_two_halves_make_a_whole(in_place: bool) -> None:
+def test_merge_of_two_splits(in_place: bool) -> None:
     """M4, M5: keys split in two, a sink on one side only, natural logs."""
     query, key, value = torch.randn(3, 4, 8), torch.randn(11, 2, 8), torch.randn(11, 2, 6)
     sinks, starts = torch.tensor([0.5, -1.0, 2.0, 0.0]), torch.tensor([0, 3])
@@ -41,7 +41,7 @@ def test_two_halves_make_a_whole(in_place: bool) -> None:
 @pytest.mark.parametrize("empty", [-math.inf, math.inf])
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, 3.0])
 def test_empty_states(empty: float, garbage: float) -> None:
-    """M5: -inf marks a state without keys, +inf is read as that, and its output is never looked at."""
+    """M5: -inf and +inf mark a state without keys, of which the output is not used."""
     out_a, out_b = torch.randn(2, 1, 4), torch.full((2, 1, 4), garbage)
     lse_a, lse_b = torch.tensor([[1.0], [empty]]), torch.full((2, 1), empty)
     out, lse = torch.empty(2, 1, 4), torch.empty(2, 1)
@@ -52,8 +52,8 @@ def test_empty_states(empty: float, garbage: float) -> None:
     assert torch.equal(out[0], out_a[0]) and torch.equal(out[1], torch.zeros(1, 4))
 
 
-def test_far_apart_and_half_precision() -> None:
-    """Large logits do not overflow; half states are merged in float32 and rounded once; no rows is legal."""
+def test_large_logits_and_half_precision() -> None:
+    """Large logits do not overflow; half states are merged in float32 and rounded once; 0 rows."""
     out_a, out_b = torch.randn(1, 2, 8).bfloat16(), torch.randn(1, 2, 8).bfloat16()
     out = torch.empty_like(out_a)
     merge_states(out_a, torch.full((1, 2), 900.0), out_b, torch.full((1, 2), 899.0), out)
@@ -68,7 +68,7 @@ def test_far_apart_and_half_precision() -> None:
 
 
 def test_no_host_sync() -> None:
-    """Nothing asks the device for a value: a tensor without data would refuse."""
+    """No synchronization: meta tensors would raise."""
     with torch.device("meta"):
         out, lse = torch.empty(3, 2, 4), torch.empty(3, 2)
         merge_states(out, lse, out.clone(), lse.clone(), out, lse)

@@ -1,4 +1,4 @@
-"""The weights of attention, as data."""
+"""Attention weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def scores(case: PagedCase) -> list[torch.Tensor]:
     ],
 )
 def test_weights_times_values_is_the_output(kwargs: dict[str, Any]) -> None:
-    """One float32 tensor `[Hq, query_len, seq_len]` per request, which gives the reference's output when multiplied out."""
+    """One float32 tensor `[Hq, query_len, seq_len]` per request; weights @ values is the output."""
     case = make_case((1, 0, 3, 2), (9, 4, 7, 0), **kwargs)
     _, _, value_cache, table, starts, lengths = case.tensors
     weights = scores(case)
@@ -46,7 +46,7 @@ def test_weights_times_values_is_the_output(kwargs: dict[str, Any]) -> None:
 
 
 def test_hidden_keys_weigh_nothing() -> None:
-    """Exact zeros where the mask hides; rows sum to 1 without a sink and to less with one."""
+    """Hidden keys have weight 0; rows sum to 1 without a sink and to less with one."""
     plain = scores(make_case((3,), (7,), window=(2, -1)))[0]
     assert torch.equal(
         plain[:, 0] != 0, torch.tensor([0, 0, 1, 1, 1, 0, 0], dtype=torch.bool).expand(4, 7)

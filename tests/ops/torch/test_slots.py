@@ -15,7 +15,7 @@ TABLE = torch.tensor([[5, 2, -1], [7, 2**31 - 1, -1], [1, 3, 4]], dtype=torch.in
 
 
 def test_positions_become_slots() -> None:
-    """P4: slot = block * N + offset of position seq_len - query_len + i; the tail and empty requests take no row."""
+    """P4: slot = block * N + offset of position seq_len - query_len + i; -1 past the batch."""
     slots = compute_slot_mapping(lengths(0, 3, 3, 5), lengths(6, 4, 9), TABLE, 4, 7)
     assert slots.dtype == torch.int64
     assert slots.tolist() == [5 * 4 + 3, 2 * 4 + 0, 2 * 4 + 1, 3 * 4 + 3, 4 * 4 + 0, -1, -1]
@@ -30,7 +30,7 @@ def test_large_pools() -> None:
 
 
 def test_positions_without_a_page() -> None:
-    """A table too narrow, a negative id or a negative position yields -1, never a slot of someone else."""
+    """A narrow table, a negative id or a negative position gives -1, not another slot."""
     assert compute_slot_mapping(lengths(0, 3), lengths(13), TABLE[:1], 4, 3).tolist() == [
         -1,
         -1,

@@ -1,4 +1,4 @@
-"""Unpaged attention against the float64 loops (M1 to M8)."""
+"""Unpaged attention compared with the float64 reference (M1 to M8)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ops.calls import call_operation
 from tests.ops.naive import naive_varlen_attention
 
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.06])
-MEANINGS: dict[str, dict[str, Any]] = {
+FEATURES: dict[str, dict[str, Any]] = {
     "bidirectional": {},
     "causal": {"causal": True},
     "causal_per_request": {"causal": torch.tensor([True, False, True])},
@@ -27,12 +27,12 @@ MEANINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("meaning", MEANINGS)
+@pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize(
     "lens", [((6, 9, 3), (6, 9, 3)), ((2, 5, 3), (9, 5, 1)), ((0, 4, 2), (3, 0, 7))]
 )
-def test_meaning(
-    lens: tuple[tuple[int, ...], tuple[int, ...]], meaning: str, batch_invariant: bool
+def test_features(
+    lens: tuple[tuple[int, ...], tuple[int, ...]], feature: str, batch_invariant: bool
 ) -> None:
     """Self- and cross-attention of encoders, with strided inputs and rows past the batch (M6)."""
     starts, key_starts = (torch.tensor([0, *part]).cumsum(0).int() for part in lens)
@@ -49,7 +49,7 @@ def test_meaning(
             "max_seqlen_q": 9,
             "max_seqlen_k": 9,
             "query_bias": query_bias,
-            **MEANINGS[meaning],
+            **FEATURES[feature],
         }
         call_operation(
             varlen_prefill,
@@ -69,7 +69,7 @@ def test_meaning(
 
 
 def test_no_requests() -> None:
-    """M7: nothing to do is done."""
+    """M7: no requests."""
     starts = torch.zeros(1, dtype=torch.int32)
     out = torch.full((2, 4, 8), math.nan)
     varlen_prefill(

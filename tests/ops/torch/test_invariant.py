@@ -1,4 +1,4 @@
-"""M8: with `batch_invariant=True` a row's bits follow from that row and its keys, whoever else is in the batch."""
+"""M8: with `batch_invariant=True`, the bits of a row depend on that row and its keys only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnlib.ops.torch.paged_prefill import paged_prefill
 from tests.ops.calls import call_operation
 from tests.ops.paged_case import make_case
 
-MEANINGS: dict[str, dict[str, Any]] = {
+FEATURES: dict[str, dict[str, Any]] = {
     "causal": {},
     "window": {"window": (21, -1)},
     "chunk": {"attention_chunk_size": 24},
@@ -23,7 +23,7 @@ MEANINGS: dict[str, dict[str, Any]] = {
 
 
 def run(case: Any, operation: Any, request: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """Positions [first, last) of one request, alone in the batch."""
+    """Positions `[first, last)` of one request as the only ones of a batch."""
     query, key_cache, value_cache, table, starts, _ = case.tensors
     begin = int(starts[request])
     rows = query[begin + first : begin + last]
@@ -37,16 +37,16 @@ def run(case: Any, operation: Any, request: int, first: int, last: int) -> tuple
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("meaning", MEANINGS)
+@pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("contiguous_pages", [False, True])
 def test_bits_depend_on_the_row_alone(
-    meaning: str, dtype: torch.dtype, contiguous_pages: bool, monkeypatch: pytest.MonkeyPatch
+    feature: str, dtype: torch.dtype, contiguous_pages: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefilled whole, in chunks of any cut, or decoded one by one, in a batch or alone: the same bits."""
+    """Equal bits: prefilled at once, in chunks or decoded, in a batch or alone."""
     monkeypatch.setattr("tests.ops.paged_case.naive_attention", lambda *args, **ignored: None)
     lens = (75, 33, 50)
     case = make_case(
-        lens, lens, dtype=dtype, contiguous_pages=contiguous_pages, **MEANINGS[meaning]
+        lens, lens, dtype=dtype, contiguous_pages=contiguous_pages, **FEATURES[feature]
     )
     out, lse = case.run(paged_prefill, batch_invariant=True)
     begin = 0

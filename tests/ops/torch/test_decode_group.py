@@ -1,4 +1,4 @@
-"""Lengths that span several blocks of fused attention (512 keys, 512 rows) and several gather groups, against plain float64 torch."""
+"""Lengths over several blocks of fused attention (512 keys, 512 rows) and several groups."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def long_case(
 def test_across_blocks(
     operation: Any, window: int | None, lens: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """M1, M2, M5: out and LSE do not notice where a block ends, first blocks without a visible key included."""
+    """M1, M2, M5: output and LSE do not depend on where blocks end."""
     kwargs = {} if window is None else {"window": (window - 1, -1)}
     case = long_case(*lens, monkeypatch, **kwargs)
     out, lse = case.run(operation)
@@ -69,7 +69,7 @@ def test_across_blocks(
     "sinks", [None, torch.tensor([0.3, -1.0, 2.0, 0.0, -math.inf, 4.0, 1.0, -2.0])]
 )
 def test_gather_budget(budget: int, sinks: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """M4, M8: in half precision pages are split by heads, which changes no bit; in float32 by positions, merged in float32."""
+    """M4, M8: half precision is split by heads, with equal bits; float32 by keys, then combined."""
     for dtype, tolerance in ((torch.bfloat16, 0.0), (torch.float16, 0.0), (torch.float32, 1e-6)):
         monkeypatch.setattr(decode_group, "_GATHER_BYTES", 1 << 20)
         case = long_case(
@@ -83,10 +83,10 @@ def test_gather_budget(budget: int, sinks: Tensor | None, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("budget", [1, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_the_scratch_held_is_never_read(
+def test_unused_scratch_memory_is_not_read(
     budget: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """P5, M8: memory that is gathered into is read only where this call's pages were copied to: NaN elsewhere changes no bit."""
+    """P5, M8: NaN in the scratch memory outside the gathered blocks changes no bit."""
     monkeypatch.setattr(decode_group, "_GATHER_BYTES", budget)
     case = long_case((1, 2, 1, 1, 2), (90, 41, 83, 33, 40), monkeypatch, dtype=dtype)
     clean = [case.run(operation) for operation in (paged_decode, paged_prefill)]
@@ -105,7 +105,7 @@ def test_what_the_scratch_held_is_never_read(
 
 @pytest.mark.parametrize("budget", [1, 1 << 12])
 def test_gather_budget_with_ragged_lengths(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups cut by budget, query length and raggedness: every row is written once and right."""
+    """Groups split by budget, query length and length differences: every row is correct."""
     monkeypatch.setattr(decode_group, "_GATHER_BYTES", budget)
     query_lens, seq_lens = (1, 3, 1, 1, 2, 1, 1), (70, 9, 5, 200, 44, 190, 16)
     slopes, scales = torch.tensor([0.5, 0.3, 0.2, 0.1]), torch.tensor([0.5, 2.0])

@@ -1,4 +1,4 @@
-"""Paged decode and prefill against the float64 loops: every parameter, both operations, both the fast and the invariant way."""
+"""Paged decode and prefill compared with the float64 reference, for every parameter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCHES = {
     "empties": ((0, 2, 0, 3), (5, 2, 0, 0)),
     "more_queries_than_keys": ((5, 1, 4), (3, 9, 0)),
 }
-MEANINGS: dict[str, dict[str, Any]] = {
+FEATURES: dict[str, dict[str, Any]] = {
     "causal": {},
     "bidirectional": {"causal": False},
     "window_of_four": {"window": (3, -1)},
@@ -44,20 +44,29 @@ MEANINGS: dict[str, dict[str, Any]] = {
     "k_v_scales": {"k_scale": 0.5, "v_scale": torch.tensor(1.5)},
     "head_scales": {"k_scale": SCALES, "v_scale": SCALES.flip(0)},
     "everything": {
-        "window": (3, -1), "logits_soft_cap": 2.0, "alibi_slopes": SLOPES, "sinks": SINKS, "k_scale": SCALES,
+        "window": (3, -1),
+        "logits_soft_cap": 2.0,
+        "alibi_slopes": SLOPES,
+        "sinks": SINKS,
+        "k_scale": SCALES,
         "v_scale": SCALES.flip(0),
     },
-    "everything_but_the_cap": {"window": (6, -1), "alibi_slopes": SLOPES, "sinks": SINKS, "k_scale": SCALES},
-}  # fmt: skip
+    "everything_but_the_cap": {
+        "window": (6, -1),
+        "alibi_slopes": SLOPES,
+        "sinks": SINKS,
+        "k_scale": SCALES,
+    },
+}
 
 
 @pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("meaning", MEANINGS)
-def test_meaning(operation: Any, batch: str, meaning: str) -> None:
-    """M1 to M5: out and LSE of every rule, in every kind of batch, with poison outside the sequences (P3, P5)."""
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features(operation: Any, batch: str, feature: str) -> None:
+    """M1 to M5: output and LSE of every rule and batch, with NaN outside the sequences (P3, P5)."""
     case = make_case(
-        *BATCHES[batch], num_heads=HEADS, num_kv_heads=KV_HEADS, extra_rows=2, **MEANINGS[meaning]
+        *BATCHES[batch], num_heads=HEADS, num_kv_heads=KV_HEADS, extra_rows=2, **FEATURES[feature]
     )
     case.check(operation)
     case.check(operation, batch_invariant=True)
@@ -66,10 +75,10 @@ def test_meaning(operation: Any, batch: str, meaning: str) -> None:
 @pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize(
-    "meaning", ["causal", "bidirectional", "soft_cap", "everything_but_the_cap"]
+    "feature", ["causal", "bidirectional", "soft_cap", "everything_but_the_cap"]
 )
-def test_query_bias(operation: Any, batch: str, meaning: str) -> None:
-    """M3: an explicit bias over the query span; -inf hides, and columns past the span are never read."""
+def test_query_bias(operation: Any, batch: str, feature: str) -> None:
+    """M3: an explicit bias over the query span; -inf hides; columns past it are not read."""
     num_tokens = sum(BATCHES[batch][0]) + 1
     bias = torch.randn(num_tokens, 9, generator=torch.Generator().manual_seed(1))
     bias[torch.rand(bias.shape, generator=torch.Generator().manual_seed(2)) < 0.3] = -math.inf
@@ -83,7 +92,7 @@ def test_query_bias(operation: Any, batch: str, meaning: str) -> None:
         num_kv_heads=KV_HEADS,
         extra_rows=1,
         query_bias=bias,
-        **MEANINGS[meaning],
+        **FEATURES[feature],
     )
     case.check(operation)
     case.check(operation, batch_invariant=True)
@@ -103,7 +112,7 @@ def test_causal_per_request(operation: Any) -> None:
 @pytest.mark.parametrize("contiguous_pages", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(operation: Any, layout: str, contiguous_pages: bool) -> None:
-    """P1, P2: separate, head-major, interleaved, packed and aliased caches, pages in a row or not."""
+    """P1, P2: separate, head-major, interleaved, packed and aliased caches."""
     case = make_case((1, 2, 5), (9, 12, 17), layout=layout, contiguous_pages=contiguous_pages)
     case.check(operation)
 
@@ -170,8 +179,10 @@ def test_cache_of_another_float(operation: Any) -> None:
 @pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
 @pytest.mark.parametrize("kwargs", [{}, {"window": (5, -1)}, {"logits_soft_cap": 2.0}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_garbage_changes_no_bit(operation: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> None:
-    """P3, P5: NaN, Inf and wild ids outside the sequence against zeros there: bit for bit the same."""
+def test_unused_elements_are_not_read(
+    operation: Any, kwargs: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """P3, P5: NaN, Inf and invalid ids outside the sequence do not change a bit."""
     poisoned = make_case((1, 1, 6), (9, 14, 30), dtype=dtype, **kwargs)
     clean = make_case((1, 1, 6), (9, 14, 30), dtype=dtype, **kwargs)
     for cache in clean.tensors[1:3]:
@@ -187,10 +198,10 @@ def test_garbage_changes_no_bit(operation: Any, kwargs: dict[str, Any], dtype: t
     "kwargs",
     [{"window": (5, -1)}, {"window": (5, -1), "logits_soft_cap": 2.0}, {"attention_chunk_size": 7}],
 )
-def test_what_left_the_window_may_be_overwritten(
+def test_positions_before_the_window_are_not_read(
     operation: Any, batch_invariant: bool, kwargs: dict[str, Any]
 ) -> None:
-    """P5: positions that no row of this step sees may hold NaN, inside the first visible page too."""
+    """P5: positions that no row sees may be NaN, in the first visible block too."""
     case = make_case((1, 2), (9, 20), **kwargs)
     for request, first_seen in enumerate(
         (
@@ -207,16 +218,16 @@ def test_what_left_the_window_may_be_overwritten(
 
 @pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("meaning", ["causal", "sinks", "soft_cap", "k_v_scales", "window_of_four"])
-def test_without_lse(operation: Any, meaning: str, dtype: torch.dtype) -> None:
-    """M5: whether an LSE is asked for changes no bit of the output, a whole prompt included."""
+@pytest.mark.parametrize("feature", ["causal", "sinks", "soft_cap", "k_v_scales", "window_of_four"])
+def test_without_lse(operation: Any, feature: str, dtype: torch.dtype) -> None:
+    """M5: requesting an LSE does not change a bit of the output."""
     case = make_case(
         (1, 70, 1),
         (9, 70, 1),
         num_heads=HEADS,
         num_kv_heads=KV_HEADS,
         dtype=dtype,
-        **MEANINGS[meaning],
+        **FEATURES[feature],
     )
     out = torch.full_like(case.query, math.nan)
     call_operation(operation, *case.tensors, **case.kwargs, out=out)
@@ -225,7 +236,7 @@ def test_without_lse(operation: Any, meaning: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
 def test_many_rows_with_biases_per_head(operation: Any) -> None:
-    """More rows than are stacked per KV head: each query head keeps its own slope."""
+    """More rows than are stacked per KV head: each query head has its own slope."""
     make_case((70,), (75,), num_heads=6, num_kv_heads=2, head_size=4, alibi_slopes=SLOPES).check(
         operation
     )
@@ -277,7 +288,7 @@ def test_same_call_same_bits(operation: Any, kwargs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
 def test_host_copies_are_enough(operation: Any) -> None:
-    """Lengths on the host are used instead of the device's: wrong ones there do no harm."""
+    """Lengths on the host are used instead of those on the device."""
     case = make_case((1, 1, 4), (9, 20, 7))
     query, keys, values, table, starts, lengths = case.tensors
     out = torch.empty_like(query)
@@ -290,7 +301,7 @@ def test_host_copies_are_enough(operation: Any) -> None:
 
 @pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
 def test_no_graph_is_recorded(operation: Any) -> None:
-    """A query that requires grad is read like any other; the output is plain."""
+    """A query that requires grad records no graph."""
     case = make_case((1, 4), (9, 7))
     out = torch.empty_like(case.query)
     call_operation(
