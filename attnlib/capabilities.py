@@ -1,7 +1,7 @@
-"""What a backend declares that it can do, and the one check that each field of the spec has.
+"""What a backend declares to support, and one check per field of the spec.
 
-Capabilities fail closed: a field that a backend leaves out is "not stated", and not stated is itself a reason to refuse. `unsupported_reasons` returns
-every reason, each naming the value and the limit, so that nobody has to fix them one at a time.
+Capabilities fail closed: a feature that a backend does not state counts as unsupported.
+`unsupported_reasons` returns all reasons at once, each with the value and the limit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["CHECKS", "NOT_STATED", "Capabilities", "Sizes", "unsupported_reasons
 
 
 class _NotStated:
-    """The value of a capability that a backend left out."""
+    """The value of a capability that a backend does not state."""
 
     _instance: _NotStated | None = None
 
@@ -43,30 +43,35 @@ NOT_STATED: Any = _NotStated()
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """A backend's declaration. Every field left out fails closed with the reason "not stated".
+    """What a backend supports. A field that is not stated counts as unsupported.
 
     Attributes:
-        devices: torch device types that it runs on, such as ("cpu", "cuda").
-        min_capability: lowest compute capability on CUDA (None: any).
-        max_capability: highest one (None: any).
-        rocm: runs on AMD devices.
+        devices: torch device types, such as ("cpu", "cuda").
+        min_capability: lowest CUDA compute capability; None for any.
+        max_capability: highest CUDA compute capability; None for any.
+        rocm: AMD devices.
         dtypes: dtypes of q, k, v and the output.
-        kv_cache_dtypes: dtypes that its cache may store. A cache in the model's own dtype always needs that dtype to be listed too.
-        kv_scale_kinds: granularities of the scales of a quantised cache, of "tensor" and "head"; () when it has no quantised cache.
-        head_sizes: sizes of one query or key head.
-        head_size_v_may_differ: values may have another size than keys.
-        block_sizes: tokens in one block.
-        kv_cache_layouts: layouts that it reads, best first; "ANY" stands for whatever strides.
+        kv_cache_dtypes: dtypes that the cache may store. A cache in the dtype of the model also
+            needs this dtype in `dtypes`.
+        kv_scale_kinds: granularities of the scales of a quantized cache, of "tensor" and "head";
+            () without a quantized cache.
+        head_sizes: elements of one query or key head.
+        head_size_v_may_differ: values may have another head size than keys.
+        block_sizes: tokens per cache block.
+        kv_cache_layouts: cache layouts, the preferred one first; "ANY" means any strides.
         group_sizes: query heads per KV head.
-        attn_types: places in a model.
+        attn_types: roles of a layer in its model.
         mask_kinds: masks before windows.
         sliding_window: sliding windows, and windows in the general form.
         attention_chunks: attention within chunks.
-        logits_soft_cap, alibi, sink, mla, lse, kv_sharing, batch_invariant: what their names say.
-        cudagraph: the most that a CUDA graph can hold.
-        needs_finite_cache: unused cache elements must be finite (P5); allocation zero-fills, `explain` says so.
-        deterministic: the same call twice gives the same bits (M8).
-        allocates_in_forward: its kernels take scratch memory from torch's allocator at every call, which no declaration of bytes can prevent.
+        logits_soft_cap, alibi, sink, mla, lse, kv_sharing, batch_invariant: the features of the
+            spec with these names.
+        cudagraph: batches that a CUDA graph can capture.
+        needs_finite_cache: unused cache elements must be finite (P5). Allocation fills them with
+            zeros.
+        deterministic: two equal calls give equal bits (M8).
+        allocates_in_forward: its kernels allocate temporary memory from torch in each call, in
+            addition to the declared workspace.
     """
 
     devices: tuple[str, ...] = NOT_STATED
@@ -98,7 +103,7 @@ class Capabilities:
     allocates_in_forward: bool = False
 
     def stated(self) -> dict[str, Any]:
-        """The fields that were stated, by name."""
+        """The stated fields, by name."""
         return {
             field.name: getattr(self, field.name)
             for field in fields(self)
@@ -113,19 +118,19 @@ def _not_stated(name: str) -> str:
     return f"{name}: not stated by this backend, so not assumed"
 
 
-def _words(values: Any) -> str:
+def _join(values: Any) -> str:
     return (
         ", ".join(str(getattr(value, "value", value)).removeprefix("torch.") for value in values)
         or "none"
     )
 
 
-def _flag(name: str, wanted: Callable[[AttentionSpec], object], phrase: str) -> _Check:
-    """A feature that is on or off: refused when it is wanted and not declared."""
+def _flag(name: str, needed: Callable[[AttentionSpec], object], phrase: str) -> _Check:
+    """Check of a feature that is on or off: unsupported if it is needed and not stated as True."""
 
     def check(spec: AttentionSpec, caps: Capabilities) -> str | None:
         value = getattr(caps, name)
-        if not wanted(spec) or value is True:
+        if not needed(spec) or value is True:
             return None
         return (
             _not_stated(name)
@@ -136,17 +141,17 @@ def _flag(name: str, wanted: Callable[[AttentionSpec], object], phrase: str) -> 
     return check
 
 
-def _member(name: str, asked: Callable[[AttentionSpec], Any], label: str) -> _Check:
-    """A value that must be one of those declared."""
+def _member(name: str, get: Callable[[AttentionSpec], Any], label: str) -> _Check:
+    """Check of a value that must be one of the stated ones."""
 
     def check(spec: AttentionSpec, caps: Capabilities) -> str | None:
-        allowed, value = getattr(caps, name), asked(spec)
+        allowed, value = getattr(caps, name), get(spec)
         if allowed is NOT_STATED:
             return _not_stated(name)
         if value in allowed:
             return None
-        limit = str(allowed) if isinstance(allowed, Sizes) else _words(allowed)
-        return f"{label}={_words([value])} not supported (supported: {limit})"
+        limit = str(allowed) if isinstance(allowed, Sizes) else _join(allowed)
+        return f"{label}={_join([value])} not supported (supported: {limit})"
 
     return check
 
@@ -161,7 +166,7 @@ def _check_head_size_v(spec: AttentionSpec, caps: Capabilities) -> str | None:
 
 def _check_kv_cache_dtype(spec: AttentionSpec, caps: Capabilities) -> str | None:
     if spec.kv_dtype == spec.dtype:
-        return None  # the dtype check speaks for a cache in the model's own dtype
+        return None  # the check of dtype covers a cache of the same dtype
     return _member("kv_cache_dtypes", lambda s: s.kv_dtype, "kv_cache_dtype")(spec, caps)
 
 
@@ -233,30 +238,32 @@ CHECKS: Mapping[str, _Check] = {
     ),
     "cudagraph": _check_cudagraph,
 }
-"""Spec field -> its check. A test compares the keys with the fields of `AttentionSpec`."""
+"""Spec field -> its check; a test compares the keys with the fields of `AttentionSpec`."""
 
 
 def unsupported_device_reasons(device: DeviceInfo, caps: Capabilities) -> list[str]:
-    """Why the device does not fit; empty when it does."""
+    """Why the device is not supported; empty if it is."""
     if caps.devices is NOT_STATED:
         return [_not_stated("devices")]
     if device.type not in caps.devices:
-        return [f"device {device.type} not supported (supported: {_words(caps.devices)})"]
+        return [f"device {device.type} not supported (supported: {_join(caps.devices)})"]
     if device.type != "cuda":
         return []
     if device.is_rocm:
         return [] if caps.rocm else ["ROCm devices: not supported"]
     if device.capability is None:
         unbounded = caps.min_capability is None and caps.max_capability is None
-        return [] if unbounded else ["compute capability of the device could not be found out"]
+        return [] if unbounded else ["the compute capability of the device is unknown"]
     reasons = []
     if caps.min_capability is not None and device.capability < caps.min_capability:
         reasons.append(
-            f"compute capability {_dotted(device.capability)} is below {_dotted(caps.min_capability)}"
+            f"compute capability {_dotted(device.capability)} is below "
+            f"{_dotted(caps.min_capability)}"
         )
     if caps.max_capability is not None and device.capability > caps.max_capability:
         reasons.append(
-            f"compute capability {_dotted(device.capability)} is above {_dotted(caps.max_capability)}"
+            f"compute capability {_dotted(device.capability)} is above "
+            f"{_dotted(caps.max_capability)}"
         )
     return reasons
 
@@ -266,7 +273,7 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 def unsupported_reasons(spec: AttentionSpec, device: DeviceInfo, caps: Capabilities) -> list[str]:
-    """Every reason why a backend with these capabilities cannot serve `spec` on `device`; empty when it can."""
+    """All reasons why a backend with these capabilities does not support `spec` on `device`."""
     reasons = unsupported_device_reasons(device, caps)
     for check in CHECKS.values():
         reason = check(spec, caps)

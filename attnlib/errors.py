@@ -1,16 +1,16 @@
-"""What can go wrong, as a small tree with one root.
+"""The exceptions that attnlib raises.
 
     AttnlibError
-    |- UnknownBackendError        a name that nobody registered (also a ValueError)
-    |- BackendUnavailableError    registered, but its package or hardware is missing (also an ImportError)
-    |- UnsupportedConfigError     the backend is there and refuses the spec; carries every reason (also a ValueError)
-    |- LayoutMismatchError        two parties want the cache in different orders or block sizes (also a ValueError)
-    |- ContractError              a tensor or number breaks a P- or M-rule (also a ValueError)
+    |- UnknownBackendError        the name is not registered (also a ValueError)
+    |- BackendUnavailableError    its package, compiler or device is missing (also an ImportError)
+    |- UnsupportedConfigError     the backend does not support the spec (also a ValueError)
+    |- LayoutMismatchError        no common cache layout or block size (also a ValueError)
+    |- ContractError              a tensor or number violates a rule (also a ValueError)
     |- CacheExhaustedError        no free block is left (also a RuntimeError)
-    |- RegistrationError          a backend class does not fit the interface it registers for (also a TypeError)
-    `- EnvironmentVariableError   an ATTNLIB_* variable holds a value that does not parse (also a ValueError)
+    |- RegistrationError          a class does not fit the backend interface (also a TypeError)
+    `- EnvironmentVariableError   an ATTNLIB_* variable does not parse (also a ValueError)
 
-Each text names the value, the limit and the next action; `tests/test_messages.py` holds them to it.
+Each message names the value, the limit and the next action; `tests/test_errors.py` checks this.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ __all__ = [
 
 
 class AttnlibError(Exception):
-    """Root of every error that attnlib raises on purpose."""
+    """Base class of all exceptions that attnlib raises itself."""
 
 
 class UnknownBackendError(AttnlibError, ValueError):
-    """No backend of that name is registered."""
+    """No backend of this name is registered."""
 
 
 class BackendUnavailableError(AttnlibError, ImportError):
-    """The backend is registered, but cannot run here: its package, compiler or device is missing."""
+    """The backend is registered, but its package, compiler or device is missing or broken."""
 
 
 class UnsupportedConfigError(AttnlibError, ValueError):
-    """A backend refuses a spec.
+    """A backend does not support a spec.
 
     Attributes:
-        backend: name of the refusing backend, or "auto" when no candidate accepted.
-        reasons: every reason, not just the first.
+        backend: name of the backend, or "auto" if no backend supports the spec.
+        reasons: all reasons.
     """
 
     def __init__(self, message: str, *, backend: str = "", reasons: Sequence[str] = ()) -> None:
@@ -57,14 +57,14 @@ class UnsupportedConfigError(AttnlibError, ValueError):
 
 
 class LayoutMismatchError(AttnlibError, ValueError):
-    """Layers or backends that share a cache have no order or block size in common."""
+    """Layers or backends that share a cache have no common layout or block size."""
 
 
 class ContractError(AttnlibError, ValueError):
-    """A tensor or number breaks a rule of the cache (P) or of the meaning (M).
+    """A tensor or number violates a rule of the paged cache (P) or of attention semantics (M).
 
     Attributes:
-        rule: the rule's number, such as "P3", where one applies.
+        rule: number of the rule, such as "P3"; "" if none applies.
     """
 
     def __init__(self, message: str, *, rule: str = "") -> None:
@@ -73,12 +73,12 @@ class ContractError(AttnlibError, ValueError):
 
 
 class CacheExhaustedError(AttnlibError, RuntimeError):
-    """More blocks were asked for than are free; nothing was handed out."""
+    """More blocks were requested than are free; none was allocated."""
 
 
 class RegistrationError(AttnlibError, TypeError):
-    """A class or path that cannot serve as a backend."""
+    """A class or path that is not a valid backend."""
 
 
 class EnvironmentVariableError(AttnlibError, ValueError):
-    """An environment variable of attnlib's holds a value that does not parse."""
+    """An ATTNLIB_* environment variable has a value that does not parse."""

@@ -1,4 +1,4 @@
-"""Sets of sizes, as a backend declares them: heads, blocks, query heads per KV head."""
+"""Sets of sizes that a backend supports: head sizes, block sizes, query heads per KV head."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ __all__ = ["Sizes"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """A set of sizes: every multiple of `multiple_of` from `minimum` to `maximum`, or just `exactly` these."""
+    """A set of sizes.
+
+    Attributes:
+        minimum: smallest size.
+        maximum: largest size; None for no limit.
+        multiple_of: every size is a multiple of it.
+        exactly: if not empty, the sizes themselves; the other fields are ignored.
+    """
 
     minimum: int = 1
     maximum: int | None = None

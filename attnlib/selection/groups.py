@@ -1,7 +1,8 @@
-"""Backends for a model whose layers differ: one choice per group of like layers, one layout that all of them read.
+"""Select backends for a model with several kinds of layers: one per layer group, one cache layout.
 
-A model mixes windowed and full layers, or head sizes; one group that only a slow backend serves should not slow the others down. Each group is
-selected on its own, and since groups share memory, the cache's layout is agreed on among all that were chosen.
+A model may combine windowed and full layers, or several head sizes. Each group of equal layers gets
+its own backend, so that a group that only a slow backend supports does not slow down the others.
+The groups share cache memory, so all selected backends must read one layout.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from attnlib.spec import AttentionSpec
 
 __all__ = ["GroupSelection", "select_for_groups"]
 
-Choice = str | type[AttentionBackend] | None
+Request = str | type[AttentionBackend] | None
 
 
 @dataclass(frozen=True)
 class GroupSelection:
-    """What was chosen for each group.
+    """The selected backend of each group, and the layout they share.
 
     Attributes:
-        specs: the groups' specs, with the shared layout filled in where they are paged.
-        backends: group -> backend.
-        layout: the layout of every paged group's cache; None when no group is paged.
+        specs: group -> its spec; `kv_cache_layout` is set for groups with a paged cache.
+        backends: group -> its backend.
+        layout: the cache layout of all groups with a paged cache; None if there is none.
     """
 
     specs: Mapping[str, AttentionSpec]
@@ -38,37 +39,42 @@ class GroupSelection:
     layout: str | None
 
     def __str__(self) -> str:
-        """One line a group."""
+        """One line per group, then the layout."""
         lines = [f"{name}: {backend.get_name()}" for name, backend in self.backends.items()]
-        return "\n".join([*lines, f"layout: {self.layout or 'none, nothing is cached'}"])
+        return "\n".join([*lines, f"layout: {self.layout or 'none (no paged cache)'}"])
 
 
 def select_for_groups(
     groups: Mapping[str, AttentionSpec],
-    backend: Choice | Mapping[str, Choice] = None,
+    backend: Request | Mapping[str, Request] = None,
     device: torch.device | str | DeviceInfo | None = None,
 ) -> GroupSelection:
-    """A backend for each group of layers, and the layout that they share.
+    """Select a backend for each group of layers, and a cache layout for all groups.
 
     Args:
-        groups: name -> what the layers of that group need.
-        backend: one choice for all (any form of `get_attn_backend`), or a choice for each group that has one; others go by the usual precedence.
-        device: where they will run; None means a GPU where torch sees one, else the CPU.
+        groups: group name -> what its layers need.
+        backend: a request for all groups, in any form that `get_attn_backend` takes, or a mapping
+            from group name to request. Groups without a request use `use_backend`,
+            ATTNLIB_BACKEND or priority.
+        device: where the layers run; None means a GPU if torch finds one, else the CPU.
 
     Raises:
-        ContractError: a choice for a group that is not there.
-        LayoutMismatchError: the chosen backends read no common layout; the message names every group's backend and what it reads.
-        UnknownBackendError, BackendUnavailableError, UnsupportedConfigError: as `get_attn_backend`, for one group.
+        ContractError: a request for a group that does not exist.
+        LayoutMismatchError: the selected backends read no common layout; the message names every
+            group's backend and the layouts it reads.
+        UnknownBackendError, BackendUnavailableError, UnsupportedConfigError: as in
+            `get_attn_backend`, for one group.
     """
     info = resolve_device(device)
-    choices = dict(backend) if isinstance(backend, Mapping) else dict.fromkeys(groups, backend)
-    strangers = [name for name in choices if name not in groups]
-    if strangers:
+    requests = dict(backend) if isinstance(backend, Mapping) else dict.fromkeys(groups, backend)
+    unknown_keys = [name for name in requests if name not in groups]
+    if unknown_keys:
         raise ContractError(
-            f"a backend is chosen for group {strangers[0]!r}, but the groups are {', '.join(map(repr, groups)) or 'none'}"
+            f"a backend is requested for group {unknown_keys[0]!r}, but the groups are "
+            f"{', '.join(map(repr, groups)) or 'none'}"
         )
     chosen = {
-        name: get_attn_backend(spec, choices.get(name), info, layer_name=name)
+        name: get_attn_backend(spec, requests.get(name), info, layer_name=name)
         for name, spec in groups.items()
     }
     layout = _shared_layout(groups, chosen)
@@ -84,14 +90,14 @@ def select_for_groups(
 def _shared_layout(
     groups: Mapping[str, AttentionSpec], chosen: Mapping[str, type[AttentionBackend]]
 ) -> str | None:
-    demands = []
+    supported = []
     for name, spec in groups.items():
         if spec.is_paged:
             reads = chosen[name].capabilities.kv_cache_layouts or ("NHD",)
-            demands.append(
+            supported.append(
                 (
                     f"{name} ({chosen[name].get_name()})",
                     (spec.kv_cache_layout,) if spec.kv_cache_layout else reads,
                 )
             )
-    return negotiate_layout(demands, get_kv_cache_layout()) if demands else None
+    return negotiate_layout(supported, get_kv_cache_layout()) if supported else None

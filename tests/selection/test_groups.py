@@ -1,4 +1,4 @@
-"""One backend per group of layers, one layout for all (C1)."""
+"""One backend per layer group, one layout for all groups (C1)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attnlib.selection.groups import select_for_groups
 from attnlib.spec import AttentionSpec, AttentionType
 
 
-def _without(name: str, **changes: Any) -> type[TorchBackend]:
+def _backend(name: str, **changes: Any) -> type[TorchBackend]:
     stated = {**TorchBackend.capabilities.stated(), **changes}
     methods = {"get_name": staticmethod(lambda: name), "capabilities": Capabilities(**stated)}
     return type(name, (TorchBackend,), methods)
@@ -26,11 +26,11 @@ def _without(name: str, **changes: Any) -> type[TorchBackend]:
 def _registered() -> Iterator[None]:
     register_backend(
         "full_only",
-        _without("full_only", sliding_window=False, kv_cache_layouts=("HND", "NHD")),
+        _backend("full_only", sliding_window=False, kv_cache_layouts=("HND", "NHD")),
         priority=150,
     )
-    register_backend("hnd_only", _without("hnd_only", kv_cache_layouts=("HND",)))
-    register_backend("nhd_only", _without("nhd_only", kv_cache_layouts=("NHD",)))
+    register_backend("hnd_only", _backend("hnd_only", kv_cache_layouts=("HND",)))
+    register_backend("nhd_only", _backend("nhd_only", kv_cache_layouts=("NHD",)))
     yield
     for name in ("full_only", "hnd_only", "nhd_only"):
         unregister_backend(name)
@@ -43,8 +43,8 @@ def spec_of(**changes: Any) -> AttentionSpec:
 GROUPS = {"full": spec_of(), "window": spec_of(sliding_window=8)}
 
 
-def test_each_group_gets_what_fits_it() -> None:
-    """C1, vllm#38891: one group that only one backend serves does not decide for the others."""
+def test_each_group_gets_its_own_backend() -> None:
+    """C1, vllm#38891: a group that few backends support does not decide for the others."""
     selected = select_for_groups(GROUPS, device="cpu")
     assert {name: backend.get_name() for name, backend in selected.backends.items()} == {
         "full": "full_only",
@@ -56,7 +56,7 @@ def test_each_group_gets_what_fits_it() -> None:
     assert str(selected) == "full: full_only\nwindow: torch\nlayout: HND"
 
 
-def test_choices_for_some_groups_and_for_all() -> None:
+def test_requests_for_some_groups_and_for_all() -> None:
     some = select_for_groups(GROUPS, {"full": "torch"}, device="cpu")
     assert some.backends["full"] is TorchBackend
     assert {
@@ -70,14 +70,14 @@ def test_choices_for_some_groups_and_for_all() -> None:
 
 
 def test_no_common_layout_names_every_group() -> None:
-    """K5 for layouts: everyone's demand is in the message."""
+    """K5 for layouts: the message lists what each backend reads."""
     with pytest.raises(
         LayoutMismatchError, match=r"full \(hnd_only\) reads HND; window \(nhd_only\) reads NHD"
     ):
         select_for_groups(GROUPS, {"full": "hnd_only", "window": "nhd_only"}, device="cpu")
 
 
-def test_a_layout_that_a_spec_or_the_user_insists_on_stands(
+def test_the_layout_of_a_spec_or_of_the_environment_applies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert (
@@ -88,7 +88,7 @@ def test_a_layout_that_a_spec_or_the_user_insists_on_stands(
     assert select_for_groups(GROUPS, device="cpu").layout == "NHD"
 
 
-def test_groups_that_cache_nothing_have_no_say() -> None:
+def test_groups_without_a_cache_do_not_restrict_the_layout() -> None:
     encoder = {"vision": spec_of(attn_type=AttentionType.ENCODER_ONLY)}
     assert select_for_groups(encoder, device="cpu").layout is None
     assert select_for_groups({**encoder, **GROUPS}, device="cpu").layout == "HND"
