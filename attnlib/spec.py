@@ -165,7 +165,8 @@ class AttentionSpec:
         if self.num_heads % self.num_kv_heads:
             raise ContractError(
                 f"num_heads={self.num_heads} is not a multiple of "
-                f"num_kv_heads={self.num_kv_heads}: all KV heads must have the same number of query heads"
+                f"num_kv_heads={self.num_kv_heads}: all KV heads must have the same number of "
+                f"query heads"
             )
         if self.use_mla and (self.num_kv_heads != 1 or self.head_size_v > self.head_size):
             raise ContractError(

@@ -1,6 +1,6 @@
-"""The command line: `attnlib list`, `explain`, `doctor`, `demo`, `verify`, `parity`.
+"""The command line interface.
 
-Each command is a file of its own with `main(argv) -> exit status`, imported when it is called.
+Each command is a module or package with `main(argv) -> exit status`, imported when it is called.
 """
 
 from attnlib.cli.main import main

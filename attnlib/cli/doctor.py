@@ -1,6 +1,7 @@
-"""`attnlib doctor`: what is here, what works, and what to do about the rest.
+"""`attnlib doctor`: what is installed, what works, and how to fix the rest.
 
-It always finishes: every probe is guarded, backends are examined in processes of their own, and a failure is a value.
+The command always finishes: every section catches its exceptions and reports them, and each backend
+is checked in a subprocess.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ _PACKAGES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the findings; 0 when some backend computes what it should here."""
+    """Print the findings; returns 0 if at least one backend works here, else 1."""
     parser = argparse.ArgumentParser(
         prog="attnlib doctor",
-        description="Versions, hardware, and one tiny kernel on every backend.",
+        description="Check versions and hardware, and run a small batch on every backend.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
@@ -54,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if isinstance(backends, list) and any(row["works"] for row in backends) else 1
 
 
-def _guarded(probe: Callable[[], Any]) -> Any:
+def _guarded(section: Callable[[], Any]) -> Any:
     try:
-        return probe()
-    except Exception as error:  # a doctor that dies of the disease helps nobody
+        return section()
+    except Exception as error:  # the other sections must still be printed
         return {"failed": f"{type(error).__name__}: {error}"}
 
 
@@ -82,11 +83,11 @@ def _machine() -> dict[str, Any]:
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             facts[f"cuda:{index}"] = (
-                f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.multi_processor_count} SMs, "
-                f"{properties.total_memory // 2**30} GiB"
+                f"{properties.name}, sm_{properties.major}{properties.minor}, "
+                f"{properties.multi_processor_count} SMs, {properties.total_memory // 2**30} GiB"
             )
     else:
-        facts["GPU"] = "none that torch sees"
+        facts["GPU"] = "torch finds none"
     return facts
 
 
@@ -96,7 +97,7 @@ def _environment() -> dict[str, str]:
         for name, variable in ENVIRONMENT.items()
     }
     foreign = {
-        name: f"{os.environ[name]}  <- attnlib does not read this"
+        name: f"{os.environ[name]}  (not read by attnlib)"
         for name in FOREIGN_VARIABLES
         if name in os.environ
     }

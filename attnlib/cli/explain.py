@@ -1,4 +1,4 @@
-"""`attnlib explain`: which backend a spec or a model gets, and why the others do not."""
+"""`attnlib explain`: which backend is selected for a layer or a model, and why."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print one table for each kind of layer; 1 when some kind gets no backend."""
+    """Print one table per kind of layer; returns 1 if a kind has no backend, else 0."""
     options = _parser().parse_args(argv)
     device = resolve_device(options.device)
     specs = specs_of(options)
@@ -37,14 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="attnlib explain",
-        description="Which backend a spec or a model gets, and why the others do not.",
+        description="Show which backend is selected for a layer or a model, and why.",
     )
     parser.add_argument(
         "--device",
-        help="cpu, cuda, cuda:1, or hardware that is not here: sm_75, sm_80, sm_90, sm_100 ...",
+        help="cpu, cuda, cuda:1, or a GPU of another machine: sm_75, sm_80, sm_90, sm_100, ...",
     )
     parser.add_argument(
-        "--backend", help="as ATTNLIB_BACKEND: a name, prefill:NAME,decode:NAME, or -NAME"
+        "--backend", help="as in ATTNLIB_BACKEND: NAME, prefill:NAME,decode:NAME, or -NAME"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_spec_flags(parser)

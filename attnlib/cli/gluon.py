@@ -1,7 +1,8 @@
-"""Whether the Gluon kernels of the `triton` backend can be imported here: they live under `triton.experimental`, and every call works without them.
+"""Report whether the Gluon kernels of the `triton` backend can be imported.
 
-A batch that comes out right says nothing about it, because plain Triton serves what Gluon cannot; so the doctor asks. Asking imports triton, in the
-process that just ran a kernel of the backend.
+They are under `triton.experimental`, and the portable Triton kernels replace them if they cannot be
+imported. Results stay correct, only slower, so nothing else would report it. The check imports
+triton.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ __all__ = ["gluon_remarks"]
 
 
 def gluon_remarks(backend: type[AttentionBackend], device: DeviceInfo) -> list[str]:
-    """One line for a backend with attnlib's own kernels on a Hopper chip, none elsewhere: which of its kernels serve, and why not Gluon's."""
+    """One line for the `triton` backend on a Hopper GPU, with the reason if it cannot use Gluon."""
     from attnlib.backends.triton import TritonBackend
 
     if (
@@ -24,15 +25,16 @@ def gluon_remarks(backend: type[AttentionBackend], device: DeviceInfo) -> list[s
     ):
         return []
     if backend.config.get("kernels") == "portable":
-        return ["plain Triton kernels serve every call (kernels=portable)"]
+        return ["uses the portable Triton kernels only (configured: kernels=portable)"]
     from attnlib.ops.triton.hopper.loader import hopper_missing
 
     reason = hopper_missing()
     if reason is None:
         return [
-            "the Gluon kernels for SM90 can be imported; attnlib explain says which layers they serve"
+            "Hopper kernels (Gluon) can be imported; attnlib explain shows which layers use them"
         ]
     why = reason.splitlines()[0]
     return [
-        f"the Gluon kernels for SM90 cannot be imported ({why}): plain Triton kernels serve every call, slower; install triton 3.6 to 3.9"
+        f"Hopper kernels (Gluon) cannot be imported ({why}): all calls use the slower portable "
+        f"Triton kernels; install triton 3.6 to 3.9"
     ]

@@ -1,7 +1,7 @@
-"""Specs from a Hugging Face `config.json`: one for each kind of layer that the model has. Reads the file as JSON; transformers is not needed.
+"""Specs from a Hugging Face `config.json`: one per kind of layer. Does not need transformers.
 
-A spec that is quietly wrong would give a confident wrong answer, so what families of models say in their own words is translated here: names of
-sizes, ALiBi, one KV head for all, heads in two parts (MLA as transformers computes it), half windows.
+Model families use different keys for the same property: names of sizes, ALiBi, multi-query
+attention, heads in two parts (MLA as transformers computes it), and widths of windows.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ _ENCODERS = (
 _SINKS = ("gpt_oss",)
 _ALIBI = ("bloom",)
 _WITHOUT_KEYS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe", "mlp")
-"""Kinds of layers in hybrid models that keep a state of fixed size, or attend to nothing: no attention backend serves them."""
+"""Layer types of hybrid models without keys and values; they need no attention backend."""
 
 
 def specs_from_config(path: str | Path, **overrides: Any) -> dict[str, AttentionSpec]:
     """Layer kind ("full_attention", "sliding_attention", "chunked_attention") -> its spec.
 
     Args:
-        path: a `config.json`, or the folder that holds one.
-        overrides: fields of `AttentionSpec` that win over the file.
+        path: a `config.json`, or the directory that contains it.
+        overrides: fields of `AttentionSpec` that override the file.
 
     Raises:
-        ContractError: the file is missing or says too little; the message names the field.
+        ContractError: the file or a required key is missing; the message names it.
     """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
         raise ContractError(
-            f"no config file at {file}: give a config.json or the folder that holds one"
+            f"no config file at {file}: give a config.json or the directory that contains it"
         )
     config = json.loads(file.read_text())
     config = config.get("text_config") or config
@@ -64,16 +64,16 @@ def specs_from_config(path: str | Path, **overrides: Any) -> dict[str, Attention
         kinds = ["sliding_attention"] if window else ["full_attention"]
     return {
         kind: AttentionSpec(
-            **{**common, **_narrowed(kind, window, config, file, overrides), **overrides}
+            **{**common, **_fields_of_kind(kind, window, config, file, overrides), **overrides}
         )
         for kind in kinds
     }
 
 
-def _narrowed(
+def _fields_of_kind(
     kind: str, window: int | None, config: dict[str, Any], file: Path, overrides: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a kind of layer has beside the common fields."""
+    """Fields that a kind of layer has in addition to the common ones."""
     if kind == "sliding_attention":
         if (
             window is None
@@ -81,7 +81,7 @@ def _narrowed(
             and not {"sliding_window", "window"} & overrides.keys()
         ):
             raise ContractError(
-                f"{file} has sliding_attention layers and no sliding_window: give one"
+                f"{file} has sliding_attention layers and no sliding_window: give --sliding-window"
             )
         return {"sliding_window": window}
     if kind == "chunked_attention":
@@ -94,7 +94,8 @@ def _common_fields(config: dict[str, Any], file: Path) -> dict[str, Any]:
     hidden = _first(config, "hidden_size", "n_embd", "d_model", "dim")
     if not heads or not (config.get("head_dim") or hidden):
         raise ContractError(
-            f"{file} has no num_attention_heads with hidden_size or head_dim: is it the config of a transformer?"
+            f"{file} has no num_attention_heads with hidden_size or head_dim: it must be the config "
+            f"of a transformer"
         )
     model = str(config.get("model_type", ""))
     return {
@@ -118,15 +119,14 @@ def _common_fields(config: dict[str, Any], file: Path) -> dict[str, Any]:
 
 def _num_kv_heads(config: dict[str, Any], heads: int) -> int:
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
-        return 1  # Falcon: its num_kv_heads does not count then
+        return 1  # Falcon ignores num_kv_heads in this case
     inner = (config.get("attn_config") or {}).get("kv_n_heads")
     return _first(config, "num_key_value_heads", "num_kv_heads") or inner or heads
 
 
 def _head_sizes(config: dict[str, Any], hidden: int, heads: int) -> dict[str, int]:
-    if config.get("kv_lora_rank") and config.get(
-        "qk_nope_head_dim"
-    ):  # head_dim is the rotary part alone there
+    if config.get("kv_lora_rank") and config.get("qk_nope_head_dim"):
+        # In MLA configs, head_dim is the size of the rotary part only.
         return {
             "head_size": config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
             "head_size_v": config["v_head_dim"],
@@ -135,12 +135,11 @@ def _head_sizes(config: dict[str, Any], hidden: int, heads: int) -> dict[str, in
 
 
 def _window(config: dict[str, Any]) -> int | None:
-    """W of M2, the query's own key among them."""
+    """The sliding window W (M2), which includes the query's own key."""
     if config.get("use_sliding_window") is False:
         return None
-    if config.get(
-        "local_attention"
-    ):  # ModernBERT: the whole width; keys up to half of it away are visible
+    if config.get("local_attention"):
+        # ModernBERT: the full width of the window; keys up to half of it away are visible.
         return int(config["local_attention"]) // 2 + 1
     return config.get("sliding_window")
 

@@ -1,4 +1,4 @@
-"""The `attnlib` command: finds the subcommand and hands over."""
+"""The `attnlib` command: dispatches to the subcommands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["COMMANDS", "main"]
 
 @dataclass(frozen=True)
 class _Command:
-    """One subcommand: where its `main(argv)` is, and one line of help."""
+    """One subcommand: the path of its `main(argv)`, and one line of help."""
 
     path: str
     help: str
@@ -26,28 +26,29 @@ class _Command:
 
 
 COMMANDS: dict[str, _Command] = {
-    "list": _Command("attnlib.cli.list:main", "all known backends, and whether they can run here"),
+    "list": _Command("attnlib.cli.list:main", "list all backends and whether they can run here"),
     "explain": _Command(
-        "attnlib.cli.explain:main", "which backend a spec or a model gets, and why"
+        "attnlib.cli.explain:main", "show which backend is selected for a layer or a model, and why"
     ),
     "doctor": _Command(
-        "attnlib.cli.doctor:main", "versions, hardware, and a tiny kernel on every backend"
+        "attnlib.cli.doctor:main",
+        "check versions and hardware, and run a small batch on every backend",
     ),
     "demo": _Command(
         "attnlib.cli.demo:main",
-        "serve a batch of prompts through the paged cache and check every token",
+        "serve a batch of prompts over the paged cache and check every token",
     ),
     "verify": _Command(
         "attnlib.testing.commands:verify_main",
-        "the exam: does a backend compute what the rules say?",
+        "run the conformance suite on a backend",
     ),
     "parity": _Command(
         "attnlib.testing.commands:parity_main",
-        "every pair of installed backends, and how far apart they are",
+        "compare every pair of installed backends",
     ),
     "replay": _Command(
         "attnlib.testing.commands:replay_main",
-        "run a recorded call on a backend, and shrink it while it fails",
+        "run a recorded call on a backend and reduce it while it fails",
     ),
     "bench": _Command(
         "attnlib.bench.command:main", "compare backends: check their outputs, then time them"
@@ -84,7 +85,7 @@ def _usage(arguments: Sequence[str]) -> int:
     if wrong:
         print(f"attnlib: unknown command {arguments[0]!r}\n", file=out)
     print(
-        "usage: attnlib COMMAND [OPTIONS]   (attnlib COMMAND --help tells the options)\n", file=out
+        "usage: attnlib COMMAND [OPTIONS]   (attnlib COMMAND --help lists the options)\n", file=out
     )
     for name, command in COMMANDS.items():
         print(f"  {name:<8} {command.help}", file=out)

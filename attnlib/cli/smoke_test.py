@@ -1,4 +1,7 @@
-"""One tiny batch through a backend, compared with the formula itself: does it run on this chip at all? ("no kernel image" shows here, not later.)"""
+"""Run a small batch on a backend and compare it with the attention formula.
+
+This finds kernels that were not built for this GPU ("no kernel image") before a model does.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +17,32 @@ from attnlib.spec import AttentionSpec
 __all__ = ["smoke_test"]
 
 _TOLERANCE = 0.03
-"""Of the relative Frobenius norm: a tiny bfloat16 batch errs by under 0.01; a kernel that does not work errs by 1."""
+"""Bound of the relative error in the Frobenius norm. Small bfloat16 batches stay below 0.01; a broken
+kernel is at about 1."""
 
 
 def smoke_test(backend: type[AttentionBackend], device: DeviceInfo) -> str:
-    """ "ran ..." with the error, or what went wrong in one line. Never raises."""
+    """Run the batch and report the result in one line. Never raises.
+
+    Returns:
+        "ran ..." with the error, "WRONG ..." if it exceeds the bound, "failed: ..." with the
+        exception, or that the backend supports none of the specs that are tried.
+    """
     try:
-        spec = _ordinary_spec(backend, device)
+        spec = _supported_spec(backend, device)
         if spec is None:
-            return "takes none of the ordinary specs"
-        mine, reference = _run(backend, spec, device.torch_device)
-        error = float((mine - reference).norm() / reference.norm())
-        verdict = "ran" if error < _TOLERANCE else "WRONG"
-        return f"{verdict} a batch of {spec.dtype} with heads of {spec.head_size}, off by {error:.1e}".replace(
-            "torch.", ""
-        )
+            return "supports none of the specs of this check"
+        actual, reference = _run(backend, spec, device.torch_device)
+        error = float((actual - reference).norm() / reference.norm())
+        result = "ran" if error < _TOLERANCE else "WRONG"
+        dtype = str(spec.dtype).removeprefix("torch.")
+        return f"{result} a {dtype} batch with head size {spec.head_size}, error {error:.1e}"
     except Exception as problem:
-        return f"failed: {type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}"
+        first_line = (str(problem).splitlines() or [""])[0]
+        return f"failed: {type(problem).__name__}: {first_line}"
 
 
-def _ordinary_spec(backend: type[AttentionBackend], device: DeviceInfo) -> AttentionSpec | None:
+def _supported_spec(backend: type[AttentionBackend], device: DeviceInfo) -> AttentionSpec | None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for block_size in (16, 256, 128):
             spec = AttentionSpec(
@@ -47,7 +56,7 @@ def _ordinary_spec(backend: type[AttentionBackend], device: DeviceInfo) -> Atten
 def _run(
     backend: type[AttentionBackend], spec: AttentionSpec, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what the backend says, what softmax(q k / sqrt(D)) v says) for one token without context and one prompt of eight."""
+    """(output of the backend, softmax(q k / sqrt(D)) v) for one decode and one prefill of 8 tokens."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(9, heads, 64, generator=generator).to(device, spec.dtype) for heads in (4, 2, 2)

@@ -1,4 +1,4 @@
-"""Flags that spell a spec, shared by the commands that take one: a model's config, and fields that win over it."""
+"""Command-line flags for a spec: the config of a model, and fields that override it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WORDS = (
 def add_spec_flags(parser: argparse.ArgumentParser) -> None:
     """Add `--config` and one flag for each field of a spec."""
     parser.add_argument(
-        "--config", help="a Hugging Face config.json, or its folder; flags below win over it"
+        "--config", help="a Hugging Face config.json or its directory; the flags below override it"
     )
     spec = parser.add_argument_group(
         "the spec (default: 32 query heads, 8 KV heads, head size 128, bfloat16)"
@@ -55,15 +55,15 @@ def add_spec_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def names_a_spec(options: argparse.Namespace) -> bool:
-    """Whether any of the flags was given."""
+    """True if any of the flags was given."""
     return bool(options.config or spec_fields(options))
 
 
 def specs_of(options: argparse.Namespace) -> dict[str, AttentionSpec]:
-    """Kind of layer -> spec: those of the config, or the one that the flags spell, under the name "".
+    """Kind of layer -> spec: from the config, or from the flags alone under the name "".
 
     Raises:
-        ContractError: a dtype or a field that no layer can have.
+        ContractError: an unknown dtype, or a field that no layer can have.
     """
     fields = spec_fields(options)
     if options.config:
@@ -82,10 +82,10 @@ def specs_of(options: argparse.Namespace) -> dict[str, AttentionSpec]:
 
 
 def spec_fields(options: argparse.Namespace) -> dict[str, Any]:
-    """Field -> value, of the flags that were given.
+    """Field -> value of the flags that were given.
 
     Raises:
-        ContractError: --dtype is no torch dtype.
+        ContractError: --dtype is not a torch dtype.
     """
     names = (*_NUMBERS, *_SWITCHES, *_WORDS)
     fields = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
@@ -93,7 +93,7 @@ def spec_fields(options: argparse.Namespace) -> dict[str, Any]:
         dtype = getattr(torch, options.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise ContractError(
-                f"--dtype {options.dtype} is no torch dtype; use bfloat16, float16 or float32"
+                f"--dtype {options.dtype} is not a torch dtype; use bfloat16, float16 or float32"
             )
         fields["dtype"] = dtype
     return fields

@@ -1,7 +1,7 @@
-"""Each backend is examined in a process of its own.
+"""Check each backend in a subprocess.
 
-Somebody else's compiled module may end the process that imports it, and a kernel that fails leaves a CUDA context in which every later kernel fails
-too. A doctor must survive the first and must not blame the next backend for the second, so both happen in children; their end is a finding.
+Importing a compiled package may crash the process, and a kernel that fails makes every later kernel
+of the same CUDA context fail too. Neither may affect the check of another backend.
 """
 
 from __future__ import annotations
@@ -24,15 +24,19 @@ from attnlib.selection.registry import Registration, availability, lookup
 __all__ = ["check_backend", "check_in_subprocesses"]
 
 TIMEOUT_SECONDS = 300.0
-"""A first kernel may have to be compiled (FlashInfer's takes minutes); beyond this something hangs."""
+"""Limit for all backends together: compiling FlashInfer's first kernel takes minutes."""
 
 
 def check_backend(entry: Registration) -> dict[str, Any]:
-    """Name, whether it works, what was found, and what is worth a remark beside it, in this process."""
+    """Check a backend in this process.
+
+    Returns:
+        "name", "works" (bool), "finding" (one line) and "remarks" (a list of lines).
+    """
     device = resolve_device(None)
-    backend, missing = availability(entry, device)
-    if backend is None or missing:
-        return _finding(entry.name, f"unavailable: {'; '.join(missing)}")
+    backend, reasons = availability(entry, device)
+    if backend is None or reasons:
+        return _finding(entry.name, f"unavailable: {'; '.join(reasons)}")
     found = _finding(entry.name, smoke_test(backend, device))
     return {**found, "remarks": gluon_remarks(backend, device) if found["works"] else []}
 
@@ -40,7 +44,10 @@ def check_backend(entry: Registration) -> dict[str, Any]:
 def check_in_subprocesses(
     entries: Sequence[Registration], timeout: float = TIMEOUT_SECONDS
 ) -> list[dict[str, Any]]:
-    """`check_backend` for each entry, all at once, each in a process of its own. What only this process registered is examined here."""
+    """`check_backend` for each entry, concurrently, each in a subprocess.
+
+    Backends that only this process registered are checked here: a subprocess does not know them.
+    """
     children = {
         entry.name: _start(entry.name)
         for entry in entries
@@ -60,8 +67,10 @@ def _command(name: str) -> list[str]:
 
 
 def _start(name: str) -> subprocess.Popen[str]:
-    here = str(Path(__file__).parents[2])  # the same attnlib as this one, installed or not
-    path = os.pathsep.join(part for part in (here, os.environ.get("PYTHONPATH", "")) if part)
+    root = str(
+        Path(__file__).parents[2]
+    )  # subprocesses must import this attnlib, also if it is not installed
+    path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
     environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.Popen(
         _command(name), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -102,9 +111,8 @@ def _last_line(text: str) -> str:
 def _main(name: str) -> None:
     entry = lookup(name)
     assert entry is not None, f"no backend {name!r} is registered here"
-    print(
-        json.dumps(check_backend(entry))
-    )  # the last line: whatever a package prints at import comes before it
+    # The parent reads the last line only: packages may print text when they are imported.
+    print(json.dumps(check_backend(entry)))
 
 
 if __name__ == "__main__":

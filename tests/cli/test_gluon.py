@@ -1,4 +1,4 @@
-"""What `attnlib doctor` says of the Gluon kernels: a Hopper without them is right and slow, and nothing else would tell."""
+"""What `attnlib doctor` reports about the Gluon kernels on Hopper."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ A100 = DeviceInfo("cuda", 0, (8, 0), name="NVIDIA A100")
 
 
 class Portable(TritonBackend):
-    """Told to keep to plain Triton."""
+    """Configured for the portable kernels."""
 
     config = {"kernels": "portable"}
 
 
 @pytest.fixture
 def importing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[str], Any]], None]]:
-    """Replaces how the door imports the Gluon kernels, and forgets afterwards."""
+    """Replaces the import of the Gluon kernels during a test."""
 
     def replace(load: Callable[[str], Any]) -> None:
         monkeypatch.setattr(gluon, "import_module", load)
@@ -38,10 +38,10 @@ def importing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[s
 
 
 def _gone(name: str) -> Any:
-    raise ImportError("cannot import name 'warpgroup_mma'\nfrom a long story")
+    raise ImportError("cannot import name 'warpgroup_mma'\nsecond line of the message")
 
 
-def test_missing_gluon_is_one_line_with_the_reason_and_what_serves(
+def test_a_failed_import_is_one_line_with_the_reason(
     importing: Callable[[Callable[[str], Any]], None],
 ) -> None:
     importing(_gone)
@@ -50,18 +50,18 @@ def test_missing_gluon_is_one_line_with_the_reason_and_what_serves(
         "\n" not in line
         and "cannot be imported (ImportError: cannot import name 'warpgroup_mma')" in line
     )
-    assert "plain Triton kernels serve every call" in line and "install triton" in line
+    assert "slower portable Triton kernels" in line and "install triton" in line
 
 
-def test_gluon_that_is_there_and_a_setting_against_it_are_said(
+def test_a_successful_import_and_a_configuration_are_reported(
     importing: Callable[[Callable[[str], Any]], None],
 ) -> None:
     importing(lambda name: object())
     assert gluon_remarks(TritonBackend, H200) == [
-        "the Gluon kernels for SM90 can be imported; attnlib explain says which layers they serve"
+        "Hopper kernels (Gluon) can be imported; attnlib explain shows which layers use them"
     ]
     assert gluon_remarks(Portable, H200) == [
-        "plain Triton kernels serve every call (kernels=portable)"
+        "uses the portable Triton kernels only (configured: kernels=portable)"
     ]
 
 
@@ -70,14 +70,14 @@ def test_gluon_that_is_there_and_a_setting_against_it_are_said(
     [A100, DeviceInfo("cpu"), DeviceInfo("cuda", is_rocm=True), DeviceInfo("cuda")],
     ids=str,
 )
-def test_other_chips_and_other_backends_have_nothing_to_remark(
+def test_other_gpus_and_other_backends_have_no_remark(
     device: DeviceInfo, importing: Callable[[Callable[[str], Any]], None]
 ) -> None:
     importing(_gone)
     assert gluon_remarks(TritonBackend, device) == [] == gluon_remarks(TorchBackend, H200)
 
 
-def test_the_doctor_shows_it_under_a_backend_that_works(
+def test_the_doctor_prints_it_below_a_backend_that_works(
     importing: Callable[[Callable[[str], Any]], None],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -90,12 +90,10 @@ def test_the_doctor_shows_it_under_a_backend_that_works(
     monkeypatch.setattr(
         subprocess_check, "smoke_test", lambda backend, device: "failed: RuntimeError"
     )
-    assert subprocess_check.check_backend(entry)["remarks"] == [], (
-        "what does not run at all has another trouble"
-    )
+    assert subprocess_check.check_backend(entry)["remarks"] == [], "only for a backend that works"
     monkeypatch.setattr(subprocess_check, "smoke_test", lambda backend, device: "ran a batch")
     monkeypatch.setattr(doctor, "_backends", lambda: [subprocess_check.check_backend(entry)])
     assert main(["doctor"]) == 0
     row, remark = capsys.readouterr().out.split("backends\n")[1].splitlines()[:2]
     assert row.endswith("works  ran a batch")
-    assert remark.index("the Gluon kernels for SM90 cannot be imported") == row.index("ran a batch")
+    assert remark.index("Hopper kernels (Gluon) cannot be imported") == row.index("ran a batch")

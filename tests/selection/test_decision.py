@@ -53,7 +53,7 @@ def test_deciding_for_hypothetical_hardware() -> None:
         "compute capability 7.5 is below 8.0"
     ]
     assert decide(SPEC, CPU, entries, AUTO, probe).chosen == "torch", (
-        "a CPU only interprets Triton: by name, never by auto"
+        "a CPU can only interpret Triton kernels: by name, never by auto"
     )
 
 

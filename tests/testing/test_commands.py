@@ -64,7 +64,7 @@ def test_verify_json_goes_to_stdout_or_a_file(
     [
         (
             ["triton"],
-            "triton is unavailable on cpu: on a CPU Triton only interprets: set TRITON_INTERPRET=1 before",
+            "triton is unavailable on cpu: a CPU needs Triton's interpreter (slow, for tests): set TRITON_INTERPRET=1",
         ),
         (
             ["torch", "--device", "cuda"],

@@ -1,4 +1,7 @@
-"""Card of the `triton` backend: attnlib's own kernels, pure Python, compiled by Triton for the chip at hand. Importable without triton."""
+"""Declaration of the `triton` backend: attnlib's own kernels, written in Triton.
+
+Importable without triton, so that selection can report why the backend is unavailable.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ __all__ = ["TritonBackend"]
 
 
 class TritonBackend(AttentionBackend):
-    """In-house Triton kernels: CUDA from Ampere on, ROCm, and the CPU under Triton's interpreter."""
+    """Triton kernels for NVIDIA GPUs from Ampere on, AMD GPUs, and Triton's CPU interpreter."""
 
-    description = "in-house Triton kernels, no compiler toolkit needed"
+    description = "attnlib's Triton kernels; no CUDA toolkit needed"
     capabilities = Capabilities(
         devices=("cuda", "cpu"),
         min_capability=(8, 0),
@@ -92,13 +95,17 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def unavailable(cls, device: DeviceInfo) -> list[str]:
-        """Triton missing; on a CPU no interpreter, or one that fails with this numpy; on a GPU no C compiler or driver library for the launcher."""
+        """Why it cannot run on `device`.
+
+        Everywhere, triton must be installed. A CPU needs Triton's interpreter and a compatible
+        numpy, an NVIDIA GPU a C compiler and the driver library, for Triton's launcher.
+        """
         if importlib.util.find_spec("triton") is None:
             return ['triton is not installed: pip install "triton>=3.6"']
         if device.type == "cpu":
-            return _interpreter_gaps()
+            return _interpreter_reasons()
         return (
-            _toolchain_gaps()
+            _toolchain_reasons()
             if device.type == "cuda" and not (device.is_rocm or device.is_hypothetical)
             else []
         )
@@ -110,7 +117,7 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def tuner(cls, device: torch.device) -> Tuner | None:
-        """Tiles are measured on GPUs only; the interpreter's times say nothing about a chip."""
+        """The tuner of its tiles; None on a CPU, where the interpreter's times are meaningless."""
         if device.type != "cuda":
             return None
         from attnlib.backends.triton.tune import TritonTuner
@@ -119,37 +126,40 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
-        """On a CPU the interpreter computes with numpy, which has no bfloat16."""
+        """bfloat16 on a CPU: Triton's interpreter computes with numpy, which has no bfloat16."""
         if device.type == "cpu" and torch.bfloat16 in (spec.dtype, spec.kv_dtype):
             return [
-                "bfloat16 on a CPU: Triton's interpreter multiplies it wrongly (use float32 or float16 there)"
+                "bfloat16 on a CPU: Triton's interpreter computes wrong products; use float32 or "
+                "float16"
             ]
         return []
 
 
-def _interpreter_gaps() -> list[str]:
-    """What stands between a CPU and Triton's interpreter: the switch, and numpy.
+def _interpreter_reasons() -> list[str]:
+    """Why Triton's interpreter cannot run: it is switched off, or does not work with this numpy.
 
-    Triton 3.6's interpreter makes Python scalars of one-element arrays, which numpy 2.4 refuses; Triton 3.7's does not.
+    Triton 3.6's interpreter converts one-element arrays to Python scalars, which numpy 2.4 rejects.
     """
-    gaps = []
+    reasons = []
     if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
-        gaps.append(
-            "on a CPU Triton only interprets: set TRITON_INTERPRET=1 before triton is imported (slow, for tests)"
+        reasons.append(
+            "a CPU needs Triton's interpreter (slow, for tests): set TRITON_INTERPRET=1 before "
+            "triton is imported"
         )
     installed = {name: _version(name) for name in ("triton", "numpy")}
     if not installed["numpy"]:
-        gaps.append("Triton's interpreter needs numpy: pip install numpy")
+        reasons.append("Triton's interpreter needs numpy: pip install numpy")
     elif (0,) < installed["triton"] < (3, 7) and installed["numpy"] >= (2, 4):
         triton, numpy = (".".join(map(str, version)) for version in installed.values())
-        gaps.append(
-            f'the interpreter of Triton {triton} fails with numpy {numpy}: pip install "triton>=3.7", or pip install "numpy<2.4"'
+        reasons.append(
+            f"the interpreter of Triton {triton} fails with numpy {numpy}: "
+            f'pip install "triton>=3.7", or pip install "numpy<2.4"'
         )
-    return gaps
+    return reasons
 
 
 def _version(package: str) -> tuple[int, ...]:
-    """(major, minor) of what is installed; empty when it is not, or not as a package. Imports nothing."""
+    """(major, minor) of an installed distribution; empty if there is none. Imports nothing."""
     try:
         found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
@@ -157,19 +167,22 @@ def _version(package: str) -> tuple[int, ...]:
     return (int(found[1]), int(found[2])) if found else ()
 
 
-def _toolchain_gaps() -> list[str]:
-    """What Triton's own launcher needs before the first kernel: a C compiler and the driver library (J1)."""
-    gaps = []
+def _toolchain_reasons() -> list[str]:
+    """What Triton's launcher lacks: a C compiler or the driver library (J1)."""
+    reasons = []
     compiler = (
         os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
     )
     if not compiler or not (os.path.isfile(compiler) or shutil.which(compiler)):
-        gaps.append("no C compiler for Triton's launcher: install gcc or clang, or set CC to one")
+        reasons.append(
+            "no C compiler for Triton's launcher: install gcc or clang, or set CC to one"
+        )
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         if ctypes.util.find_library("cuda") is None:
-            gaps.append(
-                "libcuda.so.1 is not found: install the NVIDIA driver, or put its folder on LD_LIBRARY_PATH"
+            reasons.append(
+                "libcuda.so.1 is not found: install the NVIDIA driver, or add its directory to "
+                "LD_LIBRARY_PATH"
             )
-    return gaps
+    return reasons

@@ -63,10 +63,10 @@ def test_a_missing_driver_library_is_a_reason(
     assert "libcuda.so.1 is not found" in reason and "LD_LIBRARY_PATH" in reason
 
 
-def test_imagined_hardware_is_not_held_to_this_machine() -> None:
-    """`explain(spec, device="H200")` on a laptop is about the H200."""
-    imagined = DeviceInfo("cuda", 0, (9, 0), name="NVIDIA H200", is_hypothetical=True)
-    assert TritonBackend.unavailable(imagined) == []
+def test_the_machine_is_not_checked_for_a_hypothetical_device() -> None:
+    """`explain(spec, device="sm_90")` works without the driver of a GPU."""
+    hypothetical = DeviceInfo("cuda", 0, (9, 0), name="NVIDIA H200", is_hypothetical=True)
+    assert TritonBackend.unavailable(hypothetical) == []
 
 
 def test_without_triton_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,21 +78,23 @@ def test_without_triton_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("triton", "numpy", "gaps"),
+    ("triton", "numpy", "reasons"),
     [
         ("3.6.0", "2.3.5", []),
         (
             "3.6.0",
             "2.4.0",
             [
-                'the interpreter of Triton 3.6 fails with numpy 2.4: pip install "triton>=3.7", or pip install "numpy<2.4"'
+                "the interpreter of Triton 3.6 fails with numpy 2.4: "
+                'pip install "triton>=3.7", or pip install "numpy<2.4"'
             ],
         ),
         (
             "3.6.1+rocm",
             "2.10.1",
             [
-                'the interpreter of Triton 3.6 fails with numpy 2.10: pip install "triton>=3.7", or pip install "numpy<2.4"'
+                "the interpreter of Triton 3.6 fails with numpy 2.10: "
+                'pip install "triton>=3.7", or pip install "numpy<2.4"'
             ],
         ),
         ("3.7.0", "2.4.6", []),
@@ -101,9 +103,9 @@ def test_without_triton_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_the_interpreter_and_numpy(
-    triton: str, numpy: str | None, gaps: list[str], monkeypatch: pytest.MonkeyPatch
+    triton: str, numpy: str | None, reasons: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton 3.6's interpreter under numpy 2.4 is a reason, not a failing kernel; on a GPU nobody asks for numpy."""
+    """Triton 3.6's interpreter with numpy 2.4 is a reason; GPUs do not need numpy."""
 
     def version(name: str) -> str:
         found = {"triton": triton, "numpy": numpy}[name]
@@ -113,11 +115,9 @@ def test_the_interpreter_and_numpy(
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert TritonBackend.unavailable(DeviceInfo("cpu")) == gaps
+    assert TritonBackend.unavailable(DeviceInfo("cpu")) == reasons
     monkeypatch.delenv("TRITON_INTERPRET")
-    asked = TritonBackend.unavailable(DeviceInfo("cpu"))
-    assert (
-        asked[0].startswith("on a CPU Triton only interprets: set TRITON_INTERPRET=1")
-        and asked[1:] == gaps
-    )
+    without_switch = TritonBackend.unavailable(DeviceInfo("cpu"))
+    assert without_switch[0].startswith("a CPU needs Triton's interpreter")
+    assert without_switch[1:] == reasons
     assert TritonBackend.unavailable(DeviceInfo("cuda", 0, (9, 0), is_hypothetical=True)) == []

@@ -1,0 +1,86 @@
+"""`attnlib explain`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from attnlib.cli import main
+from attnlib.cli.hf_config import specs_from_config
+
+
+@pytest.fixture(autouse=True)
+def _no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ATTNLIB_BACKEND", raising=False)
+
+
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_explain_a_spec_from_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(
+            [
+                "explain",
+                "--device",
+                "sm_90",
+                "--has-sink",
+                "--sliding-window",
+                "128",
+                "--head-size",
+                "64",
+            ]
+        )
+        == 0
+    )
+    assert "attnlib chose triton" in capsys.readouterr().out
+    assert main(["explain", "--device", "sm_75", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)["spec"]
+    reasons = {c["name"]: c["reasons"] for c in report["candidates"]}
+    assert (
+        report["chosen"] == "torch" and "compute capability 7.5 is below 8.0" in reasons["triton"]
+    )
+
+
+def test_the_exit_status_without_a_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--device", "cpu", "--backend", "triton"]) == 1
+    assert "attnlib chose no backend" in capsys.readouterr().out
+
+
+def test_invalid_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--num-heads", "7"]) == 2
+    assert "num_heads=7 is not a multiple" in capsys.readouterr().err
+    assert (
+        main(["explain", "--backend", "tirton"]) == 2
+        and "Did you mean 'triton'" in capsys.readouterr().err
+    )
+    assert (
+        main(["explain", "--dtype", "float12"]) == 2
+        and "--dtype float12 is not a torch dtype" in capsys.readouterr().err
+    )
+
+
+def test_explain_a_model_by_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS))
+    assert main(["explain", "--config", str(tmp_path), "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("sliding_attention\n") and "\n\nfull_attention\n" in shown
+    specs = specs_from_config(tmp_path)
+    assert (
+        specs["sliding_attention"].sliding_window == 128
+        and specs["full_attention"].sliding_window is None
+    )
+    assert all(
+        spec.has_sink and spec.head_size == 64 and spec.num_kv_heads == 8 for spec in specs.values()
+    )

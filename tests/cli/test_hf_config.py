@@ -1,0 +1,138 @@
+"""Specs from the configs of Hugging Face models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnlib.cli.hf_config import specs_from_config
+from attnlib.errors import ContractError
+from attnlib.spec import AttentionType
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4},
+            {"num_kv_heads": 4, "head_size": 16, "sliding_window": None},
+        ),
+        (
+            {
+                "model_type": "mistral",
+                "hidden_size": 64,
+                "num_attention_heads": 4,
+                "sliding_window": 8,
+            },
+            {"sliding_window": 8},
+        ),
+        (
+            {
+                "hidden_size": 64,
+                "num_attention_heads": 4,
+                "sliding_window": 8,
+                "use_sliding_window": False,
+            },
+            {"sliding_window": None},
+        ),
+        (
+            {"hidden_size": 64, "num_attention_heads": 4, "attn_logit_softcapping": 50.0},
+            {"logits_soft_cap": 50.0},
+        ),
+        (
+            {"model_type": "bert", "hidden_size": 64, "num_attention_heads": 4},
+            {"attn_type": AttentionType.ENCODER_ONLY},
+        ),
+        (
+            {"model_type": "bloom", "n_head": 4, "hidden_size": 64},
+            {"has_alibi": True, "head_size": 16},
+        ),
+        (
+            {
+                "model_type": "mpt",
+                "n_heads": 4,
+                "d_model": 64,
+                "attn_config": {"alibi": True, "kv_n_heads": 2},
+            },
+            {"has_alibi": True, "num_kv_heads": 2},
+        ),
+        (
+            {"hidden_size": 64, "num_attention_heads": 4, "multi_query": True, "num_kv_heads": 4},
+            {"num_kv_heads": 1},
+        ),
+        (
+            {
+                "hidden_size": 64,
+                "num_attention_heads": 4,
+                "multi_query": True,
+                "new_decoder_architecture": True,
+                "num_kv_heads": 2,
+            },
+            {"num_kv_heads": 2},
+        ),
+        (
+            {
+                "num_attention_heads": 4,
+                "head_dim": 8,
+                "kv_lora_rank": 9,
+                "qk_nope_head_dim": 16,
+                "qk_rope_head_dim": 8,
+                "v_head_dim": 16,
+            },
+            {"head_size": 24, "head_size_v": 16, "num_kv_heads": 4},
+        ),
+        (
+            {
+                "model_type": "modernbert",
+                "hidden_size": 64,
+                "num_attention_heads": 4,
+                "local_attention": 128,
+                "layer_types": ["sliding_attention"],
+            },
+            {"sliding_window": 65, "attn_type": AttentionType.ENCODER_ONLY},
+        ),
+        (
+            {
+                "hidden_size": 64,
+                "num_attention_heads": 4,
+                "layer_types": ["linear_attention", "full_attention"],
+            },
+            {"sliding_window": None, "head_size": 16},
+        ),
+        (
+            {
+                "model_type": "x",
+                "text_config": {"hidden_size": 64, "num_attention_heads": 4, "dtype": "float16"},
+            },
+            {"dtype": torch.float16},
+        ),
+    ],
+)
+def test_keys_of_model_families(config: dict, expected: dict, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    (spec,) = specs_from_config(file).values()
+    assert {name: getattr(spec, name) for name in expected} == expected
+
+
+def test_missing_keys_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match="no config file at"):
+        specs_from_config(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ContractError, match="has no num_attention_heads"):
+        specs_from_config(tmp_path)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "layer_types": ["mamba"]}))
+    with pytest.raises(ContractError, match="no attention layers: its layer_types are mamba"):
+        specs_from_config(tmp_path)
+    (tmp_path / "config.json").write_text(
+        json.dumps({**sizes, "layer_types": ["sliding_attention"]})
+    )
+    with pytest.raises(
+        ContractError, match="sliding_attention layers and no sliding_window: give --sliding-window"
+    ):
+        specs_from_config(tmp_path)
+    assert specs_from_config(tmp_path, sliding_window=9)["sliding_attention"].sliding_window == 9
