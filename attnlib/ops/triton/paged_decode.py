@@ -25,13 +25,13 @@ from attnlib.ops.triton.heuristics.device import (
 )
 from attnlib.ops.triton.heuristics.splits import (
     MIN_TILES_PER_SPLIT,
-    RESIDENT_LIMIT,
-    SPLIT_LIMIT,
+    MAX_CTAS_PER_SM,
+    MAX_SPLITS,
     choose_num_splits,
     paged_decode_workspace_bytes,
     visible_bound,
 )
-from attnlib.ops.triton.heuristics.tile_table import work_where_it_matters
+from attnlib.ops.triton.heuristics.tile_table import relevant_work_class
 from attnlib.ops.triton.heuristics.tiles import (
     Tile,
     choose_decode_tile,
@@ -100,7 +100,7 @@ def _plan(
     need = shared_bytes(
         tile, head_size, head_size_v, query_bytes, cache_bytes, limits.products, has_bias
     )
-    resident = max(1, min(RESIDENT_LIMIT, limits.shared_memory_per_sm // need))
+    resident = max(1, min(MAX_CTAS_PER_SM, limits.shared_memory_per_sm // need))
     groups = num_kv_heads * head_blocks * triton.cdiv(max_query_len, tile_tokens)
     packing = {"TILE_HEADS": tile_heads, "TILE_TOKENS": tile_tokens, "HEAD_BLOCKS": head_blocks}
     return DecodePlan(tile, groups, limits.num_sms * resident, packing)
@@ -124,7 +124,7 @@ def _constants(
         "SPLIT": split,
         "BALANCED": balanced,
         "MIN_TILES": MIN_TILES_PER_SPLIT,
-        "MAX_SPLITS": SPLIT_LIMIT,
+        "MAX_SPLITS": MAX_SPLITS,
         "BLOCK_M": plan.tile.block_m,
         "BLOCK_N": plan.tile.block_n,
         "num_warps": plan.tile.num_warps,
@@ -160,7 +160,7 @@ def paged_decode_num_splits(
     """
     limits, num_kv_heads = limits_of(query), key_cache.shape[2]
     visible = visible_bound(max_query_len, max_seq_len, window, causal, attention_chunk_size)
-    work = work_where_it_matters(
+    work = relevant_work_class(
         "decode", num_reqs, num_kv_heads, visible, limits.num_sms, limits.tuned
     )
     plan = _plan(query.shape[1], num_kv_heads, query.shape[2], head_size_v, query.element_size(),
@@ -393,7 +393,7 @@ def _prepare(
     if num_splits is None:
         causal, window, chunk = options.causal is True, options.window, options.attention_chunk_size
         visible = visible_bound(max_query_len, max_seq_len, window, causal, chunk)
-        work = work_where_it_matters(
+        work = relevant_work_class(
             "decode", num_reqs, key.shape[2], visible, limits.num_sms, limits.tuned
         )
         num_splits = paged_decode_num_splits(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.hopper_tiles import choose_hopper_decode_tile, choose_hopper_tile
-from attnlib.ops.triton.heuristics.tile_table import work_where_it_matters
+from attnlib.ops.triton.heuristics.tile_table import relevant_work_class
 from attnlib.ops.triton.hopper.decode_plan import (
     HopperDecode,
     hopper_decode_workspace_bytes,
@@ -21,7 +21,11 @@ from attnlib.ops.triton.hopper.decode_plan import (
 )
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill, plan_hopper_prefill
-from attnlib.ops.triton.hopper.support import decode_gaps, prefers_hopper_decode, prefill_gaps
+from attnlib.ops.triton.hopper.support import (
+    decode_unsupported_reasons,
+    prefers_hopper_decode,
+    prefill_unsupported_reasons,
+)
 from attnlib.ops.triton.launch.bound import Remembered
 from attnlib.ops.triton.launch.signature import Options
 
@@ -129,9 +133,9 @@ def find_prefill(
     max_query_len: int,
 ) -> HopperPrefill | None:
     """The Hopper prefill for calls like this one (with an equal `launch_key`); None where it cannot serve them."""
-    if prefill_gaps(*_layer(query, key, value, limits), **_features(options)) or _impossible(
-        query, key, value, options
-    ):
+    if prefill_unsupported_reasons(
+        *_layer(query, key, value, limits), **_features(options)
+    ) or _impossible(query, key, value, options):
         return None
     rows = query.shape[1] // key.shape[2] * max_query_len
     tile = choose_hopper_tile(
@@ -177,7 +181,7 @@ def find_decode(
         visible, starts.shape[0] - 1, key.shape[2], limits.num_sms
     ):
         return None
-    work = work_where_it_matters(
+    work = relevant_work_class(
         "hopper_decode", starts.shape[0] - 1, key.shape[2], visible, limits.num_sms, limits.tuned
     )
     known = (same, max_query_len, slots, work, num_counters)
@@ -185,7 +189,9 @@ def find_decode(
     if launch is not None and launch.limits is limits:
         return launch
     layer = (*_layer(query, key, value, limits), key.shape[2], limits.num_sms, max_query_len)
-    if decode_gaps(*layer, **_features(options)) or _impossible(query, key, value, options):
+    if decode_unsupported_reasons(*layer, **_features(options)) or _impossible(
+        query, key, value, options
+    ):
         return None
     tile = choose_hopper_decode_tile(
         key.shape[3], value.shape[3], keys_per_sm=work, tuned=limits.tuned
@@ -230,7 +236,7 @@ def decode_workspace_bytes(
         limits.num_sms,
         max_query_len,
     )
-    if decode_gaps(*layer):
+    if decode_unsupported_reasons(*layer):
         return 0
     return hopper_decode_workspace_bytes(
         num_tokens, key.shape[2], group, max_query_len, head_size_v, limits.num_sms

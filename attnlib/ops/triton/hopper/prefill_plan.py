@@ -1,4 +1,4 @@
-"""Launch of the Hopper prefill. `limits.prefill_gaps` says what it does not do, and `choice` asks."""
+"""Launch of the Hopper prefill. `limits.prefill_unsupported_reasons` says what it does not do, and `choice` asks."""
 
 from __future__ import annotations
 
