@@ -12,8 +12,8 @@ from attnlib.ops.triton.heuristics.splits import visible_bound
 from attnlib.ops.triton.hopper.support import (
     HOPPER_DECODE_KEYS,
     PAIRS_PER_SM,
-    decode_unsupported_reasons,
     decode_rows,
+    decode_unsupported_reasons,
     prefill_unsupported_reasons,
 )
 from attnlib.spec import AttentionSpec, MaskKind

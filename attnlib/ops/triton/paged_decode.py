@@ -24,9 +24,9 @@ from attnlib.ops.triton.heuristics.device import (
     programmatic_launch,
 )
 from attnlib.ops.triton.heuristics.splits import (
-    MIN_TILES_PER_SPLIT,
     MAX_CTAS_PER_SM,
     MAX_SPLITS,
+    MIN_TILES_PER_SPLIT,
     choose_num_splits,
     paged_decode_workspace_bytes,
     visible_bound,
