@@ -1,9 +1,10 @@
-"""Paged attention on a CPU beside torch's own attention over contiguous keys and values, in one process.
+"""Paged attention on a CPU compared with SDPA over contiguous keys and values, in one process.
 
     python benchmarks/cpu_attention.py
 
-The baseline is the fastest that torch offers for the shape: `scaled_dot_product_attention` with `enable_gqa`, and with expanded heads. Paged calls
-read their keys through randomly permuted and through consecutive block tables. Writes benchmarks/results/cpu_attention.json.
+The baseline is the faster one of `scaled_dot_product_attention` with `enable_gqa` and with expanded
+heads. Paged calls use randomly permuted and consecutive block tables. Writes
+benchmarks/results/cpu_attention.json.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from provenance import provenance
 
 import attnlib
+from attnlib.bench.provenance import provenance
 
 F = torch.nn.functional
 HEADS, KV_HEADS, SIZE, BLOCK = 32, 8, 128, 16
@@ -25,7 +26,7 @@ REPEATS = 15
 
 
 def interleaved(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Median seconds of each call; the calls take turns, so that whatever else the machine does meets them all."""
+    """Median seconds of each call; the calls alternate, so that other load affects all of them."""
     for call in calls.values():
         call()
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -38,9 +39,12 @@ def interleaved(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def row(
-    title: str, reqs: int, query_len: int, seq_len: int, dtype: torch.dtype, bar: float
+    title: str, reqs: int, query_len: int, seq_len: int, dtype: torch.dtype, limit: float
 ) -> dict[str, object]:
-    """One line: the paged call, the baseline, the ratio."""
+    """Measure the paged call and the baseline.
+
+    Print and return the ratio, which should be below `limit`.
+    """
     torch.manual_seed(0)
     spec = attnlib.AttentionSpec(
         num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=dtype, block_size=BLOCK
@@ -94,14 +98,16 @@ def row(
         / reference.float().norm()
     )
     print(
-        f"{title:<34} {times['shuffled'] * 1e3:9.2f} ms shuffled  {times['consecutive'] * 1e3:9.2f} ms consecutive  {best * 1e3:9.2f} ms SDPA  "
-        f"ratio {ratios['shuffled']:.2f} / {ratios['consecutive']:.2f}  (bar {bar})  error {error:.0e}"
+        f"{title:<34} {times['shuffled'] * 1e3:9.2f} ms shuffled  "
+        f"{times['consecutive'] * 1e3:9.2f} ms consecutive  {best * 1e3:9.2f} ms SDPA  "
+        f"ratio {ratios['shuffled']:.2f} / {ratios['consecutive']:.2f} (limit {limit})  "
+        f"error {error:.0e}"
     )
     return {
         "row": title,
         "milliseconds": {name: seconds * 1e3 for name, seconds in times.items()},
         "ratio": ratios,
-        "bar": bar,
+        "limit": limit,
         "error": error,
     }
 

@@ -1,9 +1,10 @@
-"""Write the rankings of backends that come with attnlib for a chip, from a result of `attnlib bench` on it.
+"""Write the rankings that ship with attnlib for a chip, from a result of `attnlib bench` on it.
 
     python benchmarks/ship_rankings.py benchmarks/results/h200/bench.json
 
-A backend is ranked where it was right and timed on every case of its kind of layer; a file of several runs is refused, because
-a ratio is never taken between runs. Writes attnlib/tuning/tables/CHIP.json; a test fails when that and the result drift.
+A backend is ranked if it was correct and timed on every case of a class of layers. The result must
+have one run, because ratios are never taken between runs. Writes attnlib/tuning/tables/CHIP.json; a
+test fails if it does not match the committed result.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ TABLES = Path(__file__).resolve().parents[1] / "attnlib" / "tuning" / "tables"
 
 
 def table_of(document: Document) -> dict[str, Any]:
-    """The table, as it is written.
+    """The table as a JSON value.
 
     Raises:
-        SystemExit: several runs, or no GPU.
+        SystemExit: the document has several runs, or no GPU.
     """
     if len(document.runs) != 1 or "gpu" not in document.runs[0].provenance:
-        raise SystemExit(f"{len(document.runs)} runs: give the result of one, on a GPU")
+        raise SystemExit(f"{len(document.runs)} runs: give the result of one run on a GPU")
     facts = document.runs[0].provenance
     words = [
         facts["gpu"],
@@ -35,7 +36,8 @@ def table_of(document: Document) -> dict[str, Any]:
         facts["date"],
     ]
     return {
-        "about": "Orders of backends for each kind of layer that was measured; auto follows them on this chip where you have not measured.",
+        "about": "Rankings of backends for each measured class of layers; automatic selection uses "
+        "them on this chip unless a table of attnlib tune has its own.",
         "schema": 1,
         "chip": facts["gpu"],
         "provenance": {"bench": f"{', '.join(words)}: {facts['command']}"},
@@ -44,7 +46,7 @@ def table_of(document: Document) -> dict[str, Any]:
 
 
 def text_of(table: dict[str, Any]) -> str:
-    """One line for each kind of layer, so that a change reads well."""
+    """JSON with one line for each class of layers, for readable diffs."""
     head = json.dumps({key: value for key, value in table.items() if key != "backends"}, indent=1)[
         :-2
     ]

@@ -1,9 +1,11 @@
-"""A Llama-3-8B-shaped decoder with random weights, how it generates, and how two of its runs are compared.
+"""A decoder with the shape of Llama 3 8B and random weights: generation, and comparison of two
+runs.
 
-Random weights make an honest but hard comparison: the best two of 128256 logits often lie within the rounding of bfloat16, so that two right
-implementations part ways sooner or later. A first difference is therefore looked at: both implementations compute the logits of that very step from
-the same tokens, and the distance between the two tokens under the reference is held against the error and against what the reference's own two
-implementations (sdpa and eager) differ by.
+With random weights, the two largest of 128256 logits often differ by less than the rounding of
+bfloat16, so the tokens of two correct implementations differ sooner or later. The comparison
+therefore examines the first difference of each prompt. Both implementations compute the logits of
+that step from the same tokens. The margin of the reference between the two tokens is compared with
+the error of the logits, and the error with the distance of sdpa from eager.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 __all__ = [
     "Generated",
     "generate",
-    "judge",
+    "compare",
     "make_config",
     "make_model",
     "make_prompts",
@@ -38,18 +40,18 @@ LLAMA_3_8B = {
     "rope_theta": 500000.0,
 }
 NOISE_FACTOR = 4.0
-"""An error of the logits up to this many times the distance of sdpa from eager is rounding."""
+"""An error of the logits up to this multiple of the distance of sdpa from eager is rounding."""
 
 
 @dataclass(frozen=True)
 class Generated:
-    """What one `generate_batch` gave.
+    """The result of one `generate_batch`.
 
     Attributes:
-        tokens: of each prompt.
-        seconds: from the first request's arrival to the last token.
-        step_ms: median time between two tokens of a request.
-        graphs: what transformers said of CUDA graphs, "(varlen, decode)".
+        tokens: the tokens of each prompt.
+        seconds: time from the arrival of the first request to the last token.
+        step_ms: median time between two tokens of a request, in milliseconds.
+        graphs: use of CUDA graphs as transformers reports it, "(varlen, decode)".
     """
 
     tokens: list[list[int]]
@@ -59,12 +61,12 @@ class Generated:
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens of all prompts over `seconds`."""
+        """Number of generated tokens divided by `seconds`."""
         return sum(map(len, self.tokens)) / max(self.seconds, 1e-9)
 
 
 def split_name(name: str) -> tuple[str, bool]:
-    """(name without its suffix, whether CUDA graphs are left to transformers): `triton@nographs` forbids them."""
+    """(name without suffix, False if the suffix is @nographs, which forbids CUDA graphs)."""
     plain, _, suffix = name.partition("@")
     if suffix not in ("", "nographs"):
         raise ValueError(f"{name}: the only suffix is @nographs")
@@ -72,7 +74,7 @@ def split_name(name: str) -> tuple[str, bool]:
 
 
 def make_config(layers: int, **changes: Any) -> Any:
-    """The config of a decoder of Llama-3-8B's shape with this many layers."""
+    """The config of a Llama 3 8B with `layers` layers and changed fields."""
     from transformers import LlamaConfig
 
     sizes = {
@@ -86,10 +88,10 @@ def make_config(layers: int, **changes: Any) -> Any:
 
 
 def make_model(config: Any, device: str, dtype: torch.dtype, seed: int = 0) -> Any:
-    """The model with seeded weights, made where they stay.
+    """The model with seeded weights, initialized on its device.
 
-    Every matrix keeps the size of what it multiplies; queries and keys are drawn wider, so that a few keys hold most of the attention and a wrong
-    one among them tells.
+    Matrices preserve the scale of their input. Query and key projections have larger weights, so
+    that few keys get most of the attention and one wrong key changes the result.
     """
     from transformers import LlamaForCausalLM
 
@@ -122,8 +124,8 @@ def make_prompts(
     ]
 
 
-class _Listener(logging.Handler):
-    """Keeps what transformers' batching thread says: its errors go nowhere else."""
+class _LogCollector(logging.Handler):
+    """Collects the log of the batching thread of transformers, which does not raise its errors."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -148,18 +150,19 @@ def generate(
     graphs: bool = True,
     **settings: Any,
 ) -> Generated:
-    """One `generate_batch` over transformers' paged cache.
+    """Run `generate_batch` once, on the paged cache of transformers.
 
     Args:
         model: from `make_model`.
-        implementation: transformers' attention, "attnlib" (its backend comes from ATTNLIB_BACKEND), "sdpa" or "eager".
+        implementation: "attnlib" (with the backend of ATTNLIB_BACKEND), "sdpa" or "eager".
         prompts: token ids.
         max_new_tokens: tokens to generate for each.
-        graphs: False forbids CUDA graphs; True leaves them to transformers.
-        settings: for `ContinuousBatchingConfig`; the name of the page size is found out.
+        graphs: False forbids CUDA graphs; with True, transformers decides.
+        settings: fields of `ContinuousBatchingConfig`.
 
     Raises:
-        RuntimeError: not every prompt was finished; with what the batching thread said.
+        RuntimeError: a prompt was not finished; the message contains the errors of the batching
+            thread.
     """
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -172,9 +175,9 @@ def generate(
     if not graphs:
         settings["use_cuda_graph"] = False
     model.set_attn_implementation(implementation)
-    listener, logger = _Listener(), logging.getLogger("ContinuousBatchingLogger")
+    collector, logger = _LogCollector(), logging.getLogger("ContinuousBatchingLogger")
     level = logger.level
-    logger.addHandler(listener)
+    logger.addHandler(collector)
     logger.setLevel(logging.INFO)
     try:
         outputs = model.generate_batch(
@@ -187,33 +190,36 @@ def generate(
             progress_bar=False,
         )
     finally:
-        logger.removeHandler(listener)
+        logger.removeHandler(collector)
         logger.setLevel(level)
     failures = [str(output.error) for output in outputs.values() if output.error]
     if failures or len(outputs) != len(prompts):
-        told = (failures or listener.errors or ["nothing was said"])[0].strip()
-        reason = told.splitlines()[-1]
+        error = (failures or collector.errors or ["no error was logged"])[0].strip()
         raise RuntimeError(
-            f"{len(failures)} of {len(prompts)} prompts failed, {len(prompts) - len(outputs)} are missing: {reason}\n{told[-2500:]}"
+            f"{len(failures)} of {len(prompts)} prompts failed, {len(prompts) - len(outputs)} have "
+            "no "
+            f"output: {error.splitlines()[-1]}\n{error[-2500:]}"
         )
-    return _generated(list(outputs.values()), listener.graphs)
+    return _generated(list(outputs.values()), collector.graphs)
 
 
 def _generated(outputs: list[Any], graphs: str) -> Generated:
     outputs = sorted(outputs, key=lambda output: int(str(output.request_id).rpartition("_")[2]))
     times = [output.timestamps for output in outputs]
-    gaps = [after - before for row in times for before, after in zip(row, row[1:], strict=False)]
+    intervals = [
+        after - before for row in times for before, after in zip(row, row[1:], strict=False)
+    ]
     seconds = max(row[-1] for row in times) - min(output.created_time for output in outputs)
     return Generated(
         [list(output.generated_tokens) for output in outputs],
         seconds,
-        1e3 * statistics.median(gaps or [0.0]),
+        1e3 * statistics.median(intervals or [0.0]),
         graphs,
     )
 
 
 def served_by(model: Any) -> list[str]:
-    """Names of the attnlib backends that the model's layers have run on."""
+    """Names of the attnlib backends that the layers of the model used."""
     from attnlib.integrations.transformers import layers
 
     known = (layers._layers.get(module, {}) for module in model.modules())
@@ -222,21 +228,24 @@ def served_by(model: Any) -> list[str]:
     )
 
 
-def judge(
+def compare(
     model: Any,
     implementation: str,
     prompts: list[list[int]],
-    ours: list[list[int]],
+    tokens: list[list[int]],
     expected: list[list[int]],
 ) -> list[dict[str, Any]]:
-    """What lies behind the first difference of each prompt: one dict for each prompt that differs, none for the others.
+    """Examine the first difference of each prompt.
 
-    `gap` is how much the reference prefers its own token to ours, `top2` its distance between its best two, `error` the largest difference of our
-    logits from the reference's (sdpa) over the vocabulary, `noise` that of eager from sdpa. `explained` is True where the gap is no wider than two
-    errors can make it, and the error no larger than `NOISE_FACTOR` times the noise.
+    Returns:
+        One dict for each prompt that differs. `gap` is the margin by which the reference (sdpa)
+        prefers its token, `top2` the margin between its best two tokens, `error` the largest
+        difference of the logits from the reference, `noise` that of eager from sdpa. `explained` is
+        True if the gap is at most twice the error or noise, and the error at most `NOISE_FACTOR`
+        times the noise.
     """
     found = []
-    for index, (prompt, mine, theirs) in enumerate(zip(prompts, ours, expected, strict=True)):
+    for index, (prompt, mine, theirs) in enumerate(zip(prompts, tokens, expected, strict=True)):
         step = first_difference(mine, theirs)
         if step is None:
             continue
@@ -254,21 +263,26 @@ def judge(
             {
                 "prompt": index,
                 "step": step,
-                **_judged(model, implementation, prompt + theirs[:step], mine[step], theirs[step]),
+                **_compare_logits(
+                    model, implementation, prompt + theirs[:step], mine[step], theirs[step]
+                ),
             }
         )
     return found
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """The first place where two sequences differ, a missing end included; None when they are equal."""
+    """The first position where two sequences differ, their length included.
+
+    None if they are equal.
+    """
     for step, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
         if mine != other:
             return step
     return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
 
 
-def _judged(
+def _compare_logits(
     model: Any, implementation: str, prefix: list[int], mine: int, theirs: int
 ) -> dict[str, Any]:
     reference, eager = _logits(model, "sdpa", prefix), _logits(model, "eager", prefix)
@@ -278,13 +292,21 @@ def _judged(
     gap = float(reference[theirs] - reference[mine])
     scale = float(reference.std())
     explained = gap <= 2 * max(error, noise) and error <= NOISE_FACTOR * noise
-    return {"ours": mine, "theirs": theirs, "gap": gap, "top2": float(best[0] - best[1]), "error": error, "noise": noise, "logit_std": scale,
-            "explained": explained}  # fmt: skip
+    return {
+        "ours": mine,
+        "theirs": theirs,
+        "gap": gap,
+        "top2": float(best[0] - best[1]),
+        "error": error,
+        "noise": noise,
+        "logit_std": scale,
+        "explained": explained,
+    }
 
 
 @torch.no_grad()
 def _logits(model: Any, implementation: str, prefix: list[int]) -> torch.Tensor:
-    """Float32 logits of the token after a prefix, by an ordinary forward."""
+    """Float32 logits of the token after a prefix, by one forward without a cache."""
     model.set_attn_implementation(implementation)
     ids = torch.tensor([prefix], device=next(model.parameters()).device)
     logits: torch.Tensor = (

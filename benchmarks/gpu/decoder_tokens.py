@@ -1,13 +1,16 @@
-"""Tokens and tokens per second of a Llama-3-8B-shaped decoder under `generate_batch`, each backend chosen by ATTNLIB_BACKEND alone.
+"""Tokens and tokens per second of a decoder with the shape of Llama 3 8B under `generate_batch`.
 
-    python benchmarks/gpu/decoder_tokens.py                                      # 32 layers, all backends
+    python benchmarks/gpu/decoder_tokens.py                          # 32 layers, all backends
     python benchmarks/gpu/decoder_tokens.py --layers 8 --backends hf:sdpa triton flash_attn
-    python benchmarks/gpu/decoder_tokens.py --backends hf:sdpa triton triton@nographs "prefill:flash_attn,decode:triton"
+    python benchmarks/gpu/decoder_tokens.py --backends hf:sdpa triton@nographs
 
-`hf:sdpa` and `hf:eager` are transformers' own; the first of them that works is the reference, and a backend is right when it gives the reference's
-tokens or first differs from them at a near tie (see decoder_model.py). `@nographs` forbids the CUDA graphs that transformers would otherwise use
-where a backend can be captured. Each backend runs in a process of its own; a few load and warm up side by side (`--jobs`), then each is timed while
-the others wait. A backend that fails prints why, and the rest go on. All goes to `$OUT/decoder_tokens.json` as it comes, with its provenance.
+ATTNLIB_BACKEND selects each backend. `hf:sdpa` and `hf:eager` are implementations of transformers;
+the first one that works is the reference. A backend is correct if its tokens are those of the
+reference, or first differ from them at a near tie (see decoder_model.py). `@nographs` forbids the
+CUDA graphs that transformers uses if a backend can be captured. Each backend runs in its own
+process; `--jobs` processes load and warm up at once, and each is timed while the others are idle. A
+backend that fails does not affect the others. `$OUT/decoder_tokens.json` is written after each
+backend.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "gpu")]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks" / "gpu")]
 
 BACKENDS = [
     "hf:sdpa",
@@ -51,7 +54,10 @@ COLUMNS = [
 
 
 def serve(options: argparse.Namespace, name: str) -> None:
-    """Child: make the model and warm up, then do what stdin says; each answer is one line of JSON behind an @."""
+    """Child process: make the model, warm up, then run the commands of stdin.
+
+    Answers are @ and JSON.
+    """
     state: dict[str, Any] = {}
     _answer(lambda: _prepare(options, name, state))
     for line in sys.stdin:
@@ -109,15 +115,15 @@ def _prepare(options: argparse.Namespace, name: str, state: dict[str, Any]) -> d
 
 
 def _do(command: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    """`time` generates and measures; `judge` looks at what differs from the reference's tokens."""
+    """`time` generates and measures; `compare` compares the tokens with those of the reference."""
     import torch
 
     decoder, model, prompts = state["decoder"], state["model"], state["prompts"]
     on_gpu = next(model.parameters()).is_cuda
-    if command["do"] == "judge":
+    if command["do"] == "compare":
         expected = json.loads(Path(command["reference"]).read_text())
-        differences = decoder.judge(
-            model, state["implementation"], prompts, state["ours"], expected
+        differences = decoder.compare(
+            model, state["implementation"], prompts, state["tokens_of_run"], expected
         )
         return {
             "differences": differences,
@@ -133,7 +139,7 @@ def _do(command: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         for _ in range(2)
     ]
     best = max(runs, key=lambda run: run.tokens_per_second)
-    state["ours"] = best.tokens
+    state["tokens_of_run"] = best.tokens
     flat = [token for row in best.tokens for token in row]
     return {
         "tokens": best.tokens,
@@ -150,7 +156,7 @@ def _do(command: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
 
 
 class Child:
-    """A process that serves one backend, and what it has said."""
+    """The process of one backend, and its results."""
 
     def __init__(self, name: str, arguments: list[str]) -> None:
         self.name, self.result = name, dict[str, Any]({"backend": name})
@@ -167,7 +173,7 @@ class Child:
             env=environment,
         )
         self._lines: queue.Queue[str] = queue.Queue()
-        self._noise: list[str] = []
+        self._log: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -177,7 +183,10 @@ class Child:
         self._lines.put("")
 
     def ask(self, seconds: float, **command: Any) -> bool:
-        """Send a command (none for the first answer) and wait; what comes is added to `result`. False when it failed."""
+        """Send a command (none for the first answer) and add the answer to `result`.
+
+        False if it failed.
+        """
         if "failed" in self.result:
             return False
         if command:
@@ -190,17 +199,17 @@ class Child:
                 line = self._lines.get(timeout=max(0.1, deadline - time.monotonic()))
             except queue.Empty:
                 self.result["failed"] = (
-                    f"no answer within {seconds:.0f} s (`--backend-seconds`, `--limit-seconds`). "
-                    + "".join(self._noise)[-600:]
+                    f"no answer within {seconds:.0f} s (--backend-seconds, --limit-seconds). "
+                    + "".join(self._log)[-600:]
                 )
                 break
             if line.startswith("@"):
                 self.result.update(json.loads(line[1:]))
                 break
             if not line:
-                self.result["failed"] = "the process died. " + "".join(self._noise)[-1500:]
+                self.result["failed"] = "the process ended. " + "".join(self._log)[-1500:]
                 break
-            self._noise.append(line)
+            self._log.append(line)
         return "failed" not in self.result
 
     def close(self) -> None:
@@ -209,7 +218,7 @@ class Child:
 
 
 def run(options: argparse.Namespace, arguments: list[str], folder: Path) -> list[dict[str, Any]]:
-    """All backends, a few at a time; results are written and printed as they come."""
+    """Run all backends, `--jobs` at a time; results are printed and written after each."""
     end = time.monotonic() + options.limit_seconds
     reference = folder / "decoder_tokens_reference.json"
     reference.unlink(missing_ok=True)
@@ -232,7 +241,7 @@ def run(options: argparse.Namespace, arguments: list[str], folder: Path) -> list
                         reference.write_text(json.dumps(child.result["tokens"]))
                         child.result["reference"] = True
                     elif reference.exists():
-                        child.ask(left(), do="judge", reference=str(reference))
+                        child.ask(left(), do="compare", reference=str(reference))
                 results.append(child.result)
                 show(child.result)
                 save(options, results, folder)
@@ -243,7 +252,7 @@ def run(options: argparse.Namespace, arguments: list[str], folder: Path) -> list
 
 
 def show(result: dict[str, Any]) -> None:
-    """One backend, as soon as it is known."""
+    """Print the result of one backend."""
     if "failed" in result:
         trace = result.get("traceback", "").strip().splitlines()[-12:]
         print(
@@ -251,9 +260,11 @@ def show(result: dict[str, Any]) -> None:
         )
         return
     print(
-        f"{result['backend']}: {max(result['tokens_per_second']):.0f} tokens/s, {result['ms_per_step']:.2f} ms/step, graphs {result['graphs']}, "
-        f"served by {', '.join(result['served_by'])}, load {result['load_s']:.0f} s, warm-up {result['warm_up_s']:.0f} s, "
-        f"distinct tokens {result['distinct_tokens']:.2f}, same bits twice: {result['repeats']}",
+        f"{result['backend']}: {max(result['tokens_per_second']):.0f} tokens/s, "
+        f"{result['ms_per_step']:.2f} ms/step, graphs {result['graphs']}, "
+        f"served by {', '.join(result['served_by'])}, load {result['load_s']:.0f} s, "
+        f"warm-up {result['warm_up_s']:.0f} s, distinct tokens {result['distinct_tokens']:.2f}, "
+        f"both runs equal: {result['repeats']}",
         flush=True,
     )
     for each in result.get("differences", []):
@@ -263,7 +274,8 @@ def show(result: dict[str, Any]) -> None:
             if key in each
         )
         print(
-            f"    prompt {each['prompt']:3} step {each['step']:3} {'near tie' if each['explained'] else 'NOT EXPLAINED'}: {numbers}",
+            f"    prompt {each['prompt']:3} step {each['step']:3} "
+            f"{'near tie' if each['explained'] else 'NOT EXPLAINED'}: {numbers}",
             flush=True,
         )
 
@@ -292,13 +304,23 @@ def table(results: list[dict[str, Any]]) -> str:
         )
         peak = "-" if result["peak_gib"] is None else f"{result['peak_gib']:.1f}"
         counts = ["-", "-"] if differences is None else [str(near), str(len(differences) - near)]
-        rows.append([result["backend"], ", ".join(result["served_by"]), same, *counts, f"{max(result['tokens_per_second']):.0f}",
-                     f"{result['ms_per_step']:.2f}", result["graphs"], peak])  # fmt: skip
+        rows.append(
+            [
+                result["backend"],
+                ", ".join(result["served_by"]),
+                same,
+                *counts,
+                f"{max(result['tokens_per_second']):.0f}",
+                f"{result['ms_per_step']:.2f}",
+                result["graphs"],
+                peak,
+            ]
+        )
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def save(options: argparse.Namespace, results: list[dict[str, Any]], folder: Path) -> None:
-    from provenance import provenance
+    from attnlib.bench.provenance import provenance
 
     versions = {
         "transformers": _version("transformers"),
@@ -336,22 +358,22 @@ def main() -> int:
         "--max-batch-tokens",
         type=int,
         default=2048,
-        help="tokens of one step; longer prompts are cut into chunks",
+        help="tokens of one step; longer prompts are processed in chunks",
     )
     parser.add_argument("--page-size", type=int, default=256)
     parser.add_argument(
         "--jobs",
         type=int,
         default=4,
-        help="backends that load and warm up side by side; each holds the whole model",
+        help="backends that load and warm up at once; each has its own copy of the model",
     )
     parser.add_argument(
         "--backend-seconds",
         type=float,
         default=150.0,
-        help="longest wait for one answer of one backend",
+        help="time limit of one answer of one backend",
     )
-    parser.add_argument("--limit-seconds", type=float, default=540.0, help="for everything")
+    parser.add_argument("--limit-seconds", type=float, default=540.0, help="time limit of the run")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--config", default="{}", help="JSON: fields of LlamaConfig to change")
@@ -372,9 +394,9 @@ def main() -> int:
         if "failed" in r or any(not each["explained"] for each in r.get("differences", []))
     ]
     print(
-        "all backends give the reference's tokens, up to near ties"
+        "all backends give the tokens of the reference, except at near ties"
         if not wrong
-        else f"look at: {', '.join(wrong)}",
+        else f"wrong or failed: {', '.join(wrong)}",
         flush=True,
     )
     return 1 if wrong else 0

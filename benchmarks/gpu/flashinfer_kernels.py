@@ -1,18 +1,20 @@
-"""Compile the FlashInfer kernels that the exam needs, side by side, and pack them so that a later machine need not.
+"""Compile the FlashInfer kernels that attnlib uses in parallel, and pack them for other machines.
 
-    python benchmarks/gpu/flashinfer_kernels.py                          # compile what is missing, pack into $OUT
-    python benchmarks/gpu/flashinfer_kernels.py --sets exam decoder bench --limit-seconds 500
-    python benchmarks/gpu/flashinfer_kernels.py --unpack FOLDER          # put packed kernels where FlashInfer looks first
+    python benchmarks/gpu/flashinfer_kernels.py                      # compile, pack into $OUT
+    python benchmarks/gpu/flashinfer_kernels.py --sets verify bench --limit-seconds 500
+    python benchmarks/gpu/flashinfer_kernels.py --unpack FOLDER      # install packed kernels
     python benchmarks/gpu/flashinfer_kernels.py --list
 
-FlashInfer compiles a module at its first use, one after the other behind file locks, each from ten files. Here all modules compile
-at once. Half of a module's files are kernels for unpaged keys, and half of the rest serve custom masks, neither of which attnlib ever
-calls: unless `--full` is given they are replaced by entries that report "not supported". Should such a module not compile, it is
-compiled whole.
+FlashInfer compiles a module on first use, one after the other, each from ten files. Here all
+modules compile at once. Half of the files of a module are kernels for unpaged keys, and half of the
+rest are kernels for custom masks; attnlib calls neither. Unless `--full` is given, they are
+replaced by entry points that return "not supported". A module that does not compile this way is
+compiled completely.
 
-A finished module goes to `flashinfer/data/aot/<name>/<name>.so`, the place for prebuilt kernels: FlashInfer loads it from there without
-asking ninja, and `attnlib doctor` counts it as prebuilt. Existing ones are left alone, so the script can be stopped and run again.
-Packs (`flashinfer_kernels.NN.tar`, at most 15 MiB each, xz inside) are written under $OUT and can be unpacked one by one.
+A compiled module goes to `flashinfer/data/aot/<name>/<name>.so`, where FlashInfer looks for
+prebuilt kernels, and `attnlib doctor` counts it as prebuilt. Existing modules are not compiled
+again, so the script can be stopped and restarted. Packs (`flashinfer_kernels.NN.tar`, at most 15
+MiB each, xz inside) are independent of each other.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ PART_BYTES = 15 * 1024 * 1024
 
 
 class Kernel(NamedTuple):
-    """What decides which module FlashInfer loads; decodes run on the fa2 prefill module (tensor cores)."""
+    """The key of a FlashInfer module. Decodes use the fa2 prefill module (tensor cores)."""
 
     backend: str
     query: str
@@ -52,7 +54,7 @@ class Kernel(NamedTuple):
 
 B, H, E4, E5 = "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"
 SETS: dict[str, list[Kernel]] = {
-    "exam": [
+    "verify": [
         Kernel("fa2", B, B, 64),
         Kernel("fa3", B, B, 64),
         Kernel("fa2", B, B, 64, window=True),
@@ -67,19 +69,30 @@ SETS: dict[str, list[Kernel]] = {
         Kernel("fa2", B, E5, 64),
     ],
     "decoder": [Kernel("fa2", B, B, 128), Kernel("fa3", B, B, 128)],
-    "bench": [Kernel("fa2", B, B, 128, window=True), Kernel("fa2", B, B, 256), Kernel("fa2", B, B, 256, soft_cap=True), Kernel("fa2", B, E4, 128),
-              Kernel("fa2", H, H, 128), Kernel("fa3", H, H, 128)],
-}  # fmt: skip
-"""What the exam over the adapter plans for, and what the decoder and the rows of `attnlib bench` add; tests hold the lists against exam and rows."""
+    "bench": [
+        Kernel("fa2", B, B, 128, window=True),
+        Kernel("fa2", B, B, 256),
+        Kernel("fa2", B, B, 256, soft_cap=True),
+        Kernel("fa2", B, E4, 128),
+        Kernel("fa2", H, H, 128),
+        Kernel("fa3", H, H, 128),
+    ],
+}
+"""Kernels of the conformance suite, and those that the decoder and `attnlib bench` add.
+
+Tests compare the lists with the kernels that are used.
+"""
 
 _STUB_FA2 = """#include <flashinfer/attention/mask.cuh>
 #include <flashinfer/pos_enc.cuh>
 #include "batch_prefill_config.inc"
 namespace flashinfer {
 """
-_BODY_FA2 = """template <uint32_t CTA_TILE_Q, uint32_t HEAD_DIM_QK, uint32_t HEAD_DIM_VO, PosEncodingMode POS_ENCODING_MODE,
-          bool USE_FP16_QK_REDUCTION, MaskMode MASK_MODE, typename AttentionVariant, typename Params>
-cudaError_t @NAME@(Params params, typename Params::DTypeO* tmp_v, float* tmp_s, bool enable_pdl, cudaStream_t stream) {
+_BODY_FA2 = """template <uint32_t CTA_TILE_Q, uint32_t HEAD_DIM_QK, uint32_t HEAD_DIM_VO,
+          PosEncodingMode POS_ENCODING_MODE, bool USE_FP16_QK_REDUCTION, MaskMode MASK_MODE,
+          typename AttentionVariant, typename Params>
+cudaError_t @NAME@(Params params, typename Params::DTypeO* tmp_v, float* tmp_s, bool enable_pdl,
+                   cudaStream_t stream) {
   return cudaErrorNotSupported;
 }
 """
@@ -88,8 +101,9 @@ _STUB_FA3 = """#include <flashinfer/attention/mask.cuh>
 #include "batch_prefill_sm90_config.inc"
 namespace flashinfer {
 """
-_BODY_FA3 = """template <uint32_t HEAD_DIM_QK, uint32_t HEAD_DIM_VO, MaskMode MASK_MODE, bool LEFT_SLIDING_WINDOW,
-          bool SAME_SCHEDULE_FOR_ALL_HEADS, typename AttentionVariant, typename Params>
+_BODY_FA3 = """template <uint32_t HEAD_DIM_QK, uint32_t HEAD_DIM_VO, MaskMode MASK_MODE,
+          bool LEFT_SLIDING_WINDOW, bool SAME_SCHEDULE_FOR_ALL_HEADS, typename AttentionVariant,
+          typename Params>
 cudaError_t @NAME@(Params& params, bool enable_pdl, cudaStream_t stream) {
   return cudaErrorNotSupported;
 }
@@ -98,16 +112,19 @@ _ENTRY = re.compile(r"template cudaError_t\s+(BatchPrefillWith\w+Dispatched).*?;
 
 
 def is_needed(source: Path) -> bool:
-    """Whether attnlib can reach a kernel of this file: paged keys, and no mask or a causal one."""
+    """True if attnlib can call a kernel of this file: paged keys, and no mask or a causal mask."""
     name = source.name
     return "ragged" not in name and not name.endswith(("_mask_2.cu", "_mask_3.cu"))
 
 
 def stub_of(sources: list[tuple[str, bool]]) -> str:
-    """One source with the entries of several generated ones, and a body that reports "not supported" in place of each kernel.
+    """One source with the entry points of several generated ones, which return "not supported".
 
     Args:
-        sources: (text, whether it is of the custom mask) of each; all of one module.
+        sources: (text, True for a custom mask) of each source; all of one module.
+
+    Raises:
+        ValueError: a source has no entry points.
     """
     hopper = any("sm90" in text for text, _ in sources)
     names, entries = dict[str, None](), list[str]()
@@ -115,11 +132,12 @@ def stub_of(sources: list[tuple[str, bool]]) -> str:
         found = list(_ENTRY.finditer(text))
         if not found:
             raise ValueError(
-                "a generated source without entries: another FlashInfer than 0.6.12? use --full"
+                "a generated source has no entry points, so this is not FlashInfer 0.6.12: use "
+                "--full"
             )
-        names.update({entry.group(1): None for entry in found})
+        names.update({match.group(1): None for match in found})
         entries += [
-            entry.group(0).replace("use_custom_mask", str(custom).lower()) for entry in found
+            match.group(0).replace("use_custom_mask", str(custom).lower()) for match in found
         ]
     bodies = [(_BODY_FA3 if hopper else _BODY_FA2).replace("@NAME@", name) for name in names]
     return "".join(
@@ -132,8 +150,8 @@ def stub_of(sources: list[tuple[str, bool]]) -> str:
     )
 
 
-def lean(spec: Any) -> Any:
-    """The spec with one stub in place of the files that attnlib never calls."""
+def without_unused(spec: Any) -> Any:
+    """The spec with one stub source instead of the files that attnlib never calls."""
     kept = [source for source in spec.sources if is_needed(source)]
     others = [source for source in spec.sources if not is_needed(source)]
     if not others:
@@ -144,7 +162,7 @@ def lean(spec: Any) -> Any:
 
 
 def spec_of(kernel: Kernel) -> Any:
-    """FlashInfer's own description of the module, its sources written."""
+    """The FlashInfer description of the module, with its generated sources."""
     import torch
     from flashinfer.jit import gen_batch_prefill_module
 
@@ -166,61 +184,62 @@ def spec_of(kernel: Kernel) -> Any:
 
 
 class Builder:
-    """Runs ninja for one module after the other within a deadline."""
+    """Compiles modules with ninja until a deadline."""
 
     def __init__(self, deadline: float, jobs: int, full: bool) -> None:
         self.deadline, self.jobs, self.full = deadline, jobs, full
         self._print = threading.Lock()
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         with self._print:
             print(text, flush=True)
 
     def build(self, kernel: Kernel) -> bool:
-        """Compile and place one module; False when it failed or time was up."""
+        """Compile and install one module; False if it failed or the deadline has passed."""
         try:
             return self._build(kernel)
         except Exception as error:
-            self.say(f"{kernel}: FAILED: {type(error).__name__}: {error}")
+            self.log(f"{kernel}: FAILED: {type(error).__name__}: {error}")
             return False
 
     def _build(self, kernel: Kernel) -> bool:
         spec = spec_of(kernel)
         if spec.is_aot:
-            self.say(f"{spec.name}: already there")
+            self.log(f"{spec.name}: already installed")
             return True
         began = time.monotonic()
-        errors = self._lean(spec)
-        if errors and not self._late():
-            self.say(f"{spec.name}: compiling it whole ({errors})")
+        errors = self._build_trimmed(spec)
+        if errors and not self._expired():
+            self.log(f"{spec.name}: compiling all files ({errors})")
             errors = self._ninja(spec)
         if errors:
-            self.say(f"{spec.name}: NOT BUILT after {time.monotonic() - began:.0f} s: {errors}")
+            self.log(f"{spec.name}: NOT BUILT after {time.monotonic() - began:.0f} s: {errors}")
             return False
         spec.aot_path.parent.mkdir(parents=True, exist_ok=True)
-        waiting = spec.aot_path.with_suffix(".part")
-        shutil.copyfile(spec.jit_library_path, waiting)
-        waiting.replace(spec.aot_path)
-        self.say(
-            f"{spec.name}: {time.monotonic() - began:.0f} s, {spec.aot_path.stat().st_size / 2**20:.1f} MiB"
+        partial = spec.aot_path.with_suffix(".part")
+        shutil.copyfile(spec.jit_library_path, partial)
+        partial.replace(spec.aot_path)
+        self.log(
+            f"{spec.name}: {time.monotonic() - began:.0f} s, "
+            f"{spec.aot_path.stat().st_size / 2**20:.1f} MiB"
         )
         return True
 
-    def _lean(self, spec: Any) -> str:
+    def _build_trimmed(self, spec: Any) -> str:
         if self.full:
-            return "asked for"
+            return "--full"
         try:
-            trimmed = lean(spec)
+            trimmed = without_unused(spec)
         except ValueError as error:
             return str(error)
         return self._ninja(trimmed) or unresolved(spec.jit_library_path)
 
-    def _late(self) -> bool:
+    def _expired(self) -> bool:
         return time.monotonic() >= self.deadline
 
     def _ninja(self, spec: Any) -> str:
-        """ "" when it was built, else the compiler's own last words."""
-        if self._late():
+        """The last errors of the compiler; "" if it succeeded."""
+        if self._expired():
             return "no time left"
         spec.write_ninja()
         command = [
@@ -240,19 +259,23 @@ class Builder:
             start_new_session=True,
         )
         try:
-            said, _ = process.communicate(timeout=max(1.0, self.deadline - time.monotonic()))
+            output, _ = process.communicate(timeout=max(1.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             return "no time left"
         if process.returncode == 0:
             return ""
-        told = [line for line in said.splitlines() if "error" in line.lower()] or said.splitlines()
-        return " | ".join(told[-4:])[-1500:]
+        lines = output.splitlines()
+        errors = [line for line in lines if "error" in line.lower()] or lines
+        return " | ".join(errors[-4:])[-1500:]
 
 
 def unresolved(library: Path) -> str:
-    """ "" when a library has all its symbols, else what the loader misses: a stub that fits no entry would otherwise show at the first call."""
+    """The error of the loader if a library has undefined symbols, else "".
+
+    Symbols are resolved lazily otherwise, and a wrong stub would fail at the first call only.
+    """
     try:
         ctypes.CDLL(str(library), mode=os.RTLD_NOW | os.RTLD_LOCAL)
     except OSError as error:
@@ -261,14 +284,14 @@ def unresolved(library: Path) -> str:
 
 
 def library_folder() -> Path:
-    """Where FlashInfer looks for prebuilt modules."""
+    """The folder in which FlashInfer looks for prebuilt modules."""
     from flashinfer.jit import env
 
     return Path(env.FLASHINFER_AOT_DIR)
 
 
 def pack(folder: Path, out: Path, part_bytes: int = PART_BYTES) -> list[Path]:
-    """Write every module of `folder` into tars of at most `part_bytes`, each module compressed by itself."""
+    """Write the modules of `folder` to tar files of at most `part_bytes`; returns their paths."""
     libraries = sorted(folder.glob("*/*.so"))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         packed = list(pool.map(lambda path: lzma.compress(path.read_bytes(), preset=6), libraries))
@@ -288,15 +311,18 @@ def pack(folder: Path, out: Path, part_bytes: int = PART_BYTES) -> list[Path]:
         path = out / f"flashinfer_kernels.{number:02d}.tar"
         with tarfile.open(path, "w") as archive:
             for name, data in members:
-                entry = tarfile.TarInfo(name)
-                entry.size = len(data)
-                archive.addfile(entry, io.BytesIO(data))
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))
         written.append(path)
     return written
 
 
 def unpack(source: Path, folder: Path) -> list[str]:
-    """Put the modules of every pack in `source` under `folder`; those that are there stay as they are."""
+    """Extract all packs in `source` to `folder` without overwriting.
+
+    Returns the names of new modules.
+    """
     names = []
     for part in sorted(source.glob("flashinfer_kernels.*.tar")):
         with tarfile.open(part) as archive:
@@ -315,27 +341,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sets", nargs="+", choices=list(SETS), default=["exam", "decoder"])
-    parser.add_argument("--modules", type=int, default=8, help="modules that compile side by side")
+    parser.add_argument("--sets", nargs="+", choices=list(SETS), default=["verify", "decoder"])
     parser.add_argument(
-        "--jobs", type=int, default=6, help="files of one module that compile side by side"
+        "--modules", type=int, default=8, help="number of modules to compile at once"
     )
     parser.add_argument(
-        "--full", action="store_true", help="compile also the kernels that attnlib never calls"
+        "--jobs", type=int, default=6, help="number of files of one module to compile at once"
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="also compile the kernels that attnlib never calls"
     )
     parser.add_argument(
         "--limit-seconds",
         type=float,
         default=480.0,
-        help="no compiler runs longer; packing comes after",
+        help="time limit of the compilation, without packing",
     )
+    parser.add_argument("--arch", default="9.0a", help="default of FLASHINFER_CUDA_ARCH_LIST")
     parser.add_argument(
-        "--arch", default="9.0a", help="FLASHINFER_CUDA_ARCH_LIST, where the environment has none"
+        "--unpack", type=Path, default=None, help="only extract the packs of this folder"
     )
-    parser.add_argument(
-        "--unpack", type=Path, default=None, help="only unpack packs from this folder"
-    )
-    parser.add_argument("--list", action="store_true", help="only say which kernels the sets hold")
+    parser.add_argument("--list", action="store_true", help="only print the kernels of the sets")
     options = parser.parse_args()
     kernels = list(dict.fromkeys(kernel for name in options.sets for kernel in SETS[name]))
     if options.list:

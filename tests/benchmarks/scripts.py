@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/gpu as modules: the folder is no package, because each script runs by its path."""
+"""The scripts of benchmarks/gpu as modules; the folder is not a package."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def load(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses need their module
     spec.loader.exec_module(module)
     return module

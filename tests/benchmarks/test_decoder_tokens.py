@@ -1,4 +1,4 @@
-"""The decoder benchmark on a tiny model: a right backend gives the reference's tokens, a wrong one is told from a near tie, a failure is a row."""
+"""The decoder benchmark on a tiny model: correct tokens, wrong tokens, near ties and failures."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ def model() -> Any:
 PROMPTS = decoder.make_prompts(5, TINY["vocab_size"], 5, 60)
 
 
-def test_a_backend_gives_the_references_tokens(model: Any) -> None:
-    """V3: and it is the backend of the environment variable that has run."""
+def test_a_correct_backend_gives_the_tokens_of_the_reference(model: Any) -> None:
+    """V3: with the backend of the environment variable."""
     expected = decoder.generate(model, "eager", PROMPTS, 8, **SETTINGS)
     ours = decoder.generate(model, "attnlib", PROMPTS, 8, graphs=False, **SETTINGS)
     assert ours.tokens == expected.tokens and decoder.served_by(model) == ["torch"]
     assert ours.tokens_per_second > 0 and ours.step_ms > 0 and ours.graphs == "(False, False)"
     assert len({token for row in ours.tokens for token in row}) > 20, (
-        "degenerate tokens would notice nothing"
+        "degenerate tokens would hide errors"
     )
-    assert decoder.judge(model, "attnlib", PROMPTS, ours.tokens, expected.tokens) == []
+    assert decoder.compare(model, "attnlib", PROMPTS, ours.tokens, expected.tokens) == []
 
 
-def test_weights_and_prompts_are_the_same_again(model: Any) -> None:
-    """Each backend makes the model in a process of its own."""
+def test_weights_and_prompts_are_reproducible(model: Any) -> None:
+    """Each backend makes the model in its own process."""
     again = decoder.make_model(decoder.make_config(2, **TINY), "cpu", torch.float32)
     assert all(
         torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
@@ -77,21 +77,21 @@ def test_weights_and_prompts_are_the_same_again(model: Any) -> None:
 
 
 def test_a_wrong_token_is_not_a_near_tie(model: Any) -> None:
-    """A token that the reference would not take is not explained by an error that small; nor is a missing one."""
+    """A small error explains neither a token that the reference does not choose nor a missing one."""
     expected = decoder.generate(model, "sdpa", PROMPTS, 4, **SETTINGS).tokens
     wrong = [list(row) for row in expected]
     wrong[2][1] = (wrong[2][1] + 1) % TINY["vocab_size"]
     wrong[4].pop()
-    second, fourth = decoder.judge(model, "attnlib", PROMPTS, wrong, expected)
+    second, fourth = decoder.compare(model, "attnlib", PROMPTS, wrong, expected)
     assert (second["prompt"], second["step"], second["explained"]) == (2, 1, False)
     assert second["gap"] >= second["top2"] > 0 and second["error"] < 1e-4
     assert (fourth["prompt"], fourth["step"], fourth["explained"]) == (4, 3, False)
 
 
-def test_a_wrong_backend_is_not_excused_by_its_own_error(
+def test_large_errors_do_not_explain_a_difference(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits far from the reference's make every gap small; the noise of the reference says that they are wrong."""
+    """An error far above the noise of the reference is not rounding."""
     exact = decoder._logits
 
     def off(model: Any, implementation: str, prefix: list[int]) -> torch.Tensor:
@@ -99,14 +99,14 @@ def test_a_wrong_backend_is_not_excused_by_its_own_error(
         return exact(model, "sdpa", prefix) + noise * torch.linspace(-1, 1, TINY["vocab_size"])
 
     monkeypatch.setattr(decoder, "_logits", off)
-    found = decoder._judged(
+    found = decoder._compare_logits(
         model, "attnlib", PROMPTS[0], 7, int(exact(model, "sdpa", PROMPTS[0]).argmax())
     )
     assert found["error"] == pytest.approx(5.0, rel=1e-3) and not found["explained"]
 
 
-def test_a_near_tie_is_one(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference's second choice, as near as its own two implementations are to each other."""
+def test_near_ties_are_explained(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second choice of the reference, within the distance of its two implementations."""
     logits = {
         "sdpa": [0.0, 1.0, 0.999],
         "eager": [0.002, 1.0, 0.999],
@@ -117,11 +117,11 @@ def test_a_near_tie_is_one(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         "_logits",
         lambda model, implementation, prefix: torch.tensor(logits[implementation]),
     )
-    found = decoder._judged(model, "attnlib", [1], 2, 1)
+    found = decoder._compare_logits(model, "attnlib", [1], 2, 1)
     assert found["explained"] and found["gap"] == pytest.approx(0.001, abs=1e-6)
 
 
-def test_a_failed_generation_says_why(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_generation_raises_its_error(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """S1: the batching thread's error reaches the caller."""
     monkeypatch.setenv("ATTNLIB_BACKEND", "nonsense")
     with pytest.raises(
@@ -140,8 +140,8 @@ def test_suffixes() -> None:
         decoder.split_name("triton@fast")
 
 
-def test_the_table_has_a_row_for_everybody() -> None:
-    """A failed backend is a row with its reason, not a missing one."""
+def test_the_table_has_a_row_for_every_backend() -> None:
+    """The row of a failed backend has the reason."""
     script = load("decoder_tokens")
     measured = {
         "served_by": ["triton"],
@@ -168,14 +168,14 @@ def test_the_table_has_a_row_for_everybody() -> None:
     assert len({row.count("|") for row in rows}) == 1
 
 
-def test_children_answer_or_are_given_up(
+def test_a_process_that_ends_is_a_failed_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A child that cannot start is a failed result, and the run goes on."""
+    """The run goes on."""
     script = load("decoder_tokens")
     options = argparse.Namespace(
         backends=["hf:sdpa"], jobs=1, limit_seconds=30.0, backend_seconds=30.0, layers=1
     )
     results = script.run(options, ["--no-such-option"], tmp_path)
-    assert "process died" in results[0]["failed"] and "no-such-option" in results[0]["failed"]
+    assert "process ended" in results[0]["failed"] and "no-such-option" in results[0]["failed"]
     assert (tmp_path / "decoder_tokens.json").is_file() and "FAILED" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The list of FlashInfer kernels that the exam needs, and how they are trimmed and packed."""
+"""The lists of FlashInfer kernels, and how modules are trimmed, compiled and packed."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ constexpr auto use_custom_mask = MaskMode::kCustom == MaskMode::kCustom;
 
 template cudaError_t BatchPrefillWithPagedKVCacheDispatched<
     /*CTA_TILE_Q=*/16, 64, 64, PosEncodingMode::kNone, false, MaskMode::kCustom,
-    DefaultAttention<use_custom_mask, false, false, false>, PagedParams>(PagedParams params, nv_bfloat16* tmp_v, float* tmp_s, cudaStream_t s);
+    DefaultAttention<use_custom_mask, false, false, false>, PagedParams>(
+    PagedParams params, nv_bfloat16* tmp_v, float* tmp_s, cudaStream_t s);
 
 template cudaError_t BatchPrefillWithPagedKVCacheDispatched<
     /*CTA_TILE_Q=*/64, 64, 64, PosEncodingMode::kNone, false, MaskMode::kCustom,
-    DefaultAttention<use_custom_mask, false, false, false>, PagedParams>(PagedParams params, nv_bfloat16* tmp_v, float* tmp_s, cudaStream_t s);
+    DefaultAttention<use_custom_mask, false, false, false>, PagedParams>(
+    PagedParams params, nv_bfloat16* tmp_v, float* tmp_s, cudaStream_t s);
 
 };  // namespace flashinfer
 """
@@ -50,8 +52,8 @@ class Spec:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Any]]:
-    """FlashInfer by its stand-in, and the kernels that plans have asked for so far."""
+def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Any]]:
+    """A fake FlashInfer, and the kernels that were planned so far."""
     kernels: set[Any] = set()
     module = fake_flashinfer.install(monkeypatch, fake_flashinfer.Recorder())
     for wrapper in (
@@ -86,20 +88,22 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Any]]:
     find_api.cache_clear()
 
 
-def test_the_exam_plans_for_no_other_kernels(
-    monkeypatch: pytest.MonkeyPatch, asked: set[Any]
+def test_the_conformance_suite_plans_no_other_kernels(
+    monkeypatch: pytest.MonkeyPatch, planned: set[Any]
 ) -> None:
-    """J3: what is compiled ahead is what the exam asks for. A new case with another kernel fails here, not on a GPU ten minutes in."""
+    """J3: all kernels of the suite are in the list; a new case fails here and not on a GPU."""
     backend = on_cpu(monkeypatch, FlashInferBackend, flashinfer_metadata, {"workspace_bytes": 64})
     report = run_conformance(backend, device="cpu", label="flashinfer")
     assert report.passed, str(report)
-    assert len(asked) > 8 and asked <= set(script.SETS["exam"]), asked - set(script.SETS["exam"])
+    assert len(planned) > 8 and planned <= set(script.SETS["verify"]), planned - set(
+        script.SETS["verify"]
+    )
 
 
-def test_the_bench_plans_for_no_other_kernels(
-    monkeypatch: pytest.MonkeyPatch, asked: set[Any]
+def test_the_benchmark_plans_no_other_kernels(
+    monkeypatch: pytest.MonkeyPatch, planned: set[Any]
 ) -> None:
-    """J3: every row of `attnlib bench` that FlashInfer can serve finds its kernel where nothing may be compiled."""
+    """J3: all kernels of the `anchors` cases are in the lists."""
     backend = on_cpu(monkeypatch, FlashInferBackend, flashinfer_metadata, {"workspace_bytes": 64})
     for case in SUITES["anchors"]:
         batch, pages = case.batch, -(-case.batch.max_seq_len // case.block_size)
@@ -109,12 +113,12 @@ def test_the_bench_plans_for_no_other_kernels(
         )
         backend.make_builder(case.spec, "cpu").build(0, common)
     compiled = {kernel for kernels in script.SETS.values() for kernel in kernels}
-    assert {kernel.head_size for kernel in asked} == {64, 128, 256}
-    assert asked <= compiled, asked - compiled
+    assert {kernel.head_size for kernel in planned} == {64, 128, 256}
+    assert planned <= compiled, planned - compiled
 
 
-def test_what_attnlib_never_calls_is_left_out(tmp_path: Path) -> None:
-    """Paged kernels without a mask and with a causal one stay; the entries of the others remain, without a kernel."""
+def test_kernels_that_attnlib_never_calls_are_left_out(tmp_path: Path) -> None:
+    """Paged kernels with no mask or a causal mask stay; the others keep their entry points only."""
     names = [
         f"batch_prefill_{kind}_kernel_mask_{mask}.cu"
         for kind in ("paged", "ragged")
@@ -124,7 +128,7 @@ def test_what_attnlib_never_calls_is_left_out(tmp_path: Path) -> None:
         (tmp_path / name).write_text(
             PAGED_FA2 if "paged" in name else PAGED_FA2.replace("Paged", "Ragged")
         )
-    sources = script.lean(Spec([tmp_path / name for name in names])).sources
+    sources = script.without_unused(Spec([tmp_path / name for name in names])).sources
     assert {path.name for path in sources} == {
         "batch_prefill_paged_kernel_mask_0.cu",
         "batch_prefill_paged_kernel_mask_1.cu",
@@ -133,21 +137,21 @@ def test_what_attnlib_never_calls_is_left_out(tmp_path: Path) -> None:
     }
     stub = (tmp_path / "stub.cu").read_text()
     assert "prefill.cuh" not in stub and stub.count("return cudaErrorNotSupported") == 2, (
-        "one body for each of the two names"
+        "one body per name"
     )
     assert stub.count("template cudaError_t BatchPrefillWithPagedKVCacheDispatched") == 2 * 2
     assert stub.count("template cudaError_t BatchPrefillWithRaggedKVCacheDispatched") == 4 * 2
-    assert stub.count("DefaultAttention<true,") == 2 * 2, "the custom mask, paged and ragged"
+    assert stub.count("DefaultAttention<true,") == 2 * 2, "custom masks, paged and ragged"
     assert "use_custom_mask" not in stub
 
 
-def test_an_unknown_source_is_refused() -> None:
+def test_an_unknown_source_is_an_error() -> None:
     with pytest.raises(ValueError, match="--full"):
         script.stub_of([("namespace flashinfer {}", False)])
 
 
-def test_packs_are_small_and_come_back(tmp_path: Path) -> None:
-    """Every part stands alone; what is already there is left alone."""
+def test_packs_are_small_and_can_be_extracted(tmp_path: Path) -> None:
+    """Packs are independent, and existing files are not overwritten."""
     folder, out, back = tmp_path / "aot", tmp_path / "out", tmp_path / "back"
     for number in range(5):
         path = folder / f"module_{number}" / f"module_{number}.so"
@@ -173,7 +177,7 @@ def test_packs_are_small_and_come_back(tmp_path: Path) -> None:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """A module description, and ninja replaced by a list of what it says."""
+    """A module description; tests replace ninja."""
 
     @dataclasses.dataclass
     class Module:
@@ -191,38 +195,38 @@ def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("says", "there"),
+    ("outputs", "installed"),
     [([""], True), (["error: no", ""], True), (["error: no", "error: still"], False)],
 )
-def test_a_module_that_does_not_compile_lean_is_compiled_whole(
+def test_a_module_that_does_not_compile_trimmed_is_compiled_completely(
     monkeypatch: pytest.MonkeyPatch,
     built: Any,
-    says: list[str],
-    there: bool,
+    outputs: list[str],
+    installed: bool,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """J4: and what the compiler said is shown."""
-    builder, answers = script.Builder(deadline=float("inf"), jobs=1, full=False), list(says)
+    """J4: the output of the compiler is printed."""
+    builder, answers = script.Builder(deadline=float("inf"), jobs=1, full=False), list(outputs)
     monkeypatch.setattr(builder, "_ninja", lambda spec: answers.pop(0))
     monkeypatch.setattr(script, "unresolved", lambda library: "")
-    assert builder.build(script.SETS["exam"][0]) is there and not answers
-    assert built.aot_path.exists() is there
-    said = capsys.readouterr().out
-    assert all(word in said for word in says)
+    assert builder.build(script.SETS["verify"][0]) is installed and not answers
+    assert built.aot_path.exists() is installed
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in outputs)
 
 
-def test_a_lean_module_that_does_not_load_is_compiled_whole(
+def test_a_trimmed_module_that_does_not_load_is_compiled_completely(
     monkeypatch: pytest.MonkeyPatch, built: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A library with a missing symbol loads lazily and would fail at its first call: the loader is asked for everything now."""
+    """A library with an undefined symbol would fail at its first call."""
     builder, compiled = script.Builder(deadline=float("inf"), jobs=1, full=False), []
     monkeypatch.setattr(builder, "_ninja", lambda spec: compiled.append(spec) or "")
-    assert builder.build(script.SETS["exam"][0]) and len(compiled) == 2, (
-        "these bytes are no library"
+    assert builder.build(script.SETS["verify"][0]) and len(compiled) == 2, (
+        "the bytes are not a library"
     )
-    assert "compiling it whole" in capsys.readouterr().out
+    assert "compiling all files" in capsys.readouterr().out
 
 
-def test_nothing_starts_when_time_is_up(built: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert not script.Builder(deadline=0.0, jobs=1, full=False).build(script.SETS["exam"][0])
+def test_nothing_starts_after_the_deadline(built: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not script.Builder(deadline=0.0, jobs=1, full=False).build(script.SETS["verify"][0])
     assert "no time left" in capsys.readouterr().out
