@@ -6,28 +6,25 @@ scale, slopes and sinks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
-from attnlib import env
-from attnlib.backends.base import AttentionBackend
-from attnlib.cache.storage import PagedKVCache, Scale
+from attnlib.backends.base import AttentionBackend, AttentionImpl, StepPlan
+from attnlib.cache.storage import UNIT_SCALE, PagedKVCache, Scale
+from attnlib.call_checks import check_call, metadata_signature, per_head
 from attnlib.compile.objects import register
 from attnlib.compile.operator import attend_opaquely
-from attnlib.debug.validation import call_facts, check_call, check_values, per_head
 from attnlib.errors import ContractError
+from attnlib.instrumentation import OBSERVERS, checker_for_level
+from attnlib.ops.signature import tensor_signature
 from attnlib.selection import get_attn_backend
-from attnlib.settled import likeness, meaning_of, remember
 from attnlib.spec import AttentionSpec, AttentionType
 
-__all__ = ["OBSERVERS", "Attention"]
-
-OBSERVERS: list[Callable[..., None]] = []
-"""Called after every call of a layer with (layer, query, key, value, cache, metadata, output, lse); `attnlib.shadow` stands here."""
+__all__ = ["Attention"]
 
 
 class Attention(nn.Module):
@@ -56,8 +53,8 @@ class Attention(nn.Module):
         scale: float | None = None,
         alibi_slopes: torch.Tensor | Sequence[float] | None = None,
         sinks: torch.Tensor | None = None,
-        k_scale: Scale = 1.0,
-        v_scale: Scale = 1.0,
+        k_scale: Scale = UNIT_SCALE,
+        v_scale: Scale = UNIT_SCALE,
         kv_sharing_target_layer_name: str | None = None,
         prefix: str = "",
         device: torch.device | str | None = None,
@@ -78,13 +75,26 @@ class Attention(nn.Module):
             config=self.backend.config,
             prefix=prefix,
         )
-        self.k_scale, self.v_scale = k_scale, v_scale
+        self._own_per_head_tensors()
+        self.k_scale = _checked_layer_scale("k_scale", k_scale, spec)
+        self.v_scale = _checked_layer_scale("v_scale", v_scale, spec)
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.prefix = prefix
         self.writes = spec.is_paged and not spec.kv_sharing
-        self.meaning = meaning_of(self)
-        self._accepted: tuple[Any, ...] = ()  # the facts of the last call that passed `check_call`
+        self._accepted: tuple[Any, ...] = ()  # the last call that passed `check_call`
         self.handle = register(self)
+
+    def _own_per_head_tensors(self) -> None:
+        """Register slopes and sinks: parameters as parameters, other tensors as buffers. The impl
+        reads them from here, so that loaded weights, `.to()` and assignments reach every call."""
+        slopes, sinks = self.impl.per_head_tensors
+        self._has_per_head = slopes is not None or sinks is not None
+        for name, tensor in (("alibi_slopes", slopes), ("sinks", sinks)):
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+        self.impl.read_per_head_tensors_from(self)
 
     @classmethod
     def from_arguments(
@@ -155,57 +165,50 @@ class Attention(nn.Module):
         *,
         output: torch.Tensor | None = None,
     ) -> Any:
-        """Write the new keys and values, then attend.
+        """Write the new keys and values to the cache, then attend.
 
         Args:
-            query: `[T, Hq * D]` or `[T, Hq, D]`, strided (P9); T may exceed the batch's tokens (padding), those rows come back as 0 (M6).
-            key: `[T, Hkv * D]` or `[T, Hkv, D]`; None when it is in the cache already (or the layer shares another's, P8).
+            query: `[T, Hq * D]` or `[T, Hq, D]`, strided (P9). T may exceed the batch's tokens
+                (padding); the output of those rows is 0 (M6).
+            key: `[T, Hkv * D]` or `[T, Hkv, D]`; None when it is in the cache already, or the layer
+                shares another layer's cache (P8).
             value: `[T, Hkv * Dv]` or `[T, Hkv, Dv]`; None with `key`.
             cache: this layer's cache; None for encoders, whose keys are not cached.
-            metadata: what the backend's builder made of the batch.
-            return_lse: also return the log of the softmax denominator (M5); the spec should say `needs_lse`.
+            metadata: the batch's metadata, from the builder of the layer's backend.
+            return_lse: also return the log of the softmax denominator (M5); the spec should declare
+                `needs_lse`.
             output: where to write, `[T, Hq, Dv]` or `[T, Hq * Dv]`; None allocates.
 
         Returns:
-            the output, flat or per head as the query came; with `return_lse`, a pair with `[T, Hq]` float32.
+            The output, flat or per head like the query; with `return_lse` a pair with the LSE,
+            `[T, Hq]` float32.
 
         Raises:
-            ContractError: a tensor that does not fit the spec, the cache or the batch; nothing is written or launched then.
-            LayoutMismatchError: the backend does not read the cache's order in memory; likewise.
+            ContractError: a tensor does not fit the spec, the cache or the batch. Nothing is
+                written or launched then.
+            LayoutMismatchError: the backend does not read the cache's memory layout; likewise.
         """
-        compiling = torch.compiler.is_compiling()
-        like = (
-            None
-            if compiling or return_lse or OBSERVERS
-            else likeness(self, query, key, value, cache, metadata, output)
-        )
-        if like is not None and (known := metadata.settled.get(like)) is not None:
-            again, shape = known
-            if output is None:
-                output = (
-                    torch.empty_like(query)
-                    if shape is None
-                    else torch.empty(shape, dtype=query.dtype, device=query.device)
-                )
-            if again(self.impl, query, key, value, cache, metadata, output):
-                return output
-        spec = self.spec
-        q = per_head("query", query, spec.num_heads, spec.head_size)
-        k = None if key is None else per_head("key", key, spec.num_kv_heads, spec.head_size)
-        v = None if value is None else per_head("value", value, spec.num_kv_heads, spec.head_size_v)
-        out = self._output_for(query, output)
-        heads = out.view(-1, spec.num_heads, spec.head_size_v) if out.dim() == 2 else out
-        lse = (
-            torch.empty(q.shape[0], spec.num_heads, dtype=torch.float32, device=q.device)
-            if return_lse
-            else None
-        )
-        if compiling:
-            attend_opaquely(self, q, k, v, cache, metadata, heads, lse)
-        else:
-            self._serve(q, k, v, cache, metadata, heads, lse)
-            remember(self, like, (query, out), q, k, v, cache, metadata, heads)
-        return (out, lse) if return_lse else out
+        if torch.compiler.is_compiling():
+            return self._forward_traced(query, key, value, cache, metadata, return_lse, output)
+        signature = self._call_signature(query, key, value, cache, output, return_lse)
+        plans = getattr(metadata, "plans", None)
+        known = None if plans is None else plans.get(signature)
+        if known is None or not self._scales_agree(cache):
+            known = self._prepare(signature, query, key, value, cache, metadata, output, return_lse)
+        plan, shape = known
+        if output is None:
+            if shape is None:
+                output = torch.empty_like(query)
+            else:
+                output = torch.empty(shape, dtype=query.dtype, device=query.device)
+        lse = None
+        if return_lse:
+            rows = (query.shape[0], self.spec.num_heads)
+            lse = torch.empty(rows, dtype=torch.float32, device=query.device)
+        plan.run(self.impl, query, key, value, cache, output, lse)
+        if OBSERVERS:
+            self._notify(query, key, value, cache, metadata, output, lse)
+        return (output, lse) if return_lse else output
 
     def attend(
         self,
@@ -217,67 +220,32 @@ class Attention(nn.Module):
         output: torch.Tensor,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """`forward` on tensors that are all per head, into outputs that exist: check, write the new keys, attend. Never traced.
+        """`forward` on per-head tensors into existing outputs. Never traced by torch.compile.
 
         Args:
             query, key, value: `[T, Hq, D]`, `[T, Hkv, D]`, `[T, Hkv, Dv]`.
             cache, metadata: as in `forward`.
-            output: `[T, Hq, Dv]`, written in place; lse: `[T, Hq]` float32, written in place when given.
+            output: `[T, Hq, Dv]`, written in place.
+            lse: contiguous `[T, Hq]` float32, written in place when given.
 
         Raises:
-            ContractError: as `forward`.
+            ContractError, LayoutMismatchError: as `forward`.
         """
-        like = (
-            None
-            if OBSERVERS or lse is not None
-            else likeness(self, query, key, value, cache, metadata, output)
-        )
-        known = None if like is None else metadata.settled.get(like)
-        if known is None or not known[0](self.impl, query, key, value, cache, metadata, output):
-            self._serve(query, key, value, cache, metadata, output, lse)
-            remember(self, like, (query, output), query, key, value, cache, metadata, output)
-
-    def _serve(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        cache: PagedKVCache | None,
-        metadata: Any,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        """`attend` for a call that is like none before."""
-        facts = call_facts(query, key, value, cache, metadata, lse is not None)
-        if facts != self._accepted:
-            check_call(self, query, key, value, cache, metadata, lse is not None)
-            self._accepted = facts
-        if cache is not None:
-            self._hand_over_scales(cache)
-        level = env.read("ATTNLIB_VALIDATE")
-        if level:
-            check_values(self, query, cache, metadata)
-        if cache is None:
-            assert key is not None and value is not None  # check_call has made sure
-            self.impl.forward_unpaged(query, key, value, metadata, output, lse)
-        else:
-            if (
-                key is not None
-                and value is not None
-                and self.writes
-                and metadata.slot_mapping is not None
-            ):
-                self.impl.write_kv(key, value, cache, metadata.slot_mapping)
-            self.impl.forward(query, cache, metadata, output, lse)
-        if level == 2:
-            import_module("attnlib.debug.shadow").watch_for_validation()
-        for observer in OBSERVERS:
-            observer(self, query, key, value, cache, metadata, output, lse)
+        signature = self._call_signature(query, key, value, cache, output, lse is not None)
+        plans = getattr(metadata, "plans", None)
+        known = None if plans is None else plans.get(signature)
+        if known is None or not self._scales_agree(cache):
+            known = self._prepare(
+                signature, query, key, value, cache, metadata, output, lse is not None
+            )
+        known[0].run(self.impl, query, key, value, cache, output, lse)
+        if OBSERVERS:
+            self._notify(query, key, value, cache, metadata, output, lse)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._accepted = ()
         self.handle = register(self)  # a copy of a layer is another layer
-        self.meaning = meaning_of(self)  # counted in each process for itself
 
     def calc_kv_scales(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Set `k_scale` and `v_scale` so that the largest element of `key` and `value` becomes the largest that the cache's dtype can hold.
@@ -309,49 +277,293 @@ class Attention(nn.Module):
             f"scale={self.impl.scale:.6g}, backend={self.backend.get_name()}"
         )
 
-    def _output_for(self, query: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
-        spec = self.spec
-        shape = (
-            (query.shape[0], spec.num_heads * spec.head_size_v)
-            if query.dim() == 2
-            else (query.shape[0], spec.num_heads, spec.head_size_v)
+    def _call_signature(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache | None,
+        output: torch.Tensor | None,
+        return_lse: bool,
+    ) -> tuple[Any, ...]:
+        """The one key of a call: everything that checks and launches follow from, besides the batch
+        and addresses. Tensors may be flat or per head."""
+        impl = self.impl
+        return (
+            impl._group or impl.group,
+            None if cache is None else cache._signature or cache.signature,
+            query.dtype, query.shape, query.stride(), query.device, query.requires_grad,
+            None if key is None else (key.dtype, key.shape, key.stride(), key.device),
+            None if value is None else (value.dtype, value.shape, value.stride(), value.device),
+            None if output is None else (output.dtype, output.shape, output.stride(), output.device),
+            return_lse, torch.is_grad_enabled(),
+            self._per_head_signature() if self._has_per_head else None,
+        )  # fmt: skip
+
+    def _per_head_signature(self) -> tuple[Any, ...]:
+        return tuple(
+            None if tensor is None else tensor_signature(tensor)
+            for tensor in self.impl.per_head_tensors
         )
+
+    def _prepare(
+        self,
+        signature: tuple[Any, ...],
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache | None,
+        metadata: Any,
+        output: torch.Tensor | None,
+        return_lse: bool,
+    ) -> tuple[StepPlan, tuple[int, ...] | None]:
+        """Check a call and prepare its plan, once per batch and call signature.
+
+        Returns:
+            The plan, and the shape of an output to allocate (None: like the query).
+        """
+        spec = self.spec
+        _refuse_gradients(query, key, value)
+        q = per_head("query", query, spec.num_heads, spec.head_size)
+        k = None if key is None else per_head("key", key, spec.num_kv_heads, spec.head_size)
+        v = None if value is None else per_head("value", value, spec.num_kv_heads, spec.head_size_v)
+        shape = self._output_shape(query)
+        accepted = (signature, metadata_signature(metadata))
+        if accepted != self._accepted:
+            check_call(self, q, k, v, cache, metadata, return_lse)
+            self._check_output(query, output, shape)
+            self._accepted = accepted
+        if not self._scales_agree(cache):
+            self._agree_on_scales(cache)  # may change the scales of the cache
+            signature = self._call_signature(query, key, value, cache, output, return_lse)
+        heads = (query.shape[0], spec.num_heads, spec.head_size_v)
+        if output is None:  # a stand-in with the strides that the output will have
+            out = torch.empty(heads, dtype=query.dtype, device=query.device)
+        else:
+            out = output.view(heads) if output.dim() == 2 else output
+        plan = self._plan(signature, q, k, v, cache, metadata, out, return_lse)
+        like_query = query.shape == shape and query.is_contiguous()
+        known = (plan, None if like_query else shape)
+        plans = getattr(metadata, "plans", None)
+        if plans is not None:
+            plans.keep(signature, known)
+        return known
+
+    def _plan(
+        self,
+        signature: tuple[Any, ...],
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache | None,
+        metadata: Any,
+        output: torch.Tensor,
+        return_lse: bool,
+    ) -> StepPlan:
+        """The backend's plan, or one that calls the impl's methods; checked where a debugging level
+        asks for it. Tensors are per head."""
+        plan: StepPlan | None = None
+        writes = self.writes and metadata.slot_mapping is not None
+        if cache is not None and self.impl.has_current_plan:
+            lse = None
+            if return_lse:
+                rows = (query.shape[0], self.spec.num_heads)
+                lse = torch.empty(rows, dtype=torch.float32, device=query.device)
+            new = (key, value) if writes else (None, None)
+            plan = self.impl.plan(signature, query, *new, cache, metadata, output, lse)
+        if plan is None:
+            plan = _MethodPlan(self.spec, metadata, writes)
+        checker = checker_for_level()
+        return plan if checker is None else _CheckedPlan(plan, self, metadata, checker)
+
+    def _forward_traced(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache | None,
+        metadata: Any,
+        return_lse: bool,
+        output: torch.Tensor | None,
+    ) -> Any:
+        """`forward` while torch.compile traces it: everything happens inside one operator."""
+        spec = self.spec
+        q = per_head("query", query, spec.num_heads, spec.head_size)
+        k = None if key is None else per_head("key", key, spec.num_kv_heads, spec.head_size)
+        v = None if value is None else per_head("value", value, spec.num_kv_heads, spec.head_size_v)
+        shape = self._output_shape(query)
+        self._check_output(query, output, shape)
         if output is None:
-            if query.shape == shape and query.is_contiguous():
-                return torch.empty_like(query)  # the cheaper call
-            return torch.empty(shape, dtype=query.dtype, device=query.device)
+            output = torch.empty(shape, dtype=query.dtype, device=query.device)
+        heads = (query.shape[0], spec.num_heads, spec.head_size_v)
+        lse = None
+        if return_lse:
+            lse = torch.empty(heads[:2], dtype=torch.float32, device=query.device)
+        attend_opaquely(self, q, k, v, cache, metadata, output.view(heads), lse)
+        return (output, lse) if return_lse else output
+
+    def _output_shape(self, query: torch.Tensor) -> tuple[int, ...]:
+        spec = self.spec
+        if query.dim() == 2:
+            return (query.shape[0], spec.num_heads * spec.head_size_v)
+        return (query.shape[0], spec.num_heads, spec.head_size_v)
+
+    def _check_output(
+        self, query: torch.Tensor, output: torch.Tensor | None, shape: tuple[int, ...]
+    ) -> None:
+        if output is None:
+            return
+        spec = self.spec
         if output.shape not in (shape, (query.shape[0], spec.num_heads, spec.head_size_v)):
             raise ContractError(
                 f"output has shape {tuple(output.shape)}; it must be {list(shape)}", rule="P9"
             )
         if output.dtype != query.dtype or output.device != query.device or output.stride(-1) != 1:
             raise ContractError(
-                f"output is {output.dtype} on {output.device} with last stride {output.stride(-1)}; it must be {query.dtype} on {query.device} "
-                f"with last stride 1",
+                f"output is {output.dtype} on {output.device} with last stride "
+                f"{output.stride(-1)}; it must be {query.dtype} on {query.device} with last stride 1",
                 rule="P9",
             )
-        return output
 
-    def _hand_over_scales(self, cache: PagedKVCache) -> None:
-        """The layer's scales become its cache's; a cache that already has others belongs to another layer."""
+    def _scales_agree(self, cache: PagedKVCache | None) -> bool:
+        """Whether this layer's KV scales are known to be those of the cache, without reading them."""
+        if cache is None or self._uses_cache_scales:
+            return True
+        return self.k_scale is cache.k_scale and self.v_scale is cache.v_scale
+
+    @property
+    def _uses_cache_scales(self) -> bool:
+        return self.k_scale is UNIT_SCALE and self.v_scale is UNIT_SCALE
+
+    def _agree_on_scales(self, cache: PagedKVCache | None) -> None:
+        """Make the scales of layer and cache one object: the layer's become those of its cache.
+
+        Values are compared once, and then the objects are the same.
+
+        Raises:
+            ContractError: the cache already has other scales; it belongs to another layer.
+        """
+        if cache is None:
+            return
         for name in ("k_scale", "v_scale"):
-            mine, its = getattr(self, name), getattr(cache, name)
-            if mine is its or (isinstance(mine, float) and mine == 1.0):
+            ours, theirs = getattr(self, name), getattr(cache, name)
+            if ours is theirs or ours is UNIT_SCALE:
                 continue
-            if isinstance(its, float) and its == 1.0:
-                setattr(cache, name, mine)
-            elif not _same(mine, its):
+            fresh = isinstance(theirs, float) and theirs == 1.0
+            if not fresh and not _equal_scales(ours, theirs):
                 raise ContractError(
-                    f"{name} of layer {self.prefix or '(unnamed)'} is {mine}, that of its cache is {its}: they must agree",
+                    f"{name} of layer {self.prefix or '(unnamed)'} is {ours}, that of its cache is "
+                    f"{theirs}: they must agree",
                     rule="M9",
                 )
+            if self.spec.kv_sharing:  # the cache is another layer's
+                if fresh:
+                    raise ContractError(
+                        f"layer {self.prefix or '(unnamed)'} shares its cache and has "
+                        f"{name}={ours}, but the cache has no scale: pass the scale to the layer "
+                        "that writes the cache",
+                        rule="P8",
+                    )
+                setattr(self, name, theirs)
+            else:
+                setattr(cache, name, ours)
+                setattr(self, name, getattr(cache, name))
+
+    def _notify(self, *call: Any) -> None:
+        query, key, value, cache, metadata, output, lse = call
+        spec = self.spec
+        heads = (query.shape[0], spec.num_heads, spec.head_size_v)
+        q = per_head("query", query, spec.num_heads, spec.head_size)
+        k = None if key is None else per_head("key", key, spec.num_kv_heads, spec.head_size)
+        v = None if value is None else per_head("value", value, spec.num_kv_heads, spec.head_size_v)
+        for observer in OBSERVERS:
+            observer(self, q, k, v, cache, metadata, output.view(heads), lse)
 
 
-def _same(mine: Scale, its: Scale) -> bool:
-    if isinstance(mine, float) and isinstance(its, float):
-        return mine == its
-    return bool(
-        torch.equal(
-            torch.as_tensor(mine, device="cpu").float(), torch.as_tensor(its, device="cpu").float()
+class _MethodPlan:
+    """The plan of a backend without plans: calls `write_kv`, then `forward`."""
+
+    def __init__(self, spec: AttentionSpec, metadata: Any, writes: bool) -> None:
+        self._spec = spec
+        self._metadata = metadata
+        self._writes = writes
+
+    def run(
+        self,
+        impl: AttentionImpl,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache | None,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """See `StepPlan.run`."""
+        spec, metadata = self._spec, self._metadata
+        query = query.view(-1, spec.num_heads, spec.head_size) if query.dim() == 2 else query
+        if output.dim() == 2:
+            output = output.view(-1, spec.num_heads, spec.head_size_v)
+        if key is not None and value is not None:
+            key = key.view(-1, spec.num_kv_heads, spec.head_size) if key.dim() == 2 else key
+            if value.dim() == 2:
+                value = value.view(-1, spec.num_kv_heads, spec.head_size_v)
+            if cache is None:
+                impl.forward_unpaged(query, key, value, metadata, output, lse)
+                return
+            if self._writes:
+                impl.write_kv(key, value, cache, metadata.slot_mapping)
+        assert cache is not None  # `check_call` refuses a paged layer without one
+        impl.forward(query, cache, metadata, output, lse)
+
+
+class _CheckedPlan:
+    """Another plan, with a check of values before every run (ATTNLIB_VALIDATE)."""
+
+    def __init__(
+        self, plan: StepPlan, layer: Attention, metadata: Any, checker: Callable[..., None]
+    ) -> None:
+        self._plan = plan
+        self._layer = layer
+        self._metadata = metadata
+        self._checker = checker
+
+    def run(self, impl: AttentionImpl, *call: Any) -> None:
+        """See `StepPlan.run`."""
+        query, key, value, cache = call[:4]
+        self._checker(self._layer, query, key, value, cache, self._metadata)
+        self._plan.run(impl, *call)
+
+
+def _refuse_gradients(*tensors: torch.Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise ContractError(
+            "query, key or value requires a gradient, and attnlib computes no gradients: run the "
+            "model under torch.inference_mode() or torch.no_grad()"
         )
-    )
+
+
+def _equal_scales(ours: Scale, theirs: Scale) -> bool:
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return ours == theirs
+    both = [torch.as_tensor(scale, device="cpu").float() for scale in (ours, theirs)]
+    return bool(torch.equal(*both))
+
+
+def _checked_layer_scale(name: str, scale: Scale, spec: AttentionSpec) -> Scale:
+    """A scale that a cache would accept; its device is checked with the cache.
+
+    Raises:
+        ContractError: a number that is not finite and positive, or a tensor of another dtype or
+            shape.
+    """
+    if not isinstance(scale, torch.Tensor):
+        if not (math.isfinite(scale) and scale > 0):
+            raise ContractError(f"{name}={scale} must be finite and greater than 0", rule="M9")
+        return UNIT_SCALE if scale == 1.0 else float(scale)
+    if scale.dtype != torch.float32 or scale.shape not in ((), (1,), (spec.num_kv_heads,)):
+        raise ContractError(
+            f"{name} is {scale.dtype} {tuple(scale.shape)}; it must be float32, a scalar or "
+            f"[{spec.num_kv_heads}] (KV heads)",
+            rule="M9",
+        )
+    return scale

@@ -17,7 +17,7 @@ LAYERS = (
     ("backends.loading",),
     ("backends",),
     ("selection",),
-    ("settled", "layer", "compile", "debug.validation", "warmup"),
+    ("instrumentation", "call_checks", "layer", "compile", "warmup"),
     ("integrations", "debug", "testing", "cli", "bench", "tuning.measure", "__main__", "__init__"),
 )
 

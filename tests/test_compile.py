@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import shutil
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from attnlib.backends.torch import TorchBackend
 from attnlib.cache.storage import PagedKVCache
-from attnlib.compile.objects import handle_of, object_behind, register
+from attnlib.compile.objects import lookup, register, register_tensor_id
 from attnlib.compile.operator import attend
 from attnlib.errors import ContractError
 from attnlib.layer import Attention
@@ -177,25 +178,68 @@ def test_the_operator_is_what_it_declares() -> None:
 
 def test_a_copy_of_a_layer_is_another_layer() -> None:
     layer = Attention(SPEC, backend=TorchBackend, device="cpu")
-    twin = copy.deepcopy(layer)
-    assert (
-        twin.handle != layer.handle
-        and object_behind(twin.handle, "layer") is twin
-        and object_behind(layer.handle, "layer") is layer
-    )
+    other = copy.deepcopy(layer)
+    assert other.handle != layer.handle
+    assert lookup(other.handle, Attention, "layer") is other
+    assert lookup(layer.handle, Attention, "layer") is layer
 
 
-def test_handles_keep_nothing_alive() -> None:
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@torch.inference_mode()
+def test_copies_of_caches_and_metadata_have_ids_of_their_own(how: str) -> None:
+    """A compiled call over copies writes and reads the copies."""
+    layer = Attention(SPEC, backend=TorchBackend, device="cpu")
+    cache, step = _caches(SPEC)[0], _steps(SPEC)[0]
+    layer(torch.randn(29, 4, 16), torch.randn(29, 2, 16), torch.randn(29, 2, 16), cache, step)
+    other_cache, other_step = COPIES[how](cache), COPIES[how](step)
+    for original, copied in ((cache, other_cache), (step, other_step)):
+        assert int(original.handle) != int(copied.handle)
+        assert lookup(copied.handle, type(copied), "object") is copied
+    assert step.plans and not other_step.plans, "plans belong to one batch"
+    if how == "copy":
+        return  # shares the tensors
+    before = cache.key_cache.clone()
+    q, kv = torch.randn(29, 4, 16), torch.randn(29, 2, 16)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    out = compiled(q, kv, kv, other_cache, other_step)
+    assert torch.equal(cache.key_cache, before)
+    torch.testing.assert_close(out, layer(q, kv, kv, other_cache, other_step))
+
+
+@torch.inference_mode()
+def test_a_layer_whose_output_is_unused_still_writes() -> None:
+    layer = Attention(SPEC, backend=TorchBackend, device="cpu")
+    cache, step = _caches(SPEC)[0], _steps(SPEC)[0]
+
+    def only_writes(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        layer(q, kv, kv, cache, step)
+        return q + 1
+
+    before = cache.key_cache.clone()
+    compiled = torch.compile(only_writes, backend="aot_eager", fullgraph=True)
+    compiled(torch.randn(29, 4, 16), torch.randn(29, 2, 16))
+    assert not torch.equal(cache.key_cache, before)
+
+
+def test_ids_keep_nothing_alive_and_are_typed() -> None:
     class Thing: ...
 
     thing = Thing()
-    number, handle = register(thing), handle_of(thing)
-    assert (
-        object_behind(number, "thing") is thing
-        and object_behind(handle, "thing") is thing
-        and int(handle) != number
-    )
+    number, tensor_id = register(thing), register_tensor_id(thing)
+    assert lookup(number, Thing, "thing") is thing
+    assert lookup(tensor_id, Thing, "thing") is thing and int(tensor_id) != number
+    with pytest.raises(
+        ContractError, match="the cache of this call is a Thing; it must be a Paged"
+    ):
+        lookup(number, PagedKVCache, "cache")
     del thing
     gc.collect()
-    with pytest.raises(ContractError, match="the thing of this call does not exist any more"):
-        object_behind(handle, "thing")
+    with pytest.raises(ContractError, match="the thing of this call no longer exists"):
+        lookup(tensor_id, Thing, "thing")

@@ -2,10 +2,16 @@
 
 import copy
 import dataclasses
+import functools
+import gc
+import pickle
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 import attnlib
 from attnlib.backends.torch import TorchBackend
@@ -329,84 +335,74 @@ def test_slopes_and_sinks_agree_with_the_spec() -> None:
         ContractError, match="alibi_slopes given, but the spec says has_alibi=False"
     ):
         attnlib.Attention(SPEC, device="cpu", alibi_slopes=[0.1] * 4)
-    with pytest.raises(ContractError, match=r"sinks has shape \(3,\); it must be \[4\]"):
+    with pytest.raises(
+        ContractError, match=r"sinks is torch.float32 \(3,\); it must be floating-point \[4\]"
+    ):
         attnlib.Attention(SPEC.replace(has_sink=True), device="cpu", sinks=torch.zeros(3))
 
 
-class SettlingImpl(TorchBackend.get_impl_cls()):
-    """Settles every call that it is asked to, and counts what it is asked."""
+class PlanningImpl(TorchBackend.get_impl_cls()):
+    """Plans every call that it is asked about, and counts plans and runs."""
 
-    asked = 0
-    served: list[object] = []
-    steps_aside = False
+    plans = 0
+    runs: list[object] = []
 
-    def settle(self, query, key, value, cache, metadata, output):
-        SettlingImpl.asked += 1
-        table = metadata.block_table
-
-        def step(impl, query, key, value, cache, metadata, output):
-            if SettlingImpl.steps_aside or metadata.block_table is not table:
-                return False
-            SettlingImpl.served.append(impl)
-            impl.write_kv(key.view(-1, 2, 8), value.view(-1, 2, 6), cache, metadata.slot_mapping)
-            impl.forward(query.view(-1, 4, 8), cache, metadata, output.view(-1, 4, 6), None)
-            return True
-
-        return step
+    def plan(self, signature, query, key, value, cache, metadata, output, lse):
+        PlanningImpl.plans += 1
+        return SimpleNamespace(run=functools.partial(_run_plan, metadata))
 
 
-class SettlingBackend(TorchBackend):
+def _run_plan(metadata, impl, query, key, value, cache, output, lse):
+    PlanningImpl.runs.append(impl)
+    if key is not None:
+        impl.write_kv(key.view(-1, 2, 8), value.view(-1, 2, 6), cache, metadata.slot_mapping)
+    impl.forward(query.view(-1, 4, 8), cache, metadata, output.view(-1, 4, 6), lse)
+
+
+class PlanningBackend(TorchBackend):
     @staticmethod
     def get_impl_cls():
-        return SettlingImpl
+        return PlanningImpl
 
 
 @pytest.fixture
-def settling():
-    SettlingImpl.asked, SettlingImpl.served, SettlingImpl.steps_aside = 0, [], False
-    layers = [attnlib.Attention(SPEC, backend=SettlingBackend, device="cpu") for _ in range(2)]
+def planning():
+    PlanningImpl.plans, PlanningImpl.runs = 0, []
+    layers = [attnlib.Attention(SPEC, backend=PlanningBackend, device="cpu") for _ in range(2)]
     _, cache, step, q, k, v = _inputs()
     return layers, cache, step, q, k, v
 
 
-def test_a_layer_repeats_what_one_that_means_the_same_had_served(settling) -> None:
-    (first, second), cache, step, q, k, v = settling
+def test_a_plan_serves_all_layers_of_a_group(planning) -> None:
+    (first, second), cache, step, q, k, v = planning
     expected = first(q, k, v, cache, step)
-    assert (SettlingImpl.asked, SettlingImpl.served) == (1, [])
+    assert (PlanningImpl.plans, PlanningImpl.runs) == (1, [first.impl])
     other = attnlib.PagedKVCache.allocate(SPEC, 8, "cpu")
-    assert torch.equal(second(q, k, v, other, step), expected) and torch.equal(
-        other.key_cache, cache.key_cache
-    )
+    assert torch.equal(second(q, k, v, other, step), expected)
+    assert torch.equal(other.key_cache, cache.key_cache)
     assert torch.equal(first(q, k, v, cache, step), expected)
-    assert (SettlingImpl.asked, SettlingImpl.served) == (1, [second.impl, first.impl])
+    assert (PlanningImpl.plans, PlanningImpl.runs[1:]) == (1, [second.impl, first.impl])
     flat = q.flatten(1), k.flatten(1), v.flatten(1)
-    for served in (2, 3, 4):
-        assert torch.equal(first(*flat, cache, step), expected.flatten(1)), (
-            "flat tensors come back flat"
-        )
-        assert (SettlingImpl.asked, len(SettlingImpl.served)) == (2, served), (
-            "flat tensors are a kind of call of their own"
-        )
+    for _ in range(3):
+        assert torch.equal(first(*flat, cache, step), expected.flatten(1)), "flat in, flat out"
+        assert PlanningImpl.plans == 2, "flat tensors are another call signature"
     given = torch.empty(6, 24)
-    assert (
-        first(*flat, cache, step, output=given) is first(*flat, cache, step, output=given) is given
-    )
-    assert torch.equal(given, expected.flatten(1)) and (
-        SettlingImpl.asked,
-        len(SettlingImpl.served),
-    ) == (3, 5)
+    for _ in range(2):
+        assert first(*flat, cache, step, output=given) is given
+    assert torch.equal(given, expected.flatten(1)) and PlanningImpl.plans == 3
+    first(q, None, None, cache, step)
+    _, lse = first(q, k, v, cache, step, return_lse=True)
+    assert PlanningImpl.plans == 5 and lse.shape == (6, 4)
 
 
-def test_a_call_unlike_any_before_is_served_the_usual_way(settling) -> None:
-    """Whatever the launches follow from: strides, rows, the cache, the layer's meaning, the batch."""
-    (layer, _), cache, step, q, k, v = settling
+def test_a_call_of_another_signature_gets_a_plan_of_its_own(planning) -> None:
+    """Strides, rows, the cache, the scale and the batch are part of what a plan is made for."""
+    (layer, _), cache, step, q, k, v = planning
     layer(q, k, v, cache, step)
     strided = torch.stack([q, q], 1)[:, 0]
     padded = torch.cat([q, q[:1]]), torch.cat([k, k[:1]]), torch.cat([v, v[:1]])
-    scaled, larger = (
-        attnlib.Attention(SPEC, backend=SettlingBackend, scale=0.5, device="cpu"),
-        attnlib.PagedKVCache.allocate(SPEC, 9, "cpu"),
-    )
+    scaled = attnlib.Attention(SPEC, backend=PlanningBackend, scale=0.5, device="cpu")
+    larger = attnlib.PagedKVCache.allocate(SPEC, 9, "cpu")
     again = layer.backend.make_builder(SPEC, "cpu").build(
         0, attnlib.CommonAttentionMetadata.from_lengths([1, 5], [1, 5], [[6], [1, 3]], 4, "cpu")
     )
@@ -418,18 +414,15 @@ def test_a_call_unlike_any_before_is_served_the_usual_way(settling) -> None:
         lambda: layer(q, k, v, cache, again),
         lambda: layer(q, k, v, cache, step, output=torch.empty(6, 4, 12)[..., :6]),
     )
-    for number, call in enumerate(calls):
+    for number, call in enumerate(calls, 2):
         call()
-        assert (SettlingImpl.asked, SettlingImpl.served) == (number + 2, []), number
-    layer(q, None, None, cache, step)
-    layer(q, k, v, cache, step, return_lse=True)
-    assert (SettlingImpl.asked, SettlingImpl.served) == (len(calls) + 1, []), (
-        "nothing to write, or an LSE, is never settled"
-    )
+        assert PlanningImpl.plans == number
+        call()
+        assert PlanningImpl.plans == number
 
 
-def test_bad_input_is_refused_though_calls_are_settled(settling) -> None:
-    (layer, _), cache, step, q, k, v = settling
+def test_bad_input_is_refused_beside_a_plan(planning) -> None:
+    (layer, _), cache, step, q, k, v = planning
     layer(q, k, v, cache, step)
     for wrong in (
         (q[:5], k, v),
@@ -440,75 +433,229 @@ def test_bad_input_is_refused_though_calls_are_settled(settling) -> None:
     ):
         with pytest.raises(ContractError):
             layer(*wrong, cache, step)
-    assert SettlingImpl.served == [] and SettlingImpl.asked == 1
+    assert len(PlanningImpl.runs) == PlanningImpl.plans == 1
 
 
-def test_whoever_looks_at_calls_still_sees_them(settling, monkeypatch) -> None:
-    """Observers, ATTNLIB_VALIDATE and scales of the cache lead the usual way, and so does a step that steps aside."""
-    (layer, _), cache, step, q, k, v = settling
+def test_observers_see_planned_calls(planning, monkeypatch) -> None:
+    (layer, _), cache, step, q, k, v = planning
     layer(q, k, v, cache, step)
     seen = []
     monkeypatch.setattr("attnlib.layer.OBSERVERS", [lambda *call: seen.append(call)])
-    layer(q, k, v, cache, step)
-    monkeypatch.undo()
-    monkeypatch.setenv("ATTNLIB_VALIDATE", "1")
-    layer(q, k, v, cache, step)
-    monkeypatch.undo()
-    SettlingImpl.steps_aside = True
-    expected = layer(q, k, v, cache, step)
-    SettlingImpl.steps_aside = False
-    step.block_table = step.block_table.clone()
-    assert torch.equal(layer(q, k, v, cache, step), expected)
-    cache.k_scale = 2.0
-    assert not torch.equal(layer(q, k, v, cache, step), expected)
-    assert len(seen) == 1 and SettlingImpl.served == []
+    flat = q.flatten(1), k.flatten(1), v.flatten(1)
+    out = layer(*flat, cache, step)
+    (call,) = seen
+    assert call[0] is layer and call[1].shape == q.shape and torch.equal(call[6].flatten(1), out)
 
 
-def test_hooks_of_a_module_see_settled_calls(settling) -> None:
-    (layer, _), cache, step, q, k, v = settling
+def test_assigning_a_field_drops_plans_and_derived_parts(planning) -> None:
+    """Writes and reads of a mixed batch follow an assignment alike."""
+    (layer, _), _, _, _, _, _ = planning
+    cache = attnlib.PagedKVCache.allocate(SPEC, 16, "cpu")
+    common = attnlib.CommonAttentionMetadata.from_lengths(
+        [1, 12], [1, 12], [[6, 7, 8], [1, 3, 5]], 4, "cpu"
+    )
+    builder = layer.backend.make_builder(SPEC, "cpu")
+    step = builder.build(0, common)
+    q, k, v = torch.randn(13, 4, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 6)
+    layer(q, k, v, cache, step)
+    prefill = step.prefill_metadata
+    assert step.num_decodes == 1 and prefill is not None
+    moved = step.block_table + 8
+    step.block_table, step.slot_mapping = moved, step.slot_mapping + 8 * 4
+    assert not step.plans and step.prefill_metadata is not prefill
+    assert torch.equal(step.prefill_metadata.block_table, moved[1:])
+    fresh = attnlib.PagedKVCache.allocate(SPEC, 16, "cpu")
+    assert torch.equal(layer(q, k, v, fresh, step), layer(q, k, v, cache, builder.build(0, common)))
+    assert PlanningImpl.plans == 3
+
+
+def test_plans_are_bounded() -> None:
+    layer, cache, step, q, k, v = _inputs()
+    for rows in range(200):
+        more = torch.cat([q, torch.zeros(rows, 4, 8)])
+        layer(more, None, None, cache, step)
+    assert 0 < len(step.plans) <= step.plans.LIMIT
+    assert not pickle.loads(pickle.dumps(step)).plans
+
+
+def test_hooks_of_a_module_see_planned_calls(planning) -> None:
+    (layer, _), cache, step, q, k, v = planning
     expected = layer(q, k, v, cache, step)
     before, after = [], []
     layer.register_forward_pre_hook(lambda module, args: before.append(module))
     layer.register_forward_hook(lambda module, args, out: after.append(out) or out + 1)
     assert torch.equal(layer(q, k, v, cache, step), expected + 1)
-    assert before == [layer] and len(after) == 1 and SettlingImpl.served == [layer.impl]
+    assert before == [layer] and len(after) == 1 and len(PlanningImpl.runs) == 2
 
 
-def test_a_step_that_steps_aside_leaves_the_output_to_the_usual_way(settling) -> None:
-    (layer, _), cache, step, q, k, v = settling
-    flat = q.flatten(1), k.flatten(1), v.flatten(1)
-    expected = layer(*flat, cache, step)
-    SettlingImpl.steps_aside = True
-    given = torch.empty(6, 24)
-    for _ in range(2):
-        assert torch.equal(layer(*flat, cache, step), expected) and torch.equal(
-            layer(q, k, v, cache, step).flatten(1), expected
+def test_an_inherited_plan_does_not_hide_other_methods(planning) -> None:
+    """A plan stands for the `forward` and `write_kv` that it was written with."""
+    (layer, other), cache, step, q, k, v = planning
+
+    class Doubled(PlanningImpl):
+        def forward(self, query, cache, metadata, output, lse=None):
+            super().forward(query, cache, metadata, output, lse)
+            output.mul_(2)
+
+    class DoubledBackend(TorchBackend):
+        @staticmethod
+        def get_impl_cls():
+            return Doubled
+
+    expected = layer(q, k, v, cache, step)
+    doubled = attnlib.Attention(SPEC, backend=DoubledBackend, device="cpu")
+    assert torch.equal(doubled(q, k, v, cache, step), 2 * expected)
+    original = other.impl.forward
+    assert torch.equal(other(q, k, v, cache, step), expected)
+
+    def tripled(query, cache, metadata, output, lse=None):
+        original(query, cache, metadata, output, lse)
+        output.mul_(3)
+
+    other.impl.forward = tripled
+    assert torch.equal(other(q, k, v, cache, step), 3 * expected)
+    assert torch.equal(layer(q, k, v, cache, step), expected)
+
+
+def test_replaced_parts_of_a_layer_reach_the_next_call(planning) -> None:
+    """The impl, its scale and its sinks have one source of truth each."""
+    _, cache, step, q, k, v = planning
+    spec = SPEC.replace(has_sink=True)
+    sinks = [torch.randn(4), torch.randn(4)]
+    layers = [
+        attnlib.Attention(spec, backend=PlanningBackend, device="cpu", sinks=own) for own in sinks
+    ]
+    step = (
+        layers[0]
+        .backend.make_builder(spec, "cpu")
+        .build(
+            0, attnlib.CommonAttentionMetadata.from_lengths([1, 5], [1, 5], [[6], [1, 3]], 4, "cpu")
         )
-        assert layer(*flat, cache, step, output=given) is given
-    assert SettlingImpl.served == [] and torch.equal(given, expected)
+    )
+    first, second = (layer(q, k, v, cache, step) for layer in layers)
+    assert not torch.equal(first, second)
+    layers[0].impl.sinks = sinks[1]
+    assert torch.equal(layers[0](q, k, v, cache, step), second)
+    layers[0].sinks = sinks[0]
+    assert torch.equal(layers[0](q, k, v, cache, step), first)
+    layers[0].impl.scale = 0.01
+    scaled = layers[0](q, k, v, cache, step)
+    assert not torch.equal(scaled, first)
+    layers[0].impl = layers[1].impl
+    assert torch.equal(layers[0](q, k, v, cache, step), second)
 
 
-def test_layers_get_numbers_of_their_own_in_threads() -> None:
-    """Two meanings with one number would launch one's kernels for the other."""
+def test_weights_loaded_after_construction_arrive() -> None:
+    """bfloat16 parameters too; `.to()` and `state_dict` hold them."""
+    spec = SPEC.replace(has_sink=True)
+    given = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16), requires_grad=False)
+    layer = attnlib.Attention(spec, device="cpu", sinks=given)
+    constant = attnlib.Attention(spec, device="cpu", sinks=torch.zeros(4))
+    _, cache, _, q, k, v = _inputs()
+    step = layer.backend.make_builder(spec, "cpu").build(
+        0, attnlib.CommonAttentionMetadata.from_lengths([1, 5], [1, 5], [[6], [1, 3]], 4, "cpu")
+    )
+    before = layer(q, k, v, cache, step)
+    assert torch.equal(before, constant(q, k, v, cache, step))
+    loaded = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16)
+    layer.load_state_dict({**layer.state_dict(), "sinks": loaded})
+    constant.load_state_dict({**constant.state_dict(), "sinks": loaded.float()})
+    after = layer(q, k, v, cache, step)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, constant(q, k, v, cache, step))
+    assert layer.to(torch.float64).impl.per_head_tensors[1].dtype == torch.float64
+
+
+def test_groups_of_layers_in_threads() -> None:
+    """Two scales in one group would launch one's kernels for the other."""
     with ThreadPoolExecutor(8) as pool:
         layers = list(
             pool.map(
                 lambda n: attnlib.Attention(
-                    SPEC, backend=SettlingBackend, scale=1 / (7 + n), device="cpu"
+                    SPEC, backend=PlanningBackend, scale=1 / (7 + n), device="cpu"
                 ),
                 range(64),
             )
         )
-    assert len({layer.meaning for layer in layers}) == 64
+    assert len({layer.impl.group for layer in layers}) == 64
+    copied = copy.deepcopy(layers[0])
+    assert copied.impl.group is layers[0].impl.group
 
 
-def test_backends_that_settle_nothing_are_not_asked(monkeypatch) -> None:
+def test_groups_do_not_outlive_their_layers() -> None:
+    def make() -> weakref.ref:
+        layer = attnlib.Attention(SPEC, backend=PlanningBackend, scale=0.123, device="cpu")
+        return weakref.ref(layer.impl.group)
+
+    group = make()
+    gc.collect()
+    assert group() is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda common, step: common, "metadata is a CommonAttentionMetadata; backend torch needs"),
+        (lambda common, step: None, "metadata is a NoneType; backend torch needs the"),
+    ],
+)
+def test_metadata_of_another_type_is_refused(wrong, message) -> None:
     layer, cache, step, q, k, v = _inputs()
-    monkeypatch.setattr("attnlib.backends.base.AttentionImpl.settle", None)  # a call would fail
-    layer(q, k, v, cache, step)
-    assert layer.meaning is None and step.settled == {}
+    common = attnlib.CommonAttentionMetadata.from_lengths([1, 5], [1, 5], [[6], [1, 3]], 4, "cpu")
+    before = cache.key_cache.clone()
+    with pytest.raises(ContractError, match=message):
+        layer(q, k, v, cache, wrong(common, step))
+    assert torch.equal(cache.key_cache, before)
 
 
-def test_a_copy_of_a_layer_means_the_same() -> None:
-    layer = attnlib.Attention(SPEC, backend=SettlingBackend, device="cpu")
-    assert copy.deepcopy(layer).meaning == layer.meaning is not None
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_size": 8}, "metadata was built for block_size=8, the layer's spec has 4"),
+        ({"head_size_v": 8}, "metadata was built for head_size_v=8, the layer's spec has 6"),
+    ],
+)
+def test_metadata_of_another_spec_is_refused(change, message) -> None:
+    layer, cache, _, q, k, v = _inputs()
+    spec = SPEC.replace(**change)
+    step = layer.backend.make_builder(spec, "cpu").build(
+        0,
+        attnlib.CommonAttentionMetadata.from_lengths(
+            [1, 5], [1, 5], [[6], [1, 3]], spec.block_size, "cpu"
+        ),
+    )
+    with pytest.raises(ContractError, match=message):
+        layer(q, k, v, cache, step)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_scales_are_finite_and_positive(scale) -> None:
+    """M9"""
+    with pytest.raises(ContractError, match="must be finite and greater than 0"):
+        attnlib.Attention(SPEC, device="cpu", k_scale=scale)
+    cache = attnlib.PagedKVCache.allocate(SPEC, 8, "cpu")
+    with pytest.raises(ContractError, match="must be finite and greater than 0"):
+        cache.v_scale = scale
+
+
+def test_equal_scale_tensors_are_compared_once(monkeypatch) -> None:
+    """Then they are one object, so no later call synchronizes."""
+    layer, _, step, q, k, v = _inputs()
+    scaled = attnlib.Attention(SPEC, device="cpu", k_scale=torch.tensor(2.0))
+    cache = attnlib.PagedKVCache.allocate(SPEC, 8, "cpu", k_scale=torch.tensor(2.0))
+    first = scaled(q, k, v, cache, step)
+    assert scaled.k_scale is cache.k_scale
+    monkeypatch.setattr("attnlib.layer._equal_scales", None)  # a call would fail
+    assert torch.equal(scaled(q, k, v, cache, step), first)
+    other = attnlib.PagedKVCache.allocate(SPEC, 8, "cpu", k_scale=torch.tensor(3.0))
+    monkeypatch.undo()
+    with pytest.raises(ContractError, match="k_scale of layer .* they must agree"):
+        scaled(q, k, v, other, step)
+
+
+def test_gradients_are_refused() -> None:
+    layer, cache, step, q, k, v = _inputs()
+    with pytest.raises(ContractError, match="attnlib computes no gradients"):
+        layer(q.requires_grad_(), k, v, cache, step)
+    with torch.no_grad():
+        layer(q, k, v, cache, step)

@@ -45,6 +45,7 @@ def test_selection_loads_nothing_heavy_and_starts_no_cuda() -> None:
         "hopper.support",
         "heuristics.hopper_tiles",
         "heuristics.splits",
+        "heuristics.decode_numbers",
         "heuristics.tile_entries",
         "heuristics.tile_table",
         "heuristics.tiles",

@@ -12,8 +12,10 @@ Required methods are abstract, optional methods have working defaults.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -30,7 +32,7 @@ from attnlib.ops.params import AttentionParams
 from attnlib.spec import AttentionSpec
 from attnlib.tuning.tuner import Tuner
 
-__all__ = ["AttentionBackend", "AttentionImpl", "Settled"]
+__all__ = ["AttentionBackend", "AttentionImpl", "LayerGroup", "StepPlan"]
 
 
 class AttentionBackend(ABC):
@@ -157,23 +159,37 @@ class AttentionBackend(ABC):
         return cls.__module__, cls.__qualname__
 
 
-class Settled(Protocol):
-    """A call that has been served before, less its addresses (`AttentionImpl.settle`)."""
+class StepPlan(Protocol):
+    """One kind of call over one batch, prepared: cache write and attention (`AttentionImpl.plan`)."""
 
-    def __call__(
+    def run(
         self,
-        impl: AttentionImpl,
+        impl: Any,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: PagedKVCache,
-        metadata: Any,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: Any,
         output: torch.Tensor,
-    ) -> bool:
-        """Write the keys and values and attend; False, and nothing done, where the usual way has to be taken.
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Write the new keys and values, then attend.
 
-        `query`, `key`, `value` and `output` are flat or per head, as the layer got them.
+        Args:
+            impl: of the layer that calls, for what is a layer's own (sinks, slopes).
+            query, key, value, output: flat or per head, as the layer was called. `key` and `value`
+                are None where nothing is written.
+            cache: the layer's cache, a `PagedKVCache`; None where keys are not cached.
+            lse: `[T, Hq]` float32 or None.
         """
+
+
+class LayerGroup:
+    """Identity of the layers that may share a step plan: equal backend, spec, scale and config."""
+
+    __slots__ = ("__weakref__",)
+
+
+_groups: WeakValueDictionary[Any, LayerGroup] = WeakValueDictionary()
 
 
 class AttentionImpl(ABC):
@@ -182,15 +198,22 @@ class AttentionImpl(ABC):
     Args:
         spec: what the layer needs; already accepted by the backend.
         scale: softmax scale; None means 1/sqrt(head_size).
-        alibi_slopes: `[Hq]` float32, when `spec.has_alibi`.
-        sinks: `[Hq]` float32, when `spec.has_sink`.
+        alibi_slopes: `[Hq]` of a floating-point dtype, when `spec.has_alibi`.
+        sinks: `[Hq]` of a floating-point dtype, when `spec.has_sink`.
         kv_sharing_target_layer_name: the layer whose cache this one reads (P8).
         config: the backend's own settings.
         prefix: the layer's name, for messages.
 
+    Attributes:
+        alibi_slopes, sinks: `[Hq]` float32 or None. A layer owns these tensors as parameters or
+            buffers; they are read from there at every call.
+
     Raises:
-        ContractError: slopes or sinks without the spec saying so, the other way round, or of the wrong shape.
+        ContractError: slopes or sinks without the spec declaring them, the other way round, or of
+            the wrong shape or dtype.
     """
+
+    _group: LayerGroup | None = None
 
     def __init__(
         self,
@@ -205,13 +228,73 @@ class AttentionImpl(ABC):
     ) -> None:
         self.spec = spec
         self.scale = spec.head_size**-0.5 if scale is None else float(scale)
-        self.alibi_slopes = _per_head(
-            "alibi_slopes", alibi_slopes, spec.has_alibi, "has_alibi", spec.num_heads
-        )
-        self.sinks = _per_head("sinks", sinks, spec.has_sink, "has_sink", spec.num_heads)
+        _check_per_head("alibi_slopes", alibi_slopes, spec.has_alibi, "has_alibi", spec.num_heads)
+        _check_per_head("sinks", sinks, spec.has_sink, "has_sink", spec.num_heads)
+        self._owner: Any = SimpleNamespace(alibi_slopes=alibi_slopes, sinks=sinks)
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.config = dict(config or {})
         self.prefix = prefix
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__["_group"] = None  # plans depend on the impl's attributes
+        object.__setattr__(self, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_group": None}  # groups are interned per process
+
+    @property
+    def alibi_slopes(self) -> torch.Tensor | None:
+        """`[Hq]` float32, or None."""
+        return _as_float32(self._owner.alibi_slopes)
+
+    @alibi_slopes.setter
+    def alibi_slopes(self, values: torch.Tensor | None) -> None:
+        self._owner.alibi_slopes = values
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """`[Hq]` float32, or None."""
+        return _as_float32(self._owner.sinks)
+
+    @sinks.setter
+    def sinks(self, values: torch.Tensor | None) -> None:
+        self._owner.sinks = values
+
+    def read_per_head_tensors_from(self, owner: Any) -> None:
+        """Read `alibi_slopes` and `sinks` from these attributes of `owner` (the layer) from now on."""
+        self._owner = owner
+
+    @property
+    def per_head_tensors(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Slopes and sinks in the dtype that they are stored in."""
+        return self._owner.alibi_slopes, self._owner.sinks
+
+    @property
+    def group(self) -> LayerGroup:
+        """Equal for layers whose plans are interchangeable: those of one class with equal spec,
+        scale and config. An impl whose methods were replaced is a group of its own."""
+        found: LayerGroup | None = self._group
+        if found is None:
+            key = (type(self), self.spec, self.scale, tuple(sorted(self.config.items())))
+            found = LayerGroup()
+            if not {"forward", "write_kv", "forward_unpaged", "plan"} & self.__dict__.keys():
+                try:
+                    found = _groups.setdefault(key, found)
+                except TypeError:  # the config has a value that cannot be hashed
+                    pass
+            self.__dict__["_group"] = found
+        return found
+
+    @property
+    def has_current_plan(self) -> bool:
+        """Whether `plan` stands for this impl's `forward` and `write_kv`. It does not where a
+        subclass or an assignment replaced one of these and kept an inherited `plan`."""
+        defined = [
+            next(place for place, cls in enumerate(type(self).__mro__) if name in vars(cls))
+            for name in ("plan", "forward", "write_kv")
+        ]
+        own = {"forward", "write_kv"} & self.__dict__.keys()
+        return defined[0] <= min(defined[1:]) and not own
 
     def attention_params(self, metadata: Any, cache: PagedKVCache | None = None) -> AttentionParams:
         """The parameters of this layer's attention over a batch, as the operations of `ops` take them.
@@ -260,7 +343,7 @@ class AttentionImpl(ABC):
         cache: PagedKVCache,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write new keys and values to their slots (P4); by default with the kernels that fit the cache's device.
+        """Write new keys and values to their slots (P4); by default with torch operations.
 
         Args:
             key: `[T, Hkv, D]`, strided; may be longer than `slot_mapping`.
@@ -280,21 +363,32 @@ class AttentionImpl(ABC):
             v_scale=cache.v_scale,
         )
 
-    def settle(
+    def plan(
         self,
+        signature: Hashable,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         cache: PagedKVCache,
         metadata: Any,
         output: torch.Tensor,
-    ) -> Settled | None:
-        """What repeats a call of `write_kv` and `forward` that was just served, for calls that differ in addresses only; None (the default) to be
-        called as before.
+        lse: torch.Tensor | None,
+    ) -> StepPlan | None:
+        """Prepare a kind of call over a batch; None (the default): the layer calls `write_kv` and
+        `forward` for every call instead.
 
-        The layer asks once for each batch and kind of call, without an LSE and with scales of 1, and offers the answer to every layer that means
-        the same: equal backend, spec and softmax scale, tensors of equal dtype, shape, stride and device, and the same `metadata` object. So it may
-        hold what it read from `metadata`, as long as it sees when a tensor there was exchanged.
+        The layer asks once per batch and call signature, after its checks, and before anything is
+        written. It runs the plan for every call of that signature over the same `metadata`, by any
+        layer of the group. The signature covers the layer group and dtypes, shapes, strides and
+        devices of all tensors, so that calls differ in addresses and values only. A plan may keep
+        what it read from `metadata`: the layer drops plans when a field is assigned.
+
+        Args:
+            signature: hashable; also a key for what outlives the batch (compiled launches).
+            query: `[T, Hq, D]` of the first such call, like all tensors here.
+            key, value: `[T, Hkv, D]` and `[T, Hkv, Dv]`; None where the layer writes nothing.
+            output: `[T, Hq, Dv]`.
+            lse: `[T, Hq]` float32 or None.
         """
         return None
 
@@ -313,18 +407,25 @@ class AttentionImpl(ABC):
         )
 
 
-def _per_head(
+def _check_per_head(
     name: str, values: torch.Tensor | None, declared: bool, flag: str, num_heads: int
-) -> torch.Tensor | None:
+) -> None:
     if (values is not None) != declared:
         given = "given" if values is not None else "missing"
         raise ContractError(
-            f"{name} {given}, but the spec says {flag}={declared}: the backend was chosen by the spec, so both must agree"
+            f"{name} {given}, but the spec says {flag}={declared}: the backend was chosen by the "
+            "spec, so both must agree"
         )
     if values is None:
-        return None
-    if values.shape != (num_heads,):
+        return
+    if values.shape != (num_heads,) or not values.is_floating_point():
         raise ContractError(
-            f"{name} has shape {tuple(values.shape)}; it must be [{num_heads}], one for each query head"
+            f"{name} is {values.dtype} {tuple(values.shape)}; it must be floating-point "
+            f"[{num_heads}], one value per query head"
         )
-    return values.to(torch.float32).contiguous()
+    if values.stride(0) != 1 and num_heads > 1:
+        raise ContractError(f"{name} has stride {values.stride(0)}; call .contiguous() on it")
+
+
+def _as_float32(values: torch.Tensor | None) -> torch.Tensor | None:
+    return values if values is None or values.dtype == torch.float32 else values.float()

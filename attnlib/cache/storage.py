@@ -6,19 +6,25 @@ strides differ. `block_moves` copies and zeroes whole blocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from attnlib.cache.block_moves import BlockPairs, check_ids, checked_pairs, move_blocks, zero_blocks
 from attnlib.cache.layout import LAYOUTS, get_kv_cache_layout, layout_named
-from attnlib.compile.objects import handle_of
+from attnlib.compile.objects import register_tensor_id
 from attnlib.errors import ContractError
+from attnlib.ops.signature import tensor_signature
 from attnlib.spec import AttentionSpec
 
-__all__ = ["BlockPairs", "PagedKVCache", "Scale"]
+__all__ = ["BlockPairs", "PagedKVCache", "Scale", "UNIT_SCALE", "checked_scale"]
 
 Scale = float | torch.Tensor
+
+UNIT_SCALE: float = 1.0
+"""The default scale. A layer whose scale is this object uses the scales of its cache."""
 
 
 class PagedKVCache:
@@ -33,22 +39,54 @@ class PagedKVCache:
             or `[Hkv]`.
     """
 
+    _signature: tuple[Any, ...] | None
+
     def __init__(
         self,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
         *,
         layout: str | None = None,
-        k_scale: Scale = 1.0,
-        v_scale: Scale = 1.0,
+        k_scale: Scale = UNIT_SCALE,
+        v_scale: Scale = UNIT_SCALE,
     ) -> None:
         _check_views(key_cache, value_cache)
         self.key_cache = key_cache
         self.value_cache = value_cache
         self.layout = layout
-        self.k_scale = _checked_scale("k_scale", k_scale, key_cache)
-        self.v_scale = _checked_scale("v_scale", v_scale, value_cache)
-        self.handle = handle_of(self)
+        self.k_scale = k_scale
+        self.v_scale = v_scale
+        self.handle = register_tensor_id(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("k_scale", "v_scale"):
+            value = checked_scale(name, value, self.key_cache)
+        state = self.__dict__
+        state["_signature"] = None  # follows every attribute
+        state[name] = value
+
+    def __getstate__(self) -> dict[str, Any]:
+        derived = ("handle", "_signature")
+        return {name: value for name, value in self.__dict__.items() if name not in derived}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _signature=None)
+        self.handle = register_tensor_id(self)  # a copy is another cache
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What launches over this cache follow from besides addresses: dtypes, shapes, strides,
+        layout, and the values (numbers) or layouts (tensors) of the scales."""
+        found: tuple[Any, ...] | None = self._signature
+        if found is None:
+            scales = (
+                tensor_signature(scale) if isinstance(scale, torch.Tensor) else scale
+                for scale in (self.k_scale, self.v_scale)
+            )
+            views = (tensor_signature(self.key_cache), tensor_signature(self.value_cache))
+            found = (self.layout, *views, *scales)
+            self.__dict__["_signature"] = found
+        return found
 
     @classmethod
     def allocate(
@@ -58,8 +96,8 @@ class PagedKVCache:
         device: torch.device | str | None = None,
         layout: str | None = None,
         *,
-        k_scale: Scale = 1.0,
-        v_scale: Scale = 1.0,
+        k_scale: Scale = UNIT_SCALE,
+        v_scale: Scale = UNIT_SCALE,
     ) -> PagedKVCache:
         """A zero-filled cache of `num_blocks` blocks in the dtype and block size of `spec`.
 
@@ -105,8 +143,8 @@ class PagedKVCache:
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
         *,
-        k_scale: Scale = 1.0,
-        v_scale: Scale = 1.0,
+        k_scale: Scale = UNIT_SCALE,
+        v_scale: Scale = UNIT_SCALE,
     ) -> PagedKVCache:
         """A cache over existing memory, without a copy.
 
@@ -261,17 +299,30 @@ def _check_views(key: torch.Tensor, value: torch.Tensor) -> None:
         )
 
 
-def _checked_scale(name: str, scale: Scale, view: torch.Tensor) -> Scale:
+def checked_scale(name: str, scale: Scale, view: torch.Tensor) -> Scale:
+    """A valid scale of a cache.
+
+    Raises:
+        ContractError: a number that is not finite and positive, or a tensor of another dtype,
+            shape, stride or device than the cache needs.
+    """
     if not isinstance(scale, torch.Tensor):
+        if not (math.isfinite(scale) and scale > 0):
+            raise ContractError(f"{name}={scale} must be finite and greater than 0", rule="M9")
         return float(scale)
+    heads = view.shape[2]
+    if scale.numel() == 1 and scale.dim() == 1 and heads != 1:
+        scale = scale.reshape(())  # a view: later changes in place are seen
     if (
         scale.dtype != torch.float32
-        or scale.shape not in ((), (view.shape[2],))
+        or scale.shape not in ((), (heads,))
         or scale.device != view.device
+        or (scale.dim() == 1 and scale.numel() > 1 and not scale.is_contiguous())
     ):
         raise ContractError(
-            f"{name} is {scale.dtype} {tuple(scale.shape)} on {scale.device}; it must be float32, "
-            f"a scalar or [{view.shape[2]}] (KV heads), on {view.device}",
+            f"{name} is {scale.dtype} {tuple(scale.shape)} with strides {scale.stride()} on "
+            f"{scale.device}; it must be float32, a scalar or contiguous [{heads}] (KV heads), on "
+            f"{view.device}",
             rule="M9",
         )
     return scale

@@ -26,9 +26,9 @@ def gluon_remarks(backend: type[AttentionBackend], device: DeviceInfo) -> list[s
         return []
     if backend.config.get("kernels") == "portable":
         return ["uses the portable Triton kernels only (configured: kernels=portable)"]
-    from attnlib.ops.triton.hopper.loader import hopper_missing
+    from attnlib.ops.triton.hopper import import_error
 
-    reason = hopper_missing()
+    reason = import_error()
     if reason is None:
         return [
             "Hopper kernels (Gluon) can be imported; attnlib explain shows which layers use them"

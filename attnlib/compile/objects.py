@@ -1,47 +1,54 @@
-"""Numbers for objects that cannot cross an operator's border.
+"""Integer ids for Python objects used inside a torch.library operator.
 
-A torch operator takes tensors and numbers only, but attention also needs its layer, its cache and the batch's metadata. Each of them gets a number
-when it is made, and gives it along; the operator finds the object again here. The table holds objects weakly: it keeps nothing alive, and a number
-is never given twice. This is the only state that torch.compile support needs, and nothing else reads it.
+An operator takes tensors and numbers only, but attention also needs its layer, its cache and the
+metadata of the batch. Each of them has an id, and the operator looks the object up by it. The
+registry holds objects weakly and never reuses an id.
 """
 
 from __future__ import annotations
 
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 
 from attnlib.errors import ContractError
 
-__all__ = ["handle_of", "object_behind", "register"]
+__all__ = ["lookup", "register", "register_tensor_id"]
 
 _objects: WeakValueDictionary[int, Any] = WeakValueDictionary()
-_numbers = count(1)
+_ids = count(1)
+
+T = TypeVar("T")
 
 
 def register(thing: Any) -> int:
-    """A number of its own for `thing`."""
-    number = next(_numbers)
+    """A new id for `thing`. A copy of an object registers itself again (`__setstate__`)."""
+    number = next(_ids)
     _objects[number] = thing
     return number
 
 
-def handle_of(thing: Any) -> torch.Tensor:
-    """A number of its own for `thing`, as a 0-d int64 CPU tensor: a compiled graph takes another value without compiling again."""
+def register_tensor_id(thing: Any) -> torch.Tensor:
+    """A new id for `thing` as a 0-d int64 CPU tensor: another value does not recompile a graph."""
     return torch.tensor(register(thing), dtype=torch.int64, device="cpu")
 
 
-def object_behind(number: int | torch.Tensor, what: str) -> Any:
-    """The object that got this number.
+def lookup(number: int | torch.Tensor, kind: type[T], what: str) -> T:
+    """The object with this id.
 
     Raises:
-        ContractError: it is gone; the message says what it was.
+        ContractError: the object is gone, or the id belongs to an object of another type.
     """
     found = _objects.get(int(number))
     if found is None:
         raise ContractError(
-            f"the {what} of this call does not exist any more: keep it alive until the compiled call has run, and copy none of them"
+            f"the {what} of this call no longer exists: keep a reference to it until the compiled "
+            "call has run"
+        )
+    if not isinstance(found, kind):
+        raise ContractError(
+            f"the {what} of this call is a {type(found).__name__}; it must be a {kind.__name__}"
         )
     return found

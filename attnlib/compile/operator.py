@@ -1,12 +1,15 @@
-"""Attention under torch.compile: one opaque operator, so that a model compiles as a whole (`fullgraph=True`) with any backend.
+"""Attention under torch.compile: one opaque operator, so that a model compiles as a whole
+(`fullgraph=True`) with any backend.
 
-Traced, a layer is nothing but `attnlib::attend(query, key, value, out, lse, layer, cache, metadata)`, which writes `out` and `lse`. The last three
-are handles (see `attnlib.compile.objects`): the layer's is a constant of the graph, those of cache and metadata are tensors read from the objects at every
-call, so another batch, or another cache, compiles nothing. Everything else (checks, writing the new keys, the kernels) happens inside, exactly as
-without torch.compile, and so does a backend's own control flow. The fake implementation has nothing to do: the outputs exist already.
+A traced layer is one call of `attnlib::attend(query, key, value, out, lse, layer, cache,
+metadata)`. The last three are ids (see `attnlib.compile.objects`): the layer's is a constant of the
+graph, those of cache and metadata are tensors that are read from the objects at every call, so that
+another batch or another cache does not recompile. Everything else (checks, cache writes, kernels)
+happens inside the operator. The fake implementation does nothing: the outputs already exist.
 
-The cache changes inside too, where the compiler does not see it. That is safe because only attention touches a cache, and the operator of a later
-layer takes a query that depends on the output of the earlier one. Inference only: there is no backward.
+The operator declares that it mutates the cache's id tensor. It stands for the cache write, which
+the compiler does not see: without the declaration, a layer whose output is unused would be removed
+together with its write. There is no backward.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnlib.compile.objects import object_behind
+from attnlib.cache.storage import PagedKVCache
+from attnlib.compile.objects import lookup
 
 if TYPE_CHECKING:
     from attnlib.layer import Attention
@@ -23,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["attend", "attend_opaquely"]
 
 
-@torch.library.custom_op("attnlib::attend", mutates_args=("out", "lse"))
+@torch.library.custom_op("attnlib::attend", mutates_args=("out", "lse", "cache"))
 def attend(
     query: torch.Tensor,
     key: torch.Tensor | None,
@@ -34,14 +38,19 @@ def attend(
     cache: torch.Tensor | None,
     metadata: torch.Tensor,
 ) -> None:
-    """Attention of one layer: `query` `[T, Hq, D]`, `key` `[T, Hkv, D]`, `value` `[T, Hkv, Dv]` or None, `out` `[T, Hq, Dv]`, `lse` `[T, Hq]`.
+    """Attention of one layer.
+
+    Args:
+        query, key, value: `[T, Hq, D]`, `[T, Hkv, D]`, `[T, Hkv, Dv]`.
+        out, lse: `[T, Hq, Dv]` and `[T, Hq]` float32 or None, written.
+        layer, cache, metadata: ids.
 
     Raises:
-        ContractError: as `Attention.forward`, or an object behind a handle is gone.
+        ContractError: as `Attention.forward`, or the object of an id no longer exists.
     """
-    found: Attention = object_behind(layer, "layer")
-    kept = None if cache is None else object_behind(cache, "cache")
-    found.attend(query, key, value, kept, object_behind(metadata, "metadata"), out, lse)
+    module: Any = lookup(layer, torch.nn.Module, "layer")
+    kept = None if cache is None else lookup(cache, PagedKVCache, "cache")
+    module.attend(query, key, value, kept, lookup(metadata, object, "metadata"), out, lse)
 
 
 @attend.register_fake
@@ -68,7 +77,7 @@ def attend_opaquely(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    """What a layer does while it is traced: hand everything to the operator."""
+    """Call the operator in place of the layer, while torch.compile traces it."""
     attend(
         query,
         key,

@@ -214,7 +214,7 @@ def shadow(
     Raises:
         ContractError: `every` is less than 1.
     """
-    from attnlib.layer import OBSERVERS
+    from attnlib.instrumentation import OBSERVERS
 
     if every < 1:
         raise ContractError(f"every={every} must be at least 1 (1 compares every call)")
@@ -237,7 +237,7 @@ def shadow(
 
 def watch_for_validation() -> None:
     """ATTNLIB_VALIDATE=2: compare all later calls with `torch`; warn if one is above the budget."""
-    from attnlib.layer import OBSERVERS
+    from attnlib.instrumentation import OBSERVERS
 
     if _validate not in OBSERVERS:
         OBSERVERS.append(_validate)

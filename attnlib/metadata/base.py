@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from attnlib.compile.objects import handle_of
+from attnlib.compile.objects import register_tensor_id
 from attnlib.device import resolve_device
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.parameters import PerLayerParameters
@@ -21,22 +22,48 @@ from attnlib.workspace import BatchLimits
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["AttentionMetadata", "AttentionMetadataBuilder", "M"]
+__all__ = ["AttentionMetadata", "AttentionMetadataBuilder", "M", "PlanTable"]
+
+
+class PlanTable(dict[Hashable, Any]):
+    """Step plans of one batch by call signature; cleared when it holds `LIMIT` plans."""
+
+    LIMIT = 64
+
+    def keep(self, signature: Hashable, plan: Any) -> None:
+        """Store a plan."""
+        if len(self) >= self.LIMIT:
+            self.clear()
+        self[signature] = plan
+
+
+@functools.cache
+def _cached_properties(cls: Any) -> tuple[str, ...]:
+    """Names of the cached properties of a class: values derived from its fields."""
+    names = (name for base in cls.__mro__ for name, value in vars(base).items()
+             if isinstance(value, functools.cached_property))  # fmt: skip
+    return tuple(names)
 
 
 @dataclass(kw_only=True)
 class AttentionMetadata:
-    """A batch as one backend wants it. Subclasses are dataclasses and add what their kernels take.
+    """The metadata of one batch in a backend's own form. Subclasses are dataclasses that add what
+    their kernels need.
+
+    Values of its tensors may change in place (CUDA graph buffers do); their storage may not.
+    Assigning a field drops everything that was derived from the fields.
 
     Attributes:
-        num_prefills: requests that go the prefill way.
-        num_prefill_tokens: their tokens.
-        num_decode_tokens: tokens of the requests that go the decode way.
+        num_prefills: requests in the prefill part.
+        num_prefill_tokens: tokens of the prefill part.
+        num_decode_tokens: tokens of the decode part.
         slot_mapping: [>= T] int64 device (P4), or None where nothing is cached.
-        multi_modal_placeholder_index_maps: for engines that carry it along; attnlib does not read it.
+        multi_modal_placeholder_index_maps: for engines that attach it; attnlib does not read it.
         enable_kv_scales_calculation: likewise.
+        handle: id of this batch for torch.compile (not a field: a copy has its own).
+        plans: step plans by call signature (not a field: a copy starts without plans).
 
-    A subclass with a `__post_init__` of its own calls this one: it gives the batch the handle that torch.compile needs.
+    A subclass with a `__post_init__` of its own calls this one.
     """
 
     num_prefills: int = 0
@@ -47,10 +74,27 @@ class AttentionMetadata:
     enable_kv_scales_calculation: bool = False
 
     def __post_init__(self) -> None:
-        self.handle = handle_of(self)  # no field: a copy of this batch is another batch
-        self.settled: dict[
-            Any, Any
-        ] = {}  # likewise: how calls over this batch are served again (`AttentionImpl.settle`), by kind of call
+        self.handle = register_tensor_id(self)
+        self.plans = PlanTable()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        state = self.__dict__
+        if "plans" in state:  # constructed: derived values must follow the fields
+            state["plans"] = PlanTable()
+            cls: Any = type(self)
+            for cached in _cached_properties(cls):
+                state.pop(cached, None)
+        object.__setattr__(self, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        cls: Any = type(self)
+        derived = {"handle", "plans", *_cached_properties(cls)}
+        return {name: value for name, value in self.__dict__.items() if name not in derived}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.handle = register_tensor_id(self)
+        self.plans = PlanTable()
 
     @property
     def prefill_metadata(self) -> AttentionMetadata | None:
@@ -118,7 +162,7 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
 
     @property
     def full_cudagraph_supported(self) -> bool:
-        """True when every batch can be captured (the seed's flag; `cudagraph_support` says it in levels)."""
+        """True when every batch can be captured; `cudagraph_support` gives the level."""
         return self.cudagraph_support is CudaGraphSupport.ALWAYS
 
     @abstractmethod

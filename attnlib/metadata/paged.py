@@ -1,7 +1,8 @@
-"""The metadata of every backend that reads a dense block table: one batch, cut once into a decode part and a prefill part.
+"""Metadata of backends that read a dense block table: one batch, split into decodes and prefills.
 
-Requests with few new tokens are bound by memory and go the decode way; they stand first (`reorder_batch`), so each part is a slice of the batch
-and of q. A decode that stands behind a prefill is served right too, only by the prefill kernel.
+Requests with few new tokens are bound by memory and form the decode part; they come first
+(`reorder_batch`), so that each part is a slice of the batch and of q. A decode behind a prefill is
+computed correctly by the prefill kernel.
 """
 
 from __future__ import annotations
@@ -25,22 +26,26 @@ P = TypeVar("P", bound="PagedMetadata")
 
 @dataclass(kw_only=True)
 class PagedMetadata(AttentionMetadata):
-    """A batch over the paged cache (and, with `block_table` None, over unpaged keys).
+    """A batch over the paged cache (with `block_table` None, over unpaged keys).
 
     Attributes:
+        spec: the spec that the batch was built for; a layer checks it at the first call.
         num_actual_tokens: T.
-        num_decodes: requests at the front that go the decode way.
+        num_decodes: requests of the decode part.
         max_query_len, max_seq_len: upper bounds over the batch.
         max_decode_query_len: upper bound over the decode part.
         query_start_loc: [R+1] int32 device.
-        prefill_query_start_loc: [num_prefills+1] int32 device, counted from the first prefill token; None without a mixed batch.
+        prefill_query_start_loc: [num_prefills+1] int32 device, counted from the first prefill
+            token; None unless both parts are present.
         seq_lens: [R] int32 device.
         block_table: [R, max_blocks] int32 device, or None.
         causal: for the batch or per request ([R] device), from the batch or else from the spec.
+        causal_from_spec: whether the batch left `causal` to the spec.
         query_bias: [T, >= max_query_len] float32 device or None.
-        query_start_loc_cpu, seq_lens_cpu: the same lengths on the host, for backends that plan there.
+        query_start_loc_cpu, seq_lens_cpu: host copies, for backends that plan on the host.
     """
 
+    spec: AttentionSpec
     num_actual_tokens: int
     num_decodes: int
     max_query_len: int
@@ -51,6 +56,7 @@ class PagedMetadata(AttentionMetadata):
     seq_lens: torch.Tensor
     block_table: torch.Tensor | None
     causal: bool | torch.Tensor
+    causal_from_spec: bool
     query_bias: torch.Tensor | None
     query_start_loc_cpu: torch.Tensor
     seq_lens_cpu: torch.Tensor
@@ -61,8 +67,8 @@ class PagedMetadata(AttentionMetadata):
         return self.num_decodes + self.num_prefills
 
     @cached_property
-    def decode_metadata(self: P) -> P | None:  # cached: every layer of the step asks
-        """The decode part as a batch of its own; None when no request goes that way."""
+    def decode_metadata(self: P) -> P | None:
+        """The decode part as a batch; None when it is empty."""
         if self.num_decodes == 0:
             return None
         return (
@@ -73,7 +79,7 @@ class PagedMetadata(AttentionMetadata):
 
     @cached_property
     def prefill_metadata(self: P) -> P | None:
-        """The prefill part as a batch of its own; None when no request goes that way."""
+        """The prefill part as a batch; None when it is empty."""
         if self.num_prefills == 0:
             return None
         if self.num_decodes == 0:
@@ -122,50 +128,72 @@ def paged_fields(
     *,
     this_batch_only: bool = False,
 ) -> dict[str, Any]:
-    """The fields of `PagedMetadata` for a batch, as keyword arguments for a backend's subclass. No host sync.
+    """The fields of `PagedMetadata` for a batch, as keyword arguments for a subclass. No host sync.
 
     Args:
-        common: the batch.
+        common: the batch. Strided metadata is made contiguous.
         spec: decides causality where the batch leaves it open, and whether a table is needed.
-        decode_threshold: most new tokens of a request that goes the decode way; None sends everything the prefill way.
-        this_batch_only: bound the decodes of a mixed batch by the longest one that it has, which kernels for fewer rows thank one for. A step that
-            is captured and replayed with other lengths may not.
+        decode_threshold: most new tokens of a request in the decode part; None puts every request
+            into the prefill part.
+        this_batch_only: bound the decodes of a mixed batch by the longest one in it, which allows
+            smaller tiles. Unsafe for a step that is captured and replayed with other lengths; then
+            strided metadata is refused as well, since a copy would not follow the original.
 
     Raises:
-        ContractError: a paged layer without a block table.
+        ContractError: a paged layer without a block table, or strided metadata of a captured step.
     """
     if spec.is_paged and common.block_table_tensor is None:
         raise ContractError(
-            f"attn_type={spec.attn_type.value} reads the cache through a block table, but the batch has none: pass block_table and block_size",
+            f"attn_type={spec.attn_type.value} reads the cache through a block table, but the batch "
+            "has none: pass block_table and block_size",
             rule="P3",
         )
     threshold = decode_threshold if spec.is_paged and decode_threshold is not None else 0
     num_decodes, decode_tokens = leading_decodes(common, threshold)
     if decode_tokens == 0:
-        num_decodes = 0  # nothing but padding in front: let the prefill way take the batch whole
+        num_decodes = 0  # only padding in front: the prefill part takes the whole batch
     num_prefills = common.num_reqs - num_decodes
     mixed = num_decodes > 0 and num_prefills > 0
     longest_decode = min(threshold, common.max_query_len)
     if mixed and this_batch_only:
         longest_decode = int(common.query_lens_cpu[:num_decodes].max())
+    starts = _dense("query_start_loc", common.query_start_loc, this_batch_only)
+    table = slots = None
+    if spec.is_paged and common.block_table_tensor is not None:
+        table = common.block_table_tensor
+        if table.stride(-1) != 1 and table.shape[-1] > 1:
+            table = _dense("block_table", table, this_batch_only)
+    if common.slot_mapping is not None:
+        slots = _dense("slot_mapping", common.slot_mapping, this_batch_only)
     return {
+        "spec": spec,
         "num_prefills": num_prefills,
         "num_prefill_tokens": common.num_actual_tokens - decode_tokens,
         "num_decode_tokens": decode_tokens,
-        "slot_mapping": common.slot_mapping,
+        "slot_mapping": slots,
         "num_actual_tokens": common.num_actual_tokens,
         "num_decodes": num_decodes,
         "max_query_len": common.max_query_len,
         "max_seq_len": common.max_seq_len,
         "max_decode_query_len": longest_decode,
-        "query_start_loc": common.query_start_loc,
-        "prefill_query_start_loc": common.query_start_loc[num_decodes:] - decode_tokens
-        if mixed
-        else None,
-        "seq_lens": common.seq_lens,
-        "block_table": common.block_table_tensor if spec.is_paged else None,
+        "query_start_loc": starts,
+        "prefill_query_start_loc": starts[num_decodes:] - decode_tokens if mixed else None,
+        "seq_lens": _dense("seq_lens", common.seq_lens, this_batch_only),
+        "block_table": table,
         "causal": spec.is_causal if common.causal is None else common.causal,
+        "causal_from_spec": common.causal is None,
         "query_bias": common.query_bias,
         "query_start_loc_cpu": common.query_start_loc_cpu,
         "seq_lens_cpu": common.seq_lens_cpu,
     }
+
+
+def _dense(name: str, tensor: torch.Tensor, may_copy: bool) -> torch.Tensor:
+    if tensor.is_contiguous():
+        return tensor
+    if not may_copy:
+        raise ContractError(
+            f"{name} has strides {tensor.stride()}; a captured step needs it contiguous, because a "
+            "copy would not follow later changes: call .contiguous() on a persistent buffer"
+        )
+    return tensor.contiguous()

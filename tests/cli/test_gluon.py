@@ -12,7 +12,7 @@ from attnlib.backends.triton import TritonBackend
 from attnlib.cli import doctor, main, subprocess_check
 from attnlib.cli.gluon import gluon_remarks
 from attnlib.device import DeviceInfo
-from attnlib.ops.triton.hopper import loader as gluon
+from attnlib.ops.triton import hopper
 from attnlib.selection.registry import lookup
 
 H200 = DeviceInfo("cuda", 0, (9, 0), name="NVIDIA H200")
@@ -30,11 +30,11 @@ def importing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[s
     """Replaces the import of the Gluon kernels during a test."""
 
     def replace(load: Callable[[str], Any]) -> None:
-        monkeypatch.setattr(gluon, "import_module", load)
-        gluon._load.cache_clear()
+        monkeypatch.setattr(hopper, "import_module", load)
+        hopper._load.cache_clear()
 
     yield replace
-    gluon._load.cache_clear()
+    hopper._load.cache_clear()
 
 
 def _gone(name: str) -> Any:

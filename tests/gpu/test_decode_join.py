@@ -109,13 +109,14 @@ def _counters() -> torch.Tensor:
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_are_merged_as_by_a_second_kernel(lengths: str, kind: str) -> None:
-    from attnlib.ops.triton import paged_decode
+    from attnlib.ops.triton.hopper.decode_plan import HopperDecode
+    from attnlib.ops.triton.launch.cache import LAUNCHES
 
     step, counters = Step(LENGTHS[lengths], **KINDS[kind]), _counters()
-    paged_decode._launches.clear()
+    LAUNCHES.clear()
     first = step(counters)
-    (found,) = paged_decode._launches.values()
-    assert found.fast is not None and found.fast.join is None, "no second kernel"
+    (found,) = (value for value in LAUNCHES.values() if isinstance(value, HopperDecode))
+    assert found.combine is None, "no second kernel"
     for ours, theirs in zip(first, step(None), strict=True):
         assert not ours.isnan().any()
         torch.testing.assert_close(ours.float(), theirs.float(), atol=1e-2, rtol=1e-2)

@@ -122,9 +122,11 @@ def _by_triton(
     monkeypatch: pytest.MonkeyPatch, call: Call, outputs: list[torch.Tensor]
 ) -> list[torch.Tensor]:
     from attnlib.ops.triton.launch import bound as launch
+    from attnlib.ops.triton.launch import run as launch_run
 
     with monkeypatch.context() as patch:
-        patch.setattr(launch, "undisturbed", lambda: False)
+        for module in (launch, launch_run):
+            patch.setattr(module, "launches_observed", lambda: True)
         return _result(call, outputs)
 
 
@@ -170,59 +172,55 @@ def test_bound_launches_are_captured(monkeypatch: pytest.MonkeyPatch, case: str)
 
 @torch.inference_mode()
 def test_launches_are_bound_on_this_triton() -> None:
-    """The supported versions bind: without it every call pays Triton's own launch."""
-    from attnlib.ops.triton import cache_write, paged_decode, prefill
+    """The supported versions bind: otherwise every call pays for Triton's own launch."""
+    from attnlib.ops.triton.cache_write import CacheWrite
+    from attnlib.ops.triton.launch.attention import PlainAttention
+    from attnlib.ops.triton.launch.cache import LAUNCHES
 
-    for module in (cache_write, paged_decode, prefill):
-        module._launches.clear()
-    paged_decode._launches_by_splits.clear()
+    LAUNCHES.clear()
     for case in ("decode-split", "prefill-portable", "write"):
         CASES[case](PLACEMENTS[0])[0]()
-    (decode,), (prefilled,), (written,) = (
-        module._launches.values() for module in (paged_decode, prefill, cache_write)
-    )
-    assert decode.plain is not None and decode.plain.combine is not None
-    assert decode.plain.attend.is_bound and decode.plain.combine.is_bound
-    assert prefilled.plain is not None and prefilled.plain.attend.is_bound
-    assert written.write is not None and written.write.is_bound
+    plain = {id(value): value for value in LAUNCHES.values() if isinstance(value, PlainAttention)}
+    (written,) = (value for value in LAUNCHES.values() if isinstance(value, CacheWrite))
+    assert len(plain) == 2 and any(launch.combine is not None for launch in plain.values())
+    assert all(kernel.is_direct for launch in plain.values() for kernel in launch.kernels)
+    assert written.launch is not None and written.launch.is_direct
 
 
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
-    reason="the Gluon kernels are Hopper's",
+    reason="the Gluon kernels need Hopper",
 )
 @torch.inference_mode()
 def test_hopper_launches_keep_their_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a bound launch encoded is used again: for 6 calls in turn over two caches each descriptor is made once."""
-    from attnlib.ops.triton import paged_decode, prefill
-    from attnlib.ops.triton.hopper import descriptors
-    from attnlib.ops.triton.launch.bound import BoundLaunch
+    """Encoded descriptors are reused: 6 alternating calls over two caches encode each one once."""
+    from attnlib.ops.triton.hopper.descriptors import CacheView, QueryView
+    from attnlib.ops.triton.launch.cache import LAUNCHES
 
-    made: list[int] = []
-    own = BoundLaunch.expand
+    made: list[str] = []
+    for view in (CacheView, QueryView):
+        own = view.describe
 
-    def counted(self: BoundLaunch, number: int, descriptor: Any) -> tuple[Any, ...]:
-        made.append(number)
-        return own(self, number, descriptor)
+        def counted(self: Any, pointer: int, own: Any = own) -> Any:
+            made.append(type(self).__name__)
+            return own(self, pointer)
 
-    monkeypatch.setattr(BoundLaunch, "expand", counted)
-    for module in (paged_decode, prefill):
-        module._launches.clear()
-    for case, numbers in (("hopper-decode", [0, 0, 1, 1]), ("prefill", [0, 0, 1, 1, 2, 2])):
+        monkeypatch.setattr(view, "describe", counted)
+    for case, views in (
+        ("hopper-decode", ["CacheView"] * 4),
+        ("prefill", ["CacheView"] * 4 + ["QueryView"] * 2),
+    ):
+        LAUNCHES.clear()  # other tests had tensors of the same shapes, maybe at the same addresses
         calls = [CASES[case](PLACEMENTS[0]) for _ in range(2)]
-        made.clear()
-        descriptors._encoded.clear()  # other tests had tensors of the same shapes, maybe in the same places
         for call, outputs in calls:
             expected = _by_triton(monkeypatch, call, outputs)
             assert _same_bits(_result(call, outputs), expected)
+        made.clear()
         for call, _ in calls * 3:
             call()
+        assert sorted(made) == views
         for call, outputs in calls:
             assert _same_bits(_result(call, outputs), _by_triton(monkeypatch, call, outputs))
-        assert sorted(made) == numbers
-    (decode,), (prefilled,) = (module._launches.values() for module in (paged_decode, prefill))
-    assert decode.fast is not None and decode.fast.attend.ready(0) and decode.fast.join.ready(0)
-    assert prefilled.fast is not None and prefilled.fast.attend.ready(0)
 
 
 @torch.inference_mode()
@@ -246,67 +244,84 @@ def test_hooks_see_bound_kernels() -> None:
     assert seen == ["decode_kernel", "combine_kernel"]
 
 
-@pytest.mark.parametrize(
-    ("seq_lens", "sinks"), [([40, 7, 100], False), ([3000, 900, 1500], True), ([200] * 40, False)]
-)
-def test_settled_steps_give_the_bits_of_the_usual_way(seq_lens: list[int], sinks: bool) -> None:
-    """A layer that repeats another's launches writes and computes what it would have by itself, eager and captured."""
+BATCHES = {
+    "decode": ([1, 1, 1], [40, 7, 100]),
+    "hopper decode": ([1, 1, 1], [3000, 900, 1500]),
+    "many decodes": ([1] * 40, [200] * 40),
+    "prefill": ([50, 300], [900, 300]),
+    "mixed": ([1, 1, 300], [3000, 900, 300]),
+    "padded mixed": ([1, 0, 1, 300, 0], [3000, 0, 900, 300, 0]),
+}
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sinks": {"has_sink": True},
+    "lse": {"needs_lse": True},
+    "fp8": {"kv_cache_dtype": "fp8_e4m3"},
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("batch", BATCHES)
+@torch.inference_mode()
+def test_plans_give_the_bits_of_separate_calls(batch: str, feature: str) -> None:
+    """A plan that serves several layers writes and computes what each layer would have by itself,
+    eager and captured."""
     import attnlib
+    from attnlib.ops.triton.launch.cache import LAUNCHES
 
     torch.manual_seed(0)
+    query_lens, seq_lens = BATCHES[batch]
     spec = attnlib.AttentionSpec(
         num_heads=32,
         num_kv_heads=8,
         head_size=128,
         dtype=torch.bfloat16,
         block_size=16,
-        has_sink=sinks,
+        **FEATURES[feature],
     )
-    logits = [torch.randn(32, device="cuda") if sinks else None for _ in range(3)]
-    layers = [attnlib.Attention(spec, backend="triton", device="cuda", sinks=own) for own in logits]
-    blocks = sum(-(-length // 16) for length in seq_lens)
-    ids = iter(range(blocks))
-    table = [[next(ids) for _ in range(-(-length // 16))] for length in seq_lens]
-    common = attnlib.CommonAttentionMetadata.from_lengths(
-        [1] * len(seq_lens), seq_lens, table, 16, "cuda"
-    )
+    sinks = [torch.randn(32, device="cuda") if spec.has_sink else None for _ in range(3)]
+    layers = [attnlib.Attention(spec, backend="triton", device="cuda", sinks=own) for own in sinks]
+    pages = [-(-length // 16) for length in seq_lens]
+    order = iter(torch.randperm(sum(pages)).tolist())
+    table = [[next(order) for _ in range(count)] for count in pages]
+    common = attnlib.CommonAttentionMetadata.from_lengths(query_lens, seq_lens, table, 16, "cuda")
     builder = layers[0].backend.make_builder(spec, "cuda")
-    shapes = [(len(seq_lens), heads, 128) for heads in (32, 8, 8)]
+    shapes = [(sum(query_lens), heads, 128) for heads in (32, 8, 8)]
     inputs = [
         [torch.randn(shape, device="cuda").to(torch.bfloat16) for shape in shapes] for _ in layers
     ]
     results = []
-    for settles in (False, True):
+    for keeps_plans in (False, True):
         caches = []
         for number in range(3):
-            cache = attnlib.PagedKVCache.allocate(spec, blocks, "cuda")
+            cache = attnlib.PagedKVCache.allocate(spec, sum(pages), "cuda")
             draw = torch.Generator("cuda").manual_seed(number)
-            cache.key_cache.normal_(generator=draw)
-            cache.value_cache.normal_(generator=draw)
+            for view in (cache.key_cache, cache.value_cache):
+                view.copy_(torch.randn(view.shape, device="cuda", generator=draw).to(view.dtype))
             caches.append(cache)
         metadata = builder.build(0, common)
-        rounds = []
-        for _ in range(3):  # the first round of a new cache has its descriptors encoded
-            outs = []
+        found: list[torch.Tensor] = []
+
+        def call(keeps: bool = keeps_plans, caches: Any = caches, batch: Any = metadata) -> list:
+            outs: list[torch.Tensor] = []
             for layer, own, cache in zip(layers, inputs, caches, strict=True):
-                outs.append(layer(*own, cache, metadata))
-                if not settles:
-                    metadata.settled.clear()
-            rounds.append(outs)
-        assert bool(metadata.settled) == settles and all(metadata.settled.values())
+                result = layer(*own, cache, batch, spec.needs_lse)
+                outs.extend(result if spec.needs_lse else [result])
+                if not keeps:
+                    batch.plans.clear()
+                    LAUNCHES.clear()
+            return outs
+
+        for _ in range(3):  # the first round encodes the descriptors of new caches
+            found += call()
+        assert len(metadata.plans) == int(keeps_plans)
+        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = [
-                layer(*own, cache, metadata)
-                for layer, own, cache in zip(layers, inputs, caches, strict=True)
-            ]
+            captured = call()
         graph.replay()
         torch.cuda.synchronize()
-        results.append(
-            [
-                *sum(rounds, []),
-                *captured,
-                *(tensor for cache in caches for tensor in (cache.key_cache, cache.value_cache)),
-            ]
-        )
-    assert all(torch.equal(usual, settled) for usual, settled in zip(*results, strict=True))
+        for cache in caches:
+            found += [view.view(torch.uint8) for view in (cache.key_cache, cache.value_cache)]
+        results.append([*found, *captured])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -76,7 +76,8 @@ def _attend(
 def test_at_the_same_time_is_as_one_after_the_other(
     batch: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attnlib.ops.triton import paged_mixed
+    from attnlib.backends.triton import plan as triton_plan
+    from attnlib.ops.triton.launch.cache import LAUNCHES
 
     spec = AttentionSpec(
         **{
@@ -89,24 +90,22 @@ def test_at_the_same_time_is_as_one_after_the_other(
         }
     )
     layer, cache, metadata, query = _step(batch, spec)
-    paged_mixed._pairs.clear()
     out, lse = (
         torch.full_like(query, float("nan")),
         torch.full(query.shape[:2], float("nan"), device="cuda"),
     )
     _attend(layer, cache, metadata, query, out, lse)
-    assert (
-        all(
-            pair.decode is not None and pair.prefill is not None
-            for pair in paged_mixed._pairs.values()
-        )
-        and paged_mixed._pairs
-    )
+    plans = list(metadata.plans.values())
+    assert plans and all(plan._launches.concurrent for plan in plans)
 
     with monkeypatch.context() as patched:
-        patched.setattr(paged_mixed, "_at_once", lambda *arguments: False)
+        patched.setattr(triton_plan, "can_run_concurrently", lambda decode, prefill: False)
+        LAUNCHES.clear()
+        metadata.plans.clear()
         apart, apart_lse = torch.empty_like(out), torch.empty_like(lse)
         _attend(layer, cache, metadata, query, apart, apart_lse)
+    LAUNCHES.clear()
+    metadata.plans.clear()
     torch.testing.assert_close(out.float(), apart.float(), atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(lse, apart_lse, atol=1e-3, rtol=1e-3)
 

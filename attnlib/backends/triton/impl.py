@@ -1,27 +1,29 @@
-"""Per-layer attention of the `triton` backend: decodes and prefills side by side on one batch."""
+"""Per-layer attention of the `triton` backend."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from attnlib.backends.base import AttentionImpl, Settled
+from attnlib.backends.base import AttentionImpl, StepPlan
 from attnlib.backends.triton.metadata import TritonMetadata
-from attnlib.backends.triton.settled import settle_decode
+from attnlib.backends.triton.plan import TritonPlan
 from attnlib.cache.storage import PagedKVCache
+from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.cache_write import write_kv
-from attnlib.ops.triton.paged_decode import paged_decode
-from attnlib.ops.triton.paged_mixed import Half, paged_mixed
-from attnlib.ops.triton.paged_prefill import paged_prefill
+from attnlib.ops.triton.heuristics.device import limits_of
 from attnlib.ops.triton.varlen_prefill import varlen_prefill
 
 __all__ = ["TritonImpl"]
 
 
 class TritonImpl(AttentionImpl):
-    """Attention by attnlib's own kernels. On a Hopper chip the Gluon kernels serve what they can and
-    are quicker at; `config={"kernels": "portable"}` keeps to the plain ones, "hopper" takes the others wherever they can."""
+    """Attention by attnlib's own kernels. On Hopper, Gluon kernels serve the calls that they support
+    and are faster at. `config={"kernels": "portable"}` uses the plain Triton kernels only, "hopper"
+    uses the Gluon kernels wherever they support the call."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -45,6 +47,25 @@ class TritonImpl(AttentionImpl):
             v_scale=cache.v_scale,
         )
 
+    def plan(
+        self,
+        signature: Hashable,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache,
+        metadata: TritonMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> StepPlan | None:
+        """See `AttentionImpl.plan`. Calls without query rows have no launches and no plan."""
+        if query.shape[0] == 0 or not cache.num_blocks:
+            return None
+        return TritonPlan(
+            self, signature, query, key, value, cache, metadata, output, lse, limits_of(query),
+            self._kernels,
+        )  # fmt: skip
+
     def forward(
         self,
         query: torch.Tensor,
@@ -53,53 +74,19 @@ class TritonImpl(AttentionImpl):
         output: torch.Tensor,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """See `AttentionImpl.forward`."""
-        if metadata.num_prefills == 0 and metadata.num_decodes:
-            self._decode(metadata, query, cache, output, lse)
+        """See `AttentionImpl.forward`. A layer runs the plan of its batch instead."""
+        if query.shape[0] == 0:
             return
-        if metadata.num_decodes == 0:
-            self._prefill(metadata, query, cache, output, lse)
-            return
-        split, decode, prefill = (
-            metadata.num_decode_tokens,
-            metadata.decode_metadata,
-            metadata.prefill_metadata,
-        )
-        assert decode is not None and prefill is not None  # both counts are above 0
-        paged_mixed(
-            _half(decode, query[:split], output[:split], None if lse is None else lse[:split]),
-            _half(prefill, query[split:], output[split:], None if lse is None else lse[split:]),
-            cache.key_cache,
-            cache.value_cache,
-            self.attention_params(metadata, cache),
-            workspace=decode.workspace,
-            counters=prefill.counters,
-            kernels=self._kernels,
-        )
-
-    def settle(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: PagedKVCache,
-        metadata: TritonMetadata,
-        output: torch.Tensor,
-    ) -> Settled | None:
-        """Decode steps are repeated by a handful of launches; the rest is served as before. See `AttentionImpl.settle`."""
-        if (type(self).forward, type(self).write_kv) != _SETTLED:
-            return None  # somebody serves calls in another way
-        if (
-            metadata.num_prefills
-            or not metadata.num_decodes
-            or self.alibi_slopes is not None
-            or metadata.query_bias is not None
-        ):
-            return None
-        if not isinstance(metadata.causal, bool):
-            return None
-        params = self.attention_params(metadata)
-        return settle_decode(query, key, value, cache, metadata, output, params, self._kernels)
+        own = (None if x is None else tensor_signature(x) for x in (*self.per_head_tensors, lse))
+        signature = (
+            self.group, cache.signature, tensor_signature(query), tensor_signature(output), *own
+        )  # fmt: skip
+        plan = metadata.plans.get(signature)
+        if plan is None:
+            plan = self.plan(signature, query, None, None, cache, metadata, output, lse)
+            metadata.plans.keep(signature, plan)
+        assert plan is not None
+        plan.run(self, query, None, None, cache, output, lse)
 
     def forward_unpaged(
         self,
@@ -111,86 +98,16 @@ class TritonImpl(AttentionImpl):
         lse: torch.Tensor | None = None,
     ) -> None:
         """See `AttentionImpl.forward_unpaged`."""
+        slopes, sinks = self.per_head_tensors
         varlen_prefill(
             query,
             key,
             value,
             metadata.query_start_loc,
             metadata.query_start_loc,
-            self.attention_params(metadata),
+            replace(self.attention_params(metadata), alibi_slopes=slopes, sinks=sinks),
             max_seqlen_q=metadata.max_query_len,
             max_seqlen_k=metadata.max_query_len,
             out=output,
             lse=lse,
         )
-
-    def _decode(
-        self,
-        part: TritonMetadata,
-        query: torch.Tensor,
-        cache: PagedKVCache,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        assert part.block_table is not None  # the builder refuses a paged layer without one
-        paged_decode(
-            query,
-            cache.key_cache,
-            cache.value_cache,
-            part.block_table,
-            part.query_start_loc,
-            part.seq_lens,
-            self.attention_params(part, cache),
-            max_query_len=part.max_query_len,
-            max_seq_len=part.max_seq_len,
-            out=output,
-            lse=lse,
-            workspace=part.workspace,
-            counters=part.counters,
-            kernels=self._kernels,
-        )
-
-    def _prefill(
-        self,
-        part: TritonMetadata,
-        query: torch.Tensor,
-        cache: PagedKVCache,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        assert part.block_table is not None  # the builder refuses a paged layer without one
-        paged_prefill(
-            query,
-            cache.key_cache,
-            cache.value_cache,
-            part.block_table,
-            part.query_start_loc,
-            part.seq_lens,
-            self.attention_params(part, cache),
-            max_query_len=part.max_query_len,
-            max_seq_len=part.max_seq_len,
-            out=output,
-            lse=lse,
-            kernels=self._kernels,
-            counters=part.counters,
-        )
-
-
-_SETTLED = (TritonImpl.forward, TritonImpl.write_kv)
-"""What a settled step stands for."""
-
-
-def _half(
-    part: TritonMetadata, query: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None
-) -> Half:
-    assert part.block_table is not None  # the builder refuses a paged layer without one
-    return Half(
-        query,
-        part.block_table,
-        part.query_start_loc,
-        part.seq_lens,
-        part.max_query_len,
-        part.max_seq_len,
-        output,
-        lse,
-    )

@@ -1,9 +1,10 @@
-"""Metadata of the `triton` backend: the common paged metadata, and scratch memory for decodes."""
+"""Metadata of the `triton` backend: the paged metadata, scratch memory, and how decodes are split."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -11,15 +12,82 @@ from attnlib.backends.triton.tune import use_tuned_tiles
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.paged import PagedMetadata, paged_fields
-from attnlib.ops.triton.heuristics.device import limits_of
+from attnlib.ops.triton import hopper
+from attnlib.ops.triton.heuristics.device import DeviceLimits, device_limits
+from attnlib.ops.triton.heuristics.splits import paged_decode_workspace_bytes, visible_bound
 from attnlib.ops.triton.heuristics.tile_table import work_bounds
-from attnlib.ops.triton.hopper.loader import hopper_choice
 from attnlib.ops.triton.hopper.support import HOPPER_DECODE_KEYS
-from attnlib.ops.triton.paged_decode import paged_decode_num_splits, paged_decode_workspace_bytes
+from attnlib.ops.triton.paged_decode import AttentionShape, DecodeSchedule, schedule_decode
+from attnlib.ops.triton.paged_mixed import concurrent_ctas
 from attnlib.spec import AttentionSpec, CudaGraphSupport
 from attnlib.workspace import Workspace
 
-__all__ = ["TritonMetadata", "TritonMetadataBuilder"]
+__all__ = ["Scheduler", "TritonMetadata", "TritonMetadataBuilder"]
+
+
+class Scheduler(NamedTuple):
+    """Chooses splits from upper bounds; one per builder.
+
+    Attributes:
+        shape: sizes and dtypes of the layers.
+        limits: the chip.
+        window: (left, right), -1 unbounded.
+        chunk: positions per attention chunk, 0 for none.
+        block_size: N.
+        kernels: "auto", "hopper" or "portable".
+    """
+
+    shape: AttentionShape
+    limits: DeviceLimits
+    window: tuple[int, int]
+    chunk: int
+    block_size: int
+    kernels: str
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, device: torch.device, kernels: str) -> Scheduler:
+        """The scheduler of layers with this spec."""
+        shape = AttentionShape(
+            spec.num_heads, spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.dtype,
+            spec.kv_dtype,
+        )  # fmt: skip
+        window, chunk = spec.visible_window.as_kernel_args(), spec.attention_chunk_size or 0
+        return cls(shape, device_limits(device), window, chunk, spec.block_size, kernels)
+
+    def visible(self, max_query_len: int, max_seq_len: int, causal: bool) -> int:
+        """The most keys that the queries of one request see."""
+        return visible_bound(max_query_len, max_seq_len, self.window, causal, self.chunk)
+
+    def decode(
+        self, num_reqs: int, max_query_len: int, max_seq_len: int, causal: bool
+    ) -> DecodeSchedule:
+        """Splits of a decode by its bounds."""
+        return schedule_decode(
+            self.shape, self.limits, num_reqs=num_reqs, max_query_len=max_query_len,
+            visible=self.visible(max_query_len, max_seq_len, causal), kernels=self.kernels,
+        )  # fmt: skip
+
+    def workspace_bytes(self, schedule: DecodeSchedule, num_tokens: int) -> int:
+        """Scratch memory of a decode, by whichever kernel serves it."""
+        plain = paged_decode_workspace_bytes(
+            num_tokens, self.shape.num_heads, self.shape.head_size_v, schedule.num_splits
+        )
+        return max(plain, self.hopper_bytes(num_tokens, schedule.max_query_len))
+
+    def hopper_bytes(self, num_tokens: int, max_query_len: int) -> int:
+        """Scratch memory of the Hopper decode; 0 where it is not used."""
+        if (dispatch := self.dispatch()) is None:
+            return 0
+        return int(
+            dispatch.decode_workspace_bytes(
+                self.shape, self.limits, num_tokens, max_query_len, self.block_size
+            )
+        )
+
+    def dispatch(self) -> Any:
+        """The module `hopper.dispatch`, where its kernels may be used; None elsewhere."""
+        wanted = self.limits.capability[0] == 9 and self.kernels != "portable"
+        return hopper.load() if wanted else None
 
 
 @dataclass(kw_only=True)
@@ -27,45 +95,61 @@ class TritonMetadata(PagedMetadata):
     """A batch for the Triton kernels.
 
     Attributes:
-        workspace: partial results of the programs that share one request's keys in decode, [>= elements] float32 device; None when nothing is split.
-            Its size follows from upper bounds only, so a graph replays it with other lengths.
-        counters: int32 zeros by which programs of the Hopper kernels share work and find out who merges it; None where nothing needs them.
+        scheduler: chooses splits from the bounds of the batch.
+        workspace: partial results of decodes whose keys are split, float32 or uint8 device; None
+            when nothing is split. Its size follows from upper bounds only, so a graph replays it
+            with other lengths.
+        counters: int32 zeros by which CTAs of the Hopper kernels distribute work and detect the
+            last split of a request; None where no kernel needs them.
     """
 
+    scheduler: Scheduler
     workspace: torch.Tensor | None = None
     counters: torch.Tensor | None = None
 
+    @cached_property
+    def decode_schedule(self) -> DecodeSchedule:
+        """Splits of the decode part."""
+        return self.scheduler.decode(
+            self.num_decodes, self.max_decode_query_len, self.max_seq_len, self.causal is True
+        )
+
+    @cached_property
+    def concurrent_schedule(self) -> DecodeSchedule | None:
+        """Splits of the decode part while the prefill part runs beside it; None where the parts
+        run one after the other."""
+        scheduler, decode = self.scheduler, self.decode_schedule
+        if not (self.num_decodes and self.num_prefills and decode.uses_hopper):
+            return None
+        causal = self.causal is True
+        shape, bounds = scheduler.shape, (self.max_query_len, self.max_seq_len)
+        ctas = concurrent_ctas(
+            shape, scheduler.limits, num_decodes=self.num_decodes,
+            decode_visible=scheduler.visible(self.max_decode_query_len, self.max_seq_len, causal),
+            prefill_tokens=self.num_prefill_tokens,
+            prefill_visible=scheduler.visible(*bounds, causal), bounds=bounds,
+        )  # fmt: skip
+        return decode._replace(max_ctas=ctas)
+
 
 class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
-    """Requests of up to 8 new tokens (decode and verify steps) go the decode way."""
+    """Requests of up to 8 new tokens (decodes and verification steps) form the decode part."""
 
     cudagraph_support: ClassVar[CudaGraphSupport] = CudaGraphSupport.ALWAYS
     reorder_batch_threshold: ClassVar[int | None] = 8
-    needs_host_lengths: ClassVar[bool] = (
-        False  # they only say where a mixed batch may be cut; uncut it is served right too
-    )
+    # Host lengths only decide where a mixed batch is split; an unsplit batch is correct too.
+    needs_host_lengths: ClassVar[bool] = False
 
     def __init__(
         self, spec: AttentionSpec, device: torch.device | str | None = None, **kwargs: Any
     ) -> None:
         super().__init__(spec, device, **kwargs)
-        use_tuned_tiles(self.device)  # before anything is planned from tiles
-        # The heuristic reads heads, sizes, dtype and device off tensors; empty ones say as much as real ones.
-        self._query_like = torch.empty(
-            0, spec.num_heads, spec.head_size, dtype=spec.dtype, device=self.device
-        )
-        self._cache_like = torch.empty(
-            0,
-            spec.block_size,
-            spec.num_kv_heads,
-            spec.head_size,
-            dtype=spec.kv_dtype,
-            device=self.device,
-        )
+        use_tuned_tiles(self.device)  # before any tile is chosen
+        self._scheduler = Scheduler.of(spec, self.device, str(self.config.get("kernels", "auto")))
         self._counters: torch.Tensor | None = None
-        own = self._hopper()
+        dispatch = self._scheduler.dispatch()
         self._num_counters = (
-            0 if own is None else int(own.num_counters(limits_of(self._query_like)))
+            0 if dispatch is None else int(dispatch.num_counters(self._scheduler.limits))
         )
         self._workspace = Workspace(
             self.device, self._declared_bytes(), fixed=self.limits is not None
@@ -82,7 +166,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TritonMetadata:
-        """The batch, cut into decodes and prefills, with scratch memory for the decode's splits."""
+        """The batch, split into decodes and prefills, with scratch memory for split decodes."""
         return self._build(common_attn_metadata, this_batch_only=True)
 
     def build_for_cudagraph_capture(
@@ -91,133 +175,82 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         """The same with bounds that hold for every batch of these sizes."""
         return self._build(common_attn_metadata, this_batch_only=False)
 
-    def _build(
-        self, common_attn_metadata: CommonAttentionMetadata, this_batch_only: bool
-    ) -> TritonMetadata:
+    def _build(self, common: CommonAttentionMetadata, this_batch_only: bool) -> TritonMetadata:
         fields = paged_fields(
-            common_attn_metadata,
-            self.spec,
-            self.reorder_batch_threshold,
-            this_batch_only=this_batch_only,
+            common, self.spec, self.reorder_batch_threshold, this_batch_only=this_batch_only
         )
-        workspace = None
-        if fields["num_decodes"]:
-            causal = fields["causal"] is True
-            splits = self._splits(
-                fields["num_decodes"], fields["max_decode_query_len"], fields["max_seq_len"], causal
-            )
-            needed = paged_decode_workspace_bytes(
-                fields["num_decode_tokens"], self.spec.num_heads, self.spec.head_size_v, splits
-            )
-            needed = max(
-                needed,
-                self._hopper_bytes(fields["num_decode_tokens"], fields["max_decode_query_len"]),
-            )
-            workspace = self._workspace.reserve(needed).view(torch.float32) if needed else None
-        return TritonMetadata(
+        metadata = TritonMetadata(
             **fields,
-            workspace=workspace,
+            scheduler=self._scheduler,
+            workspace=self._scratch(fields),
             counters=self._step_counters(bool(fields["num_prefills"])),
         )
+        return metadata
+
+    def _scratch(self, fields: dict[str, Any]) -> torch.Tensor | None:
+        if not fields["num_decodes"]:
+            return None
+        schedule = self._scheduler.decode(
+            fields["num_decodes"], fields["max_decode_query_len"], fields["max_seq_len"],
+            fields["causal"] is True,
+        )  # fmt: skip
+        needed = self._scheduler.workspace_bytes(schedule, fields["num_decode_tokens"])
+        return self._workspace.reserve(needed).view(torch.float32) if needed else None
 
     def _step_counters(self, prefills: bool) -> torch.Tensor | None:
-        """Zeros, which the kernels leave as they found them: with `limits` always the same ones, as a graph wants. Without, a
-        batch with prefills gets its own; decodes share those of the builder, as they share its workspace."""
-        if self._num_counters and (self._counters is None or (prefills and self.limits is None)):
+        """Zeros, which the kernels leave as zeros. With `limits` always the same tensor, as a graph
+        requires. Without, a batch with prefills gets its own; decodes share the builder's."""
+        renewed = prefills and self.limits is None
+        if self._num_counters and (self._counters is None or renewed):
             self._counters = torch.zeros(self._num_counters, dtype=torch.int32, device=self.device)
         return self._counters
 
-    def _splits(self, num_reqs: int, query_len: int, max_seq_len: int, causal: bool) -> int:
-        spec = self.spec
-        return paged_decode_num_splits(
-            self._query_like,
-            self._cache_like,
-            spec.head_size_v,
-            num_reqs=num_reqs,
-            max_query_len=query_len,
-            max_seq_len=max_seq_len,
-            causal=causal,
-            window=spec.visible_window.as_kernel_args(),
-            attention_chunk_size=spec.attention_chunk_size or 0,
-        )
-
     def _declared_bytes(self) -> int:
-        """The most that any batch within the limits needs: splits fall as requests rise, so the largest product is looked for."""
-        limits = self.limits
+        """The most that any batch within the limits needs. Splits fall as requests rise, so every
+        number of requests is considered."""
+        limits, scheduler = self.limits, self._scheduler
         if limits is None:
             return 0
         most = 0
-        for query_len in range(
-            1, min(self.reorder_batch_threshold or 1, limits.max_num_tokens) + 1
-        ):
-            most = max(most, self._hopper_bytes(limits.max_num_tokens, query_len))
+        longest = min(self.reorder_batch_threshold or 1, limits.max_num_tokens)
+        for query_len in range(1, longest + 1):
+            most = max(most, scheduler.hopper_bytes(limits.max_num_tokens, query_len))
             for reqs in range(1, min(limits.max_num_reqs, limits.max_num_tokens // query_len) + 1):
                 splits = max(
-                    self._splits(reqs, query_len, seq_len, causal=False)
+                    scheduler.decode(reqs, query_len, seq_len, False).num_splits
                     for seq_len in self._tile_edges(reqs, limits.max_seq_len)
                 )
                 tokens = min(reqs * query_len, limits.max_num_tokens)
-                most = max(
-                    most,
-                    paged_decode_workspace_bytes(
-                        tokens, self.spec.num_heads, self.spec.head_size_v, splits
-                    ),
+                needed = paged_decode_workspace_bytes(
+                    tokens, self.spec.num_heads, self.spec.head_size_v, splits
                 )
+                most = max(most, needed)
         return most
 
-    def _hopper(self) -> Any:
-        """The choice of Hopper's own kernels (`ops.triton.hopper.choice`), where they may serve; None elsewhere."""
-        wanted = (
-            limits_of(self._query_like).capability[0] == 9
-            and self.config.get("kernels") != "portable"
-        )
-        return hopper_choice() if wanted else None
-
-    def _hopper_bytes(self, num_tokens: int, query_len: int) -> int:
-        """What Hopper's own decode wants; 0 elsewhere."""
-        if (own := self._hopper()) is None:
-            return 0
-        chip = limits_of(self._query_like)
-        return int(
-            own.decode_workspace_bytes(
-                self._query_like,
-                self._cache_like,
-                self.spec.head_size_v,
-                num_tokens,
-                query_len,
-                chip,
-            )
-        )
-
     def seq_len_bounds(self, num_reqs: int, least: int, most: int) -> list[int]:
-        """Where tiles depend on work, both sides of every edge between two tiles, and of every power of 2, where keys may begin to be split; on
-        Hopper both sides of the lengths from which its own decode is the quicker one, or has another tile."""
+        """Both sides of every length at which another kernel or tile is chosen.
+
+        Where tiles depend on work these are the edges between two tiles, and every power of 2,
+        where keys may begin to be split. On Hopper, also the lengths from which its own decode is
+        faster or has another tile.
+        """
         turns: list[int] = []
-        if limits_of(self._query_like).capability[0] == 9:
+        if self._scheduler.limits.capability[0] == 9:
             turns = [keys - side for keys in HOPPER_DECODE_KEYS for side in (0, 1)]
-            turns += [
-                edge + side
-                for edge in self._work_edges("hopper_decode", num_reqs)
-                for side in (0, 1)
-            ]
+            edges = self._work_edges("hopper_decode", num_reqs)
+            turns += [edge + side for edge in edges for side in (0, 1)]
         inner = {edge + side for edge in self._tile_edges(num_reqs, most) for side in (0, 1)}
         if len(inner) > 2:
-            inner |= {
-                (1 << exponent) - side for exponent in range(most.bit_length()) for side in (0, 1)
-            }
+            powers = range(most.bit_length())
+            inner |= {(1 << exponent) - side for exponent in powers for side in (0, 1)}
         return sorted({least, most, *(bound for bound in (*inner, *turns) if least < bound < most)})
 
     def _tile_edges(self, num_reqs: int, max_seq_len: int) -> list[int]:
-        """The longest sequences that each decode tile may meet: a tile for less work may be cut in more pieces."""
-        return [
-            max_seq_len,
-            *(edge for edge in self._work_edges("decode", num_reqs) if 0 < edge < max_seq_len),
-        ]
+        """The longest sequences of each decode tile: a tile for less work may split more."""
+        edges = self._work_edges("decode", num_reqs)
+        return [max_seq_len, *(edge for edge in edges if 0 < edge < max_seq_len)]
 
     def _work_edges(self, op: str, num_reqs: int) -> list[int]:
         """The longest sequences of the classes of work that an operation's tiles depend on."""
-        chip = limits_of(self._query_like)
-        return [
-            bound * chip.num_sms // (num_reqs * self.spec.num_kv_heads)
-            for bound in work_bounds(op, chip.tuned)
-        ]
+        chip, heads = self._scheduler.limits, self.spec.num_kv_heads
+        return [bound * chip.num_sms // (num_reqs * heads) for bound in work_bounds(op, chip.tuned)]

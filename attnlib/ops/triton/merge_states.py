@@ -10,7 +10,8 @@ from torch import Tensor
 
 from attnlib.ops.triton.heuristics.device import device_guard, limits_of
 from attnlib.ops.triton.kernels.merge_states import merge_states_kernel
-from attnlib.ops.triton.launch.bound import BoundLaunch, Remembered
+from attnlib.ops.triton.launch.bound import BoundLaunch
+from attnlib.ops.triton.launch.cache import LAUNCHES
 
 __all__ = ["merge_states"]
 
@@ -40,8 +41,9 @@ def merge_states(
     limits_of(out)
     target = lse if lse is not None else lse_a
     tensors = (out_a, lse_a, out_b, lse_b, out, target)
-    same = (out.get_device(), out.shape, lse is None, *((x.dtype, x.stride()) for x in tensors))
-    launch = _launches.get(same) or _launches.keep(same, _bind(out, lse is not None))
+    layouts = ((x.dtype, x.stride()) for x in tensors)
+    key = ("merge states", out.get_device(), out.shape, lse is None, *layouts)
+    launch = LAUNCHES.get(key) or LAUNCHES.keep(key, _launch(out, lse is not None))
     numbers = (
         out.shape[1], out_a.stride(0), out_a.stride(1), out_b.stride(0), out_b.stride(1), out.stride(0), out.stride(1),
         lse_a.stride(0), lse_b.stride(0), target.stride(0),
@@ -55,13 +57,10 @@ def merge_states(
         | target.data_ptr()
     )
     with device_guard(out):
-        launch((*tensors, *numbers), addresses, out.get_device())
+        launch.run((*tensors, *numbers), addresses, out.get_device())
 
 
-_launches: Remembered[BoundLaunch] = Remembered()
-
-
-def _bind(out: Tensor, has_lse: bool) -> BoundLaunch:
+def _launch(out: Tensor, has_lse: bool) -> BoundLaunch:
     num_tokens, num_heads, head_size_v = out.shape
     padded = triton.next_power_of_2(head_size_v)
     block_h = max(1, min(triton.next_power_of_2(num_heads), _ELEMENTS_PER_PROGRAM // padded))

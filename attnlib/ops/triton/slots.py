@@ -8,7 +8,9 @@ from torch import Tensor
 
 from attnlib.ops.triton.heuristics.device import device_guard, limits_of
 from attnlib.ops.triton.kernels.slots import slot_mapping_kernel
-from attnlib.ops.triton.launch.bound import BoundLaunch, Remembered
+from attnlib.ops.triton.launch.attention import BatchTensors, check_batch
+from attnlib.ops.triton.launch.bound import BoundLaunch
+from attnlib.ops.triton.launch.cache import LAUNCHES
 
 __all__ = ["compute_slot_mapping"]
 
@@ -32,24 +34,28 @@ def compute_slot_mapping(
         block_table: `[R, M]` int32, last stride 1.
         block_size: N, positions per block.
         num_tokens: length of the result; rows at or past `query_start_loc[-1]` get -1.
-        out: `[num_tokens]` int64 to write into; made when None.
+        out: `[num_tokens]` int64 to write into; allocated when None.
 
     Returns:
         `[num_tokens]` int64.
+
+    Raises:
+        ContractError: strided metadata.
     """
     if out is None:
         out = torch.empty(num_tokens, dtype=torch.int64, device=query_start_loc.device)
     if num_tokens == 0:
         return out
     limits_of(query_start_loc)
-    same = (
-        out.get_device(), query_start_loc.dtype, seq_lens.dtype, block_table.dtype, out.dtype, seq_lens.shape, num_tokens,
-        block_table.shape, block_table.stride(), block_size,
+    check_batch(BatchTensors(query_start_loc, seq_lens, block_table), 0)
+    key = (
+        "slot mapping", out.get_device(), query_start_loc.dtype, seq_lens.dtype, block_table.dtype,
+        out.dtype, seq_lens.shape, num_tokens, block_table.shape, block_table.stride(), block_size,
     )  # fmt: skip
-    launch = _launches.get(same) or _launches.keep(same, _bind(num_tokens, block_size))
+    launch = LAUNCHES.get(key) or LAUNCHES.keep(key, _launch(num_tokens, block_size))
     numbers = (seq_lens.shape[0], num_tokens, block_table.shape[1], block_table.stride(0))
     with device_guard(query_start_loc):
-        launch(
+        launch.run(
             (query_start_loc, seq_lens, block_table, out, *numbers),
             out.data_ptr(),
             out.get_device(),
@@ -57,10 +63,7 @@ def compute_slot_mapping(
     return out
 
 
-_launches: Remembered[BoundLaunch] = Remembered()
-
-
-def _bind(num_tokens: int, block_size: int) -> BoundLaunch:
+def _launch(num_tokens: int, block_size: int) -> BoundLaunch:
     constants = {
         "BLOCK_SIZE": block_size,
         "BLOCK_T": _BLOCK_T,

@@ -23,10 +23,12 @@ CHECKS = [
     "check_unknown_tritons_are_left_alone",
     "check_descriptors_are_encoded_once",
     "check_each_call_is_looked_at",
-    "check_settled_steps",
-    "check_settled_layers",
-    "check_who_merges",
-    "check_impls_of_somebody_else",
+    "check_plans",
+    "check_plans_step_aside",
+    "check_changes_between_calls",
+    "check_sinks_are_read_at_each_call",
+    "check_which_kernel_combines",
+    "check_replaced_methods",
     "check_memory_is_bounded",
 ]
 
@@ -66,9 +68,9 @@ def test_interpreted_kernels_stay_unbound() -> None:
     table = torch.tensor([[3, 5]], dtype=torch.int32)
     for _ in range(2):
         slots = torch.zeros(3, dtype=torch.int64)
-        bound((starts, lens, table, slots, 1, 3, 2, 2), 0, -1)
+        bound.run((starts, lens, table, slots, 1, 3, 2, 2), 0, -1)
         assert slots.tolist() == [20, 21, -1]
-    assert not bound.is_bound
+    assert bound.direct is None
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""Tiles, splits and chip limits: pure functions of upper bounds, and their tables."""
+"""Tile shapes and split counts: pure functions of sizes and device limits, fed by the tables in `tables/`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -78,20 +79,26 @@ def limits_of(tensor: Tensor) -> DeviceLimits:
     """The limits of the tensor's device.
 
     Raises:
-        BackendUnavailableError: the tensor lies on a CPU and the process does not interpret Triton.
+        BackendUnavailableError: as `device_limits`.
     """
-    if tensor.is_cuda:
-        return _cuda_limits(tensor.get_device())
+    return _cuda_limits(tensor.get_device()) if tensor.is_cuda else device_limits(tensor.device)
+
+
+def device_limits(device: torch.device) -> DeviceLimits:
+    """The limits of a device.
+
+    Raises:
+        BackendUnavailableError: a CPU, and the process does not interpret Triton.
+    """
+    if device.type == "cuda":
+        return _cuda_limits(current_device() if device.index is None else device.index)
     if not INTERPRETED:
         raise BackendUnavailableError(
-            f"the Triton kernels were given a tensor on {tensor.device}; move it to a GPU, or set TRITON_INTERPRET=1 "
-            "before triton is first imported to interpret them on the CPU"
+            f"the Triton kernels were given a tensor on {device}; move it to a GPU, or set "
+            "TRITON_INTERPRET=1 before triton is first imported to interpret them on the CPU"
         )
-    return (
-        replace(INTERPRETER_LIMITS, tuned=_tuned[_INTERPRETER])
-        if _INTERPRETER in _tuned
-        else INTERPRETER_LIMITS
-    )
+    tuned = _tuned.get(_INTERPRETER)
+    return INTERPRETER_LIMITS if tuned is None else replace(INTERPRETER_LIMITS, tuned=tuned)
 
 
 @functools.cache
@@ -133,14 +140,10 @@ def set_tuned_tiles(index: int, table: TileTable | None) -> None:
         _cuda_limits.cache_clear()
 
 
-_get_device = getattr(
-    torch._C, "_cuda_getDevice", None
-)  # what `current_device` comes to once CUDA has started; torch without CUDA lacks it
-
-
-def current_device() -> int:
-    """The number of the current device."""
-    return int(torch.cuda.current_device() if _get_device is None else _get_device())
+current_device: Callable[[], int] = (
+    getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
+)
+"""The index of the current CUDA device. `torch.cuda.current_device` ends in this C function."""
 
 
 def device_guard(tensor: Tensor) -> AbstractContextManager[object]:

@@ -1,14 +1,49 @@
-"""Kernels for Hopper (SM90) in Gluon, where plain Triton leaves speed on the chip.
+"""Host side of the Gluon kernels for Hopper (SM90), used where plain Triton is slower.
 
-    limits       what the kernels take, without importing triton: asked by the operations and by `explain`
-    choice       whether a call goes this way, and with which tile
-    dialect      what Gluon calls things, release by release; the only module that asks which Triton it is
-    schedule     which work item is which tile of which request, and which keys it visits (device side)
-    softmax, products  the inner step: scores to weights, two products in flight around it
-    prefill      the warp-specialised prefill kernel; paged_prefill launches it
-    decode       the decode kernel, equal parts of all keys, and the join of pieces; paged_decode launches them
-    descriptors  TMA descriptors of a paged cache and of queries, kept between calls
-    tiles        shapes of tiles and rings: a pure choice from the tables
+    support       what the kernels implement, without importing triton; also read by `explain`
+    dispatch      whether the kernels serve a call, and with which tile
+    decode_plan   grid, workspace and arguments of the decode
+    prefill_plan  grid, descriptors and arguments of the prefill
+    descriptors   TMA descriptors of caches and queries
+    kernels/      device code
 
-There is no interpreter for Gluon: off the chip these kernels are compiled, on it they are tested.
+Gluon lives in `triton.experimental`, whose names change between releases. `load()` imports the
+kernels on first use; where that fails, the plain Triton kernels serve every call, and
+`import_error` returns the reason. There is no interpreter for Gluon: tests compile these kernels
+without a GPU and run them on one.
 """
+
+from __future__ import annotations
+
+import functools
+import logging
+from importlib import import_module
+from typing import Any
+
+__all__ = ["import_error", "load"]
+
+_log = logging.getLogger("attnlib")
+
+
+@functools.cache
+def _load() -> tuple[Any, str | None]:
+    try:
+        return import_module("attnlib.ops.triton.hopper.dispatch"), None
+    except Exception as error:  # an experimental package may fail in any way
+        reason = f"{type(error).__name__}: {error}"
+        _log.warning(
+            "the Gluon kernels for Hopper cannot be imported (%s); the plain Triton kernels serve "
+            "every call at lower speed",
+            reason,
+        )
+        return None, reason
+
+
+def load() -> Any:
+    """The module `hopper.dispatch`, or None where it cannot be imported (logged once)."""
+    return _load()[0]
+
+
+def import_error() -> str | None:
+    """Why the Gluon kernels cannot be imported; None when they can."""
+    return _load()[1]

@@ -1,75 +1,80 @@
-"""Launch of the Hopper decode. `limits.decode_unsupported_reasons` says what it does not do, and `choice` asks."""
+"""Host side of the Hopper decode: tile, grid, workspace and argument order.
+
+`support.decode_unsupported` lists what the kernel does not implement; `dispatch` consults it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard, limits_of
+from attnlib.ops.params import AttentionParams
+from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
 from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile, padded_width
 from attnlib.ops.triton.heuristics.splits import splits_per_load
-from attnlib.ops.triton.hopper.descriptors import Encoded, cache_descriptor, cache_facts
+from attnlib.ops.triton.hopper.descriptors import CacheView, encoded_descriptors
 from attnlib.ops.triton.hopper.kernels.combine import hopper_combine_kernel
 from attnlib.ops.triton.hopper.kernels.decode import hopper_decode_kernel
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
-from attnlib.ops.triton.launch.bound import BoundLaunch
-from attnlib.ops.triton.launch.signature import Options
+from attnlib.ops.triton.launch.attention import BatchTensors, submitters
+from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch, Submit
+from attnlib.ops.triton.launch.run import run_attention
 
 __all__ = [
     "HopperDecode",
     "hopper_decode_workspace_bytes",
     "launch_hopper_decode",
-    "plan_hopper_decode",
+    "prepare_hopper_decode",
 ]
 
-_MOST_PARTS = 255
+_MAX_SPLITS = 255
 _UNBOUNDED = 1 << 30
 
-
 _FEW_ROWS = 1024
-"""Rows (tokens times query heads) up to which each has a program of its own in the join: quickest for a few, while of
-many most have nothing to merge and cost a program each."""
-
+"""Rows (tokens times query heads) up to which the combine kernel uses one program per row: fastest
+for few rows. With many rows most programs would have nothing to combine."""
 
 _FEW_REGISTERS, _MANY_REGISTERS = 168, 240
-"""Registers of a thread, of which a CTA has 256 (two of its warps idle): more than half of a multiprocessor's 65536, so that
-it holds one CTA, however small the tile. An experiment in which a CTA waited for its predecessor beside a CTA of that
-predecessor ended in illegal addresses (benchmarks/results/h200/limits.txt, 4)."""
+"""Registers per thread. A CTA has 256 threads (two warps idle), so either value takes more than
+half of an SM's 65536 registers and an SM holds one CTA at a time, however small the tile. In an
+experiment, a CTA that waited for its predecessor grid beside a CTA of that grid ended in illegal
+addresses."""
 
-_MOST_ROUNDS = 8
-"""Rounds of loads, each about a microsecond, that the merging of one request's pieces may take."""
+_MAX_LOAD_ROUNDS = 8
+"""Rounds of loads, about one microsecond each, that combining one request's splits may take."""
 
 
-def _join_tile(num_rows: int, group: int, head_size_v: int) -> dict[str, int]:
-    """How the join works: heads of a program, pieces that it loads together, and its warps."""
+def _combine_tile(num_rows: int, group: int, head_size_v: int) -> dict[str, int]:
+    """Tile of the combine kernel: heads per program, splits loaded together, warps."""
     if num_rows <= _FEW_ROWS:
         return {"HEADS": 1, "STEP": 32 if head_size_v <= 128 else 16, "num_warps": 1}
     return {"HEADS": min(4, triton.next_power_of_2(group)), "STEP": 8, "num_warps": 4}
 
 
-def _parts(slots: int, num_kv_heads: int) -> int:
-    """Parts of one CTA for each KV head: as many as the chip holds at a time."""
-    return min(max(1, slots // num_kv_heads), _MOST_PARTS)
+def _ctas_per_head(max_resident_ctas: int, num_kv_heads: int) -> int:
+    """CTAs for each KV head: as many as the chip holds at a time."""
+    return min(max(1, max_resident_ctas // num_kv_heads), _MAX_SPLITS)
 
 
 def _columns(rows: int) -> int:
-    """Columns of the products: an asynchronous one has 8 at least, and the kernel powers of two."""
+    """Columns of the matrix products: a wgmma has at least 8, and the kernel needs powers of 2."""
     return max(8, int(triton.next_power_of_2(rows)))
 
 
-def _joins_itself(
+def _combines_in_kernel(
     num_reqs: int, num_kv_heads: int, rows: int, head_size_v: int, num_sms: int, num_counters: int
 ) -> bool:
-    """Whether the decode merges pieces itself: where there are as many requests as parts, so that most come in one piece or
-    two, and one that comes in all of them is merged in few rounds of loads.
+    """Whether the attention kernel combines splits itself instead of a second kernel.
 
-    On an H200 it is then up to 4% quicker; one request of 8k or 32k is 2 to 3% quicker with a kernel of its own for that
-    (benchmarks/results/h200/tiles.txt, 10). The bound is a power of 2, so that a warm-up by powers meets both ways.
+    It does so with at least as many requests as CTAs per head: most requests then have one or two
+    splits, and a request split over all CTAs is combined in few rounds of loads. On an H200 this is
+    up to 4% faster, while one request of 8k or 32k keys is 2 to 3% faster with a combine kernel.
+    The bound is a power of 2, so that a warm-up over powers of 2 compiles both variants.
 
     Args:
         num_reqs: requests of the batch.
@@ -77,222 +82,230 @@ def _joins_itself(
         rows: query heads of a group times tokens.
         head_size_v: Dv.
         num_sms: multiprocessors of the chip.
-        num_counters: how many there are (`hopper.counters`); it needs one for each CTA, after those of the prefill.
+        num_counters: counters given; one per CTA is needed after those of the prefill.
     """
-    parts = _parts(num_sms, num_kv_heads)
-    rounds = parts / splits_per_load(_columns(rows), padded_width(head_size_v))
-    return (
-        num_reqs >= triton.next_power_of_2(parts)
-        and rounds <= _MOST_ROUNDS
-        and num_counters >= PREFILL_COUNTERS + parts * num_kv_heads
-    )
+    ctas = _ctas_per_head(num_sms, num_kv_heads)
+    rounds = ctas / splits_per_load(_columns(rows), padded_width(head_size_v))
+    enough = num_counters >= PREFILL_COUNTERS + ctas * num_kv_heads
+    return num_reqs >= triton.next_power_of_2(ctas) and rounds <= _MAX_LOAD_ROUNDS and enough
 
 
 def hopper_decode_workspace_bytes(
-    num_tokens: int, num_kv_heads: int, group: int, max_query_len: int, head_size_v: int, slots: int
+    num_tokens: int,
+    num_kv_heads: int,
+    group: int,
+    max_query_len: int,
+    head_size_v: int,
+    max_resident_ctas: int,
 ) -> int:
-    """Bytes beside the output: two float32 pieces with their LSEs for each CTA, and a note for each token and KV head."""
+    """Workspace in bytes: two float32 partial results with LSEs per CTA, and one header per token
+    and KV head."""
     rows = group * max_query_len
-    return 4 * (
-        2 * _parts(slots, num_kv_heads) * num_kv_heads * rows * (head_size_v + 1)
-        + num_tokens * num_kv_heads
-    )
+    ctas = _ctas_per_head(max_resident_ctas, num_kv_heads) * num_kv_heads
+    return 4 * (2 * ctas * rows * (head_size_v + 1) + num_tokens * num_kv_heads)
 
 
-@dataclass
-class HopperDecode:
-    """A call of the Hopper decode less its addresses and scales: what the layers of one step share.
+class _BoundDecode(NamedTuple):
+    """A Hopper decode over one batch; addresses for direct launches, tensors for those by Triton.
 
     Attributes:
-        limits: the chip that it was worked out for.
-        index: the device's number.
-        boxes: positions of a TMA box, and the padded widths of keys and values.
+        attend: submits the attention kernel.
+        tail: its arguments after `sinks`.
+        descriptors: encoded descriptors by the addresses of key and value cache.
+        encode: the descriptors of a pair of caches that `descriptors` lacks.
+        combine: submits the combine kernel; None where the attention kernel combines.
+        splits: partial results, their LSEs, their headers, and `query_start_loc`.
+        combine_tail: the combine kernel's arguments after `lse`.
+    """
+
+    attend: Submit
+    tail: tuple[Any, ...]
+    descriptors: dict[Any, tuple[Any, ...]]
+    encode: Callable[[Any, Any], tuple[Any, ...]]
+    combine: Submit | None
+    splits: tuple[Any, ...]
+    combine_tail: tuple[int, ...]
+
+    def run(
+        self, stream: int, query: Any, key: Any, value: Any, out: Any, lse: Any,
+        alibi_slopes: Any, sinks: Any, k_scale: Any, v_scale: Any,
+        between: Callable[[int], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Launch on `stream`. The argument order of both kernels is written here and in `bind`.
+
+        Args:
+            between: launches other work between the attention and the combine kernel, on the SMs
+                that this decode leaves free.
+        """
+        maps = self.descriptors.get((key, value)) or self.encode(key, value)
+        self.attend(stream, *maps, query, out, lse, sinks, *self.tail)
+        if between is not None:
+            between(stream)
+        if self.combine is not None:
+            self.combine(stream, *self.splits, sinks, out, lse, *self.combine_tail)
+
+
+@dataclass(frozen=True, eq=False)
+class HopperDecode:
+    """The launches of one call signature of the Hopper decode, without addresses.
+
+    Attributes:
+        limits: the chip that tile and grid were chosen for.
+        index: the device index.
+        views: the key and value cache as TMA reads them.
+        scale: softmax scale times `k_scale`.
         numbers: the attention kernel's runtime numbers after its scale.
-        join_numbers: those of the kernel that joins pieces.
-        lses, pieces: where those lie in the workspace, in float32 elements; partial outputs come first.
-        num_bytes: what the workspace has to hold.
-        encoded: the TMA descriptors of caches of this shape.
+        combine_tail: the combine kernel's runtime numbers.
+        lse_offset, header_offset: in the workspace, in float32 elements, after the partial outputs.
+        workspace_bytes: size of the workspace.
         attend: the attention kernel.
-        join: the one that merges pieces after it; None where the first one does.
+        combine: the combine kernel; None where the attention kernel combines.
     """
 
     limits: DeviceLimits
     index: int
-    boxes: tuple[int, int, int]
+    views: tuple[CacheView, CacheView]
+    scale: float
     numbers: tuple[float | int, ...]
-    join_numbers: tuple[int, ...]
-    lses: int
-    pieces: int
-    num_bytes: int
-    encoded: Encoded
+    combine_tail: tuple[int, ...]
+    lse_offset: int
+    header_offset: int
+    workspace_bytes: int
     attend: BoundLaunch
-    join: BoundLaunch | None
+    combine: BoundLaunch | None
 
-    def serve(
-        self, query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, starts: Tensor, seq_lens: Tensor,
-        options: Options, workspace: Tensor | None, counters: Tensor | None = None, beside: Callable[[], object] | None = None,
-    ) -> bool:  # fmt: skip
-        """Launch unless addresses, scales or the workspace are beyond this kernel; whether it did.
+    needs_alignment: ClassVar[bool] = True
+    """TMA and 16-byte loads require aligned tensors, also for launches by Triton."""
+    as_bytes: ClassVar[bool] = False
 
-        Args:
-            workspace: as in `paged_decode`.
-            counters: likewise; wanted where this was planned with them.
-            beside: launches what runs on the multiprocessors that this call leaves free, between its two kernels; the
-                second waits for it. Not for calls that were planned with counters.
-        """
-        out = options.out
-        asked, keys, values, written = (
-            query.data_ptr(),
-            key.data_ptr(),
-            value.data_ptr(),
-            out.data_ptr(),
-        )
-        if (asked | keys | values | written) & 15 or options.v_scale != 1.0:
-            return False
-        if workspace is None:
-            workspace = torch.empty(self.num_bytes // 4, dtype=torch.float32, device=query.device)
-        elif workspace.nbytes < self.num_bytes:
-            return False
-        counters = counters if self.join is None else None
-        partials, scale = workspace.data_ptr(), options.scale * float(options.k_scale)
-        written |= partials
-        with device_guard(query):
-            if self.attend.ready(asked | written) and (
-                self.join is None or self.join.ready(written)
-            ):
-                maps = self.encoded.find(self.attend, keys, values) or self._encode(
-                    key, value, keys, values
-                )
-                lses, pieces = partials + 4 * self.lses, partials + 4 * self.pieces
-                self.attend.go((*maps, query, out, options.lse, options.sinks, starts, seq_lens, block_table, partials, lses,
-                                pieces, counters, scale, *self.numbers), self.index)  # fmt: skip
-                if beside is not None:
-                    beside()
-                if self.join is not None:
-                    self.join.go(
-                        (
-                            partials,
-                            lses,
-                            pieces,
-                            starts,
-                            options.sinks,
-                            out,
-                            options.lse,
-                            *self.join_numbers,
-                        ),
-                        self.index,
-                    )
-            else:
-                self._by_triton(
-                    query,
-                    key,
-                    value,
-                    block_table,
-                    starts,
-                    seq_lens,
-                    options,
-                    workspace,
-                    counters,
-                    scale,
-                    asked | written,
-                    beside,
-                )
-        return True
+    @property
+    def kernels(self) -> tuple[BoundLaunch, ...]:
+        """The kernels that `run` launches."""
+        return (self.attend,) if self.combine is None else (self.attend, self.combine)
 
-    def _descriptors(self, key: Tensor, value: Tensor) -> tuple[Any, Any]:
-        box, width, width_v = self.boxes
-        return cache_descriptor(key, box, width), cache_descriptor(value, box, width_v)
+    def is_direct(self, batch: BatchTensors) -> bool:
+        """Whether a direct launch over `batch` is possible, given aligned layer tensors."""
+        space, combine = batch.workspace, self.combine
+        aligned = space is not None and not space.data_ptr() & ALIGNMENT
+        return aligned and self.attend.is_direct and (combine is None or combine.is_direct)
 
-    def _encode(self, key: Tensor, value: Tensor, keys: int, values: int) -> tuple[Any, ...]:
-        return self.encoded.keep(self.attend, (keys, values), *self._descriptors(key, value))
+    def bind(self, batch: BatchTensors, direct: bool, aligned: bool = True) -> _BoundDecode:
+        """Attach the tensors of a batch; `workspace` holds at least `workspace_bytes`."""
+        attend, combine = submitters(direct, aligned, self.attend, self.combine)
+        assert attend is not None and batch.workspace is not None
+        counters = batch.counters if self.combine is None else None
+        partials = batch.workspace
+        if partials.dtype != torch.float32:
+            partials = partials.view(torch.float32)
+        lses, headers = partials[self.lse_offset :], partials[self.header_offset :]
+        tensors = (
+            batch.query_start_loc, batch.seq_lens, batch.block_table, partials, lses,
+            headers.view(torch.int32), counters,
+        )  # fmt: skip
+        given: tuple[Any, ...] = tensors
+        descriptors: dict[Any, tuple[Any, ...]] = {}
+        key_view, value_view = self.views
 
-    def _by_triton(
-        self, query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, starts: Tensor, seq_lens: Tensor,
-        options: Options, workspace: Tensor, counters: Tensor | None, scale: float, addresses: int, beside: Callable[[], object] | None,
-    ) -> None:  # fmt: skip
-        """The launches with Triton's own arguments, where the encoded ones may not be used (yet)."""
-        partials = workspace if workspace.dtype == torch.float32 else workspace.view(torch.float32)
-        lses, pieces = partials[self.lses :], partials[self.pieces :].view(torch.int32)
-        out, lse, sinks = options.out, options.lse, options.sinks
-        attend = (
-            *self._descriptors(key, value),
-            query,
-            out,
-            lse,
-            sinks,
-            starts,
-            seq_lens,
-            block_table,
-            partials,
-            lses,
-            pieces,
-            counters,
-            scale,
-        )
-        self.attend((*attend, *self.numbers), addresses, self.index)
-        if beside is not None:
-            beside()
-        written = out.data_ptr() | partials.data_ptr()
-        if self.join is not None:
-            self.join(
-                (partials, lses, pieces, starts, sinks, out, lse, *self.join_numbers),
-                written,
-                self.index,
-            )
+        def describe(key: Tensor, value: Tensor) -> tuple[Any, ...]:
+            return key_view.describe(key.data_ptr()), value_view.describe(value.data_ptr())
+
+        encode: Callable[[Any, Any], tuple[Any, ...]] = describe
+        if direct:
+            given = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
+            descriptors = encoded_descriptors(self.views, self.attend)
+            encode = self._encode
+        starts, lens, table, outputs, lse_space, header_space, given_counters = given
+        tail = (
+            starts, lens, table, outputs, lse_space, header_space, given_counters, self.scale,
+            *self.numbers,
+        )  # fmt: skip
+        splits = (outputs, lse_space, header_space, starts)
+        return _BoundDecode(attend, tail, descriptors, encode, combine, splits, self.combine_tail)
+
+    def _encode(self, key: int, value: int) -> tuple[Any, ...]:
+        """Encode and keep the descriptors of the caches at these addresses."""
+        expand = self.attend.expand
+        assert expand is not None  # every bound kernel with descriptors has it
+        both = (self.views[0].describe(key), self.views[1].describe(value))
+        encoded = tuple(part for number, view in enumerate(both) for part in expand(number, view))
+        encoded_descriptors(self.views, self.attend).keep((key, value), encoded)
+        return encoded
 
 
-def plan_hopper_decode(
-    query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, starts: Tensor, options: Options, tile: DecodeTile,
-    limits: DeviceLimits, max_query_len: int, slots: int | None = None,
+def prepare_hopper_decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    batch: BatchTensors,
+    params: AttentionParams,
+    tile: DecodeTile,
+    limits: DeviceLimits,
+    max_query_len: int,
+    max_ctas: int | None = None,
     num_counters: int = 0,
-) -> HopperDecode:  # fmt: skip
-    """Work out the launches of calls like this one, with a given tile; there is at least one query and one block.
-    `slots` is how many programs may run at a time, None as many as the chip holds; `num_counters` how many counters calls bring."""
-    (num_tokens, num_heads, head_size), (_, block_size, num_kv_heads, _) = query.shape, key.shape
+) -> HopperDecode:
+    """Prepare the launches of calls like this one with a given tile; at least one query and block.
+
+    Args:
+        max_ctas: CTAs that may run at a time; None means one per SM.
+        num_counters: counters that calls pass.
+    """
+    num_tokens, num_heads, head_size = query.shape
+    num_blocks, block_size, num_kv_heads, _ = key.shape
+    assert batch.block_table is not None
     head_size_v, group = value.shape[3], num_heads // num_kv_heads
-    width, width_v, box = (
-        padded_width(head_size),
-        padded_width(head_size_v),
-        min(block_size, tile.block_n),
-    )
-    rows, num_reqs, (left, right) = group * max_query_len, starts.shape[0] - 1, options.window
+    width, width_v = padded_width(head_size), padded_width(head_size_v)
+    box = min(block_size, tile.block_n)
+    rows, (left, right) = group * max_query_len, params.window
+    num_reqs = batch.query_start_loc.shape[0] - 1
+    chunk, cap = params.attention_chunk_size, params.logits_soft_cap
     columns = _columns(rows)
-    slots, out, lse = slots or limits.num_sms, options.out, options.lse
-    programs = _parts(slots, num_kv_heads) * num_kv_heads
-    joins = _joins_itself(num_reqs, num_kv_heads, rows, head_size_v, slots, num_counters)
-    places, stride_lt = 2 * programs * rows, 0 if lse is None else lse.stride(0)
+    resident = max_ctas or limits.num_sms
+    ctas = _ctas_per_head(resident, num_kv_heads) * num_kv_heads
+    in_kernel = _combines_in_kernel(
+        num_reqs, num_kv_heads, rows, head_size_v, resident, num_counters
+    )
+    num_partials, stride_lt = 2 * ctas * rows, 0 if lse is None else lse.stride(0)
     shared = {
-        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "DV": head_size_v, "HAS_SINK": options.sinks is not None,
-        "HAS_LSE": lse is not None, "enable_fp_fusion": True, "launch_pdl": True,
+        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "DV": head_size_v,
+        "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
+        "enable_fp_fusion": True, "launch_pdl": True,
     }  # fmt: skip
     attend = {
-        **shared, "D": head_size, "WIDTH": width, "WIDTH_V": width_v, "TILE_TOKENS": columns // group,
-        "BLOCK_N": tile.block_n, "BLOCK_SIZE": block_size, "ROWS": columns, "STAGES": tile.stages,
-        "COMBINE_IN_KERNEL": joins, "SPLITS_PER_LOAD": splits_per_load(columns, width_v), "CAUSAL": bool(options.causal),
-        "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0, "HAS_CHUNK": options.attention_chunk_size > 0,
-        "HAS_CAP": options.logits_soft_cap > 0, "num_warps": 4, "maxnreg": _FEW_REGISTERS if width_v * columns <= 128 * 32 else _MANY_REGISTERS,
+        **shared, "D": head_size, "WIDTH": width, "WIDTH_V": width_v,
+        "TILE_TOKENS": columns // group, "BLOCK_N": tile.block_n, "BLOCK_SIZE": block_size,
+        "ROWS": columns, "STAGES": tile.stages, "COMBINE_IN_KERNEL": in_kernel,
+        "SPLITS_PER_LOAD": splits_per_load(columns, width_v),
+        "CAUSAL": bool(params.causal), "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0,
+        "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0, "num_warps": 4,
+        "maxnreg": _FEW_REGISTERS if width_v * columns <= 128 * 32 else _MANY_REGISTERS,
     }  # fmt: skip
-    join = {
-        **shared,
-        "DV_PAD": triton.next_power_of_2(head_size_v),
-        **_join_tile(num_tokens * num_heads, group, head_size_v),
-    }
+    combine = {
+        **shared, "DV_PAD": triton.next_power_of_2(head_size_v),
+        **_combine_tile(num_tokens * num_heads, group, head_size_v),
+    }  # fmt: skip
+    combine_grid = (num_tokens, num_kv_heads, triton.cdiv(group, combine["HEADS"]))
+    assert not isinstance(params.k_scale, Tensor)  # dispatch leaves tensors to the plain kernel
     return HopperDecode(
         limits=limits,
         index=query.get_device(),
-        boxes=(box, width, width_v),
+        views=(CacheView.of(key, box, width), CacheView.of(value, box, width_v)),
+        scale=params.scale * float(params.k_scale),
         numbers=(
-            float(options.logits_soft_cap), min(left, _UNBOUNDED), min(right, _UNBOUNDED), min(options.attention_chunk_size, _UNBOUNDED),
-            num_reqs, num_tokens, key.shape[0], rows, query.stride(0), query.stride(1), out.stride(0), out.stride(1), stride_lt,
-            block_table.stride(0),
+            float(cap), min(left, _UNBOUNDED), min(right, _UNBOUNDED), min(chunk, _UNBOUNDED),
+            num_reqs, num_tokens, num_blocks, rows, query.stride(0), query.stride(1),
+            out.stride(0), out.stride(1), stride_lt, batch.block_table.stride(0),
         ),
-        join_numbers=(num_reqs, rows, out.stride(0), out.stride(1), stride_lt),
-        lses=places * head_size_v,
-        pieces=places * (head_size_v + 1),
-        num_bytes=hopper_decode_workspace_bytes(num_tokens, num_kv_heads, group, max_query_len, head_size_v, slots),
-        encoded=Encoded(cache_facts(key, value, box, width, width_v), 0),
-        attend=BoundLaunch(hopper_decode_kernel, (programs, 1, 1), attend),
-        join=None if joins else BoundLaunch(hopper_combine_kernel, (num_tokens, num_kv_heads, triton.cdiv(group, join["HEADS"])), join),
+        combine_tail=(num_reqs, rows, out.stride(0), out.stride(1), stride_lt),
+        lse_offset=num_partials * head_size_v,
+        header_offset=num_partials * (head_size_v + 1),
+        workspace_bytes=hopper_decode_workspace_bytes(
+            num_tokens, num_kv_heads, group, max_query_len, head_size_v, resident
+        ),
+        attend=BoundLaunch(hopper_decode_kernel, (ctas, 1, 1), attend),
+        combine=None if in_kernel else BoundLaunch(hopper_combine_kernel, combine_grid, combine),
     )  # fmt: skip
 
 
@@ -303,43 +316,27 @@ def launch_hopper_decode(
     block_table: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
+    params: AttentionParams,
     tile: DecodeTile,
     *,
     max_query_len: int,
-    scale: float,
-    causal: bool,
-    window: tuple[int, int],
-    attention_chunk_size: int,
-    logits_soft_cap: float,
-    sinks: Tensor | None,
     out: Tensor,
-    lse: Tensor | None,
+    lse: Tensor | None = None,
     workspace: Tensor,
     counters: Tensor | None = None,
 ) -> None:
-    """Run the kernel once with a given tile; arguments as in `paged_decode`, `workspace` contiguous and large enough."""
+    """Run the kernel once with a given tile; arguments as in `paged_decode`.
+
+    Raises:
+        ContractError: tensors off 16-byte boundaries, or a workspace that is too small.
+    """
     if query.numel() == 0:
         return
-    options = Options(
-        scale,
-        causal,
-        window,
-        attention_chunk_size,
-        logits_soft_cap,
-        None,
-        sinks,
-        None,
-        1.0,
-        1.0,
-        out,
-        lse,
+    batch = BatchTensors(
+        query_start_loc, seq_lens, block_table, workspace=workspace, counters=counters
     )
-    batch = (query, key_cache, value_cache, block_table, query_start_loc)
-    num_counters = 0 if counters is None else counters.numel()
-    launch = plan_hopper_decode(
-        *batch, options, tile, limits_of(query), max_query_len, num_counters=num_counters
-    )
-    if not launch.serve(*batch, seq_lens, options, workspace, counters):
-        raise ValueError(
-            "the Hopper decode wants tensors on 16-byte boundaries and a workspace of hopper_decode_workspace_bytes"
-        )
+    prepared = prepare_hopper_decode(
+        query, key_cache, value_cache, out, lse, batch, params, tile, limits_of(query),
+        max_query_len, num_counters=0 if counters is None else counters.numel(),
+    )  # fmt: skip
+    run_attention(prepared, batch, query, key_cache, value_cache, out, lse, params)

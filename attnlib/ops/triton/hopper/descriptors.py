@@ -1,16 +1,13 @@
-"""TMA descriptors of a paged cache and of queries.
+"""TMA descriptors of a paged cache and of queries, and the cache of their encoded forms.
 
-A cache view [B, N, Hkv, D] of any strides is described as [B, Hkv, N, D], so that a box is the rows of one page and one
-KV head. Descriptors are kept by address and shape, because checking and building one costs microseconds; they hold the
-address alone and keep no tensor alive. So do their encoded forms, which `Encoded` keeps for bound launches.
+A cache view [B, N, Hkv, D] of any strides is described as [B, Hkv, N, D], so that a box is the rows
+of one page and one KV head. A descriptor holds an address and keeps no tensor alive.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Hashable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -18,15 +15,16 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.hopper.kernels.compat import TensorDescriptor
-from attnlib.ops.triton.launch.bound import BoundLaunch, Remembered
+from attnlib.ops.triton.launch.bound import BoundLaunch
+from attnlib.ops.triton.launch.cache import LAUNCHES, LaunchCache
 
-__all__ = ["Encoded", "cache_descriptor", "cache_facts", "query_descriptor"]
+__all__ = ["CacheView", "QueryView", "encoded_descriptors"]
 
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 class _Address:
-    """What a descriptor asks of a tensor."""
+    """The part of a tensor that a descriptor reads."""
 
     __slots__ = ("_pointer", "dtype")
 
@@ -38,116 +36,82 @@ class _Address:
         return self._pointer
 
 
-@functools.lru_cache(maxsize=512)
-def _describe(
-    pointer: int,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    rows: int,
-    width: int,
-) -> TensorDescriptor:
-    blocks, positions, heads, size = shape
-    # The stride of a dimension of size 1 is arbitrary (P1), and TMA wants a multiple of 16 bytes.
-    block, position, head = (
-        8 if n == 1 else s for n, s in zip(shape[:3], strides[:3], strict=True)
-    )
-    layout = gl.NVMMASharedLayout.get_default_for([rows, width], _DTYPES[dtype])
-    return TensorDescriptor(
-        _Address(pointer, dtype),
-        [blocks, heads, positions, size],
-        [block, head, position, 1],
-        [1, 1, rows, width],
-        gl.NVMMASharedLayout(layout.swizzle_byte_width, 16, 4),
-    )
+class CacheView(NamedTuple):
+    """What the descriptor of a cache `[B, N, Hkv, D]` follows from besides its address.
 
-
-def cache_descriptor(cache: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """The descriptor of a cache `[B, N, Hkv, D]` for boxes of `rows` positions and `width` >= D elements.
-
-    Elements past D and pages past B read as zero.
-    """
-    return _describe(
-        cache.data_ptr(), cache.dtype, tuple(cache.shape), tuple(cache.stride()), rows, width
-    )
-
-
-@functools.lru_cache(maxsize=512)
-def _describe_query(
-    pointer: int,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    tokens: int,
-    heads: int,
-    width: int,
-) -> TensorDescriptor:
-    token, head = (8 if n == 1 else s for n, s in zip(shape[:2], strides[:2], strict=True))
-    layout = gl.NVMMASharedLayout.get_default_for([tokens * heads, width], _DTYPES[dtype])
-    return TensorDescriptor(
-        _Address(pointer, dtype), list(shape), [token, head, 1], [tokens, heads, width],
-        gl.NVMMASharedLayout(layout.swizzle_byte_width, 16, 3),
-    )  # fmt: skip
-
-
-def query_descriptor(query: Tensor, tokens: int, heads: int, width: int) -> TensorDescriptor:
-    """The descriptor of queries `[T, Hq, D]` for boxes of `heads` heads of `tokens` tokens and `width` >= D elements."""
-    return _describe_query(
-        query.data_ptr(),
-        query.dtype,
-        tuple(query.shape),
-        tuple(query.stride()),
-        tokens,
-        heads,
-        width,
-    )
-
-
-def cache_facts(key: Tensor, value: Tensor, *boxes: int) -> Hashable:
-    """All but the addresses that the descriptors of a pair of caches follow from."""
-    return key.dtype, tuple(key.shape), key.stride(), tuple(value.shape), value.stride(), boxes
-
-
-class Encoded:
-    """The encoded descriptors of tensors that differ in their addresses only, as a bound launch takes them.
-
-    Launches that agree in `facts` and in how their kernel reads descriptors share what is encoded: the layers of a model
-    have one cache each, and a launch for every batch size.
-
-    Args:
-        facts: all that the descriptors follow from beside the addresses.
-        first: the number of the first descriptor among those of the kernel.
+    Attributes:
+        dtype, shape, strides: of the view.
+        rows: positions of one TMA box.
+        width: elements of one box, >= D. Elements past D and pages past B read as zero.
     """
 
-    __slots__ = ("_facts", "_first", "_maps", "_number")
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    rows: int
+    width: int
 
-    def __init__(self, facts: Hashable, first: int) -> None:
-        self._facts = facts
-        self._first = first
-        self._maps: str | None = None
-        self._number = -1
+    @classmethod
+    def of(cls, cache: Tensor, rows: int, width: int) -> CacheView:
+        """The view of a cache tensor."""
+        return cls(cache.dtype, tuple(cache.shape), tuple(cache.stride()), rows, width)
 
-    def find(self, launch: BoundLaunch, *addresses: int) -> tuple[Any, ...] | None:
-        """The arguments for tensors at these addresses; None when they have not been kept. `launch` is ready."""
-        if self._maps is not launch.maps:
-            kind = (self._facts, launch.maps)
-            number = _kinds.get(kind)
-            self._number = _kinds.keep(kind, next(_numbers)) if number is None else number
-            self._maps = launch.maps
-        return _encoded.get((self._number, *addresses))
-
-    def keep(
-        self, launch: BoundLaunch, addresses: tuple[int, ...], *descriptors: TensorDescriptor
-    ) -> tuple[Any, ...]:
-        """Encode and remember the descriptors of the tensors that `find` was asked for in vain."""
-        expanded = (
-            part
-            for number, descriptor in enumerate(descriptors, self._first)
-            for part in launch.expand(number, descriptor)
+    def describe(self, pointer: int) -> TensorDescriptor:
+        """The descriptor of a cache at this address."""
+        blocks, positions, heads, size = self.shape
+        # The stride of a dimension of size 1 is arbitrary (P1); TMA requires a multiple of 16 bytes.
+        block, position, head = (
+            8 if n == 1 else s for n, s in zip(self.shape[:3], self.strides[:3], strict=True)
         )
-        return _encoded.keep((self._number, *addresses), tuple(expanded))
+        layout = gl.NVMMASharedLayout.get_default_for([self.rows, self.width], _DTYPES[self.dtype])
+        return TensorDescriptor(
+            _Address(pointer, self.dtype),
+            [blocks, heads, positions, size],
+            [block, head, position, 1],
+            [1, 1, self.rows, self.width],
+            gl.NVMMASharedLayout(layout.swizzle_byte_width, 16, 4),
+        )
 
 
-_numbers = itertools.count()
-_kinds: Remembered[int] = Remembered()
-_encoded: Remembered[tuple[Any, ...]] = Remembered()
+class QueryView(NamedTuple):
+    """What the descriptor of queries `[T, Hq, D]` follows from besides their address.
+
+    Attributes:
+        dtype, shape, strides: of the queries.
+        tokens, heads: of one TMA box.
+        width: elements of one box, >= D.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    tokens: int
+    heads: int
+    width: int
+
+    def describe(self, pointer: int) -> TensorDescriptor:
+        """The descriptor of queries at this address."""
+        token, head = (
+            8 if n == 1 else s for n, s in zip(self.shape[:2], self.strides[:2], strict=True)
+        )
+        rows = self.tokens * self.heads
+        layout = gl.NVMMASharedLayout.get_default_for([rows, self.width], _DTYPES[self.dtype])
+        return TensorDescriptor(
+            _Address(pointer, self.dtype),
+            list(self.shape),
+            [token, head, 1],
+            [self.tokens, self.heads, self.width],
+            gl.NVMMASharedLayout(layout.swizzle_byte_width, 16, 3),
+        )
+
+
+def encoded_descriptors(facts: Hashable, launch: BoundLaunch) -> LaunchCache:
+    """Encoded descriptors by address, shared by all launches that agree in `facts` (the views) and
+    in how their kernel reads descriptors: the layers of a model have one cache each, and there is
+    one launch for every batch size."""
+    key = ("descriptors", facts, launch.descriptor_layout)
+    found: LaunchCache | None = LAUNCHES.get(key)
+    if found is None:
+        found = LaunchCache()
+        LAUNCHES.keep(key, found)
+    return found

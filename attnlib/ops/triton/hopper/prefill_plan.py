@@ -1,44 +1,77 @@
-"""Launch of the Hopper prefill. `limits.prefill_unsupported_reasons` says what it does not do, and `choice` asks."""
+"""Host side of the Hopper prefill: tile, grid, descriptors and argument order.
+
+`support.prefill_unsupported` lists what the kernel does not implement; `dispatch` consults it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard, limits_of
+from attnlib.ops.params import AttentionParams
+from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
 from attnlib.ops.triton.heuristics.hopper_tiles import HopperTile, choose_section, padded_width
-from attnlib.ops.triton.hopper.descriptors import (
-    Encoded,
-    cache_descriptor,
-    cache_facts,
-    query_descriptor,
-)
+from attnlib.ops.triton.hopper.descriptors import CacheView, QueryView, encoded_descriptors
 from attnlib.ops.triton.hopper.kernels.prefill import hopper_prefill_kernel
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
-from attnlib.ops.triton.launch.bound import BoundLaunch
-from attnlib.ops.triton.launch.signature import Options, count_of
+from attnlib.ops.triton.launch.attention import BatchTensors, check_batch, submitters
+from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch, Submit
+from attnlib.ops.triton.launch.run import run_attention
 
-__all__ = ["HopperPrefill", "launch_hopper_prefill", "plan_hopper_prefill"]
+__all__ = ["HopperPrefill", "launch_hopper_prefill", "prepare_hopper_prefill"]
 
 _UNBOUNDED = 1 << 30
 
 
-@dataclass
-class HopperPrefill:
-    """A call of the Hopper prefill less its addresses, scales and longest sequence: what the layers of one step share.
+class _BoundPrefill(NamedTuple):
+    """A Hopper prefill over one batch; addresses for direct launches, tensors for those by Triton.
 
     Attributes:
-        limits: the chip that it was worked out for.
-        index: the device's number.
-        tile: how a program works.
+        attend: submits the kernel.
+        tail: its arguments after `sinks`.
+        descriptors: encoded descriptors by the addresses of key and value cache.
+        query_descriptors: encoded descriptors by the address of the queries.
+        encode: the descriptors of a pair of caches that `descriptors` lacks.
+        encode_query: the descriptor of queries that `query_descriptors` lacks.
+        counters: kept alive: `tail` holds its address.
+    """
+
+    attend: Submit
+    tail: tuple[Any, ...]
+    descriptors: dict[Any, tuple[Any, ...]]
+    query_descriptors: dict[Any, tuple[Any, ...]]
+    encode: Callable[[Any, Any], tuple[Any, ...]]
+    encode_query: Callable[[Any], tuple[Any, ...]]
+    counters: Tensor | None
+
+    def run(
+        self, stream: int, query: Any, key: Any, value: Any, out: Any, lse: Any,
+        alibi_slopes: Any, sinks: Any, k_scale: Any, v_scale: Any,
+    ) -> None:  # fmt: skip
+        """Launch on `stream`. The kernel's argument order is written here and in `bind`."""
+        caches = self.descriptors.get((key, value)) or self.encode(key, value)
+        queries = self.query_descriptors.get(query) or self.encode_query(query)
+        self.attend(stream, *caches, *queries, query, out, lse, sinks, *self.tail)
+
+
+@dataclass(frozen=True, eq=False)
+class HopperPrefill:
+    """The launch of one call signature of the Hopper prefill, without addresses.
+
+    Attributes:
+        limits: the chip that tile and grid were chosen for.
+        index: the device index.
+        tile: tile shape, pipeline stages and grid policy.
         num_kv_heads: Hkv.
-        boxes: positions of a TMA box, and the padded widths of keys and values.
-        query_box: tokens and heads of a box of queries; None where queries do not come by TMA.
-        first_numbers, last_numbers: the kernel's runtime numbers between its scale and `beside`, and after its section.
-        caches, queries: the TMA descriptors of caches and of queries of this shape.
+        views: the key and value cache as TMA reads them.
+        query_view: the queries as TMA reads them; None where the kernel loads queries itself.
+        scale: softmax scale times `k_scale`.
+        numbers: the runtime numbers between the scale and `concurrent`.
+        last: the runtime numbers after the section.
         attend: the kernel.
     """
 
@@ -46,133 +79,159 @@ class HopperPrefill:
     index: int
     tile: HopperTile
     num_kv_heads: int
-    boxes: tuple[int, int, int]
-    query_box: tuple[int, int] | None
-    first_numbers: tuple[float | int, ...]
-    last_numbers: tuple[int, ...]
-    caches: Encoded
-    queries: Encoded
+    views: tuple[CacheView, CacheView]
+    query_view: QueryView | None
+    scale: float
+    numbers: tuple[float | int, ...]
+    last: tuple[int, ...]
     attend: BoundLaunch
 
-    def serve(
-        self, query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, starts: Tensor, seq_lens: Tensor,
-        options: Options, max_seq_len: int, counters: Tensor | None, beside: bool = False,
-    ) -> bool:  # fmt: skip
-        """Launch unless addresses or scales are beyond this kernel; whether it did.
+    needs_alignment: ClassVar[bool] = True
+    """TMA requires aligned tensors, also for launches by Triton."""
+    as_bytes: ClassVar[bool] = False
+    workspace_bytes: ClassVar[int] = 0
+
+    @property
+    def kernels(self) -> tuple[BoundLaunch, ...]:
+        """The kernels that `run` launches."""
+        return (self.attend,)
+
+    def is_direct(self, batch: BatchTensors) -> bool:
+        """Whether a direct launch over `batch` is possible, given aligned layer tensors."""
+        counters = batch.counters
+        aligned = counters is None or not counters.data_ptr() & ALIGNMENT
+        return aligned and self.attend.is_direct
+
+    def bind(
+        self, batch: BatchTensors, direct: bool, aligned: bool = True, concurrent: bool = False
+    ) -> _BoundPrefill:
+        """Attach the tensors of a batch.
 
         Args:
-            counters: as in `paged_prefill`.
-            beside: whether to start while the kernel launched before runs, which must let it (`release_successor`) and must
-                have seen everything before itself end by then.
+            concurrent: start while the kernel launched before still runs. That kernel must release
+                its successor early and must have waited for everything before itself.
         """
-        asked, keys, values, written = (
-            query.data_ptr(),
-            key.data_ptr(),
-            value.data_ptr(),
-            options.out.data_ptr(),
-        )
-        if not self.accepts(query, key, value, options):
-            return False
+        counters = batch.counters
         if not self.tile.persistent:
             counters = None
-        elif counters is None or count_of(counters) < PREFILL_COUNTERS:
-            counters = torch.zeros(PREFILL_COUNTERS, dtype=torch.int32, device=query.device)
-        addresses = asked | written | (0 if counters is None else counters.data_ptr())
-        section, (_, width, width_v) = self.num_kv_heads, self.boxes
+        elif counters is None or counters.numel() < PREFILL_COUNTERS:
+            device = batch.query_start_loc.device
+            counters = torch.zeros(PREFILL_COUNTERS, dtype=torch.int32, device=device)
+        aligned = aligned and (counters is None or not counters.data_ptr() & ALIGNMENT)
+        (attend,) = submitters(direct, aligned, self.attend)
+        assert attend is not None
+        section, (key_view, value_view) = self.num_kv_heads, self.views
         if self.tile.sections:
-            section = choose_section(section, max_seq_len, width + width_v)
-        scale = options.scale * float(options.k_scale)
-        rest = (query, options.out, options.lse, options.sinks, starts, seq_lens, block_table, counters, scale,
-                *self.first_numbers, int(beside), section, *self.last_numbers)  # fmt: skip
-        with device_guard(query):
-            if self.attend.ready(addresses):
-                maps = self.caches.find(self.attend, keys, values) or self._encode_caches(
-                    key, value, keys, values
-                )
-                asks: tuple[Any, ...] = (None,)
-                if self.query_box is not None:
-                    asks = self.queries.find(self.attend, asked) or self._encode_query(query, asked)
-                self.attend.go((*maps, *asks, *rest), self.index)
-            else:
-                self.attend(
-                    (*self._cache_descriptors(key, value), self._query_descriptor(query), *rest),
-                    addresses,
-                    self.index,
-                )
-        return True
+            section = choose_section(section, batch.max_seq_len, key_view.width + value_view.width)
+        tensors = (batch.query_start_loc, batch.seq_lens, batch.block_table, counters)
+        given: tuple[Any, ...] = tensors
+        descriptors: dict[Any, tuple[Any, ...]] = {}
+        query_descriptors: dict[Any, tuple[Any, ...]] = {}
+        query_view = self.query_view
 
-    def accepts(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> bool:
-        """Whether `serve` would launch."""
-        addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | options.out.data_ptr()
-        return not addresses & 15 and bool(options.v_scale == 1.0)
+        def describe(key: Tensor, value: Tensor) -> tuple[Any, ...]:
+            return key_view.describe(key.data_ptr()), value_view.describe(value.data_ptr())
 
-    def _cache_descriptors(self, key: Tensor, value: Tensor) -> tuple[Any, Any]:
-        box, width, width_v = self.boxes
-        return cache_descriptor(key, box, width), cache_descriptor(value, box, width_v)
+        def describe_query(query: Tensor) -> tuple[Any, ...]:
+            return (None if query_view is None else query_view.describe(query.data_ptr()),)
 
-    def _query_descriptor(self, query: Tensor) -> Any:
-        return (
-            None
-            if self.query_box is None
-            else query_descriptor(query, *self.query_box, self.boxes[1])
+        encode: Callable[[Any, Any], tuple[Any, ...]] = describe
+        encode_query: Callable[[Any], tuple[Any, ...]] = describe_query
+        if direct:
+            given = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
+            descriptors = encoded_descriptors(self.views, self.attend)
+            encode, encode_query = self._encode, self._encode_query
+            if query_view is not None:
+                query_descriptors = encoded_descriptors(query_view, self.attend)
+        starts, lens, table, given_counters = given
+        tail = (
+            starts, lens, table, given_counters, self.scale, *self.numbers, int(concurrent),
+            section, *self.last,
+        )  # fmt: skip
+        return _BoundPrefill(
+            attend, tail, descriptors, query_descriptors, encode, encode_query, counters
         )
 
-    def _encode_caches(self, key: Tensor, value: Tensor, keys: int, values: int) -> tuple[Any, ...]:
-        return self.caches.keep(self.attend, (keys, values), *self._cache_descriptors(key, value))
+    def _encode(self, key: int, value: int) -> tuple[Any, ...]:
+        """Encode and keep the descriptors of the caches at these addresses."""
+        expand = self.attend.expand
+        assert expand is not None  # every bound kernel with descriptors has it
+        both = (self.views[0].describe(key), self.views[1].describe(value))
+        encoded = tuple(part for number, view in enumerate(both) for part in expand(number, view))
+        encoded_descriptors(self.views, self.attend).keep((key, value), encoded)
+        return encoded
 
-    def _encode_query(self, query: Tensor, asked: int) -> tuple[Any, ...]:
-        return self.queries.keep(self.attend, (asked,), self._query_descriptor(query))
+    def _encode_query(self, query: int) -> tuple[Any, ...]:
+        """Encode and keep the descriptor of the queries at this address."""
+        if self.query_view is None:
+            return (None,)
+        expand = self.attend.expand
+        assert expand is not None  # every bound kernel with descriptors has it
+        encoded = expand(2, self.query_view.describe(query))
+        encoded_descriptors(self.query_view, self.attend).keep(query, encoded)
+        return encoded
 
 
-def plan_hopper_prefill(
-    query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, starts: Tensor, options: Options, tile: HopperTile,
+def prepare_hopper_prefill(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    batch: BatchTensors,
+    params: AttentionParams,
+    tile: HopperTile,
     limits: DeviceLimits,
-) -> HopperPrefill:  # fmt: skip
-    """Work out the launch of calls like this one, with a given tile; there is at least one query and one block."""
-    (num_tokens, num_heads, head_size), (num_blocks, block_size, num_kv_heads, _) = (
-        query.shape,
-        key.shape,
-    )
+) -> HopperPrefill:
+    """Prepare the launch of calls like this one with a given tile; at least one query and block."""
+    num_tokens, num_heads, head_size = query.shape
+    num_blocks, block_size, num_kv_heads, _ = key.shape
+    assert batch.block_table is not None
     head_size_v, group = value.shape[3], num_heads // num_kv_heads
-    width, width_v, box = (
-        padded_width(head_size),
-        padded_width(head_size_v),
-        min(block_size, tile.block_n),
-    )
-    rows = 64 * tile.consumers
-    tile_tokens, num_reqs, (left, right) = rows // group, starts.shape[0] - 1, options.window
-    num_tiles, out, lse = num_tokens // tile_tokens + num_reqs + 1, options.out, options.lse
+    width, width_v = padded_width(head_size), padded_width(head_size_v)
+    box, rows = min(block_size, tile.block_n), 64 * tile.consumers
+    tile_tokens, num_reqs = rows // group, batch.query_start_loc.shape[0] - 1
+    left, right = params.window
+    chunk, cap = params.attention_chunk_size, params.logits_soft_cap
+    num_tiles = num_tokens // tile_tokens + num_reqs + 1
     items = num_tiles * num_kv_heads
-    halves = (64 // group, group) if group <= 64 else (1, 64)
+    box_tokens, box_heads = (64 // group, group) if group <= 64 else (1, 64)
     load_query = tile_tokens * group == rows and (64 % group == 0 or group % 64 == 0)
     constants = {
-        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "D": head_size, "DV": head_size_v, "WIDTH": width, "WIDTH_V": width_v,
-        "TILE_TOKENS": tile_tokens, "BLOCK_N": tile.block_n, "BLOCK_SIZE": block_size, "STAGES": tile.stages,
-        "Q_STAGES": tile.q_stages, "CONSUMERS": tile.consumers, "LOAD_QUERY": load_query, "PERSISTENT": tile.persistent,
-        "STAGED_STORE": tile.staged_store and width == width_v, "CONSUMER_REGISTERS": tile.consumer_registers,
-        "PRODUCER_REGISTERS": tile.producer_registers, "CAUSAL": bool(options.causal), "HAS_LEFT": left >= 0,
-        "HAS_RIGHT": right >= 0, "HAS_CHUNK": options.attention_chunk_size > 0, "HAS_CAP": options.logits_soft_cap > 0,
-        "HAS_SINK": options.sinks is not None, "HAS_LSE": lse is not None, "num_warps": 4, "enable_fp_fusion": True,
-        "launch_pdl": True,
+        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "D": head_size, "DV": head_size_v,
+        "WIDTH": width, "WIDTH_V": width_v, "TILE_TOKENS": tile_tokens, "BLOCK_N": tile.block_n,
+        "BLOCK_SIZE": block_size, "STAGES": tile.stages, "Q_STAGES": tile.q_stages,
+        "CONSUMERS": tile.consumers, "LOAD_QUERY": load_query, "PERSISTENT": tile.persistent,
+        "STAGED_STORE": tile.staged_store and width == width_v,
+        "CONSUMER_REGISTERS": tile.consumer_registers,
+        "PRODUCER_REGISTERS": tile.producer_registers, "CAUSAL": bool(params.causal),
+        "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0, "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0,
+        "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None, "num_warps": 4,
+        "enable_fp_fusion": True, "launch_pdl": True,
     }  # fmt: skip
+    query_view = None
+    if load_query:
+        shape, strides = tuple(query.shape), tuple(query.stride())
+        query_view = QueryView(query.dtype, shape, strides, box_tokens, box_heads, width)
+    assert not isinstance(params.k_scale, Tensor)  # dispatch leaves tensors to the plain kernel
+    grid = (min(items, limits.num_sms) if tile.persistent else items, 1, 1)
     return HopperPrefill(
         limits=limits,
         index=query.get_device(),
         tile=tile,
         num_kv_heads=num_kv_heads,
-        boxes=(box, width, width_v),
-        query_box=halves if load_query else None,
-        first_numbers=(
-            float(options.logits_soft_cap), min(left, _UNBOUNDED), min(right, _UNBOUNDED),
-            min(options.attention_chunk_size, _UNBOUNDED), num_reqs, num_tokens, num_tiles,
+        views=(CacheView.of(key, box, width), CacheView.of(value, box, width_v)),
+        query_view=query_view,
+        scale=params.scale * float(params.k_scale),
+        numbers=(
+            float(cap), min(left, _UNBOUNDED), min(right, _UNBOUNDED), min(chunk, _UNBOUNDED),
+            num_reqs, num_tokens, num_tiles,
         ),
-        last_numbers=(
-            num_blocks, query.stride(0), query.stride(1), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
-            block_table.stride(0),
+        last=(
+            num_blocks, query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+            0 if lse is None else lse.stride(0), batch.block_table.stride(0),
         ),
-        caches=Encoded(cache_facts(key, value, box, width, width_v), 0),
-        queries=Encoded((query.dtype, tuple(query.shape), query.stride(), halves, width), 2),
-        attend=BoundLaunch(hopper_prefill_kernel, (min(items, limits.num_sms) if tile.persistent else items, 1, 1), constants),
+        attend=BoundLaunch(hopper_prefill_kernel, grid, constants),
     )  # fmt: skip
 
 
@@ -183,38 +242,26 @@ def launch_hopper_prefill(
     block_table: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
+    params: AttentionParams,
     tile: HopperTile,
     *,
     max_seq_len: int,
-    scale: float,
-    causal: bool,
-    window: tuple[int, int],
-    attention_chunk_size: int,
-    logits_soft_cap: float,
-    sinks: Tensor | None,
     out: Tensor,
-    lse: Tensor | None,
+    lse: Tensor | None = None,
     counters: Tensor | None = None,
 ) -> None:
-    """Run the kernel once with a given tile; arguments as in `ops.triton.paged_prefill`."""
+    """Run the kernel once with a given tile; arguments as in `paged_prefill`.
+
+    Raises:
+        ContractError: tensors off 16-byte boundaries.
+    """
     if query.numel() == 0:
         return
-    options = Options(
-        scale,
-        causal,
-        window,
-        attention_chunk_size,
-        logits_soft_cap,
-        None,
-        sinks,
-        None,
-        1.0,
-        1.0,
-        out,
-        lse,
+    batch = BatchTensors(
+        query_start_loc, seq_lens, block_table, counters=counters, max_seq_len=max_seq_len
     )
-    batch = (query, key_cache, value_cache, block_table, query_start_loc)
-    if not plan_hopper_prefill(*batch, options, tile, limits_of(query)).serve(
-        *batch, seq_lens, options, max_seq_len, counters
-    ):
-        raise ValueError("the Hopper prefill wants query, caches and out on 16-byte boundaries")
+    check_batch(batch, 0)
+    prepared = prepare_hopper_prefill(
+        query, key_cache, value_cache, out, lse, batch, params, tile, limits_of(query)
+    )
+    run_attention(prepared, batch, query, key_cache, value_cache, out, lse, params)

@@ -1,9 +1,11 @@
-"""What lies under Triton's launcher objects, release by release: how a compiled kernel is launched without Triton's Python.
+"""The driver call beneath Triton's launcher objects, by Triton version.
 
-A launcher wraps a function in C. On the way there Triton encodes every TMA descriptor anew, a microsecond or two for
-each; here the encoded form can be had by itself, so that whoever launches again with the same descriptor can keep it.
-Seen: Triton 3.6.0 and 3.9.0. The releases between them launch through the launcher object, whose call they share, and
-for everything else Triton's own way remains.
+A launcher object wraps a C function. Before it calls that function, Triton re-encodes every TMA
+descriptor, which costs one to two microseconds each. This module finds the C function and the
+encoder, so that a caller can keep encoded descriptors and pass addresses in place of tensors.
+
+Tested with Triton 3.6.0 and 3.9.0. For other versions the launcher object itself is called, which
+also accepts addresses but encodes descriptors, so kernels with descriptors are left to Triton.
 """
 
 from __future__ import annotations
@@ -26,93 +28,80 @@ _FIELDS = (
 
 
 class DirectCall(NamedTuple):
-    """How one compiled kernel is launched: `call(*grid, stream, *head, *arguments)`, or with `(arguments,)` at the end.
+    """How to launch one compiled kernel: `call(*grid, stream, *head, *arguments)`.
 
     Attributes:
-        call: takes arguments as Triton's own `kernel[grid]` does, compile-time ones included.
-        head: what stands between the stream and the arguments.
+        call: accepts an address in place of a tensor and the result of `expand` in place of a
+            descriptor. Compile-time arguments follow the runtime ones.
+        head: the values between the stream and the arguments.
         packed: whether the arguments are passed as one tuple.
-        bare: the function in C that `call` ends in: it takes what `expand` makes of a descriptor in the descriptor's
-            place, and an address in that of a tensor. None where that is not known.
-        expand: what the kernel takes in place of its `number`-th descriptor, by (number, descriptor); None with `bare`.
-        maps: what beside the descriptors themselves decides what `expand` returns, as text.
+        expand: the arguments in place of the kernel's `number`-th descriptor, by (number,
+            descriptor); None for kernels without descriptors.
+        descriptor_layout: what the encoding depends on besides the descriptor, as text.
     """
 
     call: Callable[..., None]
     head: tuple[Any, ...]
     packed: bool = False
-    bare: Callable[..., None] | None = None
     expand: Callable[[int, Any], tuple[Any, ...]] | None = None
-    maps: str = ""
+    descriptor_layout: str = ""
 
 
 def direct_call(compiled: Any) -> DirectCall | None:
-    """How to launch a compiled kernel; None where that is not known."""
+    """The driver call of a compiled kernel; None where it is not known."""
     launcher, function = getattr(compiled, "run", None), getattr(compiled, "function", None)
     metadata = getattr(compiled, "metadata", None)
-    if (
-        function is None
-        or not callable(launcher)
-        or getattr(getattr(metadata, "target", None), "backend", "") != "cuda"
-    ):
-        return None  # on AMD Triton also looks at the size of a tensor's memory
-    if type(launcher).__name__ != "CudaLauncher" or not all(
-        hasattr(launcher, name) for name in _FIELDS
-    ):
+    if function is None or not callable(launcher):
+        return None
+    if getattr(getattr(metadata, "target", None), "backend", "") != "cuda":
+        return None  # on AMD, Triton also specializes on the size of a tensor's storage
+    if type(launcher).__name__ != "CudaLauncher":
+        return None
+    if not all(hasattr(launcher, name) for name in _FIELDS):
         return None
     no_hooks = (compiled.packed_metadata, None, None, None)  # no launch metadata, no hooks
-    ordinary = DirectCall(launcher, (function, *no_hooks))
+    has_descriptors = bool(getattr(metadata, "tensordesc_meta", None))
+    general = None if has_descriptors else DirectCall(launcher, (function, *no_hooks))
     if (
         launcher.global_scratch_size
         or launcher.profile_scratch_size
         or getattr(launcher, "gsan_enabled", False)
     ):
-        return ordinary
+        return general  # the launcher object allocates scratch memory at each launch
     flags, no_scratch = (launcher.launch_cooperative_grid, launcher.launch_pdl), (None, None)
+    is_3_9 = hasattr(launcher, "arg_annotations") and hasattr(launcher, "kernel_signature")
     if triton.__version__.startswith("3.6.") and not hasattr(launcher, "arg_annotations"):
-        return _with_bare(
-            DirectCall(launcher.launch, (function, *flags, *no_scratch, *no_hooks)), metadata
-        )
-    if (
-        triton.__version__.startswith("3.9.")
-        and hasattr(launcher, "arg_annotations")
-        and hasattr(launcher, "kernel_signature")
-    ):
-        signature = (launcher.arg_annotations, launcher.kernel_signature)
-        return _with_bare(
-            DirectCall(
-                launcher.launch, (function, *flags, *no_hooks, *no_scratch, *signature), True
-            ),
-            metadata,
-        )
-    return ordinary
+        head: tuple[Any, ...] = (function, *flags, *no_scratch, *no_hooks)
+        return _c_function(launcher.launch, head, False, metadata)
+    if triton.__version__.startswith("3.9.") and is_3_9:
+        types = (launcher.arg_annotations, launcher.kernel_signature)
+        head = (function, *flags, *no_hooks, *no_scratch, *types)
+        return _c_function(launcher.launch, head, True, metadata)
+    return general
 
 
-def _with_bare(known: DirectCall, metadata: Any) -> DirectCall:
-    """With the function in C, where it is found as it was in the releases seen."""
+def _c_function(
+    launch: Any, head: tuple[Any, ...], packed: bool, metadata: Any
+) -> DirectCall | None:
+    """The call of the C function in `launch`; None where it is not found in its known place."""
     from triton.backends.nvidia import driver
 
-    maps, encode = (
-        list(getattr(metadata, "tensordesc_meta", None) or []),
-        getattr(driver, "make_tensordesc_arg", None),
-    )
-    code: Any = getattr(known.call, "__code__", None)
-    cells = getattr(known.call, "__closure__", None)
-    if cells is None:  # no descriptors, nothing is wrapped
-        return known._replace(bare=known.call) if not maps else known
-    inner = dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True)).get(
-        "launcher"
-    )
-    if not callable(inner) or not callable(encode) or not maps:
-        return known
-    return known._replace(
-        bare=inner, expand=functools.partial(_expanded, encode, maps, known.packed), maps=repr(maps)
-    )
+    layouts = list(getattr(metadata, "tensordesc_meta", None) or [])
+    cells = getattr(launch, "__closure__", None)
+    if cells is None:  # a C function that nothing wraps: the kernel has no descriptors
+        return None if layouts else DirectCall(launch, head, packed)
+    names = launch.__code__.co_freevars
+    wrapped = dict(zip(names, (cell.cell_contents for cell in cells), strict=True))
+    function, encode = wrapped.get("launcher"), getattr(driver, "make_tensordesc_arg", None)
+    if not callable(function) or not callable(encode) or not layouts:
+        return None
+    expand = functools.partial(_expand, encode, layouts, packed)
+    return DirectCall(function, head, packed, expand, repr(layouts))
 
 
-def _expanded(
-    encode: Callable[..., Any], maps: list[Any], packed: bool, number: int, descriptor: Any
+def _expand(
+    encode: Callable[..., Any], layouts: list[Any], packed: bool, number: int, descriptor: Any
 ) -> tuple[Any, ...]:
-    return tuple(
-        encode(descriptor, maps[number], None) if packed else encode(descriptor, maps[number])
-    )
+    if packed:  # Triton 3.9 passes a third argument
+        return tuple(encode(descriptor, layouts[number], None))
+    return tuple(encode(descriptor, layouts[number]))

@@ -1,10 +1,14 @@
-"""How a cache dtype and a KV scale are passed to the kernels."""
+"""How the dtype and the scales of a cache are passed to the kernels."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from attnlib.errors import ContractError
+from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.kernels.quant import (
     KV_E4M3_BYTES,
     KV_E5M2_BYTES,
@@ -15,11 +19,11 @@ from attnlib.ops.triton.kernels.quant import (
     SCALE_TENSOR,
 )
 
-__all__ = ["kv_kind", "scale_class", "scale_kind"]
+__all__ = ["kv_kind", "scale_kind", "scale_signature"]
 
 
 def kv_kind(dtype: torch.dtype, has_fp8: bool) -> int:
-    """Which of the `KV_*` ways reads a cache of this dtype."""
+    """The `KV_*` constant by which a kernel reads a cache of this dtype."""
     if dtype == torch.float8_e4m3fn:
         return int(KV_NATIVE.value if has_fp8 else KV_E4M3_BYTES.value)
     if dtype == torch.float8_e5m2:
@@ -27,13 +31,23 @@ def kv_kind(dtype: torch.dtype, has_fp8: bool) -> int:
     return int(KV_PLAIN.value)
 
 
-def scale_kind(scale: float | Tensor) -> int:
-    """Which of the `SCALE_*` ways passes this scale to a kernel."""
+def scale_kind(name: str, scale: float | Tensor) -> int:
+    """The `SCALE_*` constant by which a kernel receives a scale.
+
+    Raises:
+        ContractError: a scale per head that is not contiguous; kernels index it as dense.
+    """
     if not isinstance(scale, Tensor):
         return int(SCALE_FLOAT.value)
-    return int(SCALE_TENSOR.value if scale.numel() == 1 else SCALE_PER_HEAD.value)
+    if scale.numel() == 1:
+        return int(SCALE_TENSOR.value)
+    if scale.stride(-1) != 1:
+        raise ContractError(
+            f"{name} has stride {scale.stride(-1)}; it must be 1: call .contiguous()", rule="M9"
+        )
+    return int(SCALE_PER_HEAD.value)
 
 
-def scale_class(scale: float | Tensor) -> tuple[torch.dtype, int] | None:
-    """What of a scale chooses a kernel: dtype and number of a tensor's elements, None for a number."""
-    return (scale.dtype, scale.numel()) if isinstance(scale, Tensor) else None
+def scale_signature(scale: float | Tensor) -> tuple[Any, ...] | float:
+    """What a launch follows from: the value of a number, or the dtype and layout of a tensor."""
+    return tensor_signature(scale) if isinstance(scale, Tensor) else float(scale)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import triton
 
+from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.hopper_tiles import (
     choose_hopper_decode_tile,
     choose_hopper_tile,
@@ -140,12 +141,16 @@ def compile_case(name: str) -> dict[str, Any]:
         torch.empty(2, options.get("n", 16), kv_heads, dv, dtype=dtype), torch.zeros(lengths.shape[0], 4, dtype=torch.int32),
         torch.zeros(lengths.shape[0] + 1, dtype=torch.int32), lengths,
     )  # fmt: skip
-    meaning: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "scale": 0.1, "causal": options.get("causal", True), "window": options.get("window", (-1, -1)),
         "attention_chunk_size": options.get("chunk", 0), "logits_soft_cap": options.get("cap", 0.0),
-        "sinks": torch.empty(heads) if options.get("sinks") else None, "out": torch.empty(64, heads, dv, dtype=dtype),
-        "lse": torch.empty(64, heads) if options.get("lse") else None,
+        "sinks": torch.empty(heads) if options.get("sinks") else None,
     }  # fmt: skip
+    params = AttentionParams(**fields)
+    outputs: dict[str, Any] = {
+        "out": torch.empty(64, heads, dv, dtype=dtype),
+        "lse": torch.empty(64, heads) if options.get("lse") else None,
+    }
     counters = torch.zeros(1024, dtype=torch.int32) if "reqs" in options else None
     log = io.StringIO()
     triton.knobs.nvidia.dump_ptxas_log = True
@@ -156,14 +161,15 @@ def compile_case(name: str) -> dict[str, Any]:
         if decode:
             launch_hopper_decode(
                 *shapes,
+                params,
                 tile,
                 max_query_len=options.get("query", 1),
                 workspace=torch.empty(1 << 24),
                 counters=counters,
-                **meaning,
+                **outputs,
             )
         else:
-            launch_hopper_prefill(*shapes, tile, max_seq_len=64, **meaning)
+            launch_hopper_prefill(*shapes, params, tile, max_seq_len=64, **outputs)
     launch = launches[0]
     text = log.getvalue()
     spills = re.search(

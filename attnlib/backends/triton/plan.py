@@ -1,0 +1,440 @@
+"""Step plans: reuse one layer's launches for the next; only tensor addresses change.
+
+A plan is made for the first call of a kind over a batch. It prepares the launches of the cache
+write and of the attention (`ops.triton`), attaches the tensors of the batch, and then runs for
+every layer: it reads the addresses of the layer's tensors and submits the kernels. Where an address
+is not aligned, a launch hook is active, another device is current, or a kernel was never launched
+before, the same kernels are launched by Triton, on tensors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from attnlib.backends.base import AttentionImpl
+from attnlib.backends.triton.metadata import TritonMetadata
+from attnlib.cache.storage import PagedKVCache
+from attnlib.ops.params import AttentionParams
+from attnlib.ops.triton.cache_write import CacheWrite, prepare_write
+from attnlib.ops.triton.heuristics import device as chips
+from attnlib.ops.triton.heuristics.device import DeviceLimits
+from attnlib.ops.triton.launch.attention import BatchTensors
+from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch, Submit, launches_observed
+from attnlib.ops.triton.launch.cache import LAUNCHES
+from attnlib.ops.triton.launch.run import PreparedAttention, with_workspace
+from attnlib.ops.triton.launch.signature import batch_signature
+from attnlib.ops.triton.paged_decode import prepare_decode
+from attnlib.ops.triton.paged_mixed import can_run_concurrently
+from attnlib.ops.triton.paged_prefill import prepare_prefill
+from attnlib.spec import AttentionSpec
+
+__all__ = ["TritonPlan"]
+
+
+class _Launches(NamedTuple):
+    """The launches of one call signature, without addresses: cached across batches.
+
+    Attributes:
+        limits: the chip that they were prepared for.
+        write: the cache write; None where nothing is written.
+        decode, prefill: of the parts of the batch; None for an empty part.
+        concurrent: whether the prefill runs beside the decode.
+    """
+
+    limits: DeviceLimits
+    write: CacheWrite | None
+    decode: PreparedAttention | None
+    prefill: PreparedAttention | None
+    concurrent: bool
+
+    @property
+    def parts(self) -> list[PreparedAttention]:
+        """The parts that are not empty."""
+        return [part for part in (self.decode, self.prefill) if part is not None]
+
+    @property
+    def kernels(self) -> list[BoundLaunch]:
+        """All kernels, in no particular order."""
+        kernels = [kernel for part in self.parts for kernel in part.kernels]
+        if self.write is not None and self.write.launch is not None:
+            kernels.append(self.write.launch)
+        return kernels
+
+
+class _Call(NamedTuple):
+    """The tensors of the first call of a kind, per head."""
+
+    query: Tensor
+    key: Tensor | None
+    value: Tensor | None
+    key_cache: Tensor
+    value_cache: Tensor
+    out: Tensor
+    lse: Tensor | None
+
+
+class TritonPlan:
+    """The launches of one kind of call over one batch.
+
+    Args:
+        impl: of the first layer that makes such a call.
+        signature: of the call.
+        query, key, value, cache, output, lse: of the call, per head.
+        metadata: the batch.
+        limits: the chip.
+        kernels: "auto", "hopper" or "portable".
+
+    Raises:
+        ContractError: tensors that the kernels cannot address.
+    """
+
+    def __init__(
+        self,
+        impl: AttentionImpl,
+        signature: Any,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: PagedKVCache,
+        metadata: TritonMetadata,
+        output: Tensor,
+        lse: Tensor | None,
+        limits: DeviceLimits,
+        kernels: str,
+    ) -> None:
+        call = _Call(query, key, value, cache.key_cache, cache.value_cache, output, lse)
+        self._spec = impl.spec
+        self._split = metadata.num_decode_tokens if metadata.num_prefills else 0
+        self._parts = _part_batches(metadata)
+        causal = metadata.causal if isinstance(metadata.causal, bool) else None
+        self._launches = _prepare(
+            impl, (signature, kernels, causal), call, cache, metadata, self._parts, limits, kernels
+        )
+        self._decode_batch, self._prefill_batch = _with_workspaces(
+            self._launches, self._parts, query.device
+        )
+        self._slots = metadata.slot_mapping
+        self._index = query.get_device()
+        self._has_tensor_scales = (
+            isinstance(cache.k_scale, Tensor),
+            isinstance(cache.v_scale, Tensor),
+        )
+        self._has_slopes, self._has_sinks = (x is not None for x in impl.per_head_tensors)
+        self._rows = _row_bytes(call, self._split)
+        self._hooks = [launch.hooks for launch in self._launches.kernels]
+        self._current_stream: Callable[[int], int] | None = None
+        self._write: Submit | None = None
+        self._attend: Submit | None = None
+        self._fallback: TritonPlan | None = None
+        self._storages: list[torch.UntypedStorage] = []
+        self._signature = signature
+        self._metadata = weakref.ref(metadata)  # the batch owns its plans
+        self._bind()
+
+    def run(
+        self,
+        impl: AttentionImpl,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: PagedKVCache,
+        output: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """See `StepPlan.run`."""
+        q, out = query.data_ptr(), output.data_ptr()
+        key_cache, value_cache = cache.key_cache, cache.value_cache
+        kc, vc = key_cache.data_ptr(), value_cache.data_ptr()
+        addresses = q | out | kc | vc
+        attend, write, k, v = self._attend, self._write, 0, 0
+        if write is not None:
+            assert key is not None and value is not None
+            k, v = key.data_ptr(), value.data_ptr()
+            addresses |= k | v
+        if (
+            attend is None
+            or addresses & ALIGNMENT
+            or chips.current_device() != self._index
+            or launches_observed()
+            or any(self._hooks)
+        ):
+            self._run_by_triton(impl, query, key, value, cache, output, lse, addresses)
+            return
+        k_scale: Any = cache.k_scale
+        v_scale: Any = cache.v_scale
+        if self._has_tensor_scales[0]:
+            k_scale = k_scale.data_ptr()
+        if self._has_tensor_scales[1]:
+            v_scale = v_scale.data_ptr()
+        slopes = sinks = None
+        if self._has_slopes or self._has_sinks:
+            slopes, sinks = (None if x is None else x.data_ptr() for x in impl.per_head_tensors)
+        stream = self._current_stream(self._index)  # type: ignore[misc]  # set with `_attend`
+        if write is not None:
+            write(stream, k, v, kc, vc, k_scale, v_scale)
+        attend(
+            stream, q, kc, vc, out, None if lse is None else lse.data_ptr(), slopes, sinks,
+            k_scale, v_scale,
+        )  # fmt: skip
+
+    def _bind(self) -> None:
+        """Bind the direct launches, if every kernel has been launched by Triton before."""
+        launches, batches = self._launches, (self._decode_batch, self._prefill_batch)
+        write = launches.write
+        if write is not None and (write.launch is None or not write.launch.is_direct):
+            return
+        for part, batch in zip((launches.decode, launches.prefill), batches, strict=True):
+            if part is not None and (batch is None or not part.is_direct(batch)):
+                return
+        if any(offset & ALIGNMENT for offset in self._rows[:2]):
+            return  # the first row of the prefill part is not aligned
+        self._current_stream = triton.runtime.driver.active.get_current_stream
+        if write is not None and write.launch is not None and write.launch.direct is not None:
+            assert self._slots is not None
+            self._write = write.bind(write.launch.direct, self._slots.data_ptr())
+        self._attend = self._bind_attention(True, True)
+        # Bound launches hold addresses: keep the memory behind them, whatever becomes of the tensors.
+        tensors = (*(self._decode_batch or ()), *(self._prefill_batch or ()), self._slots)
+        self._storages = [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
+
+    def _bind_attention(self, direct: bool, aligned: bool) -> Submit:
+        """Submit the attention of both parts; tensors of a part are addressed by offset (direct) or
+        sliced."""
+        decode, prefill = self._launches.decode, self._launches.prefill
+        first, second = self._decode_batch, self._prefill_batch
+        if decode is None or prefill is None:
+            part, batch = (decode, first) if prefill is None else (prefill, second)
+            assert part is not None and batch is not None
+            run: Submit = part.bind(batch, direct, aligned).run
+            return run
+        assert first is not None and second is not None
+        if self._launches.concurrent:
+            beside: dict[str, Any] = {"concurrent": True}
+        else:
+            beside = {}
+        run_decode = decode.bind(first, direct, aligned).run
+        run_prefill = prefill.bind(second, direct, aligned, **beside).run
+        query_bytes, out_bytes, lse_bytes = self._rows
+        split, concurrent = self._split, self._launches.concurrent
+
+        def attend(
+            stream: int, query: Any, key: Any, value: Any, out: Any, lse: Any, slopes: Any,
+            sinks: Any, k_scale: Any, v_scale: Any,
+        ) -> None:  # fmt: skip
+            layer = (slopes, sinks, k_scale, v_scale)
+            if direct:
+                parts = (query, out, lse)
+                rest = (query + query_bytes, out + out_bytes, lse and lse + lse_bytes)
+            else:
+                parts = (query[:split], out[:split], None if lse is None else lse[:split])
+                rest = (query[split:], out[split:], None if lse is None else lse[split:])
+
+            def attend_prefill(stream: int) -> None:
+                run_prefill(stream, rest[0], key, value, rest[1], rest[2], *layer)
+
+            if concurrent:
+                run_decode(stream, parts[0], key, value, *parts[1:], *layer, between=attend_prefill)
+            else:
+                run_decode(stream, parts[0], key, value, *parts[1:], *layer)
+                attend_prefill(stream)
+
+        return attend
+
+    def _run_by_triton(
+        self, impl: AttentionImpl, query: Tensor, key: Tensor | None, value: Tensor | None,
+        cache: PagedKVCache, output: Tensor, lse: Tensor | None, addresses: int,
+    ) -> None:  # fmt: skip
+        """The same kernels launched by Triton; plain kernels where addresses are not aligned and
+        the prepared ones need alignment."""
+        spec, launches = self._spec, self._launches
+        q_and_caches = (
+            query.data_ptr()
+            | output.data_ptr()
+            | cache.key_cache.data_ptr()
+            | cache.value_cache.data_ptr()
+        )
+        aligned = not q_and_caches & ALIGNMENT and not any(x & ALIGNMENT for x in self._rows[:2])
+        if not aligned and any(part.needs_alignment for part in launches.parts):
+            self._plain(impl, query, key, value, cache, output, lse).run(
+                impl, query, key, value, cache, output, lse
+            )
+            return
+        query, key, value, output = _per_head(spec, query, key, value, output)
+        key_cache, value_cache = cache.key_cache, cache.value_cache
+        slopes, sinks = impl.per_head_tensors
+        write = launches.write
+        with chips.device_guard(query):
+            if write is not None and write.launch is not None:
+                assert key is not None and value is not None and self._slots is not None
+                launch, views = write.launch, (key_cache, value_cache)
+                if write.as_bytes:
+                    views = (key_cache.view(torch.uint8), value_cache.view(torch.uint8))
+                write.bind(
+                    lambda stream, *arguments: launch.by_triton(
+                        arguments, not addresses & ALIGNMENT
+                    ),
+                    self._slots,
+                )(0, key, value, *views, cache.k_scale, cache.v_scale)
+            if any(part.as_bytes for part in launches.parts):
+                key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+            self._bind_attention(False, aligned)(
+                0, query, key_cache, value_cache, output, lse, slopes, sinks, cache.k_scale,
+                cache.v_scale,
+            )  # fmt: skip
+        if self._attend is None:
+            self._bind()
+
+    def _plain(
+        self, impl: AttentionImpl, query: Tensor, key: Tensor | None, value: Tensor | None,
+        cache: PagedKVCache, output: Tensor, lse: Tensor | None,
+    ) -> TritonPlan:  # fmt: skip
+        """The plan of the same calls with the plain kernels only."""
+        if self._fallback is None:
+            metadata = self._metadata()
+            assert metadata is not None  # the caller holds the batch
+            query, key, value, output = _per_head(self._spec, query, key, value, output)
+            self._fallback = TritonPlan(
+                impl, self._signature, query, key, value, cache, metadata, output, lse,
+                self._launches.limits, "portable",
+            )  # fmt: skip
+        return self._fallback
+
+
+def _per_head(
+    spec: AttentionSpec, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Flat or per-head tensors as per-head views."""
+    return (
+        query.view(-1, spec.num_heads, spec.head_size),
+        None if key is None else key.view(-1, spec.num_kv_heads, spec.head_size),
+        None if value is None else value.view(-1, spec.num_kv_heads, spec.head_size_v),
+        output.view(-1, spec.num_heads, spec.head_size_v),
+    )
+
+
+def _part_batches(metadata: TritonMetadata) -> tuple[BatchTensors | None, BatchTensors | None]:
+    """The tensors of the decode part and of the prefill part; an empty batch is one prefill."""
+
+    def tensors(part: TritonMetadata | None) -> BatchTensors | None:
+        if part is None:
+            return None
+        flags = part.causal if isinstance(part.causal, Tensor) else None
+        return BatchTensors(
+            part.query_start_loc, part.seq_lens, part.block_table, flags, part.query_bias,
+            part.workspace, part.counters, part.max_seq_len,
+        )  # fmt: skip
+
+    decode, prefill = metadata.decode_metadata, metadata.prefill_metadata
+    if decode is None and prefill is None:
+        prefill = metadata
+    return tensors(decode), tensors(prefill)
+
+
+def _prepare(
+    impl: AttentionImpl,
+    signature: Any,
+    call: _Call,
+    cache: PagedKVCache,
+    metadata: TritonMetadata,
+    parts: tuple[BatchTensors | None, BatchTensors | None],
+    limits: DeviceLimits,
+    kernels: str,
+) -> _Launches:
+    """The launches of a call signature over batches like this one. Cached."""
+    decodes, prefills = parts
+    slots = metadata.slot_mapping
+    schedule = metadata.decode_schedule if decodes is not None else None
+    if kernels == "portable" and schedule is not None:
+        schedule = schedule._replace(uses_hopper=False)
+    concurrent = None if kernels == "portable" else metadata.concurrent_schedule
+    key = (
+        "step", signature, metadata.num_decodes, metadata.num_decode_tokens, schedule, concurrent,
+        None if decodes is None else batch_signature(decodes),
+        None if prefills is None else (batch_signature(prefills), metadata.max_query_len),
+        None if slots is None else (slots.dtype, slots.shape, slots.stride()),
+    )  # fmt: skip
+    found: _Launches | None = LAUNCHES.get(key)
+    if found is not None and found.limits is limits:
+        return found
+    params = impl.attention_params(metadata, cache)
+    slopes, sinks = impl.per_head_tensors
+    params = replace(params, alibi_slopes=slopes, sinks=sinks)
+    write = None
+    if call.key is not None and call.value is not None and slots is not None:
+        write = prepare_write(
+            signature, call.key, call.value, call.key_cache, call.value_cache, slots,
+            cache.k_scale, cache.v_scale,
+        )  # fmt: skip
+    split = metadata.num_decode_tokens if metadata.num_prefills else None
+    decode = prefill = None
+    runs_beside = False
+    if prefills is not None:
+        rows = slice(split if decodes is not None else None, None)
+        prefill = prepare_prefill(
+            (signature, "prefill"), *_rows_of(call, rows), prefills,
+            _params_of(params, prefills), limits, metadata.max_query_len, kernels,
+        )  # fmt: skip
+    if decodes is not None and schedule is not None:
+        tensors = _rows_of(call, slice(None, split))
+        own = _params_of(params, decodes)
+        if concurrent is not None and prefill is not None:
+            alone = decodes._replace(counters=None)
+            decode = prepare_decode(
+                (signature, "concurrent"), *tensors, alone, own, limits, concurrent
+            )
+            runs_beside = can_run_concurrently(decode, prefill)
+        if not runs_beside:
+            decode = prepare_decode((signature, "decode"), *tensors, decodes, own, limits, schedule)
+    launches = _Launches(limits, write, decode, prefill, runs_beside)
+    kept: _Launches = LAUNCHES.keep(key, launches)
+    return kept
+
+
+def _with_workspaces(
+    launches: _Launches,
+    parts: tuple[BatchTensors | None, BatchTensors | None],
+    device: torch.device,
+) -> tuple[BatchTensors | None, BatchTensors | None]:
+    """The parts with what their launches need: a workspace of its own where the batch's is too
+    small (q has more rows than the batch has tokens), no counters for a concurrent decode."""
+    decodes, prefills = parts
+    if decodes is not None and launches.decode is not None:
+        if launches.concurrent:
+            decodes = decodes._replace(counters=None)
+        space, need = decodes.workspace, launches.decode.workspace_bytes
+        if space is not None and space.nbytes < need:
+            decodes = decodes._replace(workspace=None)
+        decodes = with_workspace(launches.decode, decodes, device)
+    return decodes, prefills
+
+
+def _rows_of(call: _Call, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Query, caches, output and LSE of a part of the batch."""
+    lse = None if call.lse is None else call.lse[rows]
+    return call.query[rows], call.key_cache, call.value_cache, call.out[rows], lse
+
+
+def _params_of(params: AttentionParams, part: BatchTensors) -> AttentionParams:
+    """The parameters of a part of the batch."""
+    if part.causal_flags is None and part.query_bias is None:
+        return params
+    causal = params.causal if part.causal_flags is None else part.causal_flags
+    return replace(params, causal=causal, query_bias=part.query_bias)
+
+
+def _row_bytes(call: _Call, split: int) -> tuple[int, int, int]:
+    """Offsets in bytes of the prefill part's first row in query, output and LSE."""
+    lse = 0 if call.lse is None else split * call.lse.stride(0) * call.lse.element_size()
+    query, out = call.query, call.out
+    return (
+        split * query.stride(0) * query.element_size(),
+        split * out.stride(0) * out.element_size(),
+        lse,
+    )

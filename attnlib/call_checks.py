@@ -1,0 +1,231 @@
+"""Checks of one layer call by what the host knows for free: types, shapes, dtypes, strides, devices.
+
+They run before anything is written or launched, once per call signature and batch layout.
+`attnlib.debug.validation` also reads values.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnlib.cache.storage import PagedKVCache
+from attnlib.errors import ContractError, LayoutMismatchError
+
+if TYPE_CHECKING:
+    from attnlib.layer import Attention
+
+__all__ = ["check_call", "check_metadata", "metadata_signature", "per_head"]
+
+_SAME_IN_METADATA = ("block_size", "num_heads", "num_kv_heads", "head_size", "head_size_v")
+
+
+def per_head(name: str, tensor: torch.Tensor, num_heads: int, head_size: int) -> torch.Tensor:
+    """`[tokens, num_heads, head_size]` of a flat or per-head tensor; a view, no copy.
+
+    Raises:
+        ContractError: a flat tensor of another width.
+    """
+    if tensor.dim() != 2:
+        return tensor  # `check_call` checks the rest
+    if tensor.shape[1] != num_heads * head_size:
+        raise ContractError(_wrong_shape(name, tensor, num_heads, head_size))
+    return tensor.view(tensor.shape[0], num_heads, head_size)
+
+
+def metadata_signature(metadata: Any) -> tuple[Any, ...]:
+    """What `check_call` reads of a batch, besides the call signature."""
+    slots = getattr(metadata, "slot_mapping", None)
+    return (
+        type(metadata),
+        getattr(metadata, "spec", None),
+        getattr(metadata, "num_actual_tokens", None),
+        None if slots is None else (slots.dtype, slots.shape, slots.device),
+    )
+
+
+def check_metadata(layer: Attention, metadata: Any) -> None:
+    """Whether `metadata` was made by a builder of the layer's backend, for such layers.
+
+    Raises:
+        ContractError: it is of another type, or made for another spec.
+    """
+    name, expected = layer.backend.get_name(), layer.backend.get_metadata_cls()
+    if not isinstance(metadata, expected):
+        raise ContractError(
+            f"metadata is a {type(metadata).__name__}; backend {name} needs the "
+            f"{expected.__name__} that its builder makes: "
+            f"layer.backend.make_builder(spec, device).build(0, common_attn_metadata)"
+        )
+    made_for = getattr(metadata, "spec", None)
+    if made_for is None:
+        return
+    for field in _SAME_IN_METADATA:
+        theirs, ours = getattr(made_for, field), getattr(layer.spec, field)
+        if theirs != ours:
+            raise ContractError(
+                f"metadata was built for {field}={theirs}, the layer's spec has {ours}: build it "
+                "with the builder of this layer's group"
+            )
+    by_spec = getattr(metadata, "causal_from_spec", False)
+    if by_spec and made_for.is_causal != layer.spec.is_causal:
+        raise ContractError(
+            f"metadata was built for attn_type={made_for.attn_type.value}, the layer's spec has "
+            f"attn_type={layer.spec.attn_type.value}, and the batch leaves causality to the spec: "
+            "build it with the builder of this layer's group",
+            rule="M1",
+        )
+
+
+def check_call(
+    layer: Attention,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    cache: PagedKVCache | None,
+    metadata: Any,
+    return_lse: bool,
+) -> None:
+    """Shapes, dtypes and devices of one call.
+
+    Raises:
+        ContractError: the message names the tensor, what it is and what it must be.
+        LayoutMismatchError: the backend does not read the cache's memory layout.
+    """
+    spec = layer.spec
+    check_metadata(layer, metadata)
+    _check_tensor("query", query, (spec.num_heads, spec.head_size), spec.dtype, query.device)
+    tokens = getattr(metadata, "num_actual_tokens", 0) or 0
+    if query.shape[0] < tokens:
+        raise ContractError(
+            f"query has {query.shape[0]} rows, but the batch has {tokens} tokens", rule="M6"
+        )
+    if (key is None) != (value is None):
+        given = "key" if key is None else "value"
+        raise ContractError(f"{given} is None and the other is not: pass both or neither")
+    if key is not None and value is not None:
+        sizes = (spec.num_kv_heads, spec.head_size), (spec.num_kv_heads, spec.head_size_v)
+        _check_tensor("key", key, sizes[0], spec.dtype, query.device)
+        _check_tensor("value", value, sizes[1], spec.dtype, query.device)
+        if key.shape[0] != value.shape[0]:
+            raise ContractError(
+                f"key has {key.shape[0]} rows and value {value.shape[0]}; they must agree"
+            )
+    for name, tensor in zip(("alibi_slopes", "sinks"), layer.impl.per_head_tensors, strict=True):
+        if tensor is not None and tensor.device != query.device:
+            raise ContractError(
+                f"{name} is on {tensor.device}, query on {query.device}: move the layer with "
+                f"layer.to({str(query.device)!r})"
+            )
+    if cache is not None:
+        _check_cache(layer, cache, key, query.device, metadata)
+    elif spec.is_paged:
+        raise ContractError(
+            f"attn_type={spec.attn_type.value} attends through a cache: pass a PagedKVCache"
+        )
+    elif key is None:
+        raise ContractError(
+            f"attn_type={spec.attn_type.value} caches nothing, so key and value must be given with "
+            "every call"
+        )
+    elif key.shape[0] < tokens:
+        raise ContractError(f"key has {key.shape[0]} rows, but the batch has {tokens} tokens")
+    if return_lse and layer.backend.capabilities.lse is not True:
+        raise ContractError(
+            f"backend {layer.backend.get_name()} cannot return the LSE: set needs_lse=True in the "
+            "spec, so that selection finds a backend that can"
+        )
+
+
+def _check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    if tensor.dim() != 3 or tensor.shape[1:] != heads:
+        raise ContractError(_wrong_shape(name, tensor, *heads))
+    if tensor.dtype != dtype:
+        raise ContractError(f"{name} is {tensor.dtype}, the spec says {dtype}")
+    if tensor.device != device:
+        raise ContractError(
+            f"{name} is on {tensor.device}, query on {device}: all tensors of a call must be on "
+            "one device"
+        )
+    if tensor.stride(2) != 1 and tensor.shape[2] > 1:
+        raise ContractError(
+            f"{name} has stride {tensor.stride(2)} along the head; the last stride must be 1",
+            rule="P9",
+        )
+
+
+def _wrong_shape(name: str, tensor: torch.Tensor, num_heads: int, head_size: int) -> str:
+    return (
+        f"{name} has shape {tuple(tensor.shape)}; it must be [tokens, {num_heads}, {head_size}] "
+        f"or [tokens, {num_heads * head_size}]"
+    )
+
+
+def _check_cache(
+    layer: Attention,
+    cache: PagedKVCache,
+    key: torch.Tensor | None,
+    device: torch.device,
+    metadata: Any,
+) -> None:
+    spec = layer.spec
+    if not isinstance(cache, PagedKVCache):
+        raise ContractError(
+            f"cache is a {type(cache).__name__}; it must be a PagedKVCache: wrap existing tensors "
+            "with PagedKVCache.from_views(key_cache, value_cache)"
+        )
+    for name, wanted in (
+        ("num_kv_heads", spec.num_kv_heads),
+        ("head_size", spec.head_size),
+        ("head_size_v", spec.head_size_v),
+        ("block_size", spec.block_size),
+    ):
+        if getattr(cache, name) != wanted:
+            raise ContractError(
+                f"cache has {name}={getattr(cache, name)}, the spec says {wanted}", rule="P1"
+            )
+    if cache.dtype != spec.kv_dtype:
+        raise ContractError(f"cache stores {cache.dtype}, the spec says {spec.kv_dtype}", rule="P1")
+    if cache.device != device:
+        raise ContractError(
+            f"cache is on {cache.device}, query on {device}: all tensors of a call must be on one "
+            "device"
+        )
+    reads = layer.backend.capabilities.kv_cache_layouts or ("NHD",)
+    named = cache.layout is not None  # a backend checks the strides of views without a layout name
+    if named and cache.layout not in reads and "ANY" not in reads:
+        raise LayoutMismatchError(
+            f"backend {layer.backend.get_name()} reads {', '.join(reads)}, but the cache is laid "
+            f"out as {cache.layout}: allocate it with layout={reads[0]!r} [P2]"
+        )
+    slots = getattr(metadata, "slot_mapping", None)
+    if slots is None:
+        if key is not None and layer.writes:
+            raise ContractError(
+                "key and value were given, but the batch has no slot_mapping to write them to: "
+                "build it with a block table, or pass None for both",
+                rule="P4",
+            )
+        return
+    if slots.dtype != torch.int64:
+        raise ContractError(
+            f"slot_mapping is {slots.dtype}; it must be int64, because a pool may have more than "
+            "2^31 slots",
+            rule="P4",
+        )
+    if slots.device != device:
+        raise ContractError(
+            f"slot_mapping is on {slots.device}, query on {device}: build the batch for that device"
+        )
+    if key is not None and layer.writes and key.shape[0] < slots.shape[0]:
+        raise ContractError(
+            f"slot_mapping names {slots.shape[0]} tokens, but key has {key.shape[0]} rows",
+            rule="P4",
+        )

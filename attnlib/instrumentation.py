@@ -1,0 +1,27 @@
+"""Observers of attention calls. Debugging tools (`attnlib.debug`) attach here; layers do not import
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+from attnlib import env
+
+__all__ = ["OBSERVERS", "checker_for_level"]
+
+OBSERVERS: list[Callable[..., None]] = []
+"""Called after every layer call with (layer, query, key, value, cache, metadata, output, lse)."""
+
+
+def checker_for_level() -> Callable[..., None] | None:
+    """The check of tensor values that ATTNLIB_VALIDATE asks for, called before every layer call with
+    (layer, query, key, value, cache, metadata); None when the variable is unset or 0. Level 2 also
+    starts shadow execution."""
+    level = env.read("ATTNLIB_VALIDATE")
+    if not level:
+        return None
+    if level == 2:
+        import_module("attnlib.debug.shadow").watch_for_validation()
+    checker: Callable[..., None] = import_module("attnlib.debug.validation").check_values
+    return checker

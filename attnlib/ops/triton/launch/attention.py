@@ -1,0 +1,364 @@
+"""Arguments and compile-time constants that the plain Triton attention kernels share.
+
+What never changes for a layer (dtypes, head sizes, strides, features, tile) becomes compile-time
+constants. What changes from step to step stays a plain integer that Triton does not specialize on,
+so nothing compiles after warm-up.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from attnlib.errors import ContractError
+from attnlib.ops.params import AttentionParams
+from attnlib.ops.triton.heuristics.device import DeviceLimits
+from attnlib.ops.triton.heuristics.tiles import split_head_size
+from attnlib.ops.triton.kernels.quant import KV_NATIVE, KV_PLAIN
+from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch, Submit
+from attnlib.ops.triton.launch.scales import kv_kind, scale_kind
+
+__all__ = [
+    "BatchTensors",
+    "BoundAttention",
+    "PlainAttention",
+    "attention_constants",
+    "attention_numbers",
+    "check_batch",
+    "reads_bytes",
+    "submitters",
+]
+
+_UNBOUNDED = 1 << 30
+_COMPUTE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+class BatchTensors(NamedTuple):
+    """The tensors of a batch that an attention launch reads, shared by all layers of the step.
+
+    Attributes:
+        query_start_loc: `[R + 1]` int32.
+        seq_lens: `[R]` int32; without a block table `[R + 1]`, where each request's keys start.
+        block_table: `[R, M]` int32; None for packed keys.
+        causal_flags: `[R]` bool; None when one flag holds for all requests.
+        query_bias: `[T, >= max_query_len]` float32 or None.
+        workspace: scratch memory, float32 or uint8; None when nothing is split.
+        counters: int32 zeros; None when no kernel needs them.
+        max_seq_len: upper bound of the sequence lengths.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor | None
+    causal_flags: Tensor | None = None
+    query_bias: Tensor | None = None
+    workspace: Tensor | None = None
+    counters: Tensor | None = None
+    max_seq_len: int = 0
+
+
+def check_batch(batch: BatchTensors, max_query_len: int) -> None:
+    """Refuse metadata that the kernels would misread (they index it as dense int32).
+
+    Raises:
+        ContractError: the message names the tensor, its dtype or stride, and the required one.
+    """
+    for name, tensor in (("query_start_loc", batch.query_start_loc), ("seq_lens", batch.seq_lens)):
+        if tensor.dim() != 1 or (tensor.shape[0] > 1 and tensor.stride(0) != 1):
+            raise ContractError(
+                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; it must be "
+                "one-dimensional and contiguous: call .contiguous()",
+                rule="M1",
+            )
+    table, flags, bias, counters = batch.block_table, *batch[3:5], batch.counters
+    if counters is not None and counters.dtype != torch.int32:
+        raise ContractError(
+            f"counters are {counters.dtype} and must be torch.int32 zeros; create them with "
+            "torch.zeros(n, dtype=torch.int32)"
+        )
+    if table is not None and table.shape[1] > 1 and table.stride(1) != 1:
+        raise ContractError(
+            f"block_table has last stride {table.stride(1)}; it must be 1: call .contiguous()",
+            rule="P3",
+        )
+    if flags is not None:
+        if flags.dtype not in (torch.bool, torch.uint8):
+            raise ContractError(f"causal flags are {flags.dtype}; convert them to torch.bool")
+        if flags.shape[0] > 1 and flags.stride(0) != 1:
+            raise ContractError(
+                f"causal flags have stride {flags.stride(0)}; it must be 1: call .contiguous()"
+            )
+    if bias is not None:
+        if bias.stride(1) != 1 and bias.shape[1] > 1:
+            raise ContractError(
+                f"query_bias has last stride {bias.stride(1)}; make its last dimension dense"
+            )
+        if bias.shape[1] < max_query_len:
+            raise ContractError(
+                f"query_bias has {bias.shape[1]} columns; it needs one for each of the "
+                f"max_query_len={max_query_len} keys of the query span"
+            )
+
+
+class BoundAttention(NamedTuple):
+    """A plain attention launch over one batch, ready to run for any layer.
+
+    Arguments of `run` and the fields are addresses for a direct launch, tensors for one by Triton.
+
+    Attributes:
+        attend: submits the attention kernel.
+        lengths: query_start_loc, seq_lens, causal flags.
+        bias: the query bias or None.
+        tail: the arguments after the scales of the cache.
+        combine: submits the kernel that combines splits; None when nothing is split.
+        partials: partial results of the splits.
+        combine_tail: the combining kernel's arguments after its tensors.
+    """
+
+    attend: Submit
+    lengths: tuple[Any, Any, Any]
+    bias: Any
+    tail: tuple[Any, ...]
+    combine: Submit | None = None
+    partials: Any = None
+    combine_tail: tuple[Any, ...] = ()
+
+    def run(
+        self,
+        stream: int,
+        query: Any,
+        key: Any,
+        value: Any,
+        out: Any,
+        lse: Any,
+        alibi_slopes: Any,
+        sinks: Any,
+        k_scale: Any,
+        v_scale: Any,
+    ) -> None:
+        """Launch on `stream`; the argument order of the plain attention kernels is written here."""
+        self.attend(
+            stream, query, key, value, out, lse, *self.lengths, alibi_slopes, sinks, self.bias,
+            k_scale, v_scale, *self.tail,
+        )  # fmt: skip
+        if self.combine is not None:
+            self.combine(stream, self.partials, sinks, out, lse, *self.combine_tail)
+
+
+class PlainAttention:
+    """The launches of one call signature of a plain attention kernel, without addresses.
+
+    Args:
+        limits: the chip that tile and grid were chosen for.
+        index: the device index.
+        attend: the attention kernel.
+        numbers: its runtime numbers after the scales of the cache (`attention_numbers`).
+        table_stride: stride of the block table's rows.
+        last: the numbers after the block table and, with splits, the partial results.
+        as_bytes: whether the kernel reads a float8 cache as bytes.
+        is_decode: whether the kernel takes partial results.
+        combine: the kernel that combines splits; None when nothing is split.
+        combine_tail: its numbers.
+        workspace_bytes: bytes of partial results.
+    """
+
+    needs_alignment = False
+
+    def __init__(
+        self,
+        limits: DeviceLimits,
+        index: int,
+        attend: BoundLaunch,
+        numbers: tuple[float | int, ...],
+        table_stride: int,
+        last: tuple[float | int, ...],
+        *,
+        as_bytes: bool,
+        is_decode: bool,
+        combine: BoundLaunch | None = None,
+        combine_tail: tuple[int, ...] = (),
+        workspace_bytes: int = 0,
+    ) -> None:
+        self.limits = limits
+        self.index = index
+        self.attend = attend
+        self.combine = combine
+        self.as_bytes = as_bytes
+        self.workspace_bytes = workspace_bytes
+        self._numbers = numbers
+        self._table_stride = table_stride
+        self._last = last
+        self._is_decode = is_decode
+        self._combine_tail = combine_tail
+
+    @property
+    def kernels(self) -> tuple[BoundLaunch, ...]:
+        """The kernels that `run` launches."""
+        return (self.attend,) if self.combine is None else (self.attend, self.combine)
+
+    def is_direct(self, batch: BatchTensors) -> bool:
+        """Whether a direct launch over `batch` is possible, given aligned layer tensors."""
+        if self.combine is None:
+            return self.attend.is_direct
+        space = batch.workspace
+        aligned = space is not None and not space.data_ptr() & ALIGNMENT
+        return aligned and self.attend.is_direct and self.combine.is_direct
+
+    def bind(self, batch: BatchTensors, direct: bool, aligned: bool = True) -> BoundAttention:
+        """Attach the tensors of a batch.
+
+        Args:
+            batch: `workspace` holds at least `workspace_bytes` where the launch combines splits.
+            direct: launch without Triton, on addresses (`is_direct`).
+            aligned: for launches by Triton, whether all layer tensors are aligned.
+        """
+        partials = batch.workspace if self.combine is not None else None
+        if partials is not None and partials.dtype != torch.float32:
+            partials = partials.view(torch.float32)
+        flags = batch.causal_flags
+        if flags is not None and flags.dtype != torch.uint8:
+            flags = flags.view(torch.uint8)
+        tensors = (
+            batch.query_start_loc, batch.seq_lens, flags, batch.query_bias, batch.block_table,
+            partials,
+        )  # fmt: skip
+        aligned = aligned and (partials is None or not partials.data_ptr() & ALIGNMENT)
+        given: tuple[Any, ...] = tensors
+        if direct:
+            given = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
+        starts, lens, flags_given, bias, table, space = given
+        middle: tuple[Any, ...] = (table, self._table_stride)
+        if self._is_decode:
+            middle = (*middle, space)
+        attend, combine = submitters(direct, aligned, self.attend, self.combine)
+        assert attend is not None
+        return BoundAttention(
+            attend,
+            (starts, lens, flags_given),
+            bias,
+            (*self._numbers, *middle, *self._last),
+            combine,
+            space,
+            self._combine_tail,
+        )
+
+
+def submitters(direct: bool, aligned: bool, *launches: BoundLaunch | None) -> list[Submit | None]:
+    """How to submit each launch: directly, or through Triton (which ignores the stream given)."""
+
+    def by_triton(launch: BoundLaunch) -> Submit:
+        return lambda stream, *arguments: launch.by_triton(arguments, aligned)
+
+    return [
+        None if launch is None else launch.direct if direct else by_triton(launch)
+        for launch in launches
+    ]
+
+
+def reads_bytes(cache_dtype: torch.dtype, limits: DeviceLimits) -> bool:
+    """Whether the plain kernels read a cache of this dtype as bytes (float8 on older chips)."""
+    return kv_kind(cache_dtype, limits.has_fp8) not in (KV_PLAIN.value, KV_NATIVE.value)
+
+
+def attention_numbers(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, out: Tensor, lse: Tensor | None,
+    params: AttentionParams,
+) -> tuple[float | int, ...]:  # fmt: skip
+    """The runtime numbers after the scales of the cache, from `scale` to `stride_bt`.
+
+    Raises:
+        ContractError: an LSE whose last dimension is not dense.
+    """
+    left, right = params.window
+    bias, chunk = params.query_bias, params.attention_chunk_size
+    if lse is not None and lse.stride(1) != 1 and lse.shape[1] > 1:
+        raise ContractError(f"lse has last stride {lse.stride(1)}; make its last dimension dense")
+    qs, ks, vs, os = query.stride(), key.stride(), value.stride(), out.stride()
+    return (
+        float(params.scale), float(params.logits_soft_cap),
+        min(int(left), _UNBOUNDED), min(int(right), _UNBOUNDED), min(int(chunk), _UNBOUNDED),
+        starts.shape[0] - 1, query.shape[0], qs[0], qs[1], ks[0], ks[-3], ks[-2],
+        vs[0], vs[-3], vs[-2], os[0], os[1],
+        0 if lse is None else lse.stride(0), 0 if bias is None else bias.stride(0),
+    )  # fmt: skip
+
+
+def attention_constants(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, has_lse: bool, params: AttentionParams,
+    limits: DeviceLimits,
+) -> dict[str, Any]:  # fmt: skip
+    """The compile-time arguments that the plain attention kernels share, by name.
+
+    Raises:
+        ContractError: a dtype without kernel, heads that do not divide, or a last dimension that is
+            not dense.
+    """
+    num_heads, head_size = query.shape[1:]
+    num_kv_heads, head_size_v = value.shape[-2:]
+    if num_heads % num_kv_heads:
+        raise ContractError(
+            f"query has {num_heads} heads and the keys have {num_kv_heads}: the number of query "
+            "heads must be a multiple of the number of KV heads"
+        )
+    kind = kv_kind(key.dtype, limits.has_fp8)
+    causal = params.causal
+    cap, alibi, bias = params.logits_soft_cap > 0, params.alibi_slopes, params.query_bias
+    d0, d1 = split_head_size(head_size)
+    dv0, dv1 = split_head_size(head_size_v)
+    return {
+        "BLOCK_SIZE": value.shape[1] if value.dim() == 4 else 1,
+        "GROUP": num_heads // num_kv_heads,
+        "D": head_size,
+        "D0": d0,
+        "D1": d1,
+        "DV": head_size_v,
+        "DV0": dv0,
+        "DV1": dv1,
+        "KV_KIND": kind,
+        "COMPUTE": _compute_dtype(query.dtype, kind),
+        "CAUSAL": 2 if isinstance(causal, Tensor) else int(causal),
+        "HAS_LEFT": params.window[0] >= 0,
+        "HAS_RIGHT": params.window[1] >= 0,
+        "HAS_CHUNK": params.attention_chunk_size > 0,
+        "HAS_CAP": cap,
+        "HAS_ALIBI": alibi is not None,
+        "HAS_SINK": params.sinks is not None,
+        "HAS_BIAS": bias is not None,
+        "HAS_LSE": has_lse,
+        "K_SCALE_KIND": scale_kind("k_scale", params.k_scale),
+        "V_SCALE_KIND": scale_kind("v_scale", params.v_scale),
+        "SCALE_LATE": params.scale > 0 and not (cap or alibi is not None or bias is not None),
+        "VEC_Q": _vector("query", query),
+        "VEC_K": _vector("key", key),
+        "VEC_V": _vector("value", value),
+        "VEC_O": _vector("out", out),
+    }
+
+
+def _compute_dtype(query_dtype: torch.dtype, kind: int) -> tl.dtype:
+    """The dtype of the matrix products: that of the query. For 16-bit queries over a float8 cache
+    it is float16, which holds float8 exactly and takes fewer conversions than bfloat16."""
+    if query_dtype not in _COMPUTE:
+        raise ContractError(
+            f"query has dtype {query_dtype}; the kernels take float16, bfloat16 and float32"
+        )
+    if kind != KV_PLAIN.value and query_dtype != torch.float32:
+        return tl.float16
+    return _COMPUTE[query_dtype]
+
+
+def _vector(name: str, tensor: Tensor) -> int:
+    """Elements per 16 bytes when every row starts on a 16-byte boundary (given that the tensor
+    does), else 1. A paged tensor has a block stride before the last three dimensions."""
+    shape, strides = tensor.shape, tensor.stride()
+    if strides[-1] != 1 and shape[-1] > 1:
+        raise ContractError(
+            f"{name} has last stride {strides[-1]}; make its last dimension dense", rule="P1"
+        )
+    elements = 16 // tensor.element_size()
+    outer = [stride for stride, size in zip(strides[-3:-1], shape[-3:-1], strict=True) if size > 1]
+    blocks = strides[:-3]
+    return elements if all(stride % elements == 0 for stride in (*blocks, *outer)) else 1
