@@ -1,8 +1,9 @@
 """Facts about a device, found without initializing CUDA.
 
-A process that has initialized CUDA cannot fork workers, so backend selection must not do it. Compute
-capability and name therefore come from NVML, a driver library that needs no CUDA context. Where NVML
-is not available (ROCm, some containers) torch is queried instead, which does initialize the device.
+A process that has initialized CUDA cannot fork workers, so backend selection must not initialize
+it. Compute capability and name therefore come from NVML, a driver library that needs no CUDA
+context. If NVML is not available (ROCm, some containers), torch is queried, which does initialize
+the device.
 """
 
 from __future__ import annotations

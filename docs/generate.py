@@ -93,8 +93,8 @@ def support() -> str:
     head += (
         "What the built-in backends `torch` and `triton` support, according to their\n"
         "`validate_configuration`. The layer has 32 query heads, 8 KV heads, head size 128,\n"
-        "float16 and block size 16, changed as the row says. What `flash_attn` and `flashinfer` support\n"
-        "depends on the installed version: run `attnlib explain`.\n\n"
+        "float16 and block size 16, changed as the row says. What `flash_attn` and `flashinfer`\n"
+        "support depends on the installed version: run `attnlib explain`.\n\n"
     )
     table = (
         "| feature | "

@@ -1,4 +1,4 @@
-"""Every error names the value, the limit and the next action. One line here for each kind, so that a text cannot decay unnoticed."""
+"""Every error names the value, the limit and the next action: one case for each kind of error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _no_request(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def _gone() -> None:
+def _missing_package() -> None:
     attnlib.register_backend(
         "gone", "no_such_package:Backend", install_hint="pip install no-such-package"
     )
@@ -36,7 +36,7 @@ def _gone() -> None:
         attnlib.unregister_backend("gone")
 
 
-def _refused() -> None:
+def _unsupported() -> None:
     attnlib.get_attn_backend(
         SPEC.replace(kv_cache_layout="HND"), _limited(kv_cache_layouts=("NHD",), sink=False), "cpu"
     )
@@ -58,7 +58,7 @@ def _wrong_variable() -> None:
 
 
 class WrongForward(TorchBackend.get_impl_cls()):  # type: ignore[misc]  # found at run time
-    """Takes q where the layer passes query."""
+    """Names its parameters differently from the interface."""
 
     def forward(self, q, kv, metadata, out):
         pass
@@ -81,9 +81,9 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
         lambda: attnlib.get_attn_backend(SPEC, "prefill:torch", "cpu"),
         ("argument='prefill:torch'", "is not a valid request", "'prefill:NAME,decode:NAME'"),
     ),
-    "not here": (
+    "unavailable": (
         errors.BackendUnavailableError,
-        _gone,
+        _missing_package,
         (
             "'gone' (from argument)",
             "No module named 'no_such_package'",
@@ -91,9 +91,9 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
             "support this spec here: torch",
         ),
     ),
-    "refused": (
+    "unsupported": (
         errors.UnsupportedConfigError,
-        _refused,
+        _unsupported,
         (
             "'limited' (from argument) is unsupported on cpu",
             "kv_cache_layout=HND not supported (supported: NHD)",
@@ -204,7 +204,7 @@ def test_value_limit_and_next_action(kind: str) -> None:
         assert part in text, f"{part!r} is missing in {text!r}"
 
 
-def test_every_kind_of_error_has_a_line_here() -> None:
+def test_every_exception_class_has_a_case() -> None:
     leaves = {
         cls
         for _, cls in inspect.getmembers(errors, inspect.isclass)
@@ -214,9 +214,9 @@ def test_every_kind_of_error_has_a_line_here() -> None:
     assert {cls.__name__ for cls in leaves} | {"AttnlibError"} == set(errors.__all__)
 
 
-def test_the_drawing_is_the_tree() -> None:
-    """The module's docstring draws each error and the built-in one that it also is."""
-    drawn = dict(re.findall(r"[|`]- (\w+) .*?\(also an? (\w+)\)", errors.__doc__ or ""))
+def test_the_docstring_lists_the_classes_and_their_bases() -> None:
+    """Each class, and the built-in exception that it also derives from."""
+    listed = dict(re.findall(r"[|`]- (\w+) .*?\(also an? (\w+)\)", errors.__doc__ or ""))
     built_in = {
         name: next(
             base.__name__
@@ -226,7 +226,7 @@ def test_the_drawing_is_the_tree() -> None:
         for name in errors.__all__
         if name != "AttnlibError"
     }
-    assert drawn == built_in
+    assert listed == built_in
 
 
 def test_selection_errors_carry_their_reasons_as_data() -> None:

@@ -67,16 +67,28 @@ def test_an_unknown_name_is_an_attribute_error_that_lists_the_public_names() -> 
         attnlib.Atention  # noqa: B018  # the attribute access is the test
 
 
-def test_methods_for_vllm_exist() -> None:
-    """The methods that engines written for vLLM call."""
-    for cls, methods in {
-        attnlib.AttentionBackend: "copy_blocks full_cls_name get_builder_cls get_impl_cls get_kv_cache_shape get_kv_cache_stride_order "
-        "get_metadata_cls get_state_cls make_metadata swap_blocks get_name validate_configuration",
-        attnlib.AttentionMetadata: "asdict_zerocopy decode_metadata prefill_metadata",
-        attnlib.AttentionMetadataBuilder: "build build_for_cudagraph_capture can_run_in_cudagraph use_cascade_attention reorder_batch "
-        "update_block_table",
-        attnlib.AttentionState: "begin_forward get_graph_input_buffers graph_capture_get_metadata_for_batch graph_clone",
-        attnlib.Attention: "calc_kv_scales extra_repr forward get_attn_backend process_weights_after_loading from_arguments",
-    }.items():
-        for method in methods.split():
-            assert hasattr(cls, method), f"{cls.__name__}.{method}"
+METHODS = {
+    "AttentionBackend": """
+        copy_blocks full_cls_name get_builder_cls get_impl_cls get_kv_cache_shape
+        get_kv_cache_stride_order get_metadata_cls get_name get_state_cls make_metadata swap_blocks
+        validate_configuration
+    """,
+    "AttentionMetadata": "asdict_zerocopy decode_metadata prefill_metadata",
+    "AttentionMetadataBuilder": """
+        build build_for_cudagraph_capture can_run_in_cudagraph reorder_batch update_block_table
+        use_cascade_attention
+    """,
+    "AttentionState": """
+        begin_forward get_graph_input_buffers graph_capture_get_metadata_for_batch graph_clone
+    """,
+    "Attention": """
+        calc_kv_scales extra_repr forward from_arguments get_attn_backend
+        process_weights_after_loading
+    """,
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_that_engines_for_vllm_call(name: str) -> None:
+    for method in METHODS[name].split():
+        assert hasattr(getattr(attnlib, name), method), f"{name}.{method}"

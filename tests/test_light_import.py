@@ -1,4 +1,4 @@
-"""Importing and selecting is light: measured in fresh processes, with a test of the test."""
+"""Importing attnlib and selecting a backend is light; measured in new processes."""
 
 import subprocess
 import sys
@@ -24,23 +24,22 @@ def _loads(statement: str) -> str:
     ).stdout.strip()
 
 
-def test_import_loads_nothing_heavy() -> None:
+def test_import_loads_no_heavy_package() -> None:
     assert _loads("import attnlib") == "[] False"
 
 
-def test_selection_loads_nothing_heavy_and_starts_no_cuda() -> None:
-    """H2: selection on a CPU imports cards only."""
+def test_selection_loads_no_heavy_package_and_does_not_initialize_cuda() -> None:
+    """H2: selection on a CPU imports declarations only."""
     spec = "attnlib.AttentionSpec(num_heads=4, head_size=64, dtype=torch.float32)"
-    assert (
-        _loads(
-            f"import attnlib; attnlib.get_attn_backend({spec}, device='cpu'); attnlib.explain({spec}, device='cpu')"
-        )
-        == "[] False"
+    statement = (
+        f"import attnlib; attnlib.get_attn_backend({spec}, device='cpu')\n"
+        f"attnlib.explain({spec}, device='cpu')"
     )
+    assert _loads(statement) == "[] False"
 
 
 @pytest.mark.parametrize(
-    "room",
+    "module",
     [
         "hopper.support",
         "heuristics.hopper_tiles",
@@ -52,17 +51,17 @@ def test_selection_loads_nothing_heavy_and_starts_no_cuda() -> None:
         "hopper.loader",
     ],
 )
-def test_pure_rooms_of_the_triton_twin_need_no_triton(room: str) -> None:
-    """What the card's notes, `attnlib tune` and the doctor ask of the kernels' room, on machines without triton."""
-    assert _loads(f"import attnlib.ops.triton.{room}") == "[] False"
+def test_modules_of_ops_triton_that_need_no_triton(module: str) -> None:
+    """Selection, `attnlib tune` and `attnlib doctor` use these on machines without triton."""
+    assert _loads(f"import attnlib.ops.triton.{module}") == "[] False"
 
 
-def test_the_probe_sees_triton_itself() -> None:
+def test_the_probe_reports_triton() -> None:
     pytest.importorskip("triton")
     assert _loads("import attnlib.ops.triton.hopper.dispatch") == "['triton'] False"
 
 
-EXPLAIN_A_HOPPER = """
+EXPLAIN_FUNCTION = """
 import attnlib
 from attnlib.backends.triton import TritonBackend
 from attnlib.device import resolve_device
@@ -71,24 +70,25 @@ assert "Hopper kernel" in TritonBackend.explain_lines(spec, resolve_device("sm_9
 assert "triton" in str(attnlib.explain(spec, device="sm_90"))
 """
 
-THE_SAME_AS_A_COMMAND = """
+EXPLAIN_COMMAND = """
 import contextlib, io
 from attnlib.cli import main
+arguments = "explain --device sm_90 --num-heads 8 --num-kv-heads 2 --head-size 128"
 with contextlib.redirect_stdout(io.StringIO()) as shown:
-    main(["explain", "--device", "sm_90", "--num-heads", "8", "--num-kv-heads", "2", "--head-size", "128"])
+    main(arguments.split())
 assert "triton" in shown.getvalue()
 """
 
 
 @pytest.mark.parametrize(
-    "program", [EXPLAIN_A_HOPPER, THE_SAME_AS_A_COMMAND], ids=["function", "command"]
+    "program", [EXPLAIN_FUNCTION, EXPLAIN_COMMAND], ids=["function", "command"]
 )
-def test_explaining_a_hopper_imports_no_kernels(program: str) -> None:
-    """H2: which kernels would serve is worked out from facts."""
+def test_explain_for_hopper_imports_no_kernels(program: str) -> None:
+    """H2: the kernels follow from the spec and the compute capability."""
     assert _loads(program) == "[] False"
 
 
-def test_the_probe_sees_a_heavy_import() -> None:
+def test_the_probe_reports_a_heavy_import() -> None:
     assert _loads("import hypothesis") == "['hypothesis'] False"
 
 
@@ -101,7 +101,7 @@ print(time.perf_counter() - begin)
 
 
 def _seconds(statement: str, rounds: int) -> float:
-    """The quickest of some fresh processes: what the statement costs, not what else the machine was doing."""
+    """The minimum over several new processes, to exclude other load of the machine."""
     program = TIMER.format(statement=statement)
     return min(
         float(
@@ -113,18 +113,20 @@ def _seconds(statement: str, rounds: int) -> float:
     )
 
 
-def test_import_costs_next_to_nothing_over_torch() -> None:
-    """At most 50 ms; the clock sees 60 ms when they are there."""
+def test_import_takes_little_time_besides_torch() -> None:
+    """At most 50 ms; the second line checks that the timer reports more than that."""
     assert _seconds("import attnlib", 2) < 0.05
     assert _seconds("time.sleep(0.06); import attnlib", 1) > 0.05
 
 
 def test_an_excluded_backend_is_never_imported() -> None:
-    """I6: `-name` keeps auto from importing even the card."""
+    """I6: `-name` prevents the import of the declaration, too."""
     statement = (
         "import os; os.environ['ATTNLIB_BACKEND'] = '-flash_attn,-flashinfer'\n"
         "import attnlib\n"
-        "attnlib.get_attn_backend(attnlib.AttentionSpec(num_heads=4, head_size=64, dtype=torch.float32), device='cpu')\n"
-        "assert not [m for m in sys.modules if m.startswith(('attnlib.backends.flash_attn', 'attnlib.backends.flashinfer'))]"
+        "spec = attnlib.AttentionSpec(num_heads=4, head_size=64, dtype=torch.float32)\n"
+        "attnlib.get_attn_backend(spec, device='cpu')\n"
+        "excluded = ('attnlib.backends.flash_attn', 'attnlib.backends.flashinfer')\n"
+        "assert not [m for m in sys.modules if m.startswith(excluded)]"
     )
     assert _loads(statement) == "[] False"

@@ -94,8 +94,8 @@ def _common_fields(config: dict[str, Any], file: Path) -> dict[str, Any]:
     hidden = _first(config, "hidden_size", "n_embd", "d_model", "dim")
     if not heads or not (config.get("head_dim") or hidden):
         raise ContractError(
-            f"{file} has no num_attention_heads with hidden_size or head_dim: it must be the config "
-            f"of a transformer"
+            f"{file} has no num_attention_heads with hidden_size or head_dim: it must be "
+            f"the config of a transformer"
         )
     model = str(config.get("model_type", ""))
     return {

@@ -17,8 +17,8 @@ from attnlib.spec import AttentionSpec
 __all__ = ["smoke_test"]
 
 _TOLERANCE = 0.03
-"""Bound of the relative error in the Frobenius norm. Small bfloat16 batches stay below 0.01; a broken
-kernel is at about 1."""
+"""Bound of the relative error in the Frobenius norm. Small bfloat16 batches stay below 0.01; a
+broken kernel is at about 1."""
 
 
 def smoke_test(backend: type[AttentionBackend], device: DeviceInfo) -> str:
@@ -56,7 +56,7 @@ def _supported_spec(backend: type[AttentionBackend], device: DeviceInfo) -> Atte
 def _run(
     backend: type[AttentionBackend], spec: AttentionSpec, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output of the backend, softmax(q k / sqrt(D)) v) for one decode and one prefill of 8 tokens."""
+    """(backend output, reference): one request without context, and one prefill of 8 tokens."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(9, heads, 64, generator=generator).to(device, spec.dtype) for heads in (4, 2, 2)

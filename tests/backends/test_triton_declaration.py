@@ -1,4 +1,4 @@
-"""Whether Triton can compile its launcher is known when a backend is chosen, not at the first kernel."""
+"""The reasons why the `triton` backend is unavailable, found before any kernel is compiled."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import pytest
 from attnlib.backends.triton import TritonBackend
 from attnlib.device import DeviceInfo
 
-pytest.importorskip("triton", reason="the reasons are about a Triton that is there")
+pytest.importorskip("triton", reason="tests the reasons with triton installed")
 
 H200 = DeviceInfo("cuda", 0, (9, 0), name="NVIDIA H200")
 
 
 @pytest.fixture(autouse=True)
 def _bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No compiler anywhere, and a driver library that loads."""
+    """No compiler, and a driver library that loads."""
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
@@ -43,7 +43,7 @@ def test_a_missing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_pat
     compiler(tmp_path, "gcc")
     assert TritonBackend.unavailable(H200) == []
     monkeypatch.setenv("CC", "/nowhere/gcc")
-    assert len(TritonBackend.unavailable(H200)) == 1, "CC wins over the PATH, as it does for Triton"
+    assert len(TritonBackend.unavailable(H200)) == 1, "CC takes precedence over PATH, as in Triton"
     monkeypatch.setenv("CC", compiler(tmp_path, "my-compiler"))
     assert TritonBackend.unavailable(H200) == []
 

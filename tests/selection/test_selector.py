@@ -33,7 +33,7 @@ SPEC = attnlib.AttentionSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype=to
 
 
 class Picky(TorchBackend):
-    """A backend that takes heads of 128 only."""
+    """A backend that supports head size 128 only."""
 
     capabilities = dataclasses.replace(TorchBackend.capabilities, head_sizes=Sizes(exactly=(128,)))
 
@@ -51,7 +51,7 @@ class Other(TorchBackend):
 
 
 @pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch):
+def _unregister(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("ATTNLIB_BACKEND", raising=False)
     before = set(attnlib.list_backends())
     yield
@@ -64,7 +64,7 @@ def _chosen(**changes) -> type:
 
 
 def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """S3: argument, then use_backend, then ATTNLIB_BACKEND, then priority; changes in the process take effect."""
+    """S3: argument, use_backend, ATTNLIB_BACKEND, priority; changes apply at once."""
     attnlib.register_backend("picky", Picky)
     attnlib.register_backend("other", Other)
     attnlib.register_backend(
@@ -130,10 +130,9 @@ def test_an_explicit_choice_that_is_unavailable_is_an_error() -> None:
     ) as caught:
         _chosen(backend="gone")
     text = str(caught.value)
-    assert (
-        f"torch {torch.__version__}, cxx11 ABI {torch.compiled_with_cxx11_abi()}, CUDA {torch.version.cuda}; cpu]"
-        in text
-    ), "I3"
+    abi = torch.compiled_with_cxx11_abi()
+    versions = f"torch {torch.__version__}, cxx11 ABI {abi}, CUDA {torch.version.cuda}; cpu]"
+    assert versions in text, "I3"
     assert isinstance(caught.value, ImportError) and text.count("cxx11 ABI") == 1
 
 
@@ -148,7 +147,7 @@ def test_an_explicit_choice_that_is_unavailable_is_an_error() -> None:
 def test_whatever_an_import_raises_is_a_reason(
     body: str, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """I2: auto goes on, and `explain` shows the original error."""
+    """I2: auto continues, and `explain` shows the original error."""
     (tmp_path / "broken_backend.py").write_text(body)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, "broken_backend", raising=False)
@@ -196,7 +195,7 @@ def test_excluding_a_backend_from_auto(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pair_is_an_ordinary_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C1: the same name for both phases is that backend."""
+    """C1: naming one backend for both phases gives that backend."""
     attnlib.register_backend("other", Other)
     pair = _chosen(backend="prefill:other,decode:torch")
     assert pair.get_name() == "prefill:other,decode:torch" and pair is _chosen(
@@ -237,7 +236,7 @@ def test_an_unknown_device_is_an_error() -> None:
 
 
 def test_a_class_needs_no_registration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An argument or `use_backend` may be a class; it stands in for a registered backend of its name, and `explain` agrees."""
+    """A class as request replaces the registered backend of its name, in `explain` too."""
     assert _chosen(backend=Other) is Other
     with attnlib.use_backend(Other):
         assert _chosen() is Other and attnlib.explain(SPEC, "cpu").source == "use_backend"
@@ -252,7 +251,7 @@ def test_a_class_needs_no_registration(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_explain_and_selection_agree_about_pairs() -> None:
-    """Halves that each fit may not fit together: no common layout, or no decode phase."""
+    """Two backends that each fit may not fit together: no common layout, no decode phase."""
     for layout in ("NHD", "HND"):
         backend = type(
             layout,
@@ -284,7 +283,7 @@ def test_explain_and_selection_agree_about_pairs() -> None:
 
 
 def test_the_layout_of_the_environment_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
-    """P2: who cannot read it is no candidate; changing it takes effect at once."""
+    """P2: a backend that cannot read it is unsupported; changes apply at once."""
     capabilities = dataclasses.replace(TorchBackend.capabilities, kv_cache_layouts=("NHD",))
     attnlib.register_backend(
         "nhd", type("Nhd", (Other,), {"capabilities": capabilities}), priority=900
@@ -328,7 +327,8 @@ def test_variables_of_other_systems_warn_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASHINFER")
     with pytest.warns(
         UserWarning,
-        match="VLLM_ATTENTION_BACKEND='FLASHINFER' is set, but attnlib does not read it; it reads ATTNLIB_BACKEND",
+        match="VLLM_ATTENTION_BACKEND='FLASHINFER' is set, but attnlib does not read it; it reads "
+        "ATTNLIB_BACKEND",
     ):
         attnlib.get_attn_backend(SPEC.replace(head_size=24), device="cpu")
     with warnings.catch_warnings():
@@ -337,12 +337,12 @@ def test_variables_of_other_systems_warn_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_missing_device_is_the_reason_of_every_backend() -> None:
-    """Nothing is chosen for a GPU that nobody sees: each candidate says so, with the next action, and an imagined one is answered."""
-    gone = DeviceInfo("cuda", 3, is_missing=True)
+    """Every backend reports the missing GPU and the next action; a hypothetical one works."""
+    missing = DeviceInfo("cuda", 3, is_missing=True)
     spec = attnlib.AttentionSpec(
         num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.float16, block_size=16
     )
-    report = attnlib.explain(spec, device=gone)
+    report = attnlib.explain(spec, device=missing)
     assert report.chosen is None and "cuda:3 (not found)" in str(report)
     for name in ("torch", "triton"):
         reason = next(
@@ -354,7 +354,7 @@ def test_a_missing_device_is_the_reason_of_every_backend() -> None:
             and "device='sm_90'" in reason
         )
     with pytest.raises(UnsupportedConfigError, match="no CUDA device 3 is visible"):
-        attnlib.get_attn_backend(spec, device=gone)
+        attnlib.get_attn_backend(spec, device=missing)
     assert attnlib.explain(spec, device="sm_90").chosen is not None
 
 
