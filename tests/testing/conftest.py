@@ -1,4 +1,4 @@
-"""The exam's tensors are tiny: a second thread only waits for the first, and on a shared machine it waits long."""
+"""The tensors of these tests are small: one thread is faster than several."""
 
 from __future__ import annotations
 

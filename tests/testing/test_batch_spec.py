@@ -1,4 +1,4 @@
-"""The grammar of batches: what it reads, what it writes, what it refuses."""
+"""Batch notation: parsing, printing and errors."""
 
 from __future__ import annotations
 
@@ -32,44 +32,44 @@ def test_reads_counts_queries_sequences_and_padding(
     assert parse_batch(text) == BatchSpec(query_lens, seq_lens, padding)
 
 
-def test_what_it_writes_it_reads_back() -> None:
+def test_printed_batches_parse_to_the_same_batch() -> None:
     for block_size in (8, 16, 544):
         for name in NAMED_BATCHES:
             batch = named_batch(name, block_size)
             assert parse_batch(str(batch)) == batch, name
 
 
-def test_page_edges_stand_around_the_page() -> None:
+def test_page_edges_include_lengths_around_the_block_size() -> None:
     assert {15, 16, 17, 31, 32, 33} <= set(named_batch("page_edges", 16).seq_lens)
 
 
-def test_graph_padding_has_rows_and_requests_that_are_nobody() -> None:
+def test_graph_padding_has_padding_rows_and_padding_requests() -> None:
     batch = named_batch("graph_padding", 16)
     assert batch.num_tokens > batch.num_actual_tokens
     assert (0, 0) in zip(batch.query_lens, batch.seq_lens, strict=True)
 
 
 @pytest.mark.parametrize("text", ["", "q", "8", "q1s", "q-1", "2q1_", "q1 s2", "q1m", "8Q1", "pad"])
-def test_a_bad_string_names_itself_the_segment_and_the_grammar(text: str) -> None:
+def test_a_parse_error_shows_the_text_the_segment_and_the_grammar(text: str) -> None:
     with pytest.raises(
         ContractError, match=r"batch spec .*segment .*expected segments \[COUNT\]qQUERY"
     ):
         parse_batch(text)
 
 
-def test_zero_requests_are_refused_with_the_way_out() -> None:
+def test_a_segment_with_zero_requests_is_an_error() -> None:
     with pytest.raises(ContractError, match="0 requests; drop it or write 'empty'"):
         parse_batch("0q1")
 
 
-def test_an_unknown_name_lists_the_known_ones() -> None:
+def test_an_unknown_name_lists_the_valid_names() -> None:
     with pytest.raises(ContractError, match="no batch is named 'decod'; the names are decode, "):
         named_batch("decod", 16)
     with pytest.raises(ContractError, match="or a name: decode, "):
         resolve_batch("decod", 16)
 
 
-def test_impossible_lengths_are_named() -> None:
+def test_invalid_lengths_are_named() -> None:
     with pytest.raises(ContractError, match=r"seq_lens\[1\] is -2"):
         BatchSpec((1, 1), (1, -2))
     with pytest.raises(ContractError, match="query_lens has 1 requests and seq_lens has 2"):

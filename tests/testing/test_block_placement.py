@@ -1,4 +1,4 @@
-"""Placements: every request owns its blocks, and everything else in the table is garbage (P3)."""
+"""Block placements: each request has its own blocks; other table entries are invalid (P3)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_request_gets_the_blocks_it_needs(kind: PlacementKind) -> None:
     assert placed.block_table.dtype == torch.int32
 
 
-def test_kinds_differ_as_their_names_say() -> None:
+def test_kinds_give_different_orders() -> None:
     flat = {
         kind: [b for row in place_blocks(BATCH, 16, kind).blocks for b in row]
         for kind in PLACEMENTS
@@ -40,8 +40,8 @@ def test_kinds_differ_as_their_names_say() -> None:
     assert max(b for row in top.blocks for b in row) == top.num_blocks - 1
 
 
-def test_a_shared_prefix_is_context_for_everybody() -> None:
-    """Requests share exactly the blocks that no request writes to in this step."""
+def test_a_shared_prefix_is_context_in_every_request() -> None:
+    """Requests share exactly the blocks that no request writes in this step."""
     batch = parse_batch("q1s40_q3s37_q5s60")
     placed = place_blocks(batch, 16, "shared_prefix")
     assert len({row[:2] for row in placed.blocks}) == 1
@@ -51,21 +51,21 @@ def test_a_shared_prefix_is_context_for_everybody() -> None:
 
 
 @pytest.mark.parametrize(("garbage", "expected"), [("minus_one", {-1}), ("huge", {2**30})])
-def test_garbage_fills_the_tails(garbage: str, expected: set[int]) -> None:
+def test_garbage_fills_the_entries_past_a_request(garbage: str, expected: set[int]) -> None:
     placed = place_blocks(BATCH, 16, garbage=garbage, extra_columns=2)  # type: ignore[arg-type]
     assert placed.block_table.shape == (4, 5)
     assert set(placed.block_table[1, 2:].tolist()) == expected
     assert set(placed.block_table[2].tolist()) == expected
 
 
-def test_plausible_garbage_exists_and_belongs_to_others() -> None:
+def test_plausible_garbage_consists_of_other_blocks_in_the_pool() -> None:
     placed = place_blocks(BATCH, 16, garbage="plausible", extra_columns=2)
     tail = set(placed.block_table[1, 2:].tolist())
     assert tail.isdisjoint(placed.blocks[1])
     assert all(0 <= block < placed.num_blocks for block in tail)
 
 
-def test_a_guarded_table_lies_between_huge_ids() -> None:
+def test_a_guarded_table_has_invalid_ids_before_and_after_it() -> None:
     """O2: one entry before the first and one past the last are block 2^30."""
     table = place_blocks(BATCH, 16, guarded=True).block_table
     storage = torch.empty(0, dtype=torch.int32).set_(table.untyped_storage())
@@ -79,7 +79,7 @@ def test_slots_follow_the_blocks() -> None:
     assert placed.slots(0, 15, 18, 16) == [7 * 16 + 15, 6 * 16, 6 * 16 + 1]
 
 
-def test_an_unknown_kind_lists_the_known_ones() -> None:
+def test_an_unknown_kind_lists_the_valid_names() -> None:
     with pytest.raises(
         ContractError, match="no placement is named 'random'; the kinds are contiguous, "
     ):

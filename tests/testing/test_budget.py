@@ -1,4 +1,4 @@
-"""Budgets: same_precision work is within them, the classic mistakes are not, and the message says by how much."""
+"""Budgets: correct results pass, common errors fail, messages show errors and limits."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ def _case(dtype: torch.dtype, seed: int = 0) -> tuple[OracleResult, OracleResult
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_rounded_truth_is_within_budget(dtype: torch.dtype) -> None:
-    """A perfect kernel only rounds its result, and needs no more than the rounding term."""
+def test_the_rounded_oracle_is_within_budget(dtype: torch.dtype) -> None:
+    """A perfect kernel only rounds its result and needs only the rounding term."""
     for seed in range(20):
-        truth, same_precision = _case(dtype, seed)
-        assert compare(truth.out.to(dtype), truth.out, truth.out.to(dtype), dtype).passed
-        assert compare(truth.out.to(dtype), truth.out, same_precision.out, dtype).passed
-        assert compare(truth.lse.float(), truth.lse, same_precision.lse, dtype, "lse").passed
+        exact, same_precision = _case(dtype, seed)
+        assert compare(exact.out.to(dtype), exact.out, exact.out.to(dtype), dtype).passed
+        assert compare(exact.out.to(dtype), exact.out, same_precision.out, dtype).passed
+        assert compare(exact.lse.float(), exact.lse, same_precision.lse, dtype, "lse").passed
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_small_error_everywhere_is_over_the_mean(dtype: torch.dtype) -> None:
-    """The mean has a limit of its own: three same_precision mean errors on every element stay under the maximum, and fail."""
-    truth, same_precision = _case(dtype)
-    mean = (same_precision.out.double() - truth.out).abs().mean()
-    slack = BUDGETS[dtype, "out"].mean_ulps * torch.finfo(dtype).eps * truth.out.abs().mean()
+def test_a_small_error_in_all_elements_exceeds_the_mean_limit(dtype: torch.dtype) -> None:
+    """The mean has its own limit: three times the mean error is below the maximum and fails."""
+    exact, same_precision = _case(dtype)
+    mean = (same_precision.out.double() - exact.out).abs().mean()
+    slack = BUDGETS[dtype, "out"].mean_ulps * torch.finfo(dtype).eps * exact.out.abs().mean()
     comparison = compare(
-        truth.out + 1.01 * (2 * mean + slack), truth.out, same_precision.out, dtype
+        exact.out + 1.01 * (2 * mean + slack), exact.out, same_precision.out, dtype
     )
     assert not comparison.passed
     assert comparison.mean_error > comparison.mean_allowed
@@ -50,46 +50,46 @@ def test_a_small_error_everywhere_is_over_the_mean(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_base_two_is_over_budget(dtype: torch.dtype) -> None:
-    """L1: a log2 that leaks is off by a factor of 1.44."""
-    truth, same_precision = _case(dtype)
-    assert not compare(truth.lse / math.log(2), truth.lse, same_precision.lse, dtype, "lse").passed
+    """L1: a base-2 LSE is wrong by a factor of 1.44."""
+    exact, same_precision = _case(dtype)
+    assert not compare(exact.lse / math.log(2), exact.lse, same_precision.lse, dtype, "lse").passed
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_named_with_its_place(poison: float) -> None:
-    truth, same_precision = _case(torch.float32)
-    broken = truth.out.clone()
+def test_elements_that_are_not_finite_are_reported_with_their_index(poison: float) -> None:
+    exact, same_precision = _case(torch.float32)
+    broken = exact.out.clone()
     broken[3, 1, 5] = poison
-    comparison = compare(broken, truth.out, same_precision.out, torch.float32)
+    comparison = compare(broken, exact.out, same_precision.out, torch.float32)
     assert not comparison.passed
     assert "first at (3, 1, 5)" in str(comparison)
 
 
-def test_minus_infinity_belongs_where_the_oracle_has_it() -> None:
-    """M5: a row that sees nothing has LSE -inf; a large negative number is not that."""
-    truth, same_precision = _case(torch.float32)
-    assert (truth.lse == -math.inf).any()
-    finite = truth.lse.clamp(min=-1e30)
+def test_minus_infinity_must_be_where_the_oracle_has_it() -> None:
+    """M5: a row that sees no key has LSE -inf, not a large negative number."""
+    exact, same_precision = _case(torch.float32)
+    assert (exact.lse == -math.inf).any()
+    finite = exact.lse.clamp(min=-1e30)
     assert "where -inf was expected" in str(
-        compare(finite, truth.lse, same_precision.lse, torch.float32, "lse")
+        compare(finite, exact.lse, same_precision.lse, torch.float32, "lse")
     )
 
 
-def test_another_shape_is_a_failure_and_not_a_broadcast() -> None:
-    truth, same_precision = _case(torch.float32)
-    comparison = compare(truth.lse.T, truth.lse, same_precision.lse, torch.float32, "lse")
+def test_a_wrong_shape_fails_and_is_not_broadcast() -> None:
+    exact, same_precision = _case(torch.float32)
+    comparison = compare(exact.lse.T, exact.lse, same_precision.lse, torch.float32, "lse")
     assert not comparison.passed
     assert "shape is (4, 20) where (20, 4) was expected" in str(comparison)
 
 
-def test_the_message_holds_both_errors_and_both_limits() -> None:
-    truth, same_precision = _case(torch.bfloat16)
-    text = str(compare(truth.out + 1.0, truth.out, same_precision.out, torch.bfloat16))
+def test_the_message_shows_both_errors_and_both_limits() -> None:
+    exact, same_precision = _case(torch.bfloat16)
+    text = str(compare(exact.out + 1.0, exact.out, same_precision.out, torch.bfloat16))
     assert "over budget: max error 1 (allowed 0.0" in text
     assert "mean error 1 (allowed 0.00" in text
 
 
-def test_bits_are_bits() -> None:
+def test_compare_bits_reports_changed_elements() -> None:
     a = torch.tensor([1.0, math.nan, 0.0, -math.inf])
     assert compare_bits(a, a.clone()).passed
     comparison = compare_bits(a, a + torch.tensor([1e-7, 0.0, 0.0, 0.0]))

@@ -1,4 +1,4 @@
-"""The command line: exit codes, filters, JSON, bad arguments."""
+"""`attnlib verify`, `parity` and `replay`: exit codes, filters, JSON, invalid arguments."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def test_verify_json_goes_to_stdout_or_a_file(
     [
         (
             ["triton"],
-            "triton is unavailable on cpu: a CPU needs Triton's interpreter (slow, for tests): set TRITON_INTERPRET=1",
+            "triton is unavailable on cpu: a CPU needs Triton's interpreter (slow, for tests): "
+            "set TRITON_INTERPRET=1",
         ),
         (
             ["torch", "--device", "cuda"],
@@ -72,13 +73,13 @@ def test_verify_json_goes_to_stdout_or_a_file(
         ),
     ],
 )
-def test_verify_says_in_one_line_what_cannot_run_here(
+def test_verify_prints_one_line_for_an_unavailable_backend(
     arguments: list[str],
     reason: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing is examined: no table, no failures, the reason with its next action, and an exit code of its own."""
+    """No report; the reason with its next action, and exit code 3."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert verify_main(arguments) == 3
     out, err = capsys.readouterr()
@@ -90,13 +91,13 @@ def test_verify_says_in_one_line_what_cannot_run_here(
     [
         (["no_such_backend"], "no_such_backend"),
         (["no_such_module:Backend"], "no_such_module"),
-        (["tests.testing.toy_backend:Nobody"], "Nobody"),
+        (["tests.testing.toy_backend:Missing"], "Missing"),
         (["tests.testing.toy_backend:ToyImpl"], "not a subclass of attnlib.AttentionBackend"),
         (["nowhere.py:Backend"], "nowhere.py is not a Python file"),
         ([TOY, "--device", "cpu", "--only", "Z9"], "no case matches --only Z9"),
     ],
 )
-def test_bad_arguments_are_named_and_return_two(
+def test_invalid_arguments_are_named_and_return_two(
     arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert verify_main(arguments) == 2
@@ -129,7 +130,7 @@ def test_replay_runs_and_shrinks(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert replay_main([str(tmp_path / "none.pt"), TOY]) == 2
 
 
-def test_the_bar_counts_and_names() -> None:
+def test_the_progress_bar_shows_counts_and_the_case() -> None:
     bar = ProgressBar(4, enabled=False)
     bar.advance("W2/causal")
     bar.advance("W2/chunk", failed=True)

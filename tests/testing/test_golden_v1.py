@@ -1,4 +1,4 @@
-"""X3: a backend written against version 1 keeps working, unchanged, through every door."""
+"""X3: a backend written against version 1 of the interface works unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnlib.testing.conformance import run_conformance
 
 PATH = "tests.testing.golden_v1_backend:GoldenBackend"
 FINGERPRINT = "e89e0f0c3889d4464c7bb6ad17462db5a7f1e99937fae2b97e68c5e174c20e92"
-"""SHA-256 of the golden file. It never changes: a change that needs the file edited is a breaking change."""
+"""SHA-256 of the file. A change of the library that requires a change of the file is breaking."""
 
 
 @pytest.fixture
@@ -29,16 +29,16 @@ def test_the_file_is_unchanged() -> None:
     assert hashlib.sha256(content).hexdigest() == FINGERPRINT
 
 
-def test_it_passes_the_exam_by_name(registered: str) -> None:
+def test_it_passes_the_conformance_suite(registered: str) -> None:
     report = run_conformance(registered, device="cpu")
     assert report.passed, str(report)
     assert "sink" in report.coverage.exercised
 
 
-def test_it_serves_a_layer_chosen_by_environment(
+def test_it_runs_a_layer_selected_by_environment(
     registered: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Selection, builder with config, layer: the three walks."""
+    """Selection, builder with config, and layer."""
     monkeypatch.setenv("ATTNLIB_BACKEND", registered)
     spec = attnlib.AttentionSpec(
         num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32, needs_lse=True
@@ -56,8 +56,7 @@ def test_it_serves_a_layer_chosen_by_environment(
     assert lse.shape == (4, 4)
 
 
-def test_it_composes(registered: str) -> None:
-    """X3: half of a composite, too."""
+def test_it_runs_as_one_half_of_a_composite(registered: str) -> None:
     report = run_conformance(
         attnlib.get_attn_backend(
             attnlib.AttentionSpec(num_heads=4, head_size=32, dtype=torch.float32),

@@ -1,4 +1,4 @@
-"""The compare_with_oracle is judged: against a triple loop in Python floats, and against torch's own attention."""
+"""The oracle equals a triple loop in Python floats and torch's scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _bias_of(params: OracleParams, row: int, key: int, span_start: int) -> float
 def _loop(
     inputs: StepInputs, params: OracleParams, row: int, head: int, request: int
 ) -> tuple[list[float], float]:
-    """One output row, from the rules, without a tensor operation."""
+    """One output row from the M-rules, without tensor operations."""
     query_len, seq_len = inputs.batch.query_lens[request], inputs.batch.seq_lens[request]
     first_row = sum(inputs.batch.query_lens[:request])
     p = seq_len - query_len + (row - first_row)
@@ -59,10 +59,10 @@ def _loop(
             score = params.logits_soft_cap * math.tanh(score / params.logits_soft_cap)
         if params.alibi_slopes is not None:
             score -= float(params.alibi_slopes[head]) * abs(p - k)
-        share = math.exp(score + _bias_of(params, row, k, seq_len - query_len))
-        total += share
+        weight = math.exp(score + _bias_of(params, row, k, seq_len - query_len))
+        total += weight
         for d in range(DIMS.head_size_v):
-            out[d] += share * float(inputs.cache.value[block, offset, kv_head, d])
+            out[d] += weight * float(inputs.cache.value[block, offset, kv_head, d])
     if total == 0.0:
         return [0.0] * DIMS.head_size_v, -math.inf
     return [x / total for x in out], math.log(total)
@@ -92,7 +92,7 @@ FEATURES: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_oracle_equals_a_triple_loop(name: str) -> None:
-    """M1-M5 and M7, one multiplication at a time."""
+    """M1 to M5 and M7."""
     inputs = _inputs()
     params = make_oracle_params(DIMS, inputs.batch, FEATURES[name])
     found = inputs.oracle(params)
@@ -112,7 +112,7 @@ def test_oracle_equals_a_triple_loop(name: str) -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_oracle_equals_scaled_dot_product_attention(causal: bool) -> None:
-    """M1: bottom-right; torch's is_causal is top-left, so the mask is given explicitly."""
+    """M1: bottom-right; torch's is_causal is top-left, so the test passes a mask."""
     inputs = _inputs("q3s9_q6s30")
     found = inputs.oracle(make_oracle_params(DIMS, inputs.batch, {"causal": causal}))
     row = 0
@@ -141,7 +141,7 @@ def test_oracle_equals_scaled_dot_product_attention(causal: bool) -> None:
 
 
 def test_unpaged_equals_paged() -> None:
-    """Encoders see the same attention, without pages."""
+    """Attention without a cache equals attention over pages."""
     inputs = _inputs("q6_q3_q0_q1")
     params = make_oracle_params(
         DIMS, inputs.batch, {"causal": False, "window": (2, 1), "sinks": True}
@@ -153,8 +153,8 @@ def test_unpaged_equals_paged() -> None:
     assert torch.equal(unpaged.lse, paged.lse)
 
 
-def test_lower_precision_is_the_same_text_with_honest_error() -> None:
-    """The yardstick of the budgets errs, and by about what the dtype allows."""
+def test_lower_precision_has_a_plausible_error() -> None:
+    """The baseline of the budgets has an error of the size that the dtype implies."""
     dims = Dimensions(dtype=torch.bfloat16, cache_dtype=torch.bfloat16)
     inputs = _inputs("q20_q1s50", dims)
     params = make_oracle_params(dims, inputs.batch, {})
@@ -164,17 +164,17 @@ def test_lower_precision_is_the_same_text_with_honest_error() -> None:
     assert 1e-4 < error < 5e-2
 
 
-def test_a_quantised_cache_means_stored_times_scale() -> None:
-    """M9: the oracle attends to the dequantised cache."""
+def test_an_fp8_cache_holds_stored_times_scale() -> None:
+    """M9: the oracle attends to the dequantized cache."""
     dims = Dimensions(cache_dtype=torch.float8_e4m3fn)
     parsed = parse_batch("q3s20")
     scales = {"k_scale": torch.tensor([0.5, 0.25]), "v_scale": 0.125}
     inputs = make_inputs(parsed, dims, place_blocks(parsed, 16), **scales)  # type: ignore[arg-type]
     params = make_oracle_params(dims, parsed, dict(scales))
-    dequantised = make_inputs(parsed, Dimensions(), place_blocks(parsed, 16))
-    dequantised.cache.key.copy_(inputs.cache.key.float() * scales["k_scale"][:, None])  # type: ignore[index]
-    dequantised.cache.value.copy_(inputs.cache.value.float() * 0.125)
-    expected = dequantised.oracle(make_oracle_params(Dimensions(), parsed, {}))
+    dequantized = make_inputs(parsed, Dimensions(), place_blocks(parsed, 16))
+    dequantized.cache.key.copy_(inputs.cache.key.float() * scales["k_scale"][:, None])  # type: ignore[index]
+    dequantized.cache.value.copy_(inputs.cache.value.float() * 0.125)
+    expected = dequantized.oracle(make_oracle_params(Dimensions(), parsed, {}))
     torch.testing.assert_close(inputs.oracle(params).out, expected.out, rtol=1e-12, atol=1e-12)
     plain = make_inputs(parsed, Dimensions(), place_blocks(parsed, 16)).oracle(
         make_oracle_params(Dimensions(), parsed, {})

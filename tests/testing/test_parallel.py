@@ -1,4 +1,4 @@
-"""The exam in several processes gives what one process gives."""
+"""Several processes give the results of one process."""
 
 import pytest
 
@@ -7,18 +7,18 @@ from attnlib.testing.conformance import make_target
 from attnlib.testing.parallel import default_jobs
 
 
-def _said(report) -> list[tuple[str, str, str]]:
+def _outcomes(report) -> list[tuple[str, str, str]]:
     return [(result.id, result.outcome.value, result.message) for result in report.results]
 
 
-def test_two_processes_say_what_one_says() -> None:
-    chosen = {"device": "cpu", "quick": True, "only": "W2,M*,L*,N3"}
-    assert _said(run_conformance("torch", jobs=2, **chosen)) == _said(
-        run_conformance("torch", jobs=1, **chosen)
+def test_two_processes_give_the_results_of_one() -> None:
+    settings = {"device": "cpu", "quick": True, "only": "W2,M*,L*,N3"}
+    assert _outcomes(run_conformance("torch", jobs=2, **settings)) == _outcomes(
+        run_conformance("torch", jobs=1, **settings)
     )
 
 
-def test_classes_that_cannot_travel_stay_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends_that_cannot_be_pickled_use_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     from attnlib.backends.torch import TorchBackend
 
     class Local(TorchBackend):
@@ -31,5 +31,5 @@ def test_classes_that_cannot_travel_stay_in_one_process(monkeypatch: pytest.Monk
         assert default_jobs(target) == jobs
 
 
-def test_a_cpu_takes_one_process() -> None:
+def test_a_cpu_uses_one_process() -> None:
     assert default_jobs(make_target("torch", device="cpu")) == 1

@@ -1,4 +1,4 @@
-"""The pairwise matrix: right pairs pass, a wrong reader is found in its column, refusals are not passes."""
+"""Pairwise comparison: correct pairs pass, a wrong reader fails, unsupported cases do not pass."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.testing.wrong_backends import OffByOneWindow, WritesSlotMinusOne
 TORCH = "attnlib.backends.torch:TorchBackend"
 
 
-def test_two_right_backends_agree_in_every_ordered_pair() -> None:
-    """K2: all ordered pairs, each with itself too."""
+def test_two_correct_backends_agree_in_every_ordered_pair() -> None:
+    """K2: all ordered pairs, including each backend with itself."""
     report = run_parity([TORCH, ToyBackend], device="cpu")
     assert report.passed, str(report)
     pairs = {(cell.writer, cell.reader) for cell in report.cells}
@@ -28,7 +28,7 @@ def test_two_right_backends_agree_in_every_ordered_pair() -> None:
     )
 
 
-def test_a_wrong_reader_is_found_in_its_column() -> None:
+def test_a_wrong_reader_fails_in_its_column() -> None:
     report = run_parity([ToyBackend, toy_with(OffByOneWindow)], device="cpu")
     assert not report.passed
     wrong = {(cell.reader, cell.case) for cell in report.cells if cell.outcome is Outcome.FAIL}
@@ -36,29 +36,29 @@ def test_a_wrong_reader_is_found_in_its_column() -> None:
     assert "FAIL toy writes, OffByOneWindow reads, window: out over budget" in str(report)
 
 
-def test_refusals_are_not_passes() -> None:
-    class Picky(ToyImpl):
-        """Right, but declares little."""
+def test_unsupported_cases_are_not_passes() -> None:
+    class Restricted(ToyImpl):
+        """Correct, with few declared capabilities."""
 
-    picky = toy_with(Picky, sink=False, alibi=False)
-    report = run_parity([ToyBackend, picky], device="cpu")
-    refused = {
+    restricted = toy_with(Restricted, sink=False, alibi=False)
+    report = run_parity([ToyBackend, restricted], device="cpu")
+    unsupported = {
         (cell.writer, cell.case) for cell in report.cells if cell.outcome is Outcome.UNSUPPORTED
     }
-    assert ("toy", "sinks") in refused
+    assert ("toy", "sinks") in unsupported
     assert "7/7" in str(report)
     assert "9/9" in str(report)
 
 
-def test_writing_is_examined_too() -> None:
-    """A writer that spoils a slot that somebody reads is found whoever reads."""
+def test_a_wrong_writer_is_reported_in_the_json() -> None:
+    """The JSON report and `passed` agree for a writer that overwrites a slot."""
     report = run_parity([toy_with(WritesSlotMinusOne), ToyBackend], device="cpu")
     assert {cell.case for cell in report.cells} >= {"decode", "fp8"}
     assert json.loads(report.to_json())["passed"] is report.passed
 
 
 def test_a_pair_without_a_result_has_no_largest_difference() -> None:
-    """A cell that raised or was refused says so in strict JSON, and does not hide the others' differences."""
+    """The JSON has null for such a pair, and no NaN."""
     cells = [
         ParityCell("a", "b", "decode", Outcome.PASS, "", 0.25),
         ParityCell("a", "b", "window", Outcome.FAIL, "raised RuntimeError: no", math.nan),

@@ -1,4 +1,4 @@
-"""The third door: a pytest option and a base class."""
+"""The pytest option `--attnlib-backend`."""
 
 from __future__ import annotations
 
@@ -8,33 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attnlib.testing.suite import BackendConformance
-from tests.testing.toy_backend import ToyBackend, toy_with
-from tests.testing.wrong_backends import IgnoredSoftCap
-
 ROOT = Path(__file__).parents[2]
-
-
-class TestToy(BackendConformance):
-    """The base class, as a third party uses it."""
-
-    backend = ToyBackend
-    device = "cpu"
-    quick = True
-    only = "W2,K3,L1"
-
-
-class TestWrongButExpected(BackendConformance):
-    """Known failures are listed by case with a reason, strictly."""
-
-    backend = toy_with(IgnoredSoftCap)
-    device = "cpu"
-    quick = True
-    only = "F1/soft_cap-*,F1/scale-*"
-    expected_failures = {
-        "F1/soft_cap-decode": "the cap is not implemented",
-        "F1/soft_cap-prefill": "the cap is not implemented",
-    }
 
 
 def _pytest(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -67,7 +41,7 @@ def _registered() -> bool:
     return any(point.value == "attnlib.testing.plugin" for point in entry_points(group="pytest11"))
 
 
-def test_the_option_adds_the_exam_without_any_test_file(tmp_path: Path) -> None:
+def test_the_option_runs_the_suite_without_a_test_file(tmp_path: Path) -> None:
     done = _pytest(
         tmp_path,
         "--attnlib-backend=tests.testing.toy_backend:ToyBackend",
@@ -81,7 +55,7 @@ def test_the_option_adds_the_exam_without_any_test_file(tmp_path: Path) -> None:
     assert "not run: needs a GPU" in done.stdout
 
 
-def test_a_failure_prints_the_message_and_how_to_reproduce_it(tmp_path: Path) -> None:
+def test_a_failure_shows_the_message_and_the_reproduction_line(tmp_path: Path) -> None:
     (tmp_path / "wrong_one.py").write_text(
         "from tests.testing.toy_backend import toy_with\n"
         "from tests.testing.wrong_backends import OffByOneWindow\n"
@@ -100,11 +74,11 @@ def test_a_failure_prints_the_message_and_how_to_reproduce_it(tmp_path: Path) ->
 
 
 def test_without_the_option_the_plugin_imports_nothing(tmp_path: Path) -> None:
-    """Every project's pytest loads the plugin where attnlib is installed."""
-    (tmp_path / "test_light.py").write_text(
-        "import sys\n\n\ndef test_light():\n    assert 'torch' not in sys.modules\n"
+    """pytest loads the plugin in every project where attnlib is installed."""
+    (tmp_path / "test_imports.py").write_text(
+        "import sys\n\n\ndef test_imports():\n    assert 'torch' not in sys.modules\n"
     )
-    done = _pytest(tmp_path, "test_light.py")
+    done = _pytest(tmp_path, "test_imports.py")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -1,7 +1,7 @@
-"""A small right backend, made of small steps, so that `wrong_backends` can get exactly one of them wrong.
+"""A small correct backend, divided into small methods so that `wrong_backends` can override one.
 
-It computes in float64, one request at a time, and reads every length and table entry from the metadata's tensors when
-it runs, so it may even claim CUDA graphs: what it points at is current when a step is replayed.
+It computes in float64, one request at a time. It reads lengths and block tables from the tensors of
+the metadata at run time, so that it supports replayed steps (CUDA graphs).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from attnlib.spec import AttentionType, CudaGraphSupport, MaskKind
 
 @dataclass(kw_only=True)
 class ToyMetadata(AttentionMetadata):
-    """The batch by its tensors."""
+    """The tensors of the batch."""
 
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
@@ -61,7 +61,7 @@ class ToyBuilder(AttentionMetadataBuilder[ToyMetadata]):
 
 
 class ToyImpl(AttentionImpl):
-    """Attention in steps that can each be overridden."""
+    """Attention, one overridable method for each step."""
 
     def forward(
         self,
@@ -233,7 +233,7 @@ TOY_CAPABILITIES = Capabilities(
 
 
 class ToyBackend(AttentionBackend):
-    """Right in everything that it declares."""
+    """Correct for everything that it declares."""
 
     capabilities = TOY_CAPABILITIES
 
@@ -259,7 +259,7 @@ def toy_with(
     builder: type[AttentionMetadataBuilder[Any]] = ToyBuilder,
     **declared: Any,
 ) -> type[AttentionBackend]:
-    """A backend of the toy's making with one part exchanged and some declarations changed."""
+    """The toy backend with another impl or builder and some changed capabilities."""
 
     class Changed(ToyBackend):
         capabilities = replace(TOY_CAPABILITIES, **declared)

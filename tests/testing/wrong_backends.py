@@ -1,7 +1,6 @@
-"""Backends that are wrong on purpose, each in one step, as real ones have been.
+"""Backends that are wrong on purpose. Each differs from the toy backend in one step.
 
-`WRONG` maps a name to the backend and to the probe that is meant to catch it. The suite about the suite demands that
-each is failed, and by that probe.
+`WRONG` maps each error to the backend and to the check that is meant to detect it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tests.testing.toy_backend import ToyBackend, ToyBuilder, ToyImpl, ToyMetada
 
 
 class OffByOneWindow(ToyImpl):
-    """W taken for the keys before the query's own: one key too many."""
+    """Sees W keys before the query's own key: one key too many."""
 
     def left_keys(self, query_len: int) -> int | None:
         left = super().left_keys(query_len)
@@ -29,14 +28,14 @@ class OffByOneWindow(ToyImpl):
 
 
 class WindowOnPrefillOnly(ToyImpl):
-    """Decodes see everything."""
+    """Applies the window to prefills only."""
 
     def left_keys(self, query_len: int) -> int | None:
         return None if query_len == 1 else super().left_keys(query_len)
 
 
 class IgnoredSoftCap(ToyImpl):
-    """Accepted at construction, never read."""
+    """Does not apply the soft cap."""
 
     def logits(
         self, query: torch.Tensor, keys: torch.Tensor, distance: torch.Tensor
@@ -48,7 +47,7 @@ class IgnoredSoftCap(ToyImpl):
 
 
 class ScaleTwiceUnderSoftCap(ToyImpl):
-    """The capped score is scaled once more."""
+    """Scales the capped score again."""
 
     def logits(
         self, query: torch.Tensor, keys: torch.Tensor, distance: torch.Tensor
@@ -59,14 +58,14 @@ class ScaleTwiceUnderSoftCap(ToyImpl):
 
 
 class BaseTwoLse(ToyImpl):
-    """exp2 inside, and no conversion on the way out."""
+    """Returns the LSE of exp2 without conversion."""
 
     def store_lse(self, lse: torch.Tensor | None, rows: slice, values: torch.Tensor) -> None:
         super().store_lse(lse, rows, values / math.log(2))
 
 
 class TransposedLse(ToyImpl):
-    """[Hq, T] in memory, as flash-attn has it, in a tensor that says [T, Hq]."""
+    """Stores [Hq, T], as flash-attn does, in a [T, Hq] tensor."""
 
     def clear_tail(self, output: torch.Tensor, lse: torch.Tensor | None, row: int) -> None:
         super().clear_tail(output, lse, row)
@@ -75,7 +74,7 @@ class TransposedLse(ToyImpl):
 
 
 class SinkPerSplit(ToyImpl):
-    """Long key ranges are cut in two, and each half adds the sink to its denominator."""
+    """Splits long key ranges and adds the sink to the denominator of each split."""
 
     def weigh(
         self, scores: torch.Tensor, values: torch.Tensor, sink: torch.Tensor | None
@@ -90,35 +89,35 @@ class SinkPerSplit(ToyImpl):
 
 
 class SinkIgnoredInDecode(ToyImpl):
-    """Only the prefill kernel knows sinks."""
+    """Applies sinks to prefills only."""
 
     def sink(self, query_len: int) -> torch.Tensor | None:
         return None if query_len == 1 else self.sinks
 
 
 class TopLeftCausal(ToyImpl):
-    """torch's is_causal: the first query sees the first key only."""
+    """Top-left mask as in torch's is_causal: the first query sees only the first key."""
 
     def first_position(self, query_len: int, seq_len: int) -> int:
         return 0 if query_len > 1 else seq_len - 1
 
 
 class IgnoredKScale(ToyImpl):
-    """Stored keys taken for real ones."""
+    """Does not multiply stored keys by their scale."""
 
     def key_scale(self, cache: PagedKVCache) -> torch.Tensor:
         return torch.ones(self.spec.num_kv_heads, dtype=torch.float64)
 
 
 class IgnoredVScale(ToyImpl):
-    """Stored values taken for real ones."""
+    """Does not multiply stored values by their scale."""
 
     def value_scale(self, cache: PagedKVCache) -> torch.Tensor:
         return torch.ones(self.spec.num_kv_heads, dtype=torch.float64)
 
 
 class PerHeadScaleAveraged(ToyImpl):
-    """One number for all heads where each has its own."""
+    """Uses the mean of the per-head scales."""
 
     def value_scale(self, cache: PagedKVCache) -> torch.Tensor:
         scale = super().value_scale(cache)
@@ -126,7 +125,7 @@ class PerHeadScaleAveraged(ToyImpl):
 
 
 class WritesSlotMinusOne(ToyImpl):
-    """Python's index -1 is the last slot of the pool."""
+    """Writes slot -1 to the last slot of the pool, as a negative Python index does."""
 
     def write_kv(
         self,
@@ -140,7 +139,7 @@ class WritesSlotMinusOne(ToyImpl):
 
 
 class IgnoresMappingLength(ToyImpl):
-    """Writes as many tokens as the key has, at the slots that follow."""
+    """Writes all tokens of the key, also those past the end of slot_mapping."""
 
     def write_kv(
         self,
@@ -171,7 +170,7 @@ class WrapsInsteadOfSaturating(ToyImpl):
 
 
 class ReadsPastTable(ToyImpl):
-    """Loads one table entry too many and looks at its block before masking."""
+    """Loads one block table entry past the end and reads its block."""
 
     def gather(
         self, cache: PagedKVCache, row: torch.Tensor, seq_len: int
@@ -183,7 +182,7 @@ class ReadsPastTable(ToyImpl):
 
 
 class Int32Offsets(ToyImpl):
-    """Element offsets in 32 bits wrap around at 2^31."""
+    """Computes element offsets in 32 bits, which overflow at 2^31."""
 
     def read(self, view: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         block = slots // view.shape[1]
@@ -193,7 +192,7 @@ class Int32Offsets(ToyImpl):
 
 
 class NanFromUnusedValues(ToyImpl):
-    """Every entry of the table is read, and masked keys weigh 0 times whatever their value is."""
+    """Reads all block table entries; masked values are multiplied by zero."""
 
     def gather(
         self, cache: PagedKVCache, row: torch.Tensor, seq_len: int
@@ -204,7 +203,7 @@ class NanFromUnusedValues(ToyImpl):
 
 
 class ValuesClearedByBlock(ToyImpl):
-    """Scores are masked by token, values cleared by whole blocks: the last block's tail gets through."""
+    """Masks scores by token and values by block: the tail of the last block is read."""
 
     def gather(
         self, cache: PagedKVCache, row: torch.Tensor, seq_len: int
@@ -213,8 +212,8 @@ class ValuesClearedByBlock(ToyImpl):
         return super().gather(cache, row, blocks * cache.block_size)
 
 
-class UninitialisedAccumulator(ToyImpl):
-    """Adds to memory that nobody cleared."""
+class UninitializedAccumulator(ToyImpl):
+    """Accumulates into uninitialized memory."""
 
     def weigh(
         self, scores: torch.Tensor, values: torch.Tensor, sink: torch.Tensor | None
@@ -224,7 +223,7 @@ class UninitialisedAccumulator(ToyImpl):
 
 
 class StaleMetadataBuilder(ToyBuilder):
-    """Copies the table and the lengths at build time: a replayed graph sees those of the capture."""
+    """Copies table and lengths at build time: a replayed graph reads old values."""
 
     def build(
         self,
@@ -238,8 +237,8 @@ class StaleMetadataBuilder(ToyBuilder):
         )
 
 
-class LastBuildWins(ToyBuilder):
-    """Keeps its plan on the class, where the builder of another kind of layer overwrites it before anybody runs."""
+class SharedStateBuilder(ToyBuilder):
+    """Stores its state on the class, where the builder of another kind of layer overwrites it."""
 
     left: ClassVar[int | None] = None
 
@@ -249,19 +248,19 @@ class LastBuildWins(ToyBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> ToyMetadata:
-        LastBuildWins.left = self.spec.visible_window.left
+        SharedStateBuilder.left = self.spec.visible_window.left
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
 
-class ReadsTheSharedPlan(ToyImpl):
-    """Right as long as all layers are of one kind."""
+class ReadsSharedState(ToyImpl):
+    """Reads the state that the builders of all kinds share."""
 
     def left_keys(self, query_len: int) -> int | None:
-        return LastBuildWins.left
+        return SharedStateBuilder.left
 
 
 class BatchDependentBits(ToyImpl):
-    """Rounds by a rule that depends on how many requests there are."""
+    """Rounds differently if the batch has more than two requests."""
 
     def forward(
         self,
@@ -277,7 +276,7 @@ class BatchDependentBits(ToyImpl):
 
 
 class WrongGroups(ToyImpl):
-    """Rounds the ratio of heads to a power of two and takes the remainder by modulo."""
+    """Maps heads incorrectly if the group size is not a power of two."""
 
     def kv_head_of(self, head: int) -> int:
         group = self.spec.group_size
@@ -285,14 +284,14 @@ class WrongGroups(ToyImpl):
 
 
 class LeavesPaddingRows(ToyImpl):
-    """Rows past the batch keep what the buffer held."""
+    """Does not write the padding rows."""
 
     def clear_tail(self, output: torch.Tensor, lse: torch.Tensor | None, row: int) -> None:
         return
 
 
 class AssumesPackedQuery(ToyImpl):
-    """Reads q as if its token stride were Hq * D."""
+    """Reads q with a token stride of Hq * D."""
 
     def forward(
         self,
@@ -310,7 +309,7 @@ class AssumesPackedQuery(ToyImpl):
 
 
 class FailsOnEmptyRequests(ToyImpl):
-    """A request without keys has no maximum."""
+    """Computes a maximum over the keys, which fails for requests without keys."""
 
     def attend(
         self,
@@ -325,7 +324,7 @@ class FailsOnEmptyRequests(ToyImpl):
 
 
 class UniformWhenNothingIsVisible(ToyImpl):
-    """A finite number instead of -inf in the mask: a row that sees nothing averages everything."""
+    """Masks with a finite number: rows that see no key average all values."""
 
     def weigh(
         self, scores: torch.Tensor, values: torch.Tensor, sink: torch.Tensor | None
@@ -334,7 +333,7 @@ class UniformWhenNothingIsVisible(ToyImpl):
 
 
 class SharingLayerWrites(ToyImpl):
-    """Writes in forward, whosever cache it is."""
+    """Writes the cache in forward, also if the cache is shared."""
 
     def forward(
         self,
@@ -350,8 +349,8 @@ class SharingLayerWrites(ToyImpl):
             self.write_kv(tokens, tokens, cache, metadata.slot_mapping)
 
 
-class NeverTheSameTwice(ToyImpl):
-    """A race, in effect: the last bit depends on who came first."""
+class DifferentBitsEachCall(ToyImpl):
+    """Changes the last bit in every second call, as a race does."""
 
     calls = 0
 
@@ -364,13 +363,13 @@ class NeverTheSameTwice(ToyImpl):
         lse: torch.Tensor | None = None,
     ) -> None:
         super().forward(query, cache, metadata, output, lse)
-        NeverTheSameTwice.calls += 1
-        if NeverTheSameTwice.calls % 2:
+        DifferentBitsEachCall.calls += 1
+        if DifferentBitsEachCall.calls % 2:
             output.copy_(torch.nextafter(output, torch.zeros_like(output)))
 
 
 class IgnoredAlibi(ToyImpl):
-    """Slopes are accepted and never read."""
+    """Does not apply the ALiBi slopes."""
 
     def logits(
         self, query: torch.Tensor, keys: torch.Tensor, distance: torch.Tensor
@@ -379,7 +378,7 @@ class IgnoredAlibi(ToyImpl):
 
 
 class FirstTileFullyMasked(ToyImpl):
-    """Online softmax over tiles of 32 keys without a guard: exp(-inf - -inf) where a row's first tile is all masked."""
+    """Online softmax over tiles of 32 keys: exp(-inf + inf) if the first tile is fully masked."""
 
     def weigh(
         self, scores: torch.Tensor, values: torch.Tensor, sink: torch.Tensor | None
@@ -392,7 +391,7 @@ class FirstTileFullyMasked(ToyImpl):
 
 
 class PrivateOrder(ToyImpl):
-    """Stores heads back to front and reads them back to front: right by itself, wrong with anybody else."""
+    """Stores and reads heads in reverse order: wrong only with other backends."""
 
     def write_kv(
         self,
@@ -407,8 +406,8 @@ class PrivateOrder(ToyImpl):
         return super().read(view, slots, scale).flip(1)
 
 
-class IgnoredStrides(ToyImpl):
-    """Infers the order in memory from the shape: right for NHD, wrong for everything else."""
+class StridesFromShape(ToyImpl):
+    """Derives strides from the shape: correct for NHD only."""
 
     def read(self, view: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         packed = (
@@ -417,13 +416,13 @@ class IgnoredStrides(ToyImpl):
             view.shape[3],
             1,
         )
-        room = view.untyped_storage().nbytes() // view.element_size() - view.storage_offset()
-        fits = 1 + sum((n - 1) * s for n, s in zip(view.shape, packed, strict=True)) <= room
+        available = view.untyped_storage().nbytes() // view.element_size() - view.storage_offset()
+        fits = 1 + sum((n - 1) * s for n, s in zip(view.shape, packed, strict=True)) <= available
         return super().read(view.as_strided(view.shape, packed) if fits else view, slots, scale)
 
 
-class SilentRefusal(ToyBackend):
-    """Refuses without saying why."""
+class EmptyReason(ToyBackend):
+    """Returns an empty reason."""
 
     @classmethod
     def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
@@ -451,25 +450,25 @@ WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     "int32 offsets": (toy_with(Int32Offsets), "O1"),
     "NaN from unused V": (toy_with(NanFromUnusedValues), "N1"),
     "V zeroed by a coarser rule than the mask": (toy_with(ValuesClearedByBlock), "N1"),
-    "uninitialised accumulator": (toy_with(UninitialisedAccumulator), "N1"),
+    "uninitialized accumulator": (toy_with(UninitializedAccumulator), "N1"),
     "stale metadata on graph replay": (toy_with(builder=StaleMetadataBuilder), "G1"),
-    "moving metadata under a graph": (toy_with(builder=StaleMetadataBuilder), "G3"),
-    "one plan for layers of all kinds": (toy_with(ReadsTheSharedPlan, LastBuildWins), "F2"),
+    "metadata copied under a graph": (toy_with(builder=StaleMetadataBuilder), "G3"),
+    "state shared by layers of all kinds": (toy_with(ReadsSharedState, SharedStateBuilder), "F2"),
     "batch-dependent bits declared invariant": (
         toy_with(BatchDependentBits, batch_invariant=True),
         "D1",
     ),
     "wrong groups for a ratio that is no power of two": (toy_with(WrongGroups), "V2"),
-    "padding rows left as they were": (toy_with(LeavesPaddingRows), "N3"),
-    "packed query assumed": (toy_with(AssumesPackedQuery), "K4"),
+    "padding rows not written": (toy_with(LeavesPaddingRows), "N3"),
+    "contiguous query assumed": (toy_with(AssumesPackedQuery), "K4"),
     "empty requests crash": (toy_with(FailsOnEmptyRequests), "N2"),
-    "rows that see nothing average everything": (toy_with(UniformWhenNothingIsVisible), "N2"),
+    "rows without keys average all values": (toy_with(UniformWhenNothingIsVisible), "N2"),
     "a sharing layer writes": (toy_with(SharingLayerWrites), "K6"),
-    "other bits the second time": (toy_with(NeverTheSameTwice), "D2"),
+    "different bits in the second call": (toy_with(DifferentBitsEachCall), "D2"),
     "ignored ALiBi": (toy_with(IgnoredAlibi), "F1"),
     "NaN where a row's first tile is masked": (toy_with(FirstTileFullyMasked), "N4"),
-    "a private order of heads": (toy_with(PrivateOrder), "K2"),
-    "strides inferred from shapes": (toy_with(IgnoredStrides), "V2"),
-    "refusal without a reason": (SilentRefusal, "R1"),
+    "heads in reverse order": (toy_with(PrivateOrder), "K2"),
+    "strides inferred from shapes": (toy_with(StridesFromShape), "V2"),
+    "unsupported without a reason": (EmptyReason, "R1"),
 }
-"""What is wrong -> the backend, and the probe that is meant to catch it."""
+"""Error -> the wrong backend and the check that is meant to detect it."""

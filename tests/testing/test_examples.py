@@ -1,4 +1,4 @@
-"""The example package: installed, found by entry point, chosen by environment, examined. And the one-file example."""
+"""The example package and the one-file example."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "attnlib-plugin-example"
 
-_CHOOSE = """
+_SELECT = """
 import torch, attnlib
 assert "gather_sdpa" in attnlib.list_backends(), attnlib.list_backends()
 spec = attnlib.AttentionSpec(num_heads=4, head_size=32, dtype=torch.float32)
-chosen = attnlib.get_attn_backend(spec, device="cpu")
-print(chosen.get_name(), chosen.__module__)
+backend = attnlib.get_attn_backend(spec, device="cpu")
+print(backend.get_name(), backend.__module__)
 """
 
 
@@ -36,7 +36,7 @@ def _run(arguments: list[str], site: Path, **env: str) -> subprocess.CompletedPr
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example installed into a folder of its own, wheel and metadata included."""
+    """The example package, built and installed into a separate folder."""
     if importlib.util.find_spec("hatchling") is None:
         pytest.skip("hatchling builds the example's wheel: pip install 'attnlib[test]'")
     folder = tmp_path_factory.mktemp("site")
@@ -58,27 +58,25 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_is_found_and_chosen_by_environment(site: Path) -> None:
-    """X1: the entry point is enough."""
-    done = _run(["-c", _CHOOSE], site, ATTNLIB_BACKEND="gather_sdpa")
+def test_the_package_is_selected_by_environment(site: Path) -> None:
+    """X1: the entry point is sufficient."""
+    done = _run(["-c", _SELECT], site, ATTNLIB_BACKEND="gather_sdpa")
     assert done.stdout.strip() == "gather_sdpa attnlib_plugin_example", done.stderr
 
 
-def test_it_stays_out_of_auto(site: Path) -> None:
-    """Installing a plugin changes nobody's backend."""
-    done = _run(["-c", _CHOOSE], site, ATTNLIB_BACKEND="auto")
+def test_the_package_does_not_take_part_in_automatic_selection(site: Path) -> None:
+    done = _run(["-c", _SELECT], site, ATTNLIB_BACKEND="auto")
     assert done.returncode == 0, done.stderr
     assert not done.stdout.startswith("gather_sdpa")
 
 
-def test_it_passes_the_exam(site: Path) -> None:
-    code = "import sys; from attnlib.testing.commands import verify_main; sys.exit(verify_main(['gather_sdpa', '--device', 'cpu']))"
-    done = _run(["-c", code], site)
+def test_the_package_passes_the_conformance_suite(site: Path) -> None:
+    done = _run(["-m", "attnlib", "verify", "gather_sdpa", "--device", "cpu"], site)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "17/18 declared capabilities exercised" in done.stdout
 
 
-def test_its_own_suite_is_one_class(site: Path) -> None:
+def test_the_test_suite_of_the_package_passes(site: Path) -> None:
     done = _run(
         ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "W2 or K3", str(EXAMPLE / "tests")],
         site,

@@ -1,4 +1,4 @@
-"""Shadow: live calls rerun on a second backend, with the error of each layer and a file for each that is wrong."""
+"""Shadow: live calls run again on a second backend; errors are recorded per layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CASE = Case(batch="mixed", sliding_window=5, needs_lse=True)
 
 
 class Model(nn.Module):
-    """Two layers over caches of their own."""
+    """Layers with separate caches."""
 
     def __init__(self, backends: list[type[AttentionBackend]], case: Case = CASE) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def test_shadowing_does_not_change_the_live_result() -> None:
     assert torch.equal(plain, shadowed)
 
 
-def test_a_wrong_layer_is_named_and_its_call_written(tmp_path: Path) -> None:
+def test_a_wrong_layer_is_reported_and_its_call_recorded(tmp_path: Path) -> None:
     wrong = toy_with(OffByOneWindow)
     with shadow("torch", dump_dir=tmp_path) as log:
         Model([ToyBackend, wrong])()
@@ -85,7 +85,7 @@ def test_a_wrong_layer_is_named_and_its_call_written(tmp_path: Path) -> None:
 
 
 def test_a_wrong_lse_is_found(tmp_path: Path) -> None:
-    """L1: outputs agree, the LSE does not."""
+    """L1: the outputs agree and the LSEs differ."""
     with shadow("torch", dump_dir=tmp_path) as log:
         Model([toy_with(BaseTwoLse)])()
     (record,) = log.records
@@ -94,7 +94,7 @@ def test_a_wrong_lse_is_found(tmp_path: Path) -> None:
     assert "lse over budget" in record.message
 
 
-def test_every_samples_each_layer_by_itself() -> None:
+def test_every_counts_calls_per_layer() -> None:
     model = Model([ToyBackend, ToyBackend])
     with shadow("torch", every=3) as log:
         for _ in range(7):
@@ -105,14 +105,14 @@ def test_every_samples_each_layer_by_itself() -> None:
     ]
 
 
-def test_what_cannot_be_shadowed_says_why_and_is_no_pass() -> None:
+def test_a_skipped_call_has_a_reason_and_does_not_pass() -> None:
     with shadow(toy_with(sliding_window=False)) as log:
         Model([ToyBackend])()
     assert "sliding_window=5: not supported" in log.records[0].skipped
     assert not log.passed
 
 
-def test_the_hook_is_gone_after_the_block() -> None:
+def test_the_observer_is_removed_after_the_block() -> None:
     model = Model([ToyBackend])
     with shadow("torch") as log:
         pass
@@ -120,15 +120,15 @@ def test_the_hook_is_gone_after_the_block() -> None:
     assert log.records == []
 
 
-def test_every_below_one_is_refused() -> None:
+def test_every_below_one_raises() -> None:
     with pytest.raises(ContractError, match="every=0 must be at least 1"), shadow("torch", every=0):
         pass
 
 
-def test_validate_2_shadows_every_call_and_warns(
+def test_validate_2_compares_every_call_and_warns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ATTNLIB_VALIDATE=2 needs no code: a wrong layer is a warning that names it and its replayable file."""
+    """ATTNLIB_VALIDATE=2 warns about a wrong layer and names the recording."""
     monkeypatch.setenv("ATTNLIB_VALIDATE", "2")
     monkeypatch.setenv("ATTNLIB_DUMP_DIR", str(tmp_path))
     with pytest.warns(

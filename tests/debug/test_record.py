@@ -1,0 +1,66 @@
+"""Recordings keep the call, the used blocks and the strides of all tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnlib.debug.record import capture_call, load_recording, save_recording
+from attnlib.debug.replay import replay
+from attnlib.errors import ContractError
+from attnlib.testing.case import Case
+from attnlib.testing.runner import run_materialized_case
+from tests.debug.recorded_calls import CASES, captured
+from tests.testing.toy_backend import ToyBackend
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kv_written", [True, False])
+def test_a_recorded_call_replays_to_the_same_bits(
+    name: str, kv_written: bool, tmp_path: Path
+) -> None:
+    """The live call, the captured call and the file give one result, within the error budget."""
+    live = run_materialized_case(ToyBackend, CASES[name].materialize(kv_written=kv_written)).out
+    step = captured(CASES[name], kv_written=kv_written)
+    loaded = load_recording(save_recording(step, tmp_path / "folder" / "call.pt"))
+    result = replay(loaded, ToyBackend)
+    assert result.passed, str(result)
+    assert result.output is not None
+    assert torch.equal(result.output.out, live)
+    assert loaded.spec == step.spec
+
+
+def test_only_used_blocks_are_kept_and_strides_are_preserved(tmp_path: Path) -> None:
+    case = Case(batch="q1s40_q3s20", placement="top", layout="HND_INTERLEAVED")
+    source = case.materialize()
+    step = captured(case)
+    assert source.inputs.cache.key.shape[0] > 20
+    assert step.inputs.cache.key.shape[0] == 5
+    loaded = load_recording(save_recording(step, tmp_path / "call.pt"))
+    for restored, original in (
+        (loaded.inputs.cache.key, source.inputs.cache.key),
+        (loaded.inputs.cache.value, source.inputs.cache.value),
+        (loaded.inputs.query, source.inputs.query),
+    ):
+        assert restored.stride() == original.stride()
+    key, value = loaded.inputs.cache.key, loaded.inputs.cache.value
+    assert key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+
+
+def test_metadata_without_lengths_is_rejected() -> None:
+    step = CASES["mixed"].materialize()
+    with pytest.raises(
+        ContractError, match="object does not have query_start_loc, seq_lens and block_table"
+    ):
+        capture_call(step.spec, step.inputs.query, None, None, step.cache(), object(), scale=1.0)
+
+
+def test_other_files_are_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "other.pt"
+    torch.save({"attnlib_recording": 99}, path)
+    with pytest.raises(
+        ContractError, match="is not an attnlib recording of version 2 \\(found 99\\)"
+    ):
+        load_recording(path)
