@@ -238,10 +238,10 @@ def compare(
     """Examine the first difference of each prompt.
 
     Returns:
-        One dict for each prompt that differs. `gap` is the margin by which the reference (sdpa)
+        One dict for each prompt that differs. `margin` is the margin by which the reference (sdpa)
         prefers its token, `top2` the margin between its best two tokens, `error` the largest
         difference of the logits from the reference, `noise` that of eager from sdpa. `explained` is
-        True if the gap is at most twice the error or noise, and the error at most `NOISE_FACTOR`
+        True if the margin is at most twice the error or noise, and the error at most `NOISE_FACTOR`
         times the noise.
     """
     found = []
@@ -289,13 +289,13 @@ def _compare_logits(
     own = eager if implementation == "eager" else _logits(model, implementation, prefix)
     best = torch.topk(reference, 2).values
     error, noise = float((own - reference).abs().max()), float((eager - reference).abs().max())
-    gap = float(reference[theirs] - reference[mine])
+    margin = float(reference[theirs] - reference[mine])
     scale = float(reference.std())
-    explained = gap <= 2 * max(error, noise) and error <= NOISE_FACTOR * noise
+    explained = margin <= 2 * max(error, noise) and error <= NOISE_FACTOR * noise
     return {
         "ours": mine,
         "theirs": theirs,
-        "gap": gap,
+        "margin": margin,
         "top2": float(best[0] - best[1]),
         "error": error,
         "noise": noise,

@@ -270,7 +270,7 @@ def show(result: dict[str, Any]) -> None:
     for each in result.get("differences", []):
         numbers = " ".join(
             f"{key} {each[key]:.4f}"
-            for key in ("gap", "top2", "error", "noise", "logit_std")
+            for key in ("margin", "top2", "error", "noise", "logit_std")
             if key in each
         )
         print(

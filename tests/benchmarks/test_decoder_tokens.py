@@ -77,14 +77,14 @@ def test_weights_and_prompts_are_reproducible(model: Any) -> None:
 
 
 def test_a_wrong_token_is_not_a_near_tie(model: Any) -> None:
-    """A small error explains neither a token that the reference does not choose nor a missing one."""
+    """A small error does not explain another token or a missing one."""
     expected = decoder.generate(model, "sdpa", PROMPTS, 4, **SETTINGS).tokens
     wrong = [list(row) for row in expected]
     wrong[2][1] = (wrong[2][1] + 1) % TINY["vocab_size"]
     wrong[4].pop()
     second, fourth = decoder.compare(model, "attnlib", PROMPTS, wrong, expected)
     assert (second["prompt"], second["step"], second["explained"]) == (2, 1, False)
-    assert second["gap"] >= second["top2"] > 0 and second["error"] < 1e-4
+    assert second["margin"] >= second["top2"] > 0 and second["error"] < 1e-4
     assert (fourth["prompt"], fourth["step"], fourth["explained"]) == (4, 3, False)
 
 
@@ -118,7 +118,7 @@ def test_near_ties_are_explained(model: Any, monkeypatch: pytest.MonkeyPatch) ->
         lambda model, implementation, prefix: torch.tensor(logits[implementation]),
     )
     found = decoder._compare_logits(model, "attnlib", [1], 2, 1)
-    assert found["explained"] and found["gap"] == pytest.approx(0.001, abs=1e-6)
+    assert found["explained"] and found["margin"] == pytest.approx(0.001, abs=1e-6)
 
 
 def test_a_failed_generation_raises_its_error(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,4 @@
-"""Decode tiles that depend on the amount of work: the workspace still holds every batch, and the
-warm-up meets every tile.
-"""
+"""Decode tiles that depend on the class of work: workspace and warm-up cover every batch."""
 
 from __future__ import annotations
 
@@ -21,14 +19,12 @@ from attnlib.workspace import BatchLimits
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype=torch.float16)
 LIMITS = BatchLimits(max_num_reqs=24, max_num_tokens=24, max_seq_len=3000)
 if torch.cuda.is_available():
-    pytest.skip("asks the interpreter's small chip", allow_module_level=True)
+    pytest.skip("needs the limits of the interpreter", allow_module_level=True)
 
 
 @pytest.fixture(autouse=True)
 def _tiles_by_work() -> Iterator[None]:
-    """Small batches get tiles of 16 keys, so that they may be cut in more pieces, large ones of
-    128.
-    """
+    """Tiles of 16 keys for small batches, which may then have more splits, up to 128 for large ones."""
     lines = [
         {
             "op": "decode",
@@ -53,8 +49,8 @@ def _splits(reqs: int, seq_len: int) -> int:
     )
 
 
-def _met(reqs: int, seq_len: int) -> tuple[int, bool]:
-    """(keys of the tile, whether keys are split): what decides which kernel is compiled."""
+def _compiled_kernel(reqs: int, seq_len: int) -> tuple[int, bool]:
+    """(keys per tile, True if keys are split), which select the compiled kernel."""
     chip = limits_of(torch.empty(0))
     work = work_class(reqs, SPEC.num_kv_heads, seq_len, chip.num_sms)
     tile = choose_decode_tile(
@@ -64,9 +60,7 @@ def _met(reqs: int, seq_len: int) -> tuple[int, bool]:
 
 
 def test_declared_workspace_holds_every_batch_within_the_limits() -> None:
-    """M7, speed rules: the bytes are declared before the first step, and a tile for less work may
-    be cut in more pieces.
-    """
+    """M7, speed rules: the size is declared before the first step, for tiles of all work classes."""
     declared = TritonBackend.make_builder(SPEC, "cpu", limits=LIMITS).workspace_bytes
     needed = 0
     for reqs in range(1, LIMITS.max_num_reqs + 1):
@@ -86,17 +80,17 @@ def test_declared_workspace_holds_every_batch_within_the_limits() -> None:
     assert 0 < needed <= declared and declared >= longest
 
 
-def test_the_warm_up_meets_every_tile_that_a_batch_within_the_limits_can_choose() -> None:
-    """P1: nothing is compiled after it."""
+def test_the_warm_up_runs_every_tile_that_a_batch_within_the_limits_can_use() -> None:
+    """P1: nothing is compiled afterwards."""
     builder = TritonBackend.make_builder(SPEC, "cpu", limits=LIMITS)
     warmed = {
-        _met(len(lengths), bound)
+        _compiled_kernel(len(lengths), bound)
         for lengths in warmup_batches(LIMITS, 8)
         if set(lengths) == {1}
         for bound in builder.seq_len_bounds(len(lengths), 1, LIMITS.max_seq_len)
     }
     possible = {
-        _met(reqs, seq_len)
+        _compiled_kernel(reqs, seq_len)
         for reqs in range(1, LIMITS.max_num_reqs + 1)
         for seq_len in range(1, LIMITS.max_seq_len + 1, 3)
     }
