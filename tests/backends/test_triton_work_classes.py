@@ -24,7 +24,7 @@ if torch.cuda.is_available():
 
 @pytest.fixture(autouse=True)
 def _tiles_by_work() -> Iterator[None]:
-    """Tiles of 16 keys for small batches, which may then have more splits, up to 128 for large ones."""
+    """Tiles of 16 keys for small batches, which allow more splits, up to 128 for large batches."""
     lines = [
         {
             "op": "decode",
@@ -60,7 +60,7 @@ def _compiled_kernel(reqs: int, seq_len: int) -> tuple[int, bool]:
 
 
 def test_declared_workspace_holds_every_batch_within_the_limits() -> None:
-    """M7, speed rules: the size is declared before the first step, for tiles of all work classes."""
+    """M7, speed rules: the size is declared before the first step, for all work classes."""
     declared = TritonBackend.make_builder(SPEC, "cpu", limits=LIMITS).workspace_bytes
     needed = 0
     for reqs in range(1, LIMITS.max_num_reqs + 1):
