@@ -1,7 +1,7 @@
 """The cache of one layer: two strided views over one or two allocations (P1).
 
 `key_cache` is `[B, N, Hkv, D]` and `value_cache` `[B, N, Hkv, Dv]` in every layout; only the
-strides differ. `block_moves` copies and zeroes whole blocks.
+strides differ. `ops.block_moves` copies and zeroes whole blocks.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from attnlib.cache.block_moves import BlockPairs, check_ids, checked_pairs, move_blocks, zero_blocks
 from attnlib.cache.layout import LAYOUTS, get_kv_cache_layout, layout_named
 from attnlib.compile.objects import register_tensor_id
 from attnlib.errors import ContractError
+from attnlib.ops.block_moves import BlockPairs, check_ids, checked_pairs, move_blocks, zero_blocks
 from attnlib.ops.signature import tensor_signature
 from attnlib.spec import AttentionSpec
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.ops.block_moves import checked_pairs, move_blocks
 from attnlib.ops.block_sparse import BlockSparsePattern, block_sparse_decode
-from attnlib.ops.packed_cache import block_bytes, common_form, typed_cache, with_context
+from attnlib.ops.packed_cache import common_form, typed_cache, with_context
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.cache_write import write_kv
 from attnlib.ops.torch.paged_decode import paged_decode
@@ -279,13 +280,21 @@ class PagedAttention:
         Args:
             src_kv_cache: `[2, B, ...]`.
             dst_kv_cache: `[2, B', ...]`.
-            src_to_dst: `[n, 2]`, (source block, target block). All sources are read before the
-                first target is written.
+            src_to_dst: `[n, 2]`, (source block, target block), read on the host. All sources are
+                read before the first target is written.
+
+        Raises:
+            ContractError: ids that are not integers or outside the cache, a target that occurs
+                twice, or caches that differ in block size or dtype; nothing is written.
         """
-        sources, targets = src_to_dst.long().unbind(1)
-        for source, target in zip(src_kv_cache, dst_kv_cache, strict=True):
-            moved = block_bytes(source).index_select(0, sources.to(source.device))
-            block_bytes(target).index_copy_(0, targets.to(target.device), moved.to(target.device))
+        source, target = src_kv_cache, dst_kv_cache
+        if source.shape[2:] != target.shape[2:] or source.dtype != target.dtype:
+            raise ContractError(
+                f"swap_blocks needs blocks of one kind: the source has {tuple(source.shape[2:])} "
+                f"{source.dtype} and the target {tuple(target.shape[2:])} {target.dtype} per block"
+            )
+        source_ids, target_ids = checked_pairs(src_to_dst, source.shape[1], target.shape[1])
+        move_blocks(source.unbind(), target.unbind(), source_ids, target_ids)
 
     @staticmethod
     def copy_blocks(kv_caches: list[Tensor], src_to_dists: Tensor) -> None:

@@ -289,6 +289,38 @@ def test_swap_and_copy_blocks(dtype: torch.dtype) -> None:
         assert torch.equal(layer.float(), old)
 
 
+@pytest.mark.parametrize(
+    ("pairs", "words"),
+    [
+        ([[6, 0]], "source block 6"),
+        ([[-1, 0]], "source block -1"),
+        ([[0, 4]], "destination block 4"),
+        ([[0, -1]], "destination block -1"),
+        ([[0, 1], [2, 1]], "destination block 1 occurs more than once"),
+        ([[0.5, 1.0]], "pass integers"),
+        ([[0, 1, 2]], "of shape"),
+    ],
+)
+def test_invalid_blocks_are_refused(pairs: list[list[float]], words: str) -> None:
+    """Ids outside either cache, repeated targets and other types; nothing is written."""
+    source, target = torch.randn(2, 6, 32), torch.zeros(2, 4, 32)
+    with pytest.raises(ContractError, match=words):
+        PagedAttention.swap_blocks(source, target, torch.tensor(pairs))
+    assert not target.any()
+    before = target.clone()
+    with pytest.raises(ContractError, match=words):
+        PagedAttention.copy_blocks([target], torch.tensor(pairs))
+    assert torch.equal(target, before)
+
+
+def test_caches_of_different_dtypes_are_not_swapped() -> None:
+    """Blocks are copied as stored."""
+    with pytest.raises(ContractError, match="blocks of one kind"):
+        PagedAttention.swap_blocks(
+            torch.zeros(2, 6, 32), torch.zeros(2, 4, 32).half(), torch.tensor([[0, 1]])
+        )
+
+
 def test_naive_reference_agrees_with_torch() -> None:
     """The reference itself: paged, causal, grouped heads, natural-log LSE."""
     key_cache, value_cache, query = (

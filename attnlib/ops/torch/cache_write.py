@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnlib.errors import ContractError
+from attnlib.ops.checks import check_slots
 from attnlib.ops.torch.quant import is_quantized, quantize
 
 __all__ = ["write_kv"]
@@ -44,19 +44,12 @@ def write_kv(
         v_scale: the same for values.
 
     Raises:
-        ContractError: fewer keys or values than slots (P4).
+        ContractError: slots that are not int64, or fewer keys or values than slots (P4).
     """
-    num_tokens = slot_mapping.numel()
-    for name, rows in (("key", key), ("value", value)):
-        if rows.shape[0] < num_tokens:
-            raise ContractError(
-                f"{name} has {rows.shape[0]} tokens and slot_mapping {num_tokens}: "
-                "pass one row per slot, or a shorter slot_mapping",
-                rule="P4",
-            )
+    check_slots(key, value, slot_mapping)
+    slots, num_tokens = slot_mapping, slot_mapping.shape[0]
     if num_tokens == 0 or key_cache.shape[0] == 0:
         return
-    slots = slot_mapping.flatten().long()
     if slots.device.type == "cpu":
         tokens = torch.nonzero(slots >= 0).flatten()
         if tokens.numel() == num_tokens:

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.ops.checks import check_slots
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard, limits_of
 from attnlib.ops.triton.kernels.cache_write import write_kv_kernel
@@ -159,19 +160,9 @@ def prepare_write(
 
 
 def _check(key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-    num_tokens = slot_mapping.shape[0]
-    if slot_mapping.dtype != torch.int64:
-        raise ContractError(
-            f"slot_mapping has dtype {slot_mapping.dtype}; convert it to torch.int64", rule="P4"
-        )
-    if num_tokens > 1 and slot_mapping.stride(0) != 1:
+    check_slots(key, value, slot_mapping)
+    if slot_mapping.shape[0] > 1 and slot_mapping.stride(0) != 1:
         raise ContractError(
             f"slot_mapping has stride {slot_mapping.stride(0)}; it must be 1: call .contiguous()",
-            rule="P4",
-        )
-    if key.shape[0] < num_tokens or value.shape[0] < num_tokens:
-        raise ContractError(
-            f"slot_mapping names {num_tokens} tokens, but key has {key.shape[0]} and value "
-            f"{value.shape[0]}; shorten slot_mapping or pass every token's key and value",
             rule="P4",
         )

@@ -107,7 +107,7 @@ def test_slot_mapping_says_how_many() -> None:
         torch.tensor([2, 3]),
     )
     assert cache.sum() == 8
-    with pytest.raises(ContractError, match=r"value has 1 tokens and slot_mapping 2.*\[P4\]"):
+    with pytest.raises(ContractError, match=r"value has 1 tokens, but slot_mapping has 2.*\[P4\]"):
         write_kv(
             torch.full((2, 1, 4), 7.0), torch.ones(1, 1, 4), cache, cache, torch.tensor([0, 1])
         )
@@ -149,3 +149,19 @@ def test_no_host_sync() -> None:
             k_scale=torch.empty(2),
             v_scale=torch.empty(()),
         )
+
+
+@pytest.mark.parametrize(
+    ("slots", "words"),
+    [
+        (torch.zeros(2, dtype=torch.int32), "slot_mapping has dtype torch.int32"),
+        (torch.zeros(2), "slot_mapping has dtype torch.float32"),
+        (torch.zeros(2, 1, dtype=torch.int64), r"slot_mapping has shape \(2, 1\)"),
+    ],
+)
+def test_slots_of_another_type_are_refused(slots: Tensor, words: str) -> None:
+    """P4: int64 `[T]`, as the Triton counterpart requires it."""
+    cache = torch.zeros(2, 4, 1, 4)
+    with pytest.raises(ContractError, match=words):
+        write_kv(torch.ones(2, 1, 4), torch.ones(2, 1, 4), cache, cache.clone(), slots)
+    assert cache.sum() == 0

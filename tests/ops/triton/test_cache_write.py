@@ -100,7 +100,7 @@ def test_wrong_slots_are_named(device: torch.device) -> None:
         ContractError, match=r"slot_mapping has dtype torch.int32; convert it to torch.int64"
     ):
         write_kv(key, key, key_cache, value_cache, torch.zeros(2, dtype=torch.int32, device=device))
-    with pytest.raises(ContractError, match=r"slot_mapping names 3 tokens, but key has 2"):
+    with pytest.raises(ContractError, match=r"key has 2 tokens, but slot_mapping has 3"):
         write_kv(key, key, key_cache, value_cache, torch.zeros(3, dtype=torch.int64, device=device))
     assert key_cache.isnan().all() and value_cache.isnan().all()
 

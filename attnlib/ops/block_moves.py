@@ -33,8 +33,18 @@ def checked_pairs(
         (source ids, destination ids).
 
     Raises:
-        ContractError: an id is out of range, or a destination occurs twice.
+        ContractError: ids that are not integers, an id that is out of range, or a destination that
+            occurs twice.
     """
+    if (
+        isinstance(pairs, torch.Tensor)
+        and pairs.numel()
+        and (pairs.is_floating_point() or pairs.dim() != 2 or pairs.shape[1] != 2)
+    ):
+        raise ContractError(
+            f"block pairs are {pairs.dtype} {tuple(pairs.shape)}; pass integers of shape [n, 2], "
+            f"source and destination per row"
+        )
     rows = pairs.tolist() if isinstance(pairs, torch.Tensor) else [tuple(pair) for pair in pairs]
     source, destination = [int(row[0]) for row in rows], [int(row[1]) for row in rows]
     check_ids("source block", source, num_source)
