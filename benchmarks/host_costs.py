@@ -1,9 +1,11 @@
-"""What attnlib costs on the host: importing it, choosing a backend again, building a batch of 256 requests, and on a GPU one `Attention` call.
+"""Host costs of attnlib: import, repeated selection, building a batch, and layer calls on a GPU.
 
     python benchmarks/host_costs.py
 
-Writes benchmarks/results/host_costs.json, on a GPU host_costs_gpu.json beside it. GPU rows are the host's time alone: the calls of a round are
-launched into an idle stream and waited for afterwards.
+Writes benchmarks/results/host_costs.json, on a GPU host_costs_gpu.json beside it. GPU rows are host
+time only: a round launches its calls into an idle stream and waits for them afterwards. A layer's
+overhead is the difference to the bare launches of the same kernels, with the same arguments, in the
+same process.
 """
 
 from __future__ import annotations
@@ -86,67 +88,124 @@ def host_costs() -> dict[str, float]:
     }
 
 
-def decode_call(num_reqs: int, seq_len: int, flat: bool, output: bool) -> Callable[[], object]:
-    """One eager call of a Llama-like layer of the triton backend: cache write and decode."""
-    spec = attnlib.AttentionSpec(
-        num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, block_size=16
-    )
-    blocks = num_reqs * seq_len // 16
-    table = torch.randperm(blocks).to(torch.int32).view(num_reqs, -1)
-    layer = attnlib.Attention(spec, backend="triton", device="cuda")
-    cache = attnlib.PagedKVCache.allocate(spec, blocks, "cuda")
-    common = attnlib.CommonAttentionMetadata.from_lengths(
-        [1] * num_reqs, [seq_len] * num_reqs, table, 16, "cuda"
-    )
-    metadata = layer.backend.make_builder(spec, "cuda").build(0, common)
-    sizes = [(num_reqs, heads * 128) if flat else (num_reqs, heads, 128) for heads in (32, 8, 8)]
-    query, key, value = (torch.randn(size, device="cuda").to(torch.bfloat16) for size in sizes)
-    out = torch.empty_like(query) if output else None
-    return lambda: layer(query, key, value, cache, metadata, output=out)
+BATCHES = {
+    "decode of 1 x 1024": ([1], [1024]),
+    "decode of 1 x 8192": ([1], [8192]),
+    "decode of 64 x 128": ([1] * 64, [128] * 64),
+    "decode of 64 x 2048": ([1] * 64, [2048] * 64),
+    "prefill of 1 x 512": ([512], [512]),
+    "prefill of 4 x 256 over 2048": ([256] * 4, [2048] * 4),
+    "mixed, 16 x 2048 and 256": ([1] * 16 + [256], [2048] * 16 + [256]),
+    "mixed, 16 x 128 and 256": ([1] * 16 + [256], [128] * 16 + [256]),
+}
+ABOVE = {"decode": 4, "prefill": 6, "mixed": 6}
+"""Microseconds that a layer may take above the bare launches of its kernels."""
+
+
+class LayerCall:
+    """Eager calls of a Llama-like layer of the triton backend over one batch: cache write and
+    attention, through the `nn.Module`."""
+
+    def __init__(self, query_lens: list[int], seq_lens: list[int]) -> None:
+        self.spec = attnlib.AttentionSpec(
+            num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, block_size=16
+        )
+        pages = [-(-length // 16) for length in seq_lens]
+        order = iter(torch.randperm(sum(pages)).tolist())
+        table = [[next(order) for _ in range(count)] for count in pages]
+        self.common = attnlib.CommonAttentionMetadata.from_lengths(
+            query_lens, seq_lens, table, 16, "cuda"
+        )
+        self.layer = attnlib.Attention(self.spec, backend="triton", device="cuda")
+        self.cache = attnlib.PagedKVCache.allocate(self.spec, sum(pages), "cuda")
+        self.builder = self.layer.backend.make_builder(self.spec, "cuda")
+        self.metadata = self.builder.build(0, self.common)
+        sizes = [(sum(query_lens), heads, 128) for heads in (32, 8, 8)]
+        self.tensors = [torch.randn(size, device="cuda").to(torch.bfloat16) for size in sizes]
+        self.out = torch.empty_like(self.tensors[0])
+
+    def __call__(self) -> None:
+        """One call into an existing output."""
+        self.layer(*self.tensors, self.cache, self.metadata, output=self.out)
+
+    def allocating(self) -> None:
+        """One call that allocates its output."""
+        self.layer(*self.tensors, self.cache, self.metadata)
+
+    def first_layer(self) -> None:
+        """One call as the first layer of a step: over metadata that was just built."""
+        self.metadata.plans.clear()
+        self()
+
+    def bare_launches(self) -> Callable[[], None]:
+        """The kernels of one call, by the driver call alone, with the arguments already in place."""
+        from attnlib.ops.triton.launch import bound
+        from attnlib.ops.triton.launch.cache import LAUNCHES
+
+        calls: list[tuple[Callable[..., None], tuple[object, ...]]] = []
+        own = bound.direct_call
+
+        def recording(compiled: object) -> object:
+            found = own(compiled)
+
+            def call(*arguments: object) -> None:
+                calls.append((found.call, arguments))
+                found.call(*arguments)
+
+            return found._replace(call=call)
+
+        bound.direct_call = recording
+        LAUNCHES.clear()
+        self.metadata.plans.clear()
+        try:
+            for _ in range(4):
+                calls.clear()
+                self()
+        finally:
+            bound.direct_call = own
+            LAUNCHES.clear()
+            self.metadata.plans.clear()
+        assert calls, "no kernel was launched directly"
+        recorded = tuple(calls)
+
+        def launch() -> None:
+            for function, arguments in recorded:
+                function(*arguments)
+
+        return launch
+
+
+def layer_costs(name: str) -> dict[str, float]:
+    """Host time of one kind of call, in microseconds."""
+    call = LayerCall(*BATCHES[name])
+    bare = launch_microseconds(call.bare_launches())
+    for _ in range(4):
+        call()
+    inside = launch_microseconds(call)
+    bar = ABOVE[name.split()[0]]
+    return {
+        f"{name}: bare launches, us": bare,
+        f"{name}: layer, output given, us": inside,
+        f"{name}: above the bare launches, us (bar {bar})": inside - bare,
+        f"{name}: layer that allocates its output, us": launch_microseconds(call.allocating),
+        f"{name}: first layer of a step, us": launch_microseconds(call.first_layer),
+    }
 
 
 def gpu_costs() -> dict[str, float]:
-    """Eager decode calls by their parts, and `build`, with the triton backend."""
-    from attnlib.ops.triton.launch import bound as launch
-
-    spec = attnlib.AttentionSpec(
-        num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, block_size=16
-    )
-    table = torch.arange(256 * 8, dtype=torch.int32).view(256, 8)
-    builder = attnlib.get_attn_backend(spec, "triton", "cuda").make_builder(spec, "cuda")
-    decodes = attnlib.CommonAttentionMetadata.from_lengths(
-        [1] * 256, [100] * 256, table, 16, "cuda"
-    )
-    mixed = attnlib.CommonAttentionMetadata.from_lengths(
-        [1] * 220 + [64] * 36, [100] * 256, table, 16, "cuda"
-    )
+    """Eager layer calls and `build`, with the triton backend."""
+    decodes = LayerCall([1] * 256, [100] * 256)
+    mixed = LayerCall([1] * 220 + [64] * 36, [100] * 256)
     costs = {
-        "GPU build for 256 decodes, us (bar 60)": launch_microseconds(
-            lambda: builder.build(0, decodes)
+        "build for 256 decodes, us (bar 11)": launch_microseconds(
+            lambda: decodes.builder.build(0, decodes.common)
         ),
-        "GPU build for 220 decodes and 36 prefills, us (bar 60)": launch_microseconds(
-            lambda: builder.build(0, mixed)
+        "build for 220 decodes and 36 prefills, us": launch_microseconds(
+            lambda: mixed.builder.build(0, mixed.common)
         ),
     }
-    for num_reqs, seq_len in ((1, 1024), (1, 8192), (64, 128)):
-        name = f"GPU Attention call, decode of {num_reqs} x {seq_len}"
-        costs[f"{name}, us (bar 30)"] = launch_microseconds(
-            decode_call(num_reqs, seq_len, False, False)
-        )
-        costs[f"{name}, flat q, k, v, us"] = launch_microseconds(
-            decode_call(num_reqs, seq_len, True, False)
-        )
-        costs[f"{name}, output given, us"] = launch_microseconds(
-            decode_call(num_reqs, seq_len, False, True)
-        )
-        own = launch.undisturbed
-        launch.undisturbed = lambda: False
-        try:
-            costs[f"{name}, launched by Triton, us"] = launch_microseconds(
-                decode_call(num_reqs, seq_len, False, False)
-            )
-        finally:
-            launch.undisturbed = own
+    for name in BATCHES:
+        costs.update(layer_costs(name))
     return costs
 
 

@@ -100,7 +100,6 @@ def choose_section(num_kv_heads: int, max_seq_len: int, widths: int) -> int:
     return section
 
 
-@functools.lru_cache(maxsize=64)
 def choose_hopper_tile(
     head_size: int,
     head_size_v: int,

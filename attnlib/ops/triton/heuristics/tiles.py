@@ -171,7 +171,6 @@ def _tabled(
     return [Tile(**dict(entry.tile)) for entry in matching(now, tuned)]
 
 
-@functools.lru_cache(maxsize=512)
 def choose_prefill_tile(
     head_size: int,
     head_size_v: int,

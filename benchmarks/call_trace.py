@@ -1,0 +1,134 @@
+"""How many files and Python functions of attnlib one layer call enters, and what it caches.
+
+    python benchmarks/call_trace.py                 # needs a GPU; on Hopper the Gluon kernels run
+    python benchmarks/call_trace.py --json FILE
+
+Prints, for each kind of call, the number of source files of attnlib whose functions run and the
+number of Python calls into them; then the module-level caches of `ops/triton`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from host_costs import LayerCall
+from provenance import provenance
+
+PACKAGE = Path(__file__).resolve().parents[1] / "attnlib"
+BARS = {
+    "repeated decode layer": 4,
+    "repeated prefill layer": 5,
+    "repeated mixed layer": 5,
+    "first decode layer of a step": 8,
+}
+
+
+def trace(call: Callable[[], object]) -> tuple[set[str], int]:
+    """The files of attnlib that a call enters, and the number of Python calls into them."""
+    files: set[str] = set()
+    count = 0
+
+    def profile(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        name = frame.f_code.co_filename  # type: ignore[attr-defined]
+        if event == "call" and name.startswith(str(PACKAGE)):
+            files.add(str(Path(name).relative_to(PACKAGE)))
+            count += 1
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return files, count
+
+
+def step(call: LayerCall, seq_len: int) -> None:
+    """Build the metadata of a step whose longest sequence has `seq_len` keys."""
+    common = call.common
+    fields = {**vars(common), "max_seq_len": seq_len}
+    call.metadata = call.builder.build(0, type(common)(**fields))
+
+
+def traces() -> dict[str, tuple[set[str], int]]:
+    """Each kind of call, after everything is compiled and bound."""
+    kinds = {
+        "repeated decode layer": ([1] * 4, [4096] * 4),
+        "repeated prefill layer": ([512], [512]),
+        "repeated mixed layer": ([1] * 16 + [256], [2048] * 16 + [256]),
+    }
+    found = {}
+    for name, lengths in kinds.items():
+        call = LayerCall(*lengths)
+        for _ in range(4):
+            call()
+        found[name] = trace(call)
+    call = LayerCall([1] * 4, [4096] * 4)
+    for length in (4090, 4091, 4092):
+        step(call, length)
+        for _ in range(3):
+            call()
+    step(call, 4093)
+    found["first decode layer of a step"] = trace(call)
+    call()
+    call.metadata = call.builder.build(0, call.common)
+    spec = call.spec.replace(has_sink=False, logits_soft_cap=30.0)
+    import attnlib
+
+    call.layer = attnlib.Attention(spec, backend="triton", device="cuda")
+    found["first call of a new kind of layer"] = trace(call)
+    return found
+
+
+def module_caches() -> list[str]:
+    """Module-level caches of ops/triton: cached functions and dictionaries that functions fill."""
+    found = []
+    for path in sorted((PACKAGE / "ops" / "triton").rglob("*.py")):
+        module = path.relative_to(PACKAGE)
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef):
+                cached = [ast.unparse(decorator) for decorator in node.decorator_list]
+                if any("cache" in text for text in cached):
+                    found.append(f"{module}: {node.name} ({', '.join(cached)})")
+            value = getattr(node, "value", None)
+            empty = isinstance(value, ast.Dict) and not value.keys
+            made = isinstance(value, ast.Call) and ast.unparse(value.func).endswith(
+                ("Cache", "dict", "Dictionary", "Remembered", "Remembered[Any]")
+            )
+            if isinstance(node, ast.Assign | ast.AnnAssign) and (empty or made):
+                found.append(f"{module}: {ast.unparse(node).splitlines()[0]}")
+    return found
+
+
+def main() -> None:
+    """Print the table; with --json also write it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    caches = module_caches()
+    rows: dict[str, dict[str, object]] = {}
+    if torch.cuda.is_available():
+        with torch.inference_mode():
+            for name, (files, calls) in traces().items():
+                rows[name] = {"files": sorted(files), "calls": calls}
+                bar = f"(bar {BARS[name]})" if name in BARS else ""
+                print(f"{name:<36}{len(files):>4} files {bar:<9}{calls:>5} calls")
+                print("    " + ", ".join(sorted(files)))
+    else:
+        print("no GPU: call traces need one")
+    print(f"module-level caches in ops/triton: {len(caches)} (bar 8)")
+    for cache in caches:
+        print("    " + cache)
+    if arguments.json:
+        document = {**provenance(), "calls": rows, "caches": caches}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
