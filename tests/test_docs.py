@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import attnlib
+from tests.test_architecture import LAYERS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -244,6 +245,13 @@ def test_architecture_names_what_is_there() -> None:
     }
     missing = {name for name in modules if not re.search(rf"(?<![\w]){re.escape(name)}", tree)}
     assert not missing, f"the tree of docs/architecture.md lacks {sorted(missing)}"
+
+
+def test_architecture_lists_the_import_layers() -> None:
+    page = (DOCS / "architecture.md").read_text().split("## Import layers")[1]
+    block = FENCE.search(page)
+    assert block is not None
+    assert tuple(tuple(line.split(", ")) for line in block[2].splitlines()) == LAYERS
 
 
 def test_the_check_of_shown_output_can_fail() -> None:
