@@ -19,6 +19,7 @@ __all__ = [
     "ENVIRONMENT",
     "FOREIGN_VARIABLES",
     "EnvironmentVariable",
+    "raw",
     "read",
     "warn_about_foreign_variables",
 ]
@@ -142,7 +143,7 @@ def read(name: str) -> Any:
     Raises:
         EnvironmentVariableError: the value does not parse; the message lists the values that do.
     """
-    key = (name, _raw(name))
+    key = (name, raw(name))
     try:
         return _parsed[key]
     except KeyError:
@@ -150,11 +151,14 @@ def read(name: str) -> Any:
         return value
 
 
-def _raw(name: str) -> object:
-    """The text as `os.environ` stores it; `os.environ.get` is slow for unset variables, and layers
-    read variables in each call."""
+def raw(name: str) -> object:
+    """The value of any variable as `os.environ` stores it; None if it is not set.
+
+    `os.environ.get` takes microseconds for a variable that is not set, and layers read variables
+    in each call.
+    """
     stored = getattr(os.environ, "_data", None)
-    return os.environ.get(name) if stored is None else stored.get(_KEYS[name])
+    return os.environ.get(name) if stored is None else stored.get(_KEYS.get(name) or _encode(name))
 
 
 def _parse(variable: EnvironmentVariable) -> Any:
@@ -168,12 +172,12 @@ def _parse(variable: EnvironmentVariable) -> Any:
         ) from None
 
 
-def _encoded(name: str) -> object:
+def _encode(name: str) -> object:
     encode = getattr(os.environ, "encodekey", None)
     return name if encode is None else encode(name)
 
 
-_KEYS: Mapping[str, object] = {name: _encoded(name) for name in ENVIRONMENT}
+_KEYS: Mapping[str, object] = {name: _encode(name) for name in (*ENVIRONMENT, "TRITON_INTERPRET")}
 
 
 def warn_about_foreign_variables() -> None:

@@ -192,16 +192,15 @@ def _cached_availability(
 
 def _key(spec: AttentionSpec, backend: Any, device: Any) -> tuple[Any, ...]:
     """All inputs of a selection."""
-    variables = tuple(
-        os.environ.get(name) for name in ("ATTNLIB_BACKEND", "ATTNLIB_TUNING", "TRITON_INTERPRET")
-    )
     return (
         spec,
         backend,
         device,
         current_device_index(),
         _context.get(),
-        variables,
+        env.raw("ATTNLIB_BACKEND"),
+        env.raw("ATTNLIB_TUNING"),
+        env.raw("TRITON_INTERPRET"),
         get_kv_cache_layout(),
         generation(),
         tuning.generation(),
@@ -290,11 +289,14 @@ def _parse(value: Any, source: str) -> tuple[Request, Mapping[str, Backend]]:
 def _entries(given: Mapping[str, Backend]) -> list[Registration]:
     """All candidates; a class given as argument replaces the registered one of its name."""
     known = registrations()
-    replaced = [
-        replace(known.get(name, Registration(name, cls, origin="argument")), target=cls, config={})
-        for name, cls in given.items()
-    ]
+    replaced = [_registration_of(cls, name, known.get(name)) for name, cls in given.items()]
     return [*replaced, *(entry for name, entry in known.items() if name not in given)]
+
+
+@lru_cache(maxsize=64)
+def _registration_of(cls: Backend, name: str, known: Registration | None) -> Registration:
+    """The registration of a class given as argument; one per class, for `_cached_availability`."""
+    return replace(known or Registration(name, cls, origin="argument"), target=cls, config={})
 
 
 def _versions(entry: Registration, device: DeviceInfo) -> str:

@@ -358,13 +358,15 @@ def test_a_missing_device_is_the_reason_of_every_backend() -> None:
     assert attnlib.explain(spec, device="sm_90").chosen is not None
 
 
-def test_selecting_for_a_new_spec_is_fast() -> None:
+@pytest.mark.parametrize("backend", [None, "torch", TorchBackend], ids=["auto", "name", "class"])
+def test_selecting_for_a_new_spec_is_fast(backend: str | type | None) -> None:
     """D27: installed packages are looked up once, not for each spec."""
-    _chosen()
+    _chosen(backend=backend)
     times = []
     for head_size in range(8, 512, 8):
+        spec = SPEC.replace(head_size=head_size, block_size=48)
         begin = time.perf_counter()
-        _chosen(spec=SPEC.replace(head_size=head_size))
+        _chosen(backend=backend, spec=spec)
         times.append(time.perf_counter() - begin)
     assert statistics.median(times) < 0.5e-3
 
