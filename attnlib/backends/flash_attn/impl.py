@@ -137,13 +137,13 @@ class FlashAttnImpl(AttentionImpl):
 
         The comparison synchronizes; it is repeated only when the sinks are replaced or modified.
         """
-        sinks = self.sinks
+        sinks = self.per_head_tensors[1]
         if sinks is None:
             return None
         known = self._rounded_sinks
         if known is None or known.sinks is not sinks or known.version != sinks._version:
             rounded = sinks.to(torch.bfloat16)
-            exact = bool((rounded.float() == sinks).all())
+            exact = bool((rounded.to(sinks.dtype) == sinks).all())
             known = _RoundedSinks(sinks, sinks._version, rounded if exact else None)
             self._rounded_sinks = known
         return known.rounded

@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.ops.checks import check_not_batch_invariant
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton import hopper
 from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of, programmatic_launch
@@ -235,6 +236,9 @@ def paged_decode(
     max_seq_len: int,
     out: Tensor,
     lse: Tensor | None = None,
+    query_start_loc_cpu: Tensor | None = None,
+    seq_lens_cpu: Tensor | None = None,
+    batch_invariant: bool = False,
     num_splits: int | None = None,
     workspace: Tensor | None = None,
     counters: Tensor | None = None,
@@ -254,6 +258,9 @@ def paged_decode(
         max_seq_len: upper bound of the sequence lengths.
         out: `[T, Hq, Dv]`, written; rows at or past `query_start_loc[-1]` become 0 (M6).
         lse: `[T, Hq]` float32, written when given (M5).
+        query_start_loc_cpu: ignored; see `attnlib.ops.torch.paged_prefill`.
+        seq_lens_cpu: ignored, likewise.
+        batch_invariant: must be False; `attnlib.ops.torch` has batch-invariant operations.
         num_splits: programs that may share one request's keys. None: chosen from the bounds, and
             used by length (long requests get more splits). A number splits every request into that
             many, so that a row's bits depend on its own request only.
@@ -269,7 +276,10 @@ def paged_decode(
     Raises:
         ContractError: a workspace that is too small, counters that are not int32, or tensors that
             the kernels cannot address.
+        UnsupportedConfigError: head sizes for which no tile fits the device, or
+            `batch_invariant`.
     """
+    check_not_batch_invariant(batch_invariant)
     if query.numel() == 0:
         return
     limits = limits_of(query)

@@ -10,6 +10,7 @@ from typing import Any
 import triton
 from torch import Tensor
 
+from attnlib.ops.checks import check_not_batch_invariant
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton import hopper
 from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
@@ -47,6 +48,9 @@ def paged_prefill(
     max_seq_len: int,
     out: Tensor,
     lse: Tensor | None = None,
+    query_start_loc_cpu: Tensor | None = None,
+    seq_lens_cpu: Tensor | None = None,
+    batch_invariant: bool = False,
     kernels: str = "auto",
     counters: Tensor | None = None,
 ) -> None:
@@ -68,14 +72,19 @@ def paged_prefill(
         max_seq_len: upper bound of the sequence lengths.
         out: `[T, Hq, Dv]`, written; rows at or past `query_start_loc[-1]` become 0 (M6).
         lse: `[T, Hq]` float32, written when given: natural log of the softmax denominator (M5).
+        query_start_loc_cpu: ignored; see `attnlib.ops.torch.paged_prefill`.
+        seq_lens_cpu: ignored, likewise.
+        batch_invariant: must be False; `attnlib.ops.torch` has batch-invariant operations.
         kernels: "auto" uses the Hopper prefill where it supports the call, "portable" never.
         counters: int32 zeros. The Hopper prefill distributes work by the first two and leaves
             zeros; allocated when None or fewer. Concurrent calls need counters of their own.
 
     Raises:
         ContractError: tensors that the kernel cannot address.
-        UnsupportedConfigError: head sizes for which no tile fits the chip.
+        UnsupportedConfigError: head sizes for which no tile fits the device, or
+            `batch_invariant`.
     """
+    check_not_batch_invariant(batch_invariant)
     if query.numel() == 0:
         return
     limits = limits_of(query)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from attnlib.ops.checks import check_not_batch_invariant
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.device import limits_of
 from attnlib.ops.triton.launch.attention import BatchTensors
@@ -26,6 +27,9 @@ def varlen_prefill(
     max_seqlen_k: int,
     out: Tensor,
     lse: Tensor | None = None,
+    cu_seqlens_q_cpu: Tensor | None = None,
+    cu_seqlens_k_cpu: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> None:
     """Attention of request r's queries over request r's keys, both packed without padding.
 
@@ -37,15 +41,19 @@ def varlen_prefill(
         value: `[Tk, Hkv, Dv]`, last stride 1.
         cu_seqlens_q: `[R + 1]` int32, where each request's queries start.
         cu_seqlens_k: `[R + 1]` int32, where each request's keys start.
-        params: scale, mask, biases and sinks; the scales of the cache are not used.
+        params: how scores are computed, masked and scaled.
         max_seqlen_q: upper bound of the query lengths.
         max_seqlen_k: upper bound of the key lengths.
         out: `[T, Hq, Dv]`, written; rows at or past `cu_seqlens_q[-1]` become 0 (M6).
         lse: `[T, Hq]` float32, written when given.
+        cu_seqlens_q_cpu: ignored; see `attnlib.ops.torch.varlen_prefill`.
+        cu_seqlens_k_cpu: ignored, likewise.
+        batch_invariant: must be False; `attnlib.ops.torch` has batch-invariant operations.
 
     Raises:
         ContractError, UnsupportedConfigError: as `paged_prefill`.
     """
+    check_not_batch_invariant(batch_invariant)
     if query.numel() == 0:
         return
     flags = params.causal if isinstance(params.causal, Tensor) else None

@@ -213,3 +213,23 @@ def test_unaligned_cache_is_refused(
         match=r"key_cache of layer model.0 has stride \d+ along dimension 1.*16 bytes",
     ):
         run(monkeypatch, step, prefix="model.0")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_changed_in_place(
+    monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder, dtype: torch.dtype
+) -> None:
+    """M4: weights that are loaded into the sinks after construction reach the kernel."""
+    install_vllm(monkeypatch, record)
+    sinks = torch.zeros(4, dtype=dtype)
+    step = make_step(spec_of(has_sink=True), [1, 4], [30, 4])
+    built = builder_for(monkeypatch, step.spec).build(0, step.common)
+    impl = FlashAttnImpl(step.spec, sinks=sinks)
+    for values in ([0.0] * 4, [0.5, -1.0, 2.0, 0.25], [0.1, 0.2, 0.3, 0.4]):
+        with torch.no_grad():
+            sinks.copy_(torch.tensor(values))
+        out, lse = step.outputs()
+        impl.forward(step.query, step.cache, built, out, lse)
+        expected, expected_lse = step.expected(sinks=sinks.float())
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(lse, expected_lse)
