@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import attnlib
-from attnlib.warmup import warmup
 
 HEADS, KV_HEADS, HEAD_SIZE, HIDDEN, LAYERS, VOCABULARY = 4, 2, 16, 64, 2, 97
 
@@ -109,7 +108,7 @@ class Engine:
             max_seq_len=num_blocks * block_size,
         )
         self.builder = self.layers[0].backend.make_builder(spec, device, limits=limits)
-        warmup(self.layers[0], self.caches[0], limits, builder=self.builder)
+        attnlib.warmup(self.layers[0], self.caches[0], limits, builder=self.builder)
         self.allocator = attnlib.BlockAllocator(num_blocks, block_size)
         self.table = attnlib.BlockTable(max_num_reqs, num_blocks, device)
         self.waiting: deque[Request] = deque()
