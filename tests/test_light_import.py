@@ -44,7 +44,6 @@ def test_selection_loads_no_heavy_package_and_does_not_initialize_cuda() -> None
         "hopper.support",
         "heuristics.hopper_tiles",
         "heuristics.splits",
-        "heuristics.decode_numbers",
         "heuristics.tile_entries",
         "heuristics.tile_table",
         "heuristics.tiles",

@@ -12,9 +12,9 @@ from attnlib.ops.triton.heuristics.splits import visible_bound
 from attnlib.ops.triton.hopper.support import (
     HOPPER_DECODE_KEYS,
     PAIRS_PER_SM,
-    decode_gaps,
     decode_rows,
-    prefill_gaps,
+    decode_unsupported_reasons,
+    prefill_unsupported_reasons,
 )
 from attnlib.spec import AttentionSpec, MaskKind
 
@@ -61,8 +61,10 @@ def _hopper_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]
         "alibi": spec.has_alibi,
         "bias": spec.mask_kind is MaskKind.QUERY_BIAS,
     }
-    prefill = prefill_gaps(*layer, **features)
-    decode = decode_gaps(*layer, spec.num_kv_heads, _NUM_SMS, **features) or _window_reasons(spec)
+    prefill = prefill_unsupported_reasons(*layer, **features)
+    decode = decode_unsupported_reasons(
+        *layer, spec.num_kv_heads, _NUM_SMS, **features
+    ) or _window_reasons(spec)
     portable = "portable Triton kernel"
     return [
         f"prefill: {portable} ({'; '.join(prefill)})" if prefill else "prefill: Hopper kernel",

@@ -32,7 +32,11 @@ from attnlib.ops.triton.heuristics.tiles import (
     shared_bytes,
     split_head_size,
 )
-from attnlib.ops.triton.hopper.support import DECODE_ROWS, decode_gaps, prefill_gaps
+from attnlib.ops.triton.hopper.support import (
+    DECODE_ROWS,
+    decode_unsupported_reasons,
+    prefill_unsupported_reasons,
+)
 
 if TYPE_CHECKING:
     from attnlib.bench.case import BenchCase
@@ -63,7 +67,7 @@ class TileGroup:
     Attributes:
         op: decode, prefill, hopper_prefill or hopper_decode.
         products: the kind of matrix instruction of the chip (`DeviceLimits.products`).
-        elements: the element format (`Situation.elements`).
+        elements: the element format (`TileProblem.elements`).
         head_size: the wider of the two head sizes, as padded.
         rows: query rows per KV head, rounded up to a power of two, at most 128.
         block_size: N; set for hopper_prefill only.
@@ -107,8 +111,10 @@ def _on_hopper(case: BenchCase, limits: DeviceLimits) -> bool:
     spec, sizes = case.spec, (case.head_size, case.head_size_v or case.head_size)
     layer = (limits.capability, spec.dtype, spec.kv_dtype, sizes, case.block_size, spec.group_size)
     if case.kind == "prefill":
-        return not prefill_gaps(*layer)
-    return not decode_gaps(*layer, spec.num_kv_heads, limits.num_sms, case.batch.max_query_len)
+        return not prefill_unsupported_reasons(*layer)
+    return not decode_unsupported_reasons(
+        *layer, spec.num_kv_heads, limits.num_sms, case.batch.max_query_len
+    )
 
 
 def tile_group(case: BenchCase, op: str, limits: DeviceLimits) -> TileGroup | None:

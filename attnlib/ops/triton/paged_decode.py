@@ -22,14 +22,14 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton import hopper
 from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of, programmatic_launch
 from attnlib.ops.triton.heuristics.splits import (
+    MAX_CTAS_PER_SM,
+    MAX_SPLITS,
     MIN_TILES_PER_SPLIT,
-    RESIDENT_LIMIT,
-    SPLIT_LIMIT,
     choose_num_splits,
     paged_decode_workspace_bytes,
     visible_bound,
 )
-from attnlib.ops.triton.heuristics.tile_table import work_where_it_matters
+from attnlib.ops.triton.heuristics.tile_table import relevant_work_class
 from attnlib.ops.triton.heuristics.tiles import (
     Tile,
     choose_decode_tile,
@@ -122,7 +122,7 @@ def decode_tiling(
     tile_heads = min(group, tile.block_m)
     tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(group, tile_heads)
     need = shared_bytes(tile, *sizes, *element_bytes, limits.products, shape.has_bias)
-    resident = max(1, min(RESIDENT_LIMIT, limits.shared_memory_per_sm // need))
+    resident = max(1, min(MAX_CTAS_PER_SM, limits.shared_memory_per_sm // need))
     ctas = shape.num_kv_heads * head_blocks * triton.cdiv(max_query_len, tile_tokens)
     packing = {"TILE_HEADS": tile_heads, "TILE_TOKENS": tile_tokens, "HEAD_BLOCKS": head_blocks}
     return DecodeTiling(tile, ctas, limits.num_sms * resident, packing)
@@ -171,7 +171,7 @@ def schedule_decode(
     balanced, work = num_splits is None, None
     counts = (num_reqs, shape.num_kv_heads)
     if num_splits is None:
-        work = work_where_it_matters("decode", *counts, visible, limits.num_sms, limits.tuned)
+        work = relevant_work_class("decode", *counts, visible, limits.num_sms, limits.tuned)
         tiling = decode_tiling(shape, limits, max_query_len, work)
         num_splits = choose_num_splits(
             num_reqs, tiling.ctas, visible, tiling.tile.block_n, tiling.max_resident_ctas
@@ -181,7 +181,7 @@ def schedule_decode(
     if uses_hopper and kernels != "hopper":
         uses_hopper = prefers_hopper_decode(visible, *counts, limits.num_sms)
     if uses_hopper:
-        hopper_work = work_where_it_matters(
+        hopper_work = relevant_work_class(
             "hopper_decode", *counts, visible, limits.num_sms, limits.tuned
         )
     return DecodeSchedule(max_query_len, num_splits, balanced, work, uses_hopper, hopper_work)
@@ -392,7 +392,7 @@ def prepare_plain_decode(
         "SPLIT": num_splits > 1,
         "BALANCED": balanced,
         "MIN_TILES": MIN_TILES_PER_SPLIT,
-        "MAX_SPLITS": SPLIT_LIMIT,
+        "MAX_SPLITS": MAX_SPLITS,
         "BLOCK_M": tiling.tile.block_m,
         "BLOCK_N": tiling.tile.block_n,
         "num_warps": tiling.tile.num_warps,

@@ -21,7 +21,7 @@ from attnlib.ops.triton.heuristics.tile_table import (
     ELEMENTS,
     PRODUCTS,
     VISIBLE_EDGES,
-    Situation,
+    TileProblem,
     TileTable,
     matching,
     parse_table,
@@ -66,7 +66,7 @@ def test_the_shipped_tables_have_a_tile_for_every_chip_format_and_size(
     """P6: a gap in a table would be found at the first call on that chip; here it is found before."""
     for width in (16, 64, 96, 128, 192, 256, 512, 576, 1024):
         for rows in (16, 64, 1 << 20):
-            found = list(matching(Situation(op, products, elements, width, rows)))
+            found = list(matching(TileProblem(op, products, elements, width, rows)))
             assert found, (op, products, elements, width)
             assert all(len(entry.provenance) > 3 for entry in found)
 
@@ -101,7 +101,7 @@ def test_tables_are_read_late() -> None:
         "import sys\nopened = []\nsys.addaudithook(lambda name, args: opened.append(str(args[0])) if name == 'open' else None)\n"
         "import attnlib, attnlib.ops.triton.heuristics.tiles\nassert not [each for each in opened if each.endswith('.json')], opened\n"
         "attnlib.ops.triton.heuristics.tiles.choose_decode_tile(128, 128, 2, 2, 4, 1 << 17, 'sync')\n"
-        "assert len([each for each in opened if 'triton/tables' in each and each.endswith('.json')]) >= 2\nassert 'triton' not in sys.modules"
+        "assert len([each for each in opened if 'heuristics/tables' in each and each.endswith('.json')]) >= 2\nassert 'triton' not in sys.modules"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
@@ -249,11 +249,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"tile": {**LINE["tile"], "num_stages": 0}},
         r"tile has num_stages=0, which must be in \[1, 8\]",
     ),
-    ({"tile": {**LINE["tile"], "colour": 3}}, r"tile has 'colour', which no tile of decode has"),
+    (
+        {"tile": {**LINE["tile"], "color": 3}},
+        r"tile has 'color', which tiles of decode do not have",
+    ),
     ({"products": ["tensor"]}, r"products has 'tensor', which must be one of async, sync, mfma"),
     ({"head_size": ["a", 3]}, r"head_size=\['a', 3\] must be \[least, most\]"),
     ({"keys_per_sm": [0, 100]}, r"keys_per_sm=\[0, 100\] must end at a power of 4"),
-    ({"provenance": "hearsay"}, r"provenance 'hearsay' is not among 'mine'"),
+    ({"provenance": "hearsay"}, r"provenance 'hearsay' is not one of 'mine'"),
     ({"speed": 3}, r"'speed' is not known"),
 ]
 
@@ -270,7 +273,7 @@ def test_what_is_wrong_with_a_table_is_named(change: dict[str, Any], words: str)
 def test_a_table_of_another_schema_is_refused() -> None:
     with pytest.raises(
         ContractError,
-        match=r"has schema 7 and this version reads 1; write it anew with attnlib tune",
+        match=r"has schema 7 and this version reads 1; recreate it with attnlib tune",
     ):
         parse_table({"schema": 7}, "old.json")
     with pytest.raises(ContractError, match="has schema 'list'"):

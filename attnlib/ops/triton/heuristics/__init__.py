@@ -1,1 +1,1 @@
-"""Tile shapes and split counts: pure functions of sizes and device limits, fed by the tables in `tables/`."""
+"""Tiles, splits and chip limits: pure functions of upper bounds, and their tables."""

@@ -1,7 +1,8 @@
-"""Shapes of the Hopper prefill: chosen from the tables by a pure function, so that every entry can be compiled without the chip.
+"""Tiles of the Hopper kernels, chosen from the tables by pure functions.
 
-One CTA holds 128 or 192 rows of queries and two rings, of keys and of values; it takes the whole multiprocessor, because
-two multiplying warpgroups of 232 registers (or three of 160) leave room for nothing else.
+One prefill CTA holds 128 or 192 rows of queries, a ring of keys and a ring of values. It uses a
+whole multiprocessor: two consumer warpgroups with 232 registers per thread, or three with 160,
+leave too few registers for another CTA.
 """
 
 from __future__ import annotations
@@ -10,17 +11,16 @@ import functools
 from dataclasses import dataclass
 
 from attnlib.errors import UnsupportedConfigError
-from attnlib.ops.triton.heuristics.tile_table import Situation, TileTable, matching
+from attnlib.ops.triton.heuristics.tile_table import TileProblem, TileTable, matching
 from attnlib.ops.triton.hopper.support import DECODE_ROWS, decode_rows
 
 __all__ = [
-    "SHARED_MEMORY", "DecodeTile", "HopperTile", "choose_hopper_decode_tile", "choose_hopper_tile", "choose_section",
-    "decode_shared_bytes", "padded_width", "shared_bytes",
+    "SHARED_MEMORY", "DecodeTile", "HopperTile", "choose_hopper_decode_tile", "choose_hopper_tile",
+    "choose_section", "decode_shared_bytes", "padded_width", "shared_bytes",
 ]  # fmt: skip
 
 SHARED_MEMORY = 227 * 1024
-"""Bytes of shared memory that one CTA may have on SM90."""
-
+"""Bytes of shared memory that one CTA can use on SM90."""
 
 L2_BYTES = 40 * 1024 * 1024
 """Bytes of the 50 MB L2 cache that hold keys and values; each half of the chip caches its own copy.
@@ -30,18 +30,20 @@ tokens."""
 
 @dataclass(frozen=True)
 class HopperTile:
-    """How one CTA works.
+    """Parameters of a prefill CTA.
 
     Attributes:
         block_n: keys per step.
         stages: depth of the rings.
-        staged_store: whether outputs pass through shared memory on their way out, for wide stores.
-        persistent: one CTA per multiprocessor that walks the work items, instead of one CTA for each.
-        sections: KV heads in groups that fit the L2 cache together (`choose_section`), instead of all beside each other.
-        q_stages: tiles of queries that are held, 2 to load those of the next work item ahead.
-        consumers: multiplying warpgroups of 64 rows each, 2 or 3.
-        consumer_registers: per thread of a multiplying warpgroup.
-        producer_registers: per thread of a loading warp.
+        staged_store: stage outputs in shared memory, for wide stores.
+        persistent: one CTA per multiprocessor, which takes several work items, instead of one CTA
+            per work item.
+        sections: order work items by sections of KV heads that fit in the L2 cache together
+            (`choose_section`), instead of all heads adjacent.
+        q_stages: query tiles in shared memory; 2 loads those of the next work item ahead.
+        consumers: consumer warpgroups of 64 rows each, 2 or 3.
+        consumer_registers: registers per thread of a consumer warpgroup.
+        producer_registers: registers per thread of a loader warp.
     """
 
     block_n: int
@@ -57,11 +59,12 @@ class HopperTile:
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """How one decode CTA works.
+    """Parameters of a decode CTA.
 
     Attributes:
         block_n: keys per step.
-        stages: depth of the rings. Deeper is not quicker: more than about 128 KB under way on each multiprocessor reads slower.
+        stages: depth of the rings. More than about 128 KB in flight per multiprocessor reduce the
+            memory throughput.
     """
 
     block_n: int
@@ -69,12 +72,12 @@ class DecodeTile:
 
 
 def padded_width(head_size: int) -> int:
-    """The head size that shared memory holds: a power of two of at least 64; TMA fills the rest with zeros."""
+    """Return the head size in shared memory: a power of two, at least 64; TMA pads with zeros."""
     return max(64, 1 << (head_size - 1).bit_length())
 
 
 def shared_bytes(tile: HopperTile, head_size: int, head_size_v: int) -> int:
-    """Shared memory of one CTA in bytes, for 16-bit elements."""
+    """Return the shared memory of one prefill CTA in bytes, for 16-bit elements."""
     width, width_v = padded_width(head_size), padded_width(head_size_v)
     return (
         2
@@ -87,12 +90,14 @@ def shared_bytes(tile: HopperTile, head_size: int, head_size_v: int) -> int:
 
 
 def choose_section(num_kv_heads: int, max_seq_len: int, widths: int) -> int:
-    """KV heads that are worked on side by side: as many as keep their keys and values of the longest request in L2.
+    """Return the number of KV heads of a section.
+
+    As many heads as have their keys and values of the longest request in L2 together.
 
     Args:
         num_kv_heads: Hkv.
         max_seq_len: upper bound of the sequence lengths.
-        widths: padded head sizes of keys and values together.
+        widths: sum of the padded head sizes of keys and values.
     """
     section = num_kv_heads
     while section % 2 == 0 and section * max_seq_len * widths * 2 > L2_BYTES:
@@ -109,38 +114,41 @@ def choose_hopper_tile(
     visible: int | None = None,
     tuned: TileTable | None = None,
 ) -> HopperTile:
-    """The tile for a pair of head sizes.
+    """Return the prefill tile for a pair of head sizes.
 
     Args:
         head_size: D.
         head_size_v: Dv.
-        rows: query tokens times heads of the group that the longest request has, by an upper bound; None is many.
-        block_size: N; None matches no entry that has a condition on it.
-        visible: keys that one query sees at most, where a window or chunk says so; None is no bound, and matches entries without an upper end.
-        tuned: the user's own table for the chip, asked before the shipped ones.
+        rows: query tokens times heads per group of the longest request, an upper bound; None is
+            unbounded.
+        block_size: N; None matches no entry with a condition on it.
+        visible: keys visible to one query, at most, by a window or chunk; None is unbounded.
+        tuned: the user's table for the chip, which precedes the shipped ones.
 
     Raises:
-        UnsupportedConfigError: no tile fits the shared memory.
+        UnsupportedConfigError: no tile fits in shared memory.
     """
     widest = max(padded_width(head_size), padded_width(head_size_v))
     many = 1 << 30 if rows is None else max(16, 1 << max(0, rows - 1).bit_length())
-    now = Situation("hopper_prefill", "async", "16-bit", widest, many, None, block_size, visible)
+    problem = TileProblem(
+        "hopper_prefill", "async", "16-bit", widest, many, None, block_size, visible
+    )
     need = 0
-    for entry in matching(now, tuned):
+    for entry in matching(problem, tuned):
         tile = HopperTile(**dict(entry.tile))
         need = shared_bytes(tile, head_size, head_size_v)
         if need <= SHARED_MEMORY:
             return tile
     smallest = need or shared_bytes(HopperTile(64, 2), head_size, head_size_v)
     raise UnsupportedConfigError(
-        f"head sizes {head_size} (keys) and {head_size_v} (values) need {smallest} bytes of shared memory with the "
-        f"smallest tile, and Hopper has {SHARED_MEMORY}; use the plain Triton prefill",
+        f"head sizes {head_size} (keys) and {head_size_v} (values) need {smallest} bytes of shared "
+        f"memory with the smallest tile, and Hopper has {SHARED_MEMORY}; use the portable prefill",
         backend="triton",
     )
 
 
 def decode_shared_bytes(tile: DecodeTile, head_size: int, head_size_v: int) -> int:
-    """Shared memory of one decode CTA in bytes, for 16-bit elements and as many rows as it packs at most."""
+    """Return the shared memory of a decode CTA in bytes, for 16-bit elements and the most rows."""
     width, width_v = padded_width(head_size), padded_width(head_size_v)
     rows = decode_rows(head_size_v)
     return (
@@ -156,25 +164,29 @@ def choose_hopper_decode_tile(
     keys_per_sm: int | None = None,
     tuned: TileTable | None = None,
 ) -> DecodeTile:
-    """The decode tile for a pair of head sizes; other arguments and errors as in `choose_hopper_tile`.
+    """Return the decode tile for a pair of head sizes.
 
     Args:
         head_size: D.
         head_size_v: Dv.
-        keys_per_sm: class of work (`tile_tables.work_class`); None matches no entry that has a condition on it.
-        tuned: the user's own table for the chip.
+        keys_per_sm: `tile_table.work_class`; None matches no entry with a condition on it.
+        tuned: the user's table for the chip, which precedes the shipped ones.
+
+    Raises:
+        UnsupportedConfigError: no tile fits in shared memory.
     """
     widest = max(padded_width(head_size), padded_width(head_size_v))
     need = 0
     for entry in matching(
-        Situation("hopper_decode", "async", "16-bit", widest, DECODE_ROWS, keys_per_sm), tuned
+        TileProblem("hopper_decode", "async", "16-bit", widest, DECODE_ROWS, keys_per_sm), tuned
     ):
         tile = DecodeTile(**dict(entry.tile))
         need = decode_shared_bytes(tile, head_size, head_size_v)
         if need <= SHARED_MEMORY:
             return tile
     raise UnsupportedConfigError(
-        f"head sizes {head_size} (keys) and {head_size_v} (values) need {need} bytes of shared memory with the smallest "
-        f"decode tile, and Hopper has {SHARED_MEMORY}; use the plain Triton decode",
+        f"head sizes {head_size} (keys) and {head_size_v} (values) need {need} bytes of shared "
+        f"memory with the smallest decode tile, and Hopper has {SHARED_MEMORY}; use the portable "
+        "decode",
         backend="triton",
     )

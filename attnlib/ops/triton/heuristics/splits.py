@@ -1,38 +1,35 @@
-"""How many programs may share the keys of one request in decode: pure arithmetic on upper bounds.
+"""How many programs share the keys of one request in decode: pure arithmetic on upper bounds.
 
-The grid, and so the workspace, has `num_splits` programs per request and group of heads. How many of them find work is
-settled on the device from the lengths themselves (`schedule.tiles_per_split`), so the bound may be generous for ragged
-batches without cutting even ones too small. The numbers, their reasons and where they come from: `tables/decode.json`.
+The grid, and so the workspace, has `num_splits` programs per request and block of rows. The kernel
+decides on the device, from the lengths, how many of them get work (`kernels.schedule`). The bound
+may therefore be generous for ragged batches, without cutting uniform batches into small splits.
 """
 
 from __future__ import annotations
 
 import math
 
-from attnlib.ops.triton.heuristics.decode_numbers import decode_numbers
-
 __all__ = [
-    "MIN_TILES_PER_SPLIT",
-    "RESIDENT_LIMIT",
-    "SPLIT_LIMIT",
-    "choose_num_splits",
-    "paged_decode_workspace_bytes",
-    "visible_bound",
-]
+    "MAX_CTAS_PER_SM", "MAX_SPLITS", "MIN_TILES_PER_SPLIT", "choose_num_splits",
+    "paged_decode_workspace_bytes", "splits_per_load", "visible_bound",
+]  # fmt: skip
 
-_NUMBERS = decode_numbers()
+# The next four numbers are not tuned: they were chosen when the kernel was written (commits 009da5a
+# and 9964770), each for the reason given. The decodes of benchmarks/results/h200 were measured with
+# these values only. They apply to all chips and head sizes.
 
-SPLIT_LIMIT = _NUMBERS["split_limit"]
-"""Pieces that one request is cut into at most."""
+MAX_SPLITS = 256
+"""Splits per request. With more, combining the partial results costs more than the splits save."""
 
-RESIDENT_LIMIT = _NUMBERS["resident_limit"]
-"""Programs of a multiprocessor that splits are reckoned with at most."""
+MAX_CTAS_PER_SM = 4
+"""Resident CTAs per multiprocessor that the number of splits is computed for. More do not increase
+the memory throughput."""
 
-MIN_TILES_PER_SPLIT = _NUMBERS["min_tiles_per_split"]
-"""Key tiles that one split takes at least."""
+MIN_TILES_PER_SPLIT = 2
+"""Key tiles per split, so that one tile is loaded while another one is used."""
 
-_WAVES = _NUMBERS["waves"]
-"""How many times over the grid may fill the chip when lengths are ragged."""
+_MAX_WAVES = 4
+"""Waves of CTAs in a grid of a ragged batch. CTAs without work exit immediately."""
 
 
 def visible_bound(
@@ -42,14 +39,14 @@ def visible_bound(
     causal: bool,
     attention_chunk_size: int,
 ) -> int:
-    """The most keys that the queries of one request can see together.
+    """Return the largest number of keys visible to the queries of one request together.
 
     Args:
         max_query_len: upper bound of the query lengths.
         max_seq_len: upper bound of the sequence lengths.
         window: (left, right); -1 is unbounded.
         causal: whether no query sees a later key.
-        attention_chunk_size: 0 is none.
+        attention_chunk_size: positions per chunk; 0 is none.
     """
     bound = max_seq_len
     left, right = window[0], 0 if causal else window[1]
@@ -73,33 +70,35 @@ def splits_per_load(rows: int, width: int) -> int:
 
 
 def choose_num_splits(
-    num_reqs: int, num_groups: int, visible: int, block_n: int, slots: int
+    num_reqs: int, num_blocks: int, visible: int, block_n: int, max_resident_ctas: int
 ) -> int:
-    """The bound on splits per request.
+    """Return the upper bound of the splits per request.
 
     Args:
         num_reqs: requests of the batch.
-        num_groups: programs per request and split (KV heads times row blocks).
-        visible: the most keys that a request's queries see.
+        num_blocks: programs per request and split (KV heads times blocks of rows).
+        visible: keys visible to a request's queries, an upper bound.
         block_n: keys per tile.
-        slots: programs that the chip runs at a time.
+        max_resident_ctas: CTAs that the chip runs at the same time.
 
     Returns:
-        1 when the requests alone fill the chip `_WAVES` times or when there is nothing to share; otherwise enough for
-        one request to spread over the whole chip, limited by `_WAVES` fillings of it by all requests together.
+        1 if the requests alone fill the chip `_MAX_WAVES` times, or if there is nothing to share.
+        Otherwise enough for one request to use the whole chip, limited to `_MAX_WAVES` waves of
+        all requests together.
     """
-    pairs = max(1, num_reqs * num_groups)
-    pieces = math.ceil(visible / block_n) // MIN_TILES_PER_SPLIT
-    alone = math.ceil(slots / max(1, num_groups))
-    together = math.ceil(_WAVES * slots / pairs)
-    return max(1, min(pieces, alone, together, SPLIT_LIMIT))
+    most = math.ceil(visible / block_n) // MIN_TILES_PER_SPLIT
+    alone = math.ceil(max_resident_ctas / max(1, num_blocks))
+    together = math.ceil(_MAX_WAVES * max_resident_ctas / max(1, num_reqs * num_blocks))
+    return max(1, min(most, alone, together, MAX_SPLITS))
 
 
 def paged_decode_workspace_bytes(
     num_tokens: int, num_heads: int, head_size_v: int, num_splits: int
 ) -> int:
-    """Bytes that `paged_decode` needs beside its output: float32 partial outputs and their LSEs, and one split count
-    per token's request. 0 for a single split."""
+    """Return the workspace of `paged_decode` in bytes; 0 for a single split.
+
+    It holds float32 partial outputs, their LSEs, and the number of splits of each token's request.
+    """
     if num_splits <= 1:
         return 0
     return 4 * (num_tokens * num_heads * num_splits * (head_size_v + 1) + num_tokens)

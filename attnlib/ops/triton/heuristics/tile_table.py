@@ -1,18 +1,19 @@
-"""Tile tables: which tile for which work, as readable JSON with the provenance of every entry.
+"""Tile tables: which tile for which problem, as readable JSON with the provenance of every entry.
 
-Shipped tables stand in `tables/`, one for each family of chips (and one of numbers that are no tiles, `decode_numbers`);
-`attnlib tune` writes tables of the same form for one chip. They are read when a tile is first chosen, never at import,
-and this module imports no triton, so a table can be checked on any machine.
+`tables/` holds the shipped tables, one per family of chips; `attnlib tune` writes tables of the
+same form for one chip. Tables are read when a tile is first chosen, never at import. This module
+imports no triton, so that a table can be checked on any machine.
 
-    {"schema": 1, "chip": "any" or the chip's name,
-     "provenance": {NAME: how, where, with which versions and by which command it was measured},
-     "tiles": [{"op": "decode", "products": ["async"], "elements": ["16-bit", "fp8"], "head_size": [65, 128],
-                "rows": [16, 16], "keys_per_sm": [0, 4096],
-                "tile": {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 3}, "provenance": NAME,
-                "spills": 64}]}
+    {"schema": 1, "chip": "any" or the name of a chip,
+     "provenance": {NAME: how, where, with which versions and which command it was measured},
+     "tiles": [{"op": "decode", "products": ["async"], "elements": ["16-bit", "fp8"],
+                "head_size": [65, 128], "rows": [16, 16], "keys_per_sm": [0, 4096],
+                "tile": {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 3},
+                "provenance": NAME, "spills": 64}]}
 
-Ranges include both ends, null is no bound, and a condition that is left out always holds. `block_size` and `visible` are
-known to the Hopper prefill only; tables that are measured there say both, lest a tile for long rows be taken for windows.
+Ranges include both ends, null is unbounded, and an omitted condition always holds. `block_size` and
+`visible` are conditions of the Hopper prefill only. Tables that are measured there state both, so
+that a tile for long rows is not used for windows.
 """
 
 from __future__ import annotations
@@ -30,31 +31,32 @@ from attnlib.ops.triton.heuristics.tile_entries import (
     ELEMENTS,
     OPS,
     PRODUCTS,
-    Situation,
     TileEntry,
+    TileProblem,
     parse_entry,
 )
 
 __all__ = [
-    "CONDITIONS", "ELEMENTS", "OPS", "PRODUCTS", "VISIBLE_EDGES", "Situation", "TileEntry", "TileTable", "matching",
-    "parse_table", "read_table", "shipped_tables", "visible_class", "work_bounds", "work_class", "work_where_it_matters",
+    "CONDITIONS", "ELEMENTS", "OPS", "PRODUCTS", "VISIBLE_EDGES", "TileEntry", "TileProblem",
+    "TileTable", "matching", "parse_table", "read_table", "relevant_work_class", "shipped_tables",
+    "visible_class", "work_bounds", "work_class",
 ]  # fmt: skip
 
 VISIBLE_EDGES = (256, 512, 1024)
-"""Ends of the classes of windows; every bound on `visible` in the shipped tables is one of them, and a test says so."""
+"""Upper ends of the window classes. Bounds on `visible` in the shipped tables are among them."""
 
 _SCHEMA = 1
-_FOLDER = Path(__file__).with_name("tables")
+_DIRECTORY = Path(__file__).with_name("tables")
 
 
 @dataclass(frozen=True, eq=False)
 class TileTable:
-    """A table; compared and hashed by identity, so that it may be part of a cache's key.
+    """A table; compared and hashed by identity, so that it can be part of a cache key.
 
     Attributes:
         name: where it was read from.
         chip: the chip that it was measured on, or "any".
-        entries: its lines; the first that matches and fits counts.
+        entries: its entries; the first one that matches and fits is used.
     """
 
     name: str
@@ -63,39 +65,42 @@ class TileTable:
 
 
 def work_class(num_reqs: int, num_kv_heads: int, visible: int, num_sms: int) -> int:
-    """Keys of one KV head that a multiprocessor reads in a decode, rounded up to a power of 4.
+    """Return the keys of one KV head that a multiprocessor reads in a decode, as a power of 4.
+
+    Rounded up.
 
     Args:
         num_reqs: requests of the batch.
         num_kv_heads: KV heads.
-        visible: the most keys that a request's queries see; an upper bound, as everything that chooses a tile.
+        visible: keys visible to a request's queries, an upper bound.
         num_sms: multiprocessors of the chip.
     """
     keys = -(-max(1, num_reqs * num_kv_heads * visible) // num_sms)
     return 1 << 2 * -(-(keys - 1).bit_length() // 2)
 
 
-def work_where_it_matters(
+def relevant_work_class(
     op: str, num_reqs: int, num_kv_heads: int, visible: int, num_sms: int, tuned: TileTable | None
 ) -> int | None:
-    """The class of work, where the tiles of an operation depend on it at all; a row's bits then depend on its neighbours' bounds.
+    """Return `work_class` if the tiles of an operation depend on it, else None.
+
+    The bits of a row depend on the bounds of the whole batch only in the first case.
 
     Args:
-        op: of the tables.
-        num_reqs: as in `work_class`, like the other numbers.
-        num_kv_heads: likewise.
-        visible: likewise.
-        num_sms: likewise.
-        tuned: the user's own table for the chip.
+        op: operation of the tables.
+        num_reqs, num_kv_heads, visible, num_sms: as in `work_class`.
+        tuned: the user's table for the chip.
     """
     return work_class(num_reqs, num_kv_heads, visible, num_sms) if work_bounds(op, tuned) else None
 
 
 def visible_class(visible: int | None) -> tuple[int, int | None]:
-    """(least, most) keys of the windows that share a tile in a prefill: narrow ones in three classes, wide ones with none.
+    """Return (least, most) keys of the windows that share a prefill tile.
+
+    There are three classes of narrow windows and one of wide or no windows.
 
     Args:
-        visible: keys that one query sees at most; None without a window.
+        visible: keys visible to one query, at most; None without a window.
     """
     least = 1
     for edge in VISIBLE_EDGES:
@@ -105,18 +110,20 @@ def visible_class(visible: int | None) -> tuple[int, int | None]:
     return least, None
 
 
-def matching(situation: Situation, tuned: TileTable | None = None) -> Iterator[TileEntry]:
-    """Entries for a situation, best first: those of the user's table before the shipped ones."""
+def matching(problem: TileProblem, tuned: TileTable | None = None) -> Iterator[TileEntry]:
+    """Yield the entries for a problem, best first; the user's table precedes the shipped ones."""
     for table in (*((tuned,) if tuned else ()), *shipped_tables()):
         for entry in table.entries:
-            if entry.matches(situation):
+            if entry.matches(problem):
                 yield entry
 
 
 @functools.lru_cache(maxsize=64)
 def work_bounds(op: str, tuned: TileTable | None = None) -> tuple[int, ...]:
-    """The bounds on `keys_per_sm` that any entry for `op` has, rising: work between two of them gets one tile. Empty
-    when tiles do not depend on work."""
+    """Return the bounds on `keys_per_sm` of all entries for `op`, in ascending order.
+
+    All work between two of them has the same tile. Empty if tiles do not depend on work.
+    """
     found = set()
     for table in (*((tuned,) if tuned else ()), *shipped_tables()):
         for entry in table.entries:
@@ -128,53 +135,57 @@ def work_bounds(op: str, tuned: TileTable | None = None) -> tuple[int, ...]:
 
 @functools.cache
 def shipped_tables() -> tuple[TileTable, ...]:
-    """The tables of the package, read once."""
-    return tuple(read_table(path) for path in sorted(_FOLDER.glob("*.json")))
+    """Return the tables of the package; they are read once."""
+    return tuple(read_table(path) for path in sorted(_DIRECTORY.glob("*.json")))
 
 
 def read_table(path: Path) -> TileTable:
-    """The tiles of a table file.
+    """Read a table from a file.
 
     Raises:
-        ContractError: not JSON, or not a table; the message names the file, the entry and what is wrong with it.
-        OSError: it cannot be read.
+        ContractError: not JSON, or not a table; the message names the file, the entry and the
+            error.
+        OSError: the file cannot be read.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ContractError(
-            f"tile table {path} is not JSON: {error}; write it anew with attnlib tune"
+            f"tile table {path} is not JSON: {error}; recreate it with attnlib tune"
         ) from None
     return parse_table(data, str(path))
 
 
 def parse_table(data: Any, name: str) -> TileTable:
-    """A table from its JSON.
+    """Create a table from its JSON.
 
     Raises:
-        ContractError: not a table; the message names the table, the entry and what is wrong with it.
+        ContractError: not a table; the message names the table, the entry and the error.
     """
     if not isinstance(data, Mapping) or data.get("schema") != _SCHEMA:
         found = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
         raise ContractError(
-            f"tile table {name} has schema {found!r} and this version reads {_SCHEMA}; write it anew with attnlib tune"
+            f"tile table {name} has schema {found!r} and this version reads {_SCHEMA}; "
+            "recreate it with attnlib tune"
         )
-    sources, lines = data.get("provenance"), data.get("tiles", [])
+    provenances, lines = data.get("provenance"), data.get("tiles", [])
     if (
-        not isinstance(sources, Mapping)
+        not isinstance(provenances, Mapping)
         or not isinstance(lines, Sequence)
         or not isinstance(data.get("chip"), str)
     ):
         raise ContractError(
-            f"tile table {name} needs 'chip' (text), 'provenance' (an object) and 'tiles' (a list); write it anew with attnlib tune"
+            f"tile table {name} needs 'chip' (text), 'provenance' (an object) and 'tiles' "
+            "(a list); recreate it with attnlib tune"
         )
     entries = []
     for index, line in enumerate(lines):
         try:
-            entries.append(parse_entry(line, sources))
+            entries.append(parse_entry(line, provenances))
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+            reason = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
             raise ContractError(
-                f"tile table {name}, tiles[{index}]: {what}; correct it or write the table anew with attnlib tune"
+                f"tile table {name}, tiles[{index}]: {reason}; correct it or recreate the table "
+                "with attnlib tune"
             ) from None
     return TileTable(name, data["chip"], tuple(entries))

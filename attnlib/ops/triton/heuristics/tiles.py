@@ -1,9 +1,10 @@
-"""Tile shapes: pure functions over tables, so that every choice can be checked without the chip it is for.
+"""Tiles of the portable kernels: pure functions of tables, which can be tested without the chip.
 
-A tile is chosen from tables (`tile_tables`) and from what a chip can hold, never by timing at run time: from upper
-bounds alone, so that a captured graph and a warmed-up process never meet another one. `shared_bytes` is an upper
-estimate of the shared memory that the compiler will ask for; the compile tests hold it against the compiler's own
-number, and the tables' tiles against their register spills.
+A tile is chosen from the tables (`tile_table`) and the limits of the chip, never by timing at run
+time. It depends on upper bounds alone, so that it never changes after a CUDA graph is captured or a
+process is warmed up. `shared_bytes` is an upper estimate of the shared memory that the compiler
+allocates. The compile tests compare it with the compiler's number, and the register spills of each
+tile with its table entry.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from attnlib.errors import UnsupportedConfigError
-from attnlib.ops.triton.heuristics.tile_table import Situation, TileTable, matching
+from attnlib.ops.triton.heuristics.tile_table import TileProblem, TileTable, matching
 
 __all__ = [
     "Tile",
@@ -27,12 +28,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Tile:
-    """How one program works.
+    """Parameters of one program.
 
     Attributes:
-        block_m: rows, each one query head of one query token.
+        block_m: rows; a row is one query head of one query token.
         block_n: keys per step.
-        num_warps: warps of the program.
+        num_warps: warps per program.
         num_stages: depth of the software pipeline over keys.
     """
 
@@ -43,15 +44,16 @@ class Tile:
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n (1 for n <= 1)."""
+    """Return the smallest power of two that is at least n (1 for n <= 1)."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def split_head_size(size: int) -> tuple[int, int]:
-    """A head size as one or two powers of two: (size or more, at least 16; 0), or two parts with less padding.
+    """Return a head size as one or two powers of two: (chunk, 0), or two chunks with less padding.
 
-    96 is 64 + 32 and 192 is 128 + 64, with nothing wasted; 112 as 64 + 64 would save nothing over 128, so it stays one.
-    A second part has at least 32 elements: over fewer, the four warps of a decode all multiply the same.
+    96 is 64 + 32 and 192 is 128 + 64, without padding. 112 as 64 + 64 saves nothing over 128, so it
+    stays one chunk. The first chunk has at least 16 elements and a second one at least 32: with
+    fewer, all four warps of a decode compute the same products.
     """
     whole = max(16, next_power_of_2(size))
     large = whole // 2
@@ -70,20 +72,21 @@ def shared_bytes(
     products: str,
     has_bias: bool = False,
 ) -> int:
-    """Upper estimate of the shared memory of one program, in bytes.
+    """Return an upper estimate of the shared memory of one program, in bytes.
 
-    The pipeline holds num_stages - 1 tiles of keys and of values, one more where products are asynchronous and read
-    them in place. Queries and weights pass through shared memory too, unless the products take them from registers
-    (weights on asynchronous chips, queries on AMD's), and so does one tile converted from float8.
+    The pipeline holds num_stages - 1 tiles of keys and of values, and one more if asynchronous
+    matrix instructions read them in place. Queries and weights are in shared memory too, unless the
+    instructions take them from registers (weights with "async", queries with "mfma"), and so is one
+    tile converted from float8.
 
     Args:
         tile: the tile.
         head_size: D, of queries and keys.
         head_size_v: Dv.
-        query_bytes: bytes per element that products are computed in (4 for float32).
+        query_bytes: bytes per element of the products' operands (4 for float32).
         cache_bytes: bytes per element of the cache.
-        products: how the chip multiplies: "async", "sync" or "mfma".
-        has_bias: whether float32 tiles of a query bias are loaded ahead too.
+        products: matrix instructions of the chip: "async", "sync" or "mfma".
+        has_bias: whether float32 tiles of a query bias are in the pipeline too.
     """
     width, width_v = sum(split_head_size(head_size)), sum(split_head_size(head_size_v))
     in_place = products == "async" and tile.block_m >= 64 and query_bytes < 4
@@ -99,7 +102,7 @@ def shared_bytes(
 
 
 def _fallbacks(block_m: int, num_warps: int) -> Iterator[Tile]:
-    """Ever smaller tiles, for chips and head sizes that the tables' tiles do not fit."""
+    """Yield smaller and smaller tiles, for chips and head sizes that no table entry fits."""
     while block_m >= 16:
         for block_n in (64, 32, 16):
             for stages in (2, 1):
@@ -108,7 +111,7 @@ def _fallbacks(block_m: int, num_warps: int) -> Iterator[Tile]:
 
 
 def _narrowed(tile: Tile, rows: int) -> Tile:
-    """A tile for fewer rows than the table's."""
+    """Return the tile with fewer rows than the table's."""
     if rows >= tile.block_m:
         return tile
     warps = max(4, tile.num_warps * rows // tile.block_m) if tile.num_warps > 4 else tile.num_warps
@@ -121,7 +124,7 @@ def _narrowed(tile: Tile, rows: int) -> Tile:
 
 
 def _widened(tile: Tile, rows: int) -> Tile:
-    """A tile for more rows than the table's."""
+    """Return the tile with more rows than the table's."""
     if rows <= tile.block_m:
         return tile
     return replace(
@@ -145,17 +148,24 @@ def _first_that_fits(
         if need <= limit:
             return tile
     raise UnsupportedConfigError(
-        f"head sizes {sizes[0]} (keys) and {sizes[1]} (values) at {element_bytes[0]} bytes need {need} bytes of shared "
-        f"memory with the smallest tile, and the chip allows {limit}; use a 16-bit dtype or the torch backend",
+        f"head sizes {sizes[0]} (keys) and {sizes[1]} (values) at {element_bytes[0]} bytes need "
+        f"{need} bytes of shared memory with the smallest tile, and the chip allows {limit}; use a "
+        "16-bit dtype or the torch backend",
         backend="triton",
     )
 
 
-def _tabled(
-    op: str, sizes: tuple[int, int], element_bytes: tuple[int, int], max_rows: int, products: str, keys_per_sm: int | None,
-    native_fp8: bool, tuned: TileTable | None,
-) -> list[Tile]:  # fmt: skip
-    """The tables' tiles for these sizes, best first."""
+def _tiles_of_tables(
+    op: str,
+    sizes: tuple[int, int],
+    element_bytes: tuple[int, int],
+    max_rows: int,
+    products: str,
+    keys_per_sm: int | None,
+    native_fp8: bool,
+    tuned: TileTable | None,
+) -> list[Tile]:
+    """Return the tables' tiles for these sizes, best first."""
     width = max(sum(split_head_size(sizes[0])), sum(split_head_size(sizes[1])))
     query_bytes, cache_bytes = element_bytes
     elements = (
@@ -167,8 +177,10 @@ def _tabled(
         if native_fp8
         else "fp8-bytes"
     )
-    now = Situation(op, products, elements, width, max(16, next_power_of_2(max_rows)), keys_per_sm)
-    return [Tile(**dict(entry.tile)) for entry in matching(now, tuned)]
+    problem = TileProblem(
+        op, products, elements, width, max(16, next_power_of_2(max_rows)), keys_per_sm
+    )
+    return [Tile(**dict(entry.tile)) for entry in matching(problem, tuned)]
 
 
 def choose_prefill_tile(
@@ -184,30 +196,34 @@ def choose_prefill_tile(
     native_fp8: bool = True,
     tuned: TileTable | None = None,
 ) -> Tile:
-    """The tile of a prefill: as many rows as the table has for the head size, fewer when the batch has fewer.
+    """Return the tile of a prefill.
+
+    It has as many rows as the table's tile for the head size, or fewer if the batch has fewer.
 
     Args:
         head_size: D, of queries and keys.
         head_size_v: Dv.
-        query_bytes: bytes per element that products are computed in (4 for float32).
+        query_bytes: bytes per element of the products' operands (4 for float32).
         cache_bytes: bytes per element of the cache.
-        max_rows: query tokens times heads of the group that the longest request has.
+        max_rows: query tokens times heads per group of the longest request.
         shared_memory: limit per program in bytes.
-        products: how the chip multiplies: "async", "sync" or "mfma".
+        products: matrix instructions of the chip: "async", "sync" or "mfma".
         has_bias: whether there is a query bias.
-        native_fp8: whether the chip converts float8 by itself.
-        tuned: the user's own table for the chip, asked before the shipped ones.
+        native_fp8: whether the chip converts float8 in hardware.
+        tuned: the user's table for the chip, which precedes the shipped ones.
 
     Raises:
-        UnsupportedConfigError: not even the smallest tile fits.
+        UnsupportedConfigError: even the smallest tile does not fit.
     """
     sizes, element_bytes = (head_size, head_size_v), (query_bytes, cache_bytes)
-    best = _tabled("prefill", sizes, element_bytes, max_rows, products, None, native_fp8, tuned)
+    best = _tiles_of_tables(
+        "prefill", sizes, element_bytes, max_rows, products, None, native_fp8, tuned
+    )
     rows = max(16, next_power_of_2(max_rows))
     tiles = [_narrowed(tile, min(tile.block_m, rows)) for tile in best]
-    spare = _fallbacks(tiles[0].block_m, tiles[0].num_warps)
+    smaller = _fallbacks(tiles[0].block_m, tiles[0].num_warps)
     return _first_that_fits(
-        [*tiles, *spare], sizes, element_bytes, shared_memory, products, has_bias
+        [*tiles, *smaller], sizes, element_bytes, shared_memory, products, has_bias
     )
 
 
@@ -226,22 +242,22 @@ def choose_decode_tile(
     native_fp8: bool = True,
     tuned: TileTable | None = None,
 ) -> Tile:
-    """The tile of a decode: as few rows (16 to 64) as hold the group's heads and the step's tokens.
+    """Return the tile of a decode: as few rows (16 to 64) as hold the group's heads and tokens.
 
     Other arguments and errors as in `choose_prefill_tile`.
 
     Args:
-        keys_per_sm: class of work, from `tile_tables.work_class`; None where a row's bits must not depend on its
-            neighbours, which takes the tile that serves any amount of work.
+        keys_per_sm: `tile_table.work_class`. None if the bits of a row must not depend on other
+            requests; the tile is then the one for any amount of work.
     """
     sizes, element_bytes = (head_size, head_size_v), (query_bytes, cache_bytes)
-    best = _tabled(
+    best = _tiles_of_tables(
         "decode", sizes, element_bytes, max_rows, products, keys_per_sm, native_fp8, tuned
     )
     width = max(sum(split_head_size(head_size)), sum(split_head_size(head_size_v)))
     rows = min(64 if width <= 256 and query_bytes < 4 else 16, max(16, next_power_of_2(max_rows)))
     tiles = [_widened(tile, rows) for tile in best]
-    spare = _fallbacks(rows, tiles[0].num_warps)
+    smaller = _fallbacks(rows, tiles[0].num_warps)
     return _first_that_fits(
-        [*tiles, *spare], sizes, element_bytes, shared_memory, products, has_bias
+        [*tiles, *smaller], sizes, element_bytes, shared_memory, products, has_bias
     )

@@ -16,7 +16,10 @@ from attnlib.ops.triton.hopper.decode_plan import (
 )
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill, prepare_hopper_prefill
-from attnlib.ops.triton.hopper.support import decode_gaps, prefill_gaps
+from attnlib.ops.triton.hopper.support import (
+    decode_unsupported_reasons,
+    prefill_unsupported_reasons,
+)
 from attnlib.ops.triton.launch.attention import BatchTensors
 
 __all__ = [
@@ -97,7 +100,7 @@ def select_prefill(
 ) -> HopperPrefill | None:
     """The Hopper prefill for calls of this signature; None where the plain kernel serves them."""
     layer = _layer(query, key, value, limits)
-    if prefill_gaps(*layer, **_features(params)):
+    if prefill_unsupported_reasons(*layer, **_features(params)):
         return None
     if _is_unsupported(query, key, value, out, params):
         return None
@@ -132,7 +135,7 @@ def select_decode(
         num_counters: counters that calls pass.
     """
     layer = (*_layer(query, key, value, limits), key.shape[2], limits.num_sms, max_query_len)
-    if decode_gaps(*layer, **_features(params)):
+    if decode_unsupported_reasons(*layer, **_features(params)):
         return None
     if _is_unsupported(query, key, value, out, params):
         return None
@@ -163,7 +166,7 @@ def decode_workspace_bytes(
     """
     sizes, group = (shape.head_size, shape.head_size_v), shape.num_heads // shape.num_kv_heads
     layer = (limits.capability, shape.query_dtype, shape.cache_dtype, sizes, block_size, group)
-    if decode_gaps(*layer, shape.num_kv_heads, limits.num_sms, max_query_len):
+    if decode_unsupported_reasons(*layer, shape.num_kv_heads, limits.num_sms, max_query_len):
         return 0
     return hopper_decode_workspace_bytes(
         num_tokens, shape.num_kv_heads, group, max_query_len, shape.head_size_v, limits.num_sms

@@ -1,43 +1,55 @@
-"""What the Hopper kernels take, as pure functions of facts: the operations ask them, and so does `explain`.
+"""What the Hopper kernels support, as pure functions of a layer and a chip.
 
-Imports no triton, so the card of the backend can say beforehand which calls the plain kernels will serve, and why.
+Imports no triton, so that `attnlib explain` can name the kernels of a layer on any machine.
 """
 
 from __future__ import annotations
 
 import torch
 
-from attnlib.ops.triton.heuristics.decode_numbers import decode_numbers
-
 __all__ = [
-    "BLOCK_SIZES", "DECODE_ROWS", "HOPPER_DECODE_KEYS", "PAIRS_PER_SM", "ROWS", "decode_gaps", "decode_rows", "prefers_hopper_decode", "prefill_gaps",
+    "BLOCK_SIZES", "DECODE_ROWS", "HOPPER_DECODE_KEYS", "PAIRS_PER_SM", "ROWS",
+    "decode_unsupported_reasons", "decode_rows", "prefers_hopper_decode",
+    "prefill_unsupported_reasons",
 ]  # fmt: skip
 
 ROWS = 128
-"""Query rows of a prefill work item, at least: two warpgroups of 64. A row is one query head of one query token."""
+"""Query rows of a prefill work item, at least: two warpgroups of 64. A row is one query head of one
+query token."""
 
 DECODE_ROWS = 64
-"""The most query rows of a decode piece: columns of its products, of which registers hold so many (`decode_rows`)."""
+"""Query rows of a decode, at most: the N of its WGMMAs, whose accumulators are in registers
+(`decode_rows`)."""
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-"""Pages that divide a tile of keys or are divided by it."""
+"""Block sizes that divide a key tile or are divided by it."""
 
-HOPPER_DECODE_KEYS = (
-    decode_numbers()["hopper_keys_few_pairs"],
-    decode_numbers()["hopper_keys_many_pairs"],
-)
-"""Keys from which the Hopper decode is the quicker one: in batches of at most PAIRS_PER_SM (request, KV head) pairs for
-each multiprocessor, and in larger ones. What was measured, and what was not: `tables/decode.json`. No bound is sharp."""
+# Measured on an NVIDIA H200 (driver 580.159.04, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-21) with
+# 32/8 heads of size 128: 1 to 256 requests of 64 to 2048 keys, and windows of 128 to 2048 keys, CUDA
+# graphs on cold caches (docs/kernel-notes.md). benchmarks/gpu/variants.py defines one backend per
+# kernel family to repeat the comparison. Microseconds, Hopper / portable:
+#
+#   1 request:     128 keys 4.4 / 4.4     256 keys 5.3 / 6.9
+#   32 requests:   256 keys 14.2 / 17.0   window 128, head size 64: 7.8 / 5.9   256: 10.2 / 15.9
+#   128 requests:  256 keys 39.4 / 47.3   1k keys 129.7 / 139.2
+#   256 requests:  256 keys 73.6 / 71.2   1k keys 251.4 / 248.0   2k keys 480.9 / 481.6
+#
+# No bound is sharp: nothing was measured between 128 and 256 keys or 128 and 256 requests.
 
-PAIRS_PER_SM = decode_numbers()["hopper_pairs_per_multiprocessor"]
+HOPPER_DECODE_KEYS = (256, 2048)
+"""Visible keys from which the Hopper decode is the faster one: in batches of at most PAIRS_PER_SM
+(request, KV head) pairs per multiprocessor, and in larger batches."""
+
+PAIRS_PER_SM = 8
+"""(Request, KV head) pairs per multiprocessor up to which the first bound applies."""
 
 
 def decode_rows(head_size_v: int) -> int:
-    """The most query rows of a decode piece, for values of a head size."""
+    """Return the largest number of query rows of a decode for values of a head size."""
     return DECODE_ROWS if head_size_v <= 128 else DECODE_ROWS // 2
 
 
-def _shared_gaps(
+def _layer_reasons(
     kernel: str,
     capability: tuple[int, int],
     dtype: torch.dtype,
@@ -45,43 +57,45 @@ def _shared_gaps(
     head_sizes: tuple[int, int],
     block_size: int,
 ) -> list[str]:
-    gaps = []
+    reasons = []
     if capability[0] != 9:
-        gaps.append(f"compute capability {capability[0]}.{capability[1]}; the {kernel} needs 9.0")
+        reasons.append(
+            f"compute capability {capability[0]}.{capability[1]}; the {kernel} needs 9.0"
+        )
     if dtype not in (torch.float16, torch.bfloat16):
-        gaps.append(f"query has dtype {dtype}; the {kernel} takes float16 and bfloat16")
+        reasons.append(f"query has dtype {dtype}; the {kernel} takes float16 and bfloat16")
     if cache_dtype != dtype:
-        gaps.append(
+        reasons.append(
             f"the cache has dtype {cache_dtype} and query {dtype}; the {kernel} needs them equal"
         )
     for name, size in zip(("keys", "values"), head_sizes, strict=True):
         if not 64 <= size <= 256 or size % 8:
-            gaps.append(
+            reasons.append(
                 f"{name} have head size {size}; the {kernel} takes multiples of 8 in [64, 256]"
             )
     if block_size not in BLOCK_SIZES:
-        gaps.append(
+        reasons.append(
             f"block_size {block_size}; the {kernel} takes {', '.join(map(str, BLOCK_SIZES))}"
         )
-    return gaps
+    return reasons
 
 
-def _feature_gaps(
+def _feature_reasons(
     kernel: str, causal_per_request: bool, alibi: bool, bias: bool, scales: bool
 ) -> list[str]:
-    gaps = []
+    reasons = []
     if causal_per_request:
-        gaps.append(f"causal per request: the {kernel} takes one flag for the batch")
+        reasons.append(f"causal per request: the {kernel} takes one flag for the batch")
     if alibi:
-        gaps.append(f"alibi_slopes: the {kernel} has none")
+        reasons.append(f"alibi_slopes: not supported by the {kernel}")
     if bias:
-        gaps.append(f"query_bias: the {kernel} has none")
+        reasons.append(f"query_bias: not supported by the {kernel}")
     if scales:
-        gaps.append(f"k_scale or v_scale: the {kernel} reads a cache without scales")
-    return gaps
+        reasons.append(f"k_scale or v_scale: the {kernel} reads a cache without scales")
+    return reasons
 
 
-def prefill_gaps(
+def prefill_unsupported_reasons(
     capability: tuple[int, int],
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
@@ -94,24 +108,24 @@ def prefill_gaps(
     bias: bool = False,
     scales: bool = False,
 ) -> list[str]:
-    """Why the Hopper prefill cannot serve such a layer; empty when it can.
+    """Return why the Hopper prefill does not support a layer; empty if it does.
 
     Args:
-        capability: of the chip.
-        dtype, cache_dtype: of queries and cache.
+        capability: compute capability of the chip.
+        dtype, cache_dtype: of the queries and of the cache.
         head_sizes: (D, Dv).
         block_size: N.
-        group: query heads for each KV head.
-        causal_per_request, alibi, bias, scales: whether the calls have them.
+        group: query heads per KV head.
+        causal_per_request, alibi, bias, scales: whether the calls use these features.
     """
     kernel = "Hopper prefill"
-    gaps = _shared_gaps(kernel, capability, dtype, cache_dtype, head_sizes, block_size)
+    reasons = _layer_reasons(kernel, capability, dtype, cache_dtype, head_sizes, block_size)
     if group > ROWS:
-        gaps.append(f"{group} query heads for each KV head; the {kernel} packs at most {ROWS}")
-    return gaps + _feature_gaps(kernel, causal_per_request, alibi, bias, scales)
+        reasons.append(f"{group} query heads per KV head; the {kernel} takes at most {ROWS}")
+    return reasons + _feature_reasons(kernel, causal_per_request, alibi, bias, scales)
 
 
-def decode_gaps(
+def decode_unsupported_reasons(
     capability: tuple[int, int],
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
@@ -127,7 +141,9 @@ def decode_gaps(
     bias: bool = False,
     scales: bool = False,
 ) -> list[str]:
-    """Why the Hopper decode cannot serve such a step; empty when it can. Arguments as in `prefill_gaps`.
+    """Return why the Hopper decode does not support a batch; empty if it does.
+
+    Other arguments as in `prefill_unsupported_reasons`.
 
     Args:
         num_kv_heads: Hkv.
@@ -135,25 +151,25 @@ def decode_gaps(
         max_query_len: upper bound of the query lengths.
     """
     kernel = "Hopper decode"
-    gaps = _shared_gaps(kernel, capability, dtype, cache_dtype, head_sizes, block_size)
+    reasons = _layer_reasons(kernel, capability, dtype, cache_dtype, head_sizes, block_size)
     most = decode_rows(head_sizes[1])
     if group * max_query_len > most:
-        gaps.append(
-            f"{group} query heads for each KV head times {max_query_len} tokens; the {kernel} packs at most {most} rows "
-            f"with head size {head_sizes[1]}"
+        reasons.append(
+            f"{group} query heads per KV head times {max_query_len} query tokens; the {kernel} "
+            f"takes at most {most} rows with head size {head_sizes[1]}"
         )
     if num_kv_heads > num_sms:
-        gaps.append(
-            f"{num_kv_heads} KV heads; the {kernel} takes at most one for each of the {num_sms} multiprocessors"
+        reasons.append(
+            f"{num_kv_heads} KV heads; the {kernel} takes at most one per multiprocessor, {num_sms}"
         )
-    return gaps + _feature_gaps(kernel, causal_per_request, alibi, bias, scales)
+    return reasons + _feature_reasons(kernel, causal_per_request, alibi, bias, scales)
 
 
 def prefers_hopper_decode(visible: int, num_reqs: int, num_kv_heads: int, num_sms: int) -> bool:
-    """Whether the Hopper decode is the quicker one.
+    """Return whether the Hopper decode is expected to be faster than the portable one.
 
     Args:
-        visible: the most keys that a request's queries see, by an upper bound.
+        visible: keys visible to a request's queries, an upper bound.
         num_reqs: requests of the batch.
         num_kv_heads: Hkv.
         num_sms: multiprocessors of the chip.

@@ -1,0 +1,123 @@
+"""Which layers and batches the Hopper kernels support, for chips that are not available here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from attnlib.ops.triton.hopper.support import (
+    HOPPER_DECODE_KEYS,
+    decode_unsupported_reasons,
+    prefers_hopper_decode,
+    prefill_unsupported_reasons,
+)
+
+BF16 = torch.bfloat16
+
+
+def _prefill(
+    *,
+    d: int = 128,
+    dv: int = 128,
+    n: int = 16,
+    group: int = 4,
+    dtype: torch.dtype = BF16,
+    cache: torch.dtype = BF16,
+    capability: tuple[int, int] = (9, 0),
+    **features: Any,
+) -> list[str]:
+    return prefill_unsupported_reasons(capability, dtype, cache, (d, dv), n, group, **features)
+
+
+def _decode(*, kv_heads: int = 8, tokens: int = 1, **options: Any) -> list[str]:
+    layer = {
+        "d": 128,
+        "dv": 128,
+        "n": 16,
+        "group": 4,
+        "dtype": BF16,
+        "cache": BF16,
+        "capability": (9, 0),
+        **options,
+    }
+    sizes = (layer.pop("d"), layer.pop("dv"))
+    device_and_dtypes = [layer.pop(name) for name in ("capability", "dtype", "cache")]
+    return decode_unsupported_reasons(
+        *device_and_dtypes,
+        sizes,
+        layer.pop("n"),
+        layer.pop("group"),
+        kv_heads,
+        132,
+        tokens,
+        **layer,
+    )
+
+
+LAYERS = [
+    {},
+    {"n": 256},
+    {"d": 96, "dv": 96},
+    {"d": 192},
+    {"d": 256, "dv": 256},
+    {"group": 5},
+    {"dtype": torch.float16, "cache": torch.float16},
+]
+
+
+@pytest.mark.parametrize("reasons_of", [_prefill, _decode])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_supports_common_layers(
+    layer: dict[str, Any], reasons_of: Callable[..., list[str]]
+) -> None:
+    assert reasons_of(**layer) == []
+
+
+@pytest.mark.parametrize("reasons_of", [_prefill, _decode])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"capability": (10, 0)}, "10.0"),
+        ({"dtype": torch.float32, "cache": torch.float32}, "float32"),
+        ({"cache": torch.float8_e4m3fn}, "float8_e4m3fn"),
+        ({"d": 32, "dv": 32}, "head size 32"),
+        ({"d": 576, "dv": 512}, "head size 576"),
+        ({"n": 48}, "block_size 48"),
+        ({"group": 256}, "256 query heads"),
+        ({"causal_per_request": True}, "causal per request"),
+        ({"alibi": True}, "alibi_slopes"),
+        ({"bias": True}, "query_bias"),
+        ({"scales": True}, "k_scale"),
+    ],
+)
+def test_every_reason_names_its_value(
+    options: dict[str, Any], words: str, reasons_of: Callable[..., list[str]]
+) -> None:
+    reasons = reasons_of(**options)
+    assert any(words in reason for reason in reasons), reasons
+
+
+def test_decode_rows_are_limited() -> None:
+    assert _decode(group=16, tokens=4) == []
+    assert "16 query heads per KV head times 5 query tokens" in _decode(group=16, tokens=5)[0]
+    assert "133 KV heads" in _decode(kv_heads=133)[0]
+
+
+def test_short_and_windowed_decodes_use_the_portable_kernel() -> None:
+    """Measured: it is the faster one for few keys, and for many short requests."""
+    few, many = HOPPER_DECODE_KEYS
+    assert prefers_hopper_decode(few, 16, 8, 132) and not prefers_hopper_decode(few - 1, 1, 8, 132)
+    assert not prefers_hopper_decode(many - 1, 133, 8, 132) and prefers_hopper_decode(
+        many, 256, 8, 132
+    )
+
+
+def test_faster_decode_kernel_changes_at_the_measured_lengths() -> None:
+    """The second bound applies from 8 * 132 + 1 (request, KV head) pairs on."""
+    preferred = [keys for keys in range(4096) if prefers_hopper_decode(keys, 132, 8, 132)]
+    assert (preferred[0], len(preferred)) == (256, 4096 - 256)
+    preferred = [keys for keys in range(4096) if prefers_hopper_decode(keys, 133, 8, 132)]
+    assert (preferred[0], len(preferred)) == (2048, 4096 - 2048)

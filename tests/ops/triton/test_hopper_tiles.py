@@ -1,0 +1,50 @@
+"""Tiles of the Hopper kernels: each fits in shared memory and registers."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnlib.errors import UnsupportedConfigError
+from attnlib.ops.triton.heuristics.hopper_tiles import (
+    SHARED_MEMORY,
+    choose_hopper_decode_tile,
+    choose_hopper_tile,
+    decode_shared_bytes,
+    padded_width,
+    shared_bytes,
+)
+from attnlib.ops.triton.heuristics.tile_table import work_bounds, work_class
+
+
+@pytest.mark.parametrize(
+    ("d", "dv"), [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
+)
+def test_decode_tiles_fit(d: int, dv: int) -> None:
+    for work in (None, *work_bounds("hopper_decode"), 1 << 20):
+        tile = choose_hopper_decode_tile(d, dv, keys_per_sm=work)
+        assert decode_shared_bytes(tile, d, dv) <= SHARED_MEMORY and tile.stages >= 2
+
+
+def test_little_work_has_smaller_tiles() -> None:
+    """One request of 1k keys has 8 tiles of 128 keys, fewer than the 16 CTAs of each KV head."""
+    few, many = (
+        choose_hopper_decode_tile(128, 128, keys_per_sm=work_class(requests, 8, keys, 132))
+        for requests, keys in ((1, 1024), (8, 8192))
+    )
+    assert (few.block_n, many.block_n) == (64, 128)
+
+
+@pytest.mark.parametrize(
+    ("d", "dv"), [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
+)
+def test_tiles_fit(d: int, dv: int) -> None:
+    tile = choose_hopper_tile(d, dv)
+    assert shared_bytes(tile, d, dv) <= SHARED_MEMORY
+    assert tile.block_n <= 128 and tile.stages >= 2
+    assert 2 * tile.consumer_registers + tile.producer_registers <= 504
+    assert padded_width(d) >= d
+
+
+def test_unsupported_head_sizes_are_named() -> None:
+    with pytest.raises(UnsupportedConfigError, match="head sizes 512"):
+        choose_hopper_tile(512, 512)
