@@ -1,4 +1,4 @@
-"""Every optional feature of attention once, for the parity and sensitivity tests of all three attention kernels."""
+"""Every optional feature of attention once, for the parity and sensitivity tests of the kernels."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 __all__ = ["FEATURES", "feature_options"]
 
 FEATURES = [
-    "plain", "bidirectional", "window", "window_zero", "window_both", "window_right", "chunk", "chunk_bidirectional",
-    "cap", "alibi", "sinks", "bias", "causal_each", "negative_scale", "all",
+    "plain", "bidirectional", "window", "window_zero", "window_both", "window_right", "chunk",
+    "chunk_bidirectional", "cap", "alibi", "sinks", "bias", "causal_each", "negative_scale", "all",
 ]  # fmt: skip
 
 
 def feature_options(
     name: str, *, requests: int, tokens: int, heads: int, max_query_len: int, device: torch.device
 ) -> dict[str, Any]:
-    """The keyword arguments that turn one feature on, with random tensors of the right shapes."""
+    """Return the keyword arguments that enable a feature, with random tensors."""
     generator = torch.Generator().manual_seed(7)
 
     def rand(*shape: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the heuristics know about a chip."""
+"""Device limits that the heuristics use."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from attnlib.ops.triton.heuristics.device import (
 )
 
 
-def test_the_interpreter_has_fixed_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """H1: a CPU tensor under the interpreter has a chip of fixed numbers, without float8."""
+def test_interpreter_has_fixed_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """H1: under the interpreter a CPU has the limits of a fixed chip without float8."""
     monkeypatch.setattr(device_module, "INTERPRETED", True)
     assert limits_of(torch.empty(1)) is INTERPRETER_LIMITS
     assert not INTERPRETER_LIMITS.has_fp8
 
 
-def test_a_cpu_tensor_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """E: the error names the device and what to do."""
+def test_cpu_tensor_without_interpreter_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E: the error names the device and the next action."""
     monkeypatch.setattr(device_module, "INTERPRETED", False)
     with pytest.raises(
         BackendUnavailableError,
@@ -32,8 +32,8 @@ def test_a_cpu_tensor_without_the_interpreter_is_refused(monkeypatch: pytest.Mon
         limits_of(torch.empty(1))
 
 
-def test_how_chips_multiply() -> None:
-    """Hopper and data-centre Blackwell read operands in place; consumer Blackwell does not."""
+def test_matrix_instructions_of_chips() -> None:
+    """Hopper and data-center Blackwell are asynchronous; consumer Blackwell is not."""
 
     def products(capability: tuple[int, int], is_amd: bool = False) -> str:
         return DeviceLimits(1, 1, 1, capability, False, is_amd).products
@@ -43,7 +43,7 @@ def test_how_chips_multiply() -> None:
     assert products((0, 0), is_amd=True) == "mfma"
 
 
-def test_the_guard_is_free_on_a_cpu() -> None:
+def test_device_guard_does_nothing_on_a_cpu() -> None:
     """H3: launches run under a guard for the tensor's device; a CPU tensor needs none."""
     with device_guard(torch.empty(1)) as nothing:
         assert nothing is None
@@ -62,8 +62,8 @@ def test_a_gpu_is_the_current_device() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_states_its_limits() -> None:
-    """The numbers come from the device, once."""
+def test_limits_of_a_gpu() -> None:
+    """They are read from the device once."""
     tensor = torch.empty(1, device="cuda")
     limits = limits_of(tensor)
     assert limits is limits_of(tensor)

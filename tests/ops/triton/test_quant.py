@@ -1,4 +1,4 @@
-"""float8 by integer maths: every byte decodes to its number, every number encodes to the nearest, saturated."""
+"""float8 conversion by integer arithmetic: decoding is exact, encoding rounds and saturates."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _encode(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def test_every_byte_decodes_to_its_number(
     device: torch.device, dtype: torch.dtype, compute: tl.dtype
 ) -> None:
-    """M9: on chips without float8 the bytes are decoded exactly, subnormals, infinities and NaN included."""
+    """M9: on chips without float8, including subnormals, infinities and NaN."""
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).to(device)
     out = torch.empty(256, device=device)
     _decode_kernel[(1,)](codes, out, KV_E5M2_BYTES if dtype == E5M2 else KV_E4M3_BYTES, compute)
@@ -53,15 +53,15 @@ def test_every_byte_decodes_to_its_number(
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 def test_numbers_encode_to_the_nearest(device: torch.device, dtype: torch.dtype) -> None:
-    """M9: rounded as torch's own conversion does for all that the format can hold, ties and subnormals included."""
+    """M9: as torch converts numbers in the range of the format, including ties and subnormals."""
     representable = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype).float()
     finite = representable[representable.isfinite()].sort().values.unique()
     ties = (finite[1:] + finite[:-1]) / 2
-    nudged = torch.cat([torch.nextafter(ties, ties + 1), torch.nextafter(ties, ties - 1)])
+    neighbors = torch.cat([torch.nextafter(ties, ties + 1), torch.nextafter(ties, ties - 1)])
     noise = torch.randn(2000, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.linspace(
         -9, 2, 2000
     )
-    x = torch.cat([finite, ties, nudged, noise, torch.tensor([0.0, -0.0, 1e-30])]).to(device)
+    x = torch.cat([finite, ties, neighbors, noise, torch.tensor([0.0, -0.0, 1e-30])]).to(device)
     x = x[x.abs() <= finite.max()]
     assert torch.equal(_encode(x, dtype).view(torch.uint8), x.to(dtype).view(torch.uint8))
 
@@ -69,10 +69,8 @@ def test_numbers_encode_to_the_nearest(device: torch.device, dtype: torch.dtype)
 @pytest.mark.parametrize(
     ("dtype", "largest"), [(E4M3, 448.0), (E5M2, 57344.0)], ids=["e4m3", "e5m2"]
 )
-def test_what_does_not_fit_saturates(
-    device: torch.device, dtype: torch.dtype, largest: float
-) -> None:
-    """M9: beyond the largest finite number, infinities included, lies the largest finite number; NaN stays NaN."""
+def test_large_numbers_saturate(device: torch.device, dtype: torch.dtype, largest: float) -> None:
+    """M9: including infinities; NaN stays NaN."""
     x = torch.tensor(
         [largest * 1.001, -largest * 4, float("inf"), float("-inf"), 1e38, float("nan")],
         device=device,
@@ -82,8 +80,8 @@ def test_what_does_not_fit_saturates(
     assert got[5].isnan()
 
 
-def test_the_way_to_read_follows_the_chip() -> None:
-    """Q1: bytes where the chip has no float8, its own conversion where it has."""
+def test_decoding_follows_the_chip() -> None:
+    """Q1: integer arithmetic on bytes if the chip has no float8, else its own conversion."""
     assert [kv_kind(E4M3, False), kv_kind(E5M2, False)] == [
         KV_E4M3_BYTES.value,
         KV_E5M2_BYTES.value,

@@ -1,4 +1,4 @@
-"""How a program finds its request and its share of the keys."""
+"""The request and the key tiles of a program."""
 
 from __future__ import annotations
 
@@ -18,26 +18,29 @@ def _find_kernel(starts, found, num_reqs, TILE_TOKENS: tl.constexpr, LANES: tl.c
 
 @triton.jit
 def _split_kernel(
-    starts, seq_lens, out, num_reqs, num_splits, load, BALANCED: tl.constexpr, LANES: tl.constexpr
+    starts, seq_lens, out, num_reqs, num_splits, waves, BALANCED: tl.constexpr, LANES: tl.constexpr
 ):
     request = tl.program_id(0)
     _, own = request_tiles(
         starts, seq_lens, seq_lens, request, True, 0, 0, 0, 64, 1, False, False, False
     )
-    per_split = tiles_per_split(starts, seq_lens, seq_lens, num_reqs, own, num_splits, load, 0, 0, 0, BALANCED, 2, 128,
-                                LANES, 64, 1, False, False, False)  # fmt: skip
+    per_split = tiles_per_split(
+        starts, seq_lens, seq_lens, num_reqs, own, num_splits, waves, 0, 0, 0, BALANCED, 2, 128,
+        LANES, 64, 1, False, False, False)  # fmt: skip
     tl.store(out + request * 2, own)
     tl.store(out + request * 2 + 1, per_split)
 
 
 def _splits(
-    device: torch.device, seq_lens: list[int], num_splits: int, load: float, balanced: bool
+    device: torch.device, seq_lens: list[int], num_splits: int, waves: float, balanced: bool
 ) -> list[tuple[int, int]]:
-    """(tiles, splits used) of each request of a decode batch."""
+    """Return (tiles, splits used) of each request of a decode batch."""
     starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=device)
     out = torch.zeros(len(seq_lens), 2, dtype=torch.int32, device=device)
-    _split_kernel[(len(seq_lens),)](starts, torch.tensor(seq_lens, dtype=torch.int32, device=device), out,
-                                    len(seq_lens), num_splits, load, balanced, 16)  # fmt: skip
+    lengths = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+    _split_kernel[(len(seq_lens),)](
+        starts, lengths, out, len(seq_lens), num_splits, waves, balanced, 16
+    )
     return [(own, -(-own // per_split)) for own, per_split in out.tolist()]
 
 
@@ -46,7 +49,7 @@ def _splits(
 def test_every_token_is_in_a_tile_of_its_request(
     device: torch.device, tile_tokens: int, lanes: int
 ) -> None:
-    """Tiles counted from start // tile + request cover every request's tokens and the rows after the last one."""
+    """The tiles cover the tokens of every request and the rows after the last request."""
     query_lens = [0, 7, 0, 0, 33, 1, 16, 0]
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     tokens = int(starts[-1]) + 21
@@ -61,30 +64,30 @@ def test_every_token_is_in_a_tile_of_its_request(
     assert covered == list(range(tokens))
 
 
-def test_a_fixed_number_of_splits_is_per_request(device: torch.device) -> None:
-    """D1: without balancing each request is cut in the same number of parts, as far as it has tiles."""
+def test_fixed_number_of_splits_per_request(device: torch.device) -> None:
+    """D1: without balancing every request has the same number of splits, if it has the tiles."""
     assert _splits(device, [640, 64, 0, 6400], 4, 0.1, False) == [(10, 4), (1, 1), (0, 0), (100, 4)]
 
 
 def test_a_uniform_batch_is_one_wave(device: torch.device) -> None:
-    """Eight requests of 8k on a chip that runs 33 programs per group: four splits each, 32 programs."""
+    """Eight requests of 8k with 33 resident programs per KV head: four splits each, 32 programs."""
     assert _splits(device, [8192] * 8, 16, 1 / 33, True) == [(128, 4)] * 8
 
 
 def test_a_full_batch_is_not_split(device: torch.device) -> None:
-    """Requests that fill the chip almost twice over gain nothing from splitting."""
+    """Requests that make almost two waves by themselves are not split."""
     assert _splits(device, [8192] * 64, 4, 1 / 33, True) == [(128, 1)] * 64
 
 
 def test_ragged_batches_split_by_work(device: torch.device) -> None:
-    """One long request among short ones is spread over the chip; the short ones stay whole."""
+    """One long request uses the whole chip; the short ones have one split."""
     (long, long_splits), *short = _splits(device, [32768] + [200] * 15, 33, 1 / 33, True)
     assert long == 512 and long_splits >= 16
     assert short == [(4, 1)] * 15
 
 
-def test_the_bound_holds(device: torch.device) -> None:
-    """No request uses more splits than the grid has, whatever the lengths."""
+def test_number_of_splits_is_bounded(device: torch.device) -> None:
+    """No request uses more splits than the grid has, for random lengths."""
     generator = torch.Generator().manual_seed(0)
     for num_splits in (1, 2, 5, 16):
         lengths = (torch.rand(40, generator=generator) ** 4 * 30000).int().tolist()

@@ -1,4 +1,4 @@
-"""Tile tables: what ships is whole and tells where it comes from; what is wrong is named; choices follow the table."""
+"""Tile tables: the shipped tables are complete, errors are named, and choices follow the tables."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def _table(*lines: dict[str, Any]) -> TileTable:
 @pytest.mark.parametrize("products", PRODUCTS)
 @pytest.mark.parametrize("elements", ELEMENTS)
 @pytest.mark.parametrize("op", ["decode", "prefill"])
-def test_the_shipped_tables_have_a_tile_for_every_chip_format_and_size(
+def test_shipped_tables_cover_every_chip_format_and_size(
     op: str, products: str, elements: str
 ) -> None:
-    """P6: a gap in a table would be found at the first call on that chip; here it is found before."""
+    """P6: otherwise the first call on such a chip would fail."""
     for width in (16, 64, 96, 128, 192, 256, 512, 576, 1024):
         for rows in (16, 64, 1 << 20):
             found = list(matching(TileProblem(op, products, elements, width, rows)))
@@ -71,8 +71,8 @@ def test_the_shipped_tables_have_a_tile_for_every_chip_format_and_size(
             assert all(len(entry.provenance) > 3 for entry in found)
 
 
-def test_no_shipped_entry_is_shadowed() -> None:
-    """Of entries under the same conditions the first that fits is taken, so each has to need less memory than those before it."""
+def test_every_shipped_entry_is_reachable() -> None:
+    """The first entry that fits is used, so later ones of the same conditions need less memory."""
     for table in shipped_tables():
         seen: dict[tuple[Any, ...], int] = {}
         for entry in table.entries:
@@ -95,21 +95,26 @@ def test_no_shipped_entry_is_shadowed() -> None:
             seen[key] = need
 
 
-def test_tables_are_read_late() -> None:
-    """Speed rules: importing attnlib, and even the choosers, opens no table."""
-    program = (
-        "import sys\nopened = []\nsys.addaudithook(lambda name, args: opened.append(str(args[0])) if name == 'open' else None)\n"
-        "import attnlib, attnlib.ops.triton.heuristics.tiles\nassert not [each for each in opened if each.endswith('.json')], opened\n"
-        "attnlib.ops.triton.heuristics.tiles.choose_decode_tile(128, 128, 2, 2, 4, 1 << 17, 'sync')\n"
-        "assert len([each for each in opened if 'heuristics/tables' in each and each.endswith('.json')]) >= 2\nassert 'triton' not in sys.modules"
-    )
+def test_tables_are_read_on_first_use() -> None:
+    """Speed rules: imports open no table."""
+    program = """
+import sys
+opened = []
+sys.addaudithook(lambda name, args: opened.append(str(args[0])) if name == "open" else None)
+import attnlib, attnlib.ops.triton.heuristics.tiles as tiles
+assert not [path for path in opened if path.endswith(".json")], opened
+tiles.choose_decode_tile(128, 128, 2, 2, 4, 1 << 17, "sync")
+tables = [path for path in opened if "heuristics/tables" in path and path.endswith(".json")]
+assert len(tables) >= 2
+assert "triton" not in sys.modules
+"""
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 
 
-def test_a_tuned_table_comes_first_where_it_matches_and_fits() -> None:
+def test_tuned_table_precedes_if_it_matches_and_fits() -> None:
     tuned = _table({**LINE, "head_size": [65, 128], "rows": [16, 16], "products": ["async"]})
     mine, shipped = Tile(16, 128, 4, 2), choose_decode_tile(128, 128, 2, 2, 4, 227 * KB, "async")
     assert shipped != mine
@@ -121,7 +126,7 @@ def test_a_tuned_table_comes_first_where_it_matches_and_fits() -> None:
     ):
         assert choose_decode_tile(*arguments, tuned=tuned) == choose_decode_tile(*arguments)
     assert choose_decode_tile(128, 128, 2, 2, 4, 64 * KB, "async", tuned=tuned).block_n < 128, (
-        "128 keys do not fit 64 KB"
+        "128 keys do not fit in 64 KB"
     )
 
 
@@ -161,8 +166,8 @@ def test_prefill_and_hopper_tiles_come_from_the_same_table() -> None:
         choose_hopper_tile(512, 512, tuned=tuned)
 
 
-def test_a_tile_measured_without_a_window_leaves_windows_to_the_shipped_entries() -> None:
-    """The class that was measured, and no other: a tile for long rows would be slow for a few keys, and the other way round."""
+def test_tuned_entry_applies_to_its_window_class_only() -> None:
+    """A tile that is fast for long rows is slow for a few keys, and vice versa."""
     line = {
         "op": "hopper_prefill",
         "tile": {"block_n": 128, "stages": 2, "persistent": True},
@@ -181,11 +186,11 @@ def test_a_tile_measured_without_a_window_leaves_windows_to_the_shipped_entries(
             found = choose_hopper_tile(64, 64, block_size=16, visible=visible, tuned=tuned)
             assert found == (mine if visible in measured else usual), visible
     assert choose_hopper_tile(64, 64, block_size=64, tuned=endless) == choose_hopper_tile(64, 64), (
-        "another page size was not measured"
+        "another block size was not measured"
     )
 
 
-def test_classes_of_windows_meet_without_a_gap_and_end_where_shipped_entries_do() -> None:
+def test_window_classes_are_contiguous_and_match_shipped_entries() -> None:
     classes = [visible_class(keys) for keys in (1, 256, 257, 512, 513, 1024, 1025)]
     assert classes == [
         (1, 256),
@@ -205,12 +210,12 @@ def test_classes_of_windows_meet_without_a_gap_and_end_where_shipped_entries_do(
         if name == "visible"
     ]
     assert shipped and all(least == 1 and most in VISIBLE_EDGES for least, most in shipped), (
-        "a tuned entry would cover part of a shipped one"
+        "a tuned entry would cover a part of a shipped one"
     )
 
 
-def test_tiles_may_depend_on_classes_of_work_and_never_on_neighbours_when_asked_not_to() -> None:
-    """M8: `keys_per_sm=None`, batch-invariant decode, gets the tile without a bound on work."""
+def test_batch_invariant_tiles_do_not_depend_on_work() -> None:
+    """M8: with `keys_per_sm=None`, entries with a bound on work do not match."""
     small = {**LINE, "keys_per_sm": [0, 1024]}
     large = {**LINE, "keys_per_sm": [16385, None], "tile": {**LINE["tile"], "block_n": 32}}
     tuned = _table(small, large)
@@ -225,7 +230,7 @@ def test_tiles_may_depend_on_classes_of_work_and_never_on_neighbours_when_asked_
     assert choose_decode_tile(128, 128, 2, 2, 4, 227 * KB, "async", tuned=tuned).block_n == 64
 
 
-def test_classes_of_work_are_powers_of_four() -> None:
+def test_work_classes_are_powers_of_four() -> None:
     assert [work_class(1, 1, keys, 1) for keys in (0, 1, 2, 4, 5, 16, 17)] == [
         1,
         1,
@@ -262,7 +267,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "words"), WRONG)
-def test_what_is_wrong_with_a_table_is_named(change: dict[str, Any], words: str) -> None:
+def test_errors_name_the_table_and_the_entry(change: dict[str, Any], words: str) -> None:
     good = copy.deepcopy(LINE)
     with pytest.raises(
         ContractError, match=r"tile table mine.json, tiles\[1\]: " + words + r".*attnlib tune"
@@ -270,7 +275,7 @@ def test_what_is_wrong_with_a_table_is_named(change: dict[str, Any], words: str)
         _table(good, {**good, **change})
 
 
-def test_a_table_of_another_schema_is_refused() -> None:
+def test_other_schema_is_rejected() -> None:
     with pytest.raises(
         ContractError,
         match=r"has schema 7 and this version reads 1; recreate it with attnlib tune",

@@ -1,4 +1,4 @@
-"""Tile choice as a pure function: it fits every chip, and says so when it cannot."""
+"""Tiles of the portable kernels fit every chip, and the error names the numbers if none does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHOOSERS = [choose_prefill_tile, choose_decode_tile]
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("products", ["async", "sync", "mfma"])
 def test_never_exceeds_the_chip(choose, limit: int, products: str) -> None:  # type: ignore[no-untyped-def]
-    """P6 of the field notes: whatever the head size, format and number of rows, the estimate stays below the limit."""
+    """P6 of the field notes: for every head size, format and number of rows."""
     for size in SIZES:
         for formats in FORMATS:
             for rows in (1, 8, 24, 64, 100, 4096):
@@ -42,15 +42,18 @@ def test_never_exceeds_the_chip(choose, limit: int, products: str) -> None:  # t
 
 
 @pytest.mark.parametrize("choose", CHOOSERS)
-def test_what_fits_nowhere_is_refused_with_the_numbers(choose) -> None:  # type: ignore[no-untyped-def]
-    """The refusal names the head sizes, the bytes needed, the limit and what to do."""
-    with pytest.raises(UnsupportedConfigError, match=r"head sizes 512 \(keys\) and 512 \(values\) at 4 bytes need \d+ "
-                       r"bytes of shared memory .* the chip allows 49152; use a 16-bit dtype"):  # fmt: skip
+def test_head_size_that_fits_nowhere_is_rejected(choose) -> None:  # type: ignore[no-untyped-def]
+    """The error names the head sizes, the bytes needed, the limit and the next action."""
+    message = (
+        r"head sizes 512 \(keys\) and 512 \(values\) at 4 bytes need \d+ bytes of shared memory .* "
+        r"the chip allows 49152; use a 16-bit dtype"
+    )
+    with pytest.raises(UnsupportedConfigError, match=message):
         choose(512, 512, 4, 4, 64, 48 * KB, "sync")
 
 
 def test_tiles_follow_the_rows() -> None:
-    """A tile has no more rows than the batch can fill, and at least the 16 that the tensor cores want."""
+    """A tile has no more rows than the batch, and at least the 16 of a matrix instruction."""
     prefill = {
         rows: choose_prefill_tile(128, 128, 2, 2, rows, 227 * KB, "async").block_m
         for rows in (1, 17, 60, 9999)
@@ -63,17 +66,20 @@ def test_tiles_follow_the_rows() -> None:
     assert decode == {1: 16, 16: 16, 17: 32, 9999: 64}
 
 
-def test_big_chips_get_big_tiles() -> None:
-    """Head size 128 in 16 bits: 128 rows, 64 keys in three stages and 8 warps on Hopper, fewer stages where shared memory is."""
+def test_stages_follow_shared_memory() -> None:
+    """Head size 128 in 16 bits: three stages on Hopper, two on a chip with 99 KB."""
     assert choose_prefill_tile(128, 128, 2, 2, 4096, 227 * KB, "async") == Tile(128, 64, 8, 3)
     assert choose_prefill_tile(128, 128, 2, 2, 4096, 99 * KB, "sync") == Tile(128, 64, 8, 2)
     assert choose_decode_tile(128, 128, 2, 2, 4, 227 * KB, "async") == Tile(16, 64, 4, 3)
 
 
-def test_head_sizes_are_cut_without_waste() -> None:
-    """One power of two, or two where that pads less."""
-    cuts = {16: (16, 0), 8: (16, 0), 40: (64, 0), 64: (64, 0), 72: (64, 32), 80: (64, 32), 96: (64, 32), 112: (128, 0),
-            120: (128, 0), 128: (128, 0), 192: (128, 64), 256: (256, 0), 512: (512, 0), 576: (512, 64)}  # fmt: skip
+def test_head_sizes_are_split_with_little_padding() -> None:
+    """One power of two, or two if that pads less."""
+    cuts = {
+        8: (16, 0), 16: (16, 0), 40: (64, 0), 64: (64, 0), 72: (64, 32), 80: (64, 32), 96: (64, 32),
+        112: (128, 0), 120: (128, 0), 128: (128, 0), 192: (128, 64), 256: (256, 0), 512: (512, 0),
+        576: (512, 64),
+    }  # fmt: skip
     assert {size: split_head_size(size) for size in cuts} == cuts
     for size in range(1, 600):
         large, small = split_head_size(size)

@@ -1,7 +1,8 @@
-"""What the kernels' heuristics may know about a chip, read once per device.
+"""Limits of a device that the heuristics use, read once per device.
 
-Tiles and splits are pure functions of these numbers, so any chip can be imagined in a test. A CPU has no such numbers;
-under the interpreter a fixed small chip stands in, small enough that short test sequences still span several tiles.
+Tiles and splits are pure functions of these numbers, so a test can use the numbers of any chip. On
+a CPU, under the interpreter, the numbers are those of a fixed small chip, so that short test
+sequences span several tiles.
 """
 
 from __future__ import annotations
@@ -30,23 +31,25 @@ __all__ = [
 ]
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-"""Whether this process runs kernels on the CPU; triton decides it when a kernel is decorated, so at import."""
+"""Whether this process interprets kernels on the CPU. Triton decides it when a kernel is decorated,
+that is, at import."""
 
 _NO_GUARD: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """The numbers of one chip.
+    """Limits of one device.
 
     Attributes:
         num_sms: streaming multiprocessors (compute units on AMD).
-        shared_memory: bytes of shared memory that one block may use.
-        shared_memory_per_sm: bytes of shared memory that the blocks on one multiprocessor share.
-        capability: (major, minor) on NVIDIA, (0, 0) elsewhere.
-        has_fp8: whether the chip converts OCP float8 by itself; without it the kernels decode bytes.
+        shared_memory: bytes of shared memory per CTA.
+        shared_memory_per_sm: bytes of shared memory per multiprocessor.
+        capability: compute capability (major, minor) on NVIDIA, (0, 0) elsewhere.
+        has_fp8: whether the chip converts OCP float8 in hardware; if not, the kernels decode bytes.
         is_amd: whether it is an AMD chip.
-        tuned: the user's own tiles for this chip (`set_tuned_tiles`), None without; part of every cache's key.
+        tuned: the user's tiles for this device (`set_tuned_tiles`), if any. Part of the limits, so
+            that every cache with the limits in its key sees a change.
     """
 
     num_sms: int
@@ -59,8 +62,11 @@ class DeviceLimits:
 
     @property
     def products(self) -> str:
-        """How the chip multiplies tiles of 64 rows and more: "async" reads operands from shared memory (wgmma on
-        Hopper, tcgen05 on data-centre Blackwell), "sync" is mma.sync, "mfma" is AMD's."""
+        """Matrix instructions for tiles of 64 rows and more.
+
+        "async" reads operands from shared memory (wgmma on Hopper, tcgen05 on data-center
+        Blackwell), "sync" is mma.sync, "mfma" is AMD's.
+        """
         if self.is_amd:
             return "mfma"
         return "async" if self.capability[0] in (9, 10, 11) else "sync"
@@ -124,7 +130,7 @@ _tuned: dict[int, TileTable] = {}
 
 
 def device_index(tensor: Tensor) -> int:
-    """The number of the tensor's device for `set_tuned_tiles`: its CUDA index, -1 for the interpreter."""
+    """Return the index for `set_tuned_tiles`: the CUDA index, or -1 for the interpreter."""
     return (tensor.device.index or 0) if tensor.is_cuda else _INTERPRETER
 
 
@@ -154,12 +160,14 @@ def device_guard(tensor: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(tensor.device)
 
 
-_ALONE: dict[str, bool] = {"PDL": False}
-_DEPENDENT: dict[str, bool] = {"PDL": True, "launch_pdl": True}
+_WITHOUT_PDL: dict[str, bool] = {"PDL": False}
+_WITH_PDL: dict[str, bool] = {"PDL": True, "launch_pdl": True}
 
 
 def programmatic_launch(limits: DeviceLimits) -> dict[str, bool]:
-    """Named arguments of a kernel that waits for its predecessor itself (programmatic dependent launch, from Hopper
-    on): its launch then overlaps the predecessor's end. Such a kernel has a constexpr `PDL` and, with it set, calls
-    `gdc_wait` before it reads anything."""
-    return _DEPENDENT if limits.capability >= (9, 0) else _ALONE
+    """Return the named arguments of a kernel that supports programmatic dependent launch (PDL).
+
+    From Hopper on, its launch overlaps the end of the previous kernel. The kernel has a constexpr
+    `PDL` and, if it is set, calls `gdc_wait` before it reads anything.
+    """
+    return _WITH_PDL if limits.capability >= (9, 0) else _WITHOUT_PDL
