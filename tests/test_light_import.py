@@ -47,7 +47,7 @@ def test_selection_loads_no_heavy_package_and_does_not_initialize_cuda() -> None
         "heuristics.tile_entries",
         "heuristics.tile_table",
         "heuristics.tiles",
-        "hopper.loader",
+        "hopper",
     ],
 )
 def test_modules_of_ops_triton_that_need_no_triton(module: str) -> None:
