@@ -4,8 +4,7 @@ Absolute times differ between machines and between runs, because chips and clock
 results to compare are ratios of two times of one run, and shares of the peak rates that the same
 run measured. The modules, in reading order:
 
-    case, suites        what is measured: a batch and the shape of a layer, by name or in a short
-        grammar
+    case, suites        what is measured: a batch and the shape of a layer
     work                the bytes and operations that a case needs
     inputs              the tensors of a case: cold caches, blocks in random order
     correctness         the check against the oracle; a backend with a wrong output gets no time

@@ -2,8 +2,10 @@
 
 Grammar: `BATCH[@KEY=VALUE,...]`, where BATCH is the grammar of `attnlib.testing.batch_spec`:
 
-    32q1s4k                          32 decodes at 4096 tokens, 32/8 heads of 128, blocks of 16,
-    bfloat16 32q1s8k@heads=64/8,d=64,window=128,sinks q16k@page=128,kv=fp8_e4m3
+    32q1s4k                                  32 decodes with 4096 keys, 32/8 heads of 128,
+                                             blocks of 16, bfloat16
+    32q1s8k@heads=64/8,d=64,window=128,sinks
+    q16k@page=128,kv=fp8_e4m3
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ class BenchCase:
     def with_page(self, block_size: int) -> BenchCase:
         """The case with another block size, which is part of its name.
 
-        The same case if the size is equal.
+        Returns the same case if the size is equal.
         """
         if block_size == self.block_size:
             return self

@@ -91,7 +91,7 @@ def measure_case(
 def _not_run(case: BenchCase, one: BenchBackend, device: torch.device) -> Row | None:
     """The row of a backend that is unavailable or does not support the case.
 
-    None if it takes part.
+    Returns None if it takes part.
     """
     if one.unavailable_reasons or one.backend is None:
         return unmeasured(case, one.label, "unavailable", "; ".join(one.unavailable_reasons))
@@ -214,7 +214,7 @@ def _measure_all(
 ) -> dict[str, Measurement]:
     """All timers in turn.
 
-    If one of them fails, each one alone, so that the others keep their times.
+    If one of them fails, each one is measured alone, so that the others keep their times.
     """
     expected = {runner.label: runner.expected_us for runner in ready}
     try:

@@ -208,7 +208,7 @@ def case_of_row(row: Row) -> BenchCase:
 def best_other(rows: Iterable[Row], like: Row) -> Row | None:
     """The fastest row of another backend with the case, run and kind of timing of `like`.
 
-    None if there is none.
+    Returns None if there is none.
 
     `torch`, the reference, is left out.
     """

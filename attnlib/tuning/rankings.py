@@ -41,7 +41,7 @@ def shipped_rankings(chip: str) -> tuple[Ranking, ...]:
 def shipped_ranking(spec: AttentionSpec, device: DeviceInfo) -> Ranking | None:
     """The shipped ranking for layers like `spec` on this chip.
 
-    None if there is none, or if ATTNLIB_TUNING=off.
+    Returns None if there is none, or if ATTNLIB_TUNING=off.
     """
     chip = chip_name(device)
     if chip is None or env.read("ATTNLIB_TUNING").lower() == "off":

@@ -25,7 +25,7 @@ _generation = 0
 def chip_name(device: DeviceInfo) -> str | None:
     """The name of the chip in tables: the driver's name of a GPU, or "cpu".
 
-    None if there is nothing to measure on.
+    Returns None if there is nothing to measure on.
     """
     if device.type == "cpu":
         return "cpu"
@@ -58,7 +58,7 @@ def table_path(chip: str) -> Path | None:
 def tuning_for(device: DeviceInfo) -> Tuning | None:
     """The table for a device.
 
-    None if there is none, if it is switched off, or, after a warning, if it is unusable.
+    Returns None if there is none, if it is switched off, or, after a warning, if it is unusable.
     """
     chip = chip_name(device)
     if chip is None:
@@ -79,7 +79,7 @@ def clear_cache() -> None:
 def generation() -> int:
     """A number that changes whenever `clear_cache` is called.
 
-    Part of the key of cached selections.
+    It is part of the key of cached selections.
     """
     return _generation
 

@@ -47,7 +47,7 @@ class Tuner(ABC):
 
     @abstractmethod
     def group(self, case: BenchCase, operation: str) -> Hashable | None:
-        """The group of cases that share one choice of parameters.
+        """The group of cases that share one set of parameters.
 
         Returns:
             A key, a string unless `table_lines` is overridden; None if `operation` does not serve
@@ -58,7 +58,7 @@ class Tuner(ABC):
     def candidates(self, case: BenchCase, operation: str) -> Sequence[Parameters]:
         """Distinct candidates for `case`.
 
-        The first one is the current choice; the others have to beat it.
+        The first one is in use now, and the others have to beat it.
         """
 
     @abstractmethod
@@ -67,7 +67,7 @@ class Tuner(ABC):
     ) -> AbstractContextManager[Callable[[int], object]]:
         """A context in which `operation` uses `parameters`.
 
-        Leaving it restores the previous choice.
+        Leaving the context restores the previous parameters.
 
         Args:
             inputs: query, caches, metadata and output of the case.

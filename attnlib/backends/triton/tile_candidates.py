@@ -120,7 +120,7 @@ def _on_hopper(case: BenchCase, limits: DeviceLimits) -> bool:
 def tile_group(case: BenchCase, op: str, limits: DeviceLimits) -> TileGroup | None:
     """The group of a case.
 
-    None if `op` does not serve it. Mixed batches run the two operations and have no tiles.
+    Returns None if `op` does not serve it. Mixed batches run the two operations and have no tiles.
     """
     if case.kind not in ("prefill", "decode") or op.removeprefix("hopper_") != case.kind:
         return None

@@ -46,7 +46,7 @@ def use_tuned_tiles(device: torch.device) -> None:
 def _tiles_of(tuning: Tuning) -> TileTable | None:
     """The tiles of a table.
 
-    None, after one warning, if they cannot be used. Launch caches key on its identity.
+    Returns None, after one warning, if they cannot be used. Launch caches key on its identity.
     """
     try:
         return parse_tiles(tuning)

@@ -163,7 +163,7 @@ class Scheduler:
     def _grow(self, request: Request, count: int) -> bool:
         """Allocate blocks for `count` tokens, preempting the most recent requests if needed.
 
-        False if it was itself preempted.
+        Returns False if the request itself was preempted.
         """
         while self._num_new_blocks(request, count) > self.allocator.num_free_blocks:
             victim = self.running[-1]
