@@ -42,7 +42,7 @@ def specs_from_config(path: str | Path, **overrides: Any) -> dict[str, Attention
         overrides: fields of `AttentionSpec` that override the file.
 
     Raises:
-        ContractError: the file or a required key is missing; the message names it.
+        ContractError: the file or a required key is missing or invalid; the message names it.
     """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
@@ -50,8 +50,13 @@ def specs_from_config(path: str | Path, **overrides: Any) -> dict[str, Attention
         raise ContractError(
             f"no config file at {file}: give a config.json or the directory that contains it"
         )
-    config = json.loads(file.read_text())
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ContractError(f"{file} is not valid JSON: {error}") from error
     config = config.get("text_config") or config
+    if "dtype" in overrides:  # an unknown dtype in the file does not matter then
+        config = {**config, "dtype": str(overrides["dtype"])}
     common = _common_fields(config, file)
     window = _window(config)
     listed = list(dict.fromkeys(config.get("layer_types") or []))
@@ -102,12 +107,7 @@ def _common_fields(config: dict[str, Any], file: Path) -> dict[str, Any]:
         "num_heads": heads,
         "num_kv_heads": _num_kv_heads(config, heads),
         **_head_sizes(config, hidden, heads),
-        "dtype": getattr(
-            torch,
-            str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix(
-                "torch."
-            ),
-        ),
+        "dtype": _dtype(config, file),
         "logits_soft_cap": config.get("attn_logit_softcapping"),
         "has_alibi": model in _ALIBI
         or bool(config.get("alibi"))
@@ -115,6 +115,17 @@ def _common_fields(config: dict[str, Any], file: Path) -> dict[str, Any]:
         "has_sink": model in _SINKS,
         "attn_type": AttentionType.ENCODER_ONLY if model in _ENCODERS else AttentionType.DECODER,
     }
+
+
+def _dtype(config: dict[str, Any], file: Path) -> torch.dtype:
+    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ContractError(
+            f"{file} has dtype {name!r}, which is not a torch dtype: give --dtype bfloat16, float16 "
+            f"or float32"
+        )
+    return dtype
 
 
 def _num_kv_heads(config: dict[str, Any], heads: int) -> int:

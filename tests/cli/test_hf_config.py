@@ -136,3 +136,16 @@ def test_missing_keys_are_named(tmp_path: Path) -> None:
     ):
         specs_from_config(tmp_path)
     assert specs_from_config(tmp_path, sliding_window=9)["sliding_attention"].sliding_window == 9
+
+
+def test_invalid_files_and_dtypes_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text("{")
+    with pytest.raises(ContractError, match="config.json is not valid JSON"):
+        specs_from_config(file)
+    config = {"hidden_size": 64, "num_attention_heads": 4, "torch_dtype": "float4"}
+    file.write_text(json.dumps(config))
+    with pytest.raises(ContractError, match="has dtype 'float4', which is not a torch dtype"):
+        specs_from_config(file)
+    (spec,) = specs_from_config(file, dtype=torch.float16).values()
+    assert spec.dtype is torch.float16

@@ -1,0 +1,57 @@
+"""Command-line flags for a spec."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnlib.cli.spec_flags import add_spec_flags, names_a_spec, spec_fields, specs_of
+from attnlib.errors import ContractError
+from attnlib.spec import AttentionSpec, MaskKind
+
+
+def _parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_spec_flags(parser)
+    return parser.parse_args(arguments)
+
+
+def test_without_flags_the_default_layer_is_used() -> None:
+    options = _parse()
+    assert not names_a_spec(options) and spec_fields(options) == {}
+    assert specs_of(options) == {
+        "": AttentionSpec(num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
+    }
+
+
+def test_flags_are_fields_of_the_spec() -> None:
+    arguments = (
+        "--num-heads 8 --dtype float16 --has-sink --mask-kind per_request --sliding-window 9"
+    )
+    options = _parse(*arguments.split())
+    assert names_a_spec(options)
+    (spec,) = specs_of(options).values()
+    assert (spec.num_heads, spec.num_kv_heads, spec.dtype) == (8, 8, torch.float16)
+    assert spec.has_sink and not spec.has_alibi and spec.sliding_window == 9
+    assert spec.mask_kind is MaskKind.PER_REQUEST
+
+
+def test_flags_override_the_config(tmp_path: Path) -> None:
+    config = {"hidden_size": 64, "num_attention_heads": 4, "torch_dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    specs = specs_of(_parse("--config", str(tmp_path), "--num-kv-heads", "2"))
+    assert specs == {
+        "full_attention": AttentionSpec(
+            num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32
+        )
+    }
+
+
+@pytest.mark.parametrize("name", ["float12", "nn"])
+def test_an_unknown_dtype_is_an_error(name: str) -> None:
+    with pytest.raises(ContractError, match=f"--dtype {name} is not a torch dtype; use bfloat16"):
+        specs_of(_parse("--dtype", name))
