@@ -22,6 +22,6 @@ def checker_for_level() -> Callable[..., None] | None:
     if not level:
         return None
     if level == 2:
-        import_module("attnlib.debug.shadow").watch_for_validation()
+        import_module("attnlib.debug.shadow").enable_validation_shadow()
     checker: Callable[..., None] = import_module("attnlib.debug.validation").check_values
     return checker

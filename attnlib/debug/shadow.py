@@ -24,12 +24,13 @@ from attnlib import env
 from attnlib.backends.base import AttentionBackend
 from attnlib.debug.record import capture_call, save_recording
 from attnlib.errors import ContractError
+from attnlib.instrumentation import OBSERVERS
 from attnlib.testing.backend_under_test import load_backend
 from attnlib.testing.materialized_case import MaterializedCase
 from attnlib.testing.report import format_table
 from attnlib.testing.runner import AttentionOutput, compare_with_oracle, run_materialized_case
 
-__all__ = ["ShadowLog", "ShadowRecord", "shadow", "shadow_call", "watch_for_validation"]
+__all__ = ["ShadowLog", "ShadowRecord", "enable_validation_shadow", "shadow", "shadow_call"]
 
 Backend = type[AttentionBackend]
 
@@ -214,8 +215,6 @@ def shadow(
     Raises:
         ContractError: `every` is less than 1.
     """
-    from attnlib.instrumentation import OBSERVERS
-
     if every < 1:
         raise ContractError(f"every={every} must be at least 1 (1 compares every call)")
     loaded = load_backend(backend)
@@ -235,10 +234,8 @@ def shadow(
         OBSERVERS.remove(observe)
 
 
-def watch_for_validation() -> None:
+def enable_validation_shadow() -> None:
     """ATTNLIB_VALIDATE=2: compare all later calls with `torch`; warn if one is above the budget."""
-    from attnlib.instrumentation import OBSERVERS
-
     if _validate not in OBSERVERS:
         OBSERVERS.append(_validate)
 

@@ -31,7 +31,7 @@ CALLED_BY_ENGINES = {
     "AttentionBackend.make_builder",
     "AttentionBackend.full_cls_name",
     "AttentionImpl.attention_params",
-    "AttentionImpl.settle",
+    "AttentionImpl.read_per_head_tensors_from",
 }
 """Public methods that a backend calls or inherits and does not override."""
 

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
-from attnlib.backends.base import AttentionBackend
+from attnlib.backends.base import AttentionBackend, AttentionImpl
 from attnlib.cache.storage import PagedKVCache
 from attnlib.device import DeviceInfo
 from attnlib.metadata.common import CommonAttentionMetadata
@@ -259,6 +260,44 @@ class ReadsSharedState(ToyImpl):
         return SharedStateBuilder.left
 
 
+class FirstCallPlan:
+    """A step plan over the tensors of the call that it was prepared for."""
+
+    def __init__(self, query: torch.Tensor, cache: PagedKVCache, metadata: Any) -> None:
+        self.query, self.cache, self.metadata = query, cache, metadata
+
+    def run(
+        self,
+        impl: AttentionImpl,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        if key is not None and value is not None:
+            impl.write_kv(key, value, cache, self.metadata.slot_mapping)
+        impl.forward(self.query, self.cache, self.metadata, output, lse)
+
+
+class PlansKeepTensors(ToyImpl):
+    """Reuses the query and the cache of the first call in later calls."""
+
+    def plan(
+        self,
+        signature: Hashable,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache,
+        metadata: Any,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> FirstCallPlan:
+        return FirstCallPlan(query, cache, metadata)
+
+
 class BatchDependentBits(ToyImpl):
     """Rounds differently if the batch has more than two requests."""
 
@@ -453,6 +492,7 @@ WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     "uninitialized accumulator": (toy_with(UninitializedAccumulator), "N1"),
     "stale metadata on graph replay": (toy_with(builder=StaleMetadataBuilder), "G1"),
     "metadata copied under a graph": (toy_with(builder=StaleMetadataBuilder), "G3"),
+    "plans that keep the tensors of a call": (toy_with(PlansKeepTensors), "F3"),
     "state shared by layers of all kinds": (toy_with(ReadsSharedState, SharedStateBuilder), "F2"),
     "batch-dependent bits declared invariant": (
         toy_with(BatchDependentBits, batch_invariant=True),
