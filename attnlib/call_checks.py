@@ -198,6 +198,12 @@ def _check_cache(
             f"cache is on {cache.device}, query on {device}: all tensors of a call must be on one "
             "device"
         )
+    if cache.values_alias_keys and not spec.use_mla:
+        raise ContractError(
+            "key_cache and value_cache are the same memory, so values would overwrite keys: pass "
+            "separate views, or set use_mla=True if values are a prefix of the keys",
+            rule="P1",
+        )
     reads = layer.backend.capabilities.kv_cache_layouts or ("NHD",)
     named = cache.layout is not None  # a backend checks the strides of views without a layout name
     if named and cache.layout not in reads and "ANY" not in reads:

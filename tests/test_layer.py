@@ -182,6 +182,9 @@ def _break(name: str):
             "cache dtype": {
                 "cache": attnlib.PagedKVCache.allocate(SPEC.replace(kv_cache_dtype="fp8"), 8, "cpu")
             },
+            "one memory": {
+                "cache": attnlib.PagedKVCache.from_views(cache.key_cache, cache.key_cache[..., :6])
+            },
             "no cache": {"cache": None},
             "strided head": {"query": torch.zeros(6, 8, 4).transpose(1, 2)},
             "slots int32": {"metadata": _with(step, slot_mapping=step.slot_mapping.int())},
@@ -214,6 +217,7 @@ def _with(step, **changes):
         ("cache block", r"cache has block_size=8, the spec says 4"),
         ("cache heads", "cache has num_kv_heads=4, the spec says 2"),
         ("cache dtype", "cache stores torch.float8_e4m3fn, the spec says torch.float32"),
+        ("one memory", r"key_cache and value_cache are the same memory.*use_mla=True.*\[P1\]"),
         ("no cache", "attends through a cache: pass a PagedKVCache"),
         ("strided head", "query has stride 4 along the head"),
         ("slots int32", r"slot_mapping is torch.int32; it must be int64"),

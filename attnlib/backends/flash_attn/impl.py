@@ -141,10 +141,11 @@ class FlashAttnImpl(AttentionImpl):
         if sinks is None:
             return None
         known = self._rounded_sinks
-        if known is None or known.sinks is not sinks or known.version != sinks._version:
+        version = 0 if sinks.is_inference() else sinks._version  # inference tensors have none
+        if known is None or known.sinks is not sinks or known.version != version:
             rounded = sinks.to(torch.bfloat16)
             exact = bool((rounded.to(sinks.dtype) == sinks).all())
-            known = _RoundedSinks(sinks, sinks._version, rounded if exact else None)
+            known = _RoundedSinks(sinks, version, rounded if exact else None)
             self._rounded_sinks = known
         return known.rounded
 
