@@ -122,8 +122,8 @@ def _dtype(config: dict[str, Any], file: Path) -> torch.dtype:
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
         raise ContractError(
-            f"{file} has dtype {name!r}, which is not a torch dtype: give --dtype bfloat16, float16 "
-            f"or float32"
+            f"{file} has dtype {name!r}, which is not a torch dtype: give --dtype bfloat16, "
+            f"float16 or float32"
         )
     return dtype
 

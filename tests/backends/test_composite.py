@@ -17,7 +17,9 @@ from attnlib.backends.loading import configured
 from attnlib.backends.torch import TorchBackend
 from attnlib.backends.torch.impl import TorchImpl
 from attnlib.backends.torch.metadata import TorchMetadataBuilder
+from attnlib.backends.triton import TritonBackend
 from attnlib.capabilities import NOT_STATED, Capabilities, Sizes
+from attnlib.device import resolve_device
 from attnlib.errors import LayoutMismatchError
 from attnlib.metadata.state import AttentionState
 from attnlib.spec import AttentionSpec, CudaGraphSupport
@@ -291,3 +293,17 @@ def test_composites_that_nobody_uses_are_freed() -> None:
         make_composite(configured(TorchBackend, {"index": index}), TorchBackend)
     gc.collect()
     assert len(composite._composites) <= before + 1
+
+
+def test_explain_names_the_kernels_of_each_phase() -> None:
+    spec = SPEC.replace(num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
+    spec = spec.replace(head_size_v=128, block_size=16)
+    pair = make_composite(TritonBackend, TorchBackend)
+    assert pair.explain_lines(spec, resolve_device("sm_90")) == [
+        "prefill: triton (Hopper kernel)",
+        "decode:  torch",
+    ]
+    assert pair.explain_lines(spec, resolve_device("sm_80")) == [
+        "prefill: triton (portable Triton kernels)",
+        "decode:  torch",
+    ]

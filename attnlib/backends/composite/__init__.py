@@ -62,6 +62,17 @@ class CompositeBackend(AttentionBackend):
         ]
 
     @classmethod
+    def explain_lines(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
+        """The backend of each phase, with the kernels that it names for this phase."""
+        lines = []
+        for phase, child in (("prefill", cls.prefill_backend), ("decode", cls.decode_backend)):
+            parts = [line.partition(":") for line in child.explain_lines(spec, device)]
+            kernels = [text.strip() for phases, _, text in parts if phase in phases]
+            details = f" ({'; '.join(kernels)})" if kernels else ""
+            lines.append(f"{f'{phase}:':<8} {child.get_name()}{details}")
+        return lines
+
+    @classmethod
     def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
         """The reasons of both children, and unpaged attention types, which have no decodes."""
         reasons = [
