@@ -15,13 +15,14 @@ import torch
 
 from attnlib.bench.backends import BenchBackend, find_backends, split_names, unavailable_backends
 from attnlib.bench.case import BenchCase
-from attnlib.bench.measure import DeviceLostError, device_works, measure_case
+from attnlib.bench.measure import measure_case
 from attnlib.bench.peaks import Peaks, measure_peaks
 from attnlib.bench.provenance import provenance
 from attnlib.bench.results import Document, Row, Run, merge, read_document, write_document
 from attnlib.bench.runner import unmeasured
 from attnlib.bench.suites import SUITES, choose_cases
 from attnlib.bench.table import HEADER, LEGEND, case_lines, heading, kernel_lines, summary_line
+from attnlib.bench.timing import DeviceLostError, device_works
 from attnlib.device import resolve_device
 from attnlib.errors import ContractError
 

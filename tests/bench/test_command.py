@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from attnlib.bench import command, timer
-from attnlib.bench.measure import DeviceLostError
 from attnlib.bench.peaks import Peaks, measure_peaks
 from attnlib.bench.results import read_document
+from attnlib.bench.timing import DeviceLostError
 from attnlib.cli import main
 
 SMALL = "2q1s40@heads=4/2,d=16,dtype=float32"

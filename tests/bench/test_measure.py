@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnlib.backends._foreign.outputs import is_capturing
-from attnlib.bench import measure, timer
+from attnlib.bench import measure, timer, timing
 from attnlib.bench.backends import find_backends, split_names
 from attnlib.bench.case import parse_case
 from attnlib.bench.measure import measure_case
@@ -148,7 +148,7 @@ def test_a_failing_round_affects_one_backend_only(monkeypatch: pytest.MonkeyPatc
         return original(self)
 
     monkeypatch.setattr(timer.EagerTimer, "round", fails_for_two)
-    monkeypatch.setattr(measure, "_secondary_times", lambda runner, graphs, device: {})
+    monkeypatch.setattr(timing, "_secondary_times", lambda runner, graphs, device: {})
     backends = [
         type(one)(label, one.backend)
         for label, one in zip(("one", "two"), find_backends(["torch"], CPU) * 2, strict=True)
@@ -290,7 +290,7 @@ class FakeGraph(timer.EagerTimer):
 
 
 def test_graph_times_are_the_main_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "GraphTimer", FakeGraph)
+    monkeypatch.setattr(timing, "GraphTimer", FakeGraph)
     (row,) = rows_of("torch", graphs=True)
     assert (
         (row.status, row.how, row.note) == ("ok", "graph", "")
@@ -305,7 +305,7 @@ def test_the_output_of_a_graph_is_checked(monkeypatch: pytest.MonkeyPatch) -> No
         def replay(self) -> None:
             pass  # nothing is written
 
-    monkeypatch.setattr(measure, "GraphTimer", Stale)
+    monkeypatch.setattr(timing, "GraphTimer", Stale)
     (row,) = rows_of("torch", graphs=True)
     assert (
         row.status == "wrong"
@@ -324,7 +324,7 @@ def test_backends_without_capture_are_timed_eagerly_with_a_note(
             except RuntimeError as root:
                 raise RuntimeError("capture_end failed") from root
 
-    monkeypatch.setattr(measure, "GraphTimer", NoGraph)
+    monkeypatch.setattr(timing, "GraphTimer", NoGraph)
     (row,) = rows_of("torch", graphs=True)
     assert (row.status, row.how, row.note.split(";")[0]) == (
         "ok",

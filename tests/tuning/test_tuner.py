@@ -17,7 +17,7 @@ from attnlib.bench import timer
 from attnlib.bench.backends import find_backends
 from attnlib.bench.case import parse_case
 from attnlib.cli import main
-from attnlib.cli.tune.main import find_tuners
+from attnlib.cli.tune.session import find_tuners
 from attnlib.device import DeviceInfo
 from attnlib.tuning.measure import measure_operation
 from tests.tuning import toy_backend

@@ -126,38 +126,21 @@ def tile_group(case: BenchCase, op: str, limits: DeviceLimits) -> TileGroup | No
         return None
     if op != case.kind and not _on_hopper(case, limits):
         return None
-    sizes = (case.head_size, case.head_size_v or case.head_size)
-    spec, rows = (
-        case.spec,
-        min(128, max(16, next_power_of_2(case.batch.max_query_len * case.spec.group_size))),
-    )
+    spec, sizes = case.spec, (case.head_size, case.head_size_v or case.head_size)
     stored = "16-bit" if spec.kv_dtype.itemsize > 1 else "fp8" if limits.has_fp8 else "fp8-bytes"
     elements = "float32" if spec.dtype.itemsize == 4 else stored
+    head_size = max(padded_width(size) for size in sizes)
+    rows = DECODE_ROWS if op == "hopper_decode" else 128
+    if op == case.kind:  # the portable kernels
+        head_size = max(sum(split_head_size(size)) for size in sizes)
+        rows = max(16, next_power_of_2(case.batch.max_query_len * spec.group_size))
+    group = TileGroup(op, limits.products, elements, head_size, min(128, rows))
+    if case.kind == "decode":
+        return dataclasses.replace(group, work=_work(case, limits))
     if op == "hopper_prefill":
-        width = max(map(padded_width, sizes))
-        return TileGroup(
-            op,
-            limits.products,
-            elements,
-            width,
-            128,
-            case.block_size,
-            visible=visible_class(_window(case)),
-        )
-    if op == "hopper_decode":
-        return TileGroup(
-            op,
-            limits.products,
-            elements,
-            max(map(padded_width, sizes)),
-            DECODE_ROWS,
-            None,
-            _work(case, limits),
-        )
-    width = max(sum(split_head_size(size)) for size in sizes)
-    if op == "prefill":
-        return TileGroup(op, limits.products, elements, width, rows)
-    return TileGroup(op, limits.products, elements, width, rows, None, _work(case, limits))
+        visible = visible_class(_window(case))
+        return dataclasses.replace(group, block_size=case.block_size, visible=visible)
+    return group
 
 
 def _work(case: BenchCase, limits: DeviceLimits) -> int:

@@ -2,7 +2,8 @@
 selection uses.
 
 plan    the cases to measure, from model configs, specs, or the cases of `attnlib bench`
-main    arguments, the loop over cases, and the output
+session the loop over cases, the output and the table
+main    arguments
 
 The measurements are in `attnlib.tuning.measure`.
 """

@@ -1,0 +1,197 @@
+"""Timing of the runners of one case: timers in turn, then host times. Failures stay in one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from attnlib.bench.case import BenchCase
+from attnlib.bench.correctness import CorrectnessCheck
+from attnlib.bench.peaks import Peaks
+from attnlib.bench.results import Row
+from attnlib.bench.runner import Runner, error_line, unmeasured
+from attnlib.bench.timer import (
+    EagerTimer,
+    GraphTimer,
+    Measurement,
+    host_us,
+    measure_in_turn,
+    warm_up,
+)
+from attnlib.bench.work import flops, kv_bytes, roofline_us
+
+__all__ = ["DeviceLostError", "Rows", "device_works", "guarded", "time_runners"]
+
+Rows = dict[str, Row | None]
+
+
+class DeviceLostError(RuntimeError):
+    """A kernel broke the context of the device; nothing more can be measured in this process."""
+
+
+@contextmanager
+def guarded(case: BenchCase, label: str, rows: Rows, device: torch.device) -> Iterator[None]:
+    """Record any error of a backend in its row; raise only if the device is lost."""
+    try:
+        yield
+    except Exception as error:  # the other backends keep their times
+        rows[label] = unmeasured(case, label, "failed", error_line(error))
+        if not device_works(device):
+            raise DeviceLostError(
+                f"{label} on {case.name} broke the device: {error_line(error)}"
+            ) from error
+
+
+def device_works(device: torch.device) -> bool:
+    """False after an illegal access of a kernel, until the process ends."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception:  # torch raises errors of several types for it
+        return False
+    return True
+
+
+def time_runners(
+    runners: list[Runner],
+    check: CorrectnessCheck | None,
+    rows: Rows,
+    device: torch.device,
+    graphs: bool,
+    peaks: Peaks,
+) -> None:
+    """Prepare the timers of all runners, run them in turn, then measure host times."""
+    timers: dict[str, EagerTimer | GraphTimer] = {}
+    for runner in runners:
+        runner.output = None
+        with guarded(runner.inputs.case, runner.label, rows, device):
+            runner.expected_us = warm_up(runner.attend, device)
+            timer = _timer(runner, graphs, device)
+            if (
+                check is None
+                or not isinstance(timer, GraphTimer)
+                or _replay_is_correct(runner, timer, check, rows)
+            ):
+                timers[runner.label] = timer
+    ready = [runner for runner in runners if runner.label in timers]
+    measurements = _measure_all(ready, timers, rows, device)
+    timers.clear()
+    for runner in ready:
+        found = measurements.get(runner.label)
+        if found is None:
+            continue
+        runner.row = replace(
+            runner.row,
+            us=found.us,
+            low_us=found.low,
+            high_us=found.high,
+            calls=found.calls,
+            rounds=found.rounds,
+        )
+        rows[runner.label] = _with_rates(runner.row, runner.inputs.case, peaks)
+        _add_secondary_times(runner, rows, graphs, device)
+
+
+def _measure_all(
+    ready: list[Runner],
+    timers: dict[str, EagerTimer | GraphTimer],
+    rows: Rows,
+    device: torch.device,
+) -> dict[str, Measurement]:
+    """All timers in turn.
+
+    If one of them fails, each one is measured alone, so that the others keep their times.
+    """
+    expected = {runner.label: runner.expected_us for runner in ready}
+    try:
+        return measure_in_turn(timers, expected)
+    except Exception:  # measuring each one alone shows which backend failed
+        found: dict[str, Measurement] = {}
+        for runner in ready:
+            with guarded(runner.inputs.case, runner.label, rows, device):
+                found.update(measure_in_turn({runner.label: timers[runner.label]}, expected))
+        return found
+
+
+def _timer(runner: Runner, graphs: bool, device: torch.device) -> EagerTimer | GraphTimer:
+    copies = len(runner.inputs.caches)
+    if graphs:
+        try:
+            timer = GraphTimer(runner.attend, copies, device, runner.expected_us)
+            runner.row = replace(runner.row, how="graph")
+            return timer
+        except Exception as error:  # not capturable: the row shows the eager time
+            if not device_works(device):
+                raise
+            note = f"no graph: {error_line(error.__context__ or error)}"
+            runner.row = replace(runner.row, note=note)
+    runner.row = replace(runner.row, how="eager")
+    return EagerTimer(runner.attend, copies, device, runner.expected_us)
+
+
+def _replay_is_correct(
+    runner: Runner, timer: GraphTimer, check: CorrectnessCheck, rows: Rows
+) -> bool:
+    """Check the output of the graph, which is what will be timed."""
+    runner.inputs.output.fill_(float("nan"))
+    timer.replay()
+    found = check.output(runner.inputs.output)
+    if not found.passed:
+        reason = f"replayed from a CUDA graph: {found}"
+        rows[runner.label] = replace(runner.row, status="wrong", reason=reason)
+    return found.passed
+
+
+def _add_secondary_times(runner: Runner, rows: Rows, graphs: bool, device: torch.device) -> None:
+    """Add the other times to the row. A failure becomes a note, because the main time is valid."""
+    for name, measure in _secondary_times(runner, graphs, device).items():
+        kept, failed = rows[runner.label], Rows()
+        assert kept is not None  # the main time is there
+        with guarded(runner.inputs.case, runner.label, failed, device):
+            times = measure()
+            rows[runner.label] = replace(kept, **times)  # type: ignore[arg-type]  # keys are float fields
+        broken = failed.get(runner.label)
+        if broken is not None:
+            note = f"no time for the {name}: {broken.reason}"
+            rows[runner.label] = replace(kept, note="; ".join(filter(None, (kept.note, note))))
+
+
+def _secondary_times(
+    runner: Runner, graphs: bool, device: torch.device
+) -> dict[str, Callable[[], dict[str, float | None]]]:
+    """Name -> measurement of row fields: eager calls, the cache write, and host times."""
+    copies, expected = len(runner.inputs.caches), runner.expected_us
+    layer_calls = max(min(int(20_000 / max(expected, 1.0)), 20), 1)
+
+    def eager() -> dict[str, float | None]:
+        timer = EagerTimer(runner.attend, copies, device, expected)
+        found = measure_in_turn({"call": timer}, {"call": expected})["call"]
+        return {"eager_us": found.us, "host_us": found.host_us}
+
+    def write() -> dict[str, float | None]:
+        took = warm_up(runner.write, device)
+        timer = (GraphTimer if graphs else EagerTimer)(runner.write, copies, device, took)
+        return {"write_us": measure_in_turn({"call": timer}, {"call": took})["call"].us}
+
+    return {
+        "eager call": eager,
+        "cache write": write,
+        "build": lambda: {
+            "build_us": host_us(lambda: runner.builder.build(0, runner.inputs.common), device, 5)
+        },
+        "layer call": lambda: {"layer_us": host_us(runner.call, device, layer_calls)},
+    }
+
+
+def _with_rates(row: Row, case: BenchCase, peaks: Peaks) -> Row:
+    if not row.us:
+        return row
+    return replace(
+        row,
+        gbps=kv_bytes(case) / row.us / 1e3,
+        tflops=flops(case) / row.us / 1e6,
+        share=roofline_us(case, peaks.read_gbps, peaks.matmul_tflops) / row.us,
+    )
