@@ -21,6 +21,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "README.md": "index.md",
+    "benchmarks/README.md": "benchmarks.md",
     "examples/attnlib-plugin-example/README.md": "examples/plugin.md",
 }
 """Path in the repository -> path in the site. Links to `README.md` go to `index.md`."""
@@ -59,8 +60,8 @@ def _published(path: Path, config: Any, files: Files) -> str | None:
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
     source = path.relative_to(ROOT).as_posix()
-    if source in PAGES:
-        return PAGES[source]
+    if source.endswith(".md"):
+        return PAGES.get(source)  # MkDocs reports a link to a page that is not published.
     target = f"repository/{source}"
     if files.get_file_from_path(target) is None:
         files.append(File.generated(config, target, abs_src_path=str(path)))

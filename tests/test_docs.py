@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    ROOT / "benchmarks" / "README.md",
     *sorted(DOCS.rglob("*.md")),
 ]
 FRAGMENTS = ("write-a-backend.md", "test-your-backend.md")
@@ -179,7 +180,7 @@ def test_links_resolve(page: Path) -> None:
 
 def test_the_navigation_lists_every_page() -> None:
     listed = re.findall(r"[\w/-]+\.md\b", (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1])
-    published = {"changelog.md", "contributing.md", "examples/plugin.md"}
+    published = {"benchmarks.md", "changelog.md", "contributing.md", "examples/plugin.md"}
     assert sorted(listed) == sorted(
         {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} | published
     )
