@@ -13,6 +13,7 @@ import torch
 
 from attnlib.compile.objects import register_tensor_id
 from attnlib.device import resolve_device
+from attnlib.errors import ContractError
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.parameters import PerLayerParameters
 from attnlib.metadata.split import reorder_batch_to_split_decodes_and_prefills
@@ -51,7 +52,8 @@ class AttentionMetadata:
     their kernels need.
 
     Values of its tensors may change in place (CUDA graph buffers do); their storage may not.
-    Assigning a field drops everything that was derived from the fields.
+    Assigning a field drops everything that was derived from the fields. Fields in `fixed_fields`
+    cannot be assigned.
 
     Attributes:
         num_prefills: requests in the prefill part.
@@ -65,6 +67,9 @@ class AttentionMetadata:
 
     A subclass with a `__post_init__` of its own calls this one.
     """
+
+    fixed_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields from which the builder computed other fields of the batch."""
 
     num_prefills: int = 0
     num_prefill_tokens: int = 0
@@ -80,6 +85,12 @@ class AttentionMetadata:
     def __setattr__(self, name: str, value: Any) -> None:
         state = self.__dict__
         if "plans" in state:  # constructed: derived values must follow the fields
+            if name in self.fixed_fields:
+                raise ContractError(
+                    f"{name} of a {type(self).__name__} cannot be assigned, because other fields "
+                    f"were computed from it: build the batch again, or call "
+                    f"builder.update_block_table for other blocks"
+                )
             state["plans"] = PlanTable()
             cls: Any = type(self)
             for cached in _cached_properties(cls):

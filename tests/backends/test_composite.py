@@ -20,7 +20,7 @@ from attnlib.backends.torch.metadata import TorchMetadataBuilder
 from attnlib.backends.triton import TritonBackend
 from attnlib.capabilities import NOT_STATED, Capabilities, Sizes
 from attnlib.device import resolve_device
-from attnlib.errors import LayoutMismatchError
+from attnlib.errors import ContractError, LayoutMismatchError
 from attnlib.metadata.state import AttentionState
 from attnlib.spec import AttentionSpec, CudaGraphSupport
 from attnlib.testing.conformance import run_conformance
@@ -307,3 +307,17 @@ def test_explain_names_the_kernels_of_each_phase() -> None:
         "prefill: triton (portable Triton kernels)",
         "decode:  torch",
     ]
+
+
+def test_fields_of_the_children_cannot_be_assigned() -> None:
+    """The children hold slices of the table: an assignment would change only the whole batch."""
+    builder = make_composite(_child("p"), _child("d")).make_builder(SPEC, "cpu")
+    common = attnlib.CommonAttentionMetadata.from_lengths(
+        [1, 9], [3, 9], [[5], [1, 2, 3]], 4, "cpu"
+    )
+    step = builder.build(0, common)
+    for name in ("block_table", "seq_lens", "num_decodes"):
+        with pytest.raises(ContractError, match=f"{name} of a CompositeMetadata cannot be assign"):
+            setattr(step, name, getattr(step, name))
+    assert common.slot_mapping is not None
+    step.slot_mapping = common.slot_mapping.clone()

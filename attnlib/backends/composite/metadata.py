@@ -33,6 +33,19 @@ class CompositeMetadata(AttentionMetadata):
         prefill: the prefill child's metadata, or None without prefills.
     """
 
+    fixed_fields: ClassVar[frozenset[str]] = frozenset(
+        {
+            "num_actual_tokens",
+            "num_decodes",
+            "num_decode_tokens",
+            "num_prefills",
+            "num_prefill_tokens",
+            "query_start_loc",
+            "seq_lens",
+            "block_table",
+        }
+    )
+
     num_actual_tokens: int
     num_decodes: int
     query_start_loc: torch.Tensor

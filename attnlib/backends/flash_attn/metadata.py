@@ -37,6 +37,10 @@ class FlashAttnMetadata(PagedMetadata):
         scheduler_metadata: `[n]` int32, the schedule of the batch; None lets each call compute it.
     """
 
+    fixed_fields: ClassVar[frozenset[str]] = frozenset(
+        {"query_start_loc", "seq_lens", "block_table", "causal", "max_query_len", "max_seq_len"}
+    )
+
     kernel: FlashKernel
     num_unpadded_tokens: int | None
     query_bound: int

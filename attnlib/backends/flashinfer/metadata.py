@@ -52,6 +52,10 @@ class FlashInferMetadata(PagedMetadata):
             layers.
     """
 
+    fixed_fields: ClassVar[frozenset[str]] = frozenset(
+        {"query_start_loc", "seq_lens", "block_table", "causal", "max_query_len", "max_seq_len"}
+    )
+
     num_unpadded_tokens: int | None
     decode_plans: Mapping[PlanKey, Lease] = field(default_factory=dict)
     prefill_plans: Mapping[PlanKey, Lease] = field(default_factory=dict)

@@ -126,3 +126,15 @@ def test_causal_per_request_is_refused(
         builder_for(monkeypatch, step.spec).build(
             0, step.common.replace(causal=torch.tensor([True, False]))
         )
+
+
+def test_fields_that_were_planned_with_cannot_be_assigned(
+    monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder
+) -> None:
+    """Bounds, schedules and plans would not follow the assignment."""
+    install_fa3(monkeypatch, record)
+    step = make_step(spec_of(), [1, 1], [30, 4])
+    built = builder_for(monkeypatch, step.spec).build(0, step.common)
+    for name in ("block_table", "seq_lens", "causal"):
+        with pytest.raises(ContractError, match=f"{name} of a .* cannot be assigned"):
+            setattr(built, name, getattr(built, name))
