@@ -1,8 +1,8 @@
-"""Compile the Triton kernels for chips that are not here, through the launchers that users call.
+"""Compile the Triton kernels for chips that are not available, through the public operations.
 
-A stub driver names the target, and every launch is turned into a warm-up, so nothing runs. It needs a process that does
-not interpret Triton: the tests start one per target with `python -m tests.ops.triton.cross_compile TARGET CASE...` and
-read one JSON line per compiled kernel.
+A stub driver provides the target, and every launch becomes a compilation. It needs a process that
+does not interpret Triton: the tests start one per target with
+`python -m tests.ops.triton.cross_compile TARGET CASE...` and read one JSON line per case.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from attnlib.ops.triton.heuristics.tiles import Tile, shared_bytes
 from tests.ops.calls import call_operation, split_options
 
 __all__ = [
-    "CASES", "TARGETS", "Compiled", "Launch", "Target", "compile_for", "describe", "entry_cases", "entry_fits",
-    "entry_sizes", "formats_of", "run_case", "stub_target",
+    "CASES", "TARGETS", "Compiled", "Launch", "Target", "compile_for", "describe", "entry_cases",
+    "entry_fits", "entry_sizes", "formats_of", "run_case", "stub_target",
 ]  # fmt: skip
 
 KB = 1024
@@ -40,7 +40,7 @@ KB = 1024
 
 @dataclass(frozen=True)
 class Target:
-    """A chip: what the compiler is told and what the heuristics are told."""
+    """A chip, as the compiler and the heuristics see it."""
 
     gpu: GPUTarget
     limits: DeviceLimits
@@ -74,18 +74,18 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of one kernel.
+    """One compiled kernel.
 
     Attributes:
         kernel: name of the kernel function.
-        hash: the compiler's identity of the compiled kernel.
+        hash: Triton's hash of the compiled kernel.
         shared: bytes of shared memory.
-        estimate: what the tile chooser reckoned with, None for kernels without tiles.
-        tile: its tile, None likewise.
-        registers: per thread, None where the toolchain does not tell.
-        spilled: bytes of local memory per thread (stack and spills), None where the toolchain does not tell.
-        seconds: time of the compilation.
-        instructions: how often some instructions of interest occur in the PTX.
+        estimate: the estimate of `shared` for the tile choice; None for kernels without tiles.
+        tile: its tile; None for kernels without tiles.
+        registers: per thread; None if the toolchain does not report it.
+        spilled: bytes of local memory per thread (stack and spills); None if not reported.
+        seconds: compile time.
+        instructions: number of occurrences of some instructions in the PTX.
     """
 
     kernel: str
@@ -101,7 +101,14 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch that only compiled: the compiled kernel, the time it took, its tile and the estimate of its shared memory."""
+    """One launch that only compiled.
+
+    Attributes:
+        kernel: the compiled kernel.
+        seconds: compile time.
+        estimate: the estimate of its shared memory; None for kernels without tiles.
+        tile: its tile; None for kernels without tiles.
+    """
 
     kernel: Any
     seconds: float
@@ -110,7 +117,7 @@ class Launch:
 
 
 class _StubDriver:
-    """Just enough of a driver to compile: it has a target and a device id, and cannot launch."""
+    """The part of a driver that a compilation needs: a target and a device id."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -127,7 +134,7 @@ class _StubDriver:
 
 @contextmanager
 def stub_target(name: str) -> Iterator[list[Launch]]:
-    """Within, launches only compile for the target `name`; yields the list of what was compiled."""
+    """Turn launches into compilations for the target `name`; yield the list of them."""
     if device.INTERPRETED:
         raise RuntimeError("this process interprets Triton; start one without TRITON_INTERPRET")
     target = TARGETS[name]
@@ -166,18 +173,25 @@ def compile_for(name: str, cases: list[str]) -> dict[str, list[Compiled]]:
 def _tile(
     args: tuple[Any, ...], kwargs: dict[str, Any], limits: DeviceLimits
 ) -> tuple[int | None, Tile | None]:
-    """(the tile chooser's estimate of shared memory, the tile) of an attention kernel's launch."""
+    """Return (estimate of shared memory, tile) of an attention kernel's launch."""
     if "BLOCK_M" not in kwargs:
         return None, None
     tile = Tile(kwargs["BLOCK_M"], kwargs["BLOCK_N"], kwargs["num_warps"], kwargs["num_stages"])
     query, key = args[:2]
-    need = shared_bytes(tile, kwargs["D"], kwargs["DV"], query.element_size(), key.element_size(), limits.products,
-                        kwargs["HAS_BIAS"])  # fmt: skip
-    return need, tile
+    estimate = shared_bytes(
+        tile,
+        kwargs["D"],
+        kwargs["DV"],
+        query.element_size(),
+        key.element_size(),
+        limits.products,
+        kwargs["HAS_BIAS"],
+    )
+    return estimate, tile
 
 
 def describe(launch: Launch) -> Compiled:
-    """Read what a compilation left behind."""
+    """Read the resources and instructions of a compiled kernel."""
     kernel = launch.kernel
     registers = spilled = None
     ptx = kernel.asm.get("ptx", "")
@@ -185,7 +199,7 @@ def describe(launch: Launch) -> Compiled:
         registers, spilled = _resources(kernel.asm["cubin"])
     elif "amdgcn" in kernel.asm:
         registers, spilled = _amd_resources(kernel.asm["amdgcn"])
-    words = (
+    names = (
         "wgmma.mma_async",
         "mma.sync",
         "tcgen05.mma",
@@ -194,17 +208,22 @@ def describe(launch: Launch) -> Compiled:
         "cp.async.ca",
         "bar.sync",
     )
-    counts = {word: len(re.findall(rf"\b{re.escape(word)}", ptx)) for word in words}
+    counts = {name: len(re.findall(rf"\b{re.escape(name)}", ptx)) for name in names}
     return Compiled(
-        kernel.metadata.name, kernel.hash, kernel.metadata.shared, launch.estimate,
-        vars(launch.tile) if launch.tile else None, registers, spilled,
-        round(launch.seconds, 2),
-        {word: count for word, count in counts.items() if count},
-    )  # fmt: skip
+        kernel=kernel.metadata.name,
+        hash=kernel.hash,
+        shared=kernel.metadata.shared,
+        estimate=launch.estimate,
+        tile=vars(launch.tile) if launch.tile else None,
+        registers=registers,
+        spilled=spilled,
+        seconds=round(launch.seconds, 2),
+        instructions={name: count for name, count in counts.items() if count},
+    )
 
 
 def _resources(cubin: bytes) -> tuple[int | None, int | None]:
-    """(registers, bytes of stack) of a cubin, as the cuobjdump in Triton's wheel reads them."""
+    """Return (registers, bytes of local memory) of a cubin, by the cuobjdump of Triton's wheel."""
     tool = triton.knobs.nvidia.cuobjdump.path
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -217,7 +236,7 @@ def _resources(cubin: bytes) -> tuple[int | None, int | None]:
 
 
 def _amd_resources(assembly: str) -> tuple[int | None, int | None]:
-    """(vector registers, bytes of scratch memory per thread) by the metadata at the end of AMD assembly."""
+    """Return (vector registers, bytes of scratch memory per thread) of AMD assembly."""
     registers = re.search(r"\.vgpr_count:\s+(\d+)", assembly)
     scratch = re.search(r"\.private_segment_fixed_size:\s+(\d+)", assembly)
     return (int(registers[1]) if registers else None), (int(scratch[1]) if scratch else None)
@@ -238,9 +257,18 @@ def _paged(name: str, options: dict[str, Any]) -> None:
     table, lengths = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     features = _features(options.pop("features", ""), query, kv_heads)
     operation = paged_decode if name == "decode" else paged_prefill
-    call_operation(operation, query, key, value, table, torch.zeros(3, dtype=torch.int32), lengths, max_query_len=query_len,
-         max_seq_len=32768, scale=0.1, out=torch.empty(64, group * kv_heads, size_v or size, dtype=dtype),
-         kernels="portable", **features, **options)  # fmt: skip
+    starts = torch.zeros(3, dtype=torch.int32)
+    call_operation(
+        operation,
+        *(query, key, value, table, starts, lengths),
+        max_query_len=query_len,
+        max_seq_len=32768,
+        scale=0.1,
+        out=torch.empty(64, group * kv_heads, size_v or size, dtype=dtype),
+        kernels="portable",
+        **features,
+        **options,
+    )
 
 
 def _varlen(options: dict[str, Any]) -> None:
@@ -252,8 +280,13 @@ def _varlen(options: dict[str, Any]) -> None:
     params, more = split_options(
         {"scale": 0.1, "causal": False, **_features(options.get("features", ""), query, 12)}
     )
-    varlen_prefill(query, key, key, starts, starts, params, max_seqlen_q=512, max_seqlen_k=512,
-                   out=torch.empty_like(query), **more)  # fmt: skip
+    varlen_prefill(
+        *(query, key, key, starts, starts, params),
+        max_seqlen_q=512,
+        max_seqlen_k=512,
+        out=torch.empty_like(query),
+        **more,
+    )
 
 
 def _features(names: str, query: torch.Tensor, kv_heads: int) -> dict[str, Any]:
@@ -269,9 +302,15 @@ def _features(names: str, query: torch.Tensor, kv_heads: int) -> dict[str, Any]:
         "causal_each": torch.zeros(2, dtype=torch.bool),
         "k_heads": torch.ones(kv_heads),
     }
-    words = {"alibi": "alibi_slopes", "bias": "query_bias", "cap": "logits_soft_cap", "chunk": "attention_chunk_size",
-             "causal_each": "causal", "k_heads": "k_scale"}  # fmt: skip
-    return {words.get(name, name): values[name] for name in names.split()}
+    arguments = {
+        "alibi": "alibi_slopes",
+        "bias": "query_bias",
+        "cap": "logits_soft_cap",
+        "chunk": "attention_chunk_size",
+        "causal_each": "causal",
+        "k_heads": "k_scale",
+    }
+    return {arguments.get(name, name): values[name] for name in names.split()}
 
 
 def _cache_write(dtype: torch.dtype) -> None:
@@ -305,7 +344,7 @@ def _merge() -> None:
 
 
 def _varying() -> None:
-    """Decodes and prefills of one layer over many batches: whatever varies from step to step, varies here."""
+    """Decodes and prefills of one layer with everything that varies from step to step."""
     from attnlib.ops.triton.paged_decode import paged_decode
     from attnlib.ops.triton.paged_prefill import paged_prefill
 
@@ -369,7 +408,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def entry_cases() -> dict[str, TileEntry]:
-    """Every entry of the shipped tables for the plain kernels, by the name of its case: `entry:FILE:INDEX`."""
+    """Return the shipped entries for the portable kernels by case name, `entry:FILE:INDEX`."""
     return {
         f"entry:{Path(table.name).stem}:{index}": entry
         for table in shipped_tables()
@@ -379,7 +418,7 @@ def entry_cases() -> dict[str, TileEntry]:
 
 
 def entry_sizes(entry: TileEntry) -> tuple[int, int]:
-    """The largest head sizes that an entry is for."""
+    """Return the largest head sizes of an entry."""
     _, most = next((least, most) for name, least, most in entry.ranges if name == "head_size")
     if most is not None:
         return most, most
@@ -387,14 +426,14 @@ def entry_sizes(entry: TileEntry) -> tuple[int, int]:
 
 
 def formats_of(entry: TileEntry, target: str) -> list[str]:
-    """Endings of the cases of an entry on a target: "" over a cache of the query's dtype, ":fp8" over a float8 cache."""
+    """Return the suffixes of an entry's cases: "" for a cache of the query's dtype, ":fp8"."""
     fp8 = "fp8" if TARGETS[target].limits.has_fp8 else "fp8-bytes"
     plain = {"16-bit", "float32"} & set(entry.elements)
     return [*([""] if plain else []), *([":fp8"] if fp8 in entry.elements else [])]
 
 
 def entry_fits(entry: TileEntry, target: str) -> bool:
-    """Whether an entry is for the target, and small enough for it: what does not fit is passed over there."""
+    """Return whether an entry is for the target and fits in its shared memory."""
     limits = TARGETS[target].limits
     if entry.elements and not formats_of(entry, target):
         return False
@@ -409,7 +448,7 @@ def entry_fits(entry: TileEntry, target: str) -> bool:
 
 
 def _run_entry(name: str) -> None:
-    """Launch with a table that holds one entry and nothing else; the tile that was launched must be its own."""
+    """Launch with a table that has this entry only, so that its tile is used."""
     entry, fp8 = entry_cases()[name.removesuffix(":fp8")], name.endswith(":fp8")
     size, size_v = entry_sizes(entry)
     options: dict[str, Any] = {"d": size, "dv": size_v, "group": 16 if size > 256 else 4}
@@ -425,20 +464,20 @@ def _run_entry(name: str) -> None:
 
 
 def run_case(name: str) -> None:
-    """Call the launcher of one case."""
+    """Call the operation of one case."""
     if name.startswith("entry:"):
         _run_entry(name)
         return
-    what, options = CASES[name]
+    operation, options = CASES[name]
     options = dict(options)
-    if what in ("decode", "prefill"):
-        _paged(what, options)
-    elif what == "varlen":
+    if operation in ("decode", "prefill"):
+        _paged(operation, options)
+    elif operation == "varlen":
         _varlen(options)
-    elif what == "write":
+    elif operation == "write":
         _cache_write(options["dtype"])
     else:
-        {"slots": _slots, "merge": _merge, "varying": _varying}[what]()
+        {"slots": _slots, "merge": _merge, "varying": _varying}[operation]()
 
 
 def main(arguments: list[str]) -> None:

@@ -1,8 +1,9 @@
-"""Every kernel and every entry of the tile tables compiled, through the launchers, for chips that are not here.
+"""Every portable kernel and every tile table entry, compiled for chips that are not available.
 
-A process per target compiles the cases of `cross_compile`; the tests read what became of them. By default each kernel is
-compiled for each target, and each table entry for one of the targets that it is for, in turn; with `--every-target` each
-entry for all of them, over 16-bit and float8 caches. The Hopper prefill is in `hopper/test_compile.py`.
+One process per target compiles the cases of `cross_compile`; the tests check the results. By
+default each kernel is compiled for each target, and each table entry for one of its targets, in
+rotation. With `--every-target` each entry is compiled for all of its targets, with 16-bit and float8 caches.
+The Hopper kernels are in `hopper/test_compile.py`.
 """
 
 from __future__ import annotations
@@ -34,17 +35,19 @@ MAIN = [
     "prefill-128-e4m3",
     "varlen-64-window",
 ]
-HOPPER = ["varying", "decode-96", "decode-128", "decode-128-page128", "decode-128-verify", "decode-128-e5m2", "decode-all",
-          "prefill-64", "prefill-192", "prefill-all"]  # fmt: skip
+HOPPER = [
+    "varying", "decode-96", "decode-128", "decode-128-page128", "decode-128-verify",
+    "decode-128-e5m2", "decode-all", "prefill-64", "prefill-192", "prefill-all",
+]  # fmt: skip
 KERNELS = {
     name
     for path in (ROOT / "attnlib" / "ops" / "triton" / "kernels").glob("*.py")
     for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
 }
-"""Every plain kernel of the package, read from the sources, so that none is forgotten here."""
-SPILL_CEILING = 300
-"""Bytes of local memory per thread of the cases with features. The full-featured kernels come near it; plain ones stay far
-below. Table entries state a ceiling of their own."""
+"""All portable kernels, read from the sources, so that the cases cannot miss one."""
+MAX_SPILLED = 300
+"""Bytes of local memory per thread of a case. Kernels with all features come near it; others stay
+far below. Table entries have limits of their own."""
 
 ENTRIES = entry_cases()
 
@@ -54,7 +57,7 @@ def _fitting(entry: TileEntry) -> list[str]:
 
 
 def entry_plan(every_target: bool) -> dict[str, list[str]]:
-    """Target -> the cases of table entries that are compiled for it."""
+    """Return target -> cases of table entries that are compiled for it."""
     plan: dict[str, list[str]] = {target: [] for target in LIMITS}
     for number, (name, entry) in enumerate(ENTRIES.items()):
         fitting = _fitting(entry)
@@ -68,7 +71,7 @@ def entry_plan(every_target: bool) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest) -> dict[str, Future[dict[str, Any]]]:
-    """Target -> what becomes of its cases; all targets are started at once, two at a time."""
+    """Return target -> results of its cases; two targets are compiled at a time."""
     return _started(request.config.getoption("--every-target"))
 
 
@@ -81,8 +84,15 @@ def _started(every_target: bool) -> dict[str, Future[dict[str, Any]]]:
 def _compile(target: str, entries: list[str]) -> dict[str, Any]:
     cases = SMALL + MAIN + (HOPPER if target == "sm_90" else []) + entries
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.ops.triton.cross_compile", target, *cases],
-                         capture_output=True, text=True, cwd=ROOT, env=environment, check=False)  # fmt: skip
+    module = "tests.ops.triton.cross_compile"
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", module, target, *cases],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     results = [json.loads(line) for line in run.stdout.splitlines()]
     assert [result["case"] for result in results] == cases
@@ -95,20 +105,20 @@ Compiled = dict[str, Future[dict[str, Any]]]
 @pytest.mark.parametrize("target", LIMITS)
 def test_compiles_within_the_chip(target: str, compiled: Compiled) -> None:
     """Q1, P6: every kernel compiles for every target, fits its shared memory, and spills little."""
-    met = set()
+    compiled_kernels = set()
     for case, result in compiled[target].result().items():
         assert "error" not in result, f"{case} for {target}: {result['error']}"
         for kernel in result["kernels"]:
-            met.add(kernel["kernel"])
+            compiled_kernels.add(kernel["kernel"])
             assert kernel["shared"] <= LIMITS[target] * 1024, (case, kernel)
             assert kernel["registers"] is not None and kernel["spilled"] is not None, (case, kernel)
-            assert case.startswith("entry:") or kernel["spilled"] <= SPILL_CEILING, (case, kernel)
-    assert len(KERNELS) >= 6 and met >= KERNELS, KERNELS - met
+            assert case.startswith("entry:") or kernel["spilled"] <= MAX_SPILLED, (case, kernel)
+    assert len(KERNELS) >= 6 and compiled_kernels >= KERNELS, KERNELS - compiled_kernels
 
 
 @pytest.mark.parametrize("target", LIMITS)
-def test_the_estimate_of_shared_memory_is_an_upper_one(target: str, compiled: Compiled) -> None:
-    """P6: what the tile chooser reckons with is at least what the compiler takes."""
+def test_estimate_of_shared_memory_is_an_upper_bound(target: str, compiled: Compiled) -> None:
+    """P6: the tile choice never selects a tile that does not fit."""
     checked = 0
     for case, result in compiled[target].result().items():
         for kernel in result["kernels"]:
@@ -119,10 +129,10 @@ def test_the_estimate_of_shared_memory_is_an_upper_one(target: str, compiled: Co
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_every_table_entry_compiles_below_its_own_ceiling(
+def test_every_table_entry_compiles_within_its_spills(
     name: str, compiled: Compiled, request: pytest.FixtureRequest
 ) -> None:
-    """Speed rules: an entry is for at least one target that it fits; there its own tile is launched, and spills no more than the table states."""
+    """Speed rules: each entry fits one of its targets, where its tile spills at most `spills`."""
     entry, checked = ENTRIES[name], 0
     for target, cases in entry_plan(request.config.getoption("--every-target")).items():
         for case in cases:
@@ -132,15 +142,15 @@ def test_every_table_entry_compiles_below_its_own_ceiling(
             assert "error" not in result, f"{case} for {target}: {result['error']}"
             kernel = result["kernels"][0]
             assert kernel["tile"] == dict(entry.tile), (
-                f"{case} for {target}: another tile was launched"
+                f"{case} for {target}: the entry's tile was not launched"
             )
             assert kernel["spilled"] <= entry.spills, f"{case} for {target}: {kernel}"
             checked += 1
-    assert checked, f"{name} fits no target that it is for"
+    assert checked, f"{name} fits none of its targets"
 
 
-def test_entries_take_turns_on_all_targets() -> None:
-    """The sample leaves out no target, and the whole plan no entry, format or target."""
+def test_sample_of_entries_covers_all_targets() -> None:
+    """And with `--every-target` all entries, formats and targets are covered."""
     sample, whole = entry_plan(False), entry_plan(True)
     assert all(sample.values()) and {
         name.removesuffix(":fp8") for names in sample.values() for name in names
@@ -151,17 +161,17 @@ def test_entries_take_turns_on_all_targets() -> None:
     } == {(name, target) for name, entry in ENTRIES.items() for target in _fitting(entry)}
 
 
-def test_lengths_do_not_compile_anything(compiled: Compiled) -> None:
-    """P1 of the field notes: other numbers of requests, tokens, columns, splits, lengths and window sizes meet the same
-    compiled kernels."""
+def test_lengths_do_not_cause_compilations(compiled: Compiled) -> None:
+    """P1 of the field notes: numbers of requests, tokens, columns and splits, lengths and window
+    sizes do not select a kernel."""
     kernels = compiled["sm_90"].result()["varying"]["kernels"]
     assert len(kernels) == 9
     assert len({(kernel["kernel"], kernel["hash"]) for kernel in kernels}) == 3
 
 
 @pytest.mark.parametrize("case", ["prefill-64", "prefill-128", "prefill-256", "prefill-128-e4m3"])
-def test_prefill_multiplies_asynchronously_on_hopper(case: str, compiled: Compiled) -> None:
-    """Tiles of 64 rows and more go through wgmma, fed by cp.async."""
+def test_prefill_uses_wgmma_on_hopper(case: str, compiled: Compiled) -> None:
+    """Tiles of 64 rows and more use WGMMA and cp.async."""
     (kernel,) = compiled["sm_90"].result()[case]["kernels"]
     assert kernel["instructions"]["wgmma.mma_async"] > 0
     assert kernel["instructions"]["cp.async.cg"] > 0
@@ -171,8 +181,8 @@ def test_prefill_multiplies_asynchronously_on_hopper(case: str, compiled: Compil
 @pytest.mark.parametrize(
     "case", ["decode-64", "decode-128", "decode-256", "decode-96", "decode-all"]
 )
-def test_decode_loads_ahead(case: str, compiled: Compiled) -> None:
-    """Keys and values arrive through cp.async with 16 bytes a thread: the loop over pages is pipelined."""
+def test_decode_pipelines_its_loads(case: str, compiled: Compiled) -> None:
+    """Keys and values are loaded by cp.async with 16 bytes per thread."""
     decode = compiled["sm_90"].result()[case]["kernels"][0]
     assert decode["instructions"]["cp.async.cg"] >= 8
     assert decode["instructions"]["mma.sync"] > 0

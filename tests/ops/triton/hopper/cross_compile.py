@@ -1,7 +1,7 @@
-"""Compile the Hopper kernels without a GPU, through their launcher, and read what ptxas says about them.
+"""Compile the Hopper kernels without a GPU, through their launchers, and read the output of ptxas.
 
-`python -m tests.ops.triton.hopper.cross_compile CASE...` prints one JSON line for each case. A process of its own,
-because it must not interpret Triton.
+`python -m tests.ops.triton.hopper.cross_compile CASE...` prints one JSON line per case. It needs a
+process that does not interpret Triton.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ CASES: dict[str, dict[str, Any]] = {
     "128-window": {"window": (127, 0)},
     "128-sinks-cap": {"sinks": True, "cap": 50.0, "lse": True},
     "128-all": {"sinks": True, "cap": 50.0, "lse": True, "window": (127, 31), "chunk": 8192},
-    "128-one-by-one": {"tile": {"persistent": False, "q_stages": 1}},
+    "128-static": {"tile": {"persistent": False, "q_stages": 1}},
     "128-direct-store": {"tile": {"staged_store": False}},
     "64": {"d": 64, "group": 8},
-    "64-three": {
+    "64-three-consumers": {
         "d": 64,
         "group": 8,
         "sinks": True,
@@ -78,17 +78,17 @@ CASES: dict[str, dict[str, Any]] = {
         "window": (4095, 31),
         "chunk": 8192,
     },
-    "decode-128-joins": {"op": "hopper_decode", "reqs": 16, "lse": True},
-    "decode-128-joins-verify": {"op": "hopper_decode", "reqs": 16, "query": 4},
-    "decode-128-joins-one-row": {"op": "hopper_decode", "reqs": 16, "group": 1},
-    "decode-256-joins-sinks": {
+    "decode-128-combine": {"op": "hopper_decode", "reqs": 16, "lse": True},
+    "decode-128-combine-verify": {"op": "hopper_decode", "reqs": 16, "query": 4},
+    "decode-128-combine-one-row": {"op": "hopper_decode", "reqs": 16, "group": 1},
+    "decode-256-combine-sinks": {
         "op": "hopper_decode",
         "reqs": 16,
         "d": 256,
         "group": 2,
         "sinks": True,
     },
-    "decode-64-joins-sinks": {
+    "decode-64-combine-sinks": {
         "op": "hopper_decode",
         "reqs": 16,
         "d": 64,
@@ -103,18 +103,18 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def entry_cases() -> dict[str, TileEntry]:
-    """Every entry of the shipped tables for these kernels, by the name of its case: `OP:INDEX`."""
-    found = [
+    """Return the entries of the shipped tables for these kernels by case name, `OP:INDEX`."""
+    entries = [
         entry
         for table in shipped_tables()
         for entry in table.entries
         if entry.op in ("hopper_prefill", "hopper_decode")
     ]
-    return {f"{entry.op}:{index}": entry for index, entry in enumerate(found)}
+    return {f"{entry.op}:{index}": entry for index, entry in enumerate(entries)}
 
 
 def _entry_options(entry: TileEntry) -> dict[str, Any]:
-    """The largest head size and page that an entry is for, with its tile."""
+    """Return the options for the largest head size and block size of an entry, with its tile."""
     most = {name: most for name, _, most in entry.ranges}
     size = most.get("head_size") or 256
     return {
@@ -127,8 +127,16 @@ def _entry_options(entry: TileEntry) -> dict[str, Any]:
 
 
 def compile_case(name: str) -> dict[str, Any]:
-    """What became of one case: shared memory and its estimate, registers, stack and spilled bytes, accesses to local
-    memory in the loops over keys, and what ptxas warned of."""
+    """Compile one case.
+
+    Returns:
+        shared, estimate: bytes of shared memory, and their estimate for the tile choice.
+        registers, stack, spilled: registers and bytes of local memory per thread.
+        loops: accesses to local memory in each loop over keys.
+        warnings: warnings of ptxas.
+        wgmma: number of WGMMA instructions in the PTX.
+        seconds: compile time.
+    """
     options = CASES[name] if name in CASES else _entry_options(entry_cases()[name])
     d, dtype, kv_heads = options.get("d", 128), options.get("dtype", BF16), 8
     dv, heads = options.get("dv", d), options.get("group", 4) * kv_heads
@@ -136,17 +144,23 @@ def compile_case(name: str) -> dict[str, Any]:
     chosen: Any = choose_hopper_decode_tile(d, dv) if decode else choose_hopper_tile(d, dv)
     tile = dataclasses.replace(chosen, **options.get("tile", {}))
     lengths = torch.zeros(options.get("reqs", 2), dtype=torch.int32)
+    block_size = options.get("n", 16)
     shapes = (
-        torch.empty(64, heads, d, dtype=dtype), torch.empty(2, options.get("n", 16), kv_heads, d, dtype=dtype),
-        torch.empty(2, options.get("n", 16), kv_heads, dv, dtype=dtype), torch.zeros(lengths.shape[0], 4, dtype=torch.int32),
-        torch.zeros(lengths.shape[0] + 1, dtype=torch.int32), lengths,
-    )  # fmt: skip
-    fields: dict[str, Any] = {
-        "scale": 0.1, "causal": options.get("causal", True), "window": options.get("window", (-1, -1)),
-        "attention_chunk_size": options.get("chunk", 0), "logits_soft_cap": options.get("cap", 0.0),
-        "sinks": torch.empty(heads) if options.get("sinks") else None,
-    }  # fmt: skip
-    params = AttentionParams(**fields)
+        torch.empty(64, heads, d, dtype=dtype),
+        torch.empty(2, block_size, kv_heads, d, dtype=dtype),
+        torch.empty(2, block_size, kv_heads, dv, dtype=dtype),
+        torch.zeros(lengths.shape[0], 4, dtype=torch.int32),
+        torch.zeros(lengths.shape[0] + 1, dtype=torch.int32),
+        lengths,
+    )
+    params = AttentionParams(
+        scale=0.1,
+        causal=options.get("causal", True),
+        window=options.get("window", (-1, -1)),
+        attention_chunk_size=options.get("chunk", 0),
+        logits_soft_cap=options.get("cap", 0.0),
+        sinks=torch.empty(heads) if options.get("sinks") else None,
+    )
     outputs: dict[str, Any] = {
         "out": torch.empty(64, heads, dv, dtype=dtype),
         "lse": torch.empty(64, heads) if options.get("lse") else None,
@@ -156,7 +170,8 @@ def compile_case(name: str) -> dict[str, Any]:
     triton.knobs.nvidia.dump_ptxas_log = True
     triton.knobs.compilation.always_compile = True
     for kernel in (hopper_decode_kernel, hopper_prefill_kernel):
-        kernel.device_caches.clear()  # ptxas speaks only while it compiles, and two cases may be one kernel
+        # ptxas prints its log only when it compiles, and two cases may share a kernel.
+        kernel.device_caches.clear()
     with stub_target("sm_90") as launches, contextlib.redirect_stdout(log):
         if decode:
             launch_hopper_decode(
@@ -194,8 +209,13 @@ def compile_case(name: str) -> dict[str, Any]:
 
 
 def _key_loops(cubin: bytes, groups: int) -> list[int]:
-    """Accesses to local memory in each loop over keys: those in which exactly so many groups of products end (two, or
-    twice two where a branch tells masked tiles from others), and nothing is stored to global memory (so no loop over tiles of queries)."""
+    """Return the number of accesses to local memory in each loop over keys.
+
+    Args:
+        cubin: the compiled kernel.
+        groups: WGMMA groups that end in such a loop: two, or four if masked and unmasked tiles are
+            branches of one loop. Loops with stores to global memory are loops over query tiles.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -205,22 +225,25 @@ def _key_loops(cubin: bytes, groups: int) -> list[int]:
         ).stdout
     lines = text.splitlines()
     labels = {
-        match[1]: at
-        for at, line in enumerate(lines)
+        match[1]: index
+        for index, line in enumerate(lines)
         if (match := re.match(r"(\.L_x_\d+):", line.strip()))
     }
-    found = []
-    for at, line in enumerate(lines):
+    accesses = []
+    for index, line in enumerate(lines):
         jump = re.search(r"BRA[^`]*`\((\.L_x_\d+)\)", line)
-        if jump is None or labels[jump[1]] > at:
+        if jump is None or labels[jump[1]] > index:
             continue
-        body = lines[labels[jump[1]] : at]
+        body = lines[labels[jump[1]] : index]
         if (
-            not any("STG" in each or "USETMAXREG" in each for each in body)
-            and sum("HGMMA" in each and "gsb0" in each for each in body) == groups
+            not any("STG" in instruction or "USETMAXREG" in instruction for instruction in body)
+            and sum("HGMMA" in instruction and "gsb0" in instruction for instruction in body)
+            == groups
         ):
-            found.append(sum(bool(re.search(r"\b(LDL|STL)\b", each)) for each in body))
-    return found
+            accesses.append(
+                sum(bool(re.search(r"\b(LDL|STL)\b", instruction)) for instruction in body)
+            )
+    return accesses
 
 
 def main(names: list[str]) -> None:
