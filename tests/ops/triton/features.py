@@ -10,7 +10,8 @@ __all__ = ["FEATURES", "feature_options"]
 
 FEATURES = [
     "plain", "bidirectional", "window", "window_zero", "window_both", "window_right", "chunk",
-    "chunk_bidirectional", "cap", "alibi", "sinks", "bias", "causal_each", "negative_scale", "all",
+    "chunk_bidirectional", "cap", "alibi", "sinks", "half_precision", "bias", "causal_each",
+    "negative_scale", "all",
 ]  # fmt: skip
 
 
@@ -39,6 +40,11 @@ def feature_options(
         "cap": {"causal": True, "logits_soft_cap": 0.7},
         "alibi": {"causal": False, "alibi_slopes": slopes},
         "sinks": {"causal": True, "sinks": sinks},
+        "half_precision": {
+            "causal": True,
+            "alibi_slopes": slopes.half(),
+            "sinks": sinks.half(),
+        },
         "bias": {"causal": True, "query_bias": bias},
         "causal_each": {"causal": causal_each.to(device)},
         "negative_scale": {"causal": True, "scale": -0.2},

@@ -2,8 +2,8 @@
 
 One process per target compiles the cases of `cross_compile`; the tests check the results. By
 default each kernel is compiled for each target, and each table entry for one of its targets, in
-rotation. With `--every-target` each entry is compiled for all of its targets, with 16-bit and float8 caches.
-The Hopper kernels are in `hopper/test_compile.py`.
+rotation. With `--every-target` each entry is compiled for all of its targets, with 16-bit and
+float8 caches. The Hopper kernels are in `hopper/test_compile.py`.
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
         "tile": {"consumers": 3, "consumer_registers": 160, "producer_registers": 24},
     },
     "64-sinks-window": {"d": 64, "group": 8, "sinks": True, "window": (127, 0)},
+    "64-sinks-bf16": {"d": 64, "group": 8, "sinks": True, "sinks_dtype": BF16},
     "96": {"d": 96},
     "192-128": {"d": 192, "dv": 128, "group": 1},
     "256": {"d": 256, "group": 2},
@@ -97,6 +98,14 @@ CASES: dict[str, dict[str, Any]] = {
         "dtype": FP16,
     },
     "decode-64-sinks": {"op": "hopper_decode", "d": 64, "group": 8, "sinks": True, "dtype": FP16},
+    "decode-64-sinks-bf16": {
+        "op": "hopper_decode",
+        "reqs": 16,
+        "d": 64,
+        "group": 8,
+        "sinks": True,
+        "sinks_dtype": BF16,
+    },
     "decode-192-128": {"op": "hopper_decode", "d": 192, "dv": 128, "group": 1},
     "decode-256-cap": {"op": "hopper_decode", "d": 256, "group": 2, "cap": 50.0},
 }
@@ -153,13 +162,14 @@ def compile_case(name: str) -> dict[str, Any]:
         torch.zeros(lengths.shape[0] + 1, dtype=torch.int32),
         lengths,
     )
+    sinks_dtype = options.get("sinks_dtype", torch.float32)
     params = AttentionParams(
         scale=0.1,
         causal=options.get("causal", True),
         window=options.get("window", (-1, -1)),
         attention_chunk_size=options.get("chunk", 0),
         logits_soft_cap=options.get("cap", 0.0),
-        sinks=torch.empty(heads) if options.get("sinks") else None,
+        sinks=torch.empty(heads, dtype=sinks_dtype) if options.get("sinks") else None,
     )
     outputs: dict[str, Any] = {
         "out": torch.empty(64, heads, dv, dtype=dtype),
