@@ -183,6 +183,5 @@ def _check(case: BenchCase) -> None:
         if query_len > seq_len:
             raise ContractError(
                 f"case {case.name!r}: request {request} has {query_len} query tokens in a sequence "
-                "of "
-                f"{seq_len}; write qQUERYsSEQUENCE with a sequence of at least {query_len}"
+                f"of {seq_len}; write qQUERYsSEQUENCE with a sequence of at least {query_len}"
             )

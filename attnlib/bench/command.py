@@ -34,8 +34,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="attnlib bench",
         description="Compare backends on the same tensors, after a correctness check. Exit status "
-        "1 if a backend is "
-        "wrong or fails, 2 for invalid arguments.",
+        "1 if a backend is wrong or fails, 2 for invalid arguments.",
         epilog="A CASE is a name, a glob over names, or BATCH[@KEY=VALUE,...] such as "
         "32q1s4k@heads=64/8,d=64,window=128,sinks.",
     )
@@ -102,8 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device.is_hypothetical or (device.type == "cuda" and not torch.cuda.is_available()):
         raise ContractError(
             f"--device {options.device} is not available: measuring needs the device; use --device "
-            "cpu, or run on a "
-            "machine that has it"
+            "cpu, or run on a machine that has it"
         )
     default = "anchors" if device.type == "cuda" else "cpu"
     cases = choose_cases(options.cases, options.suite, default, options.page)

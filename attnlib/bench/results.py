@@ -171,9 +171,8 @@ def read_document(path: str | Path) -> Document:
             or not 0 <= row["run"] < len(data["runs"])
         ):
             raise ContractError(
-                f"{path}: row {number} is not a row of version {VERSION}: "
-                f"keys {sorted(set(row) ^ known)}, status {row.get('status')!r}, run "
-                f"{row.get('run')}; "
+                f"{path}: row {number} is not a row of version {VERSION}: keys "
+                f"{sorted(set(row) ^ known)}, status {row.get('status')!r}, run {row.get('run')}; "
                 "measure again with this version of attnlib"
             )
     return Document(

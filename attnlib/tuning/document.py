@@ -17,8 +17,7 @@ __all__ = ["merged", "read_document", "write_document"]
 
 ABOUT = (
     "Measured by attnlib tune on this chip. Automatic selection and backends with tunable "
-    "parameters use it; "
-    "ATTNLIB_TUNING=off ignores it."
+    "parameters use it; ATTNLIB_TUNING=off ignores it."
 )
 Lines = Sequence[Mapping[str, Any]]
 

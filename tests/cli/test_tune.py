@@ -47,8 +47,8 @@ def test_cases_come_from_flags_a_config_or_names(tmp_path: Path) -> None:
     cases, left_out = plan_cases(_options("--config", str(tmp_path), "--quick"), "cuda")
     assert [case.name for case in cases] == ["8q1s8k@full_attention", "q4k@full_attention"]
     assert left_out == [
-        "chunked_attention has attention_chunk_size=64, which a case cannot express: "
-        "it keeps the shipped parameters and ranking"
+        "chunked_attention has attention_chunk_size=64, which a case cannot express: it keeps the "
+        "shipped parameters and ranking"
     ]
 
 

@@ -119,8 +119,7 @@ def compare(
             near_ties += dtype is not torch.float32 and margin <= budget * scale
             first_difference = first_difference or (
                 f"request {request.index}, token {position}: {token} instead of {best}, which "
-                "eager "
-                f"attention prefers by {margin:.1e} ({margin / scale:.1e} of the row maximum)"
+                f"eager attention prefers by {margin:.1e} ({margin / scale:.1e} of the row maximum)"
             )
     tokens = sum(len(request.generated) for request, _, _ in pairs)
     return DemoResult(tokens, identical, largest_error, budget, first_difference, near_ties)

@@ -81,10 +81,9 @@ def show(
     )
     print(
         f"prompts: {numbers['prompt_tokens']} tokens, {numbers['reused_prompt_tokens']} of them "
-        "reused from the cache; "
-        f"cache: {numbers['peak_blocks']}/{numbers['cache_blocks']} blocks of "
-        f"{numbers['block_size']} tokens at peak, "
-        f"{numbers['cache_mib']:.1f} MiB, {numbers['preemptions']} preemptions"
+        f"reused from the cache; cache: {numbers['peak_blocks']}/{numbers['cache_blocks']} blocks "
+        f"of {numbers['block_size']} tokens at peak, {numbers['cache_mib']:.1f} MiB, "
+        f"{numbers['preemptions']} preemptions"
     )
     print(result)
 

@@ -27,11 +27,9 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="attnlib tune",
         description="Measure backends and their tunable parameters on this chip, and write the "
-        "table that "
-        "automatic selection uses. Results with a wrong output do not count.",
+        "table that automatic selection uses. Results with a wrong output do not count.",
         epilog="A CASE is one of attnlib bench: a name, a glob, or BATCH[@KEY=VALUE,...]. Or give "
-        "a spec, or "
-        "--config, and --shapes q1s8k,q4k.",
+        "a spec, or --config, and --shapes q1s8k,q4k.",
     )
     made.add_argument(
         "cases",
@@ -91,8 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if info.is_hypothetical or (info.type == "cuda" and not torch.cuda.is_available()):
         raise ContractError(
             f"--device {options.device} is not available: measuring needs the device; use --device "
-            "cpu, or run "
-            "on a machine that has it"
+            "cpu, or run on a machine that has it"
         )
     session = Session(options, info, "attnlib tune " + shlex.join(arguments))
     operations = _operations(options, info, session.tuners)
@@ -123,8 +120,7 @@ def _operations(
         if not known:
             raise ContractError(
                 f"--ops {options.ops}: no backend has tunable operations on {info} (triton has "
-                "them on a "
-                "GPU); leave --ops out to rank backends"
+                "them on a GPU); leave --ops out to rank backends"
             )
         if name not in known:
             raise ContractError(f"--ops {name} is unknown; write {', '.join(known)}, or none")

@@ -96,8 +96,7 @@ def case_of(spec: AttentionSpec, shape: str, kind: str = "") -> BenchCase:
     if other:
         raise ContractError(
             f"{kind or 'this layer'} has {', '.join(other)}, which a case cannot express: it keeps "
-            "the shipped "
-            "parameters and ranking"
+            "the shipped parameters and ranking"
         )
     name = f"{shape}@{kind or 'spec'}"
     return replace(parse_case(shape), name=name, batch=parse_batch(shape), **fields)

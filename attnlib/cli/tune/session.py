@@ -61,8 +61,7 @@ class Session:
         if chip is None:
             raise ContractError(
                 f"the driver reports no name for {info}, and a table needs the name of its chip; "
-                "use "
-                "--device cpu, or another GPU"
+                "use --device cpu, or another GPU"
             )
         path = options.out or tuning.table_path(chip)
         if path is None:
