@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 from host_costs import LayerCall
-from provenance import provenance
+
+from attnlib.bench.provenance import provenance
 
 PACKAGE = Path(__file__).resolve().parents[1] / "attnlib"
 BARS = {

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from provenance import provenance
 
 import attnlib
+from attnlib.bench.provenance import provenance
 
 IMPORT = (
     "import time, torch; a = time.perf_counter(); import attnlib; print(time.perf_counter() - a)"
@@ -38,7 +38,7 @@ def microseconds(call: Callable[[], object], number: int) -> float:
 
 
 def launch_microseconds(call: Callable[[], object], rounds: int = 40) -> float:
-    """Median over the rounds of the host's mean time for one of `BURST` calls, after three rounds to warm up."""
+    """Median over rounds of the mean host time of `BURST` calls, after three warm-up rounds."""
     times = []
     for number in range(rounds + 3):
         torch.cuda.synchronize()
@@ -138,7 +138,7 @@ class LayerCall:
         self()
 
     def bare_launches(self) -> Callable[[], None]:
-        """The kernels of one call, by the driver call alone, with the arguments already in place."""
+        """The kernels of one call, by the driver call alone, with arguments in place."""
         from attnlib.ops.triton.launch import bound
         from attnlib.ops.triton.launch.cache import LAUNCHES
 

@@ -67,6 +67,11 @@ STEPS = (
         "the figures of these rows",
     ),
     Step("host_costs", "benchmarks/host_costs.py", "host time of selection, build and layer calls"),
+    Step(
+        "call_trace",
+        "benchmarks/call_trace.py --json {out}/call_trace.json",
+        "files and Python functions that a layer call enters",
+    ),
     Step("demo", "-m attnlib demo", "continuous batching, checked against eager attention"),
     Step(
         "decoder_tokens",
