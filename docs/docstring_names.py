@@ -1,7 +1,7 @@
 """Griffe extension: splits docstring entries that describe several names.
 
-attnlib documents related parameters together (`k_scale, v_scale: scales of the cache`). Griffe reads
-such a line as one name with a type. The extension repeats the description for each name.
+attnlib documents related parameters together (`k_scale, v_scale: scales of the cache`). Griffe
+reads such a line as one name with a type. The extension repeats the description for each name.
 """
 
 from __future__ import annotations
