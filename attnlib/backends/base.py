@@ -25,7 +25,6 @@ from attnlib.capabilities import Capabilities, unsupported_reasons
 from attnlib.device import DeviceInfo, resolve_device
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
-from attnlib.metadata.paged import PagedMetadata
 from attnlib.metadata.paged_builder import PagedMetadataBuilder
 from attnlib.metadata.state import AttentionState
 from attnlib.ops.params import AttentionParams
@@ -65,8 +64,11 @@ class AttentionBackend(ABC):
 
     @staticmethod
     def get_metadata_cls() -> type[AttentionMetadata]:
-        """The dataclass that the builder creates; only `make_metadata` uses it."""
-        return PagedMetadata
+        """The dataclass that the builder creates; a layer rejects metadata of any other class.
+
+        The default accepts every class.
+        """
+        return AttentionMetadata
 
     @staticmethod
     def get_state_cls() -> type[AttentionState[Any]]:

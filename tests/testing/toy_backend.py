@@ -28,14 +28,6 @@ class ToyMetadata(AttentionMetadata):
     block_table: torch.Tensor
     causal: bool | torch.Tensor
 
-    @property
-    def prefill_metadata(self) -> ToyMetadata | None:
-        return self
-
-    @property
-    def decode_metadata(self) -> ToyMetadata | None:
-        return None
-
 
 class ToyBuilder(AttentionMetadataBuilder[ToyMetadata]):
     cudagraph_support = CudaGraphSupport.ALWAYS
@@ -244,10 +236,6 @@ class ToyBackend(AttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
         return ToyImpl
-
-    @staticmethod
-    def get_metadata_cls() -> type[AttentionMetadata]:
-        return ToyMetadata
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:

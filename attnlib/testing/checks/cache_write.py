@@ -22,19 +22,19 @@ from attnlib.testing.runner import make_impl
 __all__ = ["CHECKS", "compare_storage"]
 
 
-def compare_storage(got: MaterializedCase, want: MaterializedCase) -> str:
+def compare_storage(actual: MaterializedCase, expected: MaterializedCase) -> str:
     """Compare the caches of two steps; "" if they are equal.
 
     Elements of fp8 caches may differ by one step of the format (rounding ties).
     """
     for name, mine, theirs in (
-        ("key", got.inputs.cache.key, want.inputs.cache.key),
-        ("value", got.inputs.cache.value, want.inputs.cache.value),
+        ("key", actual.inputs.cache.key, expected.inputs.cache.key),
+        ("value", actual.inputs.cache.value, expected.inputs.cache.value),
     ):
         differs = _different(mine, theirs)
         if differs.any():
             slots = torch.nonzero(differs.flatten()).flatten().tolist()
-            written = set(want.inputs.written_slots())
+            written = set(expected.inputs.written_slots())
             unexpected = [slot for slot in slots if slot not in written]
             if unexpected:
                 return (
@@ -64,16 +64,22 @@ def _write(target: BackendUnderTest, step: MaterializedCase, slot_mapping: torch
 
 
 def _check_written(target: BackendUnderTest, case: Case) -> str:
-    got, want = case.materialize(target.device, kv_written=False), case.materialize(target.device)
-    _write(target, got, got.inputs.slot_mapping)
-    wrong = compare_storage(got, want)
+    actual, expected = (
+        case.materialize(target.device, kv_written=False),
+        case.materialize(target.device),
+    )
+    _write(target, actual, actual.inputs.slot_mapping)
+    wrong = compare_storage(actual, expected)
     return f"{wrong} | case: {case}" if wrong else ""
 
 
 def _check_skipped(target: BackendUnderTest, case: Case, keep: str) -> str:
     """Replace some or all slots by -1, or pass a mapping that is shorter than the key."""
-    got, want = case.materialize(target.device, kv_written=False), case.materialize(target.device)
-    slots = got.inputs.slot_mapping.clone()
+    actual, expected = (
+        case.materialize(target.device, kv_written=False),
+        case.materialize(target.device),
+    )
+    slots = actual.inputs.slot_mapping.clone()
     kept = torch.zeros_like(slots, dtype=torch.bool)
     if keep == "every-second":
         kept[::2] = True
@@ -86,11 +92,12 @@ def _check_skipped(target: BackendUnderTest, case: Case, keep: str) -> str:
     ]
     mapping = slots[: len(slots) // 2] if keep == "first-half" else slots.masked_fill(~kept, -1)
     before = [
-        read_slots(view, skipped).clone() for view in (got.inputs.cache.key, got.inputs.cache.value)
+        read_slots(view, skipped).clone()
+        for view in (actual.inputs.cache.key, actual.inputs.cache.value)
     ]
-    _write(target, got, mapping)
+    _write(target, actual, mapping)
     for name, view, old in zip(
-        ("key", "value"), (got.inputs.cache.key, got.inputs.cache.value), before, strict=True
+        ("key", "value"), (actual.inputs.cache.key, actual.inputs.cache.value), before, strict=True
     ):
         now = read_slots(view, skipped)
         if not torch.equal(now.contiguous().view(torch.uint8), old.contiguous().view(torch.uint8)):
@@ -100,15 +107,15 @@ def _check_skipped(target: BackendUnderTest, case: Case, keep: str) -> str:
             )
     block_size = case.block_size
     for mine, theirs in (
-        (got.inputs.cache.key, want.inputs.cache.key),
-        (got.inputs.cache.value, want.inputs.cache.value),
+        (actual.inputs.cache.key, expected.inputs.cache.key),
+        (actual.inputs.cache.value, expected.inputs.cache.value),
     ):
         if skipped:
             at = torch.tensor(skipped, device=mine.device)
             _raw(mine)[at // block_size, at % block_size] = _raw(theirs)[
                 at // block_size, at % block_size
             ]
-    wrong = compare_storage(got, want)
+    wrong = compare_storage(actual, expected)
     return f"{wrong} | case: {case}" if wrong else ""
 
 
@@ -128,7 +135,7 @@ def _check_saturates(target: BackendUnderTest, case: Case) -> str:
     )
     if not (keys == limit).all() or not (values == -limit).all():
         return (
-            f"values outside the format must saturate at {limit} (M9), got "
+            f"values outside the format must saturate at {limit} (M9), actual "
             f"{float(keys.flatten()[0])} | case: {case}"
         )
     return ""

@@ -1,4 +1,4 @@
-"""attnlib's own exam is this package's test suite: every case of every probe is a test."""
+"""The conformance suite as the test suite of this package: one test for each case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The card of the backend: what it is called and what it can do. Importing it is cheap; the work is in `impl`."""
+"""The declaration of the backend. Importing it is cheap: the other modules load on first use."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from attnlib import (
     Capabilities,
     CudaGraphSupport,
     MaskKind,
+    Sizes,
 )
-from attnlib.capabilities import Sizes
 
 __all__ = ["GatherSdpaBackend"]
 
 
 class GatherSdpaBackend(AttentionBackend):
-    """Gather pages, then torch's scaled_dot_product_attention."""
+    """Gathers the pages of a request and calls torch's scaled_dot_product_attention."""
 
-    description = "pages gathered for torch's scaled_dot_product_attention (example plugin)"
+    description = "scaled_dot_product_attention over gathered pages (example plug-in)"
     capabilities = Capabilities(
         devices=("cpu", "cuda"),
         dtypes=(torch.float32, torch.float16, torch.bfloat16),
@@ -39,14 +39,14 @@ class GatherSdpaBackend(AttentionBackend):
         mask_kinds=(MaskKind.CAUSAL, MaskKind.BIDIRECTIONAL),
         sliding_window=True,
         attention_chunks=False,
-        logits_soft_cap=False,  # scaled_dot_product_attention has none
+        logits_soft_cap=False,
         alibi=False,
         sink=False,
         mla=False,
-        lse=False,  # it does not return one
+        lse=False,  # scaled_dot_product_attention does not return the LSE
         kv_sharing=True,
         batch_invariant=False,
-        cudagraph=CudaGraphSupport.NEVER,  # lengths are read on the host
+        cudagraph=CudaGraphSupport.NEVER,  # the lengths are read on the host
     )
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Per layer: gather the pages of each request and attend. Writing the cache is inherited."""
+"""Attention of one layer, one request at a time. The cache write is inherited."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["GatherSdpaImpl"]
 
 
 class GatherSdpaImpl(AttentionImpl):
-    """One request at a time."""
+    """Gathers the pages of each request and calls scaled_dot_product_attention."""
 
     def forward(
         self,
@@ -28,7 +28,7 @@ class GatherSdpaImpl(AttentionImpl):
             row += query_len
             table, seq_len = metadata.block_table[request], metadata.seq_lens[request]
             output[rows] = self.attend(query[rows], cache, table, seq_len, metadata.masks[request])
-        output[row:] = 0  # M6
+        output[row:] = 0  # padding rows (M6)
 
     def attend(
         self,
@@ -38,13 +38,13 @@ class GatherSdpaImpl(AttentionImpl):
         seq_len: int,
         mask: torch.Tensor,
     ) -> torch.Tensor:
-        """query [q, Hq, D] -> [q, Hq, D]."""
+        """Attention of one request: query [q, Hq, D] -> [q, Hq, D]."""
         if seq_len == 0:
-            return torch.zeros_like(query)  # M5
+            return torch.zeros_like(query)  # no key (M5)
         position = torch.arange(seq_len, device=query.device)
-        block, offset = table[position // cache.block_size].long(), position % cache.block_size
-        keys = cache.key_cache[block, offset].to(query.dtype)  # the cache may store another dtype
-        values = cache.value_cache[block, offset].to(query.dtype)
+        index = (table[position // cache.block_size].long(), position % cache.block_size)
+        keys = cache.key_cache[index].to(query.dtype)  # the cache may have another dtype
+        values = cache.value_cache[index].to(query.dtype)
         out = scaled_dot_product_attention(
             query.transpose(0, 1),
             keys.transpose(0, 1),
@@ -53,5 +53,5 @@ class GatherSdpaImpl(AttentionImpl):
             scale=self.scale,
             enable_gqa=True,
         )
-        blind = ~mask.any(dim=1)  # torch leaves rows that see nothing undefined
-        return out.transpose(0, 1).masked_fill(blind[:, None, None], 0)
+        no_key = ~mask.any(dim=1)  # torch leaves rows without a visible key undefined
+        return out.transpose(0, 1).masked_fill(no_key[:, None, None], 0)
