@@ -73,17 +73,21 @@ def violations(name: str, source: str) -> list[str]:
         here, there = _layer(name), _layer(target)
         if there > here:
             found.append(f"{name} imports {target} (layer {here} -> {there})")
-        mine, other = name.split("."), target.split(".")
+        importer, target_parts = name.split("."), target.split(".")
         if (
-            mine[0] == other[0] == "ops"
-            and len(mine) > 2
-            and len(other) > 1
-            and other[1] in ("torch", "triton")
-            and mine[1] != other[1]
+            importer[0] == target_parts[0] == "ops"
+            and len(importer) > 2
+            and len(target_parts) > 1
+            and target_parts[1] in ("torch", "triton")
+            and importer[1] != target_parts[1]
         ):
             found.append(f"{name} imports its counterpart {target}")
-        siblings = mine[0] == other[0] == "backends" and here == there and mine[1] != "composite"
-        if siblings and mine[1] != other[1]:
+        siblings = (
+            importer[0] == target_parts[0] == "backends"
+            and here == there
+            and importer[1] != "composite"
+        )
+        if siblings and importer[1] != target_parts[1]:
             found.append(f"{name} imports its sibling {target}")
     return found
 
