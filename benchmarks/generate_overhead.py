@@ -1,18 +1,19 @@
 """Tokens per second of `model.generate` with attnlib and with sdpa, on one CPU thread.
 
-    python benchmarks/generate_overhead.py [--json FILE]
+    python benchmarks/generate_overhead.py
 
 A Llama of 4 layers with hidden size 512 in float32 continues a prompt of 512 tokens by 64 tokens:
 one request, and four requests with left padding. The two implementations take turns in one process,
-and the median over the rounds is reported. Prefill is not counted: a call with one new token is
-subtracted.
+and the median over the rounds is reported. Seconds are CPU time of the process, so that other
+processes do not count. Prefill is not counted: a call with one new token is subtracted.
+
+Writes benchmarks/results/generate_overhead.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -20,10 +21,11 @@ from typing import Any
 
 import torch
 import transformers
+from provenance import provenance
 
-import attnlib
 import attnlib.integrations.transformers as integration
 
+RESULTS = Path(__file__).parent / "results" / "generate_overhead.json"
 PROMPT, NEW_TOKENS = 512, 64
 BATCHES = {"batch 1": (512,), "batch 4, padded": (512, 480, 400, 256)}
 
@@ -55,11 +57,11 @@ def build_batch(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
 
 
 def seconds(model: Any, batch: dict[str, torch.Tensor], name: str, new_tokens: int) -> float:
-    """Wall time of one greedy `generate` call."""
+    """CPU time of one greedy `generate` call."""
     model.set_attn_implementation(name)
-    started = time.perf_counter()
+    started = time.process_time()
     model.generate(**batch, max_new_tokens=new_tokens, do_sample=False)
-    return time.perf_counter() - started
+    return time.process_time() - started
 
 
 def measure(rounds: int) -> dict[str, dict[str, float]]:
@@ -81,10 +83,9 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    """Measure, print a table and write the results."""
+    parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -95,14 +96,8 @@ def main() -> None:
             f"{label:16} attnlib {row['attnlib']:7.1f} tokens/s  sdpa {row['sdpa']:7.1f} tokens/s"
             f"  ratio {row['ratio']:.2f}"
         )
-    if arguments.json:
-        versions = {
-            "attnlib": attnlib.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        }
-        report = {"machine": platform.processor() or platform.machine(), "versions": versions}
-        arguments.json.write_text(json.dumps({**report, "results": results}, indent=2) + "\n")
+    report = {**provenance(), "transformers": transformers.__version__, "results": results}
+    RESULTS.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ otherwise                   plain forwards and `generate`
 
 from __future__ import annotations
 
-import sys
-from functools import cache
 from typing import Any
 
 import torch
@@ -72,7 +70,7 @@ def attnlib_attention(
         return result
     paged = kwargs.get("cache") is not None and kwargs.get("write_index") is not None
     if not paged:
-        refuse_plain_call(layer_name(module))
+        refuse_plain_call(module)
     with torch.no_grad():
         call = _call(module, query, key, value, scale, kwargs)
         if paged:
@@ -109,36 +107,17 @@ def _call(
         soft_cap=kwargs.get("softcap"),
         sinks=sinks,
         sliding_window=kwargs.get("sliding_window"),
-        causal=_is_causal(module) if causal is None else bool(causal),
+        declared_causal=None if causal is None else bool(causal),
     )
-
-
-def _is_causal(module: nn.Module) -> bool:
-    """Whether a module without a mask is causal.
-
-    The sdpa and flash attention functions of transformers then follow `module.is_causal`; the eager
-    function does not mask. A model that supports eager attention only may depend on that.
-    """
-    return bool(getattr(module, "is_causal", True)) and not _is_eager_only(type(module).__module__)
-
-
-@cache
-def _is_eager_only(name: str) -> bool:
-    """Whether a Python module defines models, none of which supports sdpa."""
-    definitions = vars(sys.modules[name]).values() if name in sys.modules else ()
-    classes = [cls for cls in definitions if isinstance(cls, type) and cls.__module__ == name]
-    support = [cls._supports_sdpa for cls in classes if hasattr(cls, "_supports_sdpa")]
-    return bool(support) and not any(support)
 
 
 def _refuse(
     module: nn.Module, states: tuple[torch.Tensor, ...], dropout: float, kwargs: dict[str, Any]
 ) -> None:
-    name = layer_name(module)
     if dropout:
         raise UnsupportedConfigError(
-            f"{name}: dropout={dropout} in attention: attnlib computes inference only; call "
-            f"model.eval(), or train with attn_implementation='sdpa'"
+            f"{layer_name(module)}: dropout={dropout} in attention: attnlib computes inference "
+            f"only; call model.eval(), or train with attn_implementation='sdpa'"
         )
     if (
         module.training
@@ -146,14 +125,15 @@ def _refuse(
         and any(tensor.requires_grad for tensor in states)
     ):
         raise UnsupportedConfigError(
-            f"{name}: gradients are required in training mode: attnlib computes inference only; "
-            f"use model.eval() under torch.no_grad(), or train with attn_implementation='sdpa'"
+            f"{layer_name(module)}: gradients are required in training mode: attnlib computes "
+            f"inference only; use model.eval() under torch.no_grad(), or train with "
+            f"attn_implementation='sdpa'"
         )
     for argument in _SELECTIONS:
         if kwargs.get(argument) is not None:
             raise UnsupportedConfigError(
-                f"{name}: {argument}= selects keys per query, which attnlib does not support; use "
-                f"attn_implementation='eager'"
+                f"{layer_name(module)}: {argument}= selects keys per query, which attnlib does not "
+                f"support; use attn_implementation='eager'"
             )
 
 

@@ -107,7 +107,7 @@ def check_layers(cache: Any, model: torch.nn.Module) -> Iterator[None]:
         )
 
 
-def refuse_plain_call(name: str) -> None:
+def refuse_plain_call(module: torch.nn.Module) -> None:
     """Refuse a call without the arguments of a paged step while such a step runs.
 
     Raises:
@@ -116,9 +116,9 @@ def refuse_plain_call(name: str) -> None:
     model = getattr(_local, "model", None)
     if model is not None:
         raise UnsupportedConfigError(
-            f"{name}: {model} does not pass the arguments of a paged step on to its attention, so "
-            f"this layer would see neither its cache nor where requests begin: use generate with "
-            f"attn_implementation='attnlib'"
+            f"{layer_name(module)}: {model} does not pass the arguments of a paged step on to its "
+            f"attention, so this layer would see neither its cache nor where requests begin: "
+            f"use generate with attn_implementation='attnlib'"
         )
 
 

@@ -9,9 +9,10 @@ the next call.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -42,7 +43,7 @@ class Call:
         soft_cap: soft cap of the scores, or None.
         sinks: `[Hq]` sink logits, or None.
         sliding_window: W keys are visible, including the query's own; None for all.
-        causal: what the module declares; a mask by transformers takes precedence.
+        declared_causal: the argument `is_causal`; None for what the module declares.
     """
 
     module: nn.Module
@@ -53,7 +54,12 @@ class Call:
     soft_cap: float | None
     sinks: torch.Tensor | None
     sliding_window: int | None
-    causal: bool
+    declared_causal: bool | None
+
+    @property
+    def causal(self) -> bool:
+        """Whether a call without a mask is causal."""
+        return _is_causal(self.module) if self.declared_causal is None else self.declared_causal
 
     @property
     def layer_idx(self) -> int:
@@ -161,3 +167,21 @@ def _is_current(cached: _CachedLayer, call: Call, backend: type[AttentionBackend
 
 def _version(tensor: torch.Tensor | None) -> int:
     return -1 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _is_causal(module: nn.Module) -> bool:
+    """Whether a module without a mask is causal.
+
+    The sdpa and flash attention functions of transformers then follow `module.is_causal`; the eager
+    function does not mask. A model that supports eager attention only may depend on that.
+    """
+    return bool(getattr(module, "is_causal", True)) and not _is_eager_only(type(module).__module__)
+
+
+@cache
+def _is_eager_only(name: str) -> bool:
+    """Whether a Python module defines models, none of which supports sdpa."""
+    definitions = vars(sys.modules[name]).values() if name in sys.modules else ()
+    classes = [cls for cls in definitions if isinstance(cls, type) and cls.__module__ == name]
+    support = [cls._supports_sdpa for cls in classes if hasattr(cls, "_supports_sdpa")]
+    return bool(support) and not any(support)

@@ -24,7 +24,15 @@ from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.integrations.transformers.patterns import MaskFunction, Pattern, recognize
 from attnlib.spec import Window
 
-__all__ = ["MaskTensor", "Rows", "StepMask", "attnlib_mask", "read_mask"]
+__all__ = [
+    "MaskTensor",
+    "Rows",
+    "StepMask",
+    "attnlib_mask",
+    "first_visible_key",
+    "read_mask",
+    "refuse_export",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -366,6 +374,28 @@ def attnlib_mask(
         use_vmap,
     )
     return MaskTensor(step, dtype if dtype.is_floating_point else torch.float32)
+
+
+def first_visible_key(
+    step: StepMask, pattern: Pattern, padding: torch.Tensor | None
+) -> int | torch.Tensor:
+    """The first key that the window and the chunk of a single query leave visible.
+
+    Args:
+        step: the mask, with one query per row.
+        pattern: its pattern.
+        padding: `[B, tokens]` bool as in `StepMask.attention_mask`, or None.
+
+    Returns:
+        Index among the cached keys, for all rows or `[B]`; it may be negative.
+    """
+    first = 0 if pattern.window.left is None else step.width - 1 - pattern.window.left
+    if pattern.chunk is None:
+        return first
+    # Chunks are counted from the first token of the row, after the padding on the left.
+    left = 0 if padding is None else (padding.cumsum(1) == 0).sum(1)
+    start = (step.q_offset - left) // pattern.chunk * pattern.chunk + left - step.kv_offset
+    return max(start, first) if isinstance(start, int) else start.clamp(min=first)
 
 
 def read_mask(mask: torch.Tensor | None) -> StepMask | torch.Tensor | None:

@@ -19,11 +19,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnlib.backends.base import AttentionBackend
 from attnlib.errors import ContractError
+from attnlib.integrations.transformers.decode import attend_decode
 from attnlib.integrations.transformers.dense import attend_dense
 from attnlib.integrations.transformers.layers import Call, builder_for, layer_for
-from attnlib.integrations.transformers.masks import Rows, StepMask, read_mask
+from attnlib.integrations.transformers.masks import (
+    Rows,
+    StepMask,
+    first_visible_key,
+    read_mask,
+)
 from attnlib.integrations.transformers.packing import segment_lengths, with_callers_segments
 from attnlib.integrations.transformers.pages import token_pages, token_table
 from attnlib.integrations.transformers.patterns import Pattern
@@ -76,16 +81,23 @@ def attend_plain(
             return attend_dense(call, step.dense(), bias, "one mask row serves all queries")
         step = broadcast
     step.check(call.query, call.key)
+    if bias is None and kwargs.get("cu_seq_lens_q") is None:
+        out = attend_decode(call, step)
+        if out is not None:
+            return out
     step = with_callers_segments(step, kwargs)
     if bias is None:
         out = _attend_decode_on_device(call, step)
         if out is not None:
             return out
     step = _window_as_padding(step)
-    reason = "the model adds a position bias to the scores" if bias is not None else None
-    reason = reason or _dense_reason(step)
-    if reason is not None:
+    if bias is not None:
+        reason = "the model adds a position bias to the scores"
         return attend_dense(call, step.dense(), bias, reason)
+    if "dense reason" not in step.plans:
+        step.plans["dense reason"] = _dense_reason(step)
+    if step.plans["dense reason"] is not None:
+        return attend_dense(call, step.dense(), None, step.plans["dense reason"])
     return _attend_paged(call, step) if _is_paged(step) else _attend_unpaged(call, step)
 
 
@@ -207,35 +219,13 @@ def _window_as_padding(step: StepMask) -> StepMask:
         shape = (step.batch_size, step.width)
         keys = np.ones(shape, dtype=bool) if rows is None else rows.keys.copy()
         padding = step.attention_mask
-        first = _first_visible(step, pattern, None if padding is None else padding.cpu())
+        first = first_visible_key(step, pattern, None if padding is None else padding.cpu())
         keys &= np.arange(step.width) >= np.asarray(first).reshape(-1, 1)
         step.plans["window as padding"] = replace(
             step, pattern=Pattern(True, Window(None, 0)), plans={"rows": Rows.of(keys, 1)}
         )
     narrowed: StepMask = step.plans["window as padding"]
     return narrowed
-
-
-def _first_visible(
-    step: StepMask, pattern: Pattern, padding: torch.Tensor | None
-) -> int | torch.Tensor:
-    """The first key that the window and the chunk of a single query leave visible.
-
-    Args:
-        step: the mask, with one query per row.
-        pattern: its pattern.
-        padding: `[B, tokens]` bool as in `StepMask.attention_mask`, or None.
-
-    Returns:
-        Index among the cached keys, for all rows or `[B]`; it may be negative.
-    """
-    first = 0 if pattern.window.left is None else step.width - 1 - pattern.window.left
-    if pattern.chunk is None:
-        return first
-    # Chunks are counted from the first token of the row, after the padding on the left.
-    left = 0 if padding is None else (padding.cumsum(1) == 0).sum(1)
-    start = (step.q_offset - left) // pattern.chunk * pattern.chunk + left - step.kv_offset
-    return max(start, first) if isinstance(start, int) else start.clamp(min=first)
 
 
 def _attend_decode_on_device(call: Call, step: StepMask) -> torch.Tensor | None:
@@ -245,13 +235,13 @@ def _attend_decode_on_device(call: Call, step: StepMask) -> torch.Tensor | None:
         `[B, 1, Hq, Dv]`, or None if the call is another one, or the backend needs host lengths.
     """
     pattern, device = step.pattern, call.query.device
-    if step.attention_mask is None or step.q_length != 1 or pattern is None:
+    if not _reads_synchronize(device) or step.attention_mask is None or step.q_length != 1:
         return None
-    if not pattern.causal or pattern.segments is not None:
+    if pattern is None or not pattern.causal or pattern.segments is not None:
         return None
     spec = call.spec(block_size=1, attn_type=AttentionType.DECODER)
     layer = layer_for(call, spec)
-    if not _lengths_stay_on_device(layer.backend, device):
+    if layer.backend.get_builder_cls().needs_host_lengths:
         return None
     cache, ratio = token_pages(call.key, call.value)
     key = ("device", ratio, layer.backend, spec, device)
@@ -277,8 +267,8 @@ def _attend_decode_on_device(call: Call, step: StepMask) -> torch.Tensor | None:
     return _run(layer, step.plans[key], call, None, None, cache)
 
 
-def _lengths_stay_on_device(backend: type[AttentionBackend], device: torch.device) -> bool:
-    return device.type == "cuda" and not backend.get_builder_cls().needs_host_lengths
+def _reads_synchronize(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def _visible_keys_on_device(
@@ -289,7 +279,7 @@ def _visible_keys_on_device(
     assert visible is not None and padding is not None  # the caller has checked
     columns = torch.arange(step.width, dtype=torch.int32, device=device)
     if _by_distance(pattern):
-        first = _first_visible(step, pattern, padding)
+        first = first_visible_key(step, pattern, padding)
         visible = visible & (columns >= (first if isinstance(first, int) else first[:, None]))
     limits = (
         step.width,
@@ -344,11 +334,42 @@ def _paged_plan(layer: Attention, step: StepMask, ratio: int, device: torch.devi
         queries, indices = rows.real.sum(1).tolist(), _indices(rows.real, device)
     # Queries that are not among their keys may outnumber them.
     separate = causal is not None or not spec.is_causal
-    common = CommonAttentionMetadata.from_lengths(
-        queries, lengths, device=device, causal=causal, is_cross_attention=separate
-    )
-    common = common.replace(block_table_tensor=table)
+    common = _common(queries, lengths, table, device, causal, separate)
     return _BatchPlan(builder_for(layer.backend, spec, device).build(0, common), indices)
+
+
+def _common(
+    queries: list[int],
+    lengths: list[int],
+    table: torch.Tensor,
+    device: torch.device,
+    causal: torch.Tensor | None,
+    separate: bool,
+) -> CommonAttentionMetadata:
+    """A batch that writes nothing to its cache.
+
+    Unlike `CommonAttentionMetadata.from_lengths` it checks nothing, which saves a twentieth of a
+    millisecond in each step.
+    """
+    starts = np.zeros(len(queries) + 1, dtype=np.int32)
+    np.cumsum(queries, out=starts[1:])
+    sequences = np.array(lengths, dtype=np.int32)
+    contexts = np.maximum(sequences - np.diff(starts), 0)
+    starts_cpu, lengths_cpu = torch.from_numpy(starts), torch.from_numpy(sequences)
+    return CommonAttentionMetadata(
+        query_start_loc=starts_cpu.to(device, non_blocking=True),
+        query_start_loc_cpu=starts_cpu,
+        seq_lens=lengths_cpu.to(device, non_blocking=True),
+        seq_lens_cpu=lengths_cpu,
+        num_computed_tokens_cpu=torch.from_numpy(contexts),
+        num_reqs=len(queries),
+        num_actual_tokens=int(starts[-1]),
+        max_query_len=max(queries, default=0),
+        max_seq_len=max(lengths, default=0),
+        block_table_tensor=table,
+        causal=causal,
+        is_cross_attention=separate,
+    )
 
 
 def _attend_unpaged(call: Call, step: StepMask) -> torch.Tensor:

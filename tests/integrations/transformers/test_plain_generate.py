@@ -280,7 +280,7 @@ def test_decodes_do_not_read_the_padding(name: str, monkeypatch: pytest.MonkeyPa
     """On a GPU the padding mask is read once, for the prefill; decodes plan on the device."""
     pytest.importorskip("triton")
     monkeypatch.setenv("ATTNLIB_BACKEND", "triton")
-    monkeypatch.setattr(plain, "_lengths_stay_on_device", lambda backend, device: True)
+    monkeypatch.setattr(plain, "_reads_synchronize", lambda device: True)
     reads, read = [], masks.Rows.read
     monkeypatch.setattr(masks.Rows, "read", lambda *args: reads.append(args) or read(*args))
     model = llama4(attn_temperature_tuning=False) if name == "llama4" else decoder(name)

@@ -1,0 +1,107 @@
+"""Decodes with the torch backend on a CPU: one query per row over keys that are read in place.
+
+For such a step the views, checks and plans of a paged call take longer than the attention itself.
+If selection chooses the torch backend, this module calls the operator that the backend uses for
+requests with adjacent keys (`ops.torch.fused`) directly on slices of the given keys and values.
+What the rows see is determined once per step. Calls that are validated, recorded or observed are
+ordinary calls of an attnlib layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attnlib import env
+from attnlib.instrumentation import OBSERVERS
+from attnlib.integrations.transformers.layers import Call, layer_name
+from attnlib.integrations.transformers.masks import StepMask, first_visible_key
+from attnlib.ops.torch.fused import can_fuse
+from attnlib.selection import get_attn_backend
+from attnlib.spec import AttentionType
+
+__all__ = ["attend_decode"]
+
+_attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """The keys that the rows of a step see.
+
+    Attributes:
+        starts: first key of each row.
+        end: end of the keys of all rows.
+        uniform: whether all rows start at the same key, so that one call serves them.
+    """
+
+    starts: tuple[int, ...]
+    end: int
+    uniform: bool
+
+
+def attend_decode(call: Call, step: StepMask) -> torch.Tensor | None:
+    """Attention of one query per row, `[B, 1, Hq, D]`; None if the call must take another path.
+
+    Args:
+        call: the attention call.
+        step: its mask.
+    """
+    query, key, value = call.query, call.key, call.value
+    if step.q_length != 1 or query.device.type != "cpu" or OBSERVERS:
+        return None
+    if call.sinks is not None or call.soft_cap is not None:
+        return None
+    kind = ("decode", query.shape[1], key.shape[1], query.shape[3], value.shape[3], query.dtype)
+    if kind not in step.plans:
+        step.plans[kind] = _spans(call, step)
+    spans: _Spans | None = step.plans[kind]
+    if spans is None or key.stride(3) != 1 or value.stride(3) != 1:
+        return None
+    batch, heads, _, size = query.shape
+    # Query heads that share a KV head are rows of one product, so that keys are read once.
+    rows = query.reshape(batch, key.shape[1], -1, size)
+    if spans.uniform:
+        keys = slice(spans.starts[0], spans.end)
+        out = _attend(rows, key[:, :, keys], value[:, :, keys], 0.0, False, scale=call.scale)[0]
+    else:
+        parts = []
+        for row, start in enumerate(spans.starts):
+            own, keys = slice(row, row + 1), slice(start, spans.end)
+            states = (rows[own], key[own, :, keys], value[own, :, keys])
+            parts.append(_attend(*states, 0.0, False, scale=call.scale)[0])
+        out = torch.cat(parts)
+    result: torch.Tensor = out.reshape(batch, 1, heads, size)
+    return result
+
+
+def _spans(call: Call, step: StepMask) -> _Spans | None:
+    """What the rows see, or None if the call must take another path."""
+    pattern, dtype, device = step.pattern, call.query.dtype, call.query.device
+    # Masks that transformers did not create are reused between steps, but the backend may change.
+    if pattern is None or step.mask_function is None or env.read("ATTNLIB_VALIDATE"):
+        return None
+    if not pattern.causal or pattern.segments is not None:
+        return None
+    sizes = {call.query.shape[3], call.key.shape[3], call.value.shape[3]}
+    if len(sizes) > 1 or call.key.dtype != dtype or not can_fuse(device, dtype, 0.0):
+        return None
+    spec = call.spec(
+        block_size=1,
+        attn_type=AttentionType.DECODER,
+        sliding_window=None if pattern.window.left is None else pattern.window.left + 1,
+        attention_chunk_size=pattern.chunk,
+    )
+    backend = get_attn_backend(spec, None, device, layer_name=layer_name(call.module))
+    if backend.get_name() != "torch":
+        return None
+    rows, padding = step.rows(), step.attention_mask
+    first = first_visible_key(step, pattern, padding)
+    limits = [first] * step.batch_size if isinstance(first, int) else first.tolist()
+    starts = [max(limit, 0) for limit in limits]
+    if rows is not None:
+        if not rows.contiguous or not rows.real.all():
+            return None
+        starts = [max(*pair) for pair in zip(starts, rows.keys.argmax(1).tolist(), strict=True)]
+    return _Spans(tuple(starts), step.width, len(set(starts)) == 1)
