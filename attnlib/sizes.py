@@ -1,10 +1,14 @@
-"""Sets of sizes that a backend supports: head sizes, block sizes, query heads per KV head."""
+"""Sets of sizes that a backend supports, such as head sizes, and the largest soft cap."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Sizes"]
+__all__ = ["MAX_LOGITS_SOFT_CAP", "Sizes"]
+
+MAX_LOGITS_SOFT_CAP = 8192.0
+"""Largest soft cap c (M3). Kernels compute `c * tanh(s / c)` in float32 from `exp`, with an error
+of about c * 2^-23 for scores near 0: 0.001 at this limit."""
 
 
 @dataclass(frozen=True)

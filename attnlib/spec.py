@@ -15,6 +15,7 @@ import torch
 
 from attnlib.errors import ContractError
 from attnlib.kv_dtype import kv_cache_torch_dtype
+from attnlib.sizes import MAX_LOGITS_SOFT_CAP
 
 __all__ = ["AttentionSpec", "AttentionType", "CudaGraphSupport", "MaskKind", "Window"]
 
@@ -199,9 +200,10 @@ class AttentionSpec:
                 f"attention_chunk_size={self.attention_chunk_size} must be at least 1, or None for "
                 f"no chunks"
             )
-        if self.logits_soft_cap is not None and not self.logits_soft_cap > 0:
+        if self.logits_soft_cap is not None and not 0 < self.logits_soft_cap <= MAX_LOGITS_SOFT_CAP:
             raise ContractError(
-                f"logits_soft_cap={self.logits_soft_cap} must be above 0, or None for no soft cap",
+                f"logits_soft_cap={self.logits_soft_cap} must be above 0 and at most "
+                f"{MAX_LOGITS_SOFT_CAP:.0f}, or None for no soft cap",
                 rule="M3",
             )
 

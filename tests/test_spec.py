@@ -26,6 +26,8 @@ BASE = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloa
         ({"window": (None, -5)}, "window right=-5 must not be negative"),
         ({"window": (3, 0), "sliding_window": 4}, "are both given: give one of them"),
         ({"logits_soft_cap": 0.0}, "logits_soft_cap=0.0 must be above 0"),
+        ({"logits_soft_cap": 1e30}, r"logits_soft_cap=1e\+30 must be above 0 and at most 8192"),
+        ({"logits_soft_cap": float("inf")}, "logits_soft_cap=inf must be above 0 and at most"),
         ({"attention_chunk_size": 0}, "attention_chunk_size=0 must be"),
         ({"dtype": torch.int8}, "dtype=torch.int8 must be a floating-point"),
         ({"dtype": "bfloat16"}, "dtype='bfloat16' must be"),

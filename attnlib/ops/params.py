@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from attnlib.errors import ContractError
+from attnlib.ops.checks import check_scale
+from attnlib.sizes import MAX_LOGITS_SOFT_CAP
 
 __all__ = ["AttentionParams"]
 
@@ -14,17 +19,21 @@ class AttentionParams:
     """How scores are computed and masked (M3, M4), and how a quantized cache is scaled (M9).
 
     Attributes:
-        scale: factor of q . k.
+        scale: factor of q . k, finite.
         causal: for all requests, or a bool tensor `[R]`, one flag per request.
         window: keys visible (before, after) the query's own; -1 is unbounded, 0 is none (M2).
         attention_chunk_size: positions per attention chunk; 0 is none.
-        logits_soft_cap: c of `c * tanh(score / c)`; 0 is none.
+        logits_soft_cap: c of `c * tanh(score / c)`, at most `MAX_LOGITS_SOFT_CAP`; 0 is none.
         alibi_slopes: `[Hq]` float32; `slope * |p - k|` is subtracted from the score.
         sinks: `[Hq]` float32; one more logit per head, in the denominator only (M4).
         query_bias: `[T, >= max_query_len]` float32, added to the scores of the query span's keys;
             -inf hides a key.
-        k_scale: real key = stored key * k_scale; a number, a 0-d or `[Hkv]` float32 tensor.
+        k_scale: real key = stored key * k_scale; a number, a 0-d or `[Hkv]` float32 tensor. Finite
+            and above 0; elements of a tensor are not checked.
         v_scale: the same for values.
+
+    Raises:
+        ContractError: a number outside these limits.
     """
 
     scale: float
@@ -37,3 +46,25 @@ class AttentionParams:
     query_bias: Tensor | None = None
     k_scale: float | Tensor = 1.0
     v_scale: float | Tensor = 1.0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.scale):
+            raise ContractError(f"scale={self.scale} must be finite", rule="M3")
+        if min(self.window) < -1:
+            raise ContractError(
+                f"window={self.window} must have sides of at least 0, or -1 for unbounded",
+                rule="M2",
+            )
+        if self.attention_chunk_size < 0:
+            raise ContractError(
+                f"attention_chunk_size={self.attention_chunk_size} must be at least 1, or 0 for no "
+                "chunks"
+            )
+        if not 0 <= self.logits_soft_cap <= MAX_LOGITS_SOFT_CAP:
+            raise ContractError(
+                f"logits_soft_cap={self.logits_soft_cap} must be above 0 and at most "
+                f"{MAX_LOGITS_SOFT_CAP:.0f}, or 0 for no soft cap",
+                rule="M3",
+            )
+        check_scale("k_scale", self.k_scale)
+        check_scale("v_scale", self.v_scale)

@@ -1,4 +1,4 @@
-"""What a call follows from besides addresses: dtypes, shapes, strides and devices of its tensors."""
+"""What a launch depends on besides addresses: dtypes, shapes, strides and devices of tensors."""
 
 from __future__ import annotations
 

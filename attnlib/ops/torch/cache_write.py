@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnlib.ops.checks import check_slots
+from attnlib.ops.checks import check_scale, check_slots
 from attnlib.ops.torch.quant import is_quantized, quantize
 
 __all__ = ["write_kv"]
@@ -44,9 +44,12 @@ def write_kv(
         v_scale: the same for values.
 
     Raises:
-        ContractError: slots that are not int64, or fewer keys or values than slots (P4).
+        ContractError: slots that are not int64, fewer keys or values than slots (P4), or a scale
+            that is not finite and above 0 (M9).
     """
     check_slots(key, value, slot_mapping)
+    check_scale("k_scale", k_scale)
+    check_scale("v_scale", v_scale)
     slots, num_tokens = slot_mapping, slot_mapping.shape[0]
     if num_tokens == 0 or key_cache.shape[0] == 0:
         return

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.ops.checks import check_slots
+from attnlib.ops.checks import check_scale, check_slots
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard, limits_of
 from attnlib.ops.triton.kernels.cache_write import write_kv_kernel
@@ -49,8 +49,8 @@ def write_kv(
         v_scale: the same for values.
 
     Raises:
-        ContractError: slots that are not int64 or not contiguous, or keys with fewer rows than
-            there are slots.
+        ContractError: slots that are not int64 or not contiguous, keys with fewer rows than there
+            are slots (P4), or a scale that is not finite and above 0 (M9).
     """
     scales = (scale_signature(k_scale), scale_signature(v_scale))
     tensors = (key, value, key_cache, value_cache)
@@ -127,6 +127,8 @@ def prepare_write(
     if found is not None and found.limits is limits:
         return found
     _check(key, value, slot_mapping)
+    check_scale("k_scale", k_scale)
+    check_scale("v_scale", v_scale)
     num_tokens, (_, block_size, num_heads, head_size) = slot_mapping.shape[0], key_cache.shape
     head_size_v = value_cache.shape[3]
     padded, padded_v = triton.next_power_of_2(head_size), triton.next_power_of_2(head_size_v)

@@ -165,3 +165,13 @@ def test_slots_of_another_type_are_refused(slots: Tensor, words: str) -> None:
     with pytest.raises(ContractError, match=words):
         write_kv(torch.ones(2, 1, 4), torch.ones(2, 1, 4), cache, cache.clone(), slots)
     assert cache.sum() == 0
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_invalid_scales_are_refused(scale: float) -> None:
+    """M9: finite and above 0."""
+    cache = torch.zeros(2, 4, 1, 4, dtype=torch.float8_e4m3fn)
+    rows, slots = torch.ones(2, 1, 4), torch.tensor([0, 1])
+    with pytest.raises(ContractError, match=r"v_scale=.* must be finite and above 0 \[M9\]"):
+        write_kv(rows, rows, cache, cache.clone(), slots, v_scale=scale)
+    assert not cache.float().any()

@@ -113,3 +113,13 @@ def test_a_pool_beyond_two_to_the_31_elements(device: torch.device) -> None:
     key = torch.ones(1, 1, 128, dtype=torch.float16, device=device)
     write_kv(key, key, cache, cache, torch.tensor([blocks * 16 - 1], device=device))
     assert bool((cache[-1, -1] == 1).all()) and int(cache.count_nonzero()) == 128
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_invalid_scales_are_refused(device: torch.device, scale: float) -> None:
+    """M9: finite and above 0."""
+    key_cache, value_cache = make_cache("nhd", 2, 8, 3, 16, 16, torch.float8_e4m3fn, device)
+    key, slots = torch.randn(2, 3, 16, device=device), torch.arange(2, device=device)
+    with pytest.raises(ContractError, match=r"k_scale=.* must be finite and above 0 \[M9\]"):
+        write_kv(key, key, key_cache, value_cache, slots, k_scale=scale)
+    assert key_cache.float().isnan().all()
