@@ -1,15 +1,14 @@
-"""The Triton twin: the same operations as `ops.torch`, as plain Triton kernels for NVIDIA and AMD GPUs.
+"""Triton counterparts of the operations of `ops.torch`, for NVIDIA and AMD GPUs.
 
-    cache_write, slots                      where new keys and values go
-    paged_decode, paged_prefill             attention over the paged cache: memory-bound and compute-bound batches
-    varlen_prefill, merge_states            attention without a cache; joining two partial results
-    attend, mask, softmax, quant, schedule  what the attention kernels share: the loop over keys and its parts
-    tiles, tile_tables, tile_entries        host side: pure choices of tiles, from tables/*.json
-    splits, decode_numbers                  how far keys are split, and the numbers of it, from tables/decode.json
-    device, arguments                       chip limits, argument preparation
-    launch, direct                          launches that are bound once, and the C function beneath Triton's launcher
-    gluon, hopper/                          the door to the Gluon kernels of one chip, and these kernels
+    cache_write, slots             KV slots of new tokens, and writing their keys and values
+    paged_decode, paged_prefill    attention over the paged cache
+    paged_mixed                    both for the two halves of a mixed batch, concurrently on Hopper
+    varlen_prefill, merge_states   attention without a cache; merging two partial results
+    kernels/                       jit code of the portable kernels
+    hopper/                        Gluon kernels for Hopper (SM90), used where they are faster
+    launch/                        call signatures, argument order, launches without Triton's Python
+    heuristics/                    tiles, splits and chip limits: pure functions, and their tables
 
-Only this folder imports triton. Under `TRITON_INTERPRET=1`, set before triton is first imported, everything runs on
-CPU tensors.
+Only this package imports triton. With TRITON_INTERPRET=1, set before triton is first imported, the
+portable kernels run on CPU tensors.
 """
