@@ -16,7 +16,7 @@ from attnlib.errors import ContractError, LayoutMismatchError
 if TYPE_CHECKING:
     from attnlib.layer import Attention
 
-__all__ = ["check_call", "check_metadata", "metadata_signature", "per_head"]
+__all__ = ["check_call", "check_metadata", "per_head"]
 
 _SAME_IN_METADATA = ("block_size", "num_heads", "num_kv_heads", "head_size", "head_size_v")
 
@@ -32,17 +32,6 @@ def per_head(name: str, tensor: torch.Tensor, num_heads: int, head_size: int) ->
     if tensor.shape[1] != num_heads * head_size:
         raise ContractError(_wrong_shape(name, tensor, num_heads, head_size))
     return tensor.view(tensor.shape[0], num_heads, head_size)
-
-
-def metadata_signature(metadata: Any) -> tuple[Any, ...]:
-    """What `check_call` reads of a batch, besides the call signature."""
-    slots = getattr(metadata, "slot_mapping", None)
-    return (
-        type(metadata),
-        getattr(metadata, "spec", None),
-        getattr(metadata, "num_actual_tokens", None),
-        None if slots is None else (slots.dtype, slots.shape, slots.device),
-    )
 
 
 def check_metadata(layer: Attention, metadata: Any) -> None:

@@ -8,7 +8,9 @@ from importlib import import_module
 
 from attnlib import env
 
-__all__ = ["OBSERVERS", "checker_for_level"]
+__all__ = ["OBSERVERS", "VALIDATE_VARIABLE", "checker_for_level"]
+
+VALIDATE_VARIABLE = "ATTNLIB_VALIDATE"
 
 OBSERVERS: list[Callable[..., None]] = []
 """Called after every layer call with (layer, query, key, value, cache, metadata, output, lse)."""
@@ -18,7 +20,7 @@ def checker_for_level() -> Callable[..., None] | None:
     """The check of tensor values that ATTNLIB_VALIDATE asks for, called before every layer call with
     (layer, query, key, value, cache, metadata); None when the variable is unset or 0. Level 2 also
     starts shadow execution."""
-    level = env.read("ATTNLIB_VALIDATE")
+    level = env.read(VALIDATE_VARIABLE)
     if not level:
         return None
     if level == 2:

@@ -7,6 +7,7 @@ scale, slopes and sinks.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,16 +16,19 @@ from torch import nn
 
 from attnlib.backends.base import AttentionBackend, AttentionImpl, StepPlan
 from attnlib.cache.storage import UNIT_SCALE, PagedKVCache, Scale
-from attnlib.call_checks import check_call, metadata_signature, per_head
+from attnlib.call_checks import check_call, per_head
 from attnlib.compile.objects import register
 from attnlib.compile.operator import attend_opaquely
 from attnlib.errors import ContractError
-from attnlib.instrumentation import OBSERVERS, checker_for_level
+from attnlib.instrumentation import OBSERVERS, VALIDATE_VARIABLE, checker_for_level
 from attnlib.ops.signature import tensor_signature
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec, AttentionType
 
-__all__ = ["Attention"]
+__all__ = ["MAX_PLANS", "Attention"]
+
+MAX_PLANS = 64
+"""Step plans that one batch keeps; beyond it they are dropped and made again on demand."""
 
 
 class Attention(nn.Module):
@@ -324,11 +328,20 @@ class Attention(nn.Module):
         """
         spec = self.spec
         _refuse_gradients(query, key, value)
-        q = per_head("query", query, spec.num_heads, spec.head_size)
-        k = None if key is None else per_head("key", key, spec.num_kv_heads, spec.head_size)
-        v = None if value is None else per_head("value", value, spec.num_kv_heads, spec.head_size_v)
+        q, k, v = query, key, value
+        if query.dim() == 2:
+            q = per_head("query", query, spec.num_heads, spec.head_size)
+        if key is not None and key.dim() == 2:
+            k = per_head("key", key, spec.num_kv_heads, spec.head_size)
+        if value is not None and value.dim() == 2:
+            v = per_head("value", value, spec.num_kv_heads, spec.head_size_v)
         shape = self._output_shape(query)
-        accepted = (signature, metadata_signature(metadata))
+        slots = getattr(metadata, "slot_mapping", None)
+        accepted = (
+            signature, type(metadata), getattr(metadata, "spec", None),
+            getattr(metadata, "num_actual_tokens", None),
+            None if slots is None else (slots.dtype, slots.shape, slots.device),
+        )  # fmt: skip
         if accepted != self._accepted:
             check_call(self, q, k, v, cache, metadata, return_lse)
             self._check_output(query, output, shape)
@@ -346,7 +359,9 @@ class Attention(nn.Module):
         known = (plan, None if like_query else shape)
         plans = getattr(metadata, "plans", None)
         if plans is not None:
-            plans.keep(signature, known)
+            if len(plans) >= MAX_PLANS:
+                plans.clear()
+            plans[signature] = known
         return known
 
     def _plan(
@@ -364,7 +379,7 @@ class Attention(nn.Module):
         asks for it. Tensors are per head."""
         plan: StepPlan | None = None
         writes = self.writes and metadata.slot_mapping is not None
-        if cache is not None and self.impl.has_current_plan:
+        if cache is not None and signature[0].has_plan:
             lse = None
             if return_lse:
                 rows = (query.shape[0], self.spec.num_heads)
@@ -373,8 +388,9 @@ class Attention(nn.Module):
             plan = self.impl.plan(signature, query, *new, cache, metadata, output, lse)
         if plan is None:
             plan = _MethodPlan(self.spec, metadata, writes)
-        checker = checker_for_level()
-        return plan if checker is None else _CheckedPlan(plan, self, metadata, checker)
+        if VALIDATE_VARIABLE in os.environ and (checker := checker_for_level()) is not None:
+            return _CheckedPlan(plan, self, metadata, checker)
+        return plan
 
     def _forward_traced(
         self,

@@ -95,8 +95,8 @@ BATCHES = {
     "decode of 64 x 2048": ([1] * 64, [2048] * 64),
     "prefill of 1 x 512": ([512], [512]),
     "prefill of 4 x 256 over 2048": ([256] * 4, [2048] * 4),
-    "mixed, 16 x 2048 and 256": ([1] * 16 + [256], [2048] * 16 + [256]),
-    "mixed, 16 x 128 and 256": ([1] * 16 + [256], [128] * 16 + [256]),
+    "mixed batch of 16 x 2048 and 256": ([1] * 16 + [256], [2048] * 16 + [256]),
+    "mixed batch of 16 x 128 and 256": ([1] * 16 + [256], [128] * 16 + [256]),
 }
 ABOVE = {"decode": 4, "prefill": 6, "mixed": 6}
 """Microseconds that a layer may take above the bare launches of its kernels."""
@@ -215,7 +215,7 @@ def main() -> None:
     with torch.inference_mode():
         costs = {**host_costs(), **(gpu_costs() if on_gpu else {})}
     for name, value in costs.items():
-        print(f"{name:<72} {value:8.1f}")
+        print(f"{name:<72} {value:8.1f}", flush=True)
     target = (
         Path(__file__).parent / "results" / ("host_costs_gpu.json" if on_gpu else "host_costs.json")
     )

@@ -186,9 +186,18 @@ class StepPlan(Protocol):
 
 
 class LayerGroup:
-    """Identity of the layers that may share a step plan: equal backend, spec, scale and config."""
+    """Identity of the layers that may share a step plan: equal backend, spec, scale and config.
 
-    __slots__ = ("__weakref__",)
+    Attributes:
+        has_plan: whether `AttentionImpl.plan` stands for the `forward` and `write_kv` of these
+            layers. It does not where a subclass or an assignment replaced one of these and kept an
+            inherited `plan`.
+    """
+
+    __slots__ = ("__weakref__", "has_plan")
+
+    def __init__(self, has_plan: bool) -> None:
+        self.has_plan = has_plan
 
 
 _groups: WeakValueDictionary[Any, LayerGroup] = WeakValueDictionary()
@@ -278,25 +287,15 @@ class AttentionImpl(ABC):
         found: LayerGroup | None = self._group
         if found is None:
             key = (type(self), self.spec, self.scale, tuple(sorted(self.config.items())))
-            found = LayerGroup()
-            if not {"forward", "write_kv", "forward_unpaged", "plan"} & self.__dict__.keys():
+            replaced = {"forward", "write_kv", "forward_unpaged", "plan"} & self.__dict__.keys()
+            found = LayerGroup(not replaced and _has_current_plan(type(self)))
+            if not replaced:
                 try:
                     found = _groups.setdefault(key, found)
                 except TypeError:  # the config has a value that cannot be hashed
                     pass
             self.__dict__["_group"] = found
         return found
-
-    @property
-    def has_current_plan(self) -> bool:
-        """Whether `plan` stands for this impl's `forward` and `write_kv`. It does not where a
-        subclass or an assignment replaced one of these and kept an inherited `plan`."""
-        defined = [
-            next(place for place, cls in enumerate(type(self).__mro__) if name in vars(cls))
-            for name in ("plan", "forward", "write_kv")
-        ]
-        own = {"forward", "write_kv"} & self.__dict__.keys()
-        return defined[0] <= min(defined[1:]) and not own
 
     def attention_params(self, metadata: Any, cache: PagedKVCache | None = None) -> AttentionParams:
         """The parameters of this layer's attention over a batch, as the operations of `ops` take them.
@@ -407,6 +406,15 @@ class AttentionImpl(ABC):
         raise UnsupportedConfigError(
             f"{type(self).__name__} attends through the paged cache only; attn_type={self.spec.attn_type.value} needs another backend (torch has it)"
         )
+
+
+def _has_current_plan(cls: type[AttentionImpl]) -> bool:
+    """Whether no class below the one that defines `plan` defines `forward` or `write_kv`."""
+    defined = [
+        next(place for place, base in enumerate(cls.__mro__) if name in vars(base))
+        for name in ("plan", "forward", "write_kv")
+    ]
+    return cls.plan is not AttentionImpl.plan and defined[0] <= min(defined[1:])
 
 
 def _check_per_head(

@@ -23,19 +23,7 @@ from attnlib.workspace import BatchLimits
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["AttentionMetadata", "AttentionMetadataBuilder", "M", "PlanTable"]
-
-
-class PlanTable(dict[Hashable, Any]):
-    """Step plans of one batch by call signature; cleared when it holds `LIMIT` plans."""
-
-    LIMIT = 64
-
-    def keep(self, signature: Hashable, plan: Any) -> None:
-        """Store a plan."""
-        if len(self) >= self.LIMIT:
-            self.clear()
-        self[signature] = plan
+__all__ = ["AttentionMetadata", "AttentionMetadataBuilder", "M"]
 
 
 @functools.cache
@@ -80,7 +68,7 @@ class AttentionMetadata:
 
     def __post_init__(self) -> None:
         self.handle = register_tensor_id(self)
-        self.plans = PlanTable()
+        self.plans: dict[Hashable, Any] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
         state = self.__dict__
@@ -91,7 +79,7 @@ class AttentionMetadata:
                     f"were computed from it: build the batch again, or call "
                     f"builder.update_block_table for other blocks"
                 )
-            state["plans"] = PlanTable()
+            state["plans"] = {}
             cls: Any = type(self)
             for cached in _cached_properties(cls):
                 state.pop(cached, None)
@@ -105,7 +93,7 @@ class AttentionMetadata:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.handle = register_tensor_id(self)
-        self.plans = PlanTable()
+        self.plans = {}
 
     @property
     def prefill_metadata(self) -> AttentionMetadata | None:

@@ -14,7 +14,6 @@ from attnlib.backends.triton.plan import TritonPlan
 from attnlib.cache.storage import PagedKVCache
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.cache_write import write_kv
-from attnlib.ops.triton.heuristics.device import limits_of
 from attnlib.ops.triton.varlen_prefill import varlen_prefill
 
 __all__ = ["TritonImpl"]
@@ -59,12 +58,11 @@ class TritonImpl(AttentionImpl):
         lse: torch.Tensor | None,
     ) -> StepPlan | None:
         """See `AttentionImpl.plan`. Calls without query rows have no launches and no plan."""
-        if query.shape[0] == 0 or not cache.num_blocks:
+        if query.shape[0] == 0 or not cache.key_cache.shape[0]:
             return None
         return TritonPlan(
-            self, signature, query, key, value, cache, metadata, output, lse, limits_of(query),
-            self._kernels,
-        )  # fmt: skip
+            self, signature, query, key, value, cache, metadata, output, lse, self._kernels
+        )
 
     def forward(
         self,
@@ -84,7 +82,7 @@ class TritonImpl(AttentionImpl):
         plan = metadata.plans.get(signature)
         if plan is None:
             plan = self.plan(signature, query, None, None, cache, metadata, output, lse)
-            metadata.plans.keep(signature, plan)
+            metadata.plans[signature] = plan
         assert plan is not None
         plan.run(self, query, None, None, cache, output, lse)
 

@@ -179,23 +179,23 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         fields = paged_fields(
             common, self.spec, self.reorder_batch_threshold, this_batch_only=this_batch_only
         )
+        schedule = workspace = None
+        if fields["num_decodes"]:
+            schedule = self._scheduler.decode(
+                fields["num_decodes"], fields["max_decode_query_len"], fields["max_seq_len"],
+                fields["causal"] is True,
+            )  # fmt: skip
+            needed = self._scheduler.workspace_bytes(schedule, fields["num_decode_tokens"])
+            workspace = self._workspace.reserve(needed).view(torch.float32) if needed else None
         metadata = TritonMetadata(
             **fields,
             scheduler=self._scheduler,
-            workspace=self._scratch(fields),
+            workspace=workspace,
             counters=self._step_counters(bool(fields["num_prefills"])),
         )
+        if schedule is not None:
+            metadata.__dict__["decode_schedule"] = schedule  # the cached property's value
         return metadata
-
-    def _scratch(self, fields: dict[str, Any]) -> torch.Tensor | None:
-        if not fields["num_decodes"]:
-            return None
-        schedule = self._scheduler.decode(
-            fields["num_decodes"], fields["max_decode_query_len"], fields["max_seq_len"],
-            fields["causal"] is True,
-        )  # fmt: skip
-        needed = self._scheduler.workspace_bytes(schedule, fields["num_decode_tokens"])
-        return self._workspace.reserve(needed).view(torch.float32) if needed else None
 
     def _step_counters(self, prefills: bool) -> torch.Tensor | None:
         """Zeros, which the kernels leave as zeros. With `limits` always the same tensor, as a graph

@@ -28,7 +28,7 @@ from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch, Submit, launches_observed
 from attnlib.ops.triton.launch.cache import LAUNCHES
-from attnlib.ops.triton.launch.run import PreparedAttention, with_workspace
+from attnlib.ops.triton.launch.run import PreparedAttention
 from attnlib.ops.triton.launch.signature import batch_signature
 from attnlib.ops.triton.paged_decode import prepare_decode
 from attnlib.ops.triton.paged_mixed import can_run_concurrently
@@ -46,6 +46,7 @@ class _Launches(NamedTuple):
         write: the cache write; None where nothing is written.
         decode, prefill: of the parts of the batch; None for an empty part.
         concurrent: whether the prefill runs beside the decode.
+        hooks: the launch hooks of each kernel, as lists that change with them.
     """
 
     limits: DeviceLimits
@@ -53,6 +54,7 @@ class _Launches(NamedTuple):
     decode: PreparedAttention | None
     prefill: PreparedAttention | None
     concurrent: bool
+    hooks: list[Any]
 
     @property
     def parts(self) -> list[PreparedAttention]:
@@ -88,7 +90,6 @@ class TritonPlan:
         signature: of the call.
         query, key, value, cache, output, lse: of the call, per head.
         metadata: the batch.
-        limits: the chip.
         kernels: "auto", "hopper" or "portable".
 
     Raises:
@@ -106,36 +107,32 @@ class TritonPlan:
         metadata: TritonMetadata,
         output: Tensor,
         lse: Tensor | None,
-        limits: DeviceLimits,
         kernels: str,
     ) -> None:
         call = _Call(query, key, value, cache.key_cache, cache.value_cache, output, lse)
-        self._spec = impl.spec
+        spec = self._spec = impl.spec
+        self._signature = signature
+        self._metadata = weakref.ref(metadata)  # the batch owns its plans
         self._split = metadata.num_decode_tokens if metadata.num_prefills else 0
-        self._parts = _part_batches(metadata)
-        causal = metadata.causal if isinstance(metadata.causal, bool) else None
-        self._launches = _prepare(
-            impl, (signature, kernels, causal), call, cache, metadata, self._parts, limits, kernels
-        )
-        self._decode_batch, self._prefill_batch = _with_workspaces(
-            self._launches, self._parts, query.device
-        )
+        parts = _part_batches(metadata)
+        self._launches = _prepare(impl, signature, call, cache, metadata, parts, kernels)
+        self._decode_batch, self._prefill_batch = parts
+        if parts[0] is not None and self._launches.decode is not None:
+            self._decode_batch = _with_workspace(self._launches, parts[0], query.device)
         self._slots = metadata.slot_mapping
         self._index = query.get_device()
         self._has_tensor_scales = (
             isinstance(cache.k_scale, Tensor),
             isinstance(cache.v_scale, Tensor),
         )
-        self._has_slopes, self._has_sinks = (x is not None for x in impl.per_head_tensors)
-        self._rows = _row_bytes(call, self._split)
-        self._hooks = [launch.hooks for launch in self._launches.kernels]
+        self._has_per_head = spec.has_alibi or spec.has_sink
+        self._rows = _row_bytes(call, self._split) if self._split else (0, 0, 0)
+        self._hooks = self._launches.hooks
         self._current_stream: Callable[[int], int] | None = None
         self._write: Submit | None = None
         self._attend: Submit | None = None
         self._fallback: TritonPlan | None = None
         self._storages: list[torch.UntypedStorage] = []
-        self._signature = signature
-        self._metadata = weakref.ref(metadata)  # the batch owns its plans
         self._bind()
 
     def run(
@@ -174,7 +171,7 @@ class TritonPlan:
         if self._has_tensor_scales[1]:
             v_scale = v_scale.data_ptr()
         slopes = sinks = None
-        if self._has_slopes or self._has_sinks:
+        if self._has_per_head:
             slopes, sinks = (None if x is None else x.data_ptr() for x in impl.per_head_tensors)
         stream = self._current_stream(self._index)  # type: ignore[misc]  # set with `_attend`
         if write is not None:
@@ -186,22 +183,24 @@ class TritonPlan:
 
     def _bind(self) -> None:
         """Bind the direct launches, if every kernel has been launched by Triton before."""
-        launches, batches = self._launches, (self._decode_batch, self._prefill_batch)
-        write = launches.write
-        if write is not None and (write.launch is None or not write.launch.is_direct):
-            return
-        for part, batch in zip((launches.decode, launches.prefill), batches, strict=True):
+        launches, slots = self._launches, self._slots
+        if launches.write is not None and launches.write.launch is not None:
+            if not launches.write.launch.is_direct:
+                return
+        for part, batch in (
+            (launches.decode, self._decode_batch),
+            (launches.prefill, self._prefill_batch),
+        ):
             if part is not None and (batch is None or not part.is_direct(batch)):
                 return
-        if any(offset & ALIGNMENT for offset in self._rows[:2]):
+        if (self._rows[0] | self._rows[1]) & ALIGNMENT:
             return  # the first row of the prefill part is not aligned
         self._current_stream = triton.runtime.driver.active.get_current_stream
-        if write is not None and write.launch is not None and write.launch.direct is not None:
-            assert self._slots is not None
-            self._write = write.bind(write.launch.direct, self._slots.data_ptr())
+        if launches.write is not None and slots is not None:
+            self._write = launches.write.bind(slots.data_ptr(), True)
         self._attend = self._bind_attention(True, True)
         # Bound launches hold addresses: keep the memory behind them, whatever becomes of the tensors.
-        tensors = (*(self._decode_batch or ()), *(self._prefill_batch or ()), self._slots)
+        tensors = (*(self._decode_batch or ()), *(self._prefill_batch or ()), slots)
         self._storages = [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
 
     def _bind_attention(self, direct: bool, aligned: bool) -> Submit:
@@ -272,16 +271,12 @@ class TritonPlan:
         write = launches.write
         with chips.device_guard(query):
             if write is not None and write.launch is not None:
-                assert key is not None and value is not None and self._slots is not None
-                launch, views = write.launch, (key_cache, value_cache)
+                submit = write.bind(self._slots, False, not addresses & ALIGNMENT)
+                assert submit is not None
+                views = (key_cache, value_cache)
                 if write.as_bytes:
                     views = (key_cache.view(torch.uint8), value_cache.view(torch.uint8))
-                write.bind(
-                    lambda stream, *arguments: launch.by_triton(
-                        arguments, not addresses & ALIGNMENT
-                    ),
-                    self._slots,
-                )(0, key, value, *views, cache.k_scale, cache.v_scale)
+                submit(0, key, value, *views, cache.k_scale, cache.v_scale)
             if any(part.as_bytes for part in launches.parts):
                 key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
             self._bind_attention(False, aligned)(
@@ -301,8 +296,7 @@ class TritonPlan:
             assert metadata is not None  # the caller holds the batch
             query, key, value, output = _per_head(self._spec, query, key, value, output)
             self._fallback = TritonPlan(
-                impl, self._signature, query, key, value, cache, metadata, output, lse,
-                self._launches.limits, "portable",
+                impl, self._signature, query, key, value, cache, metadata, output, lse, "portable"
             )  # fmt: skip
         return self._fallback
 
@@ -322,18 +316,19 @@ def _per_head(
 def _part_batches(metadata: TritonMetadata) -> tuple[BatchTensors | None, BatchTensors | None]:
     """The tensors of the decode part and of the prefill part; an empty batch is one prefill."""
 
-    def tensors(part: TritonMetadata | None) -> BatchTensors | None:
-        if part is None:
-            return None
+    def tensors(part: TritonMetadata) -> BatchTensors:
         flags = part.causal if isinstance(part.causal, Tensor) else None
         return BatchTensors(
             part.query_start_loc, part.seq_lens, part.block_table, flags, part.query_bias,
             part.workspace, part.counters, part.max_seq_len,
         )  # fmt: skip
 
+    if metadata.num_prefills == 0 and metadata.num_decodes:
+        return tensors(metadata), None
+    if metadata.num_decodes == 0:
+        return None, tensors(metadata)
     decode, prefill = metadata.decode_metadata, metadata.prefill_metadata
-    if decode is None and prefill is None:
-        prefill = metadata
+    assert decode is not None and prefill is not None
     return tensors(decode), tensors(prefill)
 
 
@@ -344,16 +339,20 @@ def _prepare(
     cache: PagedKVCache,
     metadata: TritonMetadata,
     parts: tuple[BatchTensors | None, BatchTensors | None],
-    limits: DeviceLimits,
     kernels: str,
 ) -> _Launches:
     """The launches of a call signature over batches like this one. Cached."""
     decodes, prefills = parts
-    slots = metadata.slot_mapping
-    schedule = metadata.decode_schedule if decodes is not None else None
-    if kernels == "portable" and schedule is not None:
-        schedule = schedule._replace(uses_hopper=False)
-    concurrent = None if kernels == "portable" else metadata.concurrent_schedule
+    slots, limits = metadata.slot_mapping, metadata.scheduler.limits
+    causal = metadata.causal if isinstance(metadata.causal, bool) else None
+    schedule = concurrent = None
+    if decodes is not None:
+        schedule = metadata.decode_schedule
+        if kernels == "portable":
+            schedule = schedule._replace(uses_hopper=False)
+        elif prefills is not None:
+            concurrent = metadata.concurrent_schedule
+    signature = (signature, kernels, causal)
     key = (
         "step", signature, metadata.num_decodes, metadata.num_decode_tokens, schedule, concurrent,
         None if decodes is None else batch_signature(decodes),
@@ -361,7 +360,7 @@ def _prepare(
         None if slots is None else (slots.dtype, slots.shape, slots.stride()),
     )  # fmt: skip
     found: _Launches | None = LAUNCHES.get(key)
-    if found is not None and found.limits is limits:
+    if found is not None and (found.limits is limits or found.limits == limits):
         return found
     params = impl.attention_params(metadata, cache)
     slopes, sinks = impl.per_head_tensors
@@ -392,27 +391,25 @@ def _prepare(
             runs_beside = can_run_concurrently(decode, prefill)
         if not runs_beside:
             decode = prepare_decode((signature, "decode"), *tensors, decodes, own, limits, schedule)
-    launches = _Launches(limits, write, decode, prefill, runs_beside)
+    launches = _Launches(limits, write, decode, prefill, runs_beside, [])
+    launches.hooks.extend(kernel.hooks for kernel in launches.kernels)
     kept: _Launches = LAUNCHES.keep(key, launches)
     return kept
 
 
-def _with_workspaces(
-    launches: _Launches,
-    parts: tuple[BatchTensors | None, BatchTensors | None],
-    device: torch.device,
-) -> tuple[BatchTensors | None, BatchTensors | None]:
-    """The parts with what their launches need: a workspace of its own where the batch's is too
-    small (q has more rows than the batch has tokens), no counters for a concurrent decode."""
-    decodes, prefills = parts
-    if decodes is not None and launches.decode is not None:
-        if launches.concurrent:
-            decodes = decodes._replace(counters=None)
-        space, need = decodes.workspace, launches.decode.workspace_bytes
-        if space is not None and space.nbytes < need:
-            decodes = decodes._replace(workspace=None)
-        decodes = with_workspace(launches.decode, decodes, device)
-    return decodes, prefills
+def _with_workspace(
+    launches: _Launches, decodes: BatchTensors, device: torch.device
+) -> BatchTensors:
+    """The decode part with a workspace of its own where the batch's is too small (q has more rows
+    than the batch has tokens), and without counters where it runs beside the prefill part."""
+    if launches.concurrent:
+        decodes = decodes._replace(counters=None)
+    assert launches.decode is not None
+    space, need = decodes.workspace, launches.decode.workspace_bytes
+    if need and (space is None or space.nbytes < need):
+        space = torch.empty(need // 4, dtype=torch.float32, device=device)
+        decodes = decodes._replace(workspace=space)
+    return decodes
 
 
 def _rows_of(call: _Call, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:

@@ -88,22 +88,18 @@ class CacheWrite:
     as_bytes: bool
     launch: BoundLaunch | None
 
-    def bind(self, submit: Submit, slots: Any) -> Submit:
-        """`write(stream, key, value, key_cache, value_cache, k_scale, v_scale)` for one batch.
+    def bind(self, slots: Any, direct: bool, aligned: bool = True) -> Submit | None:
+        """`write(stream, key, value, key_cache, value_cache, k_scale, v_scale)` for one batch; None
+        when there is nothing to write.
 
         Args:
-            submit: submits the kernel, directly (on addresses) or through Triton (on tensors).
-            slots: the slot mapping, as `submit` takes it.
+            slots: the slot mapping, as an address for a direct launch, else as a tensor.
+            direct: launch without Triton, on addresses.
+            aligned: for launches by Triton, whether all layer tensors are aligned.
         """
-        numbers = self.numbers
-
-        def write(
-            stream: int, key: Any, value: Any, key_cache: Any, value_cache: Any,
-            k_scale: Any, v_scale: Any,
-        ) -> None:  # fmt: skip
-            submit(stream, key, value, key_cache, value_cache, slots, k_scale, v_scale, *numbers)
-
-        return write
+        if self.launch is None:
+            return None
+        return self.launch.bind(direct, aligned, self.numbers, (slots,), after=4)
 
 
 def prepare_write(

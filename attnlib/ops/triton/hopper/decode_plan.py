@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -17,12 +18,13 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
 from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile, padded_width
 from attnlib.ops.triton.heuristics.splits import splits_per_load
-from attnlib.ops.triton.hopper.descriptors import CacheView, encoded_descriptors
+from attnlib.ops.triton.hopper.descriptors import CacheView, encode_views, encoded_descriptors
 from attnlib.ops.triton.hopper.kernels.combine import hopper_combine_kernel
 from attnlib.ops.triton.hopper.kernels.decode import hopper_decode_kernel
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
-from attnlib.ops.triton.launch.attention import BatchTensors, submitters
+from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch, Submit
+from attnlib.ops.triton.launch.cache import LaunchCache
 from attnlib.ops.triton.launch.run import run_attention
 
 __all__ = [
@@ -109,22 +111,17 @@ class _BoundDecode(NamedTuple):
     """A Hopper decode over one batch; addresses for direct launches, tensors for those by Triton.
 
     Attributes:
-        attend: submits the attention kernel.
-        tail: its arguments after `sinks`.
+        attend: submits the attention kernel, with the arguments after `sinks` in place.
         descriptors: encoded descriptors by the addresses of key and value cache.
         encode: the descriptors of a pair of caches that `descriptors` lacks.
-        combine: submits the combine kernel; None where the attention kernel combines.
-        splits: partial results, their LSEs, their headers, and `query_start_loc`.
-        combine_tail: the combine kernel's arguments after `lse`.
+        combine: submits the combine kernel, by sinks, output and LSE; None where the attention
+            kernel combines.
     """
 
     attend: Submit
-    tail: tuple[Any, ...]
     descriptors: dict[Any, tuple[Any, ...]]
     encode: Callable[[Any, Any], tuple[Any, ...]]
     combine: Submit | None
-    splits: tuple[Any, ...]
-    combine_tail: tuple[int, ...]
 
     def run(
         self, stream: int, query: Any, key: Any, value: Any, out: Any, lse: Any,
@@ -138,11 +135,11 @@ class _BoundDecode(NamedTuple):
                 that this decode leaves free.
         """
         maps = self.descriptors.get((key, value)) or self.encode(key, value)
-        self.attend(stream, *maps, query, out, lse, sinks, *self.tail)
+        self.attend(stream, *maps, query, out, lse, sinks)
         if between is not None:
             between(stream)
         if self.combine is not None:
-            self.combine(stream, *self.splits, sinks, out, lse, *self.combine_tail)
+            self.combine(stream, sinks, out, lse)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,8 +188,7 @@ class HopperDecode:
 
     def bind(self, batch: BatchTensors, direct: bool, aligned: bool = True) -> _BoundDecode:
         """Attach the tensors of a batch; `workspace` holds at least `workspace_bytes`."""
-        attend, combine = submitters(direct, aligned, self.attend, self.combine)
-        assert attend is not None and batch.workspace is not None
+        assert batch.workspace is not None
         counters = batch.counters if self.combine is None else None
         partials = batch.workspace
         if partials.dtype != torch.float32:
@@ -212,24 +208,26 @@ class HopperDecode:
         encode: Callable[[Any, Any], tuple[Any, ...]] = describe
         if direct:
             given = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
-            descriptors = encoded_descriptors(self.views, self.attend)
-            encode = self._encode
+            descriptors, encode = self._descriptors, self._encode
         starts, lens, table, outputs, lse_space, header_space, given_counters = given
         tail = (
             starts, lens, table, outputs, lse_space, header_space, given_counters, self.scale,
             *self.numbers,
         )  # fmt: skip
-        splits = (outputs, lse_space, header_space, starts)
-        return _BoundDecode(attend, tail, descriptors, encode, combine, splits, self.combine_tail)
+        attend, combine = self.attend.bind(direct, aligned, tail), None
+        if self.combine is not None:
+            splits = (outputs, lse_space, header_space, starts)
+            combine = self.combine.bind(direct, aligned, self.combine_tail, splits)
+        return _BoundDecode(attend, descriptors, encode, combine)
+
+    @cached_property
+    def _descriptors(self) -> LaunchCache:
+        """Encoded descriptors of caches like this one; known once the kernel has been launched."""
+        return encoded_descriptors(self.views, self.attend)
 
     def _encode(self, key: int, value: int) -> tuple[Any, ...]:
         """Encode and keep the descriptors of the caches at these addresses."""
-        expand = self.attend.expand
-        assert expand is not None  # every bound kernel with descriptors has it
-        both = (self.views[0].describe(key), self.views[1].describe(value))
-        encoded = tuple(part for number, view in enumerate(both) for part in expand(number, view))
-        encoded_descriptors(self.views, self.attend).keep((key, value), encoded)
-        return encoded
+        return encode_views(self._descriptors, self.attend, self.views, (key, value))
 
 
 def prepare_hopper_decode(

@@ -7,7 +7,7 @@ of one page and one KV head. A descriptor holds an address and keeps no tensor a
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -18,7 +18,7 @@ from attnlib.ops.triton.hopper.kernels.compat import TensorDescriptor
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES, LaunchCache
 
-__all__ = ["CacheView", "QueryView", "encoded_descriptors"]
+__all__ = ["CacheView", "QueryView", "encode_views", "encoded_descriptors"]
 
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -114,4 +114,30 @@ def encoded_descriptors(facts: Hashable, launch: BoundLaunch) -> LaunchCache:
     if found is None:
         found = LaunchCache()
         LAUNCHES.keep(key, found)
+    return found
+
+
+def encode_views(
+    encoded: LaunchCache,
+    launch: BoundLaunch,
+    views: tuple[CacheView | QueryView, ...],
+    addresses: Any,
+    first: int = 0,
+) -> tuple[Any, ...]:
+    """Encode the descriptors of tensors at these addresses, and keep them in `encoded`.
+
+    Args:
+        encoded: of these views and this launch (`encoded_descriptors`).
+        addresses: one address per view as a tuple, or the address of a single view; the key in
+            `encoded`.
+        first: number of the first of these descriptors among those of the kernel.
+    """
+    expand = launch.expand
+    assert expand is not None  # every kernel with descriptors that was launched directly has it
+    pointers = addresses if isinstance(addresses, tuple) else (addresses,)
+    parts: list[Any] = []
+    for number, (view, pointer) in enumerate(zip(views, pointers, strict=True), first):
+        parts.extend(expand(number, view.describe(pointer)))
+    found = tuple(parts)
+    encoded.keep(addresses, found)
     return found

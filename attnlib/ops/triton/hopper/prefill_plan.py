@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,11 +16,17 @@ from torch import Tensor
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
 from attnlib.ops.triton.heuristics.hopper_tiles import HopperTile, choose_section, padded_width
-from attnlib.ops.triton.hopper.descriptors import CacheView, QueryView, encoded_descriptors
+from attnlib.ops.triton.hopper.descriptors import (
+    CacheView,
+    QueryView,
+    encode_views,
+    encoded_descriptors,
+)
 from attnlib.ops.triton.hopper.kernels.prefill import hopper_prefill_kernel
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
-from attnlib.ops.triton.launch.attention import BatchTensors, check_batch, submitters
+from attnlib.ops.triton.launch.attention import BatchTensors, check_batch
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch, Submit
+from attnlib.ops.triton.launch.cache import LaunchCache
 from attnlib.ops.triton.launch.run import run_attention
 
 __all__ = ["HopperPrefill", "launch_hopper_prefill", "prepare_hopper_prefill"]
@@ -31,17 +38,15 @@ class _BoundPrefill(NamedTuple):
     """A Hopper prefill over one batch; addresses for direct launches, tensors for those by Triton.
 
     Attributes:
-        attend: submits the kernel.
-        tail: its arguments after `sinks`.
+        attend: submits the kernel, with the arguments after `sinks` in place.
         descriptors: encoded descriptors by the addresses of key and value cache.
         query_descriptors: encoded descriptors by the address of the queries.
         encode: the descriptors of a pair of caches that `descriptors` lacks.
         encode_query: the descriptor of queries that `query_descriptors` lacks.
-        counters: kept alive: `tail` holds its address.
+        counters: kept alive: `attend` holds its address.
     """
 
     attend: Submit
-    tail: tuple[Any, ...]
     descriptors: dict[Any, tuple[Any, ...]]
     query_descriptors: dict[Any, tuple[Any, ...]]
     encode: Callable[[Any, Any], tuple[Any, ...]]
@@ -55,7 +60,7 @@ class _BoundPrefill(NamedTuple):
         """Launch on `stream`. The kernel's argument order is written here and in `bind`."""
         caches = self.descriptors.get((key, value)) or self.encode(key, value)
         queries = self.query_descriptors.get(query) or self.encode_query(query)
-        self.attend(stream, *caches, *queries, query, out, lse, sinks, *self.tail)
+        self.attend(stream, *caches, *queries, query, out, lse, sinks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,8 +123,6 @@ class HopperPrefill:
             device = batch.query_start_loc.device
             counters = torch.zeros(PREFILL_COUNTERS, dtype=torch.int32, device=device)
         aligned = aligned and (counters is None or not counters.data_ptr() & ALIGNMENT)
-        (attend,) = submitters(direct, aligned, self.attend)
-        assert attend is not None
         section, (key_view, value_view) = self.num_kv_heads, self.views
         if self.tile.sections:
             section = choose_section(section, batch.max_seq_len, key_view.width + value_view.width)
@@ -139,37 +142,37 @@ class HopperPrefill:
         encode_query: Callable[[Any], tuple[Any, ...]] = describe_query
         if direct:
             given = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
-            descriptors = encoded_descriptors(self.views, self.attend)
+            descriptors, query_descriptors = self._descriptors, self._query_descriptors
             encode, encode_query = self._encode, self._encode_query
-            if query_view is not None:
-                query_descriptors = encoded_descriptors(query_view, self.attend)
         starts, lens, table, given_counters = given
         tail = (
             starts, lens, table, given_counters, self.scale, *self.numbers, int(concurrent),
             section, *self.last,
         )  # fmt: skip
-        return _BoundPrefill(
-            attend, tail, descriptors, query_descriptors, encode, encode_query, counters
-        )
+        attend = self.attend.bind(direct, aligned, tail)
+        return _BoundPrefill(attend, descriptors, query_descriptors, encode, encode_query, counters)
+
+    @cached_property
+    def _descriptors(self) -> LaunchCache:
+        """Encoded descriptors of caches like this one; known once the kernel has been launched."""
+        return encoded_descriptors(self.views, self.attend)
+
+    @cached_property
+    def _query_descriptors(self) -> LaunchCache:
+        """Encoded descriptors of queries like these; likewise."""
+        return encoded_descriptors(self.query_view, self.attend)
 
     def _encode(self, key: int, value: int) -> tuple[Any, ...]:
         """Encode and keep the descriptors of the caches at these addresses."""
-        expand = self.attend.expand
-        assert expand is not None  # every bound kernel with descriptors has it
-        both = (self.views[0].describe(key), self.views[1].describe(value))
-        encoded = tuple(part for number, view in enumerate(both) for part in expand(number, view))
-        encoded_descriptors(self.views, self.attend).keep((key, value), encoded)
-        return encoded
+        return encode_views(self._descriptors, self.attend, self.views, (key, value))
 
     def _encode_query(self, query: int) -> tuple[Any, ...]:
         """Encode and keep the descriptor of the queries at this address."""
         if self.query_view is None:
             return (None,)
-        expand = self.attend.expand
-        assert expand is not None  # every bound kernel with descriptors has it
-        encoded = expand(2, self.query_view.describe(query))
-        encoded_descriptors(self.query_view, self.attend).keep(query, encoded)
-        return encoded
+        return encode_views(
+            self._query_descriptors, self.attend, (self.query_view,), query, first=2
+        )
 
 
 def prepare_hopper_prefill(

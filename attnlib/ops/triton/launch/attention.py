@@ -29,7 +29,6 @@ __all__ = [
     "attention_numbers",
     "check_batch",
     "reads_bytes",
-    "submitters",
 ]
 
 _UNBOUNDED = 1 << 30
@@ -109,22 +108,17 @@ class BoundAttention(NamedTuple):
     Arguments of `run` and the fields are addresses for a direct launch, tensors for one by Triton.
 
     Attributes:
-        attend: submits the attention kernel.
+        attend: submits the attention kernel, with the arguments after the scales in place.
         lengths: query_start_loc, seq_lens, causal flags.
         bias: the query bias or None.
-        tail: the arguments after the scales of the cache.
-        combine: submits the kernel that combines splits; None when nothing is split.
-        partials: partial results of the splits.
-        combine_tail: the combining kernel's arguments after its tensors.
+        combine: submits the kernel that combines splits, by sinks, output and LSE; None when
+            nothing is split.
     """
 
     attend: Submit
     lengths: tuple[Any, Any, Any]
     bias: Any
-    tail: tuple[Any, ...]
     combine: Submit | None = None
-    partials: Any = None
-    combine_tail: tuple[Any, ...] = ()
 
     def run(
         self,
@@ -142,10 +136,10 @@ class BoundAttention(NamedTuple):
         """Launch on `stream`; the argument order of the plain attention kernels is written here."""
         self.attend(
             stream, query, key, value, out, lse, *self.lengths, alibi_slopes, sinks, self.bias,
-            k_scale, v_scale, *self.tail,
+            k_scale, v_scale,
         )  # fmt: skip
         if self.combine is not None:
-            self.combine(stream, self.partials, sinks, out, lse, *self.combine_tail)
+            self.combine(stream, sinks, out, lse)
 
 
 class PlainAttention:
@@ -233,29 +227,12 @@ class PlainAttention:
         middle: tuple[Any, ...] = (table, self._table_stride)
         if self._is_decode:
             middle = (*middle, space)
-        attend, combine = submitters(direct, aligned, self.attend, self.combine)
-        assert attend is not None
-        return BoundAttention(
-            attend,
-            (starts, lens, flags_given),
-            bias,
-            (*self._numbers, *middle, *self._last),
-            combine,
-            space,
-            self._combine_tail,
-        )
-
-
-def submitters(direct: bool, aligned: bool, *launches: BoundLaunch | None) -> list[Submit | None]:
-    """How to submit each launch: directly, or through Triton (which ignores the stream given)."""
-
-    def by_triton(launch: BoundLaunch) -> Submit:
-        return lambda stream, *arguments: launch.by_triton(arguments, aligned)
-
-    return [
-        None if launch is None else launch.direct if direct else by_triton(launch)
-        for launch in launches
-    ]
+        tail = (*self._numbers, *middle, *self._last)
+        combine = None
+        if self.combine is not None:
+            combine = self.combine.bind(direct, aligned, self._combine_tail, (space,))
+        attend = self.attend.bind(direct, aligned, tail)
+        return BoundAttention(attend, (starts, lens, flags_given), bias, combine)
 
 
 def reads_bytes(cache_dtype: torch.dtype, limits: DeviceLimits) -> bool:

@@ -88,21 +88,22 @@ class BoundLaunch:
         constants: compile-time arguments and options (`num_warps`, ...) by name.
 
     Attributes:
-        direct: launches without Triton's Python, `direct(stream, *arguments)`. Tensors are given as
-            addresses and TMA descriptors in encoded form (`expand`). None until the first launch by
-            Triton, and where the driver call of this Triton version is not known.
         expand: the arguments in place of the kernel's `number`-th descriptor, by (number,
             descriptor); None for kernels without descriptors.
+        hooks: the kernel's own launch hooks, as a list that changes with them.
         descriptor_layout: how the kernel reads its descriptors; equal layouts share encodings.
     """
 
     __slots__ = (
+        "_call",
         "_compiled",
         "_constants",
         "_grid",
+        "_head",
         "_kernel",
+        "_packed",
+        "_tail",
         "descriptor_layout",
-        "direct",
         "expand",
         "hooks",
     )
@@ -112,26 +113,71 @@ class BoundLaunch:
         self._grid = grid
         self._constants = constants
         self._compiled: object = None
-        self.direct: Submit | None = None
+        self._call: Callable[..., None] | None = None
+        self._head: tuple[Any, ...] = ()
+        self._tail: tuple[Any, ...] = ()
+        self._packed = False
         self.expand: Callable[[int, Any], tuple[Any, ...]] | None = None
         self.descriptor_layout = ""
         self.hooks: Any = getattr(kernel, "pre_run_hooks", ())
 
     @property
     def is_direct(self) -> bool:
-        """Whether `direct` may be used, given aligned addresses and `not launches_observed()`."""
-        return self.direct is not None and not self.hooks
+        """Whether direct launches are possible, given aligned addresses and `not
+        launches_observed()`. False until the first launch by Triton, and where the driver call of
+        this Triton version is not known."""
+        return self._call is not None and not self.hooks
 
     def by_triton(self, arguments: tuple[Any, ...], aligned: bool) -> None:
-        """Launch through Triton on the current stream; the first aligned launch binds `direct`.
+        """Launch through Triton on the current stream; the first aligned one makes direct launches possible.
 
         Args:
             arguments: the runtime arguments in the kernel's order, tensors as tensors.
             aligned: whether every address that the kernel is specialized on is a multiple of 16.
         """
         compiled = self._kernel[self._grid](*arguments, **self._constants)
-        if aligned and self.direct is None:
-            self._bind(compiled, len(arguments))
+        if aligned and self._call is None:
+            self._keep_driver_call(compiled, len(arguments))
+
+    def bind(
+        self,
+        direct: bool,
+        aligned: bool,
+        last: tuple[Any, ...],
+        middle: tuple[Any, ...] = (),
+        after: int = 0,
+    ) -> Submit:
+        """`submit(stream, *arguments)` with some arguments in place.
+
+        Args:
+            direct: launch without Triton; all arguments are addresses and numbers then. Otherwise
+                Triton launches on the current stream, whatever `stream` is given.
+            aligned: for launches by Triton, as in `by_triton`.
+            last: the arguments after those of a call.
+            middle: the arguments that stand behind the first `after` ones of a call.
+        """
+        if not direct:
+
+            def by_triton(stream: int, *arguments: Any) -> None:
+                given = (*arguments[:after], *middle, *arguments[after:], *last)
+                self.by_triton(given, aligned)
+
+            return by_triton
+        assert self._call is not None  # the caller has checked `is_direct`
+        (x, y, z), call, head, packed = self._grid, self._call, self._head, self._packed
+        end = (*last, *self._tail)
+        if middle:
+            if packed:
+                return lambda stream, *arguments: call(
+                    x, y, z, stream, *head,
+                    (*arguments[:after], *middle, *arguments[after:], *end),
+                )  # fmt: skip
+            return lambda stream, *arguments: call(
+                x, y, z, stream, *head, *arguments[:after], *middle, *arguments[after:], *end
+            )
+        if packed:
+            return lambda stream, *arguments: call(x, y, z, stream, *head, (*arguments, *end))
+        return lambda stream, *arguments: call(x, y, z, stream, *head, *arguments, *end)
 
     def run(self, arguments: tuple[Any, ...], addresses: int, index: int) -> None:
         """Launch once on the current stream of device `index`, which is the current device.
@@ -141,15 +187,13 @@ class BoundLaunch:
             addresses: the addresses that the kernel is specialized on, joined by `|`.
         """
         aligned = not addresses & ALIGNMENT
-        if aligned and self.direct is not None and not self.hooks and not launches_observed():
-            self.direct(
-                current_stream(index),
-                *(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments),
-            )
+        if aligned and self.is_direct and not launches_observed():
+            given = (x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
+            self.bind(True, True, ())(current_stream(index), *given)
         else:
             self.by_triton(arguments, aligned)
 
-    def _bind(self, compiled: Any, num_arguments: int) -> None:
+    def _keep_driver_call(self, compiled: Any, num_arguments: int) -> None:
         if not _KNOWN or chips.INTERPRETED or not isinstance(self._kernel, JITFunction):
             return
         parameters = self._kernel.params
@@ -160,18 +204,8 @@ class BoundLaunch:
         found = direct_call(compiled)
         if found is None:
             return
-        tail = tuple(self._constants[name] for name in names)
-        x, y, z = self._grid
-        call, head = found.call, found.head
-        if found.packed:
-
-            def direct(stream: int, *arguments: Any) -> None:
-                call(x, y, z, stream, *head, (*arguments, *tail))
-        else:
-
-            def direct(stream: int, *arguments: Any) -> None:
-                call(x, y, z, stream, *head, *arguments, *tail)
-
+        self._tail = tuple(self._constants[name] for name in names)
+        self._head, self._packed = found.head, found.packed
         self.expand, self.descriptor_layout = found.expand, found.descriptor_layout
         self._compiled = compiled  # Triton 3.9 unloads a kernel that nothing references
-        self.direct = direct  # set last: another thread may be launching
+        self._call = found.call  # set last: another thread may be launching
