@@ -23,14 +23,13 @@ _COLUMNS = (
     ("build us", 9),
     ("layer us", 9),
 )
-LEGEND = (
-    "us: one call, by CUDA graph replay on cold caches (eager if marked) · "
-    "rate: K and V read, or operations on visible pairs, per second · "
-    "of peak: least time at the peak rates of this run divided by us · "
-    "vs best: time of triton divided by that of the fastest other backend · "
-    "eager us: one eager call · write us: cache write · "
-    "build us, layer us: host time of one build, one Attention call"
-)
+LEGEND = """\
+us: one call, by CUDA graph replay on cold caches (eager if marked)
+rate: K and V read, or operations on visible pairs, per second
+of peak: least time at the peak rates of this run divided by us
+vs best: time of triton divided by that of the fastest other backend
+eager us: one eager call; write us: cache write
+build us, layer us: host time of one build and of one Attention call"""
 
 
 def _line(cells: Iterable[str]) -> str:
