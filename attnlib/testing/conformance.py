@@ -194,9 +194,9 @@ def make_target(
     else:
         is_torch = loaded.get_name() == "torch"
         peers = tuple(
-            found
-            for found in find_available_backends(place)
-            if (found.get_name() == "torch") is not is_torch
+            peer
+            for peer in find_available_backends(place)
+            if (peer.get_name() == "torch") is not is_torch
         )
     name = label or (backend if isinstance(backend, str) else ":".join(loaded.full_cls_name()))
     return BackendUnderTest(loaded, name, place, seed, quick, peers)
@@ -213,7 +213,7 @@ def find_available_backends(device: torch.device) -> list[Backend]:
     """All registered backends that are available on `device`."""
     from attnlib.selection import list_backends
 
-    info, found = resolve_device(device), []
+    info, available = resolve_device(device), []
     for name in list_backends():
         try:
             backend = load_backend(name)
@@ -221,8 +221,8 @@ def find_available_backends(device: torch.device) -> list[Backend]:
             continue  # the backend's package is not installed; `attnlib list` reports it
         declared = backend.capabilities.devices or ()
         if info.type in declared and not backend.unavailable(info):
-            found.append(backend)
-    return found
+            available.append(backend)
+    return available
 
 
 def _first_cuda_error(results: Sequence[CaseResult]) -> str:

@@ -86,7 +86,7 @@ class ToyImpl(AttentionImpl):
     def gather(
         self, cache: PagedKVCache, row: torch.Tensor, seq_len: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[S, Hkv, D] and [S, Hkv, Dv] in float64, dequantised."""
+        """[S, Hkv, D] and [S, Hkv, Dv] in float64, dequantized."""
         position = torch.arange(seq_len, device=row.device)
         slots = (
             row[position // cache.block_size].long() * cache.block_size

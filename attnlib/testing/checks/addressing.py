@@ -80,10 +80,10 @@ def _check_large_pool(target: BackendUnderTest, case: Case) -> str:
     step = _move_to_end_of_large_pool(
         case.materialize(target.device, kv_written=False), target.device
     )
-    seen = run_materialized_case(target.backend, step)
-    wrong = compare_with_oracle(case, seen, target.device)
+    output = run_materialized_case(target.backend, step)
+    error = compare_with_oracle(case, output, target.device)
     return (
-        f"request at the end of a pool with more than 2^31 elements (P6): {wrong}" if wrong else ""
+        f"request at the end of a pool with more than 2^31 elements (P6): {error}" if error else ""
     )
 
 
@@ -108,11 +108,11 @@ def _beyond_int32(target: BackendUnderTest) -> Iterator[CheckCase]:
 
 def _check_guarded(target: BackendUnderTest, case: Case) -> str:
     guarded = case.replace(guarded=True, extra_columns=0, garbage="huge")
-    seen = run_case(target.backend, guarded, target.device)
+    output = run_case(target.backend, guarded, target.device)
     plain = run_case(target.backend, case, target.device)
-    if wrong := compare_with_oracle(guarded, seen, target.device):
-        return wrong
-    same = compare_bits(seen.out, plain.out)
+    if error := compare_with_oracle(guarded, output, target.device):
+        return error
+    same = compare_bits(output.out, plain.out)
     return (
         ""
         if same.passed

@@ -27,10 +27,10 @@ def check_exchange(writer: Backend, reader: Backend, case: Case, target: Backend
     Raises:
         UnsupportedCase: one of the two does not support the case; the reasons name it.
     """
-    wrong = compare_with_oracle(
+    error = compare_with_oracle(
         case, write_then_attend(writer, reader, case, target.device), target.device
     )
-    return f"{writer.get_name()} writes, {reader.get_name()} reads: {wrong}" if wrong else ""
+    return f"{writer.get_name()} writes, {reader.get_name()} reads: {error}" if error else ""
 
 
 def _cells(target: BackendUnderTest) -> Iterator[tuple[str, Case]]:

@@ -27,11 +27,11 @@ def compare_storage(actual: MaterializedCase, expected: MaterializedCase) -> str
 
     Elements of fp8 caches may differ by one step of the format (rounding ties).
     """
-    for name, mine, theirs in (
+    for name, actual_view, expected_view in (
         ("key", actual.inputs.cache.key, expected.inputs.cache.key),
         ("value", actual.inputs.cache.value, expected.inputs.cache.value),
     ):
-        differs = _different(mine, theirs)
+        differs = _different(actual_view, expected_view)
         if differs.any():
             slots = torch.nonzero(differs.flatten()).flatten().tolist()
             written = set(expected.inputs.written_slots())
@@ -48,12 +48,12 @@ def compare_storage(actual: MaterializedCase, expected: MaterializedCase) -> str
     return ""
 
 
-def _different(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+def _different(actual_view: torch.Tensor, expected_view: torch.Tensor) -> torch.Tensor:
     """[B, N] bool, True where slots differ. NaN equals NaN; fp8 elements may differ by one step."""
-    a, b = mine.float(), theirs.float()
+    a, b = actual_view.float(), expected_view.float()
     same = (a == b) | (torch.isnan(a) & torch.isnan(b))
-    if mine.element_size() == 1:
-        bits_a, bits_b = mine.view(torch.uint8).int(), theirs.view(torch.uint8).int()
+    if actual_view.element_size() == 1:
+        bits_a, bits_b = actual_view.view(torch.uint8).int(), expected_view.view(torch.uint8).int()
         same |= ((bits_a - bits_b).abs() <= 1) & torch.isfinite(a) & torch.isfinite(b)
     return ~same.all(dim=3).all(dim=2)
 
@@ -69,8 +69,8 @@ def _check_written(target: BackendUnderTest, case: Case) -> str:
         case.materialize(target.device),
     )
     _write(target, actual, actual.inputs.slot_mapping)
-    wrong = compare_storage(actual, expected)
-    return f"{wrong} | case: {case}" if wrong else ""
+    error = compare_storage(actual, expected)
+    return f"{error} | case: {case}" if error else ""
 
 
 def _check_skipped(target: BackendUnderTest, case: Case, keep: str) -> str:
@@ -106,17 +106,17 @@ def _check_skipped(target: BackendUnderTest, case: Case, keep: str) -> str:
                 f"| case: {case}"
             )
     block_size = case.block_size
-    for mine, theirs in (
+    for actual_view, expected_view in (
         (actual.inputs.cache.key, expected.inputs.cache.key),
         (actual.inputs.cache.value, expected.inputs.cache.value),
     ):
         if skipped:
-            at = torch.tensor(skipped, device=mine.device)
-            _raw(mine)[at // block_size, at % block_size] = _raw(theirs)[
+            at = torch.tensor(skipped, device=actual_view.device)
+            _raw(actual_view)[at // block_size, at % block_size] = _raw(expected_view)[
                 at // block_size, at % block_size
             ]
-    wrong = compare_storage(actual, expected)
-    return f"{wrong} | case: {case}" if wrong else ""
+    error = compare_storage(actual, expected)
+    return f"{error} | case: {case}" if error else ""
 
 
 def _raw(view: torch.Tensor) -> torch.Tensor:

@@ -135,11 +135,11 @@ def _check_replay(target: BackendUnderTest, case: Case, query_len: int) -> str:
         captured.load(step)
         captured.replay()
         rows = live.batch_spec.num_actual_tokens
-        wrong = compare_with_oracle(live, AttentionOutput(captured.out[:rows], None), target.device)
-        if wrong:
+        error = compare_with_oracle(live, AttentionOutput(captured.out[:rows], None), target.device)
+        if error:
             return (
                 f"replay {number} of a step captured for {_REQUESTS} requests of {query_len} "
-                f"tokens: {wrong}"
+                f"tokens: {error}"
             )
         if captured.out[rows:].any():
             return (
@@ -210,16 +210,16 @@ def _check_race(target: BackendUnderTest, first: Case, second: Case) -> str:
     commons = [step.common() for step in steps]
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # 0.1 s of GPU time
-    seen = [
+    outputs = [
         attend(impl, step, builder.build(0, common))
         for step, common in zip(steps, commons, strict=True)
     ]
     torch.cuda.synchronize()
-    wrong = [
-        compare_with_oracle(case, got, target.device)
-        for case, got in zip((first, second), seen, strict=True)
+    errors = [
+        compare_with_oracle(case, output, target.device)
+        for case, output in zip((first, second), outputs, strict=True)
     ]
-    return "; ".join(f"step {n} of two in flight: {text}" for n, text in enumerate(wrong) if text)
+    return "; ".join(f"step {n} of two in flight: {text}" for n, text in enumerate(errors) if text)
 
 
 def _race(target: BackendUnderTest) -> Iterator[CheckCase]:

@@ -21,23 +21,23 @@ from attnlib.testing.runner import run_case, run_materialized_case
 __all__ = ["CHECKS"]
 
 
-def _check_twice(target: BackendUnderTest, case: Case) -> str:
+def _check_repeated_calls(target: BackendUnderTest, case: Case) -> str:
     first, second = (run_case(target.backend, case, target.device) for _ in range(2))
-    findings = [compare_bits(second.out, first.out, "out")]
+    comparisons = [compare_bits(second.out, first.out, "out")]
     if first.lse is not None and second.lse is not None:
-        findings.append(compare_bits(second.lse, first.lse, "lse"))
-    wrong = [str(finding) for finding in findings if not finding.passed]
+        comparisons.append(compare_bits(second.lse, first.lse, "lse"))
+    errors = [str(comparison) for comparison in comparisons if not comparison.passed]
     return (
-        f"the same call gives different bits (M8): {'; '.join(wrong)} | case: {case}"
-        if wrong
+        f"the same call gives different bits (M8): {'; '.join(errors)} | case: {case}"
+        if errors
         else ""
     )
 
 
-def _twice(target: BackendUnderTest) -> Iterator[CheckCase]:
+def _repeated_calls(target: BackendUnderTest) -> Iterator[CheckCase]:
     for batch in ("decode_long", "prefill", "mixed"):
         case = target.case(batch=batch)
-        yield CheckCase(batch, partial(_check_twice, target, case), case)
+        yield CheckCase(batch, partial(_check_repeated_calls, target, case), case)
 
 
 def _random_batch(seed: int, block: int) -> str:
@@ -50,7 +50,7 @@ def _random_batch(seed: int, block: int) -> str:
     return "_".join(parts)
 
 
-def _check_alone(target: BackendUnderTest, case: Case) -> str:
+def _check_single_requests(target: BackendUnderTest, case: Case) -> str:
     step = case.materialize(target.device)
     together = run_materialized_case(target.backend, step).out.clone()
     row = 0
@@ -87,7 +87,7 @@ def _invariance(target: BackendUnderTest) -> Iterator[CheckCase]:
     for draw in range(3 if target.quick else 8):
         batch = _random_batch(1000 * target.seed + draw, block)
         case = target.case(batch=batch, batch_invariant=True, needs_lse=False)
-        yield CheckCase(f"batch-{draw}", partial(_check_alone, target, case), case)
+        yield CheckCase(f"batch-{draw}", partial(_check_single_requests, target, case), case)
     case = target.case(batch=f"q{3 * block + 5}", batch_invariant=True, needs_lse=False)
     for chunk in (block, block + 7) if target.quick else (5, block, block + 7, 2 * block):
         yield CheckCase(
@@ -98,6 +98,6 @@ def _invariance(target: BackendUnderTest) -> Iterator[CheckCase]:
 
 
 CHECKS = (
-    Check("D2", "repeated calls give the same bits", _twice),
+    Check("D2", "repeated calls give the same bits", _repeated_calls),
     Check("D1", "results do not depend on the batch, if declared", _invariance),
 )

@@ -28,13 +28,13 @@ def _check_against_oracle(target: BackendUnderTest, case: Case) -> str:
 
 def _check_exact_zeros(target: BackendUnderTest, case: Case) -> str:
     """Rows that see no key must be exactly 0 with LSE -inf (M5)."""
-    seen = run_case(target.backend, case, target.device)
-    if wrong := compare_with_oracle(case, seen, target.device):
-        return wrong
+    output = run_case(target.backend, case, target.device)
+    if error := compare_with_oracle(case, output, target.device):
+        return error
     no_key = torch.isinf(case.materialize(target.device).oracle().lse)
-    if seen.out[no_key].any():
+    if output.out[no_key].any():
         return f"rows that see no key must be exactly 0 (M5) | case: {case}"
-    if seen.lse is not None and not (seen.lse[no_key] == -math.inf).all():
+    if output.lse is not None and not (output.lse[no_key] == -math.inf).all():
         return f"the LSE of rows that see no key must be -inf (M5) | case: {case}"
     return ""
 
@@ -45,7 +45,7 @@ def _empty(target: BackendUnderTest) -> Iterator[CheckCase]:
         "no-requests": "empty",
         "no-tokens": f"q0s{block}_q0s3",
         "only-padding": "only_padding",
-        "between-neighbours": "empty_rows",
+        "between-neighbors": "empty_rows",
         "no-keys-first": f"q2s0_q1s{block + 1}_q3s5",
         "no-keys-last": f"q1s{block + 1}_q3s5_q1s0",
         "longer-query-than-sequence": f"q1s9_q5s2_q1s{block}",
@@ -54,7 +54,7 @@ def _empty(target: BackendUnderTest) -> Iterator[CheckCase]:
         case = target.case(batch=batch)
         yield CheckCase(name, partial(_check_exact_zeros, target, case), case)
     case = target.case(batch="empty_rows", sinks=True)
-    yield CheckCase("between-neighbours-sinks", partial(_check_against_oracle, target, case), case)
+    yield CheckCase("between-neighbors-sinks", partial(_check_against_oracle, target, case), case)
 
 
 def _padding(target: BackendUnderTest) -> Iterator[CheckCase]:

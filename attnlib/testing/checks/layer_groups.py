@@ -47,10 +47,10 @@ def _check(target: BackendUnderTest, cases: list[Case], batches: tuple[str, ...]
             impl.write_kv(step.inputs.key, step.inputs.value, step.cache(), plan.slot_mapping)
         for turn in range(2):
             for index, (impl, step, plan) in enumerate(zip(impls, steps, plans, strict=True)):
-                if wrong := compare_with_oracle(
+                if error := compare_with_oracle(
                     layers[index], attend(impl, step, plan), target.device
                 ):
-                    return f"layer {index} of {len(layers)} interleaved kinds, pass {turn}: {wrong}"
+                    return f"layer {index} of {len(layers)} interleaved kinds, pass {turn}: {error}"
     return ""
 
 

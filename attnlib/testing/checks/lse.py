@@ -28,19 +28,19 @@ __all__ = ["CHECKS"]
 
 def _check_lse(target: BackendUnderTest, case: Case) -> str:
     """Compare the LSE with the oracle and detect base 2."""
-    seen = run_case(target.backend, case, target.device)
-    assert seen.lse is not None
+    output = run_case(target.backend, case, target.device)
+    assert output.lse is not None
     expected = case.materialize(target.device).oracle().lse
     finite = torch.isfinite(expected)
     ratio = (
-        (seen.lse.double()[finite] / expected[finite]).median()
+        (output.lse.double()[finite] / expected[finite]).median()
         if finite.any()
         else torch.tensor(1.0)
     )
-    wrong = compare_with_oracle(case, seen, target.device)
-    if wrong and abs(float(ratio) - 1.4427) < 0.02:
-        return f"the LSE is a base-2 log; it must be the natural log (M5) | {wrong}"
-    return wrong
+    error = compare_with_oracle(case, output, target.device)
+    if error and abs(float(ratio) - 1.4427) < 0.02:
+        return f"the LSE is a base-2 log; it must be the natural log (M5) | {error}"
+    return error
 
 
 def _lse(target: BackendUnderTest) -> Iterator[CheckCase]:
@@ -97,9 +97,9 @@ def _check_merge(target: BackendUnderTest, case: Case, split_points: Sequence[in
     parts = []
     for first, last in zip(edges, edges[1:], strict=False):
         tokens = min(last * block, seq_len) - min(first * block, seq_len)
-        seen = _attend_to_part(target, step, first, tokens)
-        assert seen.lse is not None
-        parts.append((seen.out.double(), seen.lse.double()))
+        output = _attend_to_part(target, step, first, tokens)
+        assert output.lse is not None
+        parts.append((output.out.double(), output.lse.double()))
     expected, same_precision = step.oracle(), step.oracle(case.torch_dtype)
     for name, ordered in (("left to right", parts), ("right to left", parts[::-1])):
         merged = ordered[0]

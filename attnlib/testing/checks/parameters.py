@@ -50,24 +50,24 @@ _PARAMETERS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 def _check(target: BackendUnderTest, parameter: str, case: Case, without: dict[str, object]) -> str:
     # The suite fills the cache, so that a write and a read that both ignore a scale do not cancel.
     step = case.materialize(target.device)
-    seen = run_case(target.backend, case, target.device, kv_written=True)
-    wrong = compare_with_oracle(case, seen, target.device, step)
+    output = run_case(target.backend, case, target.device, kv_written=True)
+    error = compare_with_oracle(case, output, target.device, step)
     plain = case.replace(
         **{name: getattr(Case(), name) for name in (*_PARAMETERS[parameter][0],)}
     ).replace(**without)
     off = plain.oracle_params(target.device)
     expected_off = step.inputs.oracle(off)
     expected_on, same_precision = step.oracle(), step.oracle(case.torch_dtype)
-    allowed = compare(seen.out, expected_on.out, same_precision.out, case.torch_dtype)
-    moved = float((seen.out.double() - expected_off.out).abs().nan_to_num().max())
-    if not wrong and moved < _FACTOR * allowed.max_allowed:
+    allowed = compare(output.out, expected_on.out, same_precision.out, case.torch_dtype)
+    moved = float((output.out.double() - expected_off.out).abs().nan_to_num().max())
+    if not error and moved < _FACTOR * allowed.max_allowed:
         return (
             f"{parameter} changes the output by {moved:.3g}, less than {_FACTOR} times the allowed "
             f"error {allowed.max_allowed:.3g} | case: {case}"
         )
-    if wrong and compare(seen.out, expected_off.out, same_precision.out, case.torch_dtype).passed:
+    if error and compare(output.out, expected_off.out, same_precision.out, case.torch_dtype).passed:
         return f"{parameter} is ignored: the output equals the one without it | case: {case}"
-    return f"{parameter}: {wrong}" if wrong else ""
+    return f"{parameter}: {error}" if error else ""
 
 
 def _sensitivity(target: BackendUnderTest) -> Iterator[CheckCase]:

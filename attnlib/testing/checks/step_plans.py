@@ -63,8 +63,8 @@ def _check(target: BackendUnderTest, case: Case) -> str:
             output=inputs.out,
         )
         output = AttentionOutput(*result) if case.needs_lse else AttentionOutput(result, None)
-        if wrong := compare_with_oracle(cases[index], output, target.device):
-            return f"call {call} over one batch, layer {index}: {wrong}"
+        if error := compare_with_oracle(cases[index], output, target.device):
+            return f"call {call} over one batch, layer {index}: {error}"
     return ""
 
 

@@ -30,9 +30,9 @@ def _check(target: BackendUnderTest, case: Case) -> str:
     first = attend(impl, strided, metadata)
     before = first.out.clone()
     for name, step in (("strided", strided), ("packed", packed)):
-        seen = attend(impl, step, metadata)
-        if wrong := compare_with_oracle(case, seen, target.device):
-            return f"{name} tensors: {wrong}"
+        output = attend(impl, step, metadata)
+        if error := compare_with_oracle(case, output, target.device):
+            return f"{name} tensors: {error}"
     if strided.inputs.query.stride() == packed.inputs.query.stride():
         return f"invalid case: the query is contiguous | case: {case}"
     repeated = compare_bits(attend(impl, strided, metadata).out, before)

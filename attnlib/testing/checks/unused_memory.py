@@ -38,13 +38,13 @@ def _check(target: BackendUnderTest, case: Case) -> str:
     clean = run_case(target.backend, case.replace(poison="zero"), target.device)
     with poisoned_allocations():
         poisoned = run_case(target.backend, case, target.device)
-    findings = [compare_bits(poisoned.out, clean.out, "out")]
+    comparisons = [compare_bits(poisoned.out, clean.out, "out")]
     if poisoned.lse is not None and clean.lse is not None:
-        findings.append(compare_bits(poisoned.lse, clean.lse, "lse"))
-    wrong = [str(finding) for finding in findings if not finding.passed]
+        comparisons.append(compare_bits(poisoned.lse, clean.lse, "lse"))
+    errors = [str(comparison) for comparison in comparisons if not comparison.passed]
     return (
-        f"{case.poison} in unused memory changes the result: {'; '.join(wrong)} | case: {case}"
-        if wrong
+        f"{case.poison} in unused memory changes the result: {'; '.join(errors)} | case: {case}"
+        if errors
         else ""
     )
 

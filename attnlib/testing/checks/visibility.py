@@ -22,10 +22,10 @@ from attnlib.testing.layouts import write_slots
 from attnlib.testing.oracle import visible_keys
 from attnlib.testing.runner import run_materialized_case
 
-__all__ = ["CHECKS", "seen_keys"]
+__all__ = ["CHECKS", "visible_keys_of_output"]
 
 
-def seen_keys(target: BackendUnderTest, case: Case) -> list[torch.Tensor]:
+def visible_keys_of_output(target: BackendUnderTest, case: Case) -> list[torch.Tensor]:
     """Per request [query_len, seq_len] bool: the keys that each query sees in the backend's output.
 
     Raises:
@@ -55,14 +55,14 @@ def seen_keys(target: BackendUnderTest, case: Case) -> list[torch.Tensor]:
         step = case.materialize(target.device).modify_inputs(set_one_hot_values)
         per_head.append(run_materialized_case(target.backend, step).out > 0)
     visible = torch.cat(per_head, dim=2)  # [T, Hq, >= longest]
-    rows, seen = 0, []
+    rows, masks = 0, []
     for query_len, seq_len in zip(batch.query_lens, batch.seq_lens, strict=True):
         heads = visible[rows : rows + query_len, :, :seq_len]
         if not torch.equal(heads.any(dim=1), heads.all(dim=1)):
             raise AssertionError(f"heads of one query see different keys | case: {case}")
-        seen.append(heads.any(dim=1))
+        masks.append(heads.any(dim=1))
         rows += query_len
-    return seen
+    return masks
 
 
 def _format_ranges(keys: list[int]) -> str:
@@ -73,7 +73,7 @@ def _format_ranges(keys: list[int]) -> str:
 
 
 def _compare(target: BackendUnderTest, case: Case) -> str:
-    seen = seen_keys(target, case)
+    actual_masks = visible_keys_of_output(target, case)
     params, batch = case.oracle_params("cpu"), case.batch_spec
     for request, (query_len, seq_len) in enumerate(
         zip(batch.query_lens, batch.seq_lens, strict=True)
@@ -81,7 +81,7 @@ def _compare(target: BackendUnderTest, case: Case) -> str:
         positions = seq_len - query_len + torch.arange(query_len)
         expected = visible_keys(positions, seq_len, params.of_request(request, slice(0, 0)))
         for i in range(query_len):
-            actual = torch.nonzero(seen[request][i].cpu()).flatten().tolist()
+            actual = torch.nonzero(actual_masks[request][i].cpu()).flatten().tolist()
             expected_keys = torch.nonzero(expected[i]).flatten().tolist()
             if actual != expected_keys:
                 return (
