@@ -38,7 +38,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     integration.unregister()
 
 
-@pytest.fixture(params=["torch", "triton"])
+@pytest.fixture(params=["torch", pytest.param("triton", marks=pytest.mark.slow)])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Require one backend by ATTNLIB_BACKEND, which also affects the continuous batching thread."""
     name: str = request.param

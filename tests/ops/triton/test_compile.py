@@ -23,6 +23,8 @@ import pytest
 from attnlib.ops.triton.heuristics.tile_table import TileEntry
 from tests.ops.triton.cross_compile import entry_cases, entry_fits, formats_of
 
+pytestmark = pytest.mark.slow  # compiles for more than a minute
+
 ROOT = Path(__file__).parents[3]
 LIMITS = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}
 SMALL = ["write", "write-fp8", "slots", "merge"]

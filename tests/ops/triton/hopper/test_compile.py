@@ -15,6 +15,8 @@ import pytest
 
 from tests.ops.triton.hopper.cross_compile import entry_cases
 
+pytestmark = pytest.mark.slow  # compiles for more than a minute
+
 ROOT = Path(__file__).parents[4]
 CASES = [
     "128-page128", "128-page256", "128-group5", "128-all", "64-sinks-window", "192-128",
