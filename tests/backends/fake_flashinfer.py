@@ -219,7 +219,7 @@ def make_module(record: Recorder, *, open_plan: bool = False) -> ModuleType:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, record: Recorder, **options: Any) -> ModuleType:
-    """Put the stand-in into `sys.modules`."""
+    """Add the fake to `sys.modules`."""
     module = make_module(record, **options)
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     return module

@@ -298,12 +298,12 @@ def test_composites_that_nobody_uses_are_freed() -> None:
 def test_explain_names_the_kernels_of_each_phase() -> None:
     spec = SPEC.replace(num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
     spec = spec.replace(head_size_v=128, block_size=16)
-    pair = make_composite(TritonBackend, TorchBackend)
-    assert pair.explain_lines(spec, resolve_device("sm_90")) == [
+    composite = make_composite(TritonBackend, TorchBackend)
+    assert composite.explain_lines(spec, resolve_device("sm_90")) == [
         "prefill: triton (Hopper kernel)",
         "decode:  torch",
     ]
-    assert pair.explain_lines(spec, resolve_device("sm_80")) == [
+    assert composite.explain_lines(spec, resolve_device("sm_80")) == [
         "prefill: triton (portable Triton kernels)",
         "decode:  torch",
     ]

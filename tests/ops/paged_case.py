@@ -137,9 +137,9 @@ def _caches(
         key_cache, value_cache = (
             torch.empty(*shape, size, dtype=dtype) for size in (head_size, head_size_v)
         )
-    for cache, poison in (
+    for cache, fill in (
         (key_cache, float("nan")),
         (value_cache, float("nan") if dtype in _FP8 else float("inf")),
     ):
-        cache.copy_(torch.full(cache.shape, poison).to(dtype))
+        cache.copy_(torch.full(cache.shape, fill).to(dtype))
     return key_cache, value_cache

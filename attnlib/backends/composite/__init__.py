@@ -94,7 +94,7 @@ class _CompositeMeta(ABCMeta):
     """Metaclass of composites, which are created at run time and pickled by their children."""
 
 
-# Weak values: a composite of configured classes is freed when nobody uses it.
+# Weak values: a composite of configured classes is freed when it is no longer used.
 _composites: WeakValueDictionary[tuple[Backend, Backend], Backend] = WeakValueDictionary()
 
 
@@ -138,11 +138,11 @@ def _common(prefill: Backend, decode: Backend) -> Capabilities:
     Sets of sizes cannot be intersected in general: those of `decode` are used, and
     `supports_combination` checks both children.
     """
-    mine, other = prefill.capabilities, decode.capabilities
+    first, second = prefill.capabilities, decode.capabilities
     layouts = _layouts(prefill, decode)
     values: dict[str, Any] = {}
     for name in (field.name for field in fields(Capabilities)):
-        values[name] = _both(getattr(mine, name), getattr(other, name))
+        values[name] = _both(getattr(first, name), getattr(second, name))
     values.update(
         kv_cache_layouts=layouts,
         attn_types=tuple(
@@ -151,44 +151,44 @@ def _common(prefill: Backend, decode: Backend) -> Capabilities:
             if t in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
         ),
         min_capability=max(
-            (c for c in (mine.min_capability, other.min_capability) if c), default=None
+            (c for c in (first.min_capability, second.min_capability) if c), default=None
         ),
         max_capability=min(
-            (c for c in (mine.max_capability, other.max_capability) if c), default=None
+            (c for c in (first.max_capability, second.max_capability) if c), default=None
         ),
-        needs_finite_cache=mine.needs_finite_cache or other.needs_finite_cache,
-        allocates_in_forward=mine.allocates_in_forward or other.allocates_in_forward,
+        needs_finite_cache=first.needs_finite_cache or second.needs_finite_cache,
+        allocates_in_forward=first.allocates_in_forward or second.allocates_in_forward,
         batch_invariant=False,
         # A graph would fix where a mixed batch is split; a uniform batch belongs to one child.
         cudagraph=min(
-            mine.cudagraph or CudaGraphSupport.NEVER,
-            other.cudagraph or CudaGraphSupport.NEVER,
+            first.cudagraph or CudaGraphSupport.NEVER,
+            second.cudagraph or CudaGraphSupport.NEVER,
             CudaGraphSupport.UNIFORM_BATCH,
         ),
     )
     return Capabilities(**values)
 
 
-def _both(mine: Any, other: Any) -> Any:
-    if mine is NOT_STATED or other is NOT_STATED:
+def _both(first: Any, second: Any) -> Any:
+    if first is NOT_STATED or second is NOT_STATED:
         return NOT_STATED
-    if isinstance(mine, bool):
-        return mine and other
-    if isinstance(mine, tuple) and isinstance(other, tuple) and not isinstance(mine, Sizes):
-        return tuple(value for value in mine if value in other)
-    return other
+    if isinstance(first, bool):
+        return first and second
+    if isinstance(first, tuple) and isinstance(second, tuple) and not isinstance(first, Sizes):
+        return tuple(value for value in first if value in second)
+    return second
 
 
 def _layouts(prefill: Backend, decode: Backend) -> tuple[str, ...]:
-    demands = [
+    requirements = [
         (child.get_name(), child.capabilities.kv_cache_layouts or ("NHD",))
         for child in (prefill, decode)
     ]
-    best = negotiate_layout(demands)  # raises if there is none
+    best = negotiate_layout(requirements)  # raises if there is none
     rest = []
     for name in LAYOUTS:
         try:
-            negotiate_layout(demands, name)
+            negotiate_layout(requirements, name)
         except LayoutMismatchError:
             continue
         rest.append(name)

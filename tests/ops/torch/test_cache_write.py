@@ -136,7 +136,7 @@ def test_strided_keys_and_no_grad() -> None:
 
 
 def test_no_host_sync() -> None:
-    """Off the CPU nothing asks the device for a value: a tensor without data would refuse."""
+    """On a device, nothing synchronizes: meta tensors would raise."""
     with torch.device("meta"):
         cache = torch.empty(4, 4, 2, 8, dtype=torch.float8_e4m3fn)
         rows = torch.empty(5, 2, 8)

@@ -92,11 +92,11 @@ def test_unused_scratch_memory_is_not_read(
     clean = [case.run(operation) for operation in (paged_decode, paged_prefill)]
     take, taken = gather.Scratch.take, []
 
-    def poisoned(scratch: gather.Scratch, num_bytes: int) -> Tensor:
+    def filled_with_nan(scratch: gather.Scratch, num_bytes: int) -> Tensor:
         taken.append(take(scratch, num_bytes).fill_(0xFF))
         return taken[-1]
 
-    monkeypatch.setattr(gather.Scratch, "take", poisoned)
+    monkeypatch.setattr(gather.Scratch, "take", filled_with_nan)
     for operation, wanted in zip((paged_decode, paged_prefill), clean, strict=True):
         taken.clear()
         out, lse = case.run(operation)

@@ -183,12 +183,12 @@ def test_unused_elements_are_not_read(
     operation: Any, kwargs: dict[str, Any], dtype: torch.dtype
 ) -> None:
     """P3, P5: NaN, Inf and invalid ids outside the sequence do not change a bit."""
-    poisoned = make_case((1, 1, 6), (9, 14, 30), dtype=dtype, **kwargs)
+    invalid = make_case((1, 1, 6), (9, 14, 30), dtype=dtype, **kwargs)
     clean = make_case((1, 1, 6), (9, 14, 30), dtype=dtype, **kwargs)
     for cache in clean.tensors[1:3]:
         cache.nan_to_num_(nan=0.0, posinf=0.0)
     clean.tensors[3].clamp_(0, clean.tensors[1].shape[0] - 1)
-    for got, wanted in zip(poisoned.run(operation), clean.run(operation), strict=True):
+    for got, wanted in zip(invalid.run(operation), clean.run(operation), strict=True):
         assert torch.equal(got, wanted)
 
 

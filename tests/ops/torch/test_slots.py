@@ -54,7 +54,7 @@ def test_empties_and_out() -> None:
 
 
 def test_no_host_sync() -> None:
-    """Nothing asks the device for a value: a tensor without data would refuse."""
+    """Nothing synchronizes: meta tensors would raise."""
     with torch.device("meta"):
         starts, table = torch.empty(4, dtype=torch.int32), torch.empty(3, 5, dtype=torch.int32)
         assert compute_slot_mapping(
