@@ -1,10 +1,11 @@
-"""Compile and plan before the first request: run every kind of batch that a declared range of shapes can hold, once.
+"""Compile and plan before the first request: run one batch of every class within declared limits.
 
-What is compiled depends on a few classes of shapes, not on lengths: how many rows share a tile (the longest query), whether a request's keys are
-split and how much there is to read (requests and longest sequence, as bounds), whether a batch mixes decodes with prefills and where it is cut,
-whether the LSE is wanted, and how q, k, v lie in memory. `warmup` walks through the classes. Bounds are as large as the limits, the work itself is
-small: long sequences are declared, not read. It runs on the caller's own cache, because its strides matter too, and leaves it as it was: every slot
-is -1.
+Compiled kernels depend on a few classes of shapes and not on lengths: the rows that share a tile
+(the longest query), whether keys are split (the number of requests and the bound on sequence
+lengths), whether a batch mixes decodes with prefills and where it is split, whether the LSE is
+returned, and the strides of q, k and v. `warmup` runs all classes. Bounds are as large as the
+limits, but the work is small: long sequences are declared, not read. It runs on the cache of the
+caller, because its strides matter too, and does not change it: every slot is -1.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from attnlib.workspace import BatchLimits
 __all__ = ["WarmupReport", "warmup", "warmup_batches"]
 
 _LONGEST_TILE = 256
-"""Longer queries than this take the same tiles; more of them would only cost time."""
+"""Longer queries use the same tiles."""
 
 
 @dataclass(frozen=True)
 class WarmupReport:
-    """What was run.
+    """The result of `warmup`.
 
     Attributes:
         batches: query lengths of each batch, in order.
-        seconds: how long it took.
+        seconds: duration.
     """
 
     batches: tuple[tuple[int, ...], ...]
@@ -59,15 +60,22 @@ def warmup(
     max_blocks: int | None = None,
     device: torch.device | str | None = None,
 ) -> WarmupReport:
-    """Run every class of batch within `limits` on one layer; layers with the same spec on the same kind of cache need no warm-up of their own.
+    """Run every class of batch within `limits` on one layer.
+
+    Layers with the same spec and a cache of the same strides need no further warmup.
 
     Args:
-        layer: the layer; its backend compiles and plans what it will need.
-        cache: the layer's own cache, unchanged afterwards; None for encoders, which have none.
-        limits: the largest batch that will come.
-        builder: the builder that will be used (its workspace and plans are warmed too); None makes one with `limits`.
-        max_blocks: columns of the block table that will be used; None means what `limits.max_seq_len` needs.
-        device: where, when there is no cache to tell.
+        layer: the layer.
+        cache: the cache of the layer, which is not changed; None for encoders.
+        limits: the largest batch.
+        builder: the metadata builder that will be used, so that its workspace and plans are warmed
+            up too; None creates one with `limits`.
+        max_blocks: columns of the block table that will be used; None for as many as
+            `limits.max_seq_len` needs.
+        device: device of a layer without a cache.
+
+    Returns:
+        The batches that were run.
 
     Raises:
         ContractError: a paged layer without a cache.
@@ -75,7 +83,8 @@ def warmup(
     spec = layer.spec
     if spec.is_paged and cache is None:
         raise ContractError(
-            f"warmup of a layer with attn_type={spec.attn_type.value} needs its cache: kernels depend on how it lies in memory"
+            f"warmup of a layer with attn_type={spec.attn_type.value} needs its cache: kernels "
+            f"depend on its strides"
         )
     where = (
         cache.device if cache is not None else torch.device(device or torch.get_default_device())
@@ -99,11 +108,12 @@ def warmup(
 def warmup_batches(
     limits: BatchLimits, decode_threshold: int | None = None
 ) -> list[tuple[int, ...]]:
-    """Query lengths of the batches to run: each class of shapes within the limits, smallest first.
+    """Query lengths of the batches to run: every class of shapes within the limits.
 
     Args:
-        limits: the largest batch that will come.
-        decode_threshold: most new tokens of a request that goes the decode way, by the builder; None when it makes no difference.
+        limits: the largest batch.
+        decode_threshold: largest number of new tokens of a decode; None if the builder does not
+            distinguish decodes.
     """
     threshold = decode_threshold or 1
     queries = sorted(
@@ -117,9 +127,8 @@ def warmup_batches(
         for reqs in _powers(limits.max_num_reqs):
             if reqs * query <= limits.max_num_tokens and (query <= threshold or reqs <= 2):
                 found[(query,) * reqs] = None
-    for decodes in range(
-        1, 5
-    ):  # where a batch is cut decides how the rest of its arrays is aligned
+    # The number of leading decodes determines the alignment of the arrays of the prefill part.
+    for decodes in range(1, 5):
         for query in (threshold + 1, min(limits.max_num_tokens, _LONGEST_TILE) - decodes):
             if (
                 query > threshold
@@ -142,7 +151,7 @@ def _commons(
     columns: int,
     device: torch.device,
 ) -> Iterator[CommonAttentionMetadata]:
-    """The batch with each bound on sequences that may make a difference (splits and tiles follow it); no slot is written."""
+    """The batch with each bound on sequence lengths (splits depend on it); no slot is written."""
     for bound in bounds:
         if not spec.is_paged:
             yield CommonAttentionMetadata.from_lengths(
@@ -155,7 +164,7 @@ def _commons(
         common = CommonAttentionMetadata.from_lengths(
             lengths, lengths, table, spec.block_size, device, max_seq_len=bound
         )
-        assert common.slot_mapping is not None  # there is a table
+        assert common.slot_mapping is not None  # a block table was given
         common.slot_mapping.fill_(-1)
         yield common
 
@@ -176,7 +185,7 @@ def _run(
 def _inputs(
     spec: AttentionSpec, num_tokens: int, device: torch.device, fused: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k, v as tensors of their own, or as views of one fused QKV (P9)."""
+    """q, k, v as separate tensors, or as views of one fused QKV projection (P9)."""
     sizes = (
         spec.num_heads * spec.head_size,
         spec.num_kv_heads * spec.head_size,
@@ -194,7 +203,7 @@ def _inputs(
 
 
 def _warm_helpers(spec: AttentionSpec, device: torch.device) -> None:
-    """Kernels beside attention itself: slot mapping of a table on the device, and merging."""
+    """Run the kernels outside of attention: slot mapping on the device, and `merge_states`."""
     if spec.is_paged:
         starts, lens = (
             torch.tensor([0, 1], dtype=torch.int32, device=device),

@@ -1,7 +1,8 @@
-"""Scratch memory for kernels: declared in bytes before the first step, allocated once, passed as an argument.
+"""Scratch memory for kernels, passed as an argument.
 
-With `BatchLimits` the size is known up front and never changes: CUDA graphs may hold the address, and a batch beyond the limits is an error
-that names the bytes. Without limits the buffer grows while a batch is built, never inside `forward`.
+With `BatchLimits` the size is known before the first step and never changes: CUDA graphs may
+capture the address, and a batch beyond the limits is an error. Without limits the buffer grows when
+a batch is built, never inside `forward`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ __all__ = ["BatchLimits", "Workspace"]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLimits:
-    """The largest batch that a runner will ever build.
+    """The largest batch that a runner builds.
 
     Attributes:
         max_num_reqs: requests in one step.
         max_num_tokens: new tokens in one step.
-        max_seq_len: longest sequence.
+        max_seq_len: length of the longest sequence.
+
+    Raises:
+        ContractError: a limit below 1.
     """
 
     max_num_reqs: int
@@ -36,12 +40,12 @@ class BatchLimits:
 
 
 class Workspace:
-    """One buffer of bytes on one device.
+    """A growing or fixed buffer of bytes on one device.
 
     Args:
-        device: where.
+        device: device of the buffer.
         num_bytes: bytes to allocate now.
-        fixed: True when a larger demand is an error instead of a reason to grow.
+        fixed: True if a larger request is an error instead of growing the buffer.
     """
 
     def __init__(self, device: torch.device, num_bytes: int = 0, *, fixed: bool = False) -> None:
@@ -51,19 +55,20 @@ class Workspace:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated."""
+        """Size of the buffer in bytes."""
         return self._buffer.numel()
 
     def reserve(self, num_bytes: int) -> torch.Tensor:
-        """The buffer, `[>= num_bytes]` uint8; grown first if it is too small.
+        """The buffer, `[>= num_bytes]` uint8; it grows first if it is too small.
 
         Raises:
-            ContractError: the workspace is fixed and too small; the message names both sizes.
+            ContractError: the workspace is fixed and too small.
         """
         if num_bytes > self.num_bytes:
             if self.fixed:
                 raise ContractError(
-                    f"this batch needs {num_bytes} bytes of workspace, {self.num_bytes} were declared: raise the BatchLimits given to the builder"
+                    f"this batch needs {num_bytes} bytes of workspace, {self.num_bytes} were "
+                    f"declared: raise the BatchLimits given to the builder"
                 )
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return self._buffer

@@ -1,4 +1,4 @@
-"""Warm-up runs every class of shapes within the limits, on the caller's cache, and leaves the cache alone."""
+"""`warmup` runs every class of shapes within the limits and does not change the cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPEC = AttentionSpec(
 
 
 def test_batches_cover_the_classes_and_stay_within_the_limits() -> None:
-    """P1: every query length up to the threshold, powers of two and the limit above it, few and many requests, mixed batches of every alignment."""
+    """All query lengths up to the threshold, powers of two, the limit; all prefill alignments."""
     batches = warmup_batches(LIMITS, 8)
     for lengths in batches:
         assert len(lengths) <= 6 and sum(lengths) <= 40
@@ -76,9 +76,7 @@ def test_the_cache_is_unchanged_and_every_batch_is_run_twice_or_more(
         kinds = {
             (bound, contiguous, lse) for batch, bound, contiguous, lse in seen if batch == lengths
         }
-        forms = (
-            1 if sum(lengths) == 1 else 2
-        )  # one row of a fused tensor is as contiguous as a row of its own
+        forms = 1 if sum(lengths) == 1 else 2  # one row of a fused tensor is contiguous
         assert len(kinds) == len({max(lengths), 96}) * forms * 2
 
 

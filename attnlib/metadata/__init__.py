@@ -1,4 +1,5 @@
-"""What a batch is: facts that all layers and backends share, and a backend's own view of them.
+"""Metadata of a batch: what all layers and backends share, and what a backend derives from it.
 
-In: lengths, a block table and slots. Out: `CommonAttentionMetadata`, and from a backend's builder its `AttentionMetadata`. Next: the layer.
+Input: lengths, block table and slot mapping. Output: `CommonAttentionMetadata`, which the metadata
+builder of a backend turns into its own metadata, once per batch.
 """

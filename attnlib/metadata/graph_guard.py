@@ -1,13 +1,14 @@
-"""A checker for CUDA graphs: which tensor of a batch's metadata moved between capture and replay.
+"""Check for CUDA graphs: which tensors of the metadata moved between capture and replay.
 
-A graph replays the addresses that it saw. A builder that allocates afresh makes a graph read memory that has long gone to somebody else, and the
-result is wrong without any error. The guard remembers every address in the captured metadata and compares it with what is built for a replay.
+A graph replays the addresses that it captured. If a builder allocates new tensors for each batch, a
+graph reads memory that was freed, and the result is wrong without an error. The guard stores every
+address in the captured metadata and compares it with the metadata that is built for a replay.
 
     guard = GraphGuard(captured)
     ...
     guard.check(builder.build(0, padded))     # then graph.replay()
 
-It reads addresses only, so it costs no synchronisation; still it is a debugging tool, not part of a step.
+It reads addresses only, so it does not synchronize. It is a debugging tool and not part of a step.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ __all__ = ["GraphGuard", "tensor_addresses"]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where a tensor lies and how it is walked."""
+class _Location:
+    """Address, shape and strides of a tensor."""
 
     address: int
     shape: tuple[int, ...]
@@ -33,37 +34,45 @@ class _Place:
 
 
 class GraphGuard:
-    """Remembers where the tensors of captured metadata lie.
+    """Stores the locations of all tensors in captured metadata.
 
     Args:
-        metadata: what the graph was captured with; dataclasses and mappings within it are followed, tensors on the CPU are not looked at unless
-            `include_cpu`.
-        include_cpu: compare CPU tensors too (to test builders without a GPU).
+        metadata: the metadata of the capture. Nested dataclasses and mappings are included.
+        include_cpu: compare CPU tensors too, to test builders without a GPU.
     """
 
     def __init__(self, metadata: Any, *, include_cpu: bool = False) -> None:
         self._include_cpu = include_cpu
-        self._captured = self._places(metadata)
+        self._captured = self._locations(metadata)
 
     def moved(self, metadata: Any) -> list[str]:
-        """Names of the tensors that a graph would read in the wrong place, each with both addresses or shapes."""
-        now, findings = self._places(metadata), []
-        for name, place in self._captured.items():
+        """Find the tensors that a graph would read at the wrong location.
+
+        Args:
+            metadata: the metadata that was built for a replay.
+
+        Returns:
+            One line per tensor: its name, and both addresses or shapes.
+        """
+        now, findings = self._locations(metadata), []
+        for name, captured in self._captured.items():
             other = now.get(name)
             if other is None:
                 findings.append(f"{name} was a tensor at capture and is none now")
-            elif other.address != place.address:
+            elif other.address != captured.address:
                 findings.append(
-                    f"{name} was at {place.address:#x} at capture and is at {other.address:#x} now"
+                    f"{name} was at {captured.address:#x} at capture and is at "
+                    f"{other.address:#x} now"
                 )
-            elif (other.shape, other.stride) != (place.shape, place.stride):
+            elif (other.shape, other.stride) != (captured.shape, captured.stride):
                 findings.append(
-                    f"{name} had shape {place.shape} and strides {place.stride} at capture, now {other.shape} and {other.stride}"
+                    f"{name} had shape {captured.shape} and strides {captured.stride} at "
+                    f"capture, now {other.shape} and {other.stride}"
                 )
         return findings
 
     def check(self, metadata: Any) -> None:
-        """Raise when the graph would read something else than this metadata holds.
+        """Check that a graph reads the tensors of this metadata.
 
         Raises:
             ContractError: the message names every tensor that moved.
@@ -71,20 +80,24 @@ class GraphGuard:
         findings = self.moved(metadata)
         if findings:
             raise ContractError(
-                f"a captured graph would read stale memory: {'; '.join(findings)}. Build over persistent buffers (give the builder limits, and the "
-                f"batch to AttentionState.begin_forward)"
+                f"a captured graph would read stale memory: {'; '.join(findings)}. Build over "
+                f"persistent buffers (give the builder limits, and pass the batch to "
+                f"AttentionState.begin_forward)"
             )
 
-    def _places(self, metadata: Any) -> dict[str, _Place]:
+    def _locations(self, metadata: Any) -> dict[str, _Location]:
         return {
-            name: _Place(tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+            name: _Location(tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
             for name, tensor in tensor_addresses(metadata)
             if self._include_cpu or tensor.device.type != "cpu"
         }
 
 
 def tensor_addresses(metadata: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in a dataclass or mapping, with its dotted name; host copies (`*_cpu`) and the batch it was built from are left out."""
+    """All tensors in a dataclass or mapping, with their dotted names.
+
+    Host copies (`*_cpu`) and the batch that the metadata was built from (`common`) are skipped.
+    """
     if isinstance(metadata, torch.Tensor):
         yield prefix, metadata
     elif isinstance(metadata, Mapping):

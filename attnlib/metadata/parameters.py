@@ -1,4 +1,4 @@
-"""Numbers that differ between layers and that some kernels want when a batch is planned, not when a layer is called."""
+"""Parameters of layers that some kernels need when a batch is planned."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PerLayerParameters:
-    """What a plan-time kernel must know of a layer.
+    """Parameters of a layer that kernels need when a batch is planned.
 
     Attributes:
-        window_left: keys visible before the query's own; -1 for all.
-        logits_soft_cap: None for none.
-        sm_scale: the softmax scale.
-        window_right: keys visible after the query's own; -1 for all.
+        window_left: number of keys visible before the query's own; -1 for all.
+        logits_soft_cap: soft cap of the scores, or None.
+        sm_scale: softmax scale.
+        window_right: number of keys visible after the query's own; -1 for all.
     """
 
     window_left: int
@@ -36,17 +36,22 @@ class PerLayerParameters:
 def get_per_layer_parameters(
     layers: Mapping[str, Any], impl_cls: type | None = None
 ) -> dict[str, PerLayerParameters]:
-    """Scan attention layers (name -> `Attention`, or anything with an `impl`) for what plan-time kernels need.
+    """The parameters of each layer.
+
+    Args:
+        layers: name -> `Attention`, or any object with an `impl`.
+        impl_cls: the class that every impl must have; None accepts all.
 
     Raises:
-        UnsupportedConfigError: a layer runs on another backend's impl than `impl_cls`.
+        UnsupportedConfigError: the impl of a layer is not an `impl_cls`.
     """
     found = {}
     for name, layer in layers.items():
         impl = layer.impl
         if impl_cls is not None and not isinstance(impl, impl_cls):
             raise UnsupportedConfigError(
-                f"layer {name} runs on {type(impl).__name__}, but this plan serves {impl_cls.__name__} only"
+                f"layer {name} runs on {type(impl).__name__}, but this plan supports only "
+                f"{impl_cls.__name__}: plan the layers of each backend separately"
             )
         left, right = impl.spec.visible_window.as_kernel_args()
         found[name] = PerLayerParameters(left, impl.spec.logits_soft_cap, impl.scale, right)
@@ -56,10 +61,11 @@ def get_per_layer_parameters(
 def infer_global_hyperparameters(
     per_layer_params: Mapping[str, PerLayerParameters],
 ) -> PerLayerParameters:
-    """The one set of parameters that all layers share.
+    """The parameters that all layers share.
 
     Raises:
-        UnsupportedConfigError: there are no layers, or two of them differ; the message names both and what differs.
+        UnsupportedConfigError: there are no layers, or two of them differ; the message names both
+            and their parameters.
     """
     groups = group_layers(per_layer_params)
     if not groups:
@@ -69,8 +75,9 @@ def infer_global_hyperparameters(
     if len(groups) > 1:
         (first, first_names), (second, second_names) = list(groups.items())[:2]
         raise UnsupportedConfigError(
-            f"layers {first_names[0]} ({first}) and {second_names[0]} ({second}) differ, but one plan serves all of them: "
-            f"build one plan per group (`group_layers`) or give the groups builders of their own"
+            f"layers {first_names[0]} ({first}) and {second_names[0]} ({second}) differ, but one "
+            f"plan is used for all of them: build one plan per group (`group_layers`), or create a "
+            f"builder for each group"
         )
     return next(iter(groups))
 
@@ -78,7 +85,7 @@ def infer_global_hyperparameters(
 def group_layers(
     per_layer_params: Mapping[str, PerLayerParameters],
 ) -> dict[PerLayerParameters, list[str]]:
-    """Layers by their parameters, in order of appearance: one plan per group serves models whose layers differ."""
+    """Group layers by their parameters, in order of appearance, so that each group has one plan."""
     groups: dict[PerLayerParameters, list[str]] = {}
     for name, parameters in per_layer_params.items():
         groups.setdefault(parameters, []).append(name)

@@ -1,4 +1,4 @@
-"""Telling decodes from prefills, and bringing a batch into that order."""
+"""Split a batch into decodes and prefills, and reorder a batch for it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = [
 
 
 class InputBatch(Protocol):
-    """What reordering needs of a runner's batch."""
+    """The part of a runner's batch that reordering uses."""
 
     @property
     def req_ids(self) -> list[str]:
-        """Request ids by row."""
+        """The request id of each row."""
 
     def swap_states(self, first: int, second: int) -> None:
         """Exchange two rows."""
@@ -34,18 +34,19 @@ def split_decodes_and_prefills(
     *,
     require_uniform: bool = False,
 ) -> tuple[int, int, int, int]:
-    """Where the prefills begin in a batch whose decodes stand first.
+    """Count the decodes and prefills of a batch that is sorted with decodes first.
 
     Args:
         common_attn_metadata: the batch.
-        decode_threshold: most new tokens of a request that still counts as a decode.
-        require_uniform: decodes must all have as many tokens as the first request (empty padding rows count with them).
+        decode_threshold: largest number of new tokens of a decode.
+        require_uniform: decodes must have as many tokens as the first request. Empty padding rows
+            count as decodes.
 
     Returns:
         (num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens).
 
     Raises:
-        ContractError: a decode stands behind a prefill; reorder the batch first.
+        ContractError: a decode follows a prefill; reorder the batch first.
     """
     common = common_attn_metadata
     if common.num_reqs == 0 or (common.max_query_len <= decode_threshold and not require_uniform):
@@ -58,15 +59,19 @@ def split_decodes_and_prefills(
     if not require_uniform and not bool(is_prefill[first:].all()):
         request = first + first_true(~is_prefill[first:])
         raise ContractError(
-            f"request {request} has {int(lengths[request])} new tokens (a decode, threshold {decode_threshold}) but stands behind request {first} "
-            f"with {int(lengths[first])}: reorder the batch so that decodes come first"
+            f"request {request} has {int(lengths[request])} new tokens (a decode, threshold "
+            f"{decode_threshold}), but follows request {first} with {int(lengths[first])}: reorder "
+            f"the batch so that decodes come first"
         )
     decode_tokens = int(common.query_start_loc_cpu[first])
     return first, common.num_reqs - first, decode_tokens, common.num_actual_tokens - decode_tokens
 
 
 def leading_decodes(common: CommonAttentionMetadata, decode_threshold: int) -> tuple[int, int]:
-    """(requests, tokens) of the run of decodes at the front of a batch in any order; what stands behind goes the prefill way, decodes too."""
+    """(requests, tokens) of the leading decodes of a batch in any order.
+
+    Everything after them is served as a prefill, including decodes.
+    """
     if common.max_query_len <= decode_threshold:
         return common.num_reqs, common.num_actual_tokens
     first = first_true(common.query_lens_cpu > decode_threshold)
@@ -74,17 +79,23 @@ def leading_decodes(common: CommonAttentionMetadata, decode_threshold: int) -> t
 
 
 def first_true(flags: torch.Tensor) -> int:
-    """Index of the first True, or the length when there is none."""
+    """Index of the first True, or the length if there is none."""
     return int(flags.int().argmax()) if bool(flags.any()) else flags.shape[0]
 
 
 def split_decodes_prefills_and_extends(
     common_attn_metadata: CommonAttentionMetadata, decode_threshold: int = 1
 ) -> tuple[int, int, int, int, int, int]:
-    """As `split_decodes_and_prefills`, with the prefills told apart: an extend has context, a pure prefill has none. Order: decode, extend, prefill.
+    """Count the decodes, extends and pure prefills of a batch that is sorted in this order.
+
+    An extend has context in the cache, a pure prefill has none.
 
     Returns:
-        (num_decodes, num_extends, num_prefills, num_decode_tokens, num_extend_tokens, num_prefill_tokens).
+        (num_decodes, num_extends, num_prefills, num_decode_tokens, num_extend_tokens,
+        num_prefill_tokens).
+
+    Raises:
+        ContractError: the batch is not sorted.
     """
     common = common_attn_metadata
     decodes, rest, decode_tokens, rest_tokens = split_decodes_and_prefills(common, decode_threshold)
@@ -93,7 +104,8 @@ def split_decodes_prefills_and_extends(
     if not bool(pure[extends:].all()):
         request = decodes + extends + first_true(~pure[extends:])
         raise ContractError(
-            f"request {request} has context but stands behind a pure prefill: extends come first"
+            f"request {request} has context, but follows a pure prefill: reorder the batch so that "
+            f"extends come first"
         )
     extend_tokens = (
         int(common.query_start_loc_cpu[decodes + extends]) - decode_tokens if rest else 0
@@ -111,20 +123,26 @@ def split_decodes_prefills_and_extends(
 def split_prefill_chunks(
     seq_lens_cpu: torch.Tensor, workspace_size: int, request_offset: int = 0
 ) -> list[tuple[int, int]]:
-    """Greedy packing: runs of requests whose summed lengths fit `workspace_size`.
+    """Group consecutive requests greedily so that the lengths of a group fit a workspace.
+
+    Args:
+        seq_lens_cpu: `[R]` lengths.
+        workspace_size: largest sum of lengths of a group.
+        request_offset: index of the first request.
 
     Returns:
-        (first, end) request indices of each run, counted from `request_offset`.
+        (first, end) request indices of each group.
 
     Raises:
-        ContractError: one request alone is too long.
+        ContractError: a single request exceeds `workspace_size`.
     """
     chunks: list[tuple[int, int]] = []
     start = total = 0
     for index, length in enumerate(int(n) for n in seq_lens_cpu):
         if length > workspace_size:
             raise ContractError(
-                f"seq_lens[{request_offset + index}]={length} alone exceeds workspace_size={workspace_size}"
+                f"seq_lens[{request_offset + index}]={length} exceeds workspace_size="
+                f"{workspace_size}: give the builder a larger workspace"
             )
         if total + length > workspace_size:
             chunks.append((request_offset + start, request_offset + index))
@@ -138,7 +156,7 @@ def split_prefill_chunks(
 def reorder_batch_to_split_decodes_and_prefills(
     input_batch: InputBatch, scheduler_output: Any, decode_threshold: int = 1
 ) -> bool:
-    """Bring requests with at most `decode_threshold` scheduled tokens to the front, with the fewest swaps.
+    """Move requests with at most `decode_threshold` scheduled tokens to the front.
 
     Args:
         input_batch: has `req_ids` by row and `swap_states(i, j)`.
@@ -146,14 +164,15 @@ def reorder_batch_to_split_decodes_and_prefills(
         decode_threshold: as in `split_decodes_and_prefills`.
 
     Returns:
-        True when rows were exchanged.
+        True if rows were exchanged.
     """
     is_decode = [
         scheduler_output.num_scheduled_tokens[request] <= decode_threshold
         for request in input_batch.req_ids
     ]
     num_decodes = sum(is_decode)
-    # Every prefill among the first rows pairs with a decode behind them; nobody else has to move.
+    # Each prefill among the first rows is exchanged with a decode after them; this is the smallest
+    # number of swaps.
     misplaced_prefills = [row for row in range(num_decodes) if not is_decode[row]]
     misplaced_decodes = [row for row in range(num_decodes, len(is_decode)) if is_decode[row]]
     for prefill, decode in zip(misplaced_prefills, reversed(misplaced_decodes), strict=True):

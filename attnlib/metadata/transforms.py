@@ -1,4 +1,4 @@
-"""A batch seen as another batch: attention within chunks as ordinary causal attention over more, shorter requests."""
+"""Chunked attention as causal attention over more and shorter requests."""
 
 from __future__ import annotations
 
@@ -21,30 +21,34 @@ def make_local_attention_virtual_batches(
     block_table: torch.Tensor,
     block_size: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, torch.Tensor]:
-    """One virtual request for each chunk that a request's new tokens touch; within it, plain causal attention is chunked attention.
+    """Create one virtual request for each chunk that contains new tokens of a request.
 
-    A request with context c and length s touches the chunks c // chunk to (s - 1) // chunk. Virtual requests keep the order of the tokens, so the
-    packed query tensor serves unchanged. A request without new tokens touches none.
+    Causal attention of a virtual request is chunked attention of its tokens. A request with
+    context c and length s has new tokens in the chunks c // chunk to (s - 1) // chunk. Virtual
+    requests keep the order of the tokens, so the packed query tensor is used unchanged. A request
+    without new tokens has no virtual requests.
 
     Args:
         attn_chunk_size: positions in one chunk; a multiple of `block_size`.
-        query_start_loc_np: [R+1] int32, where each request's tokens start.
-        seq_lens_np: [R] int32, context plus new tokens.
-        block_table: [R, max_blocks] int32, any device.
+        query_start_loc_np: `[R+1]` int32, offsets of the requests in the packed tokens.
+        seq_lens_np: `[R]` int32, context plus new tokens.
+        block_table: `[R, max_blocks]` int32, any device.
         block_size: tokens in one block.
 
     Returns:
-        (query lengths [V], query starts [V+1], sequence lengths [V], block table [V, attn_chunk_size / block_size]) of V virtual requests. Table
-        entries behind a virtual request's last block repeat some block of the request and are never read (P3).
+        (query lengths `[V]`, query offsets `[V+1]`, sequence lengths `[V]`, block table `[V,
+        attn_chunk_size / block_size]`) of V virtual requests. Table entries past the last block of
+        a virtual request repeat a block of the request and are never read (P3).
 
     Raises:
-        ContractError: the chunk is no multiple of the block.
+        ContractError: the chunk size is not a multiple of the block size.
     """
-    import numpy as np  # the caller's arrays are numpy's (vLLM's signature); nothing else in the core needs it
+    import numpy as np  # the arrays of the caller are numpy arrays, as in vLLM
 
     if block_size < 1 or attn_chunk_size % block_size:
         raise ContractError(
-            f"attn_chunk_size={attn_chunk_size} is no multiple of block_size={block_size}: a virtual request must start with a block"
+            f"attn_chunk_size={attn_chunk_size} is not a multiple of block_size={block_size}: a "
+            f"virtual request must start at a block boundary"
         )
     query_lens = np.diff(query_start_loc_np)
     context = seq_lens_np - query_lens

@@ -1,4 +1,4 @@
-"""What the GPU tests share: who can run here and why not, and steps on the device."""
+"""Helpers of the GPU tests: backends that are available, specs and batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ON_GPU = ("triton", *FOREIGN)
 
 
 def backend_or_skip(name: str, spec: AttentionSpec) -> type[AttentionBackend]:
-    """The backend, or a skip with every reason why it cannot run this spec here."""
+    """The backend, or a skip with all reasons why it does not support the spec on this device."""
     backend, device = load_backend(name), resolve_device("cuda")
     reasons = backend.unavailable(device) + backend.validate_configuration(spec, device)
     if reasons:
@@ -29,7 +29,7 @@ def backend_or_skip(name: str, spec: AttentionSpec) -> type[AttentionBackend]:
 
 
 def spec_of(**changes: Any) -> AttentionSpec:
-    """A Llama-like layer in bfloat16."""
+    """The spec of a Llama layer in bfloat16."""
     fields: dict[str, Any] = {
         "num_heads": 8,
         "num_kv_heads": 2,
@@ -43,12 +43,12 @@ def spec_of(**changes: Any) -> AttentionSpec:
 def batch_of(
     spec: AttentionSpec, query_lens: list[int], seq_lens: list[int], num_blocks: int, seed: int
 ) -> CommonAttentionMetadata:
-    """A batch with blocks of its own, drawn from the whole pool."""
+    """A batch with random distinct blocks of the pool."""
     draw = torch.Generator().manual_seed(seed)
-    widest = max([-(-length // spec.block_size) for length in seq_lens], default=1)
+    columns = max([-(-length // spec.block_size) for length in seq_lens], default=1)
     table = (
-        torch.randperm(num_blocks, generator=draw)[: len(seq_lens) * widest]
-        .view(len(seq_lens), widest)
+        torch.randperm(num_blocks, generator=draw)[: len(seq_lens) * columns]
+        .view(len(seq_lens), columns)
         .to(torch.int32)
     )
     return CommonAttentionMetadata.from_lengths(

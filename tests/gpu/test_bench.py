@@ -28,7 +28,7 @@ FP8 = "q1s500@kv=fp8_e4m3"
 
 
 @pytest.mark.parametrize("text", [*CASES, FP8])
-def test_every_backend_is_timed_by_graphs_or_has_a_reason(text: str) -> None:
+def test_every_backend_is_timed_in_a_graph_or_unsupported(text: str) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     rows = measure_case(
         parse_case(text),

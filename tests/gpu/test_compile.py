@@ -1,4 +1,4 @@
-"""torch.compile on a GPU: fullgraph, every backend, equal to eager, and another batch compiles nothing."""
+"""torch.compile with fullgraph on a GPU: every backend equals eager for several batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exam, taken by the foreign backends that are installed: every generation of FlashAttention, and FlashInfer."""
+"""The conformance suite with the installed external backends: FlashAttention 2 to 4, FlashInfer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, needs_gpu]
 
 @pytest.fixture
 def generation(request: pytest.FixtureRequest) -> Iterator[str]:
-    """`flash_attn` insisting on one generation, registered under a name of its own."""
+    """`flash_attn` with one required generation, registered under another name."""
     version = request.param
     block = 256 if version == 2 else 16
     kernel, reasons = choose_kernel(
@@ -57,7 +57,7 @@ def test_flashinfer_passes() -> None:
 )
 @torch.inference_mode()
 def test_the_adapter_agrees_with_torch(name: str, features: dict) -> None:
-    """A short look before the exam: decodes, chunks, rows without keys and rows past the batch, output and LSE."""
+    """Output and LSE of decodes, chunked prefills, rows without keys and rows past the batch."""
     from attnlib.cache.storage import PagedKVCache
     from attnlib.layer import Attention
 
@@ -78,15 +78,16 @@ def test_the_adapter_agrees_with_torch(name: str, features: dict) -> None:
         layer = Attention(spec, backend=cls, device="cuda", scale=0.11)
         results.append(layer(q, k, v, cache, cls.make_builder(spec, "cuda").build(0, common), True))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=2e-2, atol=2e-2)
-    # FlashInfer sums weights on the tensor cores, each rounded to bfloat16: 2**-9 of the sum at most. The exam holds the LSE against the oracle.
+    # FlashInfer sums weights on the tensor cores after rounding each to bfloat16, an error of up to
+    # 2**-9 of the sum. The conformance suite compares the LSE with the oracle.
     torch.testing.assert_close(
         results[0][1], results[1][1], rtol=1e-3, atol=2**-9 if name == "flashinfer" else 1e-3
     )
 
 
 @torch.inference_mode()
-def test_flashinfer_serves_unlike_layers_from_one_build() -> None:
-    """F2: a full and a windowed layer of other scales, one build."""
+def test_flashinfer_serves_different_layers_with_one_build() -> None:
+    """F2: layers with and without a window, with different scales."""
     from attnlib.cache.storage import PagedKVCache
     from attnlib.layer import Attention
 
@@ -117,7 +118,7 @@ def test_flashinfer_serves_unlike_layers_from_one_build() -> None:
 @pytest.mark.parametrize("name", FOREIGN)
 @torch.inference_mode()
 def test_sinks_within_the_kernel_and_after_it(name: str, exact: bool) -> None:
-    """M4: sinks that bfloat16 holds go into FlashAttention 3; all others are applied from the LSE."""
+    """M4: FlashAttention 3 applies sinks that bfloat16 represents; others follow from the LSE."""
     from attnlib.cache.storage import PagedKVCache
     from attnlib.layer import Attention
 

@@ -1,4 +1,4 @@
-"""CUDA graphs: captured at a padded size, replayed with other batches, lengths, blocks and poisoned padding, equal to eager (G1, G3)."""
+"""CUDA graphs with padding: replays with other lengths and blocks equal eager (G1, G3)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Captured:
     def replay(
         self, seq_lens: list[int], seed: int
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """(output, LSE, what eager gives) for requests of `query_len` new tokens each; everything behind them is NaN."""
+        """(output, LSE, eager result) for `query_len` new tokens each; padding is NaN."""
         common = batch_of(self.spec, [self.query_len] * len(seq_lens), seq_lens, BLOCKS, seed)
         rows = common.num_actual_tokens
         for static in (self.query, self.key, self.value):
@@ -98,7 +98,7 @@ LEVELS = [
 def test_replays_equal_eager(
     name: str, features: dict[str, Any], level: CudaGraphSupport, query_len: int
 ) -> None:
-    """G1: at every level that a backend declares."""
+    """G1: at every graph level that a backend declares."""
     captured = Captured(name, spec_of(needs_lse=True, cudagraph=level, **features), query_len)
     least = query_len
     for seed, seq_lens in enumerate(
@@ -118,8 +118,8 @@ def test_replays_equal_eager(
 
 @pytest.mark.parametrize("name", ON_GPU)
 @torch.inference_mode()
-def test_the_guard_names_what_moved(name: str) -> None:
-    """A batch that was not copied into the persistent buffers is named, tensor by tensor."""
+def test_the_guard_names_moved_tensors(name: str) -> None:
+    """Each tensor of a batch that was not copied into the persistent buffers is named."""
     captured = Captured(
         name, spec_of(needs_lse=True, cudagraph=CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE), 1
     )

@@ -1,4 +1,4 @@
-"""Bound launches give the bits that Triton's own launches give, at any address and stride, eager and captured."""
+"""Bound launches equal launches by Triton bitwise, at any address and stride, also captured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 8, 2, 128, 16, 64
 
 
 class Placement(NamedTuple):
-    """How tensors lie: `offset` elements off the allocation's start, `room` elements between the rows of tokens."""
+    """Memory placement: `offset` elements from the start, `room` elements between token rows."""
 
     offset: int
     room: int
@@ -74,7 +74,7 @@ def _attention(
     }
     if not decode:
         return lambda: call_operation(paged_prefill, *batch, **options), [out, lse]
-    workspace = torch.empty(1 << 21, device="cuda")  # enough for Hopper's own decode
+    workspace = torch.empty(1 << 21, device="cuda")  # enough for the Hopper decode
     return lambda: call_operation(
         paged_decode, *batch, num_splits=num_splits, workspace=workspace, **options
     ), [
@@ -140,7 +140,7 @@ def _same_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("case", CASES)
 @torch.inference_mode()
 def test_bound_launches_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    """Aligned and unaligned addresses, padded and odd strides take turns; each is called until it is bound."""
+    """Aligned and unaligned addresses, padded and odd strides; each is called until it is bound."""
     for place in PLACEMENTS:
         call, outputs = CASES[case](place)
         expected = _by_triton(monkeypatch, call, outputs)
@@ -152,7 +152,7 @@ def test_bound_launches_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, case
 @pytest.mark.parametrize("case", CASES)
 @torch.inference_mode()
 def test_bound_launches_are_captured(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    """G1: a bound launch goes to the stream that is current at the call, so a graph holds it."""
+    """G1: a bound launch uses the stream that is current at the call, so a graph captures it."""
     call, outputs = CASES[case](PLACEMENTS[0])
     expected = _by_triton(monkeypatch, call, outputs)
     for _ in range(2):
@@ -172,7 +172,7 @@ def test_bound_launches_are_captured(monkeypatch: pytest.MonkeyPatch, case: str)
 
 @torch.inference_mode()
 def test_launches_are_bound_on_this_triton() -> None:
-    """The supported versions bind: otherwise every call pays for Triton's own launch."""
+    """With supported versions launches are bound, which avoids the launch overhead of Triton."""
     from attnlib.ops.triton.cache_write import CacheWrite
     from attnlib.ops.triton.launch.attention import PlainAttention
     from attnlib.ops.triton.launch.cache import LAUNCHES
@@ -210,7 +210,7 @@ def test_hopper_launches_keep_their_descriptors(monkeypatch: pytest.MonkeyPatch)
         ("hopper-decode", ["CacheView"] * 4),
         ("prefill", ["CacheView"] * 4 + ["QueryView"] * 2),
     ):
-        LAUNCHES.clear()  # other tests had tensors of the same shapes, maybe at the same addresses
+        LAUNCHES.clear()  # of tests with tensors of the same shapes
         calls = [CASES[case](PLACEMENTS[0]) for _ in range(2)]
         for call, outputs in calls:
             expected = _by_triton(monkeypatch, call, outputs)
@@ -263,9 +263,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("batch", BATCHES)
 @torch.inference_mode()
-def test_plans_give_the_bits_of_separate_calls(batch: str, feature: str) -> None:
-    """A plan that serves several layers writes and computes what each layer would have by itself,
-    eager and captured."""
+def test_plans_equal_separate_calls(batch: str, feature: str) -> None:
+    """A plan that is shared by layers equals separate calls bitwise, eager and captured."""
     import attnlib
     from attnlib.ops.triton.launch.cache import LAUNCHES
 

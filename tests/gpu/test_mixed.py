@@ -1,4 +1,4 @@
-"""Mixed batches on Hopper: both halves at the same time give what they give one after the other, eager and captured."""
+"""Mixed batches on Hopper: concurrent decode and prefill parts equal sequential ones."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _attend(
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("kind", SPECS)
-def test_at_the_same_time_is_as_one_after_the_other(
+def test_concurrent_parts_equal_sequential_parts(
     batch: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from attnlib.backends.triton import plan as triton_plan
@@ -111,9 +111,8 @@ def test_at_the_same_time_is_as_one_after_the_other(
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(
-            3
-        ):  # several in a row: the next one's decodes may not overtake this one's prefills
+        # The decodes of a step must not start before the prefills of the step before have finished.
+        for _ in range(3):
             _attend(layer, cache, metadata, query, out, lse)
     first, first_lse = out.clone(), lse.clone()
     for _ in range(20):
@@ -129,8 +128,8 @@ def test_at_the_same_time_is_as_one_after_the_other(
     )
 
 
-def test_what_a_layer_wrote_just_before_is_seen_by_both_halves() -> None:
-    """The prefill does not wait for the decodes; the cache write before both it has to wait for."""
+def test_both_parts_see_the_cache_write_before_them() -> None:
+    """The prefill part waits for the cache write, but not for the decode part."""
     spec = AttentionSpec(
         num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, block_size=16
     )
@@ -150,7 +149,7 @@ def test_what_a_layer_wrote_just_before_is_seen_by_both_halves() -> None:
         graph.replay()
         torch.cuda.synchronize()
         out, lse = torch.empty_like(query), torch.empty(query.shape[:2], device="cuda")
-        _attend(layer, cache, metadata, query, out, lse)  # everything is written by now
+        _attend(layer, cache, metadata, query, out, lse)  # all keys are written now
         assert torch.equal(out, together)
         results.append(out)
     assert not torch.equal(*results)

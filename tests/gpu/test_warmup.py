@@ -1,4 +1,4 @@
-"""After warm-up, no lengths whatever compile anything (P1)."""
+"""After `warmup`, no batch compiles a kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMITS = BatchLimits(max_num_reqs=32, max_num_tokens=2048, max_seq_len=4096)
 
 @torch.inference_mode()
 def test_a_random_sweep_compiles_nothing() -> None:
-    """500 random batches of decodes, verify steps, prefills and mixtures: Triton's compile hook stays silent."""
+    """500 random batches of decodes, verify steps, prefills and mixtures compile no kernel."""
     triton = pytest.importorskip("triton")
     spec = spec_of(needs_lse=True, sliding_window=1000)
     backend = backend_or_skip("triton", spec)
@@ -64,5 +64,5 @@ def _random_batch(spec, seed):
     assert common.block_table_tensor is not None
     table[:, : common.block_table_tensor.shape[1]] = (
         common.block_table_tensor
-    )  # a runner's table has one width
+    )  # the table of a runner has a fixed width
     return common.replace(block_table_tensor=table)

@@ -1,4 +1,4 @@
-"""M1, M7, P3, P4: a batch from plain lists, and what it refuses."""
+"""M1, M7, P3, P4: batches from lists of lengths, and invalid ones."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def _batch(**changes) -> CommonAttentionMetadata:
     return CommonAttentionMetadata.from_lengths(**arguments)
 
 
-def test_the_facts_of_a_batch() -> None:
+def test_fields_of_a_batch() -> None:
     batch = _batch()
     assert (
         batch.query_start_loc.tolist() == [0, 1, 4] and batch.query_start_loc.dtype == torch.int32
@@ -41,7 +41,7 @@ def test_the_facts_of_a_batch() -> None:
     ] and batch.query_lens_cpu.tolist() == [1, 3]
 
 
-def test_a_tensor_table_gives_the_same() -> None:
+def test_a_block_table_as_a_tensor() -> None:
     table = torch.tensor([[9, 2, 2**30], [4, -1, -7]])
     assert _batch(block_table=table).slot_mapping.tolist() == _batch().slot_mapping.tolist()
 
@@ -65,7 +65,7 @@ def test_empty_is_legal_everywhere(lengths: tuple) -> None:
         ({"seq_lens": [5, 2]}, r"seq_lens\[1\]=2 is below query_lens\[1\]=3.*\[M1\]"),
         (
             {"block_table": [[9], [4]]},
-            r"block_table row 0 has 1 entries, but seq_lens\[0\]=5 needs 2 blocks of 4 tokens \[P3\]",
+            r"block_table row 0 has 1 entries.* seq_lens\[0\]=5 needs 2 blocks of 4 tokens \[P3\]",
         ),
         (
             {"block_table": torch.tensor([[9], [4]])},
@@ -80,12 +80,12 @@ def test_empty_is_legal_everywhere(lengths: tuple) -> None:
         ({"block_size": 0}, "block_size=0 must be given"),
     ],
 )
-def test_what_does_not_fit_is_named(changes: dict, message: str) -> None:
+def test_invalid_batches_are_refused(changes: dict, message: str) -> None:
     with pytest.raises(ContractError, match=message):
         _batch(**changes)
 
 
-def test_slots_behind_the_tokens_are_filled_with_minus_one() -> None:
+def test_slots_past_the_tokens_are_minus_one() -> None:
     """The padding of a CUDA graph writes nothing (P4)."""
     batch = _batch().replace(slot_mapping=torch.arange(9))
     assert batch.slot_mapping.tolist() == [0, 1, 2, 3, -1, -1, -1, -1, -1]
@@ -102,6 +102,6 @@ def test_unpadded_takes_the_first_requests() -> None:
     assert batch.causal.tolist() == [True]
 
 
-def test_another_modality_may_be_shorter_than_the_queries() -> None:
+def test_cross_attention_keys_may_be_fewer_than_queries() -> None:
     batch = CommonAttentionMetadata.from_lengths([4], [2], [[0]], 4, "cpu", is_cross_attention=True)
     assert batch.slot_mapping is None and batch.seq_lens.tolist() == [2]

@@ -1,4 +1,4 @@
-"""The graph guard names what moved between capture and replay (G3)."""
+"""The graph guard names tensors that moved between capture and replay (G3)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_batches_over_persistent_buffers_pass() -> None:
     guard.check(state.builder.build(0, state.begin_forward(_batch(), 4)))
 
 
-def test_a_batch_of_its_own_is_named_tensor_by_tensor() -> None:
+def test_each_tensor_of_another_batch_is_named() -> None:
     state = _state()
     guard = GraphGuard(state.graph_capture_get_metadata_for_batch(4), include_cpu=True)
     with pytest.raises(ContractError) as error:
@@ -41,7 +41,7 @@ def test_a_batch_of_its_own_is_named_tensor_by_tensor() -> None:
     assert "begin_forward" in str(error.value) and "_cpu" not in str(error.value)
 
 
-def test_shapes_and_missing_tensors_count() -> None:
+def test_other_shapes_and_missing_tensors_are_named() -> None:
     buffer = torch.zeros(8)
     guard = GraphGuard({"a": buffer[:4], "b": buffer}, include_cpu=True)
     findings = guard.moved({"a": buffer[:3], "b": None})
@@ -51,13 +51,13 @@ def test_shapes_and_missing_tensors_count() -> None:
     )
 
 
-def test_cpu_tensors_are_left_out_unless_asked_for() -> None:
+def test_cpu_tensors_are_skipped_by_default() -> None:
     guard = GraphGuard({"a": torch.zeros(3)})
     assert guard.moved({"a": torch.zeros(3)}) == []
     assert [name for name, _ in tensor_addresses({"a": torch.zeros(3), "b": 4})] == ["['a']"]
 
 
-def test_a_batch_that_a_graph_would_read_wrongly_is_refused() -> None:
+def test_a_batch_that_does_not_fit_the_graph_is_refused() -> None:
     """G1: longer sequences than captured, and masks in tensors that are not persistent."""
     state, batch = _state(), _batch()
     for changes, words in (

@@ -1,4 +1,4 @@
-"""Telling decodes from prefills, and reordering with the fewest swaps."""
+"""Decodes and prefills of a batch, and reordering with the smallest number of swaps."""
 
 from types import SimpleNamespace
 
@@ -35,13 +35,13 @@ def _batch(queries: list[int], sequences: list[int] | None = None) -> CommonAtte
         ([], 1, (0, 0, 0, 0)),
     ],
 )
-def test_where_the_prefills_begin(queries: list[int], threshold: int, expected: tuple) -> None:
+def test_index_of_the_first_prefill(queries: list[int], threshold: int, expected: tuple) -> None:
     assert split_decodes_and_prefills(_batch(queries), threshold) == expected
 
 
-def test_a_decode_behind_a_prefill_is_named() -> None:
+def test_a_decode_after_a_prefill_is_refused() -> None:
     with pytest.raises(
-        ContractError, match="request 2 has 1 new tokens .* stands behind request 1 with 7: reorder"
+        ContractError, match="request 2 has 1 new tokens .* follows request 1 with 7: reorder"
     ):
         split_decodes_and_prefills(_batch([1, 7, 1]))
     assert leading_decodes(_batch([1, 7, 1]), 1) == (1, 1), (
@@ -64,9 +64,7 @@ def test_extends_have_context_and_prefills_none() -> None:
         13,
     )
     assert split_decodes_prefills_and_extends(_batch([1], [9])) == (1, 0, 0, 1, 0, 0)
-    with pytest.raises(
-        ContractError, match="request 2 has context but stands behind a pure prefill"
-    ):
+    with pytest.raises(ContractError, match="request 2 has context, but follows a pure prefill"):
         split_decodes_prefills_and_extends(_batch([1, 5, 6], [9, 5, 12]))
 
 
@@ -74,7 +72,7 @@ def test_prefill_chunks_pack_greedily() -> None:
     assert split_prefill_chunks(torch.tensor([3, 4, 5, 1]), 8) == [(0, 2), (2, 4)]
     assert split_prefill_chunks(torch.tensor([8, 8]), 8, request_offset=3) == [(3, 4), (4, 5)]
     assert split_prefill_chunks(torch.tensor([], dtype=torch.int64), 8) == []
-    with pytest.raises(ContractError, match=r"seq_lens\[1\]=9 alone exceeds workspace_size=8"):
+    with pytest.raises(ContractError, match=r"seq_lens\[1\]=9 exceeds workspace_size=8"):
         split_prefill_chunks(torch.tensor([1, 9]), 8)
 
 
@@ -92,7 +90,7 @@ class Rows:
 
 
 @given(st.lists(st.integers(1, 6), max_size=12), st.integers(1, 4))
-def test_reordering_puts_decodes_first_with_the_fewest_swaps(
+def test_reordering_moves_decodes_first_with_the_fewest_swaps(
     tokens: list[int], threshold: int
 ) -> None:
     rows = Rows(tokens)

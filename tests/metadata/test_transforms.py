@@ -19,7 +19,7 @@ def _virtual(queries: list[int], sequences: list[int], chunk: int, block: int):
     )
 
 
-def test_the_worked_example() -> None:
+def test_an_example() -> None:
     """Requests of 4, 10 and 5 new tokens at lengths 6, 17 and 9 in chunks of 4."""
     table, (queries, starts, sequences, local) = _virtual([4, 10, 5], [6, 17, 9], 4, 2)
     assert queries.tolist() == [2, 2, 1, 4, 4, 1, 4, 1]
@@ -57,6 +57,6 @@ def test_each_token_sees_its_own_chunk_up_to_itself(requests: list, sizes: tuple
     assert found == expected
 
 
-def test_a_chunk_must_hold_whole_blocks() -> None:
-    with pytest.raises(ContractError, match="attn_chunk_size=6 is no multiple of block_size=4"):
+def test_a_chunk_is_a_multiple_of_the_block() -> None:
+    with pytest.raises(ContractError, match="attn_chunk_size=6 is not a multiple of block_size=4"):
         _virtual([1], [1], 6, 4)

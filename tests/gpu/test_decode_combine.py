@@ -1,4 +1,4 @@
-"""The Hopper decode that merges pieces itself gives what a second kernel gives, whoever comes last, eager and captured."""
+"""The Hopper decode that combines splits itself equals a separate combine kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [
     needs_gpu,
     pytest.mark.skipif(
         torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
-        reason="no Hopper chip",
+        reason="needs compute capability 9.0",
     ),
 ]
 
@@ -33,11 +33,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "wide": {"num_heads": 16, "head_size": 256, "logits_soft_cap": 30.0},
 }
 EMPTY = 3
-"""Rows of the batch that no request owns."""
+"""Rows past the last request."""
 
 
 class Step:
-    """A decode step on random pages, whose lengths may be replaced."""
+    """A decode step over random blocks, whose lengths may be replaced."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Step:
         head_size: int = 128,
         query_len: int = 1,
         sinks: bool = False,
-        **meaning: Any,
+        **params: Any,
     ) -> None:
         torch.manual_seed(0)
         reqs, heads, columns = len(lengths), 8, -(-max(lengths) // 16)
@@ -77,7 +77,8 @@ class Step:
         )
         own = torch.randn(num_heads, device="cuda") if sinks else None
         self.options: dict[str, Any] = {
-            "max_query_len": query_len, "max_seq_len": max(lengths), "scale": head_size**-0.5, "sinks": own, "kernels": "hopper", **meaning,
+            "max_query_len": query_len, "max_seq_len": max(lengths), "scale": head_size**-0.5,
+            "sinks": own, "kernels": "hopper", **params,
         }  # fmt: skip
         self.workspace = torch.full((1 << 24,), float("nan"), device="cuda")
 
@@ -92,8 +93,9 @@ class Step:
 
         key_cache, value_cache = self.cache
         call_operation(
-            paged_decode, self.query, key_cache, value_cache, self.table, self.starts, self.lens, out=self.out, lse=self.lse, workspace=self.workspace,
-            counters=counters, **self.options,
+            paged_decode, self.query, key_cache, value_cache, self.table, self.starts, self.lens,
+            out=self.out, lse=self.lse, workspace=self.workspace, counters=counters,
+            **self.options,
         )  # fmt: skip
 
 
@@ -108,7 +110,7 @@ def _counters() -> torch.Tensor:
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_are_merged_as_by_a_second_kernel(lengths: str, kind: str) -> None:
+def test_splits_are_combined_as_by_a_second_kernel(lengths: str, kind: str) -> None:
     from attnlib.ops.triton.hopper.decode_plan import HopperDecode
     from attnlib.ops.triton.launch.cache import LAUNCHES
 
@@ -121,7 +123,7 @@ def test_pieces_are_merged_as_by_a_second_kernel(lengths: str, kind: str) -> Non
         assert not ours.isnan().any()
         torch.testing.assert_close(ours.float(), theirs.float(), atol=1e-2, rtol=1e-2)
     assert not first[0][-EMPTY:].any() and bool((first[1][-EMPTY:] == float("-inf")).all()), (
-        "rows of nobody"
+        "rows past the last request"
     )
 
     graph = torch.cuda.CUDAGraph()
@@ -131,11 +133,11 @@ def test_pieces_are_merged_as_by_a_second_kernel(lengths: str, kind: str) -> Non
     for _ in range(20):
         graph.replay()
         assert all(torch.equal(*pair) for pair in zip(captured, first, strict=True)), (
-            "the same bits, whoever was last"
+            "equal bits, whichever CTA finishes last"
         )
-    assert not counters.any(), "left as they were found"
+    assert not counters.any(), "counters are reset"
 
-    step.lens.copy_(step.lens.flip(0).clamp(max=1500))  # the graph's lengths are those of now
+    step.lens.copy_(step.lens.flip(0).clamp(max=1500))  # a replay reads the current lengths
     graph.replay()
     torch.cuda.synchronize()
     replayed = [tensor.clone() for tensor in captured]
@@ -147,15 +149,15 @@ def test_pieces_are_merged_as_by_a_second_kernel(lengths: str, kind: str) -> Non
 @pytest.mark.parametrize("kinds", [("usual", "sinks"), ("sinks", "sinks"), ("usual", "wide")])
 @pytest.mark.parametrize("lengths", [("even", "many"), ("one-long", "few"), ("few", "few")])
 def test_two_streams_at_a_time(kinds: tuple[str, str], lengths: tuple[str, str]) -> None:
-    """Each with its workspace and counters: neither notices the other."""
+    """Each stream has a workspace and counters; the results do not change."""
     steps = [
         Step(LENGTHS.get(which, [1024] * 2), **KINDS[kind])
         for kind, which in zip(kinds, lengths, strict=True)
     ]
-    counters, graphs, wanted = [_counters() for _ in steps], [], []
-    streams = [torch.cuda.Stream() for _ in steps]  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    counters, graphs, expected = [_counters() for _ in steps], [], []
+    streams = [torch.cuda.Stream() for _ in steps]  # type: ignore[no-untyped-call]  # untyped in torch
     for step, own in zip(steps, counters, strict=True):
-        wanted.append(step(own))
+        expected.append(step(own))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(10):
@@ -167,6 +169,6 @@ def test_two_streams_at_a_time(kinds: tuple[str, str], lengths: tuple[str, str])
                 for _ in range(10):
                     graph.replay()
         torch.cuda.synchronize()
-        for step, (out, lse) in zip(steps, wanted, strict=True):
+        for step, (out, lse) in zip(steps, expected, strict=True):
             assert torch.equal(step.out, out) and torch.equal(step.lse, lse)
     assert not any(own.any() for own in counters)
