@@ -132,10 +132,10 @@ class BlockAllocator:
                 f"{self.num_blocks} are free: free finished requests, preempt one, or allocate a "
                 f"larger cache"
             )
-        taken = [self._empty.pop() if self._empty else self._evict() for _ in range(count)]
-        for block_id in taken:
+        allocated = [self._empty.pop() if self._empty else self._evict() for _ in range(count)]
+        for block_id in allocated:
             self._blocks[block_id].references = 1
-        return taken
+        return allocated
 
     def retain(self, block_ids: Iterable[int]) -> None:
         """Add one reference to each block, for forks (beams, parallel samples) that share them.

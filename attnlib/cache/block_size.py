@@ -137,10 +137,11 @@ def split_blocks(cache: PagedKVCache, kernel_block_size: int) -> tuple[PagedKVCa
 
 
 def _split(view: torch.Tensor, size: int, count: int) -> BlockSplit | None:
-    """The id mapping of one view, or None if the manager's block stride is no multiple of the unit.
+    """The id mapping of one view; None if its block stride is not a multiple of the unit.
 
     Consecutive kernel blocks start `size` tokens apart, which is the unit of kernel block ids. In
-    NHD a manager block spans `count` units, in HND more, because other heads lie in between.
+    NHD a manager block spans `count` units; in HND it spans more, because the other heads are
+    stored in between.
     """
     unit = size * view.stride(1)
     if view.shape[0] == 1:

@@ -94,7 +94,7 @@ def layout_named(name: str) -> CacheLayout:
         return LAYOUTS[name.upper()]
     except KeyError:
         raise LayoutMismatchError(
-            f"kv_cache_layout={name!r} is not known; use one of {', '.join(LAYOUTS)}"
+            f"kv_cache_layout={name!r} is unknown; use one of {', '.join(LAYOUTS)}"
         ) from None
 
 
@@ -138,7 +138,7 @@ def negotiate_layout(
     if requested is not None:
         common = [name for name in common if name == layout_named(requested).name]
     if not common:
-        named = "; ".join(f"{who} reads {', '.join(reads)}" for who, reads in demands)
+        named = "; ".join(f"{name} reads {', '.join(reads)}" for name, reads in demands)
         request = f"{requested} is requested, but " if requested else ""
         raise LayoutMismatchError(
             f"no common KV-cache layout: {request}{named}. Choose backends that share one, or "

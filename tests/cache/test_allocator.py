@@ -19,7 +19,7 @@ def test_allocate_and_free() -> None:
         CacheExhaustedError, match="2 blocks of 8 tokens requested, 1 of 4 are free"
     ):
         pool.allocate(2)
-    assert pool.num_free_blocks == 1, "a refused request takes nothing"
+    assert pool.num_free_blocks == 1, "a refused request allocates nothing"
     pool.free(blocks)
     assert pool.num_free_blocks == 4
 

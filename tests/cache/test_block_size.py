@@ -24,7 +24,7 @@ def test_the_largest_common_size_that_divides() -> None:
 
 
 def test_the_error_lists_all_demands_and_a_size_that_satisfies_them() -> None:
-    """K5, vllm#48313: the message says which block size to use."""
+    """K5, vllm#48313: the message names a block size to use."""
     with pytest.raises(LayoutMismatchError) as error:
         negotiate_block_size(
             [

@@ -19,10 +19,10 @@ HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 8, 2, 128, 16, 64
 
 
 class Placement(NamedTuple):
-    """Memory placement: `offset` elements from the start, `room` elements between token rows."""
+    """Memory placement: `offset` elements at the start, `row_padding` after each token row."""
 
     offset: int
-    room: int
+    row_padding: int
 
 
 PLACEMENTS = [Placement(0, 0), Placement(8, 16), Placement(1, 0), Placement(0, 3), Placement(0, 0)]
@@ -34,7 +34,7 @@ def _tensor(
     inner = [1]
     for size in reversed(shape[1:]):
         inner.insert(0, inner[0] * size)
-    inner[0] += place.room
+    inner[0] += place.row_padding
     flat = torch.randn(place.offset + shape[0] * inner[0], device="cuda").to(dtype)
     return flat.as_strided(shape, inner, place.offset)
 
@@ -181,10 +181,10 @@ def test_launches_are_bound_on_this_triton() -> None:
     for case in ("decode-split", "prefill-portable", "write"):
         CASES[case](PLACEMENTS[0])[0]()
     plain = {id(value): value for value in LAUNCHES.values() if isinstance(value, PlainAttention)}
-    (written,) = (value for value in LAUNCHES.values() if isinstance(value, CacheWrite))
+    (cache_write,) = (value for value in LAUNCHES.values() if isinstance(value, CacheWrite))
     assert len(plain) == 2 and any(launch.combine is not None for launch in plain.values())
     assert all(kernel.is_direct for launch in plain.values() for kernel in launch.kernels)
-    assert written.launch is not None and written.launch.is_direct
+    assert cache_write.launch is not None and cache_write.launch.is_direct
 
 
 @pytest.mark.skipif(

@@ -102,12 +102,12 @@ def test_concurrent_parts_equal_sequential_parts(
         patched.setattr(triton_plan, "can_run_concurrently", lambda decode, prefill: False)
         LAUNCHES.clear()
         metadata.plans.clear()
-        apart, apart_lse = torch.empty_like(out), torch.empty_like(lse)
-        _attend(layer, cache, metadata, query, apart, apart_lse)
+        sequential, sequential_lse = torch.empty_like(out), torch.empty_like(lse)
+        _attend(layer, cache, metadata, query, sequential, sequential_lse)
     LAUNCHES.clear()
     metadata.plans.clear()
-    torch.testing.assert_close(out.float(), apart.float(), atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(lse, apart_lse, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(out.float(), sequential.float(), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse, sequential_lse, atol=1e-3, rtol=1e-3)
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -120,11 +120,11 @@ def test_concurrent_parts_equal_sequential_parts(
         lse.fill_(float("nan"))
         graph.replay()
         assert torch.equal(out, first) and torch.equal(lse, first_lse), (
-            "the same bits, whoever was first"
+            "equal bits, whichever part finishes first"
         )
     part = metadata.prefill_metadata
     assert part is not None and part.counters is not None and not part.counters.any(), (
-        "the shared counter is left as it was found"
+        "the shared counter is reset"
     )
 
 

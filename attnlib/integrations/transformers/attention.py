@@ -146,7 +146,7 @@ def _weights(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | None) -
 
 
 class _InferenceOnly(torch.autograd.Function):
-    """Identity whose backward raises, so that attention is not silently left out of a gradient."""
+    """Identity whose backward raises, so that no gradient silently omits attention."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 For such a step the views, checks and plans of a paged call take longer than the attention itself.
 If selection chooses the torch backend, this module calls the operator that the backend uses for
 requests with adjacent keys (`ops.torch.fused`) directly on slices of the given keys and values.
-What the rows see is determined once per step. Calls that are validated, recorded or observed are
+The visible keys are determined once per step. Calls that are validated, recorded or observed are
 ordinary calls of an attnlib layer.
 """
 
@@ -42,7 +42,7 @@ class _Spans:
 
 
 def attend_decode(call: Call, step: StepMask) -> torch.Tensor | None:
-    """Attention of one query per row, `[B, 1, Hq, D]`; None if the call must take another path.
+    """Attention of one query per row, `[B, 1, Hq, D]`; None for calls that need another path.
 
     Args:
         call: the attention call.
@@ -66,18 +66,18 @@ def attend_decode(call: Call, step: StepMask) -> torch.Tensor | None:
         keys = slice(spans.starts[0], spans.end)
         out = _attend(rows, key[:, :, keys], value[:, :, keys], 0.0, False, scale=call.scale)[0]
     else:
-        parts = []
+        outputs = []
         for row, start in enumerate(spans.starts):
             own, keys = slice(row, row + 1), slice(start, spans.end)
             states = (rows[own], key[own, :, keys], value[own, :, keys])
-            parts.append(_attend(*states, 0.0, False, scale=call.scale)[0])
-        out = torch.cat(parts)
+            outputs.append(_attend(*states, 0.0, False, scale=call.scale)[0])
+        out = torch.cat(outputs)
     result: torch.Tensor = out.reshape(batch, 1, heads, size)
     return result
 
 
 def _spans(call: Call, step: StepMask) -> _Spans | None:
-    """What the rows see, or None if the call must take another path."""
+    """The visible keys of the rows, or None if this module does not support the call."""
     pattern, dtype, device = step.pattern, call.query.dtype, call.query.device
     # Masks that transformers did not create are reused between steps, but the backend may change.
     if pattern is None or step.mask_function is None or env.read("ATTNLIB_VALIDATE"):

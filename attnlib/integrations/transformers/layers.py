@@ -86,7 +86,7 @@ class Call:
 
 @lru_cache(maxsize=256)
 def _spec(**fields: Any) -> AttentionSpec:
-    """A spec; cached, because its checks take longer than the lookup of a layer."""
+    """A spec; cached, because checking it is slower than finding a layer."""
     return AttentionSpec(**fields)
 
 

@@ -46,7 +46,7 @@ class Rows:
             whole row.
         contiguous: no row has padding between its tokens, so a distance in columns is a distance
             in tokens.
-        interleaved: some padding query stands between tokens. No request of tokens represents it.
+        interleaved: some padding query is between tokens. No request of tokens represents it.
     """
 
     keys: np.ndarray
@@ -240,8 +240,8 @@ class MaskTensor(torch.Tensor):
             self._cached_version = _version(self._cached)
         return self._cached
 
-    def written(self) -> torch.Tensor | None:
-        """The values if somebody may have written to them since the evaluation, else None."""
+    def modified(self) -> torch.Tensor | None:
+        """The values if they may have been modified since the evaluation, else None."""
         if self._cached is None:
             return None
         # Inference tensors have no version counter, so a write to them cannot be excluded.
@@ -293,7 +293,7 @@ class MaskTensor(torch.Tensor):
         elif func is torch.Tensor.cuda:
             return None
         dtype = dtype or self.dtype
-        if self.written() is not None or not dtype.is_floating_point:
+        if self.modified() is not None or not dtype.is_floating_point:
             return None
         return MaskTensor(self.step, dtype, device or self.device)
 
@@ -399,7 +399,7 @@ def first_visible_key(
 
 
 def read_mask(mask: torch.Tensor | None) -> StepMask | torch.Tensor | None:
-    """What an attention mask says.
+    """The description or the values of an attention mask.
 
     Returns:
         The `StepMask` of an unmodified `MaskTensor`; its values if the model wrote to them; any
@@ -407,8 +407,8 @@ def read_mask(mask: torch.Tensor | None) -> StepMask | torch.Tensor | None:
     """
     if not isinstance(mask, MaskTensor):
         return mask
-    written = mask.written()
-    return mask.step if written is None else written
+    modified = mask.modified()
+    return mask.step if modified is None else modified
 
 
 def refuse_export() -> None:

@@ -1,7 +1,7 @@
 """Plain forwards and `generate`: keys and values `[B, Hkv, S, D]` with their history.
 
     causal (decoders)   paged: one request per batch row over one-token blocks of the given K and V;
-                        padding is left out of block table and queries
+                        block table and queries skip padding
     bidirectional       unpaged without padding (encoders); paged with padding and for cross
                         attention, where the number of queries differs from the number of keys
     packed sequences    unpaged, one request per sequence
@@ -178,7 +178,7 @@ def _dense_reason(step: StepMask) -> str | None:
         narrowed = _by_distance(pattern) and not square
         return "a bidirectional window needs as many queries as keys" if narrowed else None
     if rows is not None and rows.interleaved:
-        return "padding queries stand between tokens"
+        return "padding queries are between tokens"
     if rows is not None and _by_distance(pattern) and bool(rows.trailing.any()):
         return "padding queries after the tokens of a row have a window or chunk"
     return None

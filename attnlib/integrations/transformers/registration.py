@@ -5,7 +5,7 @@ more. It calls `is_flash_attention_requested`, which looks for "flash" in the na
 implementation, to find out whether the implementation reads packed batches without a mask. If so,
 it accepts the name (transformers 5.18 and later reject all others), does not replace it by an
 installed flash-attn, allocates no `[T, S]` masks, and passes its block table for decode batches.
-There is no hook for this, and a name that contains "flash" is taken for a package to download, so
+There is no hook for this, and transformers downloads a package for a name that contains "flash", so
 `register` replaces the function in the three modules of continuous batching that call it. Calls for
 all other names go to the original.
 

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def eager_tokens(model: Any, inputs: list[list[int]], tokens: int) -> list[list[int]]:
-    """What plain `generate` with eager attention says, prompt by prompt."""
+    """The tokens of plain `generate` with eager attention, prompt by prompt."""
     rows = [
         {
             "input_ids": torch.tensor([ids]),

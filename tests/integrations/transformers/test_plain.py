@@ -16,16 +16,16 @@ from tests.integrations.tiny_models import decoder, difference, padded, prompts,
 @pytest.fixture
 def routes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """How the layers were computed, in order: "paged", "unpaged" or "dense"."""
-    taken: list[str] = []
+    paths: list[str] = []
     for name in ("paged", "unpaged", "dense"):
         attend = getattr(plain, f"{'' if name == 'dense' else '_'}attend_{name}")
 
         def recording(*args: Any, name: str = name, attend: Any = attend) -> torch.Tensor:
-            taken.append(name)
+            paths.append(name)
             return attend(*args)
 
         monkeypatch.setattr(plain, attend.__name__, recording)
-    return taken
+    return paths
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
