@@ -86,7 +86,7 @@ def test_negotiation_lists_all_demands() -> None:
         negotiate_layout([("flash", ("NHD",)), ("other", ("HND",))])
     with pytest.raises(LayoutMismatchError, match="HND is requested, but flash reads NHD"):
         negotiate_layout([("flash", ("NHD",))], requested="HND")
-    with pytest.raises(LayoutMismatchError, match="'XYZ' is not known"):
+    with pytest.raises(LayoutMismatchError, match="'XYZ' is unknown"):
         PagedKVCache.allocate(_spec(), 1, "cpu", "XYZ")
 
 
