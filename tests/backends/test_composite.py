@@ -321,3 +321,25 @@ def test_fields_of_the_children_cannot_be_assigned() -> None:
             setattr(step, name, getattr(step, name))
     assert common.slot_mapping is not None
     step.slot_mapping = common.slot_mapping.clone()
+
+
+@pytest.mark.parametrize("change", ["impl.sinks", "layer.sinks", "impl.scale"])
+def test_children_follow_the_layer(change: str) -> None:
+    """M3, M4: sinks and scale that change after construction are those of both children."""
+    spec = SPEC.replace(has_sink=True)
+    common = attnlib.CommonAttentionMetadata.from_lengths(
+        [1, 9], [3, 9], [[5], [1, 2, 3]], 4, "cpu"
+    )
+    tensors = [torch.randn(10, heads, 16) for heads in (4, 2, 2)]
+    results = []
+    for backend in (make_composite(_child("p"), _child("d")), TorchBackend):
+        layer = attnlib.Attention(spec, backend=backend, device="cpu", sinks=torch.zeros(4))
+        if change == "impl.scale":
+            layer.impl.scale = 0.7
+        else:
+            owner = layer if change == "layer.sinks" else layer.impl
+            owner.sinks = torch.arange(4.0)
+        cache = attnlib.PagedKVCache.allocate(spec, 8, "cpu")
+        step = backend.make_builder(spec, "cpu").build(0, common)
+        results.append(layer(*tensors, cache, step))
+    torch.testing.assert_close(results[0], results[1])

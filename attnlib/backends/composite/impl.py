@@ -32,6 +32,25 @@ class CompositeImpl(AttentionImpl):
         self._decode = self.decode_backend.get_impl_cls()(
             spec, config=self.decode_backend.config, **kwargs
         )
+        self.read_per_head_tensors_from(self._owner)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "scale":
+            for child in self._children:
+                child.scale = value
+
+    @property
+    def _children(self) -> list[AttentionImpl]:
+        """The children that exist: none while `AttentionImpl.__init__` runs."""
+        names = ("_prefill", "_decode")
+        return [self.__dict__[name] for name in names if name in self.__dict__]
+
+    def read_per_head_tensors_from(self, owner: Any) -> None:
+        """See `AttentionImpl.read_per_head_tensors_from`; the children read from `owner` too."""
+        super().read_per_head_tensors_from(owner)
+        for child in self._children:
+            child.read_per_head_tensors_from(owner)
 
     def write_kv(
         self,
