@@ -1,4 +1,4 @@
-"""Where the Triton kernels run in these tests: on the GPU when there is one, interpreted on the CPU otherwise."""
+"""The device of the Triton kernels in these tests: a GPU, or the CPU with the interpreter."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    # Read by triton when a kernel is decorated, so it has to be there before anything imports the kernels.
+    # Triton reads it when a kernel is decorated, that is, when the kernels are imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
-    skip = pytest.mark.skip(reason="no GPU here: bfloat16 and device-only behaviour need one")
+    skip = pytest.mark.skip(reason="needs a GPU: bfloat16 or behavior of a device")
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)

@@ -1,8 +1,8 @@
-"""Paged batches for the Triton kernels' tests, hostile where the contract allows it.
+"""Paged batches for the tests of the Triton kernels, with poisoned memory.
 
-Whatever a kernel may not use holds the worst that could lie there: NaN in every cache element outside a request's
-positions (P5), huge ids in every table entry past its last block (P3), NaN in the output buffers. So each parity test
-is a poison test too.
+Everything that a kernel must not use is invalid: NaN in cache elements outside a request's
+positions (P5), huge ids in table entries past its last block (P3), NaN in output buffers. Every
+parity test is therefore also a poison test.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_cache(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Key and value views [B, N, Hkv, D] and [B, N, Hkv, Dv] in one of several memory orders, all of it NaN."""
+    """Return key and value views [B, N, Hkv, D] and [B, N, Hkv, Dv] of a memory order, all NaN."""
 
     def poison(*shape: int) -> Tensor:
         if dtype in _FP8:
@@ -91,8 +91,13 @@ class PagedBatch:
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (
-            self.query, self.key_cache, self.value_cache, self.block_table, self.query_start_loc, self.seq_lens
-        )  # fmt: skip
+            self.query,
+            self.key_cache,
+            self.value_cache,
+            self.block_table,
+            self.query_start_loc,
+            self.seq_lens,
+        )
 
     def run(self, kernel: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """(out, lse) of a kernel, from buffers full of NaN."""
@@ -117,7 +122,7 @@ class PagedBatch:
     def check(
         self, kernel: Any, expected: tuple[Tensor, Tensor] | None = None, **options: Any
     ) -> None:
-        """The kernel agrees with the reference; `options` of the kernel alone (num_splits) change nothing there."""
+        """Check a kernel against the reference, which ignores options of the kernel."""
         out, lse = self.run(kernel, **options)
         want_out, want_lse = expected if expected is not None else self.expected(**options)
         assert_close(out, want_out, self.query.dtype, "out")

@@ -1,4 +1,4 @@
-"""Writing keys and values into their slots, and nowhere else."""
+"""Writing keys and values to their slots."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_writes_slots_and_nothing_else(
-    device: torch.device, dtype: torch.dtype, layout: str
-) -> None:
-    """P1, P2, P4, K3: each token lands in its slot, -1 writes nothing, and no other element changes in any layout."""
+def test_writes_only_the_slots(device: torch.device, dtype: torch.dtype, layout: str) -> None:
+    """P1, P2, P4, K3: slot -1 writes nothing, and no other element changes."""
     key_cache, value_cache = make_cache(layout, 5, 8, 3, 24, 16, dtype, device)
     key, value = (
         torch.randn(6, 3, 24, device=device).to(dtype),
@@ -45,7 +43,7 @@ def test_writes_slots_and_nothing_else(
 def test_float8_is_divided_and_saturated(
     device: torch.device, cache_dtype: torch.dtype, per_head: bool
 ) -> None:
-    """M9, Q3: stored = value / scale rounded to nearest; what does not fit becomes the largest finite number."""
+    """M9, Q3: stored = value / scale, rounded to nearest and saturated."""
     largest = torch.finfo(cache_dtype).max
     key_cache, value_cache = make_cache("nhd", 2, 16, 3, 16, 16, cache_dtype, device)
     key, value = torch.randn(4, 3, 16, device=device), torch.randn(4, 3, 16, device=device) * 1e4
@@ -56,8 +54,15 @@ def test_float8_is_divided_and_saturated(
         if per_head
         else torch.tensor(0.5, device=device)
     )
-    write_kv(key, value, key_cache, value_cache, torch.tensor([3, 4, 31, 0], device=device), k_scale=k_scale,
-             v_scale=v_scale)  # fmt: skip
+    write_kv(
+        key,
+        value,
+        key_cache,
+        value_cache,
+        torch.tensor([3, 4, 31, 0], device=device),
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
     for x, scale, cache in ((key, k_scale, key_cache), (value, v_scale, value_cache)):
         divisor = scale[:, None] if per_head else scale
         want = (x / divisor).clamp(-largest, largest).to(cache_dtype)
@@ -66,7 +71,7 @@ def test_float8_is_divided_and_saturated(
 
 
 def test_strided_keys_and_more_keys_than_slots(device: torch.device) -> None:
-    """P4, P9: keys that are views of a fused projection; the slot mapping's length says how many are written."""
+    """P4, P9: views of a fused projection; the slot mapping determines the count."""
     fused = torch.randn(5, 2, 3, 16, device=device)
     key_cache, value_cache = make_cache("nhd", 2, 8, 3, 16, 16, torch.float32, device)
     slots = torch.tensor([9, 2], dtype=torch.int64, device=device)
@@ -76,7 +81,7 @@ def test_strided_keys_and_more_keys_than_slots(device: torch.device) -> None:
 
 
 def test_one_head_with_an_arbitrary_stride(device: torch.device) -> None:
-    """P1: a dimension of size 1 may carry any stride."""
+    """P1: a dimension of size 1 may have any stride."""
     base = torch.full((2, 8, 1, 16), float("nan"), device=device)
     cache = base.as_strided((2, 8, 1, 16), (128, 16, 12345, 1))
     key = torch.randn(1, 1, 16, device=device)
@@ -84,16 +89,16 @@ def test_one_head_with_an_arbitrary_stride(device: torch.device) -> None:
     assert torch.equal(base[1, 2, 0], key[0, 0])
 
 
-def test_no_tokens_is_no_launch(device: torch.device) -> None:
-    """M7: an empty step writes nothing."""
+def test_empty_step_writes_nothing(device: torch.device) -> None:
+    """M7: without tokens."""
     key_cache, value_cache = make_cache("nhd", 2, 8, 3, 16, 16, torch.float32, device)
     empty = torch.empty(0, 3, 16, device=device)
     write_kv(empty, empty, key_cache, value_cache, torch.empty(0, dtype=torch.int64, device=device))
     assert key_cache.isnan().all()
 
 
-def test_wrong_slots_are_named(device: torch.device) -> None:
-    """K3: slots of another dtype, or more of them than keys, are refused before anything is written."""
+def test_invalid_slots_are_rejected(device: torch.device) -> None:
+    """K3: another dtype, or more slots than keys, before anything is written."""
     key_cache, value_cache = make_cache("nhd", 2, 8, 3, 16, 16, torch.float32, device)
     key = torch.randn(2, 3, 16, device=device)
     with pytest.raises(
@@ -106,7 +111,7 @@ def test_wrong_slots_are_named(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_a_pool_beyond_two_to_the_31_elements(device: torch.device) -> None:
+def test_pool_beyond_2_to_the_31_elements(device: torch.device) -> None:
     """P6: the last slot of a pool of 2^31 + elements is written and no other."""
     blocks = (1 << 31) // (16 * 128) + 8
     cache = torch.zeros(blocks, 16, 1, 128, dtype=torch.float16, device=device)
@@ -116,7 +121,7 @@ def test_a_pool_beyond_two_to_the_31_elements(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
-def test_invalid_scales_are_refused(device: torch.device, scale: float) -> None:
+def test_invalid_scales_are_rejected(device: torch.device, scale: float) -> None:
     """M9: finite and above 0."""
     key_cache, value_cache = make_cache("nhd", 2, 8, 3, 16, 16, torch.float8_e4m3fn, device)
     key, slots = torch.randn(2, 3, 16, device=device), torch.arange(2, device=device)

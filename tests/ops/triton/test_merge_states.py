@@ -1,4 +1,4 @@
-"""Merging attention over disjoint keys."""
+"""Merging partial attention results over disjoint keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _expected(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [16, 24, 128])
 def test_merges_by_natural_logarithm(device: torch.device, dtype: torch.dtype, size: int) -> None:
-    """L1, M5: weights are exp(lse - merged lse); a base-2 reading would be off by far."""
+    """L1, M5: weights are exp(lse - merged lse); base-2 LSEs would give very different results."""
     (a, b), (la, lb) = _states(2, device, dtype, size)
     out, lse = torch.full_like(a, float("nan")), torch.full_like(la, float("nan"))
     merge_states(a, la, b, lb, out, lse)
@@ -51,7 +51,7 @@ def test_in_place_and_without_lse(device: torch.device) -> None:
     assert_close(la, want_lse, torch.float32, "lse")
 
 
-def test_three_parts_in_any_order(device: torch.device) -> None:
+def test_three_results_in_any_order(device: torch.device) -> None:
     """L2: merging is associative."""
     outs, lses = _states(3, device, torch.float32)
     want_out, want_lse = _expected(outs, lses)
@@ -65,7 +65,7 @@ def test_three_parts_in_any_order(device: torch.device) -> None:
 
 @pytest.mark.parametrize("empty", [-math.inf, math.inf], ids=["minus_inf", "plus_inf"])
 def test_empty_sides(device: torch.device, empty: float) -> None:
-    """M5: an empty side changes nothing, even if it holds NaN; two of them give 0 and -inf."""
+    """M5: an empty side changes nothing, even if it holds NaN; two empty sides give 0 and -inf."""
     (a, b), (la, lb) = _states(2, device, torch.float32)
     a[0], la[0] = float("nan"), empty
     b[1], lb[1] = float("nan"), empty
@@ -88,7 +88,7 @@ def test_strided_inputs(device: torch.device) -> None:
     assert wide[..., :3].isnan().all() and wide[..., 27:].isnan().all()
 
 
-def test_nothing_to_merge(device: torch.device) -> None:
+def test_no_tokens(device: torch.device) -> None:
     """M7: zero tokens."""
     out, lse = torch.empty(0, 3, 16, device=device), torch.empty(0, 3, device=device)
     merge_states(out, lse, out, lse, out, lse)

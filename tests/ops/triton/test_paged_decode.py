@@ -30,7 +30,7 @@ FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 def _batch(device: torch.device, **options: Any) -> PagedBatch:
-    """Ragged lengths around tile and block boundaries, an empty request, a request without queries, padding rows."""
+    """Lengths around tile and block borders, requests without keys or queries, padding rows."""
     return make_batch(device, [1, 2, 0, 1, 4, 1], [1, 33, 40, 0, 64, 97], padding=2, **options)
 
 
@@ -43,7 +43,7 @@ def _options(batch: PagedBatch, name: str, device: torch.device) -> dict[str, An
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features(device: torch.device, feature: str) -> None:
-    """M1 to M5, P3, P5, N2: every feature, over poisoned caches and tables, split and not split."""
+    """M1 to M5, P3, P5, N2: every feature, over poisoned tensors, with and without splits."""
     batch = _batch(device)
     options = _options(batch, feature, device)
     expected = batch.expected(**options)
@@ -55,7 +55,7 @@ def test_features(device: torch.device, feature: str) -> None:
     "feature", [name for name in FEATURES if name not in ("plain", "causal_each", "all")]
 )
 def test_no_feature_is_ignored(device: torch.device, feature: str) -> None:
-    """F1: turning a feature on changes the output by far more than the tolerance."""
+    """F1: every feature changes the output by far more than the tolerance."""
     batch = _batch(device)
     plain, _ = batch.run(paged_decode)
     changed, _ = batch.run(paged_decode, **_options(batch, feature, device))
@@ -64,8 +64,10 @@ def test_no_feature_is_ignored(device: torch.device, feature: str) -> None:
 
 @pytest.mark.parametrize("num_splits", SPLITS)
 @pytest.mark.parametrize("feature", ["sinks", "window_both"])
-def test_splits_do_not_matter(device: torch.device, num_splits: int | None, feature: str) -> None:
-    """L3, M4: any number of splits, those without work included; the sink counts once."""
+def test_number_of_splits_does_not_change_results(
+    device: torch.device, num_splits: int | None, feature: str
+) -> None:
+    """L3, M4: including splits without work; the sink counts once."""
     batch = make_batch(device, [1, 1, 3], [150, 7, 70], block_size=8)
     options = _options(batch, feature, device)
     batch.check(partial(paged_decode, num_splits=num_splits), batch.expected(**options), **options)
@@ -74,7 +76,7 @@ def test_splits_do_not_matter(device: torch.device, num_splits: int | None, feat
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("d", "dv"), [(16, 16), (40, 40), (96, 96), (80, 48), (24, 64)])
 def test_head_sizes_and_dtypes(device: torch.device, dtype: torch.dtype, d: int, dv: int) -> None:
-    """Head sizes that are no power of two, and values of another size than keys."""
+    """Including sizes that are not powers of two, and values of another size than keys."""
     batch = make_batch(device, [1, 2], [37, 50], d=d, dv=dv, dtype=dtype)
     batch.check(partial(paged_decode, num_splits=2))
 
@@ -90,7 +92,7 @@ def test_large_head_sizes(device: torch.device, d: int) -> None:
 )
 @pytest.mark.parametrize("query_len", [1, 3])
 def test_group_sizes(device: torch.device, heads: int, kv_heads: int, query_len: int) -> None:
-    """P6 of the field notes: any ratio of query to KV heads, with one query token and with a verify step."""
+    """P6 of the field notes: any ratio of query to KV heads, with 1 and 4 query tokens."""
     make_batch(device, [query_len, 1], [30, 19], heads=heads, kv_heads=kv_heads, d=16).check(
         paged_decode
     )
@@ -99,16 +101,24 @@ def test_group_sizes(device: torch.device, heads: int, kv_heads: int, query_len:
 @pytest.mark.parametrize("block_size", [8, 16, 24, 128, 544])
 @pytest.mark.parametrize("layout", ["nhd", "hnd"])
 def test_block_sizes(device: torch.device, block_size: int, layout: str) -> None:
-    """Any block size that is a multiple of 8, powers of two or not, with a table that ends in garbage."""
-    batch = make_batch(device, [1, 1, 2], [block_size - 1, block_size + 1, 3 * 8], block_size=block_size, layout=layout,
-                       heads=2, kv_heads=1, d=16)  # fmt: skip
+    """Multiples of 8, with invalid ids in the unused end of the table."""
+    batch = make_batch(
+        device,
+        [1, 1, 2],
+        [block_size - 1, block_size + 1, 3 * 8],
+        block_size=block_size,
+        layout=layout,
+        heads=2,
+        kv_heads=1,
+        d=16,
+    )
     batch.check(partial(paged_decode, num_splits=2))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("cache_dtype", [torch.float16, torch.float8_e4m3fn], ids=["f16", "e4m3"])
 def test_layouts(device: torch.device, layout: str, cache_dtype: torch.dtype) -> None:
-    """P1, P2: the memory order is in the strides."""
+    """P1, P2: the strides determine the memory order."""
     _batch(device, layout=layout, dv=16, dtype=torch.float16, cache_dtype=cache_dtype).check(
         paged_decode
     )
@@ -133,7 +143,7 @@ def test_float8_cache(
 
 
 def test_values_alias_keys(device: torch.device) -> None:
-    """P1: one tensor as keys and, in part, as values."""
+    """P1: values may be a slice of the keys."""
     batch = make_batch(device, [1, 1], [20, 50], d=32, dv=16)
     batch.value_cache = batch.key_cache[..., :16]
     batch.check(paged_decode)
@@ -155,23 +165,23 @@ def test_strided_query_and_out(device: torch.device) -> None:
         assert wide[..., :4].isnan().all() and wide[..., d + 4 :].isnan().all()
 
 
-def test_a_row_whose_window_is_empty_or_tile_masked(device: torch.device) -> None:
-    """N4: rows of one tile whose windows begin in different tiles; no row turns to NaN from -inf minus -inf."""
+def test_rows_with_windows_in_different_tiles(device: torch.device) -> None:
+    """N4: rows of one tile whose windows begin in different tiles; -inf - -inf makes no NaN."""
     batch = make_batch(device, [8], [120], heads=2, kv_heads=1, d=16, window=(3, -1))
     batch.check(paged_decode)
     batch.check(partial(paged_decode, num_splits=4))
 
 
 def test_more_queries_than_positions(device: torch.device) -> None:
-    """M1: queries before position 0 see nothing under a causal mask, and what the formula says without one."""
+    """M1: with a causal mask, queries before position 0 see nothing."""
     batch = make_batch(device, [5, 2], [3, 0])
     batch.check(paged_decode)
     batch.check(paged_decode, causal=False)
     batch.check(paged_decode, causal=False, attention_chunk_size=2)
 
 
-def test_bias_that_hides_everything(device: torch.device) -> None:
-    """M5: a row whose every key is hidden by the bias gives 0 and -inf."""
+def test_bias_that_hides_all_keys(device: torch.device) -> None:
+    """M5: a row without a visible key gives 0 and -inf."""
     batch = make_batch(device, [2, 1], [2, 40])
     bias = torch.full((3, 2), -math.inf, device=device)
     batch.check(paged_decode, query_bias=bias)
@@ -179,8 +189,8 @@ def test_bias_that_hides_everything(device: torch.device) -> None:
     assert torch.equal(out[:2], torch.zeros_like(out[:2])) and bool((lse[:2] == -math.inf).all())
 
 
-def test_nothing_to_do(device: torch.device) -> None:
-    """M7: no tokens is no launch; no requests clears the rows there are."""
+def test_empty_batch(device: torch.device) -> None:
+    """M7: nothing is launched without tokens; without requests all rows are cleared."""
     batch = make_batch(device, [0, 0], [5, 0])
     out, lse = batch.run(paged_decode)
     assert out.shape[0] == 0 and lse.shape[0] == 0
@@ -189,23 +199,31 @@ def test_nothing_to_do(device: torch.device) -> None:
     assert torch.equal(out, torch.zeros_like(out)) and bool((lse == -math.inf).all())
 
 
-def test_neighbours_do_not_matter_with_a_fixed_split(device: torch.device) -> None:
-    """M8, D1: with num_splits given, a row's bits depend on its own request only."""
+def test_fixed_splits_are_batch_invariant(device: torch.device) -> None:
+    """M8, D1: with num_splits, the bits of a row depend on its own request only."""
     many = make_batch(device, [1, 1, 1], [150, 90, 33], seed=3)
     out, _ = many.run(paged_decode, num_splits=3)
-    alone = PagedBatch(many.query[1:2], many.key_cache, many.value_cache, many.block_table[1:2].contiguous(),
-                       many.query_start_loc[:2], many.seq_lens[1:2], 1, many.options)  # fmt: skip
+    alone = PagedBatch(
+        many.query[1:2],
+        many.key_cache,
+        many.value_cache,
+        many.block_table[1:2].contiguous(),
+        many.query_start_loc[:2],
+        many.seq_lens[1:2],
+        1,
+        many.options,
+    )
     assert torch.equal(alone.run(paged_decode, num_splits=3)[0], out[1:2])
 
 
-def test_the_same_call_twice_gives_the_same_bits(device: torch.device) -> None:
+def test_results_are_deterministic(device: torch.device) -> None:
     """M8, D2."""
     batch = make_batch(device, [1, 2], [200, 60])
     assert torch.equal(batch.run(paged_decode)[0], batch.run(paged_decode)[0])
 
 
-def test_a_workspace_is_used_and_its_size_is_checked(device: torch.device) -> None:
-    """P3 of the field notes: the declared bytes are enough, whatever they hold; fewer are refused with the number."""
+def test_workspace_is_used_and_its_size_is_checked(device: torch.device) -> None:
+    """P3 of the field notes: the declared bytes suffice with any content; fewer are rejected."""
     batch = make_batch(device, [1, 1], [200, 60])
     need = paged_decode_workspace_bytes(2, 4, 32, 4)
     assert need == 4 * (2 * 4 * 4 * 33 + 2)
@@ -226,8 +244,8 @@ def test_a_workspace_is_used_and_its_size_is_checked(device: torch.device) -> No
     assert paged_decode_workspace_bytes(2, 4, 32, 1) == 0
 
 
-def test_counters_of_another_kind_are_refused(device: torch.device) -> None:
-    """Before any launch, as they would be counted up."""
+def test_counters_of_another_dtype_are_rejected(device: torch.device) -> None:
+    """Before any launch, because a launch would change them."""
     batch = make_batch(device, [1], [20])
     with pytest.raises(
         ContractError, match=r"counters are torch.float32 and must be torch.int32 zeros"
@@ -236,8 +254,8 @@ def test_counters_of_another_kind_are_refused(device: torch.device) -> None:
     batch.check(partial(paged_decode, counters=torch.zeros(200, dtype=torch.int32, device=device)))
 
 
-def test_the_bound_for_a_workspace_is_the_one_used(device: torch.device) -> None:
-    """P3 of the field notes: a workspace sized by `paged_decode_num_splits` fits the call without num_splits."""
+def test_workspace_of_the_default_number_of_splits(device: torch.device) -> None:
+    """P3 of the field notes: `paged_decode_num_splits` sizes the workspace of a default call."""
     batch = make_batch(device, [1, 1], [200, 60])
     bound = paged_decode_num_splits(
         batch.query,
@@ -254,8 +272,8 @@ def test_the_bound_for_a_workspace_is_the_one_used(device: torch.device) -> None
     )
 
 
-def test_too_many_requests_are_refused(device: torch.device) -> None:
-    """E: more requests than a grid holds raise before any launch, with the limit."""
+def test_too_many_requests_are_rejected(device: torch.device) -> None:
+    """E: before any launch; the error names the limit of the grid."""
     batch = make_batch(device, [1], [5])
     many = torch.zeros(65535, dtype=torch.int32, device=device)
     batch = PagedBatch(*batch.tensors()[:5], many, 1, batch.options)
@@ -263,8 +281,8 @@ def test_too_many_requests_are_refused(device: torch.device) -> None:
         batch.run(paged_decode)
 
 
-def test_a_query_dtype_without_kernel_is_named(device: torch.device) -> None:
-    """E: an unsupported dtype raises before any launch."""
+def test_unsupported_query_dtype_is_rejected(device: torch.device) -> None:
+    """E: before any launch."""
     batch = make_batch(device, [1], [5])
     batch.query = batch.query.double()
     with pytest.raises(
@@ -276,7 +294,7 @@ def test_a_query_dtype_without_kernel_is_named(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
 def test_long_ragged_batch(device: torch.device, dtype: torch.dtype) -> None:
-    """Real lengths against float32 attention over gathered keys; long requests take several splits."""
+    """Real lengths against float32 attention over gathered keys, with several splits."""
     lens = [4000, 17, 9000, 512, 1]
     batch = make_batch(device, [1] * 5, lens, heads=32, kv_heads=8, d=128, dtype=dtype)
     out, lse = batch.run(paged_decode)

@@ -1,4 +1,4 @@
-"""Prefill over the paged cache: whole prompts, chunks over a context, decodes beside them."""
+"""Prefill over the paged cache: whole prompts, chunks over a context, and batches with decodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 def _batch(device: torch.device, **options: Any) -> PagedBatch:
-    """A prompt, a decode, a chunk over a context, an empty request, a request without queries, and padding rows."""
+    """A prompt, a decode, a chunk, requests without keys or queries, and padding rows."""
     return make_batch(device, [35, 1, 7, 0, 2], [35, 50, 80, 40, 0], padding=3, **options)
 
 
@@ -38,7 +38,7 @@ def _options(batch: PagedBatch, name: str, device: torch.device) -> dict[str, An
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features(device: torch.device, feature: str) -> None:
-    """M1 to M6, P3, P5: every feature in a mixed batch, over poisoned caches, tables and outputs."""
+    """M1 to M6, P3, P5: every feature in a mixed batch, over poisoned tensors."""
     batch = _batch(device)
     options = _options(batch, feature, device)
     batch.check(paged_prefill, batch.expected(**options), **options)
@@ -48,7 +48,7 @@ def test_features(device: torch.device, feature: str) -> None:
     "feature", [name for name in FEATURES if name not in ("plain", "causal_each", "all")]
 )
 def test_no_feature_is_ignored(device: torch.device, feature: str) -> None:
-    """F1: turning a feature on changes the output by far more than the tolerance."""
+    """F1: every feature changes the output by far more than the tolerance."""
     batch = _batch(device)
     plain, _ = batch.run(paged_prefill)
     changed, _ = batch.run(paged_prefill, **_options(batch, feature, device))
@@ -58,7 +58,7 @@ def test_no_feature_is_ignored(device: torch.device, feature: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("d", "dv"), [(16, 16), (40, 40), (96, 96), (80, 48), (24, 64)])
 def test_head_sizes_and_dtypes(device: torch.device, dtype: torch.dtype, d: int, dv: int) -> None:
-    """Head sizes that are no power of two, and values of another size than keys."""
+    """Including sizes that are not powers of two, and values of another size than keys."""
     make_batch(device, [20, 1], [37, 50], heads=2, kv_heads=1, d=d, dv=dv, dtype=dtype).check(
         paged_prefill
     )
@@ -76,22 +76,30 @@ def test_large_head_sizes(device: torch.device, d: int) -> None:
     ("heads", "kv_heads"), [(3, 3), (5, 1), (12, 2), (14, 2), (8, 1), (24, 1), (130, 1)]
 )
 def test_group_sizes(device: torch.device, heads: int, kv_heads: int) -> None:
-    """Any ratio of query to KV heads, groups larger than a tile included."""
+    """Any ratio of query to KV heads, including groups larger than a tile."""
     make_batch(device, [6, 1], [20, 19], heads=heads, kv_heads=kv_heads, d=16).check(paged_prefill)
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 24, 128, 544])
 @pytest.mark.parametrize("layout", ["nhd", "hnd"])
 def test_block_sizes(device: torch.device, block_size: int, layout: str) -> None:
-    """Any block size that is a multiple of 8, powers of two or not, with a table that ends in garbage."""
-    batch = make_batch(device, [2, 11], [block_size + 1, 90], block_size=block_size, layout=layout, heads=2, kv_heads=1,
-                       d=16)  # fmt: skip
+    """Multiples of 8, with invalid ids in the unused end of the table."""
+    batch = make_batch(
+        device,
+        [2, 11],
+        [block_size + 1, 90],
+        block_size=block_size,
+        layout=layout,
+        heads=2,
+        kv_heads=1,
+        d=16,
+    )
     batch.check(paged_prefill)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(device: torch.device, layout: str) -> None:
-    """P1, P2: the memory order is in the strides."""
+    """P1, P2: the strides determine the memory order."""
     _batch(device, layout=layout, dv=16).check(paged_prefill)
 
 
@@ -112,8 +120,8 @@ def test_float8_cache(
 
 @pytest.mark.parametrize("window", [0, 1, 15, 16, 17, 40])
 @pytest.mark.parametrize("causal", [True, False])
-def test_windows_show_exactly_their_keys(device: torch.device, window: int, causal: bool) -> None:
-    """W2: with equal scores and one-hot values the output is the uniform distribution over the visible positions."""
+def test_windows_are_exact(device: torch.device, window: int, causal: bool) -> None:
+    """W2: equal scores and one-hot values give the uniform distribution over visible keys."""
     lengths = [40, 64]
     batch = make_batch(
         device, [40, 5], lengths, heads=1, kv_heads=1, d=64, block_size=16, causal=causal
@@ -135,8 +143,8 @@ def test_windows_show_exactly_their_keys(device: torch.device, window: int, caus
             token += 1
 
 
-def test_a_window_reads_only_its_own_blocks(device: torch.device) -> None:
-    """P5 of the field notes: work follows the window, so blocks before it may hold anything, ids included."""
+def test_window_reads_only_its_blocks(device: torch.device) -> None:
+    """P5 of the field notes: blocks before the window, and their ids, are not read."""
     batch = make_batch(device, [4, 20], [100, 90], window=(9, -1))
     expected = batch.expected()
     batch.block_table[0, : (96 - 9) // 16] = 1 << 30
@@ -161,7 +169,7 @@ def test_strided_query_and_out(device: torch.device) -> None:
 
 
 def test_more_queries_than_positions(device: torch.device) -> None:
-    """M1: queries before position 0 see nothing under a causal mask, and what the formula says without one."""
+    """M1: with a causal mask, queries before position 0 see nothing."""
     batch = make_batch(device, [5, 20], [3, 7])
     batch.check(paged_prefill)
     batch.check(paged_prefill, causal=False)
@@ -170,26 +178,34 @@ def test_more_queries_than_positions(device: torch.device) -> None:
 
 @pytest.mark.parametrize("requests", [1, 130])
 def test_many_requests(device: torch.device, requests: int) -> None:
-    """A program finds its request among more than one load's worth of them, plateaus included."""
+    """More requests than one load of the search, including requests without tokens."""
     generator = torch.Generator().manual_seed(0)
     query_lens = (torch.rand(requests, generator=generator) < 0.2).int().tolist()
     query_lens[0] = 3
-    batch = make_batch(device, query_lens, [length + 2 for length in query_lens], heads=1, kv_heads=1, d=16,
-                       block_size=8, padding=1)  # fmt: skip
+    batch = make_batch(
+        device,
+        query_lens,
+        [length + 2 for length in query_lens],
+        heads=1,
+        kv_heads=1,
+        d=16,
+        block_size=8,
+        padding=1,
+    )
     batch.check(paged_prefill)
 
 
 @pytest.mark.parametrize("padding", [0, 1, 63, 64, 65, 200])
 def test_every_padding_row_is_cleared(device: torch.device, padding: int) -> None:
-    """M6: rows at or past the last request's end are exactly 0 and -inf, however many there are."""
+    """M6: rows at or past the last request's end are exactly 0 and -inf."""
     batch = make_batch(device, [3, 31], [3, 40], heads=1, kv_heads=1, d=16, padding=padding)
     out, lse = batch.run(paged_prefill)
     assert torch.equal(out[34:], torch.zeros_like(out[34:]))
     assert bool((lse[34:] == -math.inf).all()) and not lse[:34].isinf().any()
 
 
-def test_nothing_to_do(device: torch.device) -> None:
-    """M7: no tokens is no launch; no requests clears the rows there are."""
+def test_empty_batch(device: torch.device) -> None:
+    """M7: nothing is launched without tokens; without requests all rows are cleared."""
     batch = make_batch(device, [0, 0], [5, 0])
     out, _ = batch.run(paged_prefill)
     assert out.shape[0] == 0
@@ -198,14 +214,14 @@ def test_nothing_to_do(device: torch.device) -> None:
     assert torch.equal(out, torch.zeros_like(out)) and bool((lse == -math.inf).all())
 
 
-def test_the_same_call_twice_gives_the_same_bits(device: torch.device) -> None:
+def test_results_are_deterministic(device: torch.device) -> None:
     """M8, D2."""
     batch = _batch(device)
     assert torch.equal(batch.run(paged_prefill)[0], batch.run(paged_prefill)[0])
 
 
-def test_tensors_that_cannot_be_addressed_are_named(device: torch.device) -> None:
-    """E: a last dimension that is not dense, or heads that do not divide, raise before any launch."""
+def test_unsupported_strides_and_heads_are_rejected(device: torch.device) -> None:
+    """E: strided last dimensions and head counts that do not divide, before any launch."""
     batch = make_batch(device, [3], [5])
     with pytest.raises(
         ContractError, match=r"query has last stride 2; make its last dimension dense \[P1\]"
@@ -222,7 +238,7 @@ def test_tensors_that_cannot_be_addressed_are_named(device: torch.device) -> Non
 
 
 def test_without_lse(device: torch.device) -> None:
-    """The LSE is optional and changes nothing."""
+    """The LSE is optional and does not change the output."""
     batch = _batch(device)
     with_lse, _ = batch.run(paged_prefill)
     without, _ = batch.run(paged_prefill, lse=None)
@@ -231,8 +247,8 @@ def test_without_lse(device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", [paged_prefill, paged_decode])
-def test_a_pool_beyond_two_to_the_31_elements(device: torch.device, kernel: Any) -> None:
-    """P6, O1: a request in the top blocks of a large pool computes what it does in a small one, bit for bit."""
+def test_pool_beyond_2_to_the_31_elements(device: torch.device, kernel: Any) -> None:
+    """P6, O1: the last blocks of a large pool give the bits of a small pool."""
     small = make_batch(device, [3], [60], heads=4, kv_heads=1, d=128, dtype=torch.float16)
     blocks = (1 << 31) // (16 * 128) + 64
     shift = blocks - small.key_cache.shape[0]

@@ -1,4 +1,4 @@
-"""Features, shapes and layouts in random combination: what no list of single cases meets."""
+"""Random combinations of features, shapes and layouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CACHE_DTYPES = [None, None, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 def _draw(seed: int, device: torch.device) -> tuple[PagedBatch, dict[str, Any], int | None]:
-    """A batch of up to five requests, one to three features, and a number of splits."""
+    """Return a batch of up to five requests, one to three features, and a number of splits."""
     choose = random.Random(seed)
     query_lens = [
         choose.choice([0, 1, 1, 2, 8, choose.randint(1, 30)]) for _ in range(choose.randint(1, 5))
@@ -30,10 +30,20 @@ def _draw(seed: int, device: torch.device) -> tuple[PagedBatch, dict[str, Any], 
     kv_heads, group = choose.choice([1, 2]), choose.choice([1, 2, 3, 5])
     cache_dtype = choose.choice(CACHE_DTYPES)
     batch = make_batch(
-        device, query_lens, seq_lens, heads=kv_heads * group, kv_heads=kv_heads, d=choose.choice([16, 24, 40, 64]),
-        dv=choose.choice([0, 0, 16, 80]), block_size=choose.choice([8, 16, 24, 64]), dtype=choose.choice(DTYPES),
-        cache_dtype=cache_dtype, layout=choose.choice(LAYOUTS), padding=choose.choice([0, 1, 40]), seed=seed,
-    )  # fmt: skip
+        device,
+        query_lens,
+        seq_lens,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        d=choose.choice([16, 24, 40, 64]),
+        dv=choose.choice([0, 0, 16, 80]),
+        block_size=choose.choice([8, 16, 24, 64]),
+        dtype=choose.choice(DTYPES),
+        cache_dtype=cache_dtype,
+        layout=choose.choice(LAYOUTS),
+        padding=choose.choice([0, 1, 40]),
+        seed=seed,
+    )
     options: dict[str, Any] = {}
     for feature in choose.sample(FEATURES, choose.randint(1, 3)):
         options |= feature_options(
@@ -51,7 +61,7 @@ def _draw(seed: int, device: torch.device) -> tuple[PagedBatch, dict[str, Any], 
 
 @pytest.mark.parametrize("seed", range(16))
 def test_random_batches(device: torch.device, seed: int) -> None:
-    """Prefill and decode agree with the reference, and so with each other."""
+    """Prefill and decode agree with the reference."""
     batch, options, num_splits = _draw(seed, device)
     expected = batch.expected(**options)
     batch.check(paged_prefill, expected, **options)

@@ -1,4 +1,4 @@
-"""The slot of every query token."""
+"""KV slots of query tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _expected(
 @pytest.mark.parametrize("block_size", [8, 16, 544])
 @pytest.mark.parametrize("requests", [1, 5, 70])
 def test_slots_of_ragged_batches(device: torch.device, block_size: int, requests: int) -> None:
-    """P4, M1: every token of a ragged batch, requests without tokens and rows past the last request included."""
+    """P4, M1: including requests without tokens and rows past the last request."""
     generator = torch.Generator().manual_seed(requests)
     query_lens = torch.randint(0, 5, (requests,), generator=generator)
     lengths = query_lens + torch.randint(0, 60, (requests,), generator=generator)
@@ -40,8 +40,8 @@ def test_slots_of_ragged_batches(device: torch.device, block_size: int, requests
     assert got.tolist() == _expected(starts.tolist(), lengths.tolist(), table, block_size, tokens)
 
 
-def test_writes_into_the_given_buffer(device: torch.device) -> None:
-    """G3: a persistent buffer is filled in place, strided table rows included, and slots pass 2^31."""
+def test_writes_to_the_given_buffer(device: torch.device) -> None:
+    """G3: in place, with strided table rows and slots beyond 2^31."""
     out = torch.full((4,), 77, dtype=torch.int64, device=device)
     table = torch.tensor([[1, 9, 7], [(1 << 30) + 1, 9, 7]], dtype=torch.int32, device=device)[
         :, :1
@@ -55,8 +55,8 @@ def test_writes_into_the_given_buffer(device: torch.device) -> None:
     assert out.tolist() == [19, ((1 << 30) + 1) * 16 + 14, ((1 << 30) + 1) * 16 + 15, -1]
 
 
-def test_a_table_too_narrow_reads_nothing_past_it(device: torch.device) -> None:
-    """O2: positions beyond the table's columns get -1 instead of a neighbour row's block."""
+def test_positions_beyond_the_table_have_no_slot(device: torch.device) -> None:
+    """O2: they get -1, not a block of the next row."""
     table = torch.tensor([[3], [5]], dtype=torch.int32, device=device)
     starts, lengths = (
         torch.tensor([0, 2, 3], dtype=torch.int32),
@@ -66,8 +66,8 @@ def test_a_table_too_narrow_reads_nothing_past_it(device: torch.device) -> None:
     assert got.tolist() == [63, -1, 81]
 
 
-def test_nothing_to_do(device: torch.device) -> None:
-    """M7: no requests and no tokens are legal."""
+def test_empty_batch(device: torch.device) -> None:
+    """M7: no requests and no tokens are valid."""
     empty, table = (
         torch.empty(0, dtype=torch.int32, device=device),
         torch.empty(0, 1, dtype=torch.int32, device=device),

@@ -1,4 +1,4 @@
-"""Attention over packed keys and values, as encoders use it."""
+"""Attention over packed keys and values without a cache."""
 
 from __future__ import annotations
 
@@ -39,9 +39,17 @@ class Packed:
 
 
 def _packed(
-    device: torch.device, lens_q: list[int], lens_k: list[int], *, heads: int = 2, kv_heads: int = 2, d: int = 32,
-    dv: int = 0, dtype: torch.dtype = torch.float32, padding: int = 0,
-) -> Packed:  # fmt: skip
+    device: torch.device,
+    lens_q: list[int],
+    lens_k: list[int],
+    *,
+    heads: int = 2,
+    kv_heads: int = 2,
+    d: int = 32,
+    dv: int = 0,
+    dtype: torch.dtype = torch.float32,
+    padding: int = 0,
+) -> Packed:
     generator = torch.Generator().manual_seed(1)
 
     def rand(*shape: int) -> Tensor:
@@ -65,7 +73,7 @@ def test_features(device: torch.device, feature: str) -> None:
 
 
 def test_encoder_decoder_lengths(device: torch.device) -> None:
-    """Cross attention: queries and keys of unrelated lengths, more queries than keys and the reverse."""
+    """Cross attention: more queries than keys and more keys than queries."""
     packed = _packed(device, [20, 3, 5, 0], [7, 40, 0, 9])
     packed.check(causal=False)
     packed.check(causal=True)
@@ -79,7 +87,7 @@ def test_encoder_decoder_lengths(device: torch.device) -> None:
 def test_shapes_and_dtypes(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int, dv: int
 ) -> None:
-    """Dtypes, groups, head sizes that are no power of two, values of another size."""
+    """Including head sizes that are not powers of two, and values of another size."""
     _packed(
         device, [17, 30], [17, 30], heads=heads, kv_heads=kv_heads, d=d, dv=dv, dtype=dtype
     ).check()
@@ -99,6 +107,6 @@ def test_views_of_a_fused_projection(device: torch.device) -> None:
     ).check()
 
 
-def test_nothing_to_do(device: torch.device) -> None:
+def test_empty_batch(device: torch.device) -> None:
     """M7: no tokens."""
     _packed(device, [0], [4]).check()

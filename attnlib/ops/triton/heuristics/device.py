@@ -82,7 +82,7 @@ INTERPRETER_LIMITS = DeviceLimits(
 
 
 def limits_of(tensor: Tensor) -> DeviceLimits:
-    """The limits of the tensor's device.
+    """Return the limits of the tensor's device.
 
     Raises:
         BackendUnavailableError: as `device_limits`.
@@ -91,10 +91,10 @@ def limits_of(tensor: Tensor) -> DeviceLimits:
 
 
 def device_limits(device: torch.device) -> DeviceLimits:
-    """The limits of a device.
+    """Return the limits of a device.
 
     Raises:
-        BackendUnavailableError: a CPU, and the process does not interpret Triton.
+        BackendUnavailableError: the device is a CPU and the process does not interpret Triton.
     """
     if device.type == "cuda":
         return _cuda_limits(current_device() if device.index is None else device.index)
@@ -135,9 +135,13 @@ def device_index(tensor: Tensor) -> int:
 
 
 def set_tuned_tiles(index: int, table: TileTable | None) -> None:
-    """From now on, choose tiles for device `index` from `table` before the shipped tables; None takes it away.
+    """Set the user's tile table of a device, which precedes the shipped tables; None removes it.
 
-    Plans and launches that were made before keep their tiles: call it before the first one, as the backend does.
+    Existing plans and launches keep their tiles. The backend calls this before the first one.
+
+    Args:
+        index: as returned by `device_index`.
+        table: the table.
     """
     if _tuned.get(index) is not table:
         _tuned.pop(index, None)
@@ -153,7 +157,7 @@ current_device: Callable[[], int] = (
 
 
 def device_guard(tensor: Tensor) -> AbstractContextManager[object]:
-    """A context in which launches go to the tensor's device; free when it is the current one."""
+    """Return a context that makes the tensor's device current; does nothing if it is already."""
     index = tensor.get_device()
     if index < 0 or index == current_device():
         return _NO_GUARD
