@@ -1,8 +1,9 @@
-"""Launches recorded instead of run: which compiled kernel each call takes, bound and by Triton's own choice.
+"""Record launches instead of running them: the kernel of each call, bound and as Triton selects it.
 
-Nothing is compiled: a stand-in takes the place of each compiled kernel and bears Triton's own key of it, so that two
-launches can be compared by what Triton tells kernels apart by. It needs a process that does not interpret Triton;
-`python -m tests.ops.triton.recorded_launches` runs every check in one and prints a JSON object, check -> "" or traceback.
+Nothing is compiled. A stub replaces each compiled kernel and holds Triton's own cache key, so that
+two launches can be compared by kernel. This needs a process that does not interpret Triton:
+`python -m tests.ops.triton.recorded_launches` runs every check and prints a JSON object that maps
+checks to "" or a traceback.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ MODULES = (
 )
 
 BOUND_KERNELS = {
-    "decode_kernel", "combine_kernel", "prefill_kernel", "write_kv_kernel", "merge_states_kernel", "slot_mapping_kernel",
-    "hopper_decode_kernel", "hopper_combine_kernel", "hopper_prefill_kernel",
+    "decode_kernel", "combine_kernel", "prefill_kernel", "write_kv_kernel", "merge_states_kernel",
+    "slot_mapping_kernel", "hopper_decode_kernel", "hopper_combine_kernel", "hopper_prefill_kernel",
 }  # fmt: skip
 
 
@@ -128,7 +129,7 @@ def recorded(call: Callable[[], object]) -> tuple[list[Record], list[str]]:
 
 
 class Draw:
-    """Choices that calls of one family mostly share: each is the family's, but for one in `1 / CHANGE`."""
+    """Choices of a family of calls: a call has the family's, except one in `1 / CHANGE`."""
 
     CHANGE = 0.04
 
@@ -203,7 +204,7 @@ def attention(draw: Draw, decode: bool) -> Callable[[], object]:
 
 
 def hopper(draw: Draw, decode: bool) -> Callable[[], object]:
-    """One random call of `paged_decode` or `paged_prefill` that a Gluon kernel of Hopper can mostly serve."""
+    """Return a random `paged_decode` or `paged_prefill` call that mostly suits a Hopper kernel."""
     heads, tokens, reqs = draw.choice((4, 8)), draw.choice((1, 16)), draw.choice((1, 16, 128))
     dtype = draw.choice((torch.bfloat16, torch.float16))
     offset = draw.choice((0, 0, 0, 0, 0, 0, 8, 1))
@@ -301,7 +302,7 @@ KINDS: dict[str, Callable[[Draw], Callable[[], object]]] = {
 
 
 def check_random_calls() -> None:
-    """Every launch, bound or not, is the one that Triton would have made: same kernel, grid, stream and arguments."""
+    """Every launch has the kernel, grid, stream and arguments that Triton would have used."""
     by_kernel: dict[str, int] = {}
     for kind, make in KINDS.items():
         for seed in range(960):
@@ -359,8 +360,8 @@ def check_second_call_is_bound() -> None:
     assert not recorded(call)[1]
 
 
-def check_hooks_and_switches_are_honoured() -> None:
-    """Whatever Triton would do beside the launch is done: hooks, debugging, instrumentation, a replaced launcher."""
+def check_hooks_and_knobs_take_effect() -> None:
+    """Hooks, debugging, instrumentation and a replaced launcher take effect."""
     call, runtime = decode_call(), triton.knobs.runtime
     recorded(call)
     assert not recorded(call)[1]
@@ -396,8 +397,8 @@ def check_hooks_and_switches_are_honoured() -> None:
         paged_decode.decode_kernel.pre_run_hooks.clear()
 
 
-def check_unknown_tritons_are_left_alone() -> None:
-    """Another version, another launcher, a kernel that needs scratch memory of an unknown kind: Triton launches."""
+def check_unknown_versions_use_triton() -> None:
+    """Triton launches with unknown versions, unknown launchers and unknown scratch memory."""
     for holder, name, value in (
         (launch, "_KNOWN", False),
         (launch, "direct_call", lambda compiled: None),
@@ -440,7 +441,7 @@ def hopper_call(
 
 
 def check_descriptors_are_encoded_once() -> None:
-    """Addresses that were seen are not encoded again, a new one is, and what is kept is what Triton makes of it."""
+    """Each address is encoded once, with the result of Triton's encoder."""
     if not REAL_LAUNCHER:
         return  # bound there too, through the launcher object, which encodes at each call
     # Shapes that no other check has, so that nothing is kept of them.
@@ -481,8 +482,8 @@ def check_descriptors_are_encoded_once() -> None:
                 assert recorded(moved)[0] == theirs
 
 
-def check_each_call_is_looked_at() -> None:
-    """What the key of a launch does not hold is looked at in every call: addresses, scales and the workspace."""
+def check_every_call_is_checked() -> None:
+    """Every call checks what is not in its launch key: addresses, scales and the workspace."""
     query, cache = (
         torch.zeros(5, 8, 64, dtype=torch.bfloat16),
         torch.zeros(8, 16, 2, 64, dtype=torch.bfloat16),
@@ -517,7 +518,7 @@ def check_each_call_is_looked_at() -> None:
 
 
 def check_which_kernel_combines() -> None:
-    """Many requests are merged by the decode itself, given counters for all of its programs; few, or without them, by a second kernel."""
+    """The decode kernel combines the splits of large batches if it has a counter for each CTA."""
     cache = torch.zeros(8, 16, 2, 64, dtype=torch.bfloat16)
 
     def kernels(tokens: int, counters: torch.Tensor | None) -> list[str]:
@@ -759,7 +760,7 @@ CHANGES: dict[str, Callable[[Step], None]] = {
 
 
 def check_changes_between_calls() -> None:
-    """After any change, a layer makes the launches that it would have made without earlier calls."""
+    """After any change, a layer makes the same launches as without earlier calls."""
     for longest, (name, change) in itertools.product((1000, 64), CHANGES.items()):
         step = Step([1] * 4, [longest, 20, 3, 7])
         for flat in (False, True):
@@ -810,10 +811,10 @@ def check_memory_is_bounded() -> None:
 CHECKS: tuple[Callable[[], None], ...] = (
     check_random_calls,
     check_second_call_is_bound,
-    check_hooks_and_switches_are_honoured,
-    check_unknown_tritons_are_left_alone,
+    check_hooks_and_knobs_take_effect,
+    check_unknown_versions_use_triton,
     check_descriptors_are_encoded_once,
-    check_each_call_is_looked_at,
+    check_every_call_is_checked,
     check_plans,
     check_plans_step_aside,
     check_changes_between_calls,

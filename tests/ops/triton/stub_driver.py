@@ -1,7 +1,8 @@
-"""Triton's own launcher objects over a driver that records: everything is Triton's down to the function in C.
+"""Triton's own launcher objects with a driver that records.
 
-For the releases whose launchers are taken apart (`attnlib.ops.triton.launch.driver`) the real `CudaLauncher` runs, with a stand-in
-for what it compiles and for the encoder of TMA descriptors; for others a stand-in takes its place.
+For Triton releases whose launchers attnlib calls directly (`attnlib.ops.triton.launch.driver`), the
+real `CudaLauncher` runs, with stubs for the function that it compiles and for the encoder of TMA
+descriptors. For other releases a stub replaces the launcher.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ REAL_LAUNCHER = OLD or NEW
 
 
 class Record(NamedTuple):
-    """One launch: the kernel by Triton's key, grid, stream, launch attributes, and the arguments with addresses for tensors."""
+    """One launch: Triton's key of the kernel, grid, stream, attributes, and arguments."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -163,10 +164,17 @@ class StandIn:
             if isinstance(text, str) and text.startswith("tensordesc")
         ]
         self.metadata = SimpleNamespace(
-            target=GPUTarget("cuda", 90, 32), tensordesc_meta=[_map(text) for text in described], launch_pdl=launch_pdl,
-            global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0, profile_scratch_align=1, num_ctas=1,
-            launch_cooperative_grid=False, instrumentation_mode="",
-        )  # fmt: skip
+            target=GPUTarget("cuda", 90, 32),
+            tensordesc_meta=[_map(text) for text in described],
+            launch_pdl=launch_pdl,
+            global_scratch_size=0,
+            global_scratch_align=1,
+            profile_scratch_size=0,
+            profile_scratch_align=1,
+            num_ctas=1,
+            launch_cooperative_grid=False,
+            instrumentation_mode="",
+        )
         make: Any = nvidia.CudaLauncher if REAL_LAUNCHER else CudaLauncher
         self.run = make(SimpleNamespace(constants={}, signature=signature), self.metadata)
         self.function, self.packed_metadata = SimpleNamespace(key=key), PACKED
