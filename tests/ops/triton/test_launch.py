@@ -52,14 +52,14 @@ def test_bound_launches(results: dict[str, str], check: str) -> None:
     assert results[check] == ""
 
 
-def test_every_check_is_asked_for(results: dict[str, str]) -> None:
-    """A check that the list above forgets would not count."""
+def test_every_check_is_listed(results: dict[str, str]) -> None:
+    """`CHECKS` names every check of `recorded_launches`."""
     assert sorted(results) == sorted(CHECKS)
 
 
 @pytest.mark.skipif(not device.INTERPRETED, reason="this process does not interpret Triton")
 def test_interpreted_kernels_stay_unbound() -> None:
-    """Under the interpreter every launch goes Triton's way."""
+    """Under the interpreter Triton makes every launch."""
     from attnlib.ops.triton.kernels.slots import slot_mapping_kernel
 
     constants = {"BLOCK_SIZE": 4, "BLOCK_T": 16, "BLOCK_R": 16, "num_warps": 2}
@@ -70,7 +70,7 @@ def test_interpreted_kernels_stay_unbound() -> None:
         slots = torch.zeros(3, dtype=torch.int64)
         bound.run((starts, lens, table, slots, 1, 3, 2, 2), 0, -1)
         assert slots.tolist() == [20, 21, -1]
-    assert bound.direct is None
+    assert not bound.is_direct
 
 
 @pytest.mark.parametrize(
