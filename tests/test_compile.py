@@ -85,7 +85,11 @@ BACKENDS = [
     "eager",
     "aot_eager",
     pytest.param(
-        "inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs g++")
+        "inductor",
+        marks=[
+            pytest.mark.slow,
+            pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs g++"),
+        ],
     ),
 ]
 

@@ -38,6 +38,7 @@ def test_selection_loads_no_heavy_package_and_does_not_initialize_cuda() -> None
     assert _loads(statement) == "[] False"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     [

@@ -272,6 +272,7 @@ def test_without_transformers_the_message_names_the_package(
     assert 'pip install "attnlib[transformers]"' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_demo_under_the_interpreter() -> None:
     """`ATTNLIB_BACKEND=triton attnlib demo --tiny` on a machine without a GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -17,6 +17,7 @@ def _no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ATTNLIB_BACKEND", raising=False)
 
 
+@pytest.mark.slow
 def test_it_runs_a_batch_on_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     findings = json.loads(capsys.readouterr().out)
@@ -35,6 +36,7 @@ def test_a_section_that_raises_is_reported(
     assert "ZeroDivisionError" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_backends_that_only_this_process_registered_are_checked(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

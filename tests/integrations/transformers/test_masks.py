@@ -134,6 +134,7 @@ def test_writes_are_kept(write: Any, mode: Any) -> None:
     assert torch.equal(mask.clone(), values)
 
 
+@pytest.mark.slow
 def test_a_compiled_forward_passes_masks_through() -> None:
     """Dynamo traces around the mask, which is created outside its graphs."""
     model, batch = decoder("mistral"), padded(prompts(9, 5), "left")

@@ -87,6 +87,7 @@ def test_tokens_and_logits_equal_the_plain_model(name: str) -> None:
     assert result.passed and result.tokens == 18, str(result)
 
 
+@pytest.mark.slow
 def test_through_triton() -> None:
     """The same on triton: sinks, and a window in every other layer."""
     paged, result = _served(decoder("gpt_oss"), "triton", lengths=(3, 9), new_tokens=3)

@@ -51,6 +51,7 @@ def test_features(device: torch.device, feature: str) -> None:
         batch.check(partial(paged_decode, num_splits=num_splits), expected, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "feature", [name for name in FEATURES if name not in ("plain", "causal_each", "all")]
 )
@@ -124,6 +125,7 @@ def test_layouts(device: torch.device, layout: str, cache_dtype: torch.dtype) ->
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_dtype", FP8, ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("per_head", [False, True], ids=["per_tensor", "per_head"])

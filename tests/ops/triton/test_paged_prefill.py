@@ -44,6 +44,7 @@ def test_features(device: torch.device, feature: str) -> None:
     batch.check(paged_prefill, batch.expected(**options), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "feature", [name for name in FEATURES if name not in ("plain", "causal_each", "all")]
 )

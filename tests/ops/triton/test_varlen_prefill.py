@@ -62,6 +62,7 @@ def _packed(
     return Packed(rand(sum(lens_q) + padding, heads, d), key, value, starts[0], starts[1], bounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features(device: torch.device, feature: str) -> None:
     """M1 to M6: every feature over ragged, packed spans."""
