@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from attnlib.compile.objects import register
 from attnlib.compile.operator import attend_opaquely
 from attnlib.errors import ContractError
 from attnlib.instrumentation import OBSERVERS, VALIDATE_VARIABLE, checker_for_level
-from attnlib.ops.signature import tensor_signature
+from attnlib.ops.signature import tensor_check, tensor_signature
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec, AttentionType
 
@@ -194,12 +194,25 @@ class Attention(nn.Module):
         """
         if torch.compiler.is_compiling():
             return self._forward_traced(query, key, value, cache, metadata, return_lse, output)
-        signature = self._call_signature(query, key, value, cache, output, return_lse)
-        plans = getattr(metadata, "plans", None)
-        known = None if plans is None else plans.get(signature)
-        if known is None or not self._scales_agree(cache):
-            known = self._prepare(signature, query, key, value, cache, metadata, output, return_lse)
-        plan, shape = known
+        recent = getattr(metadata, "recent_plan", None)
+        if (
+            recent is not None
+            and cache is not None
+            and recent.group is self.impl._group
+            and recent.cache_signature is cache._signature
+            and recent.return_lse is return_lse
+            and recent.allocates is (output is None)
+            and (recent.per_head is None or recent.per_head == self._per_head_signature())
+            and (
+                recent.check(query, key, value)
+                if output is None
+                else recent.check(query, key, value, output)
+            )
+            and self._scales_agree(cache)
+        ):
+            plan, shape = recent.known
+        else:
+            plan, shape = self._find_plan(query, key, value, cache, metadata, output, return_lse)
         if output is None:
             if shape is None:
                 output = torch.empty_like(query)
@@ -235,14 +248,8 @@ class Attention(nn.Module):
         Raises:
             ContractError, LayoutMismatchError: as `forward`.
         """
-        signature = self._call_signature(query, key, value, cache, output, lse is not None)
-        plans = getattr(metadata, "plans", None)
-        known = None if plans is None else plans.get(signature)
-        if known is None or not self._scales_agree(cache):
-            known = self._prepare(
-                signature, query, key, value, cache, metadata, output, lse is not None
-            )
-        known[0].run(self.impl, query, key, value, cache, output, lse)
+        plan, _ = self._find_plan(query, key, value, cache, metadata, output, lse is not None)
+        plan.run(self.impl, query, key, value, cache, output, lse)
         if OBSERVERS:
             self._notify(query, key, value, cache, metadata, output, lse)
 
@@ -280,6 +287,33 @@ class Attention(nn.Module):
             f"{self.prefix + ', ' if self.prefix else ''}num_heads={spec.num_heads}, num_kv_heads={spec.num_kv_heads}, head_size={spec.head_size}, "
             f"scale={self.impl.scale:.6g}, backend={self.backend.get_name()}"
         )
+
+    def _find_plan(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache | None,
+        metadata: Any,
+        output: torch.Tensor | None,
+        return_lse: bool,
+    ) -> tuple[StepPlan, tuple[int, ...] | None]:
+        """The plan of a call and the shape of an output to allocate (None: like the query)."""
+        signature = self._call_signature(query, key, value, cache, output, return_lse)
+        plans = getattr(metadata, "plans", None)
+        known: tuple[StepPlan, tuple[int, ...] | None] | None
+        known = None if plans is None else plans.get(signature)
+        if known is None or not self._scales_agree(cache):
+            known = self._prepare(signature, query, key, value, cache, metadata, output, return_lse)
+        elif cache is not None and key is not None and value is not None:
+            # From the second call of a kind on: recognize the next one by one C function.
+            tensors = (query, key, value) if output is None else (query, key, value, output)
+            if (check := tensor_check(*tensors)) is not None:
+                metadata.__dict__["recent_plan"] = _RecentPlan(
+                    signature[0], signature[1], return_lse, output is None, check, known,
+                    self._per_head_signature() if self._has_per_head else None,
+                )  # fmt: skip
+        return known
 
     def _call_signature(
         self,
@@ -494,6 +528,19 @@ class Attention(nn.Module):
         v = None if value is None else per_head("value", value, spec.num_kv_heads, spec.head_size_v)
         for observer in OBSERVERS:
             observer(self, q, k, v, cache, metadata, output.view(heads), lse)
+
+
+class _RecentPlan(NamedTuple):
+    """The plan of the call before, with what a call must agree in to use it. `check` compares the
+    signatures of the tensors."""
+
+    group: Any
+    cache_signature: Any
+    return_lse: bool
+    allocates: bool
+    check: Callable[..., bool]
+    known: tuple[StepPlan, tuple[int, ...] | None]
+    per_head: tuple[Any, ...] | None
 
 
 class _MethodPlan:

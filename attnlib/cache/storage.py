@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -27,6 +28,20 @@ UNIT_SCALE: float = 1.0
 """The default scale. A layer whose scale is this object uses the scales of its cache."""
 
 
+class CacheSignature:
+    """Dtypes, shapes, strides, layout and scales of a cache; one object for equal ones."""
+
+    __slots__ = ("__weakref__",)
+
+    @staticmethod
+    def of(facts: tuple[Any, ...]) -> CacheSignature:
+        """The signature of caches with these facts."""
+        return _signatures.setdefault(facts, CacheSignature())
+
+
+_signatures: WeakValueDictionary[tuple[Any, ...], CacheSignature] = WeakValueDictionary()
+
+
 class PagedKVCache:
     """The keys and values of one layer in blocks.
 
@@ -39,7 +54,7 @@ class PagedKVCache:
             or `[Hkv]`.
     """
 
-    _signature: tuple[Any, ...] | None
+    _signature: CacheSignature | None
 
     def __init__(
         self,
@@ -74,17 +89,17 @@ class PagedKVCache:
         self.handle = register_tensor_id(self)  # a copy is another cache
 
     @property
-    def signature(self) -> tuple[Any, ...]:
+    def signature(self) -> CacheSignature:
         """What launches over this cache follow from besides addresses: dtypes, shapes, strides,
         layout, and the values (numbers) or layouts (tensors) of the scales."""
-        found: tuple[Any, ...] | None = self._signature
+        found = self._signature
         if found is None:
             scales = (
                 tensor_signature(scale) if isinstance(scale, torch.Tensor) else scale
                 for scale in (self.k_scale, self.v_scale)
             )
             views = (tensor_signature(self.key_cache), tensor_signature(self.value_cache))
-            found = (self.layout, *views, *scales)
+            found = CacheSignature.of((self.layout, *views, *scales))
             self.__dict__["_signature"] = found
         return found
 

@@ -52,6 +52,7 @@ class AttentionMetadata:
         enable_kv_scales_calculation: likewise.
         handle: id of this batch for torch.compile (not a field: a copy has its own).
         plans: step plans by call signature (not a field: a copy starts without plans).
+        recent_plan: the plan used last, with a fast check of its signature; likewise.
 
     A subclass with a `__post_init__` of its own calls this one.
     """
@@ -68,7 +69,8 @@ class AttentionMetadata:
 
     def __post_init__(self) -> None:
         self.handle = register_tensor_id(self)
-        self.plans: dict[Hashable, Any] = {}
+        self.recent_plan: Any = None
+        self.plans: dict[Hashable, Any] = {}  # set last: `__setattr__` takes it as constructed
 
     def __setattr__(self, name: str, value: Any) -> None:
         state = self.__dict__
@@ -79,7 +81,7 @@ class AttentionMetadata:
                     f"were computed from it: build the batch again, or call "
                     f"builder.update_block_table for other blocks"
                 )
-            state["plans"] = {}
+            state["plans"], state["recent_plan"] = {}, None
             cls: Any = type(self)
             for cached in _cached_properties(cls):
                 state.pop(cached, None)
@@ -87,13 +89,12 @@ class AttentionMetadata:
 
     def __getstate__(self) -> dict[str, Any]:
         cls: Any = type(self)
-        derived = {"handle", "plans", *_cached_properties(cls)}
+        derived = {"handle", "plans", "recent_plan", *_cached_properties(cls)}
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.handle = register_tensor_id(self)
-        self.plans = {}
+        self.__dict__.update(state, plans={}, recent_plan=None)
+        self.__dict__["handle"] = register_tensor_id(self)
 
     @property
     def prefill_metadata(self) -> AttentionMetadata | None:

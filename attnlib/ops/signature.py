@@ -1,14 +1,30 @@
-"""What a launch depends on besides addresses: dtypes, shapes, strides and devices of tensors."""
+"""What a call follows from besides addresses: dtypes, shapes, strides and devices of its tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["tensor_signature"]
+__all__ = ["tensor_check", "tensor_signature"]
+
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_TensorGuards = getattr(_guards, "TensorGuards", None)
+"""Private to torch; without it, signatures are compared in Python."""
 
 
 def tensor_signature(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Dtype, shape, strides and device: equal signatures differ in addresses and values."""
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def tensor_check(*tensors: torch.Tensor) -> Callable[..., bool] | None:
+    """`check(*others)`: True if the others have the signatures of these tensors, False if they have
+    not or if it cannot tell. A C function of torch.compile's guards, several times faster than
+    comparing signatures. None where torch has it not, and for tensors that require a gradient."""
+    if _TensorGuards is None or any(tensor.requires_grad for tensor in tensors):
+        return None
+    guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    check: Callable[..., bool] = guards.check
+    return check

@@ -121,10 +121,9 @@ class TritonPlan:
             self._decode_batch = _with_workspace(self._launches, parts[0], query.device)
         self._slots = metadata.slot_mapping
         self._index = query.get_device()
-        self._has_tensor_scales = (
-            isinstance(cache.k_scale, Tensor),
-            isinstance(cache.v_scale, Tensor),
-        )
+        # Numbers are part of the signature; tensors are read at each call.
+        scales = (cache.k_scale, cache.v_scale)
+        self._scales = None if any(isinstance(x, Tensor) for x in scales) else scales
         self._has_per_head = spec.has_alibi or spec.has_sink
         self._rows = _row_bytes(call, self._split) if self._split else (0, 0, 0)
         self._hooks = self._launches.hooks
@@ -164,12 +163,7 @@ class TritonPlan:
         ):
             self._run_by_triton(impl, query, key, value, cache, output, lse, addresses)
             return
-        k_scale: Any = cache.k_scale
-        v_scale: Any = cache.v_scale
-        if self._has_tensor_scales[0]:
-            k_scale = k_scale.data_ptr()
-        if self._has_tensor_scales[1]:
-            v_scale = v_scale.data_ptr()
+        k_scale, v_scale = self._scales or _scale_arguments(cache)
         slopes = sinks = None
         if self._has_per_head:
             slopes, sinks = (None if x is None else x.data_ptr() for x in impl.per_head_tensors)
@@ -424,6 +418,12 @@ def _params_of(params: AttentionParams, part: BatchTensors) -> AttentionParams:
         return params
     causal = params.causal if part.causal_flags is None else part.causal_flags
     return replace(params, causal=causal, query_bias=part.query_bias)
+
+
+def _scale_arguments(cache: PagedKVCache) -> tuple[Any, ...]:
+    """The scales of a cache as a direct launch takes them."""
+    scales = (cache.k_scale, cache.v_scale)
+    return tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in scales)
 
 
 def _row_bytes(call: _Call, split: int) -> tuple[int, int, int]:

@@ -166,14 +166,19 @@ class BoundLaunch:
         assert self._call is not None  # the caller has checked `is_direct`
         (x, y, z), call, head, packed = self._grid, self._call, self._head, self._packed
         end = (*last, *self._tail)
-        if middle:
+        if after == 4:
             if packed:
-                return lambda stream, *arguments: call(
-                    x, y, z, stream, *head,
-                    (*arguments[:after], *middle, *arguments[after:], *end),
-                )  # fmt: skip
+                return lambda stream, a, b, c, d, *rest: call(
+                    x, y, z, stream, *head, (a, b, c, d, *middle, *rest, *end)
+                )
+            return lambda stream, a, b, c, d, *rest: call(
+                x, y, z, stream, *head, a, b, c, d, *middle, *rest, *end
+            )
+        assert after == 0  # the kernels need no other position
+        head = head if packed else (*head, *middle)
+        if packed and middle:
             return lambda stream, *arguments: call(
-                x, y, z, stream, *head, *arguments[:after], *middle, *arguments[after:], *end
+                x, y, z, stream, *head, (*middle, *arguments, *end)
             )
         if packed:
             return lambda stream, *arguments: call(x, y, z, stream, *head, (*arguments, *end))
