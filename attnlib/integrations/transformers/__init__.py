@@ -7,11 +7,12 @@
     model.generate_batch(prompts)         # continuous batching over the paged cache
 
 transformers calls the attention function once per layer; the integration turns the call into one of
-an attnlib `Attention` layer. `registration` registers the names, `attention` is the attention
-function, `masks` and `patterns` describe what is visible (`packing`: in packed rows), `plain`,
-`continuous` and `dense` are the three ways to compute attention, `pages` and `storage` view the
-memory of transformers as a paged cache, and `layers` caches what belongs to a module. `paged_model`
-runs a model over attnlib's own paged caches. Requires transformers 5.17 or later.
+an attnlib `Attention` layer. `registration` registers the names and `attention` is the attention
+function. `masks`, `step_mask` and `patterns` describe what is visible (`packing`: in packed rows).
+`plain` (with `decode` and `decode_on_device` for single queries), `continuous` and `dense` are the
+ways to compute attention. `pages` and `storage` view the memory of transformers as a paged cache,
+`layers` and `batch_plan` hold what belongs to a module and to a step. `paged_model` runs a model
+over attnlib's own paged caches. Requires transformers 5.17 or later.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from attnlib import env
 from attnlib.instrumentation import OBSERVERS
 from attnlib.integrations.transformers.layers import Call, layer_name
-from attnlib.integrations.transformers.masks import StepMask, first_visible_key
+from attnlib.integrations.transformers.step_mask import StepMask, first_visible_key
 from attnlib.ops.torch.fused import can_fuse
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionType

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from attnlib.errors import ContractError
-from attnlib.integrations.transformers.masks import StepMask
 from attnlib.integrations.transformers.patterns import MaskFunction
+from attnlib.integrations.transformers.step_mask import StepMask
 
 __all__ = ["segment_lengths", "with_callers_segments"]
 

@@ -20,8 +20,9 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.continuous import paged_forward
 from attnlib.integrations.transformers.layers import layer_name
-from attnlib.integrations.transformers.masks import StepMask, read_mask
+from attnlib.integrations.transformers.masks import read_mask
 from attnlib.integrations.transformers.registration import NAME, register
+from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata

@@ -42,6 +42,12 @@ class Pattern(NamedTuple):
         """True if causality and window describe the pattern completely."""
         return self.chunk is None and self.segments is None
 
+    @property
+    def depends_on_distance(self) -> bool:
+        """True if visibility depends on more than the order of the tokens."""
+        right = not self.causal and self.window.right is not None
+        return self.chunk is not None or self.window.left is not None or right
+
 
 def recognize(mask_function: MaskFunction) -> Pattern | None:
     """The pattern of a mask function of `transformers.masking_utils`.

@@ -13,25 +13,23 @@ The queries of a row are its last tokens (M1), as in transformers.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from attnlib.errors import ContractError
+from attnlib.integrations.transformers.batch_plan import BatchPlan, pack, run_layer
 from attnlib.integrations.transformers.decode import attend_decode
+from attnlib.integrations.transformers.decode_on_device import attend_decode_on_device
 from attnlib.integrations.transformers.dense import attend_dense
 from attnlib.integrations.transformers.layers import Call, builder_for, layer_for
-from attnlib.integrations.transformers.masks import (
-    Rows,
-    StepMask,
-    first_visible_key,
-    read_mask,
-)
+from attnlib.integrations.transformers.masks import read_mask
 from attnlib.integrations.transformers.packing import segment_lengths, with_callers_segments
 from attnlib.integrations.transformers.pages import token_pages, token_table
 from attnlib.integrations.transformers.patterns import Pattern
+from attnlib.integrations.transformers.step_mask import Rows, StepMask, first_visible_key
 from attnlib.layer import Attention
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.spec import AttentionType, MaskKind, Window
@@ -40,19 +38,6 @@ __all__ = ["attend_plain", "mask_of"]
 
 _MAX_CACHED_SHAPES = 8
 _local = threading.local()
-
-
-@dataclass(frozen=True, eq=False)
-class _BatchPlan:
-    """Metadata of a step for one backend and spec.
-
-    Attributes:
-        metadata: what the metadata builder returned.
-        queries: indices of the real queries among the B * T; None for all.
-    """
-
-    metadata: Any
-    queries: torch.Tensor | None
 
 
 def attend_plain(
@@ -87,7 +72,7 @@ def attend_plain(
             return out
     step = with_callers_segments(step, kwargs)
     if bias is None:
-        out = _attend_decode_on_device(call, step)
+        out = attend_decode_on_device(call, step)
         if out is not None:
             return out
     step = _window_as_padding(step)
@@ -169,17 +154,17 @@ def _dense_reason(step: StepMask) -> str | None:
     square = step.q_length == step.width == step.kv_length
     if pattern.segments is not None:
         return None if square and rows is None else "packed sequences come with padding or a cache"
-    if _by_distance(pattern) and rows is not None and not rows.contiguous:
+    if pattern.depends_on_distance and rows is not None and not rows.contiguous:
         return "a window or chunk covers padding between tokens"
     if pattern.chunk is not None and step.kv_offset > 0:
         # Chunks are counted from the first token, which is no longer in the cache.
         return "a chunked layer has dropped keys from its cache and gets several queries"
     if not pattern.causal:
-        narrowed = _by_distance(pattern) and not square
+        narrowed = pattern.depends_on_distance and not square
         return "a bidirectional window needs as many queries as keys" if narrowed else None
     if rows is not None and rows.interleaved:
         return "padding queries are between tokens"
-    if rows is not None and _by_distance(pattern) and bool(rows.trailing.any()):
+    if rows is not None and pattern.depends_on_distance and bool(rows.trailing.any()):
         return "padding queries after the tokens of a row have a window or chunk"
     return None
 
@@ -188,16 +173,10 @@ def _is_paged(step: StepMask) -> bool:
     """Whether a mask that kernels can apply is served over pages or over packed keys."""
     pattern = step.pattern
     assert pattern is not None  # _dense_reason covers masks without a pattern
-    if pattern.segments is not None or (not pattern.causal and _by_distance(pattern)):
+    if pattern.segments is not None or (not pattern.causal and pattern.depends_on_distance):
         return False
     square = step.q_length == step.width == step.kv_length
     return pattern.causal or not square or step.rows() is not None
-
-
-def _by_distance(pattern: Pattern) -> bool:
-    """Whether visibility depends on more than the order of the tokens."""
-    right = not pattern.causal and pattern.window.right is not None
-    return pattern.chunk is not None or pattern.window.left is not None or right
 
 
 def _window_as_padding(step: StepMask) -> StepMask:
@@ -209,7 +188,7 @@ def _window_as_padding(step: StepMask) -> StepMask:
     pattern = step.pattern
     if pattern is None or pattern.segments is not None or step.q_length != 1:
         return step
-    if not pattern.causal or not _by_distance(pattern):
+    if not pattern.causal or not pattern.depends_on_distance:
         return step
     rows = step.rows()
     dropped = pattern.chunk is not None and step.kv_offset > 0
@@ -228,74 +207,6 @@ def _window_as_padding(step: StepMask) -> StepMask:
     return narrowed
 
 
-def _attend_decode_on_device(call: Call, step: StepMask) -> torch.Tensor | None:
-    """Attention of one query per row without reading the padding on the host.
-
-    Returns:
-        `[B, 1, Hq, Dv]`, or None if the call is another one, or the backend needs host lengths.
-    """
-    pattern, device = step.pattern, call.query.device
-    if not _reads_synchronize(device) or step.attention_mask is None or step.q_length != 1:
-        return None
-    if pattern is None or not pattern.causal or pattern.segments is not None:
-        return None
-    spec = call.spec(block_size=1, attn_type=AttentionType.DECODER)
-    layer = layer_for(call, spec)
-    if layer.backend.get_builder_cls().needs_host_lengths:
-        return None
-    cache, ratio = token_pages(call.key, call.value)
-    key = ("device", ratio, layer.backend, spec, device)
-    if key not in step.plans:
-        table, lengths = _visible_keys_on_device(step, pattern, ratio, device)
-        starts = torch.arange(step.batch_size + 1, dtype=torch.int32)
-        bound = torch.full((step.batch_size,), table.shape[1], dtype=torch.int32)
-        common = CommonAttentionMetadata(
-            query_start_loc=starts.to(device, non_blocking=True),
-            query_start_loc_cpu=starts,
-            seq_lens=lengths,
-            seq_lens_cpu=bound,  # an upper bound: the lengths are known on the device only
-            num_computed_tokens_cpu=bound - 1,
-            num_reqs=step.batch_size,
-            num_actual_tokens=step.batch_size,
-            max_query_len=1,
-            max_seq_len=table.shape[1],
-            block_table_tensor=table,
-            is_cross_attention=True,  # a row without tokens has more queries than keys
-        )
-        metadata = builder_for(layer.backend, spec, device).build(0, common)
-        step.plans[key] = _BatchPlan(metadata, None)
-    return _run(layer, step.plans[key], call, None, None, cache)
-
-
-def _reads_synchronize(device: torch.device) -> bool:
-    return device.type == "cuda"
-
-
-def _visible_keys_on_device(
-    step: StepMask, pattern: Pattern, ratio: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block table `[B, bound]` int32 of the keys that each row's query sees, and lengths `[B]`."""
-    visible, padding = step.padding(), step.attention_mask
-    assert visible is not None and padding is not None  # the caller has checked
-    columns = torch.arange(step.width, dtype=torch.int32, device=device)
-    if _by_distance(pattern):
-        first = first_visible_key(step, pattern, padding)
-        visible = visible & (columns >= (first if isinstance(first, int) else first[:, None]))
-    limits = (
-        step.width,
-        pattern.chunk,
-        None if pattern.window.left is None else pattern.window.left + 1,
-    )
-    bound = min(limit for limit in limits if limit is not None)
-    rank = visible.cumsum(1) - 1
-    # Hidden keys go to an extra column, which is cut off.
-    rank = torch.where(visible, rank, bound)
-    starts = torch.arange(step.batch_size, dtype=torch.int32, device=device)[:, None] * ratio
-    table = torch.full((step.batch_size, bound + 1), -1, dtype=torch.int32, device=device)
-    table.scatter_(1, rank, starts + columns)
-    return table[:, :bound].contiguous(), visible.sum(1, dtype=torch.int32)
-
-
 def _attend_paged(call: Call, step: StepMask) -> torch.Tensor:
     pattern, rows = step.pattern, step.rows()
     assert pattern is not None  # _dense_reason covers masks without a pattern
@@ -312,10 +223,10 @@ def _attend_paged(call: Call, step: StepMask) -> torch.Tensor:
     key = ("paged", ratio, layer.backend, spec, call.query.device)
     if key not in step.plans:
         step.plans[key] = _paged_plan(layer, step, ratio, call.query.device)
-    return _run(layer, step.plans[key], call, None, None, cache)
+    return run_layer(layer, step.plans[key], call, None, None, cache)
 
 
-def _paged_plan(layer: Attention, step: StepMask, ratio: int, device: torch.device) -> _BatchPlan:
+def _paged_plan(layer: Attention, step: StepMask, ratio: int, device: torch.device) -> BatchPlan:
     spec, rows, batch = layer.spec, step.rows(), step.batch_size
     queries, lengths, indices, causal = [step.q_length] * batch, [step.width] * batch, None, None
     if rows is None:
@@ -335,7 +246,7 @@ def _paged_plan(layer: Attention, step: StepMask, ratio: int, device: torch.devi
     # Queries that are not among their keys may outnumber them.
     separate = causal is not None or not spec.is_causal
     common = _common(queries, lengths, table, device, causal, separate)
-    return _BatchPlan(builder_for(layer.backend, spec, device).build(0, common), indices)
+    return BatchPlan(builder_for(layer.backend, spec, device).build(0, common), indices)
 
 
 def _common(
@@ -386,13 +297,13 @@ def _attend_unpaged(call: Call, step: StepMask) -> torch.Tensor:
     key = ("unpaged", layer.backend, spec, call.query.device)
     if key not in step.plans:
         step.plans[key] = _unpaged_plan(layer, step, call.query.device)
-    plan: _BatchPlan = step.plans[key]
-    return _run(
-        layer, plan, call, _packed(call.key, plan.queries), _packed(call.value, plan.queries), None
+    plan: BatchPlan = step.plans[key]
+    return run_layer(
+        layer, plan, call, pack(call.key, plan.queries), pack(call.value, plan.queries), None
     )
 
 
-def _unpaged_plan(layer: Attention, step: StepMask, device: torch.device) -> _BatchPlan:
+def _unpaged_plan(layer: Attention, step: StepMask, device: torch.device) -> BatchPlan:
     rows, indices = step.rows(), None
     assert step.pattern is not None  # _dense_reason covers masks without a pattern
     if step.pattern.segments is not None:
@@ -402,7 +313,7 @@ def _unpaged_plan(layer: Attention, step: StepMask, device: torch.device) -> _Ba
     else:
         lengths, indices = rows.real.sum(1).tolist(), _indices(rows.real, device)
     common = CommonAttentionMetadata.from_lengths(lengths, lengths, device=device)
-    return _BatchPlan(builder_for(layer.backend, layer.spec, device).build(0, common), indices)
+    return BatchPlan(builder_for(layer.backend, layer.spec, device).build(0, common), indices)
 
 
 def _indices(queries: np.ndarray, device: torch.device) -> torch.Tensor | None:
@@ -410,28 +321,6 @@ def _indices(queries: np.ndarray, device: torch.device) -> torch.Tensor | None:
     if bool(queries.all()):
         return None
     return torch.from_numpy(np.flatnonzero(queries)).to(device, non_blocking=True)
-
-
-def _packed(states: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
-    """`[B, H, T, D]` as `[B * T, H, D]`, or the rows at `indices` of it."""
-    rows = states.transpose(1, 2).reshape(-1, states.shape[1], states.shape[3])
-    return rows if indices is None else rows.index_select(0, indices)
-
-
-def _run(
-    layer: Attention,
-    plan: _BatchPlan,
-    call: Call,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
-    cache: Any,
-) -> torch.Tensor:
-    batch, heads, queries, _ = call.query.shape
-    out: torch.Tensor = layer(_packed(call.query, plan.queries), key, value, cache, plan.metadata)
-    if plan.queries is not None:
-        whole = out.new_zeros(batch * queries, *out.shape[1:])
-        out = whole.index_copy_(0, plan.queries, out)
-    return out.view(batch, queries, heads, layer.spec.head_size_v)
 
 
 def _is_capturing(device: torch.device) -> bool:
