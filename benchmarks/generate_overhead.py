@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 import transformers
-from provenance import provenance
 
 import attnlib.integrations.transformers as integration
+from attnlib.bench.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results" / "generate_overhead.json"
 PROMPT, NEW_TOKENS = 512, 64
