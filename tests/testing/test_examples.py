@@ -70,12 +70,14 @@ def test_the_package_is_selected_by_name_only(site: Path) -> None:
     assert automatic.startswith("auto ") and "gather_sdpa" not in automatic
 
 
+@pytest.mark.slow
 def test_the_package_passes_the_conformance_suite(site: Path) -> None:
     done = _run(["-m", "attnlib", "verify", "gather_sdpa", "--device", "cpu"], site)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "17/18 declared capabilities exercised" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_test_suite_of_the_package_passes(site: Path) -> None:
     done = _run(
         ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "W2 or K3", str(EXAMPLE / "tests")],

@@ -11,6 +11,7 @@ def _outcomes(report) -> list[tuple[str, str, str]]:
     return [(result.id, result.outcome.value, result.message) for result in report.results]
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_results_of_one() -> None:
     settings = {"device": "cpu", "quick": True, "only": "W2,M*,L*,N3"}
     assert _outcomes(run_conformance("torch", jobs=2, **settings)) == _outcomes(

@@ -41,6 +41,7 @@ def _registered() -> bool:
     return any(point.value == "attnlib.testing.plugin" for point in entry_points(group="pytest11"))
 
 
+@pytest.mark.slow
 def test_the_option_runs_the_suite_without_a_test_file(tmp_path: Path) -> None:
     done = _pytest(
         tmp_path,

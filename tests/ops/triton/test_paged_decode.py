@@ -41,6 +41,7 @@ def _options(batch: PagedBatch, name: str, device: torch.device) -> dict[str, An
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features(device: torch.device, feature: str) -> None:
     """M1 to M5, P3, P5, N2: every feature, over poisoned tensors, with and without splits."""

@@ -36,6 +36,7 @@ def _options(batch: PagedBatch, name: str, device: torch.device) -> dict[str, An
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features(device: torch.device, feature: str) -> None:
     """M1 to M6, P3, P5: every feature in a mixed batch, over poisoned tensors."""
