@@ -111,11 +111,8 @@ def test_python_blocks_run_and_print_what_is_shown(
             attnlib.unregister_backend(name)
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=[pytest.mark.slow] * (page.name == "README.md")) for page in PAGES],
-    ids=_name,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_commands_print_what_is_shown(page: Path) -> None:
     """`$ attnlib ...` in a console block; `...` stands for omitted lines."""
     for language, body in _blocks(page):

@@ -38,6 +38,7 @@ def test_names_outside_the_list_come_from_their_modules() -> None:
     assert attnlib.errors.AttnlibError.__module__ == "attnlib.errors"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "statement",
     [

@@ -80,6 +80,7 @@ assert "triton" in shown.getvalue()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program", [EXPLAIN_FUNCTION, EXPLAIN_COMMAND], ids=["function", "command"]
 )
@@ -113,6 +114,7 @@ def _seconds(statement: str, rounds: int) -> float:
     )
 
 
+@pytest.mark.slow
 def test_import_takes_little_time_besides_torch() -> None:
     """At most 50 ms; the second line checks that the timer reports more than that."""
     assert _seconds("import attnlib", 2) < 0.05

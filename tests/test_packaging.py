@@ -94,6 +94,7 @@ def test_the_sdist_holds_what_the_tests_need_and_no_scratch(built: tuple[Path, P
     assert not [name for name in names if name.startswith(".") and name != ".gitignore"]
 
 
+@pytest.mark.slow
 def test_it_imports_and_runs_from_the_wheel_alone(site: Path, tmp_path: Path) -> None:
     """A layer and the command line run from the installed copy, outside the checkout."""
     program = (

@@ -30,6 +30,7 @@ def _fresh() -> Iterator[None]:
     find_api.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", ["vllm", "fa4"])
 def test_flash_attn_conforms(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
     record = fake_flash_attn.Recorder()

@@ -261,6 +261,7 @@ class ToyBuilderWithDecodes(ToyBuilder):
     reorder_batch_threshold = 4
 
 
+@pytest.mark.slow
 def test_conformance_by_name() -> None:
     """The conformance suite with graphs, for children that read lengths from the device."""
     attnlib.register_backend("suite_p", ToyBackend)

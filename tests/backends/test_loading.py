@@ -117,6 +117,7 @@ def test_configured_classes_that_nobody_uses_are_freed() -> None:
     assert len(loading._configured) <= before + 1
 
 
+@pytest.mark.slow
 def test_a_worker_process_gets_the_same_class() -> None:
     """A configured class and a pair are unpickled by a process that registered nothing."""
     program = (

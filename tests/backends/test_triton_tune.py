@@ -237,6 +237,7 @@ def test_lines_that_are_not_tiles_are_one_warning(
         assert _write_and_use(monkeypatch, line) is None
 
 
+@pytest.mark.slow
 def test_tiles_are_selected_while_they_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel runs with each candidate, and a wrong output gets no time."""
     from attnlib.ops.triton import paged_decode as module

@@ -59,6 +59,7 @@ def test_a_run_prints_and_writes_case_by_case(
     ) and document.runs[0].peaks["read_gbps"] == 9.0
 
 
+@pytest.mark.slow
 def test_wrong_and_failing_backends_set_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", SMALL, "--device", "cpu", "--backends", f"torch,{HERE}:WrongRow"]) == 1
     assert "WRONG: out over budget" in capsys.readouterr().out
@@ -159,6 +160,7 @@ def test_a_lost_device_ends_the_run_and_keeps_the_results(
     assert "measure the rest in a new process" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_results_are_merged_printed_and_plotted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,7 @@ def _row(case: BenchCase, backend: str, draw: random.Random) -> Row:
     return replace(base, us=us, gbps=kv_bytes(case) / us / 1e3, tflops=flops(case) / us / 1e6)
 
 
+@pytest.mark.slow
 def test_three_figures_in_two_formats(tmp_path: Path) -> None:
     from attnlib.bench.figures import draw_figures
 

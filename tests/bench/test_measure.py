@@ -62,6 +62,7 @@ def test_a_right_backend_gets_all_its_times() -> None:
     assert 0 < row.share < 1 and row.error is not None and row.error <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -77,6 +78,7 @@ def test_a_wrong_backend_gets_no_time_and_the_others_go_on(name: str, reason: st
     assert right.status == after.status == "ok" and right.us and after.us
 
 
+@pytest.mark.slow
 def test_an_error_outside_the_sample_is_found_by_comparing_backends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -55,6 +55,7 @@ def model() -> Any:
 PROMPTS = decoder.make_prompts(5, TINY["vocab_size"], 5, 60)
 
 
+@pytest.mark.slow
 def test_a_correct_backend_gives_the_tokens_of_the_reference(model: Any) -> None:
     """V3: with the backend of the environment variable."""
     expected = decoder.generate(model, "eager", PROMPTS, 8, **SETTINGS)

@@ -88,6 +88,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Any]]:
     find_api.cache_clear()
 
 
+@pytest.mark.slow
 def test_the_conformance_suite_plans_no_other_kernels(
     monkeypatch: pytest.MonkeyPatch, planned: set[Any]
 ) -> None:

@@ -67,6 +67,7 @@ def test_arguments_without_a_measurable_case_are_errors(
         plan_cases(_options(*words), "cpu")
 
 
+@pytest.mark.slow
 def test_the_whole_command_on_a_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +99,7 @@ def test_the_time_limit_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "not run, the limit of 0 s was reached: q1s24@spec" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_rankings_can_come_from_bench_results_of_this_chip(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

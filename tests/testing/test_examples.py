@@ -61,6 +61,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_package_is_selected_by_name_only(site: Path) -> None:
     """X1: the entry point registers the backend; automatic selection does not use it."""
     done = _run(["-c", _SELECT], site)
@@ -87,6 +88,7 @@ def test_the_test_suite_of_the_package_passes(site: Path) -> None:
     assert "passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_one_file_backend_passes(tmp_path: Path) -> None:
     path = ROOT / "examples" / "one_file_backend.py"
     done = _run(["-m", "attnlib", "verify", f"{path}:OneFileBackend", "--device", "cpu"], tmp_path)

@@ -56,6 +56,7 @@ def test_the_option_runs_the_suite_without_a_test_file(tmp_path: Path) -> None:
     assert "not run: needs a GPU" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_failure_shows_the_message_and_the_reproduction_line(tmp_path: Path) -> None:
     (tmp_path / "wrong_one.py").write_text(
         "from tests.testing.toy_backend import toy_with\n"

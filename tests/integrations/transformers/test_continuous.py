@@ -31,10 +31,13 @@ PAGE = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block
 LENGTHS = {"torch": (5, 9, 33, 18), "triton": (3, 11)}
 TOKENS = {"torch": 10, "triton": 3}
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("psutil") is None and PAGE == "block_size",
-    reason="without psutil this version of transformers finds no memory for the cache on a CPU",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("psutil") is None and PAGE == "block_size",
+        reason="without psutil this version of transformers finds no memory for the cache on a CPU",
+    ),
+]
 
 
 def eager_tokens(model: Any, inputs: list[list[int]], tokens: int) -> list[list[int]]:

@@ -253,6 +253,7 @@ def test_chunked_layers_that_drop_keys(backend: str) -> None:
     assert torch.equal(generated(model, "attnlib", batch, 8), generated(model, "eager", batch, 8))
 
 
+@pytest.mark.slow
 def test_several_queries_of_a_chunked_layer_that_dropped_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -275,6 +276,7 @@ def test_several_queries_of_a_chunked_layer_that_dropped_keys(
         run(model, "attnlib", in_chunks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral", "llama4"])
 def test_decodes_do_not_read_the_padding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the padding mask is read once, for the prefill; decodes plan on the device."""

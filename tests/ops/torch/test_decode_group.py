@@ -47,6 +47,7 @@ def long_case(
     return make_case(query_lens, seq_lens, head_size=8, block_size=16, **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
 @pytest.mark.parametrize("window", [None, 40, 700])
 @pytest.mark.parametrize(

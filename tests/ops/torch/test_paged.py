@@ -216,6 +216,7 @@ def test_positions_before_the_window_are_not_read(
     case.check(operation, batch_invariant=batch_invariant)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("feature", ["causal", "sinks", "soft_cap", "k_v_scales", "window_of_four"])

@@ -46,6 +46,7 @@ def results() -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS)
 def test_bound_launches(results: dict[str, str], check: str) -> None:
     """P1: the same kernels; hooks and unknown versions disable bound launches."""

@@ -64,6 +64,7 @@ def test_no_feature_is_ignored(device: torch.device, feature: str) -> None:
     assert float((plain - changed).abs().max()) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_splits", SPLITS)
 @pytest.mark.parametrize("feature", ["sinks", "window_both"])
 def test_number_of_splits_does_not_change_results(

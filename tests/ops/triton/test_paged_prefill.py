@@ -74,6 +74,7 @@ def test_large_head_sizes(device: torch.device, d: int) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "kv_heads"), [(3, 3), (5, 1), (12, 2), (14, 2), (8, 1), (24, 1), (130, 1)]
 )
@@ -178,6 +179,7 @@ def test_more_queries_than_positions(device: torch.device) -> None:
     batch.check(paged_prefill, causal=False, window=(-1, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("requests", [1, 130])
 def test_many_requests(device: torch.device, requests: int) -> None:
     """More requests than one load of the search, including requests without tokens."""

@@ -74,6 +74,7 @@ def test_a_uniform_batch_is_one_wave(device: torch.device) -> None:
     assert _splits(device, [8192] * 8, 16, 1 / 33, True) == [(128, 4)] * 8
 
 
+@pytest.mark.slow
 def test_a_full_batch_is_not_split(device: torch.device) -> None:
     """Requests that make almost two waves by themselves are not split."""
     assert _splits(device, [8192] * 64, 4, 1 / 33, True) == [(128, 1)] * 64
@@ -86,6 +87,7 @@ def test_ragged_batches_split_by_work(device: torch.device) -> None:
     assert short == [(4, 1)] * 15
 
 
+@pytest.mark.slow
 def test_number_of_splits_is_bounded(device: torch.device) -> None:
     """No request uses more splits than the grid has, for random lengths."""
     generator = torch.Generator().manual_seed(0)
