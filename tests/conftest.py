@@ -1,6 +1,7 @@
-"""What holds for every test: Triton is interpreted where there is no GPU, and a developer's own tuning table decides nothing."""
+"""Settings of all tests: Triton is interpreted without a GPU; local tuning tables are ignored."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,3 +18,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="compile every tile table entry for every target that it is for, not for one of them (minutes)",
     )
+
+
+@pytest.fixture(autouse=True)
+def _observers_end_with_the_test() -> Iterator[None]:
+    """ATTNLIB_VALIDATE=2 registers an observer for the rest of the process."""
+    yield
+    from attnlib.instrumentation import OBSERVERS
+
+    OBSERVERS.clear()

@@ -17,6 +17,7 @@ def test_usage_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dotcor"]) == 2 and "unknown command 'dotcor'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_python_dash_m() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "attnlib", "explain", "--device", "cpu"],

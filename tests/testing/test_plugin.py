@@ -84,6 +84,7 @@ def test_without_the_option_the_plugin_imports_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["no_such_module:Backend"])
 def test_a_bad_path_stops_the_run(tmp_path: Path, backend: str) -> None:
     done = _pytest(tmp_path, f"--attnlib-backend={backend}")

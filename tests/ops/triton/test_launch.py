@@ -53,6 +53,7 @@ def test_bound_launches(results: dict[str, str], check: str) -> None:
     assert results[check] == ""
 
 
+@pytest.mark.slow
 def test_every_check_is_listed(results: dict[str, str]) -> None:
     """`CHECKS` names every check of `recorded_launches`."""
     assert sorted(results) == sorted(CHECKS)
