@@ -1,4 +1,4 @@
-"""Checks of one layer call by what the host knows for free: types, shapes, dtypes, strides, devices.
+"""Checks of a layer call that read no device memory: types, shapes, dtypes, strides, devices.
 
 They run before anything is written or launched, once per call signature and batch layout.
 `attnlib.debug.validation` also reads values.

@@ -17,7 +17,7 @@ OBSERVERS: list[Callable[..., None]] = []
 
 
 def checker_for_level() -> Callable[..., None] | None:
-    """The check of tensor values that ATTNLIB_VALIDATE asks for, called before every layer call with
+    """The check of tensor values that ATTNLIB_VALIDATE turns on, called before each layer call with
     (layer, query, key, value, cache, metadata); None when the variable is unset or 0. Level 2 also
     starts shadow execution."""
     level = env.read(VALIDATE_VARIABLE)

@@ -1,7 +1,7 @@
 """The layer: `Attention(q, k, v, cache, metadata)` writes the new keys, then attends (P7).
 
-Everything a step needs is an argument. The layer itself keeps what belongs to one layer of one model for good: its spec, its backend and impl, the
-scale, slopes and sinks.
+Everything a step needs is an argument. The layer keeps what belongs to one layer of one model: its
+spec, backend and impl, scales, slopes and sinks.
 """
 
 from __future__ import annotations
@@ -36,17 +36,23 @@ class Attention(nn.Module):
 
     Args:
         spec: what the layer needs.
-        backend: a name, a backend class, or None for selection by `use_backend`, ATTNLIB_BACKEND and priority.
+        backend: a name, a backend class, or None for selection by `use_backend`, ATTNLIB_BACKEND
+            and priority.
         scale: softmax scale; None means 1/sqrt(head_size).
         alibi_slopes: one slope per query head, when `spec.has_alibi`.
         sinks: one sink logit per query head (M4), when `spec.has_sink`.
-        k_scale, v_scale: scales of a quantised cache (M9); they are handed to the first cache that the layer sees.
-        kv_sharing_target_layer_name: the layer whose cache this one reads; it then never writes (P8).
+        k_scale, v_scale: scales of a quantized cache (M9), finite and positive. They become the
+            scales of the layer's cache at the first call; 1 uses the scales of the cache.
+        kv_sharing_target_layer_name: the layer whose cache this one reads; this layer does not
+            write then (P8).
         prefix: the layer's name, for messages and records.
-        device: where it will run, for selection; None means a GPU where torch sees one, else the CPU.
+        device: where the layer will run, for selection; None means a GPU if torch sees one, else
+            the CPU.
 
     Raises:
-        UnknownBackendError, BackendUnavailableError, UnsupportedConfigError: the backend asked for is not known, not here, or refuses the spec.
+        UnknownBackendError: no backend of this name is registered.
+        BackendUnavailableError: the backend cannot run on this machine.
+        UnsupportedConfigError: the backend does not support the spec.
     """
 
     def __init__(
@@ -126,8 +132,9 @@ class Attention(nn.Module):
         """The layer from vLLM's argument list.
 
         Args:
-            cache_config: anything with `block_size` and `cache_dtype`; None means blocks of 16 in the model's dtype.
-            quant_config: accepted and not read: scales come by `k_scale` and `v_scale` of the layer or its cache.
+            cache_config: an object with `block_size` and `cache_dtype`; None means blocks of 16
+                in the model's dtype.
+            quant_config: not read. Scales are `k_scale` and `v_scale` of the layer or its cache.
             dtype: dtype of q, k, v; None means torch's default dtype.
             sinks, device: as in the class.
             spec_fields: more fields of `AttentionSpec`.
@@ -259,7 +266,8 @@ class Attention(nn.Module):
         self.handle = register(self)  # a copy of a layer is another layer
 
     def calc_kv_scales(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Set `k_scale` and `v_scale` so that the largest element of `key` and `value` becomes the largest that the cache's dtype can hold.
+        """Set `k_scale` and `v_scale` so that the largest element of `key` and `value` becomes the
+        largest finite number of the cache's dtype.
 
         Call it before the layer sees its cache; for a cache that is not quantised it does nothing.
         """
@@ -274,7 +282,7 @@ class Attention(nn.Module):
         )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """For engines that call it after loading weights: attention has none, so there is nothing to do."""
+        """Does nothing; engines call it after loading weights."""
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         """The backend that this layer runs on."""
@@ -284,7 +292,8 @@ class Attention(nn.Module):
         """Sizes, scale and backend, for `print(model)`."""
         spec = self.spec
         return (
-            f"{self.prefix + ', ' if self.prefix else ''}num_heads={spec.num_heads}, num_kv_heads={spec.num_kv_heads}, head_size={spec.head_size}, "
+            f"{self.prefix + ', ' if self.prefix else ''}num_heads={spec.num_heads}, "
+            f"num_kv_heads={spec.num_kv_heads}, head_size={spec.head_size}, "
             f"scale={self.impl.scale:.6g}, backend={self.backend.get_name()}"
         )
 
@@ -333,7 +342,8 @@ class Attention(nn.Module):
             query.dtype, query.shape, query.stride(), query.device, query.requires_grad,
             None if key is None else (key.dtype, key.shape, key.stride(), key.device),
             None if value is None else (value.dtype, value.shape, value.stride(), value.device),
-            None if output is None else (output.dtype, output.shape, output.stride(), output.device),
+            None if output is None
+            else (output.dtype, output.shape, output.stride(), output.device),
             return_lse, torch.is_grad_enabled(),
             self._per_head_signature() if self._has_per_head else None,
         )  # fmt: skip
@@ -471,12 +481,13 @@ class Attention(nn.Module):
         if output.dtype != query.dtype or output.device != query.device or output.stride(-1) != 1:
             raise ContractError(
                 f"output is {output.dtype} on {output.device} with last stride "
-                f"{output.stride(-1)}; it must be {query.dtype} on {query.device} with last stride 1",
+                f"{output.stride(-1)}; it must be {query.dtype} on {query.device} with last "
+                "stride 1",
                 rule="P9",
             )
 
     def _scales_agree(self, cache: PagedKVCache | None) -> bool:
-        """Whether this layer's KV scales are known to be those of the cache, without reading them."""
+        """Whether this layer's KV scales are those of the cache, by identity."""
         if cache is None or self._uses_cache_scales:
             return True
         return self.k_scale is cache.k_scale and self.v_scale is cache.v_scale

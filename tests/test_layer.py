@@ -257,7 +257,8 @@ def test_bad_calls_are_named_and_change_nothing(name: str, message: str, seasone
         ({"seq_lens": [1, -5]}, r"seq_lens\[1\]=-5 must not be negative"),
         (
             {"seq_lens": [1, 9]},
-            r"block_table row 1 has 2 entries, but seq_lens\[1\]=9 needs 3 blocks of 4 tokens \[P3\]",
+            r"block_table row 1 has 2 entries, but seq_lens\[1\]=9 needs 3 blocks of 4 "
+            r"tokens \[P3\]",
         ),
         (
             {"block_table": [[6, 0], [1, 8]]},
@@ -301,7 +302,7 @@ def test_garbage_behind_a_rows_end_is_legal(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_cache_in_an_order_that_the_backend_does_not_read_is_refused() -> None:
-    """P2: kernels that read one order must never see another; views of no named order are left to the backend, which has their strides."""
+    """P2: a kernel for one layout never reads another. The backend checks unnamed layouts."""
     backend = type(
         "HeadsFirst",
         (TorchBackend,),

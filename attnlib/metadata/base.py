@@ -67,6 +67,15 @@ class AttentionMetadata:
     multi_modal_placeholder_index_maps: Mapping[str, Any] | None = None
     enable_kv_scales_calculation: bool = False
 
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Any:
+        """The instance with these fields, for builders: quicker than the constructor, whose
+        assignments pass through `__setattr__`. Fields with a default may be missing."""
+        metadata = object.__new__(cls)
+        metadata.__dict__.update(fields)
+        metadata.__post_init__()
+        return metadata
+
     def __post_init__(self) -> None:
         self.handle = register_tensor_id(self)
         self.recent_plan: Any = None

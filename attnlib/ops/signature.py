@@ -1,4 +1,4 @@
-"""What a call follows from besides addresses: dtypes, shapes, strides and devices of its tensors."""
+"""Signatures of tensors: dtype, shape, strides and device, but not address and values."""
 
 from __future__ import annotations
 

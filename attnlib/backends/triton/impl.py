@@ -20,9 +20,9 @@ __all__ = ["TritonImpl"]
 
 
 class TritonImpl(AttentionImpl):
-    """Attention by attnlib's own kernels. On Hopper, Gluon kernels serve the calls that they support
-    and are faster at. `config={"kernels": "portable"}` uses the plain Triton kernels only, "hopper"
-    uses the Gluon kernels wherever they support the call."""
+    """Attention by attnlib's own kernels. On Hopper, Gluon kernels serve the calls that they
+    support and are faster at. `config={"kernels": "portable"}` uses the plain Triton kernels only,
+    "hopper" uses the Gluon kernels wherever they support the call."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

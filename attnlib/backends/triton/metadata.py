@@ -1,4 +1,4 @@
-"""Metadata of the `triton` backend: the paged metadata, scratch memory, and how decodes are split."""
+"""Metadata of the `triton` backend: paged metadata, scratch memory, and splits of decodes."""
 
 from __future__ import annotations
 
@@ -187,14 +187,11 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             )  # fmt: skip
             needed = self._scheduler.workspace_bytes(schedule, fields["num_decode_tokens"])
             workspace = self._workspace.reserve(needed).view(torch.float32) if needed else None
-        metadata = TritonMetadata(
-            **fields,
-            scheduler=self._scheduler,
-            workspace=workspace,
-            counters=self._step_counters(bool(fields["num_prefills"])),
-        )
+        fields["scheduler"], fields["workspace"] = self._scheduler, workspace
+        fields["counters"] = self._step_counters(bool(fields["num_prefills"]))
         if schedule is not None:
-            metadata.__dict__["decode_schedule"] = schedule  # the cached property's value
+            fields["decode_schedule"] = schedule  # the value of the cached property
+        metadata: TritonMetadata = TritonMetadata.from_fields(fields)
         return metadata
 
     def _step_counters(self, prefills: bool) -> torch.Tensor | None:

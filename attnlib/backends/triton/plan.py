@@ -193,7 +193,7 @@ class TritonPlan:
         if launches.write is not None and slots is not None:
             self._write = launches.write.bind(slots.data_ptr(), True)
         self._attend = self._bind_attention(True, True)
-        # Bound launches hold addresses: keep the memory behind them, whatever becomes of the tensors.
+        # Bound launches hold addresses: keep the memory behind them, even if a tensor is resized.
         tensors = (*(self._decode_batch or ()), *(self._prefill_batch or ()), slots)
         self._storages = [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
 

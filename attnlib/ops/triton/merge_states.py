@@ -1,6 +1,6 @@
 """Joining two partial attention results over disjoint keys into the result over all of them.
 
-The rule is the one by which a softmax splits: weights are exp(lse - lse_merged). Used for cascades and cached prefixes.
+The weight of each part is exp(lse - lse_merged). Used for cascades and cached prefixes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def merge_states(
         lse_a: `[T, Hq]` float32, natural log, last stride 1; +inf counts as -inf (no key).
         out_b: as `out_a`.
         lse_b: as `lse_a`.
-        out: `[T, Hq, Dv]`, written; may be `out_a` or `out_b`. A row that neither side has seen becomes 0.
+        out: `[T, Hq, Dv]`, written; may be `out_a` or `out_b`. A row without
+            keys on either side becomes 0.
         lse: `[T, Hq]` float32, written when given; may be `lse_a` or `lse_b`.
     """
     if out.numel() == 0:
@@ -45,7 +46,8 @@ def merge_states(
     key = ("merge states", out.get_device(), out.shape, lse is None, *layouts)
     launch = LAUNCHES.get(key) or LAUNCHES.keep(key, _launch(out, lse is not None))
     numbers = (
-        out.shape[1], out_a.stride(0), out_a.stride(1), out_b.stride(0), out_b.stride(1), out.stride(0), out.stride(1),
+        out.shape[1], out_a.stride(0), out_a.stride(1), out_b.stride(0), out_b.stride(1),
+        out.stride(0), out.stride(1),
         lse_a.stride(0), lse_b.stride(0), target.stride(0),
     )  # fmt: skip
     addresses = (

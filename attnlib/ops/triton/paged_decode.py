@@ -10,6 +10,7 @@ On Hopper, a Gluon kernel (`hopper/`) serves the calls that it supports and is f
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -104,6 +105,7 @@ class DecodeTiling(NamedTuple):
     packing: dict[str, int]
 
 
+@functools.lru_cache(maxsize=512)
 def decode_tiling(
     shape: AttentionShape, limits: DeviceLimits, max_query_len: int, keys_per_sm: int | None
 ) -> DecodeTiling:
@@ -264,9 +266,10 @@ def paged_decode(
         num_splits: programs that may share one request's keys. None: chosen from the bounds, and
             used by length (long requests get more splits). A number splits every request into that
             many, so that a row's bits depend on its own request only.
-        workspace: contiguous float32 or uint8 tensor of at least `paged_decode_workspace_bytes(...)`
-            bytes; allocated when None and needed. The Hopper decode needs more
-            (`hopper.dispatch.decode_workspace_bytes`) and is not used with less.
+        workspace: contiguous float32 or uint8 tensor of at least
+            `paged_decode_workspace_bytes(...)` bytes; allocated when None and needed. The
+            Hopper decode needs more (`hopper.dispatch.decode_workspace_bytes`) and is not used
+            with less.
         counters: int32 zeros (`hopper.dispatch.num_counters` of them). With them the Hopper decode
             combines splits in its own kernel and leaves zeros; None, or fewer: a second kernel
             combines. Concurrent calls need counters of their own.

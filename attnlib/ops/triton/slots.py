@@ -1,4 +1,4 @@
-"""Where each query token's key and value belong, computed on the device so that nobody waits for the host."""
+"""Slots of the query tokens, computed on the device without a host sync."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def compute_slot_mapping(
     num_tokens: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The slot of every query token: block * block_size + offset of position seq_len - query_len + i.
+    """The slot of every query token: block * block_size + offset of its position, which is
+    seq_len - query_len + i.
 
     Args:
         query_start_loc: `[R + 1]` int32, where each request's tokens start.

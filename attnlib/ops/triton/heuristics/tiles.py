@@ -9,7 +9,6 @@ tile with its table entry.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -227,7 +226,6 @@ def choose_prefill_tile(
     )
 
 
-@functools.lru_cache(maxsize=512)
 def choose_decode_tile(
     head_size: int,
     head_size_v: int,

@@ -1,6 +1,6 @@
 """Host side of the Hopper decode: tile, grid, workspace and argument order.
 
-`support.decode_unsupported_reasons` lists what the kernel does not implement; `dispatch` consults it.
+`support.decode_unsupported_reasons` lists what the kernel does not implement.
 """
 
 from __future__ import annotations

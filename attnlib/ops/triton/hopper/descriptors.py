@@ -59,7 +59,7 @@ class CacheView(NamedTuple):
     def describe(self, pointer: int) -> TensorDescriptor:
         """The descriptor of a cache at this address."""
         blocks, positions, heads, size = self.shape
-        # The stride of a dimension of size 1 is arbitrary (P1); TMA requires a multiple of 16 bytes.
+        # A dimension of size 1 has any stride (P1), but TMA requires a multiple of 16 bytes.
         block, position, head = (
             8 if n == 1 else s for n, s in zip(self.shape[:3], self.strides[:3], strict=True)
         )

@@ -1,4 +1,4 @@
-"""Whether the Hopper kernels serve a call, and with which tile; the plain kernels serve the rest."""
+"""Decides whether the Hopper kernels serve a call, and with which tile."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def unsupported_strides(**tensors: Tensor) -> list[str]:
-    """Why tensors cannot be read in 16-byte pieces, given aligned addresses; empty when they can."""
+    """Why tensors cannot be read in units of 16 bytes, given aligned addresses."""
     reasons = []
     for name, tensor in tensors.items():
         strides = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)

@@ -1,6 +1,6 @@
 """Host side of the Hopper prefill: tile, grid, descriptors and argument order.
 
-`support.prefill_unsupported_reasons` lists what the kernel does not implement; `dispatch` consults it.
+`support.prefill_unsupported_reasons` lists what the kernel does not implement.
 """
 
 from __future__ import annotations

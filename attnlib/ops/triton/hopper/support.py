@@ -25,7 +25,7 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 """Block sizes that divide a key tile or are divided by it."""
 
 # Measured on an NVIDIA H200 (driver 580.159.04, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-21) with
-# 32/8 heads of size 128: 1 to 256 requests of 64 to 2048 keys, and windows of 128 to 2048 keys, CUDA
+# 32/8 heads of size 128: 1 to 256 requests of 64 to 2048 keys, windows of 128 to 2048 keys, CUDA
 # graphs on cold caches (docs/kernel-notes.md). benchmarks/gpu/variants.py defines one backend per
 # kernel family to repeat the comparison. Microseconds, Hopper / portable:
 #

@@ -1,1 +1,1 @@
-"""Launching compiled kernels: call signatures, the launch cache, bound launches, and the driver calls beneath them."""
+"""Kernel launches: call signatures, the launch cache, bound launches, and driver calls."""

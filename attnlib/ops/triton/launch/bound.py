@@ -1,4 +1,4 @@
-"""Kernel launches that are bound once: a repeated launch skips Triton's Python and calls the driver.
+"""Kernel launches that are bound once: repeated launches skip Triton's Python.
 
 Triton's `kernel[grid](...)` classifies every argument again at each call, which costs 10 to 20
 microseconds for the attention kernels. The compiled kernel depends on the type of each argument, on
@@ -129,7 +129,8 @@ class BoundLaunch:
         return self._call is not None and not self.hooks
 
     def by_triton(self, arguments: tuple[Any, ...], aligned: bool) -> None:
-        """Launch through Triton on the current stream; the first aligned one makes direct launches possible.
+        """Launch through Triton on the current stream. After the first aligned launch, direct
+        launches are possible.
 
         Args:
             arguments: the runtime arguments in the kernel's order, tensors as tensors.

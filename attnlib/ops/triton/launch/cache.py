@@ -9,7 +9,7 @@ __all__ = ["LAUNCHES", "LaunchCache"]
 
 
 class LaunchCache(dict[Hashable, Any]):
-    """A dictionary of at most `LIMIT` entries. A full cache is cleared: entries are rebuilt on demand."""
+    """A dictionary of at most `LIMIT` entries. A full cache is cleared and rebuilt on demand."""
 
     LIMIT = 4096
 

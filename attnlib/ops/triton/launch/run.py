@@ -1,4 +1,4 @@
-"""Running a prepared attention launch once, on tensors; a step plan keeps the bound form instead."""
+"""Run a prepared attention launch once, on tensors. A step plan keeps the bound form instead."""
 
 from __future__ import annotations
 
