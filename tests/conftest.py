@@ -7,7 +7,7 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    # Read by triton when a kernel is decorated, so it has to be there before any test module imports the kernels.
+    # Triton reads it when a kernel is decorated: set it before a test module imports kernels.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("ATTNLIB_TUNING", "off")
 
@@ -16,7 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-target",
         action="store_true",
-        help="compile every tile table entry for every target that it is for, not for one of them (minutes)",
+        help="compile every tile table entry for all of its targets instead of one (minutes)",
     )
 
 

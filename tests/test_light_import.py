@@ -56,6 +56,7 @@ def test_modules_of_ops_triton_that_need_no_triton(module: str) -> None:
     assert _loads(f"import attnlib.ops.triton.{module}") == "[] False"
 
 
+@pytest.mark.slow
 def test_the_probe_reports_triton() -> None:
     pytest.importorskip("triton")
     assert _loads("import attnlib.ops.triton.hopper.dispatch") == "['triton'] False"
@@ -89,6 +90,7 @@ def test_explain_for_hopper_imports_no_kernels(program: str) -> None:
     assert _loads(program) == "[] False"
 
 
+@pytest.mark.slow
 def test_the_probe_reports_a_heavy_import() -> None:
     assert _loads("import hypothesis") == "['hypothesis'] False"
 

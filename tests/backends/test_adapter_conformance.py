@@ -59,6 +59,7 @@ def test_flash_attn_conforms(monkeypatch: pytest.MonkeyPatch, build: str) -> Non
     assert record.calls  # the fake was called
 
 
+@pytest.mark.slow
 def test_flashinfer_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
     record = fake_flashinfer.Recorder()
     fake_flashinfer.install(monkeypatch, record)

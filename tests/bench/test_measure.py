@@ -17,6 +17,8 @@ from attnlib.bench.peaks import Peaks
 from attnlib.bench.results import Row
 from attnlib.errors import ContractError, UnknownBackendError
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 PEAKS = Peaks(copy_gbps=10.0, read_gbps=10.0, matmul_tflops=0.1, matmul="none")
 CASE = parse_case("3q1s40_q9s30@heads=4/2,d=16,dtype=float32")

@@ -166,6 +166,7 @@ def test_devices_without_hardware_have_no_table() -> None:
     assert tuning.chip_name(DeviceInfo("cuda", 0, None, name="no such device")) is None
 
 
+@pytest.mark.slow
 def test_the_table_is_read_once_and_not_at_import(table: Path) -> None:
     program = """
 import sys

@@ -34,6 +34,9 @@ from tests.integrations.transformers.test_continuous import (
 H200 = DeviceInfo("cuda", 0, (9, 0), name="NVIDIA H200")
 
 
+pytestmark = pytest.mark.slow
+
+
 class _Layer:
     def __init__(self, backend: Any) -> None:
         self.backend = backend

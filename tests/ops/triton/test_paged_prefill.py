@@ -100,6 +100,7 @@ def test_block_sizes(device: torch.device, block_size: int, layout: str) -> None
     batch.check(paged_prefill)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(device: torch.device, layout: str) -> None:
     """P1, P2: the strides determine the memory order."""

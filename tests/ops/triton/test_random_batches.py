@@ -59,6 +59,7 @@ def _draw(seed: int, device: torch.device) -> tuple[PagedBatch, dict[str, Any], 
     return batch, options, choose.choice([None, None, 1, 2, 5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(16))
 def test_random_batches(device: torch.device, seed: int) -> None:
     """Prefill and decode agree with the reference."""
