@@ -37,18 +37,23 @@ def microseconds(call: Callable[[], object], number: int) -> float:
     return statistics.median(timeit.repeat(call, number=number, repeat=7)) / number * 1e6
 
 
-def launch_microseconds(call: Callable[[], object], rounds: int = 40) -> float:
-    """Median over rounds of the mean host time of `BURST` calls, after three warm-up rounds."""
-    times = []
+def launch_microseconds(*calls: Callable[[], object], rounds: int = 60) -> list[float]:
+    """For each call, the median over the rounds of the host's mean time for one of `BURST` calls.
+
+    The calls take turns, so that a change of the machine's speed affects all of them alike.
+    """
+    times: list[list[float]] = [[] for _ in calls]
     for number in range(rounds + 3):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(BURST):
+        for call, found in zip(calls, times, strict=True):
+            torch.cuda.synchronize()
             call()
-        if number >= 3:
-            times.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            for _ in range(BURST):
+                call()
+            if number >= 3:
+                found.append((time.perf_counter() - began) / BURST * 1e6)
     torch.cuda.synchronize()
-    return statistics.median(times) / BURST * 1e6
+    return [statistics.median(found) for found in times]
 
 
 def host_costs() -> dict[str, float]:
@@ -178,17 +183,18 @@ class LayerCall:
 def layer_costs(name: str) -> dict[str, float]:
     """Host time of one kind of call, in microseconds."""
     call = LayerCall(*BATCHES[name])
-    bare = launch_microseconds(call.bare_launches())
+    launches = call.bare_launches()
     for _ in range(4):
         call()
-    inside = launch_microseconds(call)
+    bare, inside, allocating = launch_microseconds(launches, call, call.allocating)
+    (first,) = launch_microseconds(call.first_layer, rounds=20)
     bar = ABOVE[name.split()[0]]
     return {
         f"{name}: bare launches, us": bare,
         f"{name}: layer, output given, us": inside,
         f"{name}: above the bare launches, us (bar {bar})": inside - bare,
-        f"{name}: layer that allocates its output, us": launch_microseconds(call.allocating),
-        f"{name}: first layer of a step, us": launch_microseconds(call.first_layer),
+        f"{name}: layer that allocates its output, us": allocating,
+        f"{name}: first layer of a step, us": first,
     }
 
 
@@ -196,13 +202,13 @@ def gpu_costs() -> dict[str, float]:
     """Eager layer calls and `build`, with the triton backend."""
     decodes = LayerCall([1] * 256, [100] * 256)
     mixed = LayerCall([1] * 220 + [64] * 36, [100] * 256)
+    builds = launch_microseconds(
+        lambda: decodes.builder.build(0, decodes.common),
+        lambda: mixed.builder.build(0, mixed.common),
+    )
     costs = {
-        "build for 256 decodes, us (bar 11)": launch_microseconds(
-            lambda: decodes.builder.build(0, decodes.common)
-        ),
-        "build for 220 decodes and 36 prefills, us": launch_microseconds(
-            lambda: mixed.builder.build(0, mixed.common)
-        ),
+        "build for 256 decodes, us (bar 11)": builds[0],
+        "build for 220 decodes and 36 prefills, us": builds[1],
     }
     for name in BATCHES:
         costs.update(layer_costs(name))
