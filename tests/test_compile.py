@@ -1,4 +1,4 @@
-"""torch.compile: a layer is one opaque operator; the whole model compiles once, and gives what it gives without."""
+"""torch.compile: a layer is one opaque operator; results of a compiled model equal eager ones."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ BACKENDS = [
 @pytest.mark.parametrize("compiler", BACKENDS)
 @torch.inference_mode()
 def test_fullgraph_equals_eager(compiler: str) -> None:
-    """The compiled model gives what the plain one gives, step after step, and both write the same cache."""
+    """In every step, outputs and caches of the compiled model equal those of the eager model."""
     model = Model(SPEC)
     compiled = torch.compile(model, backend=compiler, fullgraph=True, dynamic=True)
     plain_caches, caches = _caches(SPEC), _caches(SPEC)
@@ -113,7 +113,7 @@ def test_fullgraph_equals_eager(compiler: str) -> None:
 
 @torch.inference_mode()
 def test_another_batch_compiles_nothing() -> None:
-    """Metadata and caches are read at every call, not baked into the graph: same shapes, no new graph."""
+    """Metadata and caches are read in every call, so equal shapes need no new graph."""
     graphs: list[torch.fx.GraphModule] = []
 
     def count(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -144,8 +144,8 @@ def test_another_batch_compiles_nothing() -> None:
 
 
 @torch.inference_mode()
-def test_checks_still_speak_from_inside() -> None:
-    """A bad call is refused at run time with the layer's own words."""
+def test_checks_run_inside_the_operator() -> None:
+    """An invalid call raises the error message of the layer at run time."""
     layer = Attention(SPEC, backend=TorchBackend, device="cpu")
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     step = _steps(SPEC)[0]
@@ -170,8 +170,8 @@ def test_encoders_have_no_cache() -> None:
 
 
 @torch.inference_mode()
-def test_the_operator_is_what_it_declares() -> None:
-    """Schema, fake implementation and mutation, by torch's own checker."""
+def test_operator_schema() -> None:
+    """Schema, fake implementation and mutations pass `torch.library.opcheck`."""
     layer = Attention(SPEC, backend=TorchBackend, device="cpu")
     cache, step = _caches(SPEC)[0], _steps(SPEC)[0]
     q, kv = torch.randn(29, 4, 16), torch.randn(29, 2, 16)
@@ -198,7 +198,7 @@ COPIES = {
 @pytest.mark.parametrize("how", COPIES)
 @torch.inference_mode()
 def test_copies_of_caches_and_metadata_have_ids_of_their_own(how: str) -> None:
-    """A compiled call over copies writes and reads the copies."""
+    """A compiled call with copies writes and reads the copies."""
     layer = Attention(SPEC, backend=TorchBackend, device="cpu")
     cache, step = _caches(SPEC)[0], _steps(SPEC)[0]
     layer(torch.randn(29, 4, 16), torch.randn(29, 2, 16), torch.randn(29, 2, 16), cache, step)

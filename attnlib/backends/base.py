@@ -1,12 +1,12 @@
-"""The interface of a backend: one class that ties a declaration, a builder and an implementation together.
+"""The interface of a backend: capabilities, a metadata builder and an implementation.
 
-A backend needs two classes; a third one replaces the default metadata:
+A backend needs two classes. A third one replaces the default metadata:
 
     class MyImpl(AttentionImpl):                 # per layer: forward(query, cache, metadata, ...)
     class MyBackend(AttentionBackend):           # get_name, get_impl_cls, capabilities
     class MyBuilder(AttentionMetadataBuilder):   # optional, per batch: build(..., common, ...)
 
-Required methods are abstract, optional methods have working defaults.
+Required methods are abstract. Optional methods have working defaults.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = ["AttentionBackend", "AttentionImpl", "LayerGroup", "StepPlan"]
 
 
 class AttentionBackend(ABC):
-    """One way to compute attention. A class that is never instantiated: everything is a class or static method.
+    """Base class of backends. It is not instantiated: all methods are class or static methods.
 
     Attributes:
-        capabilities: what it can do; every field left out counts as "cannot" (fail closed).
+        capabilities: the supported features. A field that is not set means "not supported".
         description: one line for tables.
-        config: settings given at registration; they reach the builder and every impl.
+        config: settings from the registration, passed to the builder and every impl.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities()
@@ -50,16 +50,16 @@ class AttentionBackend(ABC):
     @staticmethod
     @abstractmethod
     def get_name() -> str:
-        """The name that users choose it by, in lower case."""
+        """The name by which users select the backend, in lower case."""
 
     @staticmethod
     @abstractmethod
     def get_impl_cls() -> type[AttentionImpl]:
-        """The per-layer class."""
+        """The implementation class, instantiated per layer."""
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
-        """The per-batch class; by default it builds `PagedMetadata`."""
+        """The metadata builder class; the default builds `PagedMetadata`."""
         return PagedMetadataBuilder
 
     @staticmethod
@@ -72,17 +72,27 @@ class AttentionBackend(ABC):
 
     @staticmethod
     def get_state_cls() -> type[AttentionState[Any]]:
-        """The class of what is kept for a runner's lifetime (graph buffers)."""
+        """The class that holds the persistent CUDA graph buffers of a model runner."""
         return AttentionState
 
     @classmethod
     def unavailable(cls, device: DeviceInfo) -> list[str]:
-        """Why it cannot run here at all (package, compiler, driver), each with the next action; empty when it can. No CUDA start-up, no network."""
+        """Reasons why the backend cannot run on `device` (package, compiler, driver).
+
+        Must not initialize CUDA and must not use the network.
+
+        Returns:
+            The reasons, each with the next action; empty if the backend can run.
+        """
         return []
 
     @classmethod
     def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
-        """Reasons that no single capability can express (one feature with another); empty when there are none."""
+        """Reasons against combinations of features, which single capabilities cannot express.
+
+        Returns:
+            The reasons; empty if `spec` has no unsupported combination.
+        """
         return []
 
     @classmethod
@@ -95,14 +105,17 @@ class AttentionBackend(ABC):
 
     @classmethod
     def tuner(cls, device: torch.device) -> Tuner | None:
-        """The parameters that `attnlib tune` can measure on `device`; None (the default) if there are none."""
+        """The parameters that `attnlib tune` can measure on `device`; None (default) if none."""
         return None
 
     @classmethod
     def validate_configuration(
         cls, spec: AttentionSpec, device: torch.device | str | DeviceInfo | None = None
     ) -> list[str]:
-        """Every reason why it cannot serve `spec` on `device`, availability aside; empty means that it fits."""
+        """All reasons why the backend does not support `spec` on `device`; empty if it does.
+
+        This does not check whether the backend is installed; see `unavailable`.
+        """
         info = resolve_device(device)
         return unsupported_reasons(spec, info, cls.capabilities) + cls.supports_combination(
             spec, info
@@ -116,15 +129,19 @@ class AttentionBackend(ABC):
         head_size: int,
         cache_dtype: str | torch.dtype = "auto",
     ) -> tuple[int, ...]:
-        """The logical shape of one layer's cache: `(2, num_blocks, block_size, num_kv_heads, head_size)`, keys then values (P2)."""
+        """The logical shape of the cache of one layer (P2).
+
+        Returns:
+            `(2, num_blocks, block_size, num_kv_heads, head_size)`; index 0 holds keys, 1 values.
+        """
         return (2, num_blocks, block_size, num_kv_heads, head_size)
 
     @classmethod
     def get_kv_cache_stride_order(cls, layout: str | None = None) -> tuple[int, ...]:
-        """For each physical dimension, outermost first, which dimension of `get_kv_cache_shape` it is (P2).
+        """Order of the dimensions of `get_kv_cache_shape` in memory, outermost first (P2).
 
         Args:
-            layout: a layout's name; None means the one that this backend reads best.
+            layout: name of a layout; None means the preferred layout of this backend.
         """
         reads = cls.capabilities.kv_cache_layouts or ("NHD",)
         preferred = next((name for name in reads if name != "ANY"), "NHD")
@@ -132,7 +149,7 @@ class AttentionBackend(ABC):
 
     @staticmethod
     def copy_blocks(kv_caches: Sequence[PagedKVCache], src_to_dists: BlockPairs) -> None:
-        """Copy blocks (source, destination) within each layer's cache; see `PagedKVCache.copy_blocks`."""
+        """Copy blocks within the cache of each layer; see `PagedKVCache.copy_blocks`."""
         for cache in kv_caches:
             cache.copy_blocks(src_to_dists)
 
@@ -140,7 +157,7 @@ class AttentionBackend(ABC):
     def swap_blocks(
         src_kv_cache: PagedKVCache, dst_kv_cache: PagedKVCache, src_to_dst: BlockPairs
     ) -> None:
-        """Copy blocks of one cache into another, across devices too; see `PagedKVCache.swap_blocks`."""
+        """Copy blocks to another cache, also across devices; see `PagedKVCache.swap_blocks`."""
         src_kv_cache.swap_blocks(dst_kv_cache, src_to_dst)
 
     @classmethod
@@ -152,17 +169,22 @@ class AttentionBackend(ABC):
     def make_builder(
         cls, spec: AttentionSpec, device: torch.device | str | None = None, **kwargs: Any
     ) -> AttentionMetadataBuilder[Any]:
-        """A builder with this backend's `config`; keyword arguments as `AttentionMetadataBuilder` takes them."""
+        """A builder with the `config` of this backend.
+
+        Args:
+            spec, device, kwargs: arguments of `AttentionMetadataBuilder`.
+        """
         return cls.get_builder_cls()(spec, device, config=cls.config, **kwargs)
 
     @classmethod
     def full_cls_name(cls) -> tuple[str, str]:
-        """(module, qualified name), to find the class again in another process."""
+        """Module and qualified name, by which another process can import the class."""
         return cls.__module__, cls.__qualname__
 
 
 class StepPlan(Protocol):
-    """One kind of call over one batch, prepared: cache write and attention (`AttentionImpl.plan`)."""
+    """Prepared cache write and attention for one call signature and batch, from
+    `AttentionImpl.plan`."""
 
     def run(
         self,
@@ -174,14 +196,14 @@ class StepPlan(Protocol):
         output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        """Write the new keys and values, then attend.
+        """Write the new keys and values, then compute attention.
 
         Args:
-            impl: of the layer that calls, for what is a layer's own (sinks, slopes).
-            query, key, value, output: flat or per head, as the layer was called. `key` and `value`
+            impl: the impl of the calling layer, for its sinks and slopes.
+            query, key, value, output: flat or per head, as passed to the layer. `key` and `value`
                 are None where nothing is written.
-            cache: the layer's cache, a `PagedKVCache`; None where keys are not cached.
-            lse: `[T, Hq]` float32 or None.
+            cache: the `PagedKVCache` of the layer; None where keys are not cached.
+            lse: `[T, Hq]` float32, or None.
         """
 
 
@@ -189,8 +211,8 @@ class LayerGroup:
     """Identity of the layers that may share a step plan: equal backend, spec, scale and config.
 
     Attributes:
-        has_plan: whether `AttentionImpl.plan` stands for the `forward` and `write_kv` of these
-            layers. It does not where a subclass or an assignment replaced one of these and kept an
+        has_plan: whether `AttentionImpl.plan` is equivalent to `write_kv` and `forward` of these
+            layers. False where a subclass or an assignment replaced one of these two and kept an
             inherited `plan`.
     """
 
@@ -204,24 +226,23 @@ _groups: WeakValueDictionary[Any, LayerGroup] = WeakValueDictionary()
 
 
 class AttentionImpl(ABC):
-    """One layer's attention on one backend.
+    """The attention of one layer on one backend.
 
     Args:
-        spec: what the layer needs; already accepted by the backend.
+        spec: requirements of the layer; already accepted by the backend.
         scale: softmax scale; None means 1/sqrt(head_size).
         alibi_slopes: `[Hq]` of a floating-point dtype, when `spec.has_alibi`.
         sinks: `[Hq]` of a floating-point dtype, when `spec.has_sink`.
         kv_sharing_target_layer_name: the layer whose cache this one reads (P8).
-        config: the backend's own settings.
-        prefix: the layer's name, for messages.
+        config: settings of the backend.
+        prefix: name of the layer, for messages.
 
     Attributes:
         alibi_slopes, sinks: `[Hq]` float32 or None. A layer owns these tensors as parameters or
-            buffers; they are read from there at every call.
+            buffers. They are read from the layer in every call.
 
     Raises:
-        ContractError: slopes or sinks without the spec declaring them, the other way round, or of
-            the wrong shape or dtype.
+        ContractError: slopes or sinks contradict the spec, or have a wrong shape or dtype.
     """
 
     _group: LayerGroup | None = None
@@ -272,18 +293,18 @@ class AttentionImpl(ABC):
         self._owner.sinks = values
 
     def read_per_head_tensors_from(self, owner: Any) -> None:
-        """Read `alibi_slopes` and `sinks` from these attributes of `owner` (the layer) from now on."""
+        """Read `alibi_slopes` and `sinks` from now on from these attributes of `owner`, a layer."""
         self._owner = owner
 
     @property
     def per_head_tensors(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Slopes and sinks in the dtype that they are stored in."""
+        """Slopes and sinks in the dtype in which they are stored."""
         return self._owner.alibi_slopes, self._owner.sinks
 
     @property
     def group(self) -> LayerGroup:
-        """Equal for layers whose plans are interchangeable: those of one class with equal spec,
-        scale and config. An impl whose methods were replaced is a group of its own."""
+        """The group of impls whose plans are interchangeable: same class, equal spec, scale and
+        config. An impl whose methods were replaced on the instance has a group of its own."""
         found: LayerGroup | None = self._group
         if found is None:
             key = (type(self), self.spec, self.scale, tuple(sorted(self.config.items())))
@@ -298,11 +319,11 @@ class AttentionImpl(ABC):
         return found
 
     def attention_params(self, metadata: Any, cache: PagedKVCache | None = None) -> AttentionParams:
-        """The parameters of this layer's attention over a batch, as the operations of `ops` take them.
+        """The attention parameters of this layer for a batch, for the operations of `attnlib.ops`.
 
         Args:
-            metadata: has `causal` and `query_bias`, as `PagedMetadata` does.
-            cache: its KV scales apply; None means scales of 1.
+            metadata: has `causal` and `query_bias`, like `PagedMetadata`.
+            cache: source of the KV scales; None means scales of 1.
         """
         spec = self.spec
         return AttentionParams(
@@ -327,14 +348,15 @@ class AttentionImpl(ABC):
         output: torch.Tensor,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend to what is in the cache; new keys are there already (P7).
+        """Compute attention over the cache, which contains the new keys already (P7).
 
         Args:
             query: `[T, Hq, D]`, strided (P9).
-            cache: this layer's cache.
-            metadata: what this backend's builder made.
-            output: `[T, Hq, Dv]`, strided, written in place; rows at or past the batch's tokens become 0 (M6).
-            lse: `[T, Hq]` float32, written in place when given (M5).
+            cache: the cache of this layer.
+            metadata: the result of this backend's builder.
+            output: `[T, Hq, Dv]`, strided, written in place. Rows at or past the tokens of the
+                batch are set to 0 (M6).
+            lse: `[T, Hq]` float32, written in place; None if not needed (M5).
         """
 
     def write_kv(
@@ -349,7 +371,7 @@ class AttentionImpl(ABC):
         Args:
             key: `[T, Hkv, D]`, strided; may be longer than `slot_mapping`.
             value: `[T, Hkv, Dv]`, likewise.
-            cache: this layer's cache.
+            cache: the cache of this layer.
             slot_mapping: `[T]` int64; -1 writes nothing.
         """
         from attnlib.ops.torch.cache_write import write_kv
@@ -375,21 +397,25 @@ class AttentionImpl(ABC):
         output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> StepPlan | None:
-        """Prepare a kind of call over a batch; None (the default): the layer calls `write_kv` and
-        `forward` for every call instead.
+        """Prepare the calls with one signature over a batch.
 
-        The layer asks once per batch and call signature, after its checks, and before anything is
-        written. It runs the plan for every call of that signature over the same `metadata`, by any
+        The layer calls `plan` once per batch and call signature, after its checks and before any
+        write. It runs the plan for every call with that signature over the same `metadata`, by any
         layer of the group. The signature covers the layer group and dtypes, shapes, strides and
-        devices of all tensors, so that calls differ in addresses and values only. A plan may keep
-        what it read from `metadata`: the layer drops plans when a field is assigned.
+        devices of all tensors, so that calls differ in addresses and values only. A plan may store
+        values from `metadata`: assigning a field of the metadata drops its plans.
 
         Args:
-            signature: hashable; also a key for what outlives the batch (compiled launches).
+            signature: hashable; also a key for objects that outlive the batch (compiled launches).
             query: `[T, Hq, D]` of the first such call, like all tensors here.
             key, value: `[T, Hkv, D]` and `[T, Hkv, Dv]`; None where the layer writes nothing.
+            cache: the cache of the layer.
+            metadata: the result of this backend's builder.
             output: `[T, Hq, Dv]`.
-            lse: `[T, Hq]` float32 or None.
+            lse: `[T, Hq]` float32, or None.
+
+        Returns:
+            The plan. With None (the default) the layer calls `write_kv` and `forward` instead.
         """
         return None
 
@@ -402,9 +428,19 @@ class AttentionImpl(ABC):
         output: torch.Tensor,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend to keys that were never cached (encoders): `key` `[Tk, Hkv, D]` and `value` `[Tk, Hkv, Dv]` are packed like the queries."""
+        """Compute attention over keys that are not cached (encoders).
+
+        Args:
+            query: `[T, Hq, D]`, strided (P9).
+            key, value: `[Tk, Hkv, D]` and `[Tk, Hkv, Dv]`, packed like the queries.
+            metadata, output, lse: as in `forward`.
+
+        Raises:
+            UnsupportedConfigError: the backend supports paged keys only.
+        """
         raise UnsupportedConfigError(
-            f"{type(self).__name__} attends through the paged cache only; attn_type={self.spec.attn_type.value} needs another backend (torch has it)"
+            f"{type(self).__name__} supports keys in a paged cache only; "
+            f"attn_type={self.spec.attn_type.value} needs another backend, for example torch"
         )
 
 
@@ -423,8 +459,8 @@ def _check_per_head(
     if (values is not None) != declared:
         given = "given" if values is not None else "missing"
         raise ContractError(
-            f"{name} {given}, but the spec says {flag}={declared}: the backend was chosen by the "
-            "spec, so both must agree"
+            f"{name} {given}, but the spec says {flag}={declared}: the spec selects the backend, so "
+            "both must agree"
         )
     if values is None:
         return

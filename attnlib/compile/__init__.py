@@ -1,1 +1,1 @@
-"""torch.compile support: one opaque operator, and integer ids for the Python objects that it uses."""
+"""Support for torch.compile: one opaque operator, and integer ids for its Python objects."""

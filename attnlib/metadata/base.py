@@ -1,4 +1,4 @@
-"""A backend's own view of a batch, and the builder that makes it."""
+"""Base classes: the metadata of a backend for one batch, and the builder that creates it."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ def _cached_properties(cls: Any) -> tuple[str, ...]:
 
 @dataclass(kw_only=True)
 class AttentionMetadata:
-    """The metadata of one batch in a backend's own form. Subclasses are dataclasses that add what
-    their kernels need.
+    """The metadata of one batch for one backend. Subclasses are dataclasses that add the fields
+    that their kernels need.
 
-    Values of its tensors may change in place (CUDA graph buffers do); their storage may not.
-    Assigning a field drops everything that was derived from the fields. Fields in `fixed_fields`
-    cannot be assigned.
+    Values of its tensors may change in place, as those of CUDA graph buffers do. Their storage must
+    not change. Assigning a field drops all values that were derived from the fields. Fields in
+    `fixed_fields` cannot be assigned.
 
     Attributes:
         num_prefills: requests in the prefill part.
         num_prefill_tokens: tokens of the prefill part.
         num_decode_tokens: tokens of the decode part.
-        slot_mapping: [>= T] int64 device (P4), or None where nothing is cached.
-        multi_modal_placeholder_index_maps: for engines that attach it; attnlib does not read it.
+        slot_mapping: [T] int64 device (P4), or None where nothing is cached.
+        multi_modal_placeholder_index_maps: for engines that set it; attnlib does not read it.
         enable_kv_scales_calculation: likewise.
         handle: id of this batch for torch.compile (not a field: a copy has its own).
         plans: step plans by call signature (not a field: a copy starts without plans).
         recent_plan: the plan used last, with a fast check of its signature; likewise.
 
-    A subclass with a `__post_init__` of its own calls this one.
+    A subclass that defines `__post_init__` must call this one.
     """
 
     fixed_fields: ClassVar[frozenset[str]] = frozenset()
@@ -107,16 +107,16 @@ class AttentionMetadata:
 
     @property
     def prefill_metadata(self) -> AttentionMetadata | None:
-        """The prefill requests as a batch, or None; by default the whole batch is one prefill."""
+        """The prefill part as a batch, or None; by default the whole batch."""
         return self
 
     @property
     def decode_metadata(self) -> AttentionMetadata | None:
-        """The decode requests as a batch, or None; by default there are none."""
+        """The decode part as a batch, or None; by default None."""
         return None
 
     def asdict_zerocopy(self, skip_fields: set[str] | None = None) -> dict[str, Any]:
-        """Field -> value without copying tensors (`dataclasses.asdict` copies deeply)."""
+        """The fields as a dictionary, without copies of tensors (unlike `dataclasses.asdict`)."""
         skip = skip_fields or set()
         return {
             field.name: getattr(self, field.name)
@@ -129,23 +129,30 @@ M = TypeVar("M", bound=AttentionMetadata)
 
 
 class AttentionMetadataBuilder(ABC, Generic[M]):
-    """Turns `CommonAttentionMetadata` into a backend's metadata: once per batch, not once per layer. No host sync.
+    """Converts `CommonAttentionMetadata` to the metadata of a backend, once per batch and not once
+    per layer, without a host sync.
 
     Args:
-        spec: the layers' spec; all layers served by one builder share it.
-        device: where the kernels run; None means a GPU where torch sees one, else the CPU.
-        layer_names: the layers that this builder serves, for messages.
-        layers: scale, window and soft cap of each layer, for kernels that plan with them; () when the kernels take them at the call.
-        config: the backend's own settings, as given at registration.
-        limits: the largest batch that will ever be built. Buffers are then allocated once, here; without limits they grow as batches do.
+        spec: the spec of all layers that use this builder.
+        device: where the kernels run; None means a GPU if torch sees one, else the CPU.
+        layer_names: the layers that use this builder, for messages.
+        layers: scale, window and soft cap of each layer, for kernels that need them when a batch is
+            planned; None if the kernels take them in each call.
+        config: settings of the backend, from its registration.
+        limits: the largest batch that is ever built. Buffers are then allocated once, in the
+            constructor. Without limits they grow with the batches. `AttentionState` requires
+            limits.
     """
 
     cudagraph_support: ClassVar[CudaGraphSupport] = CudaGraphSupport.NEVER
+    """Which batches can be captured; equal to `Capabilities.cudagraph` of the backend."""
     reorder_batch_threshold: ClassVar[int | None] = None
-    """Requests with at most this many new tokens go the decode way and want to stand first; None: the order does not matter."""
+    """Requests with at most this many new tokens form the decode part and should come first in the
+    batch. None: the order does not matter."""
     needs_host_lengths: ClassVar[bool] = True
-    """Whether `build` reads the lengths on the host (`query_start_loc_cpu`, `seq_lens_cpu`). A builder that says False is also right when they are
-    all 0: a runner that knows lengths on the device only then spares a copy for each batch, and can capture steps of any shape."""
+    """Whether `build` reads the lengths on the host (`query_start_loc_cpu`, `seq_lens_cpu`). If
+    False, the result is also correct when they are all 0: a runner with lengths on the device only
+    then needs no copy per batch, and can capture steps of any shape."""
 
     def __init__(
         self,
@@ -171,7 +178,7 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
 
     @property
     def full_cudagraph_supported(self) -> bool:
-        """True when every batch can be captured; `cudagraph_support` gives the level."""
+        """Whether every batch can be captured; see `cudagraph_support` for the exact level."""
         return self.cudagraph_support is CudaGraphSupport.ALWAYS
 
     @abstractmethod
@@ -181,16 +188,17 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> M:
-        """The backend's metadata of one batch.
+        """The metadata of one batch.
 
         Args:
-            common_prefix_len: leading tokens that all requests share; 0 when unknown. A backend without cascade attention ignores it.
+            common_prefix_len: leading tokens that all requests share; 0 if unknown. A backend
+                without cascade attention ignores it.
             common_attn_metadata: the batch.
-            fast_build: prefer a quick build over quick kernels (drafts that serve a few layers only).
+            fast_build: prefer a fast build to fast kernels (draft models with few layers).
         """
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> M:
-        """The metadata to capture a CUDA graph with; by default an ordinary build."""
+        """The metadata to capture a CUDA graph with; by default the result of `build`."""
         return self.build(0, common_attn_metadata)
 
     def build_for_drafting(
@@ -200,14 +208,18 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         return self.build(0, common_attn_metadata, fast_build=True)
 
     def seq_len_bounds(self, num_reqs: int, least: int, most: int) -> list[int]:
-        """Upper bounds on sequences, from `least` to `most`, among which a batch of `num_reqs` may meet different kernels: what a warm-up runs.
+        """Values of `max_seq_len` at which a batch uses different kernels; a warm-up runs them all.
 
-        By default the two ends, between which the same kernels read more or fewer keys.
+        The default is `least` and `most`: the same kernels serve all lengths.
+
+        Args:
+            num_reqs: requests in the batch.
+            least, most: first and last value, in tokens.
         """
         return sorted({least, most})
 
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Whether this batch can be captured, by `cudagraph_support` and the batch's query lengths."""
+        """Whether `cudagraph_support` allows to capture a batch with these query lengths."""
         if self.cudagraph_support is CudaGraphSupport.ALWAYS:
             return True
         if self.cudagraph_support is CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE:
@@ -228,14 +240,16 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         use_sliding_window: bool,
         num_sms: int,
     ) -> bool:
-        """Whether attending to the common prefix once for the whole batch would pay; False unless a backend knows better."""
+        """Whether cascade attention over the common prefix is faster; by default False."""
         return False
 
     def reorder_batch(self, input_batch: Any, scheduler_output: Any) -> bool:
-        """Bring the requests that go the decode way to the front of the runner's batch, with as few swaps as possible.
+        """Move decodes to the front of the runner's batch, with as few swaps as possible.
+
+        Decodes are requests with at most `reorder_batch_threshold` new tokens.
 
         Returns:
-            True when the batch was changed.
+            True if the batch was changed.
         """
         if self.reorder_batch_threshold is None:
             return False
@@ -246,6 +260,7 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     def update_block_table(
         self, metadata: M, block_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> M:
-        """The same batch with other blocks (another layer group of the same shape): everything else is reused."""
+        """The metadata of the same batch with other blocks, for another layer group of the same
+        shape. All other fields are reused."""
         changes: dict[str, Any] = {"block_table": block_table, "slot_mapping": slot_mapping}
         return dataclasses.replace(metadata, **changes)

@@ -1,6 +1,6 @@
-"""The facts of one batch that every layer and every backend shares, with vLLM v1's names.
+"""Metadata of one batch that all layers and all backends share. Names follow vLLM v1.
 
-Legend: R requests, T tokens of this step, packed without padding between requests, N block size.
+Shapes: R requests, T new tokens, packed without padding between requests, N block size.
 """
 
 from __future__ import annotations
@@ -20,23 +20,28 @@ _TableLike = torch.Tensor | Sequence[Sequence[int]]
 
 @dataclass(kw_only=True)
 class CommonAttentionMetadata:
-    """One batch, shared by layers and backends. Builders turn it into their own metadata.
+    """One batch, shared by layers and backends. Builders convert it to metadata of their backend.
 
     Attributes:
-        query_start_loc: [R+1] int32 device; where each request's tokens start, the last entry is the number of tokens.
-        query_start_loc_cpu: [R+1] int32 CPU; the same.
-        seq_lens: [R] int32 device; context plus this step's tokens (M1).
-        seq_lens_cpu: [R] int32 CPU; the same.
-        num_computed_tokens_cpu: [R] int32 CPU; context alone.
+        query_start_loc: [R+1] int32 device; index of the first token of each request, then T.
+        query_start_loc_cpu: [R+1] int32 CPU; the same values.
+        seq_lens: [R] int32 device; context and new tokens of each request (M1).
+        seq_lens_cpu: [R] int32 CPU; the same values.
+        num_computed_tokens_cpu: [R] int32 CPU; context only.
         num_reqs: R.
-        num_actual_tokens: T; q, k, v may be longer (padding of a graph).
-        max_query_len: longest query; an upper bound will do.
-        max_seq_len: longest sequence; an upper bound will do.
-        block_table_tensor: [R, max_blocks] int32 device (P3); None where nothing is cached (encoders).
-        slot_mapping: [>= T] int64 device (P4); rows at or past T are filled with -1. None where nothing is cached.
-        causal: True, False, or a bool per request ([R] device). None leaves it to the layer's spec.
-        query_bias: [T, >= max_query_len] float32 device; column j is added to the score of the j-th new token of the row's request, -inf hides it.
-        is_cross_attention: the sequences are another modality's (encoder output): queries are no part of them.
+        num_actual_tokens: T; q, k and v may have more rows (padding of a CUDA graph).
+        max_query_len: an upper bound on the query lengths.
+        max_seq_len: an upper bound on the sequence lengths.
+        block_table_tensor: [R, max_blocks] int32 device (P3); None where nothing is cached
+            (encoders).
+        slot_mapping: [T] int64 device (P4). A longer tensor is replaced by a view of its first T
+            slots. None where nothing is cached.
+        causal: True, False, or a bool per request ([R] device). None means that the spec of the
+            layer decides.
+        query_bias: [T, >= max_query_len] float32 device; column j is added to the score of the j-th
+            new token of the row's request. -inf masks that token.
+        is_cross_attention: the keys come from another sequence (encoder output), which does not
+            contain the queries.
     """
 
     query_start_loc: torch.Tensor
@@ -55,8 +60,9 @@ class CommonAttentionMetadata:
     is_cross_attention: bool = False
 
     def __post_init__(self) -> None:
+        # Rows of padding write nothing (P4). The caller's tensor is not written.
         if self.slot_mapping is not None and self.slot_mapping.shape[0] > self.num_actual_tokens:
-            self.slot_mapping[self.num_actual_tokens :].fill_(-1)
+            self.slot_mapping = self.slot_mapping[: self.num_actual_tokens]
 
     @classmethod
     def from_lengths(
@@ -73,19 +79,22 @@ class CommonAttentionMetadata:
         max_seq_len: int | None = None,
         is_cross_attention: bool = False,
     ) -> CommonAttentionMetadata:
-        """A batch from plain lists.
+        """A batch from lists of lengths.
 
         Args:
             query_lens: new tokens of each request, 0 or more.
-            seq_lens: context plus new tokens of each request (M1).
-            block_table: rows of block ids, ragged lists or a tensor `[R, max_blocks]`; None where nothing is cached.
-            block_size: tokens in one block; needed with a table.
-            device: where the kernels run; None is torch's default device.
-            causal, query_bias, is_cross_attention: as the attributes.
-            max_query_len, max_seq_len: upper bounds to report instead of the true maxima (CUDA graphs).
+            seq_lens: context and new tokens of each request (M1).
+            block_table: block ids of each request, as lists of any lengths or as a tensor
+                `[R, max_blocks]`; None where nothing is cached.
+            block_size: tokens per block; required with a block table.
+            device: where the kernels run; None means the default device of torch.
+            causal, query_bias, is_cross_attention: see the attributes.
+            max_query_len, max_seq_len: upper bounds to store instead of the true maxima
+                (CUDA graphs).
 
         Raises:
-            ContractError: lengths that do not fit each other, or a table too narrow for them; the message names the request.
+            ContractError: the lengths contradict each other, or the block table is too narrow for
+                them. The message names the request.
         """
         queries, sequences = _checked_lengths(query_lens, seq_lens, is_cross_attention)
         starts = torch.zeros(len(queries) + 1, dtype=torch.int32, device="cpu")
@@ -97,7 +106,7 @@ class CommonAttentionMetadata:
                 raise ContractError(
                     f"block_size={block_size} must be given with a block table, and be at least 1"
                 )
-            table, slots = _place(
+            table, slots = _table_and_slots(
                 block_table,
                 starts,
                 queries,
@@ -134,15 +143,15 @@ class CommonAttentionMetadata:
         return self.num_reqs
 
     def compute_num_computed_tokens(self) -> torch.Tensor:
-        """[R] int32 device; context alone, without a host sync."""
+        """[R] int32 device; context only. No host sync."""
         return self.seq_lens - (self.query_start_loc[1:] - self.query_start_loc[:-1])
 
     def replace(self, **changes: Any) -> CommonAttentionMetadata:
-        """A copy with some fields changed; tensors are shared."""
+        """A copy with some fields changed. Tensors are shared and not written."""
         return replace(self, **changes)
 
     def unpadded(self, num_reqs: int, num_actual_tokens: int) -> CommonAttentionMetadata:
-        """The first `num_reqs` requests of a batch that was padded for a CUDA graph; tensors are views."""
+        """The first `num_reqs` requests of a batch that was padded for a CUDA graph, as views."""
         return replace(
             self,
             query_start_loc=self.query_start_loc[: num_reqs + 1],
@@ -172,7 +181,8 @@ def _checked_lengths(
     )
     if queries.shape != sequences.shape:
         raise ContractError(
-            f"{len(queries)} query_lens and {len(sequences)} seq_lens: every request needs one of each",
+            f"{len(queries)} query_lens and {len(sequences)} seq_lens: every request needs one of "
+            "each",
             rule="M1",
         )
     for name, lengths in (("query_lens", queries), ("seq_lens", sequences)):
@@ -185,13 +195,14 @@ def _checked_lengths(
     if not is_cross_attention and short.any():
         request = _first(short)
         raise ContractError(
-            f"seq_lens[{request}]={sequences[request]} is below query_lens[{request}]={queries[request]}: seq_lens count context and new tokens",
+            f"seq_lens[{request}]={sequences[request]} is below "
+            f"query_lens[{request}]={queries[request]}: seq_lens count context and new tokens",
             rule="M1",
         )
     return queries, sequences
 
 
-def _place(
+def _table_and_slots(
     block_table: _TableLike,
     starts: torch.Tensor,
     queries: torch.Tensor,
@@ -201,7 +212,7 @@ def _place(
     *,
     write: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The table on the device, and the slot of every new token (none is written for another modality's sequences)."""
+    """The block table on the device, and the slots of the new tokens (None unless `write`)."""
     if isinstance(block_table, torch.Tensor) and block_table.device.type != "cpu":
         from attnlib.cache.slots import compute_slot_mapping
 
@@ -224,8 +235,8 @@ def _place(
     if bool((blocks < 0).any()):
         token = _first(blocks < 0)
         raise ContractError(
-            f"block_table[{request[token]}][{position[token] // block_size}]={blocks[token]} is no block, but request {request[token]} "
-            f"writes position {position[token]} to it",
+            f"block_table[{request[token]}][{position[token] // block_size}]={blocks[token]} is no "
+            f"block, but request {request[token]} writes position {position[token]} to it",
             rule="P3",
         )
     return table, (blocks * block_size + position % block_size).to(device, non_blocking=True)
@@ -251,7 +262,8 @@ def _dense(block_table: _TableLike, sequences: torch.Tensor, block_size: int) ->
 def _check_width(shape: Sequence[int], sequences: torch.Tensor, block_size: int) -> None:
     if len(shape) != 2 or shape[0] != len(sequences):
         raise ContractError(
-            f"block_table has shape {tuple(shape)}; it must be [{len(sequences)} requests, max_blocks]",
+            f"block_table has shape {tuple(shape)}; it must be "
+            f"[{len(sequences)} requests, max_blocks]",
             rule="P3",
         )
     if len(sequences) and int(sequences.max()) > shape[1] * block_size:
@@ -263,7 +275,10 @@ def _check_width(shape: Sequence[int], sequences: torch.Tensor, block_size: int)
 
 def _too_narrow(request: int, columns: int, seq_len: int, block_size: int) -> str:
     need = -(-seq_len // block_size)
-    return f"block_table row {request} has {columns} entries, but seq_lens[{request}]={seq_len} needs {need} blocks of {block_size} tokens"
+    return (
+        f"block_table row {request} has {columns} entries, but seq_lens[{request}]={seq_len} needs "
+        f"{need} blocks of {block_size} tokens"
+    )
 
 
 def _largest(lengths: torch.Tensor) -> int:

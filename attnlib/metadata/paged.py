@@ -144,8 +144,8 @@ def paged_fields(
     """
     if spec.is_paged and common.block_table_tensor is None:
         raise ContractError(
-            f"attn_type={spec.attn_type.value} reads the cache through a block table, but the batch "
-            "has none: pass block_table and block_size",
+            f"attn_type={spec.attn_type.value} reads the cache through a block table, but the "
+            "batch has none: pass block_table and block_size",
             rule="P3",
         )
     threshold = decode_threshold if spec.is_paged and decode_threshold is not None else 0

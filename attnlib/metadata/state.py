@@ -1,7 +1,8 @@
-"""What a backend keeps for a runner's lifetime: its builder, and the persistent buffers that a CUDA graph reads from.
+"""Persistent state for CUDA graphs: a metadata builder and the tensors that captured graphs read.
 
-A captured graph replays addresses, not values. So a batch that is to be replayed is first copied into buffers whose addresses never change:
-`graph_capture_get_metadata_for_batch` makes metadata over them, `begin_forward` fills them.
+A captured graph replays addresses, not values. Each batch is therefore copied into tensors whose
+addresses never change: `graph_capture_get_metadata_for_batch` returns metadata over these tensors,
+and `begin_forward` fills them before a replay.
 """
 
 from __future__ import annotations
@@ -19,12 +20,20 @@ __all__ = ["AttentionState"]
 
 
 class AttentionState(Generic[M]):
-    """Persistent state of one backend for one runner.
+    """Persistent state of one backend for one model runner.
 
     Args:
-        builder: the backend's builder.
-        limits: the largest batch that will be captured or replayed.
-        max_blocks: columns of the persistent block table; None means what `limits.max_seq_len` needs.
+        builder: the metadata builder of the backend, with limits. Without limits it may free a
+            workspace whose address a captured graph holds.
+        limits: the largest batch that is captured or replayed.
+        max_blocks: columns of the persistent block table. None means the number of blocks that
+            `limits.max_seq_len` tokens need.
+
+    Attributes:
+        builder: the builder for captures and replays of this state. A clone has its own.
+
+    Raises:
+        ContractError: the builder has no limits.
     """
 
     def __init__(
@@ -34,6 +43,11 @@ class AttentionState(Generic[M]):
         *,
         max_blocks: int | None = None,
     ) -> None:
+        if builder.limits is None:
+            raise ContractError(
+                f"{type(builder).__name__} has no limits, so it may free a workspace whose address "
+                "a captured graph holds: pass limits=BatchLimits(...) to make_builder"
+            )
         self.builder = builder
         self.limits = limits
         self.max_blocks = max_blocks or -(-limits.max_seq_len // builder.spec.block_size)
@@ -51,18 +65,20 @@ class AttentionState(Generic[M]):
     ) -> CommonAttentionMetadata:
         """Copy a batch into the persistent buffers, padded to a captured size. No host sync.
 
-        Padding rows are the one documented kind (M7): query_len 0, seq_len 0, slot -1.
+        Padding rows have query length 0, sequence length 0 and slot -1 (M7).
 
         Args:
-            common_attn_metadata: the batch; at most `padded_num_reqs` requests of at most `query_len` new tokens.
+            common_attn_metadata: the batch; at most `padded_num_reqs` requests of at most
+                `query_len` new tokens.
             padded_num_reqs: the captured batch size.
             query_len: new tokens per request at capture.
 
         Returns:
-            the padded batch over the persistent buffers.
+            The padded batch over the persistent buffers.
 
         Raises:
-            ContractError: the batch does not fit the captured size or the limits, or carries a mask in tensors of its own.
+            ContractError: the batch exceeds the captured size or the limits, or `causal` or
+                `query_bias` is a tensor.
         """
         common, tokens = common_attn_metadata, padded_num_reqs * query_len
         self._check_fits(common, padded_num_reqs, query_len)
@@ -84,7 +100,10 @@ class AttentionState(Generic[M]):
     def get_graph_input_buffers(
         self, attn_metadata: M | None = None, is_encoder_decoder_model: bool = False
     ) -> dict[str, torch.Tensor]:
-        """The persistent buffers by name: what a captured graph reads. They keep their addresses for the state's lifetime (G3)."""
+        """The persistent buffers that a captured graph reads, by name.
+
+        Their addresses do not change during the lifetime of the state (G3).
+        """
         return {
             "query_start_loc": self._query_start_loc,
             "seq_lens": self._seq_lens,
@@ -95,9 +114,18 @@ class AttentionState(Generic[M]):
     def graph_capture_get_metadata_for_batch(
         self, batch_size: int, is_encoder_decoder_model: bool = False, *, query_len: int = 1
     ) -> M:
-        """Metadata to capture a graph of `batch_size` requests of `query_len` tokens with, over the persistent buffers.
+        """Metadata over the persistent buffers to capture a graph with.
 
-        The captured lengths are small (each request sees just its own new tokens); bounds are the limits, so grids fit every later batch.
+        Every request has only its new tokens. The upper bounds come from the limits, so that the
+        captured grids fit every later batch.
+
+        Args:
+            batch_size: requests in the graph.
+            is_encoder_decoder_model: ignored.
+            query_len: new tokens per request.
+
+        Raises:
+            ContractError: the batch exceeds the limits.
         """
         starts = torch.arange(batch_size + 1, dtype=torch.int32) * query_len
         lengths = torch.full((batch_size,), query_len, dtype=torch.int32)
@@ -108,23 +136,39 @@ class AttentionState(Generic[M]):
         return self.builder.build_for_cudagraph_capture(self._padded(batch_size, query_len, None))
 
     def graph_clone(self, batch_size: int) -> AttentionState[M]:
-        """A state with buffers of its own for `batch_size` requests (a second graph that may be in flight at the same time)."""
+        """A state for a second graph that may run at the same time as graphs of this state.
+
+        The clone has its own persistent buffers and its own builder, with its own workspace and
+        counters. Build its batches with `clone.builder`.
+
+        Args:
+            batch_size: requests in the largest batch of the clone.
+        """
         per_request = -(-self.limits.max_num_tokens // self.limits.max_num_reqs)
         limits = BatchLimits(
             max_num_reqs=batch_size,
             max_num_tokens=batch_size * per_request,
             max_seq_len=self.limits.max_seq_len,
         )
-        return type(self)(self.builder, limits, max_blocks=self.max_blocks)
+        builder = type(self.builder)(
+            self.builder.spec,
+            self.builder.device,
+            layer_names=self.builder.layer_names,
+            layers=self.builder.layers,
+            config=self.builder.config,
+            limits=limits,
+        )
+        return type(self)(builder, limits, max_blocks=self.max_blocks)
 
     def _padded(
         self, reqs: int, query_len: int, common: CommonAttentionMetadata | None
     ) -> CommonAttentionMetadata:
-        """A batch of `reqs` rows over the buffers; host copies say the same as the device, bounds are the captured ones."""
-        starts, seq_lens = (
-            torch.arange(reqs + 1, dtype=torch.int32) * query_len,
-            torch.full((reqs,), query_len, dtype=torch.int32),
-        )
+        """A batch of `reqs` rows over the buffers, with the upper bounds of the capture.
+
+        Host copies have the same values as the tensors on the device.
+        """
+        starts = torch.arange(reqs + 1, dtype=torch.int32) * query_len
+        seq_lens = torch.full((reqs,), query_len, dtype=torch.int32)
         extra: dict[str, Any] = {}
         if common is not None:
             starts = torch.cat(
@@ -156,27 +200,33 @@ class AttentionState(Generic[M]):
         self._check_size(reqs, query_len)
         if common.num_reqs > reqs or common.max_query_len > query_len:
             raise ContractError(
-                f"{common.num_reqs} requests of up to {common.max_query_len} tokens do not fit a graph captured for {reqs} requests of {query_len}"
+                f"{common.num_reqs} requests of up to {common.max_query_len} tokens do not fit a "
+                f"graph captured for {reqs} requests of {query_len}: capture a larger graph, or "
+                "run this batch without a graph"
             )
         for name, value in (("causal", common.causal), ("query_bias", common.query_bias)):
             if isinstance(value, torch.Tensor):
                 raise ContractError(
-                    f"{name} is a tensor of this batch, and a captured graph would keep reading it: run such batches without a graph"
+                    f"{name} is a tensor of this batch, and a captured graph would keep reading "
+                    "it: run such batches without a graph"
                 )
         width = 0 if common.block_table_tensor is None else common.block_table_tensor.shape[1]
         if width > self.max_blocks:
             raise ContractError(
-                f"block_table has {width} columns, the captured one has {self.max_blocks}: raise max_seq_len in the limits",
+                f"block_table has {width} columns, the captured one has {self.max_blocks}: "
+                "raise max_seq_len in the limits",
                 rule="P3",
             )
         if common.max_seq_len > self.limits.max_seq_len:
             raise ContractError(
-                f"max_seq_len={common.max_seq_len} exceeds the {self.limits.max_seq_len} that graphs are captured for: raise it in the limits"
+                f"max_seq_len={common.max_seq_len} exceeds the {self.limits.max_seq_len} that "
+                "graphs are captured for: raise it in the limits"
             )
 
     def _check_size(self, reqs: int, query_len: int) -> None:
         if reqs > self.limits.max_num_reqs or reqs * query_len > self.limits.max_num_tokens:
             raise ContractError(
-                f"{reqs} requests of {query_len} tokens exceed the limits of {self.limits.max_num_reqs} requests and "
-                f"{self.limits.max_num_tokens} tokens"
+                f"{reqs} requests of {query_len} tokens exceed the limits of "
+                f"{self.limits.max_num_reqs} requests and {self.limits.max_num_tokens} tokens: "
+                "raise the limits"
             )

@@ -182,8 +182,8 @@ def test_graphs_of_uniform_batches_belong_to_one_child() -> None:
             is level
         )
     prefill, decode = _child("p"), _child("d")
-    builder = make_composite(prefill, decode).make_builder(SPEC, "cpu")
     limits = BatchLimits(max_num_reqs=4, max_num_tokens=16, max_seq_len=32)
+    builder = make_composite(prefill, decode).make_builder(SPEC, "cpu", limits=limits)
     state: AttentionState[Any] = AttentionState(builder, limits)
     assert state.graph_capture_get_metadata_for_batch(4).prefill is None
     assert state.graph_capture_get_metadata_for_batch(4, query_len=4).decode is None

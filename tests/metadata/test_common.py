@@ -85,10 +85,20 @@ def test_invalid_batches_are_refused(changes: dict, message: str) -> None:
         _batch(**changes)
 
 
-def test_slots_past_the_tokens_are_minus_one() -> None:
-    """The padding of a CUDA graph writes nothing (P4)."""
-    batch = _batch().replace(slot_mapping=torch.arange(9))
-    assert batch.slot_mapping.tolist() == [0, 1, 2, 3, -1, -1, -1, -1, -1]
+def test_slots_past_the_tokens_are_dropped() -> None:
+    """Padding of a CUDA graph writes nothing (P4), and the tensor of the caller is not written."""
+    slots = torch.arange(9)
+    batch = _batch().replace(slot_mapping=slots)
+    assert batch.slot_mapping.tolist() == [0, 1, 2, 3]
+    assert batch.slot_mapping.data_ptr() == slots.data_ptr()
+    assert slots.tolist() == list(range(9))
+
+
+def test_replace_leaves_the_original_batch_unchanged() -> None:
+    batch = _batch()
+    shorter = batch.replace(num_actual_tokens=1)
+    assert shorter.slot_mapping.tolist() == [8]
+    assert batch.slot_mapping.tolist() == [8, 16, 17, 18]
 
 
 def test_unpadded_takes_the_first_requests() -> None:

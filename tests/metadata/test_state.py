@@ -1,16 +1,22 @@
-"""Persistent state of a runner (G3)."""
+"""Persistent state of a model runner (G3)."""
+
+import sys
 
 import pytest
 import torch
 
+from attnlib.backends.builtin import BUILTIN_BACKENDS
+from attnlib.backends.loading import import_backend
 from attnlib.backends.torch.metadata import TorchMetadataBuilder
 from attnlib.errors import ContractError
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.parameters import PerLayerParameters
 from attnlib.metadata.state import AttentionState
-from attnlib.spec import AttentionSpec
+from attnlib.spec import AttentionSpec, CudaGraphSupport
 from attnlib.workspace import BatchLimits
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=8, dtype=torch.float32, block_size=4)
+LIMITS = BatchLimits(max_num_reqs=4, max_num_tokens=8, max_seq_len=32)
 
 
 def _batch(queries: list[int], sequences: list[int], **changes) -> CommonAttentionMetadata:
@@ -20,8 +26,7 @@ def _batch(queries: list[int], sequences: list[int], **changes) -> CommonAttenti
 
 def test_state_pads_a_batch_into_persistent_buffers() -> None:
     """M7, G3: padding rows are query_len 0, seq_len 0, slot -1, and addresses never change."""
-    limits = BatchLimits(max_num_reqs=4, max_num_tokens=8, max_seq_len=32)
-    state = AttentionState(TorchMetadataBuilder(SPEC, "cpu"), limits)
+    state = AttentionState(TorchMetadataBuilder(SPEC, "cpu", limits=LIMITS), LIMITS)
     addresses = {
         name: buffer.data_ptr() for name, buffer in state.get_graph_input_buffers().items()
     }
@@ -34,11 +39,61 @@ def test_state_pads_a_batch_into_persistent_buffers() -> None:
     assert {
         name: buffer.data_ptr() for name, buffer in state.get_graph_input_buffers().items()
     } == addresses
+
+
+def test_state_requires_a_builder_with_limits() -> None:
+    """Without limits a builder may free a workspace that a captured graph uses."""
+    message = r"TorchMetadataBuilder has no limits.*limits=BatchLimits\(\.\.\.\) to make_builder"
+    with pytest.raises(ContractError, match=message):
+        AttentionState(TorchMetadataBuilder(SPEC, "cpu"), LIMITS)
+
+
+def test_a_clone_has_its_own_buffers_and_builder() -> None:
+    class Builder(TorchMetadataBuilder): ...
+
+    layers = {"layers.0": PerLayerParameters(window_left=-1, logits_soft_cap=None, sm_scale=0.25)}
+    builder = Builder(SPEC, "cpu", layers=layers, config={"key": 1}, limits=LIMITS)
+    state = AttentionState(builder, LIMITS)
     clone = state.graph_clone(2)
-    assert (
-        clone.limits.max_num_reqs == 2
-        and clone.get_graph_input_buffers()["seq_lens"].data_ptr() != addresses["seq_lens"]
+    assert clone.limits == BatchLimits(max_num_reqs=2, max_num_tokens=4, max_seq_len=32)
+    assert clone.max_blocks == state.max_blocks
+    cloned = clone.get_graph_input_buffers()
+    for name, buffer in state.get_graph_input_buffers().items():
+        assert cloned[name].data_ptr() != buffer.data_ptr()
+    other = clone.builder
+    assert type(other) is Builder and other is not builder
+    assert (other.spec, other.device, other.limits) == (SPEC, builder.device, clone.limits)
+    assert (other.layer_names, other.layers, other.config) == (
+        ("layers.0",),
+        layers,
+        {"key": 1},
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton supports Linux only")
+def test_a_clone_has_its_own_workspace() -> None:
+    """Two graphs that run at the same time must not write partial results to one workspace."""
+    from attnlib.backends.triton.metadata import TritonMetadataBuilder
+
+    limits = BatchLimits(max_num_reqs=2, max_num_tokens=2, max_seq_len=4096)
+    spec = SPEC.replace(head_size=16, block_size=16)
+    state = AttentionState(TritonMetadataBuilder(spec, "cpu", limits=limits), limits)
+    captured = state.graph_capture_get_metadata_for_batch(2)
+    cloned = state.graph_clone(2).graph_capture_get_metadata_for_batch(2)
+    assert captured.workspace is not None and cloned.workspace is not None
+    assert captured.workspace.data_ptr() != cloned.workspace.data_ptr()
+    assert captured.workspace.numel() == cloned.workspace.numel() > 0
+
+
+@pytest.mark.parametrize("backend", sorted(BUILTIN_BACKENDS))
+def test_builders_declare_the_capability_of_their_backend(backend: str) -> None:
+    """`full_cudagraph_supported` is true exactly for backends that can capture every batch."""
+    cls = import_backend(BUILTIN_BACKENDS[backend].path)
+    builder_cls = cls.get_builder_cls()
+    level = cls.capabilities.cudagraph
+    assert builder_cls.cudagraph_support is level
+    builder = object.__new__(builder_cls)  # the constructor may need a GPU or a kernel package
+    assert builder.full_cudagraph_supported is (level is CudaGraphSupport.ALWAYS)
 
 
 @pytest.mark.parametrize(
@@ -53,9 +108,6 @@ def test_state_pads_a_batch_into_persistent_buffers() -> None:
 def test_state_refuses_what_does_not_fit(
     queries: list[int], sequences: list[int], reqs: int, message: str
 ) -> None:
-    state = AttentionState(
-        TorchMetadataBuilder(SPEC, "cpu"),
-        BatchLimits(max_num_reqs=4, max_num_tokens=8, max_seq_len=32),
-    )
+    state = AttentionState(TorchMetadataBuilder(SPEC, "cpu", limits=LIMITS), LIMITS)
     with pytest.raises(ContractError, match=message):
         state.begin_forward(_batch(queries, sequences), reqs)

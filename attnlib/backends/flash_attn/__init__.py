@@ -64,7 +64,8 @@ class FlashAttnBackend(AttentionBackend):
         kv_sharing=True,
         batch_invariant=False,
         cudagraph=CudaGraphSupport.UNIFORM_BATCH,
-        needs_finite_cache=True,  # FlashAttention 3 and 4; the cache may be allocated before the kernel is chosen
+        # FlashAttention 3 and 4 need it. The cache may be allocated before the kernel is chosen.
+        needs_finite_cache=True,
         allocates_in_forward=True,  # the LSE and the partial results of key splits
     )
 

@@ -189,8 +189,9 @@ def test_padded_graph_batch(monkeypatch: pytest.MonkeyPatch, record: fakes.Recor
     """M6, M7: padding rows are 0 although the kernel does not write them."""
     install_vllm(monkeypatch, record)
     step = make_step(spec_of(), [1, 1, 1], [30, 4, 17])
-    builder = builder_for(monkeypatch, step.spec)
-    state = AttentionState(builder, BatchLimits(max_num_reqs=8, max_num_tokens=8, max_seq_len=64))
+    limits = BatchLimits(max_num_reqs=8, max_num_tokens=8, max_seq_len=64)
+    builder = builder_for(monkeypatch, step.spec, limits=limits)
+    state = AttentionState(builder, limits)
     padded = state.begin_forward(step.common, 5)
     built = builder.build(0, padded)
     out, lse = step.outputs(padding=2)

@@ -102,8 +102,9 @@ def test_update_block_table_plans_again(
 def test_graph_buffers_are_reused(monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder) -> None:
     """G1, G3, M7: capture with 4 requests and replay with 3: same buffers, padding rows 0."""
     spec = spec_of()
-    builder = builder_for(monkeypatch, spec)
-    state = AttentionState(builder, BatchLimits(max_num_reqs=4, max_num_tokens=4, max_seq_len=64))
+    limits = BatchLimits(max_num_reqs=4, max_num_tokens=4, max_seq_len=64)
+    builder = builder_for(monkeypatch, spec, limits=limits)
+    state = AttentionState(builder, limits)
     captured = state.graph_capture_get_metadata_for_batch(4)
     (lease,) = captured.decode_plans.values()
     addresses = [buffer.data_ptr() for buffer in lease.wrapper.buffers]
@@ -129,8 +130,9 @@ def test_capture_needs_single_tokens(
     monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder
 ) -> None:
     """Longer queries cannot be captured."""
-    builder = builder_for(monkeypatch, spec_of())
-    state = AttentionState(builder, BatchLimits(max_num_reqs=4, max_num_tokens=8, max_seq_len=64))
+    limits = BatchLimits(max_num_reqs=4, max_num_tokens=8, max_seq_len=64)
+    builder = builder_for(monkeypatch, spec_of(), limits=limits)
+    state = AttentionState(builder, limits)
     with pytest.raises(UnsupportedConfigError, match="single-token decodes only"):
         state.graph_capture_get_metadata_for_batch(4, query_len=2)
 
