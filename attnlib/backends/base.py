@@ -459,8 +459,8 @@ def _check_per_head(
     if (values is not None) != declared:
         given = "given" if values is not None else "missing"
         raise ContractError(
-            f"{name} {given}, but the spec says {flag}={declared}: the spec selects the backend, so "
-            "both must agree"
+            f"{name} {given}, but the spec says {flag}={declared}: the spec selects the backend, "
+            "so both must agree"
         )
     if values is None:
         return
