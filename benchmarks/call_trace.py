@@ -22,7 +22,7 @@ from host_costs import LayerCall
 from attnlib.bench.provenance import provenance
 
 PACKAGE = Path(__file__).resolve().parents[1] / "attnlib"
-BARS = {
+TARGETS = {
     "repeated decode layer": 4,
     "repeated prefill layer": 5,
     "repeated mixed layer": 5,
@@ -118,12 +118,12 @@ def main() -> None:
         with torch.inference_mode():
             for name, (files, calls) in traces().items():
                 rows[name] = {"files": sorted(files), "calls": calls}
-                bar = f"(bar {BARS[name]})" if name in BARS else ""
-                print(f"{name:<36}{len(files):>4} files {bar:<9}{calls:>5} calls")
+                target = f"(target {TARGETS[name]})" if name in TARGETS else ""
+                print(f"{name:<36}{len(files):>4} files {target:<11}{calls:>5} calls")
                 print("    " + ", ".join(sorted(files)))
     else:
         print("no GPU: call traces need one")
-    print(f"module-level caches in ops/triton: {len(caches)} (bar 8)")
+    print(f"module-level caches in ops/triton: {len(caches)} (target 8)")
     for cache in caches:
         print("    " + cache)
     if arguments.json:

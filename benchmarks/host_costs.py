@@ -76,12 +76,14 @@ def host_costs() -> dict[str, float]:
     )
     builder = attnlib.get_attn_backend(spec, "torch", "cpu").make_builder(spec, "cpu")
     return {
-        "import attnlib after torch, ms (bar 50)": statistics.median(imports) * 1e3,
-        "repeated get_attn_backend, us (bar 20)": microseconds(
+        "import attnlib after torch, ms (target 50)": statistics.median(imports) * 1e3,
+        "repeated get_attn_backend, us (target 20)": microseconds(
             lambda: attnlib.get_attn_backend(spec, device="cpu"), 2000
         ),
-        "build for 256 decodes, us (bar 200)": microseconds(lambda: builder.build(0, decodes), 200),
-        "build for 220 decodes and 36 prefills, us (bar 200)": microseconds(
+        "build for 256 decodes, us (target 200)": microseconds(
+            lambda: builder.build(0, decodes), 200
+        ),
+        "build for 220 decodes and 36 prefills, us (target 200)": microseconds(
             lambda: builder.build(0, mixed), 200
         ),
         "CommonAttentionMetadata.from_lengths for 256 decodes, us": microseconds(
@@ -188,11 +190,11 @@ def layer_costs(name: str) -> dict[str, float]:
         call()
     bare, inside, allocating = launch_microseconds(launches, call, call.allocating)
     (first,) = launch_microseconds(call.first_layer, rounds=20)
-    bar = ABOVE[name.split()[0]]
+    target = ABOVE[name.split()[0]]
     return {
         f"{name}: bare launches, us": bare,
         f"{name}: layer, output given, us": inside,
-        f"{name}: above the bare launches, us (bar {bar})": inside - bare,
+        f"{name}: above the bare launches, us (target {target})": inside - bare,
         f"{name}: layer that allocates its output, us": allocating,
         f"{name}: first layer of a step, us": first,
     }
@@ -207,7 +209,7 @@ def gpu_costs() -> dict[str, float]:
         lambda: mixed.builder.build(0, mixed.common),
     )
     costs = {
-        "build for 256 decodes, us (bar 11)": builds[0],
+        "build for 256 decodes, us (target 11)": builds[0],
         "build for 220 decodes and 36 prefills, us": builds[1],
     }
     for name in BATCHES:

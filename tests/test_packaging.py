@@ -139,7 +139,7 @@ def test_ci_runs_the_readmes_test_command() -> None:
         "ruff format --check .",
         "mypy",
         "mkdocs build --strict",
-        'pytest -m "slow and not gpu"',
+        'pytest -n 2 --dist loadfile -m "slow and not gpu"',
     }
 
 

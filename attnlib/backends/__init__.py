@@ -1,7 +1,6 @@
-"""The kernels behind one interface. Each backend is a folder with the same three rooms: a card, its
-metadata, its impl.
+"""Attention backends. Each package has three parts: the declaration (`__init__`: name,
+capabilities, availability), the metadata builder (`metadata`) and the per-layer implementation (`impl`).
 
-In: a spec (once), a batch (once per step), q, k, v (once per layer). Out: attention. The card
-(`__init__`) imports without the package that it stands for; `builtin.py` names them all, and nobody
-imports one by hand: selection does, by string.
+A declaration can be imported without the kernel package that it needs. `builtin.py` lists the
+built-in backends; selection imports them by name.
 """
