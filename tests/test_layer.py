@@ -665,3 +665,23 @@ def test_gradients_are_refused() -> None:
         layer(q.requires_grad_(), k, v, cache, step)
     with torch.no_grad():
         layer(q, k, v, cache, step)
+
+
+def test_keys_without_slots_are_refused() -> None:
+    """P4: keys that nothing would store are an error, not dropped."""
+    layer, cache, step, q, k, v = _inputs()
+    step.slot_mapping = None
+    with pytest.raises(ContractError, match="the batch has no slot_mapping to write them to"):
+        layer(q, k, v, cache, step)
+    layer(q, None, None, cache, step)
+
+
+def test_sinks_on_another_device_are_refused() -> None:
+    """Before anything is written."""
+    spec = SPEC.replace(has_sink=True)
+    layer = attnlib.Attention(spec, device="cpu", sinks=torch.zeros(4, device="meta"))
+    _, cache, step, q, k, v = _inputs()
+    before = cache.key_cache.clone()
+    with pytest.raises(ContractError, match="sinks is on meta, query on cpu: move the layer"):
+        layer(q, k, v, cache, step)
+    assert torch.equal(cache.key_cache, before)

@@ -1,0 +1,66 @@
+"""Step plans of the `triton` backend under the interpreter."""
+
+import pytest
+import torch
+
+import attnlib
+from attnlib.errors import ContractError
+
+pytest.importorskip("triton")
+
+SPEC = attnlib.AttentionSpec(
+    num_heads=2, num_kv_heads=1, head_size=16, dtype=torch.float32, block_size=16
+)
+
+
+def _step(backend: str, seq_lens: list[int]):
+    torch.manual_seed(0)
+    layer = attnlib.Attention(SPEC, backend=backend, device="cpu")
+    cache = attnlib.PagedKVCache.allocate(SPEC, 64, "cpu")
+    cache.key_cache.normal_()
+    cache.value_cache.normal_()
+    table = torch.randperm(64, dtype=torch.int32)[: len(seq_lens) * 16].view(len(seq_lens), 16)
+    common = attnlib.CommonAttentionMetadata.from_lengths(
+        [1] * len(seq_lens), seq_lens, table, 16, "cpu"
+    )
+    return layer, cache, common
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")
+def test_a_split_decode_accepts_more_rows_than_tokens() -> None:
+    """M6: the workspace of the batch is too small for padded rows; the plan has its own."""
+    outs = []
+    for backend in ("torch", "triton"):
+        layer, cache, common = _step(backend, [200, 250])
+        step = layer.backend.make_builder(SPEC, "cpu").build(0, common)
+        q, k, v = (torch.randn(9, heads, 16) for heads in (2, 1, 1))
+        outs.append(layer(q, k, v, cache, step))
+    assert step.decode_schedule.num_splits > 1
+    torch.testing.assert_close(outs[0], outs[1])
+    assert not outs[1][2:].any()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")
+def test_strided_metadata_is_read_by_its_strides() -> None:
+    """Lengths, starts, slots and tables with strides give the result of contiguous ones."""
+    results = []
+    for strided in (False, True):
+        layer, cache, common = _step("triton", [40, 33, 7])
+        if strided:
+            for name in ("query_start_loc", "seq_lens", "slot_mapping", "block_table_tensor"):
+                tensor = getattr(common, name)
+                setattr(common, name, torch.stack([tensor, tensor + 1], -1)[..., 0])
+        step = layer.backend.make_builder(SPEC, "cpu").build(0, common)
+        q, k, v = (torch.randn(3, heads, 16) for heads in (2, 1, 1))
+        results.append((layer(q, k, v, cache, step), cache.key_cache))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")
+def test_strided_metadata_of_a_captured_step_is_refused() -> None:
+    layer, _, common = _step("triton", [40, 33, 7])
+    lens = common.seq_lens
+    common.seq_lens = torch.stack([lens, lens + 1], -1)[..., 0]
+    builder = layer.backend.make_builder(SPEC, "cpu")
+    with pytest.raises(ContractError, match="a captured step needs it contiguous"):
+        builder.build_for_cudagraph_capture(common)
