@@ -2,7 +2,7 @@
 
     cache_write, slots             KV slots of new tokens, and writing their keys and values
     paged_decode, paged_prefill    attention over the paged cache
-    paged_mixed                    both for the two halves of a mixed batch, concurrently on Hopper
+    paged_mixed                    the overlap of decodes and prefills on Hopper
     varlen_prefill, merge_states   attention without a cache; merging two partial results
     kernels/                       jit code of the portable kernels
     hopper/                        Gluon kernels for Hopper (SM90), used where they are faster
