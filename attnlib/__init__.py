@@ -47,8 +47,8 @@ _MODULES = ("errors", "warmup")
 _OTHER = {
     "Window": "attnlib.spec",
     "compute_slot_mapping": "attnlib.cache.slots",
-    "get_kv_cache_layout": "attnlib.compat",
-    "set_kv_cache_layout": "attnlib.compat",
+    "get_kv_cache_layout": "attnlib.cache.layout",
+    "set_kv_cache_layout": "attnlib.cache.layout",
     "shadow": "attnlib.debug.shadow",
     "unregister_backend": "attnlib.selection",
 }
@@ -61,13 +61,13 @@ if TYPE_CHECKING:
     from attnlib.backends.base import AttentionBackend as AttentionBackend
     from attnlib.backends.base import AttentionImpl as AttentionImpl
     from attnlib.cache.allocator import BlockAllocator as BlockAllocator
+    from attnlib.cache.layout import get_kv_cache_layout as get_kv_cache_layout
+    from attnlib.cache.layout import set_kv_cache_layout as set_kv_cache_layout
     from attnlib.cache.slots import compute_slot_mapping as compute_slot_mapping
     from attnlib.cache.storage import PagedKVCache as PagedKVCache
     from attnlib.cache.table import BlockTable as BlockTable
     from attnlib.capabilities import Capabilities as Capabilities
     from attnlib.capabilities import Sizes as Sizes
-    from attnlib.compat import get_kv_cache_layout as get_kv_cache_layout
-    from attnlib.compat import set_kv_cache_layout as set_kv_cache_layout
     from attnlib.debug.shadow import shadow as shadow
     from attnlib.layer import Attention as Attention
     from attnlib.metadata.base import AttentionMetadata as AttentionMetadata

@@ -12,12 +12,13 @@ LAYERS = (
     ("kv_dtype", "spec", "sizes", "capabilities"),
     ("ops",),
     ("cache", "workspace", "tuning"),
-    ("metadata", "compat"),
+    ("metadata", "compat.vllm"),
     ("backends.base", "backends.builtin", "backends.plugins", "backends._foreign"),
     ("backends.loading",),
     ("backends",),
     ("selection",),
     ("instrumentation", "call_checks", "layer", "compile", "warmup"),
+    ("compat",),
     ("integrations", "debug", "testing", "cli", "bench", "tuning.measure", "__main__", "__init__"),
 )
 

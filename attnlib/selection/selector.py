@@ -23,7 +23,7 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.backends.composite import make_composite
 from attnlib.backends.loading import check_backend_class
 from attnlib.cache.layout import get_kv_cache_layout
-from attnlib.compat import spec_from_vllm_arguments
+from attnlib.compat.vllm import spec_from_vllm_arguments
 from attnlib.device import DeviceInfo, current_device_index, resolve_device
 from attnlib.errors import BackendUnavailableError, UnknownBackendError
 from attnlib.selection.decision import (
@@ -126,8 +126,8 @@ def get_attn_backend(
         device: where the layer runs; None means a GPU if torch finds one, else the CPU.
         layer_name: name of the layer or group, for the log line.
 
-    The arguments of vLLM's function of this name are accepted too (`attnlib.compat`); this is why
-    `spec` may be an integer and `backend` a dtype.
+    The arguments of vLLM's function of this name are accepted too (`attnlib.compat.vllm`); this is
+    why `spec` may be an integer and `backend` a dtype.
 
     Raises:
         UnknownBackendError: a name that is not registered.

@@ -1,8 +1,4 @@
-"""Names and call forms that exist for code written for vLLM.
-
-New code uses `AttentionSpec`, `PagedKVCache.allocate(..., layout=...)` and the environment variable
-ATTNLIB_KV_CACHE_LAYOUT instead. The names below stay available as `attnlib.NAME`.
-"""
+"""Call forms that exist for code written for vLLM. New code uses `AttentionSpec`."""
 
 from __future__ import annotations
 
@@ -11,11 +7,10 @@ from typing import Any
 
 import torch
 
-from attnlib.cache.layout import get_kv_cache_layout, set_kv_cache_layout
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.spec import AttentionSpec
 
-__all__ = ["get_kv_cache_layout", "set_kv_cache_layout", "spec_from_vllm_arguments"]
+__all__ = ["spec_from_vllm_arguments"]
 
 
 def spec_from_vllm_arguments(
