@@ -25,6 +25,7 @@ _PUBLIC = {
     "AttentionSpec": "attnlib.spec",
     "AttentionState": "attnlib.metadata.state",
     "AttentionType": "attnlib.spec",
+    "AttnlibError": "attnlib.errors",
     "BatchLimits": "attnlib.workspace",
     "BlockAllocator": "attnlib.cache.allocator",
     "BlockTable": "attnlib.cache.table",
@@ -42,7 +43,8 @@ _PUBLIC = {
     "use_backend": "attnlib.selection",
 }
 _MODULES = ("errors", "warmup")
-"""Public modules; `warmup` is also a function: the module can be called."""
+"""Modules that are attributes of the package; `warmup` is also a public function: the module can be
+called."""
 
 _OTHER = {
     "Window": "attnlib.spec",
@@ -54,7 +56,7 @@ _OTHER = {
 }
 """Names that stay available here; new code imports them from their modules."""
 
-__all__ = [*sorted([*_PUBLIC, *_MODULES]), "__version__"]
+__all__ = [*sorted([*_PUBLIC, "warmup"]), "__version__"]
 
 if TYPE_CHECKING:
     from attnlib import errors as errors
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
     from attnlib.capabilities import Capabilities as Capabilities
     from attnlib.capabilities import Sizes as Sizes
     from attnlib.debug.shadow import shadow as shadow
+    from attnlib.errors import AttnlibError as AttnlibError
     from attnlib.layer import Attention as Attention
     from attnlib.metadata.base import AttentionMetadata as AttentionMetadata
     from attnlib.metadata.base import AttentionMetadataBuilder as AttentionMetadataBuilder

@@ -111,6 +111,29 @@ class Capabilities:
         }
 
 
+class Reason(str):
+    """Why a backend does not support a spec, in words, with the field of the spec.
+
+    Attributes:
+        field: name of the `AttentionSpec` field; None if the reason is about no single field.
+    """
+
+    field: str | None
+
+    def __new__(cls, text: str, field: str | None) -> Reason:
+        reason = super().__new__(cls, text)
+        reason.field = field
+        return reason
+
+    @classmethod
+    def prefixed(cls, label: str, reason: str) -> Reason:
+        """`label: reason`, about the same field."""
+        return cls(f"{label}: {reason}", getattr(reason, "field", None))
+
+    def __getnewargs__(self) -> tuple[str, str | None]:  # type: ignore[override]  # str has one
+        return str(self), self.field
+
+
 _Check = Callable[[AttentionSpec, Capabilities], "str | None"]
 
 
@@ -275,8 +298,8 @@ def _dotted(capability: tuple[int, int]) -> str:
 def unsupported_reasons(spec: AttentionSpec, device: DeviceInfo, caps: Capabilities) -> list[str]:
     """All reasons why a backend with these capabilities does not support `spec` on `device`."""
     reasons = unsupported_device_reasons(device, caps)
-    for check in CHECKS.values():
+    for field, check in CHECKS.items():
         reason = check(spec, caps)
         if reason is not None and reason not in reasons:
-            reasons.append(reason)
+            reasons.append(Reason(reason, field))
     return reasons

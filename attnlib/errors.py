@@ -16,6 +16,7 @@ Each message names the value, the limit and the next action; `tests/test_errors.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 __all__ = [
     "AttnlibError",
@@ -25,6 +26,7 @@ __all__ = [
     "EnvironmentVariableError",
     "LayoutMismatchError",
     "RegistrationError",
+    "Rejection",
     "UnknownBackendError",
     "UnsupportedConfigError",
 ]
@@ -34,12 +36,41 @@ class AttnlibError(Exception):
     """Base class of all exceptions that attnlib raises itself."""
 
 
+@dataclass(frozen=True)
+class Rejection:
+    """One reason why selection did not choose a backend; prints as `backend: reason`.
+
+    Attributes:
+        backend: name of the backend.
+        status: "unsupported", "unavailable" or "excluded".
+        field: the field of `AttentionSpec` that the backend does not support; None for other
+            reasons, such as the device or a combination of fields.
+        reason: the reason in words.
+    """
+
+    backend: str
+    status: str
+    field: str | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.backend}: {self.reason}"
+
+
 class UnknownBackendError(AttnlibError, ValueError):
     """No backend of this name is registered."""
 
 
 class BackendUnavailableError(AttnlibError, ImportError):
-    """The backend is registered, but its package, compiler or device is missing or broken."""
+    """The backend is registered, but its package, compiler or device is missing or broken.
+
+    Attributes:
+        rejections: all reasons, as data; empty if the error does not come from selection.
+    """
+
+    def __init__(self, message: str, *, rejections: Sequence[Rejection] = ()) -> None:
+        super().__init__(message)
+        self.rejections = tuple(rejections)
 
 
 class UnsupportedConfigError(AttnlibError, ValueError):
@@ -48,12 +79,22 @@ class UnsupportedConfigError(AttnlibError, ValueError):
     Attributes:
         backend: name of the backend, or "auto" if no backend supports the spec.
         reasons: all reasons.
+        rejections: the same as data, one by one with backend and spec field; empty if the error
+            does not come from selection.
     """
 
-    def __init__(self, message: str, *, backend: str = "", reasons: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        backend: str = "",
+        reasons: Sequence[str] = (),
+        rejections: Sequence[Rejection] = (),
+    ) -> None:
         super().__init__(message)
         self.backend = backend
         self.reasons = tuple(reasons)
+        self.rejections = tuple(rejections)
 
 
 class LayoutMismatchError(AttnlibError, ValueError):

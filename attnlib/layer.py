@@ -74,6 +74,7 @@ class Attention(nn.Module):
             spec = spec.replace(kv_sharing=True)
         self.spec = spec
         self.backend = get_attn_backend(spec, backend, device, layer_name=prefix)
+        self._device = device
         if alibi_slopes is not None and not isinstance(alibi_slopes, torch.Tensor):
             alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32, device=device)
         self.impl = self.backend.get_impl_cls()(
@@ -280,6 +281,20 @@ class Attention(nn.Module):
         self.v_scale = (value.abs().amax().float() / largest).clamp(
             min=torch.finfo(torch.float32).tiny
         )
+
+    def set_block_size(self, block_size: int) -> None:
+        """Change the block size, for an engine that chooses it after its layers exist.
+
+        Build metadata with a builder for the new `spec` afterwards.
+
+        Raises:
+            ContractError: the block size is below 1.
+            UnsupportedConfigError: the backend of this layer does not support it; nothing changes.
+        """
+        spec = self.spec.replace(block_size=block_size)
+        get_attn_backend(spec, self.backend, self._device, layer_name=self.prefix)
+        self.impl.set_block_size(block_size)
+        self.spec = spec
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Does nothing; engines call it after loading weights."""
@@ -619,7 +634,7 @@ def _refuse_gradients(*tensors: torch.Tensor | None) -> None:
 def _equal_scales(ours: Scale, theirs: Scale) -> bool:
     if isinstance(ours, float) and isinstance(theirs, float):
         return ours == theirs
-    both = [torch.as_tensor(scale, device="cpu").float() for scale in (ours, theirs)]
+    both = [torch.as_tensor(scale, device="cpu").float().reshape(-1) for scale in (ours, theirs)]
     return bool(torch.equal(*both))
 
 

@@ -9,12 +9,12 @@ import attnlib
 
 PUBLIC = """
 Attention AttentionBackend AttentionImpl AttentionMetadata AttentionMetadataBuilder AttentionSpec
-AttentionState AttentionType BatchLimits BlockAllocator BlockTable Capabilities
-CommonAttentionMetadata CudaGraphSupport MaskKind PagedKVCache Sizes errors explain
+AttentionState AttentionType AttnlibError BatchLimits BlockAllocator BlockTable Capabilities
+CommonAttentionMetadata CudaGraphSupport MaskKind PagedKVCache Sizes explain
 get_attn_backend list_backends register_backend select_for_groups use_backend warmup
 """.split()
 OTHER = """
-Window compute_slot_mapping get_kv_cache_layout set_kv_cache_layout shadow unregister_backend
+errors Window compute_slot_mapping get_kv_cache_layout set_kv_cache_layout shadow unregister_backend
 """.split()
 
 

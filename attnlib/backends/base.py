@@ -292,6 +292,11 @@ class AttentionImpl(ABC):
     def sinks(self, values: torch.Tensor | None) -> None:
         self._owner.sinks = values
 
+    def set_block_size(self, block_size: int) -> None:
+        """Change the block size of `spec`; see `Attention.set_block_size`. An impl that derives
+        values from the block size when it is created overrides this method."""
+        self.spec = self.spec.replace(block_size=block_size)
+
     def read_per_head_tensors_from(self, owner: Any) -> None:
         """Read `alibi_slopes` and `sinks` from now on from these attributes of `owner`, a layer."""
         self._owner = owner

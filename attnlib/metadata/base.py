@@ -15,6 +15,7 @@ from attnlib.compile.objects import register_tensor_id
 from attnlib.device import resolve_device
 from attnlib.errors import ContractError
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.host_lengths import with_host_lengths
 from attnlib.metadata.parameters import PerLayerParameters
 from attnlib.metadata.split import reorder_batch_to_split_decodes_and_prefills
 from attnlib.spec import AttentionSpec, CudaGraphSupport
@@ -151,8 +152,8 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     batch. None: the order does not matter."""
     needs_host_lengths: ClassVar[bool] = True
     """Whether `build` reads the lengths on the host (`query_start_loc_cpu`, `seq_lens_cpu`). If
-    False, the result is also correct when they are all 0: a runner with lengths on the device only
-    then needs no copy per batch, and can capture steps of any shape."""
+    False, they may be None: a runner with lengths on the device only then needs no copy per batch,
+    and can capture steps of any shape. If True, `build` calls `with_host_lengths` first."""
 
     def __init__(
         self,
@@ -197,6 +198,15 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
             fast_build: prefer a fast build to fast kernels (draft models with few layers).
         """
 
+    def with_host_lengths(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """The batch with `query_start_loc_cpu` and `seq_lens_cpu`. On a CPU the batch's own tensors
+        serve if these are None.
+
+        Raises:
+            ContractError: the host does not have the lengths; names this builder and the field.
+        """
+        return with_host_lengths(common, type(self).__name__)
+
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> M:
         """The metadata to capture a CUDA graph with; by default the result of `build`."""
         return self.build(0, common_attn_metadata)
@@ -225,7 +235,10 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         if self.cudagraph_support is CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE:
             return common_attn_metadata.max_query_len <= 1
         if self.cudagraph_support is CudaGraphSupport.UNIFORM_BATCH:
-            lengths = common_attn_metadata.query_lens_cpu
+            common = common_attn_metadata
+            if common.query_start_loc_cpu is None:  # uniform only if no request can be shorter
+                return common.num_actual_tokens == common.num_reqs * common.max_query_len
+            lengths = common.query_lens_cpu
             lengths = lengths[lengths > 0]  # padding rows have none
             return lengths.numel() == 0 or bool((lengths == lengths[0]).all())
         return False

@@ -24,14 +24,16 @@ class CommonAttentionMetadata:
 
     Attributes:
         query_start_loc: [R+1] int32 device; index of the first token of each request, then T.
-        query_start_loc_cpu: [R+1] int32 CPU; the same values.
+        query_start_loc_cpu: [R+1] int32 CPU; the same values. None if the host does not have them;
+            then a batch with both decodes and prefills is not split.
         seq_lens: [R] int32 device; context and new tokens of each request (M1).
-        seq_lens_cpu: [R] int32 CPU; the same values.
-        num_computed_tokens_cpu: [R] int32 CPU; context only.
+        seq_lens_cpu: [R] int32 CPU; the same values, or None. Builders with
+            `needs_host_lengths=False` do not read it: `max_seq_len` is enough for them.
+        num_computed_tokens_cpu: [R] int32 CPU; context only, or None.
         num_reqs: R.
         num_actual_tokens: T; q, k and v may have more rows (padding of a CUDA graph).
         max_query_len: an upper bound on the query lengths.
-        max_seq_len: an upper bound on the sequence lengths.
+        max_seq_len: an upper bound on the sequence lengths, known to the host.
         block_table_tensor: [R, max_blocks] int32 device (P3); None where nothing is cached
             (encoders).
         slot_mapping: [T] int64 device (P4). A longer tensor is replaced by a view of its first T
@@ -45,10 +47,10 @@ class CommonAttentionMetadata:
     """
 
     query_start_loc: torch.Tensor
-    query_start_loc_cpu: torch.Tensor
+    query_start_loc_cpu: torch.Tensor | None = None
     seq_lens: torch.Tensor
-    seq_lens_cpu: torch.Tensor
-    num_computed_tokens_cpu: torch.Tensor
+    seq_lens_cpu: torch.Tensor | None = None
+    num_computed_tokens_cpu: torch.Tensor | None = None
     num_reqs: int
     num_actual_tokens: int
     max_query_len: int
@@ -134,7 +136,15 @@ class CommonAttentionMetadata:
 
     @property
     def query_lens_cpu(self) -> torch.Tensor:
-        """[R] int32 CPU; new tokens of each request."""
+        """[R] int32 CPU; new tokens of each request.
+
+        Raises:
+            ContractError: the batch has no `query_start_loc_cpu`.
+        """
+        if self.query_start_loc_cpu is None:
+            raise ContractError(
+                "query_start_loc_cpu is None, but the query lengths are needed on the host: pass it"
+            )
         return self.query_start_loc_cpu[1:] - self.query_start_loc_cpu[:-1]
 
     @property
@@ -155,21 +165,21 @@ class CommonAttentionMetadata:
         return replace(
             self,
             query_start_loc=self.query_start_loc[: num_reqs + 1],
-            query_start_loc_cpu=self.query_start_loc_cpu[: num_reqs + 1],
+            query_start_loc_cpu=_first_rows(self.query_start_loc_cpu, num_reqs + 1),
             seq_lens=self.seq_lens[:num_reqs],
-            seq_lens_cpu=self.seq_lens_cpu[:num_reqs],
-            num_computed_tokens_cpu=self.num_computed_tokens_cpu[:num_reqs],
+            seq_lens_cpu=_first_rows(self.seq_lens_cpu, num_reqs),
+            num_computed_tokens_cpu=_first_rows(self.num_computed_tokens_cpu, num_reqs),
             num_reqs=num_reqs,
             num_actual_tokens=num_actual_tokens,
-            block_table_tensor=None
-            if self.block_table_tensor is None
-            else self.block_table_tensor[:num_reqs],
-            slot_mapping=None
-            if self.slot_mapping is None
-            else self.slot_mapping[:num_actual_tokens],
+            block_table_tensor=_first_rows(self.block_table_tensor, num_reqs),
+            slot_mapping=_first_rows(self.slot_mapping, num_actual_tokens),
             causal=self.causal[:num_reqs] if isinstance(self.causal, torch.Tensor) else self.causal,
-            query_bias=None if self.query_bias is None else self.query_bias[:num_actual_tokens],
+            query_bias=_first_rows(self.query_bias, num_actual_tokens),
         )
+
+
+def _first_rows(tensor: torch.Tensor | None, count: int) -> torch.Tensor | None:
+    return None if tensor is None else tensor[:count]
 
 
 def _checked_lengths(

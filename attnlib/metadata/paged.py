@@ -42,7 +42,7 @@ class PagedMetadata(AttentionMetadata):
         causal: for the batch or per request ([R] device), from the batch or else from the spec.
         causal_from_spec: whether the batch left `causal` to the spec.
         query_bias: [T, >= max_query_len] float32 device or None.
-        query_start_loc_cpu, seq_lens_cpu: host copies, for backends that plan on the host.
+        query_start_loc_cpu, seq_lens_cpu: host copies, for backends that plan on the host, or None.
     """
 
     spec: AttentionSpec
@@ -58,8 +58,8 @@ class PagedMetadata(AttentionMetadata):
     causal: bool | torch.Tensor
     causal_from_spec: bool
     query_bias: torch.Tensor | None
-    query_start_loc_cpu: torch.Tensor
-    seq_lens_cpu: torch.Tensor
+    query_start_loc_cpu: torch.Tensor | None
+    seq_lens_cpu: torch.Tensor | None
 
     @property
     def num_reqs(self) -> int:
@@ -110,9 +110,10 @@ class PagedMetadata(AttentionMetadata):
             slot_mapping=None if self.slot_mapping is None else self.slot_mapping[tokens],
             causal=self.causal[requests] if isinstance(self.causal, torch.Tensor) else self.causal,
             query_bias=None if self.query_bias is None else self.query_bias[tokens],
-            query_start_loc_cpu=self.query_start_loc_cpu[starts]
-            - self.query_start_loc_cpu[requests.start],
-            seq_lens_cpu=self.seq_lens_cpu[requests],
+            query_start_loc_cpu=None
+            if self.query_start_loc_cpu is None
+            else self.query_start_loc_cpu[starts] - self.query_start_loc_cpu[requests.start],
+            seq_lens_cpu=None if self.seq_lens_cpu is None else self.seq_lens_cpu[requests],
         )
 
     def _prefill_starts(self, starts: slice) -> torch.Tensor:

@@ -19,6 +19,7 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         fast_build: bool = False,
     ) -> PagedMetadata:
         """The metadata of one batch; see `AttentionMetadataBuilder.build`."""
-        return PagedMetadata(
-            **paged_fields(common_attn_metadata, self.spec, self.reorder_batch_threshold)
-        )
+        common = common_attn_metadata
+        if self.needs_host_lengths:
+            common = self.with_host_lengths(common)
+        return PagedMetadata(**paged_fields(common, self.spec, self.reorder_batch_threshold))

@@ -8,6 +8,7 @@ import torch
 
 from attnlib.errors import ContractError
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.host_lengths import with_host_lengths
 
 __all__ = [
     "reorder_batch_to_split_decodes_and_prefills",
@@ -46,7 +47,8 @@ def split_decodes_and_prefills(
         (num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens).
 
     Raises:
-        ContractError: a decode follows a prefill; reorder the batch first.
+        ContractError: a decode follows a prefill (reorder the batch first), or the batch has no
+            `query_start_loc_cpu`.
     """
     common = common_attn_metadata
     if common.num_reqs == 0 or (common.max_query_len <= decode_threshold and not require_uniform):
@@ -63,17 +65,20 @@ def split_decodes_and_prefills(
             f"{decode_threshold}), but follows request {first} with {int(lengths[first])}: reorder "
             f"the batch so that decodes come first"
         )
-    decode_tokens = int(common.query_start_loc_cpu[first])
+    decode_tokens = int(lengths[:first].sum())
     return first, common.num_reqs - first, decode_tokens, common.num_actual_tokens - decode_tokens
 
 
 def leading_decodes(common: CommonAttentionMetadata, decode_threshold: int) -> tuple[int, int]:
     """(requests, tokens) of the leading decodes of a batch in any order.
 
-    Everything after them is served as a prefill, including decodes.
+    Everything after them is served as a prefill, including decodes. If the host does not have the
+    query lengths, a batch with longer requests is one prefill.
     """
     if common.max_query_len <= decode_threshold:
         return common.num_reqs, common.num_actual_tokens
+    if common.query_start_loc_cpu is None:
+        return 0, 0
     first = first_true(common.query_lens_cpu > decode_threshold)
     return first, int(common.query_start_loc_cpu[first])
 
@@ -95,11 +100,12 @@ def split_decodes_prefills_and_extends(
         num_prefill_tokens).
 
     Raises:
-        ContractError: the batch is not sorted.
+        ContractError: the batch is not sorted, or has no `query_start_loc_cpu` or `seq_lens_cpu`.
     """
-    common = common_attn_metadata
+    common = with_host_lengths(common_attn_metadata, "split_decodes_prefills_and_extends")
     decodes, rest, decode_tokens, rest_tokens = split_decodes_and_prefills(common, decode_threshold)
-    pure = (common.seq_lens_cpu == common.query_lens_cpu)[decodes:]
+    assert common.seq_lens_cpu is not None
+    pure = common.seq_lens_cpu.eq(common.query_lens_cpu)[decodes:]
     extends = first_true(pure)
     if not bool(pure[extends:].all()):
         request = decodes + extends + first_true(~pure[extends:])
@@ -107,9 +113,7 @@ def split_decodes_prefills_and_extends(
             f"request {request} has context, but follows a pure prefill: reorder the batch so that "
             f"extends come first"
         )
-    extend_tokens = (
-        int(common.query_start_loc_cpu[decodes + extends]) - decode_tokens if rest else 0
-    )
+    extend_tokens = int(common.query_lens_cpu[decodes : decodes + extends].sum())
     return (
         decodes,
         extends,

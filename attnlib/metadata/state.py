@@ -165,28 +165,29 @@ class AttentionState(Generic[M]):
     ) -> CommonAttentionMetadata:
         """A batch of `reqs` rows over the buffers, with the upper bounds of the capture.
 
-        Host copies have the same values as the tensors on the device.
+        Host copies have the same values as the tensors on the device; None where the batch has
+        none.
         """
-        starts = torch.arange(reqs + 1, dtype=torch.int32) * query_len
-        seq_lens = torch.full((reqs,), query_len, dtype=torch.int32)
+        starts: torch.Tensor | None = torch.arange(reqs + 1, dtype=torch.int32) * query_len
+        seq_lens: torch.Tensor | None = torch.full((reqs,), query_len, dtype=torch.int32)
         extra: dict[str, Any] = {}
         if common is not None:
-            starts = torch.cat(
-                [
-                    common.query_start_loc_cpu,
-                    common.query_start_loc_cpu[-1:].expand(reqs - common.num_reqs),
-                ]
-            )
-            seq_lens = torch.cat(
-                [common.seq_lens_cpu, torch.zeros(reqs - common.num_reqs, dtype=torch.int32)]
-            )
+            padding = reqs - common.num_reqs
+            starts, seq_lens = common.query_start_loc_cpu, common.seq_lens_cpu
+            if starts is not None:
+                starts = torch.cat([starts, starts[-1:].expand(padding)])
+            if seq_lens is not None:
+                seq_lens = torch.cat([seq_lens, torch.zeros(padding, dtype=torch.int32)])
             extra = {"causal": common.causal}
+        computed = None
+        if starts is not None and seq_lens is not None:
+            computed = seq_lens - (starts[1:] - starts[:-1])
         return CommonAttentionMetadata(
             query_start_loc=self._query_start_loc[: reqs + 1],
             query_start_loc_cpu=starts,
             seq_lens=self._seq_lens[:reqs],
             seq_lens_cpu=seq_lens,
-            num_computed_tokens_cpu=seq_lens - (starts[1:] - starts[:-1]),
+            num_computed_tokens_cpu=computed,
             num_reqs=reqs,
             num_actual_tokens=reqs * query_len,
             max_query_len=query_len,

@@ -28,8 +28,8 @@ class AttentionParams:
         sinks: `[Hq]` float32; one more logit per head, in the denominator only (M4).
         query_bias: `[T, >= max_query_len]` float32, added to the scores of the query span's keys;
             -inf hides a key.
-        k_scale: real key = stored key * k_scale; a number, a 0-d or `[Hkv]` float32 tensor. Finite
-            and above 0; elements of a tensor are not checked.
+        k_scale: real key = stored key * k_scale; a number, or a float32 tensor of 1 or `[Hkv]`
+            elements. Finite and above 0; elements of a tensor are not checked.
         v_scale: the same for values.
 
     Raises:

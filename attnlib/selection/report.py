@@ -9,7 +9,12 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-from attnlib.errors import AttnlibError, BackendUnavailableError, UnsupportedConfigError
+from attnlib.errors import (
+    AttnlibError,
+    BackendUnavailableError,
+    Rejection,
+    UnsupportedConfigError,
+)
 from attnlib.spec import AttentionSpec
 
 __all__ = ["CandidateReport", "SelectionReport", "SelectionStatus", "selection_error"]
@@ -76,6 +81,15 @@ class SelectionReport:
             c.name: [] if c.status is SelectionStatus.ACCEPTED else list(c.reasons)
             for c in self.candidates
         }
+
+    def rejections(self) -> list[Rejection]:
+        """Every reason against every backend that was not accepted, in the order of auto."""
+        return [
+            Rejection(c.name, c.status.value, getattr(reason, "field", None), str(reason))
+            for c in self.candidates
+            if c.status is not SelectionStatus.ACCEPTED
+            for reason in c.reasons
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -146,12 +160,14 @@ def selection_error(
             f"no backend supports {spec} on {report.device}:\n{table}",
             backend="auto",
             reasons=[reason for c in report.candidates for reason in c.reasons],
+            rejections=report.rejections(),
         )
     failed = next(
         c
         for c in report.candidates
         if c.name in requested and c.status is not SelectionStatus.ACCEPTED
     )
+    rejections = [r for r in report.rejections() if r.backend == failed.name]
     others = (
         f"Backends that support this spec here: {', '.join(report.accepted)}."
         if report.accepted
@@ -164,6 +180,9 @@ def selection_error(
     if failed.status is SelectionStatus.UNAVAILABLE:
         versions_given = any("cxx11 ABI" in reason for reason in failed.reasons)
         return BackendUnavailableError(
-            message if versions_given else f"{message} {environment(failed.name)}"
+            message if versions_given else f"{message} {environment(failed.name)}",
+            rejections=rejections,
         )
-    return UnsupportedConfigError(message, backend=failed.name, reasons=failed.reasons)
+    return UnsupportedConfigError(
+        message, backend=failed.name, reasons=failed.reasons, rejections=rejections
+    )

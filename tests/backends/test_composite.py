@@ -197,14 +197,13 @@ def test_graphs_of_uniform_batches_belong_to_one_child() -> None:
 
 
 def test_lengths_unknown_to_the_host() -> None:
-    """Lengths of 0 on the host mean that only the device has them: the batch is not split."""
+    """Without lengths on the host the batch is not split."""
     composite = make_composite(_child("p"), _child("d"))
     common = attnlib.CommonAttentionMetadata.from_lengths(
         [1, 9], [3, 9], [[5], [1, 2, 3]], 4, "cpu"
     )
     device_only = common.replace(
-        query_start_loc_cpu=torch.zeros(3, dtype=torch.int32),
-        seq_lens_cpu=torch.zeros(2, dtype=torch.int32),
+        query_start_loc_cpu=None, seq_lens_cpu=None, num_computed_tokens_cpu=None
     )
     built = composite.make_builder(SPEC, "cpu").build(0, device_only)
     assert built.decode is None and built.prefill.query_start_loc.tolist() == [0, 1, 10]

@@ -5,6 +5,7 @@ import torch
 
 import attnlib
 from attnlib.errors import ContractError
+from attnlib.metadata.graph_guard import GraphGuard
 
 pytest.importorskip("triton")
 
@@ -64,3 +65,39 @@ def test_strided_metadata_of_a_captured_step_is_refused() -> None:
     builder = layer.backend.make_builder(SPEC, "cpu")
     with pytest.raises(ContractError, match="a captured step needs it contiguous"):
         builder.build_for_cudagraph_capture(common)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")
+def test_a_captured_mixed_batch_serves_other_lengths() -> None:
+    """The metadata of the capture reads only tensors of the batch, so it follows their values."""
+    table = torch.arange(48, dtype=torch.int32).view(3, 16)
+
+    def batch(query_lens: list[int], seq_lens: list[int]) -> attnlib.CommonAttentionMetadata:
+        return attnlib.CommonAttentionMetadata.from_lengths(
+            query_lens, seq_lens, table, 16, "cpu", max_query_len=13, max_seq_len=256
+        )
+
+    limits = attnlib.BatchLimits(max_num_reqs=3, max_num_tokens=15, max_seq_len=256)
+    layer = attnlib.Attention(SPEC, backend="triton", device="cpu")
+    builder = layer.backend.make_builder(SPEC, "cpu", limits=limits)
+    buffers = batch([1, 1, 13], [40, 33, 20])
+    captured = builder.build_for_cudagraph_capture(buffers)
+    guard = GraphGuard(captured, include_cpu=True)
+    reference = attnlib.Attention(SPEC, backend="torch", device="cpu")
+    for query_lens, seq_lens in (([1, 1, 13], [40, 33, 20]), ([12, 2, 1], [12, 200, 17])):
+        now = batch(query_lens, seq_lens)
+        for name in ("query_start_loc", "seq_lens", "slot_mapping"):
+            getattr(buffers, name).copy_(getattr(now, name))
+        guard.check(builder.build_for_cudagraph_capture(buffers))
+        guard.check(builder.build(0, buffers.replace(query_start_loc_cpu=now.query_start_loc_cpu)))
+        torch.manual_seed(0)
+        cache, expected = (attnlib.PagedKVCache.allocate(SPEC, 48, "cpu") for _ in range(2))
+        cache.key_cache.normal_()
+        cache.value_cache.normal_()
+        expected.key_cache.copy_(cache.key_cache)
+        expected.value_cache.copy_(cache.value_cache)
+        q, k, v = (torch.randn(15, heads, 16) for heads in (2, 1, 1))
+        step = reference.backend.make_builder(SPEC, "cpu").build(0, now)
+        torch.testing.assert_close(
+            layer(q, k, v, cache, captured), reference(q, k, v, expected, step)
+        )

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import pickle
+from dataclasses import replace
 
+import pytest
 import torch
 
 import attnlib
+from attnlib.backends.torch import TorchBackend
+from attnlib.capabilities import Reason
 from attnlib.errors import UnsupportedConfigError
 from attnlib.selection.report import (
     CandidateReport,
@@ -76,3 +81,37 @@ def test_the_error_names_the_reasons_and_the_alternatives() -> None:
         "backend 'limited' (from argument) is unsupported on cpu: no sinks; no ALiBi. "
         "Backends that support this spec here: fast, slow."
     )
+
+
+def test_rejections_are_data() -> None:
+    """Every reason with its backend, status and spec field."""
+    spec = attnlib.AttentionSpec(
+        num_heads=4, head_size=64, dtype=torch.float32, kv_cache_layout="HND", has_sink=True
+    )
+    limited = type("Limited", (TorchBackend,), {
+        "get_name": staticmethod(lambda: "limited"),
+        "capabilities": replace(TorchBackend.capabilities, sink=False, kv_cache_layouts=("NHD",)),
+        "supports_combination": classmethod(lambda cls, spec, device: ["sinks with HND"]),
+    })  # fmt: skip
+    rejections = [r for r in attnlib.explain(spec, "cpu", limited).rejections()
+                  if r.backend == "limited"]  # fmt: skip
+    assert [(r.status, r.field) for r in rejections] == [
+        ("unsupported", "kv_cache_layout"),
+        ("unsupported", "has_sink"),
+        ("unsupported", None),
+    ]
+    assert str(rejections[1]) == "limited: attention sinks: not supported"
+    with pytest.raises(UnsupportedConfigError) as caught:
+        attnlib.get_attn_backend(spec, limited, "cpu")
+    assert list(caught.value.rejections) == rejections
+    assert pickle.loads(pickle.dumps(caught.value)).rejections == tuple(rejections)
+    with attnlib.use_backend("-torch"), pytest.raises(UnsupportedConfigError) as caught:
+        attnlib.get_attn_backend(spec, None, "cpu")
+    assert ("torch", "excluded") in {(r.backend, r.status) for r in caught.value.rejections}
+
+
+def test_a_reason_behind_a_label_keeps_its_field() -> None:
+    reason = Reason.prefixed("FA3", Reason("head_size=72 not supported", "head_size"))
+    assert reason == "FA3: head_size=72 not supported" and reason.field == "head_size"
+    assert pickle.loads(pickle.dumps(reason)).field == "head_size"
+    assert Reason.prefixed("FA3", "in words").field is None

@@ -32,6 +32,7 @@ CALLED_BY_ENGINES = {
     "AttentionBackend.full_cls_name",
     "AttentionImpl.attention_params",
     "AttentionImpl.read_per_head_tensors_from",
+    "AttentionMetadataBuilder.with_host_lengths",
 }
 """Public methods that a backend calls or inherits and does not override."""
 

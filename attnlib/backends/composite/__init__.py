@@ -17,7 +17,7 @@ from attnlib.backends.base import AttentionBackend, AttentionImpl
 from attnlib.backends.composite.impl import CompositeImpl
 from attnlib.backends.composite.metadata import CompositeMetadata, CompositeMetadataBuilder
 from attnlib.cache.layout import LAYOUTS, negotiate_layout
-from attnlib.capabilities import NOT_STATED, Capabilities, Sizes
+from attnlib.capabilities import NOT_STATED, Capabilities, Reason, Sizes
 from attnlib.device import DeviceInfo
 from attnlib.errors import LayoutMismatchError
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
@@ -75,8 +75,8 @@ class CompositeBackend(AttentionBackend):
     @classmethod
     def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
         """The reasons of both children, and unpaged attention types, which have no decodes."""
-        reasons = [
-            f"{child.get_name()}: {reason}"
+        reasons: list[str] = [
+            Reason.prefixed(child.get_name(), reason)
             for child in (cls.prefill_backend, cls.decode_backend)
             for reason in child.validate_configuration(spec, device)
         ]
@@ -112,7 +112,13 @@ def make_composite(prefill: Backend, decode: Backend) -> Backend:
     if found is None:
         capabilities = _common(prefill, decode)
         children = {"prefill_backend": prefill, "decode_backend": decode, "__module__": __name__}
-        builder = {**children, "cudagraph_support": capabilities.cudagraph}
+        builder = {
+            **children,
+            "cudagraph_support": capabilities.cudagraph,
+            "needs_host_lengths": any(
+                child.get_builder_cls().needs_host_lengths for child in (prefill, decode)
+            ),
+        }
         body = {
             **children,
             "description": f"prefills with {prefill.get_name()}, decodes with {decode.get_name()}",

@@ -46,6 +46,12 @@ class CompositeImpl(AttentionImpl):
         names = ("_prefill", "_decode")
         return [self.__dict__[name] for name in names if name in self.__dict__]
 
+    def set_block_size(self, block_size: int) -> None:
+        """See `AttentionImpl.set_block_size`."""
+        super().set_block_size(block_size)
+        for child in self._children:
+            child.set_block_size(block_size)
+
     def read_per_head_tensors_from(self, owner: Any) -> None:
         """See `AttentionImpl.read_per_head_tensors_from`; the children read from `owner` too."""
         super().read_per_head_tensors_from(owner)

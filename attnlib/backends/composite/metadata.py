@@ -176,10 +176,14 @@ def _remainder(
     """The requests after the first `num_reqs`, as a separate batch."""
     return common.replace(
         query_start_loc=common.query_start_loc[num_reqs:] - num_tokens,
-        query_start_loc_cpu=common.query_start_loc_cpu[num_reqs:] - num_tokens,
+        query_start_loc_cpu=None
+        if common.query_start_loc_cpu is None
+        else common.query_start_loc_cpu[num_reqs:] - num_tokens,
         seq_lens=common.seq_lens[num_reqs:],
-        seq_lens_cpu=common.seq_lens_cpu[num_reqs:],
-        num_computed_tokens_cpu=common.num_computed_tokens_cpu[num_reqs:],
+        seq_lens_cpu=None if common.seq_lens_cpu is None else common.seq_lens_cpu[num_reqs:],
+        num_computed_tokens_cpu=None
+        if common.num_computed_tokens_cpu is None
+        else common.num_computed_tokens_cpu[num_reqs:],
         num_reqs=common.num_reqs - num_reqs,
         num_actual_tokens=common.num_actual_tokens - num_tokens,
         block_table_tensor=None

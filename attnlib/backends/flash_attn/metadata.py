@@ -30,7 +30,7 @@ class FlashAttnMetadata(PagedMetadata):
     Attributes:
         kernel: the installed kernel that computes it.
         num_unpadded_tokens: tokens of requests, without the padding of a graph's batch; None if
-            only the device knows it (capture).
+            only the device knows it (capture, no host lengths).
         query_bound: the bound on query lengths that the kernel gets.
         key_bound: the bound on sequence lengths that the kernel uses.
         key_start_loc: `[R + 1]` int32, cumulative sum of `seq_lens`, for kernels that need it.
@@ -58,6 +58,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
     """
 
     cudagraph_support: ClassVar[CudaGraphSupport] = CudaGraphSupport.UNIFORM_BATCH
+    needs_host_lengths: ClassVar[bool] = False  # host lengths only allow a smaller bound
 
     def __init__(
         self, spec: AttentionSpec, device: torch.device | str | None = None, **kwargs: Any
@@ -125,10 +126,11 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
     ) -> FlashAttnMetadata:
         _check(common)
         fields = paged_fields(common, self.spec, None)
+        starts = None if for_capture else common.query_start_loc_cpu
         metadata = FlashAttnMetadata(
             **fields,
             kernel=self.kernel,
-            num_unpadded_tokens=None if for_capture else int(common.query_start_loc_cpu[-1]),
+            num_unpadded_tokens=None if starts is None else int(starts[-1]),
             query_bound=self._query_bound(common, for_capture),
             key_bound=self._key_bound(fields["block_table"], common.max_seq_len),
             key_start_loc=None if self.kernel.takes_lengths else self._running_sum(common.seq_lens),
@@ -145,9 +147,8 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         """
         if self.kernel.version != 2 or common.max_query_len != 1:
             return common.max_query_len
-        uniform = (
-            not for_capture and not self.spec.needs_lse and bool((common.query_lens_cpu == 1).all())
-        )
+        known = not for_capture and common.query_start_loc_cpu is not None
+        uniform = known and not self.spec.needs_lse and bool((common.query_lens_cpu == 1).all())
         return 1 if uniform and common.num_actual_tokens == common.num_reqs else 2
 
     def _key_bound(self, block_table: torch.Tensor | None, max_seq_len: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from attnlib.backends.flash_attn.probe import FlashKernel, find_kernels
-from attnlib.capabilities import Capabilities, Sizes, unsupported_reasons
+from attnlib.capabilities import Capabilities, Reason, Sizes, unsupported_reasons
 from attnlib.device import DeviceInfo
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind
 
@@ -109,7 +109,7 @@ def kernel_unsupported_reasons(
             f"no paged kernel for compute capability {device.capability[0]}.{device.capability[1]}"
         )
     reasons += _combination_reasons(kernel, spec, device, config)
-    return [f"{kernel.label}: {reason}" for reason in dict.fromkeys(reasons)]
+    return [Reason.prefixed(kernel.label, reason) for reason in dict.fromkeys(reasons)]
 
 
 def _combination_reasons(

@@ -147,6 +147,8 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         self, common: CommonAttentionMetadata, graph: dict[PlanKey, Lease] | None
     ) -> FlashInferMetadata:
         _check(common)
+        common = self.with_host_lengths(common)
+        assert common.query_start_loc_cpu is not None and common.seq_lens_cpu is not None
         fields = paged_fields(common, self.spec, None)
         decodes = _leading_single_tokens(common)
         fields.update(
@@ -202,6 +204,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     def _plan_prefill(
         self, common: CommonAttentionMetadata, lengths: np.ndarray, first: int, causal: bool
     ) -> dict[PlanKey, Lease]:
+        assert common.query_start_loc_cpu is not None  # `_build` made sure of it
         starts = common.query_start_loc_cpu[first:] - common.query_start_loc_cpu[first]
         pages = self._pages(common, lengths[first:], first)
         every_row_sees_a_key = bool((lengths >= common.query_lens_cpu.numpy())[first:].all())

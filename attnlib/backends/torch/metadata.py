@@ -29,6 +29,5 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         fast_build: bool = False,
     ) -> TorchMetadata:
         """The metadata of one batch; see `AttentionMetadataBuilder.build`."""
-        return TorchMetadata(
-            **paged_fields(common_attn_metadata, self.spec, self.reorder_batch_threshold)
-        )
+        common = self.with_host_lengths(common_attn_metadata)
+        return TorchMetadata(**paged_fields(common, self.spec, self.reorder_batch_threshold))

@@ -172,13 +172,17 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> TritonMetadata:
-        """The same with bounds that hold for every batch of these sizes."""
+        """The same with bounds that hold for every batch of these sizes. A batch with requests of
+        more than `reorder_batch_threshold` new tokens is not split."""
         return self._build(common_attn_metadata, this_batch_only=False)
 
     def _build(self, common: CommonAttentionMetadata, this_batch_only: bool) -> TritonMetadata:
-        fields = paged_fields(
-            common, self.spec, self.reorder_batch_threshold, this_batch_only=this_batch_only
-        )
+        threshold = self.reorder_batch_threshold
+        if not this_batch_only and threshold is not None and common.max_query_len > threshold:
+            # A captured split would be that of one batch. Without a split the prefill kernels find
+            # every request in the batch's own tensors, whatever its length at a replay.
+            threshold = None
+        fields = paged_fields(common, self.spec, threshold, this_batch_only=this_batch_only)
         schedule = workspace = None
         if fields["num_decodes"]:
             schedule = self._scheduler.decode(

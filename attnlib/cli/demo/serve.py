@@ -100,7 +100,7 @@ def _run(paged: PagedModel, scheduler: Scheduler, plan: list[Chunk], served: Ser
     positions = [
         position for chunk in plan for position in range(chunk.start, chunk.start + chunk.count)
     ]
-    ends = batch.query_start_loc_cpu[1:] - 1
+    ends = batch.query_lens_cpu.cumsum(0) - 1
     sampling = [index for index, chunk in enumerate(plan) if chunk.samples]
     rows = ends[sampling].long().to(device)
     logits = paged.step(

@@ -260,19 +260,15 @@ def _common(
             f"another backend",
             backend=layer.backend.get_name(),
         )
-    # Unknown lengths are 0 on the host: builders then serve mixed batches with prefill kernels.
-    both = (
-        torch.cat([starts, lengths]).cpu()
-        if on_host
-        else torch.zeros(starts.numel() + lengths.numel(), dtype=torch.int32)
-    )
-    starts_cpu, lengths_cpu = both[: starts.numel()], both[starts.numel() :]
+    starts_cpu = lengths_cpu = None  # then builders serve mixed batches with prefill kernels
+    if on_host:
+        both = torch.cat([starts, lengths]).cpu()
+        starts_cpu, lengths_cpu = both[: starts.numel()], both[starts.numel() :]
     return CommonAttentionMetadata(
         query_start_loc=starts,
         query_start_loc_cpu=starts_cpu,
         seq_lens=lengths,
         seq_lens_cpu=lengths_cpu,
-        num_computed_tokens_cpu=lengths_cpu - (starts_cpu[1:] - starts_cpu[:-1]),
         num_reqs=lengths.shape[0],
         num_actual_tokens=num_tokens,
         max_query_len=min(

@@ -39,13 +39,10 @@ def attend_decode_on_device(call: Call, step: StepMask) -> torch.Tensor | None:
     if key not in step.plans:
         table, lengths = _visible_keys_on_device(step, pattern, ratio, device)
         starts = torch.arange(step.batch_size + 1, dtype=torch.int32)
-        bound = torch.full((step.batch_size,), table.shape[1], dtype=torch.int32)
         common = CommonAttentionMetadata(
             query_start_loc=starts.to(device, non_blocking=True),
             query_start_loc_cpu=starts,
             seq_lens=lengths,
-            seq_lens_cpu=bound,  # an upper bound: the lengths are known on the device only
-            num_computed_tokens_cpu=bound - 1,
             num_reqs=step.batch_size,
             num_actual_tokens=step.batch_size,
             max_query_len=1,

@@ -39,8 +39,8 @@ def write_kv(
         value_cache: `[B, N, Hkv, Dv]`, any strides.
         slot_mapping: `[T]` int64, slot = block * N + offset; a negative slot writes nothing. If two
             tokens have one slot, either may be stored.
-        k_scale: real key = stored key * k_scale; a float, a 0-d or `[Hkv]` float32 tensor. Read for
-            a float8 cache only, which stores key / k_scale, saturated (M9).
+        k_scale: real key = stored key * k_scale; a float, or a float32 tensor of 1 or `[Hkv]`
+            elements. Read for a float8 cache only, which stores key / k_scale, saturated (M9).
         v_scale: the same for values.
 
     Raises:

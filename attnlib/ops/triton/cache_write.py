@@ -44,8 +44,8 @@ def write_kv(
         value_cache: `[B, N, Hkv, Dv]`, the same dtype; may interleave with or alias `key_cache`.
         slot_mapping: `[T]` int64, slot = block * N + offset; a negative slot writes nothing. Its
             length is the number of tokens written.
-        k_scale: real key = stored key * k_scale; a number, a 0-d or `[Hkv]` float32 tensor. Read
-            for float8 only.
+        k_scale: real key = stored key * k_scale; a number, or a float32 tensor of 1 or `[Hkv]`
+            elements. Read for float8 only.
         v_scale: the same for values.
 
     Raises:

@@ -12,6 +12,7 @@ from attnlib.workspace import BatchLimits
 from tests.backends import fake_flash_attn as fakes
 from tests.backends.flash_attn.adapter import (
     builder_for,
+    install,
     install_fa2,
     install_fa3,
     install_vllm,
@@ -42,9 +43,28 @@ def test_fa2_query_bound(monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder
     assert record.last["max_seqlen_q"] == 2
     uniform = make_step(spec, [1, 1, 1], [30, 4, 9])
     assert builder_for(monkeypatch, spec).build(0, uniform.common).query_bound == 1
+    unknown = uniform.common.replace(query_start_loc_cpu=None, seq_lens_cpu=None)
+    assert builder_for(monkeypatch, spec).build(0, unknown).query_bound == 2
     assert (
         builder_for(monkeypatch, spec).build_for_cudagraph_capture(uniform.common).query_bound == 2
     )
+
+
+@pytest.mark.parametrize("build", ["fa2", "fa3"])
+def test_the_bounds_are_enough(
+    monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder, build: str
+) -> None:
+    """A batch without lengths on the host gives the rows of one with them."""
+    install(monkeypatch, record, build)
+    step = make_step(spec_of(block_size=256 if build == "fa2" else 16), [1, 1, 12], [40, 3, 30])
+    step.common = step.common.replace(
+        query_start_loc_cpu=None, seq_lens_cpu=None, num_computed_tokens_cpu=None
+    )
+    out, lse = run(monkeypatch, step, padding=3, scale=0.3)
+    expected, expected_lse = step.expected(scale=0.3)
+    torch.testing.assert_close(out[:14], expected)
+    torch.testing.assert_close(lse[:14], expected_lse)
+    assert (out[14:] == 0).all()
 
 
 def test_schedule_is_made_once_per_batch(

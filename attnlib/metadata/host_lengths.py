@@ -1,0 +1,56 @@
+"""Lengths on the host, for builders that plan there. An engine may leave them out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnlib.errors import ContractError
+from attnlib.metadata.common import CommonAttentionMetadata
+
+__all__ = ["with_host_lengths"]
+
+
+def with_host_lengths(common: CommonAttentionMetadata, reader: str) -> CommonAttentionMetadata:
+    """The batch with `query_start_loc_cpu` and `seq_lens_cpu`. No device sync.
+
+    The tensors of a batch on the CPU are on the host already and serve as their own host copies.
+
+    Args:
+        common: the batch.
+        reader: the class that reads the lengths, for messages.
+
+    Raises:
+        ContractError: a batch on another device has no host lengths, or host lengths that cannot
+            be those of the batch: different from the tensors (CPU), or 0 for every request.
+    """
+    missing: dict[str, Any] = {}
+    for name in ("query_start_loc", "seq_lens"):
+        tensor, host = getattr(common, name), getattr(common, f"{name}_cpu")
+        if tensor.device.type != "cpu":
+            if host is None:
+                raise ContractError(
+                    f"{reader} needs {name}_cpu, but the batch has None and {name} is on "
+                    f"{tensor.device}: pass {name}_cpu, or select a backend whose builder has "
+                    "needs_host_lengths=False"
+                )
+        elif host is None:
+            missing[f"{name}_cpu"] = tensor
+        elif host is not tensor and host.dtype == tensor.dtype and not torch.equal(host, tensor):
+            raise ContractError(
+                f"{name}_cpu is {host.tolist()}, but {name} is {tensor.tolist()}, and {reader} "
+                f"reads {name}_cpu: pass equal values, or {name}_cpu=None",
+                rule="M1",
+            )
+    filled = common.replace(**missing) if missing else common
+    lengths = filled.seq_lens_cpu
+    if filled.num_actual_tokens and filled.max_seq_len and not filled.is_cross_attention:
+        assert lengths is not None  # passed or filled above
+        if bool((filled.query_lens_cpu > 0).any()) and not bool(lengths.any()):
+            raise ContractError(
+                f"seq_lens_cpu is 0 for all {filled.num_reqs} requests of a batch with new tokens, "
+                f"and {reader} reads it: pass the lengths, or None if the host does not have them",
+                rule="M1",
+            )
+    return filled
