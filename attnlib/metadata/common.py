@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from attnlib.errors import ContractError
+from attnlib.metadata.batch_slice import slice_batch
 
 __all__ = ["CommonAttentionMetadata"]
 
@@ -37,7 +38,8 @@ class CommonAttentionMetadata:
         block_table_tensor: [R, max_blocks] int32 device (P3); None where nothing is cached
             (encoders).
         slot_mapping: [T] int64 device (P4). A longer tensor is replaced by a view of its first T
-            slots. None where nothing is cached.
+            slots. None where nothing is cached. With `is_cross_attention`, one slot per row of the
+            keys given to the layer, [Tk], or None where nothing is written.
         causal: True, False, or a bool per request ([R] device). None means that the spec of the
             layer decides.
         query_bias: [T, >= max_query_len] float32 device; column j is added to the score of the j-th
@@ -63,8 +65,14 @@ class CommonAttentionMetadata:
 
     def __post_init__(self) -> None:
         # Rows of padding write nothing (P4). The caller's tensor is not written.
-        if self.slot_mapping is not None and self.slot_mapping.shape[0] > self.num_actual_tokens:
-            self.slot_mapping = self.slot_mapping[: self.num_actual_tokens]
+        # The slots of cross-attention are those of encoder tokens, which have other rows.
+        slots = self.slot_mapping
+        if (
+            slots is not None
+            and slots.shape[0] > self.num_actual_tokens
+            and not self.is_cross_attention
+        ):
+            self.slot_mapping = slots[: self.num_actual_tokens]
 
     @classmethod
     def from_lengths(
@@ -80,6 +88,7 @@ class CommonAttentionMetadata:
         max_query_len: int | None = None,
         max_seq_len: int | None = None,
         is_cross_attention: bool = False,
+        new_key_lens: Sequence[int] | None = None,
     ) -> CommonAttentionMetadata:
         """A batch from lists of lengths.
 
@@ -93,6 +102,9 @@ class CommonAttentionMetadata:
             causal, query_bias, is_cross_attention: see the attributes.
             max_query_len, max_seq_len: upper bounds to store instead of the true maxima
                 (CUDA graphs).
+            new_key_lens: for cross-attention, the keys of each request that this batch writes: the
+                last ones of `seq_lens`, 0 where the encoder output is cached already. None writes
+                nothing.
 
         Raises:
             ContractError: the lengths contradict each other, or the block table is too narrow for
@@ -102,6 +114,9 @@ class CommonAttentionMetadata:
         starts = torch.zeros(len(queries) + 1, dtype=torch.int32, device="cpu")
         torch.cumsum(queries, 0, out=starts[1:])
         device = torch.get_default_device() if device is None else torch.device(device)
+        key_starts, new_keys = _new_keys(
+            starts, queries, sequences, is_cross_attention, new_key_lens, block_table is not None
+        )
         table = slots = None
         if block_table is not None:
             if block_size is None or block_size < 1:
@@ -110,12 +125,12 @@ class CommonAttentionMetadata:
                 )
             table, slots = _table_and_slots(
                 block_table,
-                starts,
-                queries,
+                key_starts,
+                new_keys,
                 sequences,
                 block_size,
                 device,
-                write=not is_cross_attention,
+                write=not is_cross_attention or new_key_lens is not None,
             )
         return cls(
             query_start_loc=starts.to(device, non_blocking=True),
@@ -162,24 +177,37 @@ class CommonAttentionMetadata:
 
     def unpadded(self, num_reqs: int, num_actual_tokens: int) -> CommonAttentionMetadata:
         """The first `num_reqs` requests of a batch that was padded for a CUDA graph, as views."""
-        return replace(
-            self,
-            query_start_loc=self.query_start_loc[: num_reqs + 1],
-            query_start_loc_cpu=_first_rows(self.query_start_loc_cpu, num_reqs + 1),
-            seq_lens=self.seq_lens[:num_reqs],
-            seq_lens_cpu=_first_rows(self.seq_lens_cpu, num_reqs),
-            num_computed_tokens_cpu=_first_rows(self.num_computed_tokens_cpu, num_reqs),
-            num_reqs=num_reqs,
-            num_actual_tokens=num_actual_tokens,
-            block_table_tensor=_first_rows(self.block_table_tensor, num_reqs),
-            slot_mapping=_first_rows(self.slot_mapping, num_actual_tokens),
-            causal=self.causal[:num_reqs] if isinstance(self.causal, torch.Tensor) else self.causal,
-            query_bias=_first_rows(self.query_bias, num_actual_tokens),
-        )
+        tokens = slice(0, num_actual_tokens)
+        return slice_batch(self, slice(0, num_reqs), tokens, tokens)
 
+    def slice_requests(self, first: int, end: int) -> CommonAttentionMetadata:
+        """Requests `[first, end)` as a batch, for micro-batches: its rows of q, k and v are those of
+        its tokens, `query_start_loc_cpu[first]` to `query_start_loc_cpu[end]`.
 
-def _first_rows(tensor: torch.Tensor | None, count: int) -> torch.Tensor | None:
-    return None if tensor is None else tensor[:count]
+        Tensors are views, except `query_start_loc` of a slice that does not begin at request 0.
+        Upper bounds become those of the slice where the host has the lengths.
+
+        Raises:
+            ContractError: a range outside the batch, no `query_start_loc_cpu`, or cross-attention
+                that writes keys, whose rows belong to no request.
+        """
+        if not 0 <= first <= end <= self.num_reqs:
+            raise ContractError(
+                f"requests [{first}, {end}) are not a range of the {self.num_reqs} requests"
+            )
+        if self.is_cross_attention and self.slot_mapping is not None:
+            raise ContractError(
+                "a batch of cross-attention with slot_mapping cannot be sliced: run the layer once "
+                "for the whole batch to write the keys, then slice with slot_mapping=None"
+            )
+        lengths = self.query_lens_cpu[first:end]
+        assert self.query_start_loc_cpu is not None  # `query_lens_cpu` checks it
+        tokens = slice(int(self.query_start_loc_cpu[first]), int(self.query_start_loc_cpu[end]))
+        part = slice_batch(self, slice(first, end), tokens, tokens)
+        part.max_query_len = min(self.max_query_len, _largest(lengths))
+        if part.seq_lens_cpu is not None:
+            part.max_seq_len = min(self.max_seq_len, _largest(part.seq_lens_cpu))
+        return part
 
 
 def _checked_lengths(
@@ -210,6 +238,38 @@ def _checked_lengths(
             rule="M1",
         )
     return queries, sequences
+
+
+def _new_keys(
+    starts: torch.Tensor,
+    queries: torch.Tensor,
+    sequences: torch.Tensor,
+    is_cross_attention: bool,
+    new_key_lens: Sequence[int] | None,
+    has_table: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(offsets `[R+1]`, lengths `[R]`) of the keys that a batch writes."""
+    if new_key_lens is None:
+        return starts, queries
+    if not is_cross_attention or not has_table:
+        raise ContractError(
+            "new_key_lens is for cross-attention with a block table: other batches write the keys "
+            "of their query_lens"
+        )
+    new = torch.as_tensor(new_key_lens, dtype=torch.int32, device="cpu").reshape(-1)
+    if new.shape != sequences.shape:
+        raise ContractError(f"{len(new)} new_key_lens for {len(sequences)} requests", rule="M1")
+    wrong = (new < 0) | (new > sequences)
+    if bool(wrong.any()):
+        request = _first(wrong)
+        raise ContractError(
+            f"new_key_lens[{request}]={new[request]} must be from 0 to "
+            f"seq_lens[{request}]={sequences[request]}",
+            rule="M1",
+        )
+    key_starts = torch.zeros_like(starts)
+    torch.cumsum(new, 0, out=key_starts[1:])
+    return key_starts, new
 
 
 def _table_and_slots(

@@ -211,6 +211,11 @@ class AttentionState(Generic[M]):
                     f"{name} is a tensor of this batch, and a captured graph would keep reading "
                     "it: run such batches without a graph"
                 )
+        if common.is_cross_attention and common.slot_mapping is not None:
+            raise ContractError(
+                "a graph writes the keys of its own tokens only: write the keys of cross-attention "
+                "in a step without a graph, then replay with slot_mapping=None"
+            )
         width = 0 if common.block_table_tensor is None else common.block_table_tensor.shape[1]
         if width > self.max_blocks:
             raise ContractError(

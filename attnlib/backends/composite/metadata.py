@@ -10,6 +10,7 @@ import torch
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
+from attnlib.metadata.batch_slice import slice_batch
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.split import leading_decodes
 from attnlib.spec import AttentionSpec
@@ -174,24 +175,5 @@ def _remainder(
     common: CommonAttentionMetadata, num_reqs: int, num_tokens: int
 ) -> CommonAttentionMetadata:
     """The requests after the first `num_reqs`, as a separate batch."""
-    return common.replace(
-        query_start_loc=common.query_start_loc[num_reqs:] - num_tokens,
-        query_start_loc_cpu=None
-        if common.query_start_loc_cpu is None
-        else common.query_start_loc_cpu[num_reqs:] - num_tokens,
-        seq_lens=common.seq_lens[num_reqs:],
-        seq_lens_cpu=None if common.seq_lens_cpu is None else common.seq_lens_cpu[num_reqs:],
-        num_computed_tokens_cpu=None
-        if common.num_computed_tokens_cpu is None
-        else common.num_computed_tokens_cpu[num_reqs:],
-        num_reqs=common.num_reqs - num_reqs,
-        num_actual_tokens=common.num_actual_tokens - num_tokens,
-        block_table_tensor=None
-        if common.block_table_tensor is None
-        else common.block_table_tensor[num_reqs:],
-        slot_mapping=None if common.slot_mapping is None else common.slot_mapping[num_tokens:],
-        causal=common.causal[num_reqs:]
-        if isinstance(common.causal, torch.Tensor)
-        else common.causal,
-        query_bias=None if common.query_bias is None else common.query_bias[num_tokens:],
-    )
+    tokens = slice(num_tokens, common.num_actual_tokens)
+    return slice_batch(common, slice(num_reqs, common.num_reqs), tokens, tokens)
