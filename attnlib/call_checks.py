@@ -107,6 +107,8 @@ def check_call(
                 f"{name} is on {tensor.device}, query on {query.device}: move the layer with "
                 f"layer.to({str(query.device)!r})"
             )
+    if spec.score_function is not None:
+        _check_score_tensors(layer, metadata, query.device)
     if cache is not None:
         _check_cache(layer, cache, key, query.device, metadata)
     elif spec.is_paged:
@@ -125,6 +127,38 @@ def check_call(
             f"backend {layer.backend.get_name()} cannot return the LSE: set needs_lse=True in the "
             "spec, so that selection finds a backend that can"
         )
+
+
+def _check_score_tensors(layer: Attention, metadata: Any, device: torch.device) -> None:
+    """Whether the layer has the tensors of its score function in a form that kernels read, and all
+    of its tensors are on one device."""
+    function = layer.spec.score_function
+    assert function is not None  # the caller has checked
+    own = dict(zip(function.layer_tensors, layer.impl.layer_score_tensors, strict=True))
+    function.check_tensors(own, function.layer_tensors, "layer")
+    made_for = getattr(getattr(metadata, "spec", None), "score_function", function)
+    if made_for != function and made_for is not None and function.batch_tensors:
+        raise ContractError(
+            f"metadata was built for score function {made_for}, the layer's spec has {function}: "
+            "build it with the builder of this layer's group",
+            rule="M10",
+        )
+    batch = getattr(metadata, "score_tensors", None) or {}
+    if missing := [name for name in function.batch_tensors if name not in batch]:
+        parts = [getattr(metadata, name, None) for name in ("prefill", "decode")]
+        if not any(getattr(part, "score_tensors", None) for part in parts):
+            raise ContractError(
+                f"metadata has no batch tensor {missing[0]!r}, which score function {function} "
+                "reads: build it with the builder of this layer's group",
+                rule="M10",
+            )
+    for name, tensor in {**own, **batch}.items():
+        if tensor.device != device:
+            raise ContractError(
+                f"{name} of score function {function} is on {tensor.device}, query on {device}: "
+                "move it to the device of the layer",
+                rule="M10",
+            )
 
 
 def _check_tensor(

@@ -64,8 +64,8 @@ class Capabilities:
         mask_kinds: masks before windows.
         sliding_window: sliding windows, and windows in the general form.
         attention_chunks: attention within chunks.
-        logits_soft_cap, alibi, sink, mla, lse, kv_sharing, batch_invariant: the features of the
-            spec with these names.
+        logits_soft_cap, alibi, sink, score_function, mla, lse, kv_sharing, batch_invariant: the
+            features of the spec with these names.
         cudagraph: batches that a CUDA graph can capture.
         needs_finite_cache: unused cache elements must be finite (P5). Allocation fills them with
             zeros.
@@ -93,6 +93,7 @@ class Capabilities:
     logits_soft_cap: bool = NOT_STATED
     alibi: bool = NOT_STATED
     sink: bool = NOT_STATED
+    score_function: bool = NOT_STATED
     mla: bool = NOT_STATED
     lse: bool = NOT_STATED
     kv_sharing: bool = NOT_STATED
@@ -253,6 +254,9 @@ CHECKS: Mapping[str, _Check] = {
     ),
     "has_alibi": _flag("alibi", lambda s: s.has_alibi, "ALiBi slopes"),
     "has_sink": _flag("sink", lambda s: s.has_sink, "attention sinks"),
+    "score_function": _flag(
+        "score_function", lambda s: s.score_function, "score_function={spec.score_function}"
+    ),
     "use_mla": _flag("mla", lambda s: s.use_mla, "multi-head latent attention"),
     "needs_lse": _flag("lse", lambda s: s.needs_lse, "returning the LSE"),
     "kv_sharing": _flag("kv_sharing", lambda s: s.kv_sharing, "sharing another layer's cache"),

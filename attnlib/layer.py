@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from attnlib.backends.base import AttentionBackend, AttentionImpl, StepPlan
+from attnlib.backends.base import AttentionBackend, AttentionImpl, StepPlan, score_attribute
 from attnlib.cache.storage import UNIT_SCALE, PagedKVCache, Scale
 from attnlib.call_checks import check_call, per_head
 from attnlib.compile.objects import register
@@ -41,6 +41,8 @@ class Attention(nn.Module):
         scale: softmax scale; None means 1/sqrt(head_size).
         alibi_slopes: one slope per query head, when `spec.has_alibi`.
         sinks: one sink logit per query head (M4), when `spec.has_sink`.
+        score_tensors: the layer tensors of `spec.score_function` by name (M10). They become buffers
+            (parameters stay parameters) with the prefix `score_`.
         k_scale, v_scale: scales of a quantized cache (M9), finite and positive. They become the
             scales of the layer's cache at the first call; 1 uses the scales of the cache.
         kv_sharing_target_layer_name: the layer whose cache this one reads; this layer does not
@@ -63,6 +65,7 @@ class Attention(nn.Module):
         scale: float | None = None,
         alibi_slopes: torch.Tensor | Sequence[float] | None = None,
         sinks: torch.Tensor | None = None,
+        score_tensors: Mapping[str, torch.Tensor] | None = None,
         k_scale: Scale = UNIT_SCALE,
         v_scale: Scale = UNIT_SCALE,
         kv_sharing_target_layer_name: str | None = None,
@@ -77,6 +80,7 @@ class Attention(nn.Module):
         self._device = device
         if alibi_slopes is not None and not isinstance(alibi_slopes, torch.Tensor):
             alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32, device=device)
+        extra = {} if spec.score_function is None else {"score_tensors": score_tensors}
         self.impl = self.backend.get_impl_cls()(
             spec,
             scale=scale,
@@ -85,6 +89,7 @@ class Attention(nn.Module):
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
             config=self.backend.config,
             prefix=prefix,
+            **extra,
         )
         self._own_per_head_tensors()
         self.k_scale = _checked_layer_scale("k_scale", k_scale, spec)
@@ -96,11 +101,15 @@ class Attention(nn.Module):
         self.handle = register(self)
 
     def _own_per_head_tensors(self) -> None:
-        """Register slopes and sinks: parameters as parameters, other tensors as buffers. The impl
-        reads them from here, so that loaded weights, `.to()` and assignments reach every call."""
+        """Register slopes, sinks and score tensors: parameters as parameters, other tensors as
+        buffers. The impl reads them from here, so that loaded weights, `.to()` and assignments
+        reach every call."""
         slopes, sinks = self.impl.per_head_tensors
-        self._has_per_head = slopes is not None or sinks is not None
-        for name, tensor in (("alibi_slopes", slopes), ("sinks", sinks)):
+        function = self.spec.score_function
+        names = () if function is None else map(score_attribute, function.layer_tensors)
+        scores = dict(zip(names, self.impl.layer_score_tensors, strict=True))
+        self._has_per_head = slopes is not None or sinks is not None or bool(scores)
+        for name, tensor in {"alibi_slopes": slopes, "sinks": sinks, **scores}.items():
             if isinstance(tensor, nn.Parameter):
                 self.register_parameter(name, tensor)
             else:
@@ -127,6 +136,7 @@ class Attention(nn.Module):
         *,
         dtype: torch.dtype | None = None,
         sinks: torch.Tensor | None = None,
+        score_tensors: Mapping[str, torch.Tensor] | None = None,
         device: torch.device | str | None = None,
         **spec_fields: Any,
     ) -> Attention:
@@ -137,7 +147,7 @@ class Attention(nn.Module):
                 in the model's dtype.
             quant_config: not read. Scales are `k_scale` and `v_scale` of the layer or its cache.
             dtype: dtype of q, k, v; None means torch's default dtype.
-            sinks, device: as in the class.
+            sinks, score_tensors, device: as in the class.
             spec_fields: more fields of `AttentionSpec`.
         """
         spec = AttentionSpec(
@@ -161,6 +171,7 @@ class Attention(nn.Module):
             scale=scale,
             alibi_slopes=alibi_slopes,
             sinks=sinks,
+            score_tensors=score_tensors,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
             prefix=prefix,
             device=device,
@@ -366,7 +377,7 @@ class Attention(nn.Module):
     def _per_head_signature(self) -> tuple[Any, ...]:
         return tuple(
             None if tensor is None else tensor_signature(tensor)
-            for tensor in self.impl.per_head_tensors
+            for tensor in (*self.impl.per_head_tensors, *self.impl.layer_score_tensors)
         )
 
     def _prepare(

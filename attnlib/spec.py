@@ -15,6 +15,7 @@ import torch
 
 from attnlib.errors import ContractError
 from attnlib.kv_dtype import kv_cache_torch_dtype
+from attnlib.score_functions.function import ScoreFunction
 from attnlib.sizes import MAX_LOGITS_SOFT_CAP
 
 __all__ = ["AttentionSpec", "AttentionType", "CudaGraphSupport", "MaskKind", "Window"]
@@ -96,6 +97,8 @@ class AttentionSpec:
         logits_soft_cap: c in c * tanh(score / c); None for no soft cap.
         has_alibi: the layer has ALiBi slopes.
         has_sink: the layer has one sink logit per query head (M4).
+        score_function: a function that changes scores before the mask is applied (M10); None for
+            none.
         use_mla: multi-head latent attention: one latent KV head whose value is a prefix of its key
             (`value_cache` aliases `key_cache`).
         needs_lse: the caller needs the log of the softmax denominator (M5).
@@ -125,6 +128,7 @@ class AttentionSpec:
     logits_soft_cap: float | None = None
     has_alibi: bool = False
     has_sink: bool = False
+    score_function: ScoreFunction | None = None
     use_mla: bool = False
     needs_lse: bool = False
     kv_sharing: bool = False
@@ -148,6 +152,7 @@ class AttentionSpec:
         self._check_sizes()
         self._check_mask()
         self._check_dtypes()
+        self._check_score_function()
         assign(self, "_hash", hash(tuple(getattr(self, field.name) for field in fields(self))))
 
     def __hash__(self) -> int:
@@ -221,6 +226,22 @@ class AttentionSpec:
         if self.kv_scale_kind not in ("tensor", "head"):
             raise ContractError(
                 f"kv_scale_kind={self.kv_scale_kind!r} must be 'tensor' or 'head'", rule="M9"
+            )
+
+    def _check_score_function(self) -> None:
+        function = self.score_function
+        if function is not None and not isinstance(function, ScoreFunction):
+            raise ContractError(
+                f"score_function={function!r} is a {type(function).__name__}; wrap the function: "
+                "attnlib.score_functions.ScoreFunction(function)",
+                rule="M10",
+            )
+        wanted = MaskKind.BIDIRECTIONAL
+        if function is not None and function.needs_bidirectional and self.mask_kind is not wanted:
+            raise ContractError(
+                f"score function {function} decides about later keys itself, and mask_kind="
+                f"{self.mask_kind.value} hides them: set mask_kind='bidirectional'",
+                rule="M10",
             )
 
     @property

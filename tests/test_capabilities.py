@@ -17,6 +17,7 @@ from attnlib.capabilities import (
     unsupported_reasons,
 )
 from attnlib.device import DeviceInfo
+from attnlib.score_functions.builtin import alibi_sqrt
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind, Window
 
 CPU = DeviceInfo("cpu")
@@ -42,6 +43,7 @@ EVERYTHING = Capabilities(
     logits_soft_cap=True,
     alibi=True,
     sink=True,
+    score_function=True,
     mla=True,
     lse=True,
     kv_sharing=True,
@@ -122,6 +124,11 @@ CASES = {
     ),
     "has_alibi": ({"has_alibi": True}, {"alibi": False}, "ALiBi slopes: not supported"),
     "has_sink": ({"has_sink": True}, {"sink": False}, "attention sinks: not supported"),
+    "score_function": (
+        {"score_function": alibi_sqrt()},
+        {"score_function": False},
+        "score_function=attnlib.score_functions.builtin._alibi_sqrt: not supported",
+    ),
     "use_mla": (
         {"use_mla": True, "num_kv_heads": 1},
         {"mla": False},

@@ -31,7 +31,7 @@ from attnlib.ops.params import AttentionParams
 from attnlib.spec import AttentionSpec
 from attnlib.tuning.tuner import Tuner
 
-__all__ = ["AttentionBackend", "AttentionImpl", "LayerGroup", "StepPlan"]
+__all__ = ["AttentionBackend", "AttentionImpl", "LayerGroup", "StepPlan", "score_attribute"]
 
 
 class AttentionBackend(ABC):
@@ -233,6 +233,7 @@ class AttentionImpl(ABC):
         scale: softmax scale; None means 1/sqrt(head_size).
         alibi_slopes: `[Hq]` of a floating-point dtype, when `spec.has_alibi`.
         sinks: `[Hq]` of a floating-point dtype, when `spec.has_sink`.
+        score_tensors: the layer tensors of `spec.score_function` by name (M10).
         kv_sharing_target_layer_name: the layer whose cache this one reads (P8).
         config: settings of the backend.
         prefix: name of the layer, for messages.
@@ -254,6 +255,7 @@ class AttentionImpl(ABC):
         scale: float | None = None,
         alibi_slopes: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
+        score_tensors: Mapping[str, torch.Tensor] | None = None,
         kv_sharing_target_layer_name: str | None = None,
         config: Mapping[str, Any] | None = None,
         prefix: str = "",
@@ -262,7 +264,12 @@ class AttentionImpl(ABC):
         self.scale = spec.head_size**-0.5 if scale is None else float(scale)
         _check_per_head("alibi_slopes", alibi_slopes, spec.has_alibi, "has_alibi", spec.num_heads)
         _check_per_head("sinks", sinks, spec.has_sink, "has_sink", spec.num_heads)
-        self._owner: Any = SimpleNamespace(alibi_slopes=alibi_slopes, sinks=sinks)
+        function = spec.score_function
+        if function is not None:
+            function.check_tensors(score_tensors, function.layer_tensors, "layer")
+        self._score_names = () if function is None else function.layer_tensors
+        given = {score_attribute(name): (score_tensors or {})[name] for name in self._score_names}
+        self._owner: Any = SimpleNamespace(alibi_slopes=alibi_slopes, sinks=sinks, **given)
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.config = dict(config or {})
         self.prefix = prefix
@@ -298,13 +305,18 @@ class AttentionImpl(ABC):
         self.spec = self.spec.replace(block_size=block_size)
 
     def read_per_head_tensors_from(self, owner: Any) -> None:
-        """Read `alibi_slopes` and `sinks` from now on from these attributes of `owner`, a layer."""
+        """Read slopes, sinks and score tensors from now on from attributes of `owner`, a layer."""
         self._owner = owner
 
     @property
     def per_head_tensors(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Slopes and sinks in the dtype in which they are stored."""
         return self._owner.alibi_slopes, self._owner.sinks
+
+    @property
+    def layer_score_tensors(self) -> tuple[torch.Tensor, ...]:
+        """The layer tensors of the score function, in its order."""
+        return tuple(getattr(self._owner, score_attribute(name)) for name in self._score_names)
 
     @property
     def group(self) -> LayerGroup:
@@ -340,9 +352,18 @@ class AttentionImpl(ABC):
             alibi_slopes=self.alibi_slopes,
             sinks=self.sinks,
             query_bias=metadata.query_bias,
+            score_function=spec.score_function,
+            score_tensors=self._all_score_tensors(metadata),
             k_scale=1.0 if cache is None else cache.k_scale,
             v_scale=1.0 if cache is None else cache.v_scale,
         )
+
+    def _all_score_tensors(self, metadata: Any) -> dict[str, torch.Tensor]:
+        """The layer tensors and the batch tensors of the score function, by name."""
+        if self.spec.score_function is None:
+            return {}
+        layer = dict(zip(self._score_names, self.layer_score_tensors, strict=True))
+        return layer | dict(metadata.score_tensors or {})
 
     @abstractmethod
     def forward(
@@ -447,6 +468,11 @@ class AttentionImpl(ABC):
             f"{type(self).__name__} supports keys in a paged cache only; "
             f"attn_type={self.spec.attn_type.value} needs another backend, for example torch"
         )
+
+
+def score_attribute(name: str) -> str:
+    """The attribute of a layer that holds a layer tensor of its score function."""
+    return f"score_{name}"
 
 
 def _has_current_plan(cls: type[AttentionImpl]) -> bool:

@@ -110,8 +110,14 @@ def capture_call(
         kv_written: the cache already holds this step's keys and values.
 
     Raises:
-        ContractError: the metadata does not have the required attributes.
+        ContractError: the metadata does not have the required attributes, or the layer has a score
+            function.
     """
+    if spec.score_function is not None:
+        raise ContractError(
+            f"a call with score function {spec.score_function} cannot be recorded, because files "
+            "hold no functions: run attnlib verify --score MODULE:NAME to test it"
+        )
     query_lens, seq_lens, table = _lengths(metadata)
     batch = BatchSpec(tuple(query_lens), tuple(seq_lens), max(query.shape[0] - sum(query_lens), 0))
     placement, used_blocks = _renumber_blocks(table, seq_lens, cache.block_size)

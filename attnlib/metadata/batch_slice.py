@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,14 @@ import torch
 if TYPE_CHECKING:
     from attnlib.metadata.common import CommonAttentionMetadata
 
-__all__ = ["slice_batch"]
+__all__ = ["rows_of", "slice_batch"]
+
+
+def rows_of(
+    tensors: Mapping[str, torch.Tensor] | None, requests: slice
+) -> dict[str, torch.Tensor] | None:
+    """The rows of some requests of the batch tensors of a score function."""
+    return None if tensors is None else {name: rows[requests] for name, rows in tensors.items()}
 
 
 def slice_batch(
@@ -54,4 +62,5 @@ def slice_batch(
         if isinstance(common.causal, torch.Tensor)
         else common.causal,
         query_bias=part(common.query_bias, tokens),
+        score_tensors=rows_of(common.score_tensors, requests),
     )

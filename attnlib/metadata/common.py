@@ -5,7 +5,7 @@ Shapes: R requests, T new tokens, packed without padding between requests, N blo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +44,8 @@ class CommonAttentionMetadata:
             layer decides.
         query_bias: [T, >= max_query_len] float32 device; column j is added to the score of the j-th
             new token of the row's request. -inf masks that token.
+        score_tensors: the batch tensors of the layers' score function by name (M10), [R, m] int32
+            device; None for layers without one.
         is_cross_attention: the keys come from another sequence (encoder output), which does not
             contain the queries.
     """
@@ -61,6 +63,7 @@ class CommonAttentionMetadata:
     slot_mapping: torch.Tensor | None = None
     causal: bool | torch.Tensor | None = None
     query_bias: torch.Tensor | None = None
+    score_tensors: Mapping[str, torch.Tensor] | None = None
     is_cross_attention: bool = False
 
     def __post_init__(self) -> None:
@@ -85,6 +88,7 @@ class CommonAttentionMetadata:
         *,
         causal: bool | torch.Tensor | None = None,
         query_bias: torch.Tensor | None = None,
+        score_tensors: Mapping[str, torch.Tensor] | None = None,
         max_query_len: int | None = None,
         max_seq_len: int | None = None,
         is_cross_attention: bool = False,
@@ -99,7 +103,7 @@ class CommonAttentionMetadata:
                 `[R, max_blocks]`; None where nothing is cached.
             block_size: tokens per block; required with a block table.
             device: where the kernels run; None means the default device of torch.
-            causal, query_bias, is_cross_attention: see the attributes.
+            causal, query_bias, score_tensors, is_cross_attention: see the attributes.
             max_query_len, max_seq_len: upper bounds to store instead of the true maxima
                 (CUDA graphs).
             new_key_lens: for cross-attention, the keys of each request that this batch writes: the
@@ -146,6 +150,7 @@ class CommonAttentionMetadata:
             slot_mapping=slots,
             causal=causal,
             query_bias=query_bias,
+            score_tensors=score_tensors,
             is_cross_attention=is_cross_attention,
         )
 

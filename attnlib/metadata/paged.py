@@ -7,6 +7,7 @@ computed correctly by the prefill kernel.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ import torch
 
 from attnlib.errors import ContractError
 from attnlib.metadata.base import AttentionMetadata
+from attnlib.metadata.batch_slice import rows_of
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.split import leading_decodes
 from attnlib.spec import AttentionSpec
@@ -42,6 +44,7 @@ class PagedMetadata(AttentionMetadata):
         causal: for the batch or per request ([R] device), from the batch or else from the spec.
         causal_from_spec: whether the batch left `causal` to the spec.
         query_bias: [T, >= max_query_len] float32 device or None.
+        score_tensors: batch tensors of the score function by name, [R, m] int32 device, or None.
         query_start_loc_cpu, seq_lens_cpu: host copies, for backends that plan on the host, or None.
     """
 
@@ -58,6 +61,7 @@ class PagedMetadata(AttentionMetadata):
     causal: bool | torch.Tensor
     causal_from_spec: bool
     query_bias: torch.Tensor | None
+    score_tensors: Mapping[str, torch.Tensor] | None
     query_start_loc_cpu: torch.Tensor | None
     seq_lens_cpu: torch.Tensor | None
 
@@ -110,6 +114,7 @@ class PagedMetadata(AttentionMetadata):
             slot_mapping=None if self.slot_mapping is None else self.slot_mapping[tokens],
             causal=self.causal[requests] if isinstance(self.causal, torch.Tensor) else self.causal,
             query_bias=None if self.query_bias is None else self.query_bias[tokens],
+            score_tensors=rows_of(self.score_tensors, requests),
             query_start_loc_cpu=None
             if self.query_start_loc_cpu is None
             else self.query_start_loc_cpu[starts] - self.query_start_loc_cpu[requests.start],
@@ -141,7 +146,8 @@ def paged_fields(
             strided metadata is refused as well, since a copy would not follow the original.
 
     Raises:
-        ContractError: a paged layer without a block table, or strided metadata of a captured step.
+        ContractError: a paged layer without a block table, a score function without its batch
+            tensors, or strided metadata of a captured step.
     """
     if spec.is_paged and common.block_table_tensor is None:
         raise ContractError(
@@ -184,9 +190,33 @@ def paged_fields(
         "causal": spec.is_causal if common.causal is None else common.causal,
         "causal_from_spec": common.causal is None,
         "query_bias": common.query_bias,
+        "score_tensors": _score_tensors(common, spec),
         "query_start_loc_cpu": common.query_start_loc_cpu,
         "seq_lens_cpu": common.seq_lens_cpu,
     }
+
+
+def _score_tensors(
+    common: CommonAttentionMetadata, spec: AttentionSpec
+) -> dict[str, torch.Tensor] | None:
+    """The batch tensors that the score function of the spec reads; None if it reads none.
+
+    Raises:
+        ContractError: one is missing, or has another layout or number of rows.
+    """
+    function = spec.score_function
+    if function is None or not function.batch_tensors:
+        return None
+    given = common.score_tensors or {}
+    function.check_tensors(given, function.batch_tensors, "batch")
+    for name in function.batch_tensors:
+        if given[name].shape[0] != common.num_reqs:
+            raise ContractError(
+                f"batch tensor {name!r} of score function {function} has {given[name].shape[0]} "
+                f"rows; it must have one for each of the {common.num_reqs} requests",
+                rule="M10",
+            )
+    return {name: given[name] for name in function.batch_tensors}
 
 
 def _dense(name: str, tensor: torch.Tensor, may_copy: bool) -> torch.Tensor:

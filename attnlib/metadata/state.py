@@ -13,6 +13,7 @@ import torch
 
 from attnlib.errors import ContractError
 from attnlib.metadata.base import AttentionMetadataBuilder, M
+from attnlib.metadata.batch_slice import rows_of
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.workspace import BatchLimits
 
@@ -28,6 +29,8 @@ class AttentionState(Generic[M]):
         limits: the largest batch that is captured or replayed.
         max_blocks: columns of the persistent block table. None means the number of blocks that
             `limits.max_seq_len` tokens need.
+        score_columns: columns of the persistent batch tensors of a score function (M10). None means
+            `limits.max_seq_len`, one per position.
 
     Attributes:
         builder: the builder for captures and replays of this state. A clone has its own.
@@ -42,6 +45,7 @@ class AttentionState(Generic[M]):
         limits: BatchLimits,
         *,
         max_blocks: int | None = None,
+        score_columns: int | None = None,
     ) -> None:
         if builder.limits is None:
             raise ContractError(
@@ -56,6 +60,12 @@ class AttentionState(Generic[M]):
         self._seq_lens = torch.zeros(reqs, dtype=torch.int32, device=device)
         self._block_table = torch.zeros(reqs, self.max_blocks, dtype=torch.int32, device=device)
         self._slot_mapping = torch.full((tokens,), -1, dtype=torch.int64, device=device)
+        self.score_columns = score_columns or limits.max_seq_len
+        function = builder.spec.score_function
+        self._score_tensors = {
+            name: torch.zeros(reqs, self.score_columns, dtype=torch.int32, device=device)
+            for name in (() if function is None else function.batch_tensors)
+        }
 
     def begin_forward(
         self,
@@ -95,6 +105,13 @@ class AttentionState(Generic[M]):
             self._slot_mapping[: common.num_actual_tokens].copy_(
                 common.slot_mapping[: common.num_actual_tokens], non_blocking=True
             )
+        for name, persistent in self._score_tensors.items():
+            given = (common.score_tensors or {})[name]
+            persistent[:reqs, : given.shape[1]].copy_(given, non_blocking=True)
+            # A lookup past the last column gives the last one, also in the wider tensor.
+            persistent[:reqs, given.shape[1] :].copy_(
+                given[:, -1:].expand(-1, self.score_columns - given.shape[1]), non_blocking=True
+            )
         return self._padded(padded_num_reqs, query_len, common)
 
     def get_graph_input_buffers(
@@ -109,6 +126,7 @@ class AttentionState(Generic[M]):
             "seq_lens": self._seq_lens,
             "block_table": self._block_table,
             "slot_mapping": self._slot_mapping,
+            **{f"score_{name}": tensor for name, tensor in self._score_tensors.items()},
         }
 
     def graph_capture_get_metadata_for_batch(
@@ -158,7 +176,9 @@ class AttentionState(Generic[M]):
             config=self.builder.config,
             limits=limits,
         )
-        return type(self)(builder, limits, max_blocks=self.max_blocks)
+        return type(self)(
+            builder, limits, max_blocks=self.max_blocks, score_columns=self.score_columns
+        )
 
     def _padded(
         self, reqs: int, query_len: int, common: CommonAttentionMetadata | None
@@ -194,6 +214,7 @@ class AttentionState(Generic[M]):
             max_seq_len=self.limits.max_seq_len,
             block_table_tensor=self._block_table[:reqs],
             slot_mapping=self._slot_mapping[: reqs * query_len],
+            score_tensors=rows_of(self._score_tensors or None, slice(0, reqs)),
             **extra,
         )
 
@@ -216,6 +237,15 @@ class AttentionState(Generic[M]):
                 "a graph writes the keys of its own tokens only: write the keys of cross-attention "
                 "in a step without a graph, then replay with slot_mapping=None"
             )
+        for name in self._score_tensors:
+            given = (common.score_tensors or {}).get(name)
+            if given is None or given.shape[1] > self.score_columns:
+                found = "missing" if given is None else f"{given.shape[1]} columns wide"
+                raise ContractError(
+                    f"the batch tensor {name!r} of the score function is {found}; the captured one "
+                    f"has {self.score_columns} columns: pass score_columns to AttentionState",
+                    rule="M10",
+                )
         width = 0 if common.block_table_tensor is None else common.block_table_tensor.shape[1]
         if width > self.max_blocks:
             raise ContractError(

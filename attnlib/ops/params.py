@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.ops.checks import check_scale
+from attnlib.score_functions.function import ScoreFunction
 from attnlib.sizes import MAX_LOGITS_SOFT_CAP
 
 __all__ = ["AttentionParams"]
@@ -28,12 +30,14 @@ class AttentionParams:
         sinks: `[Hq]` float32; one more logit per head, in the denominator only (M4).
         query_bias: `[T, >= max_query_len]` float32, added to the scores of the query span's keys;
             -inf hides a key.
+        score_function: changes the scores before the mask is applied (M10).
+        score_tensors: its layer and batch tensors by name; batch tensors have a row per request.
         k_scale: real key = stored key * k_scale; a number, or a float32 tensor of 1 or `[Hkv]`
             elements. Finite and above 0; elements of a tensor are not checked.
         v_scale: the same for values.
 
     Raises:
-        ContractError: a number outside these limits.
+        ContractError: a number outside these limits, or tensors that the score function lacks.
     """
 
     scale: float
@@ -44,6 +48,8 @@ class AttentionParams:
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
     query_bias: Tensor | None = None
+    score_function: ScoreFunction | None = None
+    score_tensors: Mapping[str, Tensor] = field(default_factory=dict)
     k_scale: float | Tensor = 1.0
     v_scale: float | Tensor = 1.0
 
@@ -68,3 +74,21 @@ class AttentionParams:
             )
         check_scale("k_scale", self.k_scale)
         check_scale("v_scale", self.v_scale)
+        function = self.score_function
+        if function is not None:
+            function.check_tensors(self.score_tensors, function.layer_tensors, "layer")
+            function.check_tensors(self.score_tensors, function.batch_tensors, "batch")
+
+    def layer_score_tensors(self) -> tuple[Tensor, ...]:
+        """The layer tensors of the score function, in its order."""
+        function = self.score_function
+        return (
+            () if function is None else tuple(self.score_tensors[n] for n in function.layer_tensors)
+        )
+
+    def batch_score_tensors(self) -> tuple[Tensor, ...]:
+        """The batch tensors of the score function, in its order."""
+        function = self.score_function
+        return (
+            () if function is None else tuple(self.score_tensors[n] for n in function.batch_tensors)
+        )

@@ -8,14 +8,9 @@ first of a list of common sizes that the backend supports. A backend that suppor
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,6 +20,7 @@ from attnlib.capabilities import Sizes
 from attnlib.device import resolve_device
 from attnlib.errors import ContractError
 from attnlib.testing.case import Case
+from attnlib.testing.object_path import load_object
 
 __all__ = ["BackendUnderTest", "load_backend"]
 
@@ -48,26 +44,11 @@ def load_backend(backend: str | Backend) -> Backend:
         from attnlib.selection import load_backend as load_registered
 
         return load_registered(backend)
-    module, _, name = backend.partition(":")
-    loaded: Any = _module_from_file(module) if module.endswith(".py") else import_module(module)
-    for part in name.split("."):
-        loaded = getattr(loaded, part)
+    loaded = load_object(backend)
     if not (isinstance(loaded, type) and issubclass(loaded, AttentionBackend)):
         raise ContractError(f"{backend} is {loaded!r}, not a subclass of attnlib.AttentionBackend")
-    return loaded
-
-
-def _module_from_file(path: str) -> ModuleType:
-    spec = spec_from_file_location(Path(path).stem, path)
-    if spec is None or spec.loader is None or not Path(path).exists():
-        raise ContractError(f"{path} is not a Python file: give path/to/file.py:Class")
-    folder = str(Path(path).resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # worker processes import the module by its name
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    found: Backend = loaded
+    return found
 
 
 @dataclass(frozen=True)
@@ -81,6 +62,7 @@ class BackendUnderTest:
         seed: seed of all random numbers.
         quick: run the short form of each check.
         peers: backends to exchange caches with.
+        score: path of a score function that check S1 tests instead of its own; None for its own.
     """
 
     backend: Backend
@@ -89,6 +71,7 @@ class BackendUnderTest:
     seed: int = 0
     quick: bool = False
     peers: tuple[Backend, ...] = field(default_factory=tuple)
+    score: str | None = None
 
     @property
     def on_gpu(self) -> bool:

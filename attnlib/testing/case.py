@@ -19,6 +19,11 @@ from attnlib.testing.batch_spec import BatchSpec, resolve_batch
 from attnlib.testing.inputs import make_oracle_params
 from attnlib.testing.layouts import Dimensions
 from attnlib.testing.oracle import OracleParams
+from attnlib.testing.score_functions import (
+    load_score_function,
+    make_score_tensors,
+    oracle_score,
+)
 
 if TYPE_CHECKING:
     from attnlib.testing.materialized_case import MaterializedCase
@@ -41,6 +46,7 @@ class Case:
             the scale.
         scale: softmax scale; None means 1/sqrt(head_size).
         mask: value of a `MaskKind`.
+        score: path of a score function (`score_functions.load_score_function`), or None.
         layout: cache layout, a name of `layouts.CACHE_LAYOUTS` or "ALIASED" (MLA).
         placement, garbage, extra_columns, guarded: arguments of `block_placement.place_blocks`.
         poison: fill value of all memory that must not be read (`layouts.poison_value`).
@@ -68,6 +74,7 @@ class Case:
     logits_soft_cap: float | None = None
     alibi: bool = False
     sinks: bool = False
+    score: str | None = None
     use_mla: bool = False
     needs_lse: bool = False
     kv_sharing: bool = False
@@ -157,6 +164,7 @@ class Case:
             logits_soft_cap=self.logits_soft_cap,
             has_alibi=self.alibi,
             has_sink=self.sinks,
+            score_function=None if self.score is None else load_score_function(self.score),
             use_mla=self.use_mla,
             needs_lse=self.needs_lse,
             kv_sharing=self.kv_sharing,
@@ -191,9 +199,20 @@ class Case:
         ):
             if enabled:
                 features[name] = True
+        if self.score is not None:
+            function = load_score_function(self.score)
+            features["score"] = oracle_score(function, self.score_tensors, device)
         return make_oracle_params(
             self.dimensions, self.batch_spec, features, seed=self.seed, device=device
         )
+
+    @cached_property
+    def score_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of the score function, on the CPU; empty without one."""
+        if self.score is None:
+            return {}
+        function = load_score_function(self.score)
+        return make_score_tensors(function, self.num_heads, self.batch_spec.seq_lens)
 
     def _scale_tensor(self, scale: float, device: torch.device | str) -> float | torch.Tensor:
         if self.kv_scale_kind != "head":

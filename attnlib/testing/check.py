@@ -146,7 +146,13 @@ def run_check_case(check: Check, check_case: CheckCase, target: BackendUnderTest
         outcome=outcome,
         message=message,
         reproduce=reproduction_line(
-            target.label, check.id, check_case.id, target.seed, str(target.device), target.quick
+            target.label,
+            check.id,
+            check_case.id,
+            target.seed,
+            str(target.device),
+            target.quick,
+            target.score,
         ),
         uses=uses,
         seconds=time.perf_counter() - started,

@@ -62,6 +62,11 @@ def verify_parser() -> argparse.ArgumentParser:
         help="run only these checks or cases; * and ? are wildcards",
     )
     parser.add_argument(
+        "--score",
+        metavar="MODULE:NAME",
+        help="test the backend with this score function; module:name or path/to/file.py:name",
+    )
+    parser.add_argument(
         "--seed", type=int, default=0, help="seed of all random numbers (default 0)"
     )
     parser.add_argument(
@@ -86,6 +91,8 @@ def _run_verify(args: argparse.Namespace) -> int:
     from attnlib.testing.report import report_to_json
 
     _add_working_directory_to_path(args.backend)
+    _add_working_directory_to_path(args.score or "")
+    only = args.only or (None if args.score is None else "S1")
     passed, documents = True, []
     for seed in range(args.seed, args.seed + args.seeds):
         settings = {
@@ -93,11 +100,12 @@ def _run_verify(args: argparse.Namespace) -> int:
             "seed": seed,
             "quick": args.quick,
             "against": args.against,
+            "score": args.score,
         }
         try:
-            total = count_cases(make_target(args.backend, **settings), args.only)
+            total = count_cases(make_target(args.backend, **settings), only)
             if total == 0:
-                print(f"attnlib verify: no case matches --only {args.only}", file=sys.stderr)
+                print(f"attnlib verify: no case matches --only {only}", file=sys.stderr)
                 return 2
             bar = ProgressBar(total)
 
@@ -105,7 +113,7 @@ def _run_verify(args: argparse.Namespace) -> int:
                 bar.advance(result.id, result.outcome is Outcome.FAIL)
 
             report = run_conformance(
-                args.backend, only=args.only, jobs=args.jobs, on_result=show, **settings
+                args.backend, only=only, jobs=args.jobs, on_result=show, **settings
             )
         except (AttnlibError, ImportError, AttributeError) as error:
             print(f"attnlib verify: {error}", file=sys.stderr)

@@ -99,6 +99,7 @@ def run_conformance(
     label: str | None = None,
     checks: Iterable[Check] = CHECKS,
     jobs: int | None = None,
+    score: str | None = None,
     on_result: Callable[[CaseResult], None] | None = None,
 ) -> ConformanceReport:
     """Run the conformance suite on a backend.
@@ -116,6 +117,8 @@ def run_conformance(
         checks: the checks to run.
         jobs: number of worker processes. None selects several on a GPU, where kernel compilation
             takes most of the time, and one elsewhere.
+        score: path of a score function, `module:name` or `path/to/file.py:name`. Check S1 then
+            tests the backend with this function and is the only check unless `only` selects more.
         on_result: called after each case, for progress bars.
 
     Raises:
@@ -125,8 +128,15 @@ def run_conformance(
     """
     started = time.perf_counter()
     target = make_target(
-        backend, device=device, seed=seed, quick=quick, against=against, label=label
+        backend,
+        device=device,
+        seed=seed,
+        quick=quick,
+        against=against,
+        label=label,
+        score=score,
     )
+    only = only or (None if score is None else "S1")
     base = target.base_case
     processes = default_jobs(target) if jobs is None else jobs
     if processes > 1 and checks is CHECKS:
@@ -172,6 +182,7 @@ def make_target(
     quick: bool = False,
     against: Sequence[str | Backend] | None = None,
     label: str | None = None,
+    score: str | None = None,
 ) -> BackendUnderTest:
     """Create the `BackendUnderTest` from the arguments of `run_conformance`.
 
@@ -199,7 +210,7 @@ def make_target(
             if (peer.get_name() == "torch") is not is_torch
         )
     name = label or (backend if isinstance(backend, str) else ":".join(loaded.full_cls_name()))
-    return BackendUnderTest(loaded, name, place, seed, quick, peers)
+    return BackendUnderTest(loaded, name, place, seed, quick, peers, score)
 
 
 def count_cases(

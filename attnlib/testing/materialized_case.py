@@ -61,8 +61,19 @@ class MaterializedCase:
             slot_mapping=inputs.slot_mapping.clone() if self.case.attn_type == "decoder" else None,
             causal=self.params.causal if self.case.mask == "per_request" else None,
             query_bias=self.params.query_bias,
+            score_tensors=self.score_tensors("batch_tensors") or None,
             is_cross_attention=self.case.attn_type == "encoder_decoder",
         )
+
+    def score_tensors(self, kind: str = "layer_tensors") -> dict[str, torch.Tensor]:
+        """The tensors of the score function on the device of the inputs, by name.
+
+        Args:
+            kind: "layer_tensors" or "batch_tensors".
+        """
+        function, device = self.spec.score_function, self.inputs.query.device
+        names = () if function is None else getattr(function, kind)
+        return {name: self.case.score_tensors[name].to(device) for name in names}
 
     def oracle(self, precision: torch.dtype = torch.float64) -> OracleResult:
         """The expected result, computed in `precision`."""

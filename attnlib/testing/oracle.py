@@ -13,7 +13,9 @@ error budget (`attnlib.testing.budget`).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -40,6 +42,8 @@ class OracleParams:
         alibi_slopes, sinks: [Hq] float32, or None.
         query_bias: [T, >= max query_len] float32, added to the scores of this step's keys; -inf
             masks a key. None adds nothing.
+        score: function (request, scores, query positions, key positions, heads) that returns other
+            scores (M10); or None.
         k_scale, v_scale: factor of the stored keys and values (M9), a number or [Hkv].
     """
 
@@ -51,6 +55,7 @@ class OracleParams:
     alibi_slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     query_bias: torch.Tensor | None = None
+    score: Callable[..., torch.Tensor] | None = None
     k_scale: float | torch.Tensor = 1.0
     v_scale: float | torch.Tensor = 1.0
 
@@ -62,6 +67,7 @@ class OracleParams:
             if isinstance(self.causal, torch.Tensor)
             else self.causal,
             query_bias=None if self.query_bias is None else self.query_bias[rows],
+            score=None if self.score is None else partial(self.score, request),
         )
 
 
@@ -143,6 +149,12 @@ def _logits(
     if params.query_bias is not None:
         for key in range(max(seq_len - query_len, 0), seq_len):
             logits[:, :, key] += params.query_bias[:, key - (seq_len - query_len)].to(statistics)
+    if params.score is not None:
+        heads = torch.arange(q.shape[0], device=q.device)[:, None, None]
+        keys = torch.arange(seq_len, device=q.device)
+        masked = logits == -math.inf  # by the bias: the function does not show these keys again
+        logits = params.score(logits, positions[:, None], keys, heads).expand(logits.shape)
+        logits = logits.to(statistics).masked_fill(masked, -math.inf)
     return logits
 
 

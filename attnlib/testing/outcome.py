@@ -73,7 +73,13 @@ class CaseResult:
 
 
 def reproduction_line(
-    backend: str, check: str, case: str, seed: int, device: str, quick: bool
+    backend: str,
+    check: str,
+    case: str,
+    seed: int,
+    device: str,
+    quick: bool,
+    score: str | None = None,
 ) -> str:
     """The shell command that runs one case, or a Python call for a class defined in a function."""
     if "<locals>" in backend:
@@ -84,4 +90,5 @@ def reproduction_line(
         )
     options = f" --device {device}" if device != "cpu" else ""
     options += " --quick" if quick else ""
+    options += f" --score {score}" if score else ""
     return f"attnlib verify {backend} --only {check}/{case} --seed {seed}{options}"

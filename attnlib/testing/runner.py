@@ -56,6 +56,7 @@ def check_supported(backend: Backend, case: Case, device: torch.device | str) ->
 
 def make_impl(backend: Backend, step: MaterializedCase) -> AttentionImpl:
     """The backend's per-layer object for a case."""
+    extra = {} if step.spec.score_function is None else {"score_tensors": step.score_tensors()}
     return backend.get_impl_cls()(
         step.spec,
         scale=step.params.scale,
@@ -64,6 +65,7 @@ def make_impl(backend: Backend, step: MaterializedCase) -> AttentionImpl:
         kv_sharing_target_layer_name="producer" if step.spec.kv_sharing else None,
         config=backend.config,
         prefix="verify",
+        **extra,
     )
 
 

@@ -27,6 +27,7 @@ class ToyMetadata(AttentionMetadata):
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     causal: bool | torch.Tensor
+    score_tensors: dict[str, torch.Tensor] | None = None
 
 
 class ToyBuilder(AttentionMetadataBuilder[ToyMetadata]):
@@ -49,6 +50,7 @@ class ToyBuilder(AttentionMetadataBuilder[ToyMetadata]):
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
             causal=self.spec.is_causal if common.causal is None else common.causal,
+            score_tensors=common.score_tensors,
         )
 
 
@@ -69,6 +71,7 @@ class ToyImpl(AttentionImpl):
             causal = metadata.causal
             causal = bool(causal[request]) if isinstance(causal, torch.Tensor) else causal
             keys, values = self.gather(cache, metadata.block_table[request], seq_len)
+            self.request, self.batch_tensors = request, metadata.score_tensors
             out, denominator = self.attend(query[rows].double(), keys, values, seq_len, causal)
             output[rows] = out.to(output.dtype)
             self.store_lse(lse, rows, denominator)
@@ -173,8 +176,28 @@ class ToyImpl(AttentionImpl):
         k = torch.arange(keys.shape[0], device=query.device)[None, :]
         scores = self.logits(query, keys, p - k)
         seen = self.visible(p, k, causal, query_len) & (k < seq_len)
-        scores = scores.masked_fill(~seen[:, None, :], -torch.inf)
+        scores = self.score_and_mask(scores, seen[:, None, :], p, k)
         return self.weigh(scores, values, self.sink(query_len))
+
+    def score_and_mask(
+        self, scores: torch.Tensor, seen: torch.Tensor, p: torch.Tensor, k: torch.Tensor
+    ) -> torch.Tensor:
+        """[q, Hq, S] from scores [q, Hq, S], the mask [q, 1, S] and positions [q, 1], [1, S]."""
+        return self.score(scores, p, k).masked_fill(~seen, -torch.inf)
+
+    def score(self, scores: torch.Tensor, p: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        function = self.spec.score_function
+        if function is None:
+            return scores
+        heads = torch.arange(self.spec.num_heads, device=scores.device)[None, :, None]
+        own = dict(zip(function.layer_tensors, self.layer_score_tensors, strict=True))
+        tensors = own | dict(self.batch_tensors or {})
+        q_pos, k_pos = self.positions(p, k)
+        return function.evaluate(scores, q_pos, k_pos, heads, self.request, tensors)
+
+    def positions(self, p: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Query and key positions for the score function, from [q, 1] and [1, S]."""
+        return p[:, None, :], k[None]
 
     def weigh(
         self, scores: torch.Tensor, values: torch.Tensor, sink: torch.Tensor | None
@@ -216,6 +239,7 @@ TOY_CAPABILITIES = Capabilities(
     logits_soft_cap=True,
     alibi=True,
     sink=True,
+    score_function=True,
     mla=False,
     lse=True,
     kv_sharing=True,

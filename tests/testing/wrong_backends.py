@@ -468,6 +468,30 @@ class EmptyReason(ToyBackend):
         return [""] if spec.has_alibi else []
 
 
+class IgnoredScoreFunction(ToyImpl):
+    """Does not apply the score function."""
+
+    def score(self, scores: torch.Tensor, p: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+class ScoreFunctionAfterMask(ToyImpl):
+    """Applies the score function to scores that are masked already."""
+
+    def score_and_mask(
+        self, scores: torch.Tensor, seen: torch.Tensor, p: torch.Tensor, k: torch.Tensor
+    ) -> torch.Tensor:
+        return self.score(scores.masked_fill(~seen, -torch.inf), p, k)
+
+
+class SwappedPositions(ToyImpl):
+    """Passes key positions as query positions to the score function."""
+
+    def positions(self, p: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q_pos, k_pos = super().positions(p, k)
+        return k_pos, q_pos
+
+
 WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     "off-by-one window": (toy_with(OffByOneWindow), "W2"),
     "window on one phase only": (toy_with(WindowOnPrefillOnly), "W2"),
@@ -507,6 +531,9 @@ WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     "different bits in the second call": (toy_with(DifferentBitsEachCall), "D2"),
     "ignored ALiBi": (toy_with(IgnoredAlibi), "F1"),
     "NaN where a row's first tile is masked": (toy_with(FirstTileFullyMasked), "N4"),
+    "ignored score function": (toy_with(IgnoredScoreFunction), "S1"),
+    "score function after the mask": (toy_with(ScoreFunctionAfterMask), "S1"),
+    "query and key positions swapped": (toy_with(SwappedPositions), "S1"),
     "heads in reverse order": (toy_with(PrivateOrder), "K2"),
     "strides inferred from shapes": (toy_with(StridesFromShape), "V2"),
     "unsupported without a reason": (EmptyReason, "R1"),

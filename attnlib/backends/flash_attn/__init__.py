@@ -58,6 +58,7 @@ class FlashAttnBackend(AttentionBackend):
         attention_chunks=False,
         logits_soft_cap=True,
         alibi=True,
+        score_function=False,
         sink=True,
         mla=False,
         lse=True,

@@ -61,6 +61,7 @@ def capabilities_of(kernel: FlashKernel) -> Capabilities:
         sliding_window="window_size" in keywords and "FLASHATTENTION_DISABLE_LOCAL" not in flags,
         attention_chunks=False,
         logits_soft_cap="softcap" in keywords and "FLASHATTENTION_DISABLE_SOFTCAP" not in flags,
+        score_function=False,
         alibi=version == 2 and "alibi_slopes" in keywords,
         sink=version in (3, 4) and keywords.first(*_SINK_NAMES) is not None,
         mla=False,

@@ -54,6 +54,7 @@ class FlashInferBackend(AttentionBackend):
         sliding_window=True,
         attention_chunks=False,
         logits_soft_cap=True,
+        score_function=False,
         alibi=False,  # FlashInfer supports the standard slopes only
         sink=True,  # applied after the kernel, from the LSE
         mla=False,

@@ -50,6 +50,7 @@ class TorchBackend(AttentionBackend):
         logits_soft_cap=True,
         alibi=True,
         sink=True,
+        score_function=True,
         mla=True,
         lse=True,
         kv_sharing=True,

@@ -17,6 +17,7 @@ from attnlib import env
 from attnlib.instrumentation import OBSERVERS
 from attnlib.integrations.transformers.layers import Call, layer_name
 from attnlib.integrations.transformers.step_mask import StepMask, first_visible_key
+from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.fused import can_fuse
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionType
@@ -85,7 +86,11 @@ def _spans(call: Call, step: StepMask) -> _Spans | None:
     if not pattern.causal or pattern.segments is not None:
         return None
     sizes = {call.query.shape[3], call.key.shape[3], call.value.shape[3]}
-    if len(sizes) > 1 or call.key.dtype != dtype or not can_fuse(device, dtype, 0.0):
+    if (
+        len(sizes) > 1
+        or call.key.dtype != dtype
+        or not can_fuse(device, dtype, AttentionParams(scale=call.scale))
+    ):
         return None
     spec = call.spec(
         block_size=1,

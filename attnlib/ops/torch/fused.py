@@ -23,9 +23,10 @@ _MAX_STACKED_ROWS = 64
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def can_fuse(device: torch.device, dtype: torch.dtype, soft_cap: float) -> bool:
-    """Whether fused attention supports the call: on a CPU, without a soft cap."""
-    return device.type == "cpu" and soft_cap <= 0 and dtype in _DTYPES
+def can_fuse(device: torch.device, dtype: torch.dtype, params: AttentionParams) -> bool:
+    """Whether fused attention supports the call: on a CPU, without soft cap and score function."""
+    linear = params.logits_soft_cap <= 0 and params.score_function is None
+    return device.type == "cpu" and linear and dtype in _DTYPES
 
 
 class FusedQuery:

@@ -6,6 +6,8 @@ does not support the call, and where the weights themselves are requested.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ def general_attention(
     params: AttentionParams,
     k_factor: float | Tensor,
     v_factor: float | Tensor,
+    score: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one request's rows.
 
@@ -34,13 +37,14 @@ def general_attention(
         params: only `scale`, `logits_soft_cap` and `sinks` are applied here; `bias` holds the rest.
         k_factor: factor of stored keys, a float or `[1]` or `[Hkv]`.
         v_factor: factor of stored values, likewise.
+        score: the score function of these rows and keys (`request.rows_score`), or None.
 
     Returns:
         Output `[L, Hq, Dv]` and LSE `[L, Hq]`, float32 (float64 for a float64 query).
     """
     num_rows, num_heads, _ = query.shape
     num_keys, num_kv_heads, head_size_v = value.shape
-    weights, lse = attention_weights(query, key, bias, params, k_factor)
+    weights, lse = attention_weights(query, key, bias, params, k_factor, score)
     grouped = weights.reshape(num_kv_heads, num_heads // num_kv_heads * num_rows, num_keys)
     out = torch.bmm(grouped, value.to(weights.dtype).transpose(0, 1))
     out = out * _per_head(v_factor)
@@ -53,6 +57,7 @@ def attention_weights(
     bias: Tensor | None,
     params: AttentionParams,
     k_factor: float | Tensor,
+    score: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The weights after the softmax `[Hq, L, S]` and the LSE `[Hq, L]`; see `general_attention`."""
     num_rows, num_heads, head_size = query.shape
@@ -64,7 +69,15 @@ def attention_weights(
     if params.logits_soft_cap > 0:
         logits = torch.tanh(logits / params.logits_soft_cap) * params.logits_soft_cap
     logits = logits.view(num_heads, num_rows, num_keys)
-    if bias is not None:
+    if score is not None:
+        # The function sees scores with their biases; the mask is applied after it (M3).
+        hidden = None if bias is None else bias == -torch.inf
+        if bias is not None and hidden is not None:
+            logits = logits + bias.masked_fill(hidden, 0.0)
+        logits = score(logits)
+        if hidden is not None:
+            logits = logits.masked_fill(hidden, -torch.inf)
+    elif bias is not None:
         logits = logits + bias
     return softmax_with_sink(logits, params.sinks)
 

@@ -18,7 +18,14 @@ from torch import Tensor
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.general import general_attention
 from attnlib.ops.torch.mask import key_range
-from attnlib.ops.torch.request import KeySpan, QueryRows, fill_empty_rows, rows_bias, score_dtype
+from attnlib.ops.torch.request import (
+    KeySpan,
+    QueryRows,
+    fill_empty_rows,
+    rows_bias,
+    rows_score,
+    score_dtype,
+)
 
 __all__ = ["TILE", "attend_rows_invariant"]
 
@@ -43,7 +50,14 @@ def attend_rows_invariant(
         keys = _padded_span(span, key_start, key_end, score_dtype(rows.query))
         bias = rows_bias(tile, key_start, key_end, params)
         result, logs = general_attention(
-            tile.query, keys.key, keys.value, bias, params, span.k_factor, span.v_factor
+            tile.query,
+            keys.key,
+            keys.value,
+            bias,
+            params,
+            span.k_factor,
+            span.v_factor,
+            rows_score(tile, key_start, key_end, params),
         )
         tile_out.copy_(result[begin - first : end - first])
         if tile_lse is not None:

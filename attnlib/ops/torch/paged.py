@@ -44,7 +44,7 @@ class PagedInputs:
         if bias is not None:
             bias = bias[request.rows, : request.query_len]
         first, query = request.first_position, self.query[request.rows]
-        return QueryRows(query, first, request.seq_len, first, request.causal, bias)
+        return QueryRows(query, first, request.seq_len, first, request.causal, bias, request.index)
 
     def blocks(self, request: Request) -> Tensor:
         """Ids of the blocks that hold a position visible to some row of the request."""

@@ -59,7 +59,7 @@ def paged_decode(
     dtype = compute_dtype(query, key_cache, inputs.k_factor, inputs.v_factor)
     batchable: list[Request] = []
     others = list_requests(starts, lengths, params.causal)
-    if not batch_invariant and can_fuse(query.device, dtype, params.logits_soft_cap):
+    if not batch_invariant and can_fuse(query.device, dtype, params):
         batchable = [request for request in others if _is_batchable(request, inputs)]
         batched = {request.index for request in batchable}
         others = [request for request in others if request.index not in batched]

@@ -7,6 +7,7 @@ result, and the general implementation otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "bias_over_keys",
     "fill_empty_rows",
     "rows_bias",
+    "rows_score",
     "score_dtype",
 ]
 
@@ -45,6 +47,7 @@ class QueryRows:
         span_start: position of the request's first query row, where the explicit bias begins.
         causal: the request's flag; a tensor if its value is only known on the device.
         bias: `[L, query_len]`, explicit bias of these rows over the request's query span, or None.
+        request: the request's row in the batch tensors of a score function.
     """
 
     query: Tensor
@@ -53,6 +56,7 @@ class QueryRows:
     span_start: int
     causal: bool | Tensor
     bias: Tensor | None = None
+    request: int = 0
 
     @property
     def last(self) -> int:
@@ -103,7 +107,7 @@ def attend_rows(
     """
     num_rows, num_heads, _ = rows.query.shape
     dtype = compute_dtype(rows.query, span.key, span.k_factor, span.v_factor)
-    fused = can_fuse(rows.query.device, dtype, params.logits_soft_cap)
+    fused = can_fuse(rows.query.device, dtype, params)
     step = _FUSED_ROWS if fused else max(1, _GENERAL_SCORES // max(1, num_heads * rows.seq_len))
     if fused and _is_square_causal(rows, 0, rows.seq_len, params):
         step = num_rows
@@ -154,6 +158,27 @@ def rows_bias(rows: QueryRows, start: int, end: int, params: AttentionParams) ->
     return score_bias(positions, keys, visible, params, bias, score_dtype(rows.query))
 
 
+def rows_score(
+    rows: QueryRows, start: int, end: int, params: AttentionParams
+) -> Callable[[Tensor], Tensor] | None:
+    """The score function of `rows` over the keys `[start, end)`, or None.
+
+    It takes and returns scores `[Hq, L, S]`.
+    """
+    function = params.score_function
+    if function is None:
+        return None
+    device = rows.query.device
+    heads = torch.arange(rows.query.shape[1], device=device)[:, None, None]
+    positions = torch.arange(rows.first, rows.last + 1, device=device)[:, None]
+    keys = torch.arange(start, end, device=device)
+
+    def score(scores: Tensor) -> Tensor:
+        return function.evaluate(scores, positions, keys, heads, rows.request, params.score_tensors)
+
+    return score
+
+
 def bias_over_keys(bias: Tensor, start: int, end: int, span_start: int) -> Tensor:
     """An explicit bias over the keys `[start, end)`, 0 outside the query span.
 
@@ -201,9 +226,16 @@ def _attend_fused(
 def _attend_general(
     rows: QueryRows, span: KeySpan, params: AttentionParams, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    bias = rows_bias(rows, span.start, span.start + span.key.shape[0], params)
+    end = span.start + span.key.shape[0]
     return general_attention(
-        rows.query, span.key, span.value, bias, params, span.k_factor, span.v_factor
+        rows.query,
+        span.key,
+        span.value,
+        rows_bias(rows, span.start, end, params),
+        params,
+        span.k_factor,
+        span.v_factor,
+        rows_score(rows, span.start, end, params),
     )
 
 

@@ -9,7 +9,7 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.batch import list_requests, on_host
 from attnlib.ops.torch.general import attention_weights
 from attnlib.ops.torch.paged import PagedInputs
-from attnlib.ops.torch.request import rows_bias
+from attnlib.ops.torch.request import rows_bias, rows_score
 
 __all__ = ["attention_scores"]
 
@@ -51,7 +51,12 @@ def attention_scores(
         if end > span.start:
             bias = rows_bias(rows, span.start, end, params)
             whole[:, :, span.start : end] = attention_weights(
-                rows.query, span.key, bias, params, span.k_factor
+                rows.query,
+                span.key,
+                bias,
+                params,
+                span.k_factor,
+                rows_score(rows, span.start, end, params),
             )[0]
         weights[request.index] = whole
     return weights

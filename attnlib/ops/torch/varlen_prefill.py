@@ -60,7 +60,15 @@ def varlen_prefill(
         keys = slice(ends[request.index], ends[request.index + 1])
         bias = None if query_bias is None else query_bias[request.rows, : request.query_len]
         first = request.first_position
-        rows = QueryRows(query[request.rows], first, request.seq_len, first, request.causal, bias)
+        rows = QueryRows(
+            query[request.rows],
+            first,
+            request.seq_len,
+            first,
+            request.causal,
+            bias,
+            request.index,
+        )
         row_lse = None if lse is None else lse[request.rows]
         span = KeySpan(key[keys], value[keys], 0, *factors)
         attend(rows, span, params, out[request.rows], row_lse)

@@ -21,6 +21,7 @@ from attnlib.testing.checks import (
     lse,
     parameters,
     process_isolation,
+    score_functions,
     step_plans,
     strides,
     unsupported,
@@ -33,6 +34,7 @@ __all__ = ["CHECKS"]
 CHECKS: tuple[Check, ...] = (
     *visibility.CHECKS,
     *parameters.CHECKS,
+    *score_functions.CHECKS,
     *layer_groups.CHECKS,
     *step_plans.CHECKS,
     *accuracy.CHECKS,

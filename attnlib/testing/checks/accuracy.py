@@ -31,6 +31,10 @@ _COMBINATIONS: dict[str, dict[str, object]] = {
     "right_window_only": {"mask": "bidirectional", "window": (None, 0)},
     "tree+window": {"mask": "query_bias", "sliding_window": 11},
     "per_request+soft_cap": {"mask": "per_request", "logits_soft_cap": 3.0},
+    "window+score_function": {
+        "sliding_window": 11,
+        "score": "attnlib.testing.score_functions:HEADS",
+    },
     "everything": {"sliding_window": 13, "logits_soft_cap": 4.0, "alibi": True, "sinks": True},
 }
 

@@ -26,6 +26,7 @@ _CASES: dict[str, dict[str, object]] = {
     "window": {"batch": "mixed", "sliding_window": 5},
     "sinks": {"batch": "mixed", "sinks": True},
     "alibi": {"batch": "decode_long", "alibi": True},
+    "score": {"batch": "mixed", "score": "attnlib.testing.score_functions:REQUESTS"},
     "fp8": {"batch": "mixed", "kv_cache_dtype": "fp8_e4m3", "k_scale": 0.25, "v_scale": 0.5},
 }
 _QUICK = ("decode", "mixed", "sinks")
@@ -44,6 +45,7 @@ def _check(target: BackendUnderTest, case: Case) -> str:
             scale=step.params.scale,
             alibi_slopes=step.params.alibi_slopes,
             sinks=step.params.sinks,
+            score_tensors=step.score_tensors(),
             prefix=f"layers.{index}",
             device=target.device,
         )

@@ -36,6 +36,7 @@ _UNUSUAL: dict[str, dict[str, object]] = {
     "logits_soft_cap": {"logits_soft_cap": 30.0},
     "alibi": {"alibi": True},
     "sinks": {"sinks": True},
+    "score_function": {"score": "attnlib.testing.score_functions:POSITIONS"},
     "mask-bidirectional": {"mask": "bidirectional"},
     "mask-per_request": {"mask": "per_request"},
     "mask-query_bias": {"mask": "query_bias"},

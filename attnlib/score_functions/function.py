@@ -1,0 +1,293 @@
+"""`ScoreFunction`: a Python function of scores and positions, as a value of the spec (M10)."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlib.errors import ContractError
+from attnlib.score_functions.operators import OPERATORS, TORCH_OPERATORS
+
+__all__ = ["MAX_TENSORS", "ScoreFunction", "called_functions"]
+
+MAX_TENSORS = 4
+"""Auxiliary tensors of one function: kernels have this many parameters for them."""
+
+PARAMETERS = {
+    "score": ("score", "q_pos", "k_pos", "head", "request", "aux"),
+    "score_mod": ("score", "b", "h", "q_idx", "kv_idx"),
+    "mask_mod": ("b", "h", "q_idx", "kv_idx"),
+}
+"""Form of a function -> its parameters."""
+
+_BOUNDS = ("q_first", "q_last", "seq_len", "request", "aux")
+_ALLOWED_BUILTINS = {"abs", "float"}
+
+
+@dataclass(frozen=True)
+class ScoreFunction:
+    """A change of attention scores, after scale, soft cap and biases and before the mask (M10).
+
+    The value is frozen, hashable and picklable: functions are pickled by their names, so they must
+    be defined at the top level of a module. They are applied to single scores in a kernel and to
+    whole tensors in the reference, so they consist of Python's arithmetic operators, comparisons,
+    `&`, `|`, `~`, `abs`, numbers, functions of `attnlib.score_functions.operators`, and other
+    functions of this kind.
+
+    Attributes:
+        function: `fn(score, q_pos, k_pos, head, request, aux)` returns the new score. `score` is
+            float32, in units of the natural exponent. Positions count from the start of the
+            request, `head` is a query head, `request` a row of the batch. -inf hides the key.
+        constants: numbers by name, attributes of `aux`; part of the compiled kernel.
+        layer_tensors: names of tensors that belong to a layer, attributes of `aux`, for `lookup`.
+            `[n]` or `[n, m]`, contiguous, int32 or floating point.
+        batch_tensors: names of tensors that belong to a batch, attributes of `aux`: `[R, m]` with
+            one row per request, contiguous, int32.
+        bounds: `fn(q_first, q_last, seq_len, request, aux)` returns four key positions, (first,
+            last, same_first, same_last), for the queries at positions `q_first..q_last` of a
+            request. Every key outside `[first, last)` is hidden from all of them by the function,
+            and inside `[same_first, same_last)` the function returns every score unchanged. Bounds
+            of more queries contain those of fewer: `[first, last)` may not be narrower, and
+            `[same_first, same_last)` not wider. None: the function is applied to all keys.
+        examples: `fn(num_heads, seq_lens)` returns valid tensors by name on the CPU, for tests.
+            `attnlib verify --score` and `attnlib bench` require it if the function has tensors.
+        form: parameters of `function`: "score" as above, or those of torch's `flex_attention`:
+            "score_mod" (score, b, h, q_idx, kv_idx) and "mask_mod" (b, h, q_idx, kv_idx), where
+            `b` is the request. A "mask_mod" returns whether the key is visible.
+        needs_bidirectional: the function hides later keys itself, so the layer must have
+            `mask_kind="bidirectional"`.
+
+    Raises:
+        ContractError: a function that cannot be compiled or pickled; the message names it and the
+            cause.
+    """
+
+    function: Callable[..., Any]
+    constants: tuple[tuple[str, int | float], ...] = ()
+    layer_tensors: tuple[str, ...] = ()
+    batch_tensors: tuple[str, ...] = ()
+    bounds: Callable[..., Any] | None = None
+    examples: Callable[[int, Sequence[int]], Mapping[str, Tensor]] | None = None
+    form: str = "score"
+    needs_bidirectional: bool = False
+
+    def __post_init__(self) -> None:
+        assign = object.__setattr__
+        pairs = self.constants.items() if isinstance(self.constants, Mapping) else self.constants
+        assign(self, "constants", tuple(sorted(tuple(pair) for pair in pairs)))
+        for name in ("layer_tensors", "batch_tensors"):
+            assign(self, name, tuple(getattr(self, name)))
+        if self.form not in PARAMETERS:
+            raise ContractError(
+                f"form={self.form!r} of a score function must be one of {', '.join(PARAMETERS)}",
+                rule="M10",
+            )
+        self._check_names()
+        _check_function(self.function, PARAMETERS[self.form])
+        if self.bounds is not None:
+            _check_function(self.bounds, _BOUNDS)
+        if self.examples is not None:
+            _check_top_level(self.examples)
+
+    def _check_names(self) -> None:
+        names = [*self.tensor_names, *(name for name, _ in self.constants)]
+        for name in names:
+            if not isinstance(name, str) or not name.isidentifier() or names.count(name) > 1:
+                raise ContractError(
+                    f"{name!r} must be an identifier and name one constant or tensor of the score "
+                    f"function: rename it",
+                    rule="M10",
+                )
+        for name, value in self.constants:
+            if not isinstance(value, int | float):
+                raise ContractError(
+                    f"constant {name}={value!r} of a score function must be a number; pass tensors "
+                    "as layer_tensors or batch_tensors",
+                    rule="M10",
+                )
+        if len(self.tensor_names) > MAX_TENSORS:
+            raise ContractError(
+                f"a score function has {len(self.tensor_names)} tensors, and kernels take at most "
+                f"{MAX_TENSORS}: store several columns in one tensor",
+                rule="M10",
+            )
+        if self.form != "score" and names:
+            raise ContractError(
+                f"form={self.form!r} has no parameter for {', '.join(names)}: write the function "
+                "with the parameters of form='score'",
+                rule="M10",
+            )
+
+    def __str__(self) -> str:
+        return f"{self.function.__module__}.{self.function.__qualname__}"
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Layer tensors, then batch tensors: the order of the parameters of kernels."""
+        return self.layer_tensors + self.batch_tensors
+
+    def evaluate(
+        self,
+        score: Tensor,
+        q_pos: Tensor,
+        k_pos: Tensor,
+        head: Tensor,
+        request: Any,
+        tensors: Mapping[str, Tensor],
+    ) -> Tensor:
+        """The new scores, by torch operations.
+
+        Args:
+            score: scores in float32 or float64.
+            q_pos, k_pos, head: integers that broadcast with the scores.
+            request: the row of the batch tensors.
+            tensors: all tensors of the function by name.
+        """
+        if self.form == "score_mod":
+            result = self.function(score, request, head, q_pos, k_pos)
+        elif self.form == "mask_mod":
+            visible = torch.as_tensor(self.function(request, head, q_pos, k_pos))
+            result = torch.where(visible.to(score.device), score, -torch.inf)
+        else:
+            result = self.function(score, q_pos, k_pos, head, request, self.namespace(tensors))
+        result = torch.as_tensor(result, device=score.device).to(score.dtype)
+        return result.expand(score.shape)
+
+    def namespace(self, tensors: Mapping[str, Tensor]) -> SimpleNamespace:
+        """The argument `aux` of the function: constants and tensors as attributes."""
+        return SimpleNamespace(
+            **dict(self.constants), **{name: tensors[name] for name in self.tensor_names}
+        )
+
+    def check_tensors(
+        self, tensors: Mapping[str, Tensor] | None, names: Sequence[str], owner: str
+    ) -> None:
+        """Check the tensors of a layer or of a batch; values are not read.
+
+        Args:
+            tensors: the given tensors by name.
+            names: `layer_tensors` or `batch_tensors`.
+            owner: "layer" or "batch", for messages.
+
+        Raises:
+            ContractError: a tensor is missing, or has a dtype or layout that kernels do not read.
+        """
+        given = tensors or {}
+        if missing := [name for name in names if name not in given]:
+            raise ContractError(
+                f"score function {self} needs the {owner} tensor {missing[0]!r}: pass "
+                f"score_tensors={{{missing[0]!r}: ...}} with the {owner}",
+                rule="M10",
+            )
+        for name in names:
+            tensor = given[name]
+            integer = tensor.dtype == torch.int32
+            if not integer and (owner == "batch" or not tensor.is_floating_point()):
+                allowed = "int32" if owner == "batch" else "int32 or floating point"
+                raise ContractError(
+                    f"{owner} tensor {name!r} of score function {self} is {tensor.dtype}; it must "
+                    f"be {allowed}",
+                    rule="M10",
+                )
+            dims = (2,) if owner == "batch" else (1, 2)
+            if tensor.dim() not in dims or not tensor.is_contiguous() or 0 in tensor.shape[1:]:
+                raise ContractError(
+                    f"{owner} tensor {name!r} of score function {self} has shape "
+                    f"{tuple(tensor.shape)} and strides {tensor.stride()}; it must be contiguous, "
+                    + ("[requests, m]" if owner == "batch" else "[n] or [n, m]")
+                    + ", with at least one column: call .contiguous()",
+                    rule="M10",
+                )
+            if tensor.dtype.itemsize not in (2, 4) or tensor.numel() >= 1 << 31:
+                raise ContractError(
+                    f"{owner} tensor {name!r} of score function {self} has {tensor.numel()} "
+                    f"elements of {tensor.dtype}; kernels index up to 2^31 - 1 elements of 16 or "
+                    "32 bits",
+                    rule="M10",
+                )
+
+
+def called_functions(function: Callable[..., Any]) -> dict[str, Any]:
+    """The global values that a function reads by name."""
+    return dict(inspect.getclosurevars(function).globals)
+
+
+def _check_function(function: Any, parameters: tuple[str, ...]) -> None:
+    """Check a function and the functions that it calls.
+
+    Raises:
+        ContractError: it is not a top-level function, has other parameters, or uses a value that
+            kernels have not.
+    """
+    _check_top_level(function)
+    found = list(inspect.signature(function).parameters.values())
+    if len(found) != len(parameters) or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in found):
+        raise ContractError(
+            f"{function.__qualname__} has the parameters ({', '.join(p.name for p in found)}); it "
+            f"must take {len(parameters)}: ({', '.join(parameters)})",
+            rule="M10",
+        )
+    _check_values(function, set())
+
+
+def _check_values(function: Callable[..., Any], seen: set[Any]) -> None:
+    if function in seen:
+        return
+    seen.add(function)
+    used = inspect.getclosurevars(function)
+    where = f"{function.__module__}.{function.__qualname__}"
+    for name in used.builtins:
+        if name not in _ALLOWED_BUILTINS:
+            advice = {"min": "minimum", "max": "maximum"}.get(name)
+            raise ContractError(
+                f"{where} calls {name}, which kernels cannot: use "
+                + (f"attnlib.score_functions.{advice}" if advice else "operators only"),
+                rule="M10",
+            )
+    for name, value in used.globals.items():
+        if isinstance(value, bool | int | float) or value in (None,):
+            continue
+        if isinstance(value, ModuleType):
+            if value is torch or value.__name__.startswith("attnlib.score_functions"):
+                continue
+        elif callable(value) and (value in OPERATORS or value in TORCH_OPERATORS):
+            continue
+        elif isinstance(value, FunctionType):
+            _check_top_level(value)
+            _check_values(value, seen)
+            continue
+        raise ContractError(
+            f"{where} uses {name}, a {type(value).__name__}; a score function may use numbers, "
+            "functions of attnlib.score_functions and other such functions: pass tensors as "
+            "layer_tensors or batch_tensors",
+            rule="M10",
+        )
+
+
+def _check_top_level(function: Any) -> None:
+    if not isinstance(function, FunctionType):
+        raise ContractError(
+            f"{function!r} is a {type(function).__name__}; a score function is made from a Python "
+            "function: write it with def at the top level of a module",
+            rule="M10",
+        )
+    if function.__closure__:
+        raise ContractError(
+            f"{function.__qualname__} captures {', '.join(function.__code__.co_freevars)}: pass "
+            "numbers as constants and tensors as layer_tensors or batch_tensors",
+            rule="M10",
+        )
+    module = sys.modules.get(function.__module__)
+    if getattr(module, function.__qualname__, None) is not function:
+        raise ContractError(
+            f"{function.__qualname__} is not found under this name in {function.__module__}, so it "
+            "cannot be pickled: define it with def at the top level of a module",
+            rule="M10",
+        )

@@ -1,0 +1,142 @@
+"""The functions of common models, compared with definitions in plain Python; their bounds."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from attnlib.score_functions import ScoreFunction, builtin
+from attnlib.score_functions.builtin import t5_relative_bias
+
+LENGTH = 40
+Visible = Callable[[int, int, dict[str, Any]], bool]
+
+
+def _in_span(q: int, k: int, aux: dict[str, Any]) -> bool:
+    return bool(aux["span_begin"][0, q] <= k < aux["span_end"][0, q])
+
+
+VISIBLE: dict[str, tuple[ScoreFunction, Visible]] = {
+    "prefix_lm": (
+        builtin.prefix_lm(),
+        lambda q, k, aux: k <= q or k < aux["prefix_len"][0, 0],
+    ),
+    "spans": (
+        builtin.bidirectional_spans(),
+        lambda q, k, aux: k <= q or _in_span(q, k, aux),
+    ),
+    "windowed_spans": (
+        builtin.bidirectional_spans(window=4),
+        lambda q, k, aux: q - 4 < k <= q or _in_span(q, k, aux),
+    ),
+    "documents": (
+        builtin.documents(causal=False),
+        lambda q, k, aux: bool(aux["document_begin"][0, q] == aux["document_begin"][0, k]),
+    ),
+    "causal_documents": (
+        builtin.documents(),
+        lambda q, k, aux: bool(k >= aux["document_begin"][0, q]),
+    ),
+    "multi_item": (
+        builtin.multi_item(),
+        lambda q, k, aux: bool(k < aux["prefix_len"][0, 0] or k >= aux["item_begin"][0, q]),
+    ),
+    "block_diffusion": (
+        builtin.block_diffusion(8),
+        lambda q, k, aux: k // 8 <= q // 8,
+    ),
+    "head_windows": (
+        builtin.head_windows(1, 16),
+        lambda q, k, aux: bool(q - k < aux["window"][2]),
+    ),
+}
+
+
+def _tensors(function: ScoreFunction) -> dict[str, torch.Tensor]:
+    return {} if function.examples is None else dict(function.examples(4, [LENGTH]))
+
+
+def _evaluated(function: ScoreFunction, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """`[1, L, L]`: the new scores of head 2, all 0 before."""
+    positions = torch.arange(LENGTH)
+    scores = torch.zeros(1, LENGTH, LENGTH)
+    head = torch.tensor([2])[:, None, None]
+    return function.evaluate(scores, positions[:, None], positions, head, 0, tensors)
+
+
+@pytest.mark.parametrize("name", VISIBLE)
+def test_visible_keys_follow_the_definition(name: str) -> None:
+    function, visible = VISIBLE[name]
+    aux = _tensors(function)
+    if name == "spans":
+        aux |= _tensors(builtin.bidirectional_spans(window=4))
+    found = _evaluated(function, aux)[0] == 0
+    expected = [[visible(q, k, aux) for k in range(LENGTH)] for q in range(LENGTH)]
+    assert found.tolist() == expected
+    assert 0 < int(found.sum()) < LENGTH * LENGTH
+
+
+@pytest.mark.parametrize("name", [name for name, (fn, _) in VISIBLE.items() if fn.bounds])
+def test_bounds_hold_and_contain_those_of_fewer_queries(name: str) -> None:
+    """M10: nothing visible outside, nothing changed inside."""
+    function, _ = VISIBLE[name]
+    assert function.bounds is not None
+    tensors = _tensors(function)
+    # Of all heads: bounds hold for every head.
+    positions, heads = torch.arange(LENGTH), torch.arange(4)[:, None, None]
+    scores = torch.zeros(4, LENGTH, LENGTH)
+    changed = function.evaluate(scores, positions[:, None], positions, heads, 0, tensors)
+    draw = random.Random(0)
+
+    def bounds(first: int, last: int) -> list[int]:
+        found = function.bounds(first, last, LENGTH, 0, function.namespace(tensors))
+        return [int(bound) for bound in found]
+
+    narrow = 0
+    for _ in range(200):
+        low, high = sorted(draw.sample(range(LENGTH), 2))
+        first, last, same_first, same_last = bounds(low, high)
+        rows = changed[:, low : high + 1]
+        causal = positions <= positions[low : high + 1, None]
+        if function.needs_bidirectional:
+            causal = torch.ones_like(causal)
+        outside = (positions < first) | (positions >= last)
+        assert bool(((rows == -math.inf) | ~causal)[:, :, outside].all())
+        inside = (positions >= same_first) & (positions < same_last)
+        assert bool(((rows == 0) | ~causal)[:, :, inside].all())
+        inner = bounds(low, draw.randint(low, high))
+        assert inner[0] >= first and inner[1] <= last
+        assert inner[2] <= same_first and inner[3] >= same_last
+        narrow += last - max(first, 0) < LENGTH
+    assert narrow or name in ("multi_item",)
+
+
+def test_relative_bias_is_that_of_t5() -> None:
+    """The buckets are those of transformers."""
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5").T5Attention
+    weight = torch.randn(32, 3)
+    for bidirectional in (True, False):
+        table = t5_relative_bias(weight, bidirectional=bidirectional)
+        far = 2 * 128 + 30
+        distance = torch.arange(far)[None] - torch.arange(far)[:, None]  # k - q
+        buckets = t5._relative_position_bucket(distance, bidirectional, 32, 128)
+        expected = weight[buckets].permute(2, 0, 1)
+        function = builtin.relative_bias(128)
+        q, k = torch.arange(far)[:, None], torch.arange(far)
+        scores = torch.zeros(3, far, far)
+        heads = torch.arange(3)[:, None, None]
+        found = function.evaluate(scores, q, k, heads, 0, {"bias": table})
+        assert torch.equal(found, expected)
+
+
+def test_alibi_sqrt() -> None:
+    function = builtin.alibi_sqrt()
+    found = _evaluated(function, _tensors(function))[0]
+    slope = float(_tensors(function)["slope"][2])
+    expected = [[-slope * math.sqrt(abs(q - k)) for k in range(LENGTH)] for q in range(LENGTH)]
+    assert torch.allclose(found, torch.tensor(expected))
