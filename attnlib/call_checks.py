@@ -12,11 +12,12 @@ import torch
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError, LayoutMismatchError
+from attnlib.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from attnlib.layer import Attention
 
-__all__ = ["check_call", "check_metadata", "per_head"]
+__all__ = ["check_call", "check_latent_scales", "check_metadata", "per_head"]
 
 _SAME_IN_METADATA = ("block_size", "num_heads", "num_kv_heads", "head_size", "head_size_v")
 
@@ -159,6 +160,25 @@ def _check_score_tensors(layer: Attention, metadata: Any, device: torch.device) 
                 "move it to the device of the layer",
                 rule="M10",
             )
+
+
+def check_latent_scales(spec: AttentionSpec, cache: PagedKVCache) -> None:
+    """Values that are a prefix of the keys (MLA) are stored once, with one scale.
+
+    Raises:
+        ContractError: the scales of keys and values of a quantized cache differ.
+    """
+    k_scale, v_scale = cache.k_scale, cache.v_scale
+    if not (spec.use_mla and spec.is_kv_quantized) or k_scale is v_scale:
+        return
+    # Two tensors are not compared by value, which would wait for a GPU.
+    numbers = isinstance(k_scale, float) and isinstance(v_scale, float)
+    if not numbers or k_scale != v_scale:
+        raise ContractError(
+            f"k_scale={k_scale} and v_scale={v_scale}, but values are a prefix of the keys "
+            "(use_mla) and are stored once: give the same number or the same tensor for both",
+            rule="M9",
+        )
 
 
 def _check_tensor(

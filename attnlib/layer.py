@@ -16,7 +16,7 @@ from torch import nn
 
 from attnlib.backends.base import AttentionBackend, AttentionImpl, StepPlan, score_attribute
 from attnlib.cache.storage import UNIT_SCALE, PagedKVCache, Scale
-from attnlib.call_checks import check_call, per_head
+from attnlib.call_checks import check_call, check_latent_scales, per_head
 from attnlib.compile.objects import register
 from attnlib.compile.operator import attend_opaquely
 from attnlib.errors import ContractError
@@ -419,6 +419,8 @@ class Attention(nn.Module):
         if not self._scales_agree(cache):
             self._agree_on_scales(cache)  # may change the scales of the cache
             signature = self._call_signature(query, key, value, cache, output, return_lse)
+        if cache is not None:
+            check_latent_scales(spec, cache)
         heads = (query.shape[0], spec.num_heads, spec.head_size_v)
         if output is None:  # a stand-in with the strides that the output will have
             out = torch.empty(heads, dtype=query.dtype, device=query.device)

@@ -18,6 +18,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="compile every tile table entry for all of its targets instead of one (minutes)",
     )
+    draws = parser.getgroup("draws", "property tests, tests/properties/test_attention.py")
+    draws.addoption("--draws", type=int, help="number of draws; without it, a bounded number")
+    draws.addoption("--draw-seed", type=int, default=0, help="seed of the first draw")
+    draws.addoption("--draw-backend", default="torch", help="a backend or a pair of backends")
+    draws.addoption("--draw-device", help="cpu or cuda (default: a GPU except for torch)")
+    draws.addoption(
+        "--draws-per-spec", type=int, default=1, help="draws that share a spec (fewer compiles)"
+    )
+    draws.addoption("--draw-processes", type=int, default=1, help="number of processes")
+    draws.addoption("--draw-seconds", type=float, help="begin no draw after this time")
+    draws.addoption("--draw-report", help="JSON file for the result")
 
 
 @pytest.fixture(autouse=True)

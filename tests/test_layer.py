@@ -685,3 +685,29 @@ def test_sinks_on_another_device_are_refused() -> None:
     with pytest.raises(ContractError, match="sinks is on meta, query on cpu: move the layer"):
         layer(q, k, v, cache, step)
     assert torch.equal(cache.key_cache, before)
+
+
+def test_mla_has_one_scale_for_keys_and_values() -> None:
+    """M9: the value is a prefix of the stored key. Another scale would overwrite the keys."""
+    spec = attnlib.AttentionSpec(
+        num_heads=2, num_kv_heads=1, head_size=8, head_size_v=4, dtype=torch.float32,
+        kv_cache_dtype="fp8", use_mla=True,
+    )  # fmt: skip
+    layer = attnlib.Attention(spec, backend="torch", device="cpu")
+    common = attnlib.CommonAttentionMetadata.from_lengths([1], [1], [[0]], 16, "cpu")
+    q, k = torch.randn(1, 2, 8), torch.randn(1, 1, 8)
+    half = torch.tensor(0.5)
+    for scales, accepted in (
+        ((0.5, 0.5), True),
+        ((half, half), True),
+        ((0.5, 0.25), False),
+        ((0.5, half), False),
+    ):
+        cache = attnlib.PagedKVCache.allocate(spec, 1, "cpu", k_scale=scales[0], v_scale=scales[1])
+        metadata = layer.backend.make_builder(spec, "cpu").build(0, common)
+        if accepted:
+            layer(q, k, k[..., :4], cache, metadata)
+            continue
+        with pytest.raises(ContractError, match=r"give the same number or the same tensor"):
+            layer(q, k, k[..., :4], cache, metadata)
+        assert not cache.key_cache.view(torch.uint8).any(), "nothing is written"

@@ -14,7 +14,7 @@ import torch
 from attnlib.compile.objects import register_tensor_id
 from attnlib.device import resolve_device
 from attnlib.errors import ContractError
-from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.common import CommonAttentionMetadata, refuse_strided
 from attnlib.metadata.host_lengths import with_host_lengths
 from attnlib.metadata.parameters import PerLayerParameters
 from attnlib.metadata.split import reorder_batch_to_split_decodes_and_prefills
@@ -208,7 +208,12 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         return with_host_lengths(common, type(self).__name__)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> M:
-        """The metadata to capture a CUDA graph with; by default the result of `build`."""
+        """The metadata to capture a CUDA graph with; by default the result of `build`.
+
+        Raises:
+            ContractError: the batch has strided metadata.
+        """
+        refuse_strided(common_attn_metadata)
         return self.build(0, common_attn_metadata)
 
     def build_for_drafting(

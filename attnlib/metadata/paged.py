@@ -142,12 +142,11 @@ def paged_fields(
         decode_threshold: most new tokens of a request in the decode part; None puts every request
             into the prefill part.
         this_batch_only: bound the decodes of a mixed batch by the longest one in it, which allows
-            smaller tiles. Unsafe for a step that is captured and replayed with other lengths; then
-            strided metadata is refused as well, since a copy would not follow the original.
+            smaller tiles. Unsafe for a step that is captured and replayed with other lengths.
 
     Raises:
-        ContractError: a paged layer without a block table, a score function without its batch
-            tensors, or strided metadata of a captured step.
+        ContractError: a paged layer without a block table, or a score function without its batch
+            tensors.
     """
     if spec.is_paged and common.block_table_tensor is None:
         raise ContractError(
@@ -164,14 +163,14 @@ def paged_fields(
     longest_decode = min(threshold, common.max_query_len)
     if mixed and this_batch_only:
         longest_decode = int(common.query_lens_cpu[:num_decodes].max())
-    starts = _dense("query_start_loc", common.query_start_loc, this_batch_only)
+    starts = common.query_start_loc.contiguous()
     table = slots = None
     if spec.is_paged and common.block_table_tensor is not None:
         table = common.block_table_tensor
         if table.stride(-1) != 1 and table.shape[-1] > 1:
-            table = _dense("block_table", table, this_batch_only)
+            table = table.contiguous()
     if common.slot_mapping is not None:
-        slots = _dense("slot_mapping", common.slot_mapping, this_batch_only)
+        slots = common.slot_mapping.contiguous()
     return {
         "spec": spec,
         "num_prefills": num_prefills,
@@ -185,7 +184,7 @@ def paged_fields(
         "max_decode_query_len": longest_decode,
         "query_start_loc": starts,
         "prefill_query_start_loc": starts[num_decodes:] - decode_tokens if mixed else None,
-        "seq_lens": _dense("seq_lens", common.seq_lens, this_batch_only),
+        "seq_lens": common.seq_lens.contiguous(),
         "block_table": table,
         "causal": spec.is_causal if common.causal is None else common.causal,
         "causal_from_spec": common.causal is None,
@@ -217,14 +216,3 @@ def _score_tensors(
                 rule="M10",
             )
     return {name: given[name] for name in function.batch_tensors}
-
-
-def _dense(name: str, tensor: torch.Tensor, may_copy: bool) -> torch.Tensor:
-    if tensor.is_contiguous():
-        return tensor
-    if not may_copy:
-        raise ContractError(
-            f"{name} has strides {tensor.stride()}; a captured step needs it contiguous, because a "
-            "copy would not follow later changes: call .contiguous() on a persistent buffer"
-        )
-    return tensor.contiguous()

@@ -65,3 +65,24 @@ def test_a_paged_layer_needs_a_table() -> None:
         TorchMetadataBuilder(SPEC, "cpu").build(
             0, CommonAttentionMetadata.from_lengths([1], [1], device="cpu")
         )
+
+
+def _strided(common: CommonAttentionMetadata, name: str) -> CommonAttentionMetadata:
+    tensor = getattr(common, name)
+    return common.replace(**{name: torch.stack([tensor, tensor + 7], -1)[..., 0]})
+
+
+@pytest.mark.parametrize(
+    "name", ["query_start_loc", "seq_lens", "slot_mapping", "block_table_tensor"]
+)
+def test_strided_metadata_is_made_contiguous(name: str) -> None:
+    """D1: by every backend; only a captured step cannot follow the copy and is refused."""
+    common = _batch([1, 2, 20], [9, 2, 25])
+    builder, strided = TorchMetadataBuilder(SPEC, "cpu"), _strided(common, name)
+    assert not getattr(strided, name).is_contiguous()
+    built, expected = builder.build(0, strided), builder.build(0, common)
+    field = name.removesuffix("_tensor")
+    assert torch.equal(getattr(built, field), getattr(expected, field))
+    assert getattr(built, field).is_contiguous()
+    with pytest.raises(ContractError, match=f"{field} has strides .*captured step"):
+        builder.build_for_cudagraph_capture(strided)

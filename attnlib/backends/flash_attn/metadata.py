@@ -16,7 +16,7 @@ from attnlib.backends.flash_attn.support import choose_kernel
 from attnlib.device import resolve_device
 from attnlib.errors import BackendUnavailableError, ContractError, UnsupportedConfigError
 from attnlib.metadata.base import AttentionMetadataBuilder
-from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.common import CommonAttentionMetadata, refuse_strided
 from attnlib.metadata.paged import PagedMetadata, paged_fields
 from attnlib.spec import AttentionSpec, CudaGraphSupport
 
@@ -102,7 +102,12 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> FlashAttnMetadata:
-        """As `build`, independent of everything that differs between the batches of a graph."""
+        """As `build`, independent of everything that differs between the batches of a graph.
+
+        Raises:
+            ContractError: the batch has strided metadata.
+        """
+        refuse_strided(common_attn_metadata)
         return self._build(common_attn_metadata, schedule=True, for_capture=True)
 
     def update_block_table(

@@ -19,7 +19,7 @@ from attnlib.backends.flashinfer.wrappers import Wrappers
 from attnlib.device import resolve_device
 from attnlib.errors import BackendUnavailableError, ContractError, UnsupportedConfigError
 from attnlib.metadata.base import AttentionMetadataBuilder
-from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.common import CommonAttentionMetadata, refuse_strided
 from attnlib.metadata.paged import PagedMetadata, paged_fields
 from attnlib.metadata.parameters import PerLayerParameters, group_layers
 from attnlib.spec import AttentionSpec, CudaGraphSupport
@@ -116,11 +116,12 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
 
         `build` plans later batches with the same `seq_lens` tensor into the same buffers.
 
-
         Raises:
             UnsupportedConfigError: a request has more than one token.
+            ContractError: the batch has strided metadata.
         """
         common = common_attn_metadata
+        refuse_strided(common)
         if common.max_query_len != 1 or common.num_actual_tokens != common.num_reqs:
             raise UnsupportedConfigError(
                 "flashinfer captures graphs of single-token decodes only, not "

@@ -10,7 +10,7 @@ import torch
 
 from attnlib.backends.triton.tune import use_tuned_tiles
 from attnlib.metadata.base import AttentionMetadataBuilder
-from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.common import CommonAttentionMetadata, refuse_strided
 from attnlib.metadata.paged import PagedMetadata, paged_fields
 from attnlib.ops.triton import hopper
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_limits
@@ -173,7 +173,12 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> TritonMetadata:
         """The same with bounds that hold for every batch of these sizes. A batch with requests of
-        more than `reorder_batch_threshold` new tokens is not split."""
+        more than `reorder_batch_threshold` new tokens is not split.
+
+        Raises:
+            ContractError: the batch has strided metadata.
+        """
+        refuse_strided(common_attn_metadata)
         return self._build(common_attn_metadata, this_batch_only=False)
 
     def _build(self, common: CommonAttentionMetadata, this_batch_only: bool) -> TritonMetadata:
