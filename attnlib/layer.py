@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from attnlib.backends.base import AttentionBackend, AttentionImpl, StepPlan, score_attribute
 from attnlib.cache.storage import UNIT_SCALE, PagedKVCache, Scale
@@ -213,30 +214,9 @@ class Attention(nn.Module):
         """
         if torch.compiler.is_compiling():
             return self._forward_traced(query, key, value, cache, metadata, return_lse, output)
-        recent = getattr(metadata, "recent_plan", None)
-        if (
-            recent is not None
-            and cache is not None
-            and recent.group is self.impl._group
-            and recent.cache_signature is cache._signature
-            and recent.return_lse is return_lse
-            and recent.allocates is (output is None)
-            and (recent.per_head is None or recent.per_head == self._per_head_signature())
-            and (
-                recent.check(query, key, value)
-                if output is None
-                else recent.check(query, key, value, output)
-            )
-            and self._scales_agree(cache)
-        ):
-            plan, shape = recent.known
-        else:
-            plan, shape = self._find_plan(query, key, value, cache, metadata, output, return_lse)
+        plan, shape = self._find_plan(query, key, value, cache, metadata, output, return_lse)
         if output is None:
-            if shape is None:
-                output = torch.empty_like(query)
-            else:
-                output = torch.empty(shape, dtype=query.dtype, device=query.device)
+            output = _new_output(query, shape)
         lse = None
         if return_lse:
             rows = (query.shape[0], self.spec.num_heads)
@@ -245,6 +225,60 @@ class Attention(nn.Module):
         if OBSERVERS:
             self._notify(query, key, value, cache, metadata, output, lse)
         return (output, lse) if return_lse else output
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache | None,
+        metadata: Any,
+        return_lse: bool = False,
+        *,
+        output: torch.Tensor | None = None,
+    ) -> Any:
+        """See `forward`. A call like the one before runs its plan at once, without the dispatch of
+        `nn.Module`, which takes longer than the comparison; with hooks it does not."""
+        if not torch.compiler.is_dynamo_compiling() and (
+            (recent := getattr(metadata, "recent_plan", None)) is not None
+            and cache is not None
+            and not (
+                self._forward_hooks
+                or self._forward_pre_hooks
+                or _global_forward_hooks
+                or _global_forward_pre_hooks
+            )
+        ):
+            group, cache_signature, with_lse, allocates, check, per_head, shape, run = recent
+            impl, k_scale = self.impl, self.k_scale
+            if (
+                group is impl._group
+                and cache_signature is cache._signature
+                and with_lse is return_lse
+                and allocates is (output is None)
+                and (check(query, key, value) if allocates else check(query, key, value, output))
+                and (
+                    (k_scale is UNIT_SCALE and self.v_scale is UNIT_SCALE)
+                    or (k_scale is cache.k_scale and self.v_scale is cache.v_scale)
+                )
+                and (per_head is None or per_head == self._per_head_signature())
+            ):
+                if output is None:
+                    output = _new_output(query, shape)
+                lse = None
+                if with_lse:
+                    rows = (query.shape[0], self.spec.num_heads)
+                    lse = torch.empty(rows, dtype=torch.float32, device=query.device)
+                run(impl, query, key, value, cache, output, lse)
+                if OBSERVERS:
+                    self._notify(query, key, value, cache, metadata, output, lse)
+                return (output, lse) if with_lse else output
+        return super().__call__(query, key, value, cache, metadata, return_lse, output=output)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "forward" in vars(cls) and "__call__" not in vars(cls):
+            cls.__call__ = nn.Module.__call__  # type: ignore[method-assign]  # reaches its forward
 
     def attend(
         self,
@@ -340,15 +374,22 @@ class Attention(nn.Module):
         known = None if plans is None else plans.get(signature)
         if known is None or not self._scales_agree(cache):
             known = self._prepare(signature, query, key, value, cache, metadata, output, return_lse)
-        elif cache is not None and key is not None and value is not None:
+        elif cache is not None and key is not None and value is not None and self._calls_forward:
             # From the second call of a kind on: recognize the next one by one C function.
             tensors = (query, key, value) if output is None else (query, key, value, output)
             if (check := tensor_check(*tensors)) is not None:
+                plan, shape = known
                 metadata.__dict__["recent_plan"] = _RecentPlan(
-                    signature[0], signature[1], return_lse, output is None, check, known,
-                    self._per_head_signature() if self._has_per_head else None,
+                    signature[0], signature[1], return_lse, output is None, check,
+                    self._per_head_signature() if self._has_per_head else None, shape, plan.run,
                 )  # fmt: skip
         return known
+
+    @property
+    def _calls_forward(self) -> bool:
+        """Whether `nn.Module` would call `forward` of the class: nobody has replaced it on this
+        instance or compiled the module."""
+        return "forward" not in self.__dict__ and self._compiled_call_impl is None
 
     def _call_signature(
         self,
@@ -578,8 +619,9 @@ class _RecentPlan(NamedTuple):
     return_lse: bool
     allocates: bool
     check: Callable[..., bool]
-    known: tuple[StepPlan, tuple[int, ...] | None]
     per_head: tuple[Any, ...] | None
+    shape: tuple[int, ...] | None
+    run: Callable[..., None]
 
 
 class _MethodPlan:
@@ -634,6 +676,13 @@ class _CheckedPlan:
         query, key, value, cache = call[:4]
         self._checker(self._layer, query, key, value, cache, self._metadata)
         self._plan.run(impl, *call)
+
+
+def _new_output(query: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
+    """An output of a shape; None: like the query."""
+    if shape is None:
+        return torch.empty_like(query)
+    return torch.empty(shape, dtype=query.dtype, device=query.device)
 
 
 def _refuse_gradients(*tensors: torch.Tensor | None) -> None:

@@ -141,37 +141,39 @@ class LayerCall:
 
     def first_layer(self) -> None:
         """One call as the first layer of a step: over metadata that was just built."""
-        self.metadata.plans.clear()
+        self.metadata.drop_plans()
         self()
 
     def bare_launches(self) -> Callable[[], None]:
-        """The kernels of one call, by the driver call alone, with arguments in place."""
-        from attnlib.ops.triton.launch import bound
-        from attnlib.ops.triton.launch.cache import LAUNCHES
+        """The kernels of one call by the driver call alone, with all arguments at hand."""
+        from attnlib.ops.triton.launch import driver
 
         calls: list[tuple[Callable[..., None], tuple[object, ...]]] = []
-        own = bound.direct_call
+        own = driver.new_launch
 
-        def recording(compiled: object) -> object:
-            found = own(compiled)
+        def recording() -> object:
+            create = own()
 
-            def call(*arguments: object) -> None:
-                calls.append((found.call, arguments))
-                found.call(*arguments)
+            def recorded(*arguments: object) -> object:
+                launch = create(*arguments)
 
-            return found._replace(call=call)
+                def call(*changing: object) -> None:
+                    calls.append((launch, changing))
+                    launch(*changing)
 
-        bound.direct_call = recording
-        LAUNCHES.clear()
-        self.metadata.plans.clear()
+                return call
+
+            return recorded
+
+        driver.new_launch = recording
+        self.metadata.drop_plans()
         try:
             for _ in range(4):
                 calls.clear()
                 self()
         finally:
-            bound.direct_call = own
-            LAUNCHES.clear()
-            self.metadata.plans.clear()
+            driver.new_launch = own
+            self.metadata.drop_plans()
         assert calls, "no kernel was launched directly"
         recorded = tuple(calls)
 

@@ -486,12 +486,49 @@ def test_plans_are_bounded() -> None:
 
 def test_hooks_of_a_module_see_planned_calls(planning) -> None:
     (layer, _), cache, step, q, k, v = planning
-    expected = layer(q, k, v, cache, step)
+    for _ in range(3):
+        expected = layer(q, k, v, cache, step)
     before, after = [], []
+    PlanningImpl.runs.clear()
     layer.register_forward_pre_hook(lambda module, args: before.append(module))
     layer.register_forward_hook(lambda module, args, out: after.append(out) or out + 1)
     assert torch.equal(layer(q, k, v, cache, step), expected + 1)
-    assert before == [layer] and len(after) == 1 and len(PlanningImpl.runs) == 2
+    assert before == [layer] and len(after) == 1 and len(PlanningImpl.runs) == 1
+
+
+def test_hooks_of_all_modules_see_planned_calls(planning) -> None:
+    (layer, _), cache, step, q, k, v = planning
+    for _ in range(3):
+        expected = layer(q, k, v, cache, step)
+    seen = []
+    handles = [
+        nn.modules.module.register_module_forward_pre_hook(lambda module, args: seen.append(0)),
+        nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(1)),
+    ]
+    try:
+        assert torch.equal(layer(q, k, v, cache, step), expected) and seen == [0, 1]
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_a_replaced_forward_is_called(planning) -> None:
+    """A subclass's forward, and one that is assigned to an instance, see every call."""
+    (layer, _), cache, step, q, k, v = planning
+
+    class Doubled(attnlib.Attention):
+        def forward(self, *args, **kwargs):
+            return 2 * super().forward(*args, **kwargs)
+
+    doubled = Doubled(SPEC, backend=PlanningBackend, device="cpu")
+    for _ in range(3):
+        expected = layer(q, k, v, cache, step)
+        assert torch.equal(doubled(q, k, v, cache, step), 2 * expected)
+    own = layer.forward
+    layer.forward = lambda *args, **kwargs: own(*args, **kwargs) + 1
+    step.drop_plans()
+    for _ in range(3):
+        assert torch.equal(layer(q, k, v, cache, step), expected + 1)
 
 
 def test_an_inherited_plan_does_not_hide_other_methods(planning) -> None:

@@ -91,11 +91,15 @@ class AttentionMetadata:
                     f"were computed from it: build the batch again, or call "
                     f"builder.update_block_table for other blocks"
                 )
-            state["plans"], state["recent_plan"] = {}, None
+            self.drop_plans()
             cls: Any = type(self)
             for cached in _cached_properties(cls):
                 state.pop(cached, None)
         object.__setattr__(self, name, value)
+
+    def drop_plans(self) -> None:
+        """Drop all step plans: the next call prepares its launches again."""
+        self.__dict__["plans"], self.__dict__["recent_plan"] = {}, None
 
     def __getstate__(self) -> dict[str, Any]:
         cls: Any = type(self)

@@ -3,8 +3,9 @@
 A plan is made for the first call of a kind over a batch. It prepares the launches of the cache
 write and of the attention (`ops.triton`), attaches the tensors of the batch, and then runs for
 every layer: it reads the addresses of the layer's tensors and submits the kernels. Where an address
-is not aligned, a launch hook is active, another device is current, or a kernel was never launched
-before, the same kernels are launched by Triton, on tensors.
+is not aligned, a launch hook of Triton is active, another device is current, or a kernel was never
+launched before, the same kernels are launched by Triton, on tensors. Hooks of a single kernel
+(`pre_run_hooks`) are read when a plan is made.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from attnlib.ops.triton.cache_write import CacheWrite, prepare_write
 from attnlib.ops.triton.heuristics import device as chips
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.launch.attention import BatchTensors
-from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch, Submit, launches_observed
+from attnlib.ops.triton.launch.bound import ALIGNMENT, Submit, launches_observed
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.run import PreparedAttention
 from attnlib.ops.triton.launch.signature import batch_signature
@@ -46,7 +47,6 @@ class _Launches(NamedTuple):
         write: the cache write; None where nothing is written.
         decode, prefill: of the parts of the batch; None for an empty part.
         concurrent: whether the prefill runs beside the decode.
-        hooks: the launch hooks of each kernel, as lists that change with them.
     """
 
     limits: DeviceLimits
@@ -54,20 +54,11 @@ class _Launches(NamedTuple):
     decode: PreparedAttention | None
     prefill: PreparedAttention | None
     concurrent: bool
-    hooks: list[Any]
 
     @property
     def parts(self) -> list[PreparedAttention]:
         """The parts that are not empty."""
         return [part for part in (self.decode, self.prefill) if part is not None]
-
-    @property
-    def kernels(self) -> list[BoundLaunch]:
-        """All kernels, in no particular order."""
-        kernels = [kernel for part in self.parts for kernel in part.kernels]
-        if self.write is not None and self.write.launch is not None:
-            kernels.append(self.write.launch)
-        return kernels
 
 
 class _Call(NamedTuple):
@@ -126,7 +117,6 @@ class TritonPlan:
         self._scales = None if any(isinstance(x, Tensor) for x in scales) else scales
         self._has_per_head = spec.has_alibi or spec.has_sink
         self._rows = _row_bytes(call, self._split) if self._split else (0, 0, 0)
-        self._hooks = self._launches.hooks
         self._current_stream: Callable[[int], int] | None = None
         self._write: Submit | None = None
         self._attend: Submit | None = None
@@ -159,7 +149,6 @@ class TritonPlan:
             or addresses & ALIGNMENT
             or chips.current_device() != self._index
             or launches_observed()
-            or any(self._hooks)
         ):
             self._run_by_triton(impl, query, key, value, cache, output, lse, addresses)
             return
@@ -385,8 +374,7 @@ def _prepare(
             runs_beside = can_run_concurrently(decode, prefill)
         if not runs_beside:
             decode = prepare_decode((signature, "decode"), *tensors, decodes, own, limits, schedule)
-    launches = _Launches(limits, write, decode, prefill, runs_beside, [])
-    launches.hooks.extend(kernel.hooks for kernel in launches.kernels)
+    launches = _Launches(limits, write, decode, prefill, runs_beside)
     kept: _Launches = LAUNCHES.keep(key, launches)
     return kept
 

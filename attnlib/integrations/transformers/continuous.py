@@ -160,8 +160,10 @@ def attend_continuous(call: Call, cache: Any, kwargs: dict[str, Any]) -> torch.T
             block_table_tensor=table, slot_mapping=slots
         )
         step.metadata[key] = builder_for(layer.backend, spec, call.query.device).build(0, common)
-    rows = (states[0].transpose(0, 1) for states in (call.query, call.key, call.value))
-    out: torch.Tensor = layer(*rows, storage.pages, step.metadata[key])
+    query, key_rows, value_rows = (
+        states[0].transpose(0, 1) for states in (call.query, call.key, call.value)
+    )
+    out: torch.Tensor = layer(query, key_rows, value_rows, storage.pages, step.metadata[key])
     return out.unsqueeze(0)
 
 

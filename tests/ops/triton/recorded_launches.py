@@ -47,7 +47,6 @@ from tests.ops.triton.stub_driver import (
     BY_TRITON,
     DRIVER,
     ENCODED,
-    REAL_LAUNCHER,
     RECORDS,
     Record,
     StandIn,
@@ -401,7 +400,7 @@ def check_unknown_versions_use_triton() -> None:
     """Triton launches with unknown versions, unknown launchers and unknown scratch memory."""
     for holder, name, value in (
         (launch, "_KNOWN", False),
-        (launch, "direct_call", lambda compiled: None),
+        (launch, "direct_launch", lambda compiled, num_arguments: None),
     ):
         before = getattr(holder, name)
         setattr(holder, name, value)
@@ -414,8 +413,8 @@ def check_unknown_versions_use_triton() -> None:
             setattr(holder, name, before)
     foreign = StandIn("foreign", {}, False)
     foreign.metadata = SimpleNamespace(target=GPUTarget("hip", "gfx942", 64))
-    assert launch.direct_call(foreign) is None
-    assert launch.direct_call(object()) is None
+    assert launch.direct_launch(foreign, 0) is None
+    assert launch.direct_launch(object(), 0) is None
 
 
 def hopper_call(
@@ -442,8 +441,6 @@ def hopper_call(
 
 def check_descriptors_are_encoded_once() -> None:
     """Each address is encoded once, with the result of Triton's encoder."""
-    if not REAL_LAUNCHER:
-        return  # bound there too, through the launcher object, which encodes at each call
     # Shapes that no other check has, so that nothing is kept of them.
     query, wide = (
         torch.zeros(5, 8, 64, dtype=torch.bfloat16),
@@ -668,14 +665,14 @@ def check_plans() -> None:
         for _ in range(2):
             DRIVER.stream += 1
             again, through_triton = step.record()
-            assert not through_triton or not REAL_LAUNCHER, f"{name}: {through_triton}"
+            assert not through_triton, f"{name}: {through_triton}"
             assert {record.stream for record in again} == {DRIVER.stream}, name
         other = make()
         step.cache, step.query, step.key, step.value, step.out = (
             other.cache, other.query, other.key, other.value, other.out,
         )  # fmt: skip
         moved, through_triton = step.record()
-        assert not through_triton or not REAL_LAUNCHER, f"{name}: {through_triton}"
+        assert not through_triton, f"{name}: {through_triton}"
         assert moved == step.without_plans(), name
         kernels[name] = {record.kernel.split()[0] for record in moved}
         assert len(step.batch.plans) == 1, name
@@ -700,10 +697,15 @@ def check_plans_step_aside() -> None:
             calls.remove(len)
         hooks = cache_write.write_kv_kernel.pre_run_hooks
         hooks.append(lambda *args, **kwargs: None)
+        step.batch.drop_plans()  # a kernel's own hooks are read when a plan is made
         try:
             assert step.record()[1], name
         finally:
             hooks.clear()
+            step.batch.drop_plans()
+        for _ in range(3):
+            step()
+        assert not step.record()[1], name
         device_now, device.current_device = device.current_device, lambda: 3
         try:
             guard, device.device_guard = device.device_guard, lambda tensor: nullcontext()

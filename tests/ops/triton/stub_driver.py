@@ -1,12 +1,15 @@
-"""Triton's own launcher objects with a driver that records.
+"""Triton's own launcher objects, and attnlib's launcher in C, over a driver that records.
 
-For Triton releases whose launchers attnlib calls directly (`attnlib.ops.triton.launch.driver`), the
-real `CudaLauncher` runs, with stubs for the function that it compiles and for the encoder of TMA
-descriptors. For other releases a stub replaces the launcher.
+Triton's `CudaLauncher` runs with stubs for the function that it compiles and for the encoder of TMA
+descriptors. attnlib's launches (`attnlib.ops.triton.launch.driver`) run in C as they are, over a
+stub for `cuLaunchKernelEx` that reads the arguments back. Both need a Triton release for which
+attnlib has direct launches (`HAS_DIRECT`).
 """
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,12 +18,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 
+from attnlib.ops.triton.launch import driver as launches
+
 __all__ = [
     "BY_TRITON",
     "DRIVER",
     "ENCODED",
+    "HAS_DIRECT",
     "RECORDS",
-    "REAL_LAUNCHER",
     "Driver",
     "Record",
     "StandIn",
@@ -29,7 +34,7 @@ __all__ = [
 
 FUNCTION, PACKED = 7, (4, 1, 0)
 OLD, NEW = triton.__version__.startswith("3.6."), triton.__version__.startswith("3.9.")
-REAL_LAUNCHER = OLD or NEW
+HAS_DIRECT = OLD or NEW
 
 
 class Record(NamedTuple):
@@ -110,38 +115,120 @@ def launch_of_3_6(x: int, y: int, z: int, stream: int, function: Any, *rest: Any
     take(function, (x, y, z), stream, (cooperative, pdl), hooks, (scratch, profile), values)
 
 
+class Handle(int):
+    """The driver's handle of a kernel."""
+
+    key: str
+    kinds: bytes
+
+
+HANDLES: dict[int, Handle] = {}
+DESCRIPTORS: list[Any] = []
+"""Encoded descriptors, which C passes as their numbers here."""
+
+
 def take(
-    function: Any, grid: Any, stream: int, flags: Any, hooks: Any, scratch: Any, values: Any
+    function: Handle, grid: Any, stream: int, flags: Any, hooks: Any, scratch: Any, values: Any
 ) -> None:
-    """Record a launch."""
+    """Record a launch by Triton: the arguments that it passes to the kernel."""
     packed, info, enter, leave = hooks
     assert packed == PACKED and info is None and scratch == (None, None)
     hooked = bool(getattr(enter, "calls", None) or getattr(leave, "calls", None))
     plain = tuple(
-        value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values
+        _passed(value.data_ptr() if isinstance(value, torch.Tensor) else value, kind)
+        for value, kind in zip(values, function.kinds, strict=False)
+        if kind != ord("x")
     )
     RECORDS.append(Record(function.key, grid, stream, (*flags, hooked), plain))
 
 
-class CudaLauncher:
-    """In the place of Triton's launcher object in other releases."""
+def _passed(value: Any, kind: int) -> Any:
+    """The value that the kernel gets."""
+    if kind == ord("p"):
+        return value or 0
+    if kind == ord("f"):
+        return struct.unpack("f", struct.pack("f", value))[0]
+    return value if kind in b"dt" else int(value)
 
-    global_scratch_size = profile_scratch_size = 0
-    launch_cooperative_grid = False
 
-    def __init__(self, source: Any, metadata: Any) -> None:
-        self.launch_pdl = metadata.launch_pdl
+class Config(ctypes.Structure):
+    """`CUlaunchConfig`."""
 
-    def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
-        take(
-            function, (x, y, z), stream, (False, self.launch_pdl), rest[:4], (None, None), rest[4:]
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("x", "y", "z", "threads", "one", "too", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+READ = {"i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double}
+
+
+@ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.POINTER(Config), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_void_p,
+)  # fmt: skip
+def launch_kernel(config: Any, function: int, parameters: Any, extra: Any) -> int:
+    """`cuLaunchKernelEx`: records a launch by attnlib."""
+    given, handle = config.contents, HANDLES[function]
+    assert (given.threads, given.one, given.too, given.shared) == (32 * PACKED[0], 1, 1, 0)
+    ids = [ctypes.c_int.from_address(given.attributes + 72 * number).value
+           for number in range(given.num_attributes)]  # fmt: skip
+    values: list[Any] = []
+    kinds = handle.kinds.replace(b"x", b"").decode()
+    for number, kind in enumerate(kinds):
+        word = ctypes.c_uint64.from_address(parameters[number]).value
+        if kind == "p":
+            values.append(word)
+        elif kind == "t":
+            values.append(DESCRIPTORS[word])
+        else:
+            values.append(READ[kind].from_address(parameters[number]).value)
+    for scratch in range(len(kinds), len(kinds) + 2):
+        assert ctypes.c_uint64.from_address(parameters[scratch]).value == 0
+    cooperative, pdl = 2, 6  # CU_LAUNCH_ATTRIBUTE_...
+    flags = (cooperative in ids, pdl in ids, False)
+    grid = (given.x, given.y, given.z)
+    RECORDS.append(Record(handle.key, grid, given.stream or 0, flags, tuple(values)))
+    return 0
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+def no_context(found: int) -> int:
+    """`cuCtxGetCurrent` and `cuCtxSetCurrent`."""
+    return 0
+
+
+ADDRESSES = tuple(
+    ctypes.cast(function, ctypes.c_void_p).value
+    for function in (launch_kernel, no_context, no_context)
+)
+
+
+def new_launch() -> Any:
+    """As `attnlib.ops.triton.launch.driver.new_launch`; descriptors are passed as numbers."""
+
+    def number(value: Any) -> Any:
+        if not (isinstance(value, tuple) and value[:1] == ("encoded",)):
+            return value
+        DESCRIPTORS.append(value)
+        return len(DESCRIPTORS) - 1
+
+    def create(function: Handle, sizes: Any, kinds: bytes, slots: Any, values: Any) -> Any:
+        assert kinds == function.kinds[: len(kinds)] and set(function.kinds[len(kinds) :]) <= {120}
+        values = tuple(map(number, values))
+        launch = launches.compile_native().Launch(
+            ADDRESSES, function, sizes, kinds.replace(b"t", b"p"), slots, values
         )
+        return lambda *changing: launch(*map(number, changing))
 
-    launch = __call__
+    return create
 
 
 def replace_launcher() -> None:
-    """Make Triton's launcher objects end in `take`."""
+    """Make Triton's launcher objects end in `take`, and attnlib's launches in `launch_kernel`."""
+    launches.new_launch = new_launch
     if OLD:
         nvidia.library_dirs = lambda: []
         nvidia.compile_module_from_src = lambda **source: SimpleNamespace(launch=launch_of_3_6)
@@ -175,9 +262,12 @@ class StandIn:
             launch_cooperative_grid=False,
             instrumentation_mode="",
         )
-        make: Any = nvidia.CudaLauncher if REAL_LAUNCHER else CudaLauncher
-        self.run = make(SimpleNamespace(constants={}, signature=signature), self.metadata)
-        self.function, self.packed_metadata = SimpleNamespace(key=key), PACKED
+        self.src = SimpleNamespace(constants={}, signature=signature)
+        self.run = nvidia.CudaLauncher(self.src, self.metadata)
+        self.function, self.packed_metadata = Handle(1000 + len(HANDLES)), PACKED
+        self.function.key = key
+        self.function.kinds = launches._kinds(list(signature.values()), True) or b""
+        HANDLES[self.function] = self.function
 
     def launch_metadata(self, grid: Any, stream: int, *args: Any) -> None:
         return None

@@ -14,7 +14,6 @@ compiles: the first launch goes through Triton, whose hooks see every compilatio
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +22,9 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from attnlib.ops.triton.heuristics import device as chips
-from attnlib.ops.triton.launch.driver import direct_call
+from attnlib.ops.triton.launch.driver import DirectLaunch, direct_launch
 
 __all__ = ["ALIGNMENT", "BoundLaunch", "Submit", "current_stream", "launches_observed"]
-
-_FIRST, _END = (3, 6), (3, 10)
-"""Triton versions (first, end) whose launchers accept arguments in the form used here."""
 
 ALIGNMENT = 15
 """Address bits that Triton specializes on: it distinguishes multiples of 16 from the rest."""
@@ -40,21 +36,14 @@ _JIT_RUN = getattr(JITFunction, "run", None)
 _KNOBS: Any = getattr(triton, "knobs", None)
 
 
-def _known_version() -> bool:
-    found = re.match(r"(\d+)\.(\d+)", triton.__version__)
-    return found is not None and _FIRST <= (int(found[1]), int(found[2])) < _END
-
-
-def _known_switches() -> bool:
-    runtime = ("launch_enter_hook", "launch_exit_hook", "debug", "add_stages_inspection_hook")
-    return _JIT_RUN is not None and all(
-        hasattr(getattr(_KNOBS, "runtime", None), name) for name in runtime
+_KNOWN = _JIT_RUN is not None and all(
+    hasattr(getattr(_KNOBS, group, None), name)
+    for group, name in (
+        ("runtime", "launch_enter_hook"), ("runtime", "launch_exit_hook"), ("runtime", "debug"),
+        ("runtime", "add_stages_inspection_hook"), ("compilation", "instrumentation_mode"),
     )
-
-
-_KNOWN = (
-    _known_version() and _known_switches() and hasattr(_KNOBS.compilation, "instrumentation_mode")
-)
+)  # fmt: skip
+"""Whether `launches_observed` can read everything that it has to."""
 
 
 def launches_observed() -> bool:
@@ -88,23 +77,15 @@ class BoundLaunch:
         constants: compile-time arguments and options (`num_warps`, ...) by name.
 
     Attributes:
-        expand: the arguments in place of the kernel's `number`-th descriptor, by (number,
-            descriptor); None for kernels without descriptors.
         hooks: the kernel's own launch hooks, as a list that changes with them.
-        descriptor_layout: how the kernel reads its descriptors; equal layouts share encodings.
     """
 
     __slots__ = (
-        "_call",
         "_compiled",
         "_constants",
+        "_direct",
         "_grid",
-        "_head",
         "_kernel",
-        "_packed",
-        "_tail",
-        "descriptor_layout",
-        "expand",
         "hooks",
     )
 
@@ -113,12 +94,7 @@ class BoundLaunch:
         self._grid = grid
         self._constants = constants
         self._compiled: object = None
-        self._call: Callable[..., None] | None = None
-        self._head: tuple[Any, ...] = ()
-        self._tail: tuple[Any, ...] = ()
-        self._packed = False
-        self.expand: Callable[[int, Any], tuple[Any, ...]] | None = None
-        self.descriptor_layout = ""
+        self._direct: DirectLaunch | None = None
         self.hooks: Any = getattr(kernel, "pre_run_hooks", ())
 
     @property
@@ -126,7 +102,18 @@ class BoundLaunch:
         """Whether direct launches are possible, given aligned addresses and `not
         launches_observed()`. False until the first launch by Triton, and where the driver call of
         this Triton version is not known."""
-        return self._call is not None and not self.hooks
+        return self._direct is not None and not self.hooks
+
+    @property
+    def expand(self) -> Callable[[int, Any], tuple[Any, ...]] | None:
+        """The arguments in place of the kernel's `number`-th descriptor, by (number, descriptor);
+        None for kernels without descriptors and before the first launch."""
+        return None if self._direct is None else self._direct.expand
+
+    @property
+    def descriptor_layout(self) -> str:
+        """How the kernel reads its descriptors; equal layouts share encodings."""
+        return "" if self._direct is None else self._direct.descriptor_layout
 
     def by_triton(self, arguments: tuple[Any, ...], aligned: bool) -> None:
         """Launch through Triton on the current stream. After the first aligned launch, direct
@@ -137,7 +124,7 @@ class BoundLaunch:
             aligned: whether every address that the kernel is specialized on is a multiple of 16.
         """
         compiled = self._kernel[self._grid](*arguments, **self._constants)
-        if aligned and self._call is None:
+        if aligned and self._direct is None:
             self._keep_driver_call(compiled, len(arguments))
 
     def bind(
@@ -164,26 +151,8 @@ class BoundLaunch:
                 self.by_triton(given, aligned)
 
             return by_triton
-        assert self._call is not None  # the caller has checked `is_direct`
-        (x, y, z), call, head, packed = self._grid, self._call, self._head, self._packed
-        end = (*last, *self._tail)
-        if after == 4:
-            if packed:
-                return lambda stream, a, b, c, d, *rest: call(
-                    x, y, z, stream, *head, (a, b, c, d, *middle, *rest, *end)
-                )
-            return lambda stream, a, b, c, d, *rest: call(
-                x, y, z, stream, *head, a, b, c, d, *middle, *rest, *end
-            )
-        assert after == 0  # the kernels need no other position
-        head = head if packed else (*head, *middle)
-        if packed and middle:
-            return lambda stream, *arguments: call(
-                x, y, z, stream, *head, (*middle, *arguments, *end)
-            )
-        if packed:
-            return lambda stream, *arguments: call(x, y, z, stream, *head, (*arguments, *end))
-        return lambda stream, *arguments: call(x, y, z, stream, *head, *arguments, *end)
+        assert self._direct is not None  # the caller has checked `is_direct`
+        return self._direct.bind(self._grid, after, middle, last)
 
     def run(self, arguments: tuple[Any, ...], addresses: int, index: int) -> None:
         """Launch once on the current stream of device `index`, which is the current device.
@@ -203,15 +172,12 @@ class BoundLaunch:
         if not _KNOWN or chips.INTERPRETED or not isinstance(self._kernel, JITFunction):
             return
         parameters = self._kernel.params
-        names = [parameter.name for parameter in parameters if parameter.is_constexpr]
-        in_order = not any(parameter.is_constexpr for parameter in parameters[:num_arguments])
-        if not in_order or num_arguments + len(names) != len(parameters) or launches_observed():
+        is_constant = [parameter.is_constexpr for parameter in parameters]
+        if any(is_constant[:num_arguments]) or not all(is_constant[num_arguments:]):
             return
-        found = direct_call(compiled)
-        if found is None:
+        if launches_observed():
             return
-        self._tail = tuple(self._constants[name] for name in names)
-        self._head, self._packed = found.head, found.packed
-        self.expand, self.descriptor_layout = found.expand, found.descriptor_layout
-        self._compiled = compiled  # Triton 3.9 unloads a kernel that nothing references
-        self._call = found.call  # set last: another thread may be launching
+        found = direct_launch(compiled, num_arguments)
+        if found is not None:
+            self._compiled = compiled  # Triton 3.9 unloads a kernel that nothing references
+            self._direct = found  # set last: another thread may be launching

@@ -1,107 +1,179 @@
-"""The driver call beneath Triton's launcher objects, by Triton version.
+"""Launches beneath Triton's launcher objects: most arguments in place, the rest converted in C.
 
-A launcher object wraps a C function. Before it calls that function, Triton re-encodes every TMA
-descriptor, which costs one to two microseconds each. This module finds the C function and the
-encoder, so that a caller can keep encoded descriptors and pass addresses in place of tensors.
+Triton's launcher receives every argument as a Python object, encodes every TMA descriptor again,
+and reads its hooks, at each call. `native.c` keeps the arguments of a batch as machine words and
+calls `cuLaunchKernelEx` as Triton does. It is compiled on first use by Triton's own build function,
+which Triton needs for its launchers as well, and is kept in Triton's cache.
 
-Tested with Triton 3.6.0 and 3.9.0. For other versions the launcher object itself is called, which
-also accepts addresses but encodes descriptors, so kernels with descriptors are left to Triton.
+Tested with Triton 3.6.0 and 3.9.0. Kernels of other versions, and kernels that need scratch memory
+or clusters, are launched by Triton.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import logging
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
 
-__all__ = ["DirectCall", "direct_call"]
+__all__ = ["DirectLaunch", "direct_launch"]
 
-_FIELDS = (
-    "launch",
-    "global_scratch_size",
-    "profile_scratch_size",
-    "launch_cooperative_grid",
-    "launch_pdl",
-)
+_VERSIONS = ("3.6.", "3.9.")
+_KINDS = {
+    "i1": b"i", "i8": b"i", "i16": b"i", "i32": b"i", "i64": b"l",
+    "u1": b"i", "u8": b"i", "u16": b"i", "u32": b"i",
+    "fp32": b"f", "f32": b"f", "fp64": b"d", "nvTmaDesc": b"t", "constexpr": b"x",
+}  # fmt: skip
+"""How `native.c` passes an argument, by Triton's type. Others are left to Triton."""
+_LARGEST_SHARED = 228 * 1024
+"""Bytes of shared memory above which Triton sets one more launch attribute."""
 
 
-class DirectCall(NamedTuple):
-    """How to launch one compiled kernel: `call(*grid, stream, *head, *arguments)`.
+class DirectLaunch(NamedTuple):
+    """How to launch one compiled kernel.
 
     Attributes:
-        call: accepts an address in place of a tensor and the result of `expand` in place of a
-            descriptor. Compile-time arguments follow the runtime ones.
-        head: the values between the stream and the arguments.
-        packed: whether the arguments are passed as one tuple.
+        function: the driver's handle.
+        threads: per CTA.
+        shared: bytes of shared memory per CTA.
+        cooperative, pdl: launch attributes.
+        kinds: how each argument is passed, one byte each (`native.c`); descriptors are expanded.
         expand: the arguments in place of the kernel's `number`-th descriptor, by (number,
             descriptor); None for kernels without descriptors.
         descriptor_layout: what the encoding depends on besides the descriptor, as text.
     """
 
-    call: Callable[..., None]
-    head: tuple[Any, ...]
-    packed: bool = False
+    function: Any
+    threads: int
+    shared: int
+    cooperative: bool
+    pdl: bool
+    kinds: bytes
     expand: Callable[[int, Any], tuple[Any, ...]] | None = None
     descriptor_layout: str = ""
 
+    def bind(
+        self, grid: tuple[int, int, int], first: int, middle: tuple[Any, ...], last: tuple[Any, ...]
+    ) -> Callable[..., None]:
+        """`launch(stream, *changing)`.
 
-def direct_call(compiled: Any) -> DirectCall | None:
-    """The driver call of a compiled kernel; None where it is not known."""
-    launcher, function = getattr(compiled, "run", None), getattr(compiled, "function", None)
+        Args:
+            grid: programs along three dimensions.
+            first: how many changing arguments come before `middle`; the others come after it.
+            middle, last: arguments that stay; `last` ends the list.
+        """
+        count = len(self.kinds)
+        changing = count - len(middle) - len(last)
+        after = first + len(middle)
+        slots = (*range(first), *range(after, after + changing - first))
+        unset = (None,)
+        values = (*unset * first, *middle, *unset * (changing - first), *last)
+        sizes = (*grid, self.threads, self.shared, self.cooperative, self.pdl)
+        create = new_launch()
+        assert create is not None  # `direct_launch` has made sure
+        launch: Callable[..., None] = create(self.function, sizes, self.kinds, slots, values)
+        return launch
+
+
+def direct_launch(compiled: Any, num_arguments: int) -> DirectLaunch | None:
+    """How to launch a compiled kernel; None where Triton has to do it.
+
+    Args:
+        compiled: Triton's compiled kernel.
+        num_arguments: its runtime arguments, which come before the compile-time ones.
+    """
+    launcher: Any = getattr(compiled, "run", None)
+    function = getattr(compiled, "function", None)
     metadata = getattr(compiled, "metadata", None)
-    if function is None or not callable(launcher):
+    if function is None or type(launcher).__name__ != "CudaLauncher":
         return None
     if getattr(getattr(metadata, "target", None), "backend", "") != "cuda":
         return None  # on AMD, Triton also specializes on the size of a tensor's storage
-    if type(launcher).__name__ != "CudaLauncher":
+    if not triton.__version__.startswith(_VERSIONS):
         return None
-    if not all(hasattr(launcher, name) for name in _FIELDS):
-        return None
-    no_hooks = (compiled.packed_metadata, None, None, None)  # no launch metadata, no hooks
-    has_descriptors = bool(getattr(metadata, "tensordesc_meta", None))
-    general = None if has_descriptors else DirectCall(launcher, (function, *no_hooks))
     if (
         launcher.global_scratch_size
         or launcher.profile_scratch_size
         or getattr(launcher, "gsan_enabled", False)
     ):
-        return general  # the launcher object allocates scratch memory at each launch
-    flags, no_scratch = (launcher.launch_cooperative_grid, launcher.launch_pdl), (None, None)
-    is_3_9 = hasattr(launcher, "arg_annotations") and hasattr(launcher, "kernel_signature")
-    if triton.__version__.startswith("3.6.") and not hasattr(launcher, "arg_annotations"):
-        head: tuple[Any, ...] = (function, *flags, *no_scratch, *no_hooks)
-        return _c_function(launcher.launch, head, False, metadata)
-    if triton.__version__.startswith("3.9.") and is_3_9:
-        types = (launcher.arg_annotations, launcher.kernel_signature)
-        head = (function, *flags, *no_hooks, *no_scratch, *types)
-        return _c_function(launcher.launch, head, True, metadata)
-    return general
+        return None  # the launcher object allocates scratch memory at each launch
+    num_warps, num_ctas, shared = compiled.packed_metadata
+    layouts = list(getattr(metadata, "tensordesc_meta", None) or [])
+    types = list(compiled.src.signature.values())[:num_arguments]
+    kinds = _kinds(types, bool(layouts))
+    if num_ctas != 1 or shared > _LARGEST_SHARED or kinds is None or new_launch() is None:
+        return None
+    return DirectLaunch(
+        function, 32 * num_warps, shared, bool(launcher.launch_cooperative_grid),
+        bool(launcher.launch_pdl), kinds, functools.partial(_expand, layouts) if layouts else None,
+        repr(layouts),
+    )  # fmt: skip
 
 
-def _c_function(
-    launch: Any, head: tuple[Any, ...], packed: bool, metadata: Any
-) -> DirectCall | None:
-    """The call of the C function in `launch`; None where it is not found in its known place."""
+def _kinds(types: list[Any], encoded: bool) -> bytes | None:
+    """How arguments of Triton's types are passed; None where `native.c` cannot pass one."""
+    kinds = bytearray()
+    for text in types:
+        if not isinstance(text, str):
+            return None
+        if text.startswith("*"):
+            kinds += b"p"
+        elif match := re.match(r"tensordesc<[^[>]*\[([^]]*)\]", text):
+            if not encoded:
+                return None
+            dims = match[1].count(",") + 1
+            kinds += b"t" + b"i" * dims + b"l" * dims
+        elif text in _KINDS:
+            kinds += _KINDS[text]
+        else:
+            return None
+    return bytes(kinds)
+
+
+def _expand(layouts: list[Any], number: int, descriptor: Any) -> tuple[Any, ...]:
     from triton.backends.nvidia import driver
 
-    layouts = list(getattr(metadata, "tensordesc_meta", None) or [])
-    cells = getattr(launch, "__closure__", None)
-    if cells is None:  # a C function that nothing wraps: the kernel has no descriptors
-        return None if layouts else DirectCall(launch, head, packed)
-    names = launch.__code__.co_freevars
-    wrapped = dict(zip(names, (cell.cell_contents for cell in cells), strict=True))
-    function, encode = wrapped.get("launcher"), getattr(driver, "make_tensordesc_arg", None)
-    if not callable(function) or not callable(encode) or not layouts:
+    encode: Callable[..., Any] = driver.make_tensordesc_arg
+    if triton.__version__.startswith("3.6."):
+        return tuple(encode(descriptor, layouts[number]))
+    return tuple(encode(descriptor, layouts[number], None))
+
+
+@functools.cache
+def new_launch() -> Callable[..., Any] | None:
+    """The constructor of `native.c`'s launches, without its first argument; None where it cannot be
+    compiled or CUDA's driver library is not there."""
+    try:
+        module = compile_native()
+        from triton.backends.nvidia import driver
+
+        module.use_tensor_map_type(driver.PyCUtensorMap)
+        library = ctypes.CDLL("libcuda.so.1")
+        names = ("cuLaunchKernelEx", "cuCtxGetCurrent", "cuCtxSetCurrent")
+        functions = tuple(
+            ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names
+        )
+    except Exception:  # a compiler may fail in any way; Triton launches then
+        logging.getLogger(__name__).warning(
+            "attnlib's launcher could not be compiled; kernels are launched by Triton, which takes "
+            "more host time",
+            exc_info=True,
+        )
         return None
-    expand = functools.partial(_expand, encode, layouts, packed)
-    return DirectCall(function, head, packed, expand, repr(layouts))
+    return functools.partial(module.Launch, functions)
 
 
-def _expand(
-    encode: Callable[..., Any], layouts: list[Any], packed: bool, number: int, descriptor: Any
-) -> tuple[Any, ...]:
-    if packed:  # Triton 3.9 passes a third argument
-        return tuple(encode(descriptor, layouts[number], None))
-    return tuple(encode(descriptor, layouts[number]))
+def compile_native() -> Any:
+    """The module of `native.c`, compiled on first use."""
+    from triton.backends.nvidia import driver
+    from triton.runtime import build
+
+    source = Path(__file__).with_name("native.c").read_text()
+    return build.compile_module_from_src(
+        src=source, name="attnlib_native", include_dirs=driver.include_dirs
+    )
