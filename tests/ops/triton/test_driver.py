@@ -6,6 +6,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -198,3 +199,30 @@ def test_types_without_a_kind_are_left_to_triton() -> None:
     assert kinds(["*bf16", "tensordesc<bf16[1, 64],L>", "constexpr", "fp32"], True) == b"ptiillxf"
     assert kinds(["fp16"], True) is kinds([("i32",)], True) is None
     assert kinds(["tensordesc<bf16[1,64]>"], False) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "direct"),
+    [("3.5.1", False), ("3.6.0", True), ("3.7.0", False), ("3.9.0+git", True), ("main", False)],
+)
+def test_other_versions_are_left_to_triton(
+    monkeypatch: pytest.MonkeyPatch, version: str, direct: bool
+) -> None:
+    """Internals of Triton move between versions: only tested ones are launched directly."""
+    parts = {"global_scratch_size": 0, "profile_scratch_size": 0, "launch_pdl": 1}
+    launcher = type("CudaLauncher", (), {**parts, "launch_cooperative_grid": 0, "__call__": None})
+    compiled = SimpleNamespace(
+        run=launcher(), function=KERNEL, packed_metadata=(4, 1, 64),
+        metadata=SimpleNamespace(target=SimpleNamespace(backend="cuda"), tensordesc_meta=None),
+        src=SimpleNamespace(signature={"x": "*fp32", "n": "i32", "BLOCK": "constexpr"}),
+    )  # fmt: skip
+    monkeypatch.setattr(driver, "new_launch", lambda: Driver)
+    monkeypatch.setattr("triton.__version__", version)
+    found = driver.direct_launch(compiled, 2)
+    expected = driver.DirectLaunch(KERNEL, 128, 64, False, True, b"pi", None, "[]")
+    assert found == (expected if direct else None)
+    compiled.packed_metadata = (4, 2, 64)
+    assert driver.direct_launch(compiled, 2) is None, "clusters"
+    launcher.global_scratch_size = 8
+    compiled.packed_metadata = (4, 1, 64)
+    assert driver.direct_launch(compiled, 2) is None, "scratch memory"

@@ -73,15 +73,3 @@ def test_interpreted_kernels_stay_unbound() -> None:
         bound.run((starts, lens, table, slots, 1, 3, 2, 2), 0, -1)
         assert slots.tolist() == [20, 21, -1]
     assert not bound.is_direct
-
-
-@pytest.mark.parametrize(
-    ("version", "known"),
-    [("3.5.1", False), ("3.6.0", True), ("3.9.0+git", True), ("3.10.0", False), ("main", False)],
-)
-def test_only_tested_versions_are_bound(
-    monkeypatch: pytest.MonkeyPatch, version: str, known: bool
-) -> None:
-    """Internals move between minors: outside the tested range nothing is bound."""
-    monkeypatch.setattr("triton.__version__", version)
-    assert launch._known_version() is known
