@@ -186,8 +186,8 @@ class CommonAttentionMetadata:
         return slice_batch(self, slice(0, num_reqs), tokens, tokens)
 
     def slice_requests(self, first: int, end: int) -> CommonAttentionMetadata:
-        """Requests `[first, end)` as a batch, for micro-batches: its rows of q, k and v are those of
-        its tokens, `query_start_loc_cpu[first]` to `query_start_loc_cpu[end]`.
+        """Requests `[first, end)` as a batch, for micro-batches. Its rows of q, k and v are those
+        of its tokens, `query_start_loc_cpu[first]` to `query_start_loc_cpu[end]`.
 
         Tensors are views, except `query_start_loc` of a slice that does not begin at request 0.
         Upper bounds become those of the slice where the host has the lengths.

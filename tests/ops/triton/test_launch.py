@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from attnlib.ops.triton.heuristics import device
-from attnlib.ops.triton.launch import bound as launch
 from attnlib.ops.triton.launch.bound import BoundLaunch
 
 ROOT = Path(__file__).parents[3]
