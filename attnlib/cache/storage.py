@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from attnlib.cache.engine_layouts import EngineLayouts
 from attnlib.cache.layout import LAYOUTS, get_kv_cache_layout, layout_named
 from attnlib.compile.objects import register_tensor_id
 from attnlib.errors import ContractError
@@ -42,7 +43,7 @@ class CacheSignature:
 _signatures: WeakValueDictionary[tuple[Any, ...], CacheSignature] = WeakValueDictionary()
 
 
-class PagedKVCache:
+class PagedKVCache(EngineLayouts):
     """The keys and values of one layer in blocks.
 
     Attributes:
@@ -161,7 +162,9 @@ class PagedKVCache:
         k_scale: Scale = UNIT_SCALE,
         v_scale: Scale = UNIT_SCALE,
     ) -> PagedKVCache:
-        """A cache over existing memory, without a copy.
+        """A cache over existing memory, without a copy. `from_vllm`, `from_sglang`,
+        `from_flashinfer`, `from_tensorrt_llm` and `from_transformers` find the views in the cache
+        of an engine.
 
         Args:
             key_cache: `[B, N, Hkv, D]`, any strides, the last one 1.

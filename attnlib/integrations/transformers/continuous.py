@@ -35,6 +35,7 @@ from attnlib.integrations.transformers.storage import (
 )
 from attnlib.layer import Attention
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.spec import CudaGraphSupport
 
 __all__ = ["attend_continuous", "check_layers", "paged_forward", "refuse_plain_call"]
 
@@ -255,11 +256,16 @@ def _common(
     """
     starts = step.starts.to(torch.int32)
     on_host = _needs_host_lengths(layer, starts)
-    if on_host and step.capturing:
+    level = layer.backend.get_builder_cls().cudagraph_support
+    if step.capturing and (on_host or level is not CudaGraphSupport.ALWAYS):
+        reason = (
+            "needs lengths on the host, which a CUDA graph cannot provide"
+            if on_host
+            else f"captures batches of level {level.name} only, and a step may be any batch"
+        )
         raise UnsupportedConfigError(
-            f"backend {layer.backend.get_name()} needs lengths on the host, which a CUDA graph "
-            f"cannot provide: pass ContinuousBatchingConfig(use_cuda_graph=False), or choose "
-            f"another backend",
+            f"backend {layer.backend.get_name()} {reason}: pass "
+            "ContinuousBatchingConfig(use_cuda_graph=False), or choose another backend",
             backend=layer.backend.get_name(),
         )
     starts_cpu = lengths_cpu = None  # then builders serve mixed batches with prefill kernels

@@ -95,20 +95,14 @@ def sliding_update(
 
 def _by_allocator(cache: Any, layer_idx: int) -> LayerStorage:
     allocator = cache.layer_to_allocator[layer_idx]
-    pages = (
-        PagedKVCache(*allocator.get_cache_for_block_table(layer_idx))
-        if allocator.supports_block_table
-        else None
-    )
+    paged = allocator.supports_block_table
+    pages = PagedKVCache.from_transformers(cache, layer_idx) if paged else None
     return LayerStorage(allocator.index, allocator.layer_type, pages)
 
 
 def _by_group(cache: Any, layer_idx: int) -> LayerStorage:
-    group, index = cache.layer_index_to_group_indices[layer_idx]
+    group, _ = cache.layer_index_to_group_indices[layer_idx]
     if cache.sliding_windows[layer_idx] != 1:  # 1 means no window in this version
         return LayerStorage(group, "sliding_attention", None)
-    keys, values = (
-        states[index].view(-1, cache.block_size, *states[index].shape[1:])
-        for states in (cache.key_cache, cache.value_cache)
-    )
-    return LayerStorage(group, "full_attention", PagedKVCache(keys, values))
+    pages = PagedKVCache.from_transformers(cache, layer_idx)
+    return LayerStorage(group, "full_attention", pages)
