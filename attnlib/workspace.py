@@ -40,26 +40,36 @@ class BatchLimits:
 
 
 class Workspace:
-    """A growing or fixed buffer of bytes on one device.
+    """A growing or fixed buffer on one device.
 
     Args:
         device: device of the buffer.
         num_bytes: bytes to allocate now.
         fixed: True if a larger request is an error instead of growing the buffer.
+        dtype: of the buffer.
     """
 
-    def __init__(self, device: torch.device, num_bytes: int = 0, *, fixed: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        num_bytes: int = 0,
+        *,
+        fixed: bool = False,
+        dtype: torch.dtype = torch.uint8,
+    ) -> None:
         self.device = device
         self.fixed = fixed
-        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.dtype = dtype
+        self._allocate(num_bytes)
 
-    @property
-    def num_bytes(self) -> int:
+    def _allocate(self, num_bytes: int) -> None:
+        count = -(-num_bytes // self.dtype.itemsize)
+        self._buffer = torch.empty(count, dtype=self.dtype, device=self.device)
+        self.num_bytes = num_bytes
         """Size of the buffer in bytes."""
-        return self._buffer.numel()
 
     def reserve(self, num_bytes: int) -> torch.Tensor:
-        """The buffer, `[>= num_bytes]` uint8; it grows first if it is too small.
+        """The buffer, of at least `num_bytes` bytes; it grows first if it is too small.
 
         Raises:
             ContractError: the workspace is fixed and too small.
@@ -70,5 +80,5 @@ class Workspace:
                     f"this batch needs {num_bytes} bytes of workspace, {self.num_bytes} were "
                     f"declared: raise the BatchLimits given to the builder"
                 )
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            self._allocate(num_bytes)
         return self._buffer

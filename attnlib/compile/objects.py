@@ -32,7 +32,8 @@ def register(thing: Any) -> int:
 
 def register_tensor_id(thing: Any) -> torch.Tensor:
     """A new id for `thing` as a 0-d int64 CPU tensor: another value does not recompile a graph."""
-    return torch.tensor(register(thing), dtype=torch.int64, device="cpu")
+    # Every batch has one, and `torch.tensor` takes four times as long.
+    return torch.scalar_tensor(register(thing), dtype=torch.int64, device="cpu")
 
 
 def lookup(number: int | torch.Tensor, kind: type[T], what: str) -> T:

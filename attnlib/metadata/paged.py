@@ -148,13 +148,14 @@ def paged_fields(
         ContractError: a paged layer without a block table, or a score function without its batch
             tensors.
     """
-    if spec.is_paged and common.block_table_tensor is None:
+    is_paged, table = spec.is_paged, common.block_table_tensor
+    if is_paged and table is None:
         raise ContractError(
             f"attn_type={spec.attn_type.value} reads the cache through a block table, but the "
             "batch has none: pass block_table and block_size",
             rule="P3",
         )
-    threshold = decode_threshold if spec.is_paged and decode_threshold is not None else 0
+    threshold = decode_threshold if is_paged and decode_threshold is not None else 0
     num_decodes, decode_tokens = leading_decodes(common, threshold)
     if decode_tokens == 0:
         num_decodes = 0  # only padding in front: the prefill part takes the whole batch
@@ -164,13 +165,11 @@ def paged_fields(
     if mixed and this_batch_only:
         longest_decode = int(common.query_lens_cpu[:num_decodes].max())
     starts = common.query_start_loc.contiguous()
-    table = slots = None
-    if spec.is_paged and common.block_table_tensor is not None:
-        table = common.block_table_tensor
-        if table.stride(-1) != 1 and table.shape[-1] > 1:
-            table = table.contiguous()
-    if common.slot_mapping is not None:
-        slots = common.slot_mapping.contiguous()
+    if not is_paged:
+        table = None
+    elif table is not None and table.stride(-1) != 1 and table.shape[-1] > 1:
+        table = table.contiguous()
+    slots = None if common.slot_mapping is None else common.slot_mapping.contiguous()
     return {
         "spec": spec,
         "num_prefills": num_prefills,

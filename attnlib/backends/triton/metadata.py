@@ -24,6 +24,9 @@ from attnlib.workspace import Workspace
 
 __all__ = ["Scheduler", "TritonMetadata", "TritonMetadataBuilder"]
 
+DECODE_THRESHOLD = 8
+"""Most new tokens of a request in the decode part: decodes and verification steps."""
+
 
 class Scheduler(NamedTuple):
     """Chooses splits from upper bounds; one per builder.
@@ -35,6 +38,7 @@ class Scheduler(NamedTuple):
         chunk: positions per attention chunk, 0 for none.
         block_size: N.
         kernels: "auto", "hopper" or "portable".
+        hopper_query_lens: query lengths of decodes that the Hopper decode supports.
     """
 
     shape: AttentionShape
@@ -43,6 +47,7 @@ class Scheduler(NamedTuple):
     chunk: int
     block_size: int
     kernels: str
+    hopper_query_lens: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, spec: AttentionSpec, device: torch.device, kernels: str) -> Scheduler:
@@ -52,7 +57,16 @@ class Scheduler(NamedTuple):
             spec.kv_dtype,
         )  # fmt: skip
         window, chunk = spec.visible_window.as_kernel_args(), spec.attention_chunk_size or 0
-        return cls(shape, device_limits(device), window, chunk, spec.block_size, kernels)
+        limits = device_limits(device)
+        scheduler = cls(shape, limits, window, chunk, spec.block_size, kernels)
+        dispatch = scheduler.dispatch()
+        supported = frozenset(
+            query_len
+            for query_len in range(1, DECODE_THRESHOLD + 1)
+            if dispatch is not None
+            and dispatch.supports_decode(shape, limits, query_len, spec.block_size)
+        )
+        return scheduler._replace(hopper_query_lens=supported)
 
     def visible(self, max_query_len: int, max_seq_len: int, causal: bool) -> int:
         """The most keys that the queries of one request see."""
@@ -76,13 +90,12 @@ class Scheduler(NamedTuple):
 
     def hopper_bytes(self, num_tokens: int, max_query_len: int) -> int:
         """Scratch memory of the Hopper decode; 0 where it is not used."""
-        if (dispatch := self.dispatch()) is None:
+        if max_query_len not in self.hopper_query_lens:
             return 0
-        return int(
-            dispatch.decode_workspace_bytes(
-                self.shape, self.limits, num_tokens, max_query_len, self.block_size
-            )
+        found = hopper.load().decode_workspace_bytes(
+            self.shape, self.limits, num_tokens, max_query_len
         )
+        return int(found)
 
     def dispatch(self) -> Any:
         """The module `hopper.dispatch`, where its kernels may be used; None elsewhere."""
@@ -136,7 +149,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     """Requests of up to 8 new tokens (decodes and verification steps) form the decode part."""
 
     cudagraph_support: ClassVar[CudaGraphSupport] = CudaGraphSupport.ALWAYS
-    reorder_batch_threshold: ClassVar[int | None] = 8
+    reorder_batch_threshold: ClassVar[int | None] = DECODE_THRESHOLD
     # Host lengths only decide where a mixed batch is split; an unsplit batch is correct too.
     needs_host_lengths: ClassVar[bool] = False
 
@@ -152,7 +165,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             0 if dispatch is None else int(dispatch.num_counters(self._scheduler.limits))
         )
         self._workspace = Workspace(
-            self.device, self._declared_bytes(), fixed=self.limits is not None
+            self.device, self._declared_bytes(), fixed=self.limits is not None, dtype=torch.float32
         )
 
     @property
@@ -195,7 +208,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
                 fields["causal"] is True,
             )  # fmt: skip
             needed = self._scheduler.workspace_bytes(schedule, fields["num_decode_tokens"])
-            workspace = self._workspace.reserve(needed).view(torch.float32) if needed else None
+            workspace = self._workspace.reserve(needed) if needed else None
         fields["scheduler"], fields["workspace"] = self._scheduler, workspace
         fields["counters"] = self._step_counters(bool(fields["num_prefills"]))
         if schedule is not None:

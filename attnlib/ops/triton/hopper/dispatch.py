@@ -24,6 +24,7 @@ from attnlib.ops.triton.launch.attention import BatchTensors
 
 __all__ = [
     "decode_workspace_bytes",
+    "supports_decode",
     "num_counters",
     "select_decode",
     "select_prefill",
@@ -153,21 +154,30 @@ def num_counters(limits: DeviceLimits) -> int:
     return PREFILL_COUNTERS + limits.num_sms
 
 
-def decode_workspace_bytes(
-    shape: Any, limits: DeviceLimits, num_tokens: int, max_query_len: int, block_size: int
-) -> int:
-    """Bytes of workspace of the Hopper decode; 0 where the plain kernel serves such layers.
+def supports_decode(shape: Any, limits: DeviceLimits, max_query_len: int, block_size: int) -> bool:
+    """Whether the Hopper decode supports such layers.
 
     Args:
         shape: an `AttentionShape`.
-        num_tokens: query tokens of the step.
         max_query_len: upper bound of the query lengths.
         block_size: N.
     """
     sizes, group = (shape.head_size, shape.head_size_v), shape.num_heads // shape.num_kv_heads
     layer = (limits.capability, shape.query_dtype, shape.cache_dtype, sizes, block_size, group)
-    if decode_unsupported_reasons(*layer, shape.num_kv_heads, limits.num_sms, max_query_len):
-        return 0
+    return not decode_unsupported_reasons(*layer, shape.num_kv_heads, limits.num_sms, max_query_len)
+
+
+def decode_workspace_bytes(
+    shape: Any, limits: DeviceLimits, num_tokens: int, max_query_len: int
+) -> int:
+    """Bytes of workspace of the Hopper decode.
+
+    Args:
+        shape: an `AttentionShape`.
+        num_tokens: query tokens of the step.
+        max_query_len: upper bound of the query lengths.
+    """
     return hopper_decode_workspace_bytes(
-        num_tokens, shape.num_kv_heads, group, max_query_len, shape.head_size_v, limits.num_sms
-    )
+        num_tokens, shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, max_query_len,
+        shape.head_size_v, limits.num_sms,
+    )  # fmt: skip
