@@ -20,11 +20,8 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.ops.params import AttentionParams
-from attnlib.ops.torch.general import general_attention
-from attnlib.ops.torch.request import QueryRows, rows_bias, score_dtype
 
-__all__ = ["BlockSparsePattern", "block_sparse_decode"]
+__all__ = ["BlockSparsePattern"]
 
 
 @dataclass(frozen=True)
@@ -71,37 +68,3 @@ class BlockSparsePattern:
         striped = (blocks + offsets[:, None]) % self.vert_stride == 0
         local = blocks > (seq_len - 1) // self.block_size - self.local_blocks
         return (striped | local).unsqueeze(1)
-
-
-def block_sparse_decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    params: AttentionParams,
-    pattern: BlockSparsePattern,
-    k_factor: float | Tensor = 1.0,
-    v_factor: float | Tensor = 1.0,
-) -> Tensor:
-    """Block-sparse attention of one request's last token.
-
-    Args:
-        query: `[1, Hq, D]`.
-        key: `[S, Hkv, D]`, all keys of the request, the query's own last.
-        value: `[S, Hkv, Dv]`.
-        params: how scores are computed.
-        pattern: which keys each head sees.
-        k_factor: factor of stored keys, a float or `[1]` or `[Hkv]`.
-        v_factor: factor of stored values, likewise.
-
-    Returns:
-        `[1, Hq, Dv]` float32 (float64 for a float64 query).
-    """
-    seq_len = key.shape[0]
-    rows = QueryRows(query, seq_len - 1, seq_len, seq_len - 1, True)
-    bias = rows_bias(rows, 0, seq_len, params)
-    hidden = ~pattern.visible(seq_len, query.device)
-    if bias is None:
-        bias = torch.zeros(hidden.shape, dtype=score_dtype(query), device=query.device)
-    return general_attention(
-        query, key, value, bias.masked_fill(hidden, -torch.inf), params, k_factor, v_factor
-    )[0]

@@ -1,4 +1,4 @@
-"""The cache layout with packed keys, and its conversion to the layout of the P-rules.
+"""The cache layout of vLLM's PagedAttention, with packed keys.
 
 Keys are `[B, Hkv, D / x, N, x]`, where x elements are 16 bytes, and values `[B, Hkv, D, N]`. The
 layout of the P-rules is `[B, N, Hkv, D]` for both.
@@ -10,76 +10,15 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.ops.torch.quant import head_factor, is_quantized
 
-__all__ = ["block_bytes", "common_form", "typed_cache", "with_context"]
+__all__ = ["FP8_DTYPES", "check_packed_cache", "typed_cache"]
 
-_FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-
-
-def common_form(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    lengths: Tensor,
-    kv_cache_dtype: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Copies of the blocks in use, in the layout of the P-rules.
-
-    Args:
-        key_cache: `[B, Hkv, D / x, N, x]`.
-        value_cache: `[B, Hkv, D, N]`.
-        block_tables: `[R, M]`, block ids.
-        lengths: `[R]` on the CPU, positions in use per request.
-        kv_cache_dtype: what uint8 caches hold; see `typed_cache`.
-
-    Returns:
-        Keys and values `[n, N, Hkv, D]`, and an int32 block table `[R, max blocks]` into them.
-    """
-    key_cache = typed_cache(key_cache, kv_cache_dtype)
-    value_cache = typed_cache(value_cache, kv_cache_dtype)
-    block_size = value_cache.shape[3]
-    counts = [-(-length // block_size) for length in lengths.tolist()]
-    used = [block_tables[request, :count] for request, count in enumerate(counts)]
-    blocks = torch.cat(used) if used else block_tables.new_empty(0)
-    key, value = (
-        block_bytes(cache).index_select(0, blocks).view(cache.dtype)
-        for cache in (key_cache, value_cache)
-    )
-    table = torch.zeros(
-        len(counts), max(counts, default=0), dtype=torch.int32, device=block_tables.device
-    )
-    first = 0
-    for request, count in enumerate(counts):
-        table[request, :count] = torch.arange(first, first + count, dtype=torch.int32)
-        first += count
-    return (
-        key.permute(0, 3, 1, 2, 4).flatten(3).contiguous(),
-        value.permute(0, 3, 1, 2).contiguous(),
-        table,
-    )
-
-
-def with_context(
-    cache: Tensor, table_row: Tensor, context: int, scale: float | Tensor, new: Tensor
-) -> Tensor:
-    """Keys or values of one request: the dequantized context, then the new rows.
-
-    Args:
-        cache: `[n, N, Hkv, D]`, as `common_form` returns it.
-        table_row: `[M]`, the request's blocks in `cache`.
-        context: number of cached positions.
-        scale: scale of a float8 cache; ignored for other dtypes.
-        new: `[query_len, Hkv, D]`.
-
-    Returns:
-        `[context + query_len, Hkv, D]`.
-    """
-    old = cache[table_row.long()].flatten(0, 1)[:context]
-    if is_quantized(cache.dtype):
-        factor = head_factor(scale)
-        old = old.float() * (factor.view(-1, 1) if isinstance(factor, Tensor) else factor)
-    return torch.cat([old, new.to(old.dtype)])
+FP8_DTYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""What a uint8 cache holds, by vLLM's `kv_cache_dtype`."""
 
 
 def typed_cache(cache: Tensor, kv_cache_dtype: str) -> Tensor:
@@ -90,14 +29,65 @@ def typed_cache(cache: Tensor, kv_cache_dtype: str) -> Tensor:
     """
     if cache.dtype != torch.uint8:
         return cache
-    if kv_cache_dtype not in _FP8:
+    if kv_cache_dtype not in FP8_DTYPES:
         raise ContractError(
             f"kv_cache_dtype {kv_cache_dtype!r} is not a float8 format, but the cache is uint8: "
-            f"pass one of {', '.join(_FP8)}"
+            f"pass one of {', '.join(FP8_DTYPES)}"
         )
-    return cache.view(_FP8[kv_cache_dtype])
+    return cache.view(FP8_DTYPES[kv_cache_dtype])
 
 
-def block_bytes(cache: Tensor) -> Tensor:
-    """float8 as uint8, because indexing float8 is not implemented on every device."""
-    return cache.view(torch.uint8) if is_quantized(cache.dtype) else cache
+def check_packed_cache(
+    rows: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+) -> None:
+    """Check that kernels can address a packed cache and the lengths of a batch.
+
+    Args:
+        rows: `[T, heads, D]`, the queries or new keys; the heads are a multiple of Hkv.
+        key_cache: `[B, Hkv, D / x, N, x]`; the last three dimensions dense, N a power of two.
+        value_cache: `[B, Hkv, D, N]`; the last two dimensions dense.
+        block_table: `[R, M]`, last stride 1.
+        seq_lens: `[R]`, contiguous.
+        query_start_loc: `[R + 1]`, contiguous.
+
+    Raises:
+        ContractError: names the tensor, what it has, and what is required.
+    """
+    if key_cache.dim() != 5 or value_cache.dim() != 4:
+        raise ContractError(
+            f"the caches have shapes {tuple(key_cache.shape)} and {tuple(value_cache.shape)}; they "
+            "must be [B, Hkv, D / x, N, x] and [B, Hkv, D, N]: use PagedAttention.split_kv_cache"
+        )
+    _, num_kv_heads, groups, block_size, x = key_cache.shape
+    if value_cache.shape[1:] != (num_kv_heads, groups * x, block_size):
+        raise ContractError(
+            f"value_cache has shape {tuple(value_cache.shape)}; with keys "
+            f"{tuple(key_cache.shape)} it must be [B, {num_kv_heads}, {groups * x}, {block_size}]"
+        )
+    if rows.dim() != 3 or rows.shape[2] != groups * x or rows.shape[1] % num_kv_heads:
+        raise ContractError(
+            f"the tokens have shape {tuple(rows.shape)}; over {num_kv_heads} KV heads of size "
+            f"{groups * x} they must be [T, a multiple of {num_kv_heads}, {groups * x}]"
+        )
+    dense = key_cache.stride()[2:] == (block_size * x, x, 1)
+    if not dense or value_cache.stride()[2:] != (block_size, 1) or rows.stride(2) != 1:
+        raise ContractError(
+            f"strides {key_cache.stride()} of key_cache, {value_cache.stride()} of value_cache and "
+            f"{rows.stride()} of the tokens: the last dimensions must be dense"
+        )
+    if block_size & (block_size - 1):
+        raise ContractError(f"block_size {block_size} is not a power of two: allocate 16 or 32")
+    if block_table is not None and block_table.shape[1] > 1 and block_table.stride(1) != 1:
+        raise ContractError(
+            f"block_table has last stride {block_table.stride(1)}; it must be 1: call "
+            ".contiguous()",
+            rule="P3",
+        )
+    for name, lengths in (("seq_lens", seq_lens), ("query_start_loc", query_start_loc)):
+        if lengths is not None and not lengths.is_contiguous():
+            raise ContractError(f"{name} is strided; call .contiguous()", rule="M1")

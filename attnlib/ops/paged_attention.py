@@ -1,8 +1,10 @@
 """vLLM's older `PagedAttention` interface: a class of static methods over a cache with packed keys.
 
 Code that uses that interface can switch to attnlib and keep its cache. The layout is not the one of
-the P-rules (see `packed_cache`): each call copies the blocks that it needs to the layout of the
-P-rules and computes in plain torch. `block_sparse` describes the pattern of block-sparse decode.
+the P-rules (see `packed_cache`). On a GPU, Triton kernels read and write it
+(`triton/packed_attention.py`): no call synchronizes with the host, and a CUDA graph can capture all
+of them. On a CPU, and for dtypes without kernels, plain torch serves it
+(`torch/packed_attention.py`). `block_sparse` describes the pattern of block-sparse decode.
 """
 
 from __future__ import annotations
@@ -14,15 +16,16 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.ops.block_moves import checked_pairs, move_blocks
-from attnlib.ops.block_sparse import BlockSparsePattern, block_sparse_decode
-from attnlib.ops.packed_cache import common_form, typed_cache, with_context
+from attnlib.ops.block_sparse import BlockSparsePattern
+from attnlib.ops.dispatch import operation
+from attnlib.ops.packed_cache import typed_cache
 from attnlib.ops.params import AttentionParams
-from attnlib.ops.torch.cache_write import write_kv
-from attnlib.ops.torch.paged_decode import paged_decode
-from attnlib.ops.torch.quant import head_factor, is_quantized
-from attnlib.ops.torch.request import KeySpan, QueryRows, attend_rows
 
 __all__ = ["PagedAttention", "PagedAttentionMetadata"]
+
+_PARTITION_SIZE = 512
+"""Keys per partition of vLLM's kernels, for code that sizes buffers by it. The kernels of attnlib
+choose the splits of a request themselves, and any block size that is a power of two is allowed."""
 
 
 @dataclass
@@ -104,21 +107,12 @@ class PagedAttention:
         """
         key_cache = typed_cache(key_cache, kv_cache_dtype)
         value_cache = typed_cache(value_cache, kv_cache_dtype)
-        num_heads, groups, x = key_cache.shape[1], key_cache.shape[2], key_cache.shape[4]
-        # With each group of x elements as a head, the packed keys have the layout of the P-rules.
-        packed = key_cache.permute(0, 3, 1, 2, 4).flatten(2, 3)
-        factor = head_factor(k_scale)
-        if isinstance(factor, Tensor) and factor.numel() == num_heads:
-            factor = factor.repeat_interleave(groups)
-        write_kv(
-            key.reshape(key.shape[0], num_heads * groups, x),
-            value,
-            packed,
-            value_cache.permute(0, 3, 1, 2),
-            slot_mapping.flatten(),
-            k_scale=factor,
-            v_scale=v_scale,
-        )
+        if key_cache.dtype.itemsize > 1:
+            k_scale = v_scale = 1.0  # a plain cache has no scales
+        operation("packed_attention", "packed_write", key)(
+            key, value, key_cache, value_cache, slot_mapping.flatten().long(),
+            k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
 
     @staticmethod
     def forward_decode(
@@ -148,7 +142,7 @@ class PagedAttention:
             value_cache: `[B, Hkv, D, N]`.
             block_tables: `[R, max blocks]`, block ids.
             seq_lens: `[R]`, keys of each sequence, the query's own included.
-            max_seq_len: upper bound of `seq_lens`; ignored.
+            max_seq_len: upper bound of `seq_lens`; the grid follows from it.
             kv_cache_dtype: what uint8 caches hold.
             num_kv_heads: Hkv.
             scale: factor of q . k.
@@ -167,47 +161,21 @@ class PagedAttention:
         Raises:
             ContractError: a sparse block that is not a whole number of cache blocks.
         """
-        lengths = seq_lens.cpu()
-        key, value, table = common_form(
-            key_cache, value_cache, block_tables, lengths, kv_cache_dtype
-        )
-        scales = [
-            head_factor(given) if is_quantized(key.dtype) else 1.0 for given in (k_scale, v_scale)
-        ]
-        out = torch.empty_like(query)
+        key_cache = typed_cache(key_cache, kv_cache_dtype)
+        value_cache = typed_cache(value_cache, kv_cache_dtype)
+        pattern = None
         if (blocksparse_vert_stride or 0) > 1:
             pattern = BlockSparsePattern(
                 blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
                 blocksparse_head_sliding_step, query.shape[1], num_kv_heads, tp_rank,
             )  # fmt: skip
-            pattern.check(key.shape[1])
-            params = AttentionParams(scale=scale, alibi_slopes=alibi_slopes)
-            for request, seq_len in enumerate(lengths.tolist()):
-                pages = table[request].long()
-                keys, values = (cache[pages].flatten(0, 1)[:seq_len] for cache in (key, value))
-                row = slice(request, request + 1)
-                out[row] = block_sparse_decode(
-                    query[row], keys, values, params, pattern, *scales
-                ).to(out.dtype)
-            return out
-        starts = torch.arange(query.shape[0] + 1, dtype=torch.int32)
-        params = AttentionParams(
-            scale=scale, alibi_slopes=alibi_slopes, k_scale=scales[0], v_scale=scales[1]
-        )
-        paged_decode(
-            query,
-            key,
-            value,
-            table,
-            starts,
-            lengths,
-            params,
-            max_query_len=1,
-            max_seq_len=max_seq_len,
-            out=out,
-            query_start_loc_cpu=starts,
-            seq_lens_cpu=lengths,
-        )
+            pattern.check(value_cache.shape[3])
+        out = torch.empty_like(query)
+        operation("packed_attention", "packed_decode", query)(
+            query, key_cache, value_cache, block_tables, seq_lens,
+            _params(key_cache, scale, alibi_slopes, k_scale, v_scale),
+            max_seq_len=max_seq_len, out=out, pattern=pattern,
+        )  # fmt: skip
         return out
 
     @staticmethod
@@ -239,7 +207,7 @@ class PagedAttention:
             block_tables: `[R, max blocks]`, block ids.
             query_start_loc: `[R + 1]`, the first new token of each sequence.
             seq_lens_tensor: `[R]`, context and new tokens.
-            max_query_len: upper bound of the query lengths; ignored.
+            max_query_len: upper bound of the query lengths; the grid follows from it.
             alibi_slopes: `[Hq]` float32, or None.
             sliding_window: number of visible keys, the query's own included; None or <= 0 is
                 unbounded.
@@ -249,28 +217,16 @@ class PagedAttention:
         Returns:
             `[T, Hq, D]`; rows at or past `query_start_loc[-1]` are 0.
         """
-        starts, lengths = query_start_loc.tolist(), seq_lens_tensor.tolist()
-        contexts = torch.tensor(
-            [n - (starts[r + 1] - starts[r]) for r, n in enumerate(lengths)], dtype=torch.int64
-        )
-        old_key, old_value, table = common_form(
-            key_cache, value_cache, block_tables, contexts, kv_cache_dtype
-        )
-        window = (
-            (sliding_window - 1, -1)
-            if sliding_window is not None and sliding_window > 0
-            else (-1, -1)
-        )
-        params = AttentionParams(
-            scale=query.shape[-1] ** -0.5, alibi_slopes=alibi_slopes, window=window
-        )
-        out = torch.zeros_like(query)
-        for request, context in enumerate(contexts.tolist()):
-            tokens = slice(starts[request], starts[request + 1])
-            keys = with_context(old_key, table[request], context, k_scale, key[tokens])
-            values = with_context(old_value, table[request], context, v_scale, value[tokens])
-            rows = QueryRows(query[tokens], context, lengths[request], context, True)
-            attend_rows(rows, KeySpan(keys, values), params, out[tokens], None)
+        key_cache = typed_cache(key_cache, kv_cache_dtype)
+        value_cache = typed_cache(value_cache, kv_cache_dtype)
+        left = sliding_window - 1 if sliding_window is not None and sliding_window > 0 else -1
+        scale = float(query.shape[-1] ** -0.5)
+        out = torch.empty_like(query)
+        operation("packed_attention", "packed_prefill", query)(
+            query, key, value, key_cache, value_cache, block_tables, query_start_loc,
+            seq_lens_tensor, _params(key_cache, scale, alibi_slopes, k_scale, v_scale, left),
+            max_query_len=max_query_len, out=out,
+        )  # fmt: skip
         return out
 
     @staticmethod
@@ -301,3 +257,19 @@ class PagedAttention:
         """Copy whole blocks within the cache of each layer; see `swap_blocks`."""
         for kv_cache in kv_caches:
             PagedAttention.swap_blocks(kv_cache, kv_cache, src_to_dists)
+
+
+def _params(
+    cache: Tensor,
+    scale: float,
+    alibi_slopes: Tensor | None,
+    k_scale: float | Tensor,
+    v_scale: float | Tensor,
+    left: int = -1,
+) -> AttentionParams:
+    """The parameters of a call; a cache that is not float8 has no scales."""
+    if cache.dtype.itemsize > 1:
+        k_scale = v_scale = 1.0
+    return AttentionParams(
+        scale=scale, window=(left, -1), alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale
+    )

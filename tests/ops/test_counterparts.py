@@ -17,6 +17,7 @@ from attnlib.ops.params import AttentionParams
 COUNTERPARTS = {
     "cache_write": "write_kv",
     "merge_states": "merge_states",
+    "packed_attention": "packed_decode",
     "paged_decode": "paged_decode",
     "paged_prefill": "paged_prefill",
     "slots": "compute_slot_mapping",
@@ -31,6 +32,16 @@ def test_signatures_are_equal(module: str) -> None:
         inspect.signature(
             getattr(import_module(f"attnlib.ops.{folder}.{module}"), COUNTERPARTS[module])
         )
+        for folder in ("torch", "triton")
+    )
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("name", ["packed_prefill", "packed_write"])
+def test_signatures_of_further_operations_are_equal(name: str) -> None:
+    """As above, for the module with three operations."""
+    ours, theirs = (
+        inspect.signature(getattr(import_module(f"attnlib.ops.{folder}.packed_attention"), name))
         for folder in ("torch", "triton")
     )
     assert ours == theirs

@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from attnlib.ops.triton.heuristics import device
 from attnlib.ops.triton.heuristics.device import DeviceLimits
+from attnlib.ops.triton.heuristics.packed_tiles import packed_shared_bytes
 from attnlib.ops.triton.heuristics.tile_table import TileEntry, TileTable, shipped_tables
 from attnlib.ops.triton.heuristics.tiles import Tile, shared_bytes
 from tests.ops.calls import call_operation, split_options
@@ -178,6 +179,8 @@ def _tile(
         return None, None
     tile = Tile(kwargs["BLOCK_M"], kwargs["BLOCK_N"], kwargs["num_warps"], kwargs["num_stages"])
     query, key = args[:2]
+    if "X" in kwargs:  # over the packed cache: 16 bytes of its elements
+        return packed_shared_bytes(tile, kwargs["D"], query.element_size(), 16 // kwargs["X"]), tile
     estimate = shared_bytes(
         tile,
         kwargs["D"],
@@ -313,6 +316,47 @@ def _features(names: str, query: torch.Tensor, kv_heads: int) -> dict[str, Any]:
     return {arguments.get(name, name): values[name] for name in names.split()}
 
 
+def _packed(name: str, options: dict[str, Any]) -> None:
+    """Decodes, prefills and writes over the packed cache."""
+    from attnlib.ops.block_sparse import BlockSparsePattern
+    from attnlib.ops.packed_cache import typed_cache
+    from attnlib.ops.paged_attention import PagedAttention
+    from attnlib.ops.params import AttentionParams
+    from attnlib.ops.triton import packed_attention
+
+    group, kv_heads, size = options.get("group", 4), 8, options.get("d", 128)
+    dtype, fp8 = options.get("dtype", torch.bfloat16), options.get("fp8", "auto")
+    shape = PagedAttention.get_kv_cache_shape(2, options.get("n", 16), kv_heads, size)
+    kv_cache = torch.empty(shape, dtype=dtype if fp8 == "auto" else torch.uint8)
+    caches = [
+        typed_cache(cache, fp8) for cache in PagedAttention.split_kv_cache(kv_cache, kv_heads, size)
+    ]
+    query = torch.empty(2, group * kv_heads, size, dtype=dtype)
+    new = torch.empty(2, kv_heads, size, dtype=dtype)
+    table, lengths = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    all_features = options.get("all", False)
+    slopes = torch.empty(group * kv_heads) if all_features else None
+    scales = {"k_scale": torch.ones(8), "v_scale": 0.5} if fp8 != "auto" else {}
+    params = AttentionParams(
+        scale=0.1, window=(100 if all_features else -1, -1), alibi_slopes=slopes, **scales
+    )
+    out = torch.empty_like(query)
+    if name == "decode":
+        pattern = BlockSparsePattern(1, 4, 64, 1, group * kv_heads, kv_heads, 0)
+        packed_attention.packed_decode(
+            query, *caches, table, lengths[:2], params, max_seq_len=32768, out=out,
+            pattern=pattern if all_features else None,
+        )  # fmt: skip
+    elif name == "prefill":
+        packed_attention.packed_prefill(
+            query, new, new, *caches, table, lengths, lengths[:2], params, max_query_len=2048,
+            out=out,
+        )  # fmt: skip
+    else:
+        slots = torch.zeros(2, dtype=torch.int64)
+        packed_attention.packed_write(new, new, *caches, slots, **scales)
+
+
 def _cache_write(dtype: torch.dtype) -> None:
     from attnlib.ops.triton.cache_write import write_kv
 
@@ -402,6 +446,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "prefill-128-f32": ("prefill", {"dtype": torch.float32}),
     "prefill-512": ("prefill", {"d": 512}),
     "prefill-all": ("prefill", {"features": _ALL + " causal_each"}),
+    "packed-decode-128": ("packed decode", {}),
+    "packed-decode-all": ("packed decode", {"d": 96, "all": True}),
+    "packed-decode-256-e4m3": ("packed decode", {"d": 256, "fp8": "fp8"}),
+    "packed-decode-f32": ("packed decode", {"dtype": torch.float32}),
+    "packed-prefill-128": ("packed prefill", {}),
+    "packed-prefill-all": ("packed prefill", {"d": 80, "fp8": "fp8_e5m2", "all": True}),
+    "packed-prefill-f32": ("packed prefill", {"dtype": torch.float32}),
+    "packed-write": ("packed write", {}),
+    "packed-write-fp8": ("packed write", {"fp8": "fp8"}),
     "varlen-64": ("varlen", {}),
     "varlen-64-window": ("varlen", {"features": "window"}),
 }
@@ -474,6 +527,8 @@ def run_case(name: str) -> None:
         _paged(operation, options)
     elif operation == "varlen":
         _varlen(options)
+    elif operation.startswith("packed "):
+        _packed(operation.split()[1], options)
     elif operation == "write":
         _cache_write(options["dtype"])
     else:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow  # compiles for more than a minute
 
 ROOT = Path(__file__).parents[3]
 LIMITS = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}
-SMALL = ["write", "write-fp8", "slots", "merge"]
+SMALL = ["write", "write-fp8", "slots", "merge", "packed-write", "packed-write-fp8"]
 MAIN = [
     "decode-64",
     "decode-256",
@@ -36,6 +36,13 @@ MAIN = [
     "prefill-256",
     "prefill-128-e4m3",
     "varlen-64-window",
+    "packed-decode-128",
+    "packed-decode-all",
+    "packed-decode-256-e4m3",
+    "packed-decode-f32",
+    "packed-prefill-128",
+    "packed-prefill-all",
+    "packed-prefill-f32",
 ]
 HOPPER = [
     "varying", "decode-96", "decode-128", "decode-128-page128", "decode-128-verify",

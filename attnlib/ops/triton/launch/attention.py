@@ -28,6 +28,7 @@ __all__ = [
     "attention_constants",
     "attention_numbers",
     "check_batch",
+    "compute_dtype",
     "reads_bytes",
 ]
 
@@ -295,7 +296,7 @@ def attention_constants(
         "DV0": dv0,
         "DV1": dv1,
         "KV_KIND": kind,
-        "COMPUTE": _compute_dtype(query.dtype, kind),
+        "COMPUTE": compute_dtype(query.dtype, kind),
         "CAUSAL": 2 if isinstance(causal, Tensor) else int(causal),
         "HAS_LEFT": params.window[0] >= 0,
         "HAS_RIGHT": params.window[1] >= 0,
@@ -315,7 +316,7 @@ def attention_constants(
     }
 
 
-def _compute_dtype(query_dtype: torch.dtype, kind: int) -> tl.dtype:
+def compute_dtype(query_dtype: torch.dtype, kind: int) -> tl.dtype:
     """The dtype of the matrix products: that of the query. For 16-bit queries over a float8 cache
     it is float16, which holds float8 exactly and takes fewer conversions than bfloat16."""
     if query_dtype not in _COMPUTE:
