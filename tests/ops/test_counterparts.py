@@ -15,6 +15,7 @@ from attnlib.errors import UnsupportedConfigError
 from attnlib.ops.params import AttentionParams
 
 COUNTERPARTS = {
+    "append_kv": "append_kv",
     "cache_write": "write_kv",
     "merge_states": "merge_states",
     "packed_attention": "packed_decode",

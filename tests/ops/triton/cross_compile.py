@@ -373,6 +373,14 @@ def _cache_write(dtype: torch.dtype) -> None:
     )
 
 
+def _append() -> None:
+    from attnlib.ops.triton.append_kv import append_kv
+
+    key, cache = (torch.empty(*shape, 8, 128, dtype=torch.bfloat16) for shape in ((2, 3), (4, 16)))
+    table, lengths = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    append_kv(key, key, cache, cache, table, lengths, torch.zeros_like(lengths))
+
+
 def _slots() -> None:
     from attnlib.ops.triton.slots import compute_slot_mapping
 
@@ -419,6 +427,7 @@ _ALL = "window alibi bias cap chunk lse sinks"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "write": ("write", {"dtype": torch.bfloat16}),
     "write-fp8": ("write", {"dtype": E4M3}),
+    "append": ("append", {}),
     "slots": ("slots", {}),
     "merge": ("merge", {}),
     "varying": ("varying", {}),
@@ -532,7 +541,7 @@ def run_case(name: str) -> None:
     elif operation == "write":
         _cache_write(options["dtype"])
     else:
-        {"slots": _slots, "merge": _merge, "varying": _varying}[operation]()
+        {"append": _append, "slots": _slots, "merge": _merge, "varying": _varying}[operation]()
 
 
 def main(arguments: list[str]) -> None:

@@ -29,6 +29,7 @@ from attnlib.backends.triton import metadata as triton_metadata
 from attnlib.backends.triton import plan as triton_plan
 from attnlib.errors import ContractError
 from attnlib.ops.triton import (
+    append_kv,
     cache_write,
     merge_states,
     paged_decode,
@@ -69,7 +70,7 @@ MODULES = (
 
 BOUND_KERNELS = {
     "decode_kernel", "combine_kernel", "prefill_kernel", "write_kv_kernel", "merge_states_kernel",
-    "slot_mapping_kernel", "hopper_decode_kernel", "hopper_combine_kernel", "hopper_prefill_kernel",
+    "append_kv_kernel", "slot_mapping_kernel", "hopper_decode_kernel", "hopper_combine_kernel", "hopper_prefill_kernel",
 }  # fmt: skip
 
 
@@ -269,6 +270,20 @@ def write(draw: Draw) -> Callable[[], object]:
     return lambda: cache_write.write_kv(key, value, cache[0], cache[1], slot_mapping, **scales)
 
 
+def append(draw: Draw) -> Callable[[], object]:
+    """One random call of `append_kv`."""
+    reqs, tokens, heads, block_size = (
+        draw.choice((1, 16)),
+        draw.choice((1, 3)),
+        draw.choice((1, 2)),
+        draw.choice((1, 16)),
+    )
+    key, value = (tensor(draw, (reqs, tokens, heads, 64), torch.bfloat16) for _ in range(2))
+    cache = [tensor(draw, (8, block_size, heads, 64), torch.bfloat16) for _ in range(2)]
+    batch = (ints(draw, reqs, draw.choice((1, 16))), ints(draw, reqs), ints(draw, reqs))
+    return lambda: append_kv.append_kv(key, value, cache[0], cache[1], *batch)
+
+
 def merge(draw: Draw) -> Callable[[], object]:
     """One random call of `merge_states`."""
     tokens, heads = draw.choice((1, 16)), draw.choice((1, 4))
@@ -295,6 +310,7 @@ KINDS: dict[str, Callable[[Draw], Callable[[], object]]] = {
     "hopper decode": lambda draw: hopper(draw, True),
     "hopper prefill": lambda draw: hopper(draw, False),
     "write": write,
+    "append": append,
     "merge": merge,
     "slots": slot_mapping,
 }

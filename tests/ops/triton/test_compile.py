@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow  # compiles for more than a minute
 
 ROOT = Path(__file__).parents[3]
 LIMITS = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}
-SMALL = ["write", "write-fp8", "slots", "merge", "packed-write", "packed-write-fp8"]
+SMALL = ["write", "write-fp8", "append", "slots", "merge", "packed-write", "packed-write-fp8"]
 MAIN = [
     "decode-64",
     "decode-256",

@@ -7,11 +7,11 @@ import triton.language as tl
 
 from attnlib.ops.triton.kernels.quant import encode_fp8, load_scale
 
-__all__ = ["write_kv_kernel"]
+__all__ = ["store_heads", "write_kv_kernel"]
 
 
 @triton.jit
-def _store_heads(
+def store_heads(
     source, cache, slot, token, heads, mask_heads, scale, stride_st, stride_sh, stride_cb,
     stride_cn, stride_ch, BLOCK_SIZE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
     SCALE_KIND: tl.constexpr, FP8: tl.constexpr, E5M2: tl.constexpr,
@@ -54,11 +54,11 @@ def write_kv_kernel(
     if slot >= 0:
         heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
         mask_heads = heads < num_heads
-        _store_heads(
+        store_heads(
             key, key_cache, slot, token, heads, mask_heads, k_scale, stride_kt, stride_kh,
             stride_kcb, stride_kcn, stride_kch, BLOCK_SIZE, D, D_PAD, K_SCALE_KIND, FP8,
             E5M2)  # fmt: skip
-        _store_heads(
+        store_heads(
             value, value_cache, slot, token, heads, mask_heads, v_scale, stride_vt, stride_vh,
             stride_vcb, stride_vcn, stride_vch, BLOCK_SIZE, DV, DV_PAD, V_SCALE_KIND, FP8,
             E5M2)  # fmt: skip

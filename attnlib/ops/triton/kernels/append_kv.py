@@ -1,0 +1,46 @@
+"""Append new keys and values at the end of each request. One program per token and block of heads."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attnlib.ops.triton.kernels.cache_write import store_heads
+
+__all__ = ["append_kv_kernel"]
+
+
+# Lengths and tables are read one element at a time: their alignment must not select a compilation.
+@triton.jit(
+    do_not_specialize=["new_tokens", "max_blocks", "stride_table"],
+    do_not_specialize_on_alignment=["cache_seqlens", "block_table", "seq_lens"],
+)
+def append_kv_kernel(
+    key, value, key_cache, value_cache, cache_seqlens, block_table, seq_lens, num_heads, new_tokens,
+    max_blocks, stride_table, stride_kr, stride_kt, stride_kh, stride_vr, stride_vt, stride_vh,
+    stride_kcb, stride_kcn, stride_kch, stride_vcb, stride_vcn, stride_vch,
+    BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Write keys and values of one token; the first program of a request also writes its new
+    length. Grid: (requests * new tokens, blocks of heads)."""
+    request = tl.program_id(0) // new_tokens
+    token = tl.program_id(0) % new_tokens
+    length = tl.load(cache_seqlens + request)
+    if (token == 0) & (tl.program_id(1) == 0):
+        tl.store(seq_lens + request, length + new_tokens)
+    position = length + token
+    column = position // BLOCK_SIZE
+    # A position outside the block table has no slot.
+    if (position >= 0) & (column < max_blocks):
+        row = request.to(tl.int64)
+        block = tl.load(block_table + row * stride_table + column).to(tl.int64)
+        slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+        heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+        mask_heads = heads < num_heads
+        store_heads(
+            key + row * stride_kr, key_cache, slot, token, heads, mask_heads, 1.0, stride_kt,
+            stride_kh, stride_kcb, stride_kcn, stride_kch, BLOCK_SIZE, D, D_PAD, 0, False, False)  # fmt: skip
+        store_heads(
+            value + row * stride_vr, value_cache, slot, token, heads, mask_heads, 1.0, stride_vt,
+            stride_vh, stride_vcb, stride_vcn, stride_vch, BLOCK_SIZE, DV, DV_PAD, 0, False, False)  # fmt: skip
