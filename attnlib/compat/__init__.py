@@ -9,6 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _PUBLIC = {
+    "flash_attn_func": "attnlib.compat.flash_attn",
+    "flash_attn_varlen_func": "attnlib.compat.flash_attn",
+    "flash_attn_with_kvcache": "attnlib.compat.flash_attn",
     "get_kv_cache_layout": "attnlib.cache.layout",
     "set_kv_cache_layout": "attnlib.cache.layout",
     "spec_from_vllm_arguments": "attnlib.compat.vllm",
@@ -19,6 +22,9 @@ __all__ = sorted(_PUBLIC)
 if TYPE_CHECKING:
     from attnlib.cache.layout import get_kv_cache_layout as get_kv_cache_layout
     from attnlib.cache.layout import set_kv_cache_layout as set_kv_cache_layout
+    from attnlib.compat.flash_attn import flash_attn_func as flash_attn_func
+    from attnlib.compat.flash_attn import flash_attn_varlen_func as flash_attn_varlen_func
+    from attnlib.compat.flash_attn import flash_attn_with_kvcache as flash_attn_with_kvcache
     from attnlib.compat.vllm import spec_from_vllm_arguments as spec_from_vllm_arguments
 
 

@@ -50,6 +50,7 @@ __all__ = [
     "get_attn_backend",
     "load_backend",
     "measured_ranking",
+    "selection_state",
     "use_backend",
 ]
 
@@ -104,6 +105,12 @@ def use_backend(backend: str | Backend | None) -> Iterator[None]:
         yield
     finally:
         _context.reset(token)
+
+
+def selection_state() -> tuple[Any, ...]:
+    """A value that changes with `use_backend` and with the registry. Selections for equal specs and
+    devices may differ where it differs; environment variables are not part of it."""
+    return _context.get(), generation()
 
 
 def get_attn_backend(

@@ -70,7 +70,8 @@ MODULES = (
 
 BOUND_KERNELS = {
     "decode_kernel", "combine_kernel", "prefill_kernel", "write_kv_kernel", "merge_states_kernel",
-    "append_kv_kernel", "slot_mapping_kernel", "hopper_decode_kernel", "hopper_combine_kernel", "hopper_prefill_kernel",
+    "append_kv_kernel", "slot_mapping_kernel", "hopper_decode_kernel", "hopper_combine_kernel",
+    "hopper_prefill_kernel",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Append new keys and values at the end of each request. One program per token and block of heads."""
+"""Append keys and values at the end of each request. One program per token and block of heads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def append_kv_kernel(
         mask_heads = heads < num_heads
         store_heads(
             key + row * stride_kr, key_cache, slot, token, heads, mask_heads, 1.0, stride_kt,
-            stride_kh, stride_kcb, stride_kcn, stride_kch, BLOCK_SIZE, D, D_PAD, 0, False, False)  # fmt: skip
+            stride_kh, stride_kcb, stride_kcn, stride_kch, BLOCK_SIZE, D, D_PAD, 0, False,
+            False)  # fmt: skip
         store_heads(
             value + row * stride_vr, value_cache, slot, token, heads, mask_heads, 1.0, stride_vt,
-            stride_vh, stride_vcb, stride_vcn, stride_vch, BLOCK_SIZE, DV, DV_PAD, 0, False, False)  # fmt: skip
+            stride_vh, stride_vcb, stride_vcn, stride_vch, BLOCK_SIZE, DV, DV_PAD, 0, False,
+            False)  # fmt: skip
