@@ -75,7 +75,7 @@ def flash_attn_func(
             f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; they must be "
             "[batch, seqlen, heads, headdim] with one batch size"
         )
-    if not k.shape[1]:  # no key: a cache needs at least one token
+    if not k.shape[1] or not q.shape[0]:  # no key: a cache needs at least one token
         output = q.new_zeros(*q.shape[:3], v.shape[-1])
         lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32)
         return with_probabilities((output, lse), q) if return_attn_probs else output

@@ -247,31 +247,31 @@ class PreparedBatch:
 
     def _build(self, on_host: bool) -> AttentionMetadata:
         batch = self.batch
-        requests = batch.seq_lens.shape[0]
+        requests, starts = batch.seq_lens.shape[0], None
         if batch.query_lens is not None:
             starts = torch.arange(requests + 1, dtype=torch.int32) * batch.query_lens
         elif on_host:
             starts = batch.query_start_loc.cpu()
-        else:
-            starts = torch.zeros(requests + 1, dtype=torch.int32)
-        lengths = batch.seq_lens.cpu() if on_host else torch.zeros(requests, dtype=torch.int32)
+        lengths = batch.seq_lens.cpu() if on_host else None
+        longest = batch.max_seq_len
+        if lengths is not None:
+            longest = int(lengths.max()) if requests else 0
         common = CommonAttentionMetadata(
             query_start_loc=batch.query_start_loc,
             query_start_loc_cpu=starts,
             seq_lens=batch.seq_lens,
             seq_lens_cpu=lengths,
-            num_computed_tokens_cpu=lengths,
             num_reqs=requests,
             num_actual_tokens=batch.num_tokens,
             max_query_len=batch.max_query_len,
-            max_seq_len=batch.max_seq_len,
+            max_seq_len=longest,
             block_table_tensor=batch.block_table,
         )
-        # Metadata that is kept must not hold copies of tensors whose values change; metadata for a
-        # capture holds none.
         metadata: AttentionMetadata
         if on_host:
             metadata = self._builder.build(0, common)
         else:
+            # Metadata that is kept must not hold copies of tensors whose values change; metadata
+            # for a capture holds none.
             metadata = self._builder.build_for_cudagraph_capture(common)
         return metadata

@@ -102,7 +102,7 @@ class _Append:
         )
         aligned = not (k | v | kc | vc) & ALIGNMENT
         direct = self._direct
-        if direct is None or not aligned or launches_observed() or self._launch.hooks:
+        if direct is None or not aligned or launches_observed():
             with chips.device_guard(key):
                 submit = self._launch.bind(False, aligned, self._numbers, self._batch, after=4)
                 submit(0, key, value, key_cache, value_cache)
