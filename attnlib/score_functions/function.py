@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.score_functions.operators import OPERATORS, TORCH_OPERATORS
+from attnlib.score_functions.operators import OPERATORS, TORCH_OPERATORS, observed_lookups
 
-__all__ = ["MAX_TENSORS", "ScoreFunction", "called_functions"]
+__all__ = ["MAX_TENSORS", "PARAMETERS", "ScoreFunction"]
 
 MAX_TENSORS = 4
 """Auxiliary tensors of one function: kernels have this many parameters for them."""
@@ -44,7 +45,9 @@ class ScoreFunction:
     Attributes:
         function: `fn(score, q_pos, k_pos, head, request, aux)` returns the new score. `score` is
             float32, in units of the natural exponent. Positions count from the start of the
-            request, `head` is a query head, `request` a row of the batch. -inf hides the key.
+            request, `head` is a query head. `request` is the row of the request in the batch
+            tensors, to be passed to `lookup` only: a batch may be computed in parts, each of which
+            counts its rows from 0. -inf hides the key.
         constants: numbers by name, attributes of `aux`; part of the compiled kernel.
         layer_tensors: names of tensors that belong to a layer, attributes of `aux`, for `lookup`.
             `[n]` or `[n, m]`, contiguous, int32 or floating point.
@@ -166,6 +169,11 @@ class ScoreFunction:
             **dict(self.constants), **{name: tensors[name] for name in self.tensor_names}
         )
 
+    def count_tile_lookups(self) -> int:
+        """Lookups that depend on the query and on the key, so that a tile of scores has as many
+        results as scores."""
+        return _count_tile_lookups(self)
+
     def check_tensors(
         self, tensors: Mapping[str, Tensor] | None, names: Sequence[str], owner: str
     ) -> None:
@@ -214,9 +222,16 @@ class ScoreFunction:
                 )
 
 
-def called_functions(function: Callable[..., Any]) -> dict[str, Any]:
-    """The global values that a function reads by name."""
-    return dict(inspect.getclosurevars(function).globals)
+@lru_cache(maxsize=256)
+def _count_tile_lookups(function: ScoreFunction) -> int:
+    rows, keys = torch.arange(3)[:, None], torch.arange(5)
+    tables = dict.fromkeys(function.tensor_names, torch.zeros(1))
+    with observed_lookups() as shapes:
+        try:
+            function.evaluate(torch.zeros(3, 5), rows, keys, rows, 0, tables)
+        except (RuntimeError, TypeError):
+            return len(function.tensor_names)  # it needs values: count every tensor
+    return sum(shape == (3, 5) for shape in shapes)
 
 
 def _check_function(function: Any, parameters: tuple[str, ...]) -> None:

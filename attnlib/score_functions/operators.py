@@ -6,7 +6,9 @@ operators, `abs` and `float` need no counterpart.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,8 +16,10 @@ from torch import Tensor
 
 __all__ = [
     "OPERATORS", "TORCH_OPERATORS", "absolute", "exp", "exp2", "floor", "log", "log2", "lookup",
-    "maximum", "minimum", "sqrt", "where",
+    "maximum", "minimum", "observed_lookups", "sqrt", "where",
 ]  # fmt: skip
+
+_observed = threading.local()
 
 
 def where(condition: Any, value: Any, other: Any) -> Any:
@@ -76,11 +80,28 @@ def lookup(table: Tensor, row: Any, column: Any = None) -> Tensor:
         row: integers that broadcast with the column.
         column: integers; None for a table of one dimension.
     """
+    shapes: list[torch.Size] | None = getattr(_observed, "shapes", None)
+    if shapes is not None:
+        found = torch.as_tensor(row) + torch.as_tensor(0 if column is None else column)
+        shapes.append(found.shape)
+        return torch.zeros(found.shape)
     first = torch.as_tensor(row, device=table.device).long().clamp(0, table.shape[0] - 1)
     if column is None:
         return table[first]
     second = torch.as_tensor(column, device=table.device).long().clamp(0, table.shape[1] - 1)
     return table[first, second]
+
+
+@contextmanager
+def observed_lookups() -> Iterator[list[torch.Size]]:
+    """Within the block, `lookup` reads no table: it adds the shape of its result to the list and
+    returns zeros."""
+    shapes: list[torch.Size] = []
+    _observed.shapes = shapes
+    try:
+        yield shapes
+    finally:
+        _observed.shapes = None
 
 
 def _tensors(a: Any, b: Any) -> tuple[Tensor, Tensor]:

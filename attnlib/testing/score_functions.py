@@ -37,7 +37,7 @@ def _heads(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux: Any
 
 def _requests(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux: Any) -> Any:
     shift = lookup(aux.shift, request, 0) + lookup(aux.weight, head)
-    return score + where((k_pos + request) % 4 == 0, shift, 0.0)
+    return score + where((k_pos + lookup(aux.shift, request, 0)) % 4 == 0, shift, 0.0)
 
 
 def _empty_rows(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux: Any) -> Any:

@@ -64,6 +64,7 @@ class TritonBackend(AttentionBackend):
         logits_soft_cap=True,
         alibi=True,
         sink=True,
+        score_function=True,
         mla=False,
         lse=True,
         kv_sharing=True,

@@ -75,7 +75,8 @@ class TritonImpl(AttentionImpl):
         """See `AttentionImpl.forward`. A layer runs the plan of its batch instead."""
         if query.shape[0] == 0:
             return
-        own = (None if x is None else tensor_signature(x) for x in (*self.per_head_tensors, lse))
+        layer = (*self.per_head_tensors, *self.layer_score_tensors)
+        own = (None if x is None else tensor_signature(x) for x in (*layer, lse))
         signature = (
             self.group, cache.signature, tensor_signature(query), tensor_signature(output), *own
         )  # fmt: skip

@@ -116,6 +116,8 @@ class TritonPlan:
         scales = (cache.k_scale, cache.v_scale)
         self._scales = None if any(isinstance(x, Tensor) for x in scales) else scales
         self._has_per_head = spec.has_alibi or spec.has_sink
+        function = spec.score_function
+        self._has_score_tensors = function is not None and bool(function.layer_tensors)
         self._rows = _row_bytes(call, self._split) if self._split else (0, 0, 0)
         self._current_stream: Callable[[int], int] | None = None
         self._write: Submit | None = None
@@ -156,12 +158,15 @@ class TritonPlan:
         slopes = sinks = None
         if self._has_per_head:
             slopes, sinks = (None if x is None else x.data_ptr() for x in impl.per_head_tensors)
+        score: Any = ()
+        if self._has_score_tensors:
+            score = [x.data_ptr() for x in impl.layer_score_tensors]
         stream = self._current_stream(self._index)  # type: ignore[misc]  # set with `_attend`
         if write is not None:
             write(stream, k, v, kc, vc, k_scale, v_scale)
         attend(
             stream, q, kc, vc, out, None if lse is None else lse.data_ptr(), slopes, sinks,
-            k_scale, v_scale,
+            k_scale, v_scale, *score,
         )  # fmt: skip
 
     def _bind(self) -> None:
@@ -183,7 +188,8 @@ class TritonPlan:
             self._write = launches.write.bind(slots.data_ptr(), True)
         self._attend = self._bind_attention(True, True)
         # Bound launches hold addresses: keep the memory behind them, even if a tensor is resized.
-        tensors = (*(self._decode_batch or ()), *(self._prefill_batch or ()), slots)
+        parts = [part for part in (self._decode_batch, self._prefill_batch) if part is not None]
+        tensors = [slots, *(x for part in parts for x in (*part, *part.score_tensors))]
         self._storages = [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
 
     def _bind_attention(self, direct: bool, aligned: bool) -> Submit:
@@ -208,9 +214,9 @@ class TritonPlan:
 
         def attend(
             stream: int, query: Any, key: Any, value: Any, out: Any, lse: Any, slopes: Any,
-            sinks: Any, k_scale: Any, v_scale: Any,
+            sinks: Any, k_scale: Any, v_scale: Any, *score: Any,
         ) -> None:  # fmt: skip
-            layer = (slopes, sinks, k_scale, v_scale)
+            layer = (slopes, sinks, k_scale, v_scale, *score)
             if direct:
                 parts = (query, out, lse)
                 rest = (query + query_bytes, out + out_bytes, lse and lse + lse_bytes)
@@ -264,7 +270,7 @@ class TritonPlan:
                 key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
             self._bind_attention(False, aligned)(
                 0, query, key_cache, value_cache, output, lse, slopes, sinks, cache.k_scale,
-                cache.v_scale,
+                cache.v_scale, *impl.layer_score_tensors,
             )  # fmt: skip
         if self._attend is None:
             self._bind()
@@ -304,6 +310,7 @@ def _part_batches(metadata: TritonMetadata) -> tuple[BatchTensors | None, BatchT
         return BatchTensors(
             part.query_start_loc, part.seq_lens, part.block_table, flags, part.query_bias,
             part.workspace, part.counters, part.max_seq_len,
+            tuple((part.score_tensors or {}).values()),
         )  # fmt: skip
 
     if metadata.num_prefills == 0 and metadata.num_decodes:

@@ -50,6 +50,7 @@ from attnlib.ops.triton.launch.attention import (
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
+from attnlib.ops.triton.launch.score import count_score_tiles
 from attnlib.ops.triton.launch.signature import batch_signature, call_signature
 
 __all__ = [
@@ -70,7 +71,8 @@ _MAX_REQUESTS = 65534
 
 
 class AttentionShape(NamedTuple):
-    """The sizes and dtypes of a layer that tiles and splits follow from."""
+    """The sizes and dtypes of a layer that tiles and splits follow from; `score_tiles` as in
+    `tiles.shared_bytes`."""
 
     num_heads: int
     num_kv_heads: int
@@ -78,14 +80,14 @@ class AttentionShape(NamedTuple):
     head_size_v: int
     query_dtype: torch.dtype
     cache_dtype: torch.dtype
-    has_bias: bool = False
+    score_tiles: int = 0
 
 
-def shape_of(query: Tensor, key: Tensor, value: Tensor, has_bias: bool = False) -> AttentionShape:
+def shape_of(query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> AttentionShape:
     """The shape of a call."""
     return AttentionShape(
         query.shape[1], key.shape[-2], query.shape[2], value.shape[-1], query.dtype, key.dtype,
-        has_bias,
+        count_score_tiles(params),
     )  # fmt: skip
 
 
@@ -119,11 +121,11 @@ def decode_tiling(
     element_bytes = (shape.query_dtype.itemsize, shape.cache_dtype.itemsize)
     tile = choose_decode_tile(
         *sizes, *element_bytes, group * max_query_len, limits.shared_memory, limits.products,
-        shape.has_bias, keys_per_sm=keys_per_sm, native_fp8=limits.has_fp8, tuned=limits.tuned,
+        shape.score_tiles, keys_per_sm=keys_per_sm, native_fp8=limits.has_fp8, tuned=limits.tuned,
     )  # fmt: skip
     tile_heads = min(group, tile.block_m)
     tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(group, tile_heads)
-    need = shared_bytes(tile, *sizes, *element_bytes, limits.products, shape.has_bias)
+    need = shared_bytes(tile, *sizes, *element_bytes, limits.products, shape.score_tiles)
     resident = max(1, min(MAX_CTAS_PER_SM, limits.shared_memory_per_sm // need))
     ctas = shape.num_kv_heads * head_blocks * triton.cdiv(max_query_len, tile_tokens)
     packing = {"TILE_HEADS": tile_heads, "TILE_TOKENS": tile_tokens, "HEAD_BLOCKS": head_blocks}
@@ -289,9 +291,9 @@ def paged_decode(
     batch = BatchTensors(
         query_start_loc, seq_lens, block_table,
         params.causal if isinstance(params.causal, Tensor) else None, params.query_bias, workspace,
-        counters, max_seq_len,
+        counters, max_seq_len, params.batch_score_tensors(),
     )  # fmt: skip
-    shape = shape_of(query, key_cache, value_cache, params.query_bias is not None)
+    shape = shape_of(query, key_cache, value_cache, params)
     visible = visible_bound(
         max_query_len, max_seq_len, params.window, params.causal is True,
         params.attention_chunk_size,
@@ -386,7 +388,7 @@ def prepare_plain_decode(
             "into several calls"
         )
     check_batch(batch, max_query_len)
-    shape = shape_of(query, key, value, params.query_bias is not None)
+    shape = shape_of(query, key, value, params)
     constants = attention_constants(query, key, value, out, lse is not None, params, limits)
     tiling = decode_tiling(shape, limits, max_query_len, work)
     constants |= {
@@ -416,6 +418,7 @@ def prepare_plain_decode(
         combine=_combine_launch(shape, limits, num_tokens, lse is not None, params)
         if num_splits > 1
         else None,
+        score_tensors=params.layer_score_tensors(),
         combine_tail=(num_splits, num_tokens, num_heads, out.stride(0), out.stride(1), stride_lt),
         workspace_bytes=paged_decode_workspace_bytes(
             num_tokens, num_heads, shape.head_size_v, num_splits

@@ -27,6 +27,7 @@ from attnlib.ops.triton.launch.attention import (
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
+from attnlib.ops.triton.launch.score import count_score_tiles
 from attnlib.ops.triton.launch.signature import batch_signature, call_signature
 
 __all__ = ["paged_prefill", "prepare_plain_prefill", "prepare_prefill"]
@@ -91,7 +92,7 @@ def paged_prefill(
     batch = BatchTensors(
         query_start_loc, seq_lens, block_table,
         params.causal if isinstance(params.causal, Tensor) else None, params.query_bias,
-        counters=counters, max_seq_len=max_seq_len,
+        counters=counters, max_seq_len=max_seq_len, score_tensors=params.batch_score_tensors(),
     )  # fmt: skip
     signature = call_signature(query, key_cache, value_cache, out, lse, params)
     tensors = (query, key_cache, value_cache, out, lse)
@@ -179,8 +180,8 @@ def prepare_plain_prefill(
     group, table = constants["GROUP"], batch.block_table
     tile = choose_prefill_tile(
         head_size, head_size_v, query.element_size(), key.element_size(), rows,
-        limits.shared_memory, limits.products, constants["HAS_BIAS"], native_fp8=limits.has_fp8,
-        tuned=limits.tuned,
+        limits.shared_memory, limits.products, count_score_tiles(params),
+        native_fp8=limits.has_fp8, tuned=limits.tuned,
     )  # fmt: skip
     tile_heads = min(group, tile.block_m)
     tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(group, tile_heads)
@@ -205,6 +206,7 @@ def prepare_plain_prefill(
         (num_tiles,),
         as_bytes=reads_bytes(key.dtype, limits),
         is_decode=False,
+        score_tensors=params.layer_score_tensors(),
     )
     kept: PlainAttention = LAUNCHES.keep(key_, prepared)
     return kept

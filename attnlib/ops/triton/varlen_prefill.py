@@ -57,7 +57,10 @@ def varlen_prefill(
     if query.numel() == 0:
         return
     flags = params.causal if isinstance(params.causal, Tensor) else None
-    batch = BatchTensors(cu_seqlens_q, cu_seqlens_k, None, flags, params.query_bias)
+    batch = BatchTensors(
+        cu_seqlens_q, cu_seqlens_k, None, flags, params.query_bias,
+        score_tensors=params.batch_score_tensors(),
+    )  # fmt: skip
     prepared = prepare_plain_prefill(
         call_signature(query, key, value, out, lse, params), query, key, value, out, lse, batch,
         params, limits_of(query), max_seqlen_q,

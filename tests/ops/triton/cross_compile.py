@@ -29,11 +29,13 @@ from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.packed_tiles import packed_shared_bytes
 from attnlib.ops.triton.heuristics.tile_table import TileEntry, TileTable, shipped_tables
 from attnlib.ops.triton.heuristics.tiles import Tile, shared_bytes
+from attnlib.ops.triton.launch.score import compile_score
+from attnlib.testing.score_functions import SUITE, load_score_function, make_score_tensors
 from tests.ops.calls import call_operation, split_options
 
 __all__ = [
-    "CASES", "TARGETS", "Compiled", "Launch", "Target", "compile_for", "describe", "entry_cases",
-    "entry_fits", "entry_sizes", "formats_of", "run_case", "stub_target",
+    "CASES", "SCORE_CASES", "TARGETS", "Compiled", "Launch", "Target", "compile_for", "describe",
+    "entry_cases", "entry_fits", "entry_sizes", "formats_of", "run_case", "stub_target",
 ]  # fmt: skip
 
 KB = 1024
@@ -171,6 +173,10 @@ def compile_for(name: str, cases: list[str]) -> dict[str, list[Compiled]]:
     return results
 
 
+_score_lookups: dict[Any, int] = {}
+"""Device function of a score function -> its lookups that have a result for every score."""
+
+
 def _tile(
     args: tuple[Any, ...], kwargs: dict[str, Any], limits: DeviceLimits
 ) -> tuple[int | None, Tile | None]:
@@ -188,7 +194,7 @@ def _tile(
         query.element_size(),
         key.element_size(),
         limits.products,
-        kwargs["HAS_BIAS"],
+        kwargs["HAS_BIAS"] + _score_lookups.get(kwargs["SCORE"], 0),
     )
     return estimate, tile
 
@@ -305,6 +311,7 @@ def _features(names: str, query: torch.Tensor, kv_heads: int) -> dict[str, Any]:
         "causal_each": torch.zeros(2, dtype=torch.bool),
         "k_heads": torch.ones(kv_heads),
     }
+    options: dict[str, Any] = {}
     arguments = {
         "alibi": "alibi_slopes",
         "bias": "query_bias",
@@ -313,7 +320,24 @@ def _features(names: str, query: torch.Tensor, kv_heads: int) -> dict[str, Any]:
         "causal_each": "causal",
         "k_heads": "k_scale",
     }
-    return {arguments.get(name, name): values[name] for name in names.split()}
+    for name in names.split():
+        if name.startswith("score:"):
+            options |= score_options(name.partition(":")[2], heads)
+        else:
+            options[arguments.get(name, name)] = values[name]
+    return options
+
+
+def score_options(name: str, num_heads: int) -> dict[str, Any]:
+    """The parameters of a score function of the conformance suite, for a batch of two requests."""
+    path, fields = SUITE[name]
+    function = load_score_function(path)
+    _score_lookups[compile_score(function, "triton").apply] = function.count_tile_lookups()
+    options: dict[str, Any] = {
+        "score_function": function,
+        "score_tensors": make_score_tensors(function, num_heads, [64, 64]),
+    }
+    return {**options, "causal": fields.get("mask") != "bidirectional"}
 
 
 def _packed(name: str, options: dict[str, Any]) -> None:
@@ -469,6 +493,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+SCORE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{op}-{size}-{name}": (
+        op,
+        {"d": size, "group": 8 if size == 64 else 4, "features": f"score:{name}"},
+    )
+    for op in ("decode", "prefill")
+    for size in (64, 128)
+    for name in (
+        "positions",
+        "heads",
+        "requests",
+        "spans",
+        "documents",
+        "relative_bias",
+        "alibi_sqrt",
+    )
+}
+"""Cases with a score function, apart from `CASES`, whose machine code is compared over time."""
+
+
 def entry_cases() -> dict[str, TileEntry]:
     """Return the shipped entries for the portable kernels by case name, `entry:FILE:INDEX`."""
     return {
@@ -530,7 +574,7 @@ def run_case(name: str) -> None:
     if name.startswith("entry:"):
         _run_entry(name)
         return
-    operation, options = CASES[name]
+    operation, options = (CASES | SCORE_CASES)[name]
     options = dict(options)
     if operation in ("decode", "prefill"):
         _paged(operation, options)

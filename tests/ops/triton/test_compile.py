@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from attnlib.ops.triton.heuristics.tile_table import TileEntry
-from tests.ops.triton.cross_compile import entry_cases, entry_fits, formats_of
+from tests.ops.triton.cross_compile import SCORE_CASES, entry_cases, entry_fits, formats_of
 
 pytestmark = pytest.mark.slow  # compiles for more than a minute
 
@@ -48,6 +48,11 @@ HOPPER = [
     "varying", "decode-96", "decode-128", "decode-128-page128", "decode-128-verify",
     "decode-128-e5m2", "decode-all", "prefill-64", "prefill-192", "prefill-all",
 ]  # fmt: skip
+SCORE = {
+    target: [name for number, name in enumerate(SCORE_CASES) if number % len(LIMITS) == index]
+    for index, target in enumerate(LIMITS)
+}
+"""Cases with a score function, each for one target; all for all targets with `--every-target`."""
 KERNELS = {
     name
     for path in (ROOT / "attnlib" / "ops" / "triton" / "kernels").glob("*.py")
@@ -87,7 +92,8 @@ def compiled(request: pytest.FixtureRequest) -> dict[str, Future[dict[str, Any]]
 @functools.cache
 def _started(every_target: bool) -> dict[str, Future[dict[str, Any]]]:
     pool, plan = ThreadPoolExecutor(2), entry_plan(every_target)
-    return {target: pool.submit(_compile, target, plan[target]) for target in LIMITS}
+    score = dict.fromkeys(LIMITS, list(SCORE_CASES)) if every_target else SCORE
+    return {t: pool.submit(_compile, t, [*score[t], *plan[t]]) for t in LIMITS}
 
 
 def _compile(target: str, entries: list[str]) -> dict[str, Any]:

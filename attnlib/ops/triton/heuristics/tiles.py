@@ -69,7 +69,7 @@ def shared_bytes(
     query_bytes: int,
     cache_bytes: int,
     products: str,
-    has_bias: bool = False,
+    score_tiles: int = 0,
 ) -> int:
     """Return an upper estimate of the shared memory of one program, in bytes.
 
@@ -85,7 +85,8 @@ def shared_bytes(
         query_bytes: bytes per element of the products' operands (4 for float32).
         cache_bytes: bytes per element of the cache.
         products: matrix instructions of the chip: "async", "sync" or "mfma".
-        has_bias: whether float32 tiles of a query bias are in the pipeline too.
+        score_tiles: float32 tiles in the pipeline besides keys and values: of a query bias, and of
+            each lookup of a score function that depends on query and key.
     """
     width, width_v = sum(split_head_size(head_size)), sum(split_head_size(head_size_v))
     in_place = products == "async" and tile.block_m >= 64 and query_bytes < 4
@@ -96,7 +97,7 @@ def shared_bytes(
     queries = 0 if products == "mfma" else tile.block_m * width * query_bytes
     weights = 0 if in_place else tile.block_m * tile.block_n * query_bytes
     converted = tile.block_n * max(width, width_v) * query_bytes if cache_bytes < query_bytes else 0
-    bias = (tile.num_stages - 1) * tile.block_m * tile.block_n * 4 if has_bias else 0
+    bias = score_tiles * (tile.num_stages - 1) * tile.block_m * tile.block_n * 4
     return max(ring + queries + weights + converted + bias, tile.block_m * width_v * 4) + 2048
 
 
@@ -139,11 +140,11 @@ def _first_that_fits(
     element_bytes: tuple[int, int],
     limit: int,
     products: str,
-    has_bias: bool,
+    score_tiles: int,
 ) -> Tile:
     need = 0
     for tile in tiles:
-        need = shared_bytes(tile, *sizes, *element_bytes, products, has_bias)
+        need = shared_bytes(tile, *sizes, *element_bytes, products, score_tiles)
         if need <= limit:
             return tile
     raise UnsupportedConfigError(
@@ -190,7 +191,7 @@ def choose_prefill_tile(
     max_rows: int,
     shared_memory: int,
     products: str,
-    has_bias: bool = False,
+    score_tiles: int = 0,
     *,
     native_fp8: bool = True,
     tuned: TileTable | None = None,
@@ -207,7 +208,7 @@ def choose_prefill_tile(
         max_rows: query tokens times heads per group of the longest request.
         shared_memory: limit per program in bytes.
         products: matrix instructions of the chip: "async", "sync" or "mfma".
-        has_bias: whether there is a query bias.
+        score_tiles: as in `shared_bytes`.
         native_fp8: whether the chip converts float8 in hardware.
         tuned: the user's table for the chip, which precedes the shipped ones.
 
@@ -222,7 +223,7 @@ def choose_prefill_tile(
     tiles = [_narrowed(tile, min(tile.block_m, rows)) for tile in best]
     smaller = _fallbacks(tiles[0].block_m, tiles[0].num_warps)
     return _first_that_fits(
-        [*tiles, *smaller], sizes, element_bytes, shared_memory, products, has_bias
+        [*tiles, *smaller], sizes, element_bytes, shared_memory, products, score_tiles
     )
 
 
@@ -234,7 +235,7 @@ def choose_decode_tile(
     max_rows: int,
     shared_memory: int,
     products: str,
-    has_bias: bool = False,
+    score_tiles: int = 0,
     *,
     keys_per_sm: int | None = None,
     native_fp8: bool = True,
@@ -257,5 +258,5 @@ def choose_decode_tile(
     tiles = [_widened(tile, rows) for tile in best]
     smaller = _fallbacks(rows, tiles[0].num_warps)
     return _first_that_fits(
-        [*tiles, *smaller], sizes, element_bytes, shared_memory, products, has_bias
+        [*tiles, *smaller], sizes, element_bytes, shared_memory, products, score_tiles
     )

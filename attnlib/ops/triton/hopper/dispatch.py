@@ -53,6 +53,7 @@ def _features(params: AttentionParams) -> dict[str, Any]:
         "causal_per_request": isinstance(params.causal, Tensor),
         "alibi": params.alibi_slopes is not None,
         "bias": params.query_bias is not None,
+        "score": params.score_function is not None,
         "scales": isinstance(params.k_scale, Tensor) or isinstance(params.v_scale, Tensor),
     }
 

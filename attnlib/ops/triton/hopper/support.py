@@ -81,7 +81,7 @@ def _layer_reasons(
 
 
 def _feature_reasons(
-    kernel: str, causal_per_request: bool, alibi: bool, bias: bool, scales: bool
+    kernel: str, causal_per_request: bool, alibi: bool, bias: bool, scales: bool, score: bool
 ) -> list[str]:
     reasons = []
     if causal_per_request:
@@ -90,6 +90,8 @@ def _feature_reasons(
         reasons.append(f"alibi_slopes: not supported by the {kernel}")
     if bias:
         reasons.append(f"query_bias: not supported by the {kernel}")
+    if score:
+        reasons.append(f"score_function: not supported by the {kernel}")
     if scales:
         reasons.append(f"k_scale or v_scale: the {kernel} reads a cache without scales")
     return reasons
@@ -107,6 +109,7 @@ def prefill_unsupported_reasons(
     alibi: bool = False,
     bias: bool = False,
     scales: bool = False,
+    score: bool = False,
 ) -> list[str]:
     """Return why the Hopper prefill does not support a layer; empty if it does.
 
@@ -116,13 +119,13 @@ def prefill_unsupported_reasons(
         head_sizes: (D, Dv).
         block_size: N.
         group: query heads per KV head.
-        causal_per_request, alibi, bias, scales: whether the calls use these features.
+        causal_per_request, alibi, bias, scales, score: whether the calls use these features.
     """
     kernel = "Hopper prefill"
     reasons = _layer_reasons(kernel, capability, dtype, cache_dtype, head_sizes, block_size)
     if group > ROWS:
         reasons.append(f"{group} query heads per KV head; the {kernel} takes at most {ROWS}")
-    return reasons + _feature_reasons(kernel, causal_per_request, alibi, bias, scales)
+    return reasons + _feature_reasons(kernel, causal_per_request, alibi, bias, scales, score)
 
 
 def decode_unsupported_reasons(
@@ -140,6 +143,7 @@ def decode_unsupported_reasons(
     alibi: bool = False,
     bias: bool = False,
     scales: bool = False,
+    score: bool = False,
 ) -> list[str]:
     """Return why the Hopper decode does not support a batch; empty if it does.
 
@@ -162,7 +166,7 @@ def decode_unsupported_reasons(
         reasons.append(
             f"{num_kv_heads} KV heads; the {kernel} takes at most one per multiprocessor, {num_sms}"
         )
-    return reasons + _feature_reasons(kernel, causal_per_request, alibi, bias, scales)
+    return reasons + _feature_reasons(kernel, causal_per_request, alibi, bias, scales, score)
 
 
 def prefers_hopper_decode(visible: int, num_reqs: int, num_kv_heads: int, num_sms: int) -> bool:

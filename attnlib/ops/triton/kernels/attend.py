@@ -27,13 +27,14 @@ UNSPECIALIZED = [
     "num_reqs", "num_tokens", "left", "right", "chunk", "stride_qt", "stride_qh", "stride_kb",
     "stride_kn", "stride_kh", "stride_vb", "stride_vn", "stride_vh", "stride_ot", "stride_oh",
     "stride_lt", "stride_bt", "stride_table", "num_splits", "num_tiles", "num_heads",
+    "rows0", "columns0", "rows1", "columns1", "rows2", "columns2", "rows3", "columns3",
 ]  # fmt: skip
 """Parameters of the attention kernels whose values must not select a compilation, because they
 change from step to step."""
 
 UNALIGNED = [
     "query_start_loc", "seq_lens", "causal_flags", "block_table", "alibi_slopes", "sinks", "bias",
-    "k_scale", "v_scale", "lse",
+    "k_scale", "v_scale", "lse", "aux0", "aux1", "aux2", "aux3",
 ]  # fmt: skip
 """Pointers whose alignment must not select a compilation: slices of a batch with arbitrary
 offsets."""
@@ -157,7 +158,8 @@ def _load_chunk(
 def _attend_tile(
     acc0, acc1, row_max, row_sum, q0, q1, key_base, value_base, blocks, start, first, last,
     row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale, factor, soft_cap,
-    slopes, positions, bias_rows, bias_start, MASKED: tl.constexpr, PAGED: tl.constexpr,
+    slopes, positions, bias_rows, bias_start, heads, request, aux, SCORE: tl.constexpr,
+    MASKED: tl.constexpr, PAGED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr,
     D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, KV_KIND: tl.constexpr,
     COMPUTE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -187,13 +189,13 @@ def _attend_tile(
                 bias_rows[:, None] + (keys - bias_start)[None, :], mask=bias_mask, other=0.0
             )
         scores = transform_scores(
-            qk, qk_scale, soft_cap, slopes, positions, keys, bias, HAS_CAP, HAS_ALIBI, HAS_BIAS
-        )
+            qk, qk_scale, soft_cap, slopes, positions, keys, bias, heads, request, aux, SCORE,
+            HAS_CAP, HAS_ALIBI, HAS_BIAS)  # fmt: skip
     if MASKED:
         visible = (keys[None, :] >= row_first[:, None]) & (keys[None, :] < row_last[:, None])
         scores = tl.where(visible, scores, float("-inf"))
     weights, acc_scale, row_max, row_sum = online_softmax(
-        scores, factor, row_max, row_sum, MASKED, SCALE_LATE
+        scores, factor, row_max, row_sum, MASKED or SCORE is not None, SCALE_LATE
     )
 
     weights = weights.to(COMPUTE)
@@ -212,7 +214,8 @@ def _attend_tile(
 def attend(
     query, query_offsets, valid, token, first_token, last_token, query_len, seq_len, causal,
     key_base, value_base, table, split_begin, split_end, stride_kb, stride_kn, stride_vb, stride_vn,
-    qk_scale, soft_cap, slopes, bias_rows, left, right, chunk, SPLIT: tl.constexpr,
+    qk_scale, soft_cap, slopes, bias_rows, left, right, chunk, heads, request, aux,
+    SCORE: tl.constexpr, BOUNDS: tl.constexpr, SPLIT: tl.constexpr,
     ONE_LOOP: tl.constexpr, PAGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr,
     DV0: tl.constexpr, DV1: tl.constexpr, KV_KIND: tl.constexpr, COMPUTE: tl.constexpr,
@@ -223,6 +226,7 @@ def attend(
     """Compute attention of the packed rows over their visible keys, without normalization.
 
     Only tiles with a visible key are visited; with SPLIT, only those in [split_begin, split_end).
+    SCORE is a score function (`kernels.score`) or None, and BOUNDS its bounds or None.
 
     Returns:
         (acc0, acc1, row_max, row_sum).
@@ -247,6 +251,15 @@ def attend(
     all_first, last = visible_span(
         last_position, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
     )
+    if BOUNDS is not None:
+        low, high, same_low, same_high = BOUNDS(
+            first_position, last_position, seq_len, request, aux
+        )
+        first = tl.maximum(first, low)
+        last = tl.minimum(last, high)
+        # Outside of this range the function is applied, which only masked tiles do.
+        all_first = tl.maximum(all_first, same_low)
+        all_last = tl.minimum(all_last, same_high)
     begin = first // BLOCK_N * BLOCK_N
     end = last
     if SPLIT:
@@ -271,13 +284,14 @@ def attend(
             acc0, acc1, row_max, row_sum = _attend_tile(
                 acc0, acc1, row_max, row_sum, q0, q1, key_base, value_base, blocks, start, first,
                 last, row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale,
-                factor, soft_cap, slopes, positions, bias_rows, origin, True, PAGED, BLOCK_SIZE,
-                BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE, HAS_CAP, HAS_ALIBI, HAS_BIAS,
-                SCALE_LATE, VEC_K, VEC_V)  # fmt: skip
+                factor, soft_cap, slopes, positions, bias_rows, origin, heads, request, aux, SCORE,
+                True, PAGED, BLOCK_SIZE, BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE,
+                HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, VEC_K, VEC_V)  # fmt: skip
             blocks = next_blocks
     else:
         # Prefill: tiles in [full_begin, full_end) are entirely visible to all rows and need no
         # mask. They come first; the masked tiles at both ends follow.
+        FULL_SCORE: tl.constexpr = None if BOUNDS is not None else SCORE
         if HAS_BIAS:
             # Tiles with a bias count as masked, so that unmasked tiles need not load it.
             all_last = tl.minimum(all_last, origin)
@@ -294,9 +308,9 @@ def attend(
             acc0, acc1, row_max, row_sum = _attend_tile(
                 acc0, acc1, row_max, row_sum, q0, q1, key_base, value_base, blocks, start, first,
                 last, row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale,
-                factor, soft_cap, slopes, positions, bias_rows, origin, False, PAGED, BLOCK_SIZE,
-                BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE, HAS_CAP, HAS_ALIBI, False,
-                SCALE_LATE, VEC_K, VEC_V)  # fmt: skip
+                factor, soft_cap, slopes, positions, bias_rows, origin, heads, request, aux,
+                FULL_SCORE, False, PAGED, BLOCK_SIZE, BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND,
+                COMPUTE, HAS_CAP, HAS_ALIBI, False, SCALE_LATE, VEC_K, VEC_V)  # fmt: skip
             blocks = next_blocks
         # One loop for the masked tiles of both ends, which halves the code: the loop variable
         # counts as if the unmasked tiles did not exist.
@@ -311,9 +325,9 @@ def attend(
             acc0, acc1, row_max, row_sum = _attend_tile(
                 acc0, acc1, row_max, row_sum, q0, q1, key_base, value_base, blocks, start, first,
                 last, row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale,
-                factor, soft_cap, slopes, positions, bias_rows, origin, True, PAGED, BLOCK_SIZE,
-                BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE, HAS_CAP, HAS_ALIBI, HAS_BIAS,
-                SCALE_LATE, VEC_K, VEC_V)  # fmt: skip
+                factor, soft_cap, slopes, positions, bias_rows, origin, heads, request, aux, SCORE,
+                True, PAGED, BLOCK_SIZE, BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE,
+                HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, VEC_K, VEC_V)  # fmt: skip
             blocks = next_blocks
     return acc0, acc1, row_max, row_sum
 

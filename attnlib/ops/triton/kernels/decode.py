@@ -35,16 +35,17 @@ __all__ = ["combine_kernel", "decode_kernel"]
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def decode_kernel(
     query, key, value, out, lse, query_start_loc, seq_lens, causal_flags, alibi_slopes, sinks, bias,
-    k_scale, v_scale, scale, soft_cap, left, right, chunk, num_reqs, num_tokens, stride_qt,
-    stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_ot,
-    stride_oh, stride_lt, stride_bt, block_table, stride_table, partials, num_splits,
-    waves_per_split, num_heads, PDL: tl.constexpr, SPLIT: tl.constexpr, BALANCED: tl.constexpr,
-    MIN_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr, TILE_HEADS: tl.constexpr,
-    TILE_TOKENS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
-    KV_KIND: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
+    k_scale, v_scale, aux0, aux1, aux2, aux3, scale, soft_cap, left, right, chunk, num_reqs,
+    num_tokens, stride_qt, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn,
+    stride_vh, stride_ot, stride_oh, stride_lt, stride_bt, block_table, stride_table, partials,
+    num_splits, waves_per_split, num_heads, rows0, columns0, rows1, columns1, rows2, columns2,
+    rows3, columns3, SCORE: tl.constexpr, BOUNDS: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, BALANCED: tl.constexpr, MIN_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    TILE_HEADS: tl.constexpr, TILE_TOKENS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr,
+    DV1: tl.constexpr, KV_KIND: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr, HAS_SINK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr,
     K_SCALE_KIND: tl.constexpr, V_SCALE_KIND: tl.constexpr, SCALE_LATE: tl.constexpr,
     VEC_Q: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr, VEC_O: tl.constexpr,
@@ -58,6 +59,9 @@ def decode_kernel(
         # Nothing is read before the wait.
         gdc_wait()
         gdc_launch_dependents()
+    aux = (
+        aux0, rows0, columns0, aux1, rows1, columns1, aux2, rows2, columns2, aux3, rows3, columns3,
+    )  # fmt: skip
     request = tl.program_id(2)
     split = tl.program_id(1)
     head_block = tl.program_id(0) % HEAD_BLOCKS
@@ -114,12 +118,12 @@ def decode_kernel(
         # Every program computes the same split size from the lengths; programs past the request's
         # last split have no work.
         first_tile, own_tiles = request_tiles(
-            query_start_loc, seq_lens, causal_flags, request, True, left, right, chunk, BLOCK_N,
-            CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            query_start_loc, seq_lens, causal_flags, request, True, left, right, chunk, aux, BOUNDS,
+            BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
         per_split = tiles_per_split(
             query_start_loc, seq_lens, causal_flags, num_reqs, own_tiles, num_splits,
-            waves_per_split, left, right, chunk, BALANCED, MIN_TILES, MAX_SPLITS, 128, BLOCK_N,
-            CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            waves_per_split, left, right, chunk, aux, BOUNDS, BALANCED, MIN_TILES, MAX_SPLITS, 128,
+            BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
         splits_used = (own_tiles + per_split - 1) // per_split
         split_begin = (first_tile + split * per_split) * BLOCK_N
         split_end = split_begin + per_split * BLOCK_N
@@ -145,7 +149,8 @@ def decode_kernel(
         key + aligned(kv_head64 * stride_kh, VEC_K), value + aligned(kv_head64 * stride_vh, VEC_V),
         block_table + request.to(tl.int64) * stride_table, split_begin, split_end, stride_kb,
         stride_kn, stride_vb, stride_vn, scale * load_scale(k_scale, kv_head, K_SCALE_KIND),
-        soft_cap, slopes, bias_rows, left, right, chunk, SPLIT, True, True, BLOCK_M, BLOCK_N,
+        soft_cap, slopes, bias_rows, left, right, chunk, head, request, aux, SCORE, BOUNDS, SPLIT,
+        True, True, BLOCK_M, BLOCK_N,
         BLOCK_SIZE, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE, CAUSAL, HAS_LEFT, HAS_RIGHT,
         HAS_CHUNK, HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, VEC_Q, VEC_K, VEC_V)  # fmt: skip
 

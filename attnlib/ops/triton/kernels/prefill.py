@@ -29,17 +29,19 @@ __all__ = ["prefill_kernel"]
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def prefill_kernel(
     query, key, value, out, lse, query_start_loc, seq_lens, causal_flags, alibi_slopes, sinks, bias,
-    k_scale, v_scale, scale, soft_cap, left, right, chunk, num_reqs, num_tokens, stride_qt,
-    stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_ot,
-    stride_oh, stride_lt, stride_bt, block_table, stride_table, num_tiles, PAGED: tl.constexpr,
-    TILE_HEADS: tl.constexpr, TILE_TOKENS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr,
-    DV1: tl.constexpr, KV_KIND: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, HAS_SINK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr,
-    K_SCALE_KIND: tl.constexpr, V_SCALE_KIND: tl.constexpr, SCALE_LATE: tl.constexpr,
-    VEC_Q: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr, VEC_O: tl.constexpr,
+    k_scale, v_scale, aux0, aux1, aux2, aux3, scale, soft_cap, left, right, chunk, num_reqs,
+    num_tokens, stride_qt, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn,
+    stride_vh, stride_ot, stride_oh, stride_lt, stride_bt, block_table, stride_table, num_tiles,
+    rows0, columns0, rows1, columns1, rows2, columns2, rows3, columns3, SCORE: tl.constexpr,
+    BOUNDS: tl.constexpr, PAGED: tl.constexpr, TILE_HEADS: tl.constexpr, TILE_TOKENS: tl.constexpr,
+    HEAD_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr,
+    D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, KV_KIND: tl.constexpr,
+    COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr, K_SCALE_KIND: tl.constexpr,
+    V_SCALE_KIND: tl.constexpr, SCALE_LATE: tl.constexpr, VEC_Q: tl.constexpr, VEC_K: tl.constexpr,
+    VEC_V: tl.constexpr, VEC_O: tl.constexpr,
 ):  # fmt: skip
     """Compute one query tile for a block of heads. Grid: (num_tiles, KV heads * HEAD_BLOCKS)."""
     tile = num_tiles - 1 - tl.program_id(0)
@@ -86,6 +88,9 @@ def prefill_kernel(
         key += aligned(first_key.to(tl.int64) * stride_kn, VEC_K)
         value += aligned(first_key.to(tl.int64) * stride_vn, VEC_V)
         table = block_table
+    aux = (
+        aux0, rows0, columns0, aux1, rows1, columns1, aux2, rows2, columns2, aux3, rows3, columns3,
+    )  # fmt: skip
     causal = 0
     if CAUSAL == 2:
         causal = tl.load(causal_flags + request).to(tl.int32)
@@ -107,9 +112,9 @@ def prefill_kernel(
         query, query_offsets, valid, token, first_token, last_token, query_len, seq_len, causal,
         key, value, table, 0, 0, stride_kb, stride_kn, stride_vb, stride_vn,
         scale * load_scale(k_scale, kv_head, K_SCALE_KIND), soft_cap, slopes, bias_rows, left,
-        right, chunk, False, False, PAGED, BLOCK_M, BLOCK_N, BLOCK_SIZE, D, D0, D1, DV, DV0, DV1,
-        KV_KIND, COMPUTE, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_ALIBI, HAS_BIAS,
-        SCALE_LATE, VEC_Q, VEC_K, VEC_V)  # fmt: skip
+        right, chunk, head, request, aux, SCORE, BOUNDS, False, False, PAGED, BLOCK_M, BLOCK_N,
+        BLOCK_SIZE, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE, CAUSAL, HAS_LEFT, HAS_RIGHT,
+        HAS_CHUNK, HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, VEC_Q, VEC_K, VEC_V)  # fmt: skip
 
     sink = 0.0
     if HAS_SINK:

@@ -34,9 +34,9 @@ def find_request(query_start_loc, tile, num_reqs, TILE_TOKENS: tl.constexpr, LAN
 
 @triton.jit
 def request_tiles(
-    query_start_loc, seq_lens, causal_flags, request, mask, left, right, chunk,
-    BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_CHUNK: tl.constexpr,
+    query_start_loc, seq_lens, causal_flags, request, mask, left, right, chunk, aux,
+    BOUNDS: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Return (first key tile, number of key tiles) visible to a request's queries.
 
@@ -56,6 +56,10 @@ def request_tiles(
     _, last = visible_span(
         seq_len - 1, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
     )
+    if BOUNDS is not None:
+        low, high, _, _ = BOUNDS(seq_len - query_len, seq_len - 1, seq_len, request, aux)
+        first = tl.maximum(first, low)
+        last = tl.minimum(last, high)
     first_tile = first // BLOCK_N
     count = (tl.maximum(last, 0) + BLOCK_N - 1) // BLOCK_N - first_tile
     return first_tile, tl.where(query_len > 0, tl.maximum(count, 0), 0)
@@ -64,9 +68,9 @@ def request_tiles(
 @triton.jit
 def tiles_per_split(
     query_start_loc, seq_lens, causal_flags, num_reqs, own_tiles, num_splits, waves_per_split, left,
-    right, chunk, BALANCED: tl.constexpr, MIN_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    LANES: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr,
+    right, chunk, aux, BOUNDS: tl.constexpr, BALANCED: tl.constexpr, MIN_TILES: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, LANES: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Return the number of key tiles in one split.
 
@@ -82,7 +86,7 @@ def tiles_per_split(
             lanes = base + tl.arange(0, LANES)
             _, tiles = request_tiles(
                 query_start_loc, seq_lens, causal_flags, lanes, lanes < num_reqs, left, right,
-                chunk, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+                chunk, aux, BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
             total += tl.sum(tiles, 0)
             longest = tl.maximum(longest, tl.max(tiles, 0))
         # All candidates are evaluated at once, one per lane.

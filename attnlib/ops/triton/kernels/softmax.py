@@ -17,10 +17,10 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def transform_scores(
-    qk, qk_scale, soft_cap, slopes, positions, keys, bias, HAS_CAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr,
+    qk, qk_scale, soft_cap, slopes, positions, keys, bias, heads, request, aux, SCORE: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Turn raw products [M, N] into base-2 logits: scale, then soft cap, then biases (M3)."""
+    """Turn raw products [M, N] into base-2 logits: scale, soft cap, biases, score function (M3)."""
     if HAS_CAP:
         # tanh(x) = 1 - 2 / (exp(2x) + 1), which is exact at both infinities.
         exp_2x = tl.exp2(qk * (2.0 * LOG2E * qk_scale / soft_cap))
@@ -32,6 +32,13 @@ def transform_scores(
         scores -= slopes[:, None] * distance
     if HAS_BIAS:
         scores += bias
+    if SCORE is not None:
+        scores = SCORE(scores, positions[:, None], keys[None, :], heads[:, None], request, aux).to(
+            tl.float32
+        )
+        if HAS_BIAS:
+            # A key that the bias hides stays hidden (M10).
+            scores = tl.where(bias == float("-inf"), float("-inf"), scores)
     return scores * LOG2E
 
 

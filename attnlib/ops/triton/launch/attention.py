@@ -20,6 +20,7 @@ from attnlib.ops.triton.heuristics.tiles import split_head_size
 from attnlib.ops.triton.kernels.quant import KV_NATIVE, KV_PLAIN
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch, Submit
 from attnlib.ops.triton.launch.scales import kv_kind, scale_kind
+from attnlib.ops.triton.launch.score import score_constants, score_tail, tensor_sizes
 
 __all__ = [
     "BatchTensors",
@@ -48,6 +49,7 @@ class BatchTensors(NamedTuple):
         workspace: scratch memory, float32 or uint8; None when nothing is split.
         counters: int32 zeros; None when no kernel needs them.
         max_seq_len: upper bound of the sequence lengths.
+        score_tensors: batch tensors of the score function, in its order.
     """
 
     query_start_loc: Tensor
@@ -58,6 +60,7 @@ class BatchTensors(NamedTuple):
     workspace: Tensor | None = None
     counters: Tensor | None = None
     max_seq_len: int = 0
+    score_tensors: tuple[Tensor, ...] = ()
 
 
 def check_batch(batch: BatchTensors, max_query_len: int) -> None:
@@ -133,11 +136,12 @@ class BoundAttention(NamedTuple):
         sinks: Any,
         k_scale: Any,
         v_scale: Any,
+        *score_tensors: Any,
     ) -> None:
         """Launch on `stream`; the argument order of the plain attention kernels is written here."""
         self.attend(
             stream, query, key, value, out, lse, *self.lengths, alibi_slopes, sinks, self.bias,
-            k_scale, v_scale,
+            k_scale, v_scale, *score_tensors,
         )  # fmt: skip
         if self.combine is not None:
             self.combine(stream, sinks, out, lse)
@@ -157,6 +161,7 @@ class PlainAttention:
         is_decode: whether the kernel takes partial results.
         combine: the kernel that combines splits; None when nothing is split.
         combine_tail: its numbers.
+        score_tensors: layer tensors of the score function, of which only the sizes are kept.
         workspace_bytes: bytes of partial results.
     """
 
@@ -175,6 +180,7 @@ class PlainAttention:
         is_decode: bool,
         combine: BoundLaunch | None = None,
         combine_tail: tuple[int, ...] = (),
+        score_tensors: tuple[Tensor, ...] = (),
         workspace_bytes: int = 0,
     ) -> None:
         self.limits = limits
@@ -188,6 +194,7 @@ class PlainAttention:
         self._last = last
         self._is_decode = is_decode
         self._combine_tail = combine_tail
+        self._score_sizes = tensor_sizes(score_tensors)
 
     @property
     def kernels(self) -> tuple[BoundLaunch, ...]:
@@ -218,17 +225,18 @@ class PlainAttention:
             flags = flags.view(torch.uint8)
         tensors = (
             batch.query_start_loc, batch.seq_lens, flags, batch.query_bias, batch.block_table,
-            partials,
+            partials, *batch.score_tensors,
         )  # fmt: skip
         aligned = aligned and (partials is None or not partials.data_ptr() & ALIGNMENT)
         given: tuple[Any, ...] = tensors
         if direct:
             given = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
-        starts, lens, flags_given, bias, table, space = given
+        starts, lens, flags_given, bias, table, space, *score = given
         middle: tuple[Any, ...] = (table, self._table_stride)
         if self._is_decode:
             middle = (*middle, space)
-        tail = (*self._numbers, *middle, *self._last)
+        pointers, sizes = score_tail(self._score_sizes, batch.score_tensors, tuple(score))
+        tail = (*pointers, *self._numbers, *middle, *self._last, *sizes)
         combine = None
         if self.combine is not None:
             combine = self.combine.bind(direct, aligned, self._combine_tail, (space,))
@@ -308,7 +316,9 @@ def attention_constants(
         "HAS_LSE": has_lse,
         "K_SCALE_KIND": scale_kind("k_scale", params.k_scale),
         "V_SCALE_KIND": scale_kind("v_scale", params.v_scale),
-        "SCALE_LATE": params.scale > 0 and not (cap or alibi is not None or bias is not None),
+        "SCALE_LATE": params.scale > 0
+        and not (cap or alibi is not None or bias is not None or params.score_function is not None),
+        **score_constants(params, "triton"),
         "VEC_Q": _vector("query", query),
         "VEC_K": _vector("key", key),
         "VEC_V": _vector("value", value),

@@ -105,6 +105,7 @@ def run_attention(
                 current_stream(prepared.index), q_ptr, k_ptr, v_ptr, out_ptr,
                 *(_address(x) for x in (lse, params.alibi_slopes, params.sinks)),
                 _address(params.k_scale), _address(params.v_scale),
+                *map(_address, params.layer_score_tensors()),
             )  # fmt: skip
             return
         if prepared.as_bytes:
@@ -113,6 +114,7 @@ def run_attention(
             0, query, key, value, out, lse, params.alibi_slopes, params.sinks,
             params.k_scale if isinstance(params.k_scale, Tensor) else float(params.k_scale),
             params.v_scale if isinstance(params.v_scale, Tensor) else float(params.v_scale),
+            *params.layer_score_tensors(),
         )  # fmt: skip
 
 

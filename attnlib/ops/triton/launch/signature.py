@@ -10,6 +10,7 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.scales import scale_signature
+from attnlib.ops.triton.launch.score import score_signature
 
 __all__ = ["batch_signature", "call_signature"]
 
@@ -27,17 +28,17 @@ def call_signature(
         causal if isinstance(causal, bool) else "per request",
         None if alibi is None else tensor_signature(alibi),
         None if sinks is None else tensor_signature(sinks),
-        scale_signature(params.k_scale), scale_signature(params.v_scale),
+        scale_signature(params.k_scale), scale_signature(params.v_scale), score_signature(params),
     )  # fmt: skip
 
 
 def batch_signature(batch: BatchTensors) -> tuple[Any, ...]:
     """What a launch follows from in the tensors of its batch: dtypes, row counts and strides."""
-    starts, lens, table, flags, bias, _, counters, _ = batch
+    starts, lens, table, flags, bias, _, counters, _, score_tensors = batch
     return (
         starts.dtype, starts.shape, starts.stride(), lens.dtype, lens.shape, lens.stride(),
         None if table is None else (table.dtype, table.stride()),
         None if flags is None else (flags.dtype, flags.stride()),
         None if bias is None else (bias.dtype, bias.shape[1], bias.stride()),
-        None if counters is None else (counters.dtype, counters.numel()),
+        None if counters is None else (counters.dtype, counters.numel()), len(score_tensors),
     )  # fmt: skip

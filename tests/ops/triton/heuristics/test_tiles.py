@@ -31,9 +31,9 @@ def test_never_exceeds_the_chip(choose, limit: int, products: str) -> None:  # t
             for rows in (1, 8, 24, 64, 100, 4096):
                 if formats[0] == 4 and size == 512 and limit <= 64 * KB and products != "mfma":
                     continue
-                for has_bias in (False, True):
-                    tile = choose(size, size, *formats, rows, limit, products, has_bias)
-                    assert shared_bytes(tile, size, size, *formats, products, has_bias) <= limit
+                for score_tiles in (0, 1, 2):
+                    tile = choose(size, size, *formats, rows, limit, products, score_tiles)
+                    assert shared_bytes(tile, size, size, *formats, products, score_tiles) <= limit
                 assert tile.block_m >= 16 and tile.block_n >= 16 and tile.num_warps in (4, 8)
                 assert (
                     tile.block_m & (tile.block_m - 1) == 0
