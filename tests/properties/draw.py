@@ -50,7 +50,9 @@ class Batch:
         extra_max: added to `max_query_len` and `max_seq_len`.
         causal: `CommonAttentionMetadata.causal`.
         shared_blocks: leading blocks that all requests share.
-        skipped: tokens with slot -1, whose keys and values are in the cache already.
+        skipped: rows of k and v with slot -1, which are in the cache already.
+        new_keys: for each request, the number of its last keys that the call gives. For
+            cross-attention any number, for other layers `query_lens`.
     """
 
     query_lens: tuple[int, ...]
@@ -60,6 +62,7 @@ class Batch:
     causal: bool | tuple[bool, ...] | None
     shared_blocks: int
     skipped: tuple[int, ...]
+    new_keys: tuple[int, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -82,6 +85,7 @@ class Forms:
         poison: cache elements that must not be read: "nan", "inf", "huge" or "zero".
         written: keys and values: "given", "cached" (None in the call) or "unused" (given, but a
             layer that shares its cache must not write them).
+        host_lengths: the batch has `query_start_loc_cpu` and `seq_lens_cpu`.
         scales_on: "cache" or "layer".
         scales: "number" or "tensor".
         amplitude: standard deviation of q and k.
@@ -99,6 +103,7 @@ class Forms:
     garbage: str
     poison: str
     written: str
+    host_lengths: bool
     scales_on: str
     scales: str
     amplitude: float
@@ -150,7 +155,7 @@ def draw_of(seed: int, limits: Limits, draws_per_spec: int = 1) -> Draw:
         k_scales=k_scales,
         v_scales=k_scales if spec.use_mla else _scales(rng, spec),  # MLA: one memory, one scale
         batch=batch,
-        forms=_forms(rng, spec, limits),
+        forms=_forms(rng, spec, batch, limits),
     )
 
 
@@ -250,9 +255,13 @@ def _batch(rng: Random, spec: AttentionSpec, limits: Limits) -> Batch:
     shared = 0
     if spec.is_paged and not cross and len(pairs) > 1 and rng.random() < 0.2:
         shared = min((s - q) // spec.block_size for q, s in pairs)
+    new_keys = queries
+    if cross:
+        first = rng.random() < 0.5  # a first step writes encoder output; later steps write nothing
+        new_keys = tuple(rng.choice([0, s, rng.randint(0, s)]) if first else 0 for s in lengths)
     skipped: tuple[int, ...] = ()
-    if spec.attn_type is AttentionType.DECODER and rng.random() < 0.2:
-        skipped = tuple(token for token in range(sum(queries)) if rng.random() < 0.4)
+    if spec.is_paged and rng.random() < 0.2:
+        skipped = tuple(token for token in range(sum(new_keys)) if rng.random() < 0.4)
     return Batch(
         query_lens=queries,
         seq_lens=lengths,
@@ -261,6 +270,7 @@ def _batch(rng: Random, spec: AttentionSpec, limits: Limits) -> Batch:
         causal=causal,
         shared_blocks=shared,
         skipped=skipped,
+        new_keys=new_keys,
     )
 
 
@@ -281,14 +291,14 @@ def _scales(rng: Random, spec: AttentionSpec) -> tuple[float, ...]:
     return tuple(rng.choice(values) for _ in range(spec.num_kv_heads))
 
 
-def _forms(rng: Random, spec: AttentionSpec, limits: Limits) -> Forms:
+def _forms(rng: Random, spec: AttentionSpec, batch: Batch, limits: Limits) -> Forms:
     layouts = ["NHD", "HND", "NHD_INTERLEAVED", "HND_INTERLEAVED", "NHD_PACKED", "HND_PACKED"]
     cache = rng.choice([*layouts, "padded", "misaligned"])
     written = "given"
     if spec.kv_sharing:
         written = rng.choice(["cached", "unused"])
     elif spec.attn_type is AttentionType.ENCODER_DECODER:
-        written = "cached"
+        written = "given" if any(batch.new_keys) else "cached"
     elif spec.attn_type is AttentionType.DECODER and rng.random() < 0.12:
         written = "cached"
     per_head = spec.is_kv_quantized and spec.kv_scale_kind == "head"
@@ -304,6 +314,7 @@ def _forms(rng: Random, spec: AttentionSpec, limits: Limits) -> Forms:
         garbage=rng.choice(["other", "minus_one", "huge"]),
         poison=rng.choice(["nan", "inf", "huge", "zero"]),
         written=written,
+        host_lengths=rng.random() > 0.1,
         scales_on=rng.choice(["cache", "layer"]),
         scales="tensor" if per_head else rng.choice(["number", "tensor"]),
         amplitude=rng.choice([1.0, 1.0, 0.1, 4.0]),

@@ -32,7 +32,7 @@ class Placement:
     Attributes:
         num_blocks: blocks in the pool.
         rows: blocks of each request.
-        slots: slot of each token; -1 for skipped tokens.
+        slots: slot of each given key; -1 for skipped ones.
         common: the batch on the device.
         ints: the metadata tensors that the batch was made of, by name, for comparison.
     """
@@ -65,15 +65,16 @@ def place(draw: Draw, device: str) -> Placement:
     for query in batch.query_lens:
         starts.append(starts[-1] + query)
     slots = []
-    writes = spec.attn_type is AttentionType.DECODER
-    for request, (query, length) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
-        for p in range(length - query, length) if writes else ():
+    cross = spec.attn_type is AttentionType.ENCODER_DECODER
+    for request, (new, length) in enumerate(zip(batch.new_keys, batch.seq_lens, strict=True)):
+        for p in range(length - new, length) if spec.is_paged else ():
             slots.append(rows[request][p // size] * size + p % size)
     for token in batch.skipped:
         slots[token] = -1
+    has_slots = any(batch.new_keys) if cross else spec.is_paged
     bias = _query_bias(draw, rng)
     # Slots past the last token belong to nobody: they must not be written (P4).
-    tail = [free[-1] * size] * batch.num_padding_rows
+    tail = [] if cross else [free[-1] * size] * batch.num_padding_rows
     ints = {
         "query_start_loc": torch.tensor(starts, dtype=torch.int32),
         "seq_lens": torch.tensor(batch.seq_lens, dtype=torch.int32),
@@ -87,9 +88,9 @@ def place(draw: Draw, device: str) -> Placement:
         causal = torch.tensor(causal, dtype=torch.bool, device=device)
     common = attnlib.CommonAttentionMetadata(
         query_start_loc=on_device["query_start_loc"],
-        query_start_loc_cpu=ints["query_start_loc"].clone(),
+        query_start_loc_cpu=ints["query_start_loc"].clone() if forms.host_lengths else None,
         seq_lens=on_device["seq_lens"],
-        seq_lens_cpu=ints["seq_lens"].clone(),
+        seq_lens_cpu=ints["seq_lens"].clone() if forms.host_lengths else None,
         num_computed_tokens_cpu=torch.tensor(
             [max(s - q, 0) for q, s in zip(batch.query_lens, batch.seq_lens, strict=True)],
             dtype=torch.int32,
@@ -99,10 +100,10 @@ def place(draw: Draw, device: str) -> Placement:
         max_query_len=max(batch.query_lens, default=0) + batch.extra_max[0],
         max_seq_len=max(batch.seq_lens, default=0) + batch.extra_max[1],
         block_table_tensor=on_device["block_table_tensor"] if spec.is_paged else None,
-        slot_mapping=on_device["slot_mapping"] if writes else None,
+        slot_mapping=on_device["slot_mapping"] if has_slots else None,
         causal=causal,
         query_bias=None if bias is None else move(bias, device),
-        is_cross_attention=spec.attn_type is AttentionType.ENCODER_DECODER,
+        is_cross_attention=cross,
     )
     if bias is not None:
         ints["query_bias"] = bias.clone()
@@ -173,17 +174,17 @@ def tensors_of(draw: Draw, placement: Placement, device: str, layer: int) -> Lay
     def normal(rows: int, heads: int, size: int, factor: float = 1.0) -> Tensor:
         return (torch.randn(rows, heads, size, generator=rng) * factor).to(spec.dtype)
 
-    tokens = batch.num_tokens
+    tokens, keys = batch.num_tokens, sum(batch.new_keys)
     sizes = (
-        (spec.num_heads, spec.head_size, forms.amplitude),
-        (spec.num_kv_heads, spec.head_size, forms.amplitude),
-        (spec.num_kv_heads, spec.head_size_v, 1.0),
+        (tokens, spec.num_heads, spec.head_size, forms.amplitude),
+        (keys, spec.num_kv_heads, spec.head_size, forms.amplitude),
+        (keys, spec.num_kv_heads, spec.head_size_v, 1.0),
     )
     nan = torch.full((), float("nan"), dtype=spec.dtype)
     given = []
-    for heads, size, factor in sizes:
+    for rows, heads, size, factor in sizes:
         padding = nan.expand(batch.num_padding_rows, heads, size)
-        given.append(torch.cat([normal(tokens, heads, size, factor), padding]))
+        given.append(torch.cat([normal(rows, heads, size, factor), padding]))
     if spec.use_mla:
         given[2] = given[1][..., : spec.head_size_v].clone()  # values are a prefix of the keys
     passed = [move(tensor, device) for tensor in _input_forms(given, forms.inputs)]
@@ -214,6 +215,10 @@ def tensors_of(draw: Draw, placement: Placement, device: str, layer: int) -> Lay
 
 
 def _input_forms(given: list[Tensor], form: str) -> list[Tensor]:
+    if len(given[0]) != len(given[1]):  # cross-attention: q and k have no common projection
+        flat = form == "flat"
+        return [tensor.flatten(1) if flat else strided_form(tensor, form, float("nan"))
+                for tensor in given]  # fmt: skip
     if form in ("fused", "flat"):
         fused = torch.cat([tensor.flatten(1) for tensor in given], dim=1)
         parts = fused.split([tensor.shape[1] * tensor.shape[2] for tensor in given], dim=1)
@@ -263,7 +268,7 @@ def _fill(draw: Draw, placement: Placement, cache: attnlib.PagedKVCache, normal:
     """Store keys and values of every position that the call does not write."""
     spec, batch = draw.spec, draw.batch
     skipped = set(batch.skipped)
-    everything = draw.forms.written != "given" or spec.attn_type is AttentionType.ENCODER_DECODER
+    everything = draw.forms.written != "given"
     raw = raw_bytes(cache.key_cache)
     token = 0
     views = []
@@ -272,11 +277,11 @@ def _fill(draw: Draw, placement: Placement, cache: attnlib.PagedKVCache, normal:
         strides = view.stride(), view.storage_offset()
         cpu = flat.as_strided(view.shape, *strides)
         views.append(cpu.view(torch.uint8) if view.element_size() == 1 else cpu)
-    for request, (query, length) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
-        known = list(range(length)) if everything else list(range(length - query))
+    for request, (new_keys, length) in enumerate(zip(batch.new_keys, batch.seq_lens, strict=True)):
+        known = list(range(length)) if everything else list(range(length - new_keys))
         if not everything:
-            known += [length - query + i for i in range(query) if token + i in skipped]
-        token += query
+            known += [length - new_keys + i for i in range(new_keys) if token + i in skipped]
+        token += new_keys
         if not known:
             continue
         position = torch.tensor(known)
