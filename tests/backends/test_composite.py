@@ -343,3 +343,28 @@ def test_children_follow_the_layer(change: str) -> None:
         step = backend.make_builder(spec, "cpu").build(0, common)
         results.append(layer(*tensors, cache, step))
     torch.testing.assert_close(results[0], results[1])
+
+
+def test_strided_metadata_gives_the_result_of_contiguous_metadata() -> None:
+    """D1: slots, lengths and tables of a mixed batch; a captured step cannot follow the copies."""
+    backend = make_composite(_child("strides_a"), _child("strides_b"))
+    common = attnlib.CommonAttentionMetadata.from_lengths(
+        [1, 5], [6, 5], [[0, 2], [1, 4]], SPEC.block_size, "cpu"
+    )
+    strided = common.replace(
+        **{
+            name: torch.stack([getattr(common, name), getattr(common, name) + 9], -1)[..., 0]
+            for name in ("query_start_loc", "seq_lens", "slot_mapping", "block_table_tensor")
+        }
+    )
+    layer = attnlib.Attention(SPEC, backend=backend, device="cpu")
+    builder = backend.make_builder(SPEC, "cpu")
+    q, k, v = (torch.randn(6, heads, 16) for heads in (4, 2, 2))
+    results = []
+    for batch in (common, strided):
+        cache = attnlib.PagedKVCache.allocate(SPEC, 5, "cpu")
+        results.append((layer(q, k, v, cache, builder.build(0, batch)), cache.key_cache))
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+    assert builder.build(0, strided).slot_mapping.is_contiguous()
+    with pytest.raises(ContractError, match="slot_mapping has strides .*captured step"):
+        builder.build_for_cudagraph_capture(common.replace(slot_mapping=strided.slot_mapping))

@@ -11,7 +11,7 @@ import torch
 from attnlib.backends.base import AttentionBackend
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.metadata.batch_slice import slice_batch
-from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.common import CommonAttentionMetadata, refuse_strided
 from attnlib.metadata.split import leading_decodes
 from attnlib.spec import AttentionSpec
 
@@ -103,7 +103,12 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> CompositeMetadata:
-        """As `build`, with `build_for_cudagraph_capture` of the children."""
+        """As `build`, with `build_for_cudagraph_capture` of the children.
+
+        Raises:
+            ContractError: the batch has strided metadata.
+        """
+        refuse_strided(common_attn_metadata)
         return self._build(
             common_attn_metadata, lambda builder, part: builder.build_for_cudagraph_capture(part)
         )
@@ -160,7 +165,7 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
             num_prefills=common.num_reqs - decodes,
             num_prefill_tokens=common.num_actual_tokens - tokens,
             num_decode_tokens=tokens,
-            slot_mapping=common.slot_mapping,
+            slot_mapping=None if common.slot_mapping is None else common.slot_mapping.contiguous(),
             num_actual_tokens=common.num_actual_tokens,
             num_decodes=decodes,
             query_start_loc=common.query_start_loc,
