@@ -17,7 +17,7 @@ from attnlib.spec import AttentionSpec
 if TYPE_CHECKING:
     from attnlib.layer import Attention
 
-__all__ = ["check_call", "check_latent_scales", "check_metadata", "per_head"]
+__all__ = ["check_addresses", "check_call", "check_latent_scales", "check_metadata", "per_head"]
 
 _SAME_IN_METADATA = ("block_size", "num_heads", "num_kv_heads", "head_size", "head_size_v")
 
@@ -65,6 +65,62 @@ def check_metadata(layer: Attention, metadata: Any) -> None:
             f"attn_type={layer.spec.attn_type.value}, and the batch leaves causality to the spec: "
             "build it with the builder of this layer's group",
             rule="M1",
+        )
+
+
+def check_addresses(metadata: Any, cache: PagedKVCache | None, device: torch.device) -> None:
+    """Whether block table and slots are on the device of the call and, on a CPU, inside the cache.
+
+    On a CPU their values are read. On other devices that would synchronize, and
+    ATTNLIB_VALIDATE=1 reads them.
+
+    Raises:
+        ContractError: the message names the tensor, the index and the value.
+    """
+    for name in ("query_start_loc", "seq_lens", "block_table"):
+        tensor = getattr(metadata, name, None)
+        if tensor is not None and tensor.device != device:
+            raise ContractError(
+                f"{name} is on {tensor.device}, query on {device}: build the batch for that device"
+            )
+    if cache is None or device.type != "cpu":
+        return
+    slots = getattr(metadata, "slot_mapping", None)
+    if slots is not None and slots.numel():
+        least, most = slots.aminmax()
+        if least < -1 or most >= cache.num_slots:
+            token = int(((slots < -1) | (slots >= cache.num_slots)).int().argmax())
+            raise ContractError(
+                f"slot_mapping[{token}]={slots[token]} is outside the cache of {cache.num_slots} "
+                "slots (-1 writes nothing)",
+                rule="P4",
+            )
+    table, seq_lens = getattr(metadata, "block_table", None), getattr(metadata, "seq_lens", None)
+    if table is not None and seq_lens is not None and table.numel():
+        _check_block_ids(table, seq_lens, cache)
+
+
+def _check_block_ids(table: torch.Tensor, seq_lens: torch.Tensor, cache: PagedKVCache) -> None:
+    """Ids of blocks that a request reads; entries past its end may hold anything (P3)."""
+    if int(seq_lens.max()) > table.shape[1] * cache.block_size:
+        request = int(seq_lens.argmax())
+        raise ContractError(
+            f"block_table row {request} has {table.shape[1]} entries, but seq_lens[{request}]="
+            f"{seq_lens[request]} needs {-(-int(seq_lens[request]) // cache.block_size)} blocks of "
+            f"{cache.block_size} tokens",
+            rule="P3",
+        )
+    least, most = table.aminmax()
+    if least >= 0 and most < cache.num_blocks:
+        return
+    first_position = torch.arange(table.shape[1]) * cache.block_size
+    wrong = (first_position < seq_lens[:, None]) & ((table < 0) | (table >= cache.num_blocks))
+    if bool(wrong.any()):
+        request, column = wrong.nonzero()[0].tolist()
+        raise ContractError(
+            f"block_table[{request}][{column}]={table[request, column]} is outside the pool of "
+            f"{cache.num_blocks} blocks (0 to {cache.num_blocks - 1})",
+            rule="P3",
         )
 
 

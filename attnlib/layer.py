@@ -6,7 +6,6 @@ spec, backend and impl, scales, slopes and sinks.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,13 +14,20 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from attnlib.backends.base import AttentionBackend, AttentionImpl, StepPlan, score_attribute
+from attnlib.backends.base import (
+    AttentionBackend,
+    AttentionImpl,
+    StepPlan,
+    check_in_place,
+    score_attribute,
+)
 from attnlib.cache.storage import UNIT_SCALE, PagedKVCache, Scale
-from attnlib.call_checks import check_call, check_latent_scales, per_head
+from attnlib.call_checks import check_addresses, check_call, check_latent_scales, per_head
 from attnlib.compile.objects import register
 from attnlib.compile.operator import attend_opaquely
 from attnlib.errors import ContractError
-from attnlib.instrumentation import OBSERVERS, VALIDATE_VARIABLE, checker_for_level
+from attnlib.instrumentation import OBSERVERS, VALIDATE_VARIABLE, Checker, checker_for_level
+from attnlib.ops.scales import check_scale, scale_for
 from attnlib.ops.signature import tensor_check, tensor_signature
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec, AttentionType
@@ -312,20 +318,21 @@ class Attention(nn.Module):
         self.handle = register(self)  # a copy of a layer is another layer
 
     def calc_kv_scales(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Set `k_scale` and `v_scale` so that the largest element of `key` and `value` becomes the
-        largest finite number of the cache's dtype.
+        """Set `k_scale` and `v_scale` so that the largest finite element of `key` and `value`
+        becomes the largest finite number of the cache's dtype. No host sync.
 
-        Call it before the layer sees its cache; for a cache that is not quantised it does nothing.
+        Call it before the layer sees its cache; for a cache that is not quantized it does nothing.
+        `enable_kv_scales_calculation` of a batch calls it within the step.
+
+        Args:
+            query: not read; kept for vLLM's argument list.
+            key, value: of any shape.
         """
         if not self.spec.is_kv_quantized:
             return
         largest = torch.finfo(self.spec.kv_dtype).max
-        self.k_scale = (key.abs().amax().float() / largest).clamp(
-            min=torch.finfo(torch.float32).tiny
-        )
-        self.v_scale = (value.abs().amax().float() / largest).clamp(
-            min=torch.finfo(torch.float32).tiny
-        )
+        self.k_scale = scale_for(key, largest)
+        self.v_scale = scale_for(value, largest)
 
     def set_block_size(self, block_size: int) -> None:
         """Change the block size, for an engine that chooses it after its layers exist.
@@ -457,6 +464,10 @@ class Attention(nn.Module):
             check_call(self, q, k, v, cache, metadata, return_lse)
             self._check_output(query, output, shape)
             self._accepted = accepted
+        check_addresses(metadata, cache, query.device)
+        calculates_scales = getattr(metadata, "enable_kv_scales_calculation", False)
+        if calculates_scales and cache is not None and k is not None and v is not None:
+            self._calculate_scales(k, v, cache, metadata.slot_mapping)
         if not self._scales_agree(cache):
             self._agree_on_scales(cache)  # may change the scales of the cache
             signature = self._call_signature(query, key, value, cache, output, return_lse)
@@ -471,11 +482,34 @@ class Attention(nn.Module):
         like_query = query.shape == shape and query.is_contiguous()
         known = (plan, None if like_query else shape)
         plans = getattr(metadata, "plans", None)
-        if plans is not None:
+        if plans is not None and not calculates_scales:  # every layer computes its own
             if len(plans) >= MAX_PLANS:
                 plans.clear()
             plans[signature] = known
         return known
+
+    def _calculate_scales(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: PagedKVCache,
+        slots: torch.Tensor | None,
+    ) -> None:
+        """Scales from the keys and values that this step writes, once: a layer or a cache that has
+        scales keeps them, because they hold for everything the cache stores."""
+        unset = all(isinstance(s, float) and s == 1.0 for s in (cache.k_scale, cache.v_scale))
+        if slots is None or not (self.writes and self._uses_cache_scales and unset):
+            return
+        if key.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ContractError(
+                "enable_kv_scales_calculation computes new scales, which a CUDA graph would "
+                "compute at each replay: run one step without a graph first",
+                rule="M9",
+            )
+        unwritten = (slots < 0)[:, None, None]
+        rows = slots.shape[0]
+        new = (tensor[:rows].masked_fill(unwritten, 0) for tensor in (key, value))
+        self.calc_kv_scales(key, *new)
 
     def _plan(
         self,
@@ -652,20 +686,20 @@ class _MethodPlan:
             if value.dim() == 2:
                 value = value.view(-1, spec.num_kv_heads, spec.head_size_v)
             if cache is None:
-                impl.forward_unpaged(query, key, value, metadata, output, lse)
+                unpaged: Callable[..., object] = impl.forward_unpaged
+                check_in_place(impl, unpaged(query, key, value, metadata, output, lse))
                 return
             if self._writes:
                 impl.write_kv(key, value, cache, metadata.slot_mapping)
         assert cache is not None  # `check_call` refuses a paged layer without one
-        impl.forward(query, cache, metadata, output, lse)
+        forward: Callable[..., object] = impl.forward
+        check_in_place(impl, forward(query, cache, metadata, output, lse))
 
 
 class _CheckedPlan:
     """Another plan, with a check of values before every run (ATTNLIB_VALIDATE)."""
 
-    def __init__(
-        self, plan: StepPlan, layer: Attention, metadata: Any, checker: Callable[..., None]
-    ) -> None:
+    def __init__(self, plan: StepPlan, layer: Attention, metadata: Any, checker: Checker) -> None:
         self._plan = plan
         self._layer = layer
         self._metadata = metadata
@@ -674,8 +708,10 @@ class _CheckedPlan:
     def run(self, impl: AttentionImpl, *call: Any) -> None:
         """See `StepPlan.run`."""
         query, key, value, cache = call[:4]
-        self._checker(self._layer, query, key, value, cache, self._metadata)
+        finish = self._checker(self._layer, query, key, value, cache, self._metadata)
         self._plan.run(impl, *call)
+        if finish is not None:
+            finish()
 
 
 def _new_output(query: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
@@ -708,8 +744,7 @@ def _checked_layer_scale(name: str, scale: Scale, spec: AttentionSpec) -> Scale:
             shape.
     """
     if not isinstance(scale, torch.Tensor):
-        if not (math.isfinite(scale) and scale > 0):
-            raise ContractError(f"{name}={scale} must be finite and greater than 0", rule="M9")
+        check_scale(name, scale)
         return UNIT_SCALE if scale == 1.0 else float(scale)
     if scale.dtype != torch.float32 or scale.shape not in ((), (1,), (spec.num_kv_heads,)):
         raise ContractError(

@@ -674,10 +674,10 @@ def test_metadata_of_another_spec_is_refused(change, message) -> None:
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
 def test_scales_are_finite_and_positive(scale) -> None:
     """M9"""
-    with pytest.raises(ContractError, match="must be finite and greater than 0"):
+    with pytest.raises(ContractError, match="must be finite and above 0"):
         attnlib.Attention(SPEC, device="cpu", k_scale=scale)
     cache = attnlib.PagedKVCache.allocate(SPEC, 8, "cpu")
-    with pytest.raises(ContractError, match="must be finite and greater than 0"):
+    with pytest.raises(ContractError, match="must be finite and above 0"):
         cache.v_scale = scale
 
 

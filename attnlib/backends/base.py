@@ -31,7 +31,14 @@ from attnlib.ops.params import AttentionParams
 from attnlib.spec import AttentionSpec
 from attnlib.tuning.tuner import Tuner
 
-__all__ = ["AttentionBackend", "AttentionImpl", "LayerGroup", "StepPlan", "score_attribute"]
+__all__ = [
+    "AttentionBackend",
+    "AttentionImpl",
+    "LayerGroup",
+    "StepPlan",
+    "check_in_place",
+    "score_attribute",
+]
 
 
 class AttentionBackend(ABC):
@@ -473,6 +480,19 @@ class AttentionImpl(ABC):
 def score_attribute(name: str) -> str:
     """The attribute of a layer that holds a layer tensor of its score function."""
     return f"score_{name}"
+
+
+def check_in_place(impl: AttentionImpl, result: object) -> None:
+    """Refuse an impl that returns its result; `output` would keep what it held before.
+
+    Raises:
+        ContractError: `result` is not None.
+    """
+    if result is not None:
+        raise ContractError(
+            f"{type(impl).__name__}.forward returned a {type(result).__name__}; it must write its "
+            "result to `output` in place and return None"
+        )
 
 
 def _has_current_plan(cls: type[AttentionImpl]) -> bool:

@@ -6,7 +6,6 @@ strides differ. `ops.block_moves` copies and zeroes whole blocks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 from weakref import WeakValueDictionary
@@ -15,9 +14,11 @@ import torch
 
 from attnlib.cache.engine_layouts import EngineLayouts
 from attnlib.cache.layout import LAYOUTS, get_kv_cache_layout, layout_named
+from attnlib.cache.overlap import blocks_overlap
 from attnlib.compile.objects import register_tensor_id
 from attnlib.errors import ContractError
 from attnlib.ops.block_moves import BlockPairs, check_ids, checked_pairs, move_blocks, zero_blocks
+from attnlib.ops.scales import check_scale
 from attnlib.ops.signature import tensor_signature
 from attnlib.spec import AttentionSpec
 
@@ -67,6 +68,12 @@ class PagedKVCache(EngineLayouts):
         v_scale: Scale = UNIT_SCALE,
     ) -> None:
         _check_views(key_cache, value_cache)
+        if not _is_prefix(key_cache, value_cache) and blocks_overlap(key_cache, value_cache):
+            raise ContractError(
+                "blocks of key_cache and value_cache overlap, so values would overwrite keys: pass "
+                "views of separate elements, or values that are a prefix of the keys (use_mla)",
+                rule="P1",
+            )
         self.key_cache = key_cache
         self.value_cache = value_cache
         self.layout = layout
@@ -221,10 +228,7 @@ class PagedKVCache(EngineLayouts):
     @property
     def values_alias_keys(self) -> bool:
         """True if the values are a prefix of the keys (MLA): writing the keys writes both."""
-        return (
-            self.value_cache.data_ptr() == self.key_cache.data_ptr()
-            and self.value_cache.stride()[:3] == self.key_cache.stride()[:3]
-        )
+        return _is_prefix(*self._views)
 
     @property
     def _views(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -290,6 +294,10 @@ class PagedKVCache(EngineLayouts):
         )
 
 
+def _is_prefix(key: torch.Tensor, value: torch.Tensor) -> bool:
+    return value.data_ptr() == key.data_ptr() and value.stride()[:3] == key.stride()[:3]
+
+
 def _check_views(key: torch.Tensor, value: torch.Tensor) -> None:
     for name, view in (("key_cache", key), ("value_cache", value)):
         if view.dim() != 4:
@@ -325,8 +333,7 @@ def checked_scale(name: str, scale: Scale, view: torch.Tensor) -> Scale:
             shape, stride or device than the cache needs.
     """
     if not isinstance(scale, torch.Tensor):
-        if not (math.isfinite(scale) and scale > 0):
-            raise ContractError(f"{name}={scale} must be finite and greater than 0", rule="M9")
+        check_scale(name, scale)
         return float(scale)
     heads = view.shape[2]
     if scale.numel() == 1 and scale.dim() == 1 and heads != 1:

@@ -13,10 +13,16 @@ import torch
 
 from attnlib.errors import ContractError
 from attnlib.metadata.batch_slice import slice_batch
+from attnlib.metadata.lengths import (
+    TableLike,
+    checked_lengths,
+    largest,
+    new_keys,
+    table_and_slots,
+    upper_bound,
+)
 
 __all__ = ["CommonAttentionMetadata", "refuse_strided"]
-
-_TableLike = torch.Tensor | Sequence[Sequence[int]]
 
 
 @dataclass(kw_only=True)
@@ -69,20 +75,16 @@ class CommonAttentionMetadata:
     def __post_init__(self) -> None:
         # Rows of padding write nothing (P4). The caller's tensor is not written.
         # The slots of cross-attention are those of encoder tokens, which have other rows.
-        slots = self.slot_mapping
-        if (
-            slots is not None
-            and slots.shape[0] > self.num_actual_tokens
-            and not self.is_cross_attention
-        ):
-            self.slot_mapping = slots[: self.num_actual_tokens]
+        slots, tokens = self.slot_mapping, self.num_actual_tokens
+        if slots is not None and not self.is_cross_attention and slots.shape[0] > tokens:
+            self.slot_mapping = slots[:tokens]
 
     @classmethod
     def from_lengths(
         cls,
         query_lens: Sequence[int],
         seq_lens: Sequence[int],
-        block_table: _TableLike | None = None,
+        block_table: TableLike | None = None,
         block_size: int | None = None,
         device: torch.device | str | None = None,
         *,
@@ -111,14 +113,17 @@ class CommonAttentionMetadata:
                 nothing.
 
         Raises:
-            ContractError: the lengths contradict each other, or the block table is too narrow for
-                them. The message names the request.
+            ContractError: a length or a block id is not an integer or does not fit int32, the
+                lengths contradict each other or the upper bounds, or the block table is too narrow
+                for them. The message names the request.
         """
-        queries, sequences = _checked_lengths(query_lens, seq_lens, is_cross_attention)
+        queries, sequences = checked_lengths(query_lens, seq_lens, is_cross_attention)
+        max_query_len = upper_bound("max_query_len", max_query_len, "query_lens", queries)
+        max_seq_len = upper_bound("max_seq_len", max_seq_len, "seq_lens", sequences)
         starts = torch.zeros(len(queries) + 1, dtype=torch.int32, device="cpu")
         torch.cumsum(queries, 0, out=starts[1:])
         device = torch.get_default_device() if device is None else torch.device(device)
-        key_starts, new_keys = _new_keys(
+        key_starts, written = new_keys(
             starts, queries, sequences, is_cross_attention, new_key_lens, block_table is not None
         )
         table = slots = None
@@ -127,10 +132,10 @@ class CommonAttentionMetadata:
                 raise ContractError(
                     f"block_size={block_size} must be given with a block table, and be at least 1"
                 )
-            table, slots = _table_and_slots(
+            table, slots = table_and_slots(
                 block_table,
                 key_starts,
-                new_keys,
+                written,
                 sequences,
                 block_size,
                 device,
@@ -144,8 +149,8 @@ class CommonAttentionMetadata:
             num_computed_tokens_cpu=(sequences - queries).clamp(min=0),
             num_reqs=len(queries),
             num_actual_tokens=int(starts[-1]),
-            max_query_len=_largest(queries) if max_query_len is None else max_query_len,
-            max_seq_len=_largest(sequences) if max_seq_len is None else max_seq_len,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
             block_table_tensor=table,
             slot_mapping=slots,
             causal=causal,
@@ -209,9 +214,9 @@ class CommonAttentionMetadata:
         assert self.query_start_loc_cpu is not None  # `query_lens_cpu` checks it
         tokens = slice(int(self.query_start_loc_cpu[first]), int(self.query_start_loc_cpu[end]))
         part = slice_batch(self, slice(first, end), tokens, tokens)
-        part.max_query_len = min(self.max_query_len, _largest(lengths))
+        part.max_query_len = min(self.max_query_len, largest(lengths))
         if part.seq_lens_cpu is not None:
-            part.max_seq_len = min(self.max_seq_len, _largest(part.seq_lens_cpu))
+            part.max_seq_len = min(self.max_seq_len, largest(part.seq_lens_cpu))
         return part
 
 
@@ -237,152 +242,3 @@ def refuse_strided(common: CommonAttentionMetadata) -> None:
                 "because a copy would not follow later changes: call .contiguous() on a persistent "
                 "buffer"
             )
-
-
-def _checked_lengths(
-    query_lens: Sequence[int], seq_lens: Sequence[int], is_cross_attention: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    queries, sequences = (
-        torch.as_tensor(lengths, dtype=torch.int32, device="cpu").reshape(-1)
-        for lengths in (query_lens, seq_lens)
-    )
-    if queries.shape != sequences.shape:
-        raise ContractError(
-            f"{len(queries)} query_lens and {len(sequences)} seq_lens: every request needs one of "
-            "each",
-            rule="M1",
-        )
-    for name, lengths in (("query_lens", queries), ("seq_lens", sequences)):
-        if bool((lengths < 0).any()):
-            request = _first(lengths < 0)
-            raise ContractError(
-                f"{name}[{request}]={lengths[request]} must not be negative", rule="M7"
-            )
-    short = sequences < queries
-    if not is_cross_attention and short.any():
-        request = _first(short)
-        raise ContractError(
-            f"seq_lens[{request}]={sequences[request]} is below "
-            f"query_lens[{request}]={queries[request]}: seq_lens count context and new tokens",
-            rule="M1",
-        )
-    return queries, sequences
-
-
-def _new_keys(
-    starts: torch.Tensor,
-    queries: torch.Tensor,
-    sequences: torch.Tensor,
-    is_cross_attention: bool,
-    new_key_lens: Sequence[int] | None,
-    has_table: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(offsets `[R+1]`, lengths `[R]`) of the keys that a batch writes."""
-    if new_key_lens is None:
-        return starts, queries
-    if not is_cross_attention or not has_table:
-        raise ContractError(
-            "new_key_lens is for cross-attention with a block table: other batches write the keys "
-            "of their query_lens"
-        )
-    new = torch.as_tensor(new_key_lens, dtype=torch.int32, device="cpu").reshape(-1)
-    if new.shape != sequences.shape:
-        raise ContractError(f"{len(new)} new_key_lens for {len(sequences)} requests", rule="M1")
-    wrong = (new < 0) | (new > sequences)
-    if bool(wrong.any()):
-        request = _first(wrong)
-        raise ContractError(
-            f"new_key_lens[{request}]={new[request]} must be from 0 to "
-            f"seq_lens[{request}]={sequences[request]}",
-            rule="M1",
-        )
-    key_starts = torch.zeros_like(starts)
-    torch.cumsum(new, 0, out=key_starts[1:])
-    return key_starts, new
-
-
-def _table_and_slots(
-    block_table: _TableLike,
-    starts: torch.Tensor,
-    queries: torch.Tensor,
-    sequences: torch.Tensor,
-    block_size: int,
-    device: torch.device,
-    *,
-    write: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The block table on the device, and the slots of the new tokens (None unless `write`)."""
-    if isinstance(block_table, torch.Tensor) and block_table.device.type != "cpu":
-        from attnlib.cache.slots import compute_slot_mapping
-
-        table = block_table.to(device=device, dtype=torch.int32)
-        _check_width(table.shape, sequences, block_size)
-        if not write:
-            return table, None
-        start, seq = (lengths.to(device, non_blocking=True) for lengths in (starts, sequences))
-        return table, compute_slot_mapping(start, seq, table, block_size, int(starts[-1]))
-    rows = _dense(block_table, sequences, block_size)
-    _check_width(rows.shape, sequences, block_size)
-    table = rows.to(device, non_blocking=True)
-    if not write:
-        return table, None
-    request = torch.repeat_interleave(torch.arange(len(queries), device="cpu"), queries.long())
-    position = (
-        torch.arange(len(request), device="cpu") + (sequences - queries - starts[:-1])[request]
-    )
-    blocks = rows[request, position // block_size].long()
-    if bool((blocks < 0).any()):
-        token = _first(blocks < 0)
-        raise ContractError(
-            f"block_table[{request[token]}][{position[token] // block_size}]={blocks[token]} is no "
-            f"block, but request {request[token]} writes position {position[token]} to it",
-            rule="P3",
-        )
-    return table, (blocks * block_size + position % block_size).to(device, non_blocking=True)
-
-
-def _dense(block_table: _TableLike, sequences: torch.Tensor, block_size: int) -> torch.Tensor:
-    if isinstance(block_table, torch.Tensor):
-        return block_table.to(torch.int32).contiguous()
-    if len(block_table) != len(sequences):
-        raise ContractError(
-            f"block_table has {len(block_table)} rows for {len(sequences)} requests", rule="P3"
-        )
-    for request, row in enumerate(block_table):
-        if len(row) * block_size < sequences[request]:
-            raise ContractError(
-                _too_narrow(request, len(row), int(sequences[request]), block_size), rule="P3"
-            )
-    width = max((len(row) for row in block_table), default=0)
-    rows = [[*row, *[-1] * (width - len(row))] for row in block_table]
-    return torch.tensor(rows, dtype=torch.int32, device="cpu").reshape(len(rows), width)
-
-
-def _check_width(shape: Sequence[int], sequences: torch.Tensor, block_size: int) -> None:
-    if len(shape) != 2 or shape[0] != len(sequences):
-        raise ContractError(
-            f"block_table has shape {tuple(shape)}; it must be "
-            f"[{len(sequences)} requests, max_blocks]",
-            rule="P3",
-        )
-    if len(sequences) and int(sequences.max()) > shape[1] * block_size:
-        request = int(sequences.argmax())
-        raise ContractError(
-            _too_narrow(request, shape[1], int(sequences[request]), block_size), rule="P3"
-        )
-
-
-def _too_narrow(request: int, columns: int, seq_len: int, block_size: int) -> str:
-    need = -(-seq_len // block_size)
-    return (
-        f"block_table row {request} has {columns} entries, but seq_lens[{request}]={seq_len} needs "
-        f"{need} blocks of {block_size} tokens"
-    )
-
-
-def _largest(lengths: torch.Tensor) -> int:
-    return int(lengths.max()) if lengths.numel() else 0
-
-
-def _first(flags: torch.Tensor) -> int:
-    return int(flags.int().argmax())

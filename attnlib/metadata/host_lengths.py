@@ -9,7 +9,20 @@ import torch
 from attnlib.errors import ContractError
 from attnlib.metadata.common import CommonAttentionMetadata
 
-__all__ = ["with_host_lengths"]
+__all__ = ["check_type", "with_host_lengths"]
+
+
+def check_type(common: object) -> None:
+    """Check that a builder was given a batch.
+
+    Raises:
+        ContractError: an object of another type.
+    """
+    if not isinstance(common, CommonAttentionMetadata):
+        raise ContractError(
+            f"common_attn_metadata is a {type(common).__name__}; build needs a "
+            "CommonAttentionMetadata: use CommonAttentionMetadata.from_lengths"
+        )
 
 
 def with_host_lengths(common: CommonAttentionMetadata, reader: str) -> CommonAttentionMetadata:
@@ -25,6 +38,7 @@ def with_host_lengths(common: CommonAttentionMetadata, reader: str) -> CommonAtt
         ContractError: a batch on another device has no host lengths, or host lengths that cannot
             be those of the batch: different from the tensors (CPU), or 0 for every request.
     """
+    check_type(common)
     missing: dict[str, Any] = {}
     for name in ("query_start_loc", "seq_lens"):
         tensor, host = getattr(common, name), getattr(common, f"{name}_cpu")

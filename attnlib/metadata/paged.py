@@ -17,6 +17,7 @@ import torch
 from attnlib.errors import ContractError
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.batch_slice import rows_of
+from attnlib.metadata.checks import check_batch
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.split import leading_decodes
 from attnlib.spec import AttentionSpec
@@ -46,6 +47,7 @@ class PagedMetadata(AttentionMetadata):
         query_bias: [T, >= max_query_len] float32 device or None.
         score_tensors: batch tensors of the score function by name, [R, m] int32 device, or None.
         query_start_loc_cpu, seq_lens_cpu: host copies, for backends that plan on the host, or None.
+        is_cross_attention: the keys are those of another sequence.
     """
 
     spec: AttentionSpec
@@ -64,6 +66,7 @@ class PagedMetadata(AttentionMetadata):
     score_tensors: Mapping[str, torch.Tensor] | None
     query_start_loc_cpu: torch.Tensor | None
     seq_lens_cpu: torch.Tensor | None
+    is_cross_attention: bool = False
 
     @property
     def num_reqs(self) -> int:
@@ -133,6 +136,7 @@ def paged_fields(
     decode_threshold: int | None,
     *,
     this_batch_only: bool = False,
+    needs_host_lengths: bool = True,
 ) -> dict[str, Any]:
     """The fields of `PagedMetadata` for a batch, as keyword arguments for a subclass. No host sync.
 
@@ -143,18 +147,14 @@ def paged_fields(
             into the prefill part.
         this_batch_only: bound the decodes of a mixed batch by the longest one in it, which allows
             smaller tiles. Unsafe for a step that is captured and replayed with other lengths.
+        needs_host_lengths: of the builder.
 
     Raises:
-        ContractError: a paged layer without a block table, or a score function without its batch
+        ContractError: a batch that `check_batch` refuses, or a score function without its batch
             tensors.
     """
+    check_batch(common, spec, needs_host_lengths=needs_host_lengths)
     is_paged, table = spec.is_paged, common.block_table_tensor
-    if is_paged and table is None:
-        raise ContractError(
-            f"attn_type={spec.attn_type.value} reads the cache through a block table, but the "
-            "batch has none: pass block_table and block_size",
-            rule="P3",
-        )
     threshold = decode_threshold if is_paged and decode_threshold is not None else 0
     num_decodes, decode_tokens = leading_decodes(common, threshold)
     if decode_tokens == 0:
@@ -191,6 +191,7 @@ def paged_fields(
         "score_tensors": _score_tensors(common, spec),
         "query_start_loc_cpu": common.query_start_loc_cpu,
         "seq_lens_cpu": common.seq_lens_cpu,
+        "is_cross_attention": common.is_cross_attention,
     }
 
 

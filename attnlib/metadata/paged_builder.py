@@ -22,4 +22,10 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         common = common_attn_metadata
         if self.needs_host_lengths:
             common = self.with_host_lengths(common)
-        return PagedMetadata(**paged_fields(common, self.spec, self.reorder_batch_threshold))
+        fields = paged_fields(
+            common,
+            self.spec,
+            self.reorder_batch_threshold,
+            needs_host_lengths=self.needs_host_lengths,
+        )
+        return PagedMetadata(**fields)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError, UnsupportedConfigError
 
-__all__ = ["check_not_batch_invariant", "check_scale", "check_slots"]
+__all__ = ["check_not_batch_invariant", "check_slots"]
 
 
 def check_not_batch_invariant(batch_invariant: bool) -> None:
@@ -23,16 +21,6 @@ def check_not_batch_invariant(batch_invariant: bool) -> None:
             "batch_invariant=True is not supported by attnlib.ops.triton: "
             "use the operation of attnlib.ops.torch"
         )
-
-
-def check_scale(name: str, scale: float | Tensor) -> None:
-    """Check a KV scale; elements of a tensor are not read.
-
-    Raises:
-        ContractError: a number that is not finite or not above 0 (M9).
-    """
-    if not isinstance(scale, Tensor) and not (math.isfinite(scale) and scale > 0):
-        raise ContractError(f"{name}={scale} must be finite and above 0", rule="M9")
 
 
 def check_slots(key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:

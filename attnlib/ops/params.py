@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.ops.checks import check_scale
+from attnlib.ops.scales import check_scale
 from attnlib.score_functions.function import ScoreFunction
 from attnlib.sizes import MAX_LOGITS_SOFT_CAP
 
@@ -33,7 +33,8 @@ class AttentionParams:
         score_function: changes the scores before the mask is applied (M10).
         score_tensors: its layer and batch tensors by name; batch tensors have a row per request.
         k_scale: real key = stored key * k_scale; a number, or a float32 tensor of 1 or `[Hkv]`
-            elements. Finite and above 0; elements of a tensor are not checked.
+            elements, from 2^-100 to 2^100. An element of a tensor outside these limits counts as
+            NaN.
         v_scale: the same for values.
 
     Raises:

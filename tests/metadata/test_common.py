@@ -78,11 +78,34 @@ def test_empty_is_legal_everywhere(lengths: tuple) -> None:
         ),
         ({"block_size": None}, "block_size=None must be given"),
         ({"block_size": 0}, "block_size=0 must be given"),
+        ({"query_lens": [1, 2.5]}, "query_lens is torch.float32; it must hold integers"),
+        ({"seq_lens": torch.tensor([5.0, 3.0])}, "seq_lens is torch.float32; it must hold"),
+        ({"seq_lens": [5, 2**31]}, r"seq_lens\[1\]=2147483648 does not fit int32"),
+        (
+            {"query_lens": [2**30, 2**30], "seq_lens": [2**30, 2**30], "block_table": None},
+            "query_lens sum to 2147483648, but query_start_loc is int32",
+        ),
+        ({"block_table": [[9, 2**32], [4]]}, r"block_table\[0\]\[1\]=4294967296 does not fit"),
+        (
+            {"block_table": torch.tensor([[9, 2**32], [4, 0]])},
+            r"block_table\[0\]\[1\]=4294967296 does not fit int32",
+        ),
+        ({"block_table": torch.tensor([[9.0, 2.0], [4.0, 0.0]])}, "block_table is torch.float32"),
+        ({"max_query_len": 2}, r"max_query_len=2 is below query_lens\[1\]=3"),
+        ({"max_seq_len": 4}, r"max_seq_len=4 is below seq_lens\[0\]=5"),
     ],
 )
 def test_invalid_batches_are_refused(changes: dict, message: str) -> None:
     with pytest.raises(ContractError, match=message):
         _batch(**changes)
+
+
+def test_ids_past_the_end_of_a_row_may_exceed_int32() -> None:
+    """P3: they are undefined; the conversion must not turn them into valid ids."""
+    table = torch.tensor([[9, 2, 2**32 + 1], [4, -(2**40), 2**63 - 1]])
+    batch = _batch(block_table=table)
+    assert batch.block_table_tensor.tolist()[0] == [9, 2, 2**31 - 1]
+    assert batch.slot_mapping.tolist() == _batch().slot_mapping.tolist()
 
 
 def test_slots_past_the_tokens_are_dropped() -> None:
@@ -115,3 +138,9 @@ def test_unpadded_takes_the_first_requests() -> None:
 def test_cross_attention_keys_may_be_fewer_than_queries() -> None:
     batch = CommonAttentionMetadata.from_lengths([4], [2], [[0]], 4, "cpu", is_cross_attention=True)
     assert batch.slot_mapping is None and batch.seq_lens.tolist() == [2]
+
+
+def test_slots_of_cross_attention_are_those_of_the_keys() -> None:
+    """The keys of an encoder may be more than the new tokens; all of them are written."""
+    batch = CommonAttentionMetadata.from_lengths([1], [4], [[0]], 4, "cpu", is_cross_attention=True)
+    assert batch.replace(slot_mapping=torch.arange(4)).slot_mapping.tolist() == [0, 1, 2, 3]

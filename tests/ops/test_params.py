@@ -25,7 +25,7 @@ from attnlib.sizes import MAX_LOGITS_SOFT_CAP
         ({"logits_soft_cap": math.inf}, "logits_soft_cap=inf .* at most 8192"),
         ({"logits_soft_cap": 1e30}, "logits_soft_cap=1e[+]30"),
         ({"logits_soft_cap": math.nan}, "logits_soft_cap=nan"),
-        ({"k_scale": 0.0}, r"k_scale=0.0 must be finite and above 0 \[M9\]"),
+        ({"k_scale": 0.0}, r"k_scale=0.0 must be finite and above 0.*\[M9\]"),
         ({"v_scale": -0.5}, "v_scale=-0.5"),
         ({"v_scale": math.inf}, "v_scale=inf"),
         ({"k_scale": math.nan}, "k_scale=nan"),

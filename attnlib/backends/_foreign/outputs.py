@@ -116,8 +116,9 @@ def apply_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) ->
     Args:
         output: `[T, Hq, Dv]`.
         lse: `[T, Hq]` float32, natural logarithm, -inf for rows that see no key.
-        sinks: `[Hq]` float32.
+        sinks: `[Hq]` float32; +inf counts as NaN.
     """
+    sinks = sinks.masked_fill(sinks == math.inf, math.nan)
     share = torch.sigmoid(lse - sinks)
     output.mul_(share.unsqueeze(-1))
     torch.logaddexp(lse, sinks.expand_as(lse), out=lse)

@@ -11,6 +11,7 @@ import torch
 from attnlib.backends.base import AttentionBackend
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.metadata.batch_slice import slice_batch
+from attnlib.metadata.checks import check_batch
 from attnlib.metadata.common import CommonAttentionMetadata, refuse_strided
 from attnlib.metadata.split import leading_decodes
 from attnlib.spec import AttentionSpec
@@ -150,6 +151,8 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         return updated
 
     def _build(self, common: CommonAttentionMetadata, build: BuildChild) -> CompositeMetadata:
+        # The children check their parts; parts of a wrong batch could look right.
+        check_batch(common, self.spec, needs_host_lengths=self.needs_host_lengths)
         decodes, tokens = leading_decodes(common, self._threshold)
         if tokens == 0:
             decodes = 0  # only padding, or lengths unknown to the host: all of it is a prefill

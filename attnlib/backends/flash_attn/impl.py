@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,12 @@ from attnlib.backends._foreign.outputs import (
     is_capturing,
     store_lse,
 )
-from attnlib.backends.base import AttentionImpl
+from attnlib.backends.base import AttentionImpl, StepPlan
 from attnlib.backends.flash_attn.metadata import FlashAttnMetadata
 from attnlib.backends.flash_attn.probe import FlashKernel
 from attnlib.cache.storage import PagedKVCache, Scale
 from attnlib.errors import ContractError
+from attnlib.ops.scales import valid_scale
 
 __all__ = ["FlashAttnImpl"]
 
@@ -66,6 +68,21 @@ class FlashAttnImpl(AttentionImpl):
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
         )
+
+    def plan(
+        self,
+        signature: Hashable,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache,
+        metadata: FlashAttnMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> StepPlan | None:
+        """Checks the cache before it is written; there is nothing to prepare."""
+        _check_alignment(cache, self.prefix)
+        return None
 
     def forward(
         self,
@@ -144,7 +161,8 @@ class FlashAttnImpl(AttentionImpl):
         version = 0 if sinks.is_inference() else sinks._version  # inference tensors have none
         if known is None or known.sinks is not sinks or known.version != version:
             rounded = sinks.to(torch.bfloat16)
-            exact = bool((rounded.to(sinks.dtype) == sinks).all())
+            # +inf is left to `apply_sinks`, which makes it NaN (M4).
+            exact = bool(((rounded.to(sinks.dtype) == sinks) & (sinks != torch.inf)).all())
             known = _RoundedSinks(sinks, version, rounded if exact else None)
             self._rounded_sinks = known
         return known.rounded
@@ -224,13 +242,18 @@ class FlashAttnImpl(AttentionImpl):
         arguments["q"] = (query.float() / scale).to(torch.float8_e4m3fn)
         shape = (num_reqs, self.spec.num_kv_heads)
         arguments["q_descale"] = scale.view(1, 1).expand(shape)
-        arguments["k_descale"] = self._descale(cache.k_scale, query.device).expand(shape)
-        arguments["v_descale"] = self._descale(cache.v_scale, query.device).expand(shape)
+        k_scale = self._descale(cache.k_scale, query.device)
+        v_scale = self._descale(cache.v_scale, query.device)
+        if isinstance(cache.k_scale, torch.Tensor):
+            # The kernel may take a row whose scores are all NaN for an empty one.
+            v_scale = torch.where(k_scale.isnan(), k_scale, v_scale)
+        arguments["k_descale"] = k_scale.expand(shape)
+        arguments["v_descale"] = v_scale.expand(shape)
 
     def _descale(self, scale: Scale, device: torch.device) -> torch.Tensor:
         """A scale as a `[1, 1]` or `[1, Hkv]` tensor; floats are copied to the device once."""
         if isinstance(scale, torch.Tensor):
-            return scale.view(1, -1)
+            return valid_scale(scale).view(1, -1)
         known = self._descales.get((scale, device))
         if known is None:
             known = self._descales[scale, device] = torch.full(

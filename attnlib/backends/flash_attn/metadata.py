@@ -129,8 +129,8 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
     def _build(
         self, common: CommonAttentionMetadata, *, schedule: bool, for_capture: bool
     ) -> FlashAttnMetadata:
+        fields = paged_fields(common, self.spec, None, needs_host_lengths=self.needs_host_lengths)
         _check(common)
-        fields = paged_fields(common, self.spec, None)
         starts = None if for_capture else common.query_start_loc_cpu
         metadata = FlashAttnMetadata(
             **fields,

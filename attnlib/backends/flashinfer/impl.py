@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -14,12 +14,13 @@ from attnlib.backends._foreign.outputs import (
     fill_empty,
     is_capturing,
 )
-from attnlib.backends.base import AttentionImpl
+from attnlib.backends.base import AttentionImpl, StepPlan
 from attnlib.backends.flashinfer.metadata import FlashInferMetadata, plan_key
 from attnlib.backends.flashinfer.plans import Lease, PlanKey
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.metadata.parameters import PerLayerParameters
+from attnlib.ops.scales import valid_scale
 
 __all__ = ["FlashInferImpl"]
 
@@ -57,6 +58,25 @@ class FlashInferImpl(AttentionImpl):
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
         )
+
+    def plan(
+        self,
+        signature: Hashable,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache,
+        metadata: FlashInferMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> StepPlan | None:
+        """Checks the cache and the plans of the batch before anything is written; FlashInfer's own
+        plans were made with the batch."""
+        _check_strides(cache, self.prefix)
+        for plans in (metadata.decode_plans, metadata.prefill_plans):
+            if plans:
+                self._plan(plans)
+        return None
 
     def forward(
         self,
@@ -111,6 +131,7 @@ class FlashInferImpl(AttentionImpl):
         k_scale, v_scale = cache.k_scale, cache.v_scale
         if isinstance(k_scale, torch.Tensor):
             # `run` takes a float. A factor of the query does not need the value on the host.
+            k_scale = valid_scale(k_scale)
             query = (query.float() * k_scale).to(query.dtype)
         packed, kernel_lse = _packed(
             output, lse, scratch, needs_lse=lse is not None or self.sinks is not None
@@ -126,7 +147,10 @@ class FlashInferImpl(AttentionImpl):
             return_lse=kernel_lse is not None,
         )
         if isinstance(v_scale, torch.Tensor):
-            packed.mul_(v_scale)
+            packed.mul_(valid_scale(v_scale))
+        if isinstance(k_scale, torch.Tensor):
+            # The kernel may take a row whose scores are all NaN for an empty one.
+            packed.masked_fill_(k_scale.isnan(), torch.nan)
         if kernel_lse is not None:
             target = kernel_lse if lse is None else lse
             convert_base2_lse(kernel_lse, target, _EMPTY_THRESHOLD)

@@ -107,7 +107,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         fast_build: bool = False,
     ) -> FlashInferMetadata:
         """The metadata of one batch, planned."""
-        return self._build(common_attn_metadata, self._graphs.get(_graph_id(common_attn_metadata)))
+        return self._build(common_attn_metadata, None, replays=True)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -145,12 +145,18 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         )
 
     def _build(
-        self, common: CommonAttentionMetadata, graph: dict[PlanKey, Lease] | None
+        self,
+        common: CommonAttentionMetadata,
+        graph: dict[PlanKey, Lease] | None,
+        *,
+        replays: bool = False,
     ) -> FlashInferMetadata:
-        _check(common)
         common = self.with_host_lengths(common)
         assert common.query_start_loc_cpu is not None and common.seq_lens_cpu is not None
         fields = paged_fields(common, self.spec, None)
+        _check(common)
+        if replays:  # the batch may be one of a captured graph
+            graph = self._graphs.get(_graph_id(common))
         decodes = _leading_single_tokens(common)
         fields.update(
             num_decodes=decodes,

@@ -201,7 +201,10 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             # A captured split would be that of one batch. Without a split the prefill kernels find
             # every request in the batch's own tensors, whatever its length at a replay.
             threshold = None
-        fields = paged_fields(common, self.spec, threshold, this_batch_only=this_batch_only)
+        fields = paged_fields(
+            common, self.spec, threshold, this_batch_only=this_batch_only,
+            needs_host_lengths=self.needs_host_lengths,
+        )  # fmt: skip
         schedule = workspace = None
         if fields["num_decodes"]:
             schedule = self._scheduler.decode(

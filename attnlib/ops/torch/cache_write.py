@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnlib.ops.checks import check_scale, check_slots
+from attnlib.ops.checks import check_slots
+from attnlib.ops.scales import check_scale
 from attnlib.ops.torch.quant import is_quantized, quantize
 
 __all__ = ["write_kv"]

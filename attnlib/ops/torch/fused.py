@@ -9,6 +9,8 @@ rows are therefore stacked per KV head, so that K and V are read once.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -62,7 +64,7 @@ class FusedQuery:
         batch, num_heads, num_rows, head_size = query.shape
         self.shape, self.group = (batch, num_heads, num_rows), num_heads // num_kv_heads
         self.head_size_v, self.padded_size = head_size_v, max(head_size, head_size_v)
-        self.sinks, self.v_factor = params.sinks, v_factor
+        self.sinks, self.k_factor, self.v_factor = params.sinks, k_factor, v_factor
         self.dtype, self.square_causal = dtype, square_causal
         query, self.scale = query.to(dtype), params.scale
         if isinstance(k_factor, Tensor):
@@ -106,6 +108,8 @@ class FusedQuery:
         ]
         out, lse = states[0] if len(states) == 1 else _combine(states)
         out, lse = out.reshape(*self.shape, self.padded_size), lse.reshape(self.shape)
+        if isinstance(self.k_factor, Tensor) or math.isnan(self.k_factor):
+            out, lse = self._with_invalid_scales(out, lse)
         if self.sinks is not None:
             out, lse = add_sink(out, lse, self.sinks)
         if isinstance(self.v_factor, Tensor):
@@ -113,6 +117,13 @@ class FusedQuery:
         elif self.v_factor != 1.0:
             out = out * self.v_factor
         return out[..., : self.head_size_v], lse
+
+    def _with_invalid_scales(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """NaN in the rows that see a key through a scale of NaN. The operator takes rows whose
+        scores are all NaN for rows without a visible key."""
+        factor = torch.as_tensor(self.k_factor, dtype=torch.float32).reshape(-1)
+        invalid = _per_query_head(factor, self.group).isnan() & (lse > -torch.inf).unsqueeze(-1)
+        return out.masked_fill(invalid, torch.nan), lse.masked_fill(invalid[..., 0], torch.nan)
 
     def _clear_empty_rows(self, out: Tensor, lse: Tensor, keys: slice) -> tuple[Tensor, Tensor]:
         """One split with output 0 and LSE -inf in the rows that see none of its keys."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnlib.ops.scales import valid_scale
+
 __all__ = ["compute_dtype", "head_factor", "is_quantized", "quantize"]
 
 _FUSED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -37,13 +39,14 @@ def quantize(values: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tenso
 def head_factor(scale: float | Tensor) -> float | Tensor:
     """A scale as a float if the host has its value, else as a float32 tensor `[1]` or `[Hkv]`.
 
-    Never synchronizes with a device.
+    Elements of a tensor that are out of range become NaN (M9). Never synchronizes with a device.
     """
     if not isinstance(scale, Tensor):
         return float(scale)
+    scale = valid_scale(scale.float())
     if scale.numel() == 1 and scale.device.type == "cpu":
         return float(scale)
-    return scale.float().reshape(-1)
+    return scale.reshape(-1)
 
 
 def compute_dtype(query: Tensor, cache: Tensor, *factors: float | Tensor) -> torch.dtype:

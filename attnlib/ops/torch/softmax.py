@@ -45,9 +45,10 @@ def add_sink(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         out: `[..., Hq, L, Dv]`.
         lse: `[..., Hq, L]`.
-        sinks: `[Hq]`.
+        sinks: `[Hq]`; +inf counts as NaN, as it does in `softmax_with_sink`.
     """
     sink = sinks.to(lse.dtype)[:, None]
+    sink = sink.masked_fill(sink == torch.inf, torch.nan)
     total = torch.logaddexp(lse, sink)
     share = torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))
     return out * share.unsqueeze(-1), total

@@ -10,7 +10,8 @@ import triton
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.ops.checks import check_scale, check_slots
+from attnlib.ops.checks import check_slots
+from attnlib.ops.scales import check_scale
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard, limits_of
 from attnlib.ops.triton.kernels.cache_write import write_kv_kernel

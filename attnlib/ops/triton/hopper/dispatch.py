@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from attnlib.ops.params import AttentionParams
+from attnlib.ops.scales import MIN_LATE_SCALE
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.hopper_tiles import choose_hopper_decode_tile, choose_hopper_tile
 from attnlib.ops.triton.hopper.decode_plan import (
@@ -67,14 +68,14 @@ def _layer(query: Tensor, key: Tensor, value: Tensor, limits: DeviceLimits) -> t
 def _is_unsupported(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor, params: AttentionParams
 ) -> bool:
-    """Conditions on tensors and values: strides, an empty pool, scales. A softmax scale of 0 or
-    below would turn the maximum of the scores around."""
+    """Conditions on tensors and values: strides, an empty pool, scales. The kernels apply the
+    softmax scale to masked scores and to their maximum, so it must be positive."""
     return (
         bool(unsupported_strides(query=query, key_cache=key, value_cache=value, out=out))
         or key.shape[0] == 0
         or value.dtype != key.dtype
         or out.dtype != query.dtype
-        or params.scale <= 0
+        or params.scale < MIN_LATE_SCALE
         or isinstance(params.v_scale, Tensor)
         or params.v_scale != 1.0
     )

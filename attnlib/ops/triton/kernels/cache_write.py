@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.kernels.quant import encode_fp8, load_scale
+from attnlib.ops.triton.kernels.quant import encode_fp8, load_scale, valid_scale
 
 __all__ = ["store_heads", "write_kv_kernel"]
 
@@ -27,7 +27,7 @@ def store_heads(
     if FP8:
         x = x.to(tl.float32)
         if SCALE_KIND == 2:
-            divisor = tl.load(scale + heads, mask=mask_heads, other=1.0)[:, None]
+            divisor = valid_scale(tl.load(scale + heads, mask=mask_heads, other=1.0))[:, None]
         else:
             divisor = tl.zeros([1, 1], tl.float32) + load_scale(scale, 0, SCALE_KIND)
         divisor, x = tl.broadcast(divisor, x)

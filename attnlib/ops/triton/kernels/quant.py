@@ -14,7 +14,7 @@ import triton.language as tl
 
 __all__ = [
     "KV_E4M3_BYTES", "KV_E5M2_BYTES", "KV_NATIVE", "KV_PLAIN", "SCALE_FLOAT", "SCALE_PER_HEAD",
-    "SCALE_TENSOR", "decode_kv", "encode_fp8", "load_scale",
+    "SCALE_TENSOR", "decode_kv", "encode_fp8", "load_scale", "valid_scale",
 ]  # fmt: skip
 
 KV_PLAIN: tl.constexpr = tl.constexpr(0)  # float16, bfloat16, float32
@@ -31,12 +31,18 @@ SCALE_PER_HEAD: tl.constexpr = tl.constexpr(2)  # a pointer to [num_kv_heads] fl
 def load_scale(scale, head, KIND: tl.constexpr):
     """Return the scale of a KV head, from a number or a pointer."""
     if KIND == SCALE_PER_HEAD:
-        value = tl.load(scale + head)
+        value = valid_scale(tl.load(scale + head))
     elif KIND == SCALE_TENSOR:
-        value = tl.load(scale)
+        value = valid_scale(tl.load(scale))
     else:
         value = scale
     return value
+
+
+@triton.jit
+def valid_scale(scale):
+    """Return NaN for a scale outside `MIN_KV_SCALE` to `MAX_KV_SCALE` of `ops.scales` (M9)."""
+    return tl.where((scale >= 2.0**-100) & (scale <= 2.0**100), scale, float("nan"))
 
 
 @triton.jit

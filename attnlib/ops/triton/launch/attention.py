@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.ops.params import AttentionParams
+from attnlib.ops.scales import MIN_LATE_SCALE
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.tiles import split_head_size
 from attnlib.ops.triton.kernels.quant import KV_NATIVE, KV_PLAIN
@@ -316,7 +317,7 @@ def attention_constants(
         "HAS_LSE": has_lse,
         "K_SCALE_KIND": scale_kind("k_scale", params.k_scale),
         "V_SCALE_KIND": scale_kind("v_scale", params.v_scale),
-        "SCALE_LATE": params.scale > 0
+        "SCALE_LATE": params.scale >= MIN_LATE_SCALE
         and not (cap or alibi is not None or bias is not None or params.score_function is not None),
         **score_constants(params, "triton"),
         "VEC_Q": _vector("query", query),

@@ -1,0 +1,68 @@
+"""Whether blocks of keys and blocks of values overlap in part."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["blocks_overlap"]
+
+
+def blocks_overlap(key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
+    """Whether a block of one view contains some, but not all, elements of a block of the other.
+
+    Whole blocks may coincide: views of an interleaved allocation in smaller blocks number the
+    blocks of keys and of values alike, and a block table uses each for one of the two
+    (`split_blocks`).
+
+    Args:
+        key_cache: `[B, N, Hkv, D]`.
+        value_cache: `[B, N, Hkv, Dv]` of the same dtype. Views with different strides between
+            blocks are not compared.
+    """
+    if key_cache.is_meta or not (key_cache.numel() and value_cache.numel()):
+        return False
+    if key_cache.untyped_storage().data_ptr() != value_cache.untyped_storage().data_ptr():
+        return False
+    stride = key_cache.stride(0)
+    if stride != value_cache.stride(0) or stride == 0:
+        return False
+    distance = int(value_cache.storage_offset()) - int(key_cache.storage_offset())
+    inner_key, inner_value = _dimensions(key_cache), _dimensions(value_cache)
+    blocks = key_cache.shape[0]
+    least = max(1 - blocks, -(-(distance - _reach(inner_key)) // stride))
+    most = min(blocks - 1, (distance + _reach(inner_value)) // stride)
+    apart = (distance - step * stride for step in range(least, most + 1))
+    return any(rest and _meet(inner_key, inner_value, rest) for rest in apart)
+
+
+def _dimensions(view: torch.Tensor) -> list[tuple[int, int]]:
+    """(stride, size) of each dimension of a block, largest stride first."""
+    return sorted(zip(view.stride()[1:], view.shape[1:], strict=True), reverse=True)
+
+
+def _reach(dimensions: list[tuple[int, int]]) -> int:
+    """The largest offset in a box of elements."""
+    return sum(stride * (size - 1) for stride, size in dimensions)
+
+
+def _meet(first: list[tuple[int, int]], second: list[tuple[int, int]], distance: int) -> bool:
+    """Whether two boxes of elements, `distance` apart, have an element in common.
+
+    Two dimensions with different strides are compared by the ranges that they span.
+    """
+    if not -_reach(second) <= distance <= _reach(first):
+        return False
+    if not first:
+        return distance == 0
+    (stride, size), (other_stride, other_size) = first[0], second[0]
+    rest_first, rest_second = first[1:], second[1:]
+    if stride != other_stride:
+        return True
+    if stride == 0:
+        return _meet(rest_first, rest_second, distance)
+    # Only differences of indices for which the inner dimensions can cover the rest.
+    least = max(1 - other_size, -(-(distance - _reach(rest_first)) // stride))
+    most = min(size - 1, (distance + _reach(rest_second)) // stride)
+    return any(
+        _meet(rest_first, rest_second, distance - step * stride) for step in range(least, most + 1)
+    )

@@ -1,0 +1,76 @@
+"""Blocks of keys and values that overlap, against the sets of their offsets."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnlib.cache.layout import LAYOUTS
+from attnlib.cache.overlap import blocks_overlap
+from attnlib.cache.storage import PagedKVCache
+from attnlib.errors import ContractError
+from attnlib.spec import AttentionSpec
+
+POOL = torch.zeros(4096)
+
+
+def _blocks(view: torch.Tensor) -> list[set[int]]:
+    numbers = torch.arange(POOL.numel()).as_strided(
+        view.shape, view.stride(), view.storage_offset()
+    )
+    return [set(block.flatten().tolist()) for block in numbers]
+
+
+def _partly(key: torch.Tensor, value: torch.Tensor) -> bool:
+    starts = [
+        [view.storage_offset() + index * view.stride(0) for index in range(view.shape[0])]
+        for view in (key, value)
+    ]
+    return any(
+        first != second and bool(ours & theirs)
+        for first, ours in zip(starts[0], _blocks(key), strict=True)
+        for second, theirs in zip(starts[1], _blocks(value), strict=True)
+    )
+
+
+@st.composite
+def views(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two views with equal strides, as caches of one allocation have."""
+    shape = [draw(st.integers(1, 4)) for _ in range(3)]
+    strides = [draw(st.integers(1, 60)) for _ in range(3)]
+    sizes = [draw(st.integers(1, 6)) for _ in range(2)]
+    starts = [draw(st.integers(0, 300)) for _ in range(2)]
+    first, second = (
+        POOL.as_strided((*shape, size), (*strides, 1), start)
+        for size, start in zip(sizes, starts, strict=True)
+    )
+    return first, second
+
+
+@given(views())
+def test_equal_strides_are_exact(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    first, second = pair
+    assert blocks_overlap(first, second) == _partly(first, second)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("head_size_v", [8, 6])
+def test_keys_and_values_of_an_allocation_are_separate(layout: str, head_size_v: int) -> None:
+    spec = AttentionSpec(
+        num_heads=2, num_kv_heads=2, head_size=8, head_size_v=head_size_v, dtype=torch.float32,
+        block_size=4,
+    )  # fmt: skip
+    cache = PagedKVCache.allocate(spec, 3, "cpu", layout)
+    assert not blocks_overlap(cache.key_cache, cache.value_cache)
+
+
+def test_views_of_common_elements_are_refused() -> None:
+    """P1"""
+    pool = torch.zeros(8, 4, 2, 24)
+    PagedKVCache.from_views(pool[..., :8], pool[..., 8:16])
+    assert PagedKVCache.from_views(pool[..., :16], pool[..., :8]).values_alias_keys
+    with pytest.raises(ContractError, match="overlap, so values would overwrite keys"):
+        PagedKVCache.from_views(pool[..., :8], pool[..., 4:12])
+    with pytest.raises(ContractError, match="overlap"):
+        PagedKVCache.from_views(pool[:, :3], pool[:, 1:])
+    PagedKVCache.from_views(pool[:7], pool[1:])  # whole blocks: the block table decides
