@@ -1,4 +1,4 @@
-"""Whether blocks of keys and blocks of values overlap in part."""
+"""Whether keys and values of a block overlap in memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ __all__ = ["blocks_overlap"]
 
 
 def blocks_overlap(key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
-    """Whether a block of one view contains some, but not all, elements of a block of the other.
+    """Whether the keys and the values of a block have an element in common.
 
-    Whole blocks may coincide: views of an interleaved allocation in smaller blocks number the
-    blocks of keys and of values alike, and a block table uses each for one of the two
-    (`split_blocks`).
+    Blocks with different ids may: views of one allocation in smaller blocks number the blocks of
+    keys and of values alike, and a block table uses each for one of the two (`split_blocks`).
 
     Args:
         key_cache: `[B, N, Hkv, D]`.
@@ -23,16 +22,10 @@ def blocks_overlap(key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
         return False
     if key_cache.untyped_storage().data_ptr() != value_cache.untyped_storage().data_ptr():
         return False
-    stride = key_cache.stride(0)
-    if stride != value_cache.stride(0) or stride == 0:
+    if key_cache.stride(0) != value_cache.stride(0):
         return False
     distance = int(value_cache.storage_offset()) - int(key_cache.storage_offset())
-    inner_key, inner_value = _dimensions(key_cache), _dimensions(value_cache)
-    blocks = key_cache.shape[0]
-    least = max(1 - blocks, -(-(distance - _reach(inner_key)) // stride))
-    most = min(blocks - 1, (distance + _reach(inner_value)) // stride)
-    apart = (distance - step * stride for step in range(least, most + 1))
-    return any(rest and _meet(inner_key, inner_value, rest) for rest in apart)
+    return _meet(_dimensions(key_cache), _dimensions(value_cache), distance)
 
 
 def _dimensions(view: torch.Tensor) -> list[tuple[int, int]]:

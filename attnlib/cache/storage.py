@@ -70,8 +70,9 @@ class PagedKVCache(EngineLayouts):
         _check_views(key_cache, value_cache)
         if not _is_prefix(key_cache, value_cache) and blocks_overlap(key_cache, value_cache):
             raise ContractError(
-                "blocks of key_cache and value_cache overlap, so values would overwrite keys: pass "
-                "views of separate elements, or values that are a prefix of the keys (use_mla)",
+                "key_cache and value_cache overlap in each block, so values would overwrite keys: "
+                "pass views of separate elements, or values that are a prefix of the keys "
+                "(use_mla)",
                 rule="P1",
             )
         self.key_cache = key_cache
