@@ -15,9 +15,10 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.ops.block_sparse import BlockSparsePattern
-from attnlib.ops.checks import check_scale, check_slots
+from attnlib.ops.checks import check_slots
 from attnlib.ops.packed_cache import check_packed_cache
 from attnlib.ops.params import AttentionParams
+from attnlib.ops.scales import check_scale
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.heuristics.device import (
     DeviceLimits,
