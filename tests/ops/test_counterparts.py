@@ -17,6 +17,7 @@ from attnlib.ops.params import AttentionParams
 COUNTERPARTS = {
     "append_kv": "append_kv",
     "cache_write": "write_kv",
+    "context_attention": "context_attention",
     "merge_states": "merge_states",
     "packed_attention": "packed_decode",
     "paged_decode": "paged_decode",

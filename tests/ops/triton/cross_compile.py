@@ -194,7 +194,7 @@ def _tile(
         query.element_size(),
         key.element_size(),
         limits.products,
-        kwargs["HAS_BIAS"] + _score_lookups.get(kwargs["SCORE"], 0),
+        kwargs.get("HAS_BIAS", False) + _score_lookups.get(kwargs.get("SCORE"), 0),
     )
     return estimate, tile
 
@@ -381,6 +381,20 @@ def _packed(name: str, options: dict[str, Any]) -> None:
         packed_attention.packed_write(new, new, *caches, slots, **scales)
 
 
+def _context(options: dict[str, Any]) -> None:
+    from attnlib.ops.params import AttentionParams
+    from attnlib.ops.triton.context_attention import context_attention
+
+    query = torch.empty(64, 12, options["d"], dtype=torch.bfloat16)
+    lengths = torch.zeros(2, dtype=torch.int32)
+    params = AttentionParams(scale=0.1, causal=options["causal"], window=options["window"])
+    context_attention(
+        *(query, query[:, :4], query[:, :4], lengths, lengths, params),
+        max_seq_len=512,
+        out=torch.empty_like(query),
+    )
+
+
 def _cache_write(dtype: torch.dtype) -> None:
     from attnlib.ops.triton.cache_write import write_kv
 
@@ -479,6 +493,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "prefill-128-f32": ("prefill", {"dtype": torch.float32}),
     "prefill-512": ("prefill", {"d": 512}),
     "prefill-all": ("prefill", {"features": _ALL + " causal_each"}),
+    "context-128": ("context", {"d": 128, "causal": True, "window": (-1, -1)}),
+    "context-80-window": ("context", {"d": 80, "causal": False, "window": (100, 7)}),
     "packed-decode-128": ("packed decode", {}),
     "packed-decode-all": ("packed decode", {"d": 96, "all": True}),
     "packed-decode-256-e4m3": ("packed decode", {"d": 256, "fp8": "fp8"}),
@@ -580,6 +596,8 @@ def run_case(name: str) -> None:
         _paged(operation, options)
     elif operation == "varlen":
         _varlen(options)
+    elif operation == "context":
+        _context(options)
     elif operation.startswith("packed "):
         _packed(operation.split()[1], options)
     elif operation == "write":

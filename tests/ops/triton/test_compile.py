@@ -36,6 +36,8 @@ MAIN = [
     "prefill-256",
     "prefill-128-e4m3",
     "varlen-64-window",
+    "context-128",
+    "context-80-window",
     "packed-decode-128",
     "packed-decode-all",
     "packed-decode-256-e4m3",

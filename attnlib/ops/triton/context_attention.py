@@ -1,0 +1,110 @@
+"""Attention within sequences that lie anywhere in the packed tokens, with gaps or in any order."""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from attnlib.errors import ContractError
+from attnlib.ops.params import AttentionParams
+from attnlib.ops.signature import tensor_signature
+from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard, limits_of
+from attnlib.ops.triton.heuristics.tiles import choose_prefill_tile, next_power_of_2
+from attnlib.ops.triton.kernels.context_attention import context_attention_kernel
+from attnlib.ops.triton.launch.attention import attention_constants
+from attnlib.ops.triton.launch.bound import BoundLaunch
+from attnlib.ops.triton.launch.cache import LAUNCHES
+
+__all__ = ["context_attention"]
+
+_MAX_ROWS = 128
+"""Rows of the largest tile."""
+_MAX_REQUESTS = 65535
+"""Limit of a grid's third dimension."""
+_CONSTANTS = (
+    "GROUP", "D", "D0", "D1", "DV", "DV0", "DV1", "KV_KIND", "COMPUTE", "CAUSAL", "HAS_LEFT",
+    "HAS_RIGHT", "SCALE_LATE", "VEC_Q", "VEC_K", "VEC_V", "VEC_O",
+)  # fmt: skip
+"""Constants of the attention kernels that this one has."""
+
+
+def context_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    start_loc: Tensor,
+    seq_lens: Tensor,
+    params: AttentionParams,
+    *,
+    max_seq_len: int,
+    out: Tensor,
+) -> None:
+    """Attention of each sequence's tokens over the same tokens' keys.
+
+    Args:
+        query: `[T, Hq, D]` float16, bfloat16 or float32, last stride 1.
+        key: `[T, Hkv, D]`, last stride 1.
+        value: `[T, Hkv, Dv]`, last stride 1.
+        start_loc: `[R]` int32 or int64, the first token of each sequence, in any order.
+        seq_lens: `[R]` int32 or int64, tokens of each sequence.
+        params: scale, causal (one flag) and window; other features are not supported.
+        max_seq_len: upper bound of the sequence lengths.
+        out: `[T, Hq, Dv]`; rows of no sequence are left as they are.
+
+    Raises:
+        ContractError: tensors that the kernel cannot address.
+        UnsupportedConfigError: head sizes for which no tile fits the device.
+    """
+    num_reqs = seq_lens.shape[0]
+    if query.numel() == 0 or num_reqs == 0 or max_seq_len < 1:
+        return
+    limits = limits_of(query)
+    group = query.shape[1] // max(1, key.shape[1])
+    rows = min(_MAX_ROWS, next_power_of_2(group * max_seq_len))
+    signature = (
+        "context attention", *(tensor_signature(tensor) for tensor in (query, key, value, out)),
+        start_loc.dtype, seq_lens.dtype, num_reqs, max_seq_len, params.causal is True,
+        params.window[0] >= 0, params.window[1] >= 0, params.scale > 0,
+    )  # fmt: skip
+    found: tuple[DeviceLimits, BoundLaunch] | None = LAUNCHES.get(signature)
+    if found is None or found[0] is not limits:
+        for name, tensor in (("start_loc", start_loc), ("seq_lens", seq_lens)):
+            if not tensor.is_contiguous():
+                raise ContractError(f"{name} is strided; call .contiguous()", rule="M1")
+        if num_reqs > _MAX_REQUESTS:
+            raise ContractError(
+                f"a batch of {num_reqs} sequences exceeds the limit of {_MAX_REQUESTS}; split it "
+                "into several calls"
+            )
+        shared = attention_constants(query, key, value, out, False, params, limits)
+        constants = {name: shared[name] for name in _CONSTANTS}
+        tile = choose_prefill_tile(
+            query.shape[2], value.shape[2], query.element_size(), key.element_size(), rows,
+            limits.shared_memory, limits.products, tuned=limits.tuned,
+        )  # fmt: skip
+        tile_heads = min(group, tile.block_m)
+        constants |= {
+            "TILE_HEADS": tile_heads,
+            "TILE_TOKENS": tile.block_m // tile_heads,
+            "HEAD_BLOCKS": triton.cdiv(group, tile_heads),
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+            "enable_fp_fusion": True,
+        }
+        tiles = triton.cdiv(max_seq_len, constants["TILE_TOKENS"])
+        grid = (tiles, key.shape[1] * constants["HEAD_BLOCKS"], num_reqs)
+        launch = BoundLaunch(context_attention_kernel, grid, constants)
+        found = LAUNCHES.keep(signature, (limits, launch))
+    addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | out.data_ptr()
+    with device_guard(query):
+        found[1].run(
+            (
+                query, key, value, out, start_loc, seq_lens, float(params.scale),
+                int(params.window[0]), int(params.window[1]), *query.stride()[:2],
+                *key.stride()[:2], *value.stride()[:2], *out.stride()[:2],
+            ),
+            addresses,
+            query.get_device(),
+        )  # fmt: skip
