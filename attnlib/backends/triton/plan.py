@@ -203,37 +203,41 @@ class TritonPlan:
             run: Submit = part.bind(batch, direct, aligned).run
             return run
         assert first is not None and second is not None
+        bound, combine = decode.bind(first, direct, aligned), None
         if self._launches.concurrent:
-            beside: dict[str, Any] = {"concurrent": True}
+            # The prefill runs on the SMs that the decode leaves, before its splits are combined.
+            bound, combine = bound._replace(combine=None), bound.combine
+            run_prefill = prefill.bind(second, direct, aligned, concurrent=True).run  # type: ignore[call-arg]  # a Hopper prefill
         else:
-            beside = {}
-        run_decode = decode.bind(first, direct, aligned).run
-        run_prefill = prefill.bind(second, direct, aligned, **beside).run
+            run_prefill = prefill.bind(second, direct, aligned).run
+        run_decode, split = bound.run, self._split
         query_bytes, out_bytes, lse_bytes = self._rows
-        split, concurrent = self._split, self._launches.concurrent
 
         def attend(
             stream: int, query: Any, key: Any, value: Any, out: Any, lse: Any, slopes: Any,
             sinks: Any, k_scale: Any, v_scale: Any, *score: Any,
         ) -> None:  # fmt: skip
             layer = (slopes, sinks, k_scale, v_scale, *score)
-            if direct:
-                parts = (query, out, lse)
-                rest = (query + query_bytes, out + out_bytes, lse and lse + lse_bytes)
-            else:
-                parts = (query[:split], out[:split], None if lse is None else lse[:split])
-                rest = (query[split:], out[split:], None if lse is None else lse[split:])
+            run_decode(stream, query, key, value, out, lse, *layer)
+            run_prefill(
+                stream, query + query_bytes, key, value, out + out_bytes, lse and lse + lse_bytes,
+                *layer,
+            )  # fmt: skip
+            if combine is not None:
+                combine(stream, sinks, out, lse)
 
-            def attend_prefill(stream: int) -> None:
-                run_prefill(stream, rest[0], key, value, rest[1], rest[2], *layer)
+        def attend_tensors(
+            stream: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor | None,
+            slopes: Any, sinks: Any, k_scale: Any, v_scale: Any, *score: Any,
+        ) -> None:  # fmt: skip
+            layer = (slopes, sinks, k_scale, v_scale, *score)
+            lses = (None, None) if lse is None else (lse[:split], lse[split:])
+            run_decode(stream, query[:split], key, value, out[:split], lses[0], *layer)
+            run_prefill(stream, query[split:], key, value, out[split:], lses[1], *layer)
+            if combine is not None:
+                combine(stream, sinks, out[:split], lses[0])
 
-            if concurrent:
-                run_decode(stream, parts[0], key, value, *parts[1:], *layer, between=attend_prefill)
-            else:
-                run_decode(stream, parts[0], key, value, *parts[1:], *layer)
-                attend_prefill(stream)
-
-        return attend
+        return attend if direct else attend_tensors
 
     def _run_by_triton(
         self, impl: AttentionImpl, query: Tensor, key: Tensor | None, value: Tensor | None,

@@ -15,7 +15,7 @@ from attnlib.ops.scales import check_scale
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard, limits_of
 from attnlib.ops.triton.kernels.cache_write import write_kv_kernel
-from attnlib.ops.triton.launch.bound import BoundLaunch, Submit
+from attnlib.ops.triton.launch.bound import CHANGES, BoundLaunch, Submit
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.scales import scale_kind, scale_signature
 
@@ -100,7 +100,8 @@ class CacheWrite:
         """
         if self.launch is None:
             return None
-        return self.launch.bind(direct, aligned, self.numbers, (slots,), after=4)
+        tensors, scales = (CHANGES,) * 4, (CHANGES,) * 2
+        return self.launch.bind(direct, aligned, (*tensors, slots, *scales, *self.numbers))
 
 
 def prepare_write(

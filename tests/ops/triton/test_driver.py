@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from attnlib.ops.triton.launch import driver
+from attnlib.ops.triton.launch.driver import CHANGES
 
 pytest.importorskip("triton.backends.nvidia.driver", reason="needs Triton's NVIDIA backend")
 
@@ -103,10 +104,12 @@ def direct(kinds: bytes, **changes: Any) -> driver.DirectLaunch:
 
 
 def test_every_kind_of_argument(recorder: Driver) -> None:
-    """Changing arguments fill the places that `first`, `middle` and `last` leave; compile-time
+    """Changing arguments fill their places; compile-time
     arguments are not passed, and two null scratch pointers end the list."""
     recorder.sizes = [8, 8, 4, 8, 4, 8, 4, 8, 8]
-    launch = direct(b"ppilxfdi").bind((7, 2, 1), 1, (0x10, -5), (2.5, 1 << 31))
+    launch = direct(b"ppilxfdi").bind(
+        (7, 2, 1), (CHANGES, 0x10, -5, CHANGES, CHANGES, CHANGES, 2.5, 1 << 31)
+    )
     launch(99, 0xFFFF_0000_0000_0010, 1 << 40, None, 0.1)
     (function, sizes, stream, ids, values) = recorder.launches[0]
     assert (function, sizes, stream, ids) == (KERNEL, (7, 2, 1, 128, 1, 1, 64), 99, ())
@@ -122,7 +125,7 @@ def test_every_kind_of_argument(recorder: Driver) -> None:
 def test_null_pointers_and_attributes(recorder: Driver) -> None:
     """None is a null pointer; both launch attributes are passed on."""
     recorder.sizes = [8]
-    direct(b"p", pdl=True, cooperative=True).bind((1, 1, 1), 1, (), ())(0, None)
+    direct(b"p", pdl=True, cooperative=True).bind((1, 1, 1), (CHANGES,))(0, None)
     assert recorder.launches[0][3:] == ((6, 2), (bytes(8),))
 
 
@@ -136,7 +139,7 @@ def test_descriptors_are_passed_by_value(native: Any, recorder: Driver) -> None:
     recorder.sizes = [128, 4]
     encoded = Encoded()
     encoded.word_0 = encoded.word_15 = "content"
-    launch = direct(b"ti").bind((1, 1, 1), 1, (), (3,))
+    launch = direct(b"ti").bind((1, 1, 1), (CHANGES, 3))
     launch(0, encoded)
     content = ctypes.string_at(id(encoded) + Encoded.__basicsize__ - 128, 128)
     assert recorder.launches[0][4] == (content, struct.pack("<i", 3)) and any(content)
@@ -146,7 +149,7 @@ def test_descriptors_are_passed_by_value(native: Any, recorder: Driver) -> None:
 
 def test_bad_arguments_are_refused(recorder: Driver) -> None:
     """A wrong number, type or range of arguments launches nothing."""
-    launch = direct(b"pif").bind((1, 1, 1), 3, (), ())
+    launch = direct(b"pif").bind((1, 1, 1), (CHANGES,) * 3)
     for given, error in (
         ((0, 1), TypeError), ((0, 1, 2, 3.0, 4), TypeError), ((0, "x", 2, 3.0), TypeError),
         ((0, 1, 1 << 33, 3.0), OverflowError), ((0, -1, 2, 3.0), OverflowError),
@@ -155,17 +158,17 @@ def test_bad_arguments_are_refused(recorder: Driver) -> None:
         with pytest.raises(error):
             launch(*given)
     with pytest.raises(ValueError, match="at most 128"):
-        direct(b"i" * 129).bind((1, 1, 1), 129, (), ())
+        direct(b"i" * 129).bind((1, 1, 1), (CHANGES,) * 129)
     with pytest.raises(ValueError, match="unknown kind"):
-        direct(b"?").bind((1, 1, 1), 0, (), (1,))
+        direct(b"?").bind((1, 1, 1), (1,))
     with pytest.raises(ValueError, match="5 descriptors; at most 4"):
-        direct(b"ttttt").bind((1, 1, 1), 5, (), ())
+        direct(b"ttttt").bind((1, 1, 1), (CHANGES,) * 5)
     assert not recorder.launches
 
 
 def test_driver_errors(recorder: Driver) -> None:
     """Errors name the driver's number. A thread without a context gets the one of the binding."""
-    launch = direct(b"p").bind((1, 1, 1), 1, (), ())
+    launch = direct(b"p").bind((1, 1, 1), (CHANGES,))
     recorder.results = [719]
     with pytest.raises(RuntimeError, match="CUDA driver error 719"):
         launch(0, 16)
@@ -177,7 +180,7 @@ def test_driver_errors(recorder: Driver) -> None:
 def test_threads_do_not_mix_arguments(recorder: Driver) -> None:
     """Launches of one object from several threads pass their own arguments."""
     recorder.sizes = [8, 8]
-    launch = direct(b"pp").bind((1, 1, 1), 2, (), ())
+    launch = direct(b"pp").bind((1, 1, 1), (CHANGES,) * 2)
 
     def run(first: int) -> None:
         for _ in range(300):

@@ -18,12 +18,17 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
 from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile, padded_width
 from attnlib.ops.triton.heuristics.splits import splits_per_load
-from attnlib.ops.triton.hopper.descriptors import CacheView, encode_views, encoded_descriptors
+from attnlib.ops.triton.hopper.descriptors import (
+    CacheView,
+    descriptor_arguments,
+    encode_views,
+    encoded_descriptors,
+)
 from attnlib.ops.triton.hopper.kernels.combine import hopper_combine_kernel
 from attnlib.ops.triton.hopper.kernels.decode import hopper_decode_kernel
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
 from attnlib.ops.triton.launch.attention import BatchTensors
-from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch, Submit
+from attnlib.ops.triton.launch.bound import ALIGNMENT, CHANGES, BoundLaunch, Submit
 from attnlib.ops.triton.launch.cache import LaunchCache
 from attnlib.ops.triton.launch.run import run_attention
 
@@ -111,7 +116,7 @@ class _BoundDecode(NamedTuple):
     """A Hopper decode over one batch; addresses for direct launches, tensors for those by Triton.
 
     Attributes:
-        attend: submits the attention kernel, with the arguments after `sinks` in place.
+        attend: submits the attention kernel, by both descriptors, query, output, LSE and sinks.
         descriptors: encoded descriptors by the addresses of key and value cache.
         encode: the descriptors of a pair of caches that `descriptors` lacks.
         combine: submits the combine kernel, by sinks, output and LSE; None where the attention
@@ -126,18 +131,10 @@ class _BoundDecode(NamedTuple):
     def run(
         self, stream: int, query: Any, key: Any, value: Any, out: Any, lse: Any,
         alibi_slopes: Any, sinks: Any, k_scale: Any, v_scale: Any,
-        between: Callable[[int], None] | None = None,
     ) -> None:  # fmt: skip
-        """Launch on `stream`. The argument order of both kernels is written here and in `bind`.
-
-        Args:
-            between: launches other work between the attention and the combine kernel, on the SMs
-                that this decode leaves free.
-        """
-        maps = self.descriptors.get((key, value)) or self.encode(key, value)
-        self.attend(stream, *maps, query, out, lse, sinks)
-        if between is not None:
-            between(stream)
+        """Launch on `stream`."""
+        keys, values = self.descriptors.get((key, value)) or self.encode(key, value)
+        self.attend(stream, keys, values, query, out, lse, sinks)
         if self.combine is not None:
             self.combine(stream, sinks, out, lse)
 
@@ -187,7 +184,8 @@ class HopperDecode:
         return aligned and self.attend.is_direct and (combine is None or combine.is_direct)
 
     def bind(self, batch: BatchTensors, direct: bool, aligned: bool = True) -> _BoundDecode:
-        """Attach the tensors of a batch; `workspace` holds at least `workspace_bytes`."""
+        """Attach the tensors of a batch; `workspace` holds at least `workspace_bytes`. The
+        argument order of both kernels is written here."""
         assert batch.workspace is not None
         counters = batch.counters if self.combine is None else None
         partials = batch.workspace
@@ -210,14 +208,16 @@ class HopperDecode:
             given = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
             descriptors, encode = self._descriptors, self._encode
         starts, lens, table, outputs, lse_space, header_space, given_counters = given
-        tail = (
-            starts, lens, table, outputs, lse_space, header_space, given_counters, self.scale,
-            *self.numbers,
+        query_out_lse_sinks, sinks_out_lse = (CHANGES,) * 4, (CHANGES,) * 3
+        arguments = (
+            *descriptor_arguments(self.views, direct), *query_out_lse_sinks, starts, lens, table,
+            outputs, lse_space, header_space, given_counters, self.scale, *self.numbers,
         )  # fmt: skip
-        attend, combine = self.attend.bind(direct, aligned, tail), None
+        attend, combine = self.attend.bind(direct, aligned, arguments), None
         if self.combine is not None:
             splits = (outputs, lse_space, header_space, starts)
-            combine = self.combine.bind(direct, aligned, self.combine_tail, splits)
+            arguments = (*splits, *sinks_out_lse, *self.combine_tail)
+            combine = self.combine.bind(direct, aligned, arguments)
         return _BoundDecode(attend, descriptors, encode, combine)
 
     @cached_property

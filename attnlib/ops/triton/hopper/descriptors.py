@@ -15,10 +15,10 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.hopper.kernels.compat import TensorDescriptor
-from attnlib.ops.triton.launch.bound import BoundLaunch
+from attnlib.ops.triton.launch.bound import CHANGES, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES, LaunchCache
 
-__all__ = ["CacheView", "QueryView", "encode_views", "encoded_descriptors"]
+__all__ = ["CacheView", "QueryView", "descriptor_arguments", "encode_views", "encoded_descriptors"]
 
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -56,18 +56,22 @@ class CacheView(NamedTuple):
         """The view of a cache tensor."""
         return cls(cache.dtype, tuple(cache.shape), tuple(cache.stride()), rows, width)
 
-    def describe(self, pointer: int) -> TensorDescriptor:
-        """The descriptor of a cache at this address."""
+    @property
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """Shape and strides of the descriptor."""
         blocks, positions, heads, size = self.shape
         # A dimension of size 1 has any stride (P1), but TMA requires a multiple of 16 bytes.
         block, position, head = (
             8 if n == 1 else s for n, s in zip(self.shape[:3], self.strides[:3], strict=True)
         )
+        return [blocks, heads, positions, size], [block, head, position, 1]
+
+    def describe(self, pointer: int) -> TensorDescriptor:
+        """The descriptor of a cache at this address."""
         layout = gl.NVMMASharedLayout.get_default_for([self.rows, self.width], _DTYPES[self.dtype])
         return TensorDescriptor(
             _Address(pointer, self.dtype),
-            [blocks, heads, positions, size],
-            [block, head, position, 1],
+            *self.sizes,
             [1, 1, self.rows, self.width],
             gl.NVMMASharedLayout(layout.swizzle_byte_width, 16, 4),
         )
@@ -89,20 +93,36 @@ class QueryView(NamedTuple):
     heads: int
     width: int
 
-    def describe(self, pointer: int) -> TensorDescriptor:
-        """The descriptor of queries at this address."""
+    @property
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """Shape and strides of the descriptor."""
         token, head = (
             8 if n == 1 else s for n, s in zip(self.shape[:2], self.strides[:2], strict=True)
         )
+        return list(self.shape), [token, head, 1]
+
+    def describe(self, pointer: int) -> TensorDescriptor:
+        """The descriptor of queries at this address."""
         rows = self.tokens * self.heads
         layout = gl.NVMMASharedLayout.get_default_for([rows, self.width], _DTYPES[self.dtype])
         return TensorDescriptor(
             _Address(pointer, self.dtype),
-            list(self.shape),
-            [token, head, 1],
+            *self.sizes,
             [self.tokens, self.heads, self.width],
             gl.NVMMASharedLayout(layout.swizzle_byte_width, 16, 3),
         )
+
+
+def descriptor_arguments(views: tuple[CacheView | QueryView, ...], direct: bool) -> tuple[Any, ...]:
+    """The arguments in place of descriptors, for `BoundLaunch.bind`: each call gives the
+    descriptors. A direct launch also takes their shapes and strides, which do not change."""
+    if not direct:
+        return (CHANGES,) * len(views)
+    arguments: list[Any] = []
+    for view in views:
+        shape, strides = view.sizes
+        arguments += [CHANGES, *shape, *strides]
+    return tuple(arguments)
 
 
 def encoded_descriptors(facts: Hashable, launch: BoundLaunch) -> LaunchCache:
@@ -132,12 +152,12 @@ def encode_views(
             `encoded`.
         first: number of the first of these descriptors among those of the kernel.
     """
-    expand = launch.expand
-    assert expand is not None  # every kernel with descriptors that was launched directly has it
+    encode = launch.encode
+    assert encode is not None  # every kernel with descriptors that was launched directly has it
     pointers = addresses if isinstance(addresses, tuple) else (addresses,)
-    parts: list[Any] = []
-    for number, (view, pointer) in enumerate(zip(views, pointers, strict=True), first):
-        parts.extend(expand(number, view.describe(pointer)))
-    found = tuple(parts)
+    found = tuple(
+        encode(number, view.describe(pointer))
+        for number, (view, pointer) in enumerate(zip(views, pointers, strict=True), first)
+    )
     encoded.keep(addresses, found)
     return found

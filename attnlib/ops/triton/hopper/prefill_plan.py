@@ -19,13 +19,14 @@ from attnlib.ops.triton.heuristics.hopper_tiles import HopperTile, choose_sectio
 from attnlib.ops.triton.hopper.descriptors import (
     CacheView,
     QueryView,
+    descriptor_arguments,
     encode_views,
     encoded_descriptors,
 )
 from attnlib.ops.triton.hopper.kernels.prefill import hopper_prefill_kernel
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
 from attnlib.ops.triton.launch.attention import BatchTensors, check_batch
-from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch, Submit
+from attnlib.ops.triton.launch.bound import ALIGNMENT, CHANGES, BoundLaunch, Submit
 from attnlib.ops.triton.launch.cache import LaunchCache
 from attnlib.ops.triton.launch.run import run_attention
 
@@ -38,7 +39,7 @@ class _BoundPrefill(NamedTuple):
     """A Hopper prefill over one batch; addresses for direct launches, tensors for those by Triton.
 
     Attributes:
-        attend: submits the kernel, with the arguments after `sinks` in place.
+        attend: submits the kernel, by descriptors, query, output, LSE and sinks.
         descriptors: encoded descriptors by the addresses of key and value cache.
         query_descriptors: encoded descriptors by the address of the queries.
         encode: the descriptors of a pair of caches that `descriptors` lacks.
@@ -57,10 +58,10 @@ class _BoundPrefill(NamedTuple):
         self, stream: int, query: Any, key: Any, value: Any, out: Any, lse: Any,
         alibi_slopes: Any, sinks: Any, k_scale: Any, v_scale: Any,
     ) -> None:  # fmt: skip
-        """Launch on `stream`. The kernel's argument order is written here and in `bind`."""
-        caches = self.descriptors.get((key, value)) or self.encode(key, value)
-        queries = self.query_descriptors.get(query) or self.encode_query(query)
-        self.attend(stream, *caches, *queries, query, out, lse, sinks)
+        """Launch on `stream`."""
+        keys, values = self.descriptors.get((key, value)) or self.encode(key, value)
+        (queries,) = self.query_descriptors.get(query) or self.encode_query(query)
+        self.attend(stream, keys, values, queries, query, out, lse, sinks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +111,7 @@ class HopperPrefill:
     def bind(
         self, batch: BatchTensors, direct: bool, aligned: bool = True, concurrent: bool = False
     ) -> _BoundPrefill:
-        """Attach the tensors of a batch.
+        """Attach the tensors of a batch. The kernel's argument order is written here.
 
         Args:
             concurrent: start while the kernel launched before still runs. That kernel must release
@@ -145,11 +146,14 @@ class HopperPrefill:
             descriptors, query_descriptors = self._descriptors, self._query_descriptors
             encode, encode_query = self._encode, self._encode_query
         starts, lens, table, given_counters = given
-        tail = (
-            starts, lens, table, given_counters, self.scale, *self.numbers, int(concurrent),
-            section, *self.last,
+        views = self.views if query_view is None else (*self.views, query_view)
+        no_query = (CHANGES,) if query_view is None else ()  # None in place of the descriptor
+        query_out_lse_sinks = (CHANGES,) * 4
+        arguments = (
+            *descriptor_arguments(views, direct), *no_query, *query_out_lse_sinks, starts, lens,
+            table, given_counters, self.scale, *self.numbers, int(concurrent), section, *self.last,
         )  # fmt: skip
-        attend = self.attend.bind(direct, aligned, tail)
+        attend = self.attend.bind(direct, aligned, arguments)
         return _BoundPrefill(attend, descriptors, query_descriptors, encode, encode_query, counters)
 
     @cached_property

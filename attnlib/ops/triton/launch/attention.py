@@ -19,7 +19,7 @@ from attnlib.ops.scales import MIN_LATE_SCALE
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.tiles import split_head_size
 from attnlib.ops.triton.kernels.quant import KV_NATIVE, KV_PLAIN
-from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch, Submit
+from attnlib.ops.triton.launch.bound import ALIGNMENT, CHANGES, BoundLaunch, Submit
 from attnlib.ops.triton.launch.scales import kv_kind, scale_kind
 from attnlib.ops.triton.launch.score import score_constants, score_tail, tensor_sizes
 
@@ -110,19 +110,15 @@ def check_batch(batch: BatchTensors, max_query_len: int) -> None:
 class BoundAttention(NamedTuple):
     """A plain attention launch over one batch, ready to run for any layer.
 
-    Arguments of `run` and the fields are addresses for a direct launch, tensors for one by Triton.
+    Arguments of `run` are addresses for a direct launch, tensors for one by Triton.
 
     Attributes:
-        attend: submits the attention kernel, with the arguments after the scales in place.
-        lengths: query_start_loc, seq_lens, causal flags.
-        bias: the query bias or None.
+        attend: submits the attention kernel, by the arguments of `run`.
         combine: submits the kernel that combines splits, by sinks, output and LSE; None when
             nothing is split.
     """
 
     attend: Submit
-    lengths: tuple[Any, Any, Any]
-    bias: Any
     combine: Submit | None = None
 
     def run(
@@ -139,10 +135,10 @@ class BoundAttention(NamedTuple):
         v_scale: Any,
         *score_tensors: Any,
     ) -> None:
-        """Launch on `stream`; the argument order of the plain attention kernels is written here."""
+        """Launch on `stream`."""
         self.attend(
-            stream, query, key, value, out, lse, *self.lengths, alibi_slopes, sinks, self.bias,
-            k_scale, v_scale, *score_tensors,
+            stream, query, key, value, out, lse, alibi_slopes, sinks, k_scale, v_scale,
+            *score_tensors,
         )  # fmt: skip
         if self.combine is not None:
             self.combine(stream, sinks, out, lse)
@@ -211,7 +207,7 @@ class PlainAttention:
         return aligned and self.attend.is_direct and self.combine.is_direct
 
     def bind(self, batch: BatchTensors, direct: bool, aligned: bool = True) -> BoundAttention:
-        """Attach the tensors of a batch.
+        """Attach the tensors of a batch. The argument order of the kernels is written here.
 
         Args:
             batch: `workspace` holds at least `workspace_bytes` where the launch combines splits.
@@ -233,16 +229,20 @@ class PlainAttention:
         if direct:
             given = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
         starts, lens, flags_given, bias, table, space, *score = given
-        middle: tuple[Any, ...] = (table, self._table_stride)
-        if self._is_decode:
-            middle = (*middle, space)
+        tensors_of_call, per_head, scales = (CHANGES,) * 5, (CHANGES,) * 2, (CHANGES,) * 2
+        layer_tensors = (CHANGES,) * (len(self._score_sizes) // 2)
         pointers, sizes = score_tail(self._score_sizes, batch.score_tensors, tuple(score))
-        tail = (*pointers, *self._numbers, *middle, *self._last, *sizes)
-        combine = None
+        partial_results = (space,) if self._is_decode else ()
+        arguments = (
+            *tensors_of_call, starts, lens, flags_given, *per_head, bias, *scales, *layer_tensors,
+            *pointers, *self._numbers, table, self._table_stride, *partial_results, *self._last,
+            *sizes,
+        )  # fmt: skip
+        attend, combine = self.attend.bind(direct, aligned, arguments), None
         if self.combine is not None:
-            combine = self.combine.bind(direct, aligned, self._combine_tail, (space,))
-        attend = self.attend.bind(direct, aligned, tail)
-        return BoundAttention(attend, (starts, lens, flags_given), bias, combine)
+            changing = (CHANGES,) * 3
+            combine = self.combine.bind(direct, aligned, (space, *changing, *self._combine_tail))
+        return BoundAttention(attend, combine)
 
 
 def reads_bytes(cache_dtype: torch.dtype, limits: DeviceLimits) -> bool:

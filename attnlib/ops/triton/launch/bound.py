@@ -22,9 +22,9 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from attnlib.ops.triton.heuristics import device as chips
-from attnlib.ops.triton.launch.driver import DirectLaunch, direct_launch
+from attnlib.ops.triton.launch.driver import CHANGES, DirectLaunch, direct_launch
 
-__all__ = ["ALIGNMENT", "BoundLaunch", "Submit", "current_stream", "launches_observed"]
+__all__ = ["ALIGNMENT", "CHANGES", "BoundLaunch", "Submit", "current_stream", "launches_observed"]
 
 ALIGNMENT = 15
 """Address bits that Triton specializes on: it distinguishes multiples of 16 from the rest."""
@@ -47,12 +47,16 @@ _KNOWN = _JIT_RUN is not None and all(
 
 
 def launches_observed() -> bool:
-    """True if a launch hook, a debug flag or a patched launcher is active."""
+    """True if a launch hook, a debug flag or a patched launcher is active. Every layer asks."""
     runtime = _KNOBS.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    try:
+        if enter.calls or leave.calls:
+            return True
+    except AttributeError:  # something else took the place of Triton's list of hooks
+        return True
     return bool(
-        getattr(runtime.launch_enter_hook, "calls", True)
-        or getattr(runtime.launch_exit_hook, "calls", True)
-        or runtime.debug
+        runtime.debug
         or runtime.add_stages_inspection_hook is not None
         or _KNOBS.compilation.instrumentation_mode
         or JITFunction.run is not _JIT_RUN
@@ -105,10 +109,10 @@ class BoundLaunch:
         return self._direct is not None and not self.hooks
 
     @property
-    def expand(self) -> Callable[[int, Any], tuple[Any, ...]] | None:
-        """The arguments in place of the kernel's `number`-th descriptor, by (number, descriptor);
-        None for kernels without descriptors and before the first launch."""
-        return None if self._direct is None else self._direct.expand
+    def encode(self) -> Callable[[int, Any], Any] | None:
+        """The encoded form of the kernel's `number`-th descriptor, by (number, descriptor); None
+        for kernels without descriptors and before the first launch."""
+        return None if self._direct is None else self._direct.encode
 
     @property
     def descriptor_layout(self) -> str:
@@ -127,32 +131,26 @@ class BoundLaunch:
         if aligned and self._direct is None:
             self._keep_driver_call(compiled, len(arguments))
 
-    def bind(
-        self,
-        direct: bool,
-        aligned: bool,
-        last: tuple[Any, ...],
-        middle: tuple[Any, ...] = (),
-        after: int = 0,
-    ) -> Submit:
-        """`submit(stream, *arguments)` with some arguments in place.
+    def bind(self, direct: bool, aligned: bool, arguments: tuple[Any, ...]) -> Submit:
+        """`submit(stream, *changing)` with some arguments in place.
 
         Args:
-            direct: launch without Triton; all arguments are addresses and numbers then. Otherwise
-                Triton launches on the current stream, whatever `stream` is given.
+            direct: launch without Triton; arguments are addresses and numbers then, and a
+                descriptor is its encoded form, its shape and its strides. Otherwise they are
+                tensors and descriptors, and Triton launches on the current stream, whatever
+                `stream` is given.
             aligned: for launches by Triton, as in `by_triton`.
-            last: the arguments after those of a call.
-            middle: the arguments that stand behind the first `after` ones of a call.
+            arguments: all runtime arguments, `CHANGES` for those of a call.
         """
-        if not direct:
+        if direct:
+            assert self._direct is not None  # the caller has checked `is_direct`
+            return self._direct.bind(self._grid, arguments)
 
-            def by_triton(stream: int, *arguments: Any) -> None:
-                given = (*arguments[:after], *middle, *arguments[after:], *last)
-                self.by_triton(given, aligned)
+        def by_triton(stream: int, *changing: Any) -> None:
+            given = iter(changing)
+            self.by_triton(tuple(next(given) if x is CHANGES else x for x in arguments), aligned)
 
-            return by_triton
-        assert self._direct is not None  # the caller has checked `is_direct`
-        return self._direct.bind(self._grid, after, middle, last)
+        return by_triton
 
     def run(self, arguments: tuple[Any, ...], addresses: int, index: int) -> None:
         """Launch once on the current stream of device `index`, which is the current device.
@@ -163,8 +161,8 @@ class BoundLaunch:
         """
         aligned = not addresses & ALIGNMENT
         if aligned and self.is_direct and not launches_observed():
-            given = (x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
-            self.bind(True, True, ())(current_stream(index), *given)
+            given = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
+            self.bind(True, True, given)(current_stream(index))
         else:
             self.by_triton(arguments, aligned)
 

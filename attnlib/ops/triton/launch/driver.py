@@ -21,7 +21,10 @@ from typing import Any, NamedTuple
 
 import triton
 
-__all__ = ["DirectLaunch", "direct_launch"]
+__all__ = ["CHANGES", "DirectLaunch", "direct_launch"]
+
+CHANGES: Any = object()
+"""In the place of an argument that each call gives."""
 
 _VERSIONS = ("3.6.", "3.9.")
 _KINDS = {
@@ -43,8 +46,8 @@ class DirectLaunch(NamedTuple):
         shared: bytes of shared memory per CTA.
         cooperative, pdl: launch attributes.
         kinds: how each argument is passed, one byte each (`native.c`); descriptors are expanded.
-        expand: the arguments in place of the kernel's `number`-th descriptor, by (number,
-            descriptor); None for kernels without descriptors.
+        encode: the encoded form of the kernel's `number`-th descriptor, by (number, descriptor);
+            None for kernels without descriptors.
         descriptor_layout: what the encoding depends on besides the descriptor, as text.
     """
 
@@ -54,25 +57,19 @@ class DirectLaunch(NamedTuple):
     cooperative: bool
     pdl: bool
     kinds: bytes
-    expand: Callable[[int, Any], tuple[Any, ...]] | None = None
+    encode: Callable[[int, Any], Any] | None = None
     descriptor_layout: str = ""
 
-    def bind(
-        self, grid: tuple[int, int, int], first: int, middle: tuple[Any, ...], last: tuple[Any, ...]
-    ) -> Callable[..., None]:
+    def bind(self, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> Callable[..., None]:
         """`launch(stream, *changing)`.
 
         Args:
             grid: programs along three dimensions.
-            first: how many changing arguments come before `middle`; the others come after it.
-            middle, last: arguments that stay; `last` ends the list.
+            arguments: addresses and numbers, `CHANGES` for those of a call. In place of a
+                descriptor stand its encoded form, its shape and its strides.
         """
-        count = len(self.kinds)
-        changing = count - len(middle) - len(last)
-        after = first + len(middle)
-        slots = (*range(first), *range(after, after + changing - first))
-        unset = (None,)
-        values = (*unset * first, *middle, *unset * (changing - first), *last)
+        slots = tuple(n for n, argument in enumerate(arguments) if argument is CHANGES)
+        values = tuple(None if argument is CHANGES else argument for argument in arguments)
         sizes = (*grid, self.threads, self.shared, self.cooperative, self.pdl)
         create = new_launch()
         assert create is not None  # `direct_launch` has made sure
@@ -110,7 +107,7 @@ def direct_launch(compiled: Any, num_arguments: int) -> DirectLaunch | None:
         return None
     return DirectLaunch(
         function, 32 * num_warps, shared, bool(launcher.launch_cooperative_grid),
-        bool(launcher.launch_pdl), kinds, functools.partial(_expand, layouts) if layouts else None,
+        bool(launcher.launch_pdl), kinds, functools.partial(_encode, layouts) if layouts else None,
         repr(layouts),
     )  # fmt: skip
 
@@ -135,13 +132,13 @@ def _kinds(types: list[Any], encoded: bool) -> bytes | None:
     return bytes(kinds)
 
 
-def _expand(layouts: list[Any], number: int, descriptor: Any) -> tuple[Any, ...]:
+def _encode(layouts: list[Any], number: int, descriptor: Any) -> Any:
     from triton.backends.nvidia import driver
 
     encode: Callable[..., Any] = driver.make_tensordesc_arg
     if triton.__version__.startswith("3.6."):
-        return tuple(encode(descriptor, layouts[number]))
-    return tuple(encode(descriptor, layouts[number], None))
+        return encode(descriptor, layouts[number])[0]
+    return encode(descriptor, layouts[number], None)[0]
 
 
 @functools.cache
