@@ -13,6 +13,7 @@ from attnlib.ops.triton.heuristics import device as chips
 from attnlib.ops.triton.kernels.append_kv import append_kv_kernel
 from attnlib.ops.triton.launch.bound import (
     ALIGNMENT,
+    CHANGES,
     BoundLaunch,
     Submit,
     current_stream,
@@ -90,7 +91,8 @@ class _Append:
     def _bind(self) -> None:
         if self._launch.is_direct:
             addresses = tuple(tensor.data_ptr() for tensor in self._batch)
-            self._direct = self._launch.bind(True, True, self._numbers, addresses, after=4)
+            arguments = (*(CHANGES,) * 4, *addresses, *self._numbers)
+            self._direct = self._launch.bind(True, True, arguments)
 
     def run(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
         """Launch on the current stream."""
@@ -104,8 +106,8 @@ class _Append:
         direct = self._direct
         if direct is None or not aligned or launches_observed():
             with chips.device_guard(key):
-                submit = self._launch.bind(False, aligned, self._numbers, self._batch, after=4)
-                submit(0, key, value, key_cache, value_cache)
+                arguments = (key, value, key_cache, value_cache, *self._batch, *self._numbers)
+                self._launch.by_triton(arguments, aligned)
             self._bind()
         elif chips.current_device() == self._index:
             direct(current_stream(self._index), k, v, kc, vc)
