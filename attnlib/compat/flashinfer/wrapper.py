@@ -1,4 +1,4 @@
-"""What FlashInfer's decode and prefill wrappers over a paged cache share: plan once, run per layer."""
+"""What FlashInfer's wrappers over a paged cache share: plan a batch once, run it per layer."""
 
 from __future__ import annotations
 
