@@ -17,7 +17,14 @@ from attnlib.spec import AttentionSpec
 if TYPE_CHECKING:
     from attnlib.layer import Attention
 
-__all__ = ["check_addresses", "check_call", "check_latent_scales", "check_metadata", "per_head"]
+__all__ = [
+    "check_addresses",
+    "check_cache_type",
+    "check_call",
+    "check_latent_scales",
+    "check_metadata",
+    "per_head",
+]
 
 _SAME_IN_METADATA = ("block_size", "num_heads", "num_kv_heads", "head_size", "head_size_v")
 
@@ -65,6 +72,19 @@ def check_metadata(layer: Attention, metadata: Any) -> None:
             f"attn_type={layer.spec.attn_type.value}, and the batch leaves causality to the spec: "
             "build it with the builder of this layer's group",
             rule="M1",
+        )
+
+
+def check_cache_type(cache: object) -> None:
+    """Whether a cache is a `PagedKVCache`, or None.
+
+    Raises:
+        ContractError: it is of another type.
+    """
+    if cache is not None and not isinstance(cache, PagedKVCache):
+        raise ContractError(
+            f"cache is a {type(cache).__name__}; it must be a PagedKVCache: wrap existing tensors "
+            "with PagedKVCache.from_views(key_cache, value_cache)"
         )
 
 
@@ -275,11 +295,6 @@ def _check_cache(
     metadata: Any,
 ) -> None:
     spec = layer.spec
-    if not isinstance(cache, PagedKVCache):
-        raise ContractError(
-            f"cache is a {type(cache).__name__}; it must be a PagedKVCache: wrap existing tensors "
-            "with PagedKVCache.from_views(key_cache, value_cache)"
-        )
     for name, wanted in (
         ("num_kv_heads", spec.num_kv_heads),
         ("head_size", spec.head_size),

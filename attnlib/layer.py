@@ -22,7 +22,13 @@ from attnlib.backends.base import (
     score_attribute,
 )
 from attnlib.cache.storage import UNIT_SCALE, PagedKVCache, Scale
-from attnlib.call_checks import check_addresses, check_call, check_latent_scales, per_head
+from attnlib.call_checks import (
+    check_addresses,
+    check_cache_type,
+    check_call,
+    check_latent_scales,
+    per_head,
+)
 from attnlib.compile.objects import register
 from attnlib.compile.operator import attend_opaquely
 from attnlib.errors import ContractError
@@ -375,6 +381,7 @@ class Attention(nn.Module):
         return_lse: bool,
     ) -> tuple[StepPlan, tuple[int, ...] | None]:
         """The plan of a call and the shape of an output to allocate (None: like the query)."""
+        check_cache_type(cache)
         signature = self._call_signature(query, key, value, cache, output, return_lse)
         plans = getattr(metadata, "plans", None)
         known: tuple[StepPlan, tuple[int, ...] | None] | None

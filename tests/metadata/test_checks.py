@@ -9,15 +9,9 @@ import torch
 
 import attnlib
 from attnlib.backends.base import AttentionBackend
-from attnlib.backends.flash_attn import FlashAttnBackend
-from attnlib.backends.flash_attn import metadata as flash_attn_metadata
-from attnlib.backends.flash_attn.probe import find_kernels
-from attnlib.backends.flashinfer import FlashInferBackend
-from attnlib.backends.flashinfer import metadata as flashinfer_metadata
-from attnlib.backends.flashinfer.probe import find_api
 from attnlib.errors import ContractError
-from tests.backends import fake_flash_attn, fake_flashinfer
-from tests.backends.cpu_backend import on_cpu
+from tests.backends.adapters import install_adapters
+from tests.backends.fake_flash_attn import Recorder
 
 SPEC = attnlib.AttentionSpec(
     num_heads=4, num_kv_heads=2, head_size=64, dtype=torch.float16, block_size=16
@@ -28,22 +22,7 @@ BACKENDS = ["torch", "triton", "flash_attn", "flashinfer", "prefill:torch,decode
 @pytest.fixture
 def adapters(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[AttentionBackend]]:
     """The adapters over fakes of their packages."""
-    find_kernels.cache_clear()
-    find_api.cache_clear()
-    fake_flash_attn.nothing_installed(monkeypatch)
-    fake_flash_attn.install(
-        monkeypatch,
-        "flash_attn.cute",
-        flash_attn_varlen_func=fake_flash_attn.fake_fa4(fake_flash_attn.Recorder()),
-    )
-    fake_flashinfer.install(monkeypatch, fake_flashinfer.Recorder())
-    flashinfer = on_cpu(
-        monkeypatch, FlashInferBackend, flashinfer_metadata, {"workspace_bytes": 64}
-    )
-    return {
-        "flash_attn": on_cpu(monkeypatch, FlashAttnBackend, flash_attn_metadata, {}),
-        "flashinfer": flashinfer,
-    }
+    return install_adapters(monkeypatch, Recorder())
 
 
 def _builder(name: str, adapters: dict[str, type[AttentionBackend]]) -> Any:

@@ -44,7 +44,9 @@ class FlashAttnImpl(AttentionImpl):
         super().__init__(*args, **kwargs)
         self._rounded_sinks: _RoundedSinks | None = None
         self._descales: dict[tuple[float, torch.device], torch.Tensor] = {}
-        _ = self._sinks_bf16  # compare on the device here, not while a graph is captured
+        sinks = self.per_head_tensors[1]
+        if sinks is not None and not sinks.is_meta:
+            _ = self._sinks_bf16  # compare on the device here, not while a graph is captured
 
     def write_kv(
         self,
