@@ -50,7 +50,9 @@ class AttentionMetadata:
         num_decode_tokens: tokens of the decode part.
         slot_mapping: [T] int64 device (P4), or None where nothing is cached.
         multi_modal_placeholder_index_maps: for engines that set it; attnlib does not read it.
-        enable_kv_scales_calculation: likewise.
+        enable_kv_scales_calculation: every layer that writes a quantized cache computes its scales
+            from the keys and values of this step before it writes them. A layer or a cache that has
+            scales keeps them. Set it for the first step of a cache, and not in a CUDA graph.
         handle: id of this batch for torch.compile (not a field: a copy has its own).
         plans: step plans by call signature (not a field: a copy starts without plans).
         recent_plan: the plan used last, with a fast check of its signature; likewise.
@@ -137,6 +139,10 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     """Converts `CommonAttentionMetadata` to the metadata of a backend, once per batch and not once
     per layer, without a host sync.
 
+    A builder has one workspace and one set of counters, which all its batches share. Batches of one
+    builder must run one after the other, on one stream or on streams ordered by events; make one
+    builder per stream to overlap batches. ATTNLIB_VALIDATE=1 refuses batches that overlap.
+
     Args:
         spec: the spec of all layers that use this builder.
         device: where the kernels run; None means a GPU if torch sees one, else the CPU.
@@ -196,8 +202,9 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         """The metadata of one batch.
 
         Args:
-            common_prefix_len: leading tokens that all requests share; 0 if unknown. A backend
-                without cascade attention ignores it.
+            common_prefix_len: leading tokens that all requests share; 0 if unknown. A hint for
+                cascade attention that must not change a result. Built-in backends have no cascade
+                attention and do not read it; their `use_cascade_attention` is False.
             common_attn_metadata: the batch.
             fast_build: prefer a fast build to fast kernels (draft models with few layers).
         """

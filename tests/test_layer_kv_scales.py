@@ -1,0 +1,149 @@
+"""`calc_kv_scales` and `enable_kv_scales_calculation`: scales from the keys of a step (M9)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import attnlib
+from attnlib.ops.scales import MIN_KV_SCALE, scale_for
+from tests.ops.naive import naive_attention
+
+SPEC = attnlib.AttentionSpec(
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=16,
+    dtype=torch.float32,
+    kv_cache_dtype="fp8",
+    block_size=4,
+)
+
+
+def _step(layer: attnlib.Attention, first: int = 0) -> Any:
+    """New tokens `[first, first + 4)` of two requests."""
+    common = attnlib.CommonAttentionMetadata.from_lengths(
+        [4, 4], [first + 4, first + 4], [[0, 1], [2, 3]], 4, "cpu"
+    )
+    return layer.backend.make_builder(layer.spec, "cpu").build(0, common)
+
+
+def _tensors(factor: float = 1.0) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [factor * torch.randn(8, heads, 16) for heads in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "prefill:torch,decode:triton"])
+def test_a_step_computes_the_scales_of_its_layers(backend: str) -> None:
+    layers = [attnlib.Attention(SPEC, backend=backend, device="cpu") for _ in range(2)]
+    caches = [attnlib.PagedKVCache.allocate(SPEC, 4, "cpu") for _ in range(2)]
+    step = _step(layers[0])
+    step.enable_kv_scales_calculation = True
+    outputs = []
+    for layer, cache, factor in zip(layers, caches, (100.0, 3000.0), strict=True):
+        q, k, v = _tensors(factor)
+        outputs.append(layer(q / factor / factor, k, v, cache, step))
+        assert cache.k_scale is layer.k_scale and cache.v_scale is layer.v_scale
+        assert float(cache.k_scale) == pytest.approx(float(k.abs().max()) / 448)
+        assert float(cache.v_scale) == pytest.approx(float(v.abs().max()) / 448)
+        assert float(cache.key_cache.float().abs().max()) == 448, "the largest element is stored"
+        keys, values = (
+            cache.key_cache.float() * cache.k_scale,
+            cache.value_cache.float() * cache.v_scale,
+        )
+        expected, _ = naive_attention(
+            q / factor / factor,
+            keys,
+            values,
+            step.block_table,
+            step.query_start_loc,
+            step.seq_lens,
+            max_query_len=4,
+            max_seq_len=4,
+            scale=16**-0.5,
+        )
+        assert torch.allclose(outputs[-1].double(), expected, rtol=1e-4, atol=1e-4 * factor)
+        assert float((keys[0] - k[:4]).abs().max()) <= float(k.abs().max()) / 16
+
+
+def test_scales_are_computed_once() -> None:
+    """They hold for everything that the cache stores."""
+    layer = attnlib.Attention(SPEC, device="cpu")
+    cache = attnlib.PagedKVCache.allocate(SPEC, 4, "cpu")
+    step = _step(layer)
+    step.enable_kv_scales_calculation = True
+    layer(*_tensors(100.0), cache, step)
+    scale = cache.k_scale
+    layer(*_tensors(1.0), cache, step)
+    later = _step(layer, first=4)
+    later.enable_kv_scales_calculation = True
+    layer(*_tensors(10.0), cache, later)
+    assert cache.k_scale is scale and layer.k_scale is scale
+    given = attnlib.Attention(SPEC, device="cpu", k_scale=2.0)
+    other = attnlib.PagedKVCache.allocate(SPEC, 4, "cpu")
+    given(*_tensors(100.0), other, step)
+    assert (other.k_scale, other.v_scale) == (2.0, 1.0)
+
+
+def test_only_written_keys_count() -> None:
+    """Padding, tokens without a slot, NaN and Inf do not; a layer that reads computes nothing."""
+    layer = attnlib.Attention(SPEC, device="cpu")
+    cache = attnlib.PagedKVCache.allocate(SPEC, 4, "cpu")
+    step = _step(layer)
+    slots = step.slot_mapping.clone()
+    slots[3] = -1
+    step.slot_mapping = slots
+    step.enable_kv_scales_calculation = True
+    q, k, v = _tensors()
+    k[3] = 1e6
+    k[0, 0, 0], v[0, 0, 0] = float("nan"), float("inf")
+    padded = [torch.cat([x, torch.full_like(x[:1], 1e9)]) for x in (q, k, v)]
+    reader = attnlib.Attention(SPEC, device="cpu", kv_sharing_target_layer_name="layers.0")
+    reader(*padded, cache, step)
+    assert cache.k_scale == 1.0
+    layer(*padded, cache, step)
+    written = [0, 1, 2, 4, 5, 6, 7]
+    finite = k[written].nan_to_num(0.0)
+    assert float(cache.k_scale) == pytest.approx(float(finite.abs().max()) / 448)
+    assert float(cache.v_scale) == pytest.approx(float(v[v.isfinite()].abs().max()) / 448, rel=0.3)
+
+
+def test_a_cache_that_is_not_quantized_has_no_scales() -> None:
+    spec = SPEC.replace(kv_cache_dtype="auto")
+    layer = attnlib.Attention(spec, device="cpu")
+    cache = attnlib.PagedKVCache.allocate(spec, 4, "cpu")
+    step = _step(layer)
+    step.enable_kv_scales_calculation = True
+    layer(*_tensors(), cache, step)
+    layer.calc_kv_scales(*_tensors())
+    assert cache.k_scale == layer.k_scale == 1.0
+
+
+def test_scales_of_extreme_values_are_valid() -> None:
+    """M9: keys of zeros have a scale of 1, not one that kernels flush to zero."""
+    assert float(scale_for(torch.zeros(4), 448.0)) == 1.0
+    assert float(scale_for(torch.empty(0), 448.0)) == 1.0
+    assert float(scale_for(torch.full((4,), torch.nan), 448.0)) == 1.0
+    assert float(scale_for(torch.tensor([1e-38]), 448.0)) == MIN_KV_SCALE
+    assert float(scale_for(torch.tensor([-896.0, torch.inf]), 448.0)) == 2.0
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "prefill:torch,decode:triton"])
+def test_a_common_prefix_is_a_hint(backend: str) -> None:
+    """No built-in backend has cascade attention, and results do not depend on the hint."""
+    spec = SPEC.replace(kv_cache_dtype="auto")
+    layer = attnlib.Attention(spec, backend=backend, device="cpu")
+    builder = layer.backend.make_builder(spec, "cpu")
+    common = attnlib.CommonAttentionMetadata.from_lengths(
+        [1, 7], [5, 7], [[0, 1], [0, 2]], 4, "cpu"
+    )
+    results = []
+    for common_prefix_len in (0, 4):
+        cache = attnlib.PagedKVCache.allocate(spec, 4, "cpu")
+        results.append(layer(*_tensors(), cache, builder.build(common_prefix_len, common)))
+    assert torch.equal(*results)
+    import numpy as np
+
+    lens = np.array([1, 7])
+    assert not builder.use_cascade_attention(4, lens, 4, 2, False, False, 132)
