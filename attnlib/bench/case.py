@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 
+from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.spec import AttentionSpec
 from attnlib.testing.batch_spec import BatchSpec, parse_batch
+from attnlib.testing.block_placement import BlockPlacement, place_blocks
 
-__all__ = ["DECODE_TOKENS", "BenchCase", "parse_case"]
+__all__ = ["DECODE_TOKENS", "BenchCase", "check_case", "parse_case"]
 
 DECODE_TOKENS = 8
 """A request with at most this many new tokens counts as a decode (or a verify step), which is bound
@@ -45,6 +47,7 @@ class BenchCase:
         sliding_window: number of visible keys, including the query's own (M2).
         logits_soft_cap: soft cap of the logits (M3).
         sinks: True for one sink logit per head (M4).
+        scale: softmax scale; None means 1/sqrt(D).
     """
 
     name: str
@@ -59,6 +62,7 @@ class BenchCase:
     sliding_window: int | None = None
     logits_soft_cap: float | None = None
     sinks: bool = False
+    scale: float | None = None
 
     @property
     def spec(self) -> AttentionSpec:
@@ -104,6 +108,13 @@ class BenchCase:
         words += ["sinks"] if self.sinks else []
         cache = "" if self.kv_cache_dtype == "auto" else f", cache {self.kv_cache_dtype}"
         return ", ".join([*words, f"page {self.block_size}", self.dtype]) + cache
+
+    def place(self, seed: int) -> BlockPlacement:
+        """Blocks of the requests, in random order."""
+        return place_blocks(self.batch, self.block_size, seed=seed)
+
+    def fill(self, cache: PagedKVCache, query: torch.Tensor, placement: BlockPlacement) -> None:
+        """Replace random contents of the cache and of the query; does nothing by default."""
 
     def with_page(self, block_size: int) -> BenchCase:
         """The case with another block size, which is part of its name.
@@ -161,11 +172,11 @@ def parse_case(text: str) -> BenchCase:
                 f"case {text!r}: {setting!r} does not parse; {key} takes a number (heads: QUERY/KV)"
             ) from None
     case = BenchCase(name=text, batch=parse_batch(batch), **fields)
-    _check(case)
+    check_case(case)
     return case
 
 
-def _check(case: BenchCase) -> None:
+def check_case(case: BenchCase) -> None:
     """Check that the batch has work and that every query has keys.
 
     Raises:

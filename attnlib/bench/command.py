@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -20,9 +21,11 @@ from attnlib.bench.peaks import Peaks, measure_peaks
 from attnlib.bench.provenance import provenance
 from attnlib.bench.results import Document, Row, Run, merge, read_document, write_document
 from attnlib.bench.runner import unmeasured
+from attnlib.bench.solutions import write_solutions
 from attnlib.bench.suites import SUITES, choose_cases
 from attnlib.bench.table import HEADER, LEGEND, case_lines, heading, kernel_lines, summary_line
 from attnlib.bench.timing import DeviceLostError, device_works
+from attnlib.bench.workload_case import workload_cases
 from attnlib.device import resolve_device
 from attnlib.errors import ContractError
 
@@ -74,6 +77,18 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="start no case after S seconds; the others are listed as not run",
     )
+    made.add_argument(
+        "--workloads",
+        metavar="PATH",
+        help="measure the attention workloads of a FlashInfer-Bench trace set: its root folder, or "
+        "one of its JSONL files. CASE is then a glob over DEFINITION/ID",
+    )
+    made.add_argument(
+        "--solutions",
+        metavar="DIR",
+        help="with --workloads: measure nothing, and write a solution file for FlashInfer-Bench "
+        "for each definition",
+    )
     made.add_argument("--list", action="store_true", help="print the cases and exit")
     made.add_argument("--json", metavar="FILE", help="write results to FILE after each case")
     made.add_argument(
@@ -97,6 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _require_matplotlib()
     if options.from_json:
         return _show(options)
+    if options.solutions:
+        return _write_solutions(options)
     device = resolve_device(options.device)
     if device.is_hypothetical or (device.type == "cuda" and not torch.cuda.is_available()):
         raise ContractError(
@@ -104,7 +121,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             "cpu, or run on a machine that has it"
         )
     default = "anchors" if device.type == "cuda" else "cpu"
-    cases = choose_cases(options.cases, options.suite, default, options.page)
+    if options.workloads:
+        cases = _workload_cases(options)
+    else:
+        cases = choose_cases(options.cases, options.suite, default, options.page)
     if options.list:
         for case in cases:
             print(f"{case.name:<30} {case.kind:<8} {_brief(case)} · {case.shape}")
@@ -120,6 +140,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _run(
         options, cases, backends, device.torch_device, "attnlib bench " + shlex.join(arguments)
     )
+
+
+def _workload_cases(options: argparse.Namespace) -> list[BenchCase]:
+    if options.suite:
+        raise ContractError("--suite and --workloads both choose the cases: pass one of them")
+    cases, left_out = workload_cases(Path(options.workloads), options.cases, options.page)
+    for line in left_out:
+        print(f"left out: {line}", file=sys.stderr)
+    return cases
+
+
+def _write_solutions(options: argparse.Namespace) -> int:
+    if not options.workloads:
+        raise ContractError("--solutions needs --workloads TRACE_SET, which has the definitions")
+    written, left_out = write_solutions(Path(options.workloads), Path(options.solutions))
+    _say(*(f"wrote {path}" for path in written), *(f"left out: {line}" for line in left_out))
+    return 0
 
 
 def _brief(case: BenchCase) -> str:

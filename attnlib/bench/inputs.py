@@ -17,7 +17,6 @@ from attnlib.bench.work import kv_bytes
 from attnlib.cache.storage import PagedKVCache
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.spec import AttentionSpec
-from attnlib.testing.block_placement import place_blocks
 from attnlib.testing.layouts import read_slots
 from attnlib.testing.oracle import OracleParams
 
@@ -90,7 +89,7 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> CaseInp
         torch.OutOfMemoryError: the device has no memory for one copy of the cache.
     """
     spec = case.spec
-    placement = place_blocks(case.batch, case.block_size, seed=seed)
+    placement = case.place(seed)
     common = CommonAttentionMetadata.from_lengths(
         case.batch.query_lens, case.batch.seq_lens, placement.block_table, case.block_size, device
     )
@@ -98,19 +97,20 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> CaseInp
     first = PagedKVCache.allocate(spec, placement.num_blocks, device, "NHD")
     for view in (first.key_cache, first.value_cache):
         _fill(view, spec.dtype, draw)
+    tokens = case.batch.num_actual_tokens
+    query = torch.randn(tokens, spec.num_heads, spec.head_size, generator=draw, device=device).to(
+        spec.dtype
+    )
+    case.fill(first, query, placement)
     cache_bytes = sum(
         view.numel() * view.element_size() for view in (first.key_cache, first.value_cache)
     )
     copies = cold_copies(case, cache_bytes, *_memory(device))
     caches = [first, *(_copy(first, spec, device) for _ in range(copies - 1))]
-    tokens = case.batch.num_actual_tokens
     assert common.slot_mapping is not None  # a block table was given
     slots: Any = common.slot_mapping  # a tensor is a valid sequence of slots
     key, value = (
         read_slots(view, slots).to(spec.dtype) for view in (first.key_cache, first.value_cache)
-    )
-    query = torch.randn(tokens, spec.num_heads, spec.head_size, generator=draw, device=device).to(
-        spec.dtype
     )
     output = torch.full(
         (tokens, spec.num_heads, spec.head_size_v), float("nan"), dtype=spec.dtype, device=device
@@ -167,7 +167,7 @@ def _params(case: BenchCase, device: torch.device, draw: torch.Generator) -> Ora
             torch.randn(case.num_heads, generator=draw, device=device).to(torch.bfloat16).float()
         )
     return OracleParams(
-        scale=case.head_size**-0.5,
+        scale=case.head_size**-0.5 if case.scale is None else case.scale,
         window=(-1, -1) if case.sliding_window is None else (case.sliding_window - 1, 0),
         logits_soft_cap=case.logits_soft_cap or 0.0,
         sinks=sinks,

@@ -81,7 +81,12 @@ def make_runner(case: BenchCase, one: BenchBackend, inputs: CaseInputs) -> Runne
     assert backend is not None  # the caller has checked that it is available
     spec, device = inputs.spec, inputs.device
     layer = Attention(
-        spec, backend=backend, sinks=inputs.params.sinks, prefix="bench", device=device
+        spec,
+        backend=backend,
+        scale=inputs.params.scale,
+        sinks=inputs.params.sinks,
+        prefix="bench",
+        device=device,
     )
     builder = backend.make_builder(spec, device)
     metadata = builder.build(0, inputs.common)
