@@ -321,6 +321,8 @@ class Attention(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._accepted = ()
+        for name in ("k_scale", "v_scale"):  # `UNIT_SCALE` is compared by identity
+            setattr(self, name, _checked_layer_scale(name, getattr(self, name), self.spec))
         self.handle = register(self)  # a copy of a layer is another layer
 
     def calc_kv_scales(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -94,6 +94,10 @@ class _CompositeMeta(ABCMeta):
     """Metaclass of composites, which are created at run time and pickled by their children."""
 
 
+class _CompositePartMeta(ABCMeta):
+    """Metaclass of the impl and builder classes of composites, pickled as parts of these."""
+
+
 # Weak values: a composite of configured classes is freed when it is no longer used.
 _composites: WeakValueDictionary[tuple[Backend, Backend], Backend] = WeakValueDictionary()
 
@@ -123,8 +127,10 @@ def make_composite(prefill: Backend, decode: Backend) -> Backend:
             **children,
             "description": f"prefills with {prefill.get_name()}, decodes with {decode.get_name()}",
             "capabilities": capabilities,
-            "builder_cls": type("CompositeMetadataBuilder", (CompositeMetadataBuilder,), builder),
-            "impl_cls": type("CompositeImpl", (CompositeImpl,), children),
+            "builder_cls": _CompositePartMeta(
+                "CompositeMetadataBuilder", (CompositeMetadataBuilder,), builder
+            ),
+            "impl_cls": _CompositePartMeta("CompositeImpl", (CompositeImpl,), children),
         }
         found = cast(Backend, _CompositeMeta("CompositeBackend", (CompositeBackend,), body))
         _composites[prefill, decode] = found
@@ -135,7 +141,13 @@ def _reduce(cls: Any) -> tuple[Any, ...]:
     return make_composite, (cls.prefill_backend, cls.decode_backend)
 
 
+def _reduce_part(cls: Any) -> tuple[Any, ...]:
+    name = "impl_cls" if issubclass(cls, CompositeImpl) else "builder_cls"
+    return getattr, (make_composite(cls.prefill_backend, cls.decode_backend), name)
+
+
 copyreg.pickle(_CompositeMeta, _reduce)
+copyreg.pickle(_CompositePartMeta, _reduce_part)
 
 
 def _common(prefill: Backend, decode: Backend) -> Capabilities:
