@@ -91,9 +91,18 @@ class PagedKVCache(EngineLayouts):
 
     def __getstate__(self) -> dict[str, Any]:
         derived = ("handle", "_signature")
-        return {name: value for name, value in self.__dict__.items() if name not in derived}
+        state = {name: value for name, value in self.__dict__.items() if name not in derived}
+        if self.dtype.itemsize == 1:  # torch pickles float8 tensors, but cannot load them
+            state["stored_dtype"] = self.dtype
+            for name in ("key_cache", "value_cache"):
+                state[name] = state[name].view(torch.uint8)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        if (dtype := state.pop("stored_dtype", None)) is not None:
+            for name in ("key_cache", "value_cache"):
+                state[name] = state[name].view(dtype)
         self.__dict__.update(state, _signature=None)
         self.handle = register_tensor_id(self)  # a copy is another cache
 

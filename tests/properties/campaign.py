@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import time
 import traceback
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,18 +121,48 @@ def run_campaign(campaign: Campaign, report: Path | None = None) -> Summary:
             if len(total.wrong) >= _MOST_REPORTED:
                 break
     else:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(campaign.processes, context) as pool:
-            running = [pool.submit(_run_chunk, campaign, chunk, deadline) for chunk in chunks]
-            for done in as_completed(running):
-                total.add(done.result())
-                if len(total.wrong) >= _MOST_REPORTED:
-                    pool.shutdown(cancel_futures=True)
-                    break
+        _run_in_processes(campaign, chunks, deadline, total)
     total.seconds = round(time.monotonic() - start, 1)
     if report is not None:
         _write(report, campaign, total)
     return total
+
+
+def _run_in_processes(
+    campaign: Campaign, chunks: list[range], deadline: float | None, total: Summary
+) -> None:
+    """Run chunks in worker processes. A draw that ends its process is a disagreement."""
+    context = multiprocessing.get_context("spawn")
+    current = context.Array("q", campaign.processes)
+    numbers = context.Value("i", 0)
+    pool = ProcessPoolExecutor(
+        campaign.processes, context, initializer=_begin_worker, initargs=(current, numbers)
+    )
+    running = [pool.submit(_run_chunk, campaign, chunk, deadline) for chunk in chunks]
+    try:
+        for done in as_completed(running):
+            total.add(done.result())
+            if len(total.wrong) >= _MOST_REPORTED:
+                break
+    except BrokenProcessPool:
+        total.wrong.append(f"a process died; the draws that ran had the seeds {list(current)}")
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_current: Any = None
+_number = 0
+
+
+def _begin_worker(current: Any, numbers: Any) -> None:
+    """Set up a worker: it states its seed in `current`, for the message after a crash."""
+    global _current, _number
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    with numbers.get_lock():
+        _number = numbers.value
+        numbers.value += 1
+    _current = current
 
 
 def _chunks(campaign: Campaign) -> list[range]:
@@ -145,13 +177,13 @@ def _chunks(campaign: Campaign) -> list[range]:
 def _run_chunk(campaign: Campaign, seeds: range, deadline: float | None) -> Summary:
     from tests.properties.check import run_draw
 
-    if campaign.processes > 1:
-        torch.set_num_threads(1)
     found = Summary()
     for seed in seeds:
         if deadline is not None and time.time() > deadline:
             found.not_run += 1
             continue
+        if _current is not None:
+            _current[_number] = seed
         draw = draw_of(seed, campaign.limits, campaign.draws_per_spec)
         try:
             outcome = run_draw(draw, campaign.backend, campaign.device)
