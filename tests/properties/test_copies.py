@@ -21,7 +21,11 @@ from tests.properties.draw import Draw, Limits, draw_of
 from tests.properties.step import place, tensors_of
 
 LIMITS = Limits(dtypes=("float32",), longest=40, longest_query=12, most_heads=8, rare=0.0)
-BACKENDS = ["torch", "triton", "prefill:torch,decode:triton"]
+BACKENDS = [
+    "torch",
+    pytest.param("triton", marks=pytest.mark.slow),
+    pytest.param("prefill:torch,decode:triton", marks=pytest.mark.slow),
+]
 SCRATCH = {"workspace", "counters"}  # kernels write them; they hold no fact of the batch
 
 
