@@ -1,0 +1,31 @@
+"""attnlib as an attention backend of vLLM.
+
+    vllm serve MODEL --attention-backend ATTNLIB     # vLLM 0.33
+    vllm serve MODEL --attention-backend CUSTOM      # vLLM 0.26
+
+vLLM finds `register` by the entry point `vllm.general_plugins` and calls it in each of its
+processes. Inside vLLM, ATTNLIB_BACKEND selects attnlib's backend as it does elsewhere.
+
+`backend` answers vLLM's questions about support, `layer_spec` translates its arguments to an
+`AttentionSpec`, `impl` is the attention of one layer, `builder` the metadata of one batch,
+`kv_cache` views vLLM's memory as a paged cache, `context_parallel` computes attention over a cache
+that is distributed over the ranks of a decode context parallel group. Only `register` can be
+imported without vLLM.
+"""
+
+from __future__ import annotations
+
+__all__ = ["register"]
+
+_BACKEND = "attnlib.integrations.vllm.backend.AttnlibBackend"
+
+
+def register() -> None:
+    """Register attnlib with vLLM: as ATTNLIB where vLLM accepts new names, else as CUSTOM."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from attnlib.integrations.vllm.names import backend_name
+
+    name = backend_name()
+    known = AttentionBackendEnum.__members__
+    register_backend(known[name] if name in known else name, _BACKEND)

@@ -1,0 +1,166 @@
+"""vLLM's common metadata of a batch as metadata of attnlib's backends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+)
+from vllm.v1.attention.backend import CommonAttentionMetadata as VllmBatch
+
+from attnlib.errors import UnsupportedConfigError
+from attnlib.integrations.vllm.context_parallel import DistributedBuilder
+from attnlib.integrations.vllm.layer_spec import select
+from attnlib.integrations.vllm.metadata import VllmMetadata
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.parameters import PerLayerParameters
+from attnlib.spec import AttentionSpec, CudaGraphSupport
+from attnlib.workspace import BatchLimits
+
+__all__ = ["AttnlibMetadataBuilder"]
+
+_GRAPHS = {
+    CudaGraphSupport.NEVER: AttentionCGSupport.NEVER,
+    CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE: AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE,
+    CudaGraphSupport.UNIFORM_BATCH: AttentionCGSupport.UNIFORM_BATCH,
+    CudaGraphSupport.ALWAYS: AttentionCGSupport.ALWAYS,
+}
+
+
+class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
+    """Builds the metadata of one group of layers, once per step.
+
+    Args:
+        kv_cache_spec: vLLM's description of the group's cache.
+        layer_names: layers of the group.
+        vllm_config: of the engine.
+        device: where the layers run.
+    """
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = vllm_config.compilation_config.static_forward_context
+        by_spec: dict[AttentionSpec, dict[str, PerLayerParameters]] = {}
+        for name in layer_names:
+            impl = layers[name].impl
+            impl.set_block_size(kv_cache_spec.block_size)
+            left, right = impl.spec.visible_window.as_kernel_args()
+            by_spec.setdefault(impl.spec, {})[name] = PerLayerParameters(
+                left, impl.spec.logits_soft_cap, impl.scale, right
+            )
+        limits = BatchLimits(
+            max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
+            max_num_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            max_seq_len=vllm_config.model_config.max_model_len,
+        )
+        self._builders: dict[AttentionSpec, Any] = {}
+        self._distributed: DistributedBuilder | None = None
+        if vllm_config.parallel_config.decode_context_parallel_size > 1:
+            interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
+            self._distributed = DistributedBuilder(list(by_spec), device, limits, interleave)
+            self._init_reorder_batch_threshold(1)
+            return
+        for spec, parameters in by_spec.items():
+            self._builders[spec] = select(spec, layer_names[0]).make_builder(
+                spec, device, layer_names=list(parameters), layers=parameters, limits=limits
+            )
+        thresholds = [builder.reorder_batch_threshold for builder in self._builders.values()]
+        decode = min((threshold for threshold in thresholds if threshold is not None), default=None)
+        self._init_reorder_batch_threshold(decode, supports_spec_as_decode=True)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """What the selected backend can capture. With decode context parallelism: decodes of one
+        token, because other batches attend in two parts."""
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        spec = AttentionSpec(
+            num_heads=model.get_num_attention_heads(parallel),
+            num_kv_heads=model.get_num_kv_heads(parallel),
+            head_size=kv_cache_spec.head_size,
+            dtype=model.dtype,
+            block_size=kv_cache_spec.block_size,
+        )
+        level = select(spec).get_builder_cls().cudagraph_support
+        if parallel.decode_context_parallel_size > 1:
+            level = min(level, CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
+        return _GRAPHS[level]
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: VllmBatch,
+        fast_build: bool = False,
+    ) -> VllmMetadata:
+        """The metadata of one batch; `common_prefix_len` is ignored."""
+        batch = common_attn_metadata
+        if self._distributed is not None:
+            distributed = self._distributed.build(batch)
+            return VllmMetadata(batch.num_actual_tokens, {}, distributed)
+        return self._metadata(batch, lambda b, common: b.build(0, common, fast_build))
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: VllmBatch) -> VllmMetadata:
+        """The metadata to capture with. It holds for every batch of these sizes.
+
+        vLLM replays one graph of a mixed batch for all mixed batches with as many tokens, so
+        nothing may depend on which requests decode: all of them are captured as prefills.
+        """
+        batch = common_attn_metadata
+        if self._distributed is not None:
+            return self.build(0, batch)
+        threshold = self.reorder_batch_threshold or 0
+        mixed = batch.max_query_len > threshold
+
+        def capture(builder: Any, common: CommonAttentionMetadata) -> Any:
+            if mixed:
+                # The host lengths of one such batch: its first request has all tokens.
+                starts = torch.full_like(common.query_start_loc_cpu, common.num_actual_tokens)
+                starts[0] = 0
+                common = common.replace(query_start_loc_cpu=starts)
+            return builder.build_for_cudagraph_capture(common)
+
+        return self._metadata(batch, capture)
+
+    def _metadata(self, batch: VllmBatch, build: Any) -> VllmMetadata:
+        batches = {}
+        for spec, builder in self._builders.items():
+            batches[spec] = build(builder, _common(batch, spec, builder.needs_host_lengths))
+        return VllmMetadata(batch.num_actual_tokens, batches)
+
+
+def _common(batch: VllmBatch, spec: AttentionSpec, host_lengths: bool) -> CommonAttentionMetadata:
+    """vLLM's batch in attnlib's terms. No tensor is copied, except lengths that a backend needs on
+    the host.
+
+    Raises:
+        UnsupportedConfigError: vLLM wants another mask than the layers have.
+    """
+    if batch.causal is not spec.is_causal:
+        raise UnsupportedConfigError(
+            f"the batch has causal={batch.causal}, the layers have causal={spec.is_causal}: "
+            "attnlib does not change the mask of a layer per batch under vLLM; use another "
+            "attention backend"
+        )
+    starts = batch.query_start_loc_cpu
+    if host_lengths:
+        seq_lens = batch.seq_lens.cpu()
+        computed = seq_lens - (starts[1:] - starts[:-1])
+    else:  # never read
+        seq_lens = computed = torch.zeros_like(starts[1:])
+    return CommonAttentionMetadata(
+        query_start_loc=batch.query_start_loc,
+        query_start_loc_cpu=starts,
+        seq_lens=batch.seq_lens,
+        seq_lens_cpu=seq_lens,
+        num_computed_tokens_cpu=computed,
+        num_reqs=batch.num_reqs,
+        num_actual_tokens=batch.num_actual_tokens,
+        max_query_len=batch.max_query_len,
+        max_seq_len=batch.max_seq_len,
+        block_table_tensor=batch.block_table_tensor if spec.is_paged else None,
+        slot_mapping=batch.slot_mapping if spec.is_paged else None,
+    )

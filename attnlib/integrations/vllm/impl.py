@@ -1,0 +1,177 @@
+"""The attention of one vLLM layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import AttentionImpl
+
+from attnlib.cache.storage import PagedKVCache
+from attnlib.errors import UnsupportedConfigError
+from attnlib.integrations.vllm.context_parallel import (
+    ContextParallelAttention,
+    combination,
+    dcp_rejections,
+)
+from attnlib.integrations.vllm.kv_cache import cache_view
+from attnlib.integrations.vllm.layer_spec import select
+from attnlib.integrations.vllm.metadata import VllmMetadata
+from attnlib.layer import Attention
+from attnlib.spec import AttentionSpec, AttentionType
+
+__all__ = ["AttnlibImpl"]
+
+
+class AttnlibImpl(AttentionImpl):
+    """One attention layer. The attnlib layer is made when vLLM passes its cache, which decides the
+    block size.
+
+    Args:
+        num_heads, num_kv_heads, head_size, scale, kv_cache_dtype: of this rank's layer.
+        alibi_slopes: one per query head.
+        sliding_window: visible keys, including the query's own.
+        logits_soft_cap: None or 0 for none.
+        attn_type: see `ATTENTION_TYPES`.
+        kv_sharing_target_layer_name: the layer whose cache this one reads.
+        sinks: `[num_heads]`, one sink logit per query head.
+        unsupported: arguments for which attnlib has no implementation; refused unless None.
+
+    Attributes:
+        spec: what the layer needs; the block size is replaced when it is known.
+
+    Raises:
+        UnsupportedConfigError: no backend of attnlib, or not the one that ATTNLIB_BACKEND names,
+            supports the layer; with all reasons.
+    """
+
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
+    supports_pcp: bool = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **unsupported: Any,
+    ) -> None:
+        given = sorted(name for name, value in unsupported.items() if value is not None)
+        if given:
+            raise UnsupportedConfigError(
+                f"attnlib has no implementation of {', '.join(given)}: use another attention "
+                "backend for this model",
+                reasons=[f"{name} is not supported" for name in given],
+            )
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.alibi_slopes = alibi_slopes
+        self.sinks = sinks
+        self.spec = AttentionSpec(
+            num_heads=num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=head_size,
+            dtype=torch.get_default_dtype(),
+            kv_cache_dtype=kv_cache_dtype,
+            block_size=get_current_vllm_config().cache_config.block_size or 16,
+            attn_type=AttentionType(attn_type),
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap or None,
+            has_alibi=alibi_slopes is not None,
+            has_sink=sinks is not None,
+            kv_sharing=kv_sharing_target_layer_name is not None,
+            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+            needs_lse=self.dcp_world_size > 1,
+        )
+        if self.dcp_world_size > 1 and (reasons := dcp_rejections(self.spec)):
+            raise UnsupportedConfigError(
+                f"decode context parallelism: {'; '.join(reasons)}", reasons=reasons
+            )
+        self._combine = combination() if self.dcp_world_size > 1 else None
+        select(self.spec)  # fail while the model is loaded, not in the first step
+        self._kv_cache: torch.Tensor | None = None
+        self._cache: PagedKVCache | None = None
+        self._attention: Attention | None = None
+        self._distributed: ContextParallelAttention | None = None
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: VllmMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write the new keys and values, then attend.
+
+        Args:
+            layer: vLLM's layer, for the scales of its cache.
+            query, key, value: `[T, Hq, D]`, `[T, Hkv, D]`, `[T, Hkv, D]`; T may exceed the tokens
+                of the batch (padding).
+            kv_cache: vLLM's memory of this layer.
+            attn_metadata: the batch; None in a profiling run, whose output is 0.
+            output: `[T, Hq, D]`, written in place.
+            output_scale, output_block_scale: not supported; vLLM passes them only to backends that
+                announce a quantized output.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedConfigError(
+                "attnlib writes unquantized output: disable the fusion of attention and "
+                "quantization (fuse_attn_quant)"
+            )
+        if attn_metadata is None:
+            return output.fill_(0)
+        if kv_cache is not self._kv_cache:
+            self._bind(layer, kv_cache, query.device)
+        if self._distributed is not None:
+            self._distributed.forward(query, key, value, self._cache, attn_metadata, output)
+            return output
+        attention = self._attention
+        assert attention is not None  # `_bind` makes it
+        batch = attn_metadata.batches[self.spec]
+        attention.forward(query, key, value, self._cache, batch, output=output)
+        return output
+
+    def _bind(self, layer: Any, kv_cache: torch.Tensor, device: torch.device) -> None:
+        """Take vLLM's memory of this layer, and make the attnlib layer for its block size."""
+        if self.spec.is_paged:
+            self._cache = cache_view(layer, kv_cache, self.spec)
+            self.set_block_size(self._cache.block_size)
+        self._kv_cache = kv_cache
+        if self.dcp_world_size > 1:
+            self._distributed = ContextParallelAttention(
+                self.spec, self.scale, device, self._combine
+            )
+        elif self._attention is None or self._attention.spec != self.spec:
+            self._attention = Attention(
+                self.spec,
+                scale=self.scale,
+                alibi_slopes=self.alibi_slopes,
+                sinks=self.sinks,
+                kv_sharing_target_layer_name=self.kv_sharing_target_layer_name,
+                prefix=getattr(layer, "layer_name", ""),
+                device=device,
+            )
+
+    def set_block_size(self, block_size: int) -> None:
+        """Replace the block size of the spec. The builder of the layer's group calls this, too."""
+        if self.spec.block_size != block_size:
+            self.spec = self.spec.replace(block_size=block_size)

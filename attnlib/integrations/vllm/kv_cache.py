@@ -1,0 +1,50 @@
+"""vLLM's memory of one layer as a `PagedKVCache`, without a copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnlib.cache.storage import PagedKVCache
+from attnlib.spec import AttentionSpec
+
+__all__ = ["cache_shape", "cache_view", "stride_order"]
+
+
+def cache_shape(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+) -> tuple[int, ...]:
+    """`[B, Hkv, N, 2 * D]`: keys, then values, in the last dimension."""
+    return (num_blocks, num_kv_heads, block_size, 2 * head_size)
+
+
+def stride_order(include_num_layers_dimension: bool) -> tuple[int, ...]:
+    """Order in memory for VLLM_KV_CACHE_LAYOUT, outermost first; with blocks before layers."""
+    from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+    if get_kv_cache_layout() == "HND":
+        return (1, 2, 0, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)
+    return (1, 0, 3, 2, 4) if include_num_layers_dimension else (0, 2, 1, 3)
+
+
+def cache_view(layer: Any, kv_cache: torch.Tensor, spec: AttentionSpec) -> PagedKVCache:
+    """The cache of a layer.
+
+    Args:
+        layer: vLLM's layer. Its `_k_scale` and `_v_scale` are read at each step, because vLLM may
+            load or compute their values later.
+        kv_cache: `[B, Hkv, N, 2 * D]`, any strides; 8-bit floats may be stored as uint8.
+        spec: of the layer.
+
+    Raises:
+        ContractError: memory of another shape.
+    """
+    if kv_cache.dtype.itemsize == 1:
+        kv_cache = kv_cache.view(spec.kv_dtype)
+    by_token = kv_cache.transpose(1, 2)
+    scales = {}
+    if spec.is_kv_quantized:
+        scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+    keys, values = by_token[..., : spec.head_size], by_token[..., spec.head_size :]
+    return PagedKVCache.from_views(keys, values, **scales)

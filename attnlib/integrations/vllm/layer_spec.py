@@ -1,0 +1,67 @@
+"""vLLM's description of an attention layer as an `AttentionSpec`, and reasons against it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+
+from attnlib.backends.base import AttentionBackend
+from attnlib.errors import AttnlibError, UnsupportedConfigError
+from attnlib.selection import get_attn_backend
+from attnlib.spec import AttentionSpec, AttentionType
+
+__all__ = ["ATTENTION_TYPES", "KV_CACHE_DTYPES", "PROBE_HEADS", "rejections", "select", "spec_of"]
+
+KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
+"""Values of `--kv-cache-dtype` that attnlib reads. Each is also a value of
+`AttentionSpec.kv_cache_dtype`."""
+
+ATTENTION_TYPES = ("decoder", "encoder", "encoder_only")
+
+PROBE_HEADS = 1
+"""Heads of the spec for vLLM's first question, which does not say how many a layer has."""
+
+
+def spec_of(question: Mapping[str, Any]) -> AttentionSpec:
+    """The spec for the arguments of vLLM's `validate_configuration`.
+
+    Raises:
+        ContractError: no attention layer can have these values.
+    """
+    return AttentionSpec(
+        num_heads=PROBE_HEADS,
+        head_size=question["head_size"],
+        dtype=question["dtype"],
+        kv_cache_dtype=question.get("kv_cache_dtype") or "auto",
+        block_size=question.get("block_size") or 16,
+        attn_type=AttentionType(question.get("attn_type", "decoder")),
+        # vLLM says only whether there is a window; every backend that has windows has all sizes.
+        sliding_window=128 if question.get("has_sliding_window") else None,
+        has_sink=bool(question.get("has_sink")),
+        batch_invariant=bool(question.get("use_batch_invariant")),
+        needs_lse=bool(question.get("use_dcp")),
+    )
+
+
+def select(spec: AttentionSpec, layer_name: str = "") -> type[AttentionBackend]:
+    """attnlib's backend for a layer on vLLM's device: ATTNLIB_BACKEND, else by priority.
+
+    Raises:
+        AttnlibError: as `get_attn_backend`.
+    """
+    device = torch.device(current_platform.device_type)
+    return get_attn_backend(spec, None, device, layer_name=layer_name)
+
+
+def rejections(question: Mapping[str, Any]) -> list[str]:
+    """Every reason why attnlib cannot serve such layers; empty if it can."""
+    try:
+        select(spec_of(question))
+    except UnsupportedConfigError as error:
+        return [f"attnlib: {reason}" for reason in error.reasons or (str(error),)]
+    except AttnlibError as error:
+        return [f"attnlib: {error}"]
+    return []

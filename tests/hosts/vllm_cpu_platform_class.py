@@ -1,0 +1,44 @@
+"""The platform of `vllm_cpu_platform`; imported by vLLM while it starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.platforms.cpu import CpuPlatform
+from vllm.platforms.interface import PlatformEnum
+from vllm_cpu_platform import define_operations
+
+
+class TestCpuPlatform(CpuPlatform):
+    """A CPU with nothing but torch."""
+
+    _enum = PlatformEnum.OOT
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        define_operations()
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        """The selected backend or an error with its reasons, as on vLLM's CUDA platform."""
+        backend = selected_backend.get_class()
+        reasons = backend.validate_configuration(
+            device_capability=None, **attn_selector_config._asdict()
+        )
+        if reasons:
+            raise ValueError(
+                f"Selected backend {backend.get_name()} is not valid for this configuration. "
+                f"Reason: {reasons}"
+            )
+        return f"{backend.__module__}.{backend.__qualname__}"
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        """The block size that the user names is kept, and 16 is the default."""
+        named = vllm_config.cache_config.user_specified_block_size
+        super().check_and_update_config(vllm_config)
+        if not named:
+            vllm_config.cache_config.block_size = 16
+        vllm_config.parallel_config.worker_cls = "vllm_cpu_worker.TestCpuWorker"
