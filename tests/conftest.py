@@ -18,6 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="compile every tile table entry for all of its targets instead of one (minutes)",
     )
+    parser.addoption("--hosts", help="folder that tests/hosts/install.py filled, for -m hosts")
     draws = parser.getgroup("draws", "property tests, tests/properties/test_attention.py")
     draws.addoption("--draws", type=int, help="number of draws; without it, a bounded number")
     draws.addoption("--draw-seed", type=int, default=0, help="seed of the first draw")

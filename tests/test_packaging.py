@@ -174,6 +174,7 @@ def test_what_the_wheel_declares(site: Path) -> None:
         "flash-attn",
         "flashinfer",
         "transformers",
+        "vllm",
         "bench",
         "docs",
         "test",

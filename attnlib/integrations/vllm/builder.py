@@ -13,6 +13,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata as VllmBatch
 
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.vllm.context_parallel import DistributedBuilder
+from attnlib.integrations.vllm.impl import AttnlibImpl
 from attnlib.integrations.vllm.layer_spec import select
 from attnlib.integrations.vllm.metadata import VllmMetadata
 from attnlib.metadata.common import CommonAttentionMetadata
@@ -75,18 +76,17 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """What the selected backend can capture. With decode context parallelism: decodes of one
+        """What the backends of all layers can capture. With decode context parallelism: decodes of one
         token, because other batches attend in two parts."""
-        model, parallel = vllm_config.model_config, vllm_config.parallel_config
-        spec = AttentionSpec(
-            num_heads=model.get_num_attention_heads(parallel),
-            num_kv_heads=model.get_num_kv_heads(parallel),
-            head_size=kv_cache_spec.head_size,
-            dtype=model.dtype,
-            block_size=kv_cache_spec.block_size,
-        )
-        level = select(spec).get_builder_cls().cudagraph_support
-        if parallel.decode_context_parallel_size > 1:
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        specs = {
+            layer.impl.spec
+            for layer in layers
+            if isinstance(getattr(layer, "impl", None), AttnlibImpl)
+        }
+        levels = [select(spec).get_builder_cls().cudagraph_support for spec in specs]
+        level = min(levels, default=CudaGraphSupport.NEVER)
+        if vllm_config.parallel_config.decode_context_parallel_size > 1:
             level = min(level, CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
         return _GRAPHS[level]
 
@@ -104,26 +104,14 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
         return self._metadata(batch, lambda b, common: b.build(0, common, fast_build))
 
     def build_for_cudagraph_capture(self, common_attn_metadata: VllmBatch) -> VllmMetadata:
-        """The metadata to capture with. It holds for every batch of these sizes.
-
-        vLLM replays one graph of a mixed batch for all mixed batches with as many tokens, so
-        nothing may depend on which requests decode: all of them are captured as prefills.
-        """
-        batch = common_attn_metadata
+        """The metadata to capture with. It holds for every batch of these sizes: vLLM replays the
+        graph of a mixed batch for all mixed batches with as many tokens."""
         if self._distributed is not None:
-            return self.build(0, batch)
-        threshold = self.reorder_batch_threshold or 0
-        mixed = batch.max_query_len > threshold
-
-        def capture(builder: Any, common: CommonAttentionMetadata) -> Any:
-            if mixed:
-                # The host lengths of one such batch: its first request has all tokens.
-                starts = torch.full_like(common.query_start_loc_cpu, common.num_actual_tokens)
-                starts[0] = 0
-                common = common.replace(query_start_loc_cpu=starts)
-            return builder.build_for_cudagraph_capture(common)
-
-        return self._metadata(batch, capture)
+            return self.build(0, common_attn_metadata)
+        return self._metadata(
+            common_attn_metadata,
+            lambda builder, common: builder.build_for_cudagraph_capture(common),
+        )
 
     def _metadata(self, batch: VllmBatch, build: Any) -> VllmMetadata:
         batches = {}
@@ -145,18 +133,12 @@ def _common(batch: VllmBatch, spec: AttentionSpec, host_lengths: bool) -> Common
             "attnlib does not change the mask of a layer per batch under vLLM; use another "
             "attention backend"
         )
-    starts = batch.query_start_loc_cpu
-    if host_lengths:
-        seq_lens = batch.seq_lens.cpu()
-        computed = seq_lens - (starts[1:] - starts[:-1])
-    else:  # never read
-        seq_lens = computed = torch.zeros_like(starts[1:])
     return CommonAttentionMetadata(
         query_start_loc=batch.query_start_loc,
-        query_start_loc_cpu=starts,
+        query_start_loc_cpu=batch.query_start_loc_cpu,
         seq_lens=batch.seq_lens,
-        seq_lens_cpu=seq_lens,
-        num_computed_tokens_cpu=computed,
+        # vLLM's own host lengths are upper bounds.
+        seq_lens_cpu=batch.seq_lens.cpu() if host_lengths else None,
         num_reqs=batch.num_reqs,
         num_actual_tokens=batch.num_actual_tokens,
         max_query_len=batch.max_query_len,

@@ -23,6 +23,7 @@ from vllm.distributed.parallel_state import get_dcp_group
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from attnlib.cache.storage import PagedKVCache
+from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.vllm.layer_spec import select
 from attnlib.integrations.vllm.metadata import DistributedBatch, VllmMetadata
 from attnlib.layer import Attention
@@ -56,13 +57,17 @@ def _cached_spec(spec: AttentionSpec, world_size: int) -> AttentionSpec:
         num_heads=spec.num_heads * world_size,
         attn_type=AttentionType.ENCODER_DECODER,
         mask_kind=MaskKind.BIDIRECTIONAL,
+        needs_lse=True,
     )
 
 
 def _new_spec(spec: AttentionSpec) -> AttentionSpec:
     """Causal attention among the new tokens, which are not read from the cache."""
     return spec.replace(
-        attn_type=AttentionType.ENCODER_ONLY, mask_kind=MaskKind.CAUSAL, kv_cache_dtype="auto"
+        attn_type=AttentionType.ENCODER_ONLY,
+        mask_kind=MaskKind.CAUSAL,
+        kv_cache_dtype="auto",
+        needs_lse=True,
     )
 
 
@@ -74,11 +79,19 @@ class ContextParallelAttention:
         scale: softmax scale.
         device: of this rank.
         combine: see `combination`.
+
+    Raises:
+        UnsupportedConfigError: the layer cannot attend over a distributed cache, or no backend
+            computes its parts; with all reasons.
     """
 
     def __init__(
         self, spec: AttentionSpec, scale: float, device: torch.device, combine: Any
     ) -> None:
+        if reasons := dcp_rejections(spec):
+            raise UnsupportedConfigError(
+                f"decode context parallelism: {'; '.join(reasons)}", reasons=reasons
+            )
         self._group = get_dcp_group()
         cached, new = _cached_spec(spec, self._group.world_size), _new_spec(spec)
         self._cached = Attention(cached, backend=select(cached), scale=scale, device=device)
@@ -87,6 +100,10 @@ class ContextParallelAttention:
         on_gpu = device.type != "cpu"
         ops = importlib.import_module(f"attnlib.ops.{'triton' if on_gpu else 'torch'}.merge_states")
         self._merge = ops.merge_states
+
+    def set_block_size(self, block_size: int) -> None:
+        """See `AttnlibImpl.set_block_size`."""
+        self._cached.set_block_size(block_size)
 
     def forward(
         self,
@@ -162,7 +179,6 @@ class DistributedBuilder:
             query_start_loc_cpu=batch.query_start_loc_cpu,
             seq_lens=starts[1:] - starts[:-1],
             seq_lens_cpu=query_lens,
-            num_computed_tokens_cpu=torch.zeros_like(query_lens),
             num_reqs=batch.num_reqs,
             num_actual_tokens=batch.num_actual_tokens,
             max_query_len=batch.max_query_len,
@@ -173,15 +189,11 @@ class DistributedBuilder:
     def _over_cache(self, batch: Any, local_lens: torch.Tensor) -> Any:
         """The queries of a batch over this rank's part of their keys."""
         run = self._world_size * self._interleave
-        lengths = torch.zeros_like(batch.query_start_loc_cpu[1:])
-        if self._cached.needs_host_lengths:
-            lengths = local_lens.cpu()
         common = CommonAttentionMetadata(
             query_start_loc=batch.query_start_loc,
             query_start_loc_cpu=batch.query_start_loc_cpu,
             seq_lens=local_lens,
-            seq_lens_cpu=lengths,
-            num_computed_tokens_cpu=lengths,
+            seq_lens_cpu=local_lens.cpu() if self._cached.needs_host_lengths else None,
             num_reqs=batch.num_reqs,
             num_actual_tokens=batch.num_actual_tokens,
             max_query_len=batch.max_query_len,

@@ -7,17 +7,13 @@ from typing import Any
 import torch
 from vllm import envs
 from vllm.config import get_current_vllm_config
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import UnsupportedConfigError
-from attnlib.integrations.vllm.context_parallel import (
-    ContextParallelAttention,
-    combination,
-    dcp_rejections,
-)
+from attnlib.integrations.vllm.context_parallel import ContextParallelAttention, combination
 from attnlib.integrations.vllm.kv_cache import cache_view
-from attnlib.integrations.vllm.layer_spec import select
 from attnlib.integrations.vllm.metadata import VllmMetadata
 from attnlib.layer import Attention
 from attnlib.spec import AttentionSpec, AttentionType
@@ -26,8 +22,7 @@ __all__ = ["AttnlibImpl"]
 
 
 class AttnlibImpl(AttentionImpl):
-    """One attention layer. The attnlib layer is made when vLLM passes its cache, which decides the
-    block size.
+    """One attention layer, computed by attnlib's `Attention`.
 
     Args:
         num_heads, num_kv_heads, head_size, scale, kv_cache_dtype: of this rank's layer.
@@ -38,9 +33,6 @@ class AttnlibImpl(AttentionImpl):
         kv_sharing_target_layer_name: the layer whose cache this one reads.
         sinks: `[num_heads]`, one sink logit per query head.
         unsupported: arguments for which attnlib has no implementation; refused unless None.
-
-    Attributes:
-        spec: what the layer needs; the block size is replaced when it is known.
 
     Raises:
         UnsupportedConfigError: no backend of attnlib, or not the one that ATTNLIB_BACKEND names,
@@ -79,9 +71,7 @@ class AttnlibImpl(AttentionImpl):
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.alibi_slopes = alibi_slopes
-        self.sinks = sinks
-        self.spec = AttentionSpec(
+        spec = AttentionSpec(
             num_heads=num_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=head_size,
@@ -95,18 +85,38 @@ class AttnlibImpl(AttentionImpl):
             has_sink=sinks is not None,
             kv_sharing=kv_sharing_target_layer_name is not None,
             batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
-            needs_lse=self.dcp_world_size > 1,
         )
-        if self.dcp_world_size > 1 and (reasons := dcp_rejections(self.spec)):
-            raise UnsupportedConfigError(
-                f"decode context parallelism: {'; '.join(reasons)}", reasons=reasons
-            )
-        self._combine = combination() if self.dcp_world_size > 1 else None
-        select(self.spec)  # fail while the model is loaded, not in the first step
+        device = torch.device(current_platform.device_type)
+        self._distributed: ContextParallelAttention | None = None
+        if self.dcp_world_size > 1:
+            self._distributed = ContextParallelAttention(spec, self.scale, device, combination())
+            spec = spec.replace(needs_lse=True)
+        self._attention = Attention(
+            spec,
+            scale=self.scale,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+            device=device,
+        )
         self._kv_cache: torch.Tensor | None = None
         self._cache: PagedKVCache | None = None
-        self._attention: Attention | None = None
-        self._distributed: ContextParallelAttention | None = None
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """What the layer needs."""
+        return self._attention.spec
+
+    def set_block_size(self, block_size: int) -> None:
+        """Take the block size, which vLLM decides after the layers exist.
+
+        Raises:
+            UnsupportedConfigError: attnlib's backend does not support it.
+        """
+        if self.spec.block_size != block_size:
+            self._attention.set_block_size(block_size)
+            if self._distributed is not None:
+                self._distributed.set_block_size(block_size)
 
     def forward(
         self,
@@ -140,38 +150,18 @@ class AttnlibImpl(AttentionImpl):
         if attn_metadata is None:
             return output.fill_(0)
         if kv_cache is not self._kv_cache:
-            self._bind(layer, kv_cache, query.device)
+            self._bind(layer, kv_cache)
         if self._distributed is not None:
             self._distributed.forward(query, key, value, self._cache, attn_metadata, output)
             return output
         attention = self._attention
-        assert attention is not None  # `_bind` makes it
-        batch = attn_metadata.batches[self.spec]
+        batch = attn_metadata.batches[attention.spec]
         attention.forward(query, key, value, self._cache, batch, output=output)
         return output
 
-    def _bind(self, layer: Any, kv_cache: torch.Tensor, device: torch.device) -> None:
-        """Take vLLM's memory of this layer, and make the attnlib layer for its block size."""
+    def _bind(self, layer: Any, kv_cache: torch.Tensor) -> None:
+        """Take vLLM's memory of this layer."""
         if self.spec.is_paged:
             self._cache = cache_view(layer, kv_cache, self.spec)
             self.set_block_size(self._cache.block_size)
         self._kv_cache = kv_cache
-        if self.dcp_world_size > 1:
-            self._distributed = ContextParallelAttention(
-                self.spec, self.scale, device, self._combine
-            )
-        elif self._attention is None or self._attention.spec != self.spec:
-            self._attention = Attention(
-                self.spec,
-                scale=self.scale,
-                alibi_slopes=self.alibi_slopes,
-                sinks=self.sinks,
-                kv_sharing_target_layer_name=self.kv_sharing_target_layer_name,
-                prefix=getattr(layer, "layer_name", ""),
-                device=device,
-            )
-
-    def set_block_size(self, block_size: int) -> None:
-        """Replace the block size of the spec. The builder of the layer's group calls this, too."""
-        if self.spec.block_size != block_size:
-            self.spec = self.spec.replace(block_size=block_size)

@@ -9,7 +9,7 @@ import torch
 from vllm.platforms import current_platform
 
 from attnlib.backends.base import AttentionBackend
-from attnlib.errors import AttnlibError, UnsupportedConfigError
+from attnlib.errors import AttnlibError, BackendUnavailableError, UnsupportedConfigError
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec, AttentionType
 
@@ -60,8 +60,8 @@ def rejections(question: Mapping[str, Any]) -> list[str]:
     """Every reason why attnlib cannot serve such layers; empty if it can."""
     try:
         select(spec_of(question))
-    except UnsupportedConfigError as error:
-        return [f"attnlib: {reason}" for reason in error.reasons or (str(error),)]
+    except (UnsupportedConfigError, BackendUnavailableError) as error:
+        return [f"attnlib: {reason}" for reason in error.rejections or (error,)]
     except AttnlibError as error:
         return [f"attnlib: {error}"]
     return []

@@ -1,0 +1,86 @@
+"""The environment of the hosts: releases of vLLM that `install.py` unpacked, and tiny models."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hosts.install import VLLM
+
+HERE = Path(__file__).parent
+_PLATFORM = {
+    "METADATA": "Metadata-Version: 2.1\nName: vllm-cpu-platform\nVersion: 0\n",
+    "entry_points.txt": "[vllm.platform_plugins]\nattnlib_test = vllm_cpu_platform:platform\n",
+}
+
+
+@pytest.fixture(scope="session")
+def hosts(request: pytest.FixtureRequest) -> Path:
+    """The folder that `install.py` filled."""
+    folder = request.config.getoption("--hosts")
+    if folder is None:
+        pytest.skip("needs vLLM: python tests/hosts/install.py DIR, then pytest --hosts DIR")
+    return Path(folder).resolve()
+
+
+@pytest.fixture(scope="session")
+def environment(hosts: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Version of vLLM -> environment variables of a process that imports it."""
+    site = tmp_path_factory.mktemp("platform")
+    plugin = site / "vllm_cpu_platform-0.dist-info"
+    plugin.mkdir()
+    for name, text in _PLATFORM.items():
+        (plugin / name).write_text(text)
+
+    def variables(version: str, **more: str) -> dict[str, str]:
+        path = (hosts / f"vllm-{version}", hosts / "packages", site, HERE, HERE.parent.parent)
+        kept = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONPATH")}
+        return {
+            **kept, "PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1",
+            "ATTNLIB_TUNING": "off", **more,
+        }  # fmt: skip
+
+    return variables
+
+
+@pytest.fixture(scope="session")
+def models(environment: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the tiny models."""
+    folder = tmp_path_factory.mktemp("models")
+    run_script("models.py", environment(VLLM[0]), str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def engine(environment: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Run cases of `run_engine.py` under one release; returns their results."""
+
+    def run(version: str, cases: dict[str, Any], **variables: str) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("engine")
+        (folder / "cases.json").write_text(json.dumps(cases))
+        run_script(
+            "run_engine.py", environment(version, **variables),
+            str(folder / "cases.json"), str(folder / "results.json"),
+        )  # fmt: skip
+        found: dict[str, Any] = json.loads((folder / "results.json").read_text())
+        return found
+
+    return run
+
+
+def run_script(name: str, environment: dict[str, str], *arguments: str) -> str:
+    """Output of a script of this folder; its failure fails the test with its last lines."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / name), *arguments],
+        env=environment, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, f"{name} failed:\n{log[-6000:]}"
+    print(log[-3000:])
+    return done.stdout

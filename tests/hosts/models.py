@@ -1,0 +1,134 @@
+"""Tiny models with seeded weights on disk, and the tokens that transformers generates with them.
+
+    python tests/hosts/models.py FOLDER
+
+Run in the environment of the hosts (`install.py`), so that both sides have one transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NEW_TOKENS = 24
+PROMPT_LENGTHS = (5, 17, 64, 130, 1, 40)
+WINDOW = 48
+
+_SIZES: dict[str, Any] = dict(
+    hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
+    num_key_value_heads=2, head_dim=32, vocab_size=512, max_position_embeddings=1024,
+    bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**_SIZES, initializer_range=0.2, tie_word_embeddings=False)
+    return LlamaForCausalLM(config)
+
+
+def _mistral() -> Any:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        **_SIZES, initializer_range=0.2, tie_word_embeddings=False, sliding_window=WINDOW
+    )
+    return MistralForCausalLM(config)
+
+
+def _gemma2() -> Any:
+    """Soft cap, and windows in every second layer. With freshly initialized weights its tied
+    embedding makes it repeat the last token; large norm weights behind each block prevent that."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        **_SIZES, initializer_range=0.1, sliding_window=WINDOW, query_pre_attn_scalar=32,
+        attn_logit_softcapping=5.0, final_logit_softcapping=30.0,
+    )  # fmt: skip
+    model = Gemma2ForCausalLM(config)
+    for name, module in model.named_modules():
+        if "post_" in name:
+            module.weight.data.normal_(0, 16.0)
+    return model
+
+
+def _bert() -> Any:
+    from transformers import BertConfig, BertModel
+
+    return BertModel(
+        BertConfig(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            vocab_size=512, max_position_embeddings=256, initializer_range=0.2,
+        )
+    )  # fmt: skip
+
+
+DECODERS = {"llama": _llama, "mistral": _mistral, "gemma2": _gemma2}
+
+
+def _save_tokenizer(folder: Path) -> None:
+    """One word per id. vLLM's pooling models need a tokenizer, although prompts are ids."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{index}": index for index in range(512)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+
+
+def prompts() -> list[list[int]]:
+    """Token ids; the last prompt shares 96 tokens with the fourth."""
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(3, 512, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+    return [*rows, [*rows[3][:96], 7, 8, 9]]
+
+
+@torch.no_grad()
+def generate(model: Any, prompt: list[int]) -> tuple[list[int], float]:
+    """Greedy tokens by full forward passes, and the smallest lead of a chosen logit."""
+    ids, lead = list(prompt), float("inf")
+    for _ in range(NEW_TOKENS):
+        logits = model(torch.tensor([ids])).logits[0, -1]
+        first, second = logits.topk(2).values.tolist()
+        lead = min(lead, first - second)
+        ids.append(int(logits.argmax()))
+    return ids[len(prompt) :], lead
+
+
+def write(folder: Path) -> None:
+    """All models and `expected.json` of each."""
+    for name, make in DECODERS.items():
+        torch.manual_seed(3)
+        model = make().eval().float()
+        model.config._attn_implementation = "eager"
+        model.save_pretrained(folder / name)
+        rows = [generate(model, prompt) for prompt in prompts()]
+        expected = {
+            "prompts": prompts(), "tokens": [tokens for tokens, _ in rows],
+            "lead": min(lead for _, lead in rows),
+        }  # fmt: skip
+        (folder / name / "expected.json").write_text(json.dumps(expected))
+        distinct = [len(set(tokens)) for tokens, _ in rows]
+        print(
+            f"{name}: {distinct} distinct tokens per prompt, smallest lead {expected['lead']:.2g}"
+        )
+    torch.manual_seed(3)
+    encoder = _bert().eval().float()
+    encoder.config._attn_implementation = "eager"
+    encoder.save_pretrained(folder / "bert")
+    _save_tokenizer(folder / "bert")
+    with torch.no_grad():
+        states = [encoder(torch.tensor([p])).last_hidden_state[0, 0].tolist() for p in prompts()]
+    (folder / "bert" / "expected.json").write_text(
+        json.dumps({"prompts": prompts(), "states": states})
+    )
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

@@ -1,0 +1,87 @@
+"""Run vLLM's engine on this CPU for several cases, one after the other, in one process.
+
+    python tests/hosts/run_engine.py CASES.json RESULT.json
+
+Started by `test_vllm_engine.py` with one release of vLLM on PYTHONPATH. A case has a `model` folder
+and `arguments` of `vllm.LLM`; its result has the tokens (or embeddings) of each prompt, or `error`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+for _name, _value in {
+    "ATTNLIB_TEST_VLLM_CPU": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+ARGUMENTS: dict[str, Any] = dict(
+    skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=512,
+    max_num_seqs=8, max_num_batched_tokens=64, kv_cache_memory_bytes=8 << 20,
+    distributed_executor_backend="uni", disable_log_stats=True,
+)  # fmt: skip
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    """The result of one case."""
+    from vllm import LLM, SamplingParams
+
+    from attnlib.integrations.vllm.names import backend_name
+
+    for name, value in case.get("environment", {}).items():
+        os.environ[name] = value
+    expected = json.loads((Path(case["model"]) / "expected.json").read_text())
+    arguments = {
+        **ARGUMENTS, "attention_backend": backend_name(), "model": case["model"],
+        **case.get("arguments", {}),
+    }  # fmt: skip
+    llm = LLM(**arguments)
+    given = [{"prompt_token_ids": p} for p in expected["prompts"][: case.get("prompts")]]
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    result: dict[str, Any] = {
+        "backends": sorted({layer.impl._attention.backend.get_name() for layer in layers.values()})
+    }
+    if case.get("pooling"):
+        outputs = llm.encode(given, pooling_task="embed", use_tqdm=False)
+        result["states"] = [output.outputs.data.tolist() for output in outputs]
+    else:
+        sampling = SamplingParams(
+            temperature=0, max_tokens=case.get("new_tokens", 24), ignore_eos=True, detokenize=False
+        )
+        for _ in range(case.get("repeat", 1)):
+            outputs = llm.generate(given, sampling, use_tqdm=False)
+        result["tokens"] = [list(output.outputs[0].token_ids) for output in outputs]
+        result["cached_tokens"] = [output.num_cached_tokens for output in outputs]
+        runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        result["cache_groups"] = len(runner.model_runner.kv_cache_config.kv_cache_groups)
+    return result
+
+
+def main(cases: Path, results: Path) -> None:
+    """Run all cases; an exception is the result of its case."""
+    found = {}
+    for name, case in json.loads(cases.read_text()).items():
+        try:
+            found[name] = run(case)
+        except Exception as error:
+            found[name] = {"error": f"{type(error).__name__}: {error}"}
+            traceback.print_exc()
+        gc.collect()
+        results.write_text(json.dumps(found))
+    sys.stdout.flush()
+    os._exit(0)  # vLLM 0.33 fails to clean up where there is no accelerator
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

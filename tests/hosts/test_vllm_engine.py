@@ -1,0 +1,111 @@
+"""vLLM's engine over attnlib on a CPU, token for token against transformers (eager).
+
+Prompts are prefilled in chunks of 64 tokens, and prefix caching is on. A process runs several
+engines, because importing vLLM takes longer than starting one.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hosts.install import VLLM
+
+pytestmark = pytest.mark.hosts
+MODELS = ("llama", "mistral", "gemma2")
+
+
+def expected_tokens(models: Path, name: str) -> list[list[int]]:
+    expected = json.loads((models / name / "expected.json").read_text())
+    found: list[list[int]] = expected["tokens"]
+    return found
+
+
+@pytest.fixture(scope="module", params=VLLM)
+def results(request: pytest.FixtureRequest, engine: Any, models: Path) -> dict[str, Any]:
+    """All cases of one release that run in one process."""
+    cases: dict[str, Any] = {name: {"model": str(models / name)} for name in MODELS}
+    cases["llama twice"] = {**cases["llama"], "repeat": 2}
+    cases["blocks of 64"] = {**cases["llama"], "arguments": {"block_size": 64}}
+    cases["one window for all"] = {
+        **cases["gemma2"], "arguments": {"disable_hybrid_kv_cache_manager": True}
+    }  # fmt: skip
+    cases["bert"] = {"model": str(models / "bert"), "pooling": True,
+                     "arguments": {"runner": "pooling", "skip_tokenizer_init": False,
+                                   "max_model_len": 256, "max_num_batched_tokens": 256}}  # fmt: skip
+    cases["refused"] = {**cases["llama"], "arguments": {"kv_cache_dtype": "int8_per_token_head"}}
+    found: dict[str, Any] = engine(request.param, cases)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_equal_transformers(results: dict[str, Any], models: Path, name: str) -> None:
+    assert results[name].get("error") is None
+    assert results[name]["tokens"] == expected_tokens(models, name)
+    assert results[name]["backends"] == ["torch"]
+
+
+def test_no_model_repeats_one_token(models: Path) -> None:
+    for name in MODELS:
+        for tokens in expected_tokens(models, name):
+            assert len(set(tokens)) > 4, (name, tokens)
+
+
+def test_layers_with_windows_have_a_cache_group_of_their_own(results: dict[str, Any]) -> None:
+    assert results["llama"]["cache_groups"] == 1
+    assert results["gemma2"]["cache_groups"] == 2
+    assert results["one window for all"]["cache_groups"] == 1
+
+
+def test_layers_of_one_group_may_differ_in_window(results: dict[str, Any], models: Path) -> None:
+    assert results["one window for all"]["tokens"] == expected_tokens(models, "gemma2")
+
+
+def test_cached_prefixes_give_the_same_tokens(results: dict[str, Any], models: Path) -> None:
+    again = results["llama twice"]
+    assert again["tokens"] == expected_tokens(models, "llama")
+    assert sum(again["cached_tokens"]) > 200
+
+
+def test_block_size(results: dict[str, Any], models: Path) -> None:
+    assert results["blocks of 64"]["tokens"] == expected_tokens(models, "llama")
+
+
+def test_encoder_states_equal_transformers(results: dict[str, Any], models: Path) -> None:
+    assert results["bert"].get("error") is None
+    expected = json.loads((models / "bert" / "expected.json").read_text())["states"]
+    for got, state in zip(results["bert"]["states"], expected, strict=True):
+        norm = sum(x * x for x in state) ** 0.5
+        assert max(abs(a - b / norm) for a, b in zip(got, state, strict=True)) < 1e-5
+
+
+def test_the_engine_prints_the_reason_of_a_refusal(results: dict[str, Any]) -> None:
+    message = results["refused"]["error"]
+    assert "is not valid for this configuration" in message
+    assert "kv_cache_dtype not supported" in message
+
+
+@pytest.mark.parametrize("version", VLLM)
+def test_tokens_over_a_cache_in_hnd_order(engine: Any, models: Path, version: str) -> None:
+    case = {"model": str(models / "llama")}
+    result = engine(version, {"hnd": case}, VLLM_KV_CACHE_LAYOUT="HND")["hnd"]
+    assert result["tokens"] == expected_tokens(models, "llama")
+
+
+def test_tokens_by_interpreted_triton_kernels(engine: Any, models: Path) -> None:
+    case = {"model": str(models / "llama"), "prompts": 4, "new_tokens": 6}
+    variables = {"ATTNLIB_BACKEND": "triton", "TRITON_INTERPRET": "1"}
+    result = engine(VLLM[0], {"triton": case}, **variables)["triton"]
+    assert result["backends"] == ["triton"]
+    assert result["tokens"] == [row[:6] for row in expected_tokens(models, "llama")[:4]]
+
+
+def test_a_backend_that_cannot_run_here_is_refused_with_its_reason(
+    engine: Any, models: Path
+) -> None:
+    case = {"model": str(models / "llama")}
+    result = engine(VLLM[1], {"refused": case}, ATTNLIB_BACKEND="flash_attn")["refused"]
+    assert "attnlib: flash_attn: " in result["error"]
