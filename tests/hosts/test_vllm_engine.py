@@ -33,9 +33,11 @@ def results(request: pytest.FixtureRequest, engine: Any, models: Path) -> dict[s
     cases["one window for all"] = {
         **cases["gemma2"], "arguments": {"disable_hybrid_kv_cache_manager": True}
     }  # fmt: skip
-    cases["bert"] = {"model": str(models / "bert"), "pooling": True,
-                     "arguments": {"runner": "pooling", "skip_tokenizer_init": False,
-                                   "max_model_len": 256, "max_num_batched_tokens": 256}}  # fmt: skip
+    pooling = {"runner": "pooling", "skip_tokenizer_init": False, "max_model_len": 256}
+    cases["bert"] = {
+        "model": str(models / "bert"), "pooling": True,
+        "arguments": {**pooling, "max_num_batched_tokens": 256},
+    }  # fmt: skip
     cases["refused"] = {**cases["llama"], "arguments": {"kv_cache_dtype": "int8_per_token_head"}}
     found: dict[str, Any] = engine(request.param, cases)
     return found

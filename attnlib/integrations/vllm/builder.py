@@ -76,8 +76,8 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """What the backends of all layers can capture. With decode context parallelism: decodes of one
-        token, because other batches attend in two parts."""
+        """What the backends of all layers can capture; with decode context parallelism, decodes of
+        one token, because other batches attend in two parts."""
         layers = vllm_config.compilation_config.static_forward_context.values()
         specs = {
             layer.impl.spec
