@@ -49,8 +49,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     llm = LLM(**arguments)
     given = [{"prompt_token_ids": p} for p in expected["prompts"][: case.get("prompts")]]
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    ours = (getattr(layer.impl, "_attention", None) for layer in layers.values())
     result: dict[str, Any] = {
-        "backends": sorted({layer.impl._attention.backend.get_name() for layer in layers.values()})
+        "backends": sorted({layer.backend.get_name() for layer in ours if layer is not None})
     }
     if case.get("pooling"):
         outputs = llm.encode(given, pooling_task="embed", use_tqdm=False)
@@ -63,6 +64,12 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             outputs = llm.generate(given, sampling, use_tqdm=False)
         result["tokens"] = [list(output.outputs[0].token_ids) for output in outputs]
         result["cached_tokens"] = [output.num_cached_tokens for output in outputs]
+        if not arguments["disable_log_stats"]:
+            counts = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
+            drafted, accepted = (
+                counts[f"vllm:spec_decode_num_{kind}_tokens"] for kind in ("draft", "accepted")
+            )
+            result["accepted"] = f"{accepted} of {drafted} drafted tokens accepted"
         runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         result["cache_groups"] = len(runner.model_runner.kv_cache_config.kv_cache_groups)
     return result

@@ -1,0 +1,166 @@
+"""Throughput of vLLM with one attention backend on one GPU, over a Llama 3 8B shape with random
+weights.
+
+    python benchmarks/hosts/vllm_throughput.py --backend FLASH_ATTN --mode graphs \
+        --workloads short serve long one deep --out results.jsonl
+
+Run it once per backend. Each workload appends one JSON object to --out: tokens per second, or for
+`compare` the tokens with the lead of each over the second choice (`compare_tokens.py` reads these).
+Prompts are random token ids. Prefix caching is on, and repetitions have prompts of their own; only
+`deep` uses it: its prompts are prefilled first, then decoded over the cached prefix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+for _name, _value in {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+MODEL = dict(
+    architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=4096,
+    intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+    head_dim=128, vocab_size=32000, max_position_embeddings=131072, rms_norm_eps=1e-5,
+    rope_theta=500000.0, hidden_act="silu", torch_dtype="bfloat16", tie_word_embeddings=False,
+    bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+CAPTURED = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]
+
+
+def lengths(name: str) -> tuple[list[int], int]:
+    """Prompt lengths and new tokens of a workload; the same in every run."""
+    draw = random.Random(5)
+    return {
+        "short": ([draw.randint(100, 1000) for _ in range(128)], 128),
+        "serve": ([draw.randint(200, 6000) for _ in range(64)], 128),
+        "long": ([30000] * 8, 64),
+        "one": ([2000], 128),
+        "deep": ([16000] * 32, 256),
+        "long64k": ([65536] * 2, 128),
+        "compare": ([200, 700, 1500, 3000] * 2, 64),
+    }[name]
+
+
+def prompts(name: str, repetition: int) -> list[dict[str, list[int]]]:
+    """Random prompts of a workload."""
+    draw = random.Random(f"{name} {repetition}")
+    return [
+        {"prompt_token_ids": [draw.randint(3, 31999) for _ in range(n)]} for n in lengths(name)[0]
+    ]
+
+
+class Engine:
+    """vLLM with one attention backend."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        from vllm import LLM, SamplingParams
+
+        folder = Path(tempfile.mkdtemp())
+        model = {**MODEL, **json.loads(arguments.model)}
+        (folder / "config.json").write_text(json.dumps(model))
+        graphs: dict[str, Any] = {}
+        if arguments.mode != "eager":
+            mode = {"graphs": "FULL_DECODE_ONLY", "full": "FULL"}[arguments.mode]
+            graphs["compilation_config"] = {
+                "mode": 0, "cudagraph_mode": mode, "cudagraph_capture_sizes": CAPTURED
+            }  # fmt: skip
+        start = time.perf_counter()
+        self._llm = LLM(
+            model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
+            enforce_eager=arguments.mode == "eager", max_model_len=arguments.max_model_len,
+            max_num_seqs=128, max_num_batched_tokens=8192,
+            gpu_memory_utilization=arguments.memory, attention_backend=arguments.backend,
+            kv_cache_dtype=arguments.kv_cache_dtype, enable_prefix_caching=True,
+            disable_log_stats=True, seed=0, **json.loads(arguments.engine), **graphs,
+        )  # fmt: skip
+        self._sampling = SamplingParams
+        self.start_s = time.perf_counter() - start
+
+    def generate(self, given: list[Any], new_tokens: int, **more: Any) -> tuple[list[Any], float]:
+        """Outputs and seconds."""
+        sampling = self._sampling(
+            temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, **more
+        )
+        start = time.perf_counter()
+        outputs = self._llm.generate(given, sampling, use_tqdm=False)
+        return outputs, time.perf_counter() - start
+
+
+def measure(engine: Engine, name: str, repetitions: int) -> dict[str, Any]:
+    """The result of one workload; times are the best of the repetitions."""
+    sizes, new = lengths(name)
+    given, decoded = prompts(name, 0), len(sizes) * new
+    if name == "compare":
+        outputs, _ = engine.generate(given, new, logprobs=2)
+        return {"tokens": [list(o.outputs[0].token_ids) for o in outputs],
+                "leads": [_leads(o.outputs[0].logprobs) for o in outputs]}  # fmt: skip
+    engine.generate(prompts(name, -1)[:2], 4)
+    if name in ("deep", "long64k"):
+        _, prefill = engine.generate(given, 1)
+        outputs, decode = engine.generate(given, new)
+        return {
+            "prefill_s": prefill, "prefill_tokens_per_s": sum(sizes) / prefill,
+            "decode_s": decode, "decode_tokens_per_s": decoded / decode,
+            "tokens": [list(o.outputs[0].token_ids)[:16] for o in outputs],
+        }  # fmt: skip
+    times = [engine.generate(prompts(name, r), new)[1] for r in range(repetitions)]
+    return {"s": min(times), "new_tokens_per_s": decoded / min(times), "all_s": times}
+
+
+def _leads(logprobs: Any) -> list[float]:
+    """How far the log-probability of each chosen token leads that of the next one."""
+    found = []
+    for row in logprobs:
+        first, second = sorted((entry.logprob for entry in row.values()), reverse=True)[:2]
+        found.append(first - second)
+    return found
+
+
+def main() -> None:
+    """Parse the command line and run the workloads."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", required=True, help="FLASH_ATTN, or CUSTOM for attnlib")
+    parser.add_argument("--mode", choices=("eager", "graphs", "full"), default="graphs")
+    parser.add_argument("--workloads", nargs="+", default=["short", "serve", "long", "one", "deep"])
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--max-model-len", type=int, default=32768)
+    parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU's memory")
+    parser.add_argument("--model", default="{}", help="JSON: changes to the model's config")
+    parser.add_argument("--engine", default="{}", help="JSON: more arguments of vllm.LLM")
+    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    import torch
+    import vllm
+
+    engine = Engine(arguments)
+    common = {
+        "backend": arguments.backend, "mode": arguments.mode, "kv": arguments.kv_cache_dtype,
+        "engine": arguments.engine, "vllm": vllm.__version__, "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name(), "engine_start_s": round(engine.start_s, 1),
+    }  # fmt: skip
+    for name in arguments.workloads:
+        result = measure(engine, name, arguments.repetitions)
+        with arguments.out.open("a") as file:
+            file.write(json.dumps({"workload": name, **common, **result}) + "\n")
+        shown = {k: round(v, 3) for k, v in result.items() if isinstance(v, float)}
+        print(name, arguments.backend, arguments.mode, arguments.kv_cache_dtype, shown, flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
