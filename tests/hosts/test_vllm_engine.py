@@ -69,7 +69,7 @@ def test_layers_of_one_group_may_differ_in_window(results: dict[str, Any], model
 def test_cached_prefixes_give_the_same_tokens(results: dict[str, Any], models: Path) -> None:
     again = results["llama twice"]
     assert again["tokens"] == expected_tokens(models, "llama")
-    assert sum(again["cached_tokens"]) > 200
+    assert sum(again["cached_tokens"]) >= 128  # 0.33 caches longer runs of blocks
 
 
 def test_block_size(results: dict[str, Any], models: Path) -> None:
