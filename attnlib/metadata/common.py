@@ -13,6 +13,7 @@ import torch
 
 from attnlib.errors import ContractError
 from attnlib.metadata.batch_slice import slice_batch
+from attnlib.metadata.form import check_form
 from attnlib.metadata.lengths import (
     TableLike,
     checked_lengths,
@@ -28,6 +29,8 @@ __all__ = ["CommonAttentionMetadata", "refuse_strided"]
 @dataclass(kw_only=True)
 class CommonAttentionMetadata:
     """One batch, shared by layers and backends. Builders convert it to metadata of their backend.
+
+    Dtypes, shapes, devices and upper bounds are checked once, here.
 
     Attributes:
         query_start_loc: [R+1] int32 device; index of the first token of each request, then T.
@@ -78,6 +81,7 @@ class CommonAttentionMetadata:
         slots, tokens = self.slot_mapping, self.num_actual_tokens
         if slots is not None and not self.is_cross_attention and slots.shape[0] > tokens:
             self.slot_mapping = slots[:tokens]
+        check_form(self)
 
     @classmethod
     def from_lengths(

@@ -119,7 +119,8 @@ def test_slots_past_the_tokens_are_dropped() -> None:
 
 def test_replace_leaves_the_original_batch_unchanged() -> None:
     batch = _batch()
-    shorter = batch.replace(num_actual_tokens=1)
+    starts = torch.tensor([0, 1, 1], dtype=torch.int32)
+    shorter = batch.replace(num_actual_tokens=1, query_start_loc=starts, query_start_loc_cpu=starts)
     assert shorter.slot_mapping.tolist() == [8]
     assert batch.slot_mapping.tolist() == [8, 16, 17, 18]
 

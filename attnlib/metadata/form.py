@@ -1,0 +1,136 @@
+"""Checks of a batch when it is made: dtypes, shapes, devices and upper bounds, on host memory only.
+
+Tensors that are assigned later are not checked again; use `CommonAttentionMetadata.replace`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnlib.errors import ContractError
+
+if TYPE_CHECKING:
+    from attnlib.metadata.common import CommonAttentionMetadata
+
+__all__ = ["check_form"]
+
+_INT32 = torch.int32
+
+
+def check_form(common: CommonAttentionMetadata) -> None:
+    """Check the tensors and bounds of a batch.
+
+    Raises:
+        ContractError: the message names the tensor, what it is and what it must be.
+    """
+    table, slots, starts_cpu = (
+        common.block_table_tensor, common.slot_mapping, common.query_start_loc_cpu,
+    )  # fmt: skip
+    reqs, tokens, device = common.num_reqs, common.num_actual_tokens, common.query_start_loc.device
+    if (
+        _differs(common.query_start_loc, _INT32, (reqs + 1,))
+        or _differs(common.seq_lens, _INT32, (reqs,))
+        or common.seq_lens.device != device
+        or _is_wrong_host_copy(starts_cpu, reqs + 1)
+        or _is_wrong_host_copy(common.seq_lens_cpu, reqs)
+    ):
+        raise _wrong_lengths(common)
+    if table is not None and (
+        table.dtype != _INT32
+        or table.dim() != 2
+        or table.shape[0] != reqs
+        or table.device != device
+    ):
+        raise _wrong("block_table_tensor", table, f"int32 [{reqs}, max_blocks]", device, "P3")
+    if slots is not None and (
+        slots.dtype != torch.int64 or slots.dim() != 1 or slots.device != device
+    ):
+        raise _wrong("slot_mapping", slots, f"int64 [{tokens}]", device, "P4")
+    if isinstance(common.causal, torch.Tensor) and (
+        _differs(common.causal, torch.bool, (reqs,)) or common.causal.device != device
+    ):
+        raise _wrong("causal", common.causal, f"bool [{reqs}], or one bool", device, "M1")
+    if common.query_bias is not None:
+        _check_bias(common.query_bias, tokens, common.max_query_len, device)
+    _check_bounds(common)
+
+
+def _differs(tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    return tensor.dtype != dtype or tensor.shape != shape
+
+
+def _is_wrong_host_copy(tensor: torch.Tensor | None, count: int) -> bool:
+    return tensor is not None and (
+        _differs(tensor, _INT32, (count,)) or tensor.device.type != "cpu"
+    )
+
+
+def _wrong_lengths(common: CommonAttentionMetadata) -> ContractError:
+    """The error for the first wrong tensor of lengths."""
+    reqs, device = common.num_reqs, common.query_start_loc.device
+    cpu = torch.device("cpu")
+    for name, count, place in (
+        ("query_start_loc", reqs + 1, device),
+        ("query_start_loc_cpu", reqs + 1, cpu),
+        ("seq_lens", reqs, device),
+        ("seq_lens_cpu", reqs, cpu),
+    ):
+        tensor = getattr(common, name)
+        if tensor is None and name.endswith("_cpu"):
+            continue
+        if _differs(tensor, _INT32, (count,)) or tensor.device != place:
+            return _wrong(name, tensor, f"int32 [{count}] for num_reqs={reqs}", place, "M1")
+    raise AssertionError("every tensor of lengths is right")
+
+
+def _wrong(
+    name: str, tensor: torch.Tensor, wanted: str, device: torch.device, rule: str
+) -> ContractError:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return ContractError(
+        f"{name} is {dtype} {list(tensor.shape)} on {tensor.device}; it must be {wanted} on "
+        f"{device}",
+        rule=rule,
+    )
+
+
+def _check_bias(bias: torch.Tensor, tokens: int, columns: int, device: torch.device) -> None:
+    if (
+        bias.dtype != torch.float32
+        or bias.dim() != 2
+        or bias.shape[0] < tokens
+        or bias.shape[1] < columns
+        or bias.device != device
+    ):
+        raise _wrong("query_bias", bias, f"float32 [{tokens}, >= {columns}]", device, "M3")
+
+
+def _check_bounds(common: CommonAttentionMetadata) -> None:
+    """Upper bounds that lengths on the host exceed. Kernels would drop the rest."""
+    if common.num_reqs == 0:
+        return
+    starts = common.query_start_loc_cpu
+    if starts is not None:
+        end = int(starts[-1])
+        if end > common.num_actual_tokens:
+            raise ContractError(
+                f"query_start_loc ends at {end}, but num_actual_tokens="
+                f"{common.num_actual_tokens}: it must be at least the tokens of the requests",
+                rule="M1",
+            )
+        lengths = starts[1:] - starts[:-1]
+        _check_bound("max_query_len", common.max_query_len, lengths, "the query length")
+    if common.seq_lens_cpu is not None:
+        _check_bound("max_seq_len", common.max_seq_len, common.seq_lens_cpu, "seq_lens")
+
+
+def _check_bound(name: str, bound: int, lengths: torch.Tensor, of: str) -> None:
+    largest = int(lengths.max())
+    if largest > bound:
+        raise ContractError(
+            f"{name}={bound} is below {of} {largest} of request {int(lengths.argmax())}: it must "
+            "be an upper bound",
+            rule="M1",
+        )
