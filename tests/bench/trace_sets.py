@@ -28,8 +28,9 @@ def attend(q, k, v, scale, first):
     groups = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(groups, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->qhk", q.double(), k) * scale
-    places = torch.arange(q.shape[0])[:, None, None] + first
-    scores = scores.masked_fill(torch.arange(k.shape[0]) > places, -math.inf)
+    places = torch.arange(q.shape[0], device=q.device)[:, None, None] + first
+    later = torch.arange(k.shape[0], device=q.device) > places
+    scores = scores.masked_fill(later, -math.inf)
     lse = torch.logsumexp(scores, -1)
     output = torch.einsum("qhk,khd->qhd", torch.exp(scores - lse[..., None]), v)
     return output.to(q.dtype), (lse / math.log(2)).float()

@@ -277,6 +277,7 @@ def test_the_test_finds_a_sync() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", _calls("cpu"))
 def test_on_a_gpu_nothing_synchronizes(name: str) -> None:
     expected, call = _calls("cpu")[name](), _calls("cuda")[name]

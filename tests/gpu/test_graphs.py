@@ -128,3 +128,57 @@ def test_the_guard_names_moved_tensors(name: str) -> None:
     )
     with pytest.raises(ContractError, match="seq_lens was at 0x"):
         captured.guard.check(stray)
+
+
+MIXED = [
+    ([1, 1, 1, 93], [400, 33, 512, 93]),
+    ([80, 1, 14, 1], [500, 20, 77, 300]),
+    ([24, 24, 24, 24], [24, 100, 60, 511]),
+]
+
+
+@pytest.mark.parametrize("captured", range(len(MIXED)))
+@torch.inference_mode()
+def test_a_graph_of_a_mixed_batch_serves_every_order_of_lengths(captured: int) -> None:
+    """The engine keeps the tensors of its batch; only their values change between replays."""
+    spec = spec_of(needs_lse=True, cudagraph=CudaGraphSupport.ALWAYS)
+    backend = backend_or_skip("triton", spec)
+    limits = BatchLimits(max_num_reqs=4, max_num_tokens=96, max_seq_len=LONGEST)
+    builder = backend.make_builder(spec, "cuda", limits=limits)
+    layer = Attention(spec, backend=backend, device="cuda")
+    cache, eager_cache = (PagedKVCache.allocate(spec, BLOCKS, "cuda") for _ in range(2))
+    torch.manual_seed(0)
+    for view in (cache.key_cache, cache.value_cache):
+        view.normal_()
+    q, k, v = (torch.randn(96, heads, 128, device="cuda", dtype=spec.dtype) for heads in (8, 2, 2))
+
+    def batch(number: int) -> Any:
+        common = batch_of(spec, *MIXED[number], BLOCKS, seed=0)
+        table = torch.zeros(4, 32, dtype=torch.int32, device="cuda")
+        table[:, : common.block_table_tensor.shape[1]] = common.block_table_tensor
+        return common.replace(max_query_len=96, max_seq_len=LONGEST, block_table_tensor=table)
+
+    static = batch(captured)
+    metadata = builder.build_for_cudagraph_capture(static)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        layer(q, k, v, cache, metadata, True)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = layer(q, k, v, cache, metadata, True)
+    for number in range(len(MIXED)):
+        now = batch(number)
+        for name in ("query_start_loc", "seq_lens", "slot_mapping", "block_table_tensor"):
+            getattr(static, name).copy_(getattr(now, name))
+        eager_cache.key_cache.copy_(cache.key_cache)
+        eager_cache.value_cache.copy_(cache.value_cache)
+        eager = backend.make_builder(spec, "cuda").build(0, now)
+        assert eager.num_decodes == (3, 0, 0)[number] and metadata.num_decodes == 0
+        expected, expected_lse = layer(q, k, v, eager_cache, eager, True)
+        GraphGuard(metadata).check(builder.build_for_cudagraph_capture(static))
+        graph.replay()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
