@@ -312,7 +312,7 @@ def _check_cache(
             f"cache is on {cache.device}, query on {device}: all tensors of a call must be on one "
             "device"
         )
-    if cache.values_alias_keys and not spec.use_mla:
+    if key is not None and cache.values_alias_keys and not spec.use_mla:
         raise ContractError(
             "key_cache and value_cache are the same memory, so values would overwrite keys: pass "
             "separate views, or set use_mla=True if values are a prefix of the keys",

@@ -239,6 +239,21 @@ def bridgetower() -> Any:
     return randomized(hf.BridgeTowerModel(config))
 
 
+def qwen2_moe() -> Any:
+    """A decoder whose sliding layers do not pass their window to the attention function."""
+    config = hf.Qwen2MoeConfig(
+        **_SIZES,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        layer_types=_LAYERS,
+    )
+    return randomized(hf.Qwen2MoeForCausalLM(config))
+
+
 def stablelm() -> Any:
     """A decoder whose layers do not pass keyword arguments on."""
     return randomized(hf.StableLmForCausalLM(hf.StableLmConfig(**_SIZES)))

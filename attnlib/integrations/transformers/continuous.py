@@ -174,7 +174,9 @@ def _attend_gathered(
     """Attention of a sliding layer over gathered keys: window and new tokens of each request."""
     keys, values = sliding_update(cache, call, kwargs)
     pages, _ = token_pages(keys, values)
-    spec = call.spec(block_size=1, sliding_window=call.sliding_window)
+    # Some models leave the window to the mask, which continuous batching does not create here.
+    windows = [window for window in (call.sliding_window, storage.window) if window is not None]
+    spec = call.spec(block_size=1, sliding_window=min(windows, default=None))
     layer = layer_for(call, spec)
     key = (layer.backend, spec, storage.group)
     if key not in step.metadata:

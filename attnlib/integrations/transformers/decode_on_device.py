@@ -1,7 +1,8 @@
 """Decodes of padded batches on a GPU, planned without reading the padding on the host.
 
 A host read in every step would wait for the GPU. The visible keys of each row are compacted into a
-block table on the device; sizes that the host needs are upper bounds.
+block table on the device; sizes that the host needs are upper bounds. Self-attention sees the keys
+that causality, window and chunk leave, cross-attention all tokens of the encoder.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def attend_decode_on_device(call: Call, step: StepMask) -> torch.Tensor | None:
     pattern, device = step.pattern, call.query.device
     if not _reads_synchronize(device) or step.attention_mask is None or step.q_length != 1:
         return None
-    if pattern is None or not pattern.causal or pattern.segments is not None:
+    if pattern is None or pattern.segments is not None:
+        return None
+    if not pattern.causal and pattern.depends_on_distance:
         return None
     spec = call.spec(block_size=1, attn_type=AttentionType.DECODER)
     layer = layer_for(call, spec)

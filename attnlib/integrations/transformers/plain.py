@@ -98,11 +98,10 @@ def mask_of(call: Call, mask: torch.Tensor | None) -> StepMask:
     Raises:
         ContractError: the mask has another shape.
     """
-    window = (
-        Window()
-        if call.sliding_window is None
-        else Window(call.sliding_window - 1, None if call.causal else call.sliding_window - 1)
-    )
+    # A bidirectional module without a mask sees all keys in eager and sdpa attention, even if it
+    # passes a window (Diffusion Gemma).
+    size = None if mask is None and not call.causal else call.sliding_window
+    window = Window() if size is None else Window(size - 1, None if call.causal else size - 1)
     pattern = Pattern(call.causal, Window(window.left, 0) if call.causal else window)
     (batch, _, queries, _), keys, device = call.query.shape, call.key.shape[2], call.query.device
     if mask is not None:
@@ -148,9 +147,10 @@ def _broadcast_over_queries(step: StepMask, queries: int) -> StepMask | None:
 
 def _dense_reason(step: StepMask) -> str | None:
     """Why kernels cannot apply this mask and it must be evaluated; None if they can."""
-    pattern, rows = step.pattern, step.rows()
+    pattern = step.pattern
     if pattern is None:
         return "transformers describes this mask by functions that no kernel argument expresses"
+    rows = step.rows()
     square = step.q_length == step.width == step.kv_length
     if pattern.segments is not None:
         return None if square and rows is None else "packed sequences come with padding or a cache"

@@ -29,11 +29,13 @@ class LayerStorage:
         layer_type: "full_attention" or "sliding_attention".
         pages: the layer's keys and values in pages; None for a sliding layer, whose ring buffer no
             block table describes.
+        window: W of a sliding layer: a query sees W keys, including its own.
     """
 
     group: int
     layer_type: str
     pages: PagedKVCache | None
+    window: int | None = None
 
     def key_starts(self, kwargs: dict[str, Any]) -> torch.Tensor:
         """`[R+1]` int32; offsets of the requests in the gathered keys."""
@@ -97,12 +99,14 @@ def _by_allocator(cache: Any, layer_idx: int) -> LayerStorage:
     allocator = cache.layer_to_allocator[layer_idx]
     paged = allocator.supports_block_table
     pages = PagedKVCache.from_transformers(cache, layer_idx) if paged else None
-    return LayerStorage(allocator.index, allocator.layer_type, pages)
+    window = getattr(allocator, "sliding_window", None)
+    return LayerStorage(allocator.index, allocator.layer_type, pages, window)
 
 
 def _by_group(cache: Any, layer_idx: int) -> LayerStorage:
     group, _ = cache.layer_index_to_group_indices[layer_idx]
-    if cache.sliding_windows[layer_idx] != 1:  # 1 means no window in this version
-        return LayerStorage(group, "sliding_attention", None)
+    window = cache.sliding_windows[layer_idx]
+    if window != 1:  # 1 means no window in this version
+        return LayerStorage(group, "sliding_attention", None, window)
     pages = PagedKVCache.from_transformers(cache, layer_idx)
     return LayerStorage(group, "full_attention", pages)

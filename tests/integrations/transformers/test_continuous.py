@@ -24,6 +24,7 @@ from tests.integrations.tiny_models import (
     generated,
     nemotron,
     prompts,
+    qwen2_moe,
     stablelm,
 )
 
@@ -91,6 +92,13 @@ def test_tokens_equal_eager(name: str, backend: str) -> None:
     tokens = batch_tokens(model, inputs, TOKENS[backend])
     assert model.config._attn_implementation == "attnlib"
     assert tokens == eager_tokens(model, inputs, TOKENS[backend])
+
+
+def test_a_window_that_only_the_cache_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """M2: the module passes no window; in generate the mask contains it, here the cache does."""
+    monkeypatch.setenv("ATTNLIB_BACKEND", "torch")
+    model, inputs = qwen2_moe(), prompts(9, 20)
+    assert batch_tokens(model, inputs, 6) == eager_tokens(model, inputs, 6)
 
 
 def test_full_attention_gathers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

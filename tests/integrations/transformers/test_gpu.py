@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.integrations.tiny_models import (
     DECODERS,
+    bart,
     decoder,
     generated,
     padded,
@@ -120,6 +121,33 @@ def test_a_compiled_static_cache(backend: str) -> None:
     assert torch.equal(
         generated(model, "attnlib", batch, 8, **kwargs), generated(model, "eager", batch, 8)
     )
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "bart"])
+@torch.no_grad()
+def test_decode_steps_do_not_synchronize(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a first step, which compiles kernels, no step of a padded batch waits for the GPU."""
+    monkeypatch.setenv("ATTNLIB_BACKEND", "triton")
+    model = bart().cuda() if name == "bart" else float32_model(name)
+    model.set_attn_implementation("attnlib")
+    batch = on_gpu(prompts(9, 5, 2))
+    tokens = torch.tensor([[5], [6], [7]], device="cuda")
+    decoder_only = not model.config.is_encoder_decoder
+    out = model(**batch, **({} if decoder_only else {"decoder_input_ids": tokens}), use_cache=True)
+    mask, encoded = batch["attention_mask"], getattr(out, "encoder_last_hidden_state", None)
+    for step in range(4):
+        if decoder_only:
+            mask = torch.cat([mask, mask.new_ones(3, 1)], dim=1)
+            inputs = {"input_ids": tokens}
+        else:
+            inputs = {"decoder_input_ids": tokens, "encoder_outputs": (encoded,)}
+        inputs |= {"attention_mask": mask, "past_key_values": out.past_key_values}
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        try:
+            out = model(**inputs, use_cache=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert bool(out.logits.isfinite().all())
 
 
 def test_the_cpu_helper_agrees() -> None:

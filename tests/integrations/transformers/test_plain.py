@@ -10,7 +10,9 @@ from transformers import masking_utils
 
 from attnlib.errors import ContractError
 from attnlib.integrations.transformers import plain
+from attnlib.integrations.transformers.attention import attnlib_attention
 from tests.integrations.tiny_models import decoder, difference, padded, prompts, run
+from tests.integrations.transformers.module_calls import Module, states
 
 
 @pytest.fixture
@@ -112,3 +114,34 @@ def test_metadata_is_built_once_per_step(monkeypatch: pytest.MonkeyPatch) -> Non
     for steps in (1, 2):
         run(model, "attnlib", lambda m: m(**batch).logits)
         assert len(builds) == steps
+
+
+def test_a_bidirectional_module_without_a_mask_has_no_window() -> None:
+    """As in eager and sdpa attention; Diffusion Gemma passes a window and depends on it."""
+    query, key, value = states(queries=3, keys=9)
+    module = Module()
+    for causal, window in ((False, None), (True, 4)):
+        expected = dense(query, key, value, causal=causal, window=window)
+        found, _ = attnlib_attention(
+            module, query, key, value, None, sliding_window=4, is_causal=causal
+        )
+        torch.testing.assert_close(found, expected)
+
+
+def test_keys_and_values_in_the_same_memory() -> None:
+    """DeepSeek-V4 attends over one tensor as keys and values. Plain attention writes to neither."""
+    query, key, _ = states()
+    found, _ = attnlib_attention(Module(), query, key, key)
+    torch.testing.assert_close(found, dense(query, key, key, causal=True, window=None))
+
+
+def dense(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, window: int | None
+) -> torch.Tensor:
+    """Attention of the last queries over all keys, `[1, T, H, D]`."""
+    queries, keys = query.shape[2], key.shape[2]
+    distance = torch.arange(keys) - (torch.arange(queries)[:, None] + keys - queries)
+    visible = distance <= (0 if causal else keys)
+    visible &= distance > -(window or keys + 1)
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, visible)
+    return out.transpose(1, 2)

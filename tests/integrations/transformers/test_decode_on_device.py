@@ -1,0 +1,106 @@
+"""Decode steps on a GPU read no value of the padding mask; found on a CPU by following the mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from attnlib.integrations.transformers import decode_on_device, plain
+from tests.integrations.tiny_models import (
+    bart,
+    decoder,
+    deepseek_v3,
+    llama4,
+    padded,
+    prompts,
+    t5,
+)
+from tests.integrations.transformers.host_reads import HostReads
+
+MODELS: dict[str, Callable[[], Any]] = {
+    **{name: lambda name=name: decoder(name) for name in ("llama", "mistral", "gemma2", "gpt_oss")},
+    "llama4": lambda: llama4(attn_temperature_tuning=False),
+    "deepseek_v3": deepseek_v3,
+    "bart": bart,
+    "t5": t5,
+}
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of a GPU, with interpreted kernels; no validation, which reads values."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("ATTNLIB_BACKEND", "triton")
+    monkeypatch.setenv("ATTNLIB_VALIDATE", "0")
+    monkeypatch.setattr(decode_on_device, "_reads_synchronize", lambda device: True)
+    monkeypatch.setattr(plain, "attend_decode", lambda *_: None)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> HostReads:
+    """Records reads, except those of interpreted kernels."""
+    found = HostReads()
+    for module in (plain, decode_on_device):
+
+        def interpreted(*args: Any, run: Any = module.run_layer) -> torch.Tensor:
+            with found.paused():
+                out: torch.Tensor = run(*args)
+            return out
+
+        monkeypatch.setattr(module, "run_layer", interpreted)
+    return found
+
+
+@torch.no_grad()
+def decode_logits(model: Any, implementation: str, reads: HostReads | None = None) -> torch.Tensor:
+    """Logits of two decode steps after an eager prefill of a padded batch, `[2, B, vocabulary]`."""
+    model.set_attn_implementation("eager")
+    batch = padded(prompts(6, 2, 4), "left")
+    mask, tokens = batch["attention_mask"], torch.tensor([[5], [6], [7]])
+    decoder_only = not model.config.is_encoder_decoder
+    prompt = batch if decoder_only else {**batch, "decoder_input_ids": tokens}
+    out = model(**prompt, use_cache=True)
+    model.set_attn_implementation(implementation)
+    found = []
+    for _ in range(2):
+        if decoder_only:
+            mask = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], dim=1)
+            step = {"input_ids": tokens}
+        else:
+            states = (out.encoder_last_hidden_state,)
+            step = {"encoder_outputs": states, "decoder_input_ids": tokens}
+        step |= {"attention_mask": mask, "past_key_values": out.past_key_values}
+        if reads is None:
+            out = model(**step, use_cache=True)
+        else:
+            reads.follow(mask)
+            with reads:
+                out = model(**step, use_cache=True)
+        found.append(out.logits[:, -1])
+    return torch.stack(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_decode_steps_do_not_read_the_mask(
+    name: str, reads: HostReads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows, chunks, soft caps, sinks, cross-attention over a padded encoder, a position bias."""
+    if name == "t5":  # a required triton backend is refused, as only torch adds a position bias
+        monkeypatch.delenv("ATTNLIB_BACKEND")
+    model = MODELS[name]()
+    expected = decode_logits(model, "eager")
+    found = decode_logits(model, "attnlib", reads)
+    assert reads.reads == []
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_host_reads_are_found(reads: HostReads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU, where a read costs nothing."""
+    monkeypatch.setattr(decode_on_device, "_reads_synchronize", lambda device: False)
+    decode_logits(decoder("llama"), "attnlib", reads)
+    assert set(reads.reads) == {"cpu", "numpy"}
