@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Sequence
 
+from attnlib.cli.hf_config import fallback_lines
 from attnlib.cli.spec_flags import add_spec_flags, specs_of
 from attnlib.device import resolve_device
 from attnlib.selection import explain
@@ -19,19 +21,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = resolve_device(options.device)
     specs = specs_of(options)
     reports = {kind: explain(spec, device, options.backend) for kind, spec in specs.items()}
+    fallbacks = {
+        kind: fallback_lines(spec) if options.config else [] for kind, spec in specs.items()
+    }
     if options.json:
-        print(
-            json.dumps(
-                {kind or "spec": report.to_dict() for kind, report in reports.items()}, indent=2
-            )
-        )
+        described = {
+            kind or "spec": report.to_dict()
+            | ({"fallbacks": fallbacks[kind]} if fallbacks[kind] else {})
+            for kind, report in reports.items()
+        }
+        print(json.dumps(described, indent=2))
     else:
         print(
             "\n\n".join(
-                (f"{kind}\n" if kind else "") + str(report) for kind, report in reports.items()
+                (f"{kind}\n" if kind else "") + "\n".join([str(report), *_notes(fallbacks[kind])])
+                for kind, report in reports.items()
             )
         )
     return 0 if all(report.chosen for report in reports.values()) else 1
+
+
+def _notes(lines: Sequence[str]) -> list[str]:
+    """Lines below a table, wrapped like its reasons."""
+    return [
+        textwrap.fill(f"note: {line}", 96, initial_indent="  ", subsequent_indent="        ")
+        for line in lines
+    ]
 
 
 def _parser() -> argparse.ArgumentParser:

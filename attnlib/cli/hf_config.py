@@ -15,7 +15,7 @@ import torch
 from attnlib.errors import ContractError
 from attnlib.spec import AttentionSpec, AttentionType
 
-__all__ = ["specs_from_config"]
+__all__ = ["fallback_lines", "specs_from_config"]
 
 _ENCODERS = (
     "bert",
@@ -73,6 +73,19 @@ def specs_from_config(path: str | Path, **overrides: Any) -> dict[str, Attention
         )
         for kind in kinds
     }
+
+
+def fallback_lines(spec: AttentionSpec) -> list[str]:
+    """The calls of a layer that `integrations.transformers` computes with torch, whichever backend
+    is selected: lines for `attnlib explain`."""
+    if spec.attention_chunk_size is None:
+        return []
+    return [
+        "in transformers, several queries of this layer after its cache has dropped keys "
+        f"(positions past the first chunk of {spec.attention_chunk_size}) are computed by torch, "
+        "with a warning; a backend that is required by name refuses them. Single queries and "
+        "PagedModel use the selected backend."
+    ]
 
 
 def _fields_of_kind(

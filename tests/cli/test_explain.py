@@ -84,3 +84,30 @@ def test_explain_a_model_by_its_config(tmp_path: Path, capsys: pytest.CaptureFix
     assert all(
         spec.has_sink and spec.head_size == 64 and spec.num_kv_heads == 8 for spec in specs.values()
     )
+
+
+def test_chunked_layers_state_the_fallback_of_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which calls torch computes, whichever backend is selected; other layers have no such line."""
+    config = {
+        "model_type": "llama4_text",
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "attention_chunk_size": 8192,
+        "layer_types": ["chunked_attention", "full_attention"],
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ["explain", "--config", str(tmp_path), "--device", "sm_90"]
+    assert main(arguments) == 0
+    chunked, full = capsys.readouterr().out.split("\n\nfull_attention\n")
+    assert "chose triton" in chunked and "note: in transformers, several queries" in chunked
+    assert "8192" in chunked and "computed by torch, with a" in " ".join(chunked.split())
+    assert "note:" not in full
+    assert main([*arguments, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["chunked_attention"]["fallbacks"]) == 1
+    assert "fallbacks" not in report["full_attention"]

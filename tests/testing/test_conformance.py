@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -196,3 +197,12 @@ def test_checks_after_a_cuda_error_are_not_run() -> None:
     report = run_conformance(ToyBackend, device="cpu", against=[], checks=checks)
     assert [result.id for result in report.failures] == ["X1/a"]
     assert report.results[1].message == "X1/a left the CUDA context in an error state"
+
+
+def test_cases_run_without_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ATTNLIB_VALIDATE=1 refuses batches that kernels must serve: rows without keys, partial
+    caches."""
+    monkeypatch.setenv("ATTNLIB_VALIDATE", "1")
+    report = run_conformance("torch", device="cpu", quick=True, only="N2,L2")
+    assert report.passed, str(report)
+    assert os.environ["ATTNLIB_VALIDATE"] == "1"

@@ -255,11 +255,15 @@ def test_chunked_layers_that_drop_keys(backend: str) -> None:
 
 @pytest.mark.slow
 def test_several_queries_of_a_chunked_layer_that_dropped_keys(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Computed by torch, or refused with the cause if another backend is required."""
+    """Computed by torch, with a warning where another backend is selected automatically, or refused
+    with the cause if another backend is required."""
     pytest.importorskip("triton")
     from transformers import DynamicCache
+
+    from attnlib.backends.triton import TritonBackend
+    from attnlib.integrations.transformers import dense
 
     model, ids = llama4(attn_temperature_tuning=False), torch.tensor(prompts(14, 14))
 
@@ -268,7 +272,10 @@ def test_several_queries_of_a_chunked_layer_that_dropped_keys(
         first = m(ids[:, :11], past_key_values=cache).logits
         return torch.cat([first, m(ids[:, 11:], past_key_values=cache).logits], dim=1)
 
-    assert difference(model, in_chunks) < 2e-5
+    with monkeypatch.context() as auto:
+        auto.setattr(dense, "get_attn_backend", lambda *args: TritonBackend)
+        assert difference(model, in_chunks) < 2e-5
+    assert "torch instead of triton: a chunked layer has dropped keys" in caplog.text
     monkeypatch.setenv("ATTNLIB_BACKEND", "triton")
     with pytest.raises(
         UnsupportedConfigError, match="chunked layer has dropped keys .* requires triton"
