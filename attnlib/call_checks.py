@@ -105,6 +105,9 @@ def check_addresses(metadata: Any, cache: PagedKVCache | None, device: torch.dev
             )
     if cache is None or device.type != "cpu":
         return
+    table, seq_lens = getattr(metadata, "block_table", None), getattr(metadata, "seq_lens", None)
+    if table is not None and seq_lens is not None and table.numel():
+        _check_block_ids(table, seq_lens, cache)
     slots = getattr(metadata, "slot_mapping", None)
     if slots is not None and slots.numel():
         least, most = slots.aminmax()
@@ -115,9 +118,6 @@ def check_addresses(metadata: Any, cache: PagedKVCache | None, device: torch.dev
                 "slots (-1 writes nothing)",
                 rule="P4",
             )
-    table, seq_lens = getattr(metadata, "block_table", None), getattr(metadata, "seq_lens", None)
-    if table is not None and seq_lens is not None and table.numel():
-        _check_block_ids(table, seq_lens, cache)
 
 
 def _check_block_ids(table: torch.Tensor, seq_lens: torch.Tensor, cache: PagedKVCache) -> None:

@@ -266,6 +266,7 @@ class PreparedBatch:
             max_query_len=batch.max_query_len,
             max_seq_len=longest,
             block_table_tensor=batch.block_table,
+            is_cross_attention=True,  # keys may be fewer than queries
         )
         metadata: AttentionMetadata
         if on_host:
