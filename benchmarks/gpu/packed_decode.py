@@ -1,7 +1,7 @@
 """Decode over the packed cache of vLLM's PagedAttention against the same decode over NHD.
 
     python benchmarks/gpu/packed_decode.py --out results/packed_decode.json
-    python benchmarks/gpu/packed_decode.py --tiles                  # other tiles, for tuning
+    python benchmarks/gpu/packed_decode.py --tiles 0 1 2 3          # other tiles, for tuning
 
 Both read the same keys and values: `PagedAttention.forward_decode` over `[B, Hkv, D / x, N, x]`,
 and `ops.triton.paged_decode` (which uses the Hopper kernel where it is faster) over
@@ -130,7 +130,7 @@ def main() -> None:
     """Check and time all cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON file of the results")
-    parser.add_argument("--tiles", action="store_true", help="also time other tiles")
+    parser.add_argument("--tiles", type=int, nargs="*", default=[], help="also time these TILES")
     numbers = range(len(CASES))
     parser.add_argument("--cases", type=int, nargs="*", default=numbers, help="cases by number")
     parser.add_argument("--commit", help="commit of attnlib, for copies without history")
@@ -154,7 +154,7 @@ def main() -> None:
                "packed_to_nhd": times["packed"] / times["nhd"]}  # fmt: skip
         if options.tiles:
             row["tiles"] = {}
-            for tile, peel in itertools.product(TILES, (True, False)):
+            for tile, peel in itertools.product((TILES[n] for n in options.tiles), (True, False)):
                 packed_attention.packed_tile = lambda *_, tile=tile: tile
                 packed_attention.PEEL = peel
                 LAUNCHES.clear()
