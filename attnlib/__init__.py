@@ -47,8 +47,15 @@ _MODULES = ("errors", "warmup")
 called."""
 
 _OTHER = {
+    "PagedAttention": "attnlib.ops.paged_attention",
+    "PerLayerParameters": "attnlib.metadata.parameters",
     "Window": "attnlib.spec",
     "compute_slot_mapping": "attnlib.cache.slots",
+    "get_per_layer_parameters": "attnlib.metadata.parameters",
+    "infer_global_hyperparameters": "attnlib.metadata.parameters",
+    "make_local_attention_virtual_batches": "attnlib.metadata.transforms",
+    "reorder_batch_to_split_decodes_and_prefills": "attnlib.metadata.split",
+    "split_decodes_and_prefills": "attnlib.metadata.split",
     "get_kv_cache_layout": "attnlib.cache.layout",
     "set_kv_cache_layout": "attnlib.cache.layout",
     "shadow": "attnlib.debug.shadow",

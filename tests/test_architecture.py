@@ -13,7 +13,7 @@ LAYERS = (
     ("kv_dtype", "spec", "sizes", "capabilities"),
     ("ops",),
     ("cache", "workspace", "tuning"),
-    ("metadata", "compat.vllm"),
+    ("metadata",),
     ("backends.base", "backends.builtin", "backends.plugins", "backends._foreign"),
     ("backends.loading",),
     ("backends",),

@@ -14,7 +14,7 @@ _PUBLIC = {
     "flash_attn_with_kvcache": "attnlib.compat.flash_attn",
     "get_kv_cache_layout": "attnlib.cache.layout",
     "set_kv_cache_layout": "attnlib.cache.layout",
-    "spec_from_vllm_arguments": "attnlib.compat.vllm",
+    "spec_from_vllm_arguments": "attnlib.selection.vllm_arguments",
 }
 
 __all__ = sorted(_PUBLIC)
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from attnlib.compat.flash_attn import flash_attn_func as flash_attn_func
     from attnlib.compat.flash_attn import flash_attn_varlen_func as flash_attn_varlen_func
     from attnlib.compat.flash_attn import flash_attn_with_kvcache as flash_attn_with_kvcache
-    from attnlib.compat.vllm import spec_from_vllm_arguments as spec_from_vllm_arguments
+    from attnlib.selection.vllm_arguments import (
+        spec_from_vllm_arguments as spec_from_vllm_arguments,
+    )
 
 
 def __getattr__(name: str) -> Any:

@@ -27,6 +27,14 @@ if TYPE_CHECKING:
 __all__ = ["AttentionMetadata", "AttentionMetadataBuilder", "M"]
 
 
+class _FullCudaGraph:
+    """A bool that follows from `cudagraph_support` of a builder or of a builder class."""
+
+    def __get__(self, builder: Any, cls: Any) -> bool:
+        owner = cls if builder is None else builder
+        return owner.cudagraph_support is CudaGraphSupport.ALWAYS
+
+
 @functools.cache
 def _cached_properties(cls: Any) -> tuple[str, ...]:
     """Names of the cached properties of a class: values derived from its fields."""
@@ -53,6 +61,8 @@ class AttentionMetadata:
         enable_kv_scales_calculation: every layer that writes a quantized cache computes its scales
             from the keys and values of this step before it writes them. A layer or a cache that has
             scales keeps them. Set it for the first step of a cache, and not in a CUDA graph.
+        cross_attention: the metadata of the cross-attention layers of an encoder-decoder model for
+            the same batch, or None.
         handle: id of this batch for torch.compile (not a field: a copy has its own).
         plans: step plans by call signature (not a field: a copy starts without plans).
         recent_plan: the plan used last, with a fast check of its signature; likewise.
@@ -69,6 +79,7 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor | None
     multi_modal_placeholder_index_maps: Mapping[str, Any] | None = None
     enable_kv_scales_calculation: bool = False
+    cross_attention: AttentionMetadata | None = None
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Any:
@@ -187,10 +198,9 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         """vLLM's name for `spec`."""
         return self.spec
 
-    @property
-    def full_cudagraph_supported(self) -> bool:
-        """Whether every batch can be captured; see `cudagraph_support` for the exact level."""
-        return self.cudagraph_support is CudaGraphSupport.ALWAYS
+    full_cudagraph_supported = _FullCudaGraph()
+    """Whether every batch can be captured; see `cudagraph_support` for the exact level. Also an
+    attribute of the class, as in vLLM."""
 
     @abstractmethod
     def build(

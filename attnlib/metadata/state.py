@@ -15,6 +15,7 @@ from attnlib.errors import ContractError
 from attnlib.metadata.base import AttentionMetadataBuilder, M
 from attnlib.metadata.batch_slice import rows_of
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.spec import AttentionType
 from attnlib.workspace import BatchLimits
 
 __all__ = ["AttentionState"]
@@ -31,6 +32,10 @@ class AttentionState(Generic[M]):
             `limits.max_seq_len` tokens need.
         score_columns: columns of the persistent batch tensors of a score function (M10). None means
             `limits.max_seq_len`, one per position.
+        cross_attention: the state of the cross-attention layers of an encoder-decoder model, with a
+            builder and limits of their own (`limits.max_seq_len` bounds the encoder lengths). Its
+            batches have `is_cross_attention` and no slots: keys of the encoder are written in a
+            step without a graph.
 
     Attributes:
         builder: the builder for captures and replays of this state. A clone has its own.
@@ -46,6 +51,7 @@ class AttentionState(Generic[M]):
         *,
         max_blocks: int | None = None,
         score_columns: int | None = None,
+        cross_attention: AttentionState[Any] | None = None,
     ) -> None:
         if builder.limits is None:
             raise ContractError(
@@ -54,6 +60,8 @@ class AttentionState(Generic[M]):
             )
         self.builder = builder
         self.limits = limits
+        self.cross_attention = cross_attention
+        self._is_cross = builder.spec.attn_type is AttentionType.ENCODER_DECODER
         self.max_blocks = max_blocks or -(-limits.max_seq_len // builder.spec.block_size)
         device, reqs, tokens = builder.device, limits.max_num_reqs, limits.max_num_tokens
         self._query_start_loc = torch.zeros(reqs + 1, dtype=torch.int32, device=device)
@@ -120,8 +128,27 @@ class AttentionState(Generic[M]):
         """The persistent buffers that a captured graph reads, by name.
 
         Their addresses do not change during the lifetime of the state (G3).
+
+        Args:
+            attn_metadata: not read; kept for vLLM's argument list.
+            is_encoder_decoder_model: also return the buffers of the cross-attention layers:
+                `encoder_seq_lens`, `cross_block_table` and `cross_slot_mapping`.
+
+        Raises:
+            ContractError: `is_encoder_decoder_model`, but the state has no `cross_attention`.
         """
+        cross = self._required_cross() if is_encoder_decoder_model else None
+        more = (
+            {}
+            if cross is None
+            else {
+                "encoder_seq_lens": cross._seq_lens,
+                "cross_block_table": cross._block_table,
+                "cross_slot_mapping": cross._slot_mapping,
+            }
+        )
         return {
+            **more,
             "query_start_loc": self._query_start_loc,
             "seq_lens": self._seq_lens,
             "block_table": self._block_table,
@@ -139,11 +166,12 @@ class AttentionState(Generic[M]):
 
         Args:
             batch_size: requests in the graph.
-            is_encoder_decoder_model: ignored.
+            is_encoder_decoder_model: also capture the cross-attention layers; their metadata is
+                `cross_attention` of the result.
             query_len: new tokens per request.
 
         Raises:
-            ContractError: the batch exceeds the limits.
+            ContractError: the batch exceeds the limits, or the state has no `cross_attention`.
         """
         starts = torch.arange(batch_size + 1, dtype=torch.int32) * query_len
         lengths = torch.full((batch_size,), query_len, dtype=torch.int32)
@@ -151,7 +179,22 @@ class AttentionState(Generic[M]):
         self._query_start_loc[: batch_size + 1].copy_(starts, non_blocking=True)
         self._seq_lens[:batch_size].copy_(lengths, non_blocking=True)
         self._slot_mapping.fill_(-1)
-        return self.builder.build_for_cudagraph_capture(self._padded(batch_size, query_len, None))
+        captured = self._padded(batch_size, query_len, None)
+        metadata = self.builder.build_for_cudagraph_capture(captured)
+        if is_encoder_decoder_model:
+            cross = self._required_cross()
+            metadata.cross_attention = cross.graph_capture_get_metadata_for_batch(
+                batch_size, query_len=query_len
+            )
+        return metadata
+
+    def _required_cross(self) -> AttentionState[Any]:
+        if self.cross_attention is None:
+            raise ContractError(
+                "is_encoder_decoder_model=True, but this state has no buffers for cross-attention: "
+                "pass cross_attention=AttentionState(cross_builder, limits)"
+            )
+        return self.cross_attention
 
     def graph_clone(self, batch_size: int) -> AttentionState[M]:
         """A state for a second graph that may run at the same time as graphs of this state.
@@ -176,9 +219,11 @@ class AttentionState(Generic[M]):
             config=self.builder.config,
             limits=limits,
         )
+        cross = self.cross_attention
         return type(self)(
-            builder, limits, max_blocks=self.max_blocks, score_columns=self.score_columns
-        )
+            builder, limits, max_blocks=self.max_blocks, score_columns=self.score_columns,
+            cross_attention=None if cross is None else cross.graph_clone(batch_size),
+        )  # fmt: skip
 
     def _padded(
         self, reqs: int, query_len: int, common: CommonAttentionMetadata | None
@@ -190,7 +235,7 @@ class AttentionState(Generic[M]):
         """
         starts: torch.Tensor | None = torch.arange(reqs + 1, dtype=torch.int32) * query_len
         seq_lens: torch.Tensor | None = torch.full((reqs,), query_len, dtype=torch.int32)
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = {"is_cross_attention": self._is_cross}
         if common is not None:
             padding = reqs - common.num_reqs
             starts, seq_lens = common.query_start_loc_cpu, common.seq_lens_cpu
@@ -213,7 +258,7 @@ class AttentionState(Generic[M]):
             max_query_len=query_len,
             max_seq_len=self.limits.max_seq_len,
             block_table_tensor=self._block_table[:reqs],
-            slot_mapping=self._slot_mapping[: reqs * query_len],
+            slot_mapping=None if self._is_cross else self._slot_mapping[: reqs * query_len],
             score_tensors=rows_of(self._score_tensors or None, slice(0, reqs)),
             **extra,
         )

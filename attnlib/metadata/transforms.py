@@ -19,7 +19,7 @@ def make_local_attention_virtual_batches(
     query_start_loc_np: np.ndarray,
     seq_lens_np: np.ndarray,
     block_table: torch.Tensor,
-    block_size: int,
+    block_size: int = 0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, torch.Tensor]:
     """Create one virtual request for each chunk that contains new tokens of a request.
 
@@ -33,7 +33,7 @@ def make_local_attention_virtual_batches(
         query_start_loc_np: `[R+1]` int32, offsets of the requests in the packed tokens.
         seq_lens_np: `[R]` int32, context plus new tokens.
         block_table: `[R, max_blocks]` int32, any device.
-        block_size: tokens in one block.
+        block_size: tokens in one block. The default, as in vLLM, is refused.
 
     Returns:
         (query lengths `[V]`, query offsets `[V+1]`, sequence lengths `[V]`, block table `[V,

@@ -13,7 +13,14 @@ import torch
 
 from attnlib.errors import ContractError
 
-__all__ = ["BlockPairs", "check_ids", "checked_pairs", "move_blocks", "zero_blocks"]
+__all__ = [
+    "BlockPairs",
+    "check_ids",
+    "checked_pairs",
+    "move_blocks",
+    "swap_tensor_blocks",
+    "zero_blocks",
+]
 
 BlockPairs = Sequence[tuple[int, int]] | torch.Tensor
 """(source, destination) block ids, or an integer tensor `[n, 2]`."""
@@ -96,6 +103,29 @@ def move_blocks(
     taken = [_as_bytes(view).index_select(0, take) for view in source]
     for view, blocks in zip(target, taken, strict=True):
         _as_bytes(view).index_copy_(0, put, blocks.to(put.device))
+
+
+def swap_tensor_blocks(source: torch.Tensor, target: torch.Tensor, pairs: BlockPairs) -> None:
+    """Copy whole blocks from one cache tensor `[2, B, ...]` to another one or within it.
+
+    All sources are read before the first target is written.
+
+    Args:
+        source: keys and values of B blocks.
+        target: keys and values of B' blocks of the same shape and dtype, on any device.
+        pairs: `[n, 2]`, (source block, target block), read on the host.
+
+    Raises:
+        ContractError: ids that are not integers or outside a cache, a target that occurs twice, or
+            caches that differ in the shape of a block or in dtype; nothing is written.
+    """
+    if source.shape[2:] != target.shape[2:] or source.dtype != target.dtype:
+        raise ContractError(
+            f"swap_blocks needs blocks of one kind: the source has {tuple(source.shape[2:])} "
+            f"{source.dtype} and the target {tuple(target.shape[2:])} {target.dtype} per block"
+        )
+    source_ids, target_ids = checked_pairs(pairs, source.shape[1], target.shape[1])
+    move_blocks(source.unbind(), target.unbind(), source_ids, target_ids)
 
 
 def zero_blocks(views: Sequence[torch.Tensor], ids: list[int]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.ops.block_moves import checked_pairs, move_blocks
+from attnlib.ops.block_moves import swap_tensor_blocks
 from attnlib.ops.block_sparse import BlockSparsePattern
 from attnlib.ops.dispatch import operation
 from attnlib.ops.packed_cache import typed_cache
@@ -243,14 +243,7 @@ class PagedAttention:
             ContractError: ids that are not integers or outside the cache, a target that occurs
                 twice, or caches that differ in block size or dtype; nothing is written.
         """
-        source, target = src_kv_cache, dst_kv_cache
-        if source.shape[2:] != target.shape[2:] or source.dtype != target.dtype:
-            raise ContractError(
-                f"swap_blocks needs blocks of one kind: the source has {tuple(source.shape[2:])} "
-                f"{source.dtype} and the target {tuple(target.shape[2:])} {target.dtype} per block"
-            )
-        source_ids, target_ids = checked_pairs(src_to_dst, source.shape[1], target.shape[1])
-        move_blocks(source.unbind(), target.unbind(), source_ids, target_ids)
+        swap_tensor_blocks(src_kv_cache, dst_kv_cache, src_to_dst)
 
     @staticmethod
     def copy_blocks(kv_caches: list[Tensor], src_to_dists: Tensor) -> None:

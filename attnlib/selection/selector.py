@@ -22,8 +22,8 @@ from attnlib.backends._foreign.imports import environment_facts
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.composite import make_composite
 from attnlib.backends.loading import check_backend_class
+from attnlib.backends.placeholder import PlaceholderBackend
 from attnlib.cache.layout import get_kv_cache_layout
-from attnlib.compat.vllm import spec_from_vllm_arguments
 from attnlib.device import DeviceInfo, current_device_index, resolve_device
 from attnlib.errors import BackendUnavailableError, UnknownBackendError
 from attnlib.selection.decision import (
@@ -43,6 +43,7 @@ from attnlib.selection.registry import (
     registrations,
 )
 from attnlib.selection.report import SelectionReport, selection_error
+from attnlib.selection.vllm_arguments import spec_from_vllm_arguments
 from attnlib.spec import AttentionSpec
 
 __all__ = [
@@ -133,8 +134,9 @@ def get_attn_backend(
         device: where the layer runs; None means a GPU if torch finds one, else the CPU.
         layer_name: name of the layer or group, for the log line.
 
-    The arguments of vLLM's function of this name are accepted too (`attnlib.compat.vllm`); this is
-    why `spec` may be an integer and `backend` a dtype.
+    The arguments of vLLM's function of this name are accepted too
+    (`attnlib.selection.vllm_arguments`); this is why `spec` may be an integer and `backend` a
+    dtype.
 
     Raises:
         UnknownBackendError: a name that is not registered.
@@ -146,7 +148,8 @@ def get_attn_backend(
     """
     if not isinstance(spec, AttentionSpec) or positional or keywords:
         arguments = (spec, backend, device, *positional)
-        return get_attn_backend(spec_from_vllm_arguments(arguments, keywords))
+        given = spec_from_vllm_arguments(arguments, keywords)
+        return PlaceholderBackend if given is None else get_attn_backend(given)
     try:
         found = _cache.get(_key(spec, backend, device))
     except TypeError:  # an unhashable object, such as a list: neither a name nor a class

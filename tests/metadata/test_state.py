@@ -7,12 +7,13 @@ import torch
 
 from attnlib.backends.builtin import BUILTIN_BACKENDS
 from attnlib.backends.loading import import_backend
+from attnlib.backends.torch import TorchBackend
 from attnlib.backends.torch.metadata import TorchMetadataBuilder
 from attnlib.errors import ContractError
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.parameters import PerLayerParameters
 from attnlib.metadata.state import AttentionState
-from attnlib.spec import AttentionSpec, CudaGraphSupport
+from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport
 from attnlib.workspace import BatchLimits
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=8, dtype=torch.float32, block_size=4)
@@ -111,3 +112,35 @@ def test_state_refuses_what_does_not_fit(
     state = AttentionState(TorchMetadataBuilder(SPEC, "cpu", limits=LIMITS), LIMITS)
     with pytest.raises(ContractError, match=message):
         state.begin_forward(_batch(queries, sequences), reqs)
+
+
+def test_buffers_of_an_encoder_decoder_model() -> None:
+    """G3: self-attention and cross-attention are captured over buffers whose addresses stay."""
+    limits = BatchLimits(max_num_reqs=4, max_num_tokens=4, max_seq_len=64)
+    fields = {"num_heads": 2, "head_size": 16, "dtype": torch.float32, "block_size": 16}
+    states = []
+    for kind in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
+        spec = AttentionSpec(**fields, attn_type=kind)
+        builder = TorchBackend.make_builder(spec, "cpu", limits=limits)
+        states.append(AttentionState(builder, limits))
+    own = AttentionState(states[0].builder, limits, cross_attention=states[1])
+    buffers = own.get_graph_input_buffers(None, True)
+    assert set(buffers) - set(own.get_graph_input_buffers()) == {
+        "encoder_seq_lens", "cross_block_table", "cross_slot_mapping",
+    }  # fmt: skip
+    captured = own.graph_capture_get_metadata_for_batch(4, True)
+    assert captured.cross_attention.slot_mapping is None
+    assert captured.cross_attention.seq_lens.data_ptr() == buffers["encoder_seq_lens"].data_ptr()
+    encoder = CommonAttentionMetadata.from_lengths(
+        [1, 1], [37, 5], [[1, 2, 3], [4]], 16, "cpu", is_cross_attention=True
+    )
+    padded = states[1].begin_forward(encoder, 4)
+    assert buffers["encoder_seq_lens"].tolist() == [37, 5, 0, 0]
+    assert buffers["cross_block_table"][0, :3].tolist() == [1, 2, 3]
+    assert padded.is_cross_attention and padded.slot_mapping is None
+    clone = own.graph_clone(2).get_graph_input_buffers(None, True)
+    assert clone["encoder_seq_lens"].data_ptr() != buffers["encoder_seq_lens"].data_ptr()
+    with pytest.raises(ContractError, match="this state has no buffers for cross-attention"):
+        states[0].get_graph_input_buffers(None, True)
+    with pytest.raises(ContractError, match="pass cross_attention=AttentionState"):
+        states[0].graph_capture_get_metadata_for_batch(4, True)

@@ -1,4 +1,4 @@
-"""Call forms that exist for code written for vLLM. New code uses `AttentionSpec`."""
+"""The arguments of vLLM's `get_attn_backend`, as a spec. New code passes an `AttentionSpec`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.errors import ContractError
 from attnlib.spec import AttentionSpec
 
 __all__ = ["spec_from_vllm_arguments"]
@@ -15,7 +15,7 @@ __all__ = ["spec_from_vllm_arguments"]
 
 def spec_from_vllm_arguments(
     positional: tuple[Any, ...], keywords: Mapping[str, Any]
-) -> AttentionSpec:
+) -> AttentionSpec | None:
     """The spec for the arguments of vLLM's `get_attn_backend`.
 
     Args:
@@ -23,11 +23,11 @@ def spec_from_vllm_arguments(
             is_attention_free=False, use_mla=False, has_sink=False)`. Trailing None are ignored.
 
     Returns:
-        A spec with one head: vLLM does not pass the number of heads.
+        A spec with one head, because vLLM does not pass the number of heads; None for a model
+        without attention (`is_attention_free`).
 
     Raises:
         ContractError: `head_size` is not an integer.
-        UnsupportedConfigError: `is_attention_free` is set.
     """
     while positional and positional[-1] is None:
         positional = positional[:-1]
@@ -48,12 +48,9 @@ def _spec(
     is_attention_free: bool = False,
     use_mla: bool = False,
     has_sink: bool = False,
-) -> AttentionSpec:
+) -> AttentionSpec | None:
     if is_attention_free:
-        raise UnsupportedConfigError(
-            "is_attention_free=True: a model without attention needs no attention backend",
-            reasons=["is_attention_free"],
-        )
+        return None
     return AttentionSpec(
         num_heads=1,
         head_size=head_size,
