@@ -12,7 +12,6 @@ a CUDA graph of many calls, in turn, over copies of the cache that do not fit th
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +34,8 @@ HEADS, KV_HEADS, SIZE, BLOCK_SIZE = 32, 8, 128, 16
 CASES = [(1, 1024), (1, 8192), (1, 32768), (8, 2048), (8, 8192), (32, 1024), (32, 4096),
          (64, 2048), (128, 1024), (128, 4096), (256, 1024)]  # fmt: skip
 TILES = [Tile(16, n, warps, stages) for n, warps, stages in
-         ((64, 4, 2), (64, 4, 3), (64, 4, 4), (32, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 3),
-          (64, 8, 3))]  # fmt: skip
+         ((64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 3), (32, 2, 4), (16, 1, 4), (32, 1, 3),
+          (64, 2, 3))]  # fmt: skip
 _COLD_BYTES = 256 << 20
 """Bytes of keys and values that the calls read in turn, several times the L2 cache."""
 
@@ -154,14 +153,13 @@ def main() -> None:
                "packed_to_nhd": times["packed"] / times["nhd"]}  # fmt: skip
         if options.tiles:
             row["tiles"] = {}
-            for tile, peel in itertools.product((TILES[n] for n in options.tiles), (True, False)):
+            for tile in (TILES[number] for number in options.tiles):
                 packed_attention.packed_tile = lambda *_, tile=tile: tile
-                packed_attention.PEEL = peel
                 LAUNCHES.clear()
                 found = measure({"packed": packed_call(inputs)}, len(inputs.packed))["packed"]
-                name = f"{tile.block_n}x{tile.num_warps}x{tile.num_stages}" + "p" * peel
+                name = f"{tile.block_n}x{tile.num_warps}x{tile.num_stages}"
                 row["tiles"][name] = found
-            packed_attention.packed_tile, packed_attention.PEEL = default, True
+            packed_attention.packed_tile = default
             LAUNCHES.clear()
         document["rows"].append(row)
         print(json.dumps(row), flush=True)

@@ -19,6 +19,8 @@ STARTS, LENS = (30, 2, 60, 15), (20, 11, 0, 1)
 @pytest.fixture(params=["torch", "triton"])
 def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The function over both counterparts; Triton in its interpreter."""
+    if request.param == "triton" and torch.cuda.is_available():
+        pytest.skip("interpreted without a GPU; tests/gpu/test_seed_operations.py runs on one")
 
     def load(module: str, name: str, rows: torch.Tensor) -> object:
         found: ModuleType = __import__(f"attnlib.ops.{request.param}.{module}", fromlist=[name])

@@ -7,6 +7,7 @@ and a CUDA graph can capture all of them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from attnlib.ops.triton.heuristics.device import (
     limits_of,
     programmatic_launch,
 )
-from attnlib.ops.triton.heuristics.packed_tiles import packed_tile
+from attnlib.ops.triton.heuristics.packed_tiles import packed_shared_bytes, packed_tile
 from attnlib.ops.triton.heuristics.splits import (
     MAX_CTAS_PER_SM,
     MAX_SPLITS,
@@ -34,7 +35,7 @@ from attnlib.ops.triton.heuristics.splits import (
     choose_num_splits,
     paged_decode_workspace_bytes,
 )
-from attnlib.ops.triton.heuristics.tiles import next_power_of_2, shared_bytes, split_head_size
+from attnlib.ops.triton.heuristics.tiles import next_power_of_2, split_head_size
 from attnlib.ops.triton.kernels.decode import combine_kernel
 from attnlib.ops.triton.kernels.packed import (
     packed_decode_kernel,
@@ -51,7 +52,6 @@ __all__ = ["packed_decode", "packed_prefill", "packed_write"]
 _MAX_REQUESTS = 65534
 """Limit of a grid's third dimension, less the programs for rows past the last request."""
 _ELEMENTS_PER_PROGRAM = 1024
-PEEL = True
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -95,10 +95,12 @@ def packed_decode(
     )  # fmt: skip
     tile_heads = min(num_heads // num_kv_heads, tile.block_m)
     ctas = num_kv_heads * triton.cdiv(num_heads // num_kv_heads, tile_heads)
-    need = shared_bytes(
-        tile, head_size, head_size, query.element_size(), key_cache.element_size(), limits.products
-    )
-    resident = max(1, min(MAX_CTAS_PER_SM, limits.shared_memory_per_sm // need)) * limits.num_sms
+    need = packed_shared_bytes(
+        replace(tile, num_stages=max(1, tile.num_stages - 1)), head_size, query.element_size(),
+        key_cache.element_size(),
+    )  # fmt: skip
+    most = MAX_CTAS_PER_SM * max(1, 4 // tile.num_warps)
+    resident = max(1, min(most, limits.shared_memory_per_sm // need)) * limits.num_sms
     num_splits = choose_num_splits(num_reqs, ctas, max_seq_len, tile.block_n, resident)
     tensors = (query, key_cache, value_cache, out, block_table, seq_lens)
     key = (
@@ -123,7 +125,6 @@ def packed_decode(
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
             "SPARSE": pattern is not None,
-            "PEEL": PEEL,
             "STRIPES_PER_QUERY_HEAD": pattern is None or pattern.head_sliding_step >= 0,
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,

@@ -115,9 +115,12 @@ def _cached_tile(
     stride_kb, stride_vb, positions, visible, qk_scale, slopes, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, X: tl.constexpr,
     KV_KIND: tl.constexpr, COMPUTE: tl.constexpr, HAS_ALIBI: tl.constexpr, MASKED: tl.constexpr,
-    VEC_K: tl.constexpr, VEC_V: tl.constexpr,
+    ENDS: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr,
 ):  # fmt: skip
-    """Add the cached key tile at `start` to the accumulators. MASKED: keys may be hidden."""
+    """Add the cached key tile at `start` to the accumulators.
+
+    MASKED: `visible` hides keys. ENDS: the tile has keys outside [first, last).
+    """
     keys = start + tl.arange(0, BLOCK_N)
     inside = ((keys >= first) & (keys < last))[:, None]
     k0 = decode_kv(
@@ -134,7 +137,7 @@ def _cached_tile(
         KV_KIND,
         COMPUTE,
     )
-    if MASKED:
+    if ENDS:
         # Cached values past the end may be NaN, which a weight of 0 would not remove (P5).
         v0 = tl.where(inside, v0, 0.0)
     k1 = k0
@@ -154,7 +157,7 @@ def _cached_tile(
             KV_KIND,
             COMPUTE,
         )
-        if MASKED:
+        if ENDS:
             v1 = tl.where(inside, v1, 0.0)
     return _add_tile(
         acc0, acc1, row_max, row_sum, q0, q1, k0, k1, v0, v1, keys, positions, visible, qk_scale,
@@ -213,8 +216,7 @@ def packed_decode_kernel(
     HEAD_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr,
     D1: tl.constexpr, X: tl.constexpr, KV_KIND: tl.constexpr, COMPUTE: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, SPARSE: tl.constexpr, PEEL: tl.constexpr,
-    STRIPES_PER_QUERY_HEAD: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, SPARSE: tl.constexpr, STRIPES_PER_QUERY_HEAD: tl.constexpr,
     K_SCALE_KIND: tl.constexpr, V_SCALE_KIND: tl.constexpr, VEC_Q: tl.constexpr,
     VEC_K: tl.constexpr, VEC_V: tl.constexpr, VEC_O: tl.constexpr,
 ):  # fmt: skip
@@ -273,9 +275,7 @@ def packed_decode_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     # Whole tiles need no mask. The last tile of the request is masked and follows the loop.
-    whole_end = end
-    if PEEL:
-        whole_end = end // BLOCK_N * BLOCK_N
+    whole_end = end // BLOCK_N * BLOCK_N
     pages, live = _load_pages(table, begin, 0, end, BLOCK_SIZE, BLOCK_N)
     for start in range(begin, whole_end, BLOCK_N):
         # Blocks are loaded one step ahead, so that keys and values never wait for the table.
@@ -283,28 +283,29 @@ def packed_decode_kernel(
         keys = start + tl.arange(0, BLOCK_N)
         visible = (keys < end)[None, :]
         if SPARSE:
-            visible = visible & _sparse_visible(
+            visible = _sparse_visible(
                 keys, stripe, seq_len, sparse_local, sparse_stride, sparse_block
             )
         acc0, acc1, row_max, row_sum = _cached_tile(
             acc0, acc1, row_max, row_sum, q0, q1, key_base, value_base, pages, live, start, 0, end,
             stride_kb, stride_vb, positions, visible, qk_scale, slopes, BLOCK_SIZE, BLOCK_N, D, D0,
-            D1, X, KV_KIND, COMPUTE, HAS_ALIBI, SPARSE or not PEEL, VEC_K, VEC_V)  # fmt: skip
+            D1, X, KV_KIND, COMPUTE, HAS_ALIBI, SPARSE, False, VEC_K, VEC_V)  # fmt: skip
         pages = next_pages
         live = next_live
-    if PEEL:
-        if whole_end < end:
-            keys = whole_end + tl.arange(0, BLOCK_N)
-            visible = (keys < end)[None, :]
-            if SPARSE:
-                visible = visible & _sparse_visible(
-                    keys, stripe, seq_len, sparse_local, sparse_stride, sparse_block
-                )
-            acc0, acc1, row_max, row_sum = _cached_tile(
-                acc0, acc1, row_max, row_sum, q0, q1, key_base, value_base, pages, live, whole_end,
-                0, end, stride_kb, stride_vb, positions, visible, qk_scale, slopes, BLOCK_SIZE,
-                BLOCK_N, D, D0, D1, X, KV_KIND, COMPUTE, HAS_ALIBI, True, VEC_K,
-                VEC_V)  # fmt: skip
+    if whole_end < end:
+        # Loaded again: a use of the loop's last blocks would make each of its steps wait for the
+        # blocks that it loads ahead.
+        pages, live = _load_pages(table, whole_end, 0, end, BLOCK_SIZE, BLOCK_N)
+        keys = whole_end + tl.arange(0, BLOCK_N)
+        visible = (keys < end)[None, :]
+        if SPARSE:
+            visible = visible & _sparse_visible(
+                keys, stripe, seq_len, sparse_local, sparse_stride, sparse_block
+            )
+        acc0, acc1, row_max, row_sum = _cached_tile(
+            acc0, acc1, row_max, row_sum, q0, q1, key_base, value_base, pages, live, whole_end, 0,
+            end, stride_kb, stride_vb, positions, visible, qk_scale, slopes, BLOCK_SIZE, BLOCK_N, D,
+            D0, D1, X, KV_KIND, COMPUTE, HAS_ALIBI, True, True, VEC_K, VEC_V)  # fmt: skip
 
     factor, base2_lse = finish_rows(row_max, row_sum, 0.0, False)
     factor = factor * load_scale(v_scale, kv_head, V_SCALE_KIND)
@@ -416,7 +417,7 @@ def packed_prefill_kernel(
             acc0, acc1, row_max, row_sum, q0, q1, key_base, value_base, pages, live, start, first,
             context, stride_kb, stride_vb, positions, visible,
             scale * load_scale(k_scale, kv_head, K_SCALE_KIND), slopes, BLOCK_SIZE, BLOCK_N, D, D0,
-            D1, X, KV_KIND, COMPUTE, HAS_ALIBI, True, VEC_K, VEC_V)  # fmt: skip
+            D1, X, KV_KIND, COMPUTE, HAS_ALIBI, True, True, VEC_K, VEC_V)  # fmt: skip
         pages = next_pages
         live = next_live
     v_factor = load_scale(v_scale, kv_head, V_SCALE_KIND)
