@@ -100,8 +100,8 @@ class AttentionState:
         Args:
             model_input: `attn_metadata` is the batch, a `CommonAttentionMetadata`, and is replaced
                 by the metadata over the buffers. `cross_attn_metadata`, if it has one, is the batch
-                of the cross-attention layers. `batch_size`, if it has one, is the size of the graph;
-                otherwise the batch is not padded.
+                of the cross-attention layers. `batch_size`, if it has one, is the size of the
+                graph; otherwise the batch is not padded.
 
         Raises:
             ContractError: the batch exceeds the limits of the runner.
