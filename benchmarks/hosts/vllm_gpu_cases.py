@@ -5,8 +5,8 @@
     ATTNLIB_TEST_VLLM_CPU=0 python tests/hosts/run_engine.py cases.json results.json
     python benchmarks/hosts/vllm_gpu_cases.py MODELS cases.json results.json     # compares
 
-float32 runs of attnlib must give the tokens of transformers. FLASH_ATTN has no float32; the n-gram
-runs compare both backends in float16, with their acceptance rates.
+float32 runs of attnlib must give the tokens of transformers. FLASH_ATTN has no float32: both
+backends are compared in bfloat16, and with n-gram speculation in float16, with acceptance rates.
 """
 
 from __future__ import annotations
@@ -41,30 +41,54 @@ def cases(models: Path) -> dict[str, Any]:
         "arguments": {"speculative_config": _NGRAM, **_graphs("FULL_DECODE_ONLY")},
     }
     for backend in ("CUSTOM", "FLASH_ATTN"):
-        found[f"ngram float16 {backend}"] = {
-            "model": str(models / "llama"), "new_tokens": 200,
+        found[f"float16 ngram {backend}"] = {
+            "model": str(models / "loops"), "new_tokens": 200, "leads": True,
             "arguments": {"speculative_config": _NGRAM, "attention_backend": backend,
                           "dtype": "float16", "disable_log_stats": False,
+                          **_graphs("FULL_DECODE_ONLY")},
+        }  # fmt: skip
+        found[f"bfloat16 {backend}"] = {
+            "model": str(models / "llama"), "new_tokens": 64, "leads": True,
+            "arguments": {"attention_backend": backend, "dtype": "bfloat16",
                           **_graphs("FULL_DECODE_ONLY")},
         }  # fmt: skip
     return found
 
 
 def report(models: Path, results: dict[str, Any]) -> None:
-    """Print one line per case."""
+    """Print one line per case, and one per request that the backends continue differently."""
     for name, result in results.items():
         if "error" in result:
             print(f"{name}: {result['error'][:300]}")
             continue
-        if name.startswith("ngram"):
-            expected = results["ngram float16 FLASH_ATTN"]["tokens"]
-        else:
+        peer = results.get(name.replace("CUSTOM", "FLASH_ATTN"), {})
+        expected = peer.get("tokens", [])
+        if peer is result:
             model = name.split()[0]
-            expected = json.loads((models / model / "expected.json").read_text())["tokens"]
-        pairs = [(a, b) for x, y in zip(result["tokens"], expected, strict=True)
-                 for a, b in zip(x, y, strict=True)]  # fmt: skip
+            file = models / model / "expected.json"
+            expected = json.loads(file.read_text())["tokens"] if file.exists() else []
+        rows = list(zip(result["tokens"], expected, strict=True)) if expected else []
+        pairs = [pair for row in rows for pair in zip(*row, strict=True)]
         equal = sum(a == b for a, b in pairs)
-        print(f"{name}: {equal} of {len(pairs)} tokens equal; {result.get('accepted', '')}")
+        of = f"{equal} of {len(pairs)} tokens equal" if pairs else "reference"
+        print(f"{name}: {of}; {result.get('accepted', '')}")
+        if pairs and peer is not result:
+            for request, row in enumerate(rows):
+                _print_divergence(request, row, (result["leads"], peer["leads"]))
+
+
+def _print_divergence(request: int, rows: Any, leads: Any) -> None:
+    """Where two rows of tokens differ first, and how close the choice was there. Kernels round
+    differently; after the first difference the inputs differ, too."""
+    differ = [index for index, (a, b) in enumerate(zip(*rows, strict=True)) if a != b]
+    if differ:
+        at = differ[0]
+        ours, theirs = (side[request][at] for side in leads)
+        typical = sorted(leads[1][request])[len(rows[1]) // 2]
+        print(
+            f"  request {request}: equal up to token {at}, where the chosen log-probabilities lead "
+            f"by {ours:.2g} and {theirs:.2g} (median lead {typical:.2g})"
+        )
 
 
 if __name__ == "__main__":

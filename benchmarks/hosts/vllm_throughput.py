@@ -4,10 +4,9 @@ weights.
     python benchmarks/hosts/vllm_throughput.py --backend FLASH_ATTN --mode graphs \
         --workloads short serve long one deep --out results.jsonl
 
-Run it once per backend. Each workload appends one JSON object to --out: tokens per second, or for
-`compare` the tokens with the lead of each over the second choice (`compare_tokens.py` reads these).
-Prompts are random token ids. Prefix caching is on, and repetitions have prompts of their own; only
-`deep` uses it: its prompts are prefilled first, then decoded over the cached prefix.
+Run it once per backend. Each workload appends one JSON object to --out. Prompts are random token
+ids. Prefix caching is on, and repetitions have prompts of their own; only `deep` and `long64k` use
+it: their prompts are prefilled first, then decoded over the cached prefix.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ def lengths(name: str) -> tuple[list[int], int]:
         "one": ([2000], 128),
         "deep": ([16000] * 32, 256),
         "long64k": ([65536] * 2, 128),
-        "compare": ([200, 700, 1500, 3000] * 2, 64),
     }[name]
 
 
@@ -104,10 +102,6 @@ def measure(engine: Engine, name: str, repetitions: int) -> dict[str, Any]:
     """The result of one workload; times are the best of the repetitions."""
     sizes, new = lengths(name)
     given, decoded = prompts(name, 0), len(sizes) * new
-    if name == "compare":
-        outputs, _ = engine.generate(given, new, logprobs=2)
-        return {"tokens": [list(o.outputs[0].token_ids) for o in outputs],
-                "leads": [_leads(o.outputs[0].logprobs) for o in outputs]}  # fmt: skip
     engine.generate(prompts(name, -1)[:2], 4)
     if name in ("deep", "long64k"):
         _, prefill = engine.generate(given, 1)
@@ -119,15 +113,6 @@ def measure(engine: Engine, name: str, repetitions: int) -> dict[str, Any]:
         }  # fmt: skip
     times = [engine.generate(prompts(name, r), new)[1] for r in range(repetitions)]
     return {"s": min(times), "new_tokens_per_s": decoded / min(times), "all_s": times}
-
-
-def _leads(logprobs: Any) -> list[float]:
-    """How far the log-probability of each chosen token leads that of the next one."""
-    found = []
-    for row in logprobs:
-        first, second = sorted((entry.logprob for entry in row.values()), reverse=True)[:2]
-        found.append(first - second)
-    return found
 
 
 def main() -> None:

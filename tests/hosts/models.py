@@ -32,6 +32,14 @@ def _llama() -> Any:
     return LlamaForCausalLM(config)
 
 
+def _loops() -> Any:
+    """Small weights: it soon repeats itself, so that n-gram speculation is accepted."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**_SIZES, initializer_range=0.05, tie_word_embeddings=False)
+    return LlamaForCausalLM(config)
+
+
 def _mistral() -> Any:
     from transformers import MistralConfig, MistralForCausalLM
 
@@ -68,7 +76,7 @@ def _bert() -> Any:
     )  # fmt: skip
 
 
-DECODERS = {"llama": _llama, "mistral": _mistral, "gemma2": _gemma2}
+DECODERS = {"llama": _llama, "mistral": _mistral, "gemma2": _gemma2, "loops": _loops}
 
 
 def _save_tokenizer(folder: Path) -> None:

@@ -58,11 +58,14 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         result["states"] = [output.outputs.data.tolist() for output in outputs]
     else:
         sampling = SamplingParams(
-            temperature=0, max_tokens=case.get("new_tokens", 24), ignore_eos=True, detokenize=False
-        )
+            temperature=0, max_tokens=case.get("new_tokens", 24), ignore_eos=True,
+            detokenize=False, logprobs=2 if case.get("leads") else None,
+        )  # fmt: skip
         for _ in range(case.get("repeat", 1)):
             outputs = llm.generate(given, sampling, use_tqdm=False)
         result["tokens"] = [list(output.outputs[0].token_ids) for output in outputs]
+        if case.get("leads"):
+            result["leads"] = [leads(output.outputs[0].logprobs) for output in outputs]
         result["cached_tokens"] = [output.num_cached_tokens for output in outputs]
         if not arguments["disable_log_stats"]:
             counts = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
@@ -73,6 +76,15 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         result["cache_groups"] = len(runner.model_runner.kv_cache_config.kv_cache_groups)
     return result
+
+
+def leads(logprobs: Any) -> list[float]:
+    """How far the log-probability of each chosen token leads that of the next one."""
+    found = []
+    for row in logprobs:
+        first, second = sorted((entry.logprob for entry in row.values()), reverse=True)[:2]
+        found.append(first - second)
+    return found
 
 
 def main(cases: Path, results: Path) -> None:
