@@ -101,3 +101,19 @@ def test_a_captured_mixed_batch_serves_other_lengths() -> None:
         torch.testing.assert_close(
             layer(q, k, v, cache, captured), reference(q, k, v, expected, step)
         )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")
+@pytest.mark.parametrize("query_lens", [[1, 23], [2, 2, 20]])
+def test_a_mixed_batch_after_an_unsplit_one_of_as_many_tokens(query_lens: list[int]) -> None:
+    """The part of a mixed batch has fewer rows than a whole batch whose call looks the same."""
+    layer, cache, _ = _step("triton", [24])
+    table = torch.arange(48, dtype=torch.int32).view(3, 16)
+    builder = layer.backend.make_builder(SPEC, "cpu")
+    for lengths in ([24], query_lens):
+        rows = table[: len(lengths)]
+        common = attnlib.CommonAttentionMetadata.from_lengths(lengths, lengths, rows, 16, "cpu")
+        q, k, v = (torch.randn(24, heads, 16) for heads in (2, 1, 1))
+        memory = torch.full((32, 2, 16), 7.0)
+        layer(q, k, v, cache, builder.build(0, common), output=memory[:24])
+        assert (memory[24:] == 7).all(), lengths

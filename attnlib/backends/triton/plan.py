@@ -368,10 +368,13 @@ def _prepare(
     split = metadata.num_decode_tokens if metadata.num_prefills else None
     decode = prefill = None
     runs_beside = False
+    # A part has fewer rows than the call, whose signature alone would also match an unsplit batch
+    # of as many tokens.
+    part = signature if decodes is None or prefills is None else (signature, split)
     if prefills is not None:
         rows = slice(split if decodes is not None else None, None)
         prefill = prepare_prefill(
-            (signature, "prefill"), *_rows_of(call, rows), prefills,
+            (part, "prefill"), *_rows_of(call, rows), prefills,
             _params_of(params, prefills), limits, metadata.max_query_len, kernels,
         )  # fmt: skip
     if decodes is not None and schedule is not None:
@@ -379,12 +382,10 @@ def _prepare(
         own = _params_of(params, decodes)
         if concurrent is not None and prefill is not None:
             alone = decodes._replace(counters=None)
-            decode = prepare_decode(
-                (signature, "concurrent"), *tensors, alone, own, limits, concurrent
-            )
+            decode = prepare_decode((part, "concurrent"), *tensors, alone, own, limits, concurrent)
             runs_beside = can_run_concurrently(decode, prefill)
         if not runs_beside:
-            decode = prepare_decode((signature, "decode"), *tensors, decodes, own, limits, schedule)
+            decode = prepare_decode((part, "decode"), *tensors, decodes, own, limits, schedule)
     launches = _Launches(limits, write, decode, prefill, runs_beside)
     kept: _Launches = LAUNCHES.keep(key, launches)
     return kept
