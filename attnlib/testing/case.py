@@ -179,9 +179,8 @@ class Case:
             left = right = self.sliding_window - 1
         causal: bool | torch.Tensor = self.mask in ("causal", "query_bias")
         if self.mask == "per_request":
-            causal = torch.tensor(
-                [r % 2 == 0 for r in range(self.batch_spec.num_reqs)], device=device
-            )
+            flags = [r % 2 == 0 for r in range(self.batch_spec.num_reqs)]
+            causal = torch.tensor(flags, dtype=torch.bool, device=device)
         features: dict[str, object] = {
             "causal": causal,
             "window": (-1 if left is None else left, -1 if right is None else right),
