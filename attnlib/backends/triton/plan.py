@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import triton
@@ -86,6 +86,9 @@ class TritonPlan:
     Raises:
         ContractError: tensors that the kernels cannot address.
     """
+
+    takes_batches: ClassVar[bool] = True
+    """`run` also takes a contiguous query and output with a batch dimension, `[B, T / B, H, D]`."""
 
     def __init__(
         self,

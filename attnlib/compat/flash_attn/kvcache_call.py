@@ -175,7 +175,8 @@ class KVCacheCall:
                 batches = [self._batch.request(request) for request in range(self._requests)]
             found = [PreparedBatch(layer, batch, self.where) for batch in batches]
             self._parts[each] = found
-        if self._new and any(part.metadata is None for part in found):
+        on_cpu = self._device.type == "cpu"
+        if self._new and (on_cpu or any(part.metadata is None for part in found)):
             # `plan` reads the new lengths on the host, before `_append` computes them.
             torch.add(self._cached, self._new, out=self._seq_lens)
         return found
@@ -226,8 +227,8 @@ class RecentCall:
     """
 
     __slots__ = (
-        "_append", "_cache", "_call", "_check", "_impl", "_index", "_lens", "_new_keys",
-        "_plan", "_shape", "_table", "_view", "_where", "arguments",
+        "_append", "_cache", "_call", "_check", "_fields", "_impl", "_index", "_lens",
+        "_like_query", "_lse", "_new_keys", "_plan", "_rows", "_shape", "_table", "_view", "_where", "arguments",
     )  # fmt: skip
 
     @classmethod
@@ -259,20 +260,23 @@ class RecentCall:
         self._new_keys = k is not None
         self._append = call.append or call._append
         self._view = None if call.view.keys is None else call.view
-        cache = PagedKVCache.from_views(*call.view.of(k_cache, v_cache))
-        # A cache is made in every call from these fields; its views are not kept alive here.
-        self._cache = {
-            "layout": cache.layout, "k_scale": cache.k_scale, "v_scale": cache.v_scale,
-            "_signature": cache.signature,
-        }  # fmt: skip
-        query = q.reshape(-1, *q.shape[-2:])
-        self._shape = (*query.shape[:2], v_cache.shape[-1])
-        output = torch.empty(self._shape, dtype=q.dtype, device=q.device)
+        # One cache object for all calls, whose views are set in each call and not kept alive.
+        self._cache = PagedKVCache.from_views(*call.view.of(k_cache, v_cache))
+        signature = self._cache.signature
         layer, metadata = call.whole.layer, call.whole.metadata
-        self._impl = layer.impl
+        query = q.reshape(-1, *q.shape[-2:])
+        rows = (*query.shape[:2], v_cache.shape[-1])
+        output = torch.empty(rows, dtype=q.dtype, device=q.device)
         self._plan, _ = layer._find_plan(
-            query, None, None, cache, metadata, output, call.options.lse
+            query, None, None, self._cache, metadata, output, call.options.lse
         )
+        self._impl, self._lse = layer.impl, call.options.lse
+        batched = getattr(self._plan, "takes_batches", False) and q.is_contiguous()
+        self._rows = None if batched else tuple(query.shape)
+        self._shape = (*q.shape[:2], *rows[1:])
+        self._like_query = batched and self._shape == q.shape
+        self._fields = vars(self._cache)
+        self._fields.update(key_cache=None, value_cache=None, _signature=signature)
 
     def accepts(
         self,
@@ -286,21 +290,28 @@ class RecentCall:
     ) -> bool:
         """Whether a call differs in values of tensors and in addresses of q, k, v and the caches
         only."""
-        if (k is not None) is not self._new_keys or (v is not None) is not self._new_keys:
-            return False
+        tensors: tuple[Any, ...]
         if self._table is None:
             if table is not None:
                 return False
+            tensors = ()
         elif table is None or table.data_ptr() != self._table:
             return False
+        else:
+            tensors = (table,)
         if self._lens is None:
             if lens is not None:
                 return False
         elif not isinstance(lens, torch.Tensor) or lens.data_ptr() != self._lens:
             return False
-        return self._check(
-            *[x for x in (q, k_cache, v_cache, k, v, lens, table) if x is not None]
-        ) and same_execution(self._where, self._index)
+        else:
+            tensors = (lens, *tensors)
+        if self._new_keys:
+            if k is None or v is None or not self._check(q, k_cache, v_cache, k, v, *tensors):
+                return False
+        elif k is not None or v is not None or not self._check(q, k_cache, v_cache, *tensors):
+            return False
+        return same_execution(self._where, self._index)
 
     def run(
         self,
@@ -321,16 +332,23 @@ class RecentCall:
             k_cache, v_cache = self._view.of(k_cache, v_cache)
         if k is not None and v is not None:
             self._append(k, v, k_cache, v_cache)
-        cache = object.__new__(PagedKVCache)
-        cache.__dict__.update(self._cache, key_cache=k_cache, value_cache=v_cache)
-        query = q.reshape(self._shape[0], self._shape[1], -1)
-        output = torch.empty(self._shape, dtype=q.dtype, device=q.device)
-        if not self.arguments[-1]:
-            self._plan.run(self._impl, query, None, None, cache, output, None)
-            return output.view(q.shape[0], q.shape[1], *self._shape[1:])
-        lse = torch.empty(self._shape[:2], dtype=torch.float32, device=q.device)
-        self._plan.run(self._impl, query, None, None, cache, output, lse)
-        return self._call.shaped(q.shape, output, lse)
+        if self._like_query:
+            result = torch.empty_like(q)
+        else:
+            result = torch.empty(self._shape, dtype=q.dtype, device=q.device)
+        query, output, lse = q, result, None
+        if self._rows is not None:
+            query, output = q.reshape(self._rows), result.view(*self._rows[:2], -1)
+        if self._lse:
+            lse = torch.empty(
+                (self._shape[0] * self._shape[1], self._shape[2]), dtype=torch.float32,
+                device=q.device,
+            )  # fmt: skip
+        fields = self._fields
+        fields["key_cache"], fields["value_cache"] = k_cache, v_cache
+        self._plan.run(self._impl, query, None, None, self._cache, output, lse)
+        fields["key_cache"] = fields["value_cache"] = None
+        return result if lse is None else self._call.shaped(q.shape, result, lse)
 
 
 def _view(

@@ -133,6 +133,11 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         q_dtype = torch_dtype(q_data_type or data_type or "float16")
         if o_data_type is not None and torch_dtype(o_data_type) != q_dtype:
             check_neutral(o_data_type=o_data_type)
+        if self._is_fixed and self._plan_ is not None and q_len_per_req != self._q_len_per_req:
+            raise ValueError(
+                f"q_len_per_req={q_len_per_req}, but the first plan with use_cuda_graph=True has "
+                f"frozen it at {self._q_len_per_req}"
+            )
         requests, (num_qo_heads, num_kv_heads, head_dim, page_size) = last_page_len.shape[0], sizes
         self._q_len_per_req = q_len_per_req
         self._plan_batch(
@@ -229,14 +234,14 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         *,
         return_lse: bool = False,
     ) -> Any:
-        """`run`, deprecated in FlashInfer. Other values of `window_left`, `logits_soft_cap` and
-        `sm_scale` than those of `plan` are refused: pass them to `plan`.
+        """`run`, deprecated in FlashInfer. `window_left`, `logits_soft_cap` and `sm_scale` replace
+        those of `plan`, for later runs too.
 
         Raises:
-            ContractError: such a value; and as `run`.
+            As `run`.
         """
         check_neutral(pos_encoding_mode=pos_encoding_mode)
-        self._check_planned(window_left, logits_soft_cap, sm_scale)
+        self._override(True, window_left, logits_soft_cap, sm_scale)
         return self.run(
             q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
             return_lse=return_lse,

@@ -9,7 +9,6 @@ import torch
 
 from attnlib.compat.flashinfer.page import PagedCache
 from attnlib.compat.flashinfer.wrapper import PagedWrapper, check_neutral, torch_dtype
-from attnlib.errors import ContractError
 
 __all__ = ["BatchPrefillWithPagedKVCacheWrapper"]
 
@@ -141,7 +140,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             q_data_type=q_dtype,
             kv_data_type=torch_dtype(kv_data_type or q_dtype),
         )
-        self._causal = causal
 
     begin_forward = plan
 
@@ -212,18 +210,14 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         *,
         return_lse: bool = False,
     ) -> Any:
-        """`run`, deprecated in FlashInfer. Other values of `causal`, `window_left`,
-        `logits_soft_cap` and `sm_scale` than those of `plan` are refused: pass them to `plan`.
+        """`run`, deprecated in FlashInfer. `causal`, `window_left`, `logits_soft_cap` and
+        `sm_scale` replace those of `plan`, for later runs too.
 
         Raises:
-            ContractError: such a value; and as `run`.
+            As `run`.
         """
         check_neutral(pos_encoding_mode=pos_encoding_mode)
-        if self._plan_ is not None and causal != self._causal:
-            raise ContractError(
-                f"causal={causal}, that of the plan {self._causal}: pass it to plan"
-            )
-        self._check_planned(window_left, logits_soft_cap, sm_scale)
+        self._override(causal, window_left, logits_soft_cap, sm_scale)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     forward_return_lse = functools.partialmethod(forward, return_lse=True)

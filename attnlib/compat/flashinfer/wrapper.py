@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,12 +56,14 @@ class _Plan:
         scale: softmax scale.
         common: the batch.
         window_left: as given to `plan`.
+        is_single: whether no request has more than one query.
     """
 
     spec: AttentionSpec
     scale: float
     common: CommonAttentionMetadata
     window_left: int
+    is_single: bool
 
 
 class PagedWrapper:
@@ -148,13 +150,7 @@ class PagedWrapper:
         lengths = get_seq_lens(ends, last, page_size).to(torch.int32)
         query_lens = starts.diff()
         longest = int(query_lens.max()) if requests else 0
-        if longest <= 1:
-            causal = True  # a single query is the last position
-        window = sliding_window = None
-        if window_left >= 0 and causal:
-            sliding_window = window_left + 1
-        elif window_left >= 0:
-            window = Window(window_left, None)
+        is_single = longest <= 1  # a single query is the last position: every mask is causal
         spec = AttentionSpec(
             num_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
@@ -163,11 +159,8 @@ class PagedWrapper:
             dtype=q_data_type,
             kv_cache_dtype=kv_data_type,
             block_size=page_size,
-            mask_kind=MaskKind.CAUSAL if causal else MaskKind.BIDIRECTIONAL,
-            sliding_window=sliding_window,
-            window=window,
-            logits_soft_cap=logits_soft_cap or None,
             needs_lse=True,
+            **_mask(causal or is_single, window_left, logits_soft_cap),
         )
         pages = max(int(ends.diff().max()), 1) if requests else 1
         on_device = [
@@ -193,7 +186,7 @@ class PagedWrapper:
             )
         planned = self._plan_
         keeps = self._is_fixed and planned is not None and planned.spec == spec
-        self._plan_ = _Plan(spec, scale, common, window_left)
+        self._plan_ = _Plan(spec, scale, common, window_left, is_single)
         if not keeps:  # a captured run reads the metadata's buffers, whose values have changed
             self._metadata = None
 
@@ -277,21 +270,22 @@ class PagedWrapper:
             return output
         return output, torch.mul(natural, LOG2_E, out=lse)
 
-    def _check_planned(
-        self, window_left: int, logits_soft_cap: float | None, sm_scale: float | None
+    def _override(
+        self,
+        causal: bool,
+        window_left: int,
+        logits_soft_cap: float | None,
+        sm_scale: float | None,
     ) -> None:
-        """Refuse values that differ from the plan's, for the deprecated `forward`."""
+        """Change the plan as the deprecated `forward` does, for this and later runs."""
         plan = self._plan_
         if plan is None:
             return  # `run` raises
-        planned = (plan.window_left, plan.spec.logits_soft_cap or 0.0, plan.scale)
-        scale = plan.spec.head_size**-0.5 if sm_scale is None else sm_scale
-        given = (window_left, logits_soft_cap or 0.0, scale)
-        if given != planned:
-            raise ContractError(
-                f"window_left, logits_soft_cap and sm_scale are {given}, those of the plan "
-                f"{planned}: pass them to plan"
-            )
+        spec = plan.spec.replace(**_mask(causal or plan.is_single, window_left, logits_soft_cap))
+        scale = spec.head_size**-0.5 if sm_scale is None else float(sm_scale)
+        if spec != plan.spec:
+            self._metadata = None
+        self._plan_ = replace(plan, spec=spec, scale=scale, window_left=window_left)
 
     def _layer(self, spec: AttentionSpec, scale: float) -> Attention:
         found = self._layers.get((spec, scale))
@@ -328,6 +322,16 @@ class PagedWrapper:
             )
         self._metadata = metadata
         return metadata
+
+
+def _mask(causal: bool, window_left: int, logits_soft_cap: float | None) -> dict[str, Any]:
+    """Fields of a spec."""
+    return {
+        "mask_kind": MaskKind.CAUSAL if causal else MaskKind.BIDIRECTIONAL,
+        "sliding_window": window_left + 1 if causal and window_left >= 0 else None,
+        "window": Window(window_left, None) if not causal and window_left >= 0 else None,
+        "logits_soft_cap": logits_soft_cap or None,
+    }
 
 
 def _scale(scale: float | torch.Tensor) -> float | torch.Tensor:

@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 import attnlib
 from attnlib.compat import flashinfer
-from attnlib.errors import ContractError, LayoutMismatchError, UnsupportedConfigError
+from attnlib.errors import LayoutMismatchError, UnsupportedConfigError
 from tests.compat.reference import assert_matches, attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -165,14 +165,21 @@ def test_deprecated_names() -> None:
         wrapper.begin_forward(*lists, "NONE", 3, 0.0, "float32")
     out, lse = wrapper.forward_return_lse(batch.q, batch.cache, window_left=3)
     batch.check(out, lse, causal=True, window=(3, -1))
-    with pytest.raises(ContractError, match="pass them to plan"):
-        wrapper.forward(batch.q, batch.cache)
+    batch.check(*wrapper.forward_return_lse(batch.q, batch.cache, sm_scale=0.5), causal=True,
+                scale=0.5)  # fmt: skip
     wrapper.end_forward()
     prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, batch.layout)
     prefill.begin_forward(batch.qo_indptr, *lists, q_data_type="float32")
     assert torch.equal(prefill.forward(batch.q, batch.cache), wrapper_free(batch))
-    with pytest.raises(ContractError, match="causal=True"):
-        prefill.forward(batch.q, batch.cache, True)
+    longer = Batch(6, [5, 3], [9, 11])
+    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, longer.layout)
+    prefill.plan(
+        longer.qo_indptr, longer.indptr, longer.indices, longer.last, 4, 2, 16, longer.page_size,
+        q_data_type="float32",
+    )  # fmt: skip
+    for causal in (True, False):
+        got = prefill.forward_return_lse(longer.q, longer.argument, causal, logits_soft_cap=2.0)
+        longer.check(*got, causal=causal, softcap=2.0)
 
 
 def wrapper_free(batch: Batch) -> torch.Tensor:
