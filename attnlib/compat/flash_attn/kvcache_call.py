@@ -228,7 +228,8 @@ class RecentCall:
 
     __slots__ = (
         "_append", "_cache", "_call", "_check", "_fields", "_impl", "_index", "_lens",
-        "_like_query", "_lse", "_new_keys", "_plan", "_rows", "_shape", "_table", "_view", "_where", "arguments",
+        "_like_query", "_lse", "_new_keys", "_plan", "_rows", "_shape", "_table", "_view",
+        "_where", "arguments",
     )  # fmt: skip
 
     @classmethod
