@@ -12,6 +12,7 @@ _PUBLIC = {
     "flash_attn_func": "attnlib.compat.flash_attn",
     "flash_attn_varlen_func": "attnlib.compat.flash_attn",
     "flash_attn_with_kvcache": "attnlib.compat.flash_attn",
+    "register_flash_attention_impl": "attnlib.compat.flash_attn.torch_registry",
     "get_kv_cache_layout": "attnlib.cache.layout",
     "set_kv_cache_layout": "attnlib.cache.layout",
     "spec_from_vllm_arguments": "attnlib.selection.vllm_arguments",
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from attnlib.compat.flash_attn import flash_attn_func as flash_attn_func
     from attnlib.compat.flash_attn import flash_attn_varlen_func as flash_attn_varlen_func
     from attnlib.compat.flash_attn import flash_attn_with_kvcache as flash_attn_with_kvcache
+    from attnlib.compat.flash_attn.torch_registry import (
+        register_flash_attention_impl as register_flash_attention_impl,
+    )
     from attnlib.selection.vllm_arguments import (
         spec_from_vllm_arguments as spec_from_vllm_arguments,
     )
