@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = {str(path.relative_to(ROOT)) for path in (ROOT / "attnlib").rglob("*.py")}
+C_SOURCES = {"attnlib/ops/triton/launch/native.c"}
 TABLES = {str(path.relative_to(ROOT)) for path in (ROOT / "attnlib").rglob("tables/*.json")}
 
 
@@ -71,9 +72,10 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
     assert {name for name in names if name.endswith(".py")} == SOURCES
     assert "attnlib/py.typed" in names
     assert TABLES and {name for name in names if name.endswith(".json")} == TABLES
+    assert names >= C_SOURCES
     assert not [
         name
-        for name in names - TABLES
+        for name in names - TABLES - C_SOURCES
         if not name.endswith((".py", "/py.typed")) and ".dist-info/" not in name
     ]
     assert built[1].name.endswith("-py3-none-any.whl"), "I1: pure Python"
@@ -139,7 +141,8 @@ def test_ci_runs_the_readmes_test_command() -> None:
         "ruff format --check .",
         "mypy",
         "mkdocs build --strict",
-        'pytest -n 2 --dist loadfile -m "slow and not gpu"',
+        'pytest -n 2 --dist loadfile -m "slow and not gpu and not hosts"',
+        "pytest -m hosts --hosts .ci-hosts tests/hosts",
     }
 
 
