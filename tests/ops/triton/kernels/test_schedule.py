@@ -25,8 +25,8 @@ def _split_kernel(
         starts, seq_lens, seq_lens, request, True, 0, 0, 0, (), None, 64, 1, False, False, False
     )
     per_split = tiles_per_split(
-        starts, seq_lens, seq_lens, num_reqs, own, num_splits, waves, 0, 0, 0, (), None, BALANCED, 2,
-        128, LANES, 64, 1, False, False, False)  # fmt: skip
+        starts, seq_lens, seq_lens, num_reqs, own, num_splits, waves, 0, 0, 0, (), None, BALANCED,
+        2, 128, LANES, 64, 1, False, False, False)  # fmt: skip
     tl.store(out + request * 2, own)
     tl.store(out + request * 2 + 1, per_split)
 
