@@ -5,8 +5,9 @@
     ATTNLIB_TEST_VLLM_CPU=0 python tests/hosts/run_engine.py cases.json results.json
     python benchmarks/hosts/vllm_gpu_cases.py MODELS cases.json results.json     # compares
 
-float32 runs of attnlib must give the tokens of transformers. FLASH_ATTN has no float32: both
-backends are compared in bfloat16, and with n-gram speculation in float16, with acceptance rates.
+With `two` as third argument it writes the cases for two GPUs instead. float32 runs of attnlib must
+give the tokens of transformers. FLASH_ATTN has no float32: both backends are compared in bfloat16,
+and with n-gram speculation in float16, with acceptance rates.
 """
 
 from __future__ import annotations
@@ -55,6 +56,19 @@ def cases(models: Path) -> dict[str, Any]:
     return found
 
 
+def two_gpus(models: Path) -> dict[str, Any]:
+    """Name -> case, for two GPUs."""
+    parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    found: dict[str, Any] = {}
+    for name, degree in (("tensor", 1), ("context", 2)):
+        found[f"mqa {name} parallel"] = {
+            "model": str(models / "mqa"),
+            "arguments": {**parallel, "decode_context_parallel_size": degree,
+                          **_graphs("FULL_DECODE_ONLY")},
+        }  # fmt: skip
+    return found
+
+
 def report(models: Path, results: dict[str, Any]) -> None:
     """Print one line per case, and one per request that the backends continue differently."""
     for name, result in results.items():
@@ -93,7 +107,9 @@ def _print_divergence(request: int, rows: Any, leads: Any) -> None:
 
 if __name__ == "__main__":
     folder, target = Path(sys.argv[1]), Path(sys.argv[2])
-    if len(sys.argv) > 3:
+    if sys.argv[3:] == ["two"]:
+        target.write_text(json.dumps(two_gpus(folder)))
+    elif len(sys.argv) > 3:
         report(folder, json.loads(Path(sys.argv[3]).read_text()))
     else:
         target.write_text(json.dumps(cases(folder)))

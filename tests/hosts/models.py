@@ -40,6 +40,14 @@ def _loops() -> Any:
     return LlamaForCausalLM(config)
 
 
+def _mqa() -> Any:
+    """One KV head, as decode context parallelism needs."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {**_SIZES, "num_key_value_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.2, tie_word_embeddings=False))
+
+
 def _mistral() -> Any:
     from transformers import MistralConfig, MistralForCausalLM
 
@@ -76,7 +84,9 @@ def _bert() -> Any:
     )  # fmt: skip
 
 
-DECODERS = {"llama": _llama, "mistral": _mistral, "gemma2": _gemma2, "loops": _loops}
+DECODERS = {
+    "llama": _llama, "mistral": _mistral, "gemma2": _gemma2, "loops": _loops, "mqa": _mqa
+}  # fmt: skip
 
 
 def _save_tokenizer(folder: Path) -> None:

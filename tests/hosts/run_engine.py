@@ -73,8 +73,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
                 counts[f"vllm:spec_decode_num_{kind}_tokens"] for kind in ("draft", "accepted")
             )
             result["accepted"] = f"{accepted} of {drafted} drafted tokens accepted"
-        runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-        result["cache_groups"] = len(runner.model_runner.kv_cache_config.kv_cache_groups)
+        if arguments["distributed_executor_backend"] == "uni":
+            worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+            result["cache_groups"] = len(worker.model_runner.kv_cache_config.kv_cache_groups)
     return result
 
 

@@ -97,6 +97,18 @@ def test_tokens_over_a_cache_in_hnd_order(engine: Any, models: Path, version: st
     assert result["tokens"] == expected_tokens(models, "llama")
 
 
+def test_tokens_with_decode_context_parallelism(engine: Any, models: Path) -> None:
+    """Two processes, each with half of the cached tokens. (vLLM 0.33 has no such CPU path.)"""
+    arguments = {
+        "tensor_parallel_size": 2, "decode_context_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+    }  # fmt: skip
+    case = {"model": str(models / "mqa"), "arguments": arguments}
+    result = engine(VLLM[0], {"dcp": case})["dcp"]
+    assert result.get("error") is None
+    assert result["tokens"] == expected_tokens(models, "mqa")
+
+
 def test_tokens_by_interpreted_triton_kernels(engine: Any, models: Path) -> None:
     case = {"model": str(models / "llama"), "prompts": 4, "new_tokens": 6}
     variables = {"ATTNLIB_BACKEND": "triton", "TRITON_INTERPRET": "1"}

@@ -58,10 +58,60 @@ def compute_slots(
     slot_mapping[:tokens] = blocks * block_size + position % block_size
 
 
+def distributed_slots(
+    num_tokens: int,
+    max_num_tokens: int,
+    query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
+    block_table: torch.Tensor,
+    block_table_stride: int,
+    block_size: int,
+    slot_mapping: torch.Tensor,
+    *,
+    TOTAL_CP_WORLD_SIZE: int = 1,
+    TOTAL_CP_RANK: int = 0,
+    CP_KV_CACHE_INTERLEAVE_SIZE: int = 1,
+    **_: Any,
+) -> None:
+    """`compute_slots` where each rank of a group stores its share of the tokens, -1 for others."""
+    tokens = int(query_start_loc[-1])
+    lengths = (query_start_loc[1:] - query_start_loc[:-1]).long()
+    request = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    position = positions[:tokens].long()
+    ranks, run = TOTAL_CP_WORLD_SIZE, CP_KV_CACHE_INTERLEAVE_SIZE
+    blocks = block_table[request, position // (block_size * ranks)].long()
+    within = position % (block_size * ranks)
+    local = within // (run * ranks) * run + within % run
+    mine = within // run % ranks == TOTAL_CP_RANK
+    slot_mapping.fill_(-1)
+    slot_mapping[:tokens] = torch.where(mine, blocks * block_size + local, -1)
+
+
+def combine_ranks(
+    out: torch.Tensor, lse: torch.Tensor, group: Any, return_lse: bool = False
+) -> Any:
+    """vLLM's `cp_lse_ag_out_rs`, a Triton kernel, by its formula."""
+    shape = (group.world_size, *lse.shape)
+    lses = group.all_gather(lse.contiguous(), dim=0).view(shape)
+    outs = group.all_gather(out.contiguous(), dim=0).view(*shape, out.shape[-1])
+    total = torch.logsumexp(lses, 0)
+    weights = torch.exp(lses - total.masked_fill(total == -torch.inf, 0.0)).unsqueeze(-1)
+    heads = lse.shape[1] // group.world_size
+    own = slice(heads * group.rank_in_group, heads * (group.rank_in_group + 1))
+    combined = (outs * weights).sum(0)[:, own]
+    return (combined, total[:, own]) if return_lse else combined
+
+
 def worker_class() -> Any:
     """vLLM's CPU worker; the size of its cache is what the user says."""
     define_operations()
+    import vllm.utils.cpu_triton_utils as kernels
+    import vllm.v1.attention.ops.common as operations
     from vllm.v1.worker.cpu_worker import CPUWorker
+
+    if hasattr(operations, "cp_lse_ag_out_rs"):  # vLLM 0.26
+        operations.cp_lse_ag_out_rs = combine_ranks
+        kernels.compute_slot_mapping_kernel = kernels._FuncWrapper(distributed_slots)
 
     class TestCpuWorker(CPUWorker):
         def _maybe_get_memory_pool_context(self, tag: str) -> Any:
