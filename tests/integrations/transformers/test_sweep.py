@@ -1,0 +1,73 @@
+"""A short list of the architectures that `python -m tests.integrations.transformers_sweep` runs."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from tests.integrations.transformers_sweep.architectures import architectures
+from tests.integrations.transformers_sweep.report import page
+from tests.integrations.transformers_sweep.runner import sweep
+
+SHORT_LIST = {
+    ("decoder", "llama"),
+    ("decoder", "gemma3_text"),  # sliding and full layers
+    ("decoder", "gpt_oss"),  # sinks
+    ("decoder", "deepseek_v3"),  # values smaller than keys
+    ("decoder", "qwen2_moe"),  # a window that the module does not pass
+    ("decoder", "hy_v4"),  # keys selected per query
+    ("decoder", "mamba"),  # no attention
+    ("encoder", "modernbert"),  # bidirectional windows
+    ("encoder", "vit"),
+    ("encoder-decoder", "bart"),
+    ("encoder-decoder", "t5"),  # a position bias
+    ("vision-language", "gemma3"),  # bidirectional attention among image tokens
+}
+
+
+@pytest.fixture(scope="module")
+def records() -> list[dict[str, Any]]:
+    """The records of the short list, from one worker process."""
+    chosen = [one for one in architectures() if (one.kind, one.model_type) in SHORT_LIST]
+    facts = {"commit": "", "date": "", "transformers": "", "torch": ""}
+    return sweep(chosen, processes=1, seconds=120, facts=facts)
+
+
+@pytest.mark.slow
+def test_the_short_list(records: list[dict[str, Any]]) -> None:
+    """Nothing is wrong or crashes; refusals name their cause; other attention is left alone."""
+    assert {(r["kind"], r["model_type"]) for r in records} == SHORT_LIST
+    outcomes = {r["model_type"]: r["outcome"] for r in records if r["outcome"] != "correct"}
+    assert outcomes == {"hy_v4": "refused", "mamba": "unaffected"}
+    refused = next(r for r in records if r["outcome"] == "refused")
+    assert "selects keys per query" in refused["reason"]
+    cases = {name: c["outcome"] for r in records for name, c in r["cases"].items()}
+    assert set(cases) == {"forward", "left padding", "right padding", "generate", "generate_batch"}
+
+
+@pytest.mark.slow
+def test_the_page_has_a_row_for_each(records: list[dict[str, Any]]) -> None:
+    text = page(records)
+    assert all(f"| `{record['model_type']}` | `{record['class']}` |" in text for record in records)
+    assert "| all | 0 | 0 | 10 | 1 | 1 | 0 | 0 | 12 |" in text
+
+
+@pytest.mark.slow
+def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that is one key too wide is reported as wrong, also in padded forwards."""
+    from attnlib.integrations.transformers import patterns
+    from tests.integrations.transformers_sweep.trial import installed, run_architecture
+
+    narrowed = patterns._narrowed
+
+    def wider(window: Any, left: int | None, right: int | None) -> Any:
+        return narrowed(window, None if left is None else left + 1, right)
+
+    monkeypatch.setitem(os.environ, "ATTNLIB_BACKEND", "torch")
+    monkeypatch.setattr(patterns, "_narrowed", wider)
+    with installed():
+        record = run_architecture("mistral", "MistralForCausalLM", "encoder")
+    assert record["outcome"] == "wrong"
+    assert record["cases"]["left padding"]["outcome"] == "wrong"
