@@ -33,7 +33,7 @@ def _run(source: str) -> Any:
 
 
 def _arguments(name: str, definition: Definition) -> list[Any]:
-    scale = SCALES[name] or 0.25
+    scale = SCALES[name]
     return [tensors(name).get(given, scale) for given in definition.inputs]
 
 

@@ -77,8 +77,8 @@ def run(q, k, v, qo_indptr, kv_indptr, sm_scale):
 ''',
 }  # fmt: skip
 LENGTHS = {DECODE: ([1, 1, 1], [9, 1, 30]), PAGED: ([5, 1], [11, 8]), RAGGED: ([3, 7], [3, 20])}
-SCALES = {DECODE: 0.3, PAGED: 0.2, RAGGED: None}
-"""Scales of the workloads; None leaves the default."""
+SCALES = {DECODE: 0.3, PAGED: 0.2, RAGGED: 0.4}
+"""Scales of the workloads."""
 
 
 def _definition(name: str, page: int | None) -> dict[str, Any]:
@@ -162,8 +162,7 @@ def workload(name: str, root: Path, uuid: str, stored: Sequence[str] | None = No
     save_file(kept, root / blob)
     inputs: dict[str, Any] = {x: {"type": "random"} for x in definition["inputs"]}
     inputs |= {x: {"type": "safetensors", "path": blob, "tensor_key": x} for x in kept}
-    if SCALES[name] is not None:
-        inputs["sm_scale"] = {"type": "scalar", "value": SCALES[name]}
+    inputs["sm_scale"] = {"type": "scalar", "value": SCALES[name]}
     axes = {
         axis: size
         for x, given in definition["inputs"].items()

@@ -243,6 +243,7 @@ def _is_square_causal(rows: QueryRows, start: int, end: int, params: AttentionPa
     """Whether the mask is plain causal over as many rows as keys: the fused operator's own mask."""
     return (
         rows.causal is True
+        and params.scale > 0  # torch masks before it scales: -inf * scale must stay -inf
         and rows.bias is None
         and params.alibi_slopes is None
         and params.attention_chunk_size <= 0

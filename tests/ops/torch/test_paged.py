@@ -99,6 +99,14 @@ def test_query_bias(operation: Any, batch: str, feature: str) -> None:
 
 
 @pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_scales_that_are_not_positive(operation: Any, scale: float) -> None:
+    """M3: hidden keys stay hidden: -inf is not multiplied by the scale."""
+    case = make_case((7, 1, 4), (7, 9, 12), scale=scale)
+    case.check(operation)
+
+
+@pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
 def test_causal_per_request(operation: Any) -> None:
     """M1: `causal [R]` decides request by request."""
     case = make_case((3, 3, 3), (9, 7, 8), causal=torch.tensor([True, False, True]))
