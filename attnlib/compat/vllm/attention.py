@@ -55,7 +55,8 @@ class Attention(nn.Module):
 
     Attributes:
         kv_cache: one cache per virtual engine, assigned by the engine: a tensor of the shape of
-            `attn_backend.get_kv_cache_shape`, or a `PagedKVCache`. Empty tensors at first.
+            `attn_backend.get_kv_cache_shape`, for latent attention `[B, N, D]`, or a
+            `PagedKVCache`. Empty tensors at first.
         attn_backend: the backend class.
         impl: the implementation of the backend for this layer.
         kv_sharing_target_layer_name: as given.
@@ -186,13 +187,19 @@ class Attention(nn.Module):
         if isinstance(found, PagedKVCache):
             return found
         if self._wrapped is None or self._wrapped[0] is not found:
+            spec = self.layer.spec
+            if spec.use_mla and found.dim() == 3:  # latents [B, N, D], whose prefix is the value
+                key = found.unsqueeze(2)
+                latent = PagedKVCache.from_views(key, key[..., : spec.head_size_v])
+                self._wrapped = (found, latent)
+                return latent
             if found.dim() != 5 or found.shape[0] != 2:
                 raise ContractError(
                     f"kv_cache of layer {self.layer_name!r} has shape {tuple(found.shape)}; assign "
                     "layer.kv_cache = [tensor] with the shape of attn_backend.get_kv_cache_shape, "
                     "(2, blocks, block_size, num_kv_heads, head_size), or a PagedKVCache"
                 )
-            typed = found.view(self.layer.spec.kv_dtype) if found.dtype == torch.uint8 else found
+            typed = found.view(spec.kv_dtype) if found.dtype == torch.uint8 else found
             self._wrapped = (found, PagedKVCache.from_views(typed[0], typed[1]))
         return self._wrapped[1]
 

@@ -209,9 +209,11 @@ def test_prefill_over_a_float8_context(device: torch.device) -> None:
     _assert_close(*prefill(case, (3, 1, 25), params))
 
 
-def test_the_interface_serves_gpus_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interface_serves_gpus_by_triton(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
     """`PagedAttention` passes its arguments to the kernels as it does to the reference."""
-    device, results = torch.device("cpu"), []
+    results = []
     for package in ("torch", "triton"):
         module = {"torch": reference, "triton": kernels}[package]
         monkeypatch.setattr(
@@ -229,7 +231,7 @@ def test_the_interface_serves_gpus_by_triton(monkeypatch: pytest.MonkeyPatch) ->
             tp_rank=1, blocksparse_local_blocks=1, blocksparse_vert_stride=3,
             blocksparse_block_size=16, blocksparse_head_sliding_step=1,
         )  # fmt: skip
-        starts = torch.tensor([0, 1, 2, 3])
+        starts = torch.tensor([0, 1, 2, 3], device=device)
         prefixed = PagedAttention.forward_prefix(
             case.query, case.key[:3], case.value[:3], "auto", *shared, starts,
             case.seq_lens.long(), 1, case.slopes, 9, 2.0, 2.0,
@@ -268,9 +270,11 @@ def test_tiles_fit_the_shared_memory() -> None:
         ({"seq_lens": torch.ones(6, dtype=torch.int32)[::2]}, "seq_lens is strided"),
     ],
 )  # fmt: skip
-def test_tensors_that_the_kernels_cannot_address(change: dict[str, Tensor], words: str) -> None:
+def test_tensors_that_the_kernels_cannot_address(
+    change: dict[str, Tensor], words: str, device: torch.device
+) -> None:
     """Named errors before any launch."""
-    case = Case(torch.device("cpu"))
+    case = Case(device)
     given = {
         "query": case.query, "key_cache": case.caches[0], "value_cache": case.caches[1],
         "table": case.table, "seq_lens": case.seq_lens, **change,

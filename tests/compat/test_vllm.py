@@ -1,0 +1,114 @@
+"""vLLM's layer, context and runner classes; docs/compatibility.md runs their ordinary use."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import attnlib
+from attnlib.backends.torch import TorchBackend
+from attnlib.compat import vllm
+from attnlib.compat.vllm import backend_utils
+from attnlib.errors import ContractError
+
+
+def make_layer(**more: object) -> vllm.Attention:
+    return vllm.Attention(4, 32, 0.2, 2, prefix="layers.0", attn_backend=TorchBackend, **more)
+
+
+def make_metadata(layer: vllm.Attention, **fields: object) -> object:
+    common = attnlib.CommonAttentionMetadata.from_lengths([3], [3], [[1]], 16, "cpu")
+    built = TorchBackend.make_builder(layer.layer.spec, "cpu").build(0, common)
+    for name, value in fields.items():
+        setattr(built, name, value)
+    return built
+
+
+def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.randn(3, 128), torch.randn(3, 64), torch.randn(3, 64)
+
+
+def test_a_layer_needs_a_context() -> None:
+    layer = make_layer()
+    with pytest.raises(ContractError, match="no forward context is set"):
+        layer(*tensors())
+    with (
+        vllm.set_forward_context({"layers.1": make_metadata(layer)}),
+        pytest.raises(ContractError, match="none of layer 'layers.0'"),
+    ):
+        layer(*tensors())
+    with pytest.raises(ContractError):
+        vllm.get_forward_context()
+
+
+def test_a_layer_needs_a_cache() -> None:
+    layer = make_layer()
+    with (
+        vllm.set_forward_context(make_metadata(layer)),
+        pytest.raises(ContractError, match=r"has shape \(0,\); assign layer.kv_cache"),
+    ):
+        layer(*tensors())
+
+
+def test_the_cache_of_the_virtual_engine_is_used() -> None:
+    """A tensor is wrapped once; a PagedKVCache is used as it is."""
+    layer, (q, k, v) = make_layer(), tensors()
+    shape = TorchBackend.get_kv_cache_shape(2, 16, 2, 32)
+    layer.kv_cache = [
+        torch.zeros(shape), attnlib.PagedKVCache.allocate(layer.layer.spec, 2, "cpu"),
+    ]  # fmt: skip
+    results = []
+    for engine in (0, 1, 0):
+        with vllm.set_forward_context(make_metadata(layer), virtual_engine=engine):
+            results.append(layer(q, k, v))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    assert torch.equal(layer.kv_cache[0][0], layer.kv_cache[1].key_cache)
+
+
+def test_scales_are_computed_only_where_the_cache_config_says_so() -> None:
+    """The flag of the batch alone is not enough, as in vLLM."""
+    for wanted in (False, True):
+        config = SimpleNamespace(cache_dtype="fp8", block_size=16, calculate_kv_scales=wanted)
+        layer = make_layer(cache_config=config)
+        shape = TorchBackend.get_kv_cache_shape(2, 16, 2, 32)
+        layer.kv_cache = [torch.zeros(shape, dtype=torch.uint8)]
+        with vllm.set_forward_context(make_metadata(layer, enable_kv_scales_calculation=True)):
+            layer(*tensors())
+        assert (float(layer.layer.k_scale) != 1.0) is wanted
+        assert layer.calculate_kv_scales is False
+
+
+def test_unknown_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match="unexpected arguments window_size"):
+        make_layer(window_size=3)
+    with pytest.raises(TypeError, match="need kv_lora_rank"):
+        make_layer(q_lora_rank=3)
+
+
+def test_objects_without_what_attnlib_reads() -> None:
+    """The message names the attribute and its owner."""
+    with pytest.raises(ContractError, match="has no attribute 'model_config'"):
+        backend_utils.make_builder(TorchBackend, SimpleNamespace(), SimpleNamespace(), "cpu")
+    with pytest.raises(ContractError, match="has no attribute 'compilation_config'"):
+        backend_utils.get_per_layer_parameters(SimpleNamespace())
+    model = SimpleNamespace(
+        get_num_attention_heads=lambda _: 4, get_num_kv_heads=lambda _: 2,
+        get_head_size=lambda: 32, dtype=torch.float32,
+    )  # fmt: skip
+    runner = SimpleNamespace(
+        model_config=model, block_size=16, attn_backend=TorchBackend, device="cpu",
+        max_batchsize_to_capture=2, max_seq_len_to_capture=32,
+    )  # fmt: skip
+    with pytest.raises(ContractError, match="must be the batch as CommonAttentionMetadata"):
+        vllm.AttentionState(runner).begin_forward(SimpleNamespace(attn_metadata=None))
+
+
+def test_a_batch_keeps_its_class_when_it_is_replaced() -> None:
+    starts, lens = torch.tensor([0, 2]).int(), torch.tensor([2]).int()
+    batch = backend_utils.CommonAttentionMetadata(
+        starts, starts, lens, lens, lens - 2, 1, 2, 2, None, None
+    )
+    assert type(batch.replace(max_seq_len=9)) is backend_utils.CommonAttentionMetadata
+    assert batch.max_seq_len == 2 and batch.replace(max_seq_len=9).max_seq_len == 9
