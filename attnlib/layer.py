@@ -7,8 +7,8 @@ spec, backend and impl, scales, slopes and sinks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +16,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from attnlib.backends.base import (
     AttentionBackend,
-    AttentionImpl,
     StepPlan,
-    check_in_place,
     score_attribute,
 )
 from attnlib.cache.storage import UNIT_SCALE, PagedKVCache, Scale
@@ -29,11 +27,13 @@ from attnlib.call_checks import (
     check_latent_scales,
     per_head,
 )
+from attnlib.call_plans import CheckedPlan, MethodPlan, RecentPlan
 from attnlib.compile.objects import register
 from attnlib.compile.operator import attend_opaquely
 from attnlib.errors import ContractError
-from attnlib.instrumentation import OBSERVERS, VALIDATE_VARIABLE, Checker, checker_for_level
-from attnlib.ops.scales import check_scale, scale_for
+from attnlib.instrumentation import OBSERVERS, VALIDATE_VARIABLE, checker_for_level
+from attnlib.layer_scales import agree_on_scales, checked_layer_scale
+from attnlib.ops.scales import scale_for
 from attnlib.ops.signature import tensor_check, tensor_signature
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec, AttentionType
@@ -105,8 +105,8 @@ class Attention(nn.Module):
             **extra,
         )
         self._own_per_head_tensors()
-        self.k_scale = _checked_layer_scale("k_scale", k_scale, spec)
-        self.v_scale = _checked_layer_scale("v_scale", v_scale, spec)
+        self.k_scale = checked_layer_scale("k_scale", k_scale, spec)
+        self.v_scale = checked_layer_scale("v_scale", v_scale, spec)
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.prefix = prefix
         self.writes = spec.is_paged and not spec.kv_sharing
@@ -322,7 +322,7 @@ class Attention(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._accepted = ()
         for name in ("k_scale", "v_scale"):  # `UNIT_SCALE` is compared by identity
-            setattr(self, name, _checked_layer_scale(name, getattr(self, name), self.spec))
+            setattr(self, name, checked_layer_scale(name, getattr(self, name), self.spec))
         self.handle = register(self)  # a copy of a layer is another layer
 
     def calc_kv_scales(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -395,7 +395,7 @@ class Attention(nn.Module):
             tensors = (query, key, value) if output is None else (query, key, value, output)
             if (check := tensor_check(*tensors)) is not None:
                 plan, shape = known
-                metadata.__dict__["recent_plan"] = _RecentPlan(
+                metadata.__dict__["recent_plan"] = RecentPlan(
                     signature[0], signature[1], return_lse, output is None, check,
                     self._per_head_signature() if self._has_per_head else None, shape, plan.run,
                 )  # fmt: skip
@@ -477,8 +477,8 @@ class Attention(nn.Module):
         calculates_scales = getattr(metadata, "enable_kv_scales_calculation", False)
         if calculates_scales and cache is not None and k is not None and v is not None:
             self._calculate_scales(k, v, cache, metadata.slot_mapping)
-        if not self._scales_agree(cache):
-            self._agree_on_scales(cache)  # may change the scales of the cache
+        if cache is not None and not self._scales_agree(cache):
+            agree_on_scales(self, cache)  # may change the scales of the cache
             signature = self._call_signature(query, key, value, cache, output, return_lse)
         if cache is not None:
             check_latent_scales(spec, cache)
@@ -543,9 +543,9 @@ class Attention(nn.Module):
             new = (key, value) if writes else (None, None)
             plan = self.impl.plan(signature, query, *new, cache, metadata, output, lse)
         if plan is None:
-            plan = _MethodPlan(self.spec, metadata, writes)
+            plan = MethodPlan(self.spec, metadata, writes)
         if VALIDATE_VARIABLE in os.environ and (checker := checker_for_level()) is not None:
-            return _CheckedPlan(plan, self, metadata, checker)
+            return CheckedPlan(plan, self, metadata, checker)
         return plan
 
     def _forward_traced(
@@ -608,40 +608,6 @@ class Attention(nn.Module):
     def _uses_cache_scales(self) -> bool:
         return self.k_scale is UNIT_SCALE and self.v_scale is UNIT_SCALE
 
-    def _agree_on_scales(self, cache: PagedKVCache | None) -> None:
-        """Make the scales of layer and cache one object: the layer's become those of its cache.
-
-        Values are compared once, and then the objects are the same.
-
-        Raises:
-            ContractError: the cache already has other scales; it belongs to another layer.
-        """
-        if cache is None:
-            return
-        for name in ("k_scale", "v_scale"):
-            ours, theirs = getattr(self, name), getattr(cache, name)
-            if ours is theirs or ours is UNIT_SCALE:
-                continue
-            fresh = isinstance(theirs, float) and theirs == 1.0
-            if not fresh and not _equal_scales(ours, theirs):
-                raise ContractError(
-                    f"{name} of layer {self.prefix or '(unnamed)'} is {ours}, that of its cache is "
-                    f"{theirs}: they must agree",
-                    rule="M9",
-                )
-            if self.spec.kv_sharing:  # the cache is another layer's
-                if fresh:
-                    raise ContractError(
-                        f"layer {self.prefix or '(unnamed)'} shares its cache and has "
-                        f"{name}={ours}, but the cache has no scale: pass the scale to the layer "
-                        "that writes the cache",
-                        rule="P8",
-                    )
-                setattr(self, name, theirs)
-            else:
-                setattr(cache, name, ours)
-                setattr(self, name, getattr(cache, name))
-
     def _notify(self, *call: Any) -> None:
         query, key, value, cache, metadata, output, lse = call
         spec = self.spec
@@ -651,76 +617,6 @@ class Attention(nn.Module):
         v = None if value is None else per_head("value", value, spec.num_kv_heads, spec.head_size_v)
         for observer in OBSERVERS:
             observer(self, q, k, v, cache, metadata, output.view(heads), lse)
-
-
-class _RecentPlan(NamedTuple):
-    """The plan of the call before, with what a call must agree in to use it. `check` compares the
-    signatures of the tensors."""
-
-    group: Any
-    cache_signature: Any
-    return_lse: bool
-    allocates: bool
-    check: Callable[..., bool]
-    per_head: tuple[Any, ...] | None
-    shape: tuple[int, ...] | None
-    run: Callable[..., None]
-
-
-class _MethodPlan:
-    """The plan of a backend without plans: calls `write_kv`, then `forward`."""
-
-    def __init__(self, spec: AttentionSpec, metadata: Any, writes: bool) -> None:
-        self._spec = spec
-        self._metadata = metadata
-        self._writes = writes
-
-    def run(
-        self,
-        impl: AttentionImpl,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        cache: PagedKVCache | None,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        """See `StepPlan.run`."""
-        spec, metadata = self._spec, self._metadata
-        query = query.view(-1, spec.num_heads, spec.head_size) if query.dim() == 2 else query
-        if output.dim() == 2:
-            output = output.view(-1, spec.num_heads, spec.head_size_v)
-        if key is not None and value is not None:
-            key = key.view(-1, spec.num_kv_heads, spec.head_size) if key.dim() == 2 else key
-            if value.dim() == 2:
-                value = value.view(-1, spec.num_kv_heads, spec.head_size_v)
-            if cache is None:
-                unpaged: Callable[..., object] = impl.forward_unpaged
-                check_in_place(impl, unpaged(query, key, value, metadata, output, lse))
-                return
-            if self._writes:
-                impl.write_kv(key, value, cache, metadata.slot_mapping)
-        assert cache is not None  # `check_call` refuses a paged layer without one
-        forward: Callable[..., object] = impl.forward
-        check_in_place(impl, forward(query, cache, metadata, output, lse))
-
-
-class _CheckedPlan:
-    """Another plan, with a check of values before every run (ATTNLIB_VALIDATE)."""
-
-    def __init__(self, plan: StepPlan, layer: Attention, metadata: Any, checker: Checker) -> None:
-        self._plan = plan
-        self._layer = layer
-        self._metadata = metadata
-        self._checker = checker
-
-    def run(self, impl: AttentionImpl, *call: Any) -> None:
-        """See `StepPlan.run`."""
-        query, key, value, cache = call[:4]
-        finish = self._checker(self._layer, query, key, value, cache, self._metadata)
-        self._plan.run(impl, *call)
-        if finish is not None:
-            finish()
 
 
 def _new_output(query: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
@@ -736,29 +632,3 @@ def _refuse_gradients(*tensors: torch.Tensor | None) -> None:
             "query, key or value requires a gradient, and attnlib computes no gradients: run the "
             "model under torch.inference_mode() or torch.no_grad()"
         )
-
-
-def _equal_scales(ours: Scale, theirs: Scale) -> bool:
-    if isinstance(ours, float) and isinstance(theirs, float):
-        return ours == theirs
-    both = [torch.as_tensor(scale, device="cpu").float().reshape(-1) for scale in (ours, theirs)]
-    return bool(torch.equal(*both))
-
-
-def _checked_layer_scale(name: str, scale: Scale, spec: AttentionSpec) -> Scale:
-    """A scale that a cache would accept; its device is checked with the cache.
-
-    Raises:
-        ContractError: a number that is not finite and positive, or a tensor of another dtype or
-            shape.
-    """
-    if not isinstance(scale, torch.Tensor):
-        check_scale(name, scale)
-        return UNIT_SCALE if scale == 1.0 else float(scale)
-    if scale.dtype != torch.float32 or scale.shape not in ((), (1,), (spec.num_kv_heads,)):
-        raise ContractError(
-            f"{name} is {scale.dtype} {tuple(scale.shape)}; it must be float32, a scalar or "
-            f"[{spec.num_kv_heads}] (KV heads)",
-            rule="M9",
-        )
-    return scale

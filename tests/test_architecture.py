@@ -18,7 +18,7 @@ LAYERS = (
     ("backends.loading",),
     ("backends",),
     ("selection",),
-    ("instrumentation", "call_checks", "layer", "compile", "warmup"),
+    ("instrumentation", "call_checks", "call_plans", "layer_scales", "layer", "compile", "warmup"),
     ("compat",),
     ("integrations", "debug", "testing", "cli", "bench", "tuning.measure", "__main__", "__init__"),
 )

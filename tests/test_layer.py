@@ -688,7 +688,7 @@ def test_equal_scale_tensors_are_compared_once(monkeypatch) -> None:
     cache = attnlib.PagedKVCache.allocate(SPEC, 8, "cpu", k_scale=torch.tensor(2.0))
     first = scaled(q, k, v, cache, step)
     assert scaled.k_scale is cache.k_scale
-    monkeypatch.setattr("attnlib.layer._equal_scales", None)  # a call would fail
+    monkeypatch.setattr("attnlib.layer_scales._equal_scales", None)  # a call would fail
     assert torch.equal(scaled(q, k, v, cache, step), first)
     other = attnlib.PagedKVCache.allocate(SPEC, 8, "cpu", k_scale=torch.tensor(3.0))
     monkeypatch.undo()
