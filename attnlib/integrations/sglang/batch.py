@@ -1,0 +1,105 @@
+"""SGLang's batches as attnlib's, and reasons against what attnlib cannot serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnlib.metadata.common import CommonAttentionMetadata
+
+__all__ = ["block_table", "common_metadata", "rejections", "step_lengths"]
+
+
+def rejections(runner: Any) -> list[str]:
+    """Why attnlib cannot serve a model runner; empty if it can."""
+    reasons = []
+    if getattr(runner, "use_mla_backend", False):
+        reasons.append("MLA is not supported")
+    if getattr(runner.model_config, "is_encoder_decoder", False):
+        reasons.append("cross-attention is not supported")
+    if hasattr(runner.token_to_kv_pool, "translate_loc_from_full_to_swa"):
+        reasons.append(
+            "a separate pool for layers with windows is not supported: pass "
+            "--disable-hybrid-swa-memory"
+        )
+    topk = getattr(runner.server_args, "speculative_eagle_topk", None)
+    if topk not in (None, 1):
+        reasons.append(
+            "speculation trees are not supported: pass --speculative-eagle-topk 1 instead of "
+            f"{topk}"
+        )
+    if (getattr(runner.server_args, "dcp_size", None) or 1) > 1:
+        reasons.append("decode context parallelism is not supported")
+    return reasons
+
+
+def step_lengths(batch: Any) -> tuple[torch.Tensor | int, torch.Tensor, int]:
+    """Lengths of a batch.
+
+    Returns:
+        The new tokens of each request (`[R]`, or one number for all), the sequence lengths with
+        them (`[R]`), and an upper bound of the sequence lengths.
+
+    Raises:
+        NotImplementedError: a kind of batch that is not supported.
+    """
+    mode = batch.forward_mode
+    longest = int(batch.seq_lens_cpu.max()) if batch.seq_lens_cpu is not None else None
+    if mode.is_decode():
+        return 1, batch.seq_lens, _bound(batch, longest, 0)
+    if mode.is_target_verify():  # the draft tokens are not part of `seq_lens`
+        drafted = int(batch.spec_info.draft_token_num)
+        return drafted, batch.seq_lens + drafted, _bound(batch, longest, drafted)
+    if batch.extend_seq_lens is not None:
+        return batch.extend_seq_lens, batch.seq_lens, _bound(batch, longest, 0)
+    raise NotImplementedError(
+        f"attnlib has no implementation of batches with forward_mode={mode}: use another "
+        "--attention-backend, for the draft model --speculative-draft-attention-backend"
+    )
+
+
+def _bound(batch: Any, longest: int | None, more: int) -> int:
+    return longest + more if longest is not None else int(batch.seq_lens.max()) + more
+
+
+def block_table(
+    req_to_token: torch.Tensor, requests: torch.Tensor, max_seq_len: int, page_size: int
+) -> torch.Tensor:
+    """`[R, pages]` int32 page ids. SGLang's table has the slot of each token, and the tokens of a
+    page have consecutive slots, so that every page's first slot names it."""
+    first_slots = req_to_token[:, :max_seq_len:page_size][requests]
+    return (first_slots // page_size).to(torch.int32)
+
+
+def common_metadata(
+    batch: Any, req_to_token: torch.Tensor, page_size: int
+) -> CommonAttentionMetadata:
+    """A batch outside of graphs."""
+    new, seq_lens, longest = step_lengths(batch)
+    requests = len(seq_lens)
+    device = seq_lens.device
+    host_lengths: torch.Tensor
+    if isinstance(new, int):
+        host_lengths = torch.full((requests,), new, dtype=torch.int32)
+    else:
+        known = getattr(batch, "extend_seq_lens_cpu", None)
+        host_lengths = torch.as_tensor(new.cpu() if known is None else known, dtype=torch.int32)
+    starts = torch.zeros(requests + 1, dtype=torch.int32)
+    torch.cumsum(host_lengths, 0, out=starts[1:])
+    host_seq_lens = None
+    if batch.seq_lens_cpu is not None:
+        added = new if batch.forward_mode.is_target_verify() else 0
+        host_seq_lens = batch.seq_lens_cpu.to(torch.int32) + added
+    return CommonAttentionMetadata(
+        query_start_loc=starts.to(device, non_blocking=True),
+        query_start_loc_cpu=starts,
+        seq_lens=seq_lens.to(torch.int32),
+        seq_lens_cpu=host_seq_lens,
+        num_reqs=requests,
+        num_actual_tokens=int(starts[-1]),
+        max_query_len=int(host_lengths.max()) if requests else 0,
+        max_seq_len=longest,
+        block_table_tensor=block_table(req_to_token, batch.req_pool_indices, longest, page_size),
+        slot_mapping=batch.out_cache_loc.to(torch.int64),
+    )

@@ -1,0 +1,70 @@
+"""Tensors with fixed addresses that captured CUDA graphs read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnlib.integrations.sglang.batch import block_table, step_lengths
+from attnlib.metadata.common import CommonAttentionMetadata
+
+__all__ = ["GraphBuffers"]
+
+
+class GraphBuffers:
+    """The metadata of captured batches, in which all requests have equally many new tokens.
+
+    Args:
+        max_requests, max_tokens: of the largest captured batch.
+        context_len: the longest sequence.
+        page_size: tokens per page.
+        device: of the model.
+    """
+
+    def __init__(
+        self,
+        max_requests: int,
+        max_tokens: int,
+        context_len: int,
+        page_size: int,
+        device: torch.device,
+    ) -> None:
+        self._context_len = context_len
+        self._page_size = page_size
+        integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        self._starts = torch.zeros(max_requests + 1, **integers)
+        self._seq_lens = torch.zeros(max_requests, **integers)
+        self._table = torch.zeros(max_requests, -(-context_len // page_size), **integers)
+        self._slots = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+
+    def fill(self, batch: Any, req_to_token: torch.Tensor) -> CommonAttentionMetadata:
+        """Copy a batch to the buffers, before a capture or a replay.
+
+        Args:
+            batch: SGLang's, padded to the captured number of requests.
+            req_to_token: SGLang's table of slots.
+
+        Returns:
+            The batch over the buffers, with bounds that hold for every batch of this size.
+        """
+        new, seq_lens, longest = step_lengths(batch)
+        assert isinstance(new, int)  # only decodes and verifications are captured
+        requests, tokens = len(seq_lens), new * len(seq_lens)
+        starts = torch.arange(0, tokens + 1, new, dtype=torch.int32)
+        self._starts[: requests + 1].copy_(starts, non_blocking=True)
+        self._seq_lens[:requests].copy_(seq_lens)
+        pages = block_table(req_to_token, batch.req_pool_indices, longest, self._page_size)
+        self._table[:requests, : pages.shape[1]].copy_(pages)
+        self._slots[:tokens].copy_(batch.out_cache_loc[:tokens])
+        return CommonAttentionMetadata(
+            query_start_loc=self._starts[: requests + 1],
+            query_start_loc_cpu=starts,
+            seq_lens=self._seq_lens[:requests],
+            num_reqs=requests,
+            num_actual_tokens=tokens,
+            max_query_len=new,
+            max_seq_len=self._context_len,
+            block_table_tensor=self._table[:requests],
+            slot_mapping=self._slots[:tokens],
+        )
