@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import attnlib
+from attnlib.errors import ContractError
 from attnlib.ops.scales import MIN_KV_SCALE, scale_for
 from tests.ops.naive import naive_attention
 
@@ -107,6 +108,20 @@ def test_only_written_keys_count() -> None:
     finite = k[written].nan_to_num(0.0)
     assert float(cache.k_scale) == pytest.approx(float(finite.abs().max()) / 448)
     assert float(cache.v_scale) == pytest.approx(float(v[v.isfinite()].abs().max()) / 448, rel=0.3)
+
+
+def test_the_scale_of_a_sharing_layer_does_not_reach_the_cache() -> None:
+    """P8: the cache holds elements that another layer wrote with its own scale."""
+    writer = attnlib.Attention(SPEC, device="cpu")
+    cache = attnlib.PagedKVCache.allocate(SPEC, 4, "cpu")
+    step = _step(writer)
+    writer(*_tensors(), cache, step)
+    reader = attnlib.Attention(
+        SPEC, device="cpu", kv_sharing_target_layer_name="layers.0", k_scale=3.0
+    )
+    with pytest.raises(ContractError, match="shares its cache and has k_scale=3.0"):
+        reader(_tensors()[0], None, None, cache, step)
+    assert cache.k_scale == 1.0
 
 
 def test_a_cache_that_is_not_quantized_has_no_scales() -> None:

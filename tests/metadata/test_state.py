@@ -93,6 +93,7 @@ def test_builders_declare_the_capability_of_their_backend(backend: str) -> None:
     builder_cls = cls.get_builder_cls()
     level = cls.capabilities.cudagraph
     assert builder_cls.cudagraph_support is level
+    assert builder_cls.full_cudagraph_supported is (level is CudaGraphSupport.ALWAYS)
     builder = object.__new__(builder_cls)  # the constructor may need a GPU or a kernel package
     assert builder.full_cudagraph_supported is (level is CudaGraphSupport.ALWAYS)
 
