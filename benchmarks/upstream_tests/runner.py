@@ -175,6 +175,9 @@ def _run_case(call: Any, case: dict[str, Any], outcome: Outcome, options: Any) -
     except _TooLong:
         name = "not finished"
         outcome.reasons[f"not finished in {options.seconds} s"] += 1
+    except torch.OutOfMemoryError:
+        name = "not finished"
+        outcome.reasons["not finished: out of memory"] += 1
     except (Exception, pytest.fail.Exception) as error:
         name = "wrong"
         place = traceback.extract_tb(error.__traceback__)[-1]
@@ -184,8 +187,8 @@ def _run_case(call: Any, case: dict[str, Any], outcome: Outcome, options: Any) -
     finally:
         signal.alarm(0)
     outcome.counts[name] += 1
-    if time.monotonic() - started > 1:
-        gc.collect()
+    if options.device == "cuda" or time.monotonic() - started > 1:
+        gc.collect()  # layers are parts of reference cycles, and hold workspaces
 
 
 class _Silence:

@@ -10,6 +10,7 @@ launched before, the same kernels are launched by Triton, on tensors. Hooks of a
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,7 @@ from attnlib.backends.base import AttentionImpl
 from attnlib.backends.triton.metadata import TritonMetadata
 from attnlib.cache.storage import PagedKVCache
 from attnlib.ops.params import AttentionParams
+from attnlib.ops.triton.append_kv import BoundAppend
 from attnlib.ops.triton.cache_write import CacheWrite, prepare_write
 from attnlib.ops.triton.heuristics import device as chips
 from attnlib.ops.triton.heuristics.device import DeviceLimits
@@ -124,6 +126,7 @@ class TritonPlan:
         self._rows = _row_bytes(call, self._split) if self._split else (0, 0, 0)
         self._current_stream: Callable[[int], int] | None = None
         self._write: Submit | None = None
+        self._append: BoundAppend | None = None
         self._attend: Submit | None = None
         self._fallback: TritonPlan | None = None
         self._storages: list[torch.UntypedStorage] = []
@@ -155,6 +158,9 @@ class TritonPlan:
             or chips.current_device() != self._index
             or launches_observed()
         ):
+            if self._append is not None and key is not None and value is not None:
+                self._append.run(key, value, key_cache, value_cache)
+                key = value = None
             self._run_by_triton(impl, query, key, value, cache, output, lse, addresses)
             return
         k_scale, v_scale = self._scales or _scale_arguments(cache)
@@ -172,9 +178,19 @@ class TritonPlan:
             k_scale, v_scale, *score,
         )  # fmt: skip
 
+    def appending(self, append: BoundAppend) -> TritonPlan:
+        """A copy of this plan of a call without keys: its `run` takes keys and values, `[R, T, Hkv,
+        D]`, and writes them by `append`."""
+        plan = copy.copy(self)
+        plan._append, plan._attend, plan._write = append, None, None
+        plan._bind()
+        return plan
+
     def _bind(self) -> None:
         """Bind the direct launches, if every kernel has been launched by Triton before."""
         launches, slots = self._launches, self._slots
+        if self._append is not None and not self._append.is_direct:
+            return
         if launches.write is not None and launches.write.launch is not None:
             if not launches.write.launch.is_direct:
                 return
@@ -189,6 +205,8 @@ class TritonPlan:
         self._current_stream = triton.runtime.driver.active.get_current_stream
         if launches.write is not None and slots is not None:
             self._write = launches.write.bind(slots.data_ptr(), True)
+        if self._append is not None:
+            self._write = self._append.submit
         self._attend = self._bind_attention(True, True)
         # Bound launches hold addresses: keep the memory behind them, even if a tensor is resized.
         parts = [part for part in (self._decode_batch, self._prefill_batch) if part is not None]

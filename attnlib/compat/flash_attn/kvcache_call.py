@@ -34,7 +34,8 @@ class KVCacheCall:
         packed: cu_seqlens_q and max_seqlen_q, or None.
 
     Attributes:
-        append: the launch that wrote the new keys of the last call; None where there was none.
+        append: the `BoundAppend` that wrote the new keys of the last call; None where there was
+            none.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class KVCacheCall:
         q, k_cache, v_cache, k, _, lens, index, leftpad, table = tensors
         starts, longest = packed
         self.where, self.options = where, options
-        self.append: Callable[..., None] | None = None
+        self.append: Any = None
         self._device = q.device
         self._requests = requests = q.shape[0] if starts is None else starts.shape[0] - 1
         self._new = 0 if k is None else k.shape[1]
@@ -186,13 +187,18 @@ class KVCacheCall:
     ) -> None:
         self.append = None
         tensors = (k, v, keys, values, self._table, self._cached, self._seq_lens)
-        if not k.is_cuda:
-            import_module("attnlib.ops.torch.append_kv").append_kv(*tensors)
-        elif k.numel() and keys.shape[0]:
-            self.append = import_module("attnlib.ops.triton.append_kv").bind_append(*tensors)
-            self.append(k, v, keys, values)
-        else:
+        if not k.numel() or not keys.shape[0]:
             torch.add(self._cached, self._new, out=self._seq_lens)
+        elif k.is_cuda or self._uses_triton:
+            self.append = import_module("attnlib.ops.triton.append_kv").bind_append(*tensors)
+            self.append.run(k, v, keys, values)
+        else:
+            import_module("attnlib.ops.torch.append_kv").append_kv(*tensors)
+
+    @property
+    def _uses_triton(self) -> bool:
+        parts = next(iter(self._parts.values()))
+        return bool(parts) and parts[0].layer.backend.get_name() == "triton"
 
     def _block_table(
         self, table: torch.Tensor | None, index: torch.Tensor | None, leftpad: torch.Tensor | None
@@ -228,7 +234,8 @@ class RecentCall:
 
     __slots__ = (
         "_append", "_cache", "_call", "_check", "_fields", "_impl", "_index", "_lens",
-        "_like_query", "_lse", "_new_keys", "_plan", "_rows", "_shape", "_table", "_view",
+        "_like_query", "_lse", "_new_keys", "_plan", "_plan_writes", "_rows", "_shape",
+        "_table", "_view",
         "_where", "arguments",
     )  # fmt: skip
 
@@ -241,7 +248,7 @@ class RecentCall:
         if type(window) is not tuple or any(type(side) is not int for side in window):
             return None
         check = tensor_check(*(tensor for tensor in tensors if tensor is not None))
-        if check is None or (k is not None and k.is_cuda and call.append is None):
+        if check is None or (k is not None and call.append is None):
             return None
         return cls(call, check, tensors, arguments)
 
@@ -259,7 +266,6 @@ class RecentCall:
         self._lens = None if lens is None else lens.data_ptr()
         self._table = None if table is None else table.data_ptr()
         self._new_keys = k is not None
-        self._append = call.append or call._append
         self._view = None if call.view.keys is None else call.view
         # One cache object for all calls, whose views are set in each call and not kept alive.
         self._cache = PagedKVCache.from_views(*call.view.of(k_cache, v_cache))
@@ -272,6 +278,10 @@ class RecentCall:
             query, None, None, self._cache, metadata, output, call.options.lse
         )
         self._impl, self._lse = layer.impl, call.options.lse
+        self._append = call.append if self._new_keys else None
+        if self._append is not None and hasattr(self._plan, "appending"):
+            self._plan, self._append = self._plan.appending(self._append), None
+        self._plan_writes = self._new_keys and self._append is None
         batched = getattr(self._plan, "takes_batches", False) and q.is_contiguous()
         self._rows = None if batched else tuple(query.shape)
         self._shape = (*q.shape[:2], *rows[1:])
@@ -331,8 +341,10 @@ class RecentCall:
             self._call.check_capacity()
         if self._view is not None:
             k_cache, v_cache = self._view.of(k_cache, v_cache)
-        if k is not None and v is not None:
-            self._append(k, v, k_cache, v_cache)
+        if self._append is not None:
+            self._append.run(k, v, k_cache, v_cache)
+        if not self._plan_writes:
+            k = v = None
         if self._like_query:
             result = torch.empty_like(q)
         else:
@@ -347,7 +359,7 @@ class RecentCall:
             )  # fmt: skip
         fields = self._fields
         fields["key_cache"], fields["value_cache"] = k_cache, v_cache
-        self._plan.run(self._impl, query, None, None, self._cache, output, lse)
+        self._plan.run(self._impl, query, k, v, self._cache, output, lse)
         fields["key_cache"] = fields["value_cache"] = None
         return result if lse is None else self._call.shaped(q.shape, result, lse)
 

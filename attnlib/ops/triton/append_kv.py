@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import triton
@@ -21,7 +20,7 @@ from attnlib.ops.triton.launch.bound import (
 )
 from attnlib.ops.triton.launch.cache import LAUNCHES
 
-__all__ = ["append_kv", "bind_append"]
+__all__ = ["BoundAppend", "append_kv", "bind_append"]
 
 _ELEMENTS_PER_PROGRAM = 2048
 
@@ -48,9 +47,8 @@ def append_kv(
         seq_lens: `[R]` int32, contiguous, written: `cache_seqlens + T`. Must not be
             `cache_seqlens`.
     """
-    bind_append(key, value, key_cache, value_cache, block_table, cache_seqlens, seq_lens)(
-        key, value, key_cache, value_cache
-    )
+    append = bind_append(key, value, key_cache, value_cache, block_table, cache_seqlens, seq_lens)
+    append.run(key, value, key_cache, value_cache)
 
 
 def bind_append(
@@ -61,9 +59,9 @@ def bind_append(
     block_table: Tensor,
     cache_seqlens: Tensor,
     seq_lens: Tensor,
-) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    """`append(key, value, key_cache, value_cache)` for tensors with the signatures of these, over
-    this block table and these lengths, whose values may change between calls."""
+) -> BoundAppend:
+    """`append_kv` of tensors with the signatures of these, over this block table and these lengths,
+    whose values may change between calls."""
     signature = tuple(map(tensor_signature, (key, value, key_cache, value_cache, block_table)))
     name = ("append", key.get_device(), *signature, cache_seqlens.dtype, seq_lens.dtype)
     launch = LAUNCHES.get(name) or LAUNCHES.keep(name, _launch(key, key_cache, value_cache))
@@ -72,11 +70,11 @@ def bind_append(
         *key.stride()[:3], *value.stride()[:3], *key_cache.stride()[:3], *value_cache.stride()[:3],
     )  # fmt: skip
     batch = (cache_seqlens, block_table, seq_lens)
-    return _Append(launch, numbers, batch).run
+    return BoundAppend(launch, numbers, batch)
 
 
-class _Append:
-    """One launch over fixed lengths and a fixed block table."""
+class BoundAppend:
+    """The launch of `append_kv` over one block table and one tensor of lengths."""
 
     def __init__(
         self, launch: BoundLaunch, numbers: tuple[int, ...], batch: tuple[Tensor, Tensor, Tensor]
@@ -87,6 +85,18 @@ class _Append:
         self._index = batch[0].get_device()
         self._direct: Submit | None = None
         self._bind()
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether `submit` is possible; False until the first launch by Triton."""
+        return self._direct is not None
+
+    def submit(
+        self, stream: int, key: int, value: int, key_cache: int, value_cache: int, *scales: Any
+    ) -> None:
+        """Launch on addresses, like a bound `write_kv`; the scales of plain caches are not read."""
+        assert self._direct is not None  # the caller has checked `is_direct`
+        self._direct(stream, key, value, key_cache, value_cache)
 
     def _bind(self) -> None:
         if self._launch.is_direct:

@@ -8,6 +8,7 @@ checks to "" or a traceback.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
@@ -699,6 +700,79 @@ def check_plans() -> None:
     assert "combine_kernel" in kernels["split plain decode"]
 
 
+class _OneOutput:
+    """torch, but outputs are one tensor, so that launches of several calls can be compared."""
+
+    def __init__(self, output: torch.Tensor) -> None:
+        self._output = output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, shape: Any, **options: Any) -> torch.Tensor:
+        """The output, where it has this number of elements."""
+        made = torch.empty(shape, **options)
+        return self._output.view(shape) if made.numel() == self._output.numel() else made
+
+    def empty_like(self, query: torch.Tensor) -> torch.Tensor:
+        """The output."""
+        return self._output.view_as(query)
+
+
+def check_flash_attn_with_kvcache() -> None:
+    """Repeated calls append and attend by direct launches, which equal those of Triton; hooks and
+    unaligned keys are honored."""
+    from attnlib.compat.flash_attn import kvcache_call
+
+    for kernels, length in (("auto", 900), ("portable", 900), ("portable", 20)):
+        step = Step([1, 1, 1], [length] * 3, kernels=kernels)
+        arguments: dict[str, Any] = {
+            "q": step.query[:, None],
+            "k_cache": step.cache.key_cache,
+            "v_cache": step.cache.value_cache,
+            "k": step.key[:, None],
+            "v": step.value[:, None],
+            "cache_seqlens": torch.full((3,), length - 1, dtype=torch.int32),
+            "block_table": step.batch.block_table,
+            "causal": True,
+        }
+        kvcache_call.torch = _OneOutput(step.out)
+        try:
+            with attnlib.use_backend(step.layer.backend), torch.no_grad():
+                _check_repeated_appends(functools.partial(_recorded_function, arguments), arguments)
+        finally:
+            kvcache_call.torch = torch
+
+
+def _check_repeated_appends(
+    call: Callable[[], tuple[list[Record], list[str]]], arguments: dict[str, Any]
+) -> None:
+    from attnlib.compat.flash_attn.prepared import STATE
+
+    STATE.calls.clear()
+    STATE.recent = None
+    call()
+    for _ in range(3):
+        DRIVER.stream += 1
+        again, through_triton = call()
+        assert STATE.recent is not None
+    assert not through_triton, through_triton
+    assert again[0].kernel.split()[0] == "append_kv_kernel", again
+    with by_triton():
+        assert call()[0] == again
+    arguments["k"] = torch.zeros(3, 1, 2, 65, dtype=torch.bfloat16)[..., 1:]
+    call()
+    unaligned, through_triton = call()
+    assert "append_kv_kernel" in str(through_triton), through_triton
+    assert len(unaligned) == len(again)
+
+
+def _recorded_function(arguments: dict[str, Any]) -> tuple[list[Record], list[str]]:
+    from attnlib.compat.flash_attn import flash_attn_with_kvcache
+
+    return recorded(lambda: flash_attn_with_kvcache(**arguments))
+
+
 def check_plans_step_aside() -> None:
     """Hooks, another current device and unaligned tensors are honored by a plan that exists."""
     for name in ("hopper decode", "hopper prefill", "concurrent mixed batch", "plain decode"):
@@ -835,6 +909,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     check_descriptors_are_encoded_once,
     check_every_call_is_checked,
     check_plans,
+    check_flash_attn_with_kvcache,
     check_plans_step_aside,
     check_changes_between_calls,
     check_sinks_are_read_at_each_call,
