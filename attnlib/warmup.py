@@ -152,21 +152,41 @@ def _commons(
     device: torch.device,
 ) -> Iterator[CommonAttentionMetadata]:
     """The batch with each bound on sequence lengths (splits depend on it); no slot is written."""
+    score = _score_tensors(spec, len(lengths), device)
     for bound in bounds:
         if not spec.is_paged:
             yield CommonAttentionMetadata.from_lengths(
-                lengths, lengths, device=device, max_seq_len=bound
+                lengths, lengths, device=device, max_seq_len=bound, score_tensors=score
             )
             continue
         table = torch.zeros(
             len(lengths), max(columns, -(-max(lengths) // spec.block_size)), dtype=torch.int32
         )
         common = CommonAttentionMetadata.from_lengths(
-            lengths, lengths, table, spec.block_size, device, max_seq_len=bound
+            lengths,
+            lengths,
+            table,
+            spec.block_size,
+            device,
+            max_seq_len=bound,
+            score_tensors=score,
         )
         assert common.slot_mapping is not None  # a block table was given
         common.slot_mapping.fill_(-1)
         yield common
+
+
+def _score_tensors(
+    spec: AttentionSpec, num_reqs: int, device: torch.device
+) -> dict[str, torch.Tensor] | None:
+    """Batch tensors of the score function; kernels do not depend on their width."""
+    function = spec.score_function
+    if function is None or not function.batch_tensors:
+        return None
+    return {
+        name: torch.zeros(num_reqs, 1, dtype=torch.int32, device=device)
+        for name in function.batch_tensors
+    }
 
 
 def _run(

@@ -35,7 +35,8 @@ from tests.ops.calls import call_operation, split_options
 
 __all__ = [
     "CASES", "SCORE_CASES", "TARGETS", "Compiled", "Launch", "Target", "compile_for", "describe",
-    "entry_cases", "entry_fits", "entry_sizes", "formats_of", "run_case", "stub_target",
+    "entry_cases", "entry_fits", "entry_sizes", "formats_of", "run_case", "score_options",
+    "stub_target",
 ]  # fmt: skip
 
 KB = 1024
@@ -328,14 +329,14 @@ def _features(names: str, query: torch.Tensor, kv_heads: int) -> dict[str, Any]:
     return options
 
 
-def score_options(name: str, num_heads: int) -> dict[str, Any]:
-    """The parameters of a score function of the conformance suite, for a batch of two requests."""
+def score_options(name: str, num_heads: int, num_reqs: int = 2) -> dict[str, Any]:
+    """The parameters of a score function of the conformance suite."""
     path, fields = SUITE[name]
     function = load_score_function(path)
     _score_lookups[compile_score(function, "triton").apply] = function.count_tile_lookups()
     options: dict[str, Any] = {
         "score_function": function,
-        "score_tensors": make_score_tensors(function, num_heads, [64, 64]),
+        "score_tensors": make_score_tensors(function, num_heads, [64] * num_reqs),
     }
     return {**options, "causal": fields.get("mask") != "bidirectional"}
 

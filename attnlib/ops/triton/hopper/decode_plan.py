@@ -31,6 +31,7 @@ from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.bound import ALIGNMENT, CHANGES, BoundLaunch, Submit
 from attnlib.ops.triton.launch.cache import LaunchCache
 from attnlib.ops.triton.launch.run import run_attention
+from attnlib.ops.triton.launch.score import score_constants, score_tail, tensor_sizes
 
 __all__ = [
     "HopperDecode",
@@ -131,10 +132,11 @@ class _BoundDecode(NamedTuple):
     def run(
         self, stream: int, query: Any, key: Any, value: Any, out: Any, lse: Any,
         alibi_slopes: Any, sinks: Any, k_scale: Any, v_scale: Any,
+        *score_tensors: Any,
     ) -> None:  # fmt: skip
         """Launch on `stream`."""
         keys, values = self.descriptors.get((key, value)) or self.encode(key, value)
-        self.attend(stream, keys, values, query, out, lse, sinks)
+        self.attend(stream, keys, values, query, out, lse, sinks, *score_tensors)
         if self.combine is not None:
             self.combine(stream, sinks, out, lse)
 
@@ -149,6 +151,7 @@ class HopperDecode:
         views: the key and value cache as TMA reads them.
         scale: softmax scale times `k_scale`.
         numbers: the attention kernel's runtime numbers after its scale.
+        score_sizes: sizes of the layer tensors of the score function.
         combine_tail: the combine kernel's runtime numbers.
         lse_offset, header_offset: in the workspace, in float32 elements, after the partial outputs.
         workspace_bytes: size of the workspace.
@@ -160,6 +163,7 @@ class HopperDecode:
     index: int
     views: tuple[CacheView, CacheView]
     scale: float
+    score_sizes: tuple[int, ...]
     numbers: tuple[float | int, ...]
     combine_tail: tuple[int, ...]
     lse_offset: int
@@ -194,7 +198,7 @@ class HopperDecode:
         lses, headers = partials[self.lse_offset :], partials[self.header_offset :]
         tensors = (
             batch.query_start_loc, batch.seq_lens, batch.block_table, partials, lses,
-            headers.view(torch.int32), counters,
+            headers.view(torch.int32), counters, *batch.score_tensors,
         )  # fmt: skip
         given: tuple[Any, ...] = tensors
         descriptors: dict[Any, tuple[Any, ...]] = {}
@@ -207,11 +211,14 @@ class HopperDecode:
         if direct:
             given = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
             descriptors, encode = self._descriptors, self._encode
-        starts, lens, table, outputs, lse_space, header_space, given_counters = given
+        starts, lens, table, outputs, lse_space, header_space, given_counters, *score = given
+        pointers, sizes = score_tail(self.score_sizes, batch.score_tensors, tuple(score))
+        layer_tensors = (CHANGES,) * (len(self.score_sizes) // 2)
         query_out_lse_sinks, sinks_out_lse = (CHANGES,) * 4, (CHANGES,) * 3
         arguments = (
-            *descriptor_arguments(self.views, direct), *query_out_lse_sinks, starts, lens, table,
-            outputs, lse_space, header_space, given_counters, self.scale, *self.numbers,
+            *descriptor_arguments(self.views, direct), *query_out_lse_sinks,
+            *layer_tensors, *pointers, starts, lens, table, outputs, lse_space, header_space,
+            given_counters, self.scale, *self.numbers, *sizes,
         )  # fmt: skip
         attend, combine = self.attend.bind(direct, aligned, arguments), None
         if self.combine is not None:
@@ -278,6 +285,7 @@ def prepare_hopper_decode(
         "SPLITS_PER_LOAD": splits_per_load(columns, width_v),
         "CAUSAL": bool(params.causal), "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0,
         "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0, "num_warps": 4,
+        **score_constants(params, "gluon"),
         "maxnreg": _FEW_REGISTERS if width_v * columns <= 128 * 32 else _MANY_REGISTERS,
     }  # fmt: skip
     combine = {
@@ -291,6 +299,7 @@ def prepare_hopper_decode(
         index=query.get_device(),
         views=(CacheView.of(key, box, width), CacheView.of(value, box, width_v)),
         scale=params.scale * float(params.k_scale),
+        score_sizes=tensor_sizes(params.layer_score_tensors()),
         numbers=(
             float(cap), min(left, _UNBOUNDED), min(right, _UNBOUNDED), min(chunk, _UNBOUNDED),
             num_reqs, num_tokens, num_blocks, rows, query.stride(0), query.stride(1),
@@ -331,8 +340,9 @@ def launch_hopper_decode(
     if query.numel() == 0:
         return
     batch = BatchTensors(
-        query_start_loc, seq_lens, block_table, workspace=workspace, counters=counters
-    )
+        query_start_loc, seq_lens, block_table, workspace=workspace, counters=counters,
+        score_tensors=params.batch_score_tensors(),
+    )  # fmt: skip
     prepared = prepare_hopper_decode(
         query, key_cache, value_cache, out, lse, batch, params, tile, limits_of(query),
         max_query_len, num_counters=0 if counters is None else counters.numel(),

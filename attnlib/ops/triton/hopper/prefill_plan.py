@@ -29,6 +29,7 @@ from attnlib.ops.triton.launch.attention import BatchTensors, check_batch
 from attnlib.ops.triton.launch.bound import ALIGNMENT, CHANGES, BoundLaunch, Submit
 from attnlib.ops.triton.launch.cache import LaunchCache
 from attnlib.ops.triton.launch.run import run_attention
+from attnlib.ops.triton.launch.score import score_constants, score_tail, tensor_sizes
 
 __all__ = ["HopperPrefill", "launch_hopper_prefill", "prepare_hopper_prefill"]
 
@@ -56,12 +57,12 @@ class _BoundPrefill(NamedTuple):
 
     def run(
         self, stream: int, query: Any, key: Any, value: Any, out: Any, lse: Any,
-        alibi_slopes: Any, sinks: Any, k_scale: Any, v_scale: Any,
+        alibi_slopes: Any, sinks: Any, k_scale: Any, v_scale: Any, *score_tensors: Any,
     ) -> None:  # fmt: skip
         """Launch on `stream`."""
         keys, values = self.descriptors.get((key, value)) or self.encode(key, value)
         (queries,) = self.query_descriptors.get(query) or self.encode_query(query)
-        self.attend(stream, keys, values, queries, query, out, lse, sinks)
+        self.attend(stream, keys, values, queries, query, out, lse, sinks, *score_tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +77,7 @@ class HopperPrefill:
         views: the key and value cache as TMA reads them.
         query_view: the queries as TMA reads them; None where the kernel loads queries itself.
         scale: softmax scale times `k_scale`.
+        score_sizes: sizes of the layer tensors of the score function.
         numbers: the runtime numbers between the scale and `concurrent`.
         last: the runtime numbers after the section.
         attend: the kernel.
@@ -88,6 +90,7 @@ class HopperPrefill:
     views: tuple[CacheView, CacheView]
     query_view: QueryView | None
     scale: float
+    score_sizes: tuple[int, ...]
     numbers: tuple[float | int, ...]
     last: tuple[int, ...]
     attend: BoundLaunch
@@ -127,7 +130,10 @@ class HopperPrefill:
         section, (key_view, value_view) = self.num_kv_heads, self.views
         if self.tile.sections:
             section = choose_section(section, batch.max_seq_len, key_view.width + value_view.width)
-        tensors = (batch.query_start_loc, batch.seq_lens, batch.block_table, counters)
+        tensors = (
+            batch.query_start_loc, batch.seq_lens, batch.block_table, counters,
+            *batch.score_tensors,
+        )  # fmt: skip
         given: tuple[Any, ...] = tensors
         descriptors: dict[Any, tuple[Any, ...]] = {}
         query_descriptors: dict[Any, tuple[Any, ...]] = {}
@@ -145,13 +151,16 @@ class HopperPrefill:
             given = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
             descriptors, query_descriptors = self._descriptors, self._query_descriptors
             encode, encode_query = self._encode, self._encode_query
-        starts, lens, table, given_counters = given
+        starts, lens, table, given_counters, *score = given
+        pointers, sizes = score_tail(self.score_sizes, batch.score_tensors, tuple(score))
+        layer_tensors = (CHANGES,) * (len(self.score_sizes) // 2)
         views = self.views if query_view is None else (*self.views, query_view)
         no_query = (CHANGES,) if query_view is None else ()  # None in place of the descriptor
         query_out_lse_sinks = (CHANGES,) * 4
         arguments = (
-            *descriptor_arguments(views, direct), *no_query, *query_out_lse_sinks, starts, lens,
-            table, given_counters, self.scale, *self.numbers, int(concurrent), section, *self.last,
+            *descriptor_arguments(views, direct), *no_query, *query_out_lse_sinks,
+            *layer_tensors, *pointers, starts, lens, table, given_counters, self.scale,
+            *self.numbers, int(concurrent), section, *self.last, *sizes,
         )  # fmt: skip
         attend = self.attend.bind(direct, aligned, arguments)
         return _BoundPrefill(attend, descriptors, query_descriptors, encode, encode_query, counters)
@@ -214,7 +223,7 @@ def prepare_hopper_prefill(
         "PRODUCER_REGISTERS": tile.producer_registers, "CAUSAL": bool(params.causal),
         "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0, "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0,
         "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None, "num_warps": 4,
-        "enable_fp_fusion": True, "launch_pdl": True,
+        "enable_fp_fusion": True, "launch_pdl": True, **score_constants(params, "gluon"),
     }  # fmt: skip
     query_view = None
     if load_query:
@@ -230,6 +239,7 @@ def prepare_hopper_prefill(
         views=(CacheView.of(key, box, width), CacheView.of(value, box, width_v)),
         query_view=query_view,
         scale=params.scale * float(params.k_scale),
+        score_sizes=tensor_sizes(params.layer_score_tensors()),
         numbers=(
             float(cap), min(left, _UNBOUNDED), min(right, _UNBOUNDED), min(chunk, _UNBOUNDED),
             num_reqs, num_tokens, num_tiles,
@@ -265,8 +275,9 @@ def launch_hopper_prefill(
     if query.numel() == 0:
         return
     batch = BatchTensors(
-        query_start_loc, seq_lens, block_table, counters=counters, max_seq_len=max_seq_len
-    )
+        query_start_loc, seq_lens, block_table, counters=counters, max_seq_len=max_seq_len,
+        score_tensors=params.batch_score_tensors(),
+    )  # fmt: skip
     check_batch(batch, 0)
     prepared = prepare_hopper_prefill(
         query, key_cache, value_cache, out, lse, batch, params, tile, limits_of(query)

@@ -90,8 +90,6 @@ def _feature_reasons(
         reasons.append(f"alibi_slopes: not supported by the {kernel}")
     if bias:
         reasons.append(f"query_bias: not supported by the {kernel}")
-    if score:
-        reasons.append(f"score_function: not supported by the {kernel}")
     if scales:
         reasons.append(f"k_scale or v_scale: the {kernel} reads a cache without scales")
     return reasons

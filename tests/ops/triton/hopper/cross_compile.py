@@ -31,9 +31,9 @@ from attnlib.ops.triton.hopper.decode_plan import launch_hopper_decode
 from attnlib.ops.triton.hopper.kernels.decode import hopper_decode_kernel
 from attnlib.ops.triton.hopper.kernels.prefill import hopper_prefill_kernel
 from attnlib.ops.triton.hopper.prefill_plan import launch_hopper_prefill
-from tests.ops.triton.cross_compile import stub_target
+from tests.ops.triton.cross_compile import score_options, stub_target
 
-__all__ = ["CASES", "compile_case", "entry_cases"]
+__all__ = ["CASES", "SCORE_CASES", "compile_case", "entry_cases"]
 
 BF16, FP16 = torch.bfloat16, torch.float16
 CASES: dict[str, dict[str, Any]] = {
@@ -111,6 +111,28 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+SCORE_NAMES = (
+    "positions",
+    "heads",
+    "requests",
+    "spans",
+    "documents",
+    "relative_bias",
+    "alibi_sqrt",
+)
+SCORE_CASES: dict[str, dict[str, Any]] = {
+    **{f"{d}-{name}": {"d": d, "score": name} for d in (64, 128, 256) for name in SCORE_NAMES},
+    **{
+        f"decode-{d}-{name}": {"op": "hopper_decode", "d": d, "score": name}
+        for d in (64, 128, 256)
+        for name in SCORE_NAMES
+    },
+    "decode-128-documents-combine": {"op": "hopper_decode", "reqs": 16, "score": "documents"},
+    "128-heads-cap": {"score": "heads", "cap": 50.0, "window": (127, 0)},
+}
+"""Cases with a score function, apart from `CASES`, whose machine code is compared over time."""
+
+
 def entry_cases() -> dict[str, TileEntry]:
     """Return the entries of the shipped tables for these kernels by case name, `OP:INDEX`."""
     entries = [
@@ -146,11 +168,15 @@ def compile_case(name: str) -> dict[str, Any]:
         wgmma: number of WGMMA instructions in the PTX.
         seconds: compile time.
     """
-    options = CASES[name] if name in CASES else _entry_options(entry_cases()[name])
+    known = CASES | SCORE_CASES
+    options = known[name] if name in known else _entry_options(entry_cases()[name])
     d, dtype, kv_heads = options.get("d", 128), options.get("dtype", BF16), 8
     dv, heads = options.get("dv", d), options.get("group", 4) * kv_heads
     decode = options.get("op") == "hopper_decode"
-    chosen: Any = choose_hopper_decode_tile(d, dv) if decode else choose_hopper_tile(d, dv)
+    has_score = "score" in options
+    chosen: Any = choose_hopper_tile(d, dv)
+    if decode:
+        chosen = choose_hopper_decode_tile(d, dv)
     tile = dataclasses.replace(chosen, **options.get("tile", {}))
     lengths = torch.zeros(options.get("reqs", 2), dtype=torch.int32)
     block_size = options.get("n", 16)
@@ -171,6 +197,9 @@ def compile_case(name: str) -> dict[str, Any]:
         logits_soft_cap=options.get("cap", 0.0),
         sinks=torch.empty(heads, dtype=sinks_dtype) if options.get("sinks") else None,
     )
+    if has_score:
+        score = score_options(options["score"], heads, lengths.shape[0])
+        params = dataclasses.replace(params, **score)
     outputs: dict[str, Any] = {
         "out": torch.empty(64, heads, dv, dtype=dtype),
         "lse": torch.empty(64, heads) if options.get("lse") else None,

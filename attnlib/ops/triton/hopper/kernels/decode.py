@@ -42,7 +42,14 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     wait_on_dependent_grids,
 )
 from attnlib.ops.triton.hopper.kernels.schedule import visible_span, visited_tiles
-from attnlib.ops.triton.hopper.kernels.softmax import LN2, add_sink, score_factor, transform_scores
+from attnlib.ops.triton.hopper.kernels.softmax import (
+    LN2,
+    LOG2E,
+    add_sink,
+    apply_function,
+    score_factor,
+    transform_scores,
+)
 from attnlib.ops.triton.hopper.kernels.tma_load import load_tile
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS, atomic_increment
 
@@ -50,13 +57,14 @@ __all__ = ["UNALIGNED", "UNSPECIALIZED", "hopper_decode_kernel"]
 
 UNSPECIALIZED = [
     "left", "right", "chunk", "num_reqs", "num_tokens", "num_blocks", "rows", "stride_qt",
-    "stride_qh", "stride_ot", "stride_oh", "stride_lt", "stride_table",
+    "stride_qh", "stride_ot", "stride_oh", "stride_lt", "stride_table", "rows0", "columns0",
+    "rows1", "columns1", "rows2", "columns2", "rows3", "columns3",
 ]  # fmt: skip
 """Parameters whose values must not select a compilation, because they change from step to step."""
 
 UNALIGNED = [
     "lse", "sinks", "query_start_loc", "seq_lens", "block_table", "partial_lses", "split_headers",
-    "counters",
+    "counters", "aux0", "aux1", "aux2", "aux3",
 ]  # fmt: skip
 """Pointers whose alignment must not select a compilation: slices of a batch or of the workspace
 with arbitrary offsets."""
@@ -67,8 +75,9 @@ _FIRST_COUNTER = gl.constexpr(PREFILL_COUNTERS)
 
 @gluon.jit
 def _num_key_tiles(
-    query_start_loc, seq_lens, request, mask, left, right, chunk, BLOCK_N: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+    query_start_loc, seq_lens, request, mask, left, right, chunk, aux, BOUNDS: gl.constexpr,
+    BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HAS_CHUNK: gl.constexpr,
 ):  # fmt: skip
     """Return how many key tiles a request visits, for one request or a vector of requests.
 
@@ -83,6 +92,10 @@ def _num_key_tiles(
     _, last = visible_span(
         seq_len - 1, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
     )
+    if BOUNDS is not None:
+        low, high, _, _ = BOUNDS(seq_len - query_len, seq_len - 1, seq_len, request, aux)
+        first = gl.maximum(first, low)
+        last = gl.minimum(last, high)
     tiles = (gl.maximum(last, 0) + BLOCK_N - 1) // BLOCK_N - gl.maximum(first, 0) // BLOCK_N
     return gl.where(query_len > 0, gl.maximum(tiles, 1), 0)
 
@@ -94,9 +107,9 @@ def _add(a, b):
 
 @gluon.jit
 def _tile_range(
-    query_start_loc, seq_lens, left, right, chunk, num_reqs, range_index, num_ranges,
-    BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_CHUNK: gl.constexpr,
+    query_start_loc, seq_lens, left, right, chunk, num_reqs, range_index, num_ranges, aux,
+    BOUNDS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
 ):  # fmt: skip
     """Return (begin, end, tiles per range, first request, tiles before that request) of a range.
 
@@ -111,15 +124,15 @@ def _tile_range(
     if num_reqs == 1:
         # The range begins in the only request.
         total = _num_key_tiles(
-            query_start_loc, seq_lens, 0, True, left, right, chunk, BLOCK_N, CAUSAL, HAS_LEFT,
-            HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            query_start_loc, seq_lens, 0, True, left, right, chunk, aux, BOUNDS, BLOCK_N, CAUSAL,
+            HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
     elif num_reqs <= LANES:
         # Every request has a lane, so the lengths are loaded and summed in one pass. This latency
         # is exposed: no key can be loaded before.
         lanes = gl.arange(0, LANES, layout)
         tiles = _num_key_tiles(
-            query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, BLOCK_N, CAUSAL,
-            HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, aux, BOUNDS,
+            BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
         ends = gl.associative_scan(tiles, 0, _add)
         total = gl.max(ends, 0)
         past = (ends <= range_index * ((total + num_ranges - 1) // num_ranges)) & (lanes < num_reqs)
@@ -130,16 +143,16 @@ def _tile_range(
         for base in range(0, num_reqs, LANES):
             lanes = base + gl.arange(0, LANES, layout)
             tiles = _num_key_tiles(
-                query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, BLOCK_N,
-                CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+                query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, aux,
+                BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
             total += gl.sum(tiles, 0)
         begin = range_index * ((total + num_ranges - 1) // num_ranges)
         seen = 0
         for base in range(0, num_reqs, LANES):
             lanes = base + gl.arange(0, LANES, layout)
             tiles = _num_key_tiles(
-                query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, BLOCK_N,
-                CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+                query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, aux,
+                BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
             ends = seen + gl.associative_scan(tiles, 0, _add)
             past = (ends <= begin) & (lanes < num_reqs)
             request += gl.sum(past.to(gl.int32), 0)
@@ -153,9 +166,9 @@ def _tile_range(
 @gluon.jit
 def _loader(
     cache, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_blocks,
-    stride_table, ring, full, empty, NUM_KV_HEADS: gl.constexpr, TILE_TOKENS: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+    stride_table, ring, full, empty, aux, BOUNDS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
+    TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
 ):  # fmt: skip
     """Load the key or value tiles of the CTA's range into a ring, split after split. One warp."""
     BLOCK_N: gl.constexpr = ring.shape[1]
@@ -163,22 +176,22 @@ def _loader(
     wait_on_dependent_grids()
     position, range_end, _, request, before = _tile_range(
         query_start_loc, seq_lens, left, right, chunk, num_reqs, gl.program_id(0) // NUM_KV_HEADS,
-        gl.num_programs(0) // NUM_KV_HEADS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
+        gl.num_programs(0) // NUM_KV_HEADS, aux, BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
         HAS_CHUNK)  # fmt: skip
     kv_head = gl.program_id(0) % NUM_KV_HEADS
     step = 0
     while position < range_end:
         tiles = _num_key_tiles(
-            query_start_loc, seq_lens, request, True, left, right, chunk, BLOCK_N, CAUSAL, HAS_LEFT,
-            HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            query_start_loc, seq_lens, request, True, left, right, chunk, aux, BOUNDS, BLOCK_N,
+            CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
         request_end = before + tiles
         # Requests without queries have no tiles and are skipped.
         if position < request_end:
             query_len = gl.load(query_start_loc + request + 1) - gl.load(query_start_loc + request)
             seq_len = gl.load(seq_lens + request)
             first_tile, _, _, _ = visited_tiles(
-                0, query_len, seq_len, left, right, chunk, TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT,
-                HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+                0, query_len, seq_len, left, right, chunk, request, aux, BOUNDS, TILE_TOKENS,
+                BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
             table = block_table + request.to(gl.int64) * stride_table
             pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
             count = gl.minimum(range_end, request_end) - position
@@ -269,8 +282,9 @@ def _store_weights(p_tile, weights):
 @gluon.jit
 def _step(
     q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, row_max, row_sum, step,
-    tile, row_first, row_last, factor, soft_cap, STAGES: gl.constexpr, MASKED: gl.constexpr,
-    CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
+    tile, row_first, row_last, factor, soft_cap, scale, positions, heads, request, aux,
+    SCORE: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr,
+    HAS_CAP: gl.constexpr,
 ):  # fmt: skip
     """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
 
@@ -296,10 +310,20 @@ def _step(
     # One group may stay in flight: K @ Q^T is complete, V^T @ P^T overlaps with the softmax.
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
+    if SCORE is not None:
+        keys = tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
+        scores = apply_function(
+            scores, scale, factor, soft_cap, positions[None, :], keys[:, None], heads[None, :],
+            request, aux, SCORE, HAS_CAP)  # fmt: skip
+    else:
+        scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
     if MASKED:
         scores = _mask_scores(scores, row_first, row_last, tile * KEYS, CHECK_FIRST)
-    weights, acc_scale, row_max = _online_softmax(scores, factor, row_max, MASKED, HAS_CAP)
+    if SCORE is not None:
+        # The function may hide keys of any tile.
+        weights, acc_scale, row_max = _online_softmax(scores, LOG2E, row_max, True, False)
+    else:
+        weights, acc_scale, row_max = _online_softmax(scores, factor, row_max, MASKED, HAS_CAP)
     row_sum = _add_weights(row_sum, acc_scale, weights)
     # V^T @ P^T is complete: its stage and p_tile are free, and the accumulator may be rescaled.
     acc = warpgroup_mma_wait(0, deps=[acc])
@@ -314,7 +338,8 @@ def _consumer(
     query, out, lse, sinks, query_start_loc, seq_lens, partials, partial_lses, split_headers,
     counters, scale, soft_cap, left, right, chunk, num_reqs, num_tokens, rows, stride_qt, stride_qh,
     stride_ot, stride_oh, stride_lt, q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full,
-    v_empty, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    v_empty, aux, SCORE: gl.constexpr, BOUNDS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
     COMBINE_IN_KERNEL: gl.constexpr, SPLITS_PER_LOAD: gl.constexpr, CAUSAL: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
@@ -332,6 +357,8 @@ def _consumer(
     Q_LANES: gl.constexpr = min(32, WIDTH // 8)
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // Q_LANES, Q_LANES], [4, 1], [1, 0])
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK
+    # With bounds, unmasked tiles have scores that the function does not change.
+    FULL_SCORE: gl.constexpr = None if BOUNDS is not None else SCORE
     factor = score_factor(scale, soft_cap, HAS_CAP)
     # PDL: the previous kernel may have written the queries, the cache or the lengths.
     wait_on_dependent_grids()
@@ -340,15 +367,15 @@ def _consumer(
         launch_dependent_grids()
     range_begin, range_end, per_range, request, before = _tile_range(
         query_start_loc, seq_lens, left, right, chunk, num_reqs, gl.program_id(0) // NUM_KV_HEADS,
-        gl.num_programs(0) // NUM_KV_HEADS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
+        gl.num_programs(0) // NUM_KV_HEADS, aux, BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
         HAS_CHUNK)  # fmt: skip
     kv_head = gl.program_id(0) % NUM_KV_HEADS
     position = range_begin
     step = 0
     while position < range_end:
         tiles = _num_key_tiles(
-            query_start_loc, seq_lens, request, True, left, right, chunk, BLOCK_N, CAUSAL, HAS_LEFT,
-            HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            query_start_loc, seq_lens, request, True, left, right, chunk, aux, BOUNDS, BLOCK_N,
+            CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
         request_end = before + tiles
         if position < request_end:
             # One split: tiles [skipped, skipped + count) of the request.
@@ -358,8 +385,8 @@ def _consumer(
             query_len = gl.load(query_start_loc + request + 1) - start
             seq_len = gl.load(seq_lens + request)
             first_tile, left_end, right_begin, _ = visited_tiles(
-                0, query_len, seq_len, left, right, chunk, TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT,
-                HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+                0, query_len, seq_len, left, right, chunk, request, aux, BOUNDS, TILE_TOKENS,
+                BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
 
             q_rows = gl.arange(0, ROWS, gl.SliceLayout(1, Q_LAYOUT))
             q_valid = (q_rows < TILE_TOKENS * GROUP) & (q_rows // GROUP < query_len)
@@ -382,8 +409,10 @@ def _consumer(
 
             row = gl.arange(0, ROWS, COLUMN)
             token = row // GROUP
+            positions = token + (seq_len - query_len)
+            query_head = kv_head * GROUP + row % GROUP
             row_first, row_last = visible_span(
-                token + (seq_len - query_len), seq_len, left, right, chunk, CAUSAL, HAS_LEFT,
+                positions, seq_len, left, right, chunk, CAUSAL, HAS_LEFT,
                 HAS_RIGHT, HAS_CHUNK)  # fmt: skip
             row_max = gl.full([ROWS], float("-inf"), gl.float32, COLUMN)
             acc = gl.zeros([WIDTH_V, ROWS], gl.float32, LAYOUT)
@@ -398,9 +427,18 @@ def _consumer(
             )
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k_empty.index(stage), count=1)
-            scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
+            if SCORE is not None:
+                keys = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+                scores = apply_function(
+                    scores, scale, factor, soft_cap, positions[None, :], keys[:, None],
+                    query_head[None, :], request, aux, SCORE, HAS_CAP)  # fmt: skip
+            else:
+                scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
             scores = _mask_scores(scores, row_first, row_last, tile * BLOCK_N, CHECK_LEFT)
-            weights, _, row_max = _online_softmax(scores, factor, row_max, True, HAS_CAP)
+            if SCORE is not None:
+                weights, _, row_max = _online_softmax(scores, LOG2E, row_max, True, False)
+            else:
+                weights, _, row_max = _online_softmax(scores, factor, row_max, True, HAS_CAP)
             row_sum = weights
             if ROWS > 16:
                 row_sum = gl.sum(weights, 0)
@@ -413,12 +451,14 @@ def _consumer(
                     acc, row_max, row_sum = _step(
                         q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
                         row_max, row_sum, step + i, tile, row_first, row_last, factor, soft_cap,
-                        STAGES, True, CHECK_LEFT, HAS_CAP)  # fmt: skip
+                        scale, positions, query_head, request, aux, SCORE, STAGES, True, CHECK_LEFT,
+                        HAS_CAP)  # fmt: skip
                 else:
                     acc, row_max, row_sum = _step(
                         q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
                         row_max, row_sum, step + i, tile, row_first, row_last, factor, soft_cap,
-                        STAGES, False, CHECK_LEFT, HAS_CAP)  # fmt: skip
+                        scale, positions, query_head, request, aux, FULL_SCORE, STAGES, False,
+                        CHECK_LEFT, HAS_CAP)  # fmt: skip
 
             # Epilogue: the product with the values of the last tile.
             step += count
@@ -511,15 +551,16 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def hopper_decode_kernel(
-    key_desc, value_desc, query, out, lse, sinks, query_start_loc, seq_lens, block_table, partials,
-    partial_lses, split_headers, counters, scale, soft_cap, left, right, chunk, num_reqs,
-    num_tokens, num_blocks, rows, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
-    stride_table, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    COMBINE_IN_KERNEL: gl.constexpr, SPLITS_PER_LOAD: gl.constexpr, CAUSAL: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
-    HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
+    key_desc, value_desc, query, out, lse, sinks, aux0, aux1, aux2, aux3, query_start_loc, seq_lens,
+    block_table, partials, partial_lses, split_headers, counters, scale, soft_cap, left, right,
+    chunk, num_reqs, num_tokens, num_blocks, rows, stride_qt, stride_qh, stride_ot, stride_oh,
+    stride_lt, stride_table, rows0, columns0, rows1, columns1, rows2, columns2, rows3, columns3,
+    SCORE: gl.constexpr, BOUNDS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr,
+    TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr, COMBINE_IN_KERNEL: gl.constexpr, SPLITS_PER_LOAD: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+    HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 4 + 1 + 1 warps. Grid: tile ranges * NUM_KV_HEADS, all resident at the same time.
 
@@ -530,7 +571,11 @@ def hopper_decode_kernel(
         split_headers: int32 [tokens, KV heads] for `hopper_combine_kernel`; not COMBINE_IN_KERNEL.
         counters: int32 zeros, one for each CTA after the prefill's; only with COMBINE_IN_KERNEL.
         rows: query heads of a group times the largest query length; ROWS is the N of WGMMA.
+        aux0 to columns3: tensors of the score function SCORE, as in `kernels.score`; None without.
     """
+    aux = (
+        aux0, rows0, columns0, aux1, rows1, columns1, aux2, rows2, columns2, aux3, rows3, columns3,
+    )  # fmt: skip
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], key_desc.dtype)
     P_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], key_desc.dtype)
     K_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH], key_desc.dtype)
@@ -559,17 +604,17 @@ def hopper_decode_kernel(
                 query, out, lse, sinks, query_start_loc, seq_lens, partials, partial_lses,
                 split_headers, counters, scale, soft_cap, left, right, chunk, num_reqs, num_tokens,
                 rows, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tile, p_tile, k_ring,
-                v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS,
-                BLOCK_SIZE, STAGES, COMBINE_IN_KERNEL, SPLITS_PER_LOAD, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                v_ring, k_full, k_empty, v_full, v_empty, aux, SCORE, BOUNDS, NUM_KV_HEADS, GROUP,
+                D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, COMBINE_IN_KERNEL, SPLITS_PER_LOAD, CAUSAL,
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
             (_loader, (
                 key_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
-                num_blocks, stride_table, k_ring, k_full, k_empty, NUM_KV_HEADS, TILE_TOKENS,
-                BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+                num_blocks, stride_table, k_ring, k_full, k_empty, aux, BOUNDS, NUM_KV_HEADS,
+                TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
             (_loader, (
                 value_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
-                num_blocks, stride_table, v_ring, v_full, v_empty, NUM_KV_HEADS, TILE_TOKENS,
-                BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+                num_blocks, stride_table, v_ring, v_full, v_empty, aux, BOUNDS, NUM_KV_HEADS,
+                TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
         ],
         [1, 1],
         # Registers per thread of the two loader warps.

@@ -15,7 +15,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnlib.ops.triton.hopper.kernels.softmax import mask_scores, online_softmax, transform_scores
+from attnlib.ops.triton.hopper.kernels.softmax import (
+    LOG2E,
+    apply_function,
+    mask_scores,
+    online_softmax,
+    transform_scores,
+)
 
 __all__ = ["overlapped_step", "pack_weights", "unpack_weights"]
 
@@ -52,8 +58,9 @@ def unpack_weights(words, DTYPE: gl.constexpr, P_LAYOUT: gl.constexpr):
 @gluon.jit
 def overlapped_step(
     q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, row_max, row_sum, step,
-    tile, row_first, row_last, factor, soft_cap, STAGES: gl.constexpr, MASKED: gl.constexpr,
-    CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr, P_LAYOUT: gl.constexpr,
+    tile, row_first, row_last, factor, soft_cap, scale, positions, heads, request, aux,
+    SCORE: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr,
+    HAS_CAP: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
 
@@ -82,12 +89,24 @@ def overlapped_step(
     # One group may stay in flight: Q @ K^T is complete, P @ V overlaps with the softmax.
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
+    if SCORE is not None:
+        keys = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
+        scores = apply_function(
+            scores, scale, factor, soft_cap, positions[:, None], keys[None, :], heads[:, None],
+            request, aux, SCORE, HAS_CAP)  # fmt: skip
+    else:
+        scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
     if MASKED:
         scores = mask_scores(scores, row_first, row_last, tile * BLOCK_N, CHECK_FIRST)
-    probs, acc_scale, row_max, row_sum = online_softmax(
-        scores, factor, row_max, row_sum, MASKED, HAS_CAP
-    )
+    if SCORE is not None:
+        # The function may hide keys of any tile.
+        probs, acc_scale, row_max, row_sum = online_softmax(
+            scores, LOG2E, row_max, row_sum, True, False
+        )
+    else:
+        probs, acc_scale, row_max, row_sum = online_softmax(
+            scores, factor, row_max, row_sum, MASKED, HAS_CAP
+        )
     # P @ V is complete: its stage is free, and the accumulator may be rescaled.
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index(v_stage), count=1)

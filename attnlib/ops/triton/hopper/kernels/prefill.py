@@ -50,6 +50,7 @@ from attnlib.ops.triton.hopper.kernels.schedule import find_tile, visible_span, 
 from attnlib.ops.triton.hopper.kernels.softmax import (
     LN2,
     LOG2E,
+    apply_function,
     mask_scores,
     online_softmax,
     score_factor,
@@ -63,10 +64,13 @@ __all__ = ["UNALIGNED", "UNSPECIALIZED", "hopper_prefill_kernel"]
 UNSPECIALIZED = [
     "left", "right", "chunk", "num_reqs", "num_tokens", "num_tiles", "concurrent", "section",
     "num_blocks", "stride_qt", "stride_qh", "stride_ot", "stride_oh", "stride_lt", "stride_table",
+    "rows0", "columns0", "rows1", "columns1", "rows2", "columns2", "rows3", "columns3",
 ]  # fmt: skip
 """Parameters whose values must not select a compilation, because they change from step to step."""
 
-UNALIGNED = ["lse", "sinks", "query_start_loc", "seq_lens", "block_table"]
+UNALIGNED = [
+    "lse", "sinks", "query_start_loc", "seq_lens", "block_table", "aux0", "aux1", "aux2", "aux3",
+]  # fmt: skip
 """Pointers whose alignment must not select a compilation: slices of a batch with arbitrary
 offsets."""
 
@@ -115,12 +119,12 @@ def _publish(
 def _key_loader(
     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left, right, chunk,
     num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks, stride_table, mailbox,
-    q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty, k_full, k_empty,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, TILE_TOKENS: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr, PERSISTENT: gl.constexpr,
-    FIELDS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_CHUNK: gl.constexpr,
+    q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, aux,
+    BOUNDS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr,
+    PERSISTENT: gl.constexpr, FIELDS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
 ):  # fmt: skip
     """Select and publish work items; load queries and keys. One warp.
 
@@ -185,8 +189,8 @@ def _key_loader(
                             )
                     loaded += 1
                 begin, _, _, end = visited_tiles(
-                    first_token, query_len, seq_len, left, right, chunk, TILE_TOKENS, BLOCK_N,
-                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+                    first_token, query_len, seq_len, left, right, chunk, request, aux, BOUNDS,
+                    TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
         table = block_table + gl.minimum(request, num_reqs - 1).to(gl.int64) * stride_table
         pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
         # The next item is claimed 4 steps before the end of this one: early enough to hide the
@@ -224,7 +228,8 @@ def _key_loader(
 @gluon.jit
 def _value_loader(
     value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table, mailbox,
-    v_ring, mail_full, mail_empty, v_full, v_empty, TILE_TOKENS: gl.constexpr,
+    v_ring, mail_full, mail_empty, v_full, v_empty, aux, BOUNDS: gl.constexpr,
+    TILE_TOKENS: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, FIELDS: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
 ):  # fmt: skip
@@ -245,8 +250,8 @@ def _value_loader(
         mail += 1
         if (request >= 0) & (request < num_reqs):
             begin, _, _, end = visited_tiles(
-                first_token, query_len, seq_len, left, right, chunk, TILE_TOKENS, BLOCK_N, CAUSAL,
-                HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+                first_token, query_len, seq_len, left, right, chunk, request, aux, BOUNDS,
+                TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
             table = block_table + request.to(gl.int64) * stride_table
             pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
             for back in range(0, end - begin):
@@ -302,12 +307,13 @@ def _rows(
 def _consumer(
     query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, concurrent, stride_qt,
     stride_qh, stride_ot, stride_oh, stride_lt, mailbox, q_tiles, k_ring, v_ring, mail_full,
-    mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, WARPGROUP: gl.constexpr,
-    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, TILE_TOKENS: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    LOAD_QUERY: gl.constexpr, STAGED_STORE: gl.constexpr, FIELDS: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
-    HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
+    mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE: gl.constexpr,
+    BOUNDS: gl.constexpr, WARPGROUP: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr,
+    STAGED_STORE: gl.constexpr, FIELDS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr,
+    HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """Compute the 64 rows of consumer warpgroup WARPGROUP of each published work item."""
     WIDTH: gl.constexpr = q_tiles.shape[2]
@@ -323,6 +329,8 @@ def _consumer(
     STORE_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // V_LANES, V_LANES], [4, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK
+    # With bounds, unmasked tiles have scores that the function does not change.
+    FULL_SCORE: gl.constexpr = None if BOUNDS is not None else SCORE
     factor = score_factor(scale, soft_cap, HAS_CAP)
     if concurrent == 0:
         # PDL: the previous kernel may have written the queries or read the output.
@@ -361,8 +369,8 @@ def _consumer(
                 )
         if (request >= 0) & (request < num_reqs):
             begin, left_end, right_begin, end = visited_tiles(
-                first_token, query_len, seq_len, left, right, chunk, TILE_TOKENS, BLOCK_N, CAUSAL,
-                HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+                first_token, query_len, seq_len, left, right, chunk, request, aux, BOUNDS,
+                TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
 
             q_stage = loaded % Q_STAGES
             q_tile = q_tiles.index(q_stage * CONSUMERS + WARPGROUP)
@@ -390,8 +398,9 @@ def _consumer(
             token, head, valid = _rows(
                 first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS, ROW
             )
+            positions = token + (seq_len - query_len)
             row_first, row_last = visible_span(
-                token + (seq_len - query_len), seq_len, left, right, chunk, CAUSAL, HAS_LEFT,
+                positions, seq_len, left, right, chunk, CAUSAL, HAS_LEFT,
                 HAS_RIGHT, HAS_CHUNK)  # fmt: skip
             row_max = gl.full([64], float("-inf"), gl.float32, ROW)
             row_sum = gl.full([64], 0.0, gl.float32, ROW)
@@ -408,11 +417,22 @@ def _consumer(
                 )
                 scores = warpgroup_mma_wait(0, deps=[scores])
                 mbarrier.arrive(k_empty.index(stage), count=1)
-                scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
+                if SCORE is not None:
+                    keys = (end - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
+                    scores = apply_function(
+                        scores, scale, factor, soft_cap, positions[:, None], keys[None, :],
+                        head[:, None], request, aux, SCORE, HAS_CAP)  # fmt: skip
+                else:
+                    scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
                 scores = mask_scores(scores, row_first, row_last, (end - 1) * BLOCK_N, CHECK_LEFT)
-                probs, _, row_max, row_sum = online_softmax(
-                    scores, factor, row_max, row_sum, True, HAS_CAP
-                )
+                if SCORE is not None:
+                    probs, _, row_max, row_sum = online_softmax(
+                        scores, LOG2E, row_max, row_sum, True, False
+                    )
+                else:
+                    probs, _, row_max, row_sum = online_softmax(
+                        scores, factor, row_max, row_sum, True, HAS_CAP
+                    )
                 weights = pack_weights(probs, DTYPE)
                 past_end = seq_len - (end - 1) * BLOCK_N
                 # TMA fills whole pages past the end with zeros, but not the rest of the last page.
@@ -428,20 +448,23 @@ def _consumer(
                     acc, weights, row_max, row_sum = overlapped_step(
                         q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
                         row_max, row_sum, step, end - 2 - back, row_first, row_last, factor,
-                        soft_cap, STAGES, True, CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
+                        soft_cap, scale, positions, head, request, aux, SCORE, STAGES, True,
+                        CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
                     step += 1
                 for back in range(0, full_end - full_begin):
                     acc, weights, row_max, row_sum = overlapped_step(
                         q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
                         row_max, row_sum, step, full_end - 1 - back, row_first, row_last, factor,
-                        soft_cap, STAGES, False, CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
+                        soft_cap, scale, positions, head, request, aux, FULL_SCORE, STAGES, False,
+                        CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
                     step += 1
-                if CHECK_LEFT:
+                if CHECK_LEFT or BOUNDS is not None:
                     for back in range(0, full_begin - begin):
                         acc, weights, row_max, row_sum = overlapped_step(
                             q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
                             row_max, row_sum, step, full_begin - 1 - back, row_first, row_last,
-                            factor, soft_cap, STAGES, True, CHECK_LEFT, HAS_CAP,
+                            factor, soft_cap, scale, positions, head, request, aux, SCORE, STAGES,
+                            True, CHECK_LEFT, HAS_CAP,
                             P_LAYOUT)  # fmt: skip
                         step += 1
 
@@ -498,16 +521,18 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def hopper_prefill_kernel(
-    key_desc, value_desc, query_desc, query, out, lse, sinks, query_start_loc, seq_lens,
-    block_table, counters, scale, soft_cap, left, right, chunk, num_reqs, num_tokens, num_tiles,
-    concurrent, section, num_blocks, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
-    stride_table, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr, PERSISTENT: gl.constexpr,
-    STAGED_STORE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
-    HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
+    key_desc, value_desc, query_desc, query, out, lse, sinks, aux0, aux1, aux2, aux3,
+    query_start_loc, seq_lens, block_table, counters, scale, soft_cap, left, right, chunk, num_reqs,
+    num_tokens, num_tiles, concurrent, section, num_blocks, stride_qt, stride_qh, stride_ot,
+    stride_oh, stride_lt, stride_table, rows0, columns0, rows1, columns1, rows2, columns2, rows3,
+    columns3, SCORE: gl.constexpr, BOUNDS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr,
+    WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    LOAD_QUERY: gl.constexpr, PERSISTENT: gl.constexpr, STAGED_STORE: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
+    HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 4 warps per consumer and 1 + 1 loader warps.
 
@@ -521,7 +546,11 @@ def hopper_prefill_kernel(
         concurrent: 1 to run next to the previous kernel, 0 to wait for it first.
         section: KV heads of a section, as in `schedule.find_tile`.
         num_blocks: blocks of the cache.
+        aux0 to columns3: tensors of the score function SCORE, as in `kernels.score`; None without.
     """
+    aux = (
+        aux0, rows0, columns0, aux1, rows1, columns1, aux2, rows2, columns2, aux3, rows3, columns3,
+    )  # fmt: skip
     FIELDS: gl.constexpr = 6
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, WIDTH], key_desc.dtype)
     K_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH], key_desc.dtype)
@@ -565,33 +594,33 @@ def hopper_prefill_kernel(
                     query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
                     concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
                     q_tiles, k_ring, v_ring, mail_full, mail_empty, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
-                    Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                    k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 0, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
                 (_consumer, (
                     query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
                     concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
                     q_tiles, k_ring, v_ring, mail_full, mail_empty, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
-                    Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                    k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 1, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
                 (_consumer, (
                     query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
                     concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
                     q_tiles, k_ring, v_ring, mail_full, mail_empty, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, 2, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
-                    Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                    k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 2, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
                 (_key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
                     stride_table, mailbox, q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty,
-                    k_full, k_empty, NUM_KV_HEADS, GROUP, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES,
-                    Q_STAGES, CONSUMERS, LOAD_QUERY, PERSISTENT, FIELDS, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK)),
+                    k_full, k_empty, aux, BOUNDS, NUM_KV_HEADS, GROUP, TILE_TOKENS, BLOCK_N,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, PERSISTENT, FIELDS, CAUSAL,
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
                 (_value_loader, (
-                    value_desc, block_table, left, right, chunk, num_reqs, num_blocks,
-                    stride_table, mailbox, v_ring, mail_full, mail_empty, v_full, v_empty,
+                    value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
+                    mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, aux, BOUNDS,
                     TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
                     HAS_CHUNK)),
             ],
@@ -605,26 +634,26 @@ def hopper_prefill_kernel(
                     query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
                     concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
                     q_tiles, k_ring, v_ring, mail_full, mail_empty, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
-                    Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                    k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 0, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
                 (_consumer, (
                     query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
                     concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
                     q_tiles, k_ring, v_ring, mail_full, mail_empty, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
-                    Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                    k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 1, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
                 (_key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
                     stride_table, mailbox, q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty,
-                    k_full, k_empty, NUM_KV_HEADS, GROUP, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES,
-                    Q_STAGES, CONSUMERS, LOAD_QUERY, PERSISTENT, FIELDS, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK)),
+                    k_full, k_empty, aux, BOUNDS, NUM_KV_HEADS, GROUP, TILE_TOKENS, BLOCK_N,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, PERSISTENT, FIELDS, CAUSAL,
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
                 (_value_loader, (
-                    value_desc, block_table, left, right, chunk, num_reqs, num_blocks,
-                    stride_table, mailbox, v_ring, mail_full, mail_empty, v_full, v_empty,
+                    value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
+                    mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, aux, BOUNDS,
                     TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
                     HAS_CHUNK)),
             ],

@@ -72,14 +72,15 @@ def visible_span(
 
 @gluon.jit
 def visited_tiles(
-    first_token, query_len, seq_len, left, right, chunk, TILE_TOKENS: gl.constexpr,
-    BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_CHUNK: gl.constexpr,
+    first_token, query_len, seq_len, left, right, chunk, request, aux, BOUNDS: gl.constexpr,
+    TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
 ):  # fmt: skip
     """Return (begin, left_end, right_begin, end), numbers of key tiles for one query tile.
 
     Tiles [begin, end) are visited. Tiles [left_end, right_begin) are entirely visible to every row
-    and need no mask. begin <= left_end <= right_begin <= end.
+    and need no mask; where a score function has BOUNDS, it changes no score in them either.
+    begin <= left_end <= right_begin <= end.
     """
     # Both ends of a row's span never decrease from row to row, so the first and the last row of the
     # tile bound them.
@@ -91,11 +92,19 @@ def visited_tiles(
     first_high, last_high = visible_span(
         last_token + shift, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
     )
+    if BOUNDS is not None:
+        low, high, same_low, same_high = BOUNDS(
+            first_token + shift, last_token + shift, seq_len, request, aux
+        )
+        first_low = gl.maximum(first_low, low)
+        last_high = gl.minimum(last_high, high)
+        first_high = gl.maximum(first_high, same_low)
+        last_low = gl.minimum(last_low, same_high)
     begin = gl.maximum(first_low, 0) // BLOCK_N
     end = gl.maximum((gl.maximum(last_high, 0) + BLOCK_N - 1) // BLOCK_N, begin)
     right_begin = gl.minimum(gl.maximum(gl.maximum(last_low, 0) // BLOCK_N, begin), end)
     left_end = begin
-    if HAS_LEFT or HAS_CHUNK:
+    if HAS_LEFT or HAS_CHUNK or BOUNDS is not None:
         left_end = gl.minimum(
             gl.maximum((gl.maximum(first_high, 0) + BLOCK_N - 1) // BLOCK_N, begin), right_begin
         )

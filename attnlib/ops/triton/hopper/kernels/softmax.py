@@ -12,7 +12,8 @@ from triton.experimental.gluon import language as gl
 from attnlib.ops.triton.hopper.kernels.compat import exp2
 
 __all__ = [
-    "LN2", "LOG2E", "add_sink", "mask_scores", "online_softmax", "score_factor", "transform_scores",
+    "LN2", "LOG2E", "add_sink", "apply_function", "mask_scores", "online_softmax", "score_factor",
+    "transform_scores",
 ]  # fmt: skip
 
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
@@ -36,6 +37,22 @@ def transform_scores(scores, factor, soft_cap, HAS_CAP: gl.constexpr):
         exp_2x = exp2(scores * factor)
         scores = (soft_cap - (2.0 * soft_cap) / (exp_2x + 1.0)) * LOG2E
     return scores
+
+
+@gluon.jit
+def apply_function(
+    scores, scale, factor, soft_cap, positions, keys, heads, request, aux, SCORE: gl.constexpr,
+    HAS_CAP: gl.constexpr,
+):  # fmt: skip
+    """Return the scores after scale, soft cap and score function (M3), in natural units.
+
+    `positions`, `keys` and `heads` broadcast with the scores; `factor` is that of `score_factor`.
+    """
+    if HAS_CAP:
+        logits = soft_cap - (2.0 * soft_cap) / (exp2(scores * factor) + 1.0)
+    else:
+        logits = scores * scale
+    return SCORE(logits, positions, keys, heads, request, aux).to(gl.float32)
 
 
 @gluon.jit
