@@ -115,9 +115,11 @@ def floor(x):
 def lookup(table, row, column=None):
     """Load from an auxiliary tensor; indices past an edge read the element at the edge."""
     # Rows of a tile that do not exist and keys past the end have indices outside of the tensor.
-    offset = tl.minimum(tl.maximum(row, 0), table[1] - 1)
+    # Positions may be float32 (`launch.score.takes_floats`).
+    offset = tl.minimum(tl.maximum(row, 0), table[1] - 1).to(tl.int32)
     if column is not None:
-        offset = offset * table[2] + tl.minimum(tl.maximum(column, 0), table[2] - 1)
+        column = tl.minimum(tl.maximum(column, 0), table[2] - 1).to(tl.int32)
+        offset = offset * table[2] + column
     value = tl.load(table[0] + offset)
     if value.dtype != tl.int32:
         value = value.to(tl.float32)
