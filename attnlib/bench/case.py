@@ -21,6 +21,7 @@ from attnlib.errors import ContractError
 from attnlib.spec import AttentionSpec
 from attnlib.testing.batch_spec import BatchSpec, parse_batch
 from attnlib.testing.block_placement import BlockPlacement, place_blocks
+from attnlib.testing.score_functions import load_score_function
 
 __all__ = ["DECODE_TOKENS", "BenchCase", "check_case", "parse_case"]
 
@@ -48,6 +49,7 @@ class BenchCase:
         logits_soft_cap: soft cap of the logits (M3).
         sinks: True for one sink logit per head (M4).
         scale: softmax scale; None means 1/sqrt(D).
+        score: path of a score function (M10), `module:name` or `path/to/file.py:name`.
     """
 
     name: str
@@ -63,6 +65,7 @@ class BenchCase:
     logits_soft_cap: float | None = None
     sinks: bool = False
     scale: float | None = None
+    score: str | None = None
 
     @property
     def spec(self) -> AttentionSpec:
@@ -89,6 +92,7 @@ class BenchCase:
             sliding_window=self.sliding_window,
             logits_soft_cap=self.logits_soft_cap,
             has_sink=self.sinks,
+            score_function=None if self.score is None else load_score_function(self.score),
         )
 
     @property
@@ -106,6 +110,7 @@ class BenchCase:
         words += [f"window {self.sliding_window}"] if self.sliding_window else []
         words += [f"soft cap {self.logits_soft_cap:g}"] if self.logits_soft_cap else []
         words += ["sinks"] if self.sinks else []
+        words += [f"score {self.score.rpartition(':')[2]}"] if self.score else []
         cache = "" if self.kv_cache_dtype == "auto" else f", cache {self.kv_cache_dtype}"
         return ", ".join([*words, f"page {self.block_size}", self.dtype]) + cache
 
@@ -144,6 +149,7 @@ _KEYS: Mapping[str, Callable[[str], dict[str, Any]]] = {
     "window": lambda text: {"sliding_window": int(text)},
     "cap": lambda text: {"logits_soft_cap": float(text)},
     "sinks": lambda text: {"sinks": text not in ("0", "no")},
+    "score": lambda text: {"score": text},
     "dtype": lambda text: {"dtype": text},
     "kv": lambda text: {"kv_cache_dtype": text},
 }
@@ -182,7 +188,12 @@ def check_case(case: BenchCase) -> None:
     Raises:
         ContractError: an empty batch, padding rows, or a query longer than its sequence.
     """
-    _ = case.spec
+    function = case.spec.score_function
+    if function is not None and function.needs_bidirectional:
+        raise ContractError(
+            f"case {case.name!r}: score function {function} needs a bidirectional layer, and cases "
+            "are causal: time it with benchmarks/gpu/score_functions.py"
+        )
     if case.batch.padding_tokens or not case.batch.num_actual_tokens:
         raise ContractError(
             f"case {case.name!r} has padding rows or no query tokens; use a batch with query "

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -20,7 +20,7 @@ from attnlib.backends.base import AttentionImpl
 from attnlib.bench.inputs import CaseInputs
 from attnlib.testing.budget import Comparison, compare
 from attnlib.testing.layouts import read_slots, write_slots
-from attnlib.testing.oracle import unpaged_attention
+from attnlib.testing.oracle import OracleParams, unpaged_attention
 
 __all__ = ["CorrectnessCheck", "contested_rows", "sample_rows"]
 
@@ -122,17 +122,16 @@ class CorrectnessCheck:
         same_precision: list[torch.Tensor] = []
         params, dtype = self._inputs.params, self._inputs.spec.dtype
         for row in rows:
-            query, key, value = self._row(row)
+            query, key, value, request = self._row(row)
+            own = _of_request(params, request)
             query_ends, key_ends = torch.tensor([0, 1]), torch.tensor([0, len(key)])
             for found, precision in ((exact, torch.float64), (same_precision, dtype)):
-                result = unpaged_attention(
-                    query, key, value, query_ends, key_ends, params, precision
-                )
+                result = unpaged_attention(query, key, value, query_ends, key_ends, own, precision)
                 found.append(result.out)
         return _Expected(torch.cat(exact), torch.cat(same_precision))
 
-    def _row(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One query `[1, Hq, D]` and the keys and values up to its own position."""
+    def _row(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """One query `[1, Hq, D]`, the keys and values up to its own position, and its request."""
         inputs = self._inputs
         batch, block_size = inputs.case.batch, inputs.case.block_size
         ends = list(accumulate(batch.query_lens))
@@ -144,7 +143,15 @@ class CorrectnessCheck:
         key, value = (
             _gather(view, blocks, length) for view in (cache.key_cache, cache.value_cache)
         )
-        return inputs.query[row : row + 1], key, value
+        return inputs.query[row : row + 1], key, value, request
+
+
+def _of_request(params: OracleParams, request: int) -> OracleParams:
+    """The parameters for a batch that consists of one row of this request."""
+    score = params.score
+    if score is None:
+        return params
+    return replace(params, score=lambda _, *scores: score(request, *scores))
 
 
 def _gather(view: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:

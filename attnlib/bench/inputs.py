@@ -19,6 +19,7 @@ from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.spec import AttentionSpec
 from attnlib.testing.layouts import read_slots
 from attnlib.testing.oracle import OracleParams
+from attnlib.testing.score_functions import make_score_tensors, oracle_score
 
 __all__ = ["CaseInputs", "cold_copies", "make_inputs"]
 
@@ -42,6 +43,7 @@ class CaseInputs:
         value: `[T, Hkv, Dv]`, packed.
         output: `[T, Hq, Dv]`, filled with NaN.
         params: the parameters of attention for the oracle.
+        score_tensors: layer tensors of the score function by name.
     """
 
     case: BenchCase
@@ -54,6 +56,7 @@ class CaseInputs:
     value: torch.Tensor
     output: torch.Tensor
     params: OracleParams
+    score_tensors: dict[str, torch.Tensor]
 
     @property
     def slots(self) -> torch.Tensor:
@@ -90,8 +93,19 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> CaseInp
     """
     spec = case.spec
     placement = case.place(seed)
+    function = spec.score_function
+    tensors: dict[str, torch.Tensor] = {}
+    if function is not None:
+        made = make_score_tensors(function, spec.num_heads, case.batch.seq_lens)
+        tensors = {name: tensor.to(device) for name, tensor in made.items()}
+    layer_names = () if function is None else function.layer_tensors
     common = CommonAttentionMetadata.from_lengths(
-        case.batch.query_lens, case.batch.seq_lens, placement.block_table, case.block_size, device
+        case.batch.query_lens,
+        case.batch.seq_lens,
+        placement.block_table,
+        case.block_size,
+        device,
+        score_tensors={n: t for n, t in tensors.items() if n not in layer_names} or None,
     )
     draw = torch.Generator(device=device).manual_seed(seed)
     first = PagedKVCache.allocate(spec, placement.num_blocks, device, "NHD")
@@ -125,7 +139,8 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> CaseInp
         key,
         value,
         output,
-        _params(case, device, draw),
+        _params(case, device, draw, tensors),
+        {name: tensors[name] for name in layer_names},
     )
 
 
@@ -160,7 +175,13 @@ def _memory(device: torch.device) -> tuple[int, int]:
     )
 
 
-def _params(case: BenchCase, device: torch.device, draw: torch.Generator) -> OracleParams:
+def _params(
+    case: BenchCase,
+    device: torch.device,
+    draw: torch.Generator,
+    score_tensors: dict[str, torch.Tensor],
+) -> OracleParams:
+    function = case.spec.score_function
     sinks = None
     if case.sinks:  # rounded to bfloat16, because some kernels take them in bfloat16
         sinks = (
@@ -171,4 +192,5 @@ def _params(case: BenchCase, device: torch.device, draw: torch.Generator) -> Ora
         window=(-1, -1) if case.sliding_window is None else (case.sliding_window - 1, 0),
         logits_soft_cap=case.logits_soft_cap or 0.0,
         sinks=sinks,
+        score=None if function is None else oracle_score(function, score_tensors, device),
     )

@@ -85,6 +85,7 @@ def make_runner(case: BenchCase, one: BenchBackend, inputs: CaseInputs) -> Runne
         backend=backend,
         scale=inputs.params.scale,
         sinks=inputs.params.sinks,
+        score_tensors=inputs.score_tensors,
         prefix="bench",
         device=device,
     )

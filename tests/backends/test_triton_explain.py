@@ -13,6 +13,7 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.backends.triton import TritonBackend
 from attnlib.device import DeviceInfo, resolve_device
 from attnlib.ops.triton.hopper.support import prefers_hopper_decode
+from attnlib.score_functions.builtin import documents
 
 DECODE = (
     "decode:  Hopper kernel from sequence length 256 (2048 above 132 requests) and up to 8 query "
@@ -108,3 +109,13 @@ def test_explain_prints_them_for_the_chosen_backend() -> None:
     text = str(explain(spec, device="sm_90", backend="triton"))
     assert re.search(r"^  triton +chosen +prefill: Hopper kernel$", text, re.M)
     assert re.search(r"^ +decode:  Hopper kernel from sequence length 256", text, re.M)
+
+
+def test_score_functions_and_the_hopper_kernels() -> None:
+    """M10: the Gluon kernels take them; another property against it is the reason."""
+    assert _lines(score_function=documents()) == ["prefill: Hopper kernel", DECODE]
+    for line in _lines(score_function=documents(), kv_cache_dtype="fp8_e4m3"):
+        assert "portable Triton kernel (the cache has dtype torch.float8_e4m3fn" in line
+    assert _lines("sm_80", score_function=documents()) == [
+        "prefill, decode: portable Triton kernels"
+    ]

@@ -181,6 +181,50 @@ def gemma3_with_images() -> Any:
     return randomized(hf.Gemma3ForConditionalGeneration(config))
 
 
+def paligemma() -> Any:
+    """A prefix language model: the image and the prompt are bidirectional; 60 is an image token."""
+    text = {key: value for key, value in _SIZES.items() if key != "tie_word_embeddings"}
+    config = hf.PaliGemmaConfig(
+        text_config={**text, "model_type": "gemma", "head_dim": 8},
+        vision_config={**_VISION, "patch_size": 8, "model_type": "siglip_vision_model"},
+        image_token_index=60,
+        projection_dim=text["hidden_size"],
+    )
+    return randomized(hf.PaliGemmaForConditionalGeneration(config))
+
+
+def gemma4_with_images() -> Any:
+    """A decoder with bidirectional attention among image tokens; token 60 is an image token."""
+    text = {key: value for key, value in _SIZES.items() if key != "tie_word_embeddings"}
+    config = hf.Gemma4Config(
+        text_config={
+            **text,
+            "head_dim": 8,
+            "global_head_dim": 8,
+            "sliding_window": WINDOW,
+            "layer_types": _LAYERS,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "use_bidirectional_attention": "vision",
+            "num_kv_shared_layers": 0,
+        },
+        vision_config={
+            **{k: _VISION[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers")},
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 16,
+        },
+        audio_config=None,
+        image_token_id=60,
+        boi_token_id=61,
+        eoi_token_id=62,
+    )
+    return randomized(hf.Gemma4ForConditionalGeneration(config))
+
+
 def git() -> Any:
     """A decoder whose layers add the mask to the scores themselves."""
     sizes = {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"}

@@ -60,7 +60,6 @@ def _hopper_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]
         "causal_per_request": spec.mask_kind is MaskKind.PER_REQUEST,
         "alibi": spec.has_alibi,
         "bias": spec.mask_kind is MaskKind.QUERY_BIAS,
-        "score": spec.score_function is not None,
     }
     prefill = prefill_unsupported_reasons(*layer, **features)
     decode = decode_unsupported_reasons(

@@ -83,7 +83,7 @@ def _spans(call: Call, step: StepMask) -> _Spans | None:
     # Masks that transformers did not create are reused between steps, but the backend may change.
     if pattern is None or step.mask_function is None or env.read("ATTNLIB_VALIDATE"):
         return None
-    if not pattern.causal or pattern.segments is not None:
+    if not pattern.causal or pattern.segments is not None or pattern.spans is not None:
         return None
     sizes = {call.query.shape[3], call.key.shape[3], call.value.shape[3]}
     if (

@@ -33,6 +33,8 @@ def attend_decode_on_device(call: Call, step: StepMask) -> torch.Tensor | None:
         return None
     if not pattern.causal and pattern.depends_on_distance:
         return None
+    if pattern.spans is not None:
+        return None
     spec = call.spec(block_size=1, attn_type=AttentionType.DECODER)
     layer = layer_for(call, spec)
     if layer.backend.get_builder_cls().needs_host_lengths:

@@ -287,6 +287,7 @@ def _window_and_chunk(
         not isinstance(step, StepMask)
         or step.pattern is None
         or not step.pattern.causal
+        or step.pattern.spans is not None
         or step.attention_mask is not None
     ):
         raise UnsupportedConfigError(

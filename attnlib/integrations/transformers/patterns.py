@@ -30,23 +30,30 @@ class Pattern(NamedTuple):
             from the first token of the row; None without chunks.
         segments: `[B or 1, T]` integers, equal within one packed sequence; None if every row is
             one sequence.
+        spans: `[B, >= keys]` integers: the keys of the query's own span are visible, too, if they
+            are in the window. Equal and not negative within one span (an image); None without.
+        window_outside_spans: number of keys that are visible besides those of the span, including
+            the query's own; None for all.
     """
 
     causal: bool
     window: Window = Window()
     chunk: int | None = None
     segments: torch.Tensor | None = None
+    spans: torch.Tensor | None = None
+    window_outside_spans: int | None = None
 
     @property
     def is_plain(self) -> bool:
         """True if causality and window describe the pattern completely."""
-        return self.chunk is None and self.segments is None
+        return self.chunk is None and self.segments is None and self.spans is None
 
     @property
     def depends_on_distance(self) -> bool:
         """True if visibility depends on more than the order of the tokens."""
         right = not self.causal and self.window.right is not None
-        return self.chunk is not None or self.window.left is not None or right
+        bounded = self.window.left is not None or self.window_outside_spans is not None
+        return self.chunk is not None or bounded or right
 
 
 def recognize(mask_function: MaskFunction) -> Pattern | None:
@@ -56,6 +63,7 @@ def recognize(mask_function: MaskFunction) -> Pattern | None:
         The pattern, or None if some part of the function is unknown.
     """
     causal, window, chunk, segments = False, Window(), None, None
+    spans, outside = None, None
     for name, values in _parts(mask_function):
         if name == "causal_mask_function":
             causal = True
@@ -68,9 +76,33 @@ def recognize(mask_function: MaskFunction) -> Pattern | None:
             chunk = values["chunk_size"]
         elif name == "packed_sequence_mask_function":
             segments = values["packed_sequence_mask"]
+        elif name == "or_masks" and spans is None:
+            base, spans = _causal_or_span(values["mask_functions"])
+            if base is None:
+                return None
+            causal, outside = True, base.window.left
         elif name != "bidirectional_mask_function":
             return None
-    return Pattern(causal, _narrowed(window, None, 0) if causal else window, chunk, segments)
+    if spans is not None and (chunk is not None or segments is not None):
+        return None
+    outside = None if outside is None else outside + 1
+    window = _narrowed(window, None, 0) if causal else window
+    return Pattern(causal, window, chunk, segments, spans, outside)
+
+
+def _causal_or_span(
+    functions: tuple[MaskFunction, ...],
+) -> tuple[Pattern | None, torch.Tensor | None]:
+    """The causal pattern and the spans of `causal or in the same span`; (None, None) for others."""
+    if len(functions) != 2:
+        return None, None
+    base, parts = recognize(functions[0]), list(_parts(functions[1]))
+    if base is None or not base.causal or base.chunk is not None or not base.is_plain:
+        return None, None
+    if len(parts) != 1 or parts[0][0] != "blockwise_overlay":
+        return None, None
+    spans: torch.Tensor = parts[0][1]["block_sequence_ids"]
+    return base, spans
 
 
 def _parts(function: MaskFunction) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -29,6 +29,7 @@ from attnlib.integrations.transformers.masks import read_mask
 from attnlib.integrations.transformers.packing import segment_lengths, with_callers_segments
 from attnlib.integrations.transformers.pages import token_pages, token_table
 from attnlib.integrations.transformers.patterns import Pattern
+from attnlib.integrations.transformers.spans import span_batch_tensors, span_fields, span_reason
 from attnlib.integrations.transformers.step_mask import Rows, StepMask, first_visible_key
 from attnlib.layer import Attention
 from attnlib.metadata.common import CommonAttentionMetadata
@@ -152,6 +153,8 @@ def _dense_reason(step: StepMask) -> str | None:
         return "transformers describes this mask by functions that no kernel argument expresses"
     rows = step.rows()
     square = step.q_length == step.width == step.kv_length
+    if pattern.spans is not None:
+        return span_reason(step)
     if pattern.segments is not None:
         return None if square and rows is None else "packed sequences come with padding or a cache"
     if pattern.depends_on_distance and rows is not None and not rows.contiguous:
@@ -173,6 +176,8 @@ def _is_paged(step: StepMask) -> bool:
     """Whether a mask that kernels can apply is served over pages or over packed keys."""
     pattern = step.pattern
     assert pattern is not None  # _dense_reason covers masks without a pattern
+    if pattern.spans is not None:
+        return True
     if pattern.segments is not None or (not pattern.causal and pattern.depends_on_distance):
         return False
     square = step.q_length == step.width == step.kv_length
@@ -188,7 +193,7 @@ def _window_as_padding(step: StepMask) -> StepMask:
     pattern = step.pattern
     if pattern is None or pattern.segments is not None or step.q_length != 1:
         return step
-    if not pattern.causal or not pattern.depends_on_distance:
+    if not pattern.causal or not pattern.depends_on_distance or pattern.spans is not None:
         return step
     rows = step.rows()
     dropped = pattern.chunk is not None and step.kv_offset > 0
@@ -211,6 +216,12 @@ def _attend_paged(call: Call, step: StepMask) -> torch.Tensor:
     pattern, rows = step.pattern, step.rows()
     assert pattern is not None  # _dense_reason covers masks without a pattern
     cache, ratio = token_pages(call.key, call.value)
+    if pattern.spans is not None:
+        layer = layer_for(call, call.spec(block_size=1, **span_fields(pattern)))
+        key = ("spans", ratio, layer.backend, layer.spec, call.query.device)
+        if key not in step.plans:
+            step.plans[key] = _paged_plan(layer, step, ratio, call.query.device)
+        return run_layer(layer, step.plans[key], call, None, None, cache)
     trailing = pattern.causal and rows is not None and bool(rows.trailing.any())
     spec = call.spec(
         block_size=1,
@@ -228,6 +239,7 @@ def _attend_paged(call: Call, step: StepMask) -> torch.Tensor:
 
 def _paged_plan(layer: Attention, step: StepMask, ratio: int, device: torch.device) -> BatchPlan:
     spec, rows, batch = layer.spec, step.rows(), step.batch_size
+    spans = None if step.pattern is None else step.pattern.spans
     queries, lengths, indices, causal = [step.q_length] * batch, [step.width] * batch, None, None
     if rows is None:
         starts = torch.arange(batch, dtype=torch.int32, device=device) * ratio
@@ -241,11 +253,16 @@ def _paged_plan(layer: Attention, step: StepMask, ratio: int, device: torch.devi
         lengths, table = np.repeat(lengths, 2).tolist(), table.repeat_interleave(2, dim=0)
         indices = _indices(rows.real | rows.trailing, device)
         causal = torch.tensor([True, False], device=device).repeat(batch)
-    elif rows is not None and spec.is_causal:
+    elif rows is not None and (spec.is_causal or spans is not None):
         queries, indices = rows.real.sum(1).tolist(), _indices(rows.real, device)
     # Queries that are not among their keys may outnumber them.
-    separate = causal is not None or not spec.is_causal
+    separate = causal is not None or (not spec.is_causal and spans is None)
     common = _common(queries, lengths, table, device, causal, separate)
+    if spec.score_function is not None:
+        tensors = span_batch_tensors(step, spec.score_function.batch_tensors)
+        common = common.replace(
+            score_tensors={name: rows.to(device) for name, rows in tensors.items()}
+        )
     return BatchPlan(builder_for(layer.backend, spec, device).build(0, common), indices)
 
 

@@ -63,7 +63,7 @@ def test_packed_sequences_by_cu_seq_lens(routes: list[str]) -> None:
 
 
 def test_bidirectional_spans(backend: str, routes: list[str]) -> None:
-    """Image spans (Gemma 3 and others): a union of masks is evaluated."""
+    """Image spans (Gemma 3 and others): a score function, and no evaluated mask."""
     model, ids = decoder("llama"), torch.tensor(prompts(7, 7))
     spans = torch.tensor([[-1, 0, 0, 0, -1, -1, -1], [-1, -1, -1, -1, 1, 1, -1]])
     inputs = model.get_input_embeddings()(ids)
@@ -75,7 +75,7 @@ def test_bidirectional_spans(backend: str, routes: list[str]) -> None:
         return m(ids, attention_mask=mask, use_cache=False).logits
 
     assert difference(model, in_spans) < 2e-5
-    assert set(routes) == {"dense"}
+    assert set(routes) == {"paged"}
     assert (
         float(
             (run(model, "attnlib", in_spans) - run(model, "attnlib", lambda m: m(ids).logits))

@@ -10,6 +10,7 @@ import torch
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers import decode_on_device, masks, step_mask
 from attnlib.integrations.transformers.patterns import Pattern
+from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.spec import Window
 from tests.integrations.tiny_models import (
     DECODERS,
@@ -20,11 +21,13 @@ from tests.integrations.tiny_models import (
     difference,
     doge,
     gemma3_with_images,
+    gemma4_with_images,
     gemma4_with_shared_layers,
     generated,
     git,
     llama4,
     padded,
+    paligemma,
     prompts,
     run,
     t5,
@@ -120,21 +123,62 @@ def test_values_smaller_than_keys(backend: str, tokens: int) -> None:
     )
 
 
-def test_image_tokens_see_each_other(backend: str, tokens: int) -> None:
-    """Gemma 3 with images: bidirectional spans, in the prompt and during generation."""
-    ids = torch.tensor([[5, 61, 60, 60, 60, 60, 62, 7, 8], [9, 10, 61, 60, 60, 60, 60, 62, 3]])
-    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
-    model, spans = gemma3_with_images(), {"token_type_ids": (ids == 60).long()}
-    assert difference(model, lambda m: m(**batch, **spans).logits) < 2e-5
-    seen, unseen = (
-        run(model, "attnlib", lambda m, t=types: m(**batch, token_type_ids=t).logits)
-        for types in (spans["token_type_ids"], ids * 0)
+IDS = [[5, 61, 60, 60, 60, 60, 62, 7, 8], [9, 10, 61, 60, 60, 60, 60, 62, 3]]
+
+
+def _with_images(name: str) -> tuple[Any, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(model, inputs, the types of tokens that make images bidirectional)."""
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.tensor(IDS)
+    if name == "paligemma":  # images come first, and the whole prompt is bidirectional
+        ids = torch.tensor([[60] * 4 + row[7:] + [11, 12] for row in IDS])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if name == "gemma4":
+        places = torch.tensor([[x, y] for y in range(4) for x in range(4)])
+        batch["image_position_ids"] = places.repeat(2, 1, 1)
+        batch["pixel_values"] = torch.rand(2, 16, 48, generator=draw)
+        return gemma4_with_images(), batch, {"mm_token_type_ids": (ids == 60).long()}
+    batch["pixel_values"] = torch.randn(2, 3, 16, 16, generator=draw)
+    if name == "paligemma":
+        return paligemma(), batch, {"token_type_ids": ids * 0}
+    return gemma3_with_images(), batch, {"token_type_ids": (ids == 60).long()}
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "paligemma"])
+def test_image_tokens_see_each_other(
+    name: str, backend: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images in the prompt: token-identical by a score function, without a [T, S] mask."""
+    model, batch, spans = _with_images(name)
+    expected = generated(model, "eager", {**batch, **spans}, tokens)
+    causal = {key: torch.ones_like(value) for key, value in spans.items()}
+    if name != "paligemma":
+        causal = {key: value * 0 for key, value in spans.items()}
+    with_spans, without = (
+        run(model, "attnlib", lambda m, t=types: m(**batch, **t).logits)
+        for types in (spans, causal)
     )
-    assert float((seen - unseen).abs().max()) > 1e-2
+    assert float((with_spans - without).abs().max()) > 1e-2
+    assert difference(model, lambda m: m(**batch, **spans).logits) < 2e-5
+
+    def evaluated(step: StepMask) -> torch.Tensor:
+        raise AssertionError("a [T, S] mask was made")
+
+    monkeypatch.setattr(StepMask, "dense", evaluated)
+    assert torch.equal(generated(model, "attnlib", {**batch, **spans}, tokens), expected)
+
+
+def test_image_tokens_behind_padding(backend: str, tokens: int) -> None:
+    """Spans count the tokens of a row, not its padding."""
+    model, batch, spans = _with_images("gemma3")
+    for key in ("input_ids", "attention_mask"):
+        batch[key] = torch.nn.functional.pad(batch[key], (2, 0))
+    batch["attention_mask"][1, :2] = 1
+    batch["input_ids"][1, :2] = 4
+    types = torch.nn.functional.pad(spans["token_type_ids"], (2, 0))
+    inputs = {**batch, "token_type_ids": types}
     assert torch.equal(
-        generated(model, "attnlib", {**batch, **spans}, tokens),
-        generated(model, "eager", {**batch, **spans}, tokens),
+        generated(model, "attnlib", inputs, tokens), generated(model, "eager", inputs, tokens)
     )
 
 

@@ -112,6 +112,7 @@ def choose_hopper_tile(
     rows: int | None = None,
     block_size: int | None = None,
     visible: int | None = None,
+    has_score: bool = False,
     tuned: TileTable | None = None,
 ) -> HopperTile:
     """Return the prefill tile for a pair of head sizes.
@@ -123,6 +124,9 @@ def choose_hopper_tile(
             unbounded.
         block_size: N; None matches no entry with a condition on it.
         visible: keys visible to one query, at most, by a window or chunk; None is unbounded.
+        has_score: there is a score function. Tiles with three consumer warpgroups leave too few
+            registers for it: with head size 64, their loops over keys spilled up to 80 registers,
+            and were slower than two warpgroups (kernel notes).
         tuned: the user's table for the chip, which precedes the shipped ones.
 
     Raises:
@@ -136,6 +140,8 @@ def choose_hopper_tile(
     need = 0
     for entry in matching(problem, tuned):
         tile = HopperTile(**dict(entry.tile))
+        if has_score and tile.consumers > 2:
+            continue
         need = shared_bytes(tile, head_size, head_size_v)
         if need <= SHARED_MEMORY:
             return tile

@@ -54,7 +54,6 @@ def _features(params: AttentionParams) -> dict[str, Any]:
         "causal_per_request": isinstance(params.causal, Tensor),
         "alibi": params.alibi_slopes is not None,
         "bias": params.query_bias is not None,
-        "score": params.score_function is not None,
         "scales": isinstance(params.k_scale, Tensor) or isinstance(params.v_scale, Tensor),
     }
 
@@ -110,7 +109,8 @@ def select_prefill(
     rows = query.shape[1] // key.shape[2] * max_query_len
     tile = choose_hopper_tile(
         key.shape[3], value.shape[3], rows=min(1 << 20, 1 << max(0, rows - 1).bit_length()),
-        block_size=key.shape[1], visible=_visible(params), tuned=limits.tuned,
+        block_size=key.shape[1], visible=_visible(params),
+        has_score=params.score_function is not None, tuned=limits.tuned,
     )  # fmt: skip
     return prepare_hopper_prefill(query, key, value, out, lse, batch, params, tile, limits)
 

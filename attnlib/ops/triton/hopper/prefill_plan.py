@@ -29,12 +29,7 @@ from attnlib.ops.triton.launch.attention import BatchTensors, check_batch
 from attnlib.ops.triton.launch.bound import ALIGNMENT, CHANGES, BoundLaunch, Submit
 from attnlib.ops.triton.launch.cache import LaunchCache
 from attnlib.ops.triton.launch.run import run_attention
-from attnlib.ops.triton.launch.score import (
-    score_constants,
-    score_tail,
-    takes_floats,
-    tensor_sizes,
-)
+from attnlib.ops.triton.launch.score import score_constants, score_tail, tensor_sizes
 
 __all__ = ["HopperPrefill", "launch_hopper_prefill", "prepare_hopper_prefill"]
 
@@ -229,7 +224,6 @@ def prepare_hopper_prefill(
         "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0, "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0,
         "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None, "num_warps": 4,
         "enable_fp_fusion": True, "launch_pdl": True, **score_constants(params, "gluon"),
-        "FLOATS": takes_floats(params.score_function),
     }  # fmt: skip
     query_view = None
     if load_query:

@@ -81,7 +81,7 @@ def _layer_reasons(
 
 
 def _feature_reasons(
-    kernel: str, causal_per_request: bool, alibi: bool, bias: bool, scales: bool, score: bool
+    kernel: str, causal_per_request: bool, alibi: bool, bias: bool, scales: bool
 ) -> list[str]:
     reasons = []
     if causal_per_request:
@@ -107,7 +107,6 @@ def prefill_unsupported_reasons(
     alibi: bool = False,
     bias: bool = False,
     scales: bool = False,
-    score: bool = False,
 ) -> list[str]:
     """Return why the Hopper prefill does not support a layer; empty if it does.
 
@@ -117,13 +116,13 @@ def prefill_unsupported_reasons(
         head_sizes: (D, Dv).
         block_size: N.
         group: query heads per KV head.
-        causal_per_request, alibi, bias, scales, score: whether the calls use these features.
+        causal_per_request, alibi, bias, scales: whether the calls use these features.
     """
     kernel = "Hopper prefill"
     reasons = _layer_reasons(kernel, capability, dtype, cache_dtype, head_sizes, block_size)
     if group > ROWS:
         reasons.append(f"{group} query heads per KV head; the {kernel} takes at most {ROWS}")
-    return reasons + _feature_reasons(kernel, causal_per_request, alibi, bias, scales, score)
+    return reasons + _feature_reasons(kernel, causal_per_request, alibi, bias, scales)
 
 
 def decode_unsupported_reasons(
@@ -141,7 +140,6 @@ def decode_unsupported_reasons(
     alibi: bool = False,
     bias: bool = False,
     scales: bool = False,
-    score: bool = False,
 ) -> list[str]:
     """Return why the Hopper decode does not support a batch; empty if it does.
 
@@ -164,7 +162,7 @@ def decode_unsupported_reasons(
         reasons.append(
             f"{num_kv_heads} KV heads; the {kernel} takes at most one per multiprocessor, {num_sms}"
         )
-    return reasons + _feature_reasons(kernel, causal_per_request, alibi, bias, scales, score)
+    return reasons + _feature_reasons(kernel, causal_per_request, alibi, bias, scales)
 
 
 def prefers_hopper_decode(visible: int, num_reqs: int, num_kv_heads: int, num_sms: int) -> bool:

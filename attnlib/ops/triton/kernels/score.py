@@ -115,11 +115,9 @@ def floor(x):
 def lookup(table, row, column=None):
     """Load from an auxiliary tensor; indices past an edge read the element at the edge."""
     # Rows of a tile that do not exist and keys past the end have indices outside of the tensor.
-    # Positions may be float32 (`launch.score.takes_floats`).
-    offset = tl.minimum(tl.maximum(row, 0), table[1] - 1).to(tl.int32)
+    offset = tl.minimum(tl.maximum(row, 0), table[1] - 1)
     if column is not None:
-        column = tl.minimum(tl.maximum(column, 0), table[2] - 1).to(tl.int32)
-        offset = offset * table[2] + column
+        offset = offset * table[2] + tl.minimum(tl.maximum(column, 0), table[2] - 1)
     value = tl.load(table[0] + offset)
     if value.dtype != tl.int32:
         value = value.to(tl.float32)

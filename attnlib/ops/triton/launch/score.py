@@ -36,7 +36,6 @@ __all__ = [
     "score_constants",
     "score_signature",
     "score_tail",
-    "takes_floats",
     "tensor_sizes",
 ]
 
@@ -197,50 +196,6 @@ def score_constants(params: AttentionParams, language: str) -> dict[str, Any]:
         return {"SCORE": None, "BOUNDS": None}
     compiled = compile_score(params.score_function, language)
     return {"SCORE": compiled.apply, "BOUNDS": compiled.bounds}
-
-
-def takes_floats(function: ScoreFunction | None) -> bool:
-    """Whether a function may get positions and heads as float32 instead of integers.
-
-    Subtractions and conversions of integers cost twice as much as operations on floats. Positions
-    are exact in float32 up to 2^24. Functions that divide with remainder, combine bits or look up
-    an element for every score get integers.
-    """
-    if function is None or function.count_tile_lookups():
-        return False
-    seen: set[Any] = set()
-    pending: list[Any] = [function.function]
-    while pending:
-        current = pending.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        tree = ast.parse(textwrap.dedent(inspect.getsource(current)))
-        if any(_needs_integers(node) for node in ast.walk(tree)):
-            return False
-        used = inspect.getclosurevars(current).globals.values()
-        pending += [v for v in used if isinstance(v, FunctionType) and v not in OPERATORS]
-    return True
-
-
-def _needs_integers(node: ast.AST) -> bool:
-    if isinstance(node, ast.BinOp):
-        if isinstance(node.op, ast.BitAnd | ast.BitOr | ast.BitXor):
-            return not (_is_condition(node.left) and _is_condition(node.right))
-        return not isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
-        return not _is_condition(node.operand)
-    return False
-
-
-def _is_condition(node: ast.AST) -> bool:
-    """Whether an expression is visibly a comparison, or comparisons that are combined."""
-    if isinstance(node, ast.BinOp):
-        combined = isinstance(node.op, ast.BitAnd | ast.BitOr | ast.BitXor)
-        return combined and _is_condition(node.left) and _is_condition(node.right)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
-        return _is_condition(node.operand)
-    return isinstance(node, ast.Compare)
 
 
 def tensor_sizes(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:

@@ -174,7 +174,7 @@ def compile_case(name: str) -> dict[str, Any]:
     dv, heads = options.get("dv", d), options.get("group", 4) * kv_heads
     decode = options.get("op") == "hopper_decode"
     has_score = "score" in options
-    chosen: Any = choose_hopper_tile(d, dv)
+    chosen: Any = choose_hopper_tile(d, dv, has_score=has_score)
     if decode:
         chosen = choose_hopper_decode_tile(d, dv)
     tile = dataclasses.replace(chosen, **options.get("tile", {}))

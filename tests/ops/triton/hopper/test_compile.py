@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.ops.triton.hopper.cross_compile import entry_cases
+from tests.ops.triton.hopper.cross_compile import SCORE_CASES, entry_cases
 
 pytestmark = pytest.mark.slow  # compiles for more than a minute
 
@@ -28,12 +28,17 @@ MAX_STACK = 300
 over keys. Table entries have limits of their own."""
 
 ENTRIES = entry_cases()
+SCORE = ["128-alibi_sqrt", "64-heads", "decode-128-relative_bias", "decode-128-documents-combine"]
+"""Cases with a score function; `--every-target` compiles all of `SCORE_CASES`."""
+MAX_SCORE_STACK, MAX_SCORE_LOOP = 352, 24
+"""Bytes of local memory per thread of a kernel with a score function, and accesses to it in a loop
+over keys."""
 
 
 @functools.cache
-def _compiled() -> dict[str, dict[str, Any]]:
+def _compiled(every_target: bool = False) -> dict[str, dict[str, Any]]:
     """Compile every case, in two concurrent processes."""
-    cases = [*CASES, *ENTRIES]
+    cases = [*CASES, *ENTRIES, *(SCORE_CASES if every_target else SCORE)]
     with ThreadPoolExecutor(2) as pool:
         halves = list(pool.map(_compile, (cases[::2], cases[1::2])))
     return {result["case"]: result for half in halves for result in half}
@@ -93,3 +98,20 @@ def test_loops_over_keys_are_asynchronous_and_in_registers(case: str) -> None:
     most = 48 if len(result["loops"]) in (6, 9) and result["registers"] <= 128 else 8
     assert max(sorted(result["loops"])[:2]) <= unmasked, result["loops"]
     assert max(result["loops"]) <= most, result["loops"]
+
+
+@pytest.mark.parametrize("case", SCORE_CASES)
+def test_score_functions_compile_with_few_spills(case: str, request: pytest.FixtureRequest) -> None:
+    """M10: a score function fits the registers of both kernels and serializes no WGMMA."""
+    every_target = bool(request.config.getoption("--every-target"))
+    if case not in SCORE and not every_target:
+        pytest.skip("compiled with --every-target")
+    result = _compiled(every_target)[case]
+    assert "error" not in result, result["error"]
+    assert result["shared"] <= result["estimate"] <= 227 * 1024, result
+    assert result["warnings"] == [] and result["wgmma"] > 0
+    if "decode" in case:
+        assert result["stack"] == 0 and result["loops"], result
+        return
+    assert result["stack"] <= MAX_SCORE_STACK, result
+    assert len(result["loops"]) >= 4 and max(result["loops"]) <= MAX_SCORE_LOOP, result

@@ -12,8 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
-    "TensorDescriptor", "await_turn", "consumers_sync", "exp2", "launch_dependent_grids",
-    "load_box", "partition_barrier", "pass_turn", "prefetch_l1", "wait_on_dependent_grids",
+    "TensorDescriptor", "consumers_sync", "exp2", "launch_dependent_grids", "load_box",
+    "partition_barrier", "prefetch_l1", "wait_on_dependent_grids",
 ]  # fmt: skip
 
 partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -36,33 +36,6 @@ def consumers_sync(CONSUMERS: gl.constexpr):
     else:
         gl.inline_asm_elementwise(
             "bar.sync 11, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1
-        )
-
-
-@gluon.jit
-def await_turn(WARPGROUP: gl.constexpr):
-    """Wait until the other one of two consumer warpgroups has called `pass_turn`."""
-    # Named barriers 12 and 13, one for each warpgroup: 128 threads wait and 128 arrive.
-    if WARPGROUP == 0:
-        gl.inline_asm_elementwise(
-            "bar.sync 12, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1
-        )
-    else:
-        gl.inline_asm_elementwise(
-            "bar.sync 13, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1
-        )
-
-
-@gluon.jit
-def pass_turn(WARPGROUP: gl.constexpr):
-    """Let the other one of two consumer warpgroups continue after `await_turn`."""
-    if WARPGROUP == 0:
-        gl.inline_asm_elementwise(
-            "bar.arrive 13, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1
-        )
-    else:
-        gl.inline_asm_elementwise(
-            "bar.arrive 12, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1
         )
 
 

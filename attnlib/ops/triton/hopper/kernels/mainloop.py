@@ -15,11 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnlib.ops.triton.hopper.kernels.compat import await_turn, pass_turn
 from attnlib.ops.triton.hopper.kernels.softmax import (
     LOG2E,
     apply_function,
-    key_positions,
     mask_scores,
     online_softmax,
     transform_scores,
@@ -61,8 +59,7 @@ def unpack_weights(words, DTYPE: gl.constexpr, P_LAYOUT: gl.constexpr):
 def overlapped_step(
     q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, row_max, row_sum, step,
     tile, row_first, row_last, factor, soft_cap, scale, positions, heads, request, aux,
-    SCORE: gl.constexpr, FLOATS: gl.constexpr, TURNS: gl.constexpr, WARPGROUP: gl.constexpr,
-    STAGES: gl.constexpr, MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr,
+    SCORE: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr,
     HAS_CAP: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
@@ -80,8 +77,6 @@ def overlapped_step(
     v_parity = ((step - 1) // STAGES) & 1
     # Wait for the TMA loads of this tile's keys, then issue Q @ K^T.
     mbarrier.wait(k_full.index(stage), parity)
-    if TURNS:
-        await_turn(WARPGROUP)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     scores = warpgroup_mma(
         q_tile, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
@@ -91,13 +86,11 @@ def overlapped_step(
     acc = warpgroup_mma(
         unpack_weights(weights, DTYPE, P_LAYOUT), v_ring.index(v_stage), acc, is_async=True
     )
-    if TURNS:
-        pass_turn(WARPGROUP)
     # One group may stay in flight: Q @ K^T is complete, P @ V overlaps with the softmax.
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(stage), count=1)
     if SCORE is not None:
-        keys = key_positions(tile * BLOCK_N, BLOCK_N, gl.SliceLayout(0, S_LAYOUT), FLOATS)
+        keys = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
         scores = apply_function(
             scores, scale, factor, soft_cap, positions[:, None], keys[None, :], heads[:, None],
             request, aux, SCORE, HAS_CAP)  # fmt: skip

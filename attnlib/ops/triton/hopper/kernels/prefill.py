@@ -43,7 +43,6 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     launch_dependent_grids,
     load_box,
     partition_barrier,
-    pass_turn,
     wait_on_dependent_grids,
 )
 from attnlib.ops.triton.hopper.kernels.mainloop import overlapped_step, pack_weights, unpack_weights
@@ -52,7 +51,6 @@ from attnlib.ops.triton.hopper.kernels.softmax import (
     LN2,
     LOG2E,
     apply_function,
-    key_positions,
     mask_scores,
     online_softmax,
     score_factor,
@@ -310,9 +308,9 @@ def _consumer(
     query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, concurrent, stride_qt,
     stride_qh, stride_ot, stride_oh, stride_lt, mailbox, q_tiles, k_ring, v_ring, mail_full,
     mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE: gl.constexpr,
-    FLOATS: gl.constexpr, BOUNDS: gl.constexpr, WARPGROUP: gl.constexpr, GROUP: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr,
+    BOUNDS: gl.constexpr, WARPGROUP: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr,
     STAGED_STORE: gl.constexpr, FIELDS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr,
     HAS_LSE: gl.constexpr,
@@ -333,18 +331,12 @@ def _consumer(
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK
     # With bounds, unmasked tiles have scores that the function does not change.
     FULL_SCORE: gl.constexpr = None if BOUNDS is not None else SCORE
-    # A function makes the softmax longer. Two warpgroups then take turns in issuing their products,
-    # so that one computes weights while the tensor cores work for the other (FlashAttention-3).
-    TURNS: gl.constexpr = SCORE is not None and CONSUMERS == 2
     factor = score_factor(scale, soft_cap, HAS_CAP)
     if concurrent == 0:
         # PDL: the previous kernel may have written the queries or read the output.
         wait_on_dependent_grids()
         launch_dependent_grids()
 
-    if TURNS:
-        if WARPGROUP == 1:
-            pass_turn(WARPGROUP)
     mail = 0
     loaded = 0
     step = 0
@@ -410,11 +402,6 @@ def _consumer(
             row_first, row_last = visible_span(
                 positions, seq_len, left, right, chunk, CAUSAL, HAS_LEFT,
                 HAS_RIGHT, HAS_CHUNK)  # fmt: skip
-            q_pos = positions
-            q_head = head
-            if FLOATS:
-                q_pos = positions.to(gl.float32)
-                q_head = head.to(gl.float32)
             row_max = gl.full([64], float("-inf"), gl.float32, ROW)
             row_sum = gl.full([64], 0.0, gl.float32, ROW)
             acc = gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT)
@@ -431,12 +418,10 @@ def _consumer(
                 scores = warpgroup_mma_wait(0, deps=[scores])
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 if SCORE is not None:
-                    keys = key_positions(
-                        (end - 1) * BLOCK_N, BLOCK_N, gl.SliceLayout(0, S_LAYOUT), FLOATS
-                    )
+                    keys = (end - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
                     scores = apply_function(
-                        scores, scale, factor, soft_cap, q_pos[:, None], keys[None, :],
-                        q_head[:, None], request, aux, SCORE, HAS_CAP)  # fmt: skip
+                        scores, scale, factor, soft_cap, positions[:, None], keys[None, :],
+                        head[:, None], request, aux, SCORE, HAS_CAP)  # fmt: skip
                 else:
                     scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
                 scores = mask_scores(scores, row_first, row_last, (end - 1) * BLOCK_N, CHECK_LEFT)
@@ -463,23 +448,23 @@ def _consumer(
                     acc, weights, row_max, row_sum = overlapped_step(
                         q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
                         row_max, row_sum, step, end - 2 - back, row_first, row_last, factor,
-                        soft_cap, scale, q_pos, q_head, request, aux, SCORE, FLOATS, TURNS,
-                        WARPGROUP, STAGES, True, CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
+                        soft_cap, scale, positions, head, request, aux, SCORE, STAGES, True,
+                        CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
                     step += 1
                 for back in range(0, full_end - full_begin):
                     acc, weights, row_max, row_sum = overlapped_step(
                         q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
                         row_max, row_sum, step, full_end - 1 - back, row_first, row_last, factor,
-                        soft_cap, scale, q_pos, q_head, request, aux, FULL_SCORE, FLOATS, TURNS,
-                        WARPGROUP, STAGES, False, CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
+                        soft_cap, scale, positions, head, request, aux, FULL_SCORE, STAGES, False,
+                        CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
                     step += 1
                 if CHECK_LEFT or BOUNDS is not None:
                     for back in range(0, full_begin - begin):
                         acc, weights, row_max, row_sum = overlapped_step(
                             q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
                             row_max, row_sum, step, full_begin - 1 - back, row_first, row_last,
-                            factor, soft_cap, scale, q_pos, q_head, request, aux, SCORE, FLOATS,
-                            TURNS, WARPGROUP, STAGES, True, CHECK_LEFT, HAS_CAP,
+                            factor, soft_cap, scale, positions, head, request, aux, SCORE, STAGES,
+                            True, CHECK_LEFT, HAS_CAP,
                             P_LAYOUT)  # fmt: skip
                         step += 1
 
@@ -540,9 +525,9 @@ def hopper_prefill_kernel(
     query_start_loc, seq_lens, block_table, counters, scale, soft_cap, left, right, chunk, num_reqs,
     num_tokens, num_tiles, concurrent, section, num_blocks, stride_qt, stride_qh, stride_ot,
     stride_oh, stride_lt, stride_table, rows0, columns0, rows1, columns1, rows2, columns2, rows3,
-    columns3, SCORE: gl.constexpr, FLOATS: gl.constexpr, BOUNDS: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
+    columns3, SCORE: gl.constexpr, BOUNDS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr,
+    WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     LOAD_QUERY: gl.constexpr, PERSISTENT: gl.constexpr, STAGED_STORE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr,
@@ -609,23 +594,23 @@ def hopper_prefill_kernel(
                     query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
                     concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
                     q_tiles, k_ring, v_ring, mail_full, mail_empty, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, aux, SCORE, FLOATS, BOUNDS, 0, GROUP, D, DV,
-                    TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
-                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                    k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 0, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
                 (_consumer, (
                     query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
                     concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
                     q_tiles, k_ring, v_ring, mail_full, mail_empty, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, aux, SCORE, FLOATS, BOUNDS, 1, GROUP, D, DV,
-                    TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
-                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                    k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 1, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
                 (_consumer, (
                     query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
                     concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
                     q_tiles, k_ring, v_ring, mail_full, mail_empty, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, aux, SCORE, FLOATS, BOUNDS, 2, GROUP, D, DV,
-                    TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
-                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                    k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 2, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
                 (_key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
@@ -649,16 +634,16 @@ def hopper_prefill_kernel(
                     query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
                     concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
                     q_tiles, k_ring, v_ring, mail_full, mail_empty, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, aux, SCORE, FLOATS, BOUNDS, 0, GROUP, D, DV,
-                    TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
-                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                    k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 0, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
                 (_consumer, (
                     query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
                     concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
                     q_tiles, k_ring, v_ring, mail_full, mail_empty, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, aux, SCORE, FLOATS, BOUNDS, 1, GROUP, D, DV,
-                    TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
-                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                    k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 1, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
                 (_key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,

@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 from attnlib.ops.triton.hopper.kernels.compat import exp2
 
 __all__ = [
-    "LN2", "LOG2E", "add_sink", "apply_function", "key_positions", "mask_scores", "online_softmax",
-    "score_factor", "transform_scores",
+    "LN2", "LOG2E", "add_sink", "apply_function", "mask_scores", "online_softmax", "score_factor",
+    "transform_scores",
 ]  # fmt: skip
 
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
@@ -37,19 +37,6 @@ def transform_scores(scores, factor, soft_cap, HAS_CAP: gl.constexpr):
         exp_2x = exp2(scores * factor)
         scores = (soft_cap - (2.0 * soft_cap) / (exp_2x + 1.0)) * LOG2E
     return scores
-
-
-@gluon.jit
-def key_positions(
-    tile_start, BLOCK_N: gl.constexpr, layout: gl.constexpr, FLOATS: gl.constexpr
-):  # fmt: skip
-    """Return the positions of a tile's keys for a score function: integers, or float32."""
-    lanes = gl.arange(0, BLOCK_N, layout)
-    if FLOATS:
-        # The converted lanes do not depend on the tile: one addition per tile remains.
-        return tile_start.to(gl.float32) + lanes.to(gl.float32)
-    else:
-        return tile_start + lanes
 
 
 @gluon.jit
