@@ -30,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     draws.addoption("--draw-processes", type=int, default=1, help="number of processes")
     draws.addoption("--draw-seconds", type=float, help="begin no draw after this time")
     draws.addoption("--draw-report", help="JSON file for the result")
+    draws.addoption("--draw-commit", help="commit of attnlib, for copies without history")
 
 
 @pytest.fixture(autouse=True)

@@ -34,6 +34,7 @@ class Campaign:
         draws_per_spec: consecutive seeds that share a spec.
         processes: number of worker processes; 1 runs in this process.
         seconds: draws that have not begun after this time are left out; None for no limit.
+        commit: commit of attnlib for the report; None asks git.
     """
 
     backend: str
@@ -43,6 +44,7 @@ class Campaign:
     draws_per_spec: int = 1
     processes: int = 1
     seconds: float | None = None
+    commit: str | None = None
 
     @property
     def limits(self) -> Limits:
@@ -214,7 +216,9 @@ def _write(report: Path, campaign: Campaign, total: Summary) -> None:
     seeds = f"{campaign.seed} to {campaign.seed + campaign.draws - 1}"
     command = campaign.reproduce(campaign.seed).replace("--draws 1 ", f"--draws {campaign.draws} ")
     facts: dict[str, Any] = {
-        "provenance": provenance(command=f"{command} --draw-processes {campaign.processes}"),
+        "provenance": provenance(
+            command=f"{command} --draw-processes {campaign.processes}", commit=campaign.commit
+        ),
         "campaign": asdict(campaign),
         "seeds": seeds,
         "result": asdict(total),

@@ -41,6 +41,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             draws_per_spec=option("--draws-per-spec"),
             processes=option("--draw-processes"),
             seconds=option("--draw-seconds"),
+            commit=option("--draw-commit"),
         )
         params = [chosen]
     metafunc.parametrize("campaign", params, ids=lambda one: f"{one.backend}-{one.seed}")
