@@ -90,12 +90,15 @@ def _compile(out: Path, limit_seconds: float) -> bool:
             "--jobs 1", "--jobs 12"
         )
         with (out / f"compile-{number}.txt").open("w", encoding="utf-8") as file:
-            done = subprocess.run(
+            process = subprocess.Popen(
                 [sys.executable, *command.split()], stdout=file, stderr=subprocess.STDOUT,
-                cwd=ROOT, timeout=limit_seconds, check=False,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
             )  # fmt: skip
-        passed &= done.returncode == 0
+        try:
+            passed &= process.wait(limit_seconds) == 0
+        except subprocess.TimeoutExpired:
+            process.kill()
+            passed = False
     return passed
 
 
