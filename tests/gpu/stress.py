@@ -36,7 +36,7 @@ KERNEL_CHECKS = "V2,F1,W2,K3,S1,N1,N2,N3,N4,L1,L2,L3,Q3,O2,F2,F3,K4,K6,D2"
 TOOL = "--print-limit 20 --error-exitcode 99 --tool"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Step:
     """One command.
 
