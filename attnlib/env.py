@@ -133,8 +133,9 @@ FOREIGN_VARIABLES: tuple[str, ...] = (
 """Variables of other systems that attnlib does not read; it warns once if one is set."""
 
 _warned: set[str] = set()
+_MAX_PARSED = 256
 _parsed: dict[tuple[str, Any], Any] = {}
-"""(variable, its text in the environment) -> parsed value."""
+"""(variable, its text in the environment) -> parsed value; cleared when it is full."""
 
 
 def read(name: str) -> Any:
@@ -147,6 +148,8 @@ def read(name: str) -> Any:
     try:
         return _parsed[key]
     except KeyError:
+        if len(_parsed) >= _MAX_PARSED:
+            _parsed.clear()
         value = _parsed[key] = _parse(ENVIRONMENT[name])
         return value
 

@@ -19,6 +19,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="compile every tile table entry for all of its targets instead of one (minutes)",
     )
     parser.addoption("--hosts", help="folder that tests/hosts/install.py filled, for -m hosts")
+    parser.addoption(
+        "--distinct-specs",
+        type=int,
+        default=3000,
+        help="specs and shapes that tests/properties/test_bounded_memory.py uses in one process",
+    )
     draws = parser.getgroup("draws", "property tests, tests/properties/test_attention.py")
     draws.addoption("--draws", type=int, help="number of draws; without it, a bounded number")
     draws.addoption("--draw-seed", type=int, default=0, help="seed of the first draw")

@@ -35,7 +35,7 @@ class _FullCudaGraph:
         return owner.cudagraph_support is CudaGraphSupport.ALWAYS
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _cached_properties(cls: Any) -> tuple[str, ...]:
     """Names of the cached properties of a class: values derived from its fields."""
     names = (name for base in cls.__mro__ for name, value in vars(base).items()

@@ -28,7 +28,7 @@ def operation(module: str, name: str, rows: Tensor) -> Callable[..., Any]:
     return _load("triton" if served else "torch", module, name)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _load(package: str, module: str, name: str) -> Callable[..., Any]:
     # Imported on first use: a process without a GPU may have no triton.
     found: Callable[..., Any] = getattr(import_module(f"attnlib.ops.{package}.{module}"), name)

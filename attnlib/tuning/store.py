@@ -18,7 +18,9 @@ from attnlib.tuning.table import Tuning, parse_tuning
 
 __all__ = ["chip_name", "clear_cache", "generation", "table_path", "tuning_for", "warn_ignored"]
 
+_MAX_READ = 64
 _read: dict[tuple[str, str], Tuning | None] = {}
+"""(ATTNLIB_TUNING, chip) -> table; cleared when it is full."""
 _generation = 0
 
 
@@ -65,6 +67,8 @@ def tuning_for(device: DeviceInfo) -> Tuning | None:
         return None
     key = (env.read("ATTNLIB_TUNING"), chip)
     if key not in _read:
+        if len(_read) >= _MAX_READ:
+            _read.clear()
         _read[key] = _load(chip)
     return _read[key]
 

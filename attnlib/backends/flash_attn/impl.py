@@ -25,6 +25,8 @@ from attnlib.ops.scales import valid_scale
 __all__ = ["FlashAttnImpl"]
 
 _ALIGNMENT_BYTES = 16
+_MAX_DESCALES = 64
+"""Scale tensors of one layer: one for each scale that its caches had."""
 _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -258,6 +260,8 @@ class FlashAttnImpl(AttentionImpl):
             return valid_scale(scale).view(1, -1)
         known = self._descales.get((scale, device))
         if known is None:
+            if len(self._descales) >= _MAX_DESCALES:
+                self._descales.clear()
             known = self._descales[scale, device] = torch.full(
                 (1, 1), scale, dtype=torch.float32, device=device
             )

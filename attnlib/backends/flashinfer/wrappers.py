@@ -27,7 +27,9 @@ logger = logging.getLogger("attnlib")
 _MIB = 1024 * 1024
 _ERROR_LINES = 6
 
+_MAX_LOGGED = 256
 _logged_plans: set[tuple[Any, ...]] = set()
+"""Kinds of plans that were logged; cleared when it is full, so that later ones are logged again."""
 
 
 class Wrappers:
@@ -100,6 +102,8 @@ class Wrappers:
             bool(key.logits_soft_cap),
         )
         if known not in _logged_plans:
+            if len(_logged_plans) >= _MAX_LOGGED:
+                _logged_plans.clear()
             _logged_plans.add(known)
             logger.info(
                 "flashinfer: first plan for %s; compiled now (about a minute) unless it is in %s",

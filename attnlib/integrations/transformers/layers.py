@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -111,6 +111,11 @@ _layers: WeakKeyDictionary[nn.Module, dict[tuple[AttentionSpec, torch.device], _
 )
 _local = threading.local()
 
+_MAX_LAYERS = 64
+"""Layers of one module. A module has one for each window or chunk that its masks describe."""
+_MAX_BUILDERS = 128
+"""Builders of one thread."""
+
 
 def layer_for(call: Call, spec: AttentionSpec) -> Attention:
     """The attnlib layer of a module for a spec.
@@ -129,6 +134,8 @@ def layer_for(call: Call, spec: AttentionSpec) -> Attention:
             spec, backend=backend, scale=call.scale, sinks=call.sinks, prefix=name, device=device
         )
         cached = _CachedLayer(layer, call.scale, call.sinks, _version(call.sinks))
+        if len(layers) >= _MAX_LAYERS:
+            layers.clear()
         layers[spec, device] = cached
         logger.debug("%s: runs on %s", name, backend.get_name())
     return cached.layer
@@ -146,6 +153,8 @@ def builder_for(
         builders = _local.builders = {}
     key = (backend, spec, device)
     if key not in builders:
+        if len(builders) >= _MAX_BUILDERS:
+            builders.clear()
         builders[key] = backend.make_builder(spec, device)
     return builders[key]
 
@@ -178,7 +187,7 @@ def _is_causal(module: nn.Module) -> bool:
     return bool(getattr(module, "is_causal", True)) and not _is_eager_only(type(module).__module__)
 
 
-@cache
+@lru_cache(maxsize=256)
 def _is_eager_only(name: str) -> bool:
     """Whether a Python module defines models, none of which supports sdpa."""
     definitions = vars(sys.modules[name]).values() if name in sys.modules else ()

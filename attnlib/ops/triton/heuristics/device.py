@@ -107,7 +107,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
     return INTERPRETER_LIMITS if tuned is None else replace(INTERPRETER_LIMITS, tuned=tuned)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _cuda_limits(index: int) -> DeviceLimits:
     properties = torch.cuda.get_device_properties(index)
     is_hip = torch.version.hip is not None
