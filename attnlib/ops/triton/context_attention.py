@@ -9,7 +9,11 @@ from attnlib.errors import ContractError
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard, limits_of
-from attnlib.ops.triton.heuristics.tiles import choose_prefill_tile, next_power_of_2
+from attnlib.ops.triton.heuristics.tiles import (
+    choose_prefill_tile,
+    next_power_of_2,
+    value_chunks,
+)
 from attnlib.ops.triton.kernels.context_attention import context_attention_kernel
 from attnlib.ops.triton.launch.attention import attention_constants
 from attnlib.ops.triton.launch.bound import BoundLaunch
@@ -83,7 +87,10 @@ def context_attention(
             limits.shared_memory, limits.products, tuned=limits.tuned,
         )  # fmt: skip
         tile_heads = min(group, tile.block_m)
+        dv0, dv1 = value_chunks(value.shape[2], tile, query.element_size(), limits.products)
         constants |= {
+            "DV0": dv0,
+            "DV1": dv1,
             "TILE_HEADS": tile_heads,
             "TILE_TOKENS": tile.block_m // tile_heads,
             "HEAD_BLOCKS": triton.cdiv(group, tile_heads),

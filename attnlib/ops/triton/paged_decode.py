@@ -36,6 +36,7 @@ from attnlib.ops.triton.heuristics.tiles import (
     choose_decode_tile,
     next_power_of_2,
     shared_bytes,
+    value_chunks,
 )
 from attnlib.ops.triton.hopper.support import prefers_hopper_decode
 from attnlib.ops.triton.kernels.decode import combine_kernel, decode_kernel
@@ -391,8 +392,11 @@ def prepare_plain_decode(
     shape = shape_of(query, key, value, params)
     constants = attention_constants(query, key, value, out, lse is not None, params, limits)
     tiling = decode_tiling(shape, limits, max_query_len, work)
+    dv0, dv1 = value_chunks(shape.head_size_v, tiling.tile, query.element_size(), limits.products)
     constants |= {
         **tiling.packing,
+        "DV0": dv0,
+        "DV1": dv1,
         **programmatic_launch(limits),
         "SPLIT": num_splits > 1,
         "BALANCED": balanced,

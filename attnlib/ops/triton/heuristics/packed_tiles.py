@@ -37,7 +37,9 @@ def packed_tile(
         UnsupportedConfigError: even the smallest tile does not fit.
     """
     wide = sum(split_head_size(head_size)) * query_bytes > 256
-    rows = min(16 if wide else 64, max(16, next_power_of_2(max_rows)))
+    # With two chunks, fewer rows than Hopper's asynchronous products need: see `value_chunks`.
+    most_rows = 16 if wide else 32 if split_head_size(head_size)[1] else 64
+    rows = min(most_rows, max(16, next_power_of_2(max_rows)))
     # Larger tiles of wide or float32 rows spill registers.
     most = 64 // (1 + wide) // (1 + (query_bytes == 4))
     for block_n in (size for size in (64, 32, 16) if size <= most):

@@ -22,6 +22,7 @@ __all__ = [
     "next_power_of_2",
     "shared_bytes",
     "split_head_size",
+    "value_chunks",
 ]
 
 
@@ -62,6 +63,23 @@ def split_head_size(size: int) -> tuple[int, int]:
     return (large, small) if large + small < whole else (whole, 0)
 
 
+def _uses_wgmma(tile: Tile, query_bytes: int, products: str) -> bool:
+    """Whether products are Hopper's asynchronous ones, over keys and values in shared memory."""
+    return products == "async" and tile.block_m >= 64 and query_bytes < 4
+
+
+def value_chunks(size: int, tile: Tile, query_bytes: int, products: str) -> tuple[int, int]:
+    """Return a value head size as one or two powers of two.
+
+    It is one for asynchronous products. Two chunks mean that two products read the weights from the
+    same registers, and ptxas before CUDA 13.3 may overwrite these registers while the first product
+    still reads them: outputs are wrong, or block ids are overwritten and addresses illegal.
+    """
+    if _uses_wgmma(tile, query_bytes, products):
+        return max(16, next_power_of_2(size)), 0
+    return split_head_size(size)
+
+
 def shared_bytes(
     tile: Tile,
     head_size: int,
@@ -88,8 +106,9 @@ def shared_bytes(
         score_tiles: float32 tiles in the pipeline besides keys and values: of a query bias, and of
             each lookup of a score function that depends on query and key.
     """
-    width, width_v = sum(split_head_size(head_size)), sum(split_head_size(head_size_v))
-    in_place = products == "async" and tile.block_m >= 64 and query_bytes < 4
+    width = sum(split_head_size(head_size))
+    width_v = sum(value_chunks(head_size_v, tile, query_bytes, products))
+    in_place = _uses_wgmma(tile, query_bytes, products)
     if tile.num_stages == 1:
         ring = tile.block_n * max(width, width_v) * cache_bytes
     else:
@@ -166,8 +185,10 @@ def _tiles_of_tables(
     tuned: TileTable | None,
 ) -> list[Tile]:
     """Return the tables' tiles for these sizes, best first."""
-    width = max(sum(split_head_size(sizes[0])), sum(split_head_size(sizes[1])))
     query_bytes, cache_bytes = element_bytes
+    width = max(sum(split_head_size(sizes[0])), sum(split_head_size(sizes[1])))
+    if op == "prefill" and products == "async" and query_bytes < 4:
+        width = max(width, next_power_of_2(sizes[1]))  # values are one chunk, see `value_chunks`
     elements = (
         "float32"
         if query_bytes == 4

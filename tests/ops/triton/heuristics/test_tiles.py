@@ -12,6 +12,7 @@ from attnlib.ops.triton.heuristics.tiles import (
     next_power_of_2,
     shared_bytes,
     split_head_size,
+    value_chunks,
 )
 
 KB = 1024
@@ -85,3 +86,14 @@ def test_head_sizes_are_split_with_little_padding() -> None:
         large, small = split_head_size(size)
         assert size <= large + small <= max(16, next_power_of_2(size))
         assert small == 0 or (small >= 32 and large < size)
+
+
+@pytest.mark.parametrize("size", [80, 96, 160, 192])
+def test_values_of_asynchronous_products_are_one_chunk(size: int) -> None:
+    """Two chunks read the weights from the same registers, which ptxas before CUDA 13.3 reuses."""
+    for rows, products in ((256, "async"), (16, "async"), (256, "sync"), (256, "mfma")):
+        tile = choose_prefill_tile(size, size, 2, 2, rows, 227 * 1024, products)
+        wgmma = products == "async" and tile.block_m >= 64
+        first, second = value_chunks(size, tile, 2, products)
+        assert (second == 0) == wgmma and first + second >= size
+        assert value_chunks(size, tile, 4, products) == split_head_size(size), "float32 has none"
