@@ -133,6 +133,8 @@ def tile_group(case: BenchCase, op: str, limits: DeviceLimits) -> TileGroup | No
     rows = DECODE_ROWS if op == "hopper_decode" else 128
     if op == case.kind:  # the portable kernels
         head_size = max(sum(split_head_size(size)) for size in sizes)
+        if op == "prefill" and limits.products == "async" and elements != "float32":
+            head_size = next_power_of_2(max(sizes))  # one chunk, see `tiles.head_chunks`
         rows = max(16, next_power_of_2(case.batch.max_query_len * spec.group_size))
     group = TileGroup(op, limits.products, elements, head_size, min(128, rows))
     if case.kind == "decode":

@@ -11,8 +11,8 @@ from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard, limits_of
 from attnlib.ops.triton.heuristics.tiles import (
     choose_prefill_tile,
+    head_chunks,
     next_power_of_2,
-    value_chunks,
 )
 from attnlib.ops.triton.kernels.context_attention import context_attention_kernel
 from attnlib.ops.triton.launch.attention import attention_constants
@@ -87,8 +87,12 @@ def context_attention(
             limits.shared_memory, limits.products, tuned=limits.tuned,
         )  # fmt: skip
         tile_heads = min(group, tile.block_m)
-        dv0, dv1 = value_chunks(value.shape[2], tile, query.element_size(), limits.products)
+        element = query.element_size()
+        d0, d1 = head_chunks(query.shape[2], tile, element, limits.products)
+        dv0, dv1 = head_chunks(value.shape[2], tile, element, limits.products)
         constants |= {
+            "D0": d0,
+            "D1": d1,
             "DV0": dv0,
             "DV1": dv1,
             "TILE_HEADS": tile_heads,

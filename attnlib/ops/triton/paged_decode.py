@@ -34,9 +34,9 @@ from attnlib.ops.triton.heuristics.tile_table import relevant_work_class
 from attnlib.ops.triton.heuristics.tiles import (
     Tile,
     choose_decode_tile,
+    head_chunks,
     next_power_of_2,
     shared_bytes,
-    value_chunks,
 )
 from attnlib.ops.triton.hopper.support import prefers_hopper_decode
 from attnlib.ops.triton.kernels.decode import combine_kernel, decode_kernel
@@ -392,9 +392,13 @@ def prepare_plain_decode(
     shape = shape_of(query, key, value, params)
     constants = attention_constants(query, key, value, out, lse is not None, params, limits)
     tiling = decode_tiling(shape, limits, max_query_len, work)
-    dv0, dv1 = value_chunks(shape.head_size_v, tiling.tile, query.element_size(), limits.products)
+    element, tile = query.element_size(), tiling.tile
+    d0, d1 = head_chunks(shape.head_size, tile, element, limits.products)
+    dv0, dv1 = head_chunks(shape.head_size_v, tile, element, limits.products)
     constants |= {
         **tiling.packing,
+        "D0": d0,
+        "D1": d1,
         "DV0": dv0,
         "DV1": dv1,
         **programmatic_launch(limits),

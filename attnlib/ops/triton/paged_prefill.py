@@ -16,8 +16,8 @@ from attnlib.ops.triton import hopper
 from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
 from attnlib.ops.triton.heuristics.tiles import (
     choose_prefill_tile,
+    head_chunks,
     next_power_of_2,
-    value_chunks,
 )
 from attnlib.ops.triton.kernels.prefill import prefill_kernel
 from attnlib.ops.triton.launch.attention import (
@@ -187,11 +187,14 @@ def prepare_plain_prefill(
         limits.shared_memory, limits.products, count_score_tiles(params),
         native_fp8=limits.has_fp8, tuned=limits.tuned,
     )  # fmt: skip
-    dv0, dv1 = value_chunks(head_size_v, tile, query.element_size(), limits.products)
+    d0, d1 = head_chunks(head_size, tile, query.element_size(), limits.products)
+    dv0, dv1 = head_chunks(head_size_v, tile, query.element_size(), limits.products)
     tile_heads = min(group, tile.block_m)
     tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(group, tile_heads)
     constants |= {
         "PAGED": table is not None,
+        "D0": d0,
+        "D1": d1,
         "DV0": dv0,
         "DV1": dv1,
         "TILE_HEADS": tile_heads,

@@ -37,7 +37,7 @@ def packed_tile(
         UnsupportedConfigError: even the smallest tile does not fit.
     """
     wide = sum(split_head_size(head_size)) * query_bytes > 256
-    # With two chunks, fewer rows than Hopper's asynchronous products need: see `value_chunks`.
+    # With two chunks, fewer rows than Hopper's asynchronous products need: see `head_chunks`.
     most_rows = 16 if wide else 32 if split_head_size(head_size)[1] else 64
     rows = min(most_rows, max(16, next_power_of_2(max_rows)))
     # Larger tiles of wide or float32 rows spill registers.

@@ -22,7 +22,7 @@ __all__ = [
     "next_power_of_2",
     "shared_bytes",
     "split_head_size",
-    "value_chunks",
+    "head_chunks",
 ]
 
 
@@ -68,12 +68,12 @@ def _uses_wgmma(tile: Tile, query_bytes: int, products: str) -> bool:
     return products == "async" and tile.block_m >= 64 and query_bytes < 4
 
 
-def value_chunks(size: int, tile: Tile, query_bytes: int, products: str) -> tuple[int, int]:
-    """Return a value head size as one or two powers of two.
+def head_chunks(size: int, tile: Tile, query_bytes: int, products: str) -> tuple[int, int]:
+    """Return a head size as one or two powers of two, for a kernel with this tile.
 
-    It is one for asynchronous products. Two chunks mean that two products read the weights from the
-    same registers, and ptxas before CUDA 13.3 may overwrite these registers while the first product
-    still reads them: outputs are wrong, or block ids are overwritten and addresses illegal.
+    It is one for asynchronous products. With two, the optimizer of ptxas 12.9 (Triton 3.6) emits
+    wrong code for Hopper where tiles reach shared memory through registers (float8, unaligned
+    rows): outputs and LSEs are wrong, addresses illegal. `DISABLE_PTXAS_OPT=1` corrects them.
     """
     if _uses_wgmma(tile, query_bytes, products):
         return max(16, next_power_of_2(size)), 0
@@ -106,8 +106,8 @@ def shared_bytes(
         score_tiles: float32 tiles in the pipeline besides keys and values: of a query bias, and of
             each lookup of a score function that depends on query and key.
     """
-    width = sum(split_head_size(head_size))
-    width_v = sum(value_chunks(head_size_v, tile, query_bytes, products))
+    width = sum(head_chunks(head_size, tile, query_bytes, products))
+    width_v = sum(head_chunks(head_size_v, tile, query_bytes, products))
     in_place = _uses_wgmma(tile, query_bytes, products)
     if tile.num_stages == 1:
         ring = tile.block_n * max(width, width_v) * cache_bytes
@@ -188,7 +188,7 @@ def _tiles_of_tables(
     query_bytes, cache_bytes = element_bytes
     width = max(sum(split_head_size(sizes[0])), sum(split_head_size(sizes[1])))
     if op == "prefill" and products == "async" and query_bytes < 4:
-        width = max(width, next_power_of_2(sizes[1]))  # values are one chunk, see `value_chunks`
+        width = next_power_of_2(max(sizes))  # one chunk, see `head_chunks`
     elements = (
         "float32"
         if query_bytes == 4
