@@ -88,23 +88,13 @@ def check_cache_type(cache: object) -> None:
         )
 
 
-def check_addresses(metadata: Any, cache: PagedKVCache | None, device: torch.device) -> None:
-    """Whether block table and slots are on the device of the call and, on a CPU, inside the cache.
-
-    On a CPU their values are read. On other devices that would synchronize, and
-    ATTNLIB_VALIDATE=1 reads them.
+def check_addresses(metadata: Any, cache: PagedKVCache) -> None:
+    """Whether block ids and slots of a batch on the CPU are inside the cache. Elsewhere reading
+    them would synchronize, and ATTNLIB_VALIDATE=1 does.
 
     Raises:
         ContractError: the message names the tensor, the index and the value.
     """
-    for name in ("query_start_loc", "seq_lens", "block_table"):
-        tensor = getattr(metadata, name, None)
-        if tensor is not None and tensor.device != device:
-            raise ContractError(
-                f"{name} is on {tensor.device}, query on {device}: build the batch for that device"
-            )
-    if cache is None or device.type != "cpu":
-        return
     table, seq_lens = getattr(metadata, "block_table", None), getattr(metadata, "seq_lens", None)
     if table is not None and seq_lens is not None and table.numel():
         _check_block_ids(table, seq_lens, cache)
@@ -161,6 +151,13 @@ def check_call(
     """
     spec = layer.spec
     check_metadata(layer, metadata)
+    for name in ("query_start_loc", "seq_lens", "block_table"):
+        lengths = getattr(metadata, name, None)
+        if lengths is not None and lengths.device != query.device:
+            raise ContractError(
+                f"{name} is on {lengths.device}, query on {query.device}: build the batch for that "
+                "device"
+            )
     _check_tensor("query", query, (spec.num_heads, spec.head_size), spec.dtype, query.device)
     tokens = getattr(metadata, "num_actual_tokens", 0) or 0
     if query.shape[0] < tokens:

@@ -383,7 +383,8 @@ class Attention(nn.Module):
         return_lse: bool,
     ) -> tuple[StepPlan, tuple[int, ...] | None]:
         """The plan of a call and the shape of an output to allocate (None: like the query)."""
-        check_cache_type(cache)
+        if cache is not None and not isinstance(cache, PagedKVCache):
+            check_cache_type(cache)  # raises
         signature = self._call_signature(query, key, value, cache, output, return_lse)
         plans = getattr(metadata, "plans", None)
         known: tuple[StepPlan, tuple[int, ...] | None] | None
@@ -468,12 +469,14 @@ class Attention(nn.Module):
             signature, type(metadata), getattr(metadata, "spec", None),
             getattr(metadata, "num_actual_tokens", None),
             None if slots is None else (slots.dtype, slots.shape, slots.device),
+            getattr(getattr(metadata, "seq_lens", None), "device", None),
         )  # fmt: skip
         if accepted != self._accepted:
             check_call(self, q, k, v, cache, metadata, return_lse)
             self._check_output(query, output, shape)
             self._accepted = accepted
-        check_addresses(metadata, cache, query.device)
+        if cache is not None and cache.device.type == "cpu":
+            check_addresses(metadata, cache)
         calculates_scales = getattr(metadata, "enable_kv_scales_calculation", False)
         if calculates_scales and cache is not None and k is not None and v is not None:
             self._calculate_scales(k, v, cache, metadata.slot_mapping)

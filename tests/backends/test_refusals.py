@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -78,6 +79,14 @@ def _tensor(call: _Call, index: int, value: Any) -> None:
     call.tensors[index] = value
 
 
+def _on_meta(call: _Call) -> Any:
+    """The metadata with its lengths on another device."""
+    metadata = copy.copy(call.metadata)
+    for name in ("query_start_loc", "seq_lens"):
+        metadata.__dict__[name] = getattr(metadata, name).to("meta")
+    return metadata
+
+
 def _no_slots(call: _Call) -> None:
     call.metadata = call.builder.build(0, call.common.replace(slot_mapping=None))
 
@@ -111,6 +120,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         r"slot_mapping\[1\]=-2 is outside the cache",
     ),
     "no slots": (_no_slots, "the batch has no slot_mapping to write them to"),
+    "metadata of another device": (
+        lambda call: _set(call, metadata=_on_meta(call)),
+        "query_start_loc is on meta, query on cpu: build the batch for that device",
+    ),
     "few rows": (
         lambda call: _tensor(call, 0, torch.zeros(3, 4, 64, dtype=HALF)),
         "query has 3 rows, but the batch has 4 tokens",
