@@ -3,8 +3,8 @@
     python -m tests.integrations.transformers_sweep                 # all; writes the page in docs/
     python -m tests.integrations.transformers_sweep llama encoder   # model types and kinds; prints
 
-A complete run takes about 25 minutes on two idle cores. It appends to the file of records, and a
-second run of the same commit continues it. Vision towers of `timm` need timm and torchvision.
+The complete run appends to the file of records, and a second run of the same commit continues it.
+With `--minutes` it stops in time: the page then has older records too, and says of which commit. Vision towers of `timm` need timm and torchvision.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="model types or kinds; all without")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=120, help="limit per architecture")
+    parser.add_argument("--minutes", type=float, default=600, help="start nothing after this time")
     parser.add_argument("--records", type=Path, default=RECORDS)
     arguments = parser.parse_args()
     started, every = time.perf_counter(), architectures()
@@ -53,9 +54,10 @@ def main() -> int:
         # The architectures that are not known to work come first.
         fine = {one for one in every if known.get(one, {}).get("outcome") in _FINE}
         waiting = sorted((one for one in every if one not in done), key=lambda one: one in fine)
-        sweep(waiting, arguments.processes, arguments.seconds, facts, arguments.records)
+        until = started + 60 * arguments.minutes
+        sweep(waiting, arguments.processes, arguments.seconds, facts, arguments.records, until)
         known = read_records(arguments.records)
-        records = [known[one] for one in every]
+        records = [known[one] for one in every if one in known]
         lines = [json.dumps(record, sort_keys=True) + "\n" for record in records]
         arguments.records.write_text("".join(lines))
         PAGE.write_text(page(records))

@@ -7,6 +7,7 @@ import select
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ def sweep(
     seconds: float,
     facts: dict[str, Any],
     path: Path | None = None,
+    until: float = float("inf"),
 ) -> list[dict[str, Any]]:
     """The records of the architectures, in their order.
 
@@ -66,6 +68,7 @@ def sweep(
         seconds: limit for one architecture.
         facts: fields that every record gets.
         path: file of JSON lines, to which each record is appended when it is complete.
+        until: value of `time.perf_counter()` after which no architecture starts.
     """
     records: dict[Architecture, dict[str, Any]] = {}
     waiting, lock = list(reversed(chosen)), threading.Lock()
@@ -74,7 +77,7 @@ def sweep(
         worker = _Worker()
         while True:
             with lock:
-                if not waiting:
+                if not waiting or time.perf_counter() > until:
                     break
                 one = waiting.pop()
             try:
@@ -96,7 +99,7 @@ def sweep(
         thread.start()
     for thread in threads:
         thread.join()
-    return [records[one] for one in chosen]
+    return [records[one] for one in chosen if one in records]
 
 
 def read_records(path: Path) -> dict[Architecture, dict[str, Any]]:
