@@ -4,7 +4,8 @@
     python -m tests.integrations.transformers_sweep llama encoder   # model types and kinds; prints
 
 The complete run appends to the file of records, and a second run of the same commit continues it.
-With `--minutes` it stops in time: the page then has older records too, and says of which commit. Vision towers of `timm` need timm and torchvision.
+With `--minutes` it stops in time: the page then has older records too, and names their commits.
+Vision towers of `timm` need timm and torchvision.
 """
 
 from __future__ import annotations
