@@ -1,0 +1,23 @@
+"""`vllm_adapter.py` under each release of vLLM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.hosts.conftest import HERE
+from tests.hosts.install import VLLM
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize("version", VLLM)
+def test_adapter(environment: Any, version: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "vllm_adapter.py"],
+        cwd=HERE, env=environment(version, ATTNLIB_TEST_VLLM_CPU="1"), capture_output=True,
+        text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

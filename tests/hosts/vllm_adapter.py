@@ -1,0 +1,271 @@
+"""The adapter inside an importable vLLM, without an engine; run by `test_vllm_adapter.py`.
+
+Batches are vLLM's own `CommonAttentionMetadata`. The reference is torch's attention over the keys
+that the cache holds.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
+
+from attnlib.errors import UnsupportedConfigError
+from attnlib.integrations.vllm.backend import AttnlibBackend
+from attnlib.integrations.vllm.builder import AttnlibMetadataBuilder
+from attnlib.integrations.vllm.impl import AttnlibImpl
+
+HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 4, 2, 32, 16, 40
+
+
+@pytest.fixture(autouse=True)
+def _config() -> Any:
+    with set_current_vllm_config(VllmConfig()):
+        torch.set_default_dtype(torch.float32)
+        yield
+
+
+class Layer:
+    """One layer with its cache and builder, over vLLM's packed memory in NHD order."""
+
+    def __init__(self, kv_cache_dtype: str = "auto", **arguments: Any) -> None:
+        self.impl = AttnlibImpl(
+            HEADS, SIZE, SIZE**-0.5, KV_HEADS, kv_cache_dtype=kv_cache_dtype, **arguments
+        )
+        dtype = torch.float32 if kv_cache_dtype == "auto" else torch.uint8
+        memory = torch.zeros(BLOCKS, BLOCK, KV_HEADS, 2 * SIZE, dtype=dtype)
+        self.kv_cache = memory.permute(0, 2, 1, 3)
+        self.layer = SimpleNamespace(
+            impl=self.impl, layer_name="layer",
+            _k_scale=torch.tensor([0.5]), _v_scale=torch.tensor([0.25]),
+        )  # fmt: skip
+        config = SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context={"layer": self.layer}),
+            scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64),
+            model_config=SimpleNamespace(max_model_len=512),
+            parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+            speculative_config=None,
+        )
+        self.config = config
+        spec = SimpleNamespace(block_size=BLOCK)
+        self.builder = AttnlibMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
+
+    def step(
+        self, query_lens: list[int], seq_lens: list[int], padded: tuple[int, int] | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Run a batch; `padded` requests and tokens as in a CUDA graph. Returns q, k, v, output."""
+        requests, tokens = len(query_lens), sum(query_lens)
+        rows, columns = padded or (requests, tokens)
+        starts = torch.full((rows + 1,), tokens, dtype=torch.int32)
+        starts[: requests + 1] = torch.tensor([0, *query_lens]).cumsum(0)
+        lengths = torch.zeros(rows, dtype=torch.int32)
+        lengths[:requests] = torch.tensor(seq_lens)
+        table = torch.zeros(rows, 10, dtype=torch.int32)  # 0 is vLLM's null block
+        slots = torch.full((columns,), -1)
+        for request, (new, total) in enumerate(zip(query_lens, seq_lens, strict=True)):
+            table[request] = torch.arange(10) + 1 + 10 * request
+            position = torch.arange(total - new, total)
+            first = starts[request]
+            slots[first : first + new] = (
+                table[request][position // BLOCK] * BLOCK + position % BLOCK
+            )
+        batch = CommonAttentionMetadata(
+            query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths, num_reqs=rows,
+            num_actual_tokens=columns, max_query_len=max(query_lens), max_seq_len=max(seq_lens),
+            block_table_tensor=table, slot_mapping=slots, causal=True,
+        )  # fmt: skip
+        untouched = slots.clone()
+        q, k, v = (torch.randn(columns, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        output = torch.full((columns, HEADS, SIZE), 7.0)
+        metadata = self.builder.build(0, batch)
+        self.impl.forward(self.layer, q, k, v, self.kv_cache, metadata, output)
+        assert torch.equal(slots, untouched)
+        self.table = table
+        return q, k, v, output
+
+    def expected(
+        self, q: torch.Tensor, query_lens: list[int], seq_lens: list[int], window: int | None = None
+    ) -> torch.Tensor:
+        memory = self.kv_cache.permute(0, 2, 1, 3)
+        if memory.dtype == torch.uint8:
+            stored = memory.view(torch.float8_e4m3fn).float()
+            memory = torch.cat([stored[..., :SIZE] * 0.5, stored[..., SIZE:] * 0.25], -1)
+        rows, start = [], 0
+        for request, (new, total) in enumerate(zip(query_lens, seq_lens, strict=True)):
+            position = torch.arange(total)
+            blocks = self.table[request].long()
+            held = memory[blocks[position // BLOCK], position % BLOCK]
+            visible = torch.ones(new, total).tril(total - new).bool()
+            if window is not None:
+                visible &= torch.ones(new, total).triu(total - new - window + 1).bool()
+            attended = torch.nn.functional.scaled_dot_product_attention(
+                q[start : start + new].transpose(0, 1), held[..., :SIZE].transpose(0, 1),
+                held[..., SIZE:].transpose(0, 1), attn_mask=visible, enable_gqa=True,
+            )  # fmt: skip
+            rows.append(attended.transpose(0, 1))
+            start += new
+        return torch.cat(rows)
+
+
+STEPS = [([40, 9], [40, 9]), ([1, 1], [41, 10]), ([4, 4], [45, 14]), ([1, 20], [46, 34])]
+"""Prefill, decodes, several tokens per request (speculation), a mixed batch."""
+
+
+@pytest.mark.parametrize("window", [None, 11])
+def test_steps(window: int | None) -> None:
+    layer = Layer(sliding_window=window)
+    for query_lens, seq_lens in STEPS:
+        q, _, _, output = layer.step(query_lens, seq_lens)
+        torch.testing.assert_close(output, layer.expected(q, query_lens, seq_lens, window))
+
+
+def test_padded_batch() -> None:
+    """Padding rows have no tokens and length 0, padding tokens have slot -1: nothing is written,
+    and their output is 0."""
+    layer = Layer()
+    layer.step([30, 9], [30, 9])
+    held = layer.kv_cache.clone()
+    q, k, _, output = layer.step([1, 1], [31, 10], padded=(5, 8))
+    torch.testing.assert_close(output[:2], layer.expected(q, [1, 1], [31, 10]))
+    assert not output[2:].any()
+    changed = (layer.kv_cache != held).any(-1).any(1)
+    assert changed.sum() == 2
+
+
+def test_fp8_cache_with_scales_per_tensor() -> None:
+    layer = Layer("fp8")
+    for query_lens, seq_lens in STEPS:
+        q, _, _, output = layer.step(query_lens, seq_lens)
+        torch.testing.assert_close(output, layer.expected(q, query_lens, seq_lens))
+    assert layer.kv_cache.any()
+
+
+def test_a_layer_that_shares_a_cache_does_not_write() -> None:
+    writer = Layer()
+    writer.step([30, 9], [30, 9])
+    reader = Layer(kv_sharing_target_layer_name="other")
+    reader.kv_cache = writer.kv_cache
+    held = writer.kv_cache.clone()
+    q, _, _, output = reader.step([1, 1], [30, 9])
+    assert torch.equal(writer.kv_cache, held)
+    torch.testing.assert_close(output, reader.expected(q, [1, 1], [30, 9]))
+
+
+def test_sinks_and_soft_cap() -> None:
+    """Against the same adapter without them: a very low sink and a very high cap change nothing."""
+    torch.manual_seed(0)
+    plain = Layer()
+    q = plain.step([20, 9], [20, 9])[0]
+    torch.manual_seed(0)
+    same = Layer(sinks=torch.full((HEADS,), -1e9), logits_soft_cap=8000.0)
+    near = same.step([20, 9], [20, 9])
+    torch.testing.assert_close(near[3], plain.expected(q, [20, 9], [20, 9]), atol=1e-4, rtol=1e-4)
+    torch.manual_seed(0)
+    other = Layer(sinks=torch.zeros(HEADS)).step([20, 9], [20, 9])[3]
+    assert not torch.allclose(other, near[3], atol=1e-2)
+
+
+def test_a_profiling_run_gives_zeros() -> None:
+    layer = Layer()
+    output = torch.ones(3, HEADS, SIZE)
+    empty = torch.tensor([])
+    layer.impl.forward(layer.layer, output, None, None, empty, None, output)
+    assert not output.any()
+
+
+def ask(**changes: Any) -> list[str]:
+    """The reasons for a configuration that is supported but for the changes."""
+    question = dict(
+        head_size=64, dtype=torch.float32, kv_cache_dtype="auto", block_size=None, use_mla=False,
+        has_sink=False, use_sparse=False, use_mm_prefix=False, use_per_head_quant_scales=False,
+        device_capability=None, attn_type="decoder",
+    )  # fmt: skip
+    return AttnlibBackend.validate_configuration(**{**question, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"use_mla": True}, "MLA not supported"),
+        ({"use_sparse": True}, "sparse not supported"),
+        ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
+        ({"use_per_head_quant_scales": True}, "per-head quant scales not supported"),
+        ({"attn_type": "encoder_decoder"}, "attention type encoder_decoder not supported"),
+        ({"use_non_causal": True}, "non-causal attention not supported"),
+        ({"use_pcp": True}, "PCP not supported"),
+        ({"use_rswa": True}, "R-SWA not supported"),
+        ({"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
+        ({"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype not supported"),
+        ({"block_size": 24}, "block_size not supported"),
+        ({"dtype": torch.float64}, "dtype not supported"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_one_refusal_of_each_kind(changes: dict[str, Any], reason: str) -> None:
+    known = inspect.signature(AttentionBackend.validate_configuration).parameters
+    if not changes.keys() <= known.keys():
+        pytest.skip("this release of vLLM does not ask")
+    assert any(reason in found for found in ask(**changes)), ask(**changes)
+
+
+def test_several_reasons_at_once() -> None:
+    assert len(ask(use_mla=True, use_sparse=True, use_pcp=True)) == 3
+
+
+def test_supported_configurations_have_no_reasons() -> None:
+    assert ask() == []
+    assert ask(has_sink=True, has_sliding_window=True, use_batch_invariant=True) == []
+    assert ask(attn_type="encoder_only") == []
+    assert ask(kv_cache_dtype="fp8") == []
+    assert AttnlibBackend.supports_dcp()
+
+
+def test_reasons_of_attnlib_name_backend_and_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNLIB_BACKEND", "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    (reason,) = ask(head_size=1024)
+    assert reason.startswith("attnlib: triton: ")
+    assert ask(use_batch_invariant=True)
+
+
+def test_arguments_without_implementation_are_refused() -> None:
+    with pytest.raises(UnsupportedConfigError, match="use_alibi_sqrt"):
+        Layer(use_alibi_sqrt=True)
+
+
+def test_another_mask_than_that_of_the_layers_is_refused() -> None:
+    layer = Layer()
+    batch = SimpleNamespace(causal=False)
+    with pytest.raises(UnsupportedConfigError, match="causal=False"):
+        layer.builder.build(0, batch)
+
+
+def test_scaled_output_is_refused() -> None:
+    layer, one = Layer(), torch.ones(1)
+    output = torch.ones(1, HEADS, SIZE)
+    with pytest.raises(UnsupportedConfigError, match="fuse_attn_quant"):
+        layer.impl.forward(layer.layer, output, None, None, one, None, output, output_scale=one)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"sliding_window": 8}, {"alibi_slopes": [1.0] * HEADS}, {"sinks": torch.zeros(HEADS)},
+     {"kv_sharing_target_layer_name": "other"}, {"attn_type": "encoder_only"}],
+    ids=lambda arguments: next(iter(arguments)),
+)  # fmt: skip
+def test_layers_that_cannot_be_distributed_are_refused(
+    arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def two_ranks(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        impl = object.__new__(cls)
+        impl.dcp_world_size, impl.dcp_rank = 2, 0
+        return impl
+
+    monkeypatch.setattr(AttnlibImpl, "__new__", two_ranks)
+    with pytest.raises(UnsupportedConfigError, match="decode context parallelism"):
+        Layer(**arguments)
