@@ -170,6 +170,19 @@ def test_sinks_and_soft_cap() -> None:
     assert not torch.allclose(other, near[3], atol=1e-2)
 
 
+def test_alibi() -> None:
+    """Slopes of 0 change nothing; others prefer near keys, so that position decides."""
+    outputs = []
+    for slope in (0.0, 50.0):
+        torch.manual_seed(0)
+        layer = Layer(alibi_slopes=[slope] * HEADS)
+        q, _, v, output = layer.step([20, 9], [20, 9])
+        outputs.append(output)
+    torch.testing.assert_close(outputs[0], layer.expected(q, [20, 9], [20, 9]))
+    own = v.repeat_interleave(HEADS // KV_HEADS, 1)
+    torch.testing.assert_close(outputs[1], own, atol=1e-4, rtol=1e-4)
+
+
 def test_a_profiling_run_gives_zeros() -> None:
     layer = Layer()
     output = torch.ones(3, HEADS, SIZE)
