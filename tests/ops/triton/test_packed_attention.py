@@ -20,6 +20,7 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch import packed_attention as reference
 from attnlib.ops.triton import packed_attention as kernels
 from attnlib.ops.triton.heuristics.packed_tiles import packed_shared_bytes, packed_tile
+from attnlib.ops.triton.heuristics.tiles import Tile
 
 
 class Case:
@@ -249,10 +250,11 @@ def test_dispatch_is_by_device_and_dtype() -> None:
 
 def test_tiles_fit_the_shared_memory() -> None:
     """The largest tile that fits; an error that names the limit if none does."""
-    large = packed_tile(128, 2, 2, 4, 227 * 1024)
-    small = packed_tile(128, 2, 2, 4, 48 * 1024)
-    assert (large.block_m, large.block_n, large.num_stages) == (16, 64, 3)
-    assert packed_shared_bytes(small, 128, 2, 2) <= 48 * 1024
+    decode, prefill = (packed_tile(128, 2, 2, rows, 227 * 1024) for rows in (4, 512))
+    assert decode == Tile(16, 16, 1, 4) and prefill == Tile(64, 64, 4, 3)
+    for rows in (4, 512):
+        small = packed_tile(128, 2, 2, rows, 48 * 1024)
+        assert packed_shared_bytes(small, 128, 2, 2) <= 48 * 1024
     with pytest.raises(UnsupportedConfigError, match="the chip allows 1024"):
         packed_tile(128, 2, 2, 4, 1024)
 

@@ -24,7 +24,7 @@ def packed_shared_bytes(tile: Tile, head_size: int, query_bytes: int, cache_byte
 def packed_tile(
     head_size: int, query_bytes: int, cache_bytes: int, max_rows: int, shared_memory: int
 ) -> Tile:
-    """Return the largest tile that fits: 16 to 64 rows, 64 keys or fewer.
+    """Return a tile that fits: 16 to 64 rows, 64 keys or fewer.
 
     Args:
         head_size: D.
@@ -40,6 +40,12 @@ def packed_tile(
     # With two chunks, fewer rows than Hopper's asynchronous products need: see `head_chunks`.
     most_rows = 16 if wide else 32 if split_head_size(head_size)[1] else 64
     rows = min(most_rows, max(16, next_power_of_2(max_rows)))
+    if rows == 16 and query_bytes == 2 and not wide:
+        # The fastest of eight tiles on an H200, in four of six decodes of bfloat16 with 32/8 heads
+        # of size 128 (benchmarks/results/h200/packed_decode.json). One warp needs no barriers.
+        tile = Tile(16, 16, 1, 4)
+        if packed_shared_bytes(tile, head_size, query_bytes, cache_bytes) <= shared_memory:
+            return tile
     # Larger tiles of wide or float32 rows spill registers.
     most = 64 // (1 + wide) // (1 + (query_bytes == 4))
     for block_n in (size for size in (64, 32, 16) if size <= most):
