@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from attnlib.compat.flash_attn.kvcache_call import KVCacheCall, RecentCall, check_kvcache_call
+from attnlib.compat.flash_attn.kvcache_call import KVCacheCall
+from attnlib.compat.flash_attn.kvcache_checks import check_kvcache_call
 from attnlib.compat.flash_attn.options import (
     FlashAttentionArgumentError,
     Options,
@@ -17,6 +18,7 @@ from attnlib.compat.flash_attn.options import (
     slopes_of,
 )
 from attnlib.compat.flash_attn.prepared import STATE, address, execution, prepared, signature
+from attnlib.compat.flash_attn.recent_call import RecentCall
 from attnlib.compat.flash_attn.rotary import rotate_query_and_key
 from attnlib.instrumentation import OBSERVERS
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import torch
 
 from attnlib.cache.storage import PagedKVCache
-from attnlib.compat.flash_attn.options import FlashAttentionArgumentError, Options, check_tensor
+from attnlib.compat.flash_attn.options import FlashAttentionArgumentError, Options
 from attnlib.compat.flash_attn.prepared import (
     Batch,
     Execution,
     PreparedBatch,
     layer_for,
-    same_execution,
 )
 from attnlib.compat.flash_attn.views import BlockView, block_views, token_views
-from attnlib.ops.signature import tensor_check
 
-__all__ = ["KVCacheCall", "RecentCall", "check_kvcache_call"]
+__all__ = ["KVCacheCall"]
 
 
 class KVCacheCall:
@@ -225,145 +222,6 @@ class KVCacheCall:
             torch.sub(self._lens, leftpad, out=self._cached)
 
 
-class RecentCall:
-    """The call before, for the next call of its kind: one C function compares their tensors.
-
-    Attributes:
-        arguments: softmax_scale, causal, window_size, softcap, attention_chunk, return_softmax_lse.
-    """
-
-    __slots__ = (
-        "_append", "_cache", "_call", "_check", "_fields", "_impl", "_index", "_lens",
-        "_like_query", "_lse", "_new_keys", "_plan", "_plan_writes", "_rows", "_shape",
-        "_table", "_view",
-        "_where", "arguments",
-    )  # fmt: skip
-
-    @classmethod
-    def of(
-        cls, call: KVCacheCall, tensors: tuple[Any, ...], arguments: tuple[Any, ...]
-    ) -> RecentCall | None:
-        """The recent call; None where torch cannot compare tensors quickly."""
-        window, k = arguments[2], tensors[3]
-        if type(window) is not tuple or any(type(side) is not int for side in window):
-            return None
-        check = tensor_check(*(tensor for tensor in tensors if tensor is not None))
-        if check is None or (k is not None and call.append is None):
-            return None
-        return cls(call, check, tensors, arguments)
-
-    def __init__(
-        self,
-        call: KVCacheCall,
-        check: Callable[..., bool],
-        tensors: tuple[Any, ...],
-        arguments: tuple[Any, ...],
-    ) -> None:
-        q, k_cache, v_cache, k, _, lens, table = tensors
-        self.arguments = arguments
-        self._call, self._check, self._where = call, check, call.where
-        self._index = q.get_device()
-        self._lens = None if lens is None else lens.data_ptr()
-        self._table = None if table is None else table.data_ptr()
-        self._new_keys = k is not None
-        self._view = None if call.view.keys is None else call.view
-        # One cache object for all calls, whose views are set in each call and not kept alive.
-        self._cache = PagedKVCache.from_views(*call.view.of(k_cache, v_cache))
-        signature = self._cache.signature
-        layer, metadata = call.whole.layer, call.whole.metadata
-        query = q.reshape(-1, *q.shape[-2:])
-        rows = (*query.shape[:2], v_cache.shape[-1])
-        output = torch.empty(rows, dtype=q.dtype, device=q.device)
-        self._plan, _ = layer._find_plan(
-            query, None, None, self._cache, metadata, output, call.options.lse
-        )
-        self._impl, self._lse = layer.impl, call.options.lse
-        self._append = call.append if self._new_keys else None
-        if self._append is not None and hasattr(self._plan, "appending"):
-            self._plan, self._append = self._plan.appending(self._append), None
-        self._plan_writes = self._new_keys and self._append is None
-        batched = getattr(self._plan, "takes_batches", False) and q.is_contiguous()
-        self._rows = None if batched else tuple(query.shape)
-        self._shape = (*q.shape[:2], *rows[1:])
-        self._like_query = batched and self._shape == q.shape
-        self._fields = vars(self._cache)
-        self._fields.update(key_cache=None, value_cache=None, _signature=signature)
-
-    def accepts(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        lens: Any,
-        table: torch.Tensor | None,
-    ) -> bool:
-        """Whether a call differs in values of tensors and in addresses of q, k, v and the caches
-        only."""
-        tensors: tuple[Any, ...]
-        if self._table is None:
-            if table is not None:
-                return False
-            tensors = ()
-        elif table is None or table.data_ptr() != self._table:
-            return False
-        else:
-            tensors = (table,)
-        if self._lens is None:
-            if lens is not None:
-                return False
-        elif not isinstance(lens, torch.Tensor) or lens.data_ptr() != self._lens:
-            return False
-        else:
-            tensors = (lens, *tensors)
-        if self._new_keys:
-            if k is None or v is None or not self._check(q, k_cache, v_cache, k, v, *tensors):
-                return False
-        elif k is not None or v is not None or not self._check(q, k_cache, v_cache, *tensors):
-            return False
-        return same_execution(self._where, self._index)
-
-    def run(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-    ) -> Any:
-        """One call that `accepts` accepted.
-
-        Raises:
-            FlashAttentionArgumentError: lengths on a CPU exceed the cache.
-        """
-        if self._index < 0:
-            self._call.check_capacity()
-        if self._view is not None:
-            k_cache, v_cache = self._view.of(k_cache, v_cache)
-        if self._append is not None:
-            self._append.run(k, v, k_cache, v_cache)
-        if not self._plan_writes:
-            k = v = None
-        if self._like_query:
-            result = torch.empty_like(q)
-        else:
-            result = torch.empty(self._shape, dtype=q.dtype, device=q.device)
-        query, output, lse = q, result, None
-        if self._rows is not None:
-            query, output = q.reshape(self._rows), result.view(*self._rows[:2], -1)
-        if self._lse:
-            lse = torch.empty(
-                (self._shape[0] * self._shape[1], self._shape[2]), dtype=torch.float32,
-                device=q.device,
-            )  # fmt: skip
-        fields = self._fields
-        fields["key_cache"], fields["value_cache"] = k_cache, v_cache
-        self._plan.run(self._impl, query, k, v, self._cache, output, lse)
-        fields["key_cache"] = fields["value_cache"] = None
-        return result if lse is None else self._call.shaped(q.shape, result, lse)
-
-
 def _view(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -375,135 +233,3 @@ def _view(
     if leftpad is not None:
         return token_views(k_cache, v_cache)
     return block_views(k_cache, v_cache)
-
-
-def check_kvcache_call(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    lens: int | torch.Tensor | None,
-    index: torch.Tensor | None,
-    leftpad: torch.Tensor | None,
-    table: torch.Tensor | None,
-    starts: torch.Tensor | None,
-    longest: int | None,
-    rotary_cos: torch.Tensor | None,
-) -> None:
-    """Shapes, dtypes and devices of a call; arguments as in `flash_attn_with_kvcache`.
-
-    Raises:
-        FlashAttentionArgumentError: an argument does not fit; the message names it.
-    """
-    heads = "headdim]"
-    if starts is None:
-        check_tensor("q", q, 4, f"[batch, seqlen, heads, {heads}", q)
-        requests = q.shape[0]
-    else:
-        check_tensor("q", q, 3, f"[tokens, heads, {heads} with cu_seqlens_q", q)
-        check_tensor("cu_seqlens_q", starts, 1, "[batch + 1]", q, torch.int32)
-        requests = starts.shape[0] - 1
-        if not longest or requests < 0 or not starts.is_contiguous():
-            raise FlashAttentionArgumentError(
-                f"cu_seqlens_q {tuple(starts.shape)} with max_seqlen_q={longest}: it must be "
-                "contiguous [batch + 1], and max_seqlen_q at least 1"
-            )
-        if k is not None:
-            raise FlashAttentionArgumentError(
-                "k with cu_seqlens_q: new keys need queries [batch, seqlen, heads, headdim]"
-            )
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        check_tensor(name, cache, 4, f"[batch or blocks, tokens, KV heads, {heads}", q)
-        if cache.stride(3) != 1 and cache.shape[3] > 1:
-            raise FlashAttentionArgumentError(
-                f"{name} has last stride {cache.stride(3)}; it must be 1, because the cache is "
-                "not copied"
-            )
-    if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.shape[3] != q.shape[-1]:
-        raise FlashAttentionArgumentError(
-            f"k_cache {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)} and q "
-            f"{tuple(q.shape)} must agree in blocks, tokens, KV heads and headdim"
-        )
-    if not k_cache.shape[1]:
-        raise FlashAttentionArgumentError("k_cache has no token per sequence or block")
-    _check_rows(q, k_cache, index, leftpad, table, requests)
-    if isinstance(lens, torch.Tensor):
-        _check_per_request("cache_seqlens", lens, q, requests, (torch.int32,))
-    elif lens is not None and (not isinstance(lens, int) or lens < 0):
-        raise FlashAttentionArgumentError(
-            f"cache_seqlens={lens!r} must be an int of at least 0, or [{requests}] int32"
-        )
-    if (k is None) != (v is None):
-        raise FlashAttentionArgumentError("k and v: pass both or neither")
-    if k is not None and v is not None:
-        _check_new_keys(q, k_cache, v_cache, k, v, lens)
-    elif rotary_cos is not None:
-        raise FlashAttentionArgumentError(
-            "rotary_cos without k and v: the keys to rotate are new ones"
-        )
-
-
-def _check_rows(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    index: torch.Tensor | None,
-    leftpad: torch.Tensor | None,
-    table: torch.Tensor | None,
-    requests: int,
-) -> None:
-    if table is not None:
-        check_tensor("block_table", table, 2, "[batch, max_blocks]", q, torch.int32)
-        if table.shape[0] != requests or not table.shape[1]:
-            raise FlashAttentionArgumentError(
-                f"block_table has shape {tuple(table.shape)}; it must be [{requests}, at least 1]"
-            )
-        if index is not None or leftpad is not None:
-            name = "cache_leftpad" if index is None else "cache_batch_idx"
-            raise FlashAttentionArgumentError(f"{name} with a block_table: the table says it all")
-        return
-    if index is not None:
-        _check_per_request("cache_batch_idx", index, q, requests, (torch.int32, torch.int64))
-    elif k_cache.shape[0] < requests:
-        raise FlashAttentionArgumentError(
-            f"k_cache holds {k_cache.shape[0]} sequences for {requests} requests"
-        )
-    if leftpad is not None:
-        _check_per_request("cache_leftpad", leftpad, q, requests, (torch.int32,))
-
-
-def _check_per_request(
-    name: str,
-    tensor: torch.Tensor,
-    q: torch.Tensor,
-    requests: int,
-    dtypes: tuple[torch.dtype, ...],
-) -> None:
-    dtype = tensor.dtype if tensor.dtype in dtypes else dtypes[0]
-    check_tensor(name, tensor, 1, f"[{requests}]", q, dtype)
-    if tensor.shape != (requests,) or not tensor.is_contiguous():
-        raise FlashAttentionArgumentError(
-            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; it must be "
-            f"contiguous [{requests}]"
-        )
-
-
-def _check_new_keys(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lens: int | torch.Tensor | None,
-) -> None:
-    if lens is None:
-        raise FlashAttentionArgumentError("k and v without cache_seqlens: where to write them?")
-    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        check_tensor(name, new, 4, "[batch, new tokens, KV heads, headdim]", q)
-        if (new.shape[0], *new.shape[2:]) != (q.shape[0], *cache.shape[2:]):
-            raise FlashAttentionArgumentError(
-                f"{name} has shape {tuple(new.shape)}; it must be "
-                f"[{q.shape[0]}, new tokens, {cache.shape[2]}, {cache.shape[3]}]"
-            )
-    if k.shape[1] != v.shape[1]:
-        raise FlashAttentionArgumentError(f"k has {k.shape[1]} new tokens, v {v.shape[1]}")

@@ -722,7 +722,7 @@ class _OneOutput:
 def check_flash_attn_with_kvcache() -> None:
     """Repeated calls append and attend by direct launches, which equal those of Triton; hooks and
     unaligned keys are honored."""
-    from attnlib.compat.flash_attn import kvcache_call
+    from attnlib.compat.flash_attn import kvcache_call, recent_call
 
     for kernels, length in (("auto", 900), ("portable", 900), ("portable", 20)):
         step = Step([1, 1, 1], [length] * 3, kernels=kernels)
@@ -736,12 +736,12 @@ def check_flash_attn_with_kvcache() -> None:
             "block_table": step.batch.block_table,
             "causal": True,
         }
-        kvcache_call.torch = _OneOutput(step.out)
+        kvcache_call.torch = recent_call.torch = _OneOutput(step.out)
         try:
             with attnlib.use_backend(step.layer.backend), torch.no_grad():
                 _check_repeated_appends(functools.partial(_recorded_function, arguments), arguments)
         finally:
-            kvcache_call.torch = torch
+            kvcache_call.torch = recent_call.torch = torch
 
 
 def _check_repeated_appends(

@@ -1,0 +1,154 @@
+"""The quick path of `flash_attn_with_kvcache`: a call like the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from attnlib.cache.storage import PagedKVCache
+from attnlib.compat.flash_attn.kvcache_call import KVCacheCall
+from attnlib.compat.flash_attn.prepared import same_execution
+from attnlib.ops.signature import tensor_check
+
+__all__ = ["RecentCall"]
+
+
+class RecentCall:
+    """The call before, for the next call of its kind: one C function compares their tensors.
+
+    Attributes:
+        arguments: softmax_scale, causal, window_size, softcap, attention_chunk, return_softmax_lse.
+    """
+
+    __slots__ = (
+        "_append", "_cache", "_call", "_check", "_fields", "_impl", "_index", "_lens",
+        "_like_query", "_lse", "_new_keys", "_plan", "_plan_writes", "_rows", "_shape",
+        "_table", "_view",
+        "_where", "arguments",
+    )  # fmt: skip
+
+    @classmethod
+    def of(
+        cls, call: KVCacheCall, tensors: tuple[Any, ...], arguments: tuple[Any, ...]
+    ) -> RecentCall | None:
+        """The recent call; None where torch cannot compare tensors quickly."""
+        window, k = arguments[2], tensors[3]
+        if type(window) is not tuple or any(type(side) is not int for side in window):
+            return None
+        check = tensor_check(*(tensor for tensor in tensors if tensor is not None))
+        if check is None or (k is not None and call.append is None):
+            return None
+        return cls(call, check, tensors, arguments)
+
+    def __init__(
+        self,
+        call: KVCacheCall,
+        check: Callable[..., bool],
+        tensors: tuple[Any, ...],
+        arguments: tuple[Any, ...],
+    ) -> None:
+        q, k_cache, v_cache, k, _, lens, table = tensors
+        self.arguments = arguments
+        self._call, self._check, self._where = call, check, call.where
+        self._index = q.get_device()
+        self._lens = None if lens is None else lens.data_ptr()
+        self._table = None if table is None else table.data_ptr()
+        self._new_keys = k is not None
+        self._view = None if call.view.keys is None else call.view
+        # One cache object for all calls, whose views are set in each call and not kept alive.
+        self._cache = PagedKVCache.from_views(*call.view.of(k_cache, v_cache))
+        signature = self._cache.signature
+        layer, metadata = call.whole.layer, call.whole.metadata
+        query = q.reshape(-1, *q.shape[-2:])
+        rows = (*query.shape[:2], v_cache.shape[-1])
+        output = torch.empty(rows, dtype=q.dtype, device=q.device)
+        self._plan, _ = layer._find_plan(
+            query, None, None, self._cache, metadata, output, call.options.lse
+        )
+        self._impl, self._lse = layer.impl, call.options.lse
+        self._append = call.append if self._new_keys else None
+        if self._append is not None and hasattr(self._plan, "appending"):
+            self._plan, self._append = self._plan.appending(self._append), None
+        self._plan_writes = self._new_keys and self._append is None
+        batched = getattr(self._plan, "takes_batches", False) and q.is_contiguous()
+        self._rows = None if batched else tuple(query.shape)
+        self._shape = (*q.shape[:2], *rows[1:])
+        self._like_query = batched and self._shape == q.shape
+        self._fields = vars(self._cache)
+        self._fields.update(key_cache=None, value_cache=None, _signature=signature)
+
+    def accepts(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        lens: Any,
+        table: torch.Tensor | None,
+    ) -> bool:
+        """Whether a call differs in values of tensors and in addresses of q, k, v and the caches
+        only."""
+        tensors: tuple[Any, ...]
+        if self._table is None:
+            if table is not None:
+                return False
+            tensors = ()
+        elif table is None or table.data_ptr() != self._table:
+            return False
+        else:
+            tensors = (table,)
+        if self._lens is None:
+            if lens is not None:
+                return False
+        elif not isinstance(lens, torch.Tensor) or lens.data_ptr() != self._lens:
+            return False
+        else:
+            tensors = (lens, *tensors)
+        if self._new_keys:
+            if k is None or v is None or not self._check(q, k_cache, v_cache, k, v, *tensors):
+                return False
+        elif k is not None or v is not None or not self._check(q, k_cache, v_cache, *tensors):
+            return False
+        return same_execution(self._where, self._index)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+    ) -> Any:
+        """One call that `accepts` accepted.
+
+        Raises:
+            FlashAttentionArgumentError: lengths on a CPU exceed the cache.
+        """
+        if self._index < 0:
+            self._call.check_capacity()
+        if self._view is not None:
+            k_cache, v_cache = self._view.of(k_cache, v_cache)
+        if self._append is not None:
+            self._append.run(k, v, k_cache, v_cache)
+        if not self._plan_writes:
+            k = v = None
+        if self._like_query:
+            result = torch.empty_like(q)
+        else:
+            result = torch.empty(self._shape, dtype=q.dtype, device=q.device)
+        query, output, lse = q, result, None
+        if self._rows is not None:
+            query, output = q.reshape(self._rows), result.view(*self._rows[:2], -1)
+        if self._lse:
+            lse = torch.empty(
+                (self._shape[0] * self._shape[1], self._shape[2]), dtype=torch.float32,
+                device=q.device,
+            )  # fmt: skip
+        fields = self._fields
+        fields["key_cache"], fields["value_cache"] = k_cache, v_cache
+        self._plan.run(self._impl, query, k, v, self._cache, output, lse)
+        fields["key_cache"] = fields["value_cache"] = None
+        return result if lse is None else self._call.shaped(q.shape, result, lse)
