@@ -40,7 +40,7 @@ DOCUMENTS = 8
 
 def decay(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux: Any) -> Any:
     """An arithmetic function: a penalty that grows with the distance, more for later heads."""
-    return score - 0.0001 * (head + 1) * (q_pos - k_pos)
+    return score - (q_pos - k_pos) * (head + 1) * 0.0001
 
 
 class Row:
@@ -144,7 +144,7 @@ def flex_row(function: Any, row: Row, length: int) -> Callable[[int], torch.Tens
     if name == "decay":
 
         def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-            return score - 0.0001 * (h + 1) * (q - k)
+            return score - (q - k) * (h + 1) * 0.0001
     elif name == "_alibi_sqrt":
         slope = tensors["slope"]
 
