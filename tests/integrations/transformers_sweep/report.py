@@ -44,7 +44,8 @@ python -m tests.integrations.transformers_sweep
 The tolerance is 5e-5 of the largest output. If it is exceeded, it is 50 times the change of eager
 outputs when all weights change by 1e-6. Each model must notice a change of 2 % in its attention
 outputs, else it is skipped. Where the outputs depend on padding queries, eager and sdpa attention
-differ, and attnlib must agree with sdpa; the notes name these cases.
+differ, and attnlib must agree with sdpa; the notes name these cases. A commit with "+" had
+uncommitted changes: rows that did not run again at the last commit, among them none that was wrong.
 
 In the tables, "yes" is correct, "own" unaffected and "–" skipped. An empty cell does not apply.
 """
