@@ -1,9 +1,9 @@
-"""Install vLLM beside the test environment: one folder of Python files per release.
+"""Install vLLM and SGLang beside the test environment: one folder of Python files per release.
 
     python tests/hosts/install.py .ci-hosts
     pytest -m hosts --hosts .ci-hosts tests/hosts
 
-A wheel of vLLM is unpacked without its compiled files, which a CPU run does not need, and packages
+The wheels are unpacked without their compiled files, which a CPU run does not need, and packages
 are installed without their dependencies, because the releases pin different versions of torch. The
 folders go on PYTHONPATH in front of the environment's packages; the environment does not change. A
 folder that an earlier run installed from the same lists is used again.
@@ -25,6 +25,8 @@ from pathlib import Path
 VLLM = ("0.26.0", "0.33.0")
 """The oldest and the newest supported release."""
 
+SGLANG = "0.5.23"
+
 _REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 _SKIPPED = re.compile(
     r"\.(so|hpp|h|cuh|cu|inl|rs|js|css|map|svg|png|html)$|/vllm-rs$|device_name="
@@ -39,7 +41,8 @@ def install(target: Path) -> None:
     requirements = _REQUIREMENTS.read_text()
     _once(target / "packages", requirements, _install_packages)
     for version in VLLM:
-        _once(target / f"vllm-{version}", f"{version} {_SKIPPED.pattern}", _unpack, version)
+        _once(target / f"vllm-{version}", f"{version} {_SKIPPED.pattern}", _unpack, "vllm", version)
+    _once(target / "sglang", f"{SGLANG} {_SKIPPED.pattern}", _unpack, "sglang", SGLANG)
 
 
 def _once(folder: Path, made_from: str, make: object, *arguments: str) -> None:
@@ -59,11 +62,11 @@ def _install_packages(folder: Path) -> None:
     _pip("install", "--no-deps", "--target", str(folder), "--requirement", str(_REQUIREMENTS))
 
 
-def _unpack(folder: Path, version: str) -> None:
+def _unpack(folder: Path, package: str, version: str) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         _pip(
             "download", "--no-deps", "--only-binary", ":all:", "--dest", temporary,
-            f"vllm=={version}",
+            f"{package}=={version}",
         )  # fmt: skip
         (wheel,) = Path(temporary).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
