@@ -117,23 +117,27 @@ def test_decode(alibi: bool, device: torch.device) -> None:
     case.decode(alibi_slopes=case.slopes if alibi else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [32, 64, 80, 96, 112, 120, 128, 192, 256])
 def test_decode_of_every_head_size(size: int, device: torch.device) -> None:
     Case(device, (70, 3), heads=(2, 1), size=size, block_size=16).decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [1, 16, 32, 128])
 def test_decode_of_block_sizes(block_size: int, device: torch.device) -> None:
     """Several blocks per tile, and several tiles per block."""
     Case(device, (150, 31), block_size=block_size).decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [(1, 1), (5, 5), (40, 1), (24, 3)])
 def test_decode_of_groups(heads: tuple[int, int], device: torch.device) -> None:
     """GQA: fewer, as many and more heads than rows of a tile."""
     Case(device, (33, 9), heads=heads).decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("per_head", [False, True])
 def test_decode_of_fp8(kv_cache_dtype: str, per_head: bool, device: torch.device) -> None:
@@ -143,15 +147,18 @@ def test_decode_of_fp8(kv_cache_dtype: str, per_head: bool, device: torch.device
     case.decode(k_scale=scale, v_scale=scale)
 
 
+@pytest.mark.slow
 def test_decode_of_float16(device: torch.device) -> None:
     Case(device, (100, 7), dtype=torch.float16, size=64, block_size=16).decode()
 
 
+@pytest.mark.slow
 def test_decode_splits_long_requests(device: torch.device) -> None:
     """Splits of a ragged batch are combined; an empty request yields 0 (M7)."""
     Case(device, (700, 0, 5), heads=(2, 1), block_size=16).decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [0, 2, -1])
 @pytest.mark.parametrize(("local", "stride"), [(1, 3), (0, 4)])
 def test_block_sparse_decode(step: int, local: int, stride: int, device: torch.device) -> None:
@@ -184,6 +191,7 @@ def prefill(
     return results[0], results[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", [-1, 0, 6, 100])
 @pytest.mark.parametrize("alibi", [False, True])
 def test_prefill(left: int, alibi: bool, device: torch.device) -> None:
@@ -196,6 +204,7 @@ def test_prefill(left: int, alibi: bool, device: torch.device) -> None:
     assert not out[29:].any()
 
 
+@pytest.mark.slow
 def test_prefill_of_prompts_and_long_contexts(device: torch.device) -> None:
     """No context, more tokens than one tile has, and a request without new tokens."""
     case = Case(device, (90, 130, 12), heads=(4, 2), size=96, block_size=16)
