@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from attnlib.bench.case import BenchCase, parse_case
+from attnlib.bench.inputs import make_inputs
 from attnlib.bench.suites import SUITES, choose_cases, known_cases
 from attnlib.bench.work import flops, kv_bytes, read_keys, roofline_us, visible_pairs
 from attnlib.errors import ContractError
@@ -132,6 +133,17 @@ def test_the_grammar_of_cases() -> None:
     assert spec.has_sink and spec.sliding_window == 128 and spec.kv_cache_layout == "NHD"
 
 
+def test_a_case_with_a_score_function_has_its_tensors() -> None:
+    """M10: layer tensors for the layer, batch tensors in the batch, and the oracle's function."""
+    case = parse_case("2q1s40@heads=4/2,d=16,score=attnlib.testing.score_functions:REQUESTS")
+    assert case.spec.score_function is not None and "score REQUESTS" in case.shape
+    inputs = make_inputs(case, torch.device("cpu"))
+    assert set(inputs.score_tensors) == {"weight"}
+    assert inputs.common.score_tensors is not None
+    assert inputs.common.score_tensors["shift"].shape == (2, 1)
+    assert inputs.params.score is not None
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -142,6 +154,10 @@ def test_the_grammar_of_cases() -> None:
         ("q1s8@dtype=float7", "dtype=float7 of case"),
         ("q8s4", "8 query tokens in a sequence of 4"),
         ("q1s4_pad2", "padding rows"),
+        (
+            "q8@score=attnlib.score_functions.builtin:prefix_lm",
+            "decides about later keys itself, and mask_kind=causal hides them",
+        ),
         ("empty", "no query tokens"),
     ],
 )

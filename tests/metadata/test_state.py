@@ -13,6 +13,7 @@ from attnlib.errors import ContractError
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.parameters import PerLayerParameters
 from attnlib.metadata.state import AttentionState
+from attnlib.score_functions.builtin import documents
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport
 from attnlib.workspace import BatchLimits
 
@@ -40,6 +41,26 @@ def test_state_pads_a_batch_into_persistent_buffers() -> None:
     assert {
         name: buffer.data_ptr() for name, buffer in state.get_graph_input_buffers().items()
     } == addresses
+
+
+def test_state_holds_the_batch_tensors_of_a_score_function() -> None:
+    """M10, G3: at fixed addresses; columns behind those of the batch repeat its last one."""
+    spec = SPEC.replace(score_function=documents())
+    builder = TorchMetadataBuilder(spec, "cpu", limits=LIMITS)
+    state = AttentionState(builder, LIMITS, score_columns=4)
+    captured = state.graph_capture_get_metadata_for_batch(4)
+    begins = torch.tensor([[0, 3], [1, 2]], dtype=torch.int32)
+    padded = state.begin_forward(
+        _batch([1, 1], [9, 2], score_tensors={"document_begin": begins}), 4
+    )
+    found = builder.build(0, padded).score_tensors["document_begin"]
+    assert found[:2].tolist() == [[0, 3, 3, 3], [1, 2, 2, 2]]
+    assert found.data_ptr() == captured.score_tensors["document_begin"].data_ptr()
+    with pytest.raises(ContractError, match="'document_begin' of the score function is missing"):
+        state.begin_forward(_batch([1, 1], [9, 2]), 4)
+    wide = {"document_begin": torch.zeros(2, 5, dtype=torch.int32)}
+    with pytest.raises(ContractError, match="5 columns wide; the captured one has 4"):
+        state.begin_forward(_batch([1, 1], [9, 2], score_tensors=wide), 4)
 
 
 def test_state_requires_a_builder_with_limits() -> None:

@@ -31,6 +31,21 @@ def test_verify_takes_a_file_and_other_backends(capsys: pytest.CaptureFixture[st
     assert "2 unsupported" in capsys.readouterr().out
 
 
+def test_verify_tests_a_score_function_of_the_user(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """M10: a function in a file; wrong bounds are found by a backend that uses them."""
+    file = tmp_path / "user_score_function.py"
+    file.write_text(
+        "def halved(score, q_pos, k_pos, head, request, aux):\n    return score * 0.5\n"
+    )
+    given = ["torch", "--device", "cpu", "--quick", "--score", f"{file}:halved"]
+    assert verify_main(given) == 0
+    assert "10 cases · 10 passed" in capsys.readouterr().out
+    assert verify_main([*given[:-1], f"{file}:absent"]) == 2
+    assert "absent" in capsys.readouterr().err
+
+
 def test_verify_returns_one_when_it_fails(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -28,6 +28,8 @@ _BATCHES = {
     "chunked": "chunked",
 }
 _QUICK = ("positions", "finite", "requests", "spans", "documents")
+_ALL_PHASES = ("positions", "requests", "documents")
+"""Functions that run in every phase; the others run in splits and in a mixed batch."""
 _GIVEN: dict[str, dict[str, object]] = {
     "plain": {},
     "window": {"sliding_window": 9},
@@ -63,7 +65,12 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
         return
     for name, (path, fields) in SUITE.items():
         for phase, batch in _BATCHES.items():
-            if not target.quick or (name in _QUICK and phase in ("splits", "mixed")):
+            in_each_kernel = phase in ("splits", "mixed")
+            if (
+                (name in _QUICK and in_each_kernel)
+                if target.quick
+                else (name in _ALL_PHASES or in_each_kernel)
+            ):
                 yield _case(target, f"{name}-{phase}", batch=batch, score=path, **fields)
 
 
