@@ -160,8 +160,9 @@ def attnlib_mask(
     dtype: torch.dtype = torch.float32,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    allow_is_bidirectional_skip: bool = False,
     **_: Any,
-) -> torch.Tensor:
+) -> torch.Tensor | None:
     """The mask function that is registered with transformers.
 
     Args:
@@ -171,9 +172,11 @@ def attnlib_mask(
         attention_mask: `[B, tokens]` bool padding mask, or None.
         dtype: dtype of the mask, should a model compute with it.
         use_vmap, device: how and where to evaluate `mask_function`.
+        allow_is_bidirectional_skip: whether None may stand for a mask that shows everything, as for
+            sdpa. Layers that shorten the sequence (Informer) rely on it.
 
     Returns:
-        A `MaskTensor` `[B, 1, T, S]`.
+        A `MaskTensor` `[B, 1, T, S]`, or None where every query sees every key.
 
     Raises:
         ContractError: `attention_mask` is not `[B, tokens]`.
@@ -188,6 +191,8 @@ def attnlib_mask(
             f"rows it must be [{batch_size}, tokens]: pass one row of padding for each sequence"
         )
     pattern = Pattern(True, Window(None, 0)) if mask_function is None else recognize(mask_function)
+    if allow_is_bidirectional_skip and attention_mask is None and pattern == Pattern(False):
+        return None
     step = StepMask(
         pattern,
         batch_size,
