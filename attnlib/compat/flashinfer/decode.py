@@ -238,7 +238,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         those of `plan`, for later runs too.
 
         Raises:
-            As `run`.
+            ContractError, UnsupportedConfigError: as `run`.
         """
         check_neutral(pos_encoding_mode=pos_encoding_mode)
         self._override(True, window_left, logits_soft_cap, sm_scale)

@@ -105,11 +105,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             logits_soft_cap: c of `c * tanh(score / c)`; None or 0 for none.
             q_data_type, kv_data_type: dtypes of q and of the cache.
             o_data_type: None, or the dtype of q.
-            use_fp16_qk_reduction, non_blocking, seq_lens, seq_lens_q, block_tables,
-                max_token_per_sequence, max_sequence_kv, fixed_split_size, disable_split_kv,
-                rope_scale, rope_theta, token_pos_in_items_len: not read.
-            custom_mask, packed_custom_mask, prefix_len_ptr, token_pos_in_items_ptr,
-                max_item_len_ptr: refused.
+            use_fp16_qk_reduction, non_blocking, seq_lens, seq_lens_q, block_tables: not read.
+            max_token_per_sequence, max_sequence_kv, fixed_split_size: not read.
+            disable_split_kv, rope_scale, rope_theta, token_pos_in_items_len: not read.
+            custom_mask, packed_custom_mask, prefix_len_ptr: refused.
+            token_pos_in_items_ptr, max_item_len_ptr: refused.
             pos_encoding_mode: refused unless it is "NONE".
 
         Raises:
@@ -214,7 +214,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         `sm_scale` replace those of `plan`, for later runs too.
 
         Raises:
-            As `run`.
+            ContractError, UnsupportedConfigError: as `run`.
         """
         check_neutral(pos_encoding_mode=pos_encoding_mode)
         self._override(causal, window_left, logits_soft_cap, sm_scale)

@@ -144,3 +144,15 @@ def test_a_compiled_forward_passes_masks_through() -> None:
     compiled = torch.compile(model.forward, backend="eager")
     found = run(model, "attnlib", lambda m: compiled(**batch).logits)
     assert float((found - expected)[real].abs().max()) < 2e-5
+
+
+def test_a_mask_that_shows_everything_is_none_where_the_model_allows_it() -> None:
+    """As for sdpa: layers that shorten the sequence (Informer) have no mask there."""
+    both = masking_utils.bidirectional_mask_function
+    window = masking_utils.sliding_window_bidirectional_mask_function(2)
+    allowed = {"mask_function": both, "allow_is_bidirectional_skip": True}
+    assert attnlib_mask(2, 6, 6, **allowed) is None
+    padding = torch.ones(2, 6, dtype=torch.bool)
+    assert attnlib_mask(2, 6, 6, **allowed, attention_mask=padding) is not None
+    assert attnlib_mask(2, 6, 6, mask_function=both) is not None
+    assert attnlib_mask(2, 6, 6, **(allowed | {"mask_function": window})) is not None
