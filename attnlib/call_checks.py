@@ -95,10 +95,10 @@ def check_addresses(metadata: Any, cache: PagedKVCache) -> None:
     Raises:
         ContractError: the message names the tensor, the index and the value.
     """
-    table, seq_lens = getattr(metadata, "block_table", None), getattr(metadata, "seq_lens", None)
+    table, seq_lens = _tensor_of(metadata, "block_table"), _tensor_of(metadata, "seq_lens")
     if table is not None and seq_lens is not None and table.numel():
         _check_block_ids(table, seq_lens, cache)
-    slots = getattr(metadata, "slot_mapping", None)
+    slots = _tensor_of(metadata, "slot_mapping")
     if slots is not None and slots.numel():
         least, most = slots.aminmax()
         if least < -1 or most >= cache.num_slots:
@@ -108,6 +108,12 @@ def check_addresses(metadata: Any, cache: PagedKVCache) -> None:
                 "slots (-1 writes nothing)",
                 rule="P4",
             )
+
+
+def _tensor_of(metadata: Any, name: str) -> torch.Tensor | None:
+    """A tensor of the metadata. A plug-in's metadata may keep a list or nothing under a name."""
+    found = getattr(metadata, name, None)
+    return found if isinstance(found, torch.Tensor) else None
 
 
 def _check_block_ids(table: torch.Tensor, seq_lens: torch.Tensor, cache: PagedKVCache) -> None:
@@ -152,7 +158,7 @@ def check_call(
     spec = layer.spec
     check_metadata(layer, metadata)
     for name in ("query_start_loc", "seq_lens", "block_table"):
-        lengths = getattr(metadata, name, None)
+        lengths = _tensor_of(metadata, name)
         if lengths is not None and lengths.device != query.device:
             raise ContractError(
                 f"{name} is on {lengths.device}, query on {query.device}: build the batch for that "

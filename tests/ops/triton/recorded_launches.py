@@ -608,7 +608,7 @@ class Step:
         self.layer = attnlib.Attention(
             self.spec, backend=backend, device="cpu", sinks=sinks, alibi_slopes=slopes
         )
-        self.cache = attnlib.PagedKVCache.allocate(self.spec, 300, "cpu")
+        self.cache = attnlib.PagedKVCache.allocate(self.spec, 64 * len(query_lens), "cpu")
         reqs, tokens = len(query_lens), sum(query_lens)
         blocks = torch.arange(reqs * 64, dtype=torch.int32).view(reqs, 64)
         common = attnlib.CommonAttentionMetadata.from_lengths(
