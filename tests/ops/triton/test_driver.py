@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +16,9 @@ from attnlib.ops.triton.launch import driver
 from attnlib.ops.triton.launch.driver import CHANGES
 
 pytest.importorskip("triton.backends.nvidia.driver", reason="needs Triton's NVIDIA backend")
+pytestmark = pytest.mark.skipif(
+    not any(map(shutil.which, ("gcc", "clang"))), reason="needs a C compiler, as Triton does"
+)
 
 KERNEL = 0x1234
 INVALID_CONTEXT = 201
