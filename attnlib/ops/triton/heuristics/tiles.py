@@ -71,9 +71,9 @@ def _uses_wgmma(tile: Tile, query_bytes: int, products: str) -> bool:
 def head_chunks(size: int, tile: Tile, query_bytes: int, products: str) -> tuple[int, int]:
     """Return a head size as one or two powers of two, for a kernel with this tile.
 
-    It is one for asynchronous products. With two, the optimizer of ptxas 12.9 (Triton 3.6) emits
-    wrong code for Hopper where tiles reach shared memory through registers (float8, unaligned
-    rows): outputs and LSEs are wrong, addresses illegal. `DISABLE_PTXAS_OPT=1` corrects them.
+    It is one for asynchronous products. With two, kernels of Triton 3.6 (ptxas 12.9) failed on
+    Hopper where tiles reach shared memory through registers (float8, unaligned rows): outputs and
+    LSEs were wrong, addresses illegal. With `DISABLE_PTXAS_OPT=1` they were right.
     """
     if _uses_wgmma(tile, query_bytes, products):
         return max(16, next_power_of_2(size)), 0
