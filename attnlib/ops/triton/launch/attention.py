@@ -83,7 +83,8 @@ def check_batch(batch: BatchTensors, max_query_len: int) -> None:
             f"counters are {counters.dtype} and must be torch.int32 zeros; create them with "
             "torch.zeros(n, dtype=torch.int32)"
         )
-    if table is not None and table.shape[1] > 1 and table.stride(1) != 1:
+    # PyTorch calls every tensor without elements contiguous, whatever its strides.
+    if table is not None and table.shape[0] and table.shape[1] > 1 and table.stride(1) != 1:
         raise ContractError(
             f"block_table has last stride {table.stride(1)}; it must be 1: call .contiguous()",
             rule="P3",
