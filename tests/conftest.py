@@ -1,5 +1,6 @@
 """Settings of all tests: Triton is interpreted without a GPU; local tuning tables are ignored."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 
@@ -10,6 +11,14 @@ if not torch.cuda.is_available():
     # Triton reads it when a kernel is decorated: set it before a test module imports kernels.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("ATTNLIB_TUNING", "off")
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    with contextlib.suppress(ImportError):
+        from triton.runtime import interpreter
+
+        from tests.triton_interpreter import speed_up_interpreter
+
+        speed_up_interpreter(interpreter)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

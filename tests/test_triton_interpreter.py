@@ -1,0 +1,79 @@
+"""The faster interpreter computes what Triton's interpreter computes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("Triton is not interpreted here", allow_module_level=True)
+
+import triton.language as tl  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
+
+from tests.triton_interpreter import speed_up_interpreter  # noqa: E402
+
+
+@triton.jit
+def _scaled(values, factor: tl.constexpr):
+    return tl.where(values > 2, values * factor, values)
+
+
+@triton.jit
+def _kernel(source, target, SIZE: tl.constexpr, FAIL: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    for step in tl.static_range(2):
+        tl.static_assert(not FAIL)
+        tl.store(target + at, _scaled(tl.load(source + at), 3) + step)
+
+
+def _run(source: torch.Tensor, fail: bool = False) -> torch.Tensor:
+    target = torch.zeros_like(source)
+    _kernel[(2,)](source, target, source.shape[0] // 2, fail)
+    return target
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.int32, torch.int64])
+def test_results_equal_those_of_triton(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where integers wrap: the overflow check of the interpreter never raises."""
+    source = torch.tensor([1, 2, 3, 4, 5, 6, 7, 100], dtype=dtype)
+    ours = _run(source)
+    assert ours[:3].tolist() == [2, 3, 10]
+    for name in ("_patch_lang", "_get_np_dtype"):
+        monkeypatch.setattr(interpreter, name, getattr(interpreter, name).__wrapped__)
+    monkeypatch.setattr(
+        interpreter.interpreter_builder, "options", interpreter.InterpreterOptions()
+    )
+    torch.testing.assert_close(_run(source), ours, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_a_launch_leaves_the_language_as_it_was(fail: bool) -> None:
+    modules = (tl, tl.core, tl.math, tl.tensor)
+    before = [dict(vars(module)) for module in modules]
+    if fail:
+        with pytest.raises(interpreter.InterpreterError):
+            _run(torch.ones(8), fail=True)
+    else:
+        _run(torch.ones(8))
+    for module, members in zip(modules, before, strict=True):
+        assert dict(vars(module)) == members, module
+    torch.testing.assert_close(_run(torch.ones(8)), torch.full((8,), 2.0))
+
+
+def test_every_dtype_is_the_one_of_triton() -> None:
+    own = interpreter._get_np_dtype.__wrapped__
+    names = ("int1", "int8", "uint8", "int32", "uint32", "int64", "float16", "bfloat16", "float8e5")
+    for dtype in [getattr(tl, name) for name in names]:
+        pointer = tl.pointer_type(dtype)
+        for kind in (dtype, pointer, tl.block_type(dtype, [4]), tl.block_type(pointer, [4])):
+            assert interpreter._get_np_dtype(kind) == own(kind), kind
+
+
+def test_replacing_twice_changes_nothing() -> None:
+    before = interpreter._patch_lang, interpreter._get_np_dtype
+    speed_up_interpreter(interpreter)
+    assert (interpreter._patch_lang, interpreter._get_np_dtype) == before
