@@ -12,6 +12,7 @@ import torch
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError, LayoutMismatchError
+from attnlib.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ __all__ = [
     "check_call",
     "check_latent_scales",
     "check_metadata",
+    "check_selected_keys",
     "per_head",
 ]
 
@@ -239,6 +241,41 @@ def _check_score_tensors(layer: Attention, metadata: Any, device: torch.device) 
                 "move it to the device of the layer",
                 rule="M10",
             )
+
+
+def check_selected_keys(
+    spec: AttentionSpec, query: torch.Tensor, metadata: Any, selected_keys: SelectedKeys | None
+) -> None:
+    """Whether a call passes lists of selected keys of the form that the spec declares (M11).
+
+    Raises:
+        ContractError: lists are missing, given without `spec.key_selection`, or of another form.
+    """
+    selection = spec.key_selection
+    if selection is None and selected_keys is None:
+        return
+    if selection is None or selected_keys is None:
+        given = "missing" if selected_keys is None else "given"
+        raise ContractError(
+            f"selected_keys is {given}, but the spec has key_selection={selection}: a call passes "
+            "lists exactly when the spec declares their form",
+            rule="M11",
+        )
+    if not isinstance(selected_keys, SelectedKeys):
+        raise ContractError(
+            f"selected_keys is a {type(selected_keys).__name__}; it must be an "
+            "attnlib.key_selection.SelectedKeys",
+            rule="M11",
+        )
+    starts = _tensor_of(metadata, "query_start_loc")
+    selected_keys.check(
+        selection,
+        spec.num_heads,
+        spec.num_kv_heads,
+        0 if starts is None else starts.shape[0] - 1,
+        getattr(metadata, "num_actual_tokens", 0) or 0,
+        query.device,
+    )
 
 
 def check_latent_scales(spec: AttentionSpec, cache: PagedKVCache) -> None:

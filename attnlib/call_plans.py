@@ -10,6 +10,7 @@ import torch
 from attnlib.backends.base import AttentionImpl, StepPlan, check_in_place
 from attnlib.cache.storage import PagedKVCache
 from attnlib.instrumentation import Checker
+from attnlib.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -49,8 +50,9 @@ class MethodPlan:
         cache: PagedKVCache | None,
         output: torch.Tensor,
         lse: torch.Tensor | None,
+        selected_keys: SelectedKeys | None = None,
     ) -> None:
-        """See `StepPlan.run`."""
+        """See `StepPlan.run`; with `selected_keys` for layers with `spec.key_selection`."""
         spec, metadata = self._spec, self._metadata
         query = query.view(-1, spec.num_heads, spec.head_size) if query.dim() == 2 else query
         if output.dim() == 2:
@@ -66,6 +68,10 @@ class MethodPlan:
             if self._writes:
                 impl.write_kv(key, value, cache, metadata.slot_mapping)
         assert cache is not None  # `check_call` refuses a paged layer without one
+        if selected_keys is not None:
+            selected: Callable[..., object] = impl.forward_selected
+            check_in_place(impl, selected(query, cache, metadata, selected_keys, output, lse))
+            return
         forward: Callable[..., object] = impl.forward
         check_in_place(impl, forward(query, cache, metadata, output, lse))
 
@@ -82,7 +88,8 @@ class CheckedPlan:
     def run(self, impl: AttentionImpl, *call: Any) -> None:
         """See `StepPlan.run`."""
         query, key, value, cache = call[:4]
-        finish = self._checker(self._layer, query, key, value, cache, self._metadata)
+        selected = {} if len(call) < 7 else {"selected_keys": call[6]}
+        finish = self._checker(self._layer, query, key, value, cache, self._metadata, **selected)
         self._plan.run(impl, *call)
         if finish is not None:
             finish()

@@ -66,6 +66,7 @@ class Capabilities:
         attention_chunks: attention within chunks.
         logits_soft_cap, alibi, sink, score_function, mla, lse, kv_sharing, batch_invariant: the
             features of the spec with these names.
+        key_selection: attention to selected keys (M11).
         cudagraph: batches that a CUDA graph can capture.
         needs_finite_cache: unused cache elements must be finite (P5). Allocation fills them with
             zeros.
@@ -94,6 +95,7 @@ class Capabilities:
     alibi: bool = NOT_STATED
     sink: bool = NOT_STATED
     score_function: bool = NOT_STATED
+    key_selection: bool = NOT_STATED
     mla: bool = NOT_STATED
     lse: bool = NOT_STATED
     kv_sharing: bool = NOT_STATED
@@ -256,6 +258,9 @@ CHECKS: Mapping[str, _Check] = {
     "has_sink": _flag("sink", lambda s: s.has_sink, "attention sinks"),
     "score_function": _flag(
         "score_function", lambda s: s.score_function, "score_function={spec.score_function}"
+    ),
+    "key_selection": _flag(
+        "key_selection", lambda s: s.key_selection, "key_selection={spec.key_selection}"
     ),
     "use_mla": _flag("mla", lambda s: s.use_mla, "multi-head latent attention"),
     "needs_lse": _flag("lse", lambda s: s.needs_lse, "returning the LSE"),

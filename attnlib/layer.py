@@ -25,6 +25,7 @@ from attnlib.call_checks import (
     check_cache_type,
     check_call,
     check_latent_scales,
+    check_selected_keys,
     per_head,
 )
 from attnlib.call_plans import CheckedPlan, MethodPlan, RecentPlan
@@ -32,6 +33,7 @@ from attnlib.compile.objects import register
 from attnlib.compile.operator import attend_opaquely
 from attnlib.errors import ContractError
 from attnlib.instrumentation import OBSERVERS, VALIDATE_VARIABLE, checker_for_level
+from attnlib.key_selection import SelectedKeys
 from attnlib.layer_scales import agree_on_scales, checked_layer_scale
 from attnlib.ops.scales import scale_for
 from attnlib.ops.signature import tensor_check, tensor_signature
@@ -200,6 +202,7 @@ class Attention(nn.Module):
         return_lse: bool = False,
         *,
         output: torch.Tensor | None = None,
+        selected_keys: SelectedKeys | None = None,
     ) -> Any:
         """Write the new keys and values to the cache, then attend.
 
@@ -214,6 +217,8 @@ class Attention(nn.Module):
             return_lse: also return the log of the softmax denominator (M5); the spec should declare
                 `needs_lse`.
             output: where to write, `[T, Hq, Dv]` or `[T, Hq * Dv]`; None allocates.
+            selected_keys: the lists of keys that the queries attend to (M11), exactly when the spec
+                has a `key_selection`.
 
         Returns:
             The output, flat or per head like the query; with `return_lse` a pair with the LSE,
@@ -225,15 +230,22 @@ class Attention(nn.Module):
             LayoutMismatchError: the backend does not read the cache's memory layout; likewise.
         """
         if torch.compiler.is_compiling():
-            return self._forward_traced(query, key, value, cache, metadata, return_lse, output)
-        plan, shape = self._find_plan(query, key, value, cache, metadata, output, return_lse)
+            return self._forward_traced(
+                query, key, value, cache, metadata, return_lse, output, selected_keys
+            )
+        plan, shape = self._find_plan(
+            query, key, value, cache, metadata, output, return_lse, selected_keys
+        )
         if output is None:
             output = _new_output(query, shape)
         lse = None
         if return_lse:
             rows = (query.shape[0], self.spec.num_heads)
             lse = torch.empty(rows, dtype=torch.float32, device=query.device)
-        plan.run(self.impl, query, key, value, cache, output, lse)
+        if selected_keys is None:
+            plan.run(self.impl, query, key, value, cache, output, lse)
+        else:
+            _run_selected(plan, self.impl, query, key, value, cache, output, lse, selected_keys)
         if OBSERVERS:
             self._notify(query, key, value, cache, metadata, output, lse)
         return (output, lse) if return_lse else output
@@ -248,12 +260,14 @@ class Attention(nn.Module):
         return_lse: bool = False,
         *,
         output: torch.Tensor | None = None,
+        selected_keys: SelectedKeys | None = None,
     ) -> Any:
         """See `forward`. A call like the one before runs its plan at once, without the dispatch of
         `nn.Module`, which takes longer than the comparison; with hooks it does not."""
         if not torch.compiler.is_dynamo_compiling() and (
             (recent := getattr(metadata, "recent_plan", None)) is not None
             and cache is not None
+            and selected_keys is None
             and not (
                 self._forward_hooks
                 or self._forward_pre_hooks
@@ -285,7 +299,12 @@ class Attention(nn.Module):
                 if OBSERVERS:
                     self._notify(query, key, value, cache, metadata, output, lse)
                 return (output, lse) if with_lse else output
-        return super().__call__(query, key, value, cache, metadata, return_lse, output=output)
+        if selected_keys is None:
+            return super().__call__(query, key, value, cache, metadata, return_lse, output=output)
+        return super().__call__(
+            query, key, value, cache, metadata, return_lse, output=output,
+            selected_keys=selected_keys,
+        )  # fmt: skip
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -301,6 +320,7 @@ class Attention(nn.Module):
         metadata: Any,
         output: torch.Tensor,
         lse: torch.Tensor | None = None,
+        selected_keys: SelectedKeys | None = None,
     ) -> None:
         """`forward` on per-head tensors into existing outputs. Never traced by torch.compile.
 
@@ -309,12 +329,18 @@ class Attention(nn.Module):
             cache, metadata: as in `forward`.
             output: `[T, Hq, Dv]`, written in place.
             lse: contiguous `[T, Hq]` float32, written in place when given.
+            selected_keys: as in `forward`.
 
         Raises:
             ContractError, LayoutMismatchError: as `forward`.
         """
-        plan, _ = self._find_plan(query, key, value, cache, metadata, output, lse is not None)
-        plan.run(self.impl, query, key, value, cache, output, lse)
+        plan, _ = self._find_plan(
+            query, key, value, cache, metadata, output, lse is not None, selected_keys
+        )
+        if selected_keys is None:
+            plan.run(self.impl, query, key, value, cache, output, lse)
+        else:
+            _run_selected(plan, self.impl, query, key, value, cache, output, lse, selected_keys)
         if OBSERVERS:
             self._notify(query, key, value, cache, metadata, output, lse)
 
@@ -381,17 +407,30 @@ class Attention(nn.Module):
         metadata: Any,
         output: torch.Tensor | None,
         return_lse: bool,
+        selected_keys: SelectedKeys | None = None,
     ) -> tuple[StepPlan, tuple[int, ...] | None]:
         """The plan of a call and the shape of an output to allocate (None: like the query)."""
         if cache is not None and not isinstance(cache, PagedKVCache):
             check_cache_type(cache)  # raises
         signature = self._call_signature(query, key, value, cache, output, return_lse)
+        if selected_keys is not None:
+            if not isinstance(selected_keys, SelectedKeys):
+                check_selected_keys(self.spec, query, metadata, selected_keys)  # raises
+            signature = (*signature, selected_keys.signature)
         plans = getattr(metadata, "plans", None)
         known: tuple[StepPlan, tuple[int, ...] | None] | None
         known = None if plans is None else plans.get(signature)
         if known is None or not self._scales_agree(cache):
-            known = self._prepare(signature, query, key, value, cache, metadata, output, return_lse)
-        elif cache is not None and key is not None and value is not None and self._calls_forward:
+            known = self._prepare(
+                signature, query, key, value, cache, metadata, output, return_lse, selected_keys
+            )
+        elif (
+            cache is not None
+            and key is not None
+            and value is not None
+            and selected_keys is None
+            and self._calls_forward
+        ):
             # From the second call of a kind on: recognize the next one by one C function.
             tensors = (query, key, value) if output is None else (query, key, value, output)
             if (check := tensor_check(*tensors)) is not None:
@@ -448,6 +487,7 @@ class Attention(nn.Module):
         metadata: Any,
         output: torch.Tensor | None,
         return_lse: bool,
+        selected_keys: SelectedKeys | None,
     ) -> tuple[StepPlan, tuple[int, ...] | None]:
         """Check a call and prepare its plan, once per batch and call signature.
 
@@ -475,6 +515,7 @@ class Attention(nn.Module):
             check_call(self, q, k, v, cache, metadata, return_lse)
             self._check_output(query, output, shape)
             self._accepted = accepted
+        check_selected_keys(spec, query, metadata, selected_keys)
         if cache is not None and cache.device.type == "cpu":
             check_addresses(metadata, cache)
         calculates_scales = getattr(metadata, "enable_kv_scales_calculation", False)
@@ -483,6 +524,8 @@ class Attention(nn.Module):
         if cache is not None and not self._scales_agree(cache):
             agree_on_scales(self, cache)  # may change the scales of the cache
             signature = self._call_signature(query, key, value, cache, output, return_lse)
+            if selected_keys is not None:
+                signature = (*signature, selected_keys.signature)
         if cache is not None:
             check_latent_scales(spec, cache)
         heads = (query.shape[0], spec.num_heads, spec.head_size_v)
@@ -538,7 +581,7 @@ class Attention(nn.Module):
         asks for it. Tensors are per head."""
         plan: StepPlan | None = None
         writes = self.writes and metadata.slot_mapping is not None
-        if cache is not None and signature[0].has_plan:
+        if cache is not None and signature[0].has_plan and self.spec.key_selection is None:
             lse = None
             if return_lse:
                 rows = (query.shape[0], self.spec.num_heads)
@@ -560,6 +603,7 @@ class Attention(nn.Module):
         metadata: Any,
         return_lse: bool,
         output: torch.Tensor | None,
+        selected_keys: SelectedKeys | None,
     ) -> Any:
         """`forward` while torch.compile traces it: everything happens inside one operator."""
         spec = self.spec
@@ -574,7 +618,7 @@ class Attention(nn.Module):
         lse = None
         if return_lse:
             lse = torch.empty(heads[:2], dtype=torch.float32, device=query.device)
-        attend_opaquely(self, q, k, v, cache, metadata, output.view(heads), lse)
+        attend_opaquely(self, q, k, v, cache, metadata, output.view(heads), lse, selected_keys)
         return (output, lse) if return_lse else output
 
     def _output_shape(self, query: torch.Tensor) -> tuple[int, ...]:
@@ -627,6 +671,11 @@ def _new_output(query: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Ten
     if shape is None:
         return torch.empty_like(query)
     return torch.empty(shape, dtype=query.dtype, device=query.device)
+
+
+def _run_selected(plan: Any, *call: Any) -> None:
+    """Run the plan of a layer with `spec.key_selection`, which takes one more argument."""
+    plan.run(*call)
 
 
 def _refuse_gradients(*tensors: torch.Tensor | None) -> None:

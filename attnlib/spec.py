@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attnlib.errors import ContractError
+from attnlib.key_selection import KeySelection
 from attnlib.kv_dtype import kv_cache_torch_dtype
 from attnlib.score_functions.function import ScoreFunction
 from attnlib.sizes import MAX_LOGITS_SOFT_CAP
@@ -99,6 +100,8 @@ class AttentionSpec:
         has_sink: the layer has one sink logit per query head (M4).
         score_function: a function that changes scores before the mask is applied (M10); None for
             none.
+        key_selection: the form of the lists of selected keys that every call passes (M11); None
+            attends to all visible keys.
         use_mla: multi-head latent attention: one latent KV head whose value is a prefix of its key
             (`value_cache` aliases `key_cache`).
         needs_lse: the caller needs the log of the softmax denominator (M5).
@@ -129,6 +132,7 @@ class AttentionSpec:
     has_alibi: bool = False
     has_sink: bool = False
     score_function: ScoreFunction | None = None
+    key_selection: KeySelection | None = None
     use_mla: bool = False
     needs_lse: bool = False
     kv_sharing: bool = False
@@ -153,6 +157,7 @@ class AttentionSpec:
         self._check_mask()
         self._check_dtypes()
         self._check_score_function()
+        self._check_key_selection()
         assign(self, "_hash", hash(tuple(getattr(self, field.name) for field in fields(self))))
 
     def __hash__(self) -> int:
@@ -242,6 +247,22 @@ class AttentionSpec:
                 f"score function {function} decides about later keys itself, and mask_kind="
                 f"{self.mask_kind.value} hides them: set mask_kind='bidirectional'",
                 rule="M10",
+            )
+
+    def _check_key_selection(self) -> None:
+        if self.key_selection is None:
+            return
+        if not isinstance(self.key_selection, KeySelection):
+            raise ContractError(
+                f"key_selection={self.key_selection!r} is a {type(self.key_selection).__name__}; "
+                "it must be an attnlib.key_selection.KeySelection",
+                rule="M11",
+            )
+        if not self.is_paged:
+            raise ContractError(
+                f"attn_type={self.attn_type.value} has no paged keys to select from: "
+                "key_selection needs a decoder or encoder_decoder layer",
+                rule="M11",
             )
 
     @property

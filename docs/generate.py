@@ -18,6 +18,7 @@ from attnlib.bench.table import markdown
 from attnlib.capabilities import Capabilities
 from attnlib.device import DeviceInfo
 from attnlib.env import ENVIRONMENT, FOREIGN_VARIABLES
+from attnlib.key_selection import KeySelection
 from attnlib.score_functions.builtin import alibi_sqrt
 from attnlib.selection import load_backend
 
@@ -60,6 +61,10 @@ FEATURES = {
     "ALiBi": [{"has_alibi": True}],
     "attention sinks": [{"has_sink": True}],
     "score functions": [{"score_function": alibi_sqrt()}],
+    "selected keys": [
+        {"key_selection": KeySelection(max_blocks=2048)},
+        {"key_selection": KeySelection(max_blocks=16, block_size=128, scope="kv_head")},
+    ],
     "MLA": [{"use_mla": True, "num_kv_heads": 1}],
     "encoder layers (no cache)": [{"attn_type": "encoder_only"}],
     "cross attention": [{"attn_type": "encoder_decoder"}],

@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "attnlib"
 
 LAYERS = (
     ("errors", "env", "device", "compile.objects"),
-    ("score_functions",),
+    ("score_functions", "key_selection"),
     ("kv_dtype", "spec", "sizes", "capabilities"),
     ("ops",),
     ("cache", "workspace", "tuning"),
@@ -109,7 +109,7 @@ def test_ops_import_no_spec() -> None:
         assert not {
             m
             for m in _imports(ast.parse(path.read_text()))
-            if not m.startswith(("ops", "errors", "sizes", "score_functions"))
+            if not m.startswith(("ops", "errors", "sizes", "score_functions", "key_selection"))
         }, path
 
 

@@ -17,6 +17,7 @@ from attnlib.capabilities import (
     unsupported_reasons,
 )
 from attnlib.device import DeviceInfo
+from attnlib.key_selection import KeySelection
 from attnlib.score_functions.builtin import alibi_sqrt
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind, Window
 
@@ -44,6 +45,7 @@ EVERYTHING = Capabilities(
     alibi=True,
     sink=True,
     score_function=True,
+    key_selection=True,
     mla=True,
     lse=True,
     kv_sharing=True,
@@ -128,6 +130,11 @@ CASES = {
         {"score_function": alibi_sqrt()},
         {"score_function": False},
         "score_function=attnlib.score_functions.builtin._alibi_sqrt: not supported",
+    ),
+    "key_selection": (
+        {"key_selection": KeySelection(max_blocks=16, block_size=128, scope="kv_head")},
+        {"key_selection": False},
+        "key_selection=16 blocks of 128 tokens per kv_head: not supported",
     ),
     "use_mla": (
         {"use_mla": True, "num_kv_heads": 1},

@@ -24,6 +24,7 @@ from attnlib.cache.storage import BlockPairs, PagedKVCache
 from attnlib.capabilities import Capabilities, unsupported_reasons
 from attnlib.device import DeviceInfo, resolve_device
 from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.key_selection import SelectedKeys
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.metadata.paged_builder import PagedMetadataBuilder
 from attnlib.metadata.state import AttentionState
@@ -481,6 +482,29 @@ class AttentionImpl(ABC):
             The plan. With None (the default) the layer calls `write_kv` and `forward` instead.
         """
         return None
+
+    def forward_selected(
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: Any,
+        selected_keys: SelectedKeys,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """`forward` over the selected keys only (M11), for layers with `spec.key_selection`.
+
+        Args:
+            selected_keys: the lists of this call; shapes and dtypes are checked.
+            query, cache, metadata, output, lse: as in `forward`.
+
+        Raises:
+            UnsupportedConfigError: the backend does not support selected keys.
+        """
+        raise UnsupportedConfigError(
+            f"{type(self).__name__} does not support key_selection; use another backend, for "
+            "example torch"
+        )
 
     def forward_unpaged(
         self,

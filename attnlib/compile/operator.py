@@ -20,6 +20,7 @@ import torch
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.compile.objects import lookup
+from attnlib.key_selection import SelectedKeys
 
 if TYPE_CHECKING:
     from attnlib.layer import Attention
@@ -37,6 +38,8 @@ def attend(
     layer: int,
     cache: torch.Tensor | None,
     metadata: torch.Tensor,
+    indices: torch.Tensor | None = None,
+    list_start_loc: torch.Tensor | None = None,
 ) -> None:
     """Attention of one layer.
 
@@ -44,13 +47,15 @@ def attend(
         query, key, value: `[T, Hq, D]`, `[T, Hkv, D]`, `[T, Hkv, Dv]`.
         out, lse: `[T, Hq, Dv]` and `[T, Hq]` float32 or None, written.
         layer, cache, metadata: ids.
+        indices, list_start_loc: the tensors of `SelectedKeys`; None without selected keys.
 
     Raises:
         ContractError: as `Attention.forward`, or the object of an id no longer exists.
     """
     module: Any = lookup(layer, torch.nn.Module, "layer")
     kept = None if cache is None else lookup(cache, PagedKVCache, "cache")
-    module.attend(query, key, value, kept, lookup(metadata, object, "metadata"), out, lse)
+    selected = None if indices is None else SelectedKeys(indices, list_start_loc)
+    module.attend(query, key, value, kept, lookup(metadata, object, "metadata"), out, lse, selected)
 
 
 @attend.register_fake
@@ -63,6 +68,8 @@ def _(
     layer: int,
     cache: torch.Tensor | None,
     metadata: torch.Tensor,
+    indices: torch.Tensor | None = None,
+    list_start_loc: torch.Tensor | None = None,
 ) -> None:
     return None
 
@@ -76,6 +83,7 @@ def attend_opaquely(
     metadata: Any,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    selected_keys: SelectedKeys | None = None,
 ) -> None:
     """Call the operator in place of the layer, while torch.compile traces it."""
     attend(
@@ -87,4 +95,6 @@ def attend_opaquely(
         layer.handle,
         None if cache is None else cache.handle,
         metadata.handle,
+        None if selected_keys is None else selected_keys.indices,
+        None if selected_keys is None else selected_keys.list_start_loc,
     )

@@ -111,12 +111,17 @@ def capture_call(
 
     Raises:
         ContractError: the metadata does not have the required attributes, or the layer has a score
-            function.
+            function or selected keys.
     """
     if spec.score_function is not None:
         raise ContractError(
             f"a call with score function {spec.score_function} cannot be recorded, because files "
             "hold no functions: run attnlib verify --score MODULE:NAME to test it"
+        )
+    if spec.key_selection is not None:
+        raise ContractError(
+            "a call with selected keys cannot be recorded, because recordings hold no lists of "
+            "keys: compare two backends in a test instead"
         )
     query_lens, seq_lens, table = _lengths(metadata)
     batch = BatchSpec(tuple(query_lens), tuple(seq_lens), max(query.shape[0] - sum(query_lens), 0))

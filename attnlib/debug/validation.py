@@ -14,6 +14,7 @@ import torch
 from attnlib.cache.storage import PagedKVCache, Scale
 from attnlib.debug.streams import check_stream
 from attnlib.errors import ContractError
+from attnlib.key_selection import SelectedKeys
 from attnlib.metadata.values import BatchValues, check_values
 from attnlib.ops.scales import MAX_KV_SCALE, MIN_KV_SCALE
 
@@ -30,6 +31,7 @@ def check_call_values(
     value: torch.Tensor | None,
     cache: PagedKVCache | None,
     metadata: Any,
+    selected_keys: SelectedKeys | None = None,
 ) -> Callable[[], None] | None:
     """Check the values of a batch, the scales of the cache, and slopes and sinks of the layer. Warn
     if the cache saturates the new keys or values. This synchronizes with the device; while a CUDA
@@ -41,6 +43,7 @@ def check_call_values(
         cache: the cache of the layer; None where keys are not cached.
         metadata: the metadata of the batch. Metadata without `query_start_loc` and `seq_lens` is
             not checked.
+        selected_keys: the lists of selected keys of the call.
 
     Returns:
         What to call after the launches; None if nothing.
@@ -53,6 +56,8 @@ def check_call_values(
     name = layer.prefix or "(unnamed)"
     _check_batch(layer, query, cache, metadata)
     _check_per_head(layer, name)
+    if selected_keys is not None:
+        _check_lists(layer, selected_keys, metadata, name)
     if cache is not None and layer.spec.is_kv_quantized:
         for which in ("k_scale", "v_scale"):
             _check_scale(which, getattr(cache, which), name)
@@ -129,6 +134,42 @@ def _check_per_head(layer: Attention, name: str) -> None:
                 f"sinks[{head}]={sinks[head].item()} of layer {name} must be finite or -inf",
                 rule="M4",
             )
+
+
+def _check_lists(layer: Attention, selected: SelectedKeys, metadata: Any, name: str) -> None:
+    """Lists of distinct entries, one for each block of queries (M11)."""
+    selection = layer.spec.key_selection
+    assert selection is not None  # checked with the call
+    starts = metadata.query_start_loc.tolist()
+    query_lens = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    count = starts[-1] if starts else 0
+    if selected.list_start_loc is not None:
+        lists = selected.list_start_loc.tolist()
+        for request, query_len in enumerate(query_lens):
+            need = -(-query_len // selection.query_block_size)
+            if lists[request] < 0 or lists[request + 1] - lists[request] < need:
+                raise ContractError(
+                    f"list_start_loc gives request {request} the lists [{lists[request]}, "
+                    f"{lists[request + 1]}), but its {query_len} queries need {need} lists, one "
+                    f"for {selection.query_block_size} queries",
+                    rule="M11",
+                )
+        count = lists[-1]
+        if count > selected.indices.shape[0]:
+            raise ContractError(
+                f"list_start_loc ends at {count}, but indices have {selected.indices.shape[0]} "
+                "lists",
+                rule="M11",
+            )
+    ordered = selected.indices[:count].sort(dim=-1).values
+    repeated = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    if bool(repeated.any()):
+        row, head, column = repeated.nonzero()[0].tolist()
+        raise ContractError(
+            f"list {row} of head {head} of the selected keys of layer {name} holds the entry "
+            f"{int(ordered[row, head, column])} twice: the entries of a list must be distinct",
+            rule="M11",
+        )
 
 
 def _check_scale(which: str, scale: Scale, name: str) -> None:

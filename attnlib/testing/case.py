@@ -17,6 +17,7 @@ import torch
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind, Window
 from attnlib.testing.batch_spec import BatchSpec, resolve_batch
 from attnlib.testing.inputs import make_oracle_params
+from attnlib.testing.key_selection import KeyLists, make_lists, selected_masks, selection_of
 from attnlib.testing.layouts import Dimensions
 from attnlib.testing.oracle import OracleParams
 from attnlib.testing.score_functions import (
@@ -47,6 +48,9 @@ class Case:
         scale: softmax scale; None means 1/sqrt(head_size).
         mask: value of a `MaskKind`.
         score: path of a score function (`score_functions.load_score_function`), or None.
+        key_selection: (scope, block_size, max_blocks, query_block_size) of a `KeySelection`, or
+            None.
+        selects_everything: the lists select all keys.
         layout: cache layout, a name of `layouts.CACHE_LAYOUTS` or "ALIASED" (MLA).
         placement, garbage, extra_columns, guarded: arguments of `block_placement.place_blocks`.
         poison: fill value of all memory that must not be read (`layouts.poison_value`).
@@ -75,6 +79,8 @@ class Case:
     alibi: bool = False
     sinks: bool = False
     score: str | None = None
+    key_selection: tuple[str, int, int, int] | None = None
+    selects_everything: bool = False
     use_mla: bool = False
     needs_lse: bool = False
     kv_sharing: bool = False
@@ -165,6 +171,7 @@ class Case:
             has_alibi=self.alibi,
             has_sink=self.sinks,
             score_function=None if self.score is None else load_score_function(self.score),
+            key_selection=selection_of(self.key_selection),
             use_mla=self.use_mla,
             needs_lse=self.needs_lse,
             kv_sharing=self.kv_sharing,
@@ -201,6 +208,10 @@ class Case:
         if self.score is not None:
             function = load_score_function(self.score)
             features["score"] = oracle_score(function, self.score_tensors, device)
+        selection, lists = selection_of(self.key_selection), self.key_lists
+        if selection is not None and lists is not None:
+            masks = selected_masks(lists, selection, self.batch_spec, self.num_heads)
+            features["selected"] = tuple(mask.to(device) for mask in masks)
         return make_oracle_params(
             self.dimensions, self.batch_spec, features, seed=self.seed, device=device
         )
@@ -212,6 +223,21 @@ class Case:
             return {}
         function = load_score_function(self.score)
         return make_score_tensors(function, self.num_heads, self.batch_spec.seq_lens)
+
+    @cached_property
+    def key_lists(self) -> KeyLists | None:
+        """The lists of selected keys, on the CPU; None without a key selection."""
+        selection = selection_of(self.key_selection)
+        if selection is None:
+            return None
+        return make_lists(
+            selection,
+            self.batch_spec,
+            self.num_heads,
+            self.num_kv_heads,
+            self.seed,
+            self.selects_everything,
+        )
 
     def _scale_tensor(self, scale: float, device: torch.device | str) -> float | torch.Tensor:
         if self.kv_scale_kind != "head":

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from attnlib.cache.storage import PagedKVCache
+from attnlib.key_selection import SelectedKeys
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.spec import AttentionSpec
 from attnlib.testing.block_placement import place_blocks
@@ -74,6 +75,11 @@ class MaterializedCase:
         function, device = self.spec.score_function, self.inputs.query.device
         names = () if function is None else getattr(function, kind)
         return {name: self.case.score_tensors[name].to(device) for name in names}
+
+    def selected_keys(self) -> SelectedKeys | None:
+        """The lists of selected keys on the device of the inputs; None without a selection."""
+        lists = self.case.key_lists
+        return None if lists is None else lists.to(self.inputs.query.device)
 
     def oracle(self, precision: torch.dtype = torch.float64) -> OracleResult:
         """The expected result, computed in `precision`."""

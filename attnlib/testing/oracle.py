@@ -44,6 +44,7 @@ class OracleParams:
             masks a key. None adds nothing.
         score: function (request, scores, query positions, key positions, heads) that returns other
             scores (M10); or None.
+        selected: per request the selected keys [Hq, query_len, seq_len] bool (M11); None for all.
         k_scale, v_scale: factor of the stored keys and values (M9), a number or [Hkv].
     """
 
@@ -56,6 +57,7 @@ class OracleParams:
     sinks: torch.Tensor | None = None
     query_bias: torch.Tensor | None = None
     score: Callable[..., torch.Tensor] | None = None
+    selected: tuple[torch.Tensor, ...] | None = None
     k_scale: float | torch.Tensor = 1.0
     v_scale: float | torch.Tensor = 1.0
 
@@ -68,6 +70,7 @@ class OracleParams:
             else self.causal,
             query_bias=None if self.query_bias is None else self.query_bias[rows],
             score=None if self.score is None else partial(self.score, request),
+            selected=None if self.selected is None else (self.selected[request],),
         )
 
 
@@ -185,6 +188,8 @@ def _attend(
     logits = _logits(q, k, positions, params)
     visible = visible_keys(positions, seq_len, params)
     logits = logits.masked_fill(~visible, -math.inf)
+    if params.selected is not None:  # M11
+        logits = logits.masked_fill(~params.selected[0], -math.inf)
     denominator = logits
     if params.sinks is not None:  # M4
         sink = params.sinks.to(logits.dtype)[:, None, None].expand(num_heads, query_len, 1)

@@ -77,7 +77,10 @@ def attend(impl: AttentionImpl, step: MaterializedCase, metadata: Any) -> Attent
         lse = torch.full(
             inputs.query.shape[:2], float("nan"), dtype=torch.float32, device=inputs.query.device
         )
-    if step.case.is_paged:
+    selected = step.selected_keys()
+    if selected is not None:
+        impl.forward_selected(inputs.query, step.cache(), metadata, selected, inputs.out, lse)
+    elif step.case.is_paged:
         impl.forward(inputs.query, step.cache(), metadata, inputs.out, lse)
     else:
         impl.forward_unpaged(inputs.query, inputs.key, inputs.value, metadata, inputs.out, lse)

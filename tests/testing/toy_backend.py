@@ -14,6 +14,7 @@ import torch
 from attnlib.backends.base import AttentionBackend, AttentionImpl
 from attnlib.cache.storage import PagedKVCache
 from attnlib.capabilities import Capabilities, Sizes
+from attnlib.key_selection import SelectedKeys
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.spec import AttentionType, CudaGraphSupport, MaskKind
@@ -77,6 +78,42 @@ class ToyImpl(AttentionImpl):
             self.store_lse(lse, rows, denominator)
         self.clear_tail(output, lse, starts[-1])
 
+    lists: SelectedKeys | None = None
+
+    def forward_selected(
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: Any,
+        selected_keys: SelectedKeys,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        self.lists, self.starts = selected_keys, metadata.query_start_loc.tolist()
+        self.forward(query, cache, metadata, output, lse)
+        self.lists = None
+
+    def selected(self, request: int, p: torch.Tensor, num_keys: int) -> torch.Tensor:
+        """[q, Hq, S] bool: the keys that the list of each query and head selects."""
+        assert self.lists is not None and self.spec.key_selection is not None
+        size, first = self.spec.key_selection.query_block_size, self.starts[request]
+        if self.lists.list_start_loc is not None:
+            first = int(self.lists.list_start_loc[request])
+        rows = first + torch.arange(len(p), device=p.device) // size
+        entries = self.lists.indices[rows].long()  # [q, H, K]
+        blocks = self.blocks_of(torch.arange(num_keys, device=p.device))
+        chosen = (self.entries(entries)[..., None] == blocks).any(dim=2)
+        return chosen.repeat_interleave(self.spec.num_heads // entries.shape[1], dim=1)
+
+    def blocks_of(self, positions: torch.Tensor) -> torch.Tensor:
+        """The selectable block of each position."""
+        assert self.spec.key_selection is not None
+        return positions // self.spec.key_selection.block_size
+
+    def entries(self, entries: torch.Tensor) -> torch.Tensor:
+        """The entries of the lists [q, H, K] that count."""
+        return entries
+
     def clear_tail(self, output: torch.Tensor, lse: torch.Tensor | None, row: int) -> None:
         output[row:] = 0
         if lse is not None:
@@ -91,6 +128,8 @@ class ToyImpl(AttentionImpl):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[S, Hkv, D] and [S, Hkv, Dv] in float64, dequantized."""
         position = torch.arange(seq_len, device=row.device)
+        if self.lists is not None:  # entries of blocks that no list selects are invalid
+            row = row.where((row >= 0) & (row < cache.num_blocks), 0)
         slots = (
             row[position // cache.block_size].long() * cache.block_size
             + position % cache.block_size
@@ -175,14 +214,17 @@ class ToyImpl(AttentionImpl):
         )
         k = torch.arange(keys.shape[0], device=query.device)[None, :]
         scores = self.logits(query, keys, p - k)
-        seen = self.visible(p, k, causal, query_len) & (k < seq_len)
-        scores = self.score_and_mask(scores, seen[:, None, :], p, k)
+        seen = (self.visible(p, k, causal, query_len) & (k < seq_len))[:, None, :]
+        if self.lists is not None:
+            seen = seen & self.selected(self.request, p, keys.shape[0])
+            values = values.masked_fill(~seen.any(dim=0).T[..., None], 0.0)
+        scores = self.score_and_mask(scores, seen, p, k)
         return self.weigh(scores, values, self.sink(query_len))
 
     def score_and_mask(
         self, scores: torch.Tensor, seen: torch.Tensor, p: torch.Tensor, k: torch.Tensor
     ) -> torch.Tensor:
-        """[q, Hq, S] from scores [q, Hq, S], the mask [q, 1, S] and positions [q, 1], [1, S]."""
+        """[q, Hq, S] from scores [q, Hq, S], mask [q, 1 or Hq, S], positions [q, 1] and [1, S]."""
         return self.score(scores, p, k).masked_fill(~seen, -torch.inf)
 
     def score(self, scores: torch.Tensor, p: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -240,6 +282,7 @@ TOY_CAPABILITIES = Capabilities(
     alibi=True,
     sink=True,
     score_function=True,
+    key_selection=True,
     mla=False,
     lse=True,
     kv_sharing=True,

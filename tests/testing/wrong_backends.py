@@ -475,6 +475,54 @@ class IgnoredScoreFunction(ToyImpl):
         return scores
 
 
+class DroppedTailBlock(ToyImpl):
+    """Does not read the last entry of a list."""
+
+    def entries(self, entries: torch.Tensor) -> torch.Tensor:
+        return entries[..., :-1]
+
+
+class SelectionOffByOneBlock(ToyImpl):
+    """Counts the blocks from one."""
+
+    def entries(self, entries: torch.Tensor) -> torch.Tensor:
+        return torch.where(entries > 0, entries - 1, entries)
+
+
+class UnmaskedOwnBlock(ToyImpl):
+    """Shows the whole block of the query, also the keys after it."""
+
+    def visible(
+        self, p: torch.Tensor, k: torch.Tensor, causal: bool, query_len: int
+    ) -> torch.Tensor:
+        if self.lists is None:
+            return super().visible(p, k, causal, query_len)
+        end = (self.blocks_of(p) + 1) * self.spec.key_selection.block_size - 1
+        return super().visible(end, k, causal, query_len)
+
+
+class SinkCountedTwice(ToyImpl):
+    """Counts the sink twice where keys are selected."""
+
+    def sink(self, query_len: int) -> torch.Tensor | None:
+        sinks = super().sink(query_len)
+        return sinks if sinks is None or self.lists is None else sinks + math.log(2)
+
+
+class SharedListOfFirstHead(ToyImpl):
+    """Uses the list of the first head for all heads."""
+
+    def entries(self, entries: torch.Tensor) -> torch.Tensor:
+        return entries[:, :1].expand_as(entries)
+
+
+class IgnoredSelection(ToyImpl):
+    """Attends to all visible keys."""
+
+    def selected(self, request: int, p: torch.Tensor, num_keys: int) -> torch.Tensor:
+        return torch.ones(len(p), self.spec.num_heads, num_keys, dtype=torch.bool, device=p.device)
+
+
 class ScoreFunctionAfterMask(ToyImpl):
     """Applies the score function to scores that are masked already."""
 
@@ -534,6 +582,12 @@ WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     "ignored score function": (toy_with(IgnoredScoreFunction), "S1"),
     "score function after the mask": (toy_with(ScoreFunctionAfterMask), "S1"),
     "query and key positions swapped": (toy_with(SwappedPositions), "S1"),
+    "dropped tail block": (toy_with(DroppedTailBlock), "S2"),
+    "selection off by one block": (toy_with(SelectionOffByOneBlock), "S2"),
+    "unmasked own block": (toy_with(UnmaskedOwnBlock), "S2"),
+    "sink counted twice": (toy_with(SinkCountedTwice), "S2"),
+    "one list for all heads": (toy_with(SharedListOfFirstHead), "S2"),
+    "ignored selection": (toy_with(IgnoredSelection), "S2"),
     "heads in reverse order": (toy_with(PrivateOrder), "K2"),
     "strides inferred from shapes": (toy_with(StridesFromShape), "V2"),
     "unsupported without a reason": (EmptyReason, "R1"),

@@ -177,6 +177,7 @@ def _common(prefill: Backend, decode: Backend) -> Capabilities:
         needs_finite_cache=first.needs_finite_cache or second.needs_finite_cache,
         allocates_in_forward=first.allocates_in_forward or second.allocates_in_forward,
         batch_invariant=False,
+        key_selection=False,  # lists are not split between the children
         # A graph would fix where a mixed batch is split; a uniform batch belongs to one child.
         cudagraph=min(
             first.cudagraph or CudaGraphSupport.NEVER,

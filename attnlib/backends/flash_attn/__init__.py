@@ -59,6 +59,7 @@ class FlashAttnBackend(AttentionBackend):
         logits_soft_cap=True,
         alibi=True,
         score_function=False,
+        key_selection=False,
         sink=True,
         mla=False,
         lse=True,

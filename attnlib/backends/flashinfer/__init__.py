@@ -55,6 +55,7 @@ class FlashInferBackend(AttentionBackend):
         attention_chunks=False,
         logits_soft_cap=True,
         score_function=False,
+        key_selection=False,
         alibi=False,  # FlashInfer supports the standard slopes only
         sink=True,  # applied after the kernel, from the LSE
         mla=False,

@@ -8,14 +8,15 @@ import torch
 
 from attnlib.backends.base import AttentionBackend, AttentionImpl
 from attnlib.capabilities import Capabilities, Sizes
+from attnlib.device import DeviceInfo
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
-from attnlib.spec import AttentionType, CudaGraphSupport, MaskKind
+from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind
 
 __all__ = ["TorchBackend"]
 
 
 class TorchBackend(AttentionBackend):
-    """Supports every spec."""
+    """Supports every spec, except selected keys in batch-invariant layers."""
 
     description = "plain torch, on any device"
     capabilities = Capabilities(
@@ -51,6 +52,7 @@ class TorchBackend(AttentionBackend):
         alibi=True,
         sink=True,
         score_function=True,
+        key_selection=True,
         mla=True,
         lse=True,
         kv_sharing=True,
@@ -67,6 +69,13 @@ class TorchBackend(AttentionBackend):
         from attnlib.backends.torch.impl import TorchImpl
 
         return TorchImpl
+
+    @classmethod
+    def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
+        """Selected keys are computed for several lists at once."""
+        if spec.key_selection is not None and spec.batch_invariant:
+            return [f"key_selection={spec.key_selection} with batch_invariant=True: not supported"]
+        return []
 
     @staticmethod
     def get_metadata_cls() -> type[AttentionMetadata]:

@@ -9,8 +9,10 @@ import torch
 from attnlib.backends.base import AttentionImpl
 from attnlib.backends.torch.metadata import TorchMetadata
 from attnlib.cache.storage import PagedKVCache
+from attnlib.key_selection import SelectedKeys
 from attnlib.ops.torch.paged_decode import paged_decode
 from attnlib.ops.torch.paged_prefill import paged_prefill
+from attnlib.ops.torch.selected_attention import selected_attention, selects_everything
 from attnlib.ops.torch.varlen_prefill import varlen_prefill
 
 __all__ = ["TorchImpl"]
@@ -51,6 +53,40 @@ class TorchImpl(AttentionImpl):
                 output[rows],
                 None if lse is None else lse[rows],
             )
+
+    def forward_selected(
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: TorchMetadata,
+        selected_keys: SelectedKeys,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """See `AttentionImpl.forward_selected`. On a CPU, lists that hide no visible key are
+        computed like a layer without selection."""
+        selection, params = self.spec.key_selection, self.attention_params(metadata, cache)
+        assert selection is not None and metadata.block_table is not None
+        lengths = (metadata.query_start_loc, metadata.seq_lens)
+        if query.device.type == "cpu" and selects_everything(
+            selected_keys, selection, *lengths, params
+        ):
+            self.forward(query, cache, metadata, output, lse)
+            return
+        selected_attention(
+            query,
+            cache.key_cache,
+            cache.value_cache,
+            metadata.block_table,
+            *lengths,
+            params,
+            selection,
+            selected_keys,
+            out=output,
+            lse=lse,
+            query_start_loc_cpu=metadata.query_start_loc_cpu,
+            seq_lens_cpu=metadata.seq_lens_cpu,
+        )
 
     def forward_unpaged(
         self,

@@ -65,6 +65,7 @@ class TritonBackend(AttentionBackend):
         alibi=True,
         sink=True,
         score_function=True,
+        key_selection=False,
         mla=False,
         lse=True,
         kv_sharing=True,

@@ -35,6 +35,7 @@ _PARAMETERS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "per_request_causal": ({"mask": "per_request"}, {}),
     "query_bias": ({"mask": "query_bias"}, {}),
     "score_function": ({"score": "attnlib.testing.score_functions:POSITIONS"}, {}),
+    "key_selection": ({"key_selection": ("kv_head", 4, 2, 1)}, {}),
     "k_scale": ({**_FP8, "k_scale": 0.25}, _FP8),
     "v_scale": ({**_FP8, "v_scale": 0.5}, _FP8),
     "k_scale_per_head": (

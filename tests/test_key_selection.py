@@ -1,0 +1,178 @@
+"""M11: layers that attend to selected keys; what they compute and what they refuse."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import attnlib
+from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.key_selection import KeySelection, SelectedKeys
+
+BLOCKS = KeySelection(max_blocks=3, block_size=4, scope="kv_head")
+SPEC = attnlib.AttentionSpec(
+    num_heads=4, num_kv_heads=2, head_size=8, dtype=torch.float32, block_size=4,
+    key_selection=BLOCKS,
+)  # fmt: skip
+LENGTHS = [1, 5, 3], [11, 9, 12]
+
+
+def _step(spec: attnlib.AttentionSpec = SPEC, backend: str = "torch") -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    layer = attnlib.Attention(spec, backend=backend, device="cpu")
+    cache = attnlib.PagedKVCache.allocate(spec, 10, "cpu")
+    cache.key_cache.normal_()
+    cache.value_cache.normal_()
+    table = torch.randperm(10)[:9].view(3, 3).int()
+    common = attnlib.CommonAttentionMetadata.from_lengths(*LENGTHS, table, 4, "cpu")
+    metadata = layer.backend.make_builder(spec, "cpu").build(0, common)
+    return layer, cache, metadata, torch.randn(9, 4, 8)
+
+
+def _lists(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.rand(*shape, 3, generator=generator).argsort(-1).int()
+
+
+def test_the_form_of_lists_checks_itself() -> None:
+    with pytest.raises(ContractError, match=r"max_blocks=0 .* at least 1 \[M11\]"):
+        KeySelection(max_blocks=0)
+    with pytest.raises(ContractError, match="scope='rows' .* all_heads, kv_head, query_head"):
+        KeySelection(max_blocks=1, scope="rows")
+    with pytest.raises(ContractError, match="key_selection=3 is a int"):
+        SPEC.replace(key_selection=3)
+    with pytest.raises(ContractError, match="no paged keys"):
+        SPEC.replace(attn_type="encoder_only", mask_kind="bidirectional")
+    assert pickle.loads(pickle.dumps(SPEC)) == SPEC and BLOCKS.max_keys == 12
+
+
+@pytest.mark.parametrize(
+    ("indices", "starts", "message"),
+    [
+        (torch.zeros(9, 2, 3), None, "float32; they must be torch.int32"),
+        (torch.zeros(9, 4, 3).int(), None, r"shape \(9, 4, 3\); they must be \[lists, 2, at most"),
+        (torch.zeros(9, 2, 4).int(), None, r"shape \(9, 2, 4\)"),
+        (torch.zeros(8, 2, 3).int(), None, "8 lists, but the batch has 9 tokens"),
+        (torch.zeros(9, 3, 2).int().transpose(1, 2), None, "last stride 2"),
+        (torch.zeros(9, 2, 3).int(), torch.zeros(4).int(), "list_start_loc .* is given"),
+        (torch.zeros(9, 2, 3).int().to("meta"), None, "is on meta, query on cpu"),
+    ],
+)  # fmt: skip
+def test_lists_of_another_form_are_refused_before_anything_is_written(
+    indices: torch.Tensor, starts: torch.Tensor | None, message: str
+) -> None:
+    layer, cache, metadata, q = _step()
+    before = cache.key_cache.clone()
+    with pytest.raises(ContractError, match=message):
+        layer(q, q[:, :2], q[:, :2], cache, metadata, selected_keys=SelectedKeys(indices, starts))
+    assert torch.equal(cache.key_cache, before)
+
+
+def test_shared_lists_need_their_starts() -> None:
+    layer, cache, metadata, q = _step(
+        SPEC.replace(key_selection=KeySelection(max_blocks=3, query_block_size=4))
+    )
+    lists = torch.zeros(4, 1, 3, dtype=torch.int32)
+    for starts, message in (
+        (None, "list_start_loc .* is missing"),
+        (torch.zeros(3).int(), r"int32 \(3,\)|torch.int32 \[4\]"),
+        (torch.zeros(4), "float32"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            layer(q, None, None, cache, metadata, selected_keys=SelectedKeys(lists, starts))
+
+
+def test_lists_are_given_exactly_when_the_spec_declares_them() -> None:
+    layer, cache, metadata, q = _step()
+    with pytest.raises(ContractError, match="selected_keys is missing"):
+        layer(q, None, None, cache, metadata)
+    with pytest.raises(ContractError, match="selected_keys is a Tensor"):
+        layer(q, None, None, cache, metadata, selected_keys=_lists(9, 2))
+    dense, cache, metadata, q = _step(SPEC.replace(key_selection=None))
+    for _ in range(3):  # a repeated call without lists must not hide the check
+        dense(q, None, None, cache, metadata)
+    with pytest.raises(ContractError, match="selected_keys is given"):
+        dense(q, None, None, cache, metadata, selected_keys=SelectedKeys(_lists(9, 2)))
+
+
+def test_selecting_everything_equals_dense_bit_for_bit() -> None:
+    """M11, also in any order; one missing block changes the result."""
+    layer, cache, metadata, q = _step()
+    dense, _, plain, _ = _step(SPEC.replace(key_selection=None))
+    expected, expected_lse = dense(q, None, None, cache, plain, True)
+    everything = SelectedKeys(_lists(9, 2))
+    out, lse = layer(q, None, None, cache, metadata, True, selected_keys=everything)
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    fewer = everything.indices.clone()
+    fewer[4, 1][fewer[4, 1] == 0] = -1
+    out = layer(q, None, None, cache, metadata, selected_keys=SelectedKeys(fewer))
+    changed = (out != expected).any(-1)
+    assert changed[4, 2:].all() and torch.allclose(out[:4], expected[:4], atol=1e-6)
+
+
+def test_order_and_padding_change_no_bit() -> None:
+    layer, cache, metadata, q = _step()
+    lists = _lists(9, 2)
+    lists[..., 2] = -1
+    expected = layer(q, None, None, cache, metadata, selected_keys=SelectedKeys(lists))
+    for other in (lists.flip(-1).contiguous(), lists[..., :2].contiguous(), lists.clone()):
+        out = layer(q, None, None, cache, metadata, selected_keys=SelectedKeys(other))
+        assert torch.equal(out, expected)
+    beyond = lists.masked_fill(lists < 0, 1 << 30)
+    out = layer(q, None, None, cache, metadata, selected_keys=SelectedKeys(beyond))
+    assert torch.equal(out, expected)
+
+
+def test_each_call_uses_its_own_lists() -> None:
+    """A repeated call over one batch finds its plan by the form of the lists, not by values."""
+    layer, cache, metadata, q = _step()
+    lists = _lists(9, 2)
+    lists[..., 1:] = -1
+    first = layer(q, None, None, cache, metadata, selected_keys=SelectedKeys(lists))
+    second = layer(q, None, None, cache, metadata, selected_keys=SelectedKeys((lists + 1) % 2))
+    again = layer(q, None, None, cache, metadata, selected_keys=SelectedKeys(lists))
+    assert torch.equal(first, again) and not torch.equal(first, second)
+
+
+def test_values_of_lists_are_validated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNLIB_VALIDATE", "1")
+    layer, cache, metadata, q = _step()
+    lists = _lists(9, 2)
+    layer(q, None, None, cache, metadata, selected_keys=SelectedKeys(lists))
+    lists[7, 1] = torch.tensor([2, 0, 2])
+    with pytest.raises(ContractError, match="list 7 of head 1 .* holds the entry 2 twice"):
+        layer(q, None, None, cache, metadata, selected_keys=SelectedKeys(lists))
+    shared = SPEC.replace(key_selection=KeySelection(max_blocks=3, query_block_size=4))
+    layer, cache, metadata, q = _step(shared)
+    for starts, message in (
+        ([0, 1, 2, 3], "gives request 1 the lists .1, 2., but its 5 queries need 2 lists"),
+        ([0, 1, 3, 5], "ends at 5, but indices have 4 lists"),
+    ):
+        selected = SelectedKeys(_lists(4, 1), torch.tensor(starts, dtype=torch.int32))
+        with pytest.raises(ContractError, match=message):
+            layer(q, None, None, cache, metadata, selected_keys=selected)
+
+
+def test_compiled_layers_take_lists() -> None:
+    layer, cache, metadata, q = _step()
+    lists = _lists(9, 2)
+    lists[..., 1:] = -1
+
+    def attend(q: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        return layer(q, None, None, cache, metadata, selected_keys=SelectedKeys(indices)) * 2
+
+    expected = attend(q, lists)
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(q, lists), expected)
+
+
+def test_backends_without_selected_keys_say_so() -> None:
+    composite = attnlib.get_attn_backend
+    for name in ("prefill:torch,decode:triton",):
+        with pytest.raises(UnsupportedConfigError, match="key_selection=3 blocks of 4 tokens"):
+            composite(SPEC, name, "cpu")
+    with pytest.raises(UnsupportedConfigError, match="batch_invariant"):
+        composite(SPEC.replace(batch_invariant=True), "torch", "cpu")
