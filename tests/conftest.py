@@ -1,4 +1,5 @@
-"""Settings of all tests: Triton is interpreted without a GPU; local tuning tables are ignored."""
+"""Settings of all tests: Triton is interpreted without a GPU, local tuning tables are ignored, and
+torch uses one thread, also in processes that tests start."""
 
 import contextlib
 import os
@@ -6,6 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
+# The tensors of the tests are small. With several threads, and above all with several processes,
+# most of the time is spent in waiting for them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 if not torch.cuda.is_available():
     # Triton reads it when a kernel is decorated: set it before a test module imports kernels.

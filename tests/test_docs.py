@@ -1,6 +1,7 @@
 """Documentation tests: code blocks run, shown output is what they print, links resolve."""
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import io
@@ -111,6 +112,19 @@ def test_python_blocks_run_and_print_what_is_shown(
             attnlib.unregister_backend(name)
 
 
+@functools.cache
+def _attnlib(command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command once, also if several pages show it."""
+    return subprocess.run(
+        [sys.executable, "-m", "attnlib", *command.split()],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=_fresh(),
+        check=False,
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_commands_print_what_is_shown(page: Path) -> None:
@@ -121,13 +135,7 @@ def test_commands_print_what_is_shown(page: Path) -> None:
         for command, shown in re.findall(
             r"^\$ attnlib ([^\n]*)\n(.*?)(?=^\$ |\Z)", body, re.M | re.S
         ):
-            done = subprocess.run(
-                [sys.executable, "-m", "attnlib", *command.split()],
-                capture_output=True,
-                text=True,
-                cwd=ROOT,
-                env=_fresh(),
-            )
+            done = _attnlib(command)
             assert done.returncode == 0, (
                 f"attnlib {command} of {page.name} ends with {done.returncode}\n"
                 f"{done.stdout}\n{done.stderr}"

@@ -9,17 +9,20 @@ time of an interpreted kernel:
 - Every sum, difference and product of integers is also computed in int64 for an overflow check, and
   the result is dropped, because the interpreter's options do not enable assertions
   (`options.debug`). Here the check is off unless assertions are on.
+
+`TRITON_INTERPRET=1 python -m tests.triton_interpreter ARGUMENTS` runs an `attnlib` command so.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-__all__ = ["speed_up_interpreter"]
+__all__ = ["main", "speed_up_interpreter"]
 
 
 def speed_up_interpreter(interpreter: Any) -> None:
@@ -78,3 +81,17 @@ def _cached_dtypes(interpreter: Any) -> Callable[[Any], Any]:
         return found
 
     return get_np_dtype
+
+
+def main(arguments: list[str]) -> int:
+    """Run an `attnlib` command in the faster interpreter."""
+    from triton.runtime import interpreter
+
+    from attnlib.cli import main as command
+
+    speed_up_interpreter(interpreter)
+    return command(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -92,7 +92,8 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Any]]:
 def test_the_conformance_suite_plans_no_other_kernels(
     monkeypatch: pytest.MonkeyPatch, planned: set[Any]
 ) -> None:
-    """J3: all kernels of the suite are in the list; a new case fails here and not on a GPU."""
+    """J3: the adapter conforms, over a fake of the package that computes with torch. All kernels of
+    the suite are in the list; a new case fails here and not on a GPU."""
     backend = on_cpu(monkeypatch, FlashInferBackend, flashinfer_metadata, {"workspace_bytes": 64})
     report = run_conformance(backend, device="cpu", label="flashinfer")
     assert report.passed, str(report)

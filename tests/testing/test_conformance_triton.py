@@ -21,7 +21,7 @@ def test_the_triton_backend_passes_under_the_interpreter(tmp_path: Path) -> None
     target = tmp_path / "report.json"
     arguments = ["triton", "--quick", "--device", "cpu", "--json", str(target)]
     done = subprocess.run(
-        [sys.executable, "-m", "attnlib", "verify", *arguments],
+        [sys.executable, "-m", "tests.triton_interpreter", "verify", *arguments],
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),
