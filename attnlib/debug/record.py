@@ -2,20 +2,24 @@
 
 A recording holds only the cache blocks that the batch uses. All tensors keep their strides, so that
 layout errors can be reproduced. The file holds tensors and plain values only and is read with
-`torch.load(..., weights_only=True)`.
+`torch.load(..., weights_only=True)`. A score function is recorded by the names of its Python
+functions, which are imported when the file is read, and by its tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from enum import Enum
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
+from attnlib.score_functions import ScoreFunction
 from attnlib.spec import AttentionSpec, Window
 from attnlib.testing.batch_spec import BatchSpec
 from attnlib.testing.block_placement import BlockPlacement
@@ -23,7 +27,9 @@ from attnlib.testing.case import Case
 from attnlib.testing.inputs import StepInputs
 from attnlib.testing.layouts import CacheViews
 from attnlib.testing.materialized_case import MaterializedCase
+from attnlib.testing.object_path import load_object
 from attnlib.testing.oracle import OracleParams
+from attnlib.testing.score_functions import oracle_score
 from attnlib.testing.tensor_io import (
     pack_cache_views,
     pack_tensor,
@@ -93,6 +99,7 @@ def capture_call(
     scale: float,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    score_tensors: Mapping[str, torch.Tensor] | None = None,
     kv_written: bool = True,
 ) -> MaterializedCase:
     """Copy a call and the cache blocks that it uses.
@@ -104,25 +111,30 @@ def capture_call(
         value: [T, Hkv, Dv], or None with `key`.
         cache: the layer's cache.
         metadata: metadata with the attributes query_start_loc, seq_lens and block_table, and
-            optionally causal and query_bias.
+            optionally causal, query_bias and score_tensors.
         scale: softmax scale.
         alibi_slopes, sinks: [Hq] float32, or None.
+        score_tensors: the layer tensors of the score function by name, or None.
         kv_written: the cache already holds this step's keys and values.
 
     Raises:
-        ContractError: the metadata does not have the required attributes, or the layer has a score
-            function or selected keys.
+        ContractError: the metadata does not have the required attributes, the layer has selected
+            keys, or its score function is defined in `__main__`, which no other process can import.
     """
-    if spec.score_function is not None:
-        raise ContractError(
-            f"a call with score function {spec.score_function} cannot be recorded, because files "
-            "hold no functions: run attnlib verify --score MODULE:NAME to test it"
-        )
     if spec.key_selection is not None:
         raise ContractError(
             "a call with selected keys cannot be recorded, because recordings hold no lists of "
             "keys: compare two backends in a test instead"
         )
+    score = None
+    if spec.score_function is not None:
+        _score_fields(spec.score_function)  # refuses what a file cannot describe
+        batch_tensors = getattr(metadata, "score_tensors", None) or {}
+        score_tensors = {
+            name: tensor.detach().clone()
+            for name, tensor in {**(score_tensors or {}), **batch_tensors}.items()
+        }
+        score = oracle_score(spec.score_function, score_tensors, query.device)
     query_lens, seq_lens, table = _lengths(metadata)
     batch = BatchSpec(tuple(query_lens), tuple(seq_lens), max(query.shape[0] - sum(query_lens), 0))
     placement, used_blocks = _renumber_blocks(table, seq_lens, cache.block_size)
@@ -170,8 +182,11 @@ def capture_call(
         query_bias=getattr(metadata, "query_bias", None),
         k_scale=cache.k_scale,
         v_scale=cache.v_scale,
+        score=score,
     )
-    return MaterializedCase(case, spec, inputs, params)
+    return MaterializedCase(
+        case, spec, inputs, params, None if spec.score_function is None else score_tensors
+    )
 
 
 def _renumber_blocks(
@@ -187,7 +202,48 @@ def _renumber_blocks(
     return BlockPlacement(blocks, len(used_blocks), dense.view(len(blocks), width)), used_blocks
 
 
+def _score_fields(function: ScoreFunction) -> dict[str, Any]:
+    """A score function as plain values; functions as "module:name".
+
+    Raises:
+        ContractError: a function is defined in `__main__`.
+    """
+    values = {field.name: getattr(function, field.name) for field in fields(ScoreFunction)}
+    for name, value in values.items():
+        if isinstance(value, FunctionType):
+            if value.__module__ == "__main__":
+                raise ContractError(
+                    f"a call with score function {function} cannot be recorded: {name} is defined "
+                    "in __main__, which a replay cannot import; define it in a module of its own"
+                )
+            values[name] = f"{value.__module__}:{value.__qualname__}"
+    return values
+
+
+def _score_function(values: Mapping[str, Any]) -> ScoreFunction:
+    """The score function of `_score_fields`.
+
+    Raises:
+        ContractError: a function cannot be imported.
+    """
+    made = dict(values)
+    for name in ("function", "bounds", "examples"):
+        if made[name] is None:
+            continue
+        try:
+            made[name] = load_object(made[name])
+        except (ImportError, AttributeError) as error:
+            raise ContractError(
+                f"the recorded call has the score function {values['function']}, and {made[name]} "
+                f"cannot be imported ({error}): make the module importable, for example by "
+                "PYTHONPATH, and replay again"
+            ) from None
+    return ScoreFunction(**made)
+
+
 def _plain(value: Any) -> Any:
+    if isinstance(value, ScoreFunction):
+        return _score_fields(value)
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, torch.dtype):
@@ -213,6 +269,12 @@ def save_recording(step: MaterializedCase, path: str | Path) -> Path:
         "params": {
             name: value.cpu() if isinstance(value, torch.Tensor) else value
             for name, value in params.items()
+            if name != "score"  # follows from the score function and its tensors
+        },
+        "score_tensors": {
+            name: tensor.cpu()
+            for kind in ("layer_tensors", "batch_tensors")
+            for name, tensor in step.score_tensors(kind).items()
         },
         "batch": str(inputs.batch),
         "blocks": [list(row) for row in inputs.placement.blocks],
@@ -248,7 +310,8 @@ def load_recording(path: str | Path, device: torch.device | str = "cpu") -> Mate
         device: where to allocate the tensors.
 
     Raises:
-        ContractError: the file is not a recording of this version.
+        ContractError: the file is not a recording of this version, or its score function cannot be
+            imported.
     """
     from attnlib.testing.batch_spec import parse_batch
 
@@ -265,6 +328,9 @@ def load_recording(path: str | Path, device: torch.device | str = "cpu") -> Mate
             spec_fields[name] = getattr(torch, spec_fields[name].removeprefix("torch."))
     if spec_fields["window"] is not None:
         spec_fields["window"] = Window(*spec_fields["window"])
+    function = None
+    if spec_fields["score_function"] is not None:
+        function = spec_fields["score_function"] = _score_function(spec_fields["score_function"])
     case = Case(**data["case"])
     table = unpack_tensor(data["block_table"], "cpu")
     key, value = unpack_cache_views(data["cache"], device)
@@ -283,4 +349,9 @@ def load_recording(path: str | Path, device: torch.device | str = "cpu") -> Mate
         name: v.to(device) if isinstance(v, torch.Tensor) else v
         for name, v in data["params"].items()
     }
-    return MaterializedCase(case, AttentionSpec(**spec_fields), inputs, OracleParams(**params))
+    score_tensors = None
+    if function is not None:
+        score_tensors = {name: tensor.to(device) for name, tensor in data["score_tensors"].items()}
+        params["score"] = oracle_score(function, score_tensors, device)
+    spec = AttentionSpec(**spec_fields)
+    return MaterializedCase(case, spec, inputs, OracleParams(**params), score_tensors)

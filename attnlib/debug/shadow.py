@@ -157,6 +157,7 @@ def shadow_call(
             scale=layer.impl.scale,
             alibi_slopes=layer.impl.alibi_slopes,
             sinks=layer.impl.sinks,
+            score_tensors=_score_tensors(layer),
         )
     except ContractError as error:
         return ShadowRecord(name, number, skipped=str(error))
@@ -164,6 +165,13 @@ def shadow_call(
         return ShadowRecord(name, number, skipped=f"{backend.get_name()}: {'; '.join(reasons)}")
     folder = Path(dump_dir or env.read("ATTNLIB_DUMP_DIR"))
     return _compare(step, backend, AttentionOutput(out, lse), name, number, folder)
+
+
+def _score_tensors(layer: Any) -> dict[str, torch.Tensor]:
+    """The layer tensors of the score function by name; empty without one."""
+    function = layer.spec.score_function
+    names = () if function is None else function.layer_tensors
+    return dict(zip(names, layer.impl.layer_score_tensors, strict=True))
 
 
 def _compare(

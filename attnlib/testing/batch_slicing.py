@@ -13,6 +13,7 @@ import torch
 
 from attnlib.testing.batch_spec import BatchSpec
 from attnlib.testing.materialized_case import MaterializedCase
+from attnlib.testing.score_functions import oracle_score
 
 __all__ = ["slice_batch"]
 
@@ -50,6 +51,12 @@ def slice_batch(
     chosen = torch.tensor(list(requests), dtype=torch.long, device=inputs.query.device)
     bias = step.params.query_bias
     causal = step.params.causal
+    function, score, score_tensors = step.spec.score_function, None, None
+    if function is not None:
+        per_request = step.score_tensors("batch_tensors")
+        sliced = {name: tensor[chosen] for name, tensor in per_request.items()}
+        score_tensors = {**step.score_tensors(), **sliced}
+        score = oracle_score(function, score_tensors, inputs.query.device)
     return replace(
         step,
         case=step.case.replace(batch=str(smaller)),
@@ -72,5 +79,7 @@ def slice_batch(
             step.params,
             query_bias=None if bias is None else bias[index],
             causal=causal[chosen] if isinstance(causal, torch.Tensor) else causal,
+            score=score,
         ),
+        given_score_tensors=score_tensors,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,12 +28,14 @@ class MaterializedCase:
         spec: the layer's spec.
         inputs: the tensors.
         params: the parameters of the oracle.
+        given_score_tensors: the tensors of the score function by name; None for those of the case.
     """
 
     case: Case
     spec: AttentionSpec
     inputs: StepInputs
     params: OracleParams
+    given_score_tensors: Mapping[str, torch.Tensor] | None = None
 
     def cache(self) -> PagedKVCache:
         """The cache as a `PagedKVCache` over the same memory."""
@@ -74,7 +76,10 @@ class MaterializedCase:
         """
         function, device = self.spec.score_function, self.inputs.query.device
         names = () if function is None else getattr(function, kind)
-        return {name: self.case.score_tensors[name].to(device) for name in names}
+        tensors = self.given_score_tensors
+        if tensors is None:
+            tensors = self.case.score_tensors
+        return {name: tensors[name].to(device) for name in names}
 
     def selected_keys(self) -> SelectedKeys | None:
         """The lists of selected keys on the device of the inputs; None without a selection."""

@@ -15,6 +15,12 @@ CASES = {
         batch="mixed", kv_cache_dtype="fp8_e4m3", kv_scale_kind="head", k_scale=0.25, v_scale=0.5
     ),
     "padding": Case(batch="graph_padding", layout="NHD_PACKED", mask="per_request"),
+    "score": Case(batch="mixed", score="attnlib.testing.score_functions:REQUESTS"),
+    "score_with_constants": Case(
+        batch="chunked",
+        score="attnlib.score_functions.builtin:block_diffusion",
+        mask="bidirectional",
+    ),
     "bfloat16": Case(batch="chunked", dtype="bfloat16"),
 }
 
@@ -34,5 +40,6 @@ def captured(case: Case, *, kv_written: bool = True) -> MaterializedCase:
         scale=step.params.scale,
         alibi_slopes=step.params.alibi_slopes,
         sinks=step.params.sinks,
+        score_tensors=step.score_tensors(),
         kv_written=kv_written,
     )

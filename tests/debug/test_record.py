@@ -57,6 +57,39 @@ def test_metadata_without_lengths_is_rejected() -> None:
         capture_call(step.spec, step.inputs.query, None, None, step.cache(), object(), scale=1.0)
 
 
+def test_a_score_function_is_recorded_by_name_and_with_its_tensors(tmp_path: Path) -> None:
+    """Bounds, constants and tensors come back; other tensors give another oracle."""
+    case = Case(batch="mixed", score="attnlib.score_functions.builtin:documents")
+    step = captured(case)
+    path = save_recording(step, tmp_path / "call.pt")
+    loaded = load_recording(path)
+    assert loaded.spec.score_function == step.spec.score_function
+    assert set(loaded.given_score_tensors or {}) == {"document_begin"}
+    assert torch.equal(loaded.oracle().out, step.oracle().out)
+
+    data = torch.load(path, weights_only=True)
+    data["score_tensors"]["document_begin"].zero_()
+    torch.save(data, path)
+    assert not torch.equal(load_recording(path).oracle().out, step.oracle().out)
+
+
+def test_a_score_function_in_main_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    function = CASES["score"].spec.score_function
+    assert function is not None
+    monkeypatch.setattr(function.function, "__module__", "__main__")
+    with pytest.raises(ContractError, match="function is defined in __main__, which a replay"):
+        captured(CASES["score"])
+
+
+def test_a_score_function_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    path = save_recording(captured(CASES["score"]), tmp_path / "call.pt")
+    data = torch.load(path, weights_only=True)
+    data["spec"]["score_function"]["function"] = "missing_module:bias"
+    torch.save(data, path)
+    with pytest.raises(ContractError, match="missing_module:bias cannot be imported .* PYTHONPATH"):
+        load_recording(path)
+
+
 def test_other_files_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "other.pt"
     torch.save({"attnlib_recording": 99}, path)

@@ -9,6 +9,7 @@ import torch
 
 from attnlib.debug.record import load_recording, save_recording
 from attnlib.debug.replay import replay, shrink
+from attnlib.testing.batch_slicing import slice_batch
 from attnlib.testing.case import Case
 from attnlib.testing.outcome import UnsupportedCase
 from tests.debug.recorded_calls import CASES, captured
@@ -53,6 +54,20 @@ def test_shrink_finds_the_failing_request() -> None:
     assert smallest.inputs.batch.num_reqs == 1
     assert smallest.inputs.batch.query_lens == (1,)
     assert not replay(smallest, backend).passed
+
+
+def test_slices_keep_the_batch_tensors_of_their_requests() -> None:
+    """`shrink` compares slices with the oracle, so their score functions need the same tensors."""
+    case = Case(batch="q3s9_q1s5_q4s12", score="attnlib.testing.score_functions:REQUESTS")
+    step = captured(case)
+    shifts = step.score_tensors("batch_tensors")["shift"]
+    assert shifts.tolist() == [[0], [1], [2]]
+    smaller = slice_batch(step, [2, 1])
+    assert smaller.score_tensors("batch_tensors")["shift"].tolist() == [[2], [1]]
+    assert replay(smaller, ToyBackend).passed
+    whole, part = step.oracle().out, smaller.oracle().out
+    assert torch.equal(part[:4], whole[4:])
+    assert torch.equal(part[4:], whole[3:4])
 
 
 def test_shrink_reduces_queries_to_one_token(tmp_path: Path) -> None:

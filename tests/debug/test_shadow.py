@@ -142,3 +142,17 @@ def test_validate_2_compares_every_call_and_warns(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Model([toy_with(OffByOneWindow)])()
+
+
+def test_calls_with_a_score_function_are_compared(tmp_path: Path) -> None:
+    """Layer tensors and batch tensors reach the second backend."""
+    case = Case(batch="mixed", score="attnlib.testing.score_functions:REQUESTS")
+    step = case.materialize(kv_written=False)
+    tensors = {name: 3 * tensor for name, tensor in step.score_tensors().items()}
+    layer = Attention(case.spec, backend=ToyBackend, device="cpu", score_tensors=tensors)
+    metadata = ToyBackend.make_builder(case.spec, "cpu").build(0, step.common())
+    inputs = step.inputs
+    with shadow("torch", dump_dir=tmp_path) as log:
+        layer(inputs.query, inputs.key, inputs.value, step.cache(), metadata)
+    assert log.calls == 1 and log.passed
+    assert 0 < log.records[0].out_error < 1e-5
