@@ -18,6 +18,7 @@ import time
 import timeit
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -146,33 +147,41 @@ class LayerCall:
 
     def bare_launches(self) -> Callable[[], None]:
         """The kernels of one call by the driver call alone, with all arguments at hand."""
-        from attnlib.ops.triton.launch import driver
+        from attnlib.backends.triton import plan
+        from attnlib.ops.triton.launch.bound import current_stream
 
         calls: list[tuple[Callable[..., None], tuple[object, ...]]] = []
-        own = driver.new_launch
 
-        def recording() -> object:
-            create = own()
+        def recording(
+            parts: Any, index: int, num_values: int, fixed: dict[Any, Any]
+        ) -> Callable[..., bool]:
+            """`bind_sequence` in Python."""
+            given = [number for number in range(num_values) if number not in fixed]
 
-            def recorded(*arguments: object) -> object:
-                launch = create(*arguments)
+            def run(*tensors: torch.Tensor | None) -> bool:
+                values: dict[int, Any] = dict(fixed)
+                for number, tensor in zip(given, tensors, strict=True):
+                    values[number] = None if tensor is None else tensor.data_ptr()
+                for bound, offsets in parts:
+                    moved = {n: values[n] + size for n, size in offsets.items() if values[n]}
+                    own = [{**values, **moved}[n] for n in range(num_values)]
+                    for launch, changing in bound.calls(own):
+                        arguments = (current_stream(index), *changing)
+                        calls.append((launch, arguments))
+                        launch(*arguments)
+                return True
 
-                def call(*changing: object) -> None:
-                    calls.append((launch, changing))
-                    launch(*changing)
+            return run
 
-                return call
-
-            return recorded
-
-        driver.new_launch = recording
+        bind = plan.bind_sequence
+        plan.bind_sequence = recording
         self.metadata.drop_plans()
         try:
             for _ in range(4):
                 calls.clear()
                 self()
         finally:
-            driver.new_launch = own
+            plan.bind_sequence = bind
             self.metadata.drop_plans()
         assert calls, "no kernel was launched directly"
         recorded = tuple(calls)

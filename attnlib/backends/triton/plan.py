@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from attnlib.backends.base import AttentionImpl
@@ -29,9 +28,25 @@ from attnlib.ops.triton.cache_write import CacheWrite, prepare_write
 from attnlib.ops.triton.heuristics import device as chips
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.launch.attention import BatchTensors
-from attnlib.ops.triton.launch.bound import ALIGNMENT, Submit, launches_observed
+from attnlib.ops.triton.launch.bound import ALIGNMENT
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.run import PreparedAttention
+from attnlib.ops.triton.launch.sequence import (
+    K_SCALE,
+    KEY_CACHE,
+    LSE,
+    NUM_VALUES,
+    OUT,
+    QUERY,
+    SINKS,
+    SLOPES,
+    V_SCALE,
+    VALUE,
+    VALUE_CACHE,
+    BoundLaunches,
+    Source,
+    bind_sequence,
+)
 from attnlib.ops.triton.launch.signature import batch_signature
 from attnlib.ops.triton.paged_decode import prepare_decode
 from attnlib.ops.triton.paged_mixed import can_run_concurrently
@@ -106,7 +121,7 @@ class TritonPlan:
         kernels: str,
     ) -> None:
         call = _Call(query, key, value, cache.key_cache, cache.value_cache, output, lse)
-        spec = self._spec = impl.spec
+        self._spec = impl.spec
         self._signature = signature
         self._metadata = weakref.ref(metadata)  # the batch owns its plans
         self._split = metadata.num_decode_tokens if metadata.num_prefills else 0
@@ -117,17 +132,14 @@ class TritonPlan:
             self._decode_batch = _with_workspace(self._launches, parts[0], query.device)
         self._slots = metadata.slot_mapping
         self._index = query.get_device()
-        # Numbers are part of the signature; tensors are read at each call.
-        scales = (cache.k_scale, cache.v_scale)
-        self._scales = None if any(isinstance(x, Tensor) for x in scales) else scales
-        self._has_per_head = spec.has_alibi or spec.has_sink
-        function = spec.score_function
-        self._has_score_tensors = function is not None and bool(function.layer_tensors)
+        self._fixed = _fixed_values(impl, cache)
+        self._num_values = NUM_VALUES + len(impl.layer_score_tensors)
+        given = tuple(n for n in range(self._num_values) if n not in self._fixed)
+        # What else than the tensors of `run` a layer gives: slopes, sinks, scales, score tensors.
+        self._of_layer = given[VALUE + 1 :]
         self._rows = _row_bytes(call, self._split) if self._split else (0, 0, 0)
-        self._current_stream: Callable[[int], int] | None = None
-        self._write: Submit | None = None
         self._append: BoundAppend | None = None
-        self._attend: Submit | None = None
+        self._submit: Callable[..., bool] | None = None
         self._fallback: TritonPlan | None = None
         self._storages: list[torch.UntypedStorage] = []
         self._bind()
@@ -143,46 +155,26 @@ class TritonPlan:
         lse: Tensor | None,
     ) -> None:
         """See `StepPlan.run`."""
-        q, out = query.data_ptr(), output.data_ptr()
-        key_cache, value_cache = cache.key_cache, cache.value_cache
-        kc, vc = key_cache.data_ptr(), value_cache.data_ptr()
-        addresses = q | out | kc | vc
-        attend, write, k, v = self._attend, self._write, 0, 0
-        if write is not None:
-            assert key is not None and value is not None
-            k, v = key.data_ptr(), value.data_ptr()
-            addresses |= k | v
-        if (
-            attend is None
-            or addresses & ALIGNMENT
-            or chips.current_device() != self._index
-            or launches_observed()
-        ):
-            if self._append is not None and key is not None and value is not None:
-                self._append.run(key, value, key_cache, value_cache)
-                key = value = None
-            self._run_by_triton(impl, query, key, value, cache, output, lse, addresses)
-            return
-        k_scale, v_scale = self._scales or _scale_arguments(cache)
-        slopes = sinks = None
-        if self._has_per_head:
-            slopes, sinks = (None if x is None else x.data_ptr() for x in impl.per_head_tensors)
-        score: Any = ()
-        if self._has_score_tensors:
-            score = [x.data_ptr() for x in impl.layer_score_tensors]
-        stream = self._current_stream(self._index)  # type: ignore[misc]  # set with `_attend`
-        if write is not None:
-            write(stream, k, v, kc, vc, k_scale, v_scale)
-        attend(
-            stream, q, kc, vc, out, None if lse is None else lse.data_ptr(), slopes, sinks,
-            k_scale, v_scale, *score,
-        )  # fmt: skip
+        submit = self._submit
+        if submit is not None:
+            key_cache, value_cache = cache.key_cache, cache.value_cache
+            if not self._of_layer:
+                done = submit(query, key_cache, value_cache, output, lse, key, value)
+            else:
+                values = self._values(impl, query, key, value, cache, output, lse)
+                done = submit(*values[: VALUE + 1], *(values[n] for n in self._of_layer))
+            if done:
+                return
+        if self._append is not None and key is not None and value is not None:
+            self._append.run(key, value, cache.key_cache, cache.value_cache)
+            key = value = None
+        self._run_by_triton(impl, query, key, value, cache, output, lse)
 
     def appending(self, append: BoundAppend) -> TritonPlan:
         """A copy of this plan of a call without keys: its `run` takes keys and values, `[R, T, Hkv,
         D]`, and writes them by `append`."""
         plan = copy.copy(self)
-        plan._append, plan._attend, plan._write = append, None, None
+        plan._append, plan._submit = append, None
         plan._bind()
         return plan
 
@@ -202,67 +194,54 @@ class TritonPlan:
                 return
         if (self._rows[0] | self._rows[1]) & ALIGNMENT:
             return  # the first row of the prefill part is not aligned
-        self._current_stream = triton.runtime.driver.active.get_current_stream
+        writes: list[tuple[BoundLaunches, int]] = []
         if launches.write is not None and slots is not None:
-            self._write = launches.write.bind(slots.data_ptr(), True)
+            writes = [(launches.write.bind(slots.data_ptr(), True), 0)]
         if self._append is not None:
-            self._write = self._append.submit
-        self._attend = self._bind_attention(True, True)
+            writes = [(self._append.bind(), 0)]
+        rows = dict(zip((QUERY, OUT, LSE), self._rows, strict=True))
+        parts = [(bound, rows if part else {}) for bound, part in
+                 (*writes, *self._bind_attention(True, True))]  # fmt: skip
         # Bound launches hold addresses: keep the memory behind them, even if a tensor is resized.
-        parts = [part for part in (self._decode_batch, self._prefill_batch) if part is not None]
-        tensors = [slots, *(x for part in parts for x in (*part, *part.score_tensors))]
+        batches = [part for part in (self._decode_batch, self._prefill_batch) if part is not None]
+        tensors = [slots, *(x for part in batches for x in (*part, *part.score_tensors))]
+        tensors += [x for bound, _ in parts for x in bound.kept]
         self._storages = [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
+        self._submit = bind_sequence(parts, self._index, self._num_values, self._fixed)
 
-    def _bind_attention(self, direct: bool, aligned: bool) -> Submit:
-        """Submit the attention of both parts; tensors of a part are addressed by offset (direct) or
-        sliced."""
+    def _bind_attention(self, direct: bool, aligned: bool) -> list[tuple[BoundLaunches, int]]:
+        """The attention launches of both parts in order, each with its part: 0 for launches whose
+        rows begin at the first row of the call, 1 for those of the prefill part of a mixed
+        batch."""
         decode, prefill = self._launches.decode, self._launches.prefill
         first, second = self._decode_batch, self._prefill_batch
         if decode is None or prefill is None:
             part, batch = (decode, first) if prefill is None else (prefill, second)
             assert part is not None and batch is not None
-            run: Submit = part.bind(batch, direct, aligned).run
-            return run
+            return [(part.bind(batch, direct, aligned), 0)]
         assert first is not None and second is not None
-        bound, combine = decode.bind(first, direct, aligned), None
-        if self._launches.concurrent:
-            # The prefill runs on the SMs that the decode leaves, before its splits are combined.
-            bound, combine = bound._replace(combine=None), bound.combine
-            run_prefill = prefill.bind(second, direct, aligned, concurrent=True).run  # type: ignore[call-arg]  # a Hopper prefill
-        else:
-            run_prefill = prefill.bind(second, direct, aligned).run
-        run_decode, split = bound.run, self._split
-        query_bytes, out_bytes, lse_bytes = self._rows
+        bound = decode.bind(first, direct, aligned)
+        if not self._launches.concurrent:
+            return [(bound, 0), (prefill.bind(second, direct, aligned), 1)]
+        # The prefill runs on the SMs that the decode leaves, before its splits are combined.
+        attend, *combine = bound.steps
+        beside = prefill.bind(second, direct, aligned, concurrent=True)  # type: ignore[call-arg]  # a Hopper prefill
+        combined = [(BoundLaunches(tuple(combine)), 0)] if combine else []
+        return [(bound._replace(steps=(attend,)), 0), (beside, 1), *combined]
 
-        def attend(
-            stream: int, query: Any, key: Any, value: Any, out: Any, lse: Any, slopes: Any,
-            sinks: Any, k_scale: Any, v_scale: Any, *score: Any,
-        ) -> None:  # fmt: skip
-            layer = (slopes, sinks, k_scale, v_scale, *score)
-            run_decode(stream, query, key, value, out, lse, *layer)
-            run_prefill(
-                stream, query + query_bytes, key, value, out + out_bytes, lse and lse + lse_bytes,
-                *layer,
-            )  # fmt: skip
-            if combine is not None:
-                combine(stream, sinks, out, lse)
-
-        def attend_tensors(
-            stream: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor | None,
-            slopes: Any, sinks: Any, k_scale: Any, v_scale: Any, *score: Any,
-        ) -> None:  # fmt: skip
-            layer = (slopes, sinks, k_scale, v_scale, *score)
-            lses = (None, None) if lse is None else (lse[:split], lse[split:])
-            run_decode(stream, query[:split], key, value, out[:split], lses[0], *layer)
-            run_prefill(stream, query[split:], key, value, out[split:], lses[1], *layer)
-            if combine is not None:
-                combine(stream, sinks, out[:split], lses[0])
-
-        return attend if direct else attend_tensors
+    def _values(
+        self, impl: AttentionImpl, query: Tensor, key: Tensor | None, value: Tensor | None,
+        cache: PagedKVCache, output: Tensor, lse: Tensor | None,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """The values of a call, in the order of `launch.sequence`."""
+        return (
+            query, cache.key_cache, cache.value_cache, output, lse, key, value,
+            *impl.per_head_tensors, cache.k_scale, cache.v_scale, *impl.layer_score_tensors,
+        )  # fmt: skip
 
     def _run_by_triton(
         self, impl: AttentionImpl, query: Tensor, key: Tensor | None, value: Tensor | None,
-        cache: PagedKVCache, output: Tensor, lse: Tensor | None, addresses: int,
+        cache: PagedKVCache, output: Tensor, lse: Tensor | None,
     ) -> None:  # fmt: skip
         """The same kernels launched by Triton; plain kernels where addresses are not aligned and
         the prepared ones need alignment."""
@@ -280,24 +259,24 @@ class TritonPlan:
             )
             return
         query, key, value, output = _per_head(spec, query, key, value, output)
-        key_cache, value_cache = cache.key_cache, cache.value_cache
-        slopes, sinks = impl.per_head_tensors
-        write = launches.write
+        write, split = launches.write, self._split
         with chips.device_guard(query):
-            if write is not None and write.launch is not None:
-                submit = write.bind(self._slots, False, not addresses & ALIGNMENT)
-                assert submit is not None
-                views = (key_cache, value_cache)
-                if write.as_bytes:
-                    views = (key_cache.view(torch.uint8), value_cache.view(torch.uint8))
-                submit(0, key, value, *views, cache.k_scale, cache.v_scale)
+            values = list(self._values(impl, query, key, value, cache, output, lse))
+            if write is not None and key is not None and value is not None:
+                new = key.data_ptr() | value.data_ptr()
+                write_aligned = not (q_and_caches | new) & ALIGNMENT
+                given = _with_bytes(values) if write.as_bytes else values
+                write.bind(self._slots, False, write_aligned).run(0, given)
             if any(part.as_bytes for part in launches.parts):
-                key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-            self._bind_attention(False, aligned)(
-                0, query, key_cache, value_cache, output, lse, slopes, sinks, cache.k_scale,
-                cache.v_scale, *impl.layer_score_tensors,
-            )  # fmt: skip
-        if self._attend is None:
+                values = _with_bytes(values)
+            for bound, part in self._bind_attention(False, aligned):
+                if split:
+                    rows = slice(split, None) if part else slice(None, split)
+                    for source in (QUERY, OUT, LSE):
+                        x = (query, None, None, output, lse)[source]
+                        values[source] = None if x is None else x[rows]
+                bound.run(0, values)
+        if self._submit is None:
             self._bind()
 
     def _plain(
@@ -313,6 +292,23 @@ class TritonPlan:
                 impl, self._signature, query, key, value, cache, metadata, output, lse, "portable"
             )  # fmt: skip
         return self._fallback
+
+
+def _fixed_values(impl: AttentionImpl, cache: PagedKVCache) -> dict[Source, Any]:
+    """Slopes, sinks and scales that are no tensors: part of the signature of a call. Tensors are
+    read at each call."""
+    spec = impl.spec
+    scales = {K_SCALE: cache.k_scale, V_SCALE: cache.v_scale}
+    fixed = {source: scale for source, scale in scales.items() if not isinstance(scale, Tensor)}
+    return fixed if spec.has_alibi or spec.has_sink else {**fixed, SLOPES: None, SINKS: None}
+
+
+def _with_bytes(values: list[Any]) -> list[Any]:
+    """The values of a call with caches of float8 as bytes."""
+    changed = list(values)
+    for source in (KEY_CACHE, VALUE_CACHE):
+        changed[source] = values[source].view(torch.uint8)
+    return changed
 
 
 def _per_head(
@@ -439,12 +435,6 @@ def _params_of(params: AttentionParams, part: BatchTensors) -> AttentionParams:
         return params
     causal = params.causal if part.causal_flags is None else part.causal_flags
     return replace(params, causal=causal, query_bias=part.query_bias)
-
-
-def _scale_arguments(cache: PagedKVCache) -> tuple[Any, ...]:
-    """The scales of a cache as a direct launch takes them."""
-    scales = (cache.k_scale, cache.v_scale)
-    return tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in scales)
 
 
 def _row_bytes(call: _Call, split: int) -> tuple[int, int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import triton
@@ -10,15 +11,20 @@ from torch import Tensor
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.heuristics import device as chips
 from attnlib.ops.triton.kernels.append_kv import append_kv_kernel
-from attnlib.ops.triton.launch.bound import (
-    ALIGNMENT,
-    CHANGES,
-    BoundLaunch,
-    Submit,
-    current_stream,
-    launches_observed,
-)
+from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
+from attnlib.ops.triton.launch.sequence import (
+    KEY,
+    KEY_CACHE,
+    LSE,
+    OUT,
+    QUERY,
+    VALUE,
+    VALUE_CACHE,
+    BoundLaunches,
+    bind_sequence,
+    bind_step,
+)
 
 __all__ = ["BoundAppend", "append_kv", "bind_append"]
 
@@ -82,48 +88,31 @@ class BoundAppend:
         self._launch = launch
         self._numbers = numbers
         self._batch = batch
-        self._index = batch[0].get_device()
-        self._direct: Submit | None = None
-        self._bind()
+        self._submit: Callable[..., bool] | None = None
 
     @property
     def is_direct(self) -> bool:
-        """Whether `submit` is possible; False until the first launch by Triton."""
-        return self._direct is not None
+        """Whether `bind` is possible; False until the first launch by Triton."""
+        return self._launch.is_direct
 
-    def submit(
-        self, stream: int, key: int, value: int, key_cache: int, value_cache: int, *scales: Any
-    ) -> None:
-        """Launch on addresses, like a bound `write_kv`; the scales of plain caches are not read."""
-        assert self._direct is not None  # the caller has checked `is_direct`
-        self._direct(stream, key, value, key_cache, value_cache)
-
-    def _bind(self) -> None:
-        if self._launch.is_direct:
-            addresses = tuple(tensor.data_ptr() for tensor in self._batch)
-            arguments = (*(CHANGES,) * 4, *addresses, *self._numbers)
-            self._direct = self._launch.bind(True, True, arguments)
+    def bind(self) -> BoundLaunches:
+        """The direct launch, for a step plan."""
+        tensors = (KEY, VALUE, KEY_CACHE, VALUE_CACHE)
+        addresses = tuple(tensor.data_ptr() for tensor in self._batch)
+        arguments = (*tensors, *addresses, *self._numbers)
+        return BoundLaunches((bind_step(self._launch, True, True, arguments),), kept=self._batch)
 
     def run(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
         """Launch on the current stream."""
-        k, v, kc, vc = (
-            key.data_ptr(),
-            value.data_ptr(),
-            key_cache.data_ptr(),
-            value_cache.data_ptr(),
-        )
-        aligned = not (k | v | kc | vc) & ALIGNMENT
-        direct = self._direct
-        if direct is None or not aligned or launches_observed():
-            with chips.device_guard(key):
-                arguments = (key, value, key_cache, value_cache, *self._batch, *self._numbers)
-                self._launch.by_triton(arguments, aligned)
-            self._bind()
-        elif chips.current_device() == self._index:
-            direct(current_stream(self._index), k, v, kc, vc)
-        else:
-            with chips.device_guard(key):
-                direct(current_stream(self._index), k, v, kc, vc)
+        if self._submit is None and self.is_direct:
+            index, unused = self._batch[0].get_device(), dict.fromkeys((QUERY, OUT, LSE))
+            self._submit = bind_sequence([(self.bind(), {})], index, VALUE + 1, unused)
+        if self._submit is not None and self._submit(key_cache, value_cache, key, value):
+            return
+        tensors = (key, value, key_cache, value_cache)
+        aligned = not any(tensor.data_ptr() & ALIGNMENT for tensor in tensors)
+        with chips.device_guard(key):
+            self._launch.by_triton((*tensors, *self._batch, *self._numbers), aligned)
 
 
 def _launch(key: Tensor, key_cache: Tensor, value_cache: Tensor) -> BoundLaunch:

@@ -15,9 +15,19 @@ from attnlib.ops.scales import check_scale
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard, limits_of
 from attnlib.ops.triton.kernels.cache_write import write_kv_kernel
-from attnlib.ops.triton.launch.bound import CHANGES, BoundLaunch, Submit
+from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.scales import scale_kind, scale_signature
+from attnlib.ops.triton.launch.sequence import (
+    K_SCALE,
+    KEY,
+    KEY_CACHE,
+    V_SCALE,
+    VALUE,
+    VALUE_CACHE,
+    BoundLaunches,
+    bind_step,
+)
 
 __all__ = ["CacheWrite", "prepare_write", "write_kv"]
 
@@ -89,9 +99,8 @@ class CacheWrite:
     as_bytes: bool
     launch: BoundLaunch | None
 
-    def bind(self, slots: Any, direct: bool, aligned: bool = True) -> Submit | None:
-        """`write(stream, key, value, key_cache, value_cache, k_scale, v_scale)` for one batch; None
-        when there is nothing to write.
+    def bind(self, slots: Any, direct: bool, aligned: bool = True) -> BoundLaunches:
+        """Attach the slots of a batch.
 
         Args:
             slots: the slot mapping, as an address for a direct launch, else as a tensor.
@@ -99,9 +108,10 @@ class CacheWrite:
             aligned: for launches by Triton, whether all layer tensors are aligned.
         """
         if self.launch is None:
-            return None
-        tensors, scales = (CHANGES,) * 4, (CHANGES,) * 2
-        return self.launch.bind(direct, aligned, (*tensors, slots, *scales, *self.numbers))
+            return BoundLaunches(())
+        tensors = (KEY, VALUE, KEY_CACHE, VALUE_CACHE)
+        arguments = (*tensors, slots, K_SCALE, V_SCALE, *self.numbers)
+        return BoundLaunches((bind_step(self.launch, direct, aligned, arguments),))
 
 
 def prepare_write(

@@ -14,7 +14,7 @@ import json
 import random
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +27,6 @@ import attnlib
 from attnlib.backends.triton import TritonBackend
 from attnlib.backends.triton import impl as triton_impl
 from attnlib.backends.triton import metadata as triton_metadata
-from attnlib.backends.triton import plan as triton_plan
 from attnlib.errors import ContractError
 from attnlib.ops.triton import (
     append_kv,
@@ -42,7 +41,6 @@ from attnlib.ops.triton.heuristics import device
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.hopper import decode_plan, dispatch, prefill_plan
 from attnlib.ops.triton.launch import bound as launch
-from attnlib.ops.triton.launch import run as launch_run
 from attnlib.ops.triton.launch.cache import LAUNCHES, LaunchCache
 from tests.ops.calls import call_operation
 from tests.ops.triton.stub_driver import (
@@ -79,7 +77,7 @@ BOUND_KERNELS = {
 def install() -> None:
     """From now on nothing is compiled or launched in this process, only recorded."""
     assert not device.INTERPRETED
-    device.current_device = lambda: -1  # where tensors of the CPU say that they are
+    device.current_device = DRIVER.get_current_device  # -1: where tensors of the CPU are
     triton.runtime.driver.set_active(DRIVER)
     replace_launcher()
     own_run = JITFunction.run
@@ -103,22 +101,16 @@ def install() -> None:
                 module.__dict__[name] = lambda tensor: CHIP
 
 
-OBSERVING = (launch, launch_run, triton_plan)
-"""Modules that ask whether launches are observed."""
-
-
 @contextmanager
 def by_triton() -> Iterator[None]:
     """Inside, every kernel is launched by Triton, and no launch is cached from earlier calls."""
-    own, cached = launch.launches_observed, dict(LAUNCHES)
+    own, cached = launch._JIT_RUN, dict(LAUNCHES)
     LAUNCHES.clear()
-    for module in OBSERVING:
-        module.__dict__["launches_observed"] = lambda: True
+    launch._JIT_RUN = None  # as if somebody had replaced the launcher
     try:
         yield
     finally:
-        for module in OBSERVING:
-            module.__dict__["launches_observed"] = own
+        launch._JIT_RUN = own
         LAUNCHES.clear()
         LAUNCHES.update(cached)
 
@@ -773,6 +765,15 @@ def _recorded_function(arguments: dict[str, Any]) -> tuple[list[Record], list[st
     return recorded(lambda: flash_attn_with_kvcache(**arguments))
 
 
+@contextmanager
+def _in_device_of_tensors() -> Iterator[None]:
+    now, DRIVER.device = DRIVER.device, -1
+    try:
+        yield
+    finally:
+        DRIVER.device = now
+
+
 def check_plans_step_aside() -> None:
     """Hooks, another current device and unaligned tensors are honored by a plan that exists."""
     for name in ("hopper decode", "hopper prefill", "concurrent mixed batch", "plain decode"):
@@ -797,12 +798,12 @@ def check_plans_step_aside() -> None:
         for _ in range(3):
             step()
         assert not step.record()[1], name
-        device_now, device.current_device = device.current_device, lambda: 3
+        DRIVER.device, guard = 3, device.device_guard
+        device.device_guard = lambda tensor: _in_device_of_tensors()
         try:
-            guard, device.device_guard = device.device_guard, lambda tensor: nullcontext()
             assert step.record()[1], "another device is current"
         finally:
-            device.current_device, device.device_guard = device_now, guard
+            DRIVER.device, device.device_guard = -1, guard
         shape, numel = step.query.shape, step.query.numel()
         step.query = torch.zeros(numel + 1, dtype=torch.bfloat16)[1:].view(shape)
         unaligned = {record.kernel.split()[0] for record in step()}

@@ -98,13 +98,11 @@ class Utils:
         return tuple(signature)
 
     def fill_tma_descriptor(self, pointer: int, *facts: Any) -> tuple[Any, ...]:
-        """An encoded descriptor; it bears all that it was made of."""
+        """An encoded descriptor: the index in `DESCRIPTORS` of all that it was made of."""
         ENCODED.append(pointer)
-        return (
-            "encoded",
-            pointer,
-            *(tuple(fact) if isinstance(fact, list) else fact for fact in facts),
-        )
+        known = (tuple(fact) if isinstance(fact, list) else fact for fact in facts)
+        DESCRIPTORS.append(("encoded", pointer, *known))
+        return len(DESCRIPTORS) - 1
 
     fill_tma_descriptor_tiled = fill_tma_descriptor
 
@@ -124,7 +122,7 @@ class Handle(int):
 
 HANDLES: dict[int, Handle] = {}
 DESCRIPTORS: list[Any] = []
-"""Encoded descriptors, which C passes as their numbers here."""
+"""Encoded descriptors, which are passed as their numbers here."""
 
 
 def take(
@@ -148,7 +146,9 @@ def _passed(value: Any, kind: int) -> Any:
         return value or 0
     if kind == ord("f"):
         return struct.unpack("f", struct.pack("f", value))[0]
-    return value if kind in b"dt" else int(value)
+    if kind == ord("t"):
+        return DESCRIPTORS[value]
+    return value if kind == ord("d") else int(value)
 
 
 class Config(ctypes.Structure):
@@ -209,19 +209,11 @@ ADDRESSES = tuple(
 def new_launch() -> Any:
     """As `attnlib.ops.triton.launch.driver.new_launch`; descriptors are passed as numbers."""
 
-    def number(value: Any) -> Any:
-        if not (isinstance(value, tuple) and value[:1] == ("encoded",)):
-            return value
-        DESCRIPTORS.append(value)
-        return len(DESCRIPTORS) - 1
-
     def create(function: Handle, sizes: Any, kinds: bytes, slots: Any, values: Any) -> Any:
         assert kinds == function.kinds[: len(kinds)] and set(function.kinds[len(kinds) :]) <= {120}
-        values = tuple(map(number, values))
-        launch = launches.compile_native().Launch(
+        return launches.compile_native().Launch(
             ADDRESSES, function, sizes, kinds.replace(b"t", b"p"), slots, values
         )
-        return lambda *changing: launch(*map(number, changing))
 
     return create
 
@@ -287,17 +279,17 @@ def _map(text: str) -> dict[str, Any]:
 
 
 class Driver:
-    """One device whose current stream is `stream`."""
+    """One device, current where `device` is -1, whose current stream is `stream`."""
 
     def __init__(self) -> None:
-        self.stream = 0
+        self.stream, self.device = 0, -1
         self.utils = Utils()
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
-        return -1
+        return self.device
 
     def get_current_stream(self, index: int) -> int:
         assert index == -1

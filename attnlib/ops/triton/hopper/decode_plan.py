@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -20,6 +19,7 @@ from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile, padded_width
 from attnlib.ops.triton.heuristics.splits import splits_per_load
 from attnlib.ops.triton.hopper.descriptors import (
     CacheView,
+    described,
     descriptor_arguments,
     encode_views,
     encoded_descriptors,
@@ -28,10 +28,24 @@ from attnlib.ops.triton.hopper.kernels.combine import hopper_combine_kernel
 from attnlib.ops.triton.hopper.kernels.decode import hopper_decode_kernel
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
 from attnlib.ops.triton.launch.attention import BatchTensors
-from attnlib.ops.triton.launch.bound import ALIGNMENT, CHANGES, BoundLaunch, Submit
+from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LaunchCache
 from attnlib.ops.triton.launch.run import run_attention
 from attnlib.ops.triton.launch.score import score_constants, score_tail, tensor_sizes
+from attnlib.ops.triton.launch.sequence import (
+    KEY_CACHE,
+    KEY_MAP,
+    LSE,
+    OUT,
+    QUERY,
+    SINKS,
+    VALUE_CACHE,
+    VALUE_MAP,
+    BoundLaunches,
+    Lookup,
+    bind_step,
+    score_sources,
+)
 
 __all__ = [
     "HopperDecode",
@@ -113,34 +127,6 @@ def hopper_decode_workspace_bytes(
     return 4 * (2 * ctas * rows * (head_size_v + 1) + num_tokens * num_kv_heads)
 
 
-class _BoundDecode(NamedTuple):
-    """A Hopper decode over one batch; addresses for direct launches, tensors for those by Triton.
-
-    Attributes:
-        attend: submits the attention kernel, by both descriptors, query, output, LSE and sinks.
-        descriptors: encoded descriptors by the addresses of key and value cache.
-        encode: the descriptors of a pair of caches that `descriptors` lacks.
-        combine: submits the combine kernel, by sinks, output and LSE; None where the attention
-            kernel combines.
-    """
-
-    attend: Submit
-    descriptors: dict[Any, tuple[Any, ...]]
-    encode: Callable[[Any, Any], tuple[Any, ...]]
-    combine: Submit | None
-
-    def run(
-        self, stream: int, query: Any, key: Any, value: Any, out: Any, lse: Any,
-        alibi_slopes: Any, sinks: Any, k_scale: Any, v_scale: Any,
-        *score_tensors: Any,
-    ) -> None:  # fmt: skip
-        """Launch on `stream`."""
-        keys, values = self.descriptors.get((key, value)) or self.encode(key, value)
-        self.attend(stream, keys, values, query, out, lse, sinks, *score_tensors)
-        if self.combine is not None:
-            self.combine(stream, sinks, out, lse)
-
-
 @dataclass(frozen=True, eq=False)
 class HopperDecode:
     """The launches of one call signature of the Hopper decode, without addresses.
@@ -187,7 +173,7 @@ class HopperDecode:
         aligned = space is not None and not space.data_ptr() & ALIGNMENT
         return aligned and self.attend.is_direct and (combine is None or combine.is_direct)
 
-    def bind(self, batch: BatchTensors, direct: bool, aligned: bool = True) -> _BoundDecode:
+    def bind(self, batch: BatchTensors, direct: bool, aligned: bool = True) -> BoundLaunches:
         """Attach the tensors of a batch; `workspace` holds at least `workspace_bytes`. The
         argument order of both kernels is written here."""
         assert batch.workspace is not None
@@ -201,31 +187,25 @@ class HopperDecode:
             headers.view(torch.int32), counters, *batch.score_tensors,
         )  # fmt: skip
         given: tuple[Any, ...] = tensors
-        descriptors: dict[Any, tuple[Any, ...]] = {}
-        key_view, value_view = self.views
-
-        def describe(key: Tensor, value: Tensor) -> tuple[Any, ...]:
-            return key_view.describe(key.data_ptr()), value_view.describe(value.data_ptr())
-
-        encode: Callable[[Any, Any], tuple[Any, ...]] = describe
+        caches, maps = (KEY_CACHE, VALUE_CACHE), (KEY_MAP, VALUE_MAP)
+        lookup = described(self.views, caches, maps)
         if direct:
             given = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
-            descriptors, encode = self._descriptors, self._encode
+            lookup = Lookup(caches, self._descriptors, self._encode, maps)
         starts, lens, table, outputs, lse_space, header_space, given_counters, *score = given
         pointers, sizes = score_tail(self.score_sizes, batch.score_tensors, tuple(score))
-        layer_tensors = (CHANGES,) * (len(self.score_sizes) // 2)
-        query_out_lse_sinks, sinks_out_lse = (CHANGES,) * 4, (CHANGES,) * 3
+        layer_tensors = score_sources(len(self.score_sizes) // 2)
         arguments = (
-            *descriptor_arguments(self.views, direct), *query_out_lse_sinks,
-            *layer_tensors, *pointers, starts, lens, table, outputs, lse_space, header_space,
+            *descriptor_arguments(self.views, maps, direct), QUERY, OUT, LSE, SINKS, *layer_tensors,
+            *pointers, starts, lens, table, outputs, lse_space, header_space,
             given_counters, self.scale, *self.numbers, *sizes,
         )  # fmt: skip
-        attend, combine = self.attend.bind(direct, aligned, arguments), None
+        steps = [bind_step(self.attend, direct, aligned, arguments)]
         if self.combine is not None:
             splits = (outputs, lse_space, header_space, starts)
-            arguments = (*splits, *sinks_out_lse, *self.combine_tail)
-            combine = self.combine.bind(direct, aligned, arguments)
-        return _BoundDecode(attend, descriptors, encode, combine)
+            arguments = (*splits, SINKS, OUT, LSE, *self.combine_tail)
+            steps.append(bind_step(self.combine, direct, aligned, arguments))
+        return BoundLaunches(tuple(steps), (lookup,))
 
     @cached_property
     def _descriptors(self) -> LaunchCache:

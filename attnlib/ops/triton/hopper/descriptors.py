@@ -15,10 +15,18 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.hopper.kernels.compat import TensorDescriptor
-from attnlib.ops.triton.launch.bound import CHANGES, BoundLaunch
+from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES, LaunchCache
+from attnlib.ops.triton.launch.sequence import Lookup, Source
 
-__all__ = ["CacheView", "QueryView", "descriptor_arguments", "encode_views", "encoded_descriptors"]
+__all__ = [
+    "CacheView",
+    "QueryView",
+    "described",
+    "descriptor_arguments",
+    "encode_views",
+    "encoded_descriptors",
+]
 
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -113,16 +121,32 @@ class QueryView(NamedTuple):
         )
 
 
-def descriptor_arguments(views: tuple[CacheView | QueryView, ...], direct: bool) -> tuple[Any, ...]:
-    """The arguments in place of descriptors, for `BoundLaunch.bind`: each call gives the
-    descriptors. A direct launch also takes their shapes and strides, which do not change."""
+def descriptor_arguments(
+    views: tuple[CacheView | QueryView, ...], sources: tuple[Source, ...], direct: bool
+) -> tuple[Any, ...]:
+    """The arguments in place of descriptors, for `bind_step`: each call gives the descriptors. A
+    direct launch also takes their shapes and strides, which do not change."""
     if not direct:
-        return (CHANGES,) * len(views)
+        return sources
     arguments: list[Any] = []
-    for view in views:
+    for view, source in zip(views, sources, strict=True):
         shape, strides = view.sizes
-        arguments += [CHANGES, *shape, *strides]
+        arguments += [source, *shape, *strides]
     return tuple(arguments)
+
+
+def described(
+    views: tuple[CacheView | QueryView, ...], sources: tuple[Source, ...], maps: tuple[Source, ...]
+) -> Lookup:
+    """For launches by Triton, which encodes a descriptor in each call: the descriptors `maps` of
+    the tensors `sources`."""
+
+    def describe(*tensors: Tensor) -> tuple[Any, ...]:
+        return tuple(
+            view.describe(tensor.data_ptr()) for view, tensor in zip(views, tensors, strict=True)
+        )
+
+    return Lookup(sources, {}, describe, maps)
 
 
 def encoded_descriptors(facts: Hashable, launch: BoundLaunch) -> LaunchCache:

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from attnlib.ops.triton.heuristics.hopper_tiles import HopperTile, choose_sectio
 from attnlib.ops.triton.hopper.descriptors import (
     CacheView,
     QueryView,
+    described,
     descriptor_arguments,
     encode_views,
     encoded_descriptors,
@@ -26,43 +26,29 @@ from attnlib.ops.triton.hopper.descriptors import (
 from attnlib.ops.triton.hopper.kernels.prefill import hopper_prefill_kernel
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
 from attnlib.ops.triton.launch.attention import BatchTensors, check_batch
-from attnlib.ops.triton.launch.bound import ALIGNMENT, CHANGES, BoundLaunch, Submit
+from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LaunchCache
 from attnlib.ops.triton.launch.run import run_attention
 from attnlib.ops.triton.launch.score import score_constants, score_tail, tensor_sizes
+from attnlib.ops.triton.launch.sequence import (
+    KEY_CACHE,
+    KEY_MAP,
+    LSE,
+    OUT,
+    QUERY,
+    QUERY_MAP,
+    SINKS,
+    VALUE_CACHE,
+    VALUE_MAP,
+    BoundLaunches,
+    Lookup,
+    bind_step,
+    score_sources,
+)
 
 __all__ = ["HopperPrefill", "launch_hopper_prefill", "prepare_hopper_prefill"]
 
 _UNBOUNDED = 1 << 30
-
-
-class _BoundPrefill(NamedTuple):
-    """A Hopper prefill over one batch; addresses for direct launches, tensors for those by Triton.
-
-    Attributes:
-        attend: submits the kernel, by descriptors, query, output, LSE and sinks.
-        descriptors: encoded descriptors by the addresses of key and value cache.
-        query_descriptors: encoded descriptors by the address of the queries.
-        encode: the descriptors of a pair of caches that `descriptors` lacks.
-        encode_query: the descriptor of queries that `query_descriptors` lacks.
-        counters: kept alive: `attend` holds its address.
-    """
-
-    attend: Submit
-    descriptors: dict[Any, tuple[Any, ...]]
-    query_descriptors: dict[Any, tuple[Any, ...]]
-    encode: Callable[[Any, Any], tuple[Any, ...]]
-    encode_query: Callable[[Any], tuple[Any, ...]]
-    counters: Tensor | None
-
-    def run(
-        self, stream: int, query: Any, key: Any, value: Any, out: Any, lse: Any,
-        alibi_slopes: Any, sinks: Any, k_scale: Any, v_scale: Any, *score_tensors: Any,
-    ) -> None:  # fmt: skip
-        """Launch on `stream`."""
-        keys, values = self.descriptors.get((key, value)) or self.encode(key, value)
-        (queries,) = self.query_descriptors.get(query) or self.encode_query(query)
-        self.attend(stream, keys, values, queries, query, out, lse, sinks, *score_tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +99,7 @@ class HopperPrefill:
 
     def bind(
         self, batch: BatchTensors, direct: bool, aligned: bool = True, concurrent: bool = False
-    ) -> _BoundPrefill:
+    ) -> BoundLaunches:
         """Attach the tensors of a batch. The kernel's argument order is written here.
 
         Args:
@@ -135,35 +121,34 @@ class HopperPrefill:
             *batch.score_tensors,
         )  # fmt: skip
         given: tuple[Any, ...] = tensors
-        descriptors: dict[Any, tuple[Any, ...]] = {}
-        query_descriptors: dict[Any, tuple[Any, ...]] = {}
-        query_view = self.query_view
-
-        def describe(key: Tensor, value: Tensor) -> tuple[Any, ...]:
-            return key_view.describe(key.data_ptr()), value_view.describe(value.data_ptr())
-
-        def describe_query(query: Tensor) -> tuple[Any, ...]:
-            return (None if query_view is None else query_view.describe(query.data_ptr()),)
-
-        encode: Callable[[Any, Any], tuple[Any, ...]] = describe
-        encode_query: Callable[[Any], tuple[Any, ...]] = describe_query
         if direct:
             given = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
-            descriptors, query_descriptors = self._descriptors, self._query_descriptors
-            encode, encode_query = self._encode, self._encode_query
         starts, lens, table, given_counters, *score = given
         pointers, sizes = score_tail(self.score_sizes, batch.score_tensors, tuple(score))
-        layer_tensors = (CHANGES,) * (len(self.score_sizes) // 2)
-        views = self.views if query_view is None else (*self.views, query_view)
-        no_query = (CHANGES,) if query_view is None else ()  # None in place of the descriptor
-        query_out_lse_sinks = (CHANGES,) * 4
+        layer_tensors = score_sources(len(self.score_sizes) // 2)
+        maps = descriptor_arguments(self.views, (KEY_MAP, VALUE_MAP), direct)
+        query_map: tuple[Any, ...] = (None,)
+        if self.query_view is not None:
+            query_map = descriptor_arguments((self.query_view,), (QUERY_MAP,), direct)
         arguments = (
-            *descriptor_arguments(views, direct), *no_query, *query_out_lse_sinks,
-            *layer_tensors, *pointers, starts, lens, table, given_counters, self.scale,
-            *self.numbers, int(concurrent), section, *self.last, *sizes,
+            *maps, *query_map, QUERY, OUT, LSE, SINKS, *layer_tensors, *pointers, starts, lens,
+            table, given_counters, self.scale, *self.numbers, int(concurrent), section, *self.last,
+            *sizes,
         )  # fmt: skip
-        attend = self.attend.bind(direct, aligned, arguments)
-        return _BoundPrefill(attend, descriptors, query_descriptors, encode, encode_query, counters)
+        step = bind_step(self.attend, direct, aligned, arguments)
+        return BoundLaunches((step,), self._lookups(direct), (counters,))
+
+    def _lookups(self, direct: bool) -> tuple[Lookup, ...]:
+        """The descriptors of a call."""
+        caches, maps, view = (KEY_CACHE, VALUE_CACHE), (KEY_MAP, VALUE_MAP), self.query_view
+        if not direct:
+            found = described(self.views, caches, maps)
+            return (found,) if view is None else (found, described((view,), (QUERY,), (QUERY_MAP,)))
+        found = Lookup(caches, self._descriptors, self._encode, maps)
+        if view is None:
+            return (found,)
+        queries = Lookup((QUERY,), self._query_descriptors, self._encode_query, (QUERY_MAP,))
+        return found, queries
 
     @cached_property
     def _descriptors(self) -> LaunchCache:
@@ -181,8 +166,7 @@ class HopperPrefill:
 
     def _encode_query(self, query: int) -> tuple[Any, ...]:
         """Encode and keep the descriptor of the queries at this address."""
-        if self.query_view is None:
-            return (None,)
+        assert self.query_view is not None
         return encode_views(
             self._query_descriptors, self.attend, (self.query_view,), query, first=2
         )

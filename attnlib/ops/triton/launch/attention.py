@@ -19,13 +19,26 @@ from attnlib.ops.scales import MIN_LATE_SCALE
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.tiles import split_head_size
 from attnlib.ops.triton.kernels.quant import KV_NATIVE, KV_PLAIN
-from attnlib.ops.triton.launch.bound import ALIGNMENT, CHANGES, BoundLaunch, Submit
+from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.scales import kv_kind, scale_kind
 from attnlib.ops.triton.launch.score import score_constants, score_tail, tensor_sizes
+from attnlib.ops.triton.launch.sequence import (
+    K_SCALE,
+    KEY_CACHE,
+    LSE,
+    OUT,
+    QUERY,
+    SINKS,
+    SLOPES,
+    V_SCALE,
+    VALUE_CACHE,
+    BoundLaunches,
+    bind_step,
+    score_sources,
+)
 
 __all__ = [
     "BatchTensors",
-    "BoundAttention",
     "PlainAttention",
     "attention_constants",
     "attention_numbers",
@@ -108,43 +121,6 @@ def check_batch(batch: BatchTensors, max_query_len: int) -> None:
             )
 
 
-class BoundAttention(NamedTuple):
-    """A plain attention launch over one batch, ready to run for any layer.
-
-    Arguments of `run` are addresses for a direct launch, tensors for one by Triton.
-
-    Attributes:
-        attend: submits the attention kernel, by the arguments of `run`.
-        combine: submits the kernel that combines splits, by sinks, output and LSE; None when
-            nothing is split.
-    """
-
-    attend: Submit
-    combine: Submit | None = None
-
-    def run(
-        self,
-        stream: int,
-        query: Any,
-        key: Any,
-        value: Any,
-        out: Any,
-        lse: Any,
-        alibi_slopes: Any,
-        sinks: Any,
-        k_scale: Any,
-        v_scale: Any,
-        *score_tensors: Any,
-    ) -> None:
-        """Launch on `stream`."""
-        self.attend(
-            stream, query, key, value, out, lse, alibi_slopes, sinks, k_scale, v_scale,
-            *score_tensors,
-        )  # fmt: skip
-        if self.combine is not None:
-            self.combine(stream, sinks, out, lse)
-
-
 class PlainAttention:
     """The launches of one call signature of a plain attention kernel, without addresses.
 
@@ -207,7 +183,7 @@ class PlainAttention:
         aligned = space is not None and not space.data_ptr() & ALIGNMENT
         return aligned and self.attend.is_direct and self.combine.is_direct
 
-    def bind(self, batch: BatchTensors, direct: bool, aligned: bool = True) -> BoundAttention:
+    def bind(self, batch: BatchTensors, direct: bool, aligned: bool = True) -> BoundLaunches:
         """Attach the tensors of a batch. The argument order of the kernels is written here.
 
         Args:
@@ -230,20 +206,19 @@ class PlainAttention:
         if direct:
             given = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
         starts, lens, flags_given, bias, table, space, *score = given
-        tensors_of_call, per_head, scales = (CHANGES,) * 5, (CHANGES,) * 2, (CHANGES,) * 2
-        layer_tensors = (CHANGES,) * (len(self._score_sizes) // 2)
+        layer_tensors = score_sources(len(self._score_sizes) // 2)
         pointers, sizes = score_tail(self._score_sizes, batch.score_tensors, tuple(score))
         partial_results = (space,) if self._is_decode else ()
         arguments = (
-            *tensors_of_call, starts, lens, flags_given, *per_head, bias, *scales, *layer_tensors,
-            *pointers, *self._numbers, table, self._table_stride, *partial_results, *self._last,
-            *sizes,
+            QUERY, KEY_CACHE, VALUE_CACHE, OUT, LSE, starts, lens, flags_given, SLOPES, SINKS,
+            bias, K_SCALE, V_SCALE, *layer_tensors, *pointers, *self._numbers, table,
+            self._table_stride, *partial_results, *self._last, *sizes,
         )  # fmt: skip
-        attend, combine = self.attend.bind(direct, aligned, arguments), None
+        steps = [bind_step(self.attend, direct, aligned, arguments)]
         if self.combine is not None:
-            changing = (CHANGES,) * 3
-            combine = self.combine.bind(direct, aligned, (space, *changing, *self._combine_tail))
-        return BoundAttention(attend, combine)
+            arguments = (space, SINKS, OUT, LSE, *self._combine_tail)
+            steps.append(bind_step(self.combine, direct, aligned, arguments))
+        return BoundLaunches(tuple(steps))
 
 
 def reads_bytes(cache_dtype: torch.dtype, limits: DeviceLimits) -> bool:

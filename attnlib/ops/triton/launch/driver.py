@@ -166,11 +166,12 @@ def new_launch() -> Callable[..., Any] | None:
 
 
 def compile_native() -> Any:
-    """The module of `native.c`, compiled on first use."""
+    """The module of `native.c` and `sequence.c`, compiled on first use."""
     from triton.backends.nvidia import driver
     from triton.runtime import build
 
-    source = Path(__file__).with_name("native.c").read_text()
+    folder = Path(__file__).parent
+    source = "\n".join((folder / name).read_text() for name in ("native.c", "sequence.c"))
     return build.compile_module_from_src(
         src=source, name="attnlib_native", include_dirs=driver.include_dirs
     )

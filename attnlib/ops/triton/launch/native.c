@@ -1,4 +1,5 @@
-/* A kernel launch with most arguments in place: `launch(stream, *changing)`.
+/* A kernel launch with most arguments in place: `launch(stream, *changing)`. `sequence.c`, which is
+ * compiled behind this file as one module, runs all launches of a call.
  *
  * Triton's own launcher receives every argument as a Python object at each call, which costs about
  * a microsecond for the 40 to 60 arguments of an attention kernel. This one keeps the arguments of
@@ -99,26 +100,10 @@ static int convert(PyObject *value, uint8_t kind, uint64_t *word) {
   return 0;
 }
 
-static PyObject *call(PyObject *object, PyObject *const *given, size_t flags, PyObject *names) {
-  Launch *self = (Launch *)object;
-  Py_ssize_t count = PyVectorcall_NARGS(flags);
-  if (count != self->num_slots + 1 || (names && PyTuple_GET_SIZE(names))) {
-    PyErr_Format(PyExc_TypeError, "expected a stream and %zd arguments, got %zd values",
-                 self->num_slots, count);
-    return NULL;
-  }
-  uint64_t stream = PyLong_AsUnsignedLongLong(given[0]);
-  if (stream == (uint64_t)-1 && PyErr_Occurred())
-    return NULL;
-  uint64_t values[MAX_ARGUMENTS];
+/* Launch with these arguments, one word each. Returns 0 and sets an error on failure. */
+static int submit(Launch *self, uint64_t stream, uint64_t *values) {
   void *parameters[MAX_ARGUMENTS + 2];
   uint64_t no_scratch = 0;
-  memcpy(values, self->values, self->num_arguments * sizeof *values);
-  for (Py_ssize_t slot = 0; slot < self->num_slots; slot++) {
-    uint8_t number = self->slots[slot];
-    if (!convert(given[slot + 1], self->kinds[number], &values[number]))
-      return NULL;
-  }
   _Alignas(128) CUtensorMap maps[MAX_MAPS];
   Py_ssize_t used = 0, used_maps = 0;
   for (Py_ssize_t number = 0; number < self->num_arguments; number++) {
@@ -145,8 +130,31 @@ static PyObject *call(PyObject *object, PyObject *const *given, size_t flags, Py
   Py_END_ALLOW_THREADS;
   if (result != CUDA_SUCCESS) {
     PyErr_Format(PyExc_RuntimeError, "a kernel launch failed with CUDA driver error %d", result);
+    return 0;
+  }
+  return 1;
+}
+
+static PyObject *call(PyObject *object, PyObject *const *given, size_t flags, PyObject *names) {
+  Launch *self = (Launch *)object;
+  Py_ssize_t count = PyVectorcall_NARGS(flags);
+  if (count != self->num_slots + 1 || (names && PyTuple_GET_SIZE(names))) {
+    PyErr_Format(PyExc_TypeError, "expected a stream and %zd arguments, got %zd values",
+                 self->num_slots, count);
     return NULL;
   }
+  uint64_t stream = PyLong_AsUnsignedLongLong(given[0]);
+  if (stream == (uint64_t)-1 && PyErr_Occurred())
+    return NULL;
+  uint64_t values[MAX_ARGUMENTS];
+  memcpy(values, self->values, self->num_arguments * sizeof *values);
+  for (Py_ssize_t slot = 0; slot < self->num_slots; slot++) {
+    uint8_t number = self->slots[slot];
+    if (!convert(given[slot + 1], self->kinds[number], &values[number]))
+      return NULL;
+  }
+  if (!submit(self, stream, values))
+    return NULL;
   Py_RETURN_NONE;
 }
 
@@ -242,37 +250,3 @@ static PyTypeObject launch_type = {
     .tp_call = PyVectorcall_Call,
     .tp_vectorcall_offset = offsetof(Launch, vectorcall),
 };
-
-static PyObject *use_tensor_map_type(PyObject *module, PyObject *type) {
-  if (!PyType_Check(type)) {
-    PyErr_SetString(PyExc_TypeError, "expected a type");
-    return NULL;
-  }
-  PyTypeObject *before = tensor_map_type;
-  tensor_map_type = (PyTypeObject *)Py_NewRef(type);
-  Py_XDECREF(before);
-  Py_RETURN_NONE;
-}
-
-static PyMethodDef methods[] = {
-    {"use_tensor_map_type", use_tensor_map_type, METH_O, "Set the type of encoded descriptors."},
-    {NULL, NULL, 0, NULL},
-};
-
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, .m_name = "attnlib_native", .m_size = -1, .m_methods = methods};
-
-PyMODINIT_FUNC PyInit_attnlib_native(void) {
-  if (PyType_Ready(&launch_type) < 0)
-    return NULL;
-  PyObject *module = PyModule_Create(&definition);
-  if (!module)
-    return NULL;
-  Py_INCREF(Py_None->ob_type);
-  tensor_map_type = Py_None->ob_type; /* until `use_tensor_map_type` */
-  if (PyModule_AddObjectRef(module, "Launch", (PyObject *)&launch_type) < 0) {
-    Py_DECREF(module);
-    return NULL;
-  }
-  return module;
-}

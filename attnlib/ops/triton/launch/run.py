@@ -17,6 +17,7 @@ from attnlib.ops.triton.launch.bound import (
     current_stream,
     launches_observed,
 )
+from attnlib.ops.triton.launch.sequence import BoundLaunches
 
 __all__ = ["PreparedAttention", "run_attention", "with_workspace"]
 
@@ -51,8 +52,8 @@ class PreparedAttention(Protocol):
     def is_direct(self, batch: BatchTensors) -> bool:
         """Whether a direct launch over `batch` is possible, given aligned layer tensors."""
 
-    def bind(self, batch: BatchTensors, direct: bool, aligned: bool = True) -> Any:
-        """Attach the tensors of a batch; the result's `run` launches for one layer."""
+    def bind(self, batch: BatchTensors, direct: bool, aligned: bool = True) -> BoundLaunches:
+        """Attach the tensors of a batch."""
 
 
 def with_workspace(prepared: PreparedAttention, batch: BatchTensors, device: Any) -> BatchTensors:
@@ -101,20 +102,26 @@ def run_attention(
     batch = with_workspace(prepared, batch, query.device)
     with device_guard(query):
         if aligned and prepared.is_direct(batch) and not launches_observed():
+            given = tuple(map(_address, (lse, params.alibi_slopes, params.sinks)))
+            values = (q_ptr, k_ptr, v_ptr, out_ptr, given[0], None, None, *given[1:])
             prepared.bind(batch, True).run(
-                current_stream(prepared.index), q_ptr, k_ptr, v_ptr, out_ptr,
-                *(_address(x) for x in (lse, params.alibi_slopes, params.sinks)),
-                _address(params.k_scale), _address(params.v_scale),
-                *map(_address, params.layer_score_tensors()),
+                current_stream(prepared.index),
+                (
+                    *values, _address(params.k_scale), _address(params.v_scale),
+                    *map(_address, params.layer_score_tensors()),
+                ),
             )  # fmt: skip
             return
         if prepared.as_bytes:
             key, value = key.view(torch.uint8), value.view(torch.uint8)
         prepared.bind(batch, False, aligned).run(
-            0, query, key, value, out, lse, params.alibi_slopes, params.sinks,
-            params.k_scale if isinstance(params.k_scale, Tensor) else float(params.k_scale),
-            params.v_scale if isinstance(params.v_scale, Tensor) else float(params.v_scale),
-            *params.layer_score_tensors(),
+            0,
+            (
+                query, key, value, out, lse, None, None, params.alibi_slopes, params.sinks,
+                params.k_scale if isinstance(params.k_scale, Tensor) else float(params.k_scale),
+                params.v_scale if isinstance(params.v_scale, Tensor) else float(params.v_scale),
+                *params.layer_score_tensors(),
+            ),
         )  # fmt: skip
 
 
