@@ -51,7 +51,8 @@ def trace(call: Callable[[], object]) -> tuple[set[str], int]:
 
 
 def step(call: LayerCall, seq_len: int) -> None:
-    """Build the metadata of a step whose longest sequence has `seq_len` keys."""
+    """Build the metadata of a step whose sequences have at most `seq_len` keys, the batch's or
+    more."""
     common = call.common
     fields = {**vars(common), "max_seq_len": seq_len}
     call.metadata = call.builder.build(0, type(common)(**fields))
@@ -70,12 +71,12 @@ def traces() -> dict[str, tuple[set[str], int]]:
         for _ in range(4):
             call()
         found[name] = trace(call)
-    call = LayerCall([1] * 4, [4096] * 4)
-    for length in (4090, 4091, 4092):
+    call = LayerCall([1] * 4, [4090] * 4)
+    for length in (4091, 4092, 4093):
         step(call, length)
         for _ in range(3):
             call()
-    step(call, 4093)
+    step(call, 4094)
     found["first decode layer of a step"] = trace(call)
     call()
     call.metadata = call.builder.build(0, call.common)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.kernels.cache_write import store_heads
+from attnlib.ops.triton.kernels.cache_write import load_heads, store_heads
 
 __all__ = ["append_kv_kernel"]
 
@@ -26,6 +26,16 @@ def append_kv_kernel(
     length. Grid: (requests * new tokens, blocks of heads)."""
     request = tl.program_id(0) // new_tokens
     token = tl.program_id(0) % new_tokens
+    row = request.to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask_heads = heads < num_heads
+    # The slot takes two loads, one after the other. The rows arrive meanwhile.
+    new_key = load_heads(
+        key + row * stride_kr, token, heads, mask_heads, stride_kt, stride_kh, D, D_PAD
+    )
+    new_value = load_heads(
+        value + row * stride_vr, token, heads, mask_heads, stride_vt, stride_vh, DV, DV_PAD
+    )
     length = tl.load(cache_seqlens + request)
     if (token == 0) & (tl.program_id(1) == 0):
         tl.store(seq_lens + request, length + new_tokens)
@@ -33,16 +43,11 @@ def append_kv_kernel(
     column = position // BLOCK_SIZE
     # A position outside the block table has no slot.
     if (position >= 0) & (column < max_blocks):
-        row = request.to(tl.int64)
         block = tl.load(block_table + row * stride_table + column).to(tl.int64)
         slot = block * BLOCK_SIZE + position % BLOCK_SIZE
-        heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-        mask_heads = heads < num_heads
         store_heads(
-            key + row * stride_kr, key_cache, slot, token, heads, mask_heads, 1.0, stride_kt,
-            stride_kh, stride_kcb, stride_kcn, stride_kch, BLOCK_SIZE, D, D_PAD, 0, False,
-            False)  # fmt: skip
+            new_key, key_cache, slot, heads, mask_heads, 1.0, stride_kcb, stride_kcn, stride_kch,
+            BLOCK_SIZE, D, D_PAD, 0, False, False)  # fmt: skip
         store_heads(
-            value + row * stride_vr, value_cache, slot, token, heads, mask_heads, 1.0, stride_vt,
-            stride_vh, stride_vcb, stride_vcn, stride_vch, BLOCK_SIZE, DV, DV_PAD, 0, False,
-            False)  # fmt: skip
+            new_value, value_cache, slot, heads, mask_heads, 1.0, stride_vcb, stride_vcn,
+            stride_vch, BLOCK_SIZE, DV, DV_PAD, 0, False, False)  # fmt: skip

@@ -7,21 +7,32 @@ import triton.language as tl
 
 from attnlib.ops.triton.kernels.quant import encode_fp8, load_scale, valid_scale
 
-__all__ = ["store_heads", "write_kv_kernel"]
+__all__ = ["load_heads", "store_heads", "write_kv_kernel"]
+
+
+@triton.jit
+def load_heads(
+    source, token, heads, mask_heads, stride_st, stride_sh, SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    """The heads of one token."""
+    lanes = tl.arange(0, PADDED)
+    mask = mask_heads[:, None] & (lanes < SIZE)[None, :]
+    source += token.to(tl.int64) * stride_st
+    offsets = (heads.to(tl.int64) * stride_sh)[:, None] + lanes[None, :]
+    return tl.load(source + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
 def store_heads(
-    source, cache, slot, token, heads, mask_heads, scale, stride_st, stride_sh, stride_cb,
-    stride_cn, stride_ch, BLOCK_SIZE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
-    SCALE_KIND: tl.constexpr, FP8: tl.constexpr, E5M2: tl.constexpr,
+    x, cache, slot, heads, mask_heads, scale, stride_cb, stride_cn, stride_ch,
+    BLOCK_SIZE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, SCALE_KIND: tl.constexpr,
+    FP8: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
-    """Copy the heads of one token to a KV slot; divide by the scale and convert for float8."""
+    """Store the heads of one token in a KV slot; divide by the scale and convert for float8."""
     lanes = tl.arange(0, PADDED)
     mask = mask_heads[:, None] & (lanes < SIZE)[None, :]
     heads64 = heads.to(tl.int64)
-    source += token.to(tl.int64) * stride_st
-    x = tl.load(source + (heads64 * stride_sh)[:, None] + lanes[None, :], mask=mask, other=0.0)
     cache += (slot // BLOCK_SIZE) * stride_cb + (slot % BLOCK_SIZE) * stride_cn
     target = cache + (heads64 * stride_ch)[:, None] + lanes[None, :]
     if FP8:
@@ -54,11 +65,11 @@ def write_kv_kernel(
     if slot >= 0:
         heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
         mask_heads = heads < num_heads
+        x = load_heads(key, token, heads, mask_heads, stride_kt, stride_kh, D, D_PAD)
         store_heads(
-            key, key_cache, slot, token, heads, mask_heads, k_scale, stride_kt, stride_kh,
-            stride_kcb, stride_kcn, stride_kch, BLOCK_SIZE, D, D_PAD, K_SCALE_KIND, FP8,
-            E5M2)  # fmt: skip
+            x, key_cache, slot, heads, mask_heads, k_scale, stride_kcb, stride_kcn, stride_kch,
+            BLOCK_SIZE, D, D_PAD, K_SCALE_KIND, FP8, E5M2)  # fmt: skip
+        x = load_heads(value, token, heads, mask_heads, stride_vt, stride_vh, DV, DV_PAD)
         store_heads(
-            value, value_cache, slot, token, heads, mask_heads, v_scale, stride_vt, stride_vh,
-            stride_vcb, stride_vcn, stride_vch, BLOCK_SIZE, DV, DV_PAD, V_SCALE_KIND, FP8,
-            E5M2)  # fmt: skip
+            x, value_cache, slot, heads, mask_heads, v_scale, stride_vcb, stride_vcn, stride_vch,
+            BLOCK_SIZE, DV, DV_PAD, V_SCALE_KIND, FP8, E5M2)  # fmt: skip
