@@ -40,11 +40,8 @@ def cache_view(layer: Any, kv_cache: torch.Tensor, spec: AttentionSpec) -> Paged
     Raises:
         ContractError: memory of another shape.
     """
-    if kv_cache.dtype.itemsize == 1:
-        kv_cache = kv_cache.view(spec.kv_dtype)
-    by_token = kv_cache.transpose(1, 2)
     scales = {}
     if spec.is_kv_quantized:
         scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
-    keys, values = by_token[..., : spec.head_size], by_token[..., spec.head_size :]
-    return PagedKVCache.from_views(keys, values, **scales)
+    dtype = spec.kv_dtype if kv_cache.dtype.itemsize == 1 else None
+    return PagedKVCache.from_vllm(kv_cache, head_size=spec.head_size, dtype=dtype, **scales)
