@@ -358,6 +358,12 @@ def _check_cache(
             "separate views, or set use_mla=True if values are a prefix of the keys",
             rule="P1",
         )
+    if spec.use_mla and not cache.values_alias_keys:
+        raise ContractError(
+            "value_cache is not a prefix of key_cache, which use_mla requires: pass "
+            "PagedKVCache.from_views(latents, latents[..., :head_size_v]), or set use_mla=False",
+            rule="P10",
+        )
     reads = layer.backend.capabilities.kv_cache_layouts or ("NHD",)
     named = cache.layout is not None  # a backend checks the strides of views without a layout name
     if named and cache.layout not in reads and "ANY" not in reads:

@@ -5,6 +5,7 @@ Grammar: `BATCH[@KEY=VALUE,...]`, where BATCH is the grammar of `attnlib.testing
     32q1s4k                                  32 decodes with 4096 keys, 32/8 heads of 128,
                                              blocks of 16, bfloat16
     32q1s8k@heads=64/8,d=64,window=128,sinks
+    32q1s4k@heads=16/1,d=576,dv=512,mla      latents, whose first 512 elements are the values
     q16k@page=128,kv=fp8_e4m3
 """
 
@@ -48,6 +49,7 @@ class BenchCase:
         sliding_window: number of visible keys, including the query's own (M2).
         logits_soft_cap: soft cap of the logits (M3).
         sinks: True for one sink logit per head (M4).
+        mla: values are a prefix of the keys, with one KV head (P10).
         scale: softmax scale; None means 1/sqrt(D).
         score: path of a score function (M10), `module:name` or `path/to/file.py:name`.
     """
@@ -64,12 +66,13 @@ class BenchCase:
     sliding_window: int | None = None
     logits_soft_cap: float | None = None
     sinks: bool = False
+    mla: bool = False
     scale: float | None = None
     score: str | None = None
 
     @property
     def spec(self) -> AttentionSpec:
-        """The layer as a spec, with an NHD cache, which every backend can read.
+        """The layer as a spec, with an NHD cache, which every backend can read, or with latents.
 
         Raises:
             ContractError: invalid sizes or dtype.
@@ -88,10 +91,11 @@ class BenchCase:
             dtype=dtype,
             kv_cache_dtype=self.kv_cache_dtype,
             block_size=self.block_size,
-            kv_cache_layout="NHD",
+            kv_cache_layout=None if self.mla else "NHD",
             sliding_window=self.sliding_window,
             logits_soft_cap=self.logits_soft_cap,
             has_sink=self.sinks,
+            use_mla=self.mla,
             score_function=None if self.score is None else load_score_function(self.score),
         )
 
@@ -107,6 +111,7 @@ class BenchCase:
         words = [f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_size}"]
         if self.head_size_v not in (None, self.head_size):
             words[0] += f" and {self.head_size_v}"
+        words += ["latents"] if self.mla else []
         words += [f"window {self.sliding_window}"] if self.sliding_window else []
         words += [f"soft cap {self.logits_soft_cap:g}"] if self.logits_soft_cap else []
         words += ["sinks"] if self.sinks else []
@@ -149,6 +154,7 @@ _KEYS: Mapping[str, Callable[[str], dict[str, Any]]] = {
     "window": lambda text: {"sliding_window": int(text)},
     "cap": lambda text: {"logits_soft_cap": float(text)},
     "sinks": lambda text: {"sinks": text not in ("0", "no")},
+    "mla": lambda text: {"mla": text not in ("0", "no")},
     "score": lambda text: {"score": text},
     "dtype": lambda text: {"dtype": text},
     "kv": lambda text: {"kv_cache_dtype": text},

@@ -109,16 +109,14 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> CaseInp
     )
     draw = torch.Generator(device=device).manual_seed(seed)
     first = PagedKVCache.allocate(spec, placement.num_blocks, device, "NHD")
-    for view in (first.key_cache, first.value_cache):
+    for view in _stored(first):
         _fill(view, spec.dtype, draw)
     tokens = case.batch.num_actual_tokens
     query = torch.randn(tokens, spec.num_heads, spec.head_size, generator=draw, device=device).to(
         spec.dtype
     )
     case.fill(first, query, placement)
-    cache_bytes = sum(
-        view.numel() * view.element_size() for view in (first.key_cache, first.value_cache)
-    )
+    cache_bytes = sum(view.numel() * view.element_size() for view in _stored(first))
     copies = cold_copies(case, cache_bytes, *_memory(device))
     caches = [first, *(_copy(first, spec, device) for _ in range(copies - 1))]
     assert common.slot_mapping is not None  # a block table was given
@@ -144,6 +142,11 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> CaseInp
     )
 
 
+def _stored(cache: PagedKVCache) -> tuple[torch.Tensor, ...]:
+    """The views that hold the contents: of latents, the keys."""
+    return (cache.key_cache,) if cache.values_alias_keys else (cache.key_cache, cache.value_cache)
+
+
 def _fill(view: torch.Tensor, dtype: torch.dtype, draw: torch.Generator) -> None:
     if view.dtype == dtype:
         view.normal_(generator=draw)
@@ -156,10 +159,7 @@ def _fill(view: torch.Tensor, dtype: torch.dtype, draw: torch.Generator) -> None
 
 def _copy(cache: PagedKVCache, spec: AttentionSpec, device: torch.device) -> PagedKVCache:
     copy = PagedKVCache.allocate(spec, cache.num_blocks, device, "NHD")
-    for source, target in (
-        (cache.key_cache, copy.key_cache),
-        (cache.value_cache, copy.value_cache),
-    ):
+    for source, target in zip(_stored(cache), _stored(copy), strict=True):
         if source.element_size() == 1:
             source, target = source.view(torch.uint8), target.view(torch.uint8)
         target.copy_(source)

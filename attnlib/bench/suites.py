@@ -71,6 +71,36 @@ _PREFILL = _cases(
     ("prefill-1x8k-d256", "q8k", _GEMMA),
 )
 _MIXED = _cases(("mixed-60x4k-and-2k", "60q1s4k_q2k", {}))
+
+
+def _latent(heads: int) -> dict[str, Any]:
+    """DeepSeek V3 on one of several GPUs: absorbed decode, scale of heads of 128 + 64."""
+    return {
+        "num_heads": heads,
+        "num_kv_heads": 1,
+        "head_size": 576,
+        "head_size_v": 512,
+        "block_size": 64,
+        "mla": True,
+        "scale": 192**-0.5,
+    }
+
+
+_MLA = _cases(
+    ("mla-decode-1x8k-16heads", "q1s8k", _latent(16)),
+    ("mla-decode-32x4k-16heads", "32q1s4k", _latent(16)),
+    ("mla-decode-64x16k-16heads", "64q1s16k", _latent(16)),
+    ("mla-decode-1x8k-128heads", "q1s8k", _latent(128)),
+    ("mla-decode-32x4k-128heads", "32q1s4k", _latent(128)),
+    ("mla-decode-128x4k-128heads", "128q1s4k", _latent(128)),
+    ("mla-verify-16x4k-16heads", "16q4s4k", _latent(16)),
+    ("mla-prefill-1x2k-128heads", "q2k", _latent(128)),
+    (
+        "mla-prefill-1x8k-expanded",
+        "q8k",
+        {"num_heads": 128, "num_kv_heads": 128, "head_size": 192, "head_size_v": 128},
+    ),
+)
 _SMALL: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "dtype": "float32"}
 _CPU = _cases(
     ("cpu-decode-1x512", "q1s512", _SMALL),
@@ -95,9 +125,11 @@ _ANCHORS = (*_DECODE, *_PREFILL, *_MIXED)
 SUITES: Mapping[str, tuple[BenchCase, ...]] = {
     "anchors": _ANCHORS,
     "quick": tuple(case for case in _ANCHORS if case.name in _QUICK),
+    "mla": _MLA,
     "cpu": _CPU,
 }
-"""Name -> cases. `anchors` are the rows of the published results."""
+"""Name -> cases. `anchors` are the rows of the published results; `mla` has latent caches and the
+expanded prefill of the same model."""
 
 
 def known_cases() -> dict[str, BenchCase]:

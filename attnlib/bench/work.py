@@ -37,7 +37,7 @@ def visible_pairs(query_len: int, seq_len: int, window: int | None) -> int:
 
 
 def kv_bytes(case: BenchCase) -> int:
-    """Bytes of keys and values that must be read."""
+    """Bytes of keys and values that must be read; latents hold both."""
     return sum(_request_bytes(case, q, s) for q, s in _requests(case))
 
 
@@ -63,11 +63,8 @@ def _requests(case: BenchCase) -> Iterable[tuple[int, int]]:
 
 
 def _request_bytes(case: BenchCase, query_len: int, seq_len: int) -> int:
-    per_key = (
-        case.num_kv_heads
-        * (case.head_size + (case.head_size_v or case.head_size))
-        * case.spec.kv_dtype.itemsize
-    )
+    size_v = 0 if case.mla else case.head_size_v or case.head_size
+    per_key = case.num_kv_heads * (case.head_size + size_v) * case.spec.kv_dtype.itemsize
     return read_keys(query_len, seq_len, case.sliding_window) * per_key
 
 

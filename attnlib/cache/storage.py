@@ -18,6 +18,7 @@ from attnlib.cache.overlap import blocks_overlap
 from attnlib.compile.objects import register_tensor_id
 from attnlib.errors import ContractError
 from attnlib.ops.block_moves import BlockPairs, check_ids, checked_pairs, move_blocks, zero_blocks
+from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.scales import check_scale
 from attnlib.ops.signature import tensor_signature
 from attnlib.spec import AttentionSpec
@@ -68,7 +69,7 @@ class PagedKVCache(EngineLayouts):
         v_scale: Scale = UNIT_SCALE,
     ) -> None:
         _check_views(key_cache, value_cache)
-        if not _is_prefix(key_cache, value_cache) and blocks_overlap(key_cache, value_cache):
+        if not values_are_prefix(key_cache, value_cache) and blocks_overlap(key_cache, value_cache):
             raise ContractError(
                 "key_cache and value_cache overlap in each block, so values would overwrite keys: "
                 "pass views of separate elements, or values that are a prefix of the keys "
@@ -117,7 +118,7 @@ class PagedKVCache(EngineLayouts):
                 for scale in (self.k_scale, self.v_scale)
             )
             views = (tensor_signature(self.key_cache), tensor_signature(self.value_cache))
-            found = CacheSignature.of((self.layout, *views, *scales))
+            found = CacheSignature.of((self.layout, self.values_alias_keys, *views, *scales))
             self.__dict__["_signature"] = found
         return found
 
@@ -237,8 +238,8 @@ class PagedKVCache(EngineLayouts):
 
     @property
     def values_alias_keys(self) -> bool:
-        """True if the values are a prefix of the keys (MLA): writing the keys writes both."""
-        return _is_prefix(*self._views)
+        """True if the values are a prefix of the keys (P10): writing the keys writes both."""
+        return values_are_prefix(*self._views)
 
     @property
     def _views(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -302,10 +303,6 @@ class PagedKVCache(EngineLayouts):
             f"{str(self.dtype).removeprefix('torch.')}, {self.layout or 'unknown layout'}, "
             f"{self.device})"
         )
-
-
-def _is_prefix(key: torch.Tensor, value: torch.Tensor) -> bool:
-    return value.data_ptr() == key.data_ptr() and value.stride()[:3] == key.stride()[:3]
 
 
 def _check_views(key: torch.Tensor, value: torch.Tensor) -> None:

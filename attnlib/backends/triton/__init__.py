@@ -44,7 +44,7 @@ class TritonBackend(AttentionBackend):
             torch.float8_e5m2,
         ),
         kv_scale_kinds=("tensor", "head"),
-        head_sizes=Sizes(8, 512, 8),
+        head_sizes=Sizes(8, 576, 8),
         head_size_v_may_differ=True,
         block_sizes=Sizes(1),
         kv_cache_layouts=(
@@ -66,7 +66,7 @@ class TritonBackend(AttentionBackend):
         sink=True,
         score_function=True,
         key_selection=False,
-        mla=False,
+        mla=True,
         lse=True,
         kv_sharing=True,
         batch_invariant=False,

@@ -56,6 +56,7 @@ class Scheduler(NamedTuple):
             spec.num_heads, spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.dtype,
             spec.kv_dtype,
             0 if spec.score_function is None else spec.score_function.count_tile_lookups(),
+            spec.use_mla,
         )  # fmt: skip
         window, chunk = spec.visible_window.as_kernel_args(), spec.attention_chunk_size or 0
         limits = device_limits(device)

@@ -27,7 +27,9 @@ from attnlib.ops.triton.heuristics.tile_table import visible_class, work_class
 from attnlib.ops.triton.heuristics.tiles import (
     Tile,
     choose_decode_tile,
+    choose_latent_tile,
     choose_prefill_tile,
+    latents_in_place,
     next_power_of_2,
     shared_bytes,
     split_head_size,
@@ -41,6 +43,7 @@ from attnlib.ops.triton.hopper.support import (
 if TYPE_CHECKING:
     from attnlib.bench.case import BenchCase
     from attnlib.ops.triton.heuristics.device import DeviceLimits  # imports triton at run time
+    from attnlib.spec import AttentionSpec
 
 __all__ = ["TileGroup", "tile_candidates", "tile_group"]
 
@@ -56,6 +59,12 @@ _PREFILL = (
     (64, 16, 4, 2), (32, 64, 8, 2),
 )  # fmt: skip
 """(block_m, block_n, num_warps, num_stages)"""
+_LATENT = (
+    (64, 64, 8, 2), (64, 32, 8, 3), (64, 32, 8, 2), (64, 32, 8, 4), (32, 32, 8, 3), (32, 64, 8, 2),
+    (32, 32, 8, 2), (16, 32, 4, 3), (16, 32, 4, 4), (16, 64, 8, 3), (16, 32, 8, 4), (16, 32, 8, 2),
+    (16, 64, 4, 2),
+)  # fmt: skip
+"""(block_m, block_n, num_warps, num_stages)"""
 _HOPPER_DECODE = ((128, 2), (64, 4), (64, 3), (128, 3), (128, 4), (64, 2), (64, 6))
 """(block_n, stages)"""
 
@@ -65,7 +74,7 @@ class TileGroup:
     """Cases that share a tile, described by the conditions of a line in a tile table.
 
     Attributes:
-        op: decode, prefill, hopper_prefill or hopper_decode.
+        op: decode, prefill, latent, hopper_prefill or hopper_decode.
         products: the kind of matrix instruction of the chip (`DeviceLimits.products`).
         elements: the element format (`TileProblem.elements`).
         head_size: the wider of the two head sizes, as padded.
@@ -102,7 +111,8 @@ class TileGroup:
             if self.visible is not None:
                 line["visible"] = list(self.visible)
         elif self.op != "hopper_decode":
-            line["rows"] = [self.rows, None if self.rows >= 128 else self.rows]
+            most = 64 if self.op == "latent" else 128
+            line["rows"] = [self.rows, None if self.rows >= most else self.rows]
         return line
 
 
@@ -122,13 +132,16 @@ def tile_group(case: BenchCase, op: str, limits: DeviceLimits) -> TileGroup | No
 
     Returns None if `op` does not serve it. Mixed batches run the two operations and have no tiles.
     """
-    if case.kind not in ("prefill", "decode") or op.removeprefix("hopper_") != case.kind:
+    if case.kind not in ("prefill", "decode"):
+        return None
+    if op == "latent" or case.mla:
+        return _latent_group(case, limits) if op == "latent" and case.mla else None
+    if op.removeprefix("hopper_") != case.kind:
         return None
     if op != case.kind and not _on_hopper(case, limits):
         return None
     spec, sizes = case.spec, (case.head_size, case.head_size_v or case.head_size)
-    stored = "16-bit" if spec.kv_dtype.itemsize > 1 else "fp8" if limits.has_fp8 else "fp8-bytes"
-    elements = "float32" if spec.dtype.itemsize == 4 else stored
+    elements = _elements(spec, limits)
     head_size = max(padded_width(size) for size in sizes)
     rows = DECODE_ROWS if op == "hopper_decode" else 128
     if op == case.kind:  # the portable kernels
@@ -143,6 +156,22 @@ def tile_group(case: BenchCase, op: str, limits: DeviceLimits) -> TileGroup | No
         visible = visible_class(_window(case))
         return dataclasses.replace(group, block_size=case.block_size, visible=visible)
     return group
+
+
+def _elements(spec: AttentionSpec, limits: DeviceLimits) -> str:
+    """The element format (`TileProblem.elements`)."""
+    stored = "16-bit" if spec.kv_dtype.itemsize > 1 else "fp8" if limits.has_fp8 else "fp8-bytes"
+    return "float32" if spec.dtype.itemsize == 4 else stored
+
+
+def _latent_group(case: BenchCase, limits: DeviceLimits) -> TileGroup:
+    """The group of a case over latents, whose decodes and prefills share tiles."""
+    spec = case.spec
+    rows = max(16, next_power_of_2(case.batch.max_query_len * spec.group_size))
+    return TileGroup(
+        "latent", limits.products, _elements(spec, limits), next_power_of_2(spec.head_size_v),
+        min(64, rows),
+    )  # fmt: skip
 
 
 def _work(case: BenchCase, limits: DeviceLimits) -> int:
@@ -172,7 +201,14 @@ def tile_candidates(case: BenchCase, op: str, limits: DeviceLimits) -> list[dict
     element_bytes = (case.spec.dtype.itemsize, case.spec.kv_dtype.itemsize)
     rows = case.batch.max_query_len * case.spec.group_size
     arguments = (*sizes, *element_bytes, rows, limits.shared_memory, limits.products)
-    if op == "decode":
+    in_place = latents_in_place(limits.capability, *element_bytes, aligned=True)
+    if op == "latent":
+        current = choose_latent_tile(
+            *arguments, in_place=in_place, native_fp8=limits.has_fp8, tuned=limits.tuned
+        )
+        most = min(next_power_of_2(rows), 64 if in_place or limits.products != "async" else 32)
+        others = [Tile(*numbers) for numbers in _LATENT if numbers[0] <= max(16, most)]
+    elif op == "decode":
         work = _work(case, limits)
         current = choose_decode_tile(
             *arguments, keys_per_sm=work, native_fp8=limits.has_fp8, tuned=limits.tuned
@@ -188,7 +224,8 @@ def tile_candidates(case: BenchCase, op: str, limits: DeviceLimits) -> list[dict
     fitting = (
         tile
         for tile in others
-        if shared_bytes(tile, *sizes, *element_bytes, limits.products) <= limits.shared_memory
+        if shared_bytes(tile, *sizes, *element_bytes, limits.products, latent=op == "latent")
+        <= limits.shared_memory
     )
     return _distinct(vars(tile) for tile in (current, *fitting))
 

@@ -152,6 +152,8 @@ def _call(operation: str, inputs: CaseInputs) -> Callable[[int], object]:
         logits_soft_cap=oracle.logits_soft_cap,
         sinks=oracle.sinks,
     )
+    if operation == "latent":
+        operation = inputs.case.kind
     scratch = {"workspace": _workspace(inputs, bounds)} if operation == "decode" else {}
     attend = _public_operation(operation)
     lengths: tuple[Any, ...] = (common.block_table_tensor, common.query_start_loc, common.seq_lens)
@@ -194,6 +196,7 @@ def _workspace(inputs: CaseInputs, bounds: Mapping[str, Any]) -> torch.Tensor | 
         spec.head_size_v,
         num_reqs=inputs.common.num_reqs,
         window=inputs.params.window,
+        latent=spec.use_mla,
         **bounds,
     )
     needed = paged_decode_workspace_bytes(query.shape[0], spec.num_heads, spec.head_size_v, splits)

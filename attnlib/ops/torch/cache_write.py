@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attnlib.ops.checks import check_slots
+from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.scales import check_scale
 from attnlib.ops.torch.quant import is_quantized, quantize
 
@@ -37,7 +38,8 @@ def write_kv(
         key: `[T', Hkv, D]` with T' >= T; rows past T are not written.
         value: `[T', Hkv, Dv]`, likewise.
         key_cache: `[B, N, Hkv, D]`, any strides; may share memory with `value_cache`.
-        value_cache: `[B, N, Hkv, Dv]`, any strides.
+        value_cache: `[B, N, Hkv, Dv]`, any strides. If it is a prefix of `key_cache` (P10), only
+            the keys are written and `value` is not read.
         slot_mapping: `[T]` int64, slot = block * N + offset; a negative slot writes nothing. If two
             tokens have one slot, either may be stored.
         k_scale: real key = stored key * k_scale; a float, or a float32 tensor of 1 or `[Hkv]`
@@ -54,17 +56,17 @@ def write_kv(
     slots, num_tokens = slot_mapping, slot_mapping.shape[0]
     if num_tokens == 0 or key_cache.shape[0] == 0:
         return
-    if slots.device.type == "cpu":
-        tokens = torch.nonzero(slots >= 0).flatten()
-        if tokens.numel() == num_tokens:
-            _write(key[:num_tokens], key_cache, slots, k_scale)
-            _write(value[:num_tokens], value_cache, slots, v_scale)
+    sides = [(key, key_cache, k_scale)]
+    if not values_are_prefix(key_cache, value_cache):
+        sides.append((value, value_cache, v_scale))
+    tokens = torch.nonzero(slots >= 0).flatten() if slots.device.type == "cpu" else None
+    for rows, cache, scale in sides:
+        if tokens is None:
+            _write_without_sync(rows, cache, slots, scale)
+        elif tokens.numel() == num_tokens:
+            _write(rows[:num_tokens], cache, slots, scale)
         elif tokens.numel() > 0:
-            _write(key[tokens], key_cache, slots[tokens], k_scale)
-            _write(value[tokens], value_cache, slots[tokens], v_scale)
-        return
-    _write_without_sync(key, key_cache, slots, k_scale)
-    _write_without_sync(value, value_cache, slots, v_scale)
+            _write(rows[tokens], cache, slots[tokens], scale)
 
 
 def _write_without_sync(

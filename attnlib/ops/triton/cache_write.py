@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.ops.checks import check_slots
+from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.scales import check_scale
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard, limits_of
@@ -52,7 +53,8 @@ def write_kv(
         value: `[T', Hkv, Dv]`, likewise.
         key_cache: `[B, N, Hkv, D]`, any strides but the last (1). float8_e4m3fn and float8_e5m2
             hold value / scale, saturated at the largest finite number.
-        value_cache: `[B, N, Hkv, Dv]`, the same dtype; may interleave with or alias `key_cache`.
+        value_cache: `[B, N, Hkv, Dv]`, the same dtype; may interleave with `key_cache`. If it is a
+            prefix of it (P10), only the keys are written and `value` is not read.
         slot_mapping: `[T]` int64, slot = block * N + offset; a negative slot writes nothing. Its
             length is the number of tokens written.
         k_scale: real key = stored key * k_scale; a number, or a float32 tensor of 1 or `[Hkv]`
@@ -65,7 +67,8 @@ def write_kv(
     """
     scales = (scale_signature(k_scale), scale_signature(v_scale))
     tensors = (key, value, key_cache, value_cache)
-    signature = (*(tensor_signature(tensor) for tensor in tensors), *scales)
+    latent = values_are_prefix(key_cache, value_cache)
+    signature = (*(tensor_signature(tensor) for tensor in tensors), *scales, latent)
     prepared = prepare_write(signature, *tensors, slot_mapping, k_scale, v_scale)
     if prepared.launch is None:
         return
@@ -153,6 +156,7 @@ def prepare_write(
         "V_SCALE_KIND": scale_kind("v_scale", v_scale),
         "FP8": key_cache.dtype in _FP8,
         "E5M2": key_cache.dtype == torch.float8_e5m2,
+        "LATENT": values_are_prefix(key_cache, value_cache),
         "num_warps": 4 if padded * block_h > 512 else 1,
         "enable_fp_fusion": True,
     }

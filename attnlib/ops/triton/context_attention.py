@@ -11,7 +11,7 @@ from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard, limits_of
 from attnlib.ops.triton.heuristics.tiles import (
     choose_prefill_tile,
-    head_chunks,
+    key_chunks,
     next_power_of_2,
 )
 from attnlib.ops.triton.kernels.context_attention import context_attention_kernel
@@ -26,7 +26,7 @@ _MAX_ROWS = 128
 _MAX_REQUESTS = 65535
 """Limit of a grid's third dimension."""
 _CONSTANTS = (
-    "GROUP", "D", "D0", "D1", "DV", "DV0", "DV1", "KV_KIND", "COMPUTE", "CAUSAL", "HAS_LEFT",
+    "GROUP", "D", "DV", "KV_KIND", "COMPUTE", "CAUSAL", "HAS_LEFT",
     "HAS_RIGHT", "SCALE_LATE", "VEC_Q", "VEC_K", "VEC_V", "VEC_O",
 )  # fmt: skip
 """Constants of the attention kernels that this one has."""
@@ -88,13 +88,9 @@ def context_attention(
         )  # fmt: skip
         tile_heads = min(group, tile.block_m)
         element = query.element_size()
-        d0, d1 = head_chunks(query.shape[2], tile, element, limits.products)
-        dv0, dv1 = head_chunks(value.shape[2], tile, element, limits.products)
+        sizes = (query.shape[2], value.shape[2])
         constants |= {
-            "D0": d0,
-            "D1": d1,
-            "DV0": dv0,
-            "DV1": dv1,
+            **key_chunks(sizes, tile, element, limits.products),
             "TILE_HEADS": tile_heads,
             "TILE_TOKENS": tile.block_m // tile_heads,
             "HEAD_BLOCKS": triton.cdiv(group, tile_heads),

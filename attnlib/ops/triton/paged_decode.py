@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.ops.checks import check_not_batch_invariant
+from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton import hopper
 from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of, programmatic_launch
@@ -34,7 +35,9 @@ from attnlib.ops.triton.heuristics.tile_table import relevant_work_class
 from attnlib.ops.triton.heuristics.tiles import (
     Tile,
     choose_decode_tile,
-    head_chunks,
+    choose_latent_tile,
+    key_chunks,
+    latents_in_place,
     next_power_of_2,
     shared_bytes,
 )
@@ -47,6 +50,7 @@ from attnlib.ops.triton.launch.attention import (
     attention_numbers,
     check_batch,
     reads_bytes,
+    vector_elements,
 )
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
@@ -72,8 +76,8 @@ _MAX_REQUESTS = 65534
 
 
 class AttentionShape(NamedTuple):
-    """The sizes and dtypes of a layer that tiles and splits follow from; `score_tiles` as in
-    `tiles.shared_bytes`."""
+    """The sizes and dtypes of a layer that tiles and splits follow from; `score_tiles` and `latent`
+    as in `tiles.shared_bytes`, `aligned` as in `tiles.latents_in_place`."""
 
     num_heads: int
     num_kv_heads: int
@@ -82,13 +86,15 @@ class AttentionShape(NamedTuple):
     query_dtype: torch.dtype
     cache_dtype: torch.dtype
     score_tiles: int = 0
+    latent: bool = False
+    aligned: bool = True
 
 
 def shape_of(query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> AttentionShape:
     """The shape of a call."""
     return AttentionShape(
         query.shape[1], key.shape[-2], query.shape[2], value.shape[-1], query.dtype, key.dtype,
-        count_score_tiles(params),
+        count_score_tiles(params), values_are_prefix(key, value), vector_elements("key", key) > 1,
     )  # fmt: skip
 
 
@@ -120,13 +126,24 @@ def decode_tiling(
     group = shape.num_heads // shape.num_kv_heads
     sizes = (shape.head_size, shape.head_size_v)
     element_bytes = (shape.query_dtype.itemsize, shape.cache_dtype.itemsize)
-    tile = choose_decode_tile(
+    problem = (
         *sizes, *element_bytes, group * max_query_len, limits.shared_memory, limits.products,
-        shape.score_tiles, keys_per_sm=keys_per_sm, native_fp8=limits.has_fp8, tuned=limits.tuned,
+        shape.score_tiles,
     )  # fmt: skip
+    if shape.latent:
+        tile = choose_latent_tile(
+            *problem, in_place=latents_in_place(limits.capability, *element_bytes, shape.aligned),
+            native_fp8=limits.has_fp8, tuned=limits.tuned,
+        )  # fmt: skip
+    else:
+        tile = choose_decode_tile(
+            *problem, keys_per_sm=keys_per_sm, native_fp8=limits.has_fp8, tuned=limits.tuned
+        )
     tile_heads = min(group, tile.block_m)
     tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(group, tile_heads)
-    need = shared_bytes(tile, *sizes, *element_bytes, limits.products, shape.score_tiles)
+    need = shared_bytes(
+        tile, *sizes, *element_bytes, limits.products, shape.score_tiles, shape.latent
+    )
     resident = max(1, min(MAX_CTAS_PER_SM, limits.shared_memory_per_sm // need))
     ctas = shape.num_kv_heads * head_blocks * triton.cdiv(max_query_len, tile_tokens)
     packing = {"TILE_HEADS": tile_heads, "TILE_TOKENS": tile_tokens, "HEAD_BLOCKS": head_blocks}
@@ -203,6 +220,7 @@ def paged_decode_num_splits(
     causal: bool = True,
     window: tuple[int, int] = (-1, -1),
     attention_chunk_size: int = 0,
+    latent: bool = False,
 ) -> int:
     """The bound on splits that `paged_decode` uses when it is given none: to size a workspace.
 
@@ -216,11 +234,12 @@ def paged_decode_num_splits(
         causal: False also covers causality per request.
         window: (left, right), -1 unbounded.
         attention_chunk_size: 0 is none.
+        latent: the values are a prefix of the keys (P10).
     """
     visible = visible_bound(max_query_len, max_seq_len, window, causal, attention_chunk_size)
     shape = AttentionShape(
         query.shape[1], key_cache.shape[2], query.shape[2], head_size_v, query.dtype,
-        key_cache.dtype,
+        key_cache.dtype, latent=latent,
     )  # fmt: skip
     return schedule_decode(
         shape, limits_of(query), num_reqs=num_reqs, max_query_len=max_query_len, visible=visible,
@@ -393,14 +412,10 @@ def prepare_plain_decode(
     constants = attention_constants(query, key, value, out, lse is not None, params, limits)
     tiling = decode_tiling(shape, limits, max_query_len, work)
     element, tile = query.element_size(), tiling.tile
-    d0, d1 = head_chunks(shape.head_size, tile, element, limits.products)
-    dv0, dv1 = head_chunks(shape.head_size_v, tile, element, limits.products)
+    sizes = (shape.head_size, shape.head_size_v)
     constants |= {
         **tiling.packing,
-        "D0": d0,
-        "D1": d1,
-        "DV0": dv0,
-        "DV1": dv1,
+        **key_chunks(sizes, tile, element, limits.products, shape.latent),
         **programmatic_launch(limits),
         "SPLIT": num_splits > 1,
         "BALANCED": balanced,

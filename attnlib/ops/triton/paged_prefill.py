@@ -15,8 +15,10 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton import hopper
 from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
 from attnlib.ops.triton.heuristics.tiles import (
+    choose_latent_tile,
     choose_prefill_tile,
-    head_chunks,
+    key_chunks,
+    latents_in_place,
     next_power_of_2,
 )
 from attnlib.ops.triton.kernels.prefill import prefill_kernel
@@ -182,21 +184,22 @@ def prepare_plain_prefill(
     check_batch(batch, max_query_len)
     constants = attention_constants(query, key, value, out, lse is not None, params, limits)
     group, table = constants["GROUP"], batch.block_table
-    tile = choose_prefill_tile(
+    problem = (
         head_size, head_size_v, query.element_size(), key.element_size(), rows,
         limits.shared_memory, limits.products, count_score_tiles(params),
-        native_fp8=limits.has_fp8, tuned=limits.tuned,
     )  # fmt: skip
-    d0, d1 = head_chunks(head_size, tile, query.element_size(), limits.products)
-    dv0, dv1 = head_chunks(head_size_v, tile, query.element_size(), limits.products)
+    if latent := constants["LATENT"]:
+        in_place = latents_in_place(limits.capability, *problem[2:4], constants["VEC_K"] > 1)
+        tile = choose_latent_tile(
+            *problem, in_place=in_place, native_fp8=limits.has_fp8, tuned=limits.tuned
+        )
+    else:
+        tile = choose_prefill_tile(*problem, native_fp8=limits.has_fp8, tuned=limits.tuned)
     tile_heads = min(group, tile.block_m)
     tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(group, tile_heads)
     constants |= {
         "PAGED": table is not None,
-        "D0": d0,
-        "D1": d1,
-        "DV0": dv0,
-        "DV1": dv1,
+        **key_chunks((head_size, head_size_v), tile, query.element_size(), limits.products, latent),
         "TILE_HEADS": tile_heads,
         "TILE_TOKENS": tile_tokens,
         "HEAD_BLOCKS": head_blocks,

@@ -28,7 +28,7 @@ from attnlib.ops.triton.heuristics import device
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.packed_tiles import packed_shared_bytes
 from attnlib.ops.triton.heuristics.tile_table import TileEntry, TileTable, shipped_tables
-from attnlib.ops.triton.heuristics.tiles import Tile, shared_bytes
+from attnlib.ops.triton.heuristics.tiles import Tile, latents_in_place, shared_bytes
 from attnlib.ops.triton.launch.score import compile_score
 from attnlib.testing.score_functions import SUITE, load_score_function, make_score_tensors
 from tests.ops.calls import call_operation, split_options
@@ -196,6 +196,7 @@ def _tile(
         key.element_size(),
         limits.products,
         kwargs.get("HAS_BIAS", False) + _score_lookups.get(kwargs.get("SCORE"), 0),
+        kwargs.get("LATENT", False),
     )
     return estimate, tile
 
@@ -256,7 +257,8 @@ def _paged(name: str, options: dict[str, Any]) -> None:
     from attnlib.ops.triton.paged_decode import paged_decode
     from attnlib.ops.triton.paged_prefill import paged_prefill
 
-    group, kv_heads = options.pop("group", 4), 8
+    latent = options.pop("latent", False)
+    group, kv_heads = options.pop("group", 4), 1 if latent else 8
     size, size_v = options.pop("d", 128), options.pop("dv", 0)
     dtype, cache_dtype = options.pop("dtype", torch.bfloat16), options.pop("cache", None)
     block_size = options.pop("n", 16)
@@ -264,6 +266,8 @@ def _paged(name: str, options: dict[str, Any]) -> None:
     query = torch.empty(64, group * kv_heads, size, dtype=dtype)
     key = torch.empty(2, block_size, kv_heads, size, dtype=cache_dtype or dtype)
     value = torch.empty(2, block_size, kv_heads, size_v or size, dtype=cache_dtype or dtype)
+    if latent:
+        value = key[..., : size_v or size]
     table, lengths = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     features = _features(options.pop("features", ""), query, kv_heads)
     operation = paged_decode if name == "decode" else paged_prefill
@@ -396,7 +400,7 @@ def _context(options: dict[str, Any]) -> None:
     )
 
 
-def _cache_write(dtype: torch.dtype) -> None:
+def _cache_write(dtype: torch.dtype, latent: bool = False) -> None:
     from attnlib.ops.triton.cache_write import write_kv
 
     key = torch.empty(4, 8, 128, dtype=torch.bfloat16)
@@ -405,7 +409,7 @@ def _cache_write(dtype: torch.dtype) -> None:
         key,
         key,
         cache,
-        cache,
+        cache if latent else torch.empty_like(cache),
         torch.zeros(4, dtype=torch.int64),
         k_scale=0.5,
         v_scale=torch.ones(8),
@@ -440,6 +444,7 @@ def _varying() -> None:
     from attnlib.ops.triton.paged_prefill import paged_prefill
 
     key = torch.empty(2, 16, 8, 128, dtype=torch.bfloat16)
+    value = torch.empty_like(key)
     for requests, tokens, columns, longest, window in (
         (1, 1, 1, 1000, 16),
         (3, 5, 16, 4096, 33),
@@ -448,7 +453,7 @@ def _varying() -> None:
         query = torch.empty(tokens, 32, 128, dtype=torch.bfloat16)
         table = torch.zeros(requests, columns, dtype=torch.int32)
         lengths = torch.zeros(requests + 1, dtype=torch.int32)
-        batch = (query, key, key, table, lengths, lengths[:-1])
+        batch = (query, key, value, table, lengths, lengths[:-1])
         options = {
             "max_seq_len": longest,
             "scale": 1 / requests,
@@ -466,6 +471,7 @@ _ALL = "window alibi bias cap chunk lse sinks"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "write": ("write", {"dtype": torch.bfloat16}),
     "write-fp8": ("write", {"dtype": E4M3}),
+    "write-latent": ("write", {"dtype": torch.bfloat16, "latent": True}),
     "append": ("append", {}),
     "slots": ("slots", {}),
     "merge": ("merge", {}),
@@ -481,6 +487,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "decode-128-f32": ("decode", {"dtype": torch.float32}),
     "decode-512": ("decode", {"d": 512, "group": 16}),
     "decode-576": ("decode", {"d": 576, "dv": 512, "group": 16}),
+    "decode-latent": ("decode", {"d": 576, "dv": 512, "group": 16, "latent": True, "n": 64}),
+    "decode-latent-128": ("decode", {"d": 576, "dv": 512, "group": 128, "latent": True}),
+    "decode-latent-e4m3": (
+        "decode",
+        {"d": 576, "dv": 512, "group": 16, "latent": True, "cache": E4M3},
+    ),
+    "decode-latent-all": (
+        "decode",
+        {"d": 576, "dv": 512, "group": 16, "latent": True, "features": _ALL},
+    ),
     "decode-all": ("decode", {"features": _ALL}),
     "prefill-64": ("prefill", {"d": 64, "group": 8, "features": "sinks"}),
     "prefill-64-window": ("prefill", {"d": 64, "group": 8, "features": "window sinks"}),
@@ -493,6 +509,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "prefill-128-e5m2": ("prefill", {"cache": E5M2}),
     "prefill-128-f32": ("prefill", {"dtype": torch.float32}),
     "prefill-512": ("prefill", {"d": 512}),
+    "prefill-latent": ("prefill", {"d": 576, "dv": 512, "group": 128, "latent": True, "n": 64}),
+    "prefill-latent-e4m3": (
+        "prefill",
+        {"d": 576, "dv": 512, "group": 128, "latent": True, "cache": E4M3},
+    ),
     "prefill-all": ("prefill", {"features": _ALL + " causal_each"}),
     "context-128": ("context", {"d": 128, "causal": True, "window": (-1, -1)}),
     "context-80-window": ("context", {"d": 80, "causal": False, "window": (100, 7)}),
@@ -536,7 +557,7 @@ def entry_cases() -> dict[str, TileEntry]:
         f"entry:{Path(table.name).stem}:{index}": entry
         for table in shipped_tables()
         for index, entry in enumerate(table.entries)
-        if entry.op in ("decode", "prefill")
+        if entry.op in ("decode", "prefill", "latent")
     }
 
 
@@ -544,8 +565,8 @@ def entry_sizes(entry: TileEntry) -> tuple[int, int]:
     """Return the largest head sizes of an entry."""
     _, most = next((least, most) for name, least, most in entry.ranges if name == "head_size")
     if most is not None:
-        return most, most
-    return (576, 512) if entry.op == "decode" else (512, 512)
+        return (most, most // 2) if entry.op == "latent" else (most, most)
+    return (512, 512) if entry.op == "prefill" else (576, 512)
 
 
 def formats_of(entry: TileEntry, target: str) -> list[str]:
@@ -562,10 +583,13 @@ def entry_fits(entry: TileEntry, target: str) -> bool:
         return False
     if entry.products and limits.products not in entry.products:
         return False
+    latent, block_m = entry.op == "latent", dict(entry.tile)["block_m"]
     query = 4 if entry.elements == ("float32",) else 2
+    if latent and block_m > 32 and not latents_in_place(limits.capability, query, query, True):
+        return False
     cache = query if formats_of(entry, target)[:1] == [""] else 1
     need = shared_bytes(
-        Tile(**dict(entry.tile)), *entry_sizes(entry), query, cache, limits.products
+        Tile(**dict(entry.tile)), *entry_sizes(entry), query, cache, limits.products, 0, latent
     )
     return need <= limits.shared_memory
 
@@ -574,14 +598,19 @@ def _run_entry(name: str) -> None:
     """Launch with a table that has this entry only, so that its tile is used."""
     entry, fp8 = entry_cases()[name.removesuffix(":fp8")], name.endswith(":fp8")
     size, size_v = entry_sizes(entry)
-    options: dict[str, Any] = {"d": size, "dv": size_v, "group": 16 if size > 256 else 4}
+    latent = entry.op == "latent"
+    group = 128 if latent else 16 if size > 256 else 4
+    options: dict[str, Any] = {"d": size, "dv": size_v, "group": group, "latent": latent}
+    rows = next((least for name, least, _ in entry.ranges if name == "rows"), None)
+    if latent and rows is None:
+        options["group"] = 16
     if entry.elements == ("float32",):
         options["dtype"] = torch.float32
     elif fp8:
         options["cache"] = torch.float8_e4m3fn
     device.set_tuned_tiles(-1, TileTable(name, "any", (entry,)))
     try:
-        _paged(entry.op, options)
+        _paged("decode" if latent else entry.op, options)
     finally:
         device.set_tuned_tiles(-1, None)
 
@@ -602,7 +631,7 @@ def run_case(name: str) -> None:
     elif operation.startswith("packed "):
         _packed(operation.split()[1], options)
     elif operation == "write":
-        _cache_write(options["dtype"])
+        _cache_write(**options)
     else:
         {"append": _append, "slots": _slots, "merge": _merge, "varying": _varying}[operation]()
 

@@ -28,14 +28,26 @@ pytestmark = pytest.mark.slow  # compiles for more than a minute
 
 ROOT = Path(__file__).parents[3]
 LIMITS = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}
-SMALL = ["write", "write-fp8", "append", "slots", "merge", "packed-write", "packed-write-fp8"]
+SMALL = [
+    "write",
+    "write-fp8",
+    "write-latent",
+    "append",
+    "slots",
+    "merge",
+    "packed-write",
+    "packed-write-fp8",
+]
 MAIN = [
     "decode-64",
     "decode-256",
     "decode-128-e4m3",
+    "decode-latent",
+    "decode-latent-e4m3",
     "prefill-128",
     "prefill-256",
     "prefill-128-e4m3",
+    "prefill-latent",
     "varlen-64-window",
     "context-128",
     "context-80-window",
@@ -49,7 +61,8 @@ MAIN = [
 ]
 HOPPER = [
     "varying", "decode-96", "decode-128", "decode-128-page128", "decode-128-verify",
-    "decode-128-e5m2", "decode-all", "prefill-64", "prefill-192", "prefill-all",
+    "decode-128-e5m2", "decode-latent-128", "decode-latent-all", "prefill-latent-e4m3",
+    "decode-all", "prefill-64", "prefill-192", "prefill-all",
 ]  # fmt: skip
 SCORE = {
     target: [name for number, name in enumerate(SCORE_CASES) if number % len(LIMITS) == index]

@@ -12,6 +12,7 @@ __all__ = ["CONDITIONS", "ELEMENTS", "OPS", "PRODUCTS", "TileEntry", "TileProble
 OPS = {
     "decode": ("block_m", "block_n", "num_warps", "num_stages"),
     "prefill": ("block_m", "block_n", "num_warps", "num_stages"),
+    "latent": ("block_m", "block_n", "num_warps", "num_stages"),
     "hopper_prefill": ("block_n", "stages"),
     "hopper_decode": ("block_n", "stages"),
 }

@@ -18,11 +18,14 @@ from attnlib.ops.triton.heuristics.tile_table import TileProblem, TileTable, mat
 __all__ = [
     "Tile",
     "choose_decode_tile",
+    "choose_latent_tile",
     "choose_prefill_tile",
     "next_power_of_2",
     "shared_bytes",
     "split_head_size",
     "head_chunks",
+    "key_chunks",
+    "latents_in_place",
 ]
 
 
@@ -80,6 +83,32 @@ def head_chunks(size: int, tile: Tile, query_bytes: int, products: str) -> tuple
     return split_head_size(size)
 
 
+def key_chunks(
+    sizes: tuple[int, int], tile: Tile, query_bytes: int, products: str, latent: bool = False
+) -> dict[str, int]:
+    """Return the chunks of keys and values as compile-time arguments of a kernel with this tile.
+
+    Args:
+        sizes: (D, Dv).
+        tile: the tile.
+        query_bytes: bytes per element of the products' operands.
+        products: matrix instructions of the chip: "async", "sync" or "mfma".
+        latent: the values are a prefix of the keys, whose chunks are then the values and the rest.
+    """
+    if latent:
+        head_size, head_size_v = sizes
+        first = max(16, next_power_of_2(head_size_v))
+        rest = head_size - head_size_v
+        return {
+            "D0": first,
+            "D1": max(32, next_power_of_2(rest)) if rest else 0,
+            "DV0": first,
+            "DV1": 0,
+        }
+    chunks = [head_chunks(size, tile, query_bytes, products) for size in sizes]
+    return dict(zip(("D0", "D1", "DV0", "DV1"), (*chunks[0], *chunks[1]), strict=True))
+
+
 def shared_bytes(
     tile: Tile,
     head_size: int,
@@ -88,6 +117,7 @@ def shared_bytes(
     cache_bytes: int,
     products: str,
     score_tiles: int = 0,
+    latent: bool = False,
 ) -> int:
     """Return an upper estimate of the shared memory of one program, in bytes.
 
@@ -105,14 +135,16 @@ def shared_bytes(
         products: matrix instructions of the chip: "async", "sync" or "mfma".
         score_tiles: float32 tiles in the pipeline besides keys and values: of a query bias, and of
             each lookup of a score function that depends on query and key.
+        latent: the values are a prefix of the keys and are loaded with them.
     """
-    width = sum(head_chunks(head_size, tile, query_bytes, products))
-    width_v = sum(head_chunks(head_size_v, tile, query_bytes, products))
+    chunks = key_chunks((head_size, head_size_v), tile, query_bytes, products, latent)
+    width, width_v = chunks["D0"] + chunks["D1"], chunks["DV0"] + chunks["DV1"]
+    stored = width if latent else width + width_v
     in_place = _uses_wgmma(tile, query_bytes, products)
     if tile.num_stages == 1:
         ring = tile.block_n * max(width, width_v) * cache_bytes
     else:
-        ring = (tile.num_stages - (not in_place)) * tile.block_n * (width + width_v) * cache_bytes
+        ring = (tile.num_stages - (not in_place)) * tile.block_n * stored * cache_bytes
     queries = 0 if products == "mfma" else tile.block_m * width * query_bytes
     weights = 0 if in_place else tile.block_m * tile.block_n * query_bytes
     converted = tile.block_n * max(width, width_v) * query_bytes if cache_bytes < query_bytes else 0
@@ -160,10 +192,11 @@ def _first_that_fits(
     limit: int,
     products: str,
     score_tiles: int,
+    latent: bool = False,
 ) -> Tile:
     need = 0
     for tile in tiles:
-        need = shared_bytes(tile, *sizes, *element_bytes, products, score_tiles)
+        need = shared_bytes(tile, *sizes, *element_bytes, products, score_tiles, latent)
         if need <= limit:
             return tile
     raise UnsupportedConfigError(
@@ -187,7 +220,9 @@ def _tiles_of_tables(
     """Return the tables' tiles for these sizes, best first."""
     query_bytes, cache_bytes = element_bytes
     width = max(sum(split_head_size(sizes[0])), sum(split_head_size(sizes[1])))
-    if op == "prefill" and products == "async" and query_bytes < 4:
+    if op == "latent":
+        width = next_power_of_2(sizes[1])
+    elif op == "prefill" and products == "async" and query_bytes < 4:
         width = next_power_of_2(max(sizes))  # one chunk, see `head_chunks`
     elements = (
         "float32"
@@ -280,4 +315,59 @@ def choose_decode_tile(
     smaller = _fallbacks(rows, tiles[0].num_warps)
     return _first_that_fits(
         [*tiles, *smaller], sizes, element_bytes, shared_memory, products, score_tiles
+    )
+
+
+def latents_in_place(
+    capability: tuple[int, int], query_bytes: int, cache_bytes: int, aligned: bool
+) -> bool:
+    """Return whether asynchronous products over two chunks of keys may read them in place.
+
+    Only on Hopper: tcgen05 on data-center Blackwell needs more shared memory than `shared_bytes`
+    estimates. And only where tiles do not reach shared memory through registers, see `head_chunks`.
+
+    Args:
+        capability: compute capability of the chip.
+        query_bytes: bytes per element of the products' operands.
+        cache_bytes: bytes per element of the cache.
+        aligned: rows of the cache start on 16-byte boundaries.
+    """
+    return capability[0] == 9 and cache_bytes == query_bytes and aligned
+
+
+def choose_latent_tile(
+    head_size: int,
+    head_size_v: int,
+    query_bytes: int,
+    cache_bytes: int,
+    max_rows: int,
+    shared_memory: int,
+    products: str,
+    score_tiles: int = 0,
+    *,
+    in_place: bool = True,
+    native_fp8: bool = True,
+    tuned: TileTable | None = None,
+) -> Tile:
+    """Return the tile of a decode or prefill over latents, whose values are a prefix of the keys.
+
+    Other arguments and errors as in `choose_prefill_tile`.
+
+    Args:
+        in_place: whether asynchronous products may read the keys where they were loaded
+            (`latents_in_place`). Elsewhere tiles have fewer rows than such products need.
+    """
+    sizes, element_bytes = (head_size, head_size_v), (query_bytes, cache_bytes)
+    most = 32 if products == "async" and not in_place else 64
+    rows = min(most, max(16, next_power_of_2(max_rows)))
+    tiles = [
+        tile
+        for tile in _tiles_of_tables(
+            "latent", sizes, element_bytes, rows, products, None, native_fp8, tuned
+        )
+        if tile.block_m <= rows
+    ]
+    smaller = _fallbacks(min(rows, 16), 4)
+    return _first_that_fits(
+        [*tiles, *smaller], sizes, element_bytes, shared_memory, products, score_tiles, True
     )

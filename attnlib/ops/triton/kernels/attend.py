@@ -7,6 +7,9 @@ loaded. Key tiles start at multiples of BLOCK_N from position 0 of the request.
 A head size that is not a power of two is cut in two powers of two (96 = 64 + 32), which wastes
 less than padding to the next one. Names that end in 0 and 1 denote the two chunks; a second chunk
 of size 0 does not exist.
+
+LATENT: the values are the first DV elements of the keys (P10). The chunks of a key are then its
+values and the rest, and the tile of values is the first chunk, which is loaded once.
 """
 
 from __future__ import annotations
@@ -163,17 +166,19 @@ def _attend_tile(
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr,
     D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, KV_KIND: tl.constexpr,
     COMPUTE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SCALE_LATE: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr,
+    SCALE_LATE: tl.constexpr, LATENT: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr,
 ):  # fmt: skip
     """Add the key tile at `start` to the accumulators."""
     keys = start + tl.arange(0, BLOCK_N)
     inside = (keys >= first) & (keys < last)
     offsets_k = _key_offsets(blocks, start, stride_kb, stride_kn, BLOCK_SIZE, BLOCK_N, PAGED, VEC_K)
-    k0 = decode_kv(_load_chunk(key_base, offsets_k, inside, D, 0, D0, MASKED), KV_KIND, COMPUTE)
+    END0: tl.constexpr = DV if LATENT else D
+    START1: tl.constexpr = DV if LATENT else D0
+    k0 = decode_kv(_load_chunk(key_base, offsets_k, inside, END0, 0, D0, MASKED), KV_KIND, COMPUTE)
     qk = tl.dot(q0, tl.trans(k0), input_precision="ieee")
     if D1 > 0:
         k1 = decode_kv(
-            _load_chunk(key_base, offsets_k, inside, D, D0, D1, MASKED), KV_KIND, COMPUTE
+            _load_chunk(key_base, offsets_k, inside, D, START1, D1, MASKED), KV_KIND, COMPUTE
         )
         qk = tl.dot(q1, tl.trans(k1), qk, input_precision="ieee")
 
@@ -199,9 +204,16 @@ def _attend_tile(
     )
 
     weights = weights.to(COMPUTE)
-    offsets_v = _key_offsets(blocks, start, stride_vb, stride_vn, BLOCK_SIZE, BLOCK_N, PAGED, VEC_V)
-    v0 = decode_kv(_load_chunk(value_base, offsets_v, inside, DV, 0, DV0, MASKED), KV_KIND, COMPUTE)
-    acc0 = tl.dot(weights, v0, acc0 * acc_scale[:, None], input_precision="ieee")
+    if LATENT:
+        acc0 = tl.dot(weights, k0, acc0 * acc_scale[:, None], input_precision="ieee")
+    else:
+        offsets_v = _key_offsets(
+            blocks, start, stride_vb, stride_vn, BLOCK_SIZE, BLOCK_N, PAGED, VEC_V
+        )
+        v0 = decode_kv(
+            _load_chunk(value_base, offsets_v, inside, DV, 0, DV0, MASKED), KV_KIND, COMPUTE
+        )
+        acc0 = tl.dot(weights, v0, acc0 * acc_scale[:, None], input_precision="ieee")
     if DV1 > 0:
         v1 = decode_kv(
             _load_chunk(value_base, offsets_v, inside, DV, DV0, DV1, MASKED), KV_KIND, COMPUTE
@@ -221,7 +233,8 @@ def attend(
     DV0: tl.constexpr, DV1: tl.constexpr, KV_KIND: tl.constexpr, COMPUTE: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SCALE_LATE: tl.constexpr, VEC_Q: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr,
+    SCALE_LATE: tl.constexpr, LATENT: tl.constexpr, VEC_Q: tl.constexpr, VEC_K: tl.constexpr,
+    VEC_V: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of the packed rows over their visible keys, without normalization.
 
@@ -231,10 +244,12 @@ def attend(
     Returns:
         (acc0, acc1, row_max, row_sum).
     """
-    q0 = load_queries(query, query_offsets, valid, D, 0, D0, COMPUTE, VEC_Q)
+    END0: tl.constexpr = DV if LATENT else D
+    START1: tl.constexpr = DV if LATENT else D0
+    q0 = load_queries(query, query_offsets, valid, END0, 0, D0, COMPUTE, VEC_Q)
     q1 = q0
     if D1 > 0:
-        q1 = load_queries(query, query_offsets, valid, D, D0, D1, COMPUTE, VEC_Q)
+        q1 = load_queries(query, query_offsets, valid, D, START1, D1, COMPUTE, VEC_Q)
 
     origin = seq_len - query_len
     positions = origin + token
@@ -286,7 +301,7 @@ def attend(
                 last, row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale,
                 factor, soft_cap, slopes, positions, bias_rows, origin, heads, request, aux, SCORE,
                 True, PAGED, BLOCK_SIZE, BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE,
-                HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, VEC_K, VEC_V)  # fmt: skip
+                HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, LATENT, VEC_K, VEC_V)  # fmt: skip
             blocks = next_blocks
     else:
         # Prefill: tiles in [full_begin, full_end) are entirely visible to all rows and need no
@@ -310,7 +325,7 @@ def attend(
                 last, row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale,
                 factor, soft_cap, slopes, positions, bias_rows, origin, heads, request, aux,
                 FULL_SCORE, False, PAGED, BLOCK_SIZE, BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND,
-                COMPUTE, HAS_CAP, HAS_ALIBI, False, SCALE_LATE, VEC_K, VEC_V)  # fmt: skip
+                COMPUTE, HAS_CAP, HAS_ALIBI, False, SCALE_LATE, LATENT, VEC_K, VEC_V)  # fmt: skip
             blocks = next_blocks
         # One loop for the masked tiles of both ends, which halves the code: the loop variable
         # counts as if the unmasked tiles did not exist.
@@ -327,7 +342,7 @@ def attend(
                 last, row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale,
                 factor, soft_cap, slopes, positions, bias_rows, origin, heads, request, aux, SCORE,
                 True, PAGED, BLOCK_SIZE, BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE,
-                HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, VEC_K, VEC_V)  # fmt: skip
+                HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, LATENT, VEC_K, VEC_V)  # fmt: skip
             blocks = next_blocks
     return acc0, acc1, row_max, row_sum
 

@@ -56,9 +56,12 @@ def write_kv_kernel(
     stride_kh, stride_vt, stride_vh, stride_kcb, stride_kcn, stride_kch, stride_vcb, stride_vcn,
     stride_vch, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, K_SCALE_KIND: tl.constexpr,
-    V_SCALE_KIND: tl.constexpr, FP8: tl.constexpr, E5M2: tl.constexpr,
+    V_SCALE_KIND: tl.constexpr, FP8: tl.constexpr, E5M2: tl.constexpr, LATENT: tl.constexpr,
 ):  # fmt: skip
-    """Write keys and values of one token. Grid: (tokens, blocks of heads)."""
+    """Write keys and values of one token; with LATENT, values are a prefix of the keys (P10).
+
+    Grid: (tokens, blocks of heads).
+    """
     token = tl.program_id(0)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     # A negative slot writes nothing (P4).
@@ -69,7 +72,8 @@ def write_kv_kernel(
         store_heads(
             x, key_cache, slot, heads, mask_heads, k_scale, stride_kcb, stride_kcn, stride_kch,
             BLOCK_SIZE, D, D_PAD, K_SCALE_KIND, FP8, E5M2)  # fmt: skip
-        x = load_heads(value, token, heads, mask_heads, stride_vt, stride_vh, DV, DV_PAD)
-        store_heads(
-            x, value_cache, slot, heads, mask_heads, v_scale, stride_vcb, stride_vcn, stride_vch,
-            BLOCK_SIZE, DV, DV_PAD, V_SCALE_KIND, FP8, E5M2)  # fmt: skip
+        if not LATENT:
+            x = load_heads(value, token, heads, mask_heads, stride_vt, stride_vh, DV, DV_PAD)
+            store_heads(
+                x, value_cache, slot, heads, mask_heads, v_scale, stride_vcb, stride_vcn,
+                stride_vch, BLOCK_SIZE, DV, DV_PAD, V_SCALE_KIND, FP8, E5M2)  # fmt: skip

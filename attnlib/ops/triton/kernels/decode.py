@@ -48,7 +48,8 @@ def decode_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr, HAS_SINK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr,
     K_SCALE_KIND: tl.constexpr, V_SCALE_KIND: tl.constexpr, SCALE_LATE: tl.constexpr,
-    VEC_Q: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr, VEC_O: tl.constexpr,
+    LATENT: tl.constexpr, VEC_Q: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr,
+    VEC_O: tl.constexpr,
 ):  # fmt: skip
     """Compute one split of one request for a block of rows.
 
@@ -152,7 +153,8 @@ def decode_kernel(
         soft_cap, slopes, bias_rows, left, right, chunk, head, request, aux, SCORE, BOUNDS, SPLIT,
         True, True, BLOCK_M, BLOCK_N,
         BLOCK_SIZE, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE, CAUSAL, HAS_LEFT, HAS_RIGHT,
-        HAS_CHUNK, HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, VEC_Q, VEC_K, VEC_V)  # fmt: skip
+        HAS_CHUNK, HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, LATENT, VEC_Q, VEC_K,
+        VEC_V)  # fmt: skip
 
     sink = 0.0
     if HAS_SINK:

@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.scales import MIN_LATE_SCALE
 from attnlib.ops.triton.heuristics.device import DeviceLimits
-from attnlib.ops.triton.heuristics.tiles import split_head_size
 from attnlib.ops.triton.kernels.quant import KV_NATIVE, KV_PLAIN
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.scales import kv_kind, scale_kind
@@ -45,6 +45,7 @@ __all__ = [
     "check_batch",
     "compute_dtype",
     "reads_bytes",
+    "vector_elements",
 ]
 
 _UNBOUNDED = 1 << 30
@@ -269,17 +270,11 @@ def attention_constants(
     kind = kv_kind(key.dtype, limits.has_fp8)
     causal = params.causal
     cap, alibi, bias = params.logits_soft_cap > 0, params.alibi_slopes, params.query_bias
-    d0, d1 = split_head_size(head_size)
-    dv0, dv1 = split_head_size(head_size_v)
     return {
         "BLOCK_SIZE": value.shape[1] if value.dim() == 4 else 1,
         "GROUP": num_heads // num_kv_heads,
         "D": head_size,
-        "D0": d0,
-        "D1": d1,
         "DV": head_size_v,
-        "DV0": dv0,
-        "DV1": dv1,
         "KV_KIND": kind,
         "COMPUTE": compute_dtype(query.dtype, kind),
         "CAUSAL": 2 if isinstance(causal, Tensor) else int(causal),
@@ -296,10 +291,11 @@ def attention_constants(
         "SCALE_LATE": params.scale >= MIN_LATE_SCALE
         and not (cap or alibi is not None or bias is not None or params.score_function is not None),
         **score_constants(params, "triton"),
-        "VEC_Q": _vector("query", query),
-        "VEC_K": _vector("key", key),
-        "VEC_V": _vector("value", value),
-        "VEC_O": _vector("out", out),
+        "LATENT": key.dim() == 4 and values_are_prefix(key, value),
+        "VEC_Q": vector_elements("query", query),
+        "VEC_K": vector_elements("key", key),
+        "VEC_V": vector_elements("value", value),
+        "VEC_O": vector_elements("out", out),
     }
 
 
@@ -315,7 +311,7 @@ def compute_dtype(query_dtype: torch.dtype, kind: int) -> tl.dtype:
     return _COMPUTE[query_dtype]
 
 
-def _vector(name: str, tensor: Tensor) -> int:
+def vector_elements(name: str, tensor: Tensor) -> int:
     """Elements per 16 bytes when every row starts on a 16-byte boundary (given that the tensor
     does), else 1. A paged tensor has a block stride before the last three dimensions."""
     shape, strides = tensor.shape, tensor.stride()

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.launch.attention import BatchTensors
@@ -23,7 +24,8 @@ def call_signature(
     causal, alibi, sinks = params.causal, params.alibi_slopes, params.sinks
     return (
         tensor_signature(query), tensor_signature(key), tensor_signature(value),
-        tensor_signature(out), None if lse is None else tensor_signature(lse),
+        values_are_prefix(key, value), tensor_signature(out),
+        None if lse is None else tensor_signature(lse),
         params.scale, params.window, params.attention_chunk_size, params.logits_soft_cap,
         causal if isinstance(causal, bool) else "per request",
         None if alibi is None else tensor_signature(alibi),
