@@ -540,6 +540,28 @@ class SwappedPositions(ToyImpl):
         return k_pos, q_pos
 
 
+class RotaryPartFirst(ToyImpl):
+    """Reads the values of a latent behind its rotary part."""
+
+    def gather(
+        self, cache: PagedKVCache, row: torch.Tensor, seq_len: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().gather(cache, row, seq_len)
+        return keys, keys[..., -values.shape[2] :] if self.spec.use_mla else values
+
+
+class ScaleOfTheLatent(ToyImpl):
+    """Derives the scale from the width of the latent."""
+
+    def logits(
+        self, query: torch.Tensor, keys: torch.Tensor, distance: torch.Tensor
+    ) -> torch.Tensor:
+        given, self.scale = self.scale, self.spec.head_size**-0.5
+        scores = super().logits(query, keys, distance)
+        self.scale = given
+        return scores
+
+
 WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     "off-by-one window": (toy_with(OffByOneWindow), "W2"),
     "window on one phase only": (toy_with(WindowOnPrefillOnly), "W2"),
@@ -590,6 +612,8 @@ WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     "ignored selection": (toy_with(IgnoredSelection), "S2"),
     "heads in reverse order": (toy_with(PrivateOrder), "K2"),
     "strides inferred from shapes": (toy_with(StridesFromShape), "V2"),
+    "rotary part at the wrong offset": (toy_with(RotaryPartFirst), "A1"),
+    "scale of the latent": (toy_with(ScaleOfTheLatent), "A1"),
     "unsupported without a reason": (EmptyReason, "R1"),
 }
 """Error -> the wrong backend and the check that is meant to detect it."""

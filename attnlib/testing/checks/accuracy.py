@@ -19,7 +19,7 @@ from attnlib.testing.runner import compare_with_oracle, run_case
 
 __all__ = ["CHECKS"]
 
-_HEAD_SIZES = (16, 32, 40, 64, 72, 80, 96, 112, 120, 128, 192, 256, 512)
+_HEAD_SIZES = (16, 32, 40, 64, 72, 80, 96, 112, 120, 128, 192, 256, 512, 576)
 _GROUPS = (1, 3, 5, 6, 7, 8, 16, 24)
 _BLOCKS = (8, 16, 32, 64, 128, 256, 544)
 _COMBINATIONS: dict[str, dict[str, object]] = {
@@ -125,15 +125,6 @@ def _storage(target: BackendUnderTest) -> Iterator[CheckCase]:
 
 
 def _attention_types(target: BackendUnderTest) -> Iterator[CheckCase]:
-    mla = {
-        "use_mla": True,
-        "num_heads": 4,
-        "num_kv_heads": 1,
-        "head_size": 96,
-        "head_size_v": 64,
-        "layout": "ALIASED",
-    }
-    yield _check(target, "mla", target.case(batch="q5s40_q1s33", **mla))
     for name, features in (
         ("encoder", {}),
         ("encoder-window", {"window": (4, 2)}),
