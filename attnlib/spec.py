@@ -103,7 +103,7 @@ class AttentionSpec:
         key_selection: the form of the lists of selected keys that every call passes (M11); None
             attends to all visible keys.
         use_mla: multi-head latent attention: one latent KV head whose value is a prefix of its key
-            (`value_cache` aliases `key_cache`).
+            (`value_cache` aliases `key_cache`, P10). Queries are absorbed (M12).
         needs_lse: the caller needs the log of the softmax denominator (M5).
         kv_sharing: the layer reads another layer's cache and never writes (P8).
         batch_invariant: the bits of a row must not depend on the other rows of the batch (M8).

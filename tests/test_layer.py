@@ -724,6 +724,24 @@ def test_sinks_on_another_device_are_refused() -> None:
     assert torch.equal(cache.key_cache, before)
 
 
+def test_mla_needs_a_latent_cache() -> None:
+    """P10: values elsewhere are refused before anything is written, also after a good call."""
+    spec = attnlib.AttentionSpec(
+        num_heads=2, num_kv_heads=1, head_size=8, head_size_v=4, dtype=torch.float32, use_mla=True
+    )
+    layer = attnlib.Attention(spec, backend="torch", device="cpu")
+    common = attnlib.CommonAttentionMetadata.from_lengths([1], [1], [[0]], 16, "cpu")
+    metadata = layer.backend.make_builder(spec, "cpu").build(0, common)
+    q, k = torch.randn(1, 2, 8), torch.randn(1, 1, 8)
+    layer(q, k, k[..., :4], attnlib.PagedKVCache.allocate(spec, 1, "cpu"), metadata)
+    keys, memory = torch.zeros(1, 16, 1, 8), torch.zeros(1, 16, 1, 8)
+    for values in (memory[..., :4], torch.zeros(1, 16, 1, 4)):
+        cache = attnlib.PagedKVCache.from_views(keys, values)
+        with pytest.raises(ContractError, match=r"not a prefix of key_cache.*from_views.*\[P10\]"):
+            layer(q, k, k[..., :4], cache, metadata)
+        assert not keys.any() and not memory.any(), "nothing is written"
+
+
 def test_mla_has_one_scale_for_keys_and_values() -> None:
     """M9: the value is a prefix of the stored key. Another scale would overwrite the keys."""
     spec = attnlib.AttentionSpec(

@@ -24,7 +24,12 @@ from attnlib.ops.triton.heuristics.hopper_tiles import (
     decode_shared_bytes,
 )
 from attnlib.ops.triton.heuristics.tile_table import TileTable, parse_table
-from attnlib.ops.triton.heuristics.tiles import Tile, choose_decode_tile, shared_bytes
+from attnlib.ops.triton.heuristics.tiles import (
+    Tile,
+    choose_decode_tile,
+    choose_latent_tile,
+    shared_bytes,
+)
 from attnlib.tuning.document import merged
 from attnlib.tuning.measure import Trial, best_parameters, measure_operation
 from attnlib.tuning.table import Tuning
@@ -47,8 +52,8 @@ def _operations(text: str, limits: DeviceLimits) -> list[str]:
     return [op for op in TritonTuner.operations if tile_group(case, op, limits) is not None]
 
 
-def _group(text: str, op: str) -> TileGroup:
-    group = tile_group(parse_case(text), op, H200)
+def _group(text: str, op: str, limits: DeviceLimits = H200) -> TileGroup:
+    group = tile_group(parse_case(text), op, limits)
     assert group is not None
     return group
 
@@ -68,6 +73,28 @@ def test_operations_are_those_that_support_the_case() -> None:
     assert _operations("q2k", H200) == ["prefill", "hopper_prefill"]
     assert _operations("4q1s2k_q2k", H200) == []
     assert _operations("q2k", L4) == _operations("q2k@dtype=float32", H200) == ["prefill"]
+
+
+LATENTS = "8q1s8k@heads=16/1,d=576,dv=512,mla,page=64"
+
+
+@pytest.mark.parametrize("limits", [H200, L4], ids=["H200", "L4"])
+def test_decodes_and_prefills_over_latents_share_an_operation(limits: DeviceLimits) -> None:
+    """P6, P10: their candidates fit, the current tile is the first one."""
+    prefill = LATENTS.replace("8q1s8k", "q2k").replace("16/1", "128/1")
+    for text, rows in ((LATENTS, [16, 16]), (prefill, [64, None])):
+        assert _operations(text, limits) == ["latent"]
+        group = _group(text, "latent", limits)
+        assert group.head_size == 512 and group.conditions()["rows"] == rows
+        tiles = [Tile(**tile) for tile in tile_candidates(parse_case(text), "latent", limits)]
+        need = [shared_bytes(tile, 576, 512, 2, 2, limits.products, latent=True) for tile in tiles]
+        assert len(tiles) >= 3 and max(need) <= limits.shared_memory
+        in_place = limits is H200
+        most = 128 if rows == [64, None] else 16
+        current = choose_latent_tile(
+            576, 512, 2, 2, most, limits.shared_memory, limits.products, in_place=in_place
+        )
+        assert tiles[0] == current
 
 
 @pytest.mark.parametrize("limits", [H200, L4], ids=["H200", "L4"])

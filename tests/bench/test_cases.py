@@ -79,8 +79,16 @@ def test_the_ragged_batch_is_fixed() -> None:
 def test_kinds() -> None:
     kinds = {case.name: case.kind for case in known_cases().values()}
     for name, kind in kinds.items():
-        first = name.removeprefix("cpu-").split("-")[0]
+        first = name.removeprefix("cpu-").removeprefix("mla-").split("-")[0]
         assert kind == {"verify": "decode"}.get(first, first), name
+
+
+def test_latents_are_read_once() -> None:
+    """P10: one latent of 576 elements per key, for all heads."""
+    case = parse_case("2q1s100@heads=16/1,d=576,dv=512,mla,page=64")
+    assert case.spec.use_mla and "latents" in case.shape
+    assert kv_bytes(case) == 2 * 100 * 576 * 2
+    assert flops(case) == 2 * 100 * 2 * (576 + 512) * 16
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 8, 100])

@@ -59,7 +59,7 @@ def _table(*lines: dict[str, Any]) -> TileTable:
 
 @pytest.mark.parametrize("products", PRODUCTS)
 @pytest.mark.parametrize("elements", ELEMENTS)
-@pytest.mark.parametrize("op", ["decode", "prefill"])
+@pytest.mark.parametrize("op", ["decode", "prefill", "latent"])
 def test_shipped_tables_cover_every_chip_format_and_size(
     op: str, products: str, elements: str
 ) -> None:
@@ -244,7 +244,7 @@ def test_work_classes_are_powers_of_four() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"op": "dekode"}, r"op='dekode' must be one of decode, prefill, hopper_prefill"),
+    ({"op": "dekode"}, r"op='dekode' must be one of decode, prefill, latent, hopper_prefill"),
     ({"tile": {"block_m": 16}}, r"tile needs the number 'block_n'"),
     (
         {"tile": {**LINE["tile"], "block_n": 48}},

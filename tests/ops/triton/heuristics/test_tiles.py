@@ -8,8 +8,11 @@ from attnlib.errors import UnsupportedConfigError
 from attnlib.ops.triton.heuristics.tiles import (
     Tile,
     choose_decode_tile,
+    choose_latent_tile,
     choose_prefill_tile,
     head_chunks,
+    key_chunks,
+    latents_in_place,
     next_power_of_2,
     shared_bytes,
     split_head_size,
@@ -97,3 +100,36 @@ def test_heads_of_asynchronous_products_are_one_chunk(size: int) -> None:
         first, second = head_chunks(size, tile, 2, products)
         assert (second == 0) == wgmma and first + second >= size
         assert head_chunks(size, tile, 4, products) == split_head_size(size), "float32 has none"
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("products", ["async", "sync", "mfma"])
+def test_tiles_of_latents_fit(limit: int, products: str) -> None:
+    """P6: latents of 576 elements on every chip, except float32 with less than 64 KB."""
+    for formats in FORMATS:
+        for rows in (1, 16, 32, 128, 4096):
+            if formats[0] == 4 and limit <= 64 * KB and products != "mfma":
+                continue
+            for in_place in (True, False):
+                tile = choose_latent_tile(
+                    576, 512, *formats, rows, limit, products, in_place=in_place
+                )
+                need = shared_bytes(tile, 576, 512, *formats, products, latent=True)
+                assert need <= limit and tile.block_m <= max(16, rows)
+                assert in_place or products != "async" or tile.block_m <= 32
+
+
+def test_latents_are_cut_into_values_and_the_rest() -> None:
+    """P10: the first chunk is the value, padded where it is no power of two."""
+    tile = Tile(64, 32, 8, 2)
+    cuts = {(576, 512): (512, 64), (72, 40): (64, 32), (64, 64): (64, 0), (24, 8): (16, 32)}
+    for sizes, (first, second) in cuts.items():
+        found = key_chunks(sizes, tile, 2, "async", latent=True)
+        assert found == {"D0": first, "D1": second, "DV0": first, "DV1": 0}
+
+
+def test_only_hopper_reads_latents_in_place() -> None:
+    """And only aligned 16-bit rows: others reach shared memory through registers."""
+    assert latents_in_place((9, 0), 2, 2, True)
+    for arguments in (((10, 0), 2, 2, True), ((9, 0), 2, 1, True), ((9, 0), 2, 2, False)):
+        assert not latents_in_place(*arguments)
