@@ -52,7 +52,9 @@ _OTHER = {
     "Window": "attnlib.spec",
     "compute_slot_mapping": "attnlib.cache.slots",
     "get_per_layer_parameters": "attnlib.metadata.parameters",
+    "find_shared_prefixes": "attnlib.metadata.shared_prefix",
     "infer_global_hyperparameters": "attnlib.metadata.parameters",
+    "merge_attention": "attnlib.selection",
     "make_local_attention_virtual_batches": "attnlib.metadata.transforms",
     "reorder_batch_to_split_decodes_and_prefills": "attnlib.metadata.split",
     "split_decodes_and_prefills": "attnlib.metadata.split",
@@ -61,7 +63,7 @@ _OTHER = {
     "shadow": "attnlib.debug.shadow",
     "unregister_backend": "attnlib.selection",
 }
-"""Names that stay available here; new code imports them from their modules."""
+"""Further names that are available here; code may also import them from their modules."""
 
 __all__ = [*sorted([*_PUBLIC, "warmup"]), "__version__"]
 
@@ -83,10 +85,12 @@ if TYPE_CHECKING:
     from attnlib.metadata.base import AttentionMetadata as AttentionMetadata
     from attnlib.metadata.base import AttentionMetadataBuilder as AttentionMetadataBuilder
     from attnlib.metadata.common import CommonAttentionMetadata as CommonAttentionMetadata
+    from attnlib.metadata.shared_prefix import find_shared_prefixes as find_shared_prefixes
     from attnlib.metadata.state import AttentionState as AttentionState
     from attnlib.selection import explain as explain
     from attnlib.selection import get_attn_backend as get_attn_backend
     from attnlib.selection import list_backends as list_backends
+    from attnlib.selection import merge_attention as merge_attention
     from attnlib.selection import register_backend as register_backend
     from attnlib.selection import select_for_groups as select_for_groups
     from attnlib.selection import unregister_backend as unregister_backend

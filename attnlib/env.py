@@ -78,7 +78,8 @@ ENVIRONMENT: Mapping[str, EnvironmentVariable] = {
         EnvironmentVariable(
             "ATTNLIB_BACKEND",
             "auto",
-            "a name, `prefill:NAME,decode:NAME`, `-NAME[,-NAME]`, or `auto`",
+            "a name, `prefill:NAME,decode:NAME`, `prefix:NAME,suffix:NAME`, `-NAME[,-NAME]`, or "
+            "`auto`",
             "Selects the attention backend. A name is never replaced by another backend; a "
             "leading `-` excludes a backend from auto.",
             _text,

@@ -15,7 +15,7 @@ LAYERS = (
     ("cache", "workspace", "tuning"),
     ("metadata",),
     ("backends.base", "backends.builtin", "backends.plugins", "backends._foreign"),
-    ("backends.loading",),
+    ("backends.loading", "backends._pairs"),
     ("backends",),
     ("selection",),
     ("instrumentation", "call_checks", "call_plans", "layer_scales", "layer", "compile", "warmup"),

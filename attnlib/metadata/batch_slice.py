@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnlib.metadata.shared_prefix import prefixes_of_requests
+
 if TYPE_CHECKING:
     from attnlib.metadata.common import CommonAttentionMetadata
 
@@ -63,4 +65,5 @@ def slice_batch(
         else common.causal,
         query_bias=part(common.query_bias, tokens),
         score_tensors=rows_of(common.score_tensors, requests),
+        shared_prefixes=prefixes_of_requests(common.shared_prefixes, requests.start, requests.stop),
     )

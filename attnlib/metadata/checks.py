@@ -11,6 +11,7 @@ from attnlib import env
 from attnlib.errors import ContractError
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.host_lengths import check_type
+from attnlib.metadata.shared_prefix import check_shared_blocks
 from attnlib.metadata.values import BatchValues, check_values
 from attnlib.spec import AttentionSpec
 
@@ -41,6 +42,8 @@ def check_batch(
         )
     if env.read("ATTNLIB_VALIDATE") and not _is_capturing(common.seq_lens):
         check_values(BatchValues.of_batch(common, spec.block_size, needs_host_lengths))
+        if common.shared_prefixes and common.block_table_tensor is not None:
+            check_shared_blocks(common.shared_prefixes, common.block_table_tensor, spec.block_size)
 
 
 def _is_capturing(tensor: torch.Tensor) -> bool:

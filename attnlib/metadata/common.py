@@ -22,6 +22,7 @@ from attnlib.metadata.lengths import (
     table_and_slots,
     upper_bound,
 )
+from attnlib.metadata.shared_prefix import SharedPrefix
 
 __all__ = ["CommonAttentionMetadata", "refuse_strided"]
 
@@ -57,6 +58,10 @@ class CommonAttentionMetadata:
             device; None for layers without one.
         is_cross_attention: the keys come from another sequence (encoder output), which does not
             contain the queries.
+        shared_prefixes: prefixes that requests have in the same cache blocks, as
+            `metadata.shared_prefix.find_shared_prefixes` finds them in a block table on the host;
+            None if they are not known. They change no result (M13); backends named
+            `prefix:NAME,suffix:NAME` compute them once.
     """
 
     query_start_loc: torch.Tensor
@@ -74,6 +79,7 @@ class CommonAttentionMetadata:
     query_bias: torch.Tensor | None = None
     score_tensors: Mapping[str, torch.Tensor] | None = None
     is_cross_attention: bool = False
+    shared_prefixes: Sequence[SharedPrefix] | None = None
 
     def __post_init__(self) -> None:
         # Rows of padding write nothing (P4). The caller's tensor is not written.

@@ -1,5 +1,6 @@
 """Backend selection: from a spec and a device to a backend class, or a report with all reasons."""
 
+from attnlib.selection.decision import is_pair
 from attnlib.selection.groups import GroupSelection, select_for_groups
 from attnlib.selection.registry import list_backends, register_backend, unregister_backend
 from attnlib.selection.report import CandidateReport, SelectionReport, SelectionStatus
@@ -7,6 +8,7 @@ from attnlib.selection.selector import (
     explain,
     get_attn_backend,
     load_backend,
+    merge_attention,
     use_backend,
 )
 
@@ -17,8 +19,10 @@ __all__ = [
     "SelectionStatus",
     "explain",
     "get_attn_backend",
+    "is_pair",
     "list_backends",
     "load_backend",
+    "merge_attention",
     "register_backend",
     "select_for_groups",
     "unregister_backend",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from attnlib.backends.base import AttentionBackend
+from attnlib.backends.cascade import make_cascade
 from attnlib.backends.composite import make_composite
 from attnlib.device import DeviceInfo
 from attnlib.errors import LayoutMismatchError, UnknownBackendError
@@ -21,10 +22,12 @@ from attnlib.tuning import Ranking
 
 __all__ = [
     "AUTO",
+    "PAIR_SYNTAX",
     "Probe",
     "Request",
     "auto_order",
     "decide",
+    "is_pair",
     "parse_request",
     "unknown_backend_error",
 ]
@@ -44,77 +47,96 @@ class Request:
 
     Attributes:
         source: where it comes from: "argument", "use_backend", "ATTNLIB_BACKEND" or "default".
-        prefill, decode: names of the requested backends; both None for auto.
+        first, second: names of the requested backends, equal for a single one; None for auto.
+        roles: what a pair uses them for, a key of `PAIRS`; None for a single backend or auto.
         excluded: names that auto must skip, without importing them.
     """
 
     source: str
-    prefill: str | None = None
-    decode: str | None = None
+    first: str | None = None
+    second: str | None = None
+    roles: tuple[str, str] | None = None
     excluded: frozenset[str] = frozenset()
 
     @property
     def is_auto(self) -> bool:
         """True if no backend is requested."""
-        return self.prefill is None
-
-    @property
-    def is_composite(self) -> bool:
-        """True if the two phases name different backends."""
-        return self.prefill != self.decode
+        return self.first is None
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the requested backends, the pair's own name first; empty for auto."""
-        return () if self.is_auto else (self.text, str(self.prefill), str(self.decode))
+        return () if self.is_auto else (self.text, str(self.first), str(self.second))
 
     @property
     def text(self) -> str:
         """The request in the syntax of ATTNLIB_BACKEND."""
         if self.is_auto:
             return ",".join(["auto", *(f"-{name}" for name in sorted(self.excluded))])
-        return (
-            f"prefill:{self.prefill},decode:{self.decode}"
-            if self.is_composite
-            else str(self.prefill)
-        )
+        if self.roles is None:
+            return str(self.first)
+        return f"{self.roles[0]}:{self.first},{self.roles[1]}:{self.second}"
+
+    def combine(self, first: Backend, second: Backend) -> Backend:
+        """The backend of the request, from the two named ones.
+
+        Raises:
+            LayoutMismatchError: the two backends of a pair read no common cache layout.
+        """
+        return first if self.roles is None else PAIRS[self.roles](first, second)
 
 
 AUTO = Request("default")
 
+PAIRS: dict[tuple[str, str], Callable[[Backend, Backend], Backend]] = {
+    ("prefill", "decode"): make_composite,
+    ("prefix", "suffix"): make_cascade,
+}
+"""How two backends serve one layer, by the names of their roles."""
+PAIR_SYNTAX = ", ".join(f"'{first}:NAME,{second}:NAME'" for first, second in PAIRS)
+
 
 def parse_request(text: str, source: str, known: Iterable[str]) -> Request:
-    """Parse `NAME`, `auto`, `prefill:NAME,decode:NAME`, or `-NAME[,-NAME]`.
+    """Parse `NAME`, `auto`, `prefill:NAME,decode:NAME`, `prefix:NAME,suffix:NAME`, or
+    `-NAME[,-NAME]`.
 
     Raises:
         UnknownBackendError: a name that is not registered, or another syntax.
     """
-    names, phases, excluded, plain = set(known), {}, set(), []
+    names, roles, excluded, plain = set(known), {}, set(), []
+    pairs = {role for pair in PAIRS for role in pair}
     for part in (item.strip().lower() for item in text.split(",")):
         if not part or part == "auto":
             continue
-        phase, colon, rest = part.partition(":")
-        name = rest.strip() if colon and phase in ("prefill", "decode") else part.removeprefix("-")
+        role, colon, rest = part.partition(":")
+        name = rest.strip() if colon and role in pairs else part.removeprefix("-")
         if name not in names:
             raise unknown_backend_error(name, text, source, names)
         if part.startswith("-"):
             excluded.add(name)
         elif name != part:
-            phases[phase] = name
+            roles[role] = name
         else:
             plain.append(name)
-    if (
-        len(plain) > 1
-        or (plain and (phases or excluded))
-        or (phases and (excluded or len(phases) != 2))
-    ):
+    pair = next((pair for pair in PAIRS if set(pair) == roles.keys()), None)
+    if len(plain) > 1 or (plain and (roles or excluded)) or (roles and (excluded or pair is None)):
         raise UnknownBackendError(
-            f"{source}={text!r} is not a valid request: give one name, "
-            f"'prefill:NAME,decode:NAME', or '-NAME' for each backend that auto must skip"
+            f"{source}={text!r} is not a valid request: give one name, {PAIR_SYNTAX}, or '-NAME' "
+            "for each backend that auto must skip"
         )
     if plain:
         return Request(source, plain[0], plain[0])
-    return Request(source, phases.get("prefill"), phases.get("decode"), frozenset(excluded))
+    if pair is None:
+        return Request(source, excluded=frozenset(excluded))
+    first, second = roles[pair[0]], roles[pair[1]]
+    # One backend for prefills and decodes is that backend.
+    single = pair == ("prefill", "decode") and first == second
+    return Request(source, first, second, None if single else pair)
+
+
+def is_pair(text: str) -> bool:
+    """Whether a request begins with a role of a pair, such as `prefill:NAME`."""
+    return text.strip().lower().partition(":")[0] in {role for pair in PAIRS for role in pair}
 
 
 def unknown_backend_error(
@@ -188,9 +210,9 @@ def decide(
     chosen = None
     if request.is_auto:
         chosen = next((entry.name for entry in order if entry.name in accepted), None)
-    elif {request.prefill, request.decode} <= accepted.keys():
+    elif {request.first, request.second} <= accepted.keys():
         chosen = request.text
-        if request.is_composite:
+        if request.roles is not None:
             pair = _evaluate_pair(spec, device, request, accepted)
             candidates.insert(0, pair)
             chosen = chosen if pair.status is SelectionStatus.ACCEPTED else None
@@ -241,7 +263,7 @@ def _evaluate_pair(
 ) -> CandidateReport:
     """Two accepted backends may not fit together: no common layout, or no decode phase."""
     try:
-        pair = make_composite(accepted[str(request.prefill)], accepted[str(request.decode)])
+        pair = request.combine(accepted[str(request.first)], accepted[str(request.second)])
     except LayoutMismatchError as error:
         return CandidateReport(request.text, SelectionStatus.UNSUPPORTED, (str(error),))
     return _evaluate(spec, device, request.text, pair)

@@ -20,7 +20,8 @@ import torch
 from attnlib import env, tuning
 from attnlib.backends._foreign.imports import environment_facts
 from attnlib.backends.base import AttentionBackend
-from attnlib.backends.composite import make_composite
+from attnlib.backends.cascade import make_cascade
+from attnlib.backends.cascade.schedule import DEFAULT_RULE, PrefixRule
 from attnlib.backends.loading import check_backend_class
 from attnlib.backends.placeholder import PlaceholderBackend
 from attnlib.cache.layout import get_kv_cache_layout
@@ -28,6 +29,7 @@ from attnlib.device import DeviceInfo, current_device_index, resolve_device
 from attnlib.errors import BackendUnavailableError, UnknownBackendError
 from attnlib.selection.decision import (
     AUTO,
+    PAIR_SYNTAX,
     Probe,
     Request,
     decide,
@@ -51,6 +53,7 @@ __all__ = [
     "get_attn_backend",
     "load_backend",
     "measured_ranking",
+    "merge_attention",
     "selection_state",
     "use_backend",
 ]
@@ -67,7 +70,10 @@ _cache: dict[tuple[Any, ...], Backend] = {}
 
 
 def load_backend(name: str) -> Backend:
-    """The class of a name or a pair (`prefill:NAME,decode:NAME`), even if it cannot run here.
+    """The class of a name or a pair, even if it cannot run here.
+
+    Args:
+        name: NAME, `prefill:NAME,decode:NAME` or `prefix:NAME,suffix:NAME`.
 
     Raises:
         UnknownBackendError: a name that is not registered.
@@ -76,7 +82,7 @@ def load_backend(name: str) -> Backend:
     """
     if ":" in name:
         request = parse_request(name, "name", registrations())
-        return make_composite(load_backend(str(request.prefill)), load_backend(str(request.decode)))
+        return request.combine(load_backend(str(request.first)), load_backend(str(request.second)))
     entry = lookup(name)
     if entry is None:
         raise unknown_backend_error(name.strip().lower(), name, "name", registrations())
@@ -88,6 +94,32 @@ def load_backend(name: str) -> Backend:
         raise BackendUnavailableError(
             f"backend {entry.name!r} cannot be imported: {import_reason(error, entry)}"
         ) from error
+
+
+def merge_attention(
+    prefix: str | Backend, suffix: str | Backend, rule: PrefixRule = DEFAULT_RULE
+) -> Backend:
+    """The backend that computes prefixes which requests share with `prefix` and the rest of each
+    request with `suffix`, and merges both by their log-sum-exps.
+
+    The names "prefix:NAME,suffix:NAME" select the same backend. The batch states its prefixes in
+    `CommonAttentionMetadata.shared_prefixes`.
+
+    Args:
+        prefix, suffix: names or classes of backends; both may be the same.
+        rule: which prefixes are computed once; by default those that save at least 64 MiB of
+            reads.
+
+    Raises:
+        UnknownBackendError: a name that is not registered.
+        BackendUnavailableError: a backend that cannot be imported.
+        LayoutMismatchError: the two read no common cache layout.
+    """
+    first, second = (
+        load_backend(backend) if isinstance(backend, str) else backend
+        for backend in (prefix, suffix)
+    )
+    return make_cascade(first, second, rule)
 
 
 @contextmanager
@@ -129,8 +161,8 @@ def get_attn_backend(
 
     Args:
         spec: what the layer needs.
-        backend: a name, `prefill:NAME,decode:NAME`, a class, or None to use `use_backend`,
-            ATTNLIB_BACKEND, or priority, in this order.
+        backend: a name, `prefill:NAME,decode:NAME`, `prefix:NAME,suffix:NAME`, a class, or None to
+            use `use_backend`, ATTNLIB_BACKEND, or priority, in this order.
         device: where the layer runs; None means a GPU if torch finds one, else the CPU.
         layer_name: name of the layer or group, for the log line.
 
@@ -232,18 +264,16 @@ def _select(spec: AttentionSpec, backend: Any, device: DeviceInfo, layer_name: s
     if report.chosen is None:
         # What is missing may be installed before the next call.
         _cached_availability.cache_clear()
-        if {request.prefill, request.decode} <= set(report.accepted):
+        if {request.first, request.second} <= set(report.accepted):
             # Both backends fit, the pair does not: raises if it is because of the layouts.
-            make_composite(
-                entries[str(request.prefill)].load(), entries[str(request.decode)].load()
-            )
+            request.combine(entries[str(request.first)].load(), entries[str(request.second)].load())
         raise selection_error(
             spec, report, request.names, lambda name: _versions(entries[name], device)
         )
     if request.is_auto:
         _log.info("%s%s", f"{layer_name}: " if layer_name else "", report.one_line())
         return entries[report.chosen].load()
-    return make_composite(entries[str(request.prefill)].load(), entries[str(request.decode)].load())
+    return request.combine(entries[str(request.first)].load(), entries[str(request.second)].load())
 
 
 def _decide(
@@ -290,7 +320,7 @@ def _parse(value: Any, source: str) -> tuple[Request, Mapping[str, Backend]]:
     if value is not None and not isinstance(value, str):
         raise UnknownBackendError(
             f"{source}={value!r} is a {type(value).__name__}: give a backend's name, "
-            f"'prefill:NAME,decode:NAME', or a class"
+            f"{PAIR_SYNTAX}, or a class"
         )
     request = parse_request(value or "", source, registrations())
     return (request if request.excluded or not request.is_auto else AUTO), {}

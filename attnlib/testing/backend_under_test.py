@@ -40,9 +40,10 @@ def load_backend(backend: str | Backend) -> Backend:
     """
     if isinstance(backend, type):
         return backend
-    if ":" not in backend or backend.lower().startswith(("prefill:", "decode:")):
-        from attnlib.selection import load_backend as load_registered
+    from attnlib.selection import is_pair
+    from attnlib.selection import load_backend as load_registered
 
+    if ":" not in backend or is_pair(backend):
         return load_registered(backend)
     loaded = load_object(backend)
     if not (isinstance(loaded, type) and issubclass(loaded, AttentionBackend)):

@@ -39,11 +39,18 @@ def test_signatures_are_equal(module: str) -> None:
     assert ours == theirs
 
 
-@pytest.mark.parametrize("name", ["packed_prefill", "packed_write"])
-def test_signatures_of_further_operations_are_equal(name: str) -> None:
-    """As above, for the module with three operations."""
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("merge_states", "merge_partial_rows"),
+        ("packed_attention", "packed_prefill"),
+        ("packed_attention", "packed_write"),
+    ],
+)
+def test_signatures_of_further_operations_are_equal(module: str, name: str) -> None:
+    """As above, for modules with more than one operation."""
     ours, theirs = (
-        inspect.signature(getattr(import_module(f"attnlib.ops.{folder}.packed_attention"), name))
+        inspect.signature(getattr(import_module(f"attnlib.ops.{folder}.{module}"), name))
         for folder in ("torch", "triton")
     )
     assert ours == theirs

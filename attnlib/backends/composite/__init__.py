@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import copyreg
 from abc import ABCMeta
-from dataclasses import fields
 from typing import Any, ClassVar, cast
 from weakref import WeakValueDictionary
 
+from attnlib.backends._pairs import common_capabilities
 from attnlib.backends.base import AttentionBackend, AttentionImpl
 from attnlib.backends.composite.impl import CompositeImpl
 from attnlib.backends.composite.metadata import CompositeMetadata, CompositeMetadataBuilder
-from attnlib.cache.layout import LAYOUTS, negotiate_layout
-from attnlib.capabilities import NOT_STATED, Capabilities, Reason, Sizes
+from attnlib.capabilities import Reason
 from attnlib.device import DeviceInfo
-from attnlib.errors import LayoutMismatchError
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
-from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport
+from attnlib.spec import AttentionSpec, CudaGraphSupport
 
 __all__ = ["CompositeBackend", "make_composite"]
 
@@ -114,7 +112,16 @@ def make_composite(prefill: Backend, decode: Backend) -> Backend:
         return prefill
     found = _composites.get((prefill, decode))
     if found is None:
-        capabilities = _common(prefill, decode)
+        support = (backend.capabilities.cudagraph for backend in (prefill, decode))
+        capabilities = common_capabilities(
+            prefill,
+            decode,
+            # A graph would fix where a mixed batch is split; a uniform batch belongs to one child.
+            cudagraph=min(
+                *(level or CudaGraphSupport.NEVER for level in support),
+                CudaGraphSupport.UNIFORM_BATCH,
+            ),
+        )
         children = {"prefill_backend": prefill, "decode_backend": decode, "__module__": __name__}
         builder = {
             **children,
@@ -148,67 +155,3 @@ def _reduce_part(cls: Any) -> tuple[Any, ...]:
 
 copyreg.pickle(_CompositeMeta, _reduce)
 copyreg.pickle(_CompositePartMeta, _reduce_part)
-
-
-def _common(prefill: Backend, decode: Backend) -> Capabilities:
-    """The capabilities that both declare.
-
-    Sets of sizes cannot be intersected in general: those of `decode` are used, and
-    `supports_combination` checks both children.
-    """
-    first, second = prefill.capabilities, decode.capabilities
-    layouts = _layouts(prefill, decode)
-    values: dict[str, Any] = {}
-    for name in (field.name for field in fields(Capabilities)):
-        values[name] = _both(getattr(first, name), getattr(second, name))
-    values.update(
-        kv_cache_layouts=layouts,
-        attn_types=tuple(
-            t
-            for t in values["attn_types"] or ()
-            if t in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
-        ),
-        min_capability=max(
-            (c for c in (first.min_capability, second.min_capability) if c), default=None
-        ),
-        max_capability=min(
-            (c for c in (first.max_capability, second.max_capability) if c), default=None
-        ),
-        needs_finite_cache=first.needs_finite_cache or second.needs_finite_cache,
-        allocates_in_forward=first.allocates_in_forward or second.allocates_in_forward,
-        batch_invariant=False,
-        key_selection=False,  # lists are not split between the children
-        # A graph would fix where a mixed batch is split; a uniform batch belongs to one child.
-        cudagraph=min(
-            first.cudagraph or CudaGraphSupport.NEVER,
-            second.cudagraph or CudaGraphSupport.NEVER,
-            CudaGraphSupport.UNIFORM_BATCH,
-        ),
-    )
-    return Capabilities(**values)
-
-
-def _both(first: Any, second: Any) -> Any:
-    if first is NOT_STATED or second is NOT_STATED:
-        return NOT_STATED
-    if isinstance(first, bool):
-        return first and second
-    if isinstance(first, tuple) and isinstance(second, tuple) and not isinstance(first, Sizes):
-        return tuple(value for value in first if value in second)
-    return second
-
-
-def _layouts(prefill: Backend, decode: Backend) -> tuple[str, ...]:
-    requirements = [
-        (child.get_name(), child.capabilities.kv_cache_layouts or ("NHD",))
-        for child in (prefill, decode)
-    ]
-    best = negotiate_layout(requirements)  # raises if there is none
-    rest = []
-    for name in LAYOUTS:
-        try:
-            negotiate_layout(requirements, name)
-        except LayoutMismatchError:
-            continue
-        rest.append(name)
-    return (best, *(name for name in rest if name != best))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["merge_states"]
+__all__ = ["merge_partial_rows", "merge_states"]
 
 
 @torch.no_grad()
@@ -49,3 +49,38 @@ def _without_inf(lse: Tensor) -> Tensor:
 def _weighted(out: Tensor, lse: Tensor, reference: Tensor, dtype: torch.dtype) -> Tensor:
     weight = torch.exp(lse - reference).unsqueeze(-1)
     return torch.where(weight > 0, out.to(dtype) * weight, 0.0)
+
+
+@torch.no_grad()
+def merge_partial_rows(
+    out: Tensor,
+    lse: Tensor,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    partial_starts: Tensor,
+    partial_rows: Tensor,
+) -> None:
+    """Merge any number of partial states into each token's state, in place.
+
+    Args:
+        out: `[T, Hq, Dv]`, the first state of each token; overwritten with the merged one.
+        lse: `[T, Hq]` float32, likewise. As in `merge_states`, -inf and +inf mean no keys.
+        partial_out: `[P, Hq, Dv]`, states over other keys.
+        partial_lse: `[P, Hq]` float32.
+        partial_starts: `[T + 1]` int32; token t has entries `[starts[t], starts[t + 1])`.
+        partial_rows: `[n]` int32, rows of the partial states, grouped by token.
+    """
+    counts = (partial_starts[1:] - partial_starts[:-1]).long()
+    tokens = torch.repeat_interleave(torch.arange(len(counts), device=out.device), counts)
+    rows = partial_rows[: tokens.shape[0]].long()
+    dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
+    log_own, log_parts = _without_inf(lse.to(dtype)), _without_inf(partial_lse.to(dtype)[rows])
+    index = tokens.unsqueeze(-1).expand_as(log_parts)
+    largest = log_own.scatter_reduce(0, index, log_parts, "amax")
+    reference = largest.masked_fill(largest == -torch.inf, 0.0)
+    weights = torch.exp(log_own - reference)
+    weights = weights.index_add(0, tokens, torch.exp(log_parts - reference[tokens]))
+    total = _weighted(out, log_own, reference, dtype)
+    total.index_add_(0, tokens, _weighted(partial_out[rows], log_parts, reference[tokens], dtype))
+    out.copy_(total / torch.where(weights > 0, weights, 1.0).unsqueeze(-1))
+    lse.copy_(torch.where(weights > 0, reference + torch.log(weights), -torch.inf))

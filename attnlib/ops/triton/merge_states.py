@@ -5,15 +5,20 @@ The weight of each part is exp(lse - lse_merged). Used for cascades and cached p
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 from torch import Tensor
 
 from attnlib.ops.triton.heuristics.device import device_guard, limits_of
-from attnlib.ops.triton.kernels.merge_states import merge_states_kernel
+from attnlib.ops.triton.kernels.merge_states import (
+    merge_partial_rows_kernel,
+    merge_states_kernel,
+)
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
 
-__all__ = ["merge_states"]
+__all__ = ["merge_partial_rows", "merge_states"]
 
 _ELEMENTS_PER_PROGRAM = 2048
 
@@ -44,7 +49,9 @@ def merge_states(
     tensors = (out_a, lse_a, out_b, lse_b, out, target)
     layouts = ((x.dtype, x.stride()) for x in tensors)
     key = ("merge states", out.get_device(), out.shape, lse is None, *layouts)
-    launch = LAUNCHES.get(key) or LAUNCHES.keep(key, _launch(out, lse is not None))
+    launch = LAUNCHES.get(key) or LAUNCHES.keep(
+        key, _launch(merge_states_kernel, out, HAS_LSE=lse is not None)
+    )
     numbers = (
         out.shape[1], out_a.stride(0), out_a.stride(1), out_b.stride(0), out_b.stride(1),
         out.stride(0), out.stride(1),
@@ -62,18 +69,51 @@ def merge_states(
         launch.run((*tensors, *numbers), addresses, out.get_device())
 
 
-def _launch(out: Tensor, has_lse: bool) -> BoundLaunch:
+def merge_partial_rows(
+    out: Tensor,
+    lse: Tensor,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    partial_starts: Tensor,
+    partial_rows: Tensor,
+) -> None:
+    """Merge any number of partial states into each token's state, in place.
+
+    Args:
+        out: `[T, Hq, Dv]`, the first state of each token; overwritten with the merged one.
+        lse: `[T, Hq]` float32, likewise. As in `merge_states`, -inf and +inf mean no keys.
+        partial_out: `[P, Hq, Dv]`, states over other keys.
+        partial_lse: `[P, Hq]` float32.
+        partial_starts: `[T + 1]` int32; token t has entries `[starts[t], starts[t + 1])`.
+        partial_rows: `[n]` int32, rows of the partial states, grouped by token.
+    """
+    if out.numel() == 0 or partial_out.numel() == 0:
+        return
+    limits_of(out)
+    tensors = (out, lse, partial_out, partial_lse, partial_starts, partial_rows)
+    layouts = ((x.dtype, x.stride()) for x in tensors)
+    key = ("merge partial rows", out.get_device(), out.shape, *layouts)
+    launch = LAUNCHES.get(key) or LAUNCHES.keep(key, _launch(merge_partial_rows_kernel, out))
+    numbers = (
+        out.shape[1], out.stride(0), out.stride(1), lse.stride(0),
+        partial_out.stride(0), partial_out.stride(1), partial_lse.stride(0),
+    )  # fmt: skip
+    addresses = 0
+    for tensor in tensors:
+        addresses |= tensor.data_ptr()
+    with device_guard(out):
+        launch.run((*tensors, *numbers), addresses, out.get_device())
+
+
+def _launch(kernel: Any, out: Tensor, **constants: object) -> BoundLaunch:
     num_tokens, num_heads, head_size_v = out.shape
     padded = triton.next_power_of_2(head_size_v)
     block_h = max(1, min(triton.next_power_of_2(num_heads), _ELEMENTS_PER_PROGRAM // padded))
-    constants = {
-        "HAS_LSE": has_lse,
+    constants |= {
         "DV": head_size_v,
         "DV_PAD": padded,
         "BLOCK_H": block_h,
         "num_warps": 4,
         "enable_fp_fusion": True,
     }
-    return BoundLaunch(
-        merge_states_kernel, (num_tokens, triton.cdiv(num_heads, block_h), 1), constants
-    )
+    return BoundLaunch(kernel, (num_tokens, triton.cdiv(num_heads, block_h), 1), constants)

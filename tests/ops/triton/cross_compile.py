@@ -438,6 +438,14 @@ def _merge() -> None:
     merge_states(out, lse, out, lse, out, lse)
 
 
+def _merge_rows() -> None:
+    from attnlib.ops.triton.merge_states import merge_partial_rows
+
+    out, lse = torch.empty(4, 8, 128, dtype=torch.bfloat16), torch.empty(4, 8)
+    starts = torch.zeros(5, dtype=torch.int32)
+    merge_partial_rows(out, lse, out, lse, starts, starts)
+
+
 def _varying() -> None:
     """Decodes and prefills of one layer with everything that varies from step to step."""
     from attnlib.ops.triton.paged_decode import paged_decode
@@ -475,6 +483,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "append": ("append", {}),
     "slots": ("slots", {}),
     "merge": ("merge", {}),
+    "merge-rows": ("merge-rows", {}),
     "varying": ("varying", {}),
     "decode-64": ("decode", {"d": 64, "group": 8, "features": "window sinks"}),
     "decode-128": ("decode", {}),
@@ -633,7 +642,10 @@ def run_case(name: str) -> None:
     elif operation == "write":
         _cache_write(**options)
     else:
-        {"append": _append, "slots": _slots, "merge": _merge, "varying": _varying}[operation]()
+        {
+            "append": _append, "slots": _slots, "merge": _merge, "merge-rows": _merge_rows,
+            "varying": _varying,
+        }[operation]()  # fmt: skip
 
 
 def main(arguments: list[str]) -> None:

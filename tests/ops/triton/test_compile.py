@@ -35,6 +35,7 @@ SMALL = [
     "append",
     "slots",
     "merge",
+    "merge-rows",
     "packed-write",
     "packed-write-fp8",
 ]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from attnlib.ops.triton.merge_states import merge_states
+from attnlib.ops.torch.merge_states import merge_partial_rows as reference_merge_partial_rows
+from attnlib.ops.triton.merge_states import merge_partial_rows, merge_states
 from tests.ops.triton.paged_inputs import DTYPES, assert_close
+
+Merge = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
 def _states(
@@ -92,3 +96,30 @@ def test_no_tokens(device: torch.device) -> None:
     """M7: zero tokens."""
     out, lse = torch.empty(0, 3, 16, device=device), torch.empty(0, 3, device=device)
     merge_states(out, lse, out, lse, out, lse)
+
+
+@pytest.mark.parametrize("operation", [merge_partial_rows, reference_merge_partial_rows])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_partial_rows(device: torch.device, dtype: torch.dtype, operation: Merge) -> None:
+    """L2: each token gets its own partial states, in any number, from any rows."""
+    (own, parts), (lse_own, lse_parts) = _states(2, device, dtype)
+    rows = [[], [3], [6, 0], [1, 2, 5], [], [4], []]
+    lse_own[2, 1] = -math.inf  # a state without keys, whose output is not read
+    own[2, 1] = math.nan
+    lse_parts[2, 0] = math.inf
+    parts[2, 0] = math.nan
+    lse_own[5, 2] = lse_parts[4, 2] = -math.inf
+    starts = torch.tensor([0, *torch.tensor([len(r) for r in rows]).cumsum(0)], dtype=torch.int32)
+    index = torch.tensor([row for group in rows for row in group], dtype=torch.int32)
+    out, lse = own.clone(), lse_own.clone()
+    operation(out, lse, parts, lse_parts, starts.to(device), index.to(device))
+    for token, group in enumerate(rows):
+        states = [(own, lse_own, token), *((parts, lse_parts, row) for row in group)]
+        for head in range(own.shape[1]):
+            live = [(o[i, head], s[i, head]) for o, s, i in states if s[i, head].isfinite()]
+            if not live:
+                assert lse[token, head] == -math.inf and not out[token, head].any()
+                continue
+            want, merged = _expected([o[None] for o, _ in live], [s[None] for _, s in live])
+            assert_close(out[token, head], want[0], dtype)
+            assert_close(lse[token, head], merged[0], torch.float32, "lse")

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from attnlib.ops.triton.kernels.softmax import LN2, LOG2E
 
-__all__ = ["merge_states_kernel"]
+__all__ = ["merge_partial_rows_kernel", "merge_states_kernel"]
 
 
 @triton.jit
@@ -56,4 +56,50 @@ def merge_states_kernel(
     tl.store(target, (x + y).to(out.dtype.element_ty), mask=mask)
     if HAS_LSE:
         merged = tl.where(total == 0.0, minus_inf, finite_max + tl.log2(safe_total) * LN2)
+        tl.store(lse + token * stride_lo + head, merged, mask=live)
+
+
+@triton.jit
+def merge_partial_rows_kernel(
+    out, lse, partial_out, partial_lse, partial_starts, partial_rows, num_heads, stride_ot,
+    stride_oh, stride_lo, stride_pt, stride_ph, stride_lp, DV: tl.constexpr, DV_PAD: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Merge the partial states of one token into its own state. Grid: (tokens, blocks of heads).
+
+    The states are read one after the other, with the running maximum of an online softmax: their
+    number differs between tokens.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    first, end = tl.load(partial_starts + token), tl.load(partial_starts + token + 1)
+    if first < end:
+        head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
+        live = head < num_heads
+        minus_inf = float("-inf")
+        lanes = tl.arange(0, DV_PAD)
+        mask = live[:, None] & (lanes < DV)[None, :]
+        top = tl.load(lse + token * stride_lo + head, mask=live, other=minus_inf)
+        top = tl.where(top == float("inf"), minus_inf, top)
+        target = out + (token * stride_ot + head * stride_oh)[:, None] + lanes[None, :]
+        total = tl.where(top == minus_inf, 0.0, 1.0)
+        acc = tl.load(target, mask=mask, other=0.0).to(tl.float32)
+        # A state without keys may hold anything, and 0 * NaN is NaN.
+        acc = tl.where(total[:, None] == 0.0, 0.0, acc)
+        for entry in range(first, end):
+            row = tl.load(partial_rows + entry).to(tl.int64)
+            part = tl.load(partial_lse + row * stride_lp + head, mask=live, other=minus_inf)
+            part = tl.where(part == float("inf"), minus_inf, part)
+            new_top = tl.maximum(top, part)
+            finite_top = tl.where(new_top == minus_inf, 0.0, new_top)
+            keep = tl.exp2((top - finite_top) * LOG2E)
+            weight = tl.exp2((part - finite_top) * LOG2E)
+            source = partial_out + (row * stride_pt + head * stride_ph)[:, None] + lanes[None, :]
+            x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+            x = tl.where(weight[:, None] == 0.0, 0.0, x * weight[:, None])
+            acc = acc * keep[:, None] + x
+            total = total * keep + weight
+            top = new_top
+        safe_total = tl.where(total == 0.0, 1.0, total)
+        tl.store(target, (acc / safe_total[:, None]).to(out.dtype.element_ty), mask=mask)
+        merged = tl.where(total == 0.0, minus_inf, top + tl.log2(safe_total) * LN2)
         tl.store(lse + token * stride_lo + head, merged, mask=live)

@@ -1,0 +1,350 @@
+"""Metadata of a cascade: prefixes that several requests share, and the rest of each request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from attnlib.backends.base import AttentionBackend
+from attnlib.backends.cascade.schedule import (
+    PrefixPart,
+    PrefixRule,
+    not_shared_reason,
+    prefix_parts,
+    worthwhile,
+)
+from attnlib.errors import ContractError
+from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
+from attnlib.metadata.checks import check_batch
+from attnlib.metadata.common import CommonAttentionMetadata, refuse_strided
+from attnlib.metadata.shared_prefix import (
+    SharedPrefix,
+    check_shared_prefixes,
+    find_shared_prefixes,
+)
+from attnlib.spec import AttentionSpec, MaskKind
+
+__all__ = ["CascadeMetadata", "CascadeMetadataBuilder", "PrefixBatch", "prefix_spec"]
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixBatch:
+    """The parts of all shared prefixes as one batch, which every row of a part sees completely.
+
+    P rows: each query row once for each part of its prefixes.
+
+    Attributes:
+        metadata: of the prefix backend, for a batch with one request for each part.
+        query_rows: [P] int64 device, the row of the batch's queries that each row repeats.
+        partial_starts: [T + 1] int32 device; token t has entries `[starts[t], starts[t + 1])`.
+        partial_rows: [P] int32 device, rows of this batch, grouped by token.
+    """
+
+    metadata: Any
+    query_rows: torch.Tensor
+    partial_starts: torch.Tensor
+    partial_rows: torch.Tensor
+
+
+@dataclass(kw_only=True)
+class CascadeMetadata(AttentionMetadata):
+    """One batch, whose shared prefixes are computed once.
+
+    Attributes:
+        num_actual_tokens: T.
+        query_start_loc: `[R + 1]` int32 device, of the whole batch, for validation and recording.
+        seq_lens: `[R]` int32 device, likewise.
+        block_table: `[R, max_blocks]` int32 device, likewise, or None.
+        shared_prefixes: the prefixes that are computed once; empty if there are none.
+        suffix: the suffix backend's metadata: of each request without its shared prefixes.
+        prefix: the shared prefixes, or None if there are none.
+    """
+
+    fixed_fields: ClassVar[frozenset[str]] = frozenset(
+        {
+            "num_actual_tokens",
+            "num_decode_tokens",
+            "num_prefills",
+            "num_prefill_tokens",
+            "query_start_loc",
+            "seq_lens",
+            "block_table",
+            "shared_prefixes",
+        }
+    )
+
+    num_actual_tokens: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor | None
+    shared_prefixes: tuple[SharedPrefix, ...]
+    suffix: Any
+    prefix: PrefixBatch | None
+
+
+def prefix_spec(spec: AttentionSpec) -> AttentionSpec:
+    """The requirements on the prefix backend: every key of a prefix is visible to every query, and
+    the sink belongs to the suffix."""
+    return spec.replace(mask_kind=MaskKind.BIDIRECTIONAL, has_sink=False)
+
+
+class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
+    """Separates the shared prefixes of each batch; the two backends build their parts.
+
+    Prefixes come from `CommonAttentionMetadata.shared_prefixes`, or else from `common_prefix_len`.
+    On a CPU they are also found from the block table. `make_cascade` creates a subclass for each
+    pair of backends.
+    """
+
+    prefix_backend: ClassVar[type[AttentionBackend]]
+    suffix_backend: ClassVar[type[AttentionBackend]]
+    rule: ClassVar[PrefixRule]
+
+    def __init__(
+        self, spec: AttentionSpec, device: torch.device | str | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(spec, device, **kwargs)
+        kwargs.pop("config", None)
+        self._suffix = self.suffix_backend.make_builder(spec, device, **kwargs)
+        self._prefix: AttentionMetadataBuilder[Any] | None = None
+        if not_shared_reason(spec) is None:
+            # Without limits: prefixes are not captured, and repeat rows beyond any limit.
+            kwargs.pop("limits", None)
+            self._prefix = self.prefix_backend.make_builder(prefix_spec(spec), device, **kwargs)
+        self._num_sms = 0
+        if self.device.type == "cuda":
+            self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    def reorder_batch(self, input_batch: Any, scheduler_output: Any) -> bool:
+        """See `AttentionMetadataBuilder.reorder_batch`; the suffix backend decides."""
+        return self._suffix.reorder_batch(input_batch, scheduler_output)
+
+    def use_cascade_attention(
+        self,
+        common_prefix_len: int,
+        query_lens: Any,
+        num_query_heads: int,
+        num_kv_heads: int,
+        use_alibi: bool,
+        use_sliding_window: bool,
+        num_sms: int,
+    ) -> bool:
+        """Whether a prefix that all requests share is computed once."""
+        end = common_prefix_len // self.spec.block_size * self.spec.block_size
+        if self._prefix is None or len(query_lens) < 2 or end == 0:
+            return False
+        everyone = SharedPrefix(tuple(range(len(query_lens))), 0, end)
+        return bool(worthwhile([everyone], self.spec, self.rule))
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CascadeMetadata:
+        """The metadata of both parts.
+
+        Args:
+            common_prefix_len: leading tokens that all requests share. Read only if the batch does
+                not state its shared prefixes.
+            common_attn_metadata: the batch.
+            fast_build: as in `AttentionMetadataBuilder.build`.
+
+        Raises:
+            ContractError: shared prefixes that the batch cannot have.
+        """
+        common = common_attn_metadata
+        check_batch(common, self.spec, needs_host_lengths=self.needs_host_lengths)
+        chosen = self._choose(common_prefix_len, common)
+        if not chosen:
+            return self._metadata(common, self._suffix.build(common_prefix_len, common, fast_build))
+        query_lens, covered = common.query_lens_cpu.tolist(), [0] * common.num_reqs
+        for prefix in chosen:
+            for request in prefix.requests:
+                covered[request] = prefix.end
+        parts = prefix_parts(chosen, query_lens, self.spec, self._num_sms, self.rule)
+        suffix = self._suffix.build(0, _suffix_batch(common, covered, self.spec), fast_build)
+        prefix_batch = self._prefix_batch(common, parts, query_lens)
+        return self._metadata(common, suffix, tuple(chosen), prefix_batch)
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> CascadeMetadata:
+        """The metadata to capture a CUDA graph with: no prefix is shared, because a graph would
+        repeat the prefixes of the captured batch.
+
+        Raises:
+            ContractError: the batch has strided metadata.
+        """
+        refuse_strided(common_attn_metadata)
+        suffix = self._suffix.build_for_cudagraph_capture(common_attn_metadata)
+        return self._metadata(common_attn_metadata, suffix)
+
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> CascadeMetadata:
+        """The metadata of one draft step; no prefix is shared."""
+        suffix = self._suffix.build_for_drafting(common_attn_metadata, draft_index)
+        return self._metadata(common_attn_metadata, suffix)
+
+    def seq_len_bounds(self, num_reqs: int, least: int, most: int) -> list[int]:
+        """The bounds of the suffix backend."""
+        return self._suffix.seq_len_bounds(num_reqs, least, most)
+
+    def update_block_table(
+        self, metadata: CascadeMetadata, block_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> CascadeMetadata:
+        """The same batch with other blocks.
+
+        Raises:
+            ContractError: the batch has shared prefixes, which other blocks need not share.
+        """
+        if metadata.prefix is not None:
+            raise ContractError(
+                "update_block_table of a batch with shared prefixes: the other blocks may share "
+                "other prefixes; build the batch again"
+            )
+        updated = super().update_block_table(metadata, block_table, slot_mapping)
+        updated.suffix = self._suffix.update_block_table(metadata.suffix, block_table, slot_mapping)
+        return updated
+
+    def _choose(
+        self, common_prefix_len: int, common: CommonAttentionMetadata
+    ) -> list[SharedPrefix]:
+        """The prefixes of a batch that are computed once."""
+        if (
+            self._prefix is None
+            or common.num_reqs < 2
+            or common.is_cross_attention
+            or common.query_start_loc_cpu is None
+            or common.seq_lens_cpu is None
+            or common.block_table_tensor is None
+        ):
+            return []
+        context = common.seq_lens_cpu - common.query_lens_cpu
+        block_size, found = self.spec.block_size, common.shared_prefixes
+        if found is not None:
+            check_shared_prefixes(found, context.tolist(), block_size)
+        elif common.block_table_tensor.device.type == "cpu":
+            found = find_shared_prefixes(common.block_table_tensor, context, block_size)
+        elif common_prefix_len:
+            end = min(common_prefix_len, int(context.min())) // block_size * block_size
+            found = [SharedPrefix(tuple(range(common.num_reqs)), 0, end)] if end else []
+        return worthwhile(found or [], self.spec, self.rule)
+
+    def _prefix_batch(
+        self, common: CommonAttentionMetadata, parts: Sequence[PrefixPart], query_lens: list[int]
+    ) -> PrefixBatch:
+        """The parts as a batch of the prefix backend. One copy takes all indices to the device."""
+        assert common.query_start_loc_cpu is not None and common.block_table_tensor is not None
+        assert self._prefix is not None
+        starts = common.query_start_loc_cpu.tolist()
+        rows: list[int] = []
+        part_starts = [0]
+        of_token: list[list[int]] = [[] for _ in range(starts[-1])]
+        for part in parts:
+            for request in part.requests:
+                for token in range(starts[request], starts[request] + query_lens[request]):
+                    of_token[token].append(len(rows))
+                    rows.append(token)
+            part_starts.append(len(rows))
+        partial_starts = [0]
+        for entries in of_token:
+            partial_starts.append(partial_starts[-1] + len(entries))
+        block = self.spec.block_size
+        host = {
+            "rows": rows,
+            "starts": part_starts,
+            "lengths": [part.end - part.start for part in parts],
+            "first": [part.requests[0] for part in parts],
+            "column": [part.start // block for part in parts],
+            "partial_starts": partial_starts,
+            "partial_rows": [row for entries in of_token for row in entries],
+        }
+        device = _to_device(host, common.query_start_loc.device)
+        longest = max(host["lengths"])
+        columns = torch.arange(longest // block, device=device["column"].device)
+        table = common.block_table_tensor
+        last = table.shape[1] - 1
+        columns = (device["column"].unsqueeze(1) + columns).clamp(max=last)
+        batch = CommonAttentionMetadata(
+            query_start_loc=device["starts"],
+            query_start_loc_cpu=torch.tensor(part_starts, dtype=torch.int32),
+            seq_lens=device["lengths"],
+            seq_lens_cpu=torch.tensor(host["lengths"], dtype=torch.int32),
+            num_reqs=len(parts),
+            num_actual_tokens=len(rows),
+            max_query_len=max(b - a for a, b in zip(part_starts, part_starts[1:], strict=False)),
+            max_seq_len=longest,
+            block_table_tensor=table[device["first"].long().unsqueeze(1), columns.long()],
+            causal=False,
+        )
+        return PrefixBatch(
+            metadata=self._prefix.build(0, batch),
+            query_rows=device["rows"].long(),
+            partial_starts=device["partial_starts"],
+            partial_rows=device["partial_rows"],
+        )
+
+    def _metadata(
+        self,
+        common: CommonAttentionMetadata,
+        suffix: Any,
+        chosen: tuple[SharedPrefix, ...] = (),
+        prefix: PrefixBatch | None = None,
+    ) -> CascadeMetadata:
+        return CascadeMetadata(
+            num_prefills=suffix.num_prefills,
+            num_prefill_tokens=suffix.num_prefill_tokens,
+            num_decode_tokens=suffix.num_decode_tokens,
+            slot_mapping=None if common.slot_mapping is None else common.slot_mapping.contiguous(),
+            num_actual_tokens=common.num_actual_tokens,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            shared_prefixes=chosen,
+            suffix=suffix,
+            prefix=prefix,
+        )
+
+
+def _to_device(host: dict[str, list[int]], device: torch.device) -> dict[str, torch.Tensor]:
+    """Lists of integers as int32 tensors on the device, by one copy."""
+    values = [value for numbers in host.values() for value in numbers]
+    packed = torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
+    parts = torch.split(packed, [len(numbers) for numbers in host.values()])
+    return dict(zip(host, parts, strict=True))
+
+
+def _suffix_batch(
+    common: CommonAttentionMetadata, covered: list[int], spec: AttentionSpec
+) -> CommonAttentionMetadata:
+    """The batch without the first `covered` tokens of each request.
+
+    Its queries keep their distance to the keys, because M1 counts positions from the end.
+    """
+    assert common.block_table_tensor is not None and common.seq_lens_cpu is not None
+    table, block = common.block_table_tensor, spec.block_size
+    if min(covered) == max(covered):  # the shared blocks are the same columns: a view suffices
+        shifted: Any = covered[0]
+        table = table[:, shifted // block :]
+        lengths_cpu = common.seq_lens_cpu - shifted
+    else:
+        skipped = torch.tensor(covered, dtype=torch.int32)
+        lengths_cpu = common.seq_lens_cpu - skipped
+        shifted = skipped.to(table.device, non_blocking=True)
+        columns = torch.arange(table.shape[1] - min(covered) // block, device=table.device)
+        columns = (columns + (shifted // block).unsqueeze(1)).clamp(max=table.shape[1] - 1)
+        table = table.gather(1, columns.long())
+    computed = common.num_computed_tokens_cpu
+    return common.replace(
+        seq_lens=common.seq_lens - shifted,
+        seq_lens_cpu=lengths_cpu,
+        num_computed_tokens_cpu=None if computed is None else lengths_cpu - common.query_lens_cpu,
+        max_seq_len=max(0, common.max_seq_len - min(covered)),
+        block_table_tensor=table,
+        shared_prefixes=None,
+    )

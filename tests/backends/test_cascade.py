@@ -1,0 +1,223 @@
+"""Cascades: prefixes computed once give the attention over all keys."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import attnlib
+from attnlib.backends.cascade.schedule import PrefixRule, prefix_parts
+from attnlib.errors import ContractError
+from attnlib.metadata.shared_prefix import SharedPrefix, find_shared_prefixes
+from attnlib.testing import run_conformance
+
+EVERY_PREFIX = PrefixRule(min_saved_bytes=0)
+PAIRS = ("prefix:torch,suffix:torch", "prefix:triton,suffix:triton", "prefix:triton,suffix:torch")
+
+
+def _spec(**changes: Any) -> attnlib.AttentionSpec:
+    values: dict[str, Any] = {
+        "num_heads": 4, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32, "block_size": 4,
+    }  # fmt: skip
+    return attnlib.AttentionSpec(**(values | changes))
+
+
+class Forest:
+    """A batch of requests whose block tables are paths in random trees.
+
+    Args:
+        seed: of the random choices.
+        decode: one new token for each request, else up to seven.
+        spec: of the layer.
+    """
+
+    def __init__(self, seed: int, spec: attnlib.AttentionSpec, decode: bool) -> None:
+        draw = random.Random(seed)
+        self.spec, block = spec, spec.block_size
+        self.num_blocks = 1
+        paths: list[list[int]] = [[]]
+        for _ in range(draw.randint(1, 6)):  # nodes; a level may be empty
+            paths.append(draw.choice(paths[-2:]) + self._blocks(draw.randint(0, 3)))
+        rows, queries, lengths = [], [], []
+        for _ in range(draw.choice([1, 2, 4, 6, 9])):
+            path = draw.choice(paths)
+            # A prefix may end inside of its last block; its other tokens are then shared too.
+            context = max(0, len(path) * block - draw.choice([0, 0, 1, block - 1]))
+            own = draw.randint(0, 6) if context == len(path) * block else 0
+            query = 1 if decode else draw.randint(0, 7)
+            total = context + own + query
+            # New tokens go to blocks of the request alone.
+            kept = path[: (context + own) // block] if own == 0 else path
+            rows.append(kept + self._blocks(-(-total // block) - len(kept)))
+            queries.append(query)
+            lengths.append(total)
+        torch.manual_seed(seed)
+        self.common = attnlib.CommonAttentionMetadata.from_lengths(
+            queries, lengths, rows, block, "cpu"
+        )
+        self.cache = attnlib.PagedKVCache.allocate(spec, self.num_blocks, "cpu")
+        for part in (self.cache.key_cache, self.cache.value_cache):
+            part.copy_(torch.randn(part.shape).to(part.dtype))
+        tokens = sum(queries)
+        self.rows = [
+            torch.randn(tokens, heads, spec.head_size).to(spec.dtype)
+            for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        ]
+        self.sinks = torch.randn(spec.num_heads) if spec.has_sink else None
+
+    def _blocks(self, count: int) -> list[int]:
+        first = self.num_blocks
+        self.num_blocks += max(0, count)
+        return list(range(first, self.num_blocks))
+
+    def run(self, backend: str, rule: PrefixRule = EVERY_PREFIX) -> tuple[Any, Any, Any, Any]:
+        """(output, LSE, cache after the call, metadata) of a backend."""
+        cls: Any = attnlib.get_attn_backend(self.spec, backend, "cpu")
+        if backend in PAIRS:
+            cls = attnlib.merge_attention(cls.prefix_backend, cls.suffix_backend, rule)
+        layer = attnlib.Attention(self.spec, backend=cls, device="cpu", sinks=self.sinks)
+        builder = cls.make_builder(self.spec, "cpu")
+        cache = copy.deepcopy(self.cache)
+        metadata = builder.build(0, self.common)
+        layer(*self.rows, cache, metadata)  # the second call repeats the plan
+        output, lse = layer(*self.rows, cache, metadata, return_lse=True)
+        return output, lse, cache, metadata
+
+
+@pytest.mark.parametrize("decode", [True, False], ids=["decodes", "mixed"])
+@pytest.mark.parametrize(
+    "backend", [PAIRS[0], *(pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS[1:])]
+)
+def test_random_forests_equal_flat_attention(backend: str, decode: bool) -> None:
+    """M13: empty levels, one request, prefixes that end inside a block, any number of levels."""
+    shared = 0
+    for seed in range(4 if "triton" in backend else 16):
+        forest = Forest(seed, _spec(has_sink=seed % 3 == 0, needs_lse=True), decode)
+        want, want_lse, cache, _ = forest.run("torch")
+        got, lse, written, metadata = forest.run(backend)
+        shared += metadata.prefix is not None
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-5)
+        assert torch.equal(cache.key_cache, written.key_cache)
+        assert torch.equal(cache.value_cache, written.value_cache)
+    assert shared >= 2, "the forests share too little for this test"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_cache_dtype", ["float16", "fp8_e4m3"])
+def test_half_precision_and_quantized_caches(kv_cache_dtype: str) -> None:
+    """M9, M13: the prefix backend reads the cache with the same scales."""
+    spec = _spec(dtype=torch.float16, kv_cache_dtype=kv_cache_dtype, logits_soft_cap=20.0)
+    forest = Forest(3, spec, decode=True)
+    want, *_ = forest.run("torch")
+    got, *_, metadata = forest.run(PAIRS[1])
+    assert metadata.prefix is not None
+    torch.testing.assert_close(got, want, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"sliding_window": 8}, "sliding window"),
+        ({"attention_chunk_size": 8}, "attention chunks"),
+        ({"window": attnlib.Window(None, 0)}, "sliding window"),
+    ],
+)
+def test_layers_without_shared_prefixes(changes: dict[str, Any], reason: str) -> None:
+    """A layer whose mask depends on the query's position runs the suffix backend alone."""
+    forest = Forest(3, _spec(**changes), decode=True)
+    want, *_ = forest.run("torch")
+    got, *_, metadata = forest.run(PAIRS[0])
+    assert metadata.prefix is None
+    assert torch.equal(got, want)
+    assert reason in str(attnlib.explain(forest.spec, device="cpu", backend=PAIRS[0]))
+
+
+@pytest.mark.slow
+def test_the_conformance_suite_passes() -> None:
+    """Every rule holds, with every prefix that batches of the suite share computed once."""
+    backend = attnlib.merge_attention("torch", "torch", EVERY_PREFIX)
+    report = run_conformance(backend, device="cpu", quick=True)
+    assert report.passed, str(report)
+
+
+def test_a_prefix_that_saves_too_little_is_not_shared() -> None:
+    """The rule counts the bytes that are not read again."""
+    forest = Forest(3, _spec(), decode=True)
+    *_, metadata = forest.run(PAIRS[0], PrefixRule(min_saved_bytes=1 << 30))
+    assert metadata.prefix is None and metadata.shared_prefixes == ()
+
+
+def test_wrong_prefixes_are_refused_before_anything_is_written() -> None:
+    """M13."""
+    forest = Forest(3, _spec(), decode=True)
+    forest.common = forest.common.replace(shared_prefixes=[SharedPrefix((0, 1), 0, 4096)])
+    with pytest.raises(ContractError, match="ends past"):
+        forest.run(PAIRS[0])
+
+
+def test_a_common_prefix_length() -> None:
+    """vLLM's argument of `build` states one prefix; it is cut to whole blocks of the context."""
+    spec = _spec()
+    backend = attnlib.merge_attention("torch", "torch", EVERY_PREFIX)
+    builder: Any = backend.make_builder(spec, "cpu")
+    common = attnlib.CommonAttentionMetadata.from_lengths(
+        [1, 1], [12, 14], [[1, 2, 3], [1, 2, 4, 5]], 4, "cpu"
+    )
+    chosen = builder._choose(11, common.replace(shared_prefixes=None))
+    assert chosen == [SharedPrefix((0, 1), 0, 8)]
+    assert builder.use_cascade_attention(8, [1, 1], 4, 2, False, False, 132)
+    assert not builder.use_cascade_attention(3, [1, 1], 4, 2, False, False, 132)
+
+
+def test_names_classes_and_pickles() -> None:
+    """S1: a pair by name is the class that `merge_attention` returns, also in another process."""
+    backend = attnlib.merge_attention("triton", "torch")
+    assert backend.get_name() == "prefix:triton,suffix:torch"
+    assert backend is attnlib.get_attn_backend(_spec(), backend.get_name(), "cpu")
+    assert pickle.loads(pickle.dumps(backend)) is backend
+    builder = backend.get_builder_cls()
+    assert pickle.loads(pickle.dumps(builder)) is builder
+    for text in ("prefix:torch", "prefix:torch,decode:torch", "prefix:torch,suffix:nothing"):
+        with pytest.raises(attnlib.errors.UnknownBackendError):
+            attnlib.get_attn_backend(_spec(), text, "cpu")
+
+
+def test_metadata_drops_plans_and_refuses_computed_fields() -> None:
+    """D10: fields from which others were computed cannot be assigned."""
+    *_, metadata = Forest(3, _spec(), decode=True).run(PAIRS[0])
+    with pytest.raises(ContractError, match="cannot be assigned"):
+        metadata.seq_lens = metadata.seq_lens + 1
+    with pytest.raises(ContractError, match="build the batch again"):
+        builder: Any = attnlib.merge_attention("torch", "torch").make_builder(_spec(), "cpu")
+        builder.update_block_table(metadata, metadata.block_table, metadata.slot_mapping)
+    assert not pickle.loads(pickle.dumps(metadata)).plans
+
+
+def test_parts_fill_the_multiprocessors() -> None:
+    """A long prefix of few rows is split; parts with few rows come first; blocks stay whole."""
+    spec = _spec(num_heads=32, num_kv_heads=8, head_size=128, block_size=16)
+    prefixes = [SharedPrefix(tuple(range(64)), 0, 8192), SharedPrefix((0, 1), 8192, 8208)]
+    parts = prefix_parts(prefixes, [1] * 64, spec, 132, PrefixRule())
+    assert parts[0].requests == (0, 1)
+    long = [part for part in parts if len(part.requests) == 64]
+    assert [part.start for part in long[1:]] == [part.end for part in long[:-1]]
+    assert (long[0].start, long[-1].end) == (0, 8192)
+    assert 4 <= len(long) <= 16 and all(part.end % 16 == 0 for part in long)
+    assert len(prefix_parts(prefixes, [1] * 64, spec, 0, PrefixRule())) == 2
+
+
+def test_prefixes_of_a_batch_on_the_host() -> None:
+    """The engine's path on a GPU: find the prefixes in the host's block table, then state them."""
+    forest = Forest(3, _spec(), decode=True)
+    common = forest.common
+    assert common.block_table_tensor is not None and common.seq_lens_cpu is not None
+    context = common.seq_lens_cpu - common.query_lens_cpu
+    found = find_shared_prefixes(common.block_table_tensor, context, 4)
+    *_, metadata = forest.run(PAIRS[0])
+    assert metadata.shared_prefixes == tuple(found)
