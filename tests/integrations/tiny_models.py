@@ -133,20 +133,27 @@ def whisper() -> Any:
     return randomized(hf.WhisperForConditionalGeneration(config))
 
 
+_T5_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
 def t5() -> Any:
     """An encoder-decoder whose attention adds a bias per head."""
-    config = hf.T5Config(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        d_kv=8,
-        d_ff=32,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    return randomized(hf.T5ForConditionalGeneration(config))
+    return randomized(hf.T5ForConditionalGeneration(hf.T5Config(**_T5_SIZES)))
+
+
+def umt5() -> Any:
+    """Like T5, with the weights of a bias in every layer."""
+    return randomized(hf.UMT5ForConditionalGeneration(hf.UMT5Config(**_T5_SIZES)))
 
 
 def deepseek_v3() -> Any:

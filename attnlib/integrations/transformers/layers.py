@@ -131,8 +131,9 @@ def layer_for(call: Call, spec: AttentionSpec) -> Attention:
     cached = layers.get((spec, device))
     if cached is None or not _is_current(cached, call, backend):
         layer = Attention(
-            spec, backend=backend, scale=call.scale, sinks=call.sinks, prefix=name, device=device
-        )
+            spec, backend=backend, scale=call.scale, sinks=call.sinks, prefix=name, device=device,
+            score_tensors=_score_tensors(spec, device),
+        )  # fmt: skip
         cached = _CachedLayer(layer, call.scale, call.sinks, _version(call.sinks))
         if len(layers) >= _MAX_LAYERS:
             layers.clear()
@@ -163,6 +164,15 @@ def layer_name(module: nn.Module) -> str:
     """The name of a module in messages: its class and its layer index."""
     index = getattr(module, "layer_idx", None)
     return type(module).__name__ if index is None else f"{type(module).__name__}.{index}"
+
+
+def _score_tensors(spec: AttentionSpec, device: torch.device) -> dict[str, torch.Tensor] | None:
+    """Zeros for the layer tensors of `relative_bias`, which the calls fill; None without any."""
+    function = spec.score_function
+    if function is None or not function.layer_tensors:
+        return None
+    columns = 2 * int(dict(function.constants)["max_distance"]) + 1
+    return {"bias": torch.zeros(spec.num_heads, columns, device=device)}
 
 
 def _is_current(cached: _CachedLayer, call: Call, backend: type[AttentionBackend]) -> bool:

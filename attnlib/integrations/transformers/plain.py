@@ -29,6 +29,12 @@ from attnlib.integrations.transformers.masks import read_mask
 from attnlib.integrations.transformers.packing import segment_lengths, with_callers_segments
 from attnlib.integrations.transformers.pages import token_pages, token_table
 from attnlib.integrations.transformers.patterns import Pattern
+from attnlib.integrations.transformers.position_bias import (
+    distance_fields,
+    is_by_distance,
+    is_zero,
+    load_distances,
+)
 from attnlib.integrations.transformers.spans import span_batch_tensors, span_fields, span_reason
 from attnlib.integrations.transformers.step_mask import Rows, StepMask, first_visible_key
 from attnlib.layer import Attention
@@ -67,6 +73,8 @@ def attend_plain(
             return attend_dense(call, step.dense(), bias, "one mask row serves all queries")
         step = broadcast
     step.check(call.query, call.key)
+    if bias is not None and is_zero(bias):
+        bias = None
     if bias is None and kwargs.get("cu_seq_lens_q") is None:
         out = attend_decode(call, step)
         if out is not None:
@@ -78,6 +86,8 @@ def attend_plain(
             return out
     step = _window_as_padding(step)
     if bias is not None:
+        if is_by_distance(call, step, bias):
+            return _attend_paged(call, step, bias)
         reason = "the model adds a position bias to the scores"
         return attend_dense(call, step.dense(), bias, reason)
     if "dense reason" not in step.plans:
@@ -212,13 +222,18 @@ def _window_as_padding(step: StepMask) -> StepMask:
     return narrowed
 
 
-def _attend_paged(call: Call, step: StepMask) -> torch.Tensor:
+def _attend_paged(call: Call, step: StepMask, bias: torch.Tensor | None = None) -> torch.Tensor:
     pattern, rows = step.pattern, step.rows()
     assert pattern is not None  # _dense_reason covers masks without a pattern
     cache, ratio = token_pages(call.key, call.value)
-    if pattern.spans is not None:
-        layer = layer_for(call, call.spec(block_size=1, **span_fields(pattern)))
-        key = ("spans", ratio, layer.backend, layer.spec, call.query.device)
+    if pattern.spans is not None or bias is not None:
+        if bias is None:
+            layer = layer_for(call, call.spec(block_size=1, **span_fields(pattern)))
+        else:
+            fields = distance_fields(step, call.key.shape[2])
+            layer = layer_for(call, call.spec(block_size=1, **fields))
+            load_distances(layer, step, bias)
+        key = ("score function", ratio, layer.backend, layer.spec, call.query.device)
         if key not in step.plans:
             step.plans[key] = _paged_plan(layer, step, ratio, call.query.device)
         return run_layer(layer, step.plans[key], call, None, None, cache)
@@ -253,12 +268,12 @@ def _paged_plan(layer: Attention, step: StepMask, ratio: int, device: torch.devi
         lengths, table = np.repeat(lengths, 2).tolist(), table.repeat_interleave(2, dim=0)
         indices = _indices(rows.real | rows.trailing, device)
         causal = torch.tensor([True, False], device=device).repeat(batch)
-    elif rows is not None and (spec.is_causal or spans is not None):
+    elif rows is not None and (spec.is_causal or spec.score_function is not None):
         queries, indices = rows.real.sum(1).tolist(), _indices(rows.real, device)
     # Queries that are not among their keys may outnumber them.
-    separate = causal is not None or (not spec.is_causal and spans is None)
+    separate = causal is not None or (not spec.is_causal and spec.score_function is None)
     common = _common(queries, lengths, table, device, causal, separate)
-    if spec.score_function is not None:
+    if spans is not None and spec.score_function is not None:
         tensors = span_batch_tensors(step, spec.score_function.batch_tensors)
         common = common.replace(
             score_tensors={name: rows.to(device) for name, rows in tensors.items()}
