@@ -3,10 +3,11 @@
     python tests/gpu/stress.py --out results        # everything
     python tests/gpu/stress.py --only memcheck initcheck
 
-Each step writes its output to OUT/<step>.txt; `stress.txt` summarizes them with hardware, versions
+Each step writes its output to OUT/<step>*.txt; `stress.txt` summarizes them with hardware, versions
 and commit. The suite runs once without the tools, so that Triton's cache holds its kernels. Then
-all steps run at the same time, since each leaves most of the GPU idle. The exit code is 0 if no
-step failed.
+the cases of every tool are dealt to processes of about PART_SIZE cases, and --jobs processes run at
+the same time, since each keeps one core busy and leaves most of the GPU idle. The exit code is 0 if
+every step is complete and without errors; the summary counts the cases of an incomplete one.
 
 memcheck and initcheck run without torch's caching allocator: each tensor is an allocation of its
 own, so that an access past its end and a read of memory that nobody wrote are found. CUDA graphs
@@ -27,8 +28,10 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
@@ -38,35 +41,57 @@ KERNEL_CHECKS = "V2,F1,W2,K3,S1,N1,N2,N3,N4,L1,L2,L3,Q3,O2,F2,F3,K4,K6,D2"
 TOOL = "--print-limit 20 --error-exitcode 99 --tool"
 
 
+PART_SIZE = 24
+"""Cases per process: many enough that starting a process under a tool takes less than they do."""
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One command.
+    """One command, or one that runs the quick suite in parts.
 
     Attributes:
-        name: name of the step and of its output file.
-        command: arguments after the interpreter.
+        name: name of the step and of its output files.
+        command: arguments after the interpreter; with `{}` for the filter of a part.
         tool: arguments of compute-sanitizer; empty for a run without it.
+        backend: the backend whose cases are dealt to the parts; empty for a single command.
         environment: variables of the step.
     """
 
     name: str
     command: str
     tool: str = ""
+    backend: str = ""
     environment: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One process of a step.
+
+    Attributes:
+        step: the step.
+        file: its output.
+        command: arguments after the interpreter.
+        cases: number of cases of the suite; 0 for other commands.
+    """
+
+    step: Step
+    file: Path
+    command: str
+    cases: int = 0
+
+
 SEPARATE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-VARIANTS = "benchmarks/gpu/variants.py"
-QUICK = "-m attnlib verify {} --quick --jobs 1 --only {}"
+PORTABLE = "benchmarks/gpu/variants.py:Portable"
+VERIFY = "-m attnlib verify {} --quick --jobs {} --only {}"
+PARTS = "-m attnlib verify {} --quick --jobs 1 --only {{}}"
 STEPS = (
     Step("stress", "-m pytest -q -rs -m gpu -p no:cacheprovider tests/gpu/test_stress.py"),
-    Step("memcheck", QUICK.format("triton", KERNEL_CHECKS), f"{TOOL} memcheck", SEPARATE),
-    Step("memcheck-portable", QUICK.format(f"{VARIANTS}:Portable", KERNEL_CHECKS),
-         f"{TOOL} memcheck", SEPARATE),
-    Step("memcheck-graphs", QUICK.format("triton", "G1,G3,G4"), f"{TOOL} memcheck"),
-    Step("initcheck", QUICK.format("triton", KERNEL_CHECKS), f"{TOOL} initcheck", SEPARATE),
-    Step("racecheck-portable", QUICK.format(f"{VARIANTS}:Portable", KERNEL_CHECKS),
-         f"{TOOL} racecheck"),
+    Step("memcheck-graphs", VERIFY.format("triton", 1, "G1,G3,G4"), f"{TOOL} memcheck"),
+    Step("racecheck-portable", PARTS.format(PORTABLE), f"{TOOL} racecheck", PORTABLE),
+    Step("memcheck", PARTS.format("triton"), f"{TOOL} memcheck", "triton", SEPARATE),
+    Step("memcheck-portable", PARTS.format(PORTABLE), f"{TOOL} memcheck", PORTABLE, SEPARATE),
+    Step("initcheck", PARTS.format("triton"), f"{TOOL} initcheck", "triton", SEPARATE),
 )  # fmt: skip
 
 
@@ -77,30 +102,75 @@ def sanitizer() -> str | None:
     return found or (str(usual) if usual.exists() else None)
 
 
-def arguments(step: Step, tool: str | None) -> list[str]:
-    """The command line of a step."""
-    python = [sys.executable, *step.command.split()]
-    return [str(tool), *step.tool.split(), *python] if step.tool else python
+def compile_kernels(out: Path, limit_seconds: float) -> tuple[bool, dict[str, list[str]]]:
+    """Run the checks of all steps without the tools.
 
-
-def _compile(out: Path, limit_seconds: float) -> bool:
-    """Run the checks of all steps without the tools; whether they pass."""
-    passed = True
-    for number, backend in enumerate(("triton", f"{VARIANTS}:Portable")):
-        command = QUICK.format(backend, f"{KERNEL_CHECKS},G1,G3,G4").replace(
-            "--jobs 1", "--jobs 12"
-        )
+    Returns:
+        (whether they pass, the cases `CHECK/CASE` of each backend that the tools run).
+    """
+    passed, cases, running = True, {}, {}
+    for number, backend in enumerate(("triton", PORTABLE)):
+        report = out / f"compile-{number}.json"
+        report.unlink(missing_ok=True)
+        command = VERIFY.format(backend, 7, f"{KERNEL_CHECKS},G1,G3,G4") + f" --json {report}"
         with (out / f"compile-{number}.txt").open("w", encoding="utf-8") as file:
-            process = subprocess.Popen(
-                [sys.executable, *command.split()], stdout=file, stderr=subprocess.STDOUT,
-                cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-            )  # fmt: skip
+            running[backend] = report, _start([sys.executable, *command.split()], file, {})
+    for backend, (report, process) in running.items():
         try:
             passed &= process.wait(limit_seconds) == 0
         except subprocess.TimeoutExpired:
             process.kill()
             passed = False
-    return passed
+        results = json.loads(report.read_text())["results"] if report.exists() else []
+        cases[backend] = [
+            f"{result['check']}/{result['case']}"
+            for result in results
+            if result["check"] in KERNEL_CHECKS.split(",") and result["outcome"] != "unsupported"
+        ]
+    return passed, cases
+
+
+def _start(command: list[str], file: Any, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )  # fmt: skip
+
+
+def parts_of(step: Step, out: Path, cases: dict[str, list[str]]) -> list[Part]:
+    """The processes of a step; the expensive checks are spread over them."""
+    if not step.backend:
+        return [Part(step, out / f"{step.name}.txt", step.command)]
+    chosen = cases[step.backend]
+    count = -(-len(chosen) // PART_SIZE)
+    shares = [chosen[number::count] for number in range(count)]
+    return [
+        Part(
+            step,
+            out / f"{step.name}-{number}.txt",
+            step.command.format(",".join(share)),
+            len(share),
+        )
+        for number, share in enumerate(shares)
+    ]
+
+
+def run_part(part: Part, tool: str | None, deadline: float) -> str:
+    """Run one process; "" if it succeeds, else how it ended."""
+    left = deadline - time.monotonic()
+    if left < 10:
+        return "not started"
+    command = [sys.executable, *part.command.split()]
+    if part.step.tool:
+        command = [str(tool), *part.step.tool.split(), *command]
+    with part.file.open("w", encoding="utf-8") as file:
+        process = _start(command, file, part.step.environment)
+        try:
+            code = process.wait(left)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return "stopped at the time limit"
+    return f"exit code {code}" if code else ""
 
 
 def main() -> int:
@@ -108,51 +178,76 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("stress-results"))
     parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS])
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     parser.add_argument("--limit-seconds", type=float, default=3600.0)
     parser.add_argument("--commit", help="commit of attnlib, for copies without history")
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
-    tool, start, running, lines = sanitizer(), time.monotonic(), {}, []
-    failed = not _compile(chosen.out, chosen.limit_seconds)
-    for step in STEPS:
-        if chosen.only and step.name not in chosen.only:
-            continue
-        if step.tool and tool is None:
-            lines.append(f"{step.name}: not run, compute-sanitizer is not installed")
-            continue
-        with (chosen.out / f"{step.name}.txt").open("w", encoding="utf-8") as file:
-            running[step] = subprocess.Popen(
-                arguments(step, tool), stdout=file, stderr=subprocess.STDOUT, cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), **step.environment},
-            )  # fmt: skip
-    for step, process in running.items():
-        left = max(chosen.limit_seconds - (time.monotonic() - start), 1.0)
-        try:
-            state = f"exit code {process.wait(left)}"
-        except subprocess.TimeoutExpired:
-            process.kill()
-            state = f"stopped after {chosen.limit_seconds:.0f} s"
-        failed |= state != "exit code 0"
-        lines.append(f"{step.name}: {state}; {_result(chosen.out / f'{step.name}.txt')}")
-        shown = " ".join(["compute-sanitizer", step.tool] if step.tool else [])
-        variables = " ".join(f"{name}={value}" for name, value in step.environment.items())
-        lines.append("    " + " ".join(f"{variables} {shown} python {step.command}".split()))
-    _summarize(chosen.out / "stress.txt", lines, chosen.commit)
+    tool, deadline, lines = sanitizer(), time.monotonic() + chosen.limit_seconds, []
+    steps = [step for step in STEPS if not chosen.only or step.name in chosen.only]
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        # The steps without cases of the suite need no list of cases: they run beside `compile`.
+        plain = [parts_of(step, chosen.out, {}) for step in steps if not step.backend]
+        running = _submit(pool, plain, tool, deadline)
+        passed, cases = compile_kernels(chosen.out, chosen.limit_seconds)
+        dealt = [parts_of(step, chosen.out, cases) for step in steps if step.backend]
+        running |= _submit(pool, dealt, tool, deadline)
+    for step in steps:
+        ended = {part: run.result() for part, run in running.items() if part.step is step}
+        clean, line = _state(step, ended, tool)
+        passed &= clean
+        lines += [line, f"    {_shown(step)}"]
+    _summarize(chosen.out / "stress.txt", lines, chosen)
     print("\n".join(lines))
-    return int(failed)
+    return int(not passed)
 
 
-def _result(file: Path) -> str:
-    """The lines of an output that state a result."""
-    wanted = re.compile(r"ERROR SUMMARY|RACECHECK SUMMARY|passed|failed|PASSED|FAILED|skipped")
-    lines = [line.strip("= \n") for line in file.read_text(errors="replace").splitlines()]
-    return "; ".join([line for line in lines if wanted.search(line)][-4:]) or "no result"
+def _submit(
+    pool: ThreadPoolExecutor, steps: list[list[Part]], tool: str | None, deadline: float
+) -> dict[Part, Future[str]]:
+    return {
+        part: pool.submit(run_part, part, tool, deadline)
+        for parts in steps
+        for part in parts
+        if tool is not None or not part.step.tool
+    }
 
 
-def _summarize(file: Path, lines: list[str], commit: str | None) -> None:
+def _state(step: Step, ended: dict[Part, str], tool: str | None) -> tuple[bool, str]:
+    """(whether the step is complete and without errors, one line about it)."""
+    if step.tool and tool is None:
+        return False, f"{step.name}: not run, compute-sanitizer is not installed"
+    text = "".join(part.file.read_text(errors="replace") for part in ended if part.file.exists())
+    problems = sorted({state for state in ended.values() if state})
+    facts = [", ".join(problems) or "complete"]
+    if step.backend:
+        complete = sum(part.cases for part, state in ended.items() if not state)
+        total = sum(part.cases for part in ended)
+        done = sum(not state for state in ended.values())
+        facts.append(f"{done} of {len(ended)} processes, {complete} of {total} cases")
+    for name in ("passed", "failed", "skipped"):
+        if found := re.findall(rf"(\d+) {name}", text):
+            facts.append(f"{sum(map(int, found))} {name}")
+    if step.tool:
+        found = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", text)
+        facts.append(
+            f"{sum(map(int, found))} errors in {len(found)} reports of {step.tool.split()[-1]}"
+        )
+    return not problems and bool(ended), f"{step.name}: {'; '.join(facts)}"
+
+
+def _shown(step: Step) -> str:
+    """The command of a step, for the summary."""
+    tool = ["compute-sanitizer", step.tool] if step.tool else []
+    variables = [f"{name}={value}" for name, value in step.environment.items()]
+    return " ".join([*variables, *tool, "python", step.command.format("CHECK/CASE,...")])
+
+
+def _summarize(file: Path, lines: list[str], chosen: argparse.Namespace) -> None:
     from attnlib.bench.provenance import provenance
 
-    facts = provenance(command="python tests/gpu/stress.py", commit=commit)
+    limits = f"--jobs {chosen.jobs} --limit-seconds {chosen.limit_seconds:.0f}"
+    facts = provenance(command=f"python tests/gpu/stress.py {limits}", commit=chosen.commit)
     file.write_text("\n".join([json.dumps(facts, indent=1), *lines, ""]), encoding="utf-8")
 
 
