@@ -71,16 +71,24 @@ def _uses_wgmma(tile: Tile, query_bytes: int, products: str) -> bool:
     return products == "async" and tile.block_m >= 64 and query_bytes < 4
 
 
-def head_chunks(size: int, tile: Tile, query_bytes: int, products: str) -> tuple[int, int]:
-    """Return a head size as one or two powers of two, for a kernel with this tile.
+def head_chunks(
+    sizes: tuple[int, int], tile: Tile, query_bytes: int, products: str
+) -> tuple[int, int, int, int]:
+    """Return the head sizes of keys and values, each as one or two powers of two: (D0, D1, DV0,
+    DV1) of a kernel with this tile.
 
-    It is one for asynchronous products. With two, kernels of Triton 3.6 (ptxas 12.9) failed on
-    Hopper where tiles reach shared memory through registers (float8, unaligned rows): outputs and
-    LSEs were wrong, addresses illegal. With `DISABLE_PTXAS_OPT=1` they were right.
+    With asynchronous products each is one chunk, and both have rows of equal swizzle width (128
+    bytes from 64 elements on). The shared memory descriptors of all products of the kernel then
+    have the same upper word. Where the words differ, ptxas 12.8, which Triton 3.6 uses, computes
+    descriptors from registers that do not hold their base address: wrong results and illegal
+    addresses, on Hopper, where tiles reach shared memory through registers (float8, unaligned
+    rows). ptxas 12.9 compiles the same PTX correctly.
     """
     if _uses_wgmma(tile, query_bytes, products):
-        return max(16, next_power_of_2(size)), 0
-    return split_head_size(size)
+        widths = [max(16, next_power_of_2(size)) for size in sizes]
+        swizzled = min(64, max(widths))
+        return max(widths[0], swizzled), 0, max(widths[1], swizzled), 0
+    return *split_head_size(sizes[0]), *split_head_size(sizes[1])
 
 
 def key_chunks(
@@ -105,8 +113,8 @@ def key_chunks(
             "DV0": first,
             "DV1": 0,
         }
-    chunks = [head_chunks(size, tile, query_bytes, products) for size in sizes]
-    return dict(zip(("D0", "D1", "DV0", "DV1"), (*chunks[0], *chunks[1]), strict=True))
+    chunks = head_chunks(sizes, tile, query_bytes, products)
+    return dict(zip(("D0", "D1", "DV0", "DV1"), chunks, strict=True))
 
 
 def shared_bytes(

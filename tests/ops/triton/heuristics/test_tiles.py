@@ -91,15 +91,23 @@ def test_head_sizes_are_split_with_little_padding() -> None:
         assert small == 0 or (small >= 32 and large < size)
 
 
-@pytest.mark.parametrize("size", [80, 96, 160, 192])
-def test_heads_of_asynchronous_products_are_one_chunk(size: int) -> None:
-    """ptxas 12.9 compiles wrong code for two chunks (draw seeds 3000589, 3001603, 3001605)."""
+PAIRS = [(80, 80), (96, 96), (192, 128), (128, 16), (16, 128), (64, 32), (32, 16), (32, 32)]
+
+
+@pytest.mark.parametrize("sizes", PAIRS)
+def test_heads_of_asynchronous_products_are_one_chunk(sizes: tuple[int, int]) -> None:
+    """And rows of keys and values have one swizzle width: ptxas 12.8 compiles wrong descriptors
+    otherwise (draw seeds 3000589, 3001603, 3001605, 3003003)."""
+    split = (*split_head_size(sizes[0]), *split_head_size(sizes[1]))
     for rows, products in ((256, "async"), (16, "async"), (256, "sync"), (256, "mfma")):
-        tile = choose_prefill_tile(size, size, 2, 2, rows, 227 * 1024, products)
-        wgmma = products == "async" and tile.block_m >= 64
-        first, second = head_chunks(size, tile, 2, products)
-        assert (second == 0) == wgmma and first + second >= size
-        assert head_chunks(size, tile, 4, products) == split_head_size(size), "float32 has none"
+        tile = choose_prefill_tile(*sizes, 2, 2, rows, 227 * 1024, products)
+        first, second, first_v, second_v = head_chunks(sizes, tile, 2, products)
+        assert first + second >= sizes[0] and first_v + second_v >= sizes[1]
+        if products == "async" and tile.block_m >= 64:
+            assert second == second_v == 0 and min(first, 64) == min(first_v, 64)
+        else:
+            assert (first, second, first_v, second_v) == split
+        assert head_chunks(sizes, tile, 4, products) == split, "float32 has none"
 
 
 @pytest.mark.parametrize("limit", LIMITS)
