@@ -1,0 +1,48 @@
+"""Prefills of the portable kernels with head sizes of keys and values that differ, on a GPU.
+
+With Triton 3.6 on Hopper some of these kernels had wrong shared memory descriptors (`head_chunks`
+of `ops.triton.heuristics.tiles`): each of the property test draws below failed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.gpu.devices import needs_gpu
+from tests.properties.campaign import Campaign
+from tests.properties.check import run_draw
+from tests.properties.draw import Draw, draw_of
+
+pytestmark = [pytest.mark.gpu, needs_gpu]
+
+LIMITS = Campaign(backend="triton", device="cuda").limits
+
+
+def _agrees(draw: Draw) -> None:
+    outcome = run_draw(draw, "triton", "cuda")
+    assert not outcome.wrong and not outcome.refused
+
+
+@pytest.mark.parametrize(
+    ("seed", "draws_per_spec"), [(3000589, 200), (3001603, 200), (3001605, 200), (3003003, 500)]
+)
+def test_draws_that_failed(seed: int, draws_per_spec: int) -> None:
+    _agrees(draw_of(seed, LIMITS, draws_per_spec))
+
+
+@pytest.mark.parametrize("inputs", ["float8", "unaligned"])
+@pytest.mark.parametrize(
+    ("head_size", "head_size_v"),
+    [(128, 16), (128, 32), (64, 16), (64, 32), (32, 16), (16, 128), (32, 64), (96, 96), (192, 32)],
+)
+def test_head_sizes(head_size: int, head_size_v: int, inputs: str) -> None:
+    """With tiles that reach shared memory through registers."""
+    draw = draw_of(3003003, LIMITS, 500)
+    spec = replace(draw.spec, head_size=head_size, head_size_v=head_size_v)
+    if inputs == "unaligned":
+        spec = replace(spec, kv_cache_dtype="auto")
+        draw = replace(draw, forms=replace(draw.forms, cache="misaligned"))
+    for window in (spec.window, None):
+        _agrees(replace(draw, spec=replace(spec, window=window)))
