@@ -107,6 +107,11 @@ class TritonPlan:
     takes_batches: ClassVar[bool] = True
     """`run` also takes a contiguous query and output with a batch dimension, `[B, T / B, H, D]`."""
 
+    direct: Callable[..., bool] | None
+    """`direct(query, key_cache, value_cache, output, lse, key, value)` does what `run` does, and
+    reads nothing but the addresses of the tensors. It returns False and does nothing where `run`
+    is needed. None where a layer has other tensors, or before the first launch by Triton."""
+
     def __init__(
         self,
         impl: AttentionImpl,
@@ -140,6 +145,7 @@ class TritonPlan:
         self._rows = _row_bytes(call, self._split) if self._split else (0, 0, 0)
         self._append: BoundAppend | None = None
         self._submit: Callable[..., bool] | None = None
+        self.direct = None
         self._fallback: TritonPlan | None = None
         self._storages: list[torch.UntypedStorage] = []
         self._bind()
@@ -155,15 +161,13 @@ class TritonPlan:
         lse: Tensor | None,
     ) -> None:
         """See `StepPlan.run`."""
-        submit = self._submit
-        if submit is not None:
-            key_cache, value_cache = cache.key_cache, cache.value_cache
-            if not self._of_layer:
-                done = submit(query, key_cache, value_cache, output, lse, key, value)
-            else:
-                values = self._values(impl, query, key, value, cache, output, lse)
-                done = submit(*values[: VALUE + 1], *(values[n] for n in self._of_layer))
-            if done:
+        direct = self.direct
+        if direct is not None:
+            if direct(query, cache.key_cache, cache.value_cache, output, lse, key, value):
+                return
+        elif self._submit is not None:
+            values = self._values(impl, query, key, value, cache, output, lse)
+            if self._submit(*values[: VALUE + 1], *(values[n] for n in self._of_layer)):
                 return
         if self._append is not None and key is not None and value is not None:
             self._append.run(key, value, cache.key_cache, cache.value_cache)
@@ -174,7 +178,7 @@ class TritonPlan:
         """A copy of this plan of a call without keys: its `run` takes keys and values, `[R, T, Hkv,
         D]`, and writes them by `append`."""
         plan = copy.copy(self)
-        plan._append, plan._submit = append, None
+        plan._append, plan._submit, plan.direct = append, None, None
         plan._bind()
         return plan
 
@@ -208,6 +212,7 @@ class TritonPlan:
         tensors += [x for bound, _ in parts for x in bound.kept]
         self._storages = [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
         self._submit = bind_sequence(parts, self._index, self._num_values, self._fixed)
+        self.direct = None if self._of_layer else self._submit
 
     def _bind_attention(self, direct: bool, aligned: bool) -> list[tuple[BoundLaunches, int]]:
         """The attention launches of both parts in order, each with its part: 0 for launches whose

@@ -23,8 +23,8 @@ class RecentCall:
     """
 
     __slots__ = (
-        "_append", "_cache", "_call", "_check", "_fields", "_impl", "_index", "_lens",
-        "_like_query", "_lse", "_new_keys", "_plan", "_plan_writes", "_rows", "_shape",
+        "_append", "_cache", "_call", "_check", "_fields", "_impl", "_index", "_is_batched",
+        "_lens", "_like_query", "_lse", "_new_keys", "_plan", "_plan_writes", "_rows", "_shape",
         "_table", "_view",
         "_where", "arguments",
     )  # fmt: skip
@@ -72,10 +72,10 @@ class RecentCall:
         if self._append is not None and hasattr(self._plan, "appending"):
             self._plan, self._append = self._plan.appending(self._append), None
         self._plan_writes = self._new_keys and self._append is None
-        batched = getattr(self._plan, "takes_batches", False) and q.is_contiguous()
-        self._rows = None if batched else tuple(query.shape)
+        self._is_batched = getattr(self._plan, "takes_batches", False) and q.is_contiguous()
+        self._rows = tuple(query.shape)
         self._shape = (*q.shape[:2], *rows[1:])
-        self._like_query = batched and self._shape == q.shape
+        self._like_query = self._is_batched and self._shape == q.shape
         self._fields = vars(self._cache)
         self._fields.update(key_cache=None, value_cache=None, _signature=signature)
 
@@ -129,26 +129,42 @@ class RecentCall:
         """
         if self._index < 0:
             self._call.check_capacity()
+        if self._like_query:
+            result = torch.empty_like(q)
+        else:
+            result = torch.empty(self._shape, dtype=q.dtype, device=q.device)
+        lse = None
+        if self._lse:
+            lse = torch.empty(
+                (self._shape[0] * self._shape[1], self._shape[2]), dtype=torch.float32,
+                device=q.device,
+            )  # fmt: skip
+        direct = self._plan.direct if self._is_batched else None
+        # Direct launches read addresses, which are those of the views of the caches too.
+        if direct is None or not direct(q, k_cache, v_cache, result, lse, k, v):
+            self._run_plan(q, k_cache, v_cache, k, v, result, lse)
+        return result if lse is None else self._call.shaped(q.shape, result, lse)
+
+    def _run_plan(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """The same launches by the plan, on tensors in the shapes that it was made for."""
         if self._view is not None:
             k_cache, v_cache = self._view.of(k_cache, v_cache)
         if self._append is not None:
             self._append.run(k, v, k_cache, v_cache)
         if not self._plan_writes:
             k = v = None
-        if self._like_query:
-            result = torch.empty_like(q)
-        else:
-            result = torch.empty(self._shape, dtype=q.dtype, device=q.device)
-        query, output, lse = q, result, None
-        if self._rows is not None:
-            query, output = q.reshape(self._rows), result.view(*self._rows[:2], -1)
-        if self._lse:
-            lse = torch.empty(
-                (self._shape[0] * self._shape[1], self._shape[2]), dtype=torch.float32,
-                device=q.device,
-            )  # fmt: skip
+        if not self._is_batched:
+            q, output = q.reshape(self._rows), output.view(*self._rows[:2], -1)
         fields = self._fields
         fields["key_cache"], fields["value_cache"] = k_cache, v_cache
-        self._plan.run(self._impl, query, k, v, self._cache, output, lse)
+        self._plan.run(self._impl, q, k, v, self._cache, output, lse)
         fields["key_cache"] = fields["value_cache"] = None
-        return result if lse is None else self._call.shaped(q.shape, result, lse)
