@@ -7,9 +7,10 @@ registry holds objects weakly and never reuses an id.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import torch
 
@@ -17,7 +18,7 @@ from attnlib.errors import ContractError
 
 __all__ = ["lookup", "register", "register_tensor_id"]
 
-_objects: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_objects: dict[int, ref[Any]] = {}
 _ids = count(1)
 
 T = TypeVar("T")
@@ -26,7 +27,9 @@ T = TypeVar("T")
 def register(thing: Any) -> int:
     """A new id for `thing`. A copy of an object registers itself again (`__setstate__`)."""
     number = next(_ids)
-    _objects[number] = thing
+    # Every batch registers itself: a `WeakValueDictionary` would take three times as long. The
+    # callback is `_objects.pop(number, reference)`.
+    _objects[number] = ref(thing, partial(_objects.pop, number))
     return number
 
 
@@ -42,7 +45,8 @@ def lookup(number: int | torch.Tensor, kind: type[T], what: str) -> T:
     Raises:
         ContractError: the object is gone, or the id belongs to an object of another type.
     """
-    found = _objects.get(int(number))
+    reference = _objects.get(int(number))
+    found = None if reference is None else reference()
     if found is None:
         raise ContractError(
             f"the {what} of this call no longer exists: keep a reference to it until the compiled "

@@ -91,9 +91,11 @@ class AttentionMetadata:
         return metadata
 
     def __post_init__(self) -> None:
-        self.handle = register_tensor_id(self)
-        self.recent_plan: Any = None
-        self.plans: dict[Hashable, Any] = {}  # set last: `__setattr__` takes it as constructed
+        self.handle: torch.Tensor
+        self.recent_plan: Any
+        self.plans: dict[Hashable, Any]
+        # From here on `__setattr__` takes the batch as constructed, which it sees by its plans.
+        self.__dict__.update(handle=register_tensor_id(self), recent_plan=None, plans={})
 
     def __setattr__(self, name: str, value: Any) -> None:
         state = self.__dict__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -161,6 +162,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         super().__init__(spec, device, **kwargs)
         use_tuned_tiles(self.device)  # before any tile is chosen
         self._scheduler = Scheduler.of(spec, self.device, str(self.config.get("kernels", "auto")))
+        # Consecutive steps have equal sizes and splits.
+        self._needed_bytes = functools.lru_cache(maxsize=1024)(self._scheduler.workspace_bytes)
         self._counters: torch.Tensor | None = None
         dispatch = self._scheduler.dispatch()
         self._num_counters = (
@@ -212,7 +215,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
                 fields["num_decodes"], fields["max_decode_query_len"], fields["max_seq_len"],
                 fields["causal"] is True,
             )  # fmt: skip
-            needed = self._scheduler.workspace_bytes(schedule, fields["num_decode_tokens"])
+            needed = self._needed_bytes(schedule, fields["num_decode_tokens"])
             workspace = self._workspace.reserve(needed) if needed else None
         fields["scheduler"], fields["workspace"] = self._scheduler, workspace
         fields["counters"] = self._step_counters(bool(fields["num_prefills"]))

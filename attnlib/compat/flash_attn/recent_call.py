@@ -64,13 +64,15 @@ class RecentCall:
         query = q.reshape(-1, *q.shape[-2:])
         rows = (*query.shape[:2], v_cache.shape[-1])
         output = torch.empty(rows, dtype=q.dtype, device=q.device)
-        self._plan, _ = layer._find_plan(
+        plan: Any
+        plan, _ = layer._find_plan(
             query, None, None, self._cache, metadata, output, call.options.lse
         )
         self._impl, self._lse = layer.impl, call.options.lse
         self._append = call.append if self._new_keys else None
-        if self._append is not None and hasattr(self._plan, "appending"):
-            self._plan, self._append = self._plan.appending(self._append), None
+        if self._append is not None and hasattr(plan, "appending"):
+            plan, self._append = plan.appending(self._append), None
+        self._plan = plan
         self._plan_writes = self._new_keys and self._append is None
         self._is_batched = getattr(self._plan, "takes_batches", False) and q.is_contiguous()
         self._rows = tuple(query.shape)

@@ -7,8 +7,6 @@ may therefore be generous for ragged batches, without cutting uniform batches in
 
 from __future__ import annotations
 
-import math
-
 __all__ = [
     "MAX_CTAS_PER_SM", "MAX_SPLITS", "MIN_TILES_PER_SPLIT", "choose_num_splits",
     "paged_decode_workspace_bytes", "splits_per_load", "visible_bound",
@@ -86,9 +84,11 @@ def choose_num_splits(
         Otherwise enough for one request to use the whole chip, limited to `_MAX_WAVES` waves of
         all requests together.
     """
-    most = math.ceil(visible / block_n) // MIN_TILES_PER_SPLIT
-    alone = math.ceil(max_resident_ctas / max(1, num_blocks))
-    together = math.ceil(_MAX_WAVES * max_resident_ctas / max(1, num_reqs * num_blocks))
+    most = -(-visible // block_n) // MIN_TILES_PER_SPLIT
+    if most <= 1:
+        return 1
+    alone = -(-max_resident_ctas // max(1, num_blocks))
+    together = -(-_MAX_WAVES * max_resident_ctas // max(1, num_reqs * num_blocks))
     return max(1, min(most, alone, together, MAX_SPLITS))
 
 
