@@ -65,7 +65,7 @@ class TritonBackend(AttentionBackend):
         alibi=True,
         sink=True,
         score_function=True,
-        key_selection=False,
+        key_selection=True,
         mla=True,
         lse=True,
         kv_sharing=True,
@@ -128,13 +128,20 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
-        """bfloat16 on a CPU: Triton's interpreter computes with numpy, which has no bfloat16."""
+        """bfloat16 on a CPU, because Triton's interpreter computes with numpy, which has none; and
+        selected keys with features that their kernel has not."""
+        reasons = []
+        if spec.key_selection is not None:
+            if spec.score_function is not None:
+                reasons.append("key_selection with a score function: not supported")
+            if spec.mask_kind is MaskKind.QUERY_BIAS:
+                reasons.append("key_selection with mask_kind=query_bias: not supported")
         if device.type == "cpu" and torch.bfloat16 in (spec.dtype, spec.kv_dtype):
-            return [
+            reasons.append(
                 "bfloat16 on a CPU: Triton's interpreter computes wrong products; use float32 or "
                 "float16"
-            ]
-        return []
+            )
+        return reasons
 
 
 def _interpreter_reasons() -> list[str]:

@@ -12,8 +12,10 @@ from attnlib.backends.base import AttentionImpl, StepPlan
 from attnlib.backends.triton.metadata import TritonMetadata
 from attnlib.backends.triton.plan import TritonPlan
 from attnlib.cache.storage import PagedKVCache
+from attnlib.key_selection import SelectedKeys
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.cache_write import write_kv
+from attnlib.ops.triton.selected_attention import selected_attention
 from attnlib.ops.triton.varlen_prefill import varlen_prefill
 
 __all__ = ["TritonImpl"]
@@ -86,6 +88,32 @@ class TritonImpl(AttentionImpl):
             metadata.plans[signature] = plan
         assert plan is not None
         plan.run(self, query, None, None, cache, output, lse)
+
+    def forward_selected(
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: TritonMetadata,
+        selected_keys: SelectedKeys,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """See `AttentionImpl.forward_selected`."""
+        slopes, sinks = self.per_head_tensors
+        assert self.spec.key_selection is not None and metadata.block_table is not None
+        selected_attention(
+            query,
+            cache.key_cache,
+            cache.value_cache,
+            metadata.block_table,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            replace(self.attention_params(metadata, cache), alibi_slopes=slopes, sinks=sinks),
+            self.spec.key_selection,
+            selected_keys,
+            out=output,
+            lse=lse,
+        )
 
     def forward_unpaged(
         self,

@@ -400,6 +400,31 @@ def _context(options: dict[str, Any]) -> None:
     )
 
 
+def _selected(options: dict[str, Any]) -> None:
+    """Attention over selected keys; with `latent`, values are a prefix of the keys."""
+    from attnlib.key_selection import KeySelection, SelectedKeys
+    from attnlib.ops.triton.selected_attention import selected_attention
+
+    kv_heads, group = options.get("kv_heads", 4), options.get("group", 16)
+    size, size_v = options.get("d", 128), options.get("dv", options.get("d", 128))
+    dtype, tokens = options.get("dtype", torch.bfloat16), options.get("t", 8)
+    key = torch.empty(2, options.get("n", 64), kv_heads, size, dtype=options.get("cache", dtype))
+    value = key[..., :size_v] if options.get("latent") else torch.empty_like(key)[..., :size_v]
+    query = torch.empty(tokens, kv_heads * group, size, dtype=dtype)
+    selection = KeySelection(**options["selection"])
+    heads = selection.num_lists_heads(kv_heads * group, kv_heads)
+    indices = torch.zeros(tokens, heads, selection.max_blocks, dtype=torch.int32)
+    starts = torch.zeros(3, dtype=torch.int32)
+    params, more = split_options(
+        {"scale": 0.1, **_features(options.get("features", ""), query, kv_heads)}
+    )
+    selected_attention(
+        query, key, value, torch.zeros(2, 64, dtype=torch.int32), starts, starts[:2], params,
+        selection, SelectedKeys(indices, starts if selection.query_block_size > 1 else None),
+        out=torch.empty(tokens, kv_heads * group, size_v, dtype=dtype), **more,
+    )  # fmt: skip
+
+
 def _cache_write(dtype: torch.dtype, latent: bool = False) -> None:
     from attnlib.ops.triton.cache_write import write_kv
 
@@ -476,6 +501,7 @@ def _varying() -> None:
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _ALL = "window alibi bias cap chunk lse sinks"
+_BLOCKS: dict[str, Any] = {"max_blocks": 16, "block_size": 128, "scope": "kv_head"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "write": ("write", {"dtype": torch.bfloat16}),
     "write-fp8": ("write", {"dtype": E4M3}),
@@ -533,6 +559,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "packed-prefill-128": ("packed prefill", {}),
     "packed-prefill-all": ("packed prefill", {"d": 80, "fp8": "fp8_e5m2", "all": True}),
     "packed-prefill-f32": ("packed prefill", {"dtype": torch.float32}),
+    "selected-blocks": ("selected", {"selection": _BLOCKS}),
+    "selected-blocks-many": ("selected", {"selection": _BLOCKS, "t": 4096}),
+    "selected-all": (
+        "selected",
+        {
+            "d": 96,
+            "n": 16,
+            "cache": E4M3,
+            "selection": {"max_blocks": 64, "block_size": 4, "scope": "query_head"},
+            "features": "window alibi cap chunk lse sinks causal_each k_heads",
+        },
+    ),
+    "selected-shared": ("selected", {"selection": {**_BLOCKS, "query_block_size": 64}, "t": 4096}),
+    "selected-latent": (
+        "selected",
+        {
+            "d": 576,
+            "dv": 512,
+            "kv_heads": 1,
+            "latent": True,
+            "selection": {"max_blocks": 2048},
+        },
+    ),
+    "selected-f32": ("selected", {"selection": _BLOCKS, "dtype": torch.float32}),
     "packed-write": ("packed write", {}),
     "packed-write-fp8": ("packed write", {"fp8": "fp8"}),
     "varlen-64": ("varlen", {}),
@@ -635,6 +685,8 @@ def run_case(name: str) -> None:
         _paged(operation, options)
     elif operation == "varlen":
         _varlen(options)
+    elif operation == "selected":
+        _selected(options)
     elif operation == "context":
         _context(options)
     elif operation.startswith("packed "):

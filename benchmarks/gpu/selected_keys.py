@@ -1,0 +1,180 @@
+"""Attention to selected keys against attention to all keys.
+
+    python benchmarks/gpu/selected_keys.py --out results/selected_keys.json
+
+`decode` rows: 16 blocks of 128 tokens per KV head, 64 query and 4 KV heads, over contexts of
+different lengths. The time must not depend on the context. The calls use different lists in turn,
+so that the L2 cache does not hold the keys. `prefill` rows: the same selection for each query
+token of one request, against the layer without selection. `latent` rows: 2048 tokens per query of
+one latent KV head of 576 elements, whose first 512 are the values. The outputs of some query tokens
+are compared with the torch operation before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnlib.bench.provenance import provenance
+from attnlib.bench.timer import EagerTimer, GraphTimer, measure_in_turn, warm_up
+from attnlib.key_selection import KeySelection, SelectedKeys
+from attnlib.ops.params import AttentionParams
+from attnlib.ops.torch.selected_attention import selected_attention as torch_selected_attention
+from attnlib.ops.triton.paged_prefill import paged_prefill
+from attnlib.ops.triton.selected_attention import selected_attention
+
+BLOCKS = KeySelection(max_blocks=16, block_size=128, scope="kv_head")
+TOKENS = KeySelection(max_blocks=2048)
+HEADS, KV_HEADS, SIZE = 64, 4, 128
+LATENT, LATENT_VALUES = 576, 512
+DTYPE = torch.bfloat16
+CUDA = torch.device("cuda")
+_COLD_BYTES = 256 << 20
+"""Bytes of selected keys and values that the calls read in turn, several times the L2 cache."""
+
+
+def random_lists(
+    lists: int, heads: int, selection: KeySelection, lengths: torch.Tensor
+) -> torch.Tensor:
+    """Distinct random blocks, the last one of which is the query's own.
+
+    Args:
+        lengths: [lists] int64, the visible keys of each list.
+    """
+    count, entries = -(-lengths // selection.block_size), selection.max_blocks
+    # A random start and a stride of a third of the range give distinct entries.
+    step = ((count - 1) // entries).clamp(min=1)
+    offset = (torch.rand(lists, heads, 1, device=CUDA) * step[:, None, None]).long()
+    found = torch.arange(entries, device=CUDA) * step[:, None, None] + offset
+    found[..., -1] = (count - 1)[:, None]
+    found = found.where(found < count[:, None, None], -1)
+    if entries > 1:
+        beside = found[..., :-1]
+        beside[beside == found[..., -1:]] = -1
+    order = torch.rand(found.shape, device=CUDA).argsort(-1)
+    return found.gather(-1, order).int()
+
+
+class Batch:
+    """Requests of equal lengths over a cache with blocks of 64 tokens in random order."""
+
+    def __init__(
+        self, requests: int, query_len: int, seq_len: int, latent: bool, heads: int = HEADS
+    ) -> None:
+        torch.manual_seed(0)
+        columns = -(-seq_len // 64)
+        kv_heads, size = (1, LATENT) if latent else (KV_HEADS, SIZE)
+        shape = (requests * columns, 64, kv_heads, size)
+        self.key = torch.randn(shape, device=CUDA, dtype=DTYPE)
+        self.value = self.key[..., :LATENT_VALUES] if latent else torch.randn_like(self.key)
+        self.table = torch.randperm(shape[0], device=CUDA).view(requests, columns).int()
+        tokens = requests * query_len
+        self.starts = torch.arange(0, tokens + 1, query_len, device=CUDA, dtype=torch.int32)
+        self.seq_lens = torch.full((requests,), seq_len, device=CUDA, dtype=torch.int32)
+        self.query = torch.randn(tokens, heads, size, device=CUDA, dtype=DTYPE)
+        value_size = LATENT_VALUES if latent else SIZE
+        self.out = torch.empty(tokens, heads, value_size, device=CUDA, dtype=DTYPE)
+        self.params = AttentionParams(scale=SIZE**-0.5)
+        self.query_len, self.seq_len = query_len, seq_len
+        self.selection = TOKENS if latent else BLOCKS
+        visible = torch.arange(seq_len - query_len + 1, seq_len + 1, device=CUDA).repeat(requests)
+        list_heads = self.selection.num_lists_heads(heads, kv_heads)
+        keys = tokens * list_heads * self.selection.max_keys
+        copies = max(1, min(64, _COLD_BYTES // (keys * size * 4) + 1)) if query_len == 1 else 1
+        self.lists = [
+            SelectedKeys(random_lists(tokens, list_heads, self.selection, visible))
+            for _ in range(copies)
+        ]
+
+    def selected(self, number: int) -> torch.Tensor:
+        """The Triton operation with list `number`."""
+        selected_attention(
+            self.query, self.key, self.value, self.table, self.starts, self.seq_lens, self.params,
+            self.selection, self.lists[number], out=self.out,
+        )  # fmt: skip
+        return self.out
+
+    def dense(self, number: int) -> torch.Tensor:
+        """Attention to all visible keys by the kernels that a layer uses."""
+        paged_prefill(
+            self.query, self.key, self.value, self.table, self.starts, self.seq_lens, self.params,
+            max_query_len=self.query_len, max_seq_len=self.seq_len, out=self.out,
+        )  # fmt: skip
+        return self.out
+
+    def check(self) -> float:
+        """Largest difference from the torch operation on the last query tokens of a request."""
+        rows = min(4, self.query_len)
+        requests = min(2, self.seq_lens.shape[0])
+        tokens = torch.cat(
+            [torch.arange(rows, device=CUDA) + int(self.starts[r + 1]) - rows
+             for r in range(requests)]
+        )  # fmt: skip
+        expected = torch.empty_like(self.out[tokens])
+        torch_selected_attention(
+            self.query[tokens], self.key, self.value, self.table[:requests],
+            torch.arange(0, requests * rows + 1, rows, device=CUDA, dtype=torch.int32),
+            self.seq_lens[:requests], self.params, self.selection,
+            SelectedKeys(self.lists[0].indices[tokens]), out=expected,
+        )  # fmt: skip
+        error = float((self.selected(0)[tokens].float() - expected.float()).abs().max())
+        assert error < 2e-2, f"the output differs from torch by {error}"
+        return error
+
+
+def measure(calls: dict[str, Any], copies: int, graph: bool) -> dict[str, float]:
+    """Microseconds of each call."""
+    expected = {name: warm_up(call, CUDA) for name, call in calls.items()}
+    timer = GraphTimer if graph else EagerTimer
+    timers = {name: timer(call, copies, CUDA, expected[name]) for name, call in calls.items()}
+    return {name: round(m.us, 2) for name, m in measure_in_turn(timers, expected).items()}
+
+
+def main() -> None:
+    """Check and time all rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="JSON file of the results")
+    parser.add_argument("--commit", help="commit of attnlib, for copies without history")
+    parser.add_argument("--rows", nargs="*", default=["decode", "prefill", "latent"])
+    options = parser.parse_args()
+    document: dict[str, Any] = {"provenance": provenance(commit=options.commit), "rows": []}
+
+    def row(name: str, batch: Batch, calls: dict[str, Any], graph: bool) -> None:
+        error = batch.check()
+        found = measure(calls, len(batch.lists), graph)
+        document["rows"].append({"row": name, "us": found, "max_error": error})
+        print(name, found, f"error {error:.2g}", flush=True)
+        if options.out:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(document, indent=1) + "\n")
+
+    if "decode" in options.rows:
+        for requests in (1, 8):
+            for seq_len in (32 << 10, 128 << 10, 1 << 20):
+                batch = Batch(requests, 1, seq_len, latent=False)
+                row(f"decode {requests} x {seq_len >> 10}k", batch, {"selected": batch.selected},
+                    graph=True)  # fmt: skip
+                del batch
+    if "prefill" in options.rows:
+        for seq_len in (32 << 10, 128 << 10):
+            batch = Batch(1, seq_len, seq_len, latent=False)
+            row(f"prefill {seq_len >> 10}k", batch,
+                {"selected": batch.selected, "dense": batch.dense}, graph=False)  # fmt: skip
+            del batch
+    if "latent" in options.rows:
+        for requests, query_len, seq_len, heads in (
+            (32, 1, 128 << 10, 64), (1, 4096, 32 << 10, 128), (1, 4096, 32 << 10, 64),
+            (1, 4096, 32 << 10, 16),
+        ):  # fmt: skip
+            batch = Batch(requests, query_len, seq_len, latent=True, heads=heads)
+            name = f"latent {requests * query_len} queries, {heads} heads, 2048 of {seq_len >> 10}k"
+            row(name, batch, {"selected": batch.selected}, graph=query_len == 1)
+            del batch
+
+
+if __name__ == "__main__":
+    main()
