@@ -15,7 +15,6 @@ from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard, limits_of
 from attnlib.ops.triton.heuristics.splits import (
     MAX_CTAS_PER_SM,
-    MIN_TILES_PER_SPLIT,
     choose_num_splits,
     paged_decode_workspace_bytes,
 )
@@ -231,7 +230,6 @@ def _prepare(
         "LIST_HEADS": list_heads,
         "LIST_LANES": min(_MAX_LANES, next_power_of_2(selection.max_blocks)),
         "SPLIT": num_splits > 1,
-        "MIN_TILES": MIN_TILES_PER_SPLIT,
         "TILE_HEADS": tile_heads,
         "TILE_TOKENS": tile_tokens,
         "HEAD_BLOCKS": head_blocks,

@@ -4,8 +4,8 @@ Work distribution: one program per (tile of query tokens that share a list, bloc
 The work of a program follows from its list, not from the length of the request, so decodes and
 prefills use one kernel. The key slots of a list are numbered from 0: slot j is position
 list[j // SELECT] * SELECT + j % SELECT. A tile covers BLOCK_N slots. Only the positions that a
-query of the tile sees are loaded. Where tiles of queries are few, the slots of a list are split over
-several programs, and `decode.combine_kernel` combines their partial results.
+query of the tile sees are loaded. Where tiles of queries are few, the slots of a list are split
+over several programs, and `decode.combine_kernel` combines their partial results.
 
 Workspace: as in `decode`.
 """
@@ -128,8 +128,8 @@ def selected_kernel(
     stride_list_head, stride_table, stride_qt, stride_qh, stride_kb, stride_kn, stride_kh,
     stride_vb, stride_vn, stride_vh, stride_ot, stride_oh, stride_lt, SELECT: tl.constexpr,
     QUERY_BLOCK: tl.constexpr, LIST_HEADS: tl.constexpr, LIST_LANES: tl.constexpr,
-    SPLIT: tl.constexpr, MIN_TILES: tl.constexpr, TILE_HEADS: tl.constexpr,
-    TILE_TOKENS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
+    SPLIT: tl.constexpr, TILE_HEADS: tl.constexpr, TILE_TOKENS: tl.constexpr,
+    HEAD_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr, KV_KIND: tl.constexpr, COMPUTE: tl.constexpr,
@@ -213,13 +213,11 @@ def selected_kernel(
     count = _count_entries(entries, num_entries, first, last, SELECT, LIST_LANES)
     end = count * SELECT
     begin = 0
-    splits_used = 1
     if SPLIT:
-        tiles = (end + BLOCK_N - 1) // BLOCK_N
-        per_split = tl.maximum((tiles + num_splits - 1) // num_splits, MIN_TILES)
-        splits_used = (tiles + per_split - 1) // per_split
-        if split >= tl.maximum(splits_used, 1):
-            return
+        # The same splits for all lists, because the combine kernel knows one number per token. A
+        # split without entries stores an empty partial result.
+        tiles = (num_entries * SELECT + BLOCK_N - 1) // BLOCK_N
+        per_split = (tiles + num_splits - 1) // num_splits
         begin = split * per_split * BLOCK_N
         end = tl.minimum(end, begin + per_split * BLOCK_N)
 
@@ -300,10 +298,18 @@ def selected_kernel(
         if tl.program_id(1) == 0 and split == 0:
             tl.store(
                 split_counts + token64,
-                tl.zeros([BLOCK_M], tl.float32) + splits_used.to(tl.float32),
+                tl.zeros([BLOCK_M], tl.float32) + num_splits.to(tl.float32),
                 mask=valid,
             )
-    if splits_used <= 1:
+        # The sink counts when the splits are combined (M4).
+        factor, base2_lse = finish_rows(row_max, row_sum, sink, False)
+        places = (token64 * num_heads + head) * num_splits + split
+        store_rows(partials, places * DV, acc0, factor * v_factor, valid, DV, 0, DV0, 1)
+        if DV1 > 0:
+            store_rows(partials, places * DV, acc1, factor * v_factor, valid, DV, DV0, DV1, 1)
+        lses = partials + num_tokens.to(tl.int64) * num_heads * num_splits * DV
+        tl.store(lses + places, base2_lse, mask=valid)
+    else:
         factor, base2_lse = finish_rows(row_max, row_sum, sink, HAS_SINK)
         offsets = token64 * stride_ot + head.to(tl.int64) * stride_oh
         store_rows(out, offsets, acc0, factor * v_factor, valid, DV, 0, DV0, VEC_O)
@@ -311,13 +317,3 @@ def selected_kernel(
             store_rows(out, offsets, acc1, factor * v_factor, valid, DV, DV0, DV1, VEC_O)
         if HAS_LSE:
             tl.store(lse + token64 * stride_lt + head, base2_lse * LN2, mask=valid)
-    if SPLIT:
-        if splits_used > 1:
-            # The sink counts when the splits are combined (M4).
-            factor, base2_lse = finish_rows(row_max, row_sum, sink, False)
-            places = (token64 * num_heads + head) * num_splits + split
-            store_rows(partials, places * DV, acc0, factor * v_factor, valid, DV, 0, DV0, 1)
-            if DV1 > 0:
-                store_rows(partials, places * DV, acc1, factor * v_factor, valid, DV, DV0, DV1, 1)
-            lses = partials + num_tokens.to(tl.int64) * num_heads * num_splits * DV
-            tl.store(lses + places, base2_lse, mask=valid)
