@@ -36,7 +36,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-KERNEL_CHECKS = "V2,F1,W2,K3,S1,N1,N2,N3,N4,L1,L2,L3,Q3,O2,F2,F3,K4,K6,D2"
+KERNEL_CHECKS = "V2,F1,W2,K3,S1,S2,N1,N2,N3,N4,L1,L2,L3,Q3,O2,F2,F3,K4,K6,D2"
 """Checks that launch kernels and need neither graphs, other processes nor very large pools."""
 TOOL = "--print-limit 20 --error-exitcode 99 --tool"
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnlib.errors import UnsupportedConfigError
-from attnlib.key_selection import KeySelection, SelectedKeys
+from attnlib.key_selection import KeySelection
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch import selected_attention as torch_operation
 from attnlib.ops.triton import selected_attention as triton_operation
