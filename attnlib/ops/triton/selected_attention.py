@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
 
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.key_selection import KeySelection, SelectedKeys, SelectionScope
+from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard, limits_of
@@ -21,8 +20,10 @@ from attnlib.ops.triton.heuristics.splits import (
 from attnlib.ops.triton.heuristics.tiles import (
     Tile,
     choose_decode_tile,
+    choose_latent_tile,
     choose_prefill_tile,
-    head_chunks,
+    key_chunks,
+    latents_in_place,
     next_power_of_2,
     shared_bytes,
 )
@@ -32,6 +33,7 @@ from attnlib.ops.triton.launch.attention import attention_constants, reads_bytes
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.scales import scale_signature
+from attnlib.ops.triton.paged_decode import AttentionShape, shape_of
 
 __all__ = ["selected_attention"]
 
@@ -47,7 +49,7 @@ _LIST_HEADS = {
 _CONSTANTS = (
     "BLOCK_SIZE", "GROUP", "D", "DV", "KV_KIND", "COMPUTE", "CAUSAL", "HAS_LEFT", "HAS_RIGHT",
     "HAS_CHUNK", "HAS_CAP", "HAS_ALIBI", "HAS_SINK", "HAS_LSE", "K_SCALE_KIND", "V_SCALE_KIND",
-    "SCALE_LATE", "VEC_Q", "VEC_K", "VEC_V", "VEC_O",
+    "SCALE_LATE", "LATENT", "VEC_Q", "VEC_K", "VEC_V", "VEC_O",
 )  # fmt: skip
 """Constants of the attention kernels that this one has."""
 
@@ -174,16 +176,9 @@ def _prepare(
 ) -> _Launch:
     """The launches of a call. Cached by everything that they depend on."""
     limits = limits_of(query)
-    in_keys = (
-        key.data_ptr() == value.data_ptr()
-        and key.dtype == value.dtype
-        and key.stride() == value.stride()
-        and value.shape[3] <= key.shape[3]
-        and params.k_scale is params.v_scale
-    )
     causal = "flags" if isinstance(params.causal, Tensor) else params.causal
     signature = (
-        "selected attention", selection, in_keys, selected.indices.shape[2],
+        "selected attention", selection, values_are_prefix(key, value), selected.indices.shape[2],
         *(tensor_signature(tensor) for tensor in (query, key, value, out)),
         None if lse is None else tensor_signature(lse), tensor_signature(block_table),
         query_start_loc.shape, causal, params.window[0] >= 0, params.window[1] >= 0,
@@ -209,13 +204,12 @@ def _prepare(
     list_heads = _LIST_HEADS[selection.scope]
     rows_of_token = 1 if list_heads == 2 else group
     most_tokens = min(_MAX_ROWS, selection.query_block_size & -selection.query_block_size)
-    tile = _choose_tile(query, key, value, rows_of_token * most_tokens, limits)
+    shape = shape_of(query, key, value, params)
+    tile = _choose_tile(shape, rows_of_token * most_tokens, limits)
     tile_heads = min(rows_of_token, tile.block_m)
     tile_tokens = min(most_tokens, _power_of_2_below(tile.block_m // tile_heads))
     head_blocks = triton.cdiv(group, tile_heads)
     element = query.element_size()
-    d0, d1 = head_chunks(head_size, tile, element, limits.products)
-    dv0, dv1 = head_chunks(head_size_v, tile, element, limits.products)
     num_tiles = num_tokens // tile_tokens + query_start_loc.shape[0]
     blocks_of_heads = num_kv_heads * head_blocks
     need = shared_bytes(tile, head_size, head_size_v, element, key.element_size(), limits.products)
@@ -225,6 +219,7 @@ def _prepare(
         selected.indices.shape[2] * selection.block_size, tile.block_n, per_sm * limits.num_sms,
     )  # fmt: skip
     constants |= {
+        **key_chunks((head_size, head_size_v), tile, element, limits.products, shape.latent),
         "SELECT": selection.block_size,
         "QUERY_BLOCK": selection.query_block_size,
         "LIST_HEADS": list_heads,
@@ -235,11 +230,6 @@ def _prepare(
         "HEAD_BLOCKS": head_blocks,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        "D0": d0,
-        "D1": d1,
-        "DV0": dv0,
-        "DV1": dv1,
-        "VALUES_IN_KEYS": in_keys and dv1 == 0 and dv0 == d0 and head_size_v == dv0,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
         "enable_fp_fusion": True,
@@ -270,17 +260,21 @@ def _prepare(
     return kept
 
 
-def _choose_tile(
-    query: Tensor, key: Tensor, value: Tensor, rows: int, limits: DeviceLimits
-) -> Tile:
+def _choose_tile(shape: AttentionShape, rows: int, limits: DeviceLimits) -> Tile:
     """The tile for programs of this many rows: that of a decode for few rows."""
     rows = min(_MAX_ROWS, next_power_of_2(rows))
-    choose: Any = choose_decode_tile if rows <= 64 else choose_prefill_tile
-    tile: Tile = choose(
-        query.shape[2], value.shape[3], query.element_size(), key.element_size(), rows,
-        limits.shared_memory, limits.products, native_fp8=limits.has_fp8, tuned=limits.tuned,
+    element_bytes = (shape.query_dtype.itemsize, shape.cache_dtype.itemsize)
+    problem = (
+        shape.head_size, shape.head_size_v, *element_bytes, rows, limits.shared_memory,
+        limits.products,
     )  # fmt: skip
-    return tile
+    if shape.latent:
+        in_place = latents_in_place(limits.capability, *element_bytes, shape.aligned)
+        return choose_latent_tile(
+            *problem, in_place=in_place, native_fp8=limits.has_fp8, tuned=limits.tuned
+        )
+    choose = choose_decode_tile if rows <= 64 else choose_prefill_tile
+    return choose(*problem, native_fp8=limits.has_fp8, tuned=limits.tuned)
 
 
 def _power_of_2_below(n: int) -> int:

@@ -582,6 +582,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "selection": {"max_blocks": 2048},
         },
     ),
+    "selected-latent-many": (
+        "selected",
+        {
+            "d": 576,
+            "dv": 512,
+            "kv_heads": 1,
+            "group": 128,
+            "t": 4096,
+            "latent": True,
+            "selection": {"max_blocks": 2048},
+        },
+    ),
     "selected-f32": ("selected", {"selection": _BLOCKS, "dtype": torch.float32}),
     "packed-write": ("packed write", {}),
     "packed-write-fp8": ("packed write", {"fp8": "fp8"}),

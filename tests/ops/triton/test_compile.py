@@ -56,6 +56,7 @@ MAIN = [
     "selected-all",
     "selected-shared",
     "selected-latent",
+    "selected-latent-many",
     "selected-f32",
     "packed-decode-128",
     "packed-decode-all",

@@ -132,7 +132,7 @@ def selected_kernel(
     HEAD_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
-    VALUES_IN_KEYS: tl.constexpr, KV_KIND: tl.constexpr, COMPUTE: tl.constexpr,
+    LATENT: tl.constexpr, KV_KIND: tl.constexpr, COMPUTE: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr,
     K_SCALE_KIND: tl.constexpr, V_SCALE_KIND: tl.constexpr, SCALE_LATE: tl.constexpr,
@@ -141,7 +141,7 @@ def selected_kernel(
     """Compute one split of a tile of query tokens for a block of heads.
 
     LIST_HEADS is 0 where all heads share a list, 1 for one per KV head, 2 for one per query head.
-    With VALUES_IN_KEYS the values are the first DV elements of the keys, and are loaded with them.
+    With LATENT the values are the first DV elements of the keys (P10), as in `attend`.
     Grid: (num_tiles, KV heads * HEAD_BLOCKS, splits).
     """
     # As in the prefill kernel, the tiles of later tokens start first.
@@ -230,10 +230,12 @@ def selected_kernel(
     if HAS_ALIBI:
         slopes = tl.load(alibi_slopes + head, mask=valid, other=0.0).to(tl.float32)
     query_offsets = token64 * stride_qt + head.to(tl.int64) * stride_qh
-    q0 = load_queries(query, query_offsets, valid, D, 0, D0, COMPUTE, VEC_Q)
+    END0: tl.constexpr = DV if LATENT else D
+    START1: tl.constexpr = DV if LATENT else D0
+    q0 = load_queries(query, query_offsets, valid, END0, 0, D0, COMPUTE, VEC_Q)
     q1 = q0
     if D1 > 0:
-        q1 = load_queries(query, query_offsets, valid, D, D0, D1, COMPUTE, VEC_Q)
+        q1 = load_queries(query, query_offsets, valid, D, START1, D1, COMPUTE, VEC_Q)
     rows = origin + token
     row_first, row_last = visible_span(
         rows, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
@@ -258,10 +260,10 @@ def selected_kernel(
         inside = keys >= 0
         within = (keys.to(tl.uint32) % BLOCK_SIZE).to(tl.int64)
         offsets_k = aligned(blocks.to(tl.int64) * stride_kb + within * stride_kn, VEC_K)
-        k0 = decode_kv(_load_tile(key, offsets_k, inside, D, 0, D0), KV_KIND, COMPUTE)
+        k0 = decode_kv(_load_tile(key, offsets_k, inside, END0, 0, D0), KV_KIND, COMPUTE)
         qk = tl.dot(q0, tl.trans(k0), input_precision="ieee")
         if D1 > 0:
-            k1 = decode_kv(_load_tile(key, offsets_k, inside, D, D0, D1), KV_KIND, COMPUTE)
+            k1 = decode_kv(_load_tile(key, offsets_k, inside, D, START1, D1), KV_KIND, COMPUTE)
             qk = tl.dot(q1, tl.trans(k1), qk, input_precision="ieee")
         if SCALE_LATE:
             scores = qk
@@ -277,7 +279,7 @@ def selected_kernel(
             scores, exponent_scale, row_max, row_sum, True, SCALE_LATE
         )
         weights = weights.to(COMPUTE)
-        if VALUES_IN_KEYS:
+        if LATENT:
             acc0 = tl.dot(weights, k0, acc0 * acc_scale[:, None], input_precision="ieee")
         else:
             offsets_v = aligned(blocks.to(tl.int64) * stride_vb + within * stride_vn, VEC_V)
