@@ -18,7 +18,16 @@ LAYERS = (
     ("backends.loading", "backends._pairs"),
     ("backends",),
     ("selection",),
-    ("instrumentation", "call_checks", "call_plans", "layer_scales", "layer", "compile", "warmup"),
+    (
+        "instrumentation",
+        "call_checks",
+        "call_plans",
+        "layer_scales",
+        "layer",
+        "latent_attention",
+        "compile",
+        "warmup",
+    ),
     ("compat",),
     ("integrations", "debug", "testing", "cli", "bench", "tuning.measure", "__main__", "__init__"),
 )

@@ -19,13 +19,21 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.continuous import paged_forward
+from attnlib.integrations.transformers.latents import (
+    LatentWeights,
+    has_latents,
+    make_latent_attention,
+    unexpanded,
+)
 from attnlib.integrations.transformers.layers import layer_name
 from attnlib.integrations.transformers.masks import read_mask
 from attnlib.integrations.transformers.registration import NAME, register
 from attnlib.integrations.transformers.step_mask import StepMask
+from attnlib.latent_attention import LatentAttention
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec, MaskKind
 from attnlib.workspace import BatchLimits
 
@@ -39,7 +47,9 @@ class PagedModel:
     """A causal language model with one paged cache per layer.
 
     The attnlib layer, the cache and the builder of an attention module are created in its first
-    call, because its sizes, window and sinks are not known before.
+    call, because its sizes, window and sinks are not known before. Modules with multi-head latent
+    attention cache latents where the backend supports it, and keys and values of every head
+    elsewhere.
 
     Args:
         model: a transformers decoder with an attention interface, in evaluation mode.
@@ -49,9 +59,12 @@ class PagedModel:
         kv_cache_dtype: as in `AttentionSpec`.
         limits: the largest step. Workspaces are then allocated once, and a larger step is an error.
             None lets them grow.
+        latents: cache latents (P10). None where a module has them and the backend supports it;
+            True requires both, False never does.
 
     Raises:
-        UnsupportedConfigError: the model uses the index of a token in the packed row as its
+        UnsupportedConfigError: `latents` is True and no module has latents that the backend
+            supports, or the model uses the index of a token in the packed row as its
             position.
     """
 
@@ -64,6 +77,7 @@ class PagedModel:
         backend: str | type[AttentionBackend] | None = None,
         kv_cache_dtype: str = "auto",
         limits: BatchLimits | None = None,
+        latents: bool | None = None,
     ) -> None:
         _refuse_model(model)
         self.model = model
@@ -74,6 +88,14 @@ class PagedModel:
         self.limits = limits
         self._layers: dict[nn.Module, tuple[Attention, PagedKVCache]] = {}
         self._builders: dict[_Group, AttentionMetadataBuilder[Any]] = {}
+        self._latent: dict[nn.Module, LatentAttention | None] = {}
+        if latents is not False:
+            self._latent = dict.fromkeys(filter(self._can_keep_latents, model.modules()))
+        if latents and not self._latent:
+            raise UnsupportedConfigError(
+                f"{type(model).__name__}: no attention module has latents that "
+                f"{backend or 'a backend'} supports; leave out latents=True"
+            )
 
     @property
     def specs(self) -> Counter[AttentionSpec]:
@@ -84,7 +106,10 @@ class PagedModel:
     def cache_bytes(self) -> int:
         """Total size of the caches in bytes."""
         return sum(
-            c.num_slots * c.num_kv_heads * (c.head_size + c.head_size_v) * c.dtype.itemsize
+            c.num_slots
+            * c.num_kv_heads
+            * (c.head_size + (0 if c.values_alias_keys else c.head_size_v))
+            * c.dtype.itemsize
             for _, c in self._layers.values()
         )
 
@@ -100,7 +125,8 @@ class PagedModel:
         before = model.config._attn_implementation
         model.set_attn_implementation(NAME)
         try:
-            yield
+            with unexpanded(self._latent):
+                yield
         finally:
             model.set_attn_implementation(before)
 
@@ -162,6 +188,53 @@ class PagedModel:
             found = self._layers[module] = self._create(module, query, value, options)
         return found
 
+    def attend_latents(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        step: PagedStep,
+        options: dict[str, Any],
+    ) -> torch.Tensor | None:
+        """Attention of a module over latents; None if the module does not keep them.
+
+        Args:
+            module: the attention module.
+            query: `[1, Hq, T, P + rotary part]`.
+            key: `[1, 1, T, R + rotary part]`, the latents.
+            step: the step.
+            options: as in `layer_of`.
+
+        Returns:
+            `[T, Hq, V]`.
+        """
+        if module not in self._latent:
+            return None
+        layer = self._latent[module]
+        if layer is None:
+            spec = LatentWeights(module).spec(**self._fields(options))
+            layer = self._latent[module] = make_latent_attention(
+                module, spec, **self._layer_options(module, query, options)
+            )
+            cache = PagedKVCache.allocate(spec, self.num_blocks, query.device)
+            self._layers[module] = (layer.layer, cache)
+        metadata, cache = step.metadata_for(layer.layer), self._layers[module][1]
+        out: torch.Tensor = layer(query[0].transpose(0, 1), key[0, 0], cache, metadata)
+        return out
+
+    def _can_keep_latents(self, module: nn.Module) -> bool:
+        """Whether a module has latents, and the backend supports a cache of them."""
+        if not has_latents(module):
+            return False
+        spec = LatentWeights(module).spec(
+            kv_cache_dtype=self.kv_cache_dtype, block_size=self.block_size
+        )
+        try:
+            get_attn_backend(spec, self.backend, next(module.parameters()).device)
+        except UnsupportedConfigError:
+            return False
+        return True
+
     def builder_of(self, layer: Attention) -> AttentionMetadataBuilder[Any]:
         """The metadata builder that all layers of one spec and backend share."""
         group = (layer.backend, layer.spec)
@@ -174,31 +247,40 @@ class PagedModel:
     def _create(
         self, module: nn.Module, query: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
     ) -> tuple[Attention, PagedKVCache]:
-        name = layer_name(module)
-        sinks = options["s_aux"]
         spec = AttentionSpec(
             num_heads=query.shape[1],
             num_kv_heads=value.shape[1],
             head_size=query.shape[3],
             head_size_v=value.shape[3],
             dtype=query.dtype,
-            kv_cache_dtype=self.kv_cache_dtype,
-            block_size=self.block_size,
-            mask_kind=MaskKind.CAUSAL,
-            sliding_window=options["sliding_window"],
-            attention_chunk_size=options["chunk"],
-            logits_soft_cap=options["softcap"],
-            has_sink=sinks is not None,
+            **self._fields(options),
         )
-        layer = Attention(
-            spec,
-            backend=self.backend,
-            scale=options["scaling"],
-            sinks=sinks,
-            prefix=name,
-            device=query.device,
-        )
+        layer = Attention(spec, **self._layer_options(module, query, options))
         return layer, PagedKVCache.allocate(spec, self.num_blocks, query.device)
+
+    def _fields(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a spec that follow from the options of the call and of this model."""
+        return {
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "block_size": self.block_size,
+            "mask_kind": MaskKind.CAUSAL,
+            "sliding_window": options["sliding_window"],
+            "attention_chunk_size": options["chunk"],
+            "logits_soft_cap": options["softcap"],
+            "has_sink": options["s_aux"] is not None,
+        }
+
+    def _layer_options(
+        self, module: nn.Module, query: torch.Tensor, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The keyword arguments of a layer."""
+        return {
+            "backend": self.backend,
+            "scale": options["scaling"],
+            "sinks": options["s_aux"],
+            "prefix": layer_name(module),
+            "device": query.device,
+        }
 
 
 class PagedStep:
@@ -269,8 +351,11 @@ def attend(
         "softcap": softcap,
         "s_aux": kwargs.get("sinks") if s_aux is None else s_aux,
     }
-    layer, cache = attnlib_step.paged.layer_of(module, query, value, options)
     attnlib_step.reached.add(module)
+    latent = attnlib_step.paged.attend_latents(module, query, key, attnlib_step, options)
+    if latent is not None:
+        return latent[None], None
+    layer, cache = attnlib_step.paged.layer_of(module, query, value, options)
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     out: torch.Tensor = layer(q, k, v, cache, attnlib_step.metadata_for(layer))
     return out[None], None

@@ -1,0 +1,160 @@
+"""`LatentAttention`: absorbed and expanded forms against attention over expanded keys (M12)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnlib
+from attnlib.errors import ContractError
+from attnlib.latent_attention import LatentAttention
+
+HEADS, KEY, ROTARY, LATENT, VALUE, BLOCK = 3, 24, 16, 48, 20, 8
+
+
+def _spec(**changes: Any) -> attnlib.AttentionSpec:
+    return attnlib.AttentionSpec(
+        num_heads=HEADS, num_kv_heads=1, head_size=LATENT + ROTARY, head_size_v=LATENT,
+        dtype=torch.float32, block_size=BLOCK, use_mla=True, **changes,
+    )  # fmt: skip
+
+
+def _step(
+    query_lens: list[int], seq_lens: list[int], **options: Any
+) -> tuple[LatentAttention, tuple[Any, ...], list[Tensor]]:
+    """A layer, the arguments of one step over a context, and the latents of each request."""
+    draw = torch.Generator().manual_seed(5)
+    spec = _spec(**options.pop("spec", {}))
+    weights = torch.randn(HEADS, KEY + VALUE, LATENT, generator=draw) / LATENT**0.5
+    module = LatentAttention(spec, weights, KEY, backend="torch", device="cpu", **options)
+    latents = [torch.randn(length, LATENT + ROTARY, generator=draw) for length in seq_lens]
+    blocks = [-(-length // BLOCK) for length in seq_lens]
+    order = torch.randperm(sum(blocks), generator=draw).tolist()
+    table = [[order.pop() for _ in range(count)] for count in blocks]
+    cache = attnlib.PagedKVCache.allocate(spec, max(1, sum(blocks)), "cpu")
+    cache.key_cache.fill_(float("nan"))
+    for rows, row, count in zip(latents, table, query_lens, strict=True):
+        for position in range(len(rows) - count):
+            cache.key_cache[row[position // BLOCK], position % BLOCK, 0] = rows[position]
+    width = max(map(len, table))
+    padded = torch.tensor([[*row, *[-1] * (width - len(row))] for row in table])
+    common = attnlib.CommonAttentionMetadata.from_lengths(
+        query_lens, seq_lens, padded, BLOCK, "cpu"
+    )
+    metadata = module.layer.backend.make_builder(spec, "cpu").build(0, common)
+    query = torch.randn(sum(query_lens), HEADS, KEY + ROTARY, generator=draw)
+    new = [rows[len(rows) - count :] for rows, count in zip(latents, query_lens, strict=True)]
+    return module, (query, torch.cat(new), cache, metadata), latents
+
+
+def _expected(
+    module: LatentAttention, query: Tensor, query_lens: list[int], latents: list[Tensor]
+) -> Tensor:
+    """In float64, over the keys and values of every head."""
+    weights, sinks = module._projection.double(), module.layer.sinks
+    parts, begin = [], 0
+    for rows, count in zip(latents, query_lens, strict=True):
+        both = torch.einsum("hnr,tr->thn", weights, rows[:, :LATENT].double())
+        rotary = rows[:, None, LATENT:].double().expand(-1, HEADS, -1)
+        keys = torch.cat((both[..., :KEY], rotary), -1)
+        q = query[begin : begin + count].double()
+        scores = module.layer.impl.scale * torch.einsum("qhd,khd->hqk", q, keys)
+        positions = torch.arange(len(rows) - count, len(rows))[:, None]
+        seen = torch.arange(len(rows)) <= positions
+        if module.spec.sliding_window:
+            seen &= torch.arange(len(rows)) > positions - module.spec.sliding_window
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            column = sinks.double()[:, None, None].expand(-1, count, 1)
+            scores = torch.cat((scores, column), -1)
+        shares = scores.softmax(-1)[..., : len(rows)]
+        parts.append(torch.einsum("hqk,khd->qhd", shares, both[..., KEY:]))
+        begin += count
+    return torch.cat(parts)
+
+
+BATCHES = {
+    "decodes": ([1, 1], [9, 30]),
+    "prompts": ([33, 140], [33, 140]),
+    "chunks": ([20, 7], [61, 300]),
+    "mixed": ([1, 2, 25, 40], [19, 8, 25, 140]),
+    "empty": ([1, 0, 12], [5, 0, 12]),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("form", ["absorbed", "expanded", "small chunks"])
+def test_both_forms_are_attention_over_expanded_keys(name: str, form: str) -> None:
+    """M12: also with a context in several chunks; the cache then holds the new latents (P7)."""
+    query_lens, seq_lens = BATCHES[name]
+    options: dict[str, Any] = {"expand_from": None if form == "absorbed" else 1}
+    if form == "small chunks":
+        options["context_tokens"] = 50
+    module, call, latents = _step(query_lens, seq_lens, **options)
+    expected = _expected(module, call[0], query_lens, latents)
+    out = module(*call)
+    assert out.shape == (sum(query_lens), HEADS, VALUE)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-5)
+    slots = call[3].slot_mapping
+    stored = call[2].key_cache.flatten(0, 2)[slots]
+    assert torch.equal(stored, call[1])
+
+
+def test_a_sink_counts_once() -> None:
+    """M4: in the state of the new tokens, not again in each chunk of the context."""
+    sinks = torch.tensor([0.5, -1.0, 3.0])
+    module, call, latents = _step(
+        [12, 30], [70, 200], spec={"has_sink": True}, sinks=sinks, expand_from=1, context_tokens=40
+    )
+    expected = _expected(module, call[0], [12, 30], latents)
+    torch.testing.assert_close(module(*call).double(), expected, rtol=0, atol=2e-5)
+
+
+def test_windows_are_absorbed() -> None:
+    """A window relates queries to positions in context and new tokens, so nothing is merged."""
+    module, call, latents = _step([30], [70], spec={"sliding_window": 17}, expand_from=1)
+    assert module._expanded_part(call[3], call[2]) is None
+    expected = _expected(module, call[0], [30], latents)
+    torch.testing.assert_close(module(*call).double(), expected, rtol=0, atol=2e-5)
+
+
+def test_the_form_follows_the_longest_prefill() -> None:
+    module, call, _ = _step([1, 20], [9, 20], expand_from=20)
+    assert module._expanded_part(call[3], call[2]) is not None
+    module, call, _ = _step([1, 20], [9, 20], expand_from=21)
+    assert module._expanded_part(call[3], call[2]) is None
+
+
+def test_the_default_scale_is_that_of_the_expanded_heads() -> None:
+    """M12: not that of the latent."""
+    assert _step([1], [3])[0].layer.impl.scale == (KEY + ROTARY) ** -0.5
+    assert _step([1], [3], scale=0.25)[0].layer.impl.scale == 0.25
+
+
+@pytest.mark.parametrize("expand_from", [None, 1])
+def test_bad_calls_are_refused_before_a_write(expand_from: int | None) -> None:
+    """The message names the tensor, its shape and the needed one."""
+    module, (query, latent, cache, metadata), _ = _step([20], [20], expand_from=expand_from)
+    before = cache.key_cache.clone()
+    for call, message in (
+        ((query[..., 1:], latent), r"query has shape \(20, 3, 39\); it must be \[tokens, 3, 40\]"),
+        ((query, latent[:, 1:]), r"latent has shape \(20, 63\); it must be \[tokens, 64\]"),
+        ((query.double(), latent), "query is torch.float64, the spec says torch.float32"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            module(*call, cache, metadata)
+    assert torch.equal(cache.key_cache.isnan(), before.isnan())
+
+
+def test_sizes_that_do_not_agree() -> None:
+    weights = torch.zeros(HEADS, KEY + VALUE, LATENT)
+    with pytest.raises(ContractError, match="use_mla=False"):
+        LatentAttention(_spec().replace(use_mla=False), weights, KEY)
+    for projection, size in ((weights[:2], KEY), (weights, KEY + VALUE), (weights[..., 1:], KEY)):
+        with pytest.raises(
+            ContractError, match=r"projection has shape .* it must be \[num_heads=3"
+        ):
+            LatentAttention(_spec(), projection, size)
