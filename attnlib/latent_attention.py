@@ -151,7 +151,8 @@ class LatentAttention(nn.Module):
         self, query: Tensor, latent: Tensor, cache: PagedKVCache, metadata: Any
     ) -> Tensor:
         size, heads = self.spec.head_size_v, query.transpose(0, 1)
-        to_latent, to_value = self._projection.split([self.key_size, self.head_size_v], dim=1)
+        weights = self._projection
+        to_latent, to_value = weights[:, : self.key_size], weights[:, self.key_size :]
         in_latent = torch.bmm(heads[..., : self.key_size], to_latent).transpose(0, 1)
         absorbed = torch.cat((in_latent, query[..., self.key_size :]), dim=-1)
         key = latent[:, None]
@@ -219,13 +220,13 @@ class LatentAttention(nn.Module):
         """Attention to the keys and values of some latents of every request."""
         size, heads = self.spec.head_size_v, self.spec.num_heads
         both = nn.functional.linear(latents[:, :size], self._projection.flatten(0, 1))
-        keys, values = both.view(-1, heads, self._projection.shape[1]).split(
-            [self.key_size, self.head_size_v], dim=-1
-        )
+        both = both.view(-1, heads, self._projection.shape[1])
+        keys, values = both[..., : self.key_size], both[..., self.key_size :]
         rotary = latents[:, None, size:].expand(-1, heads, -1)
-        keys = torch.cat((keys, rotary), dim=-1).unflatten(0, (-1, _BLOCK))
+        keys = torch.cat((keys, rotary), dim=-1).view(-1, _BLOCK, heads, query.shape[2])
+        values = values.view(-1, _BLOCK, heads, self.head_size_v)
         operation("paged_prefill", "paged_prefill", query)(
-            query, keys, values.unflatten(0, (-1, _BLOCK)), rows.table, batch.query_start_loc,
+            query, keys, values, rows.table, batch.query_start_loc,
             rows.lengths, params, max_query_len=batch.max_query_len, max_seq_len=rows.longest,
             out=out, lse=lse, query_start_loc_cpu=batch.query_start_loc_cpu,
             seq_lens_cpu=rows.lengths_cpu,
