@@ -24,11 +24,7 @@ def _loads(statement: str) -> str:
     ).stdout.strip()
 
 
-def test_import_loads_no_heavy_package() -> None:
-    assert _loads("import attnlib") == "[] False"
-
-
-def test_selection_loads_no_heavy_package_and_does_not_initialize_cuda() -> None:
+def test_import_and_selection_load_no_heavy_package_and_do_not_initialize_cuda() -> None:
     """H2: selection on a CPU imports declarations only."""
     spec = "attnlib.AttentionSpec(num_heads=4, head_size=64, dtype=torch.float32)"
     statement = (

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from benchmarks.upstream_tests.rewrite import checks_gradients_only, rewrite
 from benchmarks.upstream_tests.runner import run_module
 
@@ -84,6 +86,7 @@ def test_outcomes_are_counted(tmp_path: Path) -> None:
     assert skipped.note == "a reason"
 
 
+@pytest.mark.slow
 def test_command(tmp_path: Path) -> None:
     """A copy whose test calls a function of the package: it reaches attnlib, in two processes."""
     (tmp_path / "tests").mkdir()

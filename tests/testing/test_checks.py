@@ -11,6 +11,7 @@ from tests.testing.toy_backend import ToyBackend
 from tests.testing.wrong_backends import WRONG
 
 
+@pytest.mark.slow
 def test_a_correct_backend_passes_all_checks() -> None:
     """Rules out checks that fail for every backend."""
     report = run_conformance(ToyBackend, device="cpu", against=["torch"])
