@@ -221,6 +221,16 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
             fast_build: prefer a fast build to fast kernels (draft models with few layers).
         """
 
+    @classmethod
+    def max_decode_query_len(cls, spec: AttentionSpec) -> int:
+        """The most new tokens of a request that the decode kernels can serve.
+
+        A builder with `config={"decode_query_len": n}`, n up to this value, puts requests of up to
+        n new tokens into the decode part. Cascades do so for shared prefixes, which have few query
+        rows and many keys.
+        """
+        return cls.reorder_batch_threshold or 1
+
     def with_host_lengths(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """The batch with `query_start_loc_cpu` and `seq_lens_cpu`. On a CPU the batch's own tensors
         serve if these are None.

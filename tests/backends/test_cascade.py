@@ -199,17 +199,28 @@ def test_metadata_drops_plans_and_refuses_computed_fields() -> None:
     assert not pickle.loads(pickle.dumps(metadata)).plans
 
 
-def test_parts_fill_the_multiprocessors() -> None:
-    """A long prefix of few rows is split; parts with few rows come first; blocks stay whole."""
+def test_parts_of_decodes_are_split_by_requests() -> None:
+    """Decode kernels take few rows; every part then covers all tokens of the prefix."""
     spec = _spec(num_heads=32, num_kv_heads=8, head_size=128, block_size=16)
-    prefixes = [SharedPrefix(tuple(range(64)), 0, 8192), SharedPrefix((0, 1), 8192, 8208)]
-    parts = prefix_parts(prefixes, [1] * 64, spec, 132, PrefixRule())
-    assert parts[0].requests == (0, 1)
-    long = [part for part in parts if len(part.requests) == 64]
-    assert [part.start for part in long[1:]] == [part.end for part in long[:-1]]
-    assert (long[0].start, long[-1].end) == (0, 8192)
-    assert 4 <= len(long) <= 16 and all(part.end % 16 == 0 for part in long)
-    assert len(prefix_parts(prefixes, [1] * 64, spec, 0, PrefixRule())) == 2
+    prefixes = [SharedPrefix(tuple(range(40)), 0, 8192), SharedPrefix((0, 1), 8192, 8208)]
+    parts = prefix_parts(prefixes, [1] * 40, spec, 132, PrefixRule(), 16)
+    assert [(part.requests, part.start, part.end) for part in parts] == [
+        ((0, 1), 8192, 8208),
+        (tuple(range(32, 40)), 0, 8192),
+        (tuple(range(16)), 0, 8192),
+        (tuple(range(16, 32)), 0, 8192),
+    ]
+
+
+def test_parts_of_prefills_fill_the_multiprocessors() -> None:
+    """A prefix of many rows is split by its tokens, at block boundaries."""
+    spec = _spec(num_heads=32, num_kv_heads=8, head_size=128, block_size=16)
+    prefixes = [SharedPrefix((0, 1), 0, 8192)]
+    parts = prefix_parts(prefixes, [40, 40], spec, 132, PrefixRule(), 16)
+    assert [part.start for part in parts[1:]] == [part.end for part in parts[:-1]]
+    assert (parts[0].start, parts[-1].end) == (0, 8192)
+    assert 2 <= len(parts) <= 16 and all(part.end % 16 == 0 for part in parts)
+    assert len(prefix_parts(prefixes, [40, 40], spec, 0, PrefixRule(), 16)) == 1
 
 
 def test_prefixes_of_a_batch_on_the_host() -> None:

@@ -95,7 +95,7 @@ class CascadeImpl(AttentionImpl):
             )
         if partial is not None and self._prefix.group.has_plan:
             partial.plan = self._prefix.plan(
-                (signature, "prefix"), partial.query, None, None, cache,
+                (signature, "prefix"), partial.queries(query), None, None, cache,
                 partial.batch.metadata, partial.output, partial.lse,
             )  # fmt: skip
         return _CascadePlan(self.spec, slots, metadata.suffix, suffix, partial)
@@ -119,16 +119,19 @@ class _Partial:
 
     Attributes:
         batch: the prefixes as a batch.
-        query: `[P, Hq, D]`, the queries repeated for each part.
+        query: `[P, Hq, D]`, the queries repeated for each part; None where the batch's own first
+            rows serve.
         output: `[P, Hq, Dv]`.
         lse: `[P, Hq]` float32.
         plan: the prefix backend's plan, or None.
     """
 
     def __init__(self, batch: PrefixBatch, query: torch.Tensor, output: torch.Tensor) -> None:
-        rows = batch.query_rows.shape[0]
+        rows = batch.num_rows
         self.batch = batch
-        self.query = query.new_empty(rows, *query.shape[1:])
+        self.query = None
+        if batch.query_rows is not None:
+            self.query = query.new_empty(rows, *query.shape[1:])
         self.output = output.new_empty(rows, *output.shape[1:])
         self.lse = torch.empty(rows, query.shape[1], dtype=torch.float32, device=query.device)
         self.plan: StepPlan | None = None
@@ -143,16 +146,22 @@ class _Partial:
             self._own_lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         return self._own_lse
 
+    def queries(self, query: torch.Tensor) -> torch.Tensor:
+        """The queries of all parts, `[P, Hq, D]`."""
+        if self.query is None or self.batch.query_rows is None:
+            return query[: self.batch.num_rows]
+        return torch.index_select(query, 0, self.batch.query_rows, out=self.query)
+
     def merge_into(
         self, impl: AttentionImpl, query: torch.Tensor, cache: Any, output: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:  # fmt: skip
         """Compute the shared prefixes and merge them into the states of the suffixes."""
-        torch.index_select(query, 0, self.batch.query_rows, out=self.query)
+        rows = self.queries(query)
         if self.plan is None:
-            _forward(impl, self.query, cache, self.batch.metadata, self.output, self.lse)
+            _forward(impl, rows, cache, self.batch.metadata, self.output, self.lse)
         else:
-            self.plan.run(impl, self.query, None, None, cache, self.output, self.lse)
+            self.plan.run(impl, rows, None, None, cache, self.output, self.lse)
         tokens = self.batch.partial_starts.shape[0] - 1
         self._merge(
             output[:tokens], lse[:tokens], self.output, self.lse,

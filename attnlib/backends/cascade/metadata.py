@@ -38,13 +38,16 @@ class PrefixBatch:
 
     Attributes:
         metadata: of the prefix backend, for a batch with one request for each part.
-        query_rows: [P] int64 device, the row of the batch's queries that each row repeats.
+        query_rows: [P] int64 device, the row of the batch's queries that each row repeats; None if
+            the rows are the first P rows of the batch.
+        num_rows: P.
         partial_starts: [T + 1] int32 device; token t has entries `[starts[t], starts[t + 1])`.
         partial_rows: [P] int32 device, rows of this batch, grouped by token.
     """
 
     metadata: Any
-    query_rows: torch.Tensor
+    query_rows: torch.Tensor | None
+    num_rows: int
     partial_starts: torch.Tensor
     partial_rows: torch.Tensor
 
@@ -110,10 +113,16 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
         kwargs.pop("config", None)
         self._suffix = self.suffix_backend.make_builder(spec, device, **kwargs)
         self._prefix: AttentionMetadataBuilder[Any] | None = None
+        self._longest_decode = 1
         if not_shared_reason(spec) is None:
             # Without limits: prefixes are not captured, and repeat rows beyond any limit.
             kwargs.pop("limits", None)
-            self._prefix = self.prefix_backend.make_builder(prefix_spec(spec), device, **kwargs)
+            builder_cls = self.prefix_backend.get_builder_cls()
+            self._longest_decode = builder_cls.max_decode_query_len(spec)
+            config = dict(self.prefix_backend.config)
+            if self._longest_decode > (builder_cls.reorder_batch_threshold or 1):
+                config["decode_query_len"] = self._longest_decode
+            self._prefix = builder_cls(prefix_spec(spec), device, config=config, **kwargs)
         self._num_sms = 0
         if self.device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -165,7 +174,9 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
         for prefix in chosen:
             for request in prefix.requests:
                 covered[request] = prefix.end
-        parts = prefix_parts(chosen, query_lens, self.spec, self._num_sms, self.rule)
+        parts = prefix_parts(
+            chosen, query_lens, self.spec, self._num_sms, self.rule, self._longest_decode
+        )
         suffix = self._suffix.build(0, _suffix_batch(common, covered, self.spec), fast_build)
         prefix_batch = self._prefix_batch(common, parts, query_lens)
         return self._metadata(common, suffix, tuple(chosen), prefix_batch)
@@ -284,7 +295,8 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
         )
         return PrefixBatch(
             metadata=self._prefix.build(0, batch),
-            query_rows=device["rows"].long(),
+            query_rows=None if rows == list(range(len(rows))) else device["rows"].long(),
+            num_rows=len(rows),
             partial_starts=device["partial_starts"],
             partial_rows=device["partial_rows"],
         )

@@ -25,16 +25,23 @@ class PrefixRule:
     Attributes:
         min_saved_bytes: keys and values that all requests of a batch together need not read again.
             Below it, the launches that prefixes add cost more than the reads that they save.
-        min_part_tokens: shortest part into which a prefix is split.
+        max_decode_parts: a prefix whose query rows fit this many decodes is computed by the decode
+            kernels, which split its keys over the multiprocessors. Others go to the prefill
+            kernels.
+        min_part_tokens: shortest part into which a prefix is split for the prefill kernels.
         parts_per_sm: parts of all prefixes, in units of thread blocks per multiprocessor.
     """
 
     min_saved_bytes: int = 64 << 20
+    max_decode_parts: int = 8
     min_part_tokens: int = 512
     parts_per_sm: float = 1.0
 
 
 DEFAULT_RULE = PrefixRule()
+
+_TILE_ROWS = 128
+"""Query rows in a tile of the prefill kernels."""
 
 
 @dataclass(frozen=True)
@@ -86,30 +93,75 @@ def prefix_parts(
     spec: AttentionSpec,
     num_sms: int,
     rule: PrefixRule,
+    longest_decode: int = 1,
 ) -> list[PrefixPart]:
     """Split prefixes into parts that fill the GPU, few query rows first.
 
-    `num_sms` is 0 on a device without multiprocessors, where prefixes stay whole.
+    A prefix has few rows and many keys. Decode kernels split the keys, but take few rows: such a
+    prefix is split by its requests. A prefix of more rows is split by its tokens for the prefill
+    kernels; one thread block per tile of rows would use a fraction of the multiprocessors.
 
-    A prefix has few rows and many keys. One thread block per tile of rows would use a fraction of
-    the multiprocessors, as in decoding; split KV (Flash-Decoding) applies to prefixes too.
+    Args:
+        prefixes: of the batch.
+        query_lens: new tokens of each request.
+        spec: of the layers.
+        num_sms: multiprocessors; 0 on a device without, where prefixes are not split by tokens.
+        rule: limits of the parts.
+        longest_decode: the most query tokens of one request in a decode.
     """
-    group = spec.num_heads // spec.num_kv_heads
+    parts: list[PrefixPart] = []
+    long = []
+    for prefix in prefixes:
+        by_requests = _split_requests(prefix, query_lens, longest_decode)
+        if by_requests is None or len(by_requests) > rule.max_decode_parts:
+            long.append(prefix)
+        else:
+            parts += by_requests
+    parts += _split_tokens(long, query_lens, spec, num_sms, rule)
+    return sorted(parts, key=lambda part: sum(query_lens[r] for r in part.requests))
+
+
+def _split_requests(
+    prefix: SharedPrefix, query_lens: Sequence[int], longest: int
+) -> list[PrefixPart] | None:
+    """Parts of at most `longest` query rows with all tokens; None if a request alone has more."""
+    groups: list[list[int]] = [[]]
+    rows = 0
+    for request in prefix.requests:
+        if query_lens[request] > longest:
+            return None
+        if rows + query_lens[request] > longest:
+            groups.append([])
+            rows = 0
+        groups[-1].append(request)
+        rows += query_lens[request]
+    return [PrefixPart(tuple(group), prefix.start, prefix.end) for group in groups]
+
+
+def _split_tokens(
+    prefixes: Sequence[SharedPrefix],
+    query_lens: Sequence[int],
+    spec: AttentionSpec,
+    num_sms: int,
+    rule: PrefixRule,
+) -> list[PrefixPart]:
+    """Parts of all query rows with some of the tokens."""
     units = [
-        (prefix, spec.num_kv_heads * -(-sum(query_lens[r] for r in prefix.requests) * group // 128))
+        spec.num_kv_heads
+        * -(-sum(query_lens[r] for r in prefix.requests) * spec.group_size // _TILE_ROWS)
         for prefix in prefixes
     ]
-    target = rule.parts_per_sm * (num_sms or 1)
-    work = sum(count * (prefix.end - prefix.start) for prefix, count in units)
-    longest = max(rule.min_part_tokens, int(work / target)) if work else rule.min_part_tokens
-    block = spec.block_size
+    work = sum(
+        count * (prefix.end - prefix.start) for prefix, count in zip(prefixes, units, strict=True)
+    )
+    longest = max(rule.min_part_tokens, int(work / (rule.parts_per_sm * (num_sms or 1))))
     found = []
-    for prefix, _ in units:
+    for prefix in prefixes:
         tokens = prefix.end - prefix.start
         count = max(1, round(tokens / longest)) if num_sms else 1
-        size = -(-tokens // count // block) * block
+        size = -(-tokens // count // spec.block_size) * spec.block_size
         found += [
             PrefixPart(prefix.requests, start, min(start + size, prefix.end))
             for start in range(prefix.start, prefix.end, size)
         ]
-    return sorted(found, key=lambda part: sum(query_lens[r] for r in part.requests))
+    return found

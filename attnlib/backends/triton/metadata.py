@@ -17,7 +17,7 @@ from attnlib.ops.triton import hopper
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_limits
 from attnlib.ops.triton.heuristics.splits import paged_decode_workspace_bytes, visible_bound
 from attnlib.ops.triton.heuristics.tile_table import work_bounds
-from attnlib.ops.triton.hopper.support import HOPPER_DECODE_KEYS
+from attnlib.ops.triton.hopper.support import HOPPER_DECODE_KEYS, decode_rows
 from attnlib.ops.triton.paged_decode import AttentionShape, DecodeSchedule, schedule_decode
 from attnlib.ops.triton.paged_mixed import concurrent_ctas
 from attnlib.spec import AttentionSpec, CudaGraphSupport
@@ -51,8 +51,10 @@ class Scheduler(NamedTuple):
     hopper_query_lens: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, spec: AttentionSpec, device: torch.device, kernels: str) -> Scheduler:
-        """The scheduler of layers with this spec."""
+    def of(
+        cls, spec: AttentionSpec, device: torch.device, kernels: str, longest_decode: int
+    ) -> Scheduler:
+        """The scheduler of layers with this spec, for decodes of up to `longest_decode` tokens."""
         shape = AttentionShape(
             spec.num_heads, spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.dtype,
             spec.kv_dtype,
@@ -65,7 +67,7 @@ class Scheduler(NamedTuple):
         dispatch = scheduler.dispatch()
         supported = frozenset(
             query_len
-            for query_len in range(1, DECODE_THRESHOLD + 1)
+            for query_len in range(1, longest_decode + 1)
             if dispatch is not None
             and dispatch.supports_decode(shape, limits, query_len, spec.block_size)
         )
@@ -149,7 +151,8 @@ class TritonMetadata(PagedMetadata):
 
 
 class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
-    """Requests of up to 8 new tokens (decodes and verification steps) form the decode part."""
+    """Requests of up to 8 new tokens (decodes and verification steps) form the decode part, or of
+    up to `config["decode_query_len"]` new tokens."""
 
     cudagraph_support: ClassVar[CudaGraphSupport] = CudaGraphSupport.ALWAYS
     reorder_batch_threshold: ClassVar[int | None] = DECODE_THRESHOLD
@@ -161,7 +164,12 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     ) -> None:
         super().__init__(spec, device, **kwargs)
         use_tuned_tiles(self.device)  # before any tile is chosen
-        self._scheduler = Scheduler.of(spec, self.device, str(self.config.get("kernels", "auto")))
+        self.reorder_batch_threshold = int(  # type: ignore[misc]  # of this builder
+            self.config.get("decode_query_len", DECODE_THRESHOLD)
+        )
+        self._scheduler = Scheduler.of(
+            spec, self.device, str(self.config.get("kernels", "auto")), self.reorder_batch_threshold
+        )
         # Consecutive steps have equal sizes and splits.
         self._needed_bytes = functools.lru_cache(maxsize=1024)(self._scheduler.workspace_bytes)
         self._counters: torch.Tensor | None = None
@@ -172,6 +180,11 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         self._workspace = Workspace(
             self.device, self._declared_bytes(), fixed=self.limits is not None, dtype=torch.float32
         )
+
+    @classmethod
+    def max_decode_query_len(cls, spec: AttentionSpec) -> int:
+        """As many tokens as fill the rows of the Hopper decode kernel."""
+        return max(DECODE_THRESHOLD, decode_rows(spec.head_size_v) // spec.group_size)
 
     @property
     def workspace_bytes(self) -> int:
