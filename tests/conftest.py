@@ -62,6 +62,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     draws.addoption(
         "--draws-per-spec", type=int, default=1, help="draws that share a spec (fewer compiles)"
     )
+    draws.addoption(
+        "--draw-forms", type=int, default=0, help="layouts of each spec on a GPU (fewer compiles)"
+    )
     draws.addoption("--draw-processes", type=int, default=1, help="number of processes")
     draws.addoption("--draw-seconds", type=float, help="begin no draw after this time")
     draws.addoption("--draw-report", help="JSON file for the result")

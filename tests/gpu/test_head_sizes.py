@@ -43,6 +43,6 @@ def test_head_sizes(head_size: int, head_size_v: int, inputs: str) -> None:
     spec = replace(draw.spec, head_size=head_size, head_size_v=head_size_v)
     if inputs == "unaligned":
         spec = replace(spec, kv_cache_dtype="auto")
-        draw = replace(draw, forms=replace(draw.forms, cache="misaligned"))
+        draw = replace(draw, forms=replace(draw.forms, cache="misaligned", from_views=True))
     for window in (spec.window, None):
         _agrees(replace(draw, spec=replace(spec, window=window)))

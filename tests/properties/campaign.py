@@ -32,6 +32,7 @@ class Campaign:
         seed: the first seed; the draws have consecutive seeds.
         draws: number of seeds.
         draws_per_spec: consecutive seeds that share a spec.
+        forms_per_spec: combinations of layouts for each spec; 0 for any.
         processes: number of worker processes; 1 runs in this process.
         seconds: draws that have not begun after this time are left out; None for no limit.
         commit: commit of attnlib for the report; None asks git.
@@ -42,6 +43,7 @@ class Campaign:
     seed: int = 0
     draws: int = 100
     draws_per_spec: int = 1
+    forms_per_spec: int = 0
     processes: int = 1
     seconds: float | None = None
     commit: str | None = None
@@ -62,11 +64,15 @@ class Campaign:
                 rare=0.01,
             )
         dtypes = ("bfloat16", "bfloat16", "float16", "float32")
-        return Limits(dtypes=dtypes, longest=2000, longest_query=150, rare=0.01)
+        return Limits(
+            dtypes=dtypes, longest=2000, longest_query=150, rare=0.01,
+            forms_per_spec=self.forms_per_spec,
+        )  # fmt: skip
 
     def reproduce(self, seed: int) -> str:
         """The command that repeats one draw."""
         shared = f" --draws-per-spec {self.draws_per_spec}" if self.draws_per_spec > 1 else ""
+        shared += f" --draw-forms {self.forms_per_spec}" if self.forms_per_spec else ""
         return (
             f"pytest tests/properties/test_attention.py --draws 1 --draw-seed {seed} "
             f"--draw-backend {self.backend} --draw-device {self.device}{shared}"

@@ -39,6 +39,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             seed=option("--draw-seed"),
             draws=option("--draws"),
             draws_per_spec=option("--draws-per-spec"),
+            forms_per_spec=option("--draw-forms"),
             processes=option("--draw-processes"),
             seconds=option("--draw-seconds"),
             commit=option("--draw-commit"),

@@ -6,7 +6,7 @@ seeds share a spec and differ in everything else, so that a GPU compiles fewer k
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Any
 
@@ -29,6 +29,8 @@ class Limits:
         most_requests: largest number of requests, padding excluded.
         repeated: probability that the call is repeated, to compare the bits.
         rare: probability of specs that few backends support (MLA, batch invariance).
+        forms_per_spec: number of combinations of layouts and scales for each spec, so that a GPU
+            compiles fewer kernels; 0 draws them for each call.
     """
 
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16", "float64")
@@ -38,6 +40,7 @@ class Limits:
     most_requests: int = 6
     repeated: float = 1.0
     rare: float = 0.06
+    forms_per_spec: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,14 +151,20 @@ def draw_of(seed: int, limits: Limits, draws_per_spec: int = 1) -> Draw:
     scale = of_spec.choice([None, None, 0.05, 1.0, 0.3])
     batch = _batch(rng, spec, limits)
     k_scales = _scales(rng, spec)
+    v_scales = k_scales if spec.use_mla else _scales(rng, spec)  # MLA: one memory, one scale
+    forms = _forms(rng, spec, batch, limits)
+    if limits.forms_per_spec:
+        number = rng.randrange(limits.forms_per_spec)
+        of_spec = Random(f"forms {seed // draws_per_spec} {number}")
+        forms = replace(forms, **_layouts(of_spec, spec))
     return Draw(
         seed=seed,
         spec=spec,
         scale=scale,
         k_scales=k_scales,
-        v_scales=k_scales if spec.use_mla else _scales(rng, spec),  # MLA: one memory, one scale
+        v_scales=v_scales,
         batch=batch,
-        forms=_forms(rng, spec, batch, limits),
+        forms=forms,
     )
 
 
@@ -291,9 +300,27 @@ def _scales(rng: Random, spec: AttentionSpec) -> tuple[float, ...]:
     return tuple(rng.choice(values) for _ in range(spec.num_kv_heads))
 
 
+_LAYOUTS = ["NHD", "HND", "NHD_INTERLEAVED", "HND_INTERLEAVED", "NHD_PACKED", "HND_PACKED"]
+_INPUTS = ["contiguous", "fused", "fused", "gaps", "transposed", "misaligned", "flat"]
+_OUTPUTS = ["none", "none", "contiguous", "gaps", "misaligned", "flat"]
+
+
+def _layouts(rng: Random, spec: AttentionSpec) -> dict[str, Any]:
+    """The forms that select kernels."""
+    cache = rng.choice([*_LAYOUTS, "padded", "misaligned"])
+    per_head = spec.is_kv_quantized and spec.kv_scale_kind == "head"
+    return {
+        "cache": cache,
+        "from_views": cache not in _LAYOUTS or rng.random() < 0.5,
+        "inputs": rng.choice(_INPUTS),
+        "output": rng.choice(_OUTPUTS),
+        "scales_on": rng.choice(["cache", "layer"]),
+        "scales": "tensor" if per_head else rng.choice(["number", "tensor"]),
+    }
+
+
 def _forms(rng: Random, spec: AttentionSpec, batch: Batch, limits: Limits) -> Forms:
-    layouts = ["NHD", "HND", "NHD_INTERLEAVED", "HND_INTERLEAVED", "NHD_PACKED", "HND_PACKED"]
-    cache = rng.choice([*layouts, "padded", "misaligned"])
+    cache = rng.choice([*_LAYOUTS, "padded", "misaligned"])
     written = "given"
     if spec.kv_sharing:
         written = rng.choice(["cached", "unused"])
@@ -303,12 +330,10 @@ def _forms(rng: Random, spec: AttentionSpec, batch: Batch, limits: Limits) -> Fo
         written = "cached"
     per_head = spec.is_kv_quantized and spec.kv_scale_kind == "head"
     return Forms(
-        inputs=rng.choice(
-            ["contiguous", "fused", "fused", "gaps", "transposed", "misaligned", "flat"]
-        ),
-        output=rng.choice(["none", "none", "contiguous", "gaps", "misaligned", "flat"]),
+        inputs=rng.choice(_INPUTS),
+        output=rng.choice(_OUTPUTS),
         cache=cache,
-        from_views=cache not in layouts or rng.random() < 0.5,
+        from_views=cache not in _LAYOUTS or rng.random() < 0.5,
         metadata=rng.choice(["contiguous", "contiguous", "offset", "strided"]),
         extra_columns=rng.choice([0, 0, 1, 3]),
         garbage=rng.choice(["other", "minus_one", "huge"]),

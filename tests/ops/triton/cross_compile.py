@@ -32,6 +32,7 @@ from attnlib.ops.triton.heuristics.tiles import Tile, latents_in_place, shared_b
 from attnlib.ops.triton.launch.score import compile_score
 from attnlib.testing.score_functions import SUITE, load_score_function, make_score_tensors
 from tests.ops.calls import call_operation, split_options
+from tests.ops.triton.sass import descriptor_sources, disassemble
 
 __all__ = [
     "CASES", "SCORE_CASES", "TARGETS", "Compiled", "Launch", "Target", "compile_for", "describe",
@@ -90,6 +91,8 @@ class Compiled:
         spilled: bytes of local memory per thread (stack and spills); None if not reported.
         seconds: compile time.
         instructions: number of occurrences of some instructions in the PTX.
+        descriptors: address of a product of Hopper -> sources that its shared memory descriptors
+            must not have (`sass.descriptor_sources`); None without such products.
     """
 
     kernel: str
@@ -101,6 +104,7 @@ class Compiled:
     spilled: int | None
     seconds: float
     instructions: dict[str, int]
+    descriptors: dict[str, list[str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -220,6 +224,10 @@ def describe(launch: Launch) -> Compiled:
         "bar.sync",
     )
     counts = {name: len(re.findall(rf"\b{re.escape(name)}", ptx)) for name in names}
+    descriptors = None
+    if counts["wgmma.mma_async"]:
+        found = descriptor_sources(disassemble(kernel.asm["cubin"]))
+        descriptors = {address: sorted(sources) for address, sources in found.items()}
     return Compiled(
         kernel=kernel.metadata.name,
         hash=kernel.hash,
@@ -230,6 +238,7 @@ def describe(launch: Launch) -> Compiled:
         spilled=spilled,
         seconds=round(launch.seconds, 2),
         instructions={name: count for name, count in counts.items() if count},
+        descriptors=descriptors,
     )
 
 
@@ -542,6 +551,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "prefill-192": ("prefill", {"d": 192, "dv": 128, "group": 1}),
     "prefill-128-e4m3": ("prefill", {"cache": E4M3}),
     "prefill-128-e5m2": ("prefill", {"cache": E5M2}),
+    "prefill-128-16-e5m2": ("prefill", {"dv": 16, "cache": E5M2}),
+    "prefill-64-32-e4m3": ("prefill", {"d": 64, "dv": 32, "cache": E4M3, "features": "window"}),
+    "prefill-96-e5m2": ("prefill", {"d": 96, "cache": E5M2, "n": 17}),
     "prefill-128-f32": ("prefill", {"dtype": torch.float32}),
     "prefill-512": ("prefill", {"d": 512}),
     "prefill-latent": ("prefill", {"d": 576, "dv": 512, "group": 128, "latent": True, "n": 64}),
