@@ -32,7 +32,8 @@ from attnlib.ops.triton.paged_decode import paged_decode
 
 HEADS, KV_HEADS, SIZE, BLOCK_SIZE = 32, 8, 128, 16
 CASES = [(1, 1024), (1, 8192), (1, 32768), (8, 2048), (8, 8192), (32, 1024), (32, 4096),
-         (64, 2048), (128, 1024), (128, 4096), (256, 1024)]  # fmt: skip
+         (64, 2048), (128, 1024), (128, 4096), (256, 1024), (1, 128), (32, 128), (256, 128),
+         (256, 256)]  # fmt: skip
 TILES = [Tile(16, n, warps, stages) for n, warps, stages in
          ((64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 3), (32, 2, 4), (16, 1, 4), (32, 1, 3),
           (64, 2, 3))]  # fmt: skip
@@ -85,8 +86,9 @@ def make_inputs(num_reqs: int, seq_len: int) -> Inputs:
     )  # fmt: skip
 
 
-def packed_call(inputs: Inputs) -> Any:
-    """Decode over copy `number` of the packed cache."""
+def packed_call(inputs: Inputs, kernels: str = "auto") -> Any:
+    """Decode over copy `number` of the packed cache, by the interface or by given kernels."""
+    params = AttentionParams(scale=SIZE**-0.5)
 
     def call(number: int) -> torch.Tensor:
         return PagedAttention.forward_decode(
@@ -94,7 +96,15 @@ def packed_call(inputs: Inputs) -> Any:
             inputs.max_seq_len, "auto", KV_HEADS, SIZE**-0.5, None, 1.0, 1.0,
         )  # fmt: skip
 
-    return call
+    def portable_call(number: int) -> torch.Tensor:
+        out = torch.empty_like(inputs.query)
+        packed_attention.packed_decode(
+            inputs.query, *inputs.packed[number], inputs.table, inputs.seq_lens, params,
+            max_seq_len=inputs.max_seq_len, out=out, kernels=kernels,
+        )  # fmt: skip
+        return out
+
+    return call if kernels == "auto" else portable_call
 
 
 def nhd_call(inputs: Inputs, kernels: str) -> Any:
@@ -140,12 +150,13 @@ def main() -> None:
         inputs = make_inputs(num_reqs, seq_len)
         calls = {
             "packed": packed_call(inputs),
+            "packed portable": packed_call(inputs, "portable"),
             "nhd": nhd_call(inputs, "auto"),
             "nhd portable": nhd_call(inputs, "portable"),
         }
         error = max(
             float((calls["packed"](0).float() - calls[name](0).float()).abs().max())
-            for name in ("nhd", "nhd portable")
+            for name in ("packed portable", "nhd", "nhd portable")
         )
         assert error < 1e-2, f"{num_reqs} x {seq_len}: the outputs differ by {error}"
         times = measure(calls, len(inputs.packed))
@@ -156,7 +167,8 @@ def main() -> None:
             for tile in (TILES[number] for number in options.tiles):
                 packed_attention.packed_tile = lambda *_, tile=tile: tile
                 LAUNCHES.clear()
-                found = measure({"packed": packed_call(inputs)}, len(inputs.packed))["packed"]
+                found = measure({"packed": packed_call(inputs, "portable")}, len(inputs.packed))
+                found = found["packed"]
                 name = f"{tile.block_n}x{tile.num_warps}x{tile.num_stages}"
                 row["tiles"][name] = found
             packed_attention.packed_tile = default

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from attnlib.ops.block_sparse import BlockSparsePattern
 from attnlib.ops.paged_attention import PagedAttention
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.packed_attention import packed_decode, packed_prefill
+from attnlib.ops.triton.hopper.decode_plan import HopperDecode
+from attnlib.ops.triton.launch.cache import LAUNCHES
 from tests.gpu.devices import needs_gpu
+from tests.ops.triton.test_packed_attention import Case
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
@@ -76,3 +82,73 @@ def test_a_graph_replays_with_other_lengths_and_nothing_waits_for_the_device() -
             AttentionParams(scale=SIZE**-0.5, window=(99, -1)), max_query_len=2, out=wanted,
         )  # fmt: skip
         torch.testing.assert_close(prefixed, wanted, atol=2e-2, rtol=2e-2)
+
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="the Gluon kernels need a Hopper GPU",
+)
+
+LENGTHS = (700, 1, 0, 64, 129, 2049)
+
+
+def hopper_launches() -> list[HopperDecode]:
+    """The prepared launches of the Hopper decode over packed caches."""
+    kept = (value[1] for value in LAUNCHES.values() if isinstance(value, tuple) and len(value) > 1)
+    return [launch for launch in kept if isinstance(launch, HopperDecode)]
+
+
+@needs_hopper
+@pytest.mark.parametrize("size", [64, 80, 96, 112, 120, 128, 192, 256])
+def test_the_hopper_kernel_serves_every_head_size(size: int) -> None:
+    """P3, P5, M7: NaN and invalid block ids past each request's end are not read."""
+    LAUNCHES.clear()
+    case = Case(
+        torch.device("cuda"), LENGTHS, heads=(8, 2), size=size, block_size=16, dtype=torch.bfloat16
+    )
+    case.decode()
+    assert len(hopper_launches()) == 1
+
+
+@needs_hopper
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_hopper_kernel_serves_block_sizes(block_size: int, dtype: torch.dtype) -> None:
+    """Several boxes per tile, and several tiles per block."""
+    LAUNCHES.clear()
+    case = Case(
+        torch.device("cuda"), LENGTHS, heads=(8, 2), size=128, block_size=block_size, dtype=dtype
+    )
+    case.decode()
+    assert len(hopper_launches()) == 1
+
+
+@needs_hopper
+@pytest.mark.parametrize("heads", [(1, 1), (5, 5), (32, 1), (24, 3), (64, 8)])
+@pytest.mark.parametrize("requests", [1, 3, 200])
+def test_the_hopper_kernel_serves_groups_and_batches(heads: tuple[int, int], requests: int) -> None:
+    """GQA and MQA; one request, a batch in one pass over the lengths, and one in several."""
+    LAUNCHES.clear()
+    lengths = [(37 * i) % 300 + (1500 if i == 1 else 0) for i in range(1, requests + 1)]
+    case = Case(
+        torch.device("cuda"), lengths, heads=heads, size=128, block_size=16, dtype=torch.bfloat16
+    )
+    case.decode()
+    assert len(hopper_launches()) == 1
+
+
+@needs_hopper
+def test_other_calls_go_to_the_portable_kernel() -> None:
+    """ALiBi, patterns, int64 tables, small heads, float8 and more than 32 heads per KV head."""
+    LAUNCHES.clear()
+    device = torch.device("cuda")
+    fields: dict[str, Any] = {"heads": (8, 2), "block_size": 16, "dtype": torch.bfloat16}
+    case = Case(device, (100, 7), size=128, **fields)
+    case.decode(alibi_slopes=case.slopes)
+    case.decode(BlockSparsePattern(1, 3, 16, 0, 8, 2, tp_rank=0))
+    case.table = case.table.long()
+    case.decode()
+    Case(device, (100, 7), size=32, **fields).decode()
+    Case(device, (100, 7), size=128, **fields, kv_cache_dtype="fp8").decode()
+    Case(device, (100, 7), size=128, **{**fields, "heads": (40, 1)}).decode()
+    assert not hopper_launches()

@@ -32,6 +32,7 @@ def packed_decode(
     max_seq_len: int,
     out: Tensor,
     pattern: BlockSparsePattern | None = None,
+    kernels: str = "auto",
 ) -> None:
     """Attention of one query token per request over the packed cache.
 
@@ -45,6 +46,7 @@ def packed_decode(
         max_seq_len: upper bound of the sequence lengths. Ignored: the lengths themselves are read.
         out: `[R, Hq, D]`, written.
         pattern: the keys that each head sees; None for all.
+        kernels: ignored; see `attnlib.ops.triton.packed_attention`.
     """
     lengths = seq_lens.cpu()
     key, value, table = _common_form(key_cache, value_cache, block_table, lengths)

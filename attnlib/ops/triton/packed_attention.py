@@ -7,15 +7,11 @@ and a CUDA graph can capture all of them.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.ops.block_sparse import BlockSparsePattern
 from attnlib.ops.checks import check_slots
 from attnlib.ops.packed_cache import check_packed_cache
 from attnlib.ops.params import AttentionParams
@@ -25,133 +21,28 @@ from attnlib.ops.triton.heuristics.device import (
     DeviceLimits,
     device_guard,
     limits_of,
-    programmatic_launch,
 )
-from attnlib.ops.triton.heuristics.packed_tiles import packed_shared_bytes, packed_tile
-from attnlib.ops.triton.heuristics.splits import (
-    MAX_CTAS_PER_SM,
-    MAX_SPLITS,
-    MIN_TILES_PER_SPLIT,
-    choose_num_splits,
-    paged_decode_workspace_bytes,
-)
-from attnlib.ops.triton.heuristics.tiles import next_power_of_2, split_head_size
-from attnlib.ops.triton.kernels.decode import combine_kernel
+from attnlib.ops.triton.heuristics.packed_tiles import packed_tile
 from attnlib.ops.triton.kernels.packed import (
-    packed_decode_kernel,
     packed_prefill_kernel,
     packed_write_kernel,
 )
-from attnlib.ops.triton.launch.attention import compute_dtype, reads_bytes
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
-from attnlib.ops.triton.launch.scales import kv_kind, scale_kind, scale_signature
+from attnlib.ops.triton.launch.packed import (
+    MAX_REQUESTS,
+    joined_addresses,
+    packed_constants,
+    readable_caches,
+    scale_arguments,
+)
+from attnlib.ops.triton.launch.scales import scale_kind, scale_signature
+from attnlib.ops.triton.packed_decode import packed_decode
 
 __all__ = ["packed_decode", "packed_prefill", "packed_write"]
 
-_MAX_REQUESTS = 65534
-"""Limit of a grid's third dimension, less the programs for rows past the last request."""
 _ELEMENTS_PER_PROGRAM = 1024
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def packed_decode(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    params: AttentionParams,
-    *,
-    max_seq_len: int,
-    out: Tensor,
-    pattern: BlockSparsePattern | None = None,
-) -> None:
-    """Attention of one query token per request over the packed cache.
-
-    Args:
-        query: `[R, Hq, D]` float16, bfloat16 or float32, last stride 1.
-        key_cache: `[B, Hkv, D / x, N, x]`, N a power of two; float8 holds key / k_scale.
-        value_cache: `[B, Hkv, D, N]`, likewise.
-        block_table: `[R, M]` int32 or int64; entries at or past ceil(seq_len / N) are not read.
-        seq_lens: `[R]` int32 or int64, keys of each request, the query's own included.
-        params: scale, ALiBi slopes and KV scales; other features are not supported.
-        max_seq_len: upper bound of the sequence lengths.
-        out: `[R, Hq, D]`, written.
-        pattern: the keys that each head sees; None for all.
-
-    Raises:
-        ContractError: shapes, strides or dtypes that the kernel cannot address.
-    """
-    check_packed_cache(query, key_cache, value_cache, block_table, seq_lens)
-    if query.numel() == 0:
-        return
-    limits = limits_of(query)
-    num_reqs, num_heads, head_size = query.shape
-    num_kv_heads = value_cache.shape[1]
-    tile = packed_tile(
-        head_size, query.element_size(), key_cache.element_size(), num_heads // num_kv_heads,
-        limits.shared_memory,
-    )  # fmt: skip
-    tile_heads = min(num_heads // num_kv_heads, tile.block_m)
-    ctas = num_kv_heads * triton.cdiv(num_heads // num_kv_heads, tile_heads)
-    need = packed_shared_bytes(
-        replace(tile, num_stages=max(1, tile.num_stages - 1)), head_size, query.element_size(),
-        key_cache.element_size(),
-    )  # fmt: skip
-    most = MAX_CTAS_PER_SM * max(1, 4 // tile.num_warps)
-    resident = max(1, min(most, limits.shared_memory_per_sm // need)) * limits.num_sms
-    num_splits = choose_num_splits(num_reqs, ctas, max_seq_len, tile.block_n, resident)
-    tensors = (query, key_cache, value_cache, out, block_table, seq_lens)
-    key = (
-        "packed decode", *(tensor_signature(tensor) for tensor in tensors), num_splits, pattern,
-        params.alibi_slopes is None, scale_signature(params.k_scale),
-        scale_signature(params.v_scale),
-    )  # fmt: skip
-    found: tuple[DeviceLimits, BoundLaunch, BoundLaunch | None] | None = LAUNCHES.get(key)
-    if found is None or found[0] is not limits:
-        if num_reqs > _MAX_REQUESTS:
-            raise ContractError(
-                f"a decode batch of {num_reqs} requests exceeds the limit of {_MAX_REQUESTS}; "
-                "split it into several calls"
-            )
-        constants = _attention_constants(query, key_cache, value_cache, out, params, limits) | {
-            **programmatic_launch(limits),
-            "SPLIT": num_splits > 1,
-            "MIN_TILES": MIN_TILES_PER_SPLIT,
-            "MAX_SPLITS": MAX_SPLITS,
-            "TILE_HEADS": tile_heads,
-            "HEAD_BLOCKS": ctas // num_kv_heads,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "SPARSE": pattern is not None,
-            "STRIPES_PER_QUERY_HEAD": pattern is None or pattern.head_sliding_step >= 0,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-        }
-        attend = BoundLaunch(packed_decode_kernel, (ctas, num_splits, num_reqs), constants)
-        combine = _combine_launch(query, limits) if num_splits > 1 else None
-        found = LAUNCHES.keep(key, (limits, attend, combine))
-    _, attend, combine = found
-    space = paged_decode_workspace_bytes(num_reqs, num_heads, head_size, num_splits)
-    partials = None
-    if space:
-        partials = torch.empty(space // 4, dtype=torch.float32, device=query.device)
-    keys, values = _readable(key_cache, value_cache, limits)
-    arguments = (
-        query, keys, values, out, partials, seq_lens, block_table, params.alibi_slopes,
-        *_scale_arguments(params), float(params.scale), num_reqs, num_heads, *query.stride()[:2],
-        *keys.stride()[:2], *values.stride()[:2], *out.stride()[:2], block_table.stride(0),
-        num_splits, ctas / resident, *_pattern_numbers(pattern),
-    )  # fmt: skip
-    with device_guard(query):
-        attend.run(arguments, _addresses(query, keys, values, out, partials), query.get_device())
-        if combine is not None and partials is not None:
-            combine.run(
-                (partials, None, out, None, num_splits, num_reqs, num_heads, *out.stride()[:2], 0),
-                _addresses(partials, out),
-                query.get_device(),
-            )
 
 
 def packed_prefill(
@@ -214,12 +105,12 @@ def packed_prefill(
                     f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; it "
                     f"must be [T, {num_kv_heads}, {head_size}] with last stride 1"
                 )
-        if num_reqs > _MAX_REQUESTS:
+        if num_reqs > MAX_REQUESTS:
             raise ContractError(
-                f"a batch of {num_reqs} requests exceeds the limit of {_MAX_REQUESTS}; split it "
+                f"a batch of {num_reqs} requests exceeds the limit of {MAX_REQUESTS}; split it "
                 "into several calls"
             )
-        constants = _attention_constants(query, key_cache, value_cache, out, params, limits) | {
+        constants = packed_constants(query, key_cache, value_cache, out, params, limits) | {
             "TILE_HEADS": tile_heads,
             "TILE_TOKENS": tile_tokens,
             "HEAD_BLOCKS": head_blocks,
@@ -234,16 +125,16 @@ def packed_prefill(
         found = LAUNCHES.keep(
             signature, (limits, BoundLaunch(packed_prefill_kernel, grid, constants))
         )
-    keys, values = _readable(key_cache, value_cache, limits)
+    keys, values = readable_caches(key_cache, value_cache, limits)
     arguments = (
         query, key, value, keys, values, out, query_start_loc, seq_lens, block_table,
-        params.alibi_slopes, *_scale_arguments(params), float(params.scale),
+        params.alibi_slopes, *scale_arguments(params), float(params.scale),
         int(params.window[0]), num_tokens, *query.stride()[:2], *key.stride()[:2],
         *value.stride()[:2], *keys.stride()[:2], *values.stride()[:2], *out.stride()[:2],
         block_table.stride(0),
     )  # fmt: skip
     with device_guard(query):
-        addresses = _addresses(query, key, value, keys, values, out)
+        addresses = joined_addresses(query, key, value, keys, values, out)
         found[1].run(arguments, addresses, query.get_device())
 
 
@@ -303,85 +194,3 @@ def packed_write(
             *key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:2],
             *value_cache.stride()[:2], **constants,
         )  # fmt: skip
-
-
-def _attention_constants(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, params: AttentionParams,
-    limits: DeviceLimits,
-) -> dict[str, Any]:  # fmt: skip
-    """The compile-time arguments that both attention kernels share, by name."""
-    head_size, kind = query.shape[2], kv_kind(key.dtype, limits.has_fp8)
-    d0, d1 = split_head_size(head_size)
-    return {
-        "BLOCK_SIZE": value.shape[3],
-        "GROUP": query.shape[1] // value.shape[1],
-        "D": head_size,
-        "D0": d0,
-        "D1": d1,
-        "X": key.shape[4],
-        "KV_KIND": kind,
-        "COMPUTE": compute_dtype(query.dtype, kind),
-        "HAS_ALIBI": params.alibi_slopes is not None,
-        "K_SCALE_KIND": scale_kind("k_scale", params.k_scale),
-        "V_SCALE_KIND": scale_kind("v_scale", params.v_scale),
-        "VEC_Q": _vector(query),
-        "VEC_K": _vector(key),
-        "VEC_V": _vector(value),
-        "VEC_O": _vector(out),
-        "enable_fp_fusion": True,
-    }
-
-
-def _vector(tensor: Tensor) -> int:
-    """Elements per 16 bytes if the first two strides are multiples of 16 bytes, else 1."""
-    elements = 16 // tensor.element_size()
-    return elements if all(stride % elements == 0 for stride in tensor.stride()[:2]) else 1
-
-
-def _combine_launch(query: Tensor, limits: DeviceLimits) -> BoundLaunch:
-    """The launch of the kernel that combines splits."""
-    constants = {
-        "HAS_SINK": False,
-        "HAS_LSE": False,
-        "DV": query.shape[2],
-        "DV_PAD": next_power_of_2(query.shape[2]),
-        "STEP": 16,
-        "num_warps": 4,
-        "enable_fp_fusion": True,
-        **programmatic_launch(limits),
-    }
-    return BoundLaunch(combine_kernel, (query.shape[0], query.shape[1], 1), constants)
-
-
-def _readable(key: Tensor, value: Tensor, limits: DeviceLimits) -> tuple[Tensor, Tensor]:
-    """The caches as the kernels read them: float8 as bytes where the chip does not convert it."""
-    if reads_bytes(key.dtype, limits):
-        return key.view(torch.uint8), value.view(torch.uint8)
-    return key, value
-
-
-def _scale_arguments(params: AttentionParams) -> tuple[Tensor | float, ...]:
-    return tuple(
-        scale if isinstance(scale, Tensor) else float(scale)
-        for scale in (params.k_scale, params.v_scale)
-    )
-
-
-def _pattern_numbers(pattern: BlockSparsePattern | None) -> tuple[int, int, int, int, int]:
-    """Local blocks, stride, block size, step and the first head of this rank."""
-    if pattern is None:
-        return (0, 1, 1, 0, 0)
-    per_query_head = pattern.head_sliding_step >= 0
-    heads = pattern.num_heads if per_query_head else pattern.num_kv_heads
-    return (
-        pattern.local_blocks, pattern.vert_stride, pattern.block_size,
-        abs(pattern.head_sliding_step), pattern.tp_rank * heads,
-    )  # fmt: skip
-
-
-def _addresses(*tensors: Tensor | None) -> int:
-    """The addresses that the kernels are specialized on, joined by `|`."""
-    joined = 0
-    for tensor in tensors:
-        joined |= 0 if tensor is None else tensor.data_ptr()
-    return joined

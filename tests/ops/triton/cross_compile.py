@@ -383,7 +383,7 @@ def _packed(name: str, options: dict[str, Any]) -> None:
         pattern = BlockSparsePattern(1, 4, 64, 1, group * kv_heads, kv_heads, 0)
         packed_attention.packed_decode(
             query, *caches, table, lengths[:2], params, max_seq_len=32768, out=out,
-            pattern=pattern if all_features else None,
+            pattern=pattern if all_features else None, kernels="portable",
         )  # fmt: skip
     elif name == "prefill":
         packed_attention.packed_prefill(

@@ -19,11 +19,14 @@ from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile, padded_width
 from attnlib.ops.triton.heuristics.splits import splits_per_load
 from attnlib.ops.triton.hopper.descriptors import (
     CacheView,
+    PackedKeyView,
+    PackedValueView,
     described,
     descriptor_arguments,
     encode_views,
     encoded_descriptors,
 )
+from attnlib.ops.triton.hopper.kernels.cache_tiles import box_keys
 from attnlib.ops.triton.hopper.kernels.combine import hopper_combine_kernel
 from attnlib.ops.triton.hopper.kernels.decode import hopper_decode_kernel
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
@@ -135,6 +138,8 @@ class HopperDecode:
         limits: the chip that tile and grid were chosen for.
         index: the device index.
         views: the key and value cache as TMA reads them.
+        packed: whether they are the packed caches of vLLM's PagedAttention. Requests have one query
+            token each then, and `query_start_loc` of a batch is not read.
         scale: softmax scale times `k_scale`.
         numbers: the attention kernel's runtime numbers after its scale.
         score_sizes: sizes of the layer tensors of the score function.
@@ -147,7 +152,8 @@ class HopperDecode:
 
     limits: DeviceLimits
     index: int
-    views: tuple[CacheView, CacheView]
+    views: tuple[CacheView, CacheView] | tuple[PackedKeyView, PackedValueView]
+    packed: bool
     scale: float
     score_sizes: tuple[int, ...]
     numbers: tuple[float | int, ...]
@@ -183,8 +189,8 @@ class HopperDecode:
             partials = partials.view(torch.float32)
         lses, headers = partials[self.lse_offset :], partials[self.header_offset :]
         tensors = (
-            batch.query_start_loc, batch.seq_lens, batch.block_table, partials, lses,
-            headers.view(torch.int32), counters, *batch.score_tensors,
+            None if self.packed else batch.query_start_loc, batch.seq_lens, batch.block_table,
+            partials, lses, headers.view(torch.int32), counters, *batch.score_tensors,
         )  # fmt: skip
         given: tuple[Any, ...] = tensors
         caches, maps = (KEY_CACHE, VALUE_CACHE), (KEY_MAP, VALUE_MAP)
@@ -234,17 +240,27 @@ def prepare_hopper_decode(
     """Prepare the launches of calls like this one with a given tile; at least one query and block.
 
     Args:
+        key, value: `[B, N, Hkv, D]` and `[B, N, Hkv, Dv]`, or a packed cache
+            `[B, Hkv, D / 8, N, 8]` and `[B, Hkv, D, N]`.
         max_ctas: CTAs that may run at a time; None means one per SM.
         num_counters: counters that calls pass.
     """
     num_tokens, num_heads, head_size = query.shape
-    num_blocks, block_size, num_kv_heads, _ = key.shape
+    packed = key.dim() == 5
+    if packed:
+        num_blocks, num_kv_heads, head_size_v, block_size = value.shape
+    else:
+        num_blocks, block_size, num_kv_heads, head_size_v = value.shape
     assert batch.block_table is not None
-    head_size_v, group = value.shape[3], num_heads // num_kv_heads
+    group = num_heads // num_kv_heads
     width, width_v = padded_width(head_size), padded_width(head_size_v)
-    box = min(block_size, tile.block_n)
+    box = box_keys(block_size, tile.block_n, "packed_keys" if packed else "nhd")
+    views: tuple[CacheView, CacheView] | tuple[PackedKeyView, PackedValueView]
+    views = CacheView.of(key, box, width), CacheView.of(value, box, width_v)
+    if packed:
+        views = PackedKeyView.of(key, box, width), PackedValueView.of(value, box, width_v)
     rows, (left, right) = group * max_query_len, params.window
-    num_reqs = batch.query_start_loc.shape[0] - 1
+    num_reqs = batch.seq_lens.shape[0]
     chunk, cap = params.attention_chunk_size, params.logits_soft_cap
     columns = _columns(rows)
     resident = max_ctas or limits.num_sms
@@ -261,7 +277,7 @@ def prepare_hopper_decode(
     attend = {
         **shared, "D": head_size, "WIDTH": width, "WIDTH_V": width_v,
         "TILE_TOKENS": columns // group, "BLOCK_N": tile.block_n, "BLOCK_SIZE": block_size,
-        "ROWS": columns, "STAGES": tile.stages, "COMBINE_IN_KERNEL": in_kernel,
+        "ROWS": columns, "STAGES": tile.stages, "PACKED": packed, "COMBINE_IN_KERNEL": in_kernel,
         "SPLITS_PER_LOAD": splits_per_load(columns, width_v),
         "CAUSAL": bool(params.causal), "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0,
         "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0, "num_warps": 4,
@@ -277,7 +293,8 @@ def prepare_hopper_decode(
     return HopperDecode(
         limits=limits,
         index=query.get_device(),
-        views=(CacheView.of(key, box, width), CacheView.of(value, box, width_v)),
+        views=views,
+        packed=packed,
         scale=params.scale * float(params.k_scale),
         score_sizes=tensor_sizes(params.layer_score_tensors()),
         numbers=(

@@ -20,13 +20,9 @@ from attnlib.ops.triton.launch.cache import LAUNCHES, LaunchCache
 from attnlib.ops.triton.launch.sequence import Lookup, Source
 
 __all__ = [
-    "CacheView",
-    "QueryView",
-    "described",
-    "descriptor_arguments",
-    "encode_views",
-    "encoded_descriptors",
-]
+    "CacheView", "PackedKeyView", "PackedValueView", "QueryView", "described",
+    "descriptor_arguments", "encode_views", "encoded_descriptors",
+]  # fmt: skip
 
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -42,6 +38,12 @@ class _Address:
 
     def data_ptr(self) -> int:
         return self._pointer
+
+
+def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
+    """The strides for a descriptor: a dimension of size 1 has any stride (P1), but TMA requires a
+    multiple of 16 bytes."""
+    return [8 if n == 1 else s for n, s in zip(shape, strides, strict=False)]
 
 
 class CacheView(NamedTuple):
@@ -68,10 +70,7 @@ class CacheView(NamedTuple):
     def sizes(self) -> tuple[list[int], list[int]]:
         """Shape and strides of the descriptor."""
         blocks, positions, heads, size = self.shape
-        # A dimension of size 1 has any stride (P1), but TMA requires a multiple of 16 bytes.
-        block, position, head = (
-            8 if n == 1 else s for n, s in zip(self.shape[:3], self.strides[:3], strict=True)
-        )
+        block, position, head = _strides(self.shape[:3], self.strides)
         return [blocks, heads, positions, size], [block, head, position, 1]
 
     def describe(self, pointer: int) -> TensorDescriptor:
@@ -82,6 +81,77 @@ class CacheView(NamedTuple):
             *self.sizes,
             [1, 1, self.rows, self.width],
             gl.NVMMASharedLayout(layout.swizzle_byte_width, 16, 4),
+        )
+
+
+class PackedKeyView(NamedTuple):
+    """The same of a packed key cache `[B, Hkv, D / 8, N, 8]`, described as
+    `[B, Hkv, N / 8, D / 8, 64]`: TMA writes units of 8 keys one after the other, see `cache_tiles`.
+
+    Attributes:
+        dtype, shape, strides: of the cache.
+        rows: positions of one TMA box, a multiple of 8.
+        width: head size of one box, >= D. Elements past D and pages past B read as zero.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    rows: int
+    width: int
+
+    @classmethod
+    def of(cls, cache: Tensor, rows: int, width: int) -> PackedKeyView:
+        """The view of a cache tensor."""
+        return cls(cache.dtype, tuple(cache.shape), tuple(cache.stride()), rows, width)
+
+    @property
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """Shape and strides of the descriptor."""
+        blocks, heads, groups, positions, _ = self.shape
+        block, head = _strides(self.shape[:2], self.strides)
+        return [blocks, heads, positions // 8, groups, 64], [block, head, 64, 8 * positions, 1]
+
+    def describe(self, pointer: int) -> TensorDescriptor:
+        """The descriptor of a cache at this address."""
+        box = [1, 1, self.rows // 8, self.width // 8, 64]
+        return TensorDescriptor(
+            _Address(pointer, self.dtype), *self.sizes, box, gl.NVMMASharedLayout(0, 16, 5)
+        )
+
+
+class PackedValueView(NamedTuple):
+    """The same of a packed value cache `[B, Hkv, D, N]`.
+
+    Attributes:
+        dtype, shape, strides: of the cache.
+        rows: positions of one TMA box, at most 64.
+        width: head size of one box, >= D. Elements past D and pages past B read as zero.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    rows: int
+    width: int
+
+    @classmethod
+    def of(cls, cache: Tensor, rows: int, width: int) -> PackedValueView:
+        """The view of a cache tensor."""
+        return cls(cache.dtype, tuple(cache.shape), tuple(cache.stride()), rows, width)
+
+    @property
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """Shape and strides of the descriptor."""
+        return list(self.shape), [*_strides(self.shape[:3], self.strides), 1]
+
+    def describe(self, pointer: int) -> TensorDescriptor:
+        """The descriptor of a cache at this address."""
+        return TensorDescriptor(
+            _Address(pointer, self.dtype),
+            *self.sizes,
+            [1, 1, self.width, self.rows],
+            gl.NVMMASharedLayout(2 * self.rows, 16, 4),
         )
 
 
@@ -104,10 +174,7 @@ class QueryView(NamedTuple):
     @property
     def sizes(self) -> tuple[list[int], list[int]]:
         """Shape and strides of the descriptor."""
-        token, head = (
-            8 if n == 1 else s for n, s in zip(self.shape[:2], self.strides[:2], strict=True)
-        )
-        return list(self.shape), [token, head, 1]
+        return list(self.shape), [*_strides(self.shape[:2], self.strides), 1]
 
     def describe(self, pointer: int) -> TensorDescriptor:
         """The descriptor of queries at this address."""
@@ -121,8 +188,11 @@ class QueryView(NamedTuple):
         )
 
 
+_View = CacheView | PackedKeyView | PackedValueView | QueryView
+
+
 def descriptor_arguments(
-    views: tuple[CacheView | QueryView, ...], sources: tuple[Source, ...], direct: bool
+    views: tuple[_View, ...], sources: tuple[Source, ...], direct: bool
 ) -> tuple[Any, ...]:
     """The arguments in place of descriptors, for `bind_step`: each call gives the descriptors. A
     direct launch also takes their shapes and strides, which do not change."""
@@ -136,7 +206,7 @@ def descriptor_arguments(
 
 
 def described(
-    views: tuple[CacheView | QueryView, ...], sources: tuple[Source, ...], maps: tuple[Source, ...]
+    views: tuple[_View, ...], sources: tuple[Source, ...], maps: tuple[Source, ...]
 ) -> Lookup:
     """For launches by Triton, which encodes a descriptor in each call: the descriptors `maps` of
     the tensors `sources`."""
@@ -164,7 +234,7 @@ def encoded_descriptors(facts: Hashable, launch: BoundLaunch) -> LaunchCache:
 def encode_views(
     encoded: LaunchCache,
     launch: BoundLaunch,
-    views: tuple[CacheView | QueryView, ...],
+    views: tuple[_View, ...],
     addresses: Any,
     first: int = 0,
 ) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attnlib.ops.params import AttentionParams
@@ -18,6 +19,7 @@ from attnlib.ops.triton.hopper.decode_plan import (
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill, prepare_hopper_prefill
 from attnlib.ops.triton.hopper.support import (
+    PACKED_DECODE_ROWS,
     decode_unsupported_reasons,
     prefill_unsupported_reasons,
 )
@@ -28,6 +30,7 @@ __all__ = [
     "supports_decode",
     "num_counters",
     "select_decode",
+    "select_packed_decode",
     "select_prefill",
     "unsupported_strides",
 ]
@@ -149,6 +152,36 @@ def select_decode(
         query, key, value, out, lse, batch, params, tile, limits, max_query_len, max_ctas,
         num_counters,
     )  # fmt: skip
+
+
+def select_packed_decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    batch: BatchTensors,
+    params: AttentionParams,
+    limits: DeviceLimits,
+    keys_per_sm: int | None,
+) -> HopperDecode | None:
+    """The Hopper decode over a packed cache `[B, Hkv, D / 8, N, 8]` and `[B, Hkv, D, N]`; None
+    where the plain kernel serves it. Other arguments as in `select_decode`."""
+    num_kv_heads, head_size, block_size = value.shape[1:]
+    group, table = query.shape[1] // num_kv_heads, batch.block_table
+    assert table is not None
+    if decode_unsupported_reasons(
+        limits.capability, query.dtype, key.dtype, (head_size, head_size), block_size, group,
+        num_kv_heads, limits.num_sms, **_features(params),
+    ):  # fmt: skip
+        return None
+    if _is_unsupported(query, key, value, out, params):
+        return None
+    if group > PACKED_DECODE_ROWS or {table.dtype, batch.seq_lens.dtype} != {torch.int32}:
+        return None
+    tile = choose_hopper_decode_tile(
+        head_size, head_size, keys_per_sm=keys_per_sm, tuned=limits.tuned
+    )
+    return prepare_hopper_decode(query, key, value, out, None, batch, params, tile, limits, 1)
 
 
 def num_counters(limits: DeviceLimits) -> int:

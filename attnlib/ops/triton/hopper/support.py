@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 __all__ = [
-    "BLOCK_SIZES", "DECODE_ROWS", "HOPPER_DECODE_KEYS", "PAIRS_PER_SM", "ROWS",
-    "decode_unsupported_reasons", "decode_rows", "prefers_hopper_decode",
+    "BLOCK_SIZES", "DECODE_ROWS", "HOPPER_DECODE_KEYS", "PACKED_DECODE_ROWS", "PAIRS_PER_SM",
+    "ROWS", "decode_unsupported_reasons", "decode_rows", "prefers_hopper_decode",
     "prefill_unsupported_reasons",
 ]  # fmt: skip
 
@@ -20,6 +20,9 @@ query token."""
 DECODE_ROWS = 64
 """Query rows of a decode, at most: the N of its WGMMAs, whose accumulators are in registers
 (`decode_rows`)."""
+
+PACKED_DECODE_ROWS = 32
+"""The same over a packed cache, whose keys are in registers as well."""
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 """Block sizes that divide a key tile or are divided by it."""

@@ -108,6 +108,23 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "decode-192-128": {"op": "hopper_decode", "d": 192, "dv": 128, "group": 1},
     "decode-256-cap": {"op": "hopper_decode", "d": 256, "group": 2, "cap": 50.0},
+    "packed-decode-128": {"op": "hopper_decode", "packed": True},
+    "packed-decode-128-page128": {"op": "hopper_decode", "packed": True, "n": 128},
+    "packed-decode-64-page32": {
+        "op": "hopper_decode",
+        "packed": True,
+        "d": 64,
+        "n": 32,
+        "dtype": FP16,
+    },
+    "packed-decode-80-mqa": {"op": "hopper_decode", "packed": True, "d": 80, "group": 32},
+    "packed-decode-256": {"op": "hopper_decode", "packed": True, "d": 256, "group": 2},
+    "packed-decode-256-most-rows": {"op": "hopper_decode", "packed": True, "d": 256, "group": 32},
+    "packed-decode-128-64keys": {
+        "op": "hopper_decode",
+        "packed": True,
+        "tile": {"block_n": 64, "stages": 2},
+    },
 }
 
 
@@ -180,10 +197,12 @@ def compile_case(name: str) -> dict[str, Any]:
     tile = dataclasses.replace(chosen, **options.get("tile", {}))
     lengths = torch.zeros(options.get("reqs", 2), dtype=torch.int32)
     block_size = options.get("n", 16)
+    cache_shapes = [(2, block_size, kv_heads, d), (2, block_size, kv_heads, dv)]
+    if options.get("packed"):
+        cache_shapes = [(2, kv_heads, d // 8, block_size, 8), (2, kv_heads, d, block_size)]
     shapes = (
-        torch.empty(64, heads, d, dtype=dtype),
-        torch.empty(2, block_size, kv_heads, d, dtype=dtype),
-        torch.empty(2, block_size, kv_heads, dv, dtype=dtype),
+        torch.empty(lengths.shape[0] if options.get("packed") else 64, heads, d, dtype=dtype),
+        *(torch.empty(shape, dtype=dtype) for shape in cache_shapes),
         torch.zeros(lengths.shape[0], 4, dtype=torch.int32),
         torch.zeros(lengths.shape[0] + 1, dtype=torch.int32),
         lengths,
@@ -201,7 +220,7 @@ def compile_case(name: str) -> dict[str, Any]:
         score = score_options(options["score"], heads, lengths.shape[0])
         params = dataclasses.replace(params, **score)
     outputs: dict[str, Any] = {
-        "out": torch.empty(64, heads, dv, dtype=dtype),
+        "out": torch.empty(shapes[0].shape[0], heads, dv, dtype=dtype),
         "lse": torch.empty(64, heads) if options.get("lse") else None,
     }
     counters = torch.zeros(1024, dtype=torch.int32) if "reqs" in options else None

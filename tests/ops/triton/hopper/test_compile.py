@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[4]
 CASES = [
     "128-page128", "128-page256", "128-group5", "128-all", "64-sinks-window", "192-128",
     "256-page128-cap", "decode-128-page128", "decode-128-mqa", "decode-128-all", "decode-64-sinks",
-    "decode-64-sinks-bf16", "decode-192-128", "decode-256-cap",
+    "decode-64-sinks-bf16", "decode-192-128", "decode-256-cap", "packed-decode-128",
+    "packed-decode-64-page32", "packed-decode-80-mqa", "packed-decode-256-most-rows",
 ]  # fmt: skip
 MAX_STACK = 300
 """Bytes of local memory per thread; nearly all of it is used between query tiles, not in the loops

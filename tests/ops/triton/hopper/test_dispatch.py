@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton import hopper
 from attnlib.ops.triton.heuristics.device import DeviceLimits
-from attnlib.ops.triton.hopper.dispatch import unsupported_strides
+from attnlib.ops.triton.hopper.decode_plan import HopperDecode
+from attnlib.ops.triton.hopper.dispatch import select_packed_decode, unsupported_strides
+from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.paged_decode import AttentionShape
 from attnlib.ops.triton.paged_mixed import concurrent_ctas
 
@@ -32,6 +35,59 @@ def test_strides_of_dimensions_of_size_1_are_ignored() -> None:
     query = torch.empty(4, 8, 128, dtype=BF16)
     cache = torch.empty(4096, dtype=BF16).as_strided((1, 16, 1, 128), (3, 128, 7, 1))
     assert unsupported_strides(query=query, key_cache=cache, value_cache=cache, out=query) == []
+
+
+PACKED = {
+    "query": ((3, 8, 128), BF16),
+    "key": ((9, 2, 16, 16, 8), BF16),
+    "value": ((9, 2, 128, 16), BF16),
+    "table": ((3, 4), torch.int32),
+    "lens": ((3,), torch.int32),
+}
+
+
+def _packed_decode(params: AttentionParams, **changes: Any) -> HopperDecode | None:
+    """The launch over a packed cache with some tensors changed."""
+    tensors = {name: torch.empty(x[0], dtype=x[1]) for name, x in {**PACKED, **changes}.items()}
+    query, lens = tensors["query"], tensors["lens"]
+    batch = BatchTensors(lens, lens, tensors["table"])
+    chip = DeviceLimits(132, 227 * 1024, 228 * 1024, (9, 0), True)
+    key, value, out = tensors["key"], tensors["value"], torch.empty_like(query)
+    return select_packed_decode(query, key, value, out, batch, params, chip, None)
+
+
+def test_packed_caches_are_read_by_the_hopper_decode() -> None:
+    """TMA reads keys in units of 8 positions and values in rows of a page, at most 64 positions."""
+    prepared = _packed_decode(AttentionParams(scale=0.1))
+    assert prepared is not None and prepared.packed
+    keys, values = prepared.views
+    assert keys.sizes == ([9, 2, 2, 16, 64], [4096, 2048, 64, 128, 1])
+    assert values.sizes == ([9, 2, 128, 16], [4096, 2048, 16, 1])
+    shapes = {"key": ((9, 2, 16, 128, 8), BF16), "value": ((9, 2, 128, 128), BF16)}
+    wide = _packed_decode(AttentionParams(scale=0.1), **shapes)
+    assert wide is not None and [view.rows for view in wide.views] == [64, 64]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"table": ((3, 4), torch.int64)},
+        {"lens": ((3,), torch.int64)},
+        {"key": ((9, 2, 16, 8, 8), BF16), "value": ((9, 2, 128, 8), BF16)},
+        {"key": ((9, 2, 8, 16, 16), torch.float8_e4m3fn),
+         "value": ((9, 2, 128, 16), torch.float8_e4m3fn)},
+        {"query": ((3, 8, 32), BF16), "key": ((9, 2, 4, 16, 8), BF16),
+         "value": ((9, 2, 32, 16), BF16)},
+        {"query": ((3, 66, 128), BF16)},
+    ],
+)  # fmt: skip
+def test_other_packed_caches_are_left_to_the_portable_kernel(changes: dict[str, Any]) -> None:
+    """int64 tables and lengths, blocks of 8, float8, heads below 64, 33 heads per KV head."""
+    assert _packed_decode(AttentionParams(scale=0.1), **changes) is None
+
+
+def test_packed_decode_with_alibi_is_left_to_the_portable_kernel() -> None:
+    assert _packed_decode(AttentionParams(scale=0.1, alibi_slopes=torch.ones(8))) is None
 
 
 def test_failed_import_of_gluon_is_reported(

@@ -126,7 +126,10 @@ def clear_rows(
     within = gl.arange(0, HEADS, gl.SliceLayout(1, LAYOUT))
     lanes = gl.arange(0, WIDTH_V, gl.SliceLayout(0, LAYOUT))
     inside = within < GROUP
-    num_rows = gl.load(query_start_loc + num_reqs)
+    if query_start_loc is None:
+        num_rows = num_reqs
+    else:
+        num_rows = gl.load(query_start_loc + num_reqs)
     for pair in range(
         num_rows * NUM_KV_HEADS + gl.program_id(0), num_tokens * NUM_KV_HEADS, gl.num_programs(0)
     ):
@@ -169,7 +172,10 @@ def hopper_combine_kernel(
     within = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
     head = kv_head * GROUP + within
     inside = within < GROUP
-    num_rows = tl.load(query_start_loc + num_reqs)
+    if query_start_loc is None:
+        num_rows = num_reqs
+    else:
+        num_rows = tl.load(query_start_loc + num_reqs)
     header = tl.load(split_headers + token * NUM_KV_HEADS + kv_head)
     lanes = tl.arange(0, DV_PAD)
     offsets = (

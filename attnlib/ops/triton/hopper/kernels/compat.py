@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
     "TensorDescriptor", "consumers_sync", "exp2", "launch_dependent_grids", "load_box",
-    "partition_barrier", "prefetch_l1", "wait_on_dependent_grids",
+    "partition_barrier", "prefetch_l1", "reinterpret", "wait_on_dependent_grids",
 ]  # fmt: skip
 
 partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -22,6 +22,19 @@ partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """Issue a TMA load of one box into shared memory; its bytes are counted by an mbarrier
 (`async_copy_global_to_shared` up to Triton 3.7)."""
+
+
+_REINTERPRET_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def reinterpret(tile, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """View shared memory in another shape and layout (`_reinterpret` up to Triton 3.6)."""
+    if _REINTERPRET_IS_PUBLIC:
+        view = tile.reinterpret(tile.dtype, SHAPE, LAYOUT)
+    else:
+        view = tile._reinterpret(tile.dtype, SHAPE, LAYOUT)
+    return view
 
 
 @gluon.jit

@@ -34,6 +34,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnlib.ops.triton.hopper.kernels.cache_tiles import (
+    allocate_rings,
+    load_packed_keys,
+    tile_keys,
+    value_operand,
+)
 from attnlib.ops.triton.hopper.kernels.combine import clear_rows, combine_in_cta
 from attnlib.ops.triton.hopper.kernels.compat import (
     exp2,
@@ -41,7 +47,7 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     partition_barrier,
     wait_on_dependent_grids,
 )
-from attnlib.ops.triton.hopper.kernels.schedule import visible_span, visited_tiles
+from attnlib.ops.triton.hopper.kernels.schedule import load_lengths, visible_span, visited_tiles
 from attnlib.ops.triton.hopper.kernels.softmax import (
     LN2,
     LOG2E,
@@ -83,9 +89,7 @@ def _num_key_tiles(
 
     At least 1 if the request has queries, so that its output is written; 0 if it has none.
     """
-    start = gl.load(query_start_loc + request, mask=mask, other=0)
-    query_len = gl.load(query_start_loc + request + 1, mask=mask, other=0) - start
-    seq_len = gl.load(seq_lens + request, mask=mask, other=0)
+    _, query_len, seq_len = load_lengths(query_start_loc, seq_lens, request, mask)
     first, _ = visible_span(
         seq_len - query_len, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
     )
@@ -168,10 +172,10 @@ def _loader(
     cache, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_blocks,
     stride_table, ring, full, empty, aux, BOUNDS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
     TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Load the key or value tiles of the CTA's range into a ring, split after split. One warp."""
-    BLOCK_N: gl.constexpr = ring.shape[1]
+    BLOCK_N: gl.constexpr = tile_keys(ring.shape, LAYOUT)
     # PDL: the previous kernel may have written the cache, the lengths or the block table.
     wait_on_dependent_grids()
     position, range_end, _, request, before = _tile_range(
@@ -187,8 +191,7 @@ def _loader(
         request_end = before + tiles
         # Requests without queries have no tiles and are skipped.
         if position < request_end:
-            query_len = gl.load(query_start_loc + request + 1) - gl.load(query_start_loc + request)
-            seq_len = gl.load(seq_lens + request)
+            _, query_len, seq_len = load_lengths(query_start_loc, seq_lens, request, True)
             first_tile, _, _, _ = visited_tiles(
                 0, query_len, seq_len, left, right, chunk, request, aux, BOUNDS, TILE_TOKENS,
                 BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
@@ -201,7 +204,7 @@ def _loader(
                 load_tile(
                     cache, table, pages, num_blocks, kv_head, tile,
                     tile * BLOCK_N // BLOCK_SIZE + 32, ring, full, empty, step, BLOCK_SIZE,
-                    STAGES)  # fmt: skip
+                    STAGES, LAYOUT)  # fmt: skip
                 step += 1
             position += count
         before = request_end
@@ -209,18 +212,17 @@ def _loader(
 
 
 @gluon.jit
-def _clear_values(v_tile, valid):
-    """Set the rows of a value tile from `valid` on to 0.
+def _clear_values(v_tile, valid, AXIS: gl.constexpr):
+    """Set a value tile's positions along AXIS from `valid` on to 0.
 
     A page may hold anything past the sequence's end, and 0 * NaN is NaN (P5).
     """
-    ROWS: gl.constexpr = v_tile.shape[0]
-    WIDTH: gl.constexpr = v_tile.shape[1]
-    LANES: gl.constexpr = min(32, WIDTH // 8)
+    KEYS: gl.constexpr = v_tile.shape[AXIS]
+    LANES: gl.constexpr = min(32, v_tile.shape[1] // 8)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    keys = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(1 - AXIS, layout)), 1 - AXIS)
     content = v_tile.load(layout)
-    v_tile.store(gl.where(rows[:, None] < valid, content, 0.0))
+    v_tile.store(gl.where(keys < valid, content, 0.0))
     # WGMMA reads shared memory through the async proxy: fence, then wait for all four warps.
     fence_async_shared()
     partition_barrier()
@@ -283,15 +285,15 @@ def _store_weights(p_tile, weights):
 def _step(
     q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, row_max, row_sum, step,
     tile, row_first, row_last, factor, soft_cap, scale, positions, heads, request, aux,
-    SCORE: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr,
-    HAS_CAP: gl.constexpr,
+    SCORE: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr, MASKED: gl.constexpr,
+    CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
 ):  # fmt: skip
     """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
 
     Returns:
         (acc, row_max, row_sum).
     """
-    KEYS: gl.constexpr = k_ring.shape[1]
+    KEYS: gl.constexpr = p_tile.shape[1]
     ROWS: gl.constexpr = q_tile.shape[0]
     LAYOUT: gl.constexpr = acc.type.layout
     stage = step % STAGES
@@ -299,17 +301,20 @@ def _step(
     zeros = gl.zeros([KEYS, ROWS], gl.float32, LAYOUT)
     # Wait for the TMA loads of this tile's keys, then issue K @ Q^T.
     mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-    scores = warpgroup_mma(
-        k_ring.index(stage), q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
-    )
+    if PACKED:
+        keys = load_packed_keys(k_ring, k_empty, stage, LAYOUT)
+    else:
+        keys = k_ring.index(stage)
+    scores = warpgroup_mma(keys, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
     # Wait for the TMA loads of the previous tile's values, then issue V^T @ P^T behind it.
     mbarrier.wait(v_full.index(v_stage), ((step - 1) // STAGES) & 1)
     acc = warpgroup_mma(
-        v_ring.index(v_stage).permute((1, 0)), p_tile.permute((1, 0)), acc, is_async=True
+        value_operand(v_ring, v_stage, PACKED), p_tile.permute((1, 0)), acc, is_async=True
     )
     # One group may stay in flight: K @ Q^T is complete, V^T @ P^T overlaps with the softmax.
     scores = warpgroup_mma_wait(1, deps=[scores])
-    mbarrier.arrive(k_empty.index(stage), count=1)
+    if not PACKED:
+        mbarrier.arrive(k_empty.index(stage), count=1)
     if SCORE is not None:
         keys = tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
         scores = apply_function(
@@ -340,7 +345,7 @@ def _consumer(
     stride_ot, stride_oh, stride_lt, q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full,
     v_empty, aux, SCORE: gl.constexpr, BOUNDS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
+    TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
     COMBINE_IN_KERNEL: gl.constexpr, SPLITS_PER_LOAD: gl.constexpr, CAUSAL: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
     HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
@@ -348,8 +353,8 @@ def _consumer(
     """Multiply, and write or combine the results of the CTA's splits. One warpgroup."""
     ROWS: gl.constexpr = q_tile.shape[0]
     WIDTH: gl.constexpr = q_tile.shape[1]
-    WIDTH_V: gl.constexpr = v_ring.shape[2]
-    BLOCK_N: gl.constexpr = k_ring.shape[1]
+    WIDTH_V: gl.constexpr = v_ring.shape[1 if PACKED else 2]
+    BLOCK_N: gl.constexpr = p_tile.shape[1]
     DTYPE: gl.constexpr = q_tile.dtype
     # [keys or elements of a value, rows]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -381,9 +386,7 @@ def _consumer(
             # One split: tiles [skipped, skipped + count) of the request.
             skipped = position - before
             count = gl.minimum(tiles - skipped, range_end - position)
-            start = gl.load(query_start_loc + request)
-            query_len = gl.load(query_start_loc + request + 1) - start
-            seq_len = gl.load(seq_lens + request)
+            start, query_len, seq_len = load_lengths(query_start_loc, seq_lens, request, True)
             first_tile, left_end, right_begin, _ = visited_tiles(
                 0, query_len, seq_len, left, right, chunk, request, aux, BOUNDS, TILE_TOKENS,
                 BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
@@ -422,11 +425,16 @@ def _consumer(
             stage = step % STAGES
             mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
             zeros = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
+            if PACKED:
+                keys = load_packed_keys(k_ring, k_empty, stage, LAYOUT)
+            else:
+                keys = k_ring.index(stage)
             scores = warpgroup_mma(
-                k_ring.index(stage), q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
+                keys, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
             )
             scores = warpgroup_mma_wait(0, deps=[scores])
-            mbarrier.arrive(k_empty.index(stage), count=1)
+            if not PACKED:
+                mbarrier.arrive(k_empty.index(stage), count=1)
             if SCORE is not None:
                 keys = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
                 scores = apply_function(
@@ -451,14 +459,14 @@ def _consumer(
                     acc, row_max, row_sum = _step(
                         q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
                         row_max, row_sum, step + i, tile, row_first, row_last, factor, soft_cap,
-                        scale, positions, query_head, request, aux, SCORE, STAGES, True, CHECK_LEFT,
-                        HAS_CAP)  # fmt: skip
+                        scale, positions, query_head, request, aux, SCORE, STAGES, PACKED, True,
+                        CHECK_LEFT, HAS_CAP)  # fmt: skip
                 else:
                     acc, row_max, row_sum = _step(
                         q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
                         row_max, row_sum, step + i, tile, row_first, row_last, factor, soft_cap,
-                        scale, positions, query_head, request, aux, FULL_SCORE, STAGES, False,
-                        CHECK_LEFT, HAS_CAP)  # fmt: skip
+                        scale, positions, query_head, request, aux, FULL_SCORE, STAGES, PACKED,
+                        False, CHECK_LEFT, HAS_CAP)  # fmt: skip
 
             # Epilogue: the product with the values of the last tile.
             step += count
@@ -467,9 +475,9 @@ def _consumer(
             past_end = seq_len - (first_tile + skipped + count - 1) * BLOCK_N
             # TMA fills whole pages past the end with zeros, but not the rest of the last page.
             if (past_end < BLOCK_N) & (seq_len % BLOCK_SIZE != 0):
-                _clear_values(v_ring.index(stage), past_end)
+                _clear_values(v_ring.index(stage), past_end, 1 if PACKED else 0)
             acc = warpgroup_mma(
-                v_ring.index(stage).permute((1, 0)), p_tile.permute((1, 0)), acc, is_async=True
+                value_operand(v_ring, stage, PACKED), p_tile.permute((1, 0)), acc, is_async=True
             )
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(stage), count=1)
@@ -558,14 +566,16 @@ def hopper_decode_kernel(
     SCORE: gl.constexpr, BOUNDS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr,
     TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr,
-    STAGES: gl.constexpr, COMBINE_IN_KERNEL: gl.constexpr, SPLITS_PER_LOAD: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
-    HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
+    STAGES: gl.constexpr, PACKED: gl.constexpr, COMBINE_IN_KERNEL: gl.constexpr,
+    SPLITS_PER_LOAD: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr,
+    HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 4 + 1 + 1 warps. Grid: tile ranges * NUM_KV_HEADS, all resident at the same time.
 
     Args:
-        key_desc, value_desc: TMA descriptors of the caches.
+        key_desc, value_desc: TMA descriptors of the caches; PACKED as in `cache_tiles`.
+        query_start_loc: None if every request has one query row.
         partials: float32 partial outputs, [2 * grid, rows, DV].
         partial_lses: float32 base-2 LSEs of the partial outputs, [2 * grid, rows].
         split_headers: int32 [tokens, KV heads] for `hopper_combine_kernel`; not COMBINE_IN_KERNEL.
@@ -578,14 +588,11 @@ def hopper_decode_kernel(
     )  # fmt: skip
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], key_desc.dtype)
     P_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], key_desc.dtype)
-    K_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH], key_desc.dtype)
-    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
-        [BLOCK_N, WIDTH_V], key_desc.dtype
-    )
     q_tile = gl.allocate_shared_memory(key_desc.dtype, [ROWS, WIDTH], Q_SHARED)
     p_tile = gl.allocate_shared_memory(key_desc.dtype, [ROWS, BLOCK_N], P_SHARED)
-    k_ring = gl.allocate_shared_memory(key_desc.dtype, [STAGES, BLOCK_N, WIDTH], K_SHARED)
-    v_ring = gl.allocate_shared_memory(key_desc.dtype, [STAGES, BLOCK_N, WIDTH_V], V_SHARED)
+    k_ring, v_ring = allocate_rings(
+        key_desc.dtype, STAGES, BLOCK_N, WIDTH, WIDTH_V, BLOCK_SIZE, PACKED
+    )
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -605,16 +612,18 @@ def hopper_decode_kernel(
                 split_headers, counters, scale, soft_cap, left, right, chunk, num_reqs, num_tokens,
                 rows, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tile, p_tile, k_ring,
                 v_ring, k_full, k_empty, v_full, v_empty, aux, SCORE, BOUNDS, NUM_KV_HEADS, GROUP,
-                D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, COMBINE_IN_KERNEL, SPLITS_PER_LOAD, CAUSAL,
-                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD,
+                CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
             (_loader, (
                 key_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
                 num_blocks, stride_table, k_ring, k_full, k_empty, aux, BOUNDS, NUM_KV_HEADS,
-                TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+                TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
+                "packed_keys" if PACKED else "nhd")),
             (_loader, (
                 value_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
                 num_blocks, stride_table, v_ring, v_full, v_empty, aux, BOUNDS, NUM_KV_HEADS,
-                TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+                TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
+                "packed_values" if PACKED else "nhd")),
         ],
         [1, 1],
         # Registers per thread of the two loader warps.

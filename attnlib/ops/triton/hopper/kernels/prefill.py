@@ -203,7 +203,7 @@ def _key_loader(
             load_tile(
                 key_desc, table, pages, num_blocks, kv_head, tile,
                 tile * BLOCK_N // BLOCK_SIZE - 32, k_ring, k_full, k_empty, step, BLOCK_SIZE,
-                STAGES)  # fmt: skip
+                STAGES, "nhd")  # fmt: skip
             step += 1
         if PERSISTENT:
             item = first_counted + atomic_increment(counters, "relaxed")
@@ -212,7 +212,7 @@ def _key_loader(
             load_tile(
                 key_desc, table, pages, num_blocks, kv_head, tile,
                 tile * BLOCK_N // BLOCK_SIZE - 32, k_ring, k_full, k_empty, step, BLOCK_SIZE,
-                STAGES)  # fmt: skip
+                STAGES, "nhd")  # fmt: skip
             step += 1
     _publish(mailbox, mail_full, mail_empty, mail, -1, 0, 0, 0, 0, 0, FIELDS)
     if PERSISTENT:
@@ -259,7 +259,7 @@ def _value_loader(
                 load_tile(
                     value_desc, table, pages, num_blocks, kv_head, tile,
                     tile * BLOCK_N // BLOCK_SIZE - 32, v_ring, v_full, v_empty, step, BLOCK_SIZE,
-                    STAGES)  # fmt: skip
+                    STAGES, "nhd")  # fmt: skip
                 step += 1
 
 

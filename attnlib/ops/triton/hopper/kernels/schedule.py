@@ -9,7 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["find_tile", "visible_span", "visited_tiles"]
+__all__ = ["find_tile", "load_lengths", "visible_span", "visited_tiles"]
 
 
 @gluon.jit
@@ -42,6 +42,23 @@ def find_tile(
     start = gl.load(query_start_loc + request)
     first_token = (tile - (start // TILE_TOKENS + request)) * TILE_TOKENS
     return request, start, first_token, kv_head
+
+
+@gluon.jit
+def load_lengths(query_start_loc, seq_lens, request, mask):
+    """Return (first query row, query length, sequence length) of a request or of a vector of them.
+
+    Without `query_start_loc` every request has one query. The query length is 0 outside of `mask`.
+    """
+    if query_start_loc is None:
+        start = request
+        seq_len = gl.load(seq_lens + request, mask=mask, other=-1)
+        query_len = (seq_len >= 0).to(gl.int32)
+    else:
+        start = gl.load(query_start_loc + request, mask=mask, other=0)
+        query_len = gl.load(query_start_loc + request + 1, mask=mask, other=0) - start
+        seq_len = gl.load(seq_lens + request, mask=mask, other=0)
+    return start, query_len, seq_len
 
 
 @gluon.jit

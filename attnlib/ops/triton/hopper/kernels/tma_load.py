@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from attnlib.ops.triton.hopper.kernels.cache_tiles import box_keys, tile_bytes, tile_keys
 from attnlib.ops.triton.hopper.kernels.compat import load_box, prefetch_l1
 
 __all__ = ["load_tile"]
@@ -14,7 +15,7 @@ __all__ = ["load_tile"]
 @gluon.jit
 def load_tile(
     cache, table, pages, num_blocks, kv_head, tile, later_page, ring, full, empty, step,
-    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Issue the TMA loads of key tile `tile` into stage `step % STAGES` of the ring.
 
@@ -26,15 +27,16 @@ def load_tile(
         kv_head: KV head.
         tile: number of the tile in the request, in units of BLOCK_N positions.
         later_page: column of `table` that a later step needs.
-        ring: shared memory [STAGES, BLOCK_N, width].
+        ring: shared memory [STAGES, BLOCK_N, width], or as in `cache_tiles.allocate_rings`.
         full: mbarriers that count the bytes of a stage.
         empty: mbarriers that count the consumers that have released a stage.
         step: number of tiles that this loader has loaded.
+        LAYOUT: of the cache, see `cache_tiles`.
     """
-    BLOCK_N: gl.constexpr = ring.shape[1]
-    BOX: gl.constexpr = min(BLOCK_SIZE, BLOCK_N)
+    BLOCK_N: gl.constexpr = tile_keys(ring.shape, LAYOUT)
+    BOX: gl.constexpr = box_keys(BLOCK_SIZE, BLOCK_N, LAYOUT)
     BOXES: gl.constexpr = BLOCK_N // BOX
-    BYTES: gl.constexpr = BLOCK_N * ring.shape[2] * 2
+    BYTES: gl.constexpr = tile_bytes(ring.shape)
     first_page = tile * BLOCK_N // BLOCK_SIZE
     inside = tile * BLOCK_N % BLOCK_SIZE
     # A loader that waits for global memory before it knows its pages falls behind the consumers, so
@@ -44,7 +46,8 @@ def load_tile(
     for box in gl.static_range(BOXES):
         # Pages past the last one become block `num_blocks`, which is out of bounds: TMA fills their
         # boxes with zeros, and the barrier still receives all BYTES.
-        page = gl.load(table + first_page + box, mask=first_page + box < pages, other=num_blocks)
+        column = first_page + box * BOX // BLOCK_SIZE
+        page = gl.load(table + column, mask=column < pages, other=num_blocks)
         blocks = blocks + (page,)
     stage = step % STAGES
     buffer = ring.index(stage)
@@ -53,9 +56,25 @@ def load_tile(
     mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
     mbarrier.expect(full.index(stage), BYTES)
     for box in gl.static_range(BOXES):
-        load_box(
-            cache,
-            [blocks[box], kv_head, inside, 0],
-            full.index(stage),
-            buffer.slice(box * BOX, BOX, 0),
-        )
+        first = inside + box * BOX % BLOCK_SIZE
+        if LAYOUT == "packed_keys":
+            load_box(
+                cache,
+                [blocks[box], kv_head, first // 8, 0, 0],
+                full.index(stage),
+                buffer.slice(box * BOX // 8, BOX // 8, 0),
+            )
+        elif LAYOUT == "packed_values":
+            load_box(
+                cache,
+                [blocks[box], kv_head, 0, first],
+                full.index(stage),
+                buffer.slice(box * BOX, BOX, 1),
+            )
+        else:
+            load_box(
+                cache,
+                [blocks[box], kv_head, first, 0],
+                full.index(stage),
+                buffer.slice(box * BOX, BOX, 0),
+            )
