@@ -27,6 +27,7 @@ LAYERS = (
         "latent_attention",
         "compile",
         "warmup",
+        "indexer",
     ),
     ("compat",),
     ("integrations", "debug", "testing", "cli", "bench", "tuning.measure", "__main__", "__init__"),

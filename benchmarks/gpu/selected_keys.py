@@ -23,7 +23,12 @@ from attnlib.bench.provenance import provenance
 from attnlib.bench.timer import EagerTimer, GraphTimer, measure_in_turn, warm_up
 from attnlib.key_selection import KeySelection, SelectedKeys
 from attnlib.ops.params import AttentionParams
+from attnlib.ops.torch.key_indexer import select_keys as torch_select_keys
 from attnlib.ops.torch.selected_attention import selected_attention as torch_selected_attention
+from attnlib.ops.triton import selected_attention as triton_operation
+from attnlib.ops.triton.heuristics.tiles import Tile
+from attnlib.ops.triton.key_indexer import select_keys
+from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.paged_prefill import paged_prefill
 from attnlib.ops.triton.selected_attention import selected_attention
 
@@ -126,6 +131,53 @@ class Batch:
         return error
 
 
+class IndexBatch:
+    """Index queries of 64 heads over a cache of float8 index keys."""
+
+    def __init__(self, requests: int, query_len: int, seq_len: int) -> None:
+        torch.manual_seed(0)
+        columns, heads, size = -(-seq_len // 64), 64, 128
+        shape = (requests * columns, 64, size)
+        # Small integers: their products are exact, and equal scores occur.
+        self.key = torch.randint(-2, 3, shape, device=CUDA).float().to(torch.float8_e4m3fn)
+        self.scales = torch.ones(shape[:2], device=CUDA)
+        self.table = torch.randperm(shape[0], device=CUDA).view(requests, columns).int()
+        tokens = requests * query_len
+        self.starts = torch.arange(0, tokens + 1, query_len, device=CUDA, dtype=torch.int32)
+        self.seq_lens = torch.full((requests,), seq_len, device=CUDA, dtype=torch.int32)
+        self.query = torch.randint(-1, 2, (tokens, heads, size), device=CUDA).to(DTYPE)
+        self.weights = torch.randint(-1, 3, (tokens, heads), device=CUDA).float()
+        self.out = torch.empty(tokens, 1, TOKENS.max_blocks, device=CUDA, dtype=torch.int32)
+        self.dense_keys = self.key[:columns].flatten(0, 1).to(DTYPE)
+        self.query_len, self.seq_len = query_len, seq_len
+
+    def select(self, number: int) -> torch.Tensor:
+        """The Triton operation."""
+        select_keys(
+            self.query, self.weights, self.key, self.scales, self.table, self.starts, self.seq_lens,
+            TOKENS, max_query_len=self.query_len, max_seq_len=self.seq_len, out=self.out,
+        )  # fmt: skip
+        return self.out
+
+    def product(self, number: int) -> torch.Tensor:
+        """A matrix product in bfloat16 with the scores of 128 queries."""
+        return self.query.flatten(0, 1)[: 64 * 128] @ self.dense_keys.T
+
+    def check(self) -> float:
+        """Compare the lists of the last query tokens of a request with those of torch."""
+        rows = min(4, self.query_len)
+        tokens = slice(int(self.starts[1]) - rows, int(self.starts[1]))
+        expected = torch.empty_like(self.out[tokens])
+        torch_select_keys(
+            self.query[tokens], self.weights[tokens], self.key, self.scales, self.table[:1],
+            torch.tensor([0, rows], device=CUDA, dtype=torch.int32), self.seq_lens[:1], TOKENS,
+            max_query_len=rows, max_seq_len=self.seq_len, out=expected,
+        )  # fmt: skip
+        different = int((self.select(0)[tokens] != expected).sum())
+        assert not different, f"{different} selected keys differ from torch"
+        return 0.0
+
+
 def measure(calls: dict[str, Any], copies: int, graph: bool) -> dict[str, float]:
     """Microseconds of each call."""
     expected = {name: warm_up(call, CUDA) for name, call in calls.items()}
@@ -139,13 +191,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON file of the results")
     parser.add_argument("--commit", help="commit of attnlib, for copies without history")
-    parser.add_argument("--rows", nargs="*", default=["decode", "prefill", "latent"])
+    parser.add_argument("--rows", nargs="*", default=["decode", "prefill", "latent", "indexer"])
+    parser.add_argument("--tiles", nargs="*", default=[], help="M,N,warps,stages of latent rows")
     options = parser.parse_args()
     document: dict[str, Any] = {"provenance": provenance(commit=options.commit), "rows": []}
 
-    def row(name: str, batch: Batch, calls: dict[str, Any], graph: bool) -> None:
+    def row(name: str, batch: Any, calls: dict[str, Any], graph: bool) -> None:
         error = batch.check()
-        found = measure(calls, len(batch.lists), graph)
+        found = measure(calls, len(getattr(batch, "lists", [0])), graph)
         document["rows"].append({"row": name, "us": found, "max_error": error})
         print(name, found, f"error {error:.2g}", flush=True)
         if options.out:
@@ -173,7 +226,27 @@ def main() -> None:
             batch = Batch(requests, query_len, seq_len, latent=True, heads=heads)
             name = f"latent {requests * query_len} queries, {heads} heads, 2048 of {seq_len >> 10}k"
             row(name, batch, {"selected": batch.selected}, graph=query_len == 1)
+            default = triton_operation._choose_tile
+            for text in options.tiles:
+                tile = Tile(*(int(number) for number in text.split(",")))
+                triton_operation._choose_tile = lambda *_, tile=tile: tile
+                LAUNCHES.clear()
+                try:
+                    row(f"{name}, {tile}", batch, {"selected": batch.selected}, query_len == 1)
+                except Exception as error:
+                    print(text, type(error).__name__, str(error)[:100], flush=True)
+                triton_operation._choose_tile = default
+                LAUNCHES.clear()
             del batch
+    if "indexer" in options.rows:
+        for requests, query_len in ((1, 4096), (32, 1), (1, 1)):
+            index = IndexBatch(requests, query_len, 128 << 10)
+            name = f"indexer {requests * query_len} queries, 2048 of 128k"
+            calls = {"select": index.select}
+            if query_len > 1:
+                calls["product of 128 queries"] = index.product
+            row(name, index, calls, graph=query_len == 1)
+            del index
 
 
 if __name__ == "__main__":

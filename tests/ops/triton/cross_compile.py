@@ -434,6 +434,25 @@ def _selected(options: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
+def _indexer(options: dict[str, Any]) -> None:
+    from attnlib.key_selection import KeySelection
+    from attnlib.ops.triton.key_indexer import select_keys
+
+    heads, size, dtype = options["heads"], 128, torch.bfloat16
+    tokens, selection = options.get("t", 4), KeySelection(**options["selection"])
+    cache = torch.empty(2, 64, size, dtype=options.get("cache", dtype))
+    weights = torch.empty(tokens, heads) if options["weights"] else None
+    scales = torch.empty(2, 64) if "cache" in options else None
+    starts = torch.zeros(3, dtype=torch.int32)
+    list_heads = 1 if options["weights"] else heads
+    select_keys(
+        torch.empty(tokens, heads, size, dtype=dtype), weights, cache, scales,
+        torch.zeros(2, 64, dtype=torch.int32), starts, starts[:2], selection,
+        max_query_len=tokens, max_seq_len=4096,
+        out=torch.empty(tokens, list_heads, selection.max_blocks, dtype=torch.int32),
+    )  # fmt: skip
+
+
 def _cache_write(dtype: torch.dtype, latent: bool = False) -> None:
     from attnlib.ops.triton.cache_write import write_kv
 
@@ -606,6 +625,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "selection": {"max_blocks": 2048},
         },
     ),
+    "indexer-tokens": (
+        "indexer",
+        {"heads": 64, "weights": True, "cache": E4M3, "selection": {"max_blocks": 2048}, "t": 64},
+    ),
+    "indexer-tokens-bf16": (
+        "indexer",
+        {"heads": 64, "weights": True, "selection": {"max_blocks": 2048}},
+    ),
+    "indexer-blocks": ("indexer", {"heads": 4, "weights": False, "selection": _BLOCKS}),
     "selected-f32": ("selected", {"selection": _BLOCKS, "dtype": torch.float32}),
     "packed-write": ("packed write", {}),
     "packed-write-fp8": ("packed write", {"fp8": "fp8"}),
@@ -711,6 +739,8 @@ def run_case(name: str) -> None:
         _varlen(options)
     elif operation == "selected":
         _selected(options)
+    elif operation == "indexer":
+        _indexer(options)
     elif operation == "context":
         _context(options)
     elif operation.startswith("packed "):

@@ -57,6 +57,8 @@ MAIN = [
     "selected-shared",
     "selected-latent",
     "selected-latent-many",
+    "indexer-tokens",
+    "indexer-blocks",
     "selected-f32",
     "packed-decode-128",
     "packed-decode-all",
