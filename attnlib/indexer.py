@@ -1,4 +1,4 @@
-"""Choose the keys that a layer attends to, by index keys (M13).
+"""Choose the keys that a layer attends to, by index keys (M14).
 
 selected = indexer(index_query, weights, index_key, index_cache, metadata)
 output = layer(query, key, value, cache, metadata, selected_keys=selected)
@@ -37,12 +37,12 @@ class KeyIndexer:
             raise ContractError(
                 f"query_block_size={selection.query_block_size} of the key selection: an indexer "
                 "makes one list per query token; set it to 1",
-                rule="M13",
+                rule="M14",
             )
         if not 0 <= local_blocks <= selection.max_blocks:
             raise ContractError(
                 f"local_blocks={local_blocks} must be from 0 to max_blocks={selection.max_blocks}",
-                rule="M13",
+                rule="M14",
             )
         self.selection = selection
         self.local_blocks = local_blocks
@@ -110,13 +110,13 @@ class KeyIndexer:
             raise ContractError(
                 f"index queries have shape {tuple(query.shape)} and strides {query.stride()}; they "
                 f"must be [tokens, heads, {size}] with last stride 1",
-                rule="M13",
+                rule="M14",
             )
         if query.shape[0] < metadata.num_actual_tokens:
             raise ContractError(
                 f"index queries have {query.shape[0]} rows, but the batch has "
                 f"{metadata.num_actual_tokens} tokens",
-                rule="M13",
+                rule="M14",
             )
         if weights is not None and (
             weights.shape != query.shape[:2]
@@ -127,29 +127,29 @@ class KeyIndexer:
                 f"weights of the index heads are {weights.dtype} {tuple(weights.shape)} with "
                 f"strides {weights.stride()}; they must be torch.float32 {list(query.shape[:2])} "
                 "with last stride 1",
-                rule="M13",
+                rule="M14",
             )
         if getattr(metadata, "block_table", None) is None:
             raise ContractError(
                 f"{type(metadata).__name__} has no block table, by which index keys are found",
-                rule="M13",
+                rule="M14",
             )
         made_for = getattr(metadata, "spec", None)
         if made_for is not None and made_for.block_size != cache.block_size:
             raise ContractError(
                 f"the index cache has blocks of {cache.block_size} tokens, the batch has "
                 f"block_size={made_for.block_size}: both use one block table",
-                rule="M13",
+                rule="M14",
             )
         if key is not None and (key.dim() != 2 or key.shape[1] != size):
             raise ContractError(
                 f"index keys have shape {tuple(key.shape)}; they must be [tokens, {size}]",
-                rule="M13",
+                rule="M14",
             )
         for name, tensor in (("weights", weights), ("key", key), ("cache", cache.keys)):
             if tensor is not None and tensor.device != query.device:
                 raise ContractError(
                     f"{name} of the indexer is on {tensor.device}, its query on {query.device}: "
                     "all tensors of a call must be on one device",
-                    rule="M13",
+                    rule="M14",
                 )

@@ -1,4 +1,4 @@
-"""The paged cache of index keys, by which an indexer chooses the keys of attention (M13)."""
+"""The paged cache of index keys, by which an indexer chooses the keys of attention (M14)."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class IndexKeyCache:
                 f"keys of an index cache are {keys.dtype} {tuple(keys.shape)} with strides "
                 f"{keys.stride()}; they must be floating-point [blocks, block size, size] with "
                 "last stride 1",
-                rule="M13",
+                rule="M14",
             )
         if (keys.dtype in _FP8) != (scales is not None):
             given = "missing" if scales is None else "given"
             raise ContractError(
                 f"scales of an index cache are {given}, but its keys are {keys.dtype}: float8 keys "
                 "have one scale per token, others none",
-                rule="M13",
+                rule="M14",
             )
         if scales is not None and (
             scales.shape != keys.shape[:2]
@@ -54,7 +54,7 @@ class IndexKeyCache:
                 f"scales of an index cache are {scales.dtype} {tuple(scales.shape)} on "
                 f"{scales.device}; they must be torch.float32 {list(keys.shape[:2])} on "
                 f"{keys.device}",
-                rule="M13",
+                rule="M14",
             )
 
     @classmethod
@@ -100,7 +100,7 @@ class IndexKeyCache:
             raise ContractError(
                 f"index keys have shape {tuple(keys.shape)}; they must be [tokens, "
                 f"{self.keys.shape[2]}]",
-                rule="M13",
+                rule="M14",
             )
         write = operation("cache_write", "write_kv", keys)
         stored = self.keys.unsqueeze(2)

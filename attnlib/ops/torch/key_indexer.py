@@ -1,4 +1,4 @@
-"""Choose the keys that queries attend to, by scores over a paged cache of index keys (M13)."""
+"""Choose the keys that queries attend to, by scores over a paged cache of index keys (M14)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choose the keys that queries attend to (M13): launches of the two Triton kernels."""
+"""Choose the keys that queries attend to (M14): launches of the two Triton kernels."""
 
 from __future__ import annotations
 
@@ -122,13 +122,13 @@ def _check(
             raise ContractError(
                 f"{name} of the indexer has last stride {tensor.stride(-1)}; it must be 1: call "
                 ".contiguous()",
-                rule="M13",
+                rule="M14",
             )
     if selection.block_size > 4096:
         raise ContractError(
             f"block_size={selection.block_size} of the key selection; the kernels take at most "
             "4096 tokens per block",
-            rule="M13",
+            rule="M14",
         )
     if out.shape[1] > _MAX_GRID:
         raise ContractError(f"{out.shape[1]} index heads exceed the limit of {_MAX_GRID}")

@@ -1,4 +1,4 @@
-"""Choose the keys that queries attend to, by scores over a paged cache of index keys (M13).
+"""Choose the keys that queries attend to, by scores over a paged cache of index keys (M14).
 
 Two kernels run in turn over chunks of the query tokens. The first writes the scores of a chunk to
 the workspace. The second finds the best blocks of each row by radix selection over the bits of the

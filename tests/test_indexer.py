@@ -1,0 +1,132 @@
+"""M14: the choice of keys by index keys, and the layer that attends to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import attnlib
+from attnlib.cache.index_keys import IndexKeyCache
+from attnlib.errors import ContractError
+from attnlib.indexer import KeyIndexer
+from attnlib.key_selection import KeySelection
+
+TOKENS = KeySelection(max_blocks=4)
+QUERY_LENS, SEQ_LENS = [1, 3], [10, 7]
+TABLE = torch.tensor([[3, 0, 5], [1, 4, 2]], dtype=torch.int32)
+
+
+def _batch(selection: KeySelection = TOKENS, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    spec = attnlib.AttentionSpec(
+        num_heads=4, num_kv_heads=2, head_size=8, dtype=torch.float32, block_size=4,
+        key_selection=selection,
+    )  # fmt: skip
+    layer = attnlib.Attention(spec, backend="torch", device="cpu")
+    common = attnlib.CommonAttentionMetadata.from_lengths(QUERY_LENS, SEQ_LENS, TABLE, 4, "cpu")
+    metadata = layer.backend.make_builder(spec, "cpu").build(0, common)
+    cache = IndexKeyCache.allocate(6, 4, 16, dtype, "cpu")
+    context = torch.randn(6, 4, 16)
+    slots = torch.arange(24)
+    cache.write(context.flatten(0, 1), slots)
+    return layer, metadata, cache
+
+
+def _keys(cache: IndexKeyCache, request: int) -> torch.Tensor:
+    keys = cache.keys.float()
+    if cache.scales is not None:
+        keys = keys * cache.scales[..., None]
+    return keys[TABLE[request].long()].flatten(0, 1)[: SEQ_LENS[request]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_the_best_visible_keys_are_selected(dtype: torch.dtype) -> None:
+    """New index keys are written first; keys after the query are never selected."""
+    _, metadata, cache = _batch(dtype=dtype)
+    query, weights, new = torch.randn(4, 3, 16), torch.randn(4, 3), torch.randn(4, 16)
+    selected = KeyIndexer(TOKENS)(query, weights, new, cache, metadata)
+    assert selected.indices.shape == (4, 1, 4) and selected.list_start_loc is None
+    row = 0
+    for request, query_len in enumerate(QUERY_LENS):
+        keys = _keys(cache, request)
+        for i in range(query_len):
+            position = SEQ_LENS[request] - query_len + i
+            expected_error = 0.05 if cache.scales is not None else 1e-6
+            assert (keys[position] - new[row]).abs().max() < expected_error * 4
+            scores = ((query[row] @ keys.T).clamp(min=0) * weights[row][:, None]).sum(0)
+            best = scores[: position + 1].sort(descending=True, stable=True).indices[:4]
+            assert selected.indices[row, 0].tolist() == sorted(best.tolist())
+            row += 1
+
+
+def test_ties_go_to_the_smallest_position_and_lists_are_padded() -> None:
+    """Equal scores, -0 and NaN: NaN counts as -inf."""
+    _, metadata, cache = _batch()
+    cache.keys.zero_()
+    zeros = torch.zeros(4, 2, 16)
+    weights = torch.tensor([[1.0, -1.0]]).repeat(4, 1)
+    selected = KeyIndexer(KeySelection(max_blocks=6))(zeros, weights, None, cache, metadata)
+    assert selected.indices[:, 0].tolist() == [
+        [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, -1], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5],
+    ]  # fmt: skip
+    cache.keys[3, 1] = torch.nan
+    selected = KeyIndexer(KeySelection(max_blocks=6))(zeros + 1, weights, None, cache, metadata)
+    assert selected.indices[0, 0].tolist() == [0, 2, 3, 4, 5, 6]
+
+
+def test_blocks_have_the_score_of_their_best_key() -> None:
+    """One list per index head; the blocks of the query are always selected."""
+    blocks = KeySelection(max_blocks=2, block_size=2, scope="kv_head")
+    layer, metadata, cache = _batch(blocks)
+    query = torch.randn(4, 2, 16)
+    selected = KeyIndexer(blocks, local_blocks=1)(query, None, None, cache, metadata)
+    keys = _keys(cache, 0)
+    for head in range(2):
+        scores = query[0, head] @ keys.T
+        best = int(scores[:8].view(-1, 2).amax(-1).argmax())
+        assert selected.indices[0, head].tolist() == sorted([best, 4])  # position 9 is in block 4
+    cache_of_layer = attnlib.PagedKVCache.allocate(layer.spec, 6, "cpu")
+    cache_of_layer.key_cache.normal_()
+    cache_of_layer.value_cache.normal_()
+    out = layer(torch.randn(4, 4, 8), None, None, cache_of_layer, metadata, selected_keys=selected)
+    assert out.shape == (4, 4, 8) and bool(out.isfinite().all())
+
+
+def test_inputs_of_another_form_are_refused_before_anything_is_written() -> None:
+    _, metadata, cache = _batch()
+    indexer, before = KeyIndexer(TOKENS), cache.keys.clone()
+    query, weights, key = torch.randn(4, 3, 16), torch.randn(4, 3), torch.randn(4, 16)
+    for arguments, message in (
+        ((torch.randn(4, 3, 8), weights, key), r"must be \[tokens, heads, 16\]"),
+        ((query[:3], weights[:3], key), "3 rows, but the batch has 4 tokens"),
+        ((query, weights.double(), key), "weights of the index heads are torch.float64"),
+        ((query, weights, torch.randn(4, 8)), r"must be \[tokens, 16\]"),
+        ((query, weights.to("meta"), key), "weights of the indexer is on meta"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            indexer(*arguments, cache, metadata)
+    other = IndexKeyCache.allocate(6, 8, 16, torch.float32, "cpu")
+    with pytest.raises(ContractError, match="blocks of 8 tokens, the batch has block_size=4"):
+        indexer(query, weights, key, other, metadata)
+    assert torch.equal(cache.keys, before)
+    with pytest.raises(ContractError, match="query_block_size=4"):
+        KeyIndexer(KeySelection(max_blocks=2, query_block_size=4))
+    with pytest.raises(ContractError, match="local_blocks=5"):
+        KeyIndexer(TOKENS, local_blocks=5)
+
+
+def test_an_index_cache_checks_itself() -> None:
+    keys = torch.zeros(2, 4, 8)
+    with pytest.raises(ContractError, match="scales of an index cache are given"):
+        IndexKeyCache(keys, torch.ones(2, 4))
+    with pytest.raises(ContractError, match="scales of an index cache are missing"):
+        IndexKeyCache(keys.to(torch.float8_e4m3fn))
+    with pytest.raises(ContractError, match=r"must be torch.float32 \[2, 4\]"):
+        IndexKeyCache(keys.to(torch.float8_e4m3fn), torch.ones(4, 2))
+    with pytest.raises(ContractError, match="last stride 1"):
+        IndexKeyCache(keys.transpose(1, 2))
+    cache = IndexKeyCache(keys)
+    cache.write(torch.ones(3, 8), torch.tensor([1, -1, 6]))
+    assert cache.keys.sum() == 16 and cache.keys[0, 1].all() and cache.keys[1, 2].all()
