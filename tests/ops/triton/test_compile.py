@@ -93,14 +93,17 @@ ENTRIES = entry_cases()
 
 
 def main_cases(target: str, every_target: bool) -> list[str]:
-    """Return the cases of `MAIN` for a target: all, or one of each operation in rotation."""
+    """Return the cases of `MAIN` for a target: all, or some of each operation in rotation."""
     if every_target or target == "sm_90":
         return MAIN
     by_operation: dict[str, list[str]] = {}
     for name in MAIN:
         by_operation.setdefault(CASES[name][0], []).append(name)
-    turn = [name for name in LIMITS if name != "sm_90"].index(target)
-    return [names[turn % len(names)] for names in by_operation.values()]
+    others = [name for name in LIMITS if name != "sm_90"]
+    turn = others.index(target)
+    chosen = [names[turn :: len(others)] or [names[turn % len(names)]]
+              for names in by_operation.values()]  # fmt: skip
+    return [name for names in chosen for name in names]
 
 
 def _fitting(entry: TileEntry) -> list[str]:
