@@ -21,7 +21,7 @@ __all__ = ["CheckedPlan", "MethodPlan", "RecentPlan"]
 
 class RecentPlan(NamedTuple):
     """The plan of the call before, with what a call must agree in to use it. `check` compares the
-    signatures of the tensors."""
+    signatures of the tensors; `run` and `direct` are those of the plan (`StepPlan`)."""
 
     group: Any
     cache_signature: Any
@@ -31,6 +31,7 @@ class RecentPlan(NamedTuple):
     per_head: tuple[Any, ...] | None
     shape: tuple[int, ...] | None
     run: Callable[..., None]
+    direct: Callable[..., bool] | None
 
 
 class MethodPlan:

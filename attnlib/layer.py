@@ -275,7 +275,9 @@ class Attention(nn.Module):
                 or _global_forward_pre_hooks
             )
         ):
-            group, cache_signature, with_lse, allocates, check, per_head, shape, run = recent
+            group, cache_signature, with_lse, allocates, check, per_head, shape, run, direct = (
+                recent
+            )
             impl, k_scale = self.impl, self.k_scale
             if (
                 group is impl._group
@@ -295,7 +297,10 @@ class Attention(nn.Module):
                 if with_lse:
                     rows = (query.shape[0], self.spec.num_heads)
                     lse = torch.empty(rows, dtype=torch.float32, device=query.device)
-                run(impl, query, key, value, cache, output, lse)
+                if direct is None or not direct(
+                    query, cache.key_cache, cache.value_cache, output, lse, key, value
+                ):
+                    run(impl, query, key, value, cache, output, lse)
                 if OBSERVERS:
                     self._notify(query, key, value, cache, metadata, output, lse)
                 return (output, lse) if with_lse else output
@@ -438,6 +443,7 @@ class Attention(nn.Module):
                 metadata.__dict__["recent_plan"] = RecentPlan(
                     signature[0], signature[1], return_lse, output is None, check,
                     self._per_head_signature() if self._has_per_head else None, shape, plan.run,
+                    getattr(plan, "direct", None),
                 )  # fmt: skip
         return known
 

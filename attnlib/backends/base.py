@@ -222,7 +222,12 @@ class AttentionBackend(ABC):
 
 class StepPlan(Protocol):
     """Prepared cache write and attention for one call signature and batch, from
-    `AttentionImpl.plan`."""
+    `AttentionImpl.plan`.
+
+    A plan may have an attribute `direct`: None, or a function `direct(query, key_cache,
+    value_cache, output, lse, key, value) -> bool` that does the same and reads nothing of a layer
+    but the addresses of these tensors. It returns False, and does nothing, where `run` is needed.
+    """
 
     def run(
         self,
