@@ -165,6 +165,7 @@ def new_launch() -> Callable[..., Any] | None:
     return functools.partial(module.Launch, functions)
 
 
+@functools.cache
 def compile_native() -> Any:
     """The module of `native.c` and `sequence.c`, compiled on first use."""
     from triton.backends.nvidia import driver
