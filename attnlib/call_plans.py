@@ -21,7 +21,8 @@ __all__ = ["CheckedPlan", "MethodPlan", "RecentPlan"]
 
 class RecentPlan(NamedTuple):
     """The plan of the call before, with what a call must agree in to use it. `check` compares the
-    signatures of the tensors; `run` and `direct` are those of the plan (`StepPlan`)."""
+    signatures of the tensors. `call`, where there is one, compares them too, and runs the plan
+    (`StepPlan.bind_call`)."""
 
     group: Any
     cache_signature: Any
@@ -31,7 +32,7 @@ class RecentPlan(NamedTuple):
     per_head: tuple[Any, ...] | None
     shape: tuple[int, ...] | None
     run: Callable[..., None]
-    direct: Callable[..., bool] | None
+    call: Callable[..., bool] | None
 
 
 class MethodPlan:

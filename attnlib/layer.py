@@ -275,35 +275,34 @@ class Attention(nn.Module):
                 or _global_forward_pre_hooks
             )
         ):
-            group, cache_signature, with_lse, allocates, check, per_head, shape, run, direct = (
-                recent
-            )
+            group, cache_signature, with_lse, allocates, check, per_head, shape, run, call = recent
             impl, k_scale = self.impl, self.k_scale
             if (
                 group is impl._group
                 and cache_signature is cache._signature
                 and with_lse is return_lse
                 and allocates is (output is None)
-                and (check(query, key, value) if allocates else check(query, key, value, output))
                 and (
                     (k_scale is UNIT_SCALE and self.v_scale is UNIT_SCALE)
                     or (k_scale is cache.k_scale and self.v_scale is cache.v_scale)
                 )
                 and (per_head is None or per_head == self._per_head_signature())
+                and isinstance(query, torch.Tensor)
             ):
-                if output is None:
-                    output = _new_output(query, shape)
-                lse = None
+                out, lse = _new_output(query, shape) if output is None else output, None
                 if with_lse:
                     rows = (query.shape[0], self.spec.num_heads)
                     lse = torch.empty(rows, dtype=torch.float32, device=query.device)
-                if direct is None or not direct(
-                    query, cache.key_cache, cache.value_cache, output, lse, key, value
-                ):
-                    run(impl, query, key, value, cache, output, lse)
-                if OBSERVERS:
-                    self._notify(query, key, value, cache, metadata, output, lse)
-                return (output, lse) if with_lse else output
+                done = call is not None and call(
+                    query, cache.key_cache, cache.value_cache, out, lse, key, value
+                )
+                if not done and check(query, key, value, *(() if allocates else (output,))):
+                    run(impl, query, key, value, cache, out, lse)
+                    done = True
+                if done:
+                    if OBSERVERS:
+                        self._notify(query, key, value, cache, metadata, out, lse)
+                    return (out, lse) if with_lse else out
         if selected_keys is None:
             return super().__call__(query, key, value, cache, metadata, return_lse, output=output)
         return super().__call__(
@@ -440,10 +439,11 @@ class Attention(nn.Module):
             tensors = (query, key, value) if output is None else (query, key, value, output)
             if (check := tensor_check(*tensors)) is not None:
                 plan, shape = known
+                bind, out = getattr(plan, "bind_call", None), ... if output is None else output
                 metadata.__dict__["recent_plan"] = RecentPlan(
                     signature[0], signature[1], return_lse, output is None, check,
                     self._per_head_signature() if self._has_per_head else None, shape, plan.run,
-                    getattr(plan, "direct", None),
+                    bind and bind(query, ..., ..., out, ..., key, value),
                 )  # fmt: skip
         return known
 

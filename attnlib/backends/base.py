@@ -224,9 +224,11 @@ class StepPlan(Protocol):
     """Prepared cache write and attention for one call signature and batch, from
     `AttentionImpl.plan`.
 
-    A plan may have an attribute `direct`: None, or a function `direct(query, key_cache,
-    value_cache, output, lse, key, value) -> bool` that does the same and reads nothing of a layer
-    but the addresses of these tensors. It returns False, and does nothing, where `run` is needed.
+    A plan may have a method `bind_call(query, key_cache, value_cache, output, lse, key, value)`. It
+    gets the tensors of a call, or `...` where any will do, and returns None or a function of such
+    arguments. That function compares its tensors with them (type, dtype, shape, strides, device)
+    and does what `run` does. It returns False, and does nothing, where they differ or `run` is
+    needed.
     """
 
     def run(

@@ -45,6 +45,7 @@ from attnlib.ops.triton.launch.sequence import (
     VALUE_CACHE,
     BoundLaunches,
     Source,
+    bind_check,
     bind_sequence,
 )
 from attnlib.ops.triton.launch.signature import batch_signature
@@ -173,6 +174,11 @@ class TritonPlan:
             self._append.run(key, value, cache.key_cache, cache.value_cache)
             key = value = None
         self._run_by_triton(impl, query, key, value, cache, output, lse)
+
+    def bind_call(self, *like: Any) -> Callable[..., bool] | None:
+        """See `StepPlan`. `like` has the tensors of a call, None for values that must be None and
+        `...` for any; further tensors must be at the same addresses in each call."""
+        return None if self.direct is None else bind_check(self.direct, like)
 
     def appending(self, append: BoundAppend) -> TritonPlan:
         """A copy of this plan of a call without keys: its `run` takes keys and values, `[R, T, Hkv,

@@ -125,10 +125,11 @@ def flash_attn_with_kvcache(
         and v_descale is None
         and recent.arguments
         == (softmax_scale, causal, window_size, softcap, attention_chunk, return_softmax_lse)
-        and recent.accepts(q, k_cache, v_cache, k, v, cache_seqlens, block_table)
         and not OBSERVERS
+        and (result := recent.run(q, k_cache, v_cache, k, v, cache_seqlens, block_table))
+        is not None
     ):
-        return recent.run(q, k_cache, v_cache, k, v)
+        return result
     refuse(
         qv=(qv, None, "attention with a second query for the values is not implemented"),
         q_descale=(q_descale, None, _FP8),

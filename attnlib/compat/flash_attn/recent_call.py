@@ -23,10 +23,9 @@ class RecentCall:
     """
 
     __slots__ = (
-        "_append", "_cache", "_call", "_check", "_fields", "_impl", "_index", "_is_batched",
-        "_lens", "_like_query", "_lse", "_new_keys", "_plan", "_plan_writes", "_rows", "_shape",
-        "_table", "_view",
-        "_where", "arguments",
+        "_append", "_bound", "_cache", "_call", "_check", "_fields", "_impl", "_index",
+        "_is_batched", "_lens", "_like_query", "_lse", "_new_keys", "_plan", "_plan_writes",
+        "_rows", "_shape", "_table", "_view", "_where", "arguments",
     )  # fmt: skip
 
     @classmethod
@@ -49,7 +48,7 @@ class RecentCall:
         tensors: tuple[Any, ...],
         arguments: tuple[Any, ...],
     ) -> None:
-        q, k_cache, v_cache, k, _, lens, table = tensors
+        q, k_cache, v_cache, k, v, lens, table = tensors
         self.arguments = arguments
         self._call, self._check, self._where = call, check, call.where
         self._index = q.get_device()
@@ -78,10 +77,15 @@ class RecentCall:
         self._rows = tuple(query.shape)
         self._shape = (*q.shape[:2], *rows[1:])
         self._like_query = self._is_batched and self._shape == q.shape
+        # Compares the tensors and launches in one C function, where the plan has one.
+        self._bound: Callable[..., bool] | None = None
+        if self._is_batched:
+            like = (q, k_cache, v_cache, ..., ..., k, v, lens, table)
+            self._bound = plan.bind_call(*like)
         self._fields = vars(self._cache)
         self._fields.update(key_cache=None, value_cache=None, _signature=signature)
 
-    def accepts(
+    def _accepts(
         self,
         q: torch.Tensor,
         k_cache: torch.Tensor,
@@ -91,8 +95,7 @@ class RecentCall:
         lens: Any,
         table: torch.Tensor | None,
     ) -> bool:
-        """Whether a call differs in values of tensors and in addresses of q, k, v and the caches
-        only."""
+        """Whether the tensors differ in values, and q, k, v and the caches in addresses only."""
         tensors: tuple[Any, ...]
         if self._table is None:
             if table is not None:
@@ -110,11 +113,10 @@ class RecentCall:
         else:
             tensors = (lens, *tensors)
         if self._new_keys:
-            if k is None or v is None or not self._check(q, k_cache, v_cache, k, v, *tensors):
-                return False
-        elif k is not None or v is not None or not self._check(q, k_cache, v_cache, *tensors):
-            return False
-        return same_execution(self._where, self._index)
+            return (
+                k is not None and v is not None and self._check(q, k_cache, v_cache, k, v, *tensors)
+            )
+        return k is None and v is None and self._check(q, k_cache, v_cache, *tensors)
 
     def run(
         self,
@@ -123,12 +125,21 @@ class RecentCall:
         v_cache: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
+        lens: Any,
+        table: torch.Tensor | None,
     ) -> Any:
-        """One call that `accepts` accepted.
+        """Make a call that differs from the one before in values of tensors and in addresses of q,
+        k, v and the caches only; None for other calls, of which nothing is done.
 
         Raises:
             FlashAttentionArgumentError: lengths on a CPU exceed the cache.
         """
+        bound = self._bound
+        is_like = bound is None or self._index < 0
+        if is_like and not self._accepts(q, k_cache, v_cache, k, v, lens, table):
+            return None
+        if not same_execution(self._where, self._index) or not isinstance(q, torch.Tensor):
+            return None
         if self._index < 0:
             self._call.check_capacity()
         if self._like_query:
@@ -141,10 +152,14 @@ class RecentCall:
                 (self._shape[0] * self._shape[1], self._shape[2]), dtype=torch.float32,
                 device=q.device,
             )  # fmt: skip
-        direct = self._plan.direct if self._is_batched else None
         # Direct launches read addresses, which are those of the views of the caches too.
-        if direct is None or not direct(q, k_cache, v_cache, result, lse, k, v):
+        if bound is None or not bound(q, k_cache, v_cache, result, lse, k, v, lens, table):
+            if not is_like and not self._accepts(q, k_cache, v_cache, k, v, lens, table):
+                return None
             self._run_plan(q, k_cache, v_cache, k, v, result, lse)
+            if self._is_batched:
+                like = (q, k_cache, v_cache, ..., ..., k, v, lens, table)
+                self._bound = self._plan.bind_call(*like)
         return result if lse is None else self._call.shaped(q.shape, result, lse)
 
     def _run_plan(

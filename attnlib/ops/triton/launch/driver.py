@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import triton
 
 __all__ = ["CHANGES", "DirectLaunch", "direct_launch"]
@@ -166,13 +167,21 @@ def new_launch() -> Callable[..., Any] | None:
 
 
 @functools.cache
+def can_compare() -> bool:
+    """Whether `check.c` can read the tensors of this torch."""
+    return bool(compile_native().use_tensor_type(torch.Tensor))
+
+
+@functools.cache
 def compile_native() -> Any:
-    """The module of `native.c` and `sequence.c`, compiled on first use."""
+    """The module of `native.c`, `sequence.c` and `check.c`, compiled on first use."""
     from triton.backends.nvidia import driver
     from triton.runtime import build
 
     folder = Path(__file__).parent
-    source = "\n".join((folder / name).read_text() for name in ("native.c", "sequence.c"))
+    source = "\n".join(
+        (folder / name).read_text() for name in ("native.c", "sequence.c", "check.c")
+    )
     return build.compile_module_from_src(
         src=source, name="attnlib_native", include_dirs=driver.include_dirs
     )

@@ -115,29 +115,12 @@ static int launch_steps(const Sequence *self, const uint64_t *words, PyObject *c
   return 1;
 }
 
-static PyObject *call_sequence(PyObject *object, PyObject *const *given, size_t flags,
-                               PyObject *names) {
-  const Sequence *self = (Sequence *)object;
-  Py_ssize_t count = PyVectorcall_NARGS(flags);
-  if (count != self->num_tensors || (names && PyTuple_GET_SIZE(names))) {
-    PyErr_Format(PyExc_TypeError, "expected %zd tensors, got %zd values", self->num_tensors, count);
-    return NULL;
-  }
-  uint64_t words[MAX_TENSORS], addresses = 0;
-  for (Py_ssize_t number = 0; number < count; number++) {
-    words[number] = 0;
-    if (self->roles[number] == UNUSED || given[number] == Py_None)
-      continue;
-    PyObject *address = PyObject_VectorcallMethod(data_ptr, given + number, 1, NULL);
-    if (!address)
-      return NULL;
-    words[number] = PyLong_AsUnsignedLongLong(address);
-    Py_DECREF(address);
-    if (words[number] == (uint64_t)-1 && PyErr_Occurred())
-      return NULL;
+/* Run the launches for tensors at these addresses; False where Triton has to launch. */
+static PyObject *run(const Sequence *self, const uint64_t *words) {
+  uint64_t addresses = 0;
+  for (Py_ssize_t number = 0; number < self->num_tensors; number++)
     if (self->roles[number] == ALIGNED)
       addresses |= words[number];
-  }
   if (addresses & ALIGNMENT)
     Py_RETURN_FALSE;
   int possible = is_possible(self);
@@ -159,6 +142,30 @@ static PyObject *call_sequence(PyObject *object, PyObject *const *given, size_t 
   while (num_found)
     Py_DECREF(found[--num_found]);
   return done ? Py_NewRef(Py_True) : NULL;
+}
+
+static PyObject *call_sequence(PyObject *object, PyObject *const *given, size_t flags,
+                               PyObject *names) {
+  const Sequence *self = (Sequence *)object;
+  Py_ssize_t count = PyVectorcall_NARGS(flags);
+  if (count != self->num_tensors || (names && PyTuple_GET_SIZE(names))) {
+    PyErr_Format(PyExc_TypeError, "expected %zd tensors, got %zd values", self->num_tensors, count);
+    return NULL;
+  }
+  uint64_t words[MAX_TENSORS];
+  for (Py_ssize_t number = 0; number < count; number++) {
+    words[number] = 0;
+    if (self->roles[number] == UNUSED || given[number] == Py_None)
+      continue;
+    PyObject *address = PyObject_VectorcallMethod(data_ptr, given + number, 1, NULL);
+    if (!address)
+      return NULL;
+    words[number] = PyLong_AsUnsignedLongLong(address);
+    Py_DECREF(address);
+    if (words[number] == (uint64_t)-1 && PyErr_Occurred())
+      return NULL;
+  }
+  return run(self, words);
 }
 
 static void delete_sequence(PyObject *object) {
@@ -306,40 +313,3 @@ static PyTypeObject sequence_type = {
     .tp_call = PyVectorcall_Call,
     .tp_vectorcall_offset = offsetof(Sequence, vectorcall),
 };
-
-static PyObject *use_tensor_map_type(PyObject *module, PyObject *type) {
-  if (!PyType_Check(type)) {
-    PyErr_SetString(PyExc_TypeError, "expected a type");
-    return NULL;
-  }
-  PyTypeObject *before = tensor_map_type;
-  tensor_map_type = (PyTypeObject *)Py_NewRef(type);
-  Py_XDECREF(before);
-  Py_RETURN_NONE;
-}
-
-static PyMethodDef methods[] = {
-    {"use_tensor_map_type", use_tensor_map_type, METH_O, "Set the type of encoded descriptors."},
-    {NULL, NULL, 0, NULL},
-};
-
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, .m_name = "attnlib_native", .m_size = -1, .m_methods = methods};
-
-PyMODINIT_FUNC PyInit_attnlib_native(void) {
-  if (PyType_Ready(&launch_type) < 0 || PyType_Ready(&sequence_type) < 0)
-    return NULL;
-  if (!data_ptr && !(data_ptr = PyUnicode_InternFromString("data_ptr")))
-    return NULL;
-  PyObject *module = PyModule_Create(&definition);
-  if (!module)
-    return NULL;
-  Py_INCREF(Py_None->ob_type);
-  tensor_map_type = Py_None->ob_type; /* until `use_tensor_map_type` */
-  if (PyModule_AddObjectRef(module, "Launch", (PyObject *)&launch_type) < 0 ||
-      PyModule_AddObjectRef(module, "Sequence", (PyObject *)&sequence_type) < 0) {
-    Py_DECREF(module);
-    return NULL;
-  }
-  return module;
-}

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import triton
 
 from attnlib.ops.triton.heuristics import device as chips
@@ -20,7 +21,7 @@ from attnlib.ops.triton.launch.bound import CHANGES, BoundLaunch, Submit, launch
 __all__ = [
     "KEY", "KEY_CACHE", "KEY_MAP", "K_SCALE", "LSE", "NUM_VALUES", "OUT", "QUERY", "QUERY_MAP",
     "SINKS", "SLOPES", "VALUE", "VALUE_CACHE", "VALUE_MAP", "V_SCALE", "BoundLaunches", "Lookup",
-    "Source", "Step", "bind_sequence", "bind_step", "score_sources",
+    "Source", "Step", "bind_check", "bind_sequence", "bind_step", "score_sources",
 ]  # fmt: skip
 
 
@@ -167,3 +168,21 @@ def bind_sequence(
         functions, index, bytes(roles), tuple(lookups), tuple(steps)
     )
     return run
+
+
+def bind_check(run: Callable[..., bool], like: tuple[Any, ...]) -> Callable[..., bool] | None:
+    """`check(*values)`: calls `run` with the values if they are like those of an earlier call,
+    else it returns False and launches nothing. A C function (`check.c`). None where this torch has
+    no C interface to compare tensors; `attnlib.ops.signature.tensor_check` compares them then.
+
+    Args:
+        run: of `bind_sequence`.
+        like: the values of that call. For a tensor, a value must have its type, dtype, shape,
+            strides and device; for None it must be None; for `...` it may be any tensor or None.
+            Values behind those of `run` must also have equal addresses, and are not passed on.
+    """
+    native = driver.compile_native()
+    if not isinstance(run, native.Sequence) or not driver.can_compare():
+        return None
+    found: Callable[..., bool] = native.Check(run, torch.is_grad_enabled, like)
+    return found
