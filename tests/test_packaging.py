@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = {str(path.relative_to(ROOT)) for path in (ROOT / "attnlib").rglob("*.py")}
-C_SOURCES = {f"attnlib/ops/triton/launch/{name}.c" for name in ("native", "sequence")}
+C_SOURCES = {f"attnlib/ops/triton/launch/{name}.c" for name in ("native", "sequence", "check")}
 TABLES = {str(path.relative_to(ROOT)) for path in (ROOT / "attnlib").rglob("tables/*.json")}
 
 

@@ -41,6 +41,7 @@ from attnlib.ops.triton.heuristics import device
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.hopper import decode_plan, dispatch, prefill_plan
 from attnlib.ops.triton.launch import bound as launch
+from attnlib.ops.triton.launch import driver
 from attnlib.ops.triton.launch.cache import LAUNCHES, LaunchCache
 from tests.ops.calls import call_operation
 from tests.ops.triton.stub_driver import (
@@ -677,6 +678,8 @@ def check_plans() -> None:
             again, through_triton = step.record()
             assert not through_triton, f"{name}: {through_triton}"
             assert {record.stream for record in again} == {DRIVER.stream}, name
+        if step.writes and not step.lse and not step.layer._has_per_head:  # else no recent call
+            assert step.batch.recent_plan.call is not None or not driver.can_compare(), name
         other = make()
         step.cache, step.query, step.key, step.value, step.out = (
             other.cache, other.query, other.key, other.value, other.out,
@@ -749,6 +752,7 @@ def _check_repeated_appends(
         again, through_triton = call()
         assert STATE.recent is not None
     assert not through_triton, through_triton
+    assert STATE.recent._bound is not None or not driver.can_compare()
     assert again[0].kernel.split()[0] == "append_kv_kernel", again
     with by_triton():
         assert call()[0] == again
@@ -926,7 +930,8 @@ def main() -> None:
     results = {}
     for check in CHECKS:
         try:
-            check()
+            with torch.no_grad():
+                check()
             results[check.__name__] = ""
         except Exception:
             results[check.__name__] = traceback.format_exc()[-4000:]

@@ -219,3 +219,87 @@ def test_threads_do_not_mix_tensors(machine: Machine) -> None:
     expected = {tuple(tensor.data_ptr() for tensor in given) for given in sets}
     assert {machine.words(n) for n in range(len(machine.driver.launches))} == expected
     assert len(machine.driver.launches) == 800
+
+
+def compared(machine: Machine, like: list[Any]) -> Callable[..., bool]:
+    """`bound` for tensors like these."""
+    check = sequence.bind_check(bound(machine), tuple(like))
+    if check is None:
+        pytest.skip("this torch has no C interface to compare tensors")
+    return check
+
+
+DIFFERENT: dict[str, Callable[[torch.Tensor], Any]] = {
+    "dtype": lambda tensor: tensor.view(torch.int32),
+    "shape": lambda tensor: tensor[:32],
+    "dimensions": lambda tensor: tensor.view(8, 8),
+    "strides": lambda tensor: torch.zeros(128, dtype=tensor.dtype)[::2],
+    "device": lambda tensor: tensor.to("meta"),
+    "type": lambda tensor: torch.nn.Parameter(tensor, requires_grad=False),
+    "no tensor": lambda tensor: tensor.tolist(),
+    "None": lambda tensor: None,
+    "alignment": lambda tensor: torch.zeros(65, dtype=tensor.dtype)[1:],
+}
+
+
+@pytest.mark.parametrize("change", DIFFERENT)
+@torch.no_grad()
+def test_tensors_that_differ_are_not_launched(machine: Machine, change: str) -> None:
+    """In dtype, shape, strides, device or type; None differs from a tensor."""
+    like = tensors()
+    check = compared(machine, like)
+    assert check(*tensors()) is True
+    for number in range(4):
+        given = tensors()
+        given[number] = DIFFERENT[change](given[number])
+        assert check(*given) is False, number
+    assert len(machine.driver.launches) == 1
+    assert check(*like) is True
+
+
+@torch.no_grad()
+def test_values_that_are_not_compared(machine: Machine) -> None:
+    """`...` takes any tensor, None only None; values behind those of the launches must stay where
+    they are."""
+    query, key, value, out, lse = tensors()
+    lens, table = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int32)
+    check = compared(machine, [query, key, value, ..., None, lens, table[:, :2]])
+    wide = torch.zeros(4, 64, dtype=torch.float64)
+    assert check(query, key, value, wide, None, lens, table[:, :2])
+    query, key, value = tensors(3)
+    assert check(query, key, value, out, None, lens, table[:, :2])
+    assert machine.words(1) == (
+        query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), 0,
+    )  # fmt: skip
+    for given in (
+        (query, key, value, out, lse, lens, table[:, :2]),
+        (query, key, value, out, None, lens.clone(), table[:, :2]),
+        (query, key, value, out, None, lens, table[:, 2:]),
+        (query, key, value, out, None, lens, table),
+        (query, key, value, out, None, None, table[:, :2]),
+        (query, key, value, [], None, lens, table[:, :2]),
+    ):
+        assert check(*given) is False
+    with pytest.raises(TypeError, match="expected 7 tensors, got 5 values"):
+        check(query, key, value, out, None)
+    assert len(machine.driver.launches) == 2
+
+
+def test_gradients_are_left_to_the_complete_check(machine: Machine) -> None:
+    """Tensors are not asked whether they require a gradient: False while gradients are recorded."""
+    given = tensors()
+    check = compared(machine, given)
+    with torch.enable_grad():
+        assert check(*given) is False
+    with torch.inference_mode():
+        assert check(*given) is True
+
+
+def test_only_sequences_are_compared(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the C interface of torch, signatures are compared in Python."""
+    run, given = bound(machine), tuple(tensors())
+    assert sequence.bind_check(lambda *tensors: True, given) is None
+    monkeypatch.setattr(driver, "can_compare", lambda: False)
+    assert sequence.bind_check(run, given) is None
+    native = driver.compile_native()
+    assert native.use_tensor_type(int) is False and native.use_tensor_type(torch.Tensor) in (0, 1)
