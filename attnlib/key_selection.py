@@ -64,6 +64,26 @@ class KeySelection:
                 f"scope={self.scope!r} of a key selection must be one of {names}", rule="M11"
             ) from None
 
+    @classmethod
+    def parse(cls, text: str) -> KeySelection:
+        """The selection that `SCOPE:BLOCK_SIZE:MAX_BLOCKS` denotes, for command lines.
+
+        Raises:
+            ContractError: the text is not of this form.
+        """
+        parts = text.split(":")
+        if len(parts) != 3 or not (parts[1].isdigit() and parts[2].isdigit()):
+            raise ContractError(
+                f"{text!r} is not a key selection: write SCOPE:BLOCK_SIZE:MAX_BLOCKS, for example "
+                "kv_head:128:16",
+                rule="M11",
+            )
+        return cls(
+            scope=parts[0],  # type: ignore[arg-type]  # __post_init__ converts the name
+            block_size=int(parts[1]),
+            max_blocks=int(parts[2]),
+        )
+
     @property
     def max_keys(self) -> int:
         """The largest number of keys that a list selects."""

@@ -5,6 +5,7 @@ Grammar: `BATCH[@KEY=VALUE,...]`, where BATCH is the grammar of `attnlib.testing
     32q1s4k                                  32 decodes with 4096 keys, 32/8 heads of 128,
                                              blocks of 16, bfloat16
     32q1s8k@heads=64/8,d=64,window=128,sinks
+    q1s1024k@heads=64/4,select=kv_head:128:16   16 selected blocks of 128 tokens per KV head
     32q1s4k@heads=16/1,d=576,dv=512,mla      latents, whose first 512 elements are the values
     q16k@page=128,kv=fp8_e4m3
 """
@@ -19,6 +20,7 @@ import torch
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
+from attnlib.key_selection import KeySelection, SelectionScope
 from attnlib.spec import AttentionSpec
 from attnlib.testing.batch_spec import BatchSpec, parse_batch
 from attnlib.testing.block_placement import BlockPlacement, place_blocks
@@ -52,6 +54,8 @@ class BenchCase:
         mla: values are a prefix of the keys, with one KV head (P10).
         scale: softmax scale; None means 1/sqrt(D).
         score: path of a score function (M10), `module:name` or `path/to/file.py:name`.
+        select: scope, tokens per block and blocks of the lists of selected keys (M11); None for all
+            keys.
     """
 
     name: str
@@ -69,6 +73,7 @@ class BenchCase:
     mla: bool = False
     scale: float | None = None
     score: str | None = None
+    select: tuple[str, int, int] | None = None
 
     @property
     def spec(self) -> AttentionSpec:
@@ -97,6 +102,17 @@ class BenchCase:
             has_sink=self.sinks,
             use_mla=self.mla,
             score_function=None if self.score is None else load_score_function(self.score),
+            key_selection=self.key_selection,
+        )
+
+    @property
+    def key_selection(self) -> KeySelection | None:
+        """The form of the lists of selected keys."""
+        if self.select is None:
+            return None
+        scope, block_size, max_blocks = self.select
+        return KeySelection(
+            scope=SelectionScope(scope), block_size=block_size, max_blocks=max_blocks
         )
 
     @property
@@ -116,6 +132,7 @@ class BenchCase:
         words += [f"soft cap {self.logits_soft_cap:g}"] if self.logits_soft_cap else []
         words += ["sinks"] if self.sinks else []
         words += [f"score {self.score.rpartition(':')[2]}"] if self.score else []
+        words += [f"selected {self.key_selection}"] if self.key_selection else []
         cache = "" if self.kv_cache_dtype == "auto" else f", cache {self.kv_cache_dtype}"
         return ", ".join([*words, f"page {self.block_size}", self.dtype]) + cache
 
@@ -146,6 +163,11 @@ def _pair(text: str) -> dict[str, Any]:
     return {"num_heads": int(heads), "num_kv_heads": int(kv_heads or heads)}
 
 
+def _select(text: str) -> dict[str, Any]:
+    selection = KeySelection.parse(text)
+    return {"select": (selection.scope.value, selection.block_size, selection.max_blocks)}
+
+
 _KEYS: Mapping[str, Callable[[str], dict[str, Any]]] = {
     "heads": _pair,
     "d": lambda text: {"head_size": int(text)},
@@ -156,6 +178,7 @@ _KEYS: Mapping[str, Callable[[str], dict[str, Any]]] = {
     "sinks": lambda text: {"sinks": text not in ("0", "no")},
     "mla": lambda text: {"mla": text not in ("0", "no")},
     "score": lambda text: {"score": text},
+    "select": _select,
     "dtype": lambda text: {"dtype": text},
     "kv": lambda text: {"kv_cache_dtype": text},
 }

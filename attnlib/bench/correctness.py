@@ -18,6 +18,7 @@ import torch
 
 from attnlib.backends.base import AttentionImpl
 from attnlib.bench.inputs import CaseInputs
+from attnlib.bench.key_lists import selected_mask
 from attnlib.testing.budget import Comparison, compare
 from attnlib.testing.layouts import read_slots, write_slots
 from attnlib.testing.oracle import OracleParams, unpaged_attention
@@ -124,6 +125,11 @@ class CorrectnessCheck:
         for row in rows:
             query, key, value, request = self._row(row)
             own = _of_request(params, request)
+            selection = self._inputs.case.key_selection
+            if selection is not None:
+                lists = self._inputs.selected_keys[0]
+                mask = selected_mask(lists, selection, row, query.shape[1], len(key))
+                own = replace(own, selected=(mask,))
             query_ends, key_ends = torch.tensor([0, 1]), torch.tensor([0, len(key)])
             for found, precision in ((exact, torch.float64), (same_precision, dtype)):
                 result = unpaged_attention(query, key, value, query_ends, key_ends, own, precision)

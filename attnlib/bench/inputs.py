@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from attnlib.bench.case import BenchCase
+from attnlib.bench.key_lists import random_lists
 from attnlib.bench.work import kv_bytes
 from attnlib.cache.storage import PagedKVCache
+from attnlib.key_selection import SelectedKeys
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.spec import AttentionSpec
 from attnlib.testing.layouts import read_slots
@@ -44,6 +46,7 @@ class CaseInputs:
         output: `[T, Hq, Dv]`, filled with NaN.
         params: the parameters of attention for the oracle.
         score_tensors: layer tensors of the score function by name.
+        selected_keys: random lists of selected keys for each copy of the cache; empty without.
     """
 
     case: BenchCase
@@ -57,6 +60,7 @@ class CaseInputs:
     output: torch.Tensor
     params: OracleParams
     score_tensors: dict[str, torch.Tensor]
+    selected_keys: tuple[SelectedKeys, ...] = ()
 
     @property
     def slots(self) -> torch.Tensor:
@@ -127,6 +131,13 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> CaseInp
     output = torch.full(
         (tokens, spec.num_heads, spec.head_size_v), float("nan"), dtype=spec.dtype, device=device
     )
+    lists: list[SelectedKeys] = []
+    if case.key_selection is not None:
+        # With lists of its own, each copy reads other keys also where the copies are few.
+        lists = [
+            random_lists(case.key_selection, case.batch, case.num_heads, case.num_kv_heads, device)
+            for _ in caches
+        ]
     return CaseInputs(
         case,
         spec,
@@ -139,6 +150,7 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> CaseInp
         output,
         _params(case, device, draw, tensors),
         {name: tensors[name] for name in layer_names},
+        tuple(lists),
     )
 
 

@@ -42,6 +42,12 @@ class Runner:
     def attend(self, copy: int) -> None:
         """One forward over copy `copy` of the cache, into the output of the case."""
         inputs = self.inputs
+        if inputs.selected_keys:
+            self.layer.impl.forward_selected(
+                inputs.query, inputs.caches[copy], self.metadata, inputs.selected_keys[copy],
+                inputs.output,
+            )  # fmt: skip
+            return
         self.layer.impl.forward(inputs.query, inputs.caches[copy], self.metadata, inputs.output)
 
     def write(self, copy: int) -> None:
@@ -52,7 +58,11 @@ class Runner:
     def call(self) -> None:
         """One call of the layer: check, write, attend."""
         m = self.inputs
-        self.layer(m.query, m.key, m.value, m.caches[0], self.metadata, output=m.output)
+        selected = m.selected_keys[0] if m.selected_keys else None
+        self.layer(
+            m.query, m.key, m.value, m.caches[0], self.metadata, output=m.output,
+            selected_keys=selected,
+        )  # fmt: skip
 
 
 def unmeasured(case: BenchCase, label: str, status: str, reason: str) -> Row:

@@ -101,6 +101,28 @@ _MLA = _cases(
         {"num_heads": 128, "num_kv_heads": 128, "head_size": 192, "head_size_v": 128},
     ),
 )
+_SELECTED: dict[str, Any] = {
+    "num_heads": 64,
+    "num_kv_heads": 4,
+    "block_size": 64,
+    "select": ("kv_head", 128, 16),
+}
+_SPARSE = _cases(
+    ("sparse-decode-1x32k-blocks", "q1s32k", _SELECTED),
+    ("sparse-decode-1x1m-blocks", "q1s1024k", _SELECTED),
+    ("sparse-decode-8x32k-blocks", "8q1s32k", _SELECTED),
+    ("sparse-prefill-1x32k-blocks", "q32k", _SELECTED),
+    (
+        "sparse-decode-32x32k-latents",
+        "32q1s32k",
+        {**_latent(64), "select": ("all_heads", 1, 2048)},
+    ),
+    (
+        "sparse-prefill-4k-over-32k-latents",
+        "q4ks32k",
+        {**_latent(64), "select": ("all_heads", 1, 2048)},
+    ),
+)
 _SMALL: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "dtype": "float32"}
 _CPU = _cases(
     ("cpu-decode-1x512", "q1s512", _SMALL),
@@ -111,6 +133,7 @@ _CPU = _cases(
     ("cpu-prefill-64-over-512", "q64s512", _SMALL),
     ("cpu-prefill-1x256-w32-sinks", "q256", {**_SMALL, "sliding_window": 32, "sinks": True}),
     ("cpu-mixed-4x256-and-128", "4q1s256_q128", _SMALL),
+    ("cpu-mixed-4x256-selected", "4q1s256_q32s256", {**_SMALL, "select": ("kv_head", 16, 4)}),
 )
 _QUICK = (
     "decode-1x8k",
@@ -126,10 +149,11 @@ SUITES: Mapping[str, tuple[BenchCase, ...]] = {
     "anchors": _ANCHORS,
     "quick": tuple(case for case in _ANCHORS if case.name in _QUICK),
     "mla": _MLA,
+    "sparse": _SPARSE,
     "cpu": _CPU,
 }
 """Name -> cases. `anchors` are the rows of the published results; `mla` has latent caches and the
-expanded prefill of the same model."""
+expanded prefill of the same model, `sparse` lists of selected blocks and tokens."""
 
 
 def known_cases() -> dict[str, BenchCase]:

@@ -65,9 +65,15 @@ def _requests(case: BenchCase) -> Iterable[tuple[int, int]]:
 def _request_bytes(case: BenchCase, query_len: int, seq_len: int) -> int:
     size_v = 0 if case.mla else case.head_size_v or case.head_size
     per_key = case.num_kv_heads * (case.head_size + size_v) * case.spec.kv_dtype.itemsize
+    if case.key_selection is not None:  # the lists of queries overlap in an unknown share
+        keys = min(seq_len, query_len * case.key_selection.max_keys)
+        return keys * per_key
     return read_keys(query_len, seq_len, case.sliding_window) * per_key
 
 
 def _request_flops(case: BenchCase, query_len: int, seq_len: int) -> int:
     per_pair = 2 * (case.head_size + (case.head_size_v or case.head_size)) * case.num_heads
-    return visible_pairs(query_len, seq_len, case.sliding_window) * per_pair
+    window = case.sliding_window
+    if case.key_selection is not None:  # as many keys as a window of this size shows
+        window = min(window or case.key_selection.max_keys, case.key_selection.max_keys)
+    return visible_pairs(query_len, seq_len, window) * per_pair

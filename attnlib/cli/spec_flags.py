@@ -9,6 +9,7 @@ import torch
 
 from attnlib.cli.hf_config import specs_from_config
 from attnlib.errors import ContractError
+from attnlib.key_selection import KeySelection
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
 
 __all__ = ["add_spec_flags", "names_a_spec", "spec_fields", "specs_of"]
@@ -48,6 +49,10 @@ def add_spec_flags(parser: argparse.ArgumentParser) -> None:
     spec.add_argument("--kv-scale-kind", choices=("tensor", "head"))
     spec.add_argument("--kv-cache-layout")
     spec.add_argument("--logits-soft-cap", type=float)
+    spec.add_argument(
+        "--key-selection",
+        help="lists of selected keys: SCOPE:BLOCK_SIZE:MAX_BLOCKS, for example kv_head:128:16",
+    )
     spec.add_argument("--attn-type", choices=[kind.value for kind in AttentionType])
     spec.add_argument("--mask-kind", choices=[kind.value for kind in MaskKind])
     for name in _SWITCHES:
@@ -85,7 +90,7 @@ def spec_fields(options: argparse.Namespace) -> dict[str, Any]:
     """Field -> value of the flags that were given.
 
     Raises:
-        ContractError: --dtype is not a torch dtype.
+        ContractError: --dtype is not a torch dtype, or --key-selection does not parse.
     """
     names = (*_NUMBERS, *_SWITCHES, *_WORDS)
     fields = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
@@ -96,4 +101,6 @@ def spec_fields(options: argparse.Namespace) -> dict[str, Any]:
                 f"--dtype {options.dtype} is not a torch dtype; use bfloat16, float16 or float32"
             )
         fields["dtype"] = dtype
+    if options.key_selection:
+        fields["key_selection"] = KeySelection.parse(options.key_selection)
     return fields

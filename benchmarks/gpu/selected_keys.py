@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from attnlib.bench.key_lists import spread_lists
 from attnlib.bench.provenance import provenance
 from attnlib.bench.timer import EagerTimer, GraphTimer, measure_in_turn, warm_up
 from attnlib.key_selection import KeySelection, SelectedKeys
@@ -40,28 +41,6 @@ DTYPE = torch.bfloat16
 CUDA = torch.device("cuda")
 _COLD_BYTES = 256 << 20
 """Bytes of selected keys and values that the calls read in turn, several times the L2 cache."""
-
-
-def random_lists(
-    lists: int, heads: int, selection: KeySelection, lengths: torch.Tensor
-) -> torch.Tensor:
-    """Distinct random blocks, the last one of which is the query's own.
-
-    Args:
-        lengths: [lists] int64, the visible keys of each list.
-    """
-    count, entries = -(-lengths // selection.block_size), selection.max_blocks
-    # A random start and a stride of a third of the range give distinct entries.
-    step = ((count - 1) // entries).clamp(min=1)
-    offset = (torch.rand(lists, heads, 1, device=CUDA) * step[:, None, None]).long()
-    found = torch.arange(entries, device=CUDA) * step[:, None, None] + offset
-    found[..., -1] = (count - 1)[:, None]
-    found = found.where(found < count[:, None, None], -1)
-    if entries > 1:
-        beside = found[..., :-1]
-        beside[beside == found[..., -1:]] = -1
-    order = torch.rand(found.shape, device=CUDA).argsort(-1)
-    return found.gather(-1, order).int()
 
 
 class Batch:
@@ -91,8 +70,7 @@ class Batch:
         keys = tokens * list_heads * self.selection.max_keys
         copies = max(1, min(64, _COLD_BYTES // (keys * size * 4) + 1)) if query_len == 1 else 1
         self.lists = [
-            SelectedKeys(random_lists(tokens, list_heads, self.selection, visible))
-            for _ in range(copies)
+            SelectedKeys(spread_lists(list_heads, self.selection, visible)) for _ in range(copies)
         ]
 
     def selected(self, number: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ from attnlib import AttentionSpec, explain
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.triton import TritonBackend
 from attnlib.device import DeviceInfo, resolve_device
+from attnlib.key_selection import KeySelection
 from attnlib.ops.triton.hopper.support import prefers_hopper_decode
 from attnlib.score_functions.builtin import documents
 
@@ -41,6 +42,13 @@ def test_the_kernels_of_both_phases_with_their_limits() -> None:
     assert _lines() == ["prefill: Hopper kernel", DECODE]
     assert "up to 4 query tokens" in _lines(num_heads=128)[1]
     assert "(2048 above 1056 requests)" in _lines(num_heads=8, num_kv_heads=1)[1]
+
+
+def test_layers_with_selected_keys_use_one_kernel() -> None:
+    selection = KeySelection(max_blocks=16, block_size=128, scope="kv_head")
+    lines = ["prefill, decode: portable Triton kernel over selected keys"]
+    assert _lines(key_selection=selection) == lines
+    assert _lines("sm_80", key_selection=selection) == lines
 
 
 def test_the_stated_limits_are_those_of_the_dispatch() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
 
 from attnlib.bench.case import BenchCase, parse_case
 from attnlib.bench.inputs import make_inputs
+from attnlib.bench.key_lists import spread_lists
 from attnlib.bench.suites import SUITES, choose_cases, known_cases
 from attnlib.bench.work import flops, kv_bytes, read_keys, roofline_us, visible_pairs
 from attnlib.errors import ContractError
+from attnlib.key_selection import KeySelection
 from attnlib.testing.batch_spec import parse_batch
 from attnlib.testing.oracle import OracleParams, visible_keys
 
@@ -79,7 +82,7 @@ def test_the_ragged_batch_is_fixed() -> None:
 def test_kinds() -> None:
     kinds = {case.name: case.kind for case in known_cases().values()}
     for name, kind in kinds.items():
-        first = name.removeprefix("cpu-").removeprefix("mla-").split("-")[0]
+        first = re.sub("^(cpu|mla|sparse)-", "", name).split("-")[0]
         assert kind == {"verify": "decode"}.get(first, first), name
 
 
@@ -89,6 +92,27 @@ def test_latents_are_read_once() -> None:
     assert case.spec.use_mla and "latents" in case.shape
     assert kv_bytes(case) == 2 * 100 * 576 * 2
     assert flops(case) == 2 * 100 * 2 * (576 + 512) * 16
+
+
+def test_selected_keys_are_the_work_of_a_case() -> None:
+    """M11: at most 2 * 16 keys per query are read and multiplied, whatever the context."""
+    case, long = (parse_case(f"2q1s{n}@heads=8/2,d=64,select=kv_head:16:2") for n in (100, 9000))
+    assert "selected 2 blocks of 16 tokens per kv_head" in case.shape
+    assert kv_bytes(case) == kv_bytes(long) == 2 * 32 * 2 * 128 * 2
+    assert flops(case) == flops(long) == 2 * 32 * 2 * 128 * 8
+    with pytest.raises(ContractError, match="write SCOPE:BLOCK_SIZE:MAX_BLOCKS|does not parse"):
+        parse_case("q1s9@select=kv_head")
+
+
+def test_random_lists_hold_distinct_visible_blocks_and_the_own_one() -> None:
+    selection = KeySelection(max_blocks=5, block_size=4, scope="kv_head")
+    lengths = torch.arange(1, 90)
+    for length, lists in zip(lengths.tolist(), spread_lists(2, selection, lengths), strict=True):
+        count = -(-length // 4)
+        for entries in lists.tolist():
+            real = [entry for entry in entries if entry >= 0]
+            assert len(set(real)) == len(real) >= min(count, 5) - 1
+            assert max(real) == count - 1 and min(entries) >= -1
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 8, 100])

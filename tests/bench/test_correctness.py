@@ -9,6 +9,7 @@ from attnlib.bench.case import parse_case
 from attnlib.bench.correctness import CorrectnessCheck, contested_rows, sample_rows
 from attnlib.bench.inputs import cold_copies, make_inputs
 from attnlib.bench.suites import known_cases
+from attnlib.layer import Attention
 from attnlib.testing.layouts import read_slots
 from attnlib.testing.oracle import paged_attention
 
@@ -44,6 +45,23 @@ def test_each_row_is_compared_with_the_row_of_the_whole_batch(text: str) -> None
         wrong = whole.clone()
         wrong[row] += 0.2
         assert not check.output(wrong.to(inputs.spec.dtype), rows).passed, row
+
+
+def test_rows_are_compared_over_the_selected_keys() -> None:
+    """M11: right with the lists of the case, wrong over all keys."""
+    text = "3q1s40_q9s30@heads=4/2,d=16,dtype=float32,select=kv_head:4:3"
+    case = parse_case(text)
+    inputs = make_inputs(case, CPU)
+    found = {}
+    for spec in (case.spec, case.spec.replace(key_selection=None)):
+        layer = Attention(spec, backend="torch", device="cpu")
+        metadata = layer.backend.make_builder(spec, "cpu").build(0, inputs.common)
+        selected = inputs.selected_keys[0] if spec.key_selection else None
+        call = (inputs.query, None, None, inputs.caches[0], metadata)
+        found[spec.key_selection] = layer(*call, selected_keys=selected)
+    check = CorrectnessCheck(inputs)
+    assert check.output(found[case.key_selection]).passed
+    assert not check.output(found[None]).passed
 
 
 def test_unwritten_rows_are_found_outside_the_sample() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from attnlib.cli.spec_flags import add_spec_flags, names_a_spec, spec_fields, specs_of
 from attnlib.errors import ContractError
+from attnlib.key_selection import KeySelection
 from attnlib.spec import AttentionSpec, MaskKind
 
 
@@ -38,6 +39,15 @@ def test_flags_are_fields_of_the_spec() -> None:
     assert (spec.num_heads, spec.num_kv_heads, spec.dtype) == (8, 8, torch.float16)
     assert spec.has_sink and not spec.has_alibi and spec.sliding_window == 9
     assert spec.mask_kind is MaskKind.PER_REQUEST
+
+
+def test_a_key_selection_is_written_in_one_word() -> None:
+    (spec,) = specs_of(_parse("--key-selection", "kv_head:128:16")).values()
+    selection = spec.key_selection
+    assert selection == KeySelection(max_blocks=16, block_size=128, scope="kv_head")
+    for text in ("kv_head:128", "kv_head:x:16", "rows:1:1"):
+        with pytest.raises(ContractError, match="write SCOPE:BLOCK_SIZE|must be one of"):
+            specs_of(_parse("--key-selection", text))
 
 
 def test_flags_override_the_config(tmp_path: Path) -> None:
