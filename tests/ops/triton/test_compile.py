@@ -74,10 +74,15 @@ HOPPER = [
     "decode-all", "prefill-64", "prefill-192", "prefill-all", "prefill-128-16-e5m2",
     "prefill-64-32-e4m3", "prefill-96-e5m2",
 ]  # fmt: skip
-SCORE = {
-    target: [name for number, name in enumerate(SCORE_CASES) if number % len(LIMITS) == index]
-    for index, target in enumerate(LIMITS)
-}
+SCORE_SAMPLE = [
+    names[number % len(names)]
+    for number, names in enumerate(
+        [name for name in SCORE_CASES if (name.split("-")[0], name.split("-")[2]) == pair]
+        for pair in dict.fromkeys((n.split("-")[0], n.split("-")[2]) for n in SCORE_CASES)
+    )
+]
+"""Each score function in each operation, with one of the head sizes in turn."""
+SCORE = {target: SCORE_SAMPLE[index :: len(LIMITS)] for index, target in enumerate(LIMITS)}
 """Cases with a score function, each for one target; all for all targets with `--every-target`."""
 KERNELS = {
     name
@@ -207,7 +212,14 @@ def test_every_table_entry_compiles_within_its_spills(
 
 
 def test_sample_of_cases_covers_all_targets() -> None:
-    """Each case is compiled for Hopper and at least one other target, each operation for all."""
+    """Each case is compiled for Hopper and at least one other target, each operation for all.
+
+    Each score function is compiled in each operation, and with each head size some are.
+    """
+    split = [name.split("-") for names in SCORE.values() for name in names]
+    every = [name.split("-") for name in SCORE_CASES]
+    assert {(op, function) for op, _, function in split} == {(op, f) for op, _, f in every}
+    assert {(op, size) for op, size, _ in split} == {(op, size) for op, size, _ in every}
     sample = {target: main_cases(target, every_target=False) for target in LIMITS}
     operations = {CASES[name][0] for name in MAIN}
     for target, names in sample.items():
