@@ -6,11 +6,13 @@ They run before anything is written or launched, once per call signature and bat
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnlib.cache.storage import PagedKVCache
+from attnlib.cache.storage import UNIT_SCALE, PagedKVCache
 from attnlib.errors import ContractError, LayoutMismatchError
 from attnlib.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
@@ -27,6 +29,8 @@ __all__ = [
     "check_selected_keys",
     "per_head",
 ]
+
+_log = logging.getLogger("attnlib")
 
 _SAME_IN_METADATA = ("block_size", "num_heads", "num_kv_heads", "head_size", "head_size_v")
 
@@ -193,6 +197,8 @@ def check_call(
         _check_score_tensors(layer, metadata, query.device)
     if cache is not None:
         _check_cache(layer, cache, key, query.device, metadata)
+        if layer.spec.is_kv_quantized and key is not None:
+            _report_unit_scales(layer, cache, metadata)
     elif spec.is_paged:
         raise ContractError(
             f"attn_type={spec.attn_type.value} attends through a cache: pass a PagedKVCache"
@@ -209,6 +215,26 @@ def check_call(
             f"backend {layer.backend.get_name()} cannot return the LSE: set needs_lse=True in the "
             "spec, so that selection finds a backend that can"
         )
+
+
+def _report_unit_scales(layer: Attention, cache: PagedKVCache, metadata: Any) -> None:
+    """Log a warning if the scales of a layer and of the cache that it writes are 1."""
+    given = (layer.k_scale, layer.v_scale, cache.k_scale, cache.v_scale)
+    are_one = all(isinstance(scale, float) and scale == UNIT_SCALE for scale in given)
+    if are_one and not getattr(metadata, "enable_kv_scales_calculation", False):
+        _warn_of_unit_scales(cache.dtype)
+
+
+@functools.cache  # once per dtype, not per layer
+def _warn_of_unit_scales(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).max
+    _log.warning(
+        "a cache of %s is written with k_scale = v_scale = 1: keys and values above %g saturate, "
+        "and small ones lose precision; pass the scales of the checkpoint to the layer or its "
+        "cache, or build the first batch with enable_kv_scales_calculation=True",
+        dtype,
+        largest,
+    )
 
 
 def _check_score_tensors(layer: Attention, metadata: Any, device: torch.device) -> None:

@@ -162,3 +162,25 @@ def test_a_common_prefix_is_a_hint(backend: str) -> None:
 
     lens = np.array([1, 7])
     assert not builder.use_cascade_attention(4, lens, 4, 2, False, False, 132)
+
+
+@pytest.mark.parametrize(
+    ("scales", "calculates", "warns"),
+    [({}, False, True), ({}, True, False), ({"k_scale": 0.5}, False, False)],
+)
+def test_unit_scales_are_reported_once(
+    scales: dict[str, float], calculates: bool, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    from attnlib import call_checks
+
+    call_checks._warn_of_unit_scales.cache_clear()
+    for _ in range(2):
+        layer = attnlib.Attention(SPEC, device="cpu", **scales)
+        step = _step(layer)
+        step.enable_kv_scales_calculation = calculates
+        with caplog.at_level("WARNING", logger="attnlib"):
+            layer(*_tensors(), attnlib.PagedKVCache.allocate(SPEC, 4, "cpu"), step)
+    reports = [record.getMessage() for record in caplog.records if "k_scale" in record.message]
+    assert len(reports) == warns
+    if warns:
+        assert "float8_e4m3fn" in reports[0] and "448" in reports[0]

@@ -1,9 +1,11 @@
-"""Named cases: the published rows (`anchors`), a short suite, and small cases for CPUs."""
+"""Named cases: the published rows (`anchors`), rows over float8 caches, a short suite, and small
+cases for CPUs."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -59,6 +61,11 @@ _LENGTHS = (
     ("1x16k", "q16k"),
     ("1x32k", "q32k"),
     ("2k-over-32k", "q2ks32k"),
+)
+_FLOAT8_LENGTHS = tuple(
+    (name, batch, page)
+    for page in (16, 128)
+    for name, batch in (("1x2k", "q2k"), ("1x8k", "q8k"), ("1x16k", "q16k"), ("1x32k", "q32k"))
 )
 _PREFILL = _cases(
     *(
@@ -123,6 +130,15 @@ _SPARSE = _cases(
         {**_latent(64), "select": ("all_heads", 1, 2048)},
     ),
 )
+_FLOAT8 = tuple(
+    replace(case, name=f"{name}-{case.name}", kv_cache_dtype=dtype)
+    for name, dtype in (("e4m3", "fp8_e4m3"), ("e5m2", "fp8_e5m2"))
+    for case in (
+        *_DECODE,
+        *_cases(*((f"prefill-{n}-p{p}", b, {"block_size": p}) for n, b, p in _FLOAT8_LENGTHS)),
+    )
+    if name == "e4m3" or case.name in ("decode-32x4k", "prefill-1x16k-p16")
+)
 _SMALL: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "dtype": "float32"}
 _CPU = _cases(
     ("cpu-decode-1x512", "q1s512", _SMALL),
@@ -147,13 +163,15 @@ _ANCHORS = (*_DECODE, *_PREFILL, *_MIXED)
 
 SUITES: Mapping[str, tuple[BenchCase, ...]] = {
     "anchors": _ANCHORS,
+    "float8": _FLOAT8,
     "quick": tuple(case for case in _ANCHORS if case.name in _QUICK),
     "mla": _MLA,
     "sparse": _SPARSE,
     "cpu": _CPU,
 }
-"""Name -> cases. `anchors` are the rows of the published results; `mla` has latent caches and the
-expanded prefill of the same model, `sparse` lists of selected blocks and tokens."""
+"""Name -> cases. `anchors` are the rows of the published results; `float8` has decodes and prefills
+over a float8 cache; `mla` has latent caches and the expanded prefill of the same model, `sparse`
+lists of selected blocks and tokens."""
 
 
 def known_cases() -> dict[str, BenchCase]:

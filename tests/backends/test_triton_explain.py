@@ -82,7 +82,7 @@ def test_the_reasons_against_the_hopper_kernels() -> None:
     assert prefill.startswith("prefill: portable Triton kernel (block_size 24")
     assert "16, 32, 64, 128, 256" in prefill
     assert decode.startswith("decode:  portable Triton kernel (block_size 24")
-    assert "torch.float8_e4m3fn" in _lines(kv_cache_dtype=torch.float8_e4m3fn)[0]
+    assert "multiples of 16" in _lines(kv_cache_dtype=torch.float8_e4m3fn, head_size=72)[0]
     prefill, decode = _lines(num_heads=96, num_kv_heads=1)
     assert prefill == "prefill: Hopper kernel" and "96 query heads" in decode
 
@@ -119,11 +119,19 @@ def test_explain_prints_them_for_the_chosen_backend() -> None:
     assert re.search(r"^ +decode:  Hopper kernel from sequence length 256", text, re.M)
 
 
+def test_float8_caches_and_the_hopper_kernels() -> None:
+    for name, dtype in (("fp8_e4m3", "float8_e4m3fn"), ("fp8_e5m2", "float8_e5m2")):
+        prefill, decode = _lines(kv_cache_dtype=name)
+        converts = f"Hopper kernel (products in float16, to which {dtype} is converted)"
+        assert prefill == f"prefill: {converts}"
+        assert decode == DECODE.replace("Hopper kernel", converts)
+
+
 def test_score_functions_and_the_hopper_kernels() -> None:
     """M10: the Gluon kernels take them; another property against it is the reason."""
     assert _lines(score_function=documents()) == ["prefill: Hopper kernel", DECODE]
-    for line in _lines(score_function=documents(), kv_cache_dtype="fp8_e4m3"):
-        assert "portable Triton kernel (the cache has dtype torch.float8_e4m3fn" in line
+    for line in _lines(score_function=documents(), block_size=24):
+        assert "portable Triton kernel (block_size 24" in line
     assert _lines("sm_80", score_function=documents()) == [
         "prefill, decode: portable Triton kernels"
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def test_the_ragged_batch_is_fixed() -> None:
 def test_kinds() -> None:
     kinds = {case.name: case.kind for case in known_cases().values()}
     for name, kind in kinds.items():
-        first = re.sub("^(cpu|mla|sparse)-", "", name).split("-")[0]
+        first = re.sub("^(cpu|mla|sparse|e4m3|e5m2)-", "", name).split("-")[0]
         assert kind == {"verify": "decode"}.get(first, first), name
 
 
@@ -113,6 +114,16 @@ def test_random_lists_hold_distinct_visible_blocks_and_the_own_one() -> None:
             real = [entry for entry in entries if entry >= 0]
             assert len(set(real)) == len(real) >= min(count, 5) - 1
             assert max(real) == count - 1 and min(entries) >= -1
+
+
+def test_float8_cases_have_a_float8_cache() -> None:
+    """A decode of the published results and its counterpart differ in the cache only."""
+    cases = {case.name: case for case in SUITES["float8"]}
+    assert {case.kv_cache_dtype for case in cases.values()} == {"fp8_e4m3", "fp8_e5m2"}
+    pair = cases["e4m3-decode-8x8k"], known_cases()["decode-8x8k"]
+    assert replace(pair[0], name="", kv_cache_dtype="") == replace(
+        pair[1], name="", kv_cache_dtype=""
+    )
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 8, 100])

@@ -67,12 +67,15 @@ def _hopper_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]
     decode = decode_unsupported_reasons(
         *layer, spec.num_kv_heads, _NUM_SMS, **features
     ) or _window_reasons(spec)
-    portable = "portable Triton kernel"
+    portable, gluon = "portable Triton kernel", "Hopper kernel"
+    if spec.is_kv_quantized:
+        cache = str(spec.kv_dtype).removeprefix("torch.")
+        gluon += f" (products in float16, to which {cache} is converted)"
     return [
-        f"prefill: {portable} ({'; '.join(prefill)})" if prefill else "prefill: Hopper kernel",
+        f"prefill: {portable} ({'; '.join(prefill)})" if prefill else f"prefill: {gluon}",
         f"decode:  {portable} ({'; '.join(decode)})"
         if decode
-        else f"decode:  Hopper kernel {_decode_conditions(spec)}; else {portable}",
+        else f"decode:  {gluon} {_decode_conditions(spec)}; else {portable}",
     ]
 
 
@@ -86,7 +89,7 @@ def _decode_conditions(spec: AttentionSpec) -> str:
 
 
 def _max_query_len(spec: AttentionSpec) -> int:
-    return max(1, min(8, decode_rows(spec.head_size_v) // spec.group_size))
+    return max(1, min(8, decode_rows(spec.head_size_v, spec.kv_dtype) // spec.group_size))
 
 
 def _window_reasons(spec: AttentionSpec) -> list[str]:

@@ -65,7 +65,9 @@ _LATENT = (
     (16, 64, 4, 2),
 )  # fmt: skip
 """(block_m, block_n, num_warps, num_stages)"""
-_HOPPER_DECODE = ((128, 2), (64, 4), (64, 3), (128, 3), (128, 4), (64, 2), (64, 6))
+_HOPPER_DECODE = (
+    (128, 2), (64, 4), (64, 3), (128, 3), (128, 4), (64, 2), (64, 6), (128, 6), (64, 8),
+)  # fmt: skip
 """(block_n, stages)"""
 
 
@@ -233,12 +235,15 @@ def tile_candidates(case: BenchCase, op: str, limits: DeviceLimits) -> list[dict
 def _hopper_decode(
     case: BenchCase, sizes: tuple[int, int], limits: DeviceLimits
 ) -> Iterator[dict[str, Any]]:
+    cache_bytes = case.spec.kv_dtype.itemsize
     yield vars(
-        choose_hopper_decode_tile(*sizes, keys_per_sm=_work(case, limits), tuned=limits.tuned)
+        choose_hopper_decode_tile(
+            *sizes, cache_bytes=cache_bytes, keys_per_sm=_work(case, limits), tuned=limits.tuned
+        )
     )
     for block_n, stages in _HOPPER_DECODE:
         tile = DecodeTile(block_n, stages)
-        if decode_shared_bytes(tile, *sizes) <= SHARED_MEMORY and (
+        if decode_shared_bytes(tile, *sizes, cache_bytes) <= SHARED_MEMORY and (
             max(sizes) <= 128 or block_n <= 64
         ):
             yield vars(tile)
@@ -248,11 +253,16 @@ def _hopper_prefill(
     case: BenchCase, sizes: tuple[int, int], limits: DeviceLimits
 ) -> Iterator[dict[str, Any]]:
     rows, window = case.batch.max_query_len * case.spec.group_size, _window(case)
+    cache_bytes = case.spec.kv_dtype.itemsize
     yield vars(
         choose_hopper_tile(
-            *sizes, rows=rows, block_size=case.block_size, visible=window, tuned=limits.tuned
+            *sizes, cache_bytes=cache_bytes, rows=rows, block_size=case.block_size, visible=window,
+            tuned=limits.tuned,
         )
-    )
+    )  # fmt: skip
+    if cache_bytes == 1:
+        yield from _hopper_float8_prefill(sizes)
+        return
     for block_n in (128, 64) if visible_class(window)[1] is None else (64, 32, 128):
         for stages in (2, 3, 4):
             for persistent in (False, True):
@@ -268,6 +278,22 @@ def _hopper_prefill(
                                     tile, consumers=3, consumer_registers=160, producer_registers=24
                                 )
                             )
+
+
+def _hopper_float8_prefill(sizes: tuple[int, int]) -> Iterator[dict[str, Any]]:
+    """Tiles with converter warps: a warpgroup, or two warps in that of the loader warps."""
+    for block_n in (128, 64) if max(sizes) <= 128 else (64,):
+        for q_stages, byte_stages in ((1, 2), (2, 1), (1, 1), (2, 2)):
+            for warps, registers, others in ((4, 56, 24), (2, 80, 80)):
+                if warps == 4 and max(sizes) > 128:
+                    continue  # 128 registers per thread at launch are too few for its WGMMAs
+                tile = HopperTile(
+                    block_n, 2, persistent=True, q_stages=q_stages, consumer_registers=216,
+                    producer_registers=others, byte_stages=byte_stages, converter_warps=warps,
+                    converter_registers=registers,
+                )  # fmt: skip
+                if hopper_bytes(tile, *sizes) <= SHARED_MEMORY:
+                    yield vars(tile)
 
 
 def _distinct(tiles: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

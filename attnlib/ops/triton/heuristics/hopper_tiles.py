@@ -15,12 +15,15 @@ from attnlib.ops.triton.heuristics.tile_table import TileProblem, TileTable, mat
 from attnlib.ops.triton.hopper.support import DECODE_ROWS, decode_rows
 
 __all__ = [
-    "SHARED_MEMORY", "DecodeTile", "HopperTile", "choose_hopper_decode_tile", "choose_hopper_tile",
-    "choose_section", "decode_shared_bytes", "padded_width", "shared_bytes",
+    "MAX_CONSUMERS", "SHARED_MEMORY", "DecodeTile", "HopperTile", "choose_hopper_decode_tile",
+    "choose_hopper_tile", "choose_section", "decode_shared_bytes", "padded_width", "shared_bytes",
 ]  # fmt: skip
 
 SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that one CTA can use on SM90."""
+
+MAX_CONSUMERS = 2
+"""Consumer warpgroups of a decode CTA, at most."""
 
 L2_BYTES = 40 * 1024 * 1024
 """Bytes of the 50 MB L2 cache that hold keys and values; each half of the chip caches its own copy.
@@ -44,6 +47,11 @@ class HopperTile:
         consumers: consumer warpgroups of 64 rows each, 2 or 3.
         consumer_registers: registers per thread of a consumer warpgroup.
         producer_registers: registers per thread of a loader warp.
+        byte_stages: depth of the rings of a float8 cache, from which converter warps fill the rings
+            of the products; 0 with 16-bit caches.
+        converter_warps: 4, a warpgroup, or 2, which share one with the loader warps.
+        converter_registers: registers per thread of a converter warp; those of a loader warp in a
+            shared warpgroup.
     """
 
     block_n: int
@@ -55,6 +63,9 @@ class HopperTile:
     consumers: int = 2
     consumer_registers: int = 232
     producer_registers: int = 40
+    byte_stages: int = 0
+    converter_warps: int = 4
+    converter_registers: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,10 +76,13 @@ class DecodeTile:
         block_n: keys per step.
         stages: depth of the rings. More than about 128 KB in flight per multiprocessor reduce the
             memory throughput.
+        consumers: consumer warpgroups, 1 or 2, each with rings and splits of its own. Two hide the
+            latency of converting float8 tiles.
     """
 
     block_n: int
     stages: int
+    consumers: int = 1
 
 
 def padded_width(head_size: int) -> int:
@@ -77,16 +91,10 @@ def padded_width(head_size: int) -> int:
 
 
 def shared_bytes(tile: HopperTile, head_size: int, head_size_v: int) -> int:
-    """Return the shared memory of one prefill CTA in bytes, for 16-bit elements."""
+    """Return the shared memory of one prefill CTA in bytes, for 16-bit queries."""
     width, width_v = padded_width(head_size), padded_width(head_size_v)
-    return (
-        2
-        * (
-            tile.q_stages * 64 * tile.consumers * width
-            + tile.stages * tile.block_n * (width + width_v)
-        )
-        + 1024
-    )
+    queries = 2 * tile.q_stages * 64 * tile.consumers * width
+    return queries + (2 * tile.stages + tile.byte_stages) * tile.block_n * (width + width_v) + 1024
 
 
 def choose_section(num_kv_heads: int, max_seq_len: int, widths: int) -> int:
@@ -109,6 +117,7 @@ def choose_hopper_tile(
     head_size: int,
     head_size_v: int,
     *,
+    cache_bytes: int = 2,
     rows: int | None = None,
     block_size: int | None = None,
     visible: int | None = None,
@@ -120,6 +129,7 @@ def choose_hopper_tile(
     Args:
         head_size: D.
         head_size_v: Dv.
+        cache_bytes: size of an element of the cache, 1 (float8) or 2.
         rows: query tokens times heads per group of the longest request, an upper bound; None is
             unbounded.
         block_size: N; None matches no entry with a condition on it.
@@ -134,8 +144,9 @@ def choose_hopper_tile(
     """
     widest = max(padded_width(head_size), padded_width(head_size_v))
     many = 1 << 30 if rows is None else max(16, 1 << max(0, rows - 1).bit_length())
+    elements = "16-bit" if cache_bytes == 2 else "fp8"
     problem = TileProblem(
-        "hopper_prefill", "async", "16-bit", widest, many, None, block_size, visible
+        "hopper_prefill", "async", elements, widest, many, None, block_size, visible
     )
     need = 0
     for entry in matching(problem, tuned):
@@ -153,13 +164,17 @@ def choose_hopper_tile(
     )
 
 
-def decode_shared_bytes(tile: DecodeTile, head_size: int, head_size_v: int) -> int:
-    """Return the shared memory of a decode CTA in bytes, for 16-bit elements and the most rows."""
+def decode_shared_bytes(
+    tile: DecodeTile, head_size: int, head_size_v: int, cache_bytes: int = 2
+) -> int:
+    """Return the shared memory of a decode CTA in bytes, for 16-bit queries and the most rows.
+
+    `cache_bytes` is the size of an element of the cache, 1 or 2.
+    """
     width, width_v = padded_width(head_size), padded_width(head_size_v)
     rows = decode_rows(head_size_v)
-    return (
-        2 * (rows * (width + tile.block_n) + tile.stages * tile.block_n * (width + width_v)) + 2048
-    )
+    ring = cache_bytes * tile.stages * tile.block_n * (width + width_v)
+    return tile.consumers * (2 * rows * (width + tile.block_n) + ring) + 2048
 
 
 @functools.lru_cache(maxsize=64)
@@ -167,6 +182,8 @@ def choose_hopper_decode_tile(
     head_size: int,
     head_size_v: int,
     *,
+    cache_bytes: int = 2,
+    rows: int = DECODE_ROWS,
     keys_per_sm: int | None = None,
     tuned: TileTable | None = None,
 ) -> DecodeTile:
@@ -175,6 +192,8 @@ def choose_hopper_decode_tile(
     Args:
         head_size: D.
         head_size_v: Dv.
+        cache_bytes: size of an element of the cache, 1 (float8) or 2.
+        rows: query heads of a group times query tokens, an upper bound.
         keys_per_sm: `tile_table.work_class`; None matches no entry with a condition on it.
         tuned: the user's table for the chip, which precedes the shipped ones.
 
@@ -183,11 +202,13 @@ def choose_hopper_decode_tile(
     """
     widest = max(padded_width(head_size), padded_width(head_size_v))
     need = 0
+    many = max(16, 1 << (rows - 1).bit_length())
+    elements = "16-bit" if cache_bytes == 2 else "fp8"
     for entry in matching(
-        TileProblem("hopper_decode", "async", "16-bit", widest, DECODE_ROWS, keys_per_sm), tuned
+        TileProblem("hopper_decode", "async", elements, widest, many, keys_per_sm), tuned
     ):
         tile = DecodeTile(**dict(entry.tile))
-        need = decode_shared_bytes(tile, head_size, head_size_v)
+        need = decode_shared_bytes(tile, head_size, head_size_v, cache_bytes)
         if need <= SHARED_MEMORY:
             return tile
     raise UnsupportedConfigError(

@@ -119,8 +119,9 @@ def parse_entry(line: Any, provenances: Mapping[str, Any]) -> TileEntry:
         raise ValueError(f"op={op!r} must be one of {', '.join(OPS)}")
     if absent := [field for field in OPS[op] if not isinstance(tile.get(field), int)]:
         raise ValueError(f"tile needs the number {absent[0]!r}")
-    # Tiles of the Hopper prefill have optional fields (`HopperTile`).
-    if unknown := sorted(set(tile) - set(OPS[op])) if op != "hopper_prefill" else []:
+    # Tiles of the Hopper kernels have optional fields (`HopperTile`, `DecodeTile`).
+    optional = op.startswith("hopper_")
+    if unknown := [] if optional else sorted(set(tile) - set(OPS[op])):
         raise ValueError(f"tile has {unknown[0]!r}, which tiles of {op} do not have")
     for field in ("block_m", "block_n", "num_warps"):
         if field in tile and (tile[field] < 1 or tile[field] & (tile[field] - 1)):

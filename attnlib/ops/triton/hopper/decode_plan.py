@@ -34,14 +34,17 @@ from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LaunchCache
 from attnlib.ops.triton.launch.run import run_attention
+from attnlib.ops.triton.launch.scales import kv_kind, scale_kind
 from attnlib.ops.triton.launch.score import score_constants, score_tail, tensor_sizes
 from attnlib.ops.triton.launch.sequence import (
+    K_SCALE,
     KEY_CACHE,
     KEY_MAP,
     LSE,
     OUT,
     QUERY,
     SINKS,
+    V_SCALE,
     VALUE_CACHE,
     VALUE_MAP,
     BoundLaunches,
@@ -70,6 +73,10 @@ half of an SM's 65536 registers and an SM holds one CTA at a time, however small
 experiment, a CTA that waited for its predecessor grid beside a CTA of that grid ended in illegal
 addresses."""
 
+_FEW_ELEMENTS = 128 * 32
+"""Elements of the output tile of a CTA up to which a thread has the smaller number of registers;
+half as many with converted float8 tiles in registers."""
+
 _MAX_LOAD_ROUNDS = 8
 """Rounds of loads, about one microsecond each, that combining one request's splits may take."""
 
@@ -81,9 +88,10 @@ def _combine_tile(num_rows: int, group: int, head_size_v: int) -> dict[str, int]
     return {"HEADS": min(4, triton.next_power_of_2(group)), "STEP": 8, "num_warps": 4}
 
 
-def _ctas_per_head(max_resident_ctas: int, num_kv_heads: int) -> int:
-    """CTAs for each KV head: as many as the chip holds at a time."""
-    return min(max(1, max_resident_ctas // num_kv_heads), _MAX_SPLITS)
+def _workers_per_head(max_resident_ctas: int, num_kv_heads: int, consumers: int) -> int:
+    """Consumers for each KV head: as many as the chip holds at a time, in whole CTAs."""
+    workers = min(max(1, consumers * max_resident_ctas // num_kv_heads), _MAX_SPLITS)
+    return workers - workers * num_kv_heads % consumers or consumers
 
 
 def _columns(rows: int) -> int:
@@ -92,12 +100,13 @@ def _columns(rows: int) -> int:
 
 
 def _combines_in_kernel(
-    num_reqs: int, num_kv_heads: int, rows: int, head_size_v: int, num_sms: int, num_counters: int
+    num_reqs: int, num_kv_heads: int, rows: int, head_size_v: int, workers: int, num_counters: int
 ) -> bool:
     """Whether the attention kernel combines splits itself instead of a second kernel.
 
-    It does so with at least as many requests as CTAs per head: most requests then have one or two
-    splits, and a request split over all CTAs is combined in few rounds of loads. On an H200 this is
+    It does so with at least as many requests as workers (consumers of the grid) per head: most
+    requests then have one or two splits, and a request split over all workers is combined in few
+    rounds of loads. On an H200 this is
     up to 4% faster, while one request of 8k or 32k keys is 2 to 3% faster with a combine kernel.
     The bound is a power of 2, so that a warm-up over powers of 2 compiles both variants.
 
@@ -106,13 +115,12 @@ def _combines_in_kernel(
         num_kv_heads: Hkv.
         rows: query heads of a group times tokens.
         head_size_v: Dv.
-        num_sms: multiprocessors of the chip.
-        num_counters: counters given; one per CTA is needed after those of the prefill.
+        workers: for each KV head.
+        num_counters: counters given; one per worker is needed after those of the prefill.
     """
-    ctas = _ctas_per_head(num_sms, num_kv_heads)
-    rounds = ctas / splits_per_load(_columns(rows), padded_width(head_size_v))
-    enough = num_counters >= PREFILL_COUNTERS + ctas * num_kv_heads
-    return num_reqs >= triton.next_power_of_2(ctas) and rounds <= _MAX_LOAD_ROUNDS and enough
+    rounds = workers / splits_per_load(_columns(rows), padded_width(head_size_v))
+    enough = num_counters >= PREFILL_COUNTERS + workers * num_kv_heads
+    return num_reqs >= triton.next_power_of_2(workers) and rounds <= _MAX_LOAD_ROUNDS and enough
 
 
 def hopper_decode_workspace_bytes(
@@ -122,12 +130,13 @@ def hopper_decode_workspace_bytes(
     max_query_len: int,
     head_size_v: int,
     max_resident_ctas: int,
+    consumers: int = 1,
 ) -> int:
-    """Workspace in bytes: two float32 partial results with LSEs per CTA, and one header per token
-    and KV head."""
+    """Workspace in bytes: two float32 partial results with LSEs per worker, and one header per
+    token and KV head."""
     rows = group * max_query_len
-    ctas = _ctas_per_head(max_resident_ctas, num_kv_heads) * num_kv_heads
-    return 4 * (2 * ctas * rows * (head_size_v + 1) + num_tokens * num_kv_heads)
+    workers = _workers_per_head(max_resident_ctas, num_kv_heads, consumers) * num_kv_heads
+    return 4 * (2 * workers * rows * (head_size_v + 1) + num_tokens * num_kv_heads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +149,8 @@ class HopperDecode:
         views: the key and value cache as TMA reads them.
         packed: whether they are the packed caches of vLLM's PagedAttention. Requests have one query
             token each then, and `query_start_loc` of a batch is not read.
-        scale: softmax scale times `k_scale`.
+        scale: softmax scale; times `k_scale` where the cache is not quantized.
+        is_quantized: whether the cache is float8.
         numbers: the attention kernel's runtime numbers after its scale.
         score_sizes: sizes of the layer tensors of the score function.
         combine_tail: the combine kernel's runtime numbers.
@@ -155,6 +165,7 @@ class HopperDecode:
     views: tuple[CacheView, CacheView] | tuple[PackedKeyView, PackedValueView]
     packed: bool
     scale: float
+    is_quantized: bool
     score_sizes: tuple[int, ...]
     numbers: tuple[float | int, ...]
     combine_tail: tuple[int, ...]
@@ -201,9 +212,10 @@ class HopperDecode:
         starts, lens, table, outputs, lse_space, header_space, given_counters, *score = given
         pointers, sizes = score_tail(self.score_sizes, batch.score_tensors, tuple(score))
         layer_tensors = score_sources(len(self.score_sizes) // 2)
+        scales = (K_SCALE, V_SCALE) if self.is_quantized else (None, None)
         arguments = (
-            *descriptor_arguments(self.views, maps, direct), QUERY, OUT, LSE, SINKS, *layer_tensors,
-            *pointers, starts, lens, table, outputs, lse_space, header_space,
+            *descriptor_arguments(self.views, maps, direct), QUERY, OUT, LSE, SINKS, *scales,
+            *layer_tensors, *pointers, starts, lens, table, outputs, lse_space, header_space,
             given_counters, self.scale, *self.numbers, *sizes,
         )  # fmt: skip
         steps = [bind_step(self.attend, direct, aligned, arguments)]
@@ -264,11 +276,18 @@ def prepare_hopper_decode(
     chunk, cap = params.attention_chunk_size, params.logits_soft_cap
     columns = _columns(rows)
     resident = max_ctas or limits.num_sms
-    ctas = _ctas_per_head(resident, num_kv_heads) * num_kv_heads
+    per_head = _workers_per_head(resident, num_kv_heads, tile.consumers)
+    workers = per_head * num_kv_heads
     in_kernel = _combines_in_kernel(
-        num_reqs, num_kv_heads, rows, head_size_v, resident, num_counters
+        num_reqs, num_kv_heads, rows, head_size_v, per_head, num_counters
     )
-    num_partials, stride_lt = 2 * ctas * rows, 0 if lse is None else lse.stride(0)
+    num_partials, stride_lt = 2 * workers * rows, 0 if lse is None else lse.stride(0)
+    is_quantized, scale = key.dtype.itemsize == 1, params.scale
+    few = width_v * columns <= (_FEW_ELEMENTS // 2 if is_quantized else _FEW_ELEMENTS)
+    few = few or tile.consumers == 2  # 384 threads; `setmaxnreg` gives the consumers more
+    if not is_quantized:
+        assert not isinstance(params.k_scale, Tensor)  # dispatch leaves tensors to the plain kernel
+        scale *= float(params.k_scale)
     shared = {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "DV": head_size_v,
         "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
@@ -280,22 +299,24 @@ def prepare_hopper_decode(
         "ROWS": columns, "STAGES": tile.stages, "PACKED": packed, "COMBINE_IN_KERNEL": in_kernel,
         "SPLITS_PER_LOAD": splits_per_load(columns, width_v),
         "CAUSAL": bool(params.causal), "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0,
-        "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0, "num_warps": 4,
+        "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0, "KV_KIND": kv_kind(key.dtype, has_fp8=False),
+        "K_SCALE_KIND": scale_kind("k_scale", params.k_scale),
+        "V_SCALE_KIND": scale_kind("v_scale", params.v_scale), "num_warps": 4,
         **score_constants(params, "gluon"),
-        "maxnreg": _FEW_REGISTERS if width_v * columns <= 128 * 32 else _MANY_REGISTERS,
+        "maxnreg": _FEW_REGISTERS if few else _MANY_REGISTERS, "WORKERS": tile.consumers,
     }  # fmt: skip
     combine = {
         **shared, "DV_PAD": triton.next_power_of_2(head_size_v),
         **_combine_tile(num_tokens * num_heads, group, head_size_v),
     }  # fmt: skip
     combine_grid = (num_tokens, num_kv_heads, triton.cdiv(group, combine["HEADS"]))
-    assert not isinstance(params.k_scale, Tensor)  # dispatch leaves tensors to the plain kernel
     return HopperDecode(
         limits=limits,
         index=query.get_device(),
         views=views,
         packed=packed,
-        scale=params.scale * float(params.k_scale),
+        scale=scale,
+        is_quantized=is_quantized,
         score_sizes=tensor_sizes(params.layer_score_tensors()),
         numbers=(
             float(cap), min(left, _UNBOUNDED), min(right, _UNBOUNDED), min(chunk, _UNBOUNDED),
@@ -306,9 +327,9 @@ def prepare_hopper_decode(
         lse_offset=num_partials * head_size_v,
         header_offset=num_partials * (head_size_v + 1),
         workspace_bytes=hopper_decode_workspace_bytes(
-            num_tokens, num_kv_heads, group, max_query_len, head_size_v, resident
+            num_tokens, num_kv_heads, group, max_query_len, head_size_v, resident, tile.consumers
         ),
-        attend=BoundLaunch(hopper_decode_kernel, (ctas, 1, 1), attend),
+        attend=BoundLaunch(hopper_decode_kernel, (workers // tile.consumers, 1, 1), attend),
         combine=None if in_kernel else BoundLaunch(hopper_combine_kernel, combine_grid, combine),
     )  # fmt: skip
 

@@ -24,7 +24,8 @@ __all__ = [
     "descriptor_arguments", "encode_views", "encoded_descriptors",
 ]  # fmt: skip
 
-_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.int16: tl.int16}
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class _Address:
@@ -49,10 +50,12 @@ def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
 class CacheView(NamedTuple):
     """What the descriptor of a cache `[B, N, Hkv, D]` follows from besides its address.
 
+    A float8 cache is described as int16 words of two neighboring elements.
+
     Attributes:
-        dtype, shape, strides: of the view.
+        dtype, shape, strides: of the view, in elements or words.
         rows: positions of one TMA box.
-        width: elements of one box, >= D. Elements past D and pages past B read as zero.
+        width: elements or words of one box, >= D. Elements past D and pages past B read as zero.
     """
 
     dtype: torch.dtype
@@ -63,8 +66,12 @@ class CacheView(NamedTuple):
 
     @classmethod
     def of(cls, cache: Tensor, rows: int, width: int) -> CacheView:
-        """The view of a cache tensor."""
-        return cls(cache.dtype, tuple(cache.shape), tuple(cache.stride()), rows, width)
+        """The view of a cache tensor; `width` counts its elements."""
+        shape, strides = tuple(cache.shape), tuple(cache.stride())
+        if cache.dtype not in _FLOAT8:
+            return cls(cache.dtype, shape, strides, rows, width)
+        shape, strides = (*shape[:3], shape[3] // 2), tuple(stride // 2 for stride in strides[:3])
+        return cls(torch.int16, shape, (*strides, 1), rows, width // 2)
 
     @property
     def sizes(self) -> tuple[list[int], list[int]]:

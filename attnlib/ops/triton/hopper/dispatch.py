@@ -10,7 +10,11 @@ from torch import Tensor
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.scales import MIN_LATE_SCALE
 from attnlib.ops.triton.heuristics.device import DeviceLimits
-from attnlib.ops.triton.heuristics.hopper_tiles import choose_hopper_decode_tile, choose_hopper_tile
+from attnlib.ops.triton.heuristics.hopper_tiles import (
+    MAX_CONSUMERS,
+    choose_hopper_decode_tile,
+    choose_hopper_tile,
+)
 from attnlib.ops.triton.hopper.decode_plan import (
     HopperDecode,
     hopper_decode_workspace_bytes,
@@ -42,10 +46,11 @@ def unsupported_strides(**tensors: Tensor) -> list[str]:
     for name, tensor in tensors.items():
         strides = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
         for dim, (size, stride) in enumerate(strides):
-            if size > 1 and (stride % 8 or stride <= 0):
+            elements = 16 // tensor.element_size()
+            if size > 1 and (stride % elements or stride <= 0):
                 reasons.append(
                     f"{name} has stride {stride} in dimension {dim}; the Hopper kernels need a "
-                    "multiple of 8"
+                    f"multiple of {elements}"
                 )
         if tensor.stride(-1) != 1:
             reasons.append(f"{name} has last stride {tensor.stride(-1)}; the Hopper kernels need 1")
@@ -72,14 +77,14 @@ def _is_unsupported(
 ) -> bool:
     """Conditions on tensors and values: strides, an empty pool, scales. The kernels apply the
     softmax scale to masked scores and to their maximum, so it must be positive."""
+    is_quantized = key.dtype.itemsize == 1
     return (
         bool(unsupported_strides(query=query, key_cache=key, value_cache=value, out=out))
         or key.shape[0] == 0
         or value.dtype != key.dtype
         or out.dtype != query.dtype
         or params.scale < MIN_LATE_SCALE
-        or isinstance(params.v_scale, Tensor)
-        or params.v_scale != 1.0
+        or (not is_quantized and (isinstance(params.v_scale, Tensor) or params.v_scale != 1.0))
     )
 
 
@@ -111,8 +116,8 @@ def select_prefill(
         return None
     rows = query.shape[1] // key.shape[2] * max_query_len
     tile = choose_hopper_tile(
-        key.shape[3], value.shape[3], rows=min(1 << 20, 1 << max(0, rows - 1).bit_length()),
-        block_size=key.shape[1], visible=_visible(params),
+        key.shape[3], value.shape[3], cache_bytes=key.element_size(), rows=min(1 << 20, 1 << max(0,
+        rows - 1).bit_length()), block_size=key.shape[1], visible=_visible(params),
         has_score=params.score_function is not None, tuned=limits.tuned,
     )  # fmt: skip
     return prepare_hopper_prefill(query, key, value, out, lse, batch, params, tile, limits)
@@ -146,8 +151,10 @@ def select_decode(
     if _is_unsupported(query, key, value, out, params):
         return None
     tile = choose_hopper_decode_tile(
-        key.shape[3], value.shape[3], keys_per_sm=keys_per_sm, tuned=limits.tuned
-    )
+        key.shape[3], value.shape[3], cache_bytes=key.element_size(),
+        rows=query.shape[1] // key.shape[2] * max_query_len, keys_per_sm=keys_per_sm,
+        tuned=limits.tuned,
+    )  # fmt: skip
     return prepare_hopper_decode(
         query, key, value, out, lse, batch, params, tile, limits, max_query_len, max_ctas,
         num_counters,
@@ -186,7 +193,7 @@ def select_packed_decode(
 
 def num_counters(limits: DeviceLimits) -> int:
     """Counters (int32 zeros) that a step's Hopper kernels use."""
-    return PREFILL_COUNTERS + limits.num_sms
+    return PREFILL_COUNTERS + MAX_CONSUMERS * limits.num_sms
 
 
 def supports_decode(shape: Any, limits: DeviceLimits, max_query_len: int, block_size: int) -> bool:
@@ -215,4 +222,5 @@ def decode_workspace_bytes(
     return hopper_decode_workspace_bytes(
         num_tokens, shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, max_query_len,
         shape.head_size_v, limits.num_sms,
+        MAX_CONSUMERS if shape.cache_dtype.itemsize == 1 else 1,
     )  # fmt: skip

@@ -29,8 +29,10 @@ from attnlib.ops.triton.launch.attention import BatchTensors, check_batch
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LaunchCache
 from attnlib.ops.triton.launch.run import run_attention
+from attnlib.ops.triton.launch.scales import kv_kind, scale_kind
 from attnlib.ops.triton.launch.score import score_constants, score_tail, tensor_sizes
 from attnlib.ops.triton.launch.sequence import (
+    K_SCALE,
     KEY_CACHE,
     KEY_MAP,
     LSE,
@@ -38,6 +40,7 @@ from attnlib.ops.triton.launch.sequence import (
     QUERY,
     QUERY_MAP,
     SINKS,
+    V_SCALE,
     VALUE_CACHE,
     VALUE_MAP,
     BoundLaunches,
@@ -62,7 +65,8 @@ class HopperPrefill:
         num_kv_heads: Hkv.
         views: the key and value cache as TMA reads them.
         query_view: the queries as TMA reads them; None where the kernel loads queries itself.
-        scale: softmax scale times `k_scale`.
+        scale: softmax scale; times `k_scale` where the cache is not quantized.
+        is_quantized: whether the cache is float8.
         score_sizes: sizes of the layer tensors of the score function.
         numbers: the runtime numbers between the scale and `concurrent`.
         last: the runtime numbers after the section.
@@ -76,6 +80,7 @@ class HopperPrefill:
     views: tuple[CacheView, CacheView]
     query_view: QueryView | None
     scale: float
+    is_quantized: bool
     score_sizes: tuple[int, ...]
     numbers: tuple[float | int, ...]
     last: tuple[int, ...]
@@ -130,10 +135,11 @@ class HopperPrefill:
         query_map: tuple[Any, ...] = (None,)
         if self.query_view is not None:
             query_map = descriptor_arguments((self.query_view,), (QUERY_MAP,), direct)
+        scales = (K_SCALE, V_SCALE) if self.is_quantized else (None, None)
         arguments = (
-            *maps, *query_map, QUERY, OUT, LSE, SINKS, *layer_tensors, *pointers, starts, lens,
-            table, given_counters, self.scale, *self.numbers, int(concurrent), section, *self.last,
-            *sizes,
+            *maps, *query_map, QUERY, OUT, LSE, SINKS, *scales, *layer_tensors, *pointers, starts,
+            lens, table, given_counters, self.scale, *self.numbers, int(concurrent), section,
+            *self.last, *sizes,
         )  # fmt: skip
         step = bind_step(self.attend, direct, aligned, arguments)
         return BoundLaunches((step,), self._lookups(direct), (counters,))
@@ -206,14 +212,22 @@ def prepare_hopper_prefill(
         "CONSUMER_REGISTERS": tile.consumer_registers,
         "PRODUCER_REGISTERS": tile.producer_registers, "CAUSAL": bool(params.causal),
         "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0, "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0,
-        "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None, "num_warps": 4,
+        "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
+        "KV_KIND": kv_kind(key.dtype, has_fp8=False),
+        "K_SCALE_KIND": scale_kind("k_scale", params.k_scale),
+        "V_SCALE_KIND": scale_kind("v_scale", params.v_scale), "BYTE_STAGES": tile.byte_stages,
+        "CONVERTER_WARPS": tile.converter_warps,
+        "CONVERTER_REGISTERS": tile.converter_registers, "num_warps": 4,
         "enable_fp_fusion": True, "launch_pdl": True, **score_constants(params, "gluon"),
     }  # fmt: skip
     query_view = None
     if load_query:
         shape, strides = tuple(query.shape), tuple(query.stride())
         query_view = QueryView(query.dtype, shape, strides, box_tokens, box_heads, width)
-    assert not isinstance(params.k_scale, Tensor)  # dispatch leaves tensors to the plain kernel
+    is_quantized, scale = key.dtype.itemsize == 1, params.scale
+    if not is_quantized:
+        assert not isinstance(params.k_scale, Tensor)  # dispatch leaves tensors to the plain kernel
+        scale *= float(params.k_scale)
     grid = (min(items, limits.num_sms) if tile.persistent else items, 1, 1)
     return HopperPrefill(
         limits=limits,
@@ -222,7 +236,8 @@ def prepare_hopper_prefill(
         num_kv_heads=num_kv_heads,
         views=(CacheView.of(key, box, width), CacheView.of(value, box, width_v)),
         query_view=query_view,
-        scale=params.scale * float(params.k_scale),
+        scale=scale,
+        is_quantized=is_quantized,
         score_sizes=tensor_sizes(params.layer_score_tensors()),
         numbers=(
             float(cap), min(left, _UNBOUNDED), min(right, _UNBOUNDED), min(chunk, _UNBOUNDED),

@@ -13,6 +13,8 @@ __all__ = [
     "prefill_unsupported_reasons",
 ]  # fmt: skip
 
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
 ROWS = 128
 """Query rows of a prefill work item, at least: two warpgroups of 64. A row is one query head of one
 query token."""
@@ -47,9 +49,14 @@ PAIRS_PER_SM = 8
 """(Request, KV head) pairs per multiprocessor up to which the first bound applies."""
 
 
-def decode_rows(head_size_v: int) -> int:
-    """Return the largest number of query rows of a decode for values of a head size."""
-    return DECODE_ROWS if head_size_v <= 128 else DECODE_ROWS // 2
+def decode_rows(head_size_v: int, cache_dtype: torch.dtype | None = None) -> int:
+    """Return the largest number of query rows of a decode for values of a head size.
+
+    Converted float8 tiles are in registers, too, which leaves fewer for accumulators.
+    """
+    if head_size_v <= 128:
+        return DECODE_ROWS
+    return DECODE_ROWS // (4 if cache_dtype in _FLOAT8 else 2)
 
 
 def _layer_reasons(
@@ -61,20 +68,24 @@ def _layer_reasons(
     block_size: int,
 ) -> list[str]:
     reasons = []
+    is_float8 = cache_dtype in _FLOAT8
+    multiple = 16 if is_float8 else 8  # rows of the cache are read in units of 16 bytes
     if capability[0] != 9:
         reasons.append(
             f"compute capability {capability[0]}.{capability[1]}; the {kernel} needs 9.0"
         )
     if dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"query has dtype {dtype}; the {kernel} takes float16 and bfloat16")
-    if cache_dtype != dtype:
+    if cache_dtype != dtype and not is_float8:
         reasons.append(
-            f"the cache has dtype {cache_dtype} and query {dtype}; the {kernel} needs them equal"
+            f"the cache has dtype {cache_dtype} and query {dtype}; the {kernel} needs them equal "
+            "or a float8 cache"
         )
     for name, size in zip(("keys", "values"), head_sizes, strict=True):
-        if not 64 <= size <= 256 or size % 8:
+        if not 64 <= size <= 256 or size % multiple:
             reasons.append(
-                f"{name} have head size {size}; the {kernel} takes multiples of 8 in [64, 256]"
+                f"{name} have head size {size}; the {kernel} takes multiples of {multiple} in "
+                "[64, 256]" + (" over a float8 cache" if is_float8 else "")
             )
     if block_size not in BLOCK_SIZES:
         reasons.append(
@@ -94,7 +105,7 @@ def _feature_reasons(
     if bias:
         reasons.append(f"query_bias: not supported by the {kernel}")
     if scales:
-        reasons.append(f"k_scale or v_scale: the {kernel} reads a cache without scales")
+        reasons.append(f"k_scale or v_scale as tensors: the {kernel} reads a cache without scales")
     return reasons
 
 
@@ -119,12 +130,14 @@ def prefill_unsupported_reasons(
         head_sizes: (D, Dv).
         block_size: N.
         group: query heads per KV head.
-        causal_per_request, alibi, bias, scales: whether the calls use these features.
+        causal_per_request, alibi, bias: whether the calls use these features.
+        scales: whether a scale of the cache is a tensor.
     """
     kernel = "Hopper prefill"
     reasons = _layer_reasons(kernel, capability, dtype, cache_dtype, head_sizes, block_size)
     if group > ROWS:
         reasons.append(f"{group} query heads per KV head; the {kernel} takes at most {ROWS}")
+    scales = scales and cache_dtype not in _FLOAT8
     return reasons + _feature_reasons(kernel, causal_per_request, alibi, bias, scales)
 
 
@@ -155,7 +168,7 @@ def decode_unsupported_reasons(
     """
     kernel = "Hopper decode"
     reasons = _layer_reasons(kernel, capability, dtype, cache_dtype, head_sizes, block_size)
-    most = decode_rows(head_sizes[1])
+    most = decode_rows(head_sizes[1], cache_dtype)
     if group * max_query_len > most:
         reasons.append(
             f"{group} query heads per KV head times {max_query_len} query tokens; the {kernel} "
@@ -165,6 +178,7 @@ def decode_unsupported_reasons(
         reasons.append(
             f"{num_kv_heads} KV heads; the {kernel} takes at most one per multiprocessor, {num_sms}"
         )
+    scales = scales and cache_dtype not in _FLOAT8
     return reasons + _feature_reasons(kernel, causal_per_request, alibi, bias, scales)
 
 

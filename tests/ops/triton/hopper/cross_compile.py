@@ -36,6 +36,7 @@ from tests.ops.triton.cross_compile import score_options, stub_target
 __all__ = ["CASES", "SCORE_CASES", "compile_case", "entry_cases"]
 
 BF16, FP16 = torch.bfloat16, torch.float16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CASES: dict[str, dict[str, Any]] = {
     "128": {},
     "128-page32": {"n": 32},
@@ -65,6 +66,20 @@ CASES: dict[str, dict[str, Any]] = {
     "192-128": {"d": 192, "dv": 128, "group": 1},
     "256": {"d": 256, "group": 2},
     "256-page128-cap": {"d": 256, "group": 2, "n": 128, "cap": 50.0},
+    "128-e4m3": {"cache": E4M3},
+    "128-e5m2-page128": {"cache": E5M2, "n": 128, "scales": "tensor"},
+    "128-e4m3-fp16": {"cache": E4M3, "dtype": FP16, "group": 5},
+    "128-e4m3-all": {
+        "cache": E4M3,
+        "scales": "heads",
+        "sinks": True,
+        "cap": 50.0,
+        "lse": True,
+        "window": (127, 31),
+        "chunk": 8192,
+    },
+    "64-e4m3-sinks": {"cache": E4M3, "d": 64, "group": 8, "sinks": True},
+    "256-e4m3": {"cache": E4M3, "d": 256, "group": 2},
     "decode-128": {"op": "hopper_decode"},
     "decode-128-page128": {"op": "hopper_decode", "n": 128},
     "decode-128-mqa": {"op": "hopper_decode", "group": 32},
@@ -125,6 +140,42 @@ CASES: dict[str, dict[str, Any]] = {
         "packed": True,
         "tile": {"block_n": 64, "stages": 2},
     },
+    "decode-128-e4m3": {"op": "hopper_decode", "cache": E4M3},
+    "decode-128-e5m2": {"op": "hopper_decode", "cache": E5M2, "scales": "tensor"},
+    "decode-128-e4m3-fp16": {"op": "hopper_decode", "cache": E4M3, "dtype": FP16},
+    "decode-128-e4m3-most-rows": {
+        "op": "hopper_decode",
+        "cache": E4M3,
+        "scales": "heads",
+        "group": 8,
+        "query": 8,
+    },
+    "decode-64-e4m3-sinks": {
+        "op": "hopper_decode",
+        "cache": E4M3,
+        "reqs": 16,
+        "d": 64,
+        "group": 8,
+        "sinks": True,
+    },
+    "decode-128-e4m3-all": {
+        "op": "hopper_decode",
+        "cache": E4M3,
+        "scales": "heads",
+        "sinks": True,
+        "cap": 50.0,
+        "lse": True,
+        "window": (4095, 31),
+        "chunk": 8192,
+    },
+    "decode-128-e4m3-mqa": {"op": "hopper_decode", "cache": E4M3, "group": 32},
+    "decode-256-e4m3-most-rows": {
+        "op": "hopper_decode",
+        "cache": E4M3,
+        "d": 256,
+        "group": 2,
+        "query": 8,
+    },
 }
 
 
@@ -145,6 +196,8 @@ SCORE_CASES: dict[str, dict[str, Any]] = {
         for name in SCORE_NAMES
     },
     "decode-128-documents-combine": {"op": "hopper_decode", "reqs": 16, "score": "documents"},
+    "128-e4m3-heads": {"cache": E4M3, "score": "heads"},
+    "decode-128-e4m3-heads": {"op": "hopper_decode", "cache": E4M3, "score": "heads"},
     "128-heads-cap": {"score": "heads", "cap": 50.0, "window": (127, 0)},
 }
 """Cases with a score function, apart from `CASES`, whose machine code is compared over time."""
@@ -161,6 +214,12 @@ def entry_cases() -> dict[str, TileEntry]:
     return {f"{entry.op}:{index}": entry for index, entry in enumerate(entries)}
 
 
+def _scale(kind: str | None, num_kv_heads: int) -> torch.Tensor | float:
+    """Return a scale of a cache: a tensor for "tensor" and "heads", else 1.0."""
+    sizes = {"tensor": 1, "heads": num_kv_heads}
+    return torch.ones(sizes[kind]) if kind else 1.0
+
+
 def _entry_options(entry: TileEntry) -> dict[str, Any]:
     """Return the options for the largest head size and block size of an entry, with its tile."""
     most = {name: most for name, _, most in entry.ranges}
@@ -171,6 +230,7 @@ def _entry_options(entry: TileEntry) -> dict[str, Any]:
         "n": most.get("block_size") or 16,
         "tile": dict(entry.tile),
         "group": 8 if size == 64 else 4,
+        **({"cache": E4M3} if "fp8" in entry.elements else {}),
     }
 
 
@@ -188,12 +248,14 @@ def compile_case(name: str) -> dict[str, Any]:
     known = CASES | SCORE_CASES
     options = known[name] if name in known else _entry_options(entry_cases()[name])
     d, dtype, kv_heads = options.get("d", 128), options.get("dtype", BF16), 8
+    cache = options.get("cache", dtype)
     dv, heads = options.get("dv", d), options.get("group", 4) * kv_heads
     decode = options.get("op") == "hopper_decode"
     has_score = "score" in options
-    chosen: Any = choose_hopper_tile(d, dv, has_score=has_score)
+    chosen: Any = choose_hopper_tile(d, dv, cache_bytes=cache.itemsize, has_score=has_score)
     if decode:
-        chosen = choose_hopper_decode_tile(d, dv)
+        rows = options.get("group", 4) * options.get("query", 1)
+        chosen = choose_hopper_decode_tile(d, dv, cache_bytes=cache.itemsize, rows=rows)
     tile = dataclasses.replace(chosen, **options.get("tile", {}))
     lengths = torch.zeros(options.get("reqs", 2), dtype=torch.int32)
     block_size = options.get("n", 16)
@@ -202,7 +264,7 @@ def compile_case(name: str) -> dict[str, Any]:
         cache_shapes = [(2, kv_heads, d // 8, block_size, 8), (2, kv_heads, d, block_size)]
     shapes = (
         torch.empty(lengths.shape[0] if options.get("packed") else 64, heads, d, dtype=dtype),
-        *(torch.empty(shape, dtype=dtype) for shape in cache_shapes),
+        *(torch.empty(shape, dtype=cache) for shape in cache_shapes),
         torch.zeros(lengths.shape[0], 4, dtype=torch.int32),
         torch.zeros(lengths.shape[0] + 1, dtype=torch.int32),
         lengths,
@@ -215,6 +277,8 @@ def compile_case(name: str) -> dict[str, Any]:
         attention_chunk_size=options.get("chunk", 0),
         logits_soft_cap=options.get("cap", 0.0),
         sinks=torch.empty(heads, dtype=sinks_dtype) if options.get("sinks") else None,
+        k_scale=_scale(options.get("scales"), kv_heads),
+        v_scale=_scale(options.get("scales"), kv_heads),
     )
     if has_score:
         score = score_options(options["score"], heads, lengths.shape[0])
@@ -253,7 +317,9 @@ def compile_case(name: str) -> dict[str, Any]:
     assert used is not None, text
     return {
         "shared": launch.kernel.metadata.shared,
-        "estimate": decode_shared_bytes(tile, d, dv) if decode else shared_bytes(tile, d, dv),
+        "estimate": decode_shared_bytes(tile, d, dv, cache.itemsize)
+        if decode
+        else shared_bytes(tile, d, dv),
         "registers": int(used[1]),
         "stack": int(spills[1]),
         "spilled": int(spills[2]),

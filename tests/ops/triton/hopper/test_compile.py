@@ -22,6 +22,8 @@ CASES = [
     "256-page128-cap", "decode-128-page128", "decode-128-mqa", "decode-128-all", "decode-64-sinks",
     "decode-64-sinks-bf16", "decode-192-128", "decode-256-cap", "packed-decode-128",
     "packed-decode-64-page32", "packed-decode-80-mqa", "packed-decode-256-most-rows",
+    "128-e4m3", "128-e4m3-all", "decode-128-e5m2", "decode-128-e4m3-all",
+    "decode-256-e4m3-most-rows",
 ]  # fmt: skip
 MAX_STACK = 300
 """Bytes of local memory per thread; nearly all of it is used between query tiles, not in the loops

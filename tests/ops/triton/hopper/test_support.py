@@ -65,6 +65,8 @@ LAYERS = [
     {"d": 256, "dv": 256},
     {"group": 5},
     {"dtype": torch.float16, "cache": torch.float16},
+    {"cache": torch.float8_e4m3fn, "scales": True},
+    {"dtype": torch.float16, "cache": torch.float8_e5m2, "d": 256, "dv": 256},
 ]
 
 
@@ -82,7 +84,8 @@ def test_supports_common_layers(
     [
         ({"capability": (10, 0)}, "10.0"),
         ({"dtype": torch.float32, "cache": torch.float32}, "float32"),
-        ({"cache": torch.float8_e4m3fn}, "float8_e4m3fn"),
+        ({"cache": torch.float16}, "dtype torch.float16"),
+        ({"cache": torch.float8_e4m3fn, "d": 72, "dv": 72}, "multiples of 16"),
         ({"d": 32, "dv": 32}, "head size 32"),
         ({"d": 576, "dv": 512}, "head size 576"),
         ({"n": 48}, "block_size 48"),
@@ -103,6 +106,10 @@ def test_every_reason_names_its_value(
 def test_decode_rows_are_limited() -> None:
     assert _decode(group=16, tokens=4) == []
     assert "16 query heads per KV head times 5 query tokens" in _decode(group=16, tokens=5)[0]
+    wide = {"d": 256, "dv": 256, "group": 4}
+    assert _decode(**wide, tokens=8) == []
+    assert _decode(**wide, tokens=4, cache=torch.float8_e5m2) == []
+    assert "at most 16 rows" in _decode(**wide, tokens=8, cache=torch.float8_e5m2)[0]
     assert "133 KV heads" in _decode(kv_heads=133)[0]
 
 

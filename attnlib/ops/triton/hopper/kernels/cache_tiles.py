@@ -95,7 +95,7 @@ def load_packed_keys(ring, empty, stage, LAYOUT: gl.constexpr):
     # offset, which is not valid without a swizzle, and the products were wrong on an H200.
     KEYS: gl.constexpr = 8 * ring.shape[1]
     WIDTH: gl.constexpr = 8 * ring.shape[2]
-    tile = reinterpret(ring.index(stage), [KEYS, WIDTH], _core_matrices(KEYS, WIDTH))
+    tile = reinterpret(ring.index(stage), ring.dtype, [KEYS, WIDTH], _core_matrices(KEYS, WIDTH))
     keys = tile.load(gl.DotOperandLayout(0, LAYOUT, 2))
     # All warps have loaded their keys before the stage is released.
     partition_barrier()

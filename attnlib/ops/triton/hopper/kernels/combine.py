@@ -113,13 +113,13 @@ def combine_in_cta(
 
 @gluon.jit
 def clear_rows(
-    out, lse, query_start_loc, num_reqs, num_tokens, stride_ot, stride_oh, stride_lt,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr, WIDTH_V: gl.constexpr,
-    HEADS: gl.constexpr, HAS_LSE: gl.constexpr,
+    out, lse, query_start_loc, worker, num_workers, num_reqs, num_tokens, stride_ot, stride_oh,
+    stride_lt, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr,
+    WIDTH_V: gl.constexpr, HEADS: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """Set rows after the last request to 0 and their LSEs to -inf (M6).
 
-    The (row, KV head) pairs are distributed over all CTAs, one warpgroup each. HEADS >= GROUP.
+    The (row, KV head) pairs are distributed over the workers, one warpgroup each. HEADS >= GROUP.
     """
     LANES: gl.constexpr = min(32, WIDTH_V // 4)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
@@ -130,9 +130,7 @@ def clear_rows(
         num_rows = num_reqs
     else:
         num_rows = gl.load(query_start_loc + num_reqs)
-    for pair in range(
-        num_rows * NUM_KV_HEADS + gl.program_id(0), num_tokens * NUM_KV_HEADS, gl.num_programs(0)
-    ):
+    for pair in range(num_rows * NUM_KV_HEADS + worker, num_tokens * NUM_KV_HEADS, num_workers):
         token = pair // NUM_KV_HEADS
         head = pair % NUM_KV_HEADS * GROUP + within
         offsets = token.to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh

@@ -23,17 +23,16 @@ load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 """Issue a TMA load of one box into shared memory; its bytes are counted by an mbarrier
 (`async_copy_global_to_shared` up to Triton 3.7)."""
 
-
 _REINTERPRET_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @gluon.jit
-def reinterpret(tile, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """View shared memory in another shape and layout (`_reinterpret` up to Triton 3.6)."""
+def reinterpret(tile, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """View shared memory in another dtype, shape and layout (`_reinterpret` up to Triton 3.6)."""
     if _REINTERPRET_IS_PUBLIC:
-        view = tile.reinterpret(tile.dtype, SHAPE, LAYOUT)
+        view = tile.reinterpret(DTYPE, SHAPE, LAYOUT)
     else:
-        view = tile._reinterpret(tile.dtype, SHAPE, LAYOUT)
+        view = tile._reinterpret(DTYPE, SHAPE, LAYOUT)
     return view
 
 

@@ -47,6 +47,15 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     partition_barrier,
     wait_on_dependent_grids,
 )
+from attnlib.ops.triton.hopper.kernels.quantized import (
+    WEIGHT_SCALE,
+    float16_keys,
+    float16_values,
+    load_kv_scale,
+    query_columns,
+    query_powers,
+    value_rows,
+)
 from attnlib.ops.triton.hopper.kernels.schedule import load_lengths, visible_span, visited_tiles
 from attnlib.ops.triton.hopper.kernels.softmax import (
     LN2,
@@ -58,6 +67,7 @@ from attnlib.ops.triton.hopper.kernels.softmax import (
 )
 from attnlib.ops.triton.hopper.kernels.tma_load import load_tile
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS, atomic_increment
+from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
 __all__ = ["UNALIGNED", "UNSPECIALIZED", "hopper_decode_kernel"]
 
@@ -69,8 +79,8 @@ UNSPECIALIZED = [
 """Parameters whose values must not select a compilation, because they change from step to step."""
 
 UNALIGNED = [
-    "lse", "sinks", "query_start_loc", "seq_lens", "block_table", "partial_lses", "split_headers",
-    "counters", "aux0", "aux1", "aux2", "aux3",
+    "lse", "sinks", "k_scale", "v_scale", "query_start_loc", "seq_lens", "block_table",
+    "partial_lses", "split_headers", "counters", "aux0", "aux1", "aux2", "aux3",
 ]  # fmt: skip
 """Pointers whose alignment must not select a compilation: slices of a batch or of the workspace
 with arbitrary offsets."""
@@ -168,21 +178,34 @@ def _tile_range(
 
 
 @gluon.jit
+def _workers(WORKER: gl.constexpr, WORKERS: gl.constexpr):
+    """Return (index, number) of workers in the grid: of one or two consumers in each CTA."""
+    worker = gl.program_id(0)
+    num_workers = gl.num_programs(0)
+    if WORKERS > 1:
+        worker = worker * WORKERS + WORKER
+        num_workers = num_workers * WORKERS
+    return worker, num_workers
+
+
+@gluon.jit
 def _loader(
     cache, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_blocks,
     stride_table, ring, full, empty, aux, BOUNDS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
     TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, LAYOUT: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+    LAYOUT: gl.constexpr, WORKER: gl.constexpr, WORKERS: gl.constexpr,
 ):  # fmt: skip
     """Load the key or value tiles of the CTA's range into a ring, split after split. One warp."""
     BLOCK_N: gl.constexpr = tile_keys(ring.shape, LAYOUT)
     # PDL: the previous kernel may have written the cache, the lengths or the block table.
     wait_on_dependent_grids()
+    worker, num_workers = _workers(WORKER, WORKERS)
     position, range_end, _, request, before = _tile_range(
-        query_start_loc, seq_lens, left, right, chunk, num_reqs, gl.program_id(0) // NUM_KV_HEADS,
-        gl.num_programs(0) // NUM_KV_HEADS, aux, BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
+        query_start_loc, seq_lens, left, right, chunk, num_reqs, worker // NUM_KV_HEADS,
+        num_workers // NUM_KV_HEADS, aux, BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
         HAS_CHUNK)  # fmt: skip
-    kv_head = gl.program_id(0) % NUM_KV_HEADS
+    kv_head = worker % NUM_KV_HEADS
     step = 0
     while position < range_end:
         tiles = _num_key_tiles(
@@ -270,11 +293,42 @@ def _add_weights(row_sum, acc_scale, weights):
 
 
 @gluon.jit
-def _store_weights(p_tile, weights):
+def _multiply_keys(
+    k_ring, k_empty, stage, q_tile, zeros, PACKED: gl.constexpr, KV_KIND: gl.constexpr
+):  # fmt: skip
+    """Issue K @ Q^T, [keys, rows]."""
+    LAYOUT: gl.constexpr = zeros.type.layout
+    if KV_KIND != KV_PLAIN:
+        keys = float16_keys(k_ring.index(stage), KV_KIND, gl.DotOperandLayout(0, LAYOUT, 2))
+    elif PACKED:
+        keys = load_packed_keys(k_ring, k_empty, stage, LAYOUT)
+    else:
+        keys = k_ring.index(stage)
+    return warpgroup_mma(keys, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _multiply_values(
+    v_ring, stage, p_tile, acc, valid, PACKED: gl.constexpr, MASKED: gl.constexpr,
+    KV_KIND: gl.constexpr,
+):  # fmt: skip
+    """Issue V^T @ P^T + acc, [elements of a value, rows]; MASKED as in `float16_values`."""
+    if KV_KIND != KV_PLAIN:
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+        values = float16_values(v_ring.index(stage), valid, MASKED, KV_KIND, OPERAND)
+    else:
+        values = value_operand(v_ring, stage, PACKED)
+    return warpgroup_mma(values, p_tile.permute((1, 0)), acc, is_async=True)
+
+
+@gluon.jit
+def _store_weights(p_tile, weights, KV_KIND: gl.constexpr):
     """Store weights [keys, rows] in shared memory for the product with the values.
 
     The product that read the previous weights must be complete.
     """
+    if KV_KIND != KV_PLAIN:
+        weights = weights * WEIGHT_SCALE
     p_tile.store(gl.permute(weights, (1, 0)).to(p_tile.dtype))
     # WGMMA reads shared memory through the async proxy: fence, then wait for all four warps.
     fence_async_shared()
@@ -284,9 +338,9 @@ def _store_weights(p_tile, weights):
 @gluon.jit
 def _step(
     q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, row_max, row_sum, step,
-    tile, row_first, row_last, factor, soft_cap, scale, positions, heads, request, aux,
+    tile, row_first, row_last, factor, k_factor, soft_cap, scale, positions, heads, request, aux,
     SCORE: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr, MASKED: gl.constexpr,
-    CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
+    CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr, KV_KIND: gl.constexpr,
 ):  # fmt: skip
     """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
 
@@ -301,19 +355,20 @@ def _step(
     zeros = gl.zeros([KEYS, ROWS], gl.float32, LAYOUT)
     # Wait for the TMA loads of this tile's keys, then issue K @ Q^T.
     mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-    if PACKED:
-        keys = load_packed_keys(k_ring, k_empty, stage, LAYOUT)
-    else:
-        keys = k_ring.index(stage)
-    scores = warpgroup_mma(keys, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = _multiply_keys(k_ring, k_empty, stage, q_tile, zeros, PACKED, KV_KIND)
     # Wait for the TMA loads of the previous tile's values, then issue V^T @ P^T behind it.
     mbarrier.wait(v_full.index(v_stage), ((step - 1) // STAGES) & 1)
-    acc = warpgroup_mma(
-        value_operand(v_ring, v_stage, PACKED), p_tile.permute((1, 0)), acc, is_async=True
-    )
+    acc = _multiply_values(v_ring, v_stage, p_tile, acc, 0, PACKED, False, KV_KIND)
+    if KV_KIND != KV_PLAIN:
+        # All warps have both tiles in registers.
+        partition_barrier()
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.arrive(v_empty.index(v_stage), count=1)
     # One group may stay in flight: K @ Q^T is complete, V^T @ P^T overlaps with the softmax.
     scores = warpgroup_mma_wait(1, deps=[scores])
-    if not PACKED:
+    if KV_KIND != KV_PLAIN:
+        scores = scores * k_factor[None, :]
+    elif not PACKED:
         mbarrier.arrive(k_empty.index(stage), count=1)
     if SCORE is not None:
         keys = tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
@@ -332,30 +387,35 @@ def _step(
     row_sum = _add_weights(row_sum, acc_scale, weights)
     # V^T @ P^T is complete: its stage and p_tile are free, and the accumulator may be rescaled.
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(v_empty.index(v_stage), count=1)
+    if KV_KIND == KV_PLAIN:
+        mbarrier.arrive(v_empty.index(v_stage), count=1)
     acc = acc * acc_scale[None, :]
-    _store_weights(p_tile, weights)
+    _store_weights(p_tile, weights, KV_KIND)
     return acc, row_max, row_sum
 
 
 @gluon.jit
 def _consumer(
-    query, out, lse, sinks, query_start_loc, seq_lens, partials, partial_lses, split_headers,
-    counters, scale, soft_cap, left, right, chunk, num_reqs, num_tokens, rows, stride_qt, stride_qh,
-    stride_ot, stride_oh, stride_lt, q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full,
-    v_empty, aux, SCORE: gl.constexpr, BOUNDS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens, partials, partial_lses,
+    split_headers, counters, scale, soft_cap, left, right, chunk, num_reqs, num_tokens, rows,
+    stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tile, p_tile, k_ring, v_ring, k_full,
+    k_empty, v_full, v_empty, aux, SCORE: gl.constexpr, BOUNDS: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
     COMBINE_IN_KERNEL: gl.constexpr, SPLITS_PER_LOAD: gl.constexpr, CAUSAL: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
-    HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
+    HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr,
+    K_SCALE_KIND: gl.constexpr, V_SCALE_KIND: gl.constexpr, WORKER: gl.constexpr,
+    WORKERS: gl.constexpr,
 ):  # fmt: skip
-    """Multiply, and write or combine the results of the CTA's splits. One warpgroup."""
+    """Multiply, and write or combine the results of a worker's splits. One warpgroup."""
     ROWS: gl.constexpr = q_tile.shape[0]
     WIDTH: gl.constexpr = q_tile.shape[1]
-    WIDTH_V: gl.constexpr = v_ring.shape[1 if PACKED else 2]
+    WIDTH_V: gl.constexpr = (
+        v_ring.shape[1 if PACKED else 2] if KV_KIND == KV_PLAIN else 2 * v_ring.shape[2]
+    )
     BLOCK_N: gl.constexpr = p_tile.shape[1]
-    DTYPE: gl.constexpr = q_tile.dtype
+    DTYPE: gl.constexpr = out.dtype.element_ty
     # [keys or elements of a value, rows]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
@@ -370,11 +430,15 @@ def _consumer(
     if not COMBINE_IN_KERNEL:
         # The combine kernel may start; it waits for this kernel's results by itself.
         launch_dependent_grids()
+    worker, num_workers = _workers(WORKER, WORKERS)
     range_begin, range_end, per_range, request, before = _tile_range(
-        query_start_loc, seq_lens, left, right, chunk, num_reqs, gl.program_id(0) // NUM_KV_HEADS,
-        gl.num_programs(0) // NUM_KV_HEADS, aux, BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
+        query_start_loc, seq_lens, left, right, chunk, num_reqs, worker // NUM_KV_HEADS,
+        num_workers // NUM_KV_HEADS, aux, BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
         HAS_CHUNK)  # fmt: skip
-    kv_head = gl.program_id(0) % NUM_KV_HEADS
+    kv_head = worker % NUM_KV_HEADS
+    if KV_KIND != KV_PLAIN:
+        key_scale = load_kv_scale(k_scale, kv_head, K_SCALE_KIND)
+        value_factor = load_kv_scale(v_scale, kv_head, V_SCALE_KIND) / WEIGHT_SCALE
     position = range_begin
     step = 0
     while position < range_end:
@@ -399,11 +463,19 @@ def _consumer(
             # The launcher checks 16-byte alignment; the shifts tell the compiler.
             q_offsets = (q_offsets >> 3) << 3
             columns = gl.arange(0, WIDTH, gl.SliceLayout(0, Q_LAYOUT))
+            if KV_KIND != KV_PLAIN:
+                columns = query_columns(WIDTH, gl.SliceLayout(0, Q_LAYOUT))
             q = gl.load(
                 query + q_offsets[:, None] + columns[None, :],
                 mask=q_valid[:, None] & (columns < D)[None, :],
                 other=0.0,
             )
+            k_factor = 0.0
+            if KV_KIND != KV_PLAIN:
+                q = q.to(gl.float32)
+                power, inverse = query_powers(gl.max(gl.abs(q), 1))
+                q = (q * power[:, None]).to(gl.float16)
+                k_factor = gl.convert_layout(inverse * key_scale, COLUMN)
             # All warps are done with the previous split's queries before they are overwritten.
             partition_barrier()
             q_tile.store(q)
@@ -425,14 +497,12 @@ def _consumer(
             stage = step % STAGES
             mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
             zeros = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
-            if PACKED:
-                keys = load_packed_keys(k_ring, k_empty, stage, LAYOUT)
-            else:
-                keys = k_ring.index(stage)
-            scores = warpgroup_mma(
-                keys, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
-            )
+            scores = _multiply_keys(k_ring, k_empty, stage, q_tile, zeros, PACKED, KV_KIND)
             scores = warpgroup_mma_wait(0, deps=[scores])
+            if KV_KIND != KV_PLAIN:
+                # All warps have the keys in registers.
+                partition_barrier()
+                scores = scores * k_factor[None, :]
             if not PACKED:
                 mbarrier.arrive(k_empty.index(stage), count=1)
             if SCORE is not None:
@@ -450,7 +520,7 @@ def _consumer(
             row_sum = weights
             if ROWS > 16:
                 row_sum = gl.sum(weights, 0)
-            _store_weights(p_tile, weights)
+            _store_weights(p_tile, weights, KV_KIND)
 
             # Main loop. Only tiles at the ends of the visible keys need a mask.
             for i in range(1, count):
@@ -458,15 +528,15 @@ def _consumer(
                 if (tile >= right_begin) | (tile < left_end):
                     acc, row_max, row_sum = _step(
                         q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
-                        row_max, row_sum, step + i, tile, row_first, row_last, factor, soft_cap,
-                        scale, positions, query_head, request, aux, SCORE, STAGES, PACKED, True,
-                        CHECK_LEFT, HAS_CAP)  # fmt: skip
+                        row_max, row_sum, step + i, tile, row_first, row_last, factor, k_factor,
+                        soft_cap, scale, positions, query_head, request, aux, SCORE, STAGES, PACKED,
+                        True, CHECK_LEFT, HAS_CAP, KV_KIND)  # fmt: skip
                 else:
                     acc, row_max, row_sum = _step(
                         q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
-                        row_max, row_sum, step + i, tile, row_first, row_last, factor, soft_cap,
-                        scale, positions, query_head, request, aux, FULL_SCORE, STAGES, PACKED,
-                        False, CHECK_LEFT, HAS_CAP)  # fmt: skip
+                        row_max, row_sum, step + i, tile, row_first, row_last, factor, k_factor,
+                        soft_cap, scale, positions, query_head, request, aux, FULL_SCORE, STAGES,
+                        PACKED, False, CHECK_LEFT, HAS_CAP, KV_KIND)  # fmt: skip
 
             # Epilogue: the product with the values of the last tile.
             step += count
@@ -474,18 +544,20 @@ def _consumer(
             mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) & 1)
             past_end = seq_len - (first_tile + skipped + count - 1) * BLOCK_N
             # TMA fills whole pages past the end with zeros, but not the rest of the last page.
-            if (past_end < BLOCK_N) & (seq_len % BLOCK_SIZE != 0):
-                _clear_values(v_ring.index(stage), past_end, 1 if PACKED else 0)
-            acc = warpgroup_mma(
-                value_operand(v_ring, stage, PACKED), p_tile.permute((1, 0)), acc, is_async=True
-            )
+            if KV_KIND == KV_PLAIN:
+                if (past_end < BLOCK_N) & (seq_len % BLOCK_SIZE != 0):
+                    _clear_values(v_ring.index(stage), past_end, 1 if PACKED else 0)
+            acc = _multiply_values(v_ring, stage, p_tile, acc, past_end, PACKED, True, KV_KIND)
             acc = warpgroup_mma_wait(0, deps=[acc])
+            if KV_KIND != KV_PLAIN:
+                # All warps have the values in registers.
+                partition_barrier()
             mbarrier.arrive(v_empty.index(stage), count=1)
 
             num_splits = (request_end - 1) // per_range - before // per_range + 1
             head = kv_head * GROUP + row % GROUP
             valid = (row < TILE_TOKENS * GROUP) & (token < query_len)
-            partial_index = 2 * gl.program_id(0) + (position > range_begin).to(gl.int32)
+            partial_index = 2 * worker + (position > range_begin).to(gl.int32)
             if not COMBINE_IN_KERNEL:
                 if skipped == 0:
                     # The CTA with a request's first tile tells the combine kernel how many splits
@@ -510,8 +582,12 @@ def _consumer(
             empty = final_sum == 0.0
             safe_sum = gl.where(empty, 1.0, final_sum)
             base2 = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum))
-            result = acc * (acc_scale / safe_sum)[None, :]
+            normalizer = acc_scale / safe_sum
             lanes = gl.arange(0, WIDTH_V, gl.SliceLayout(1, LAYOUT))
+            if KV_KIND != KV_PLAIN:
+                normalizer = normalizer * value_factor
+                lanes = value_rows(WIDTH_V, gl.SliceLayout(1, LAYOUT))
+            result = acc * normalizer[None, :]
             mask = valid[None, :] & (lanes < DV)[:, None]
             if num_splits == 1:
                 offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
@@ -552,30 +628,33 @@ def _consumer(
     if COMBINE_IN_KERNEL:
         # Without a combine kernel, the rows after the last request are cleared here.
         clear_rows(
-            out, lse, query_start_loc, num_reqs, num_tokens, stride_ot, stride_oh, stride_lt,
-            NUM_KV_HEADS, GROUP, DV, WIDTH_V, ROWS, HAS_LSE)  # fmt: skip
+            out, lse, query_start_loc, worker, num_workers, num_reqs, num_tokens, stride_ot,
+            stride_oh, stride_lt, NUM_KV_HEADS, GROUP, DV, WIDTH_V, ROWS, HAS_LSE)  # fmt: skip
         launch_dependent_grids()
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def hopper_decode_kernel(
-    key_desc, value_desc, query, out, lse, sinks, aux0, aux1, aux2, aux3, query_start_loc, seq_lens,
-    block_table, partials, partial_lses, split_headers, counters, scale, soft_cap, left, right,
-    chunk, num_reqs, num_tokens, num_blocks, rows, stride_qt, stride_qh, stride_ot, stride_oh,
-    stride_lt, stride_table, rows0, columns0, rows1, columns1, rows2, columns2, rows3, columns3,
-    SCORE: gl.constexpr, BOUNDS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr,
-    TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr,
-    STAGES: gl.constexpr, PACKED: gl.constexpr, COMBINE_IN_KERNEL: gl.constexpr,
-    SPLITS_PER_LOAD: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr,
-    HAS_LSE: gl.constexpr,
+    key_desc, value_desc, query, out, lse, sinks, k_scale, v_scale, aux0, aux1, aux2, aux3,
+    query_start_loc, seq_lens, block_table, partials, partial_lses, split_headers, counters, scale,
+    soft_cap, left, right, chunk, num_reqs, num_tokens, num_blocks, rows, stride_qt, stride_qh,
+    stride_ot, stride_oh, stride_lt, stride_table, rows0, columns0, rows1, columns1, rows2,
+    columns2, rows3, columns3, SCORE: gl.constexpr, BOUNDS: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
+    COMBINE_IN_KERNEL: gl.constexpr, SPLITS_PER_LOAD: gl.constexpr, CAUSAL: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
+    HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr,
+    K_SCALE_KIND: gl.constexpr, V_SCALE_KIND: gl.constexpr, WORKERS: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 4 + 1 + 1 warps. Grid: tile ranges * NUM_KV_HEADS, all resident at the same time.
 
     Args:
-        key_desc, value_desc: TMA descriptors of the caches; PACKED as in `cache_tiles`.
+        key_desc, value_desc: TMA descriptors of the caches; PACKED as in `cache_tiles`, of float8
+            caches as int16.
         query_start_loc: None if every request has one query row.
+        k_scale, v_scale: of a float8 cache, as `SCALE_KIND` of each says; else None.
         partials: float32 partial outputs, [2 * grid, rows, DV].
         partial_lses: float32 base-2 LSEs of the partial outputs, [2 * grid, rows].
         split_headers: int32 [tokens, KV heads] for `hopper_combine_kernel`; not COMBINE_IN_KERNEL.
@@ -586,12 +665,17 @@ def hopper_decode_kernel(
     aux = (
         aux0, rows0, columns0, aux1, rows1, columns1, aux2, rows2, columns2, aux3, rows3, columns3,
     )  # fmt: skip
-    Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], key_desc.dtype)
-    P_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], key_desc.dtype)
-    q_tile = gl.allocate_shared_memory(key_desc.dtype, [ROWS, WIDTH], Q_SHARED)
-    p_tile = gl.allocate_shared_memory(key_desc.dtype, [ROWS, BLOCK_N], P_SHARED)
+    CACHE: gl.constexpr = key_desc.dtype
+    # Float8 caches are read as 16-bit words, two elements each, and multiplied in float16.
+    COMPUTE: gl.constexpr = CACHE if KV_KIND == KV_PLAIN else gl.float16
+    K_COLUMNS: gl.constexpr = WIDTH if KV_KIND == KV_PLAIN else WIDTH // 2
+    V_COLUMNS: gl.constexpr = WIDTH_V if KV_KIND == KV_PLAIN else WIDTH_V // 2
+    Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], COMPUTE)
+    P_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], COMPUTE)
+    q_tile = gl.allocate_shared_memory(COMPUTE, [ROWS, WIDTH], Q_SHARED)
+    p_tile = gl.allocate_shared_memory(COMPUTE, [ROWS, BLOCK_N], P_SHARED)
     k_ring, v_ring = allocate_rings(
-        key_desc.dtype, STAGES, BLOCK_N, WIDTH, WIDTH_V, BLOCK_SIZE, PACKED
+        CACHE, STAGES, BLOCK_N, K_COLUMNS, V_COLUMNS, BLOCK_SIZE, PACKED
     )
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -605,27 +689,92 @@ def hopper_decode_kernel(
         mbarrier.init(v_empty.index(stage), count=1)
     # Makes the initialized barriers visible to TMA.
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_consumer, (
-                query, out, lse, sinks, query_start_loc, seq_lens, partials, partial_lses,
-                split_headers, counters, scale, soft_cap, left, right, chunk, num_reqs, num_tokens,
-                rows, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tile, p_tile, k_ring,
-                v_ring, k_full, k_empty, v_full, v_empty, aux, SCORE, BOUNDS, NUM_KV_HEADS, GROUP,
-                D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD,
-                CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
-            (_loader, (
-                key_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
-                num_blocks, stride_table, k_ring, k_full, k_empty, aux, BOUNDS, NUM_KV_HEADS,
-                TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
-                "packed_keys" if PACKED else "nhd")),
-            (_loader, (
-                value_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
-                num_blocks, stride_table, v_ring, v_full, v_empty, aux, BOUNDS, NUM_KV_HEADS,
-                TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
-                "packed_values" if PACKED else "nhd")),
-        ],
-        [1, 1],
-        # Registers per thread of the two loader warps.
-        [48, 48],
-    )  # fmt: skip
+    if WORKERS == 2:
+        # A second consumer with loaders and rings of its own.
+        q_tile1 = gl.allocate_shared_memory(COMPUTE, [ROWS, WIDTH], Q_SHARED)
+        p_tile1 = gl.allocate_shared_memory(COMPUTE, [ROWS, BLOCK_N], P_SHARED)
+        k_ring1, v_ring1 = allocate_rings(
+            CACHE, STAGES, BLOCK_N, K_COLUMNS, V_COLUMNS, BLOCK_SIZE, PACKED
+        )
+        k_full1 = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        k_empty1 = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        v_full1 = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        v_empty1 = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for stage in gl.static_range(STAGES):
+            mbarrier.init(k_full1.index(stage), count=1)
+            mbarrier.init(k_empty1.index(stage), count=1)
+            mbarrier.init(v_full1.index(stage), count=1)
+            mbarrier.init(v_empty1.index(stage), count=1)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens, partials,
+                    partial_lses, split_headers, counters, scale, soft_cap, left, right, chunk,
+                    num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot, stride_oh,
+                    stride_lt, q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+                    aux, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
+                    PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                    HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND, K_SCALE_KIND, V_SCALE_KIND, 0,
+                    WORKERS)),
+                (_consumer, (
+                    query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens, partials,
+                    partial_lses, split_headers, counters, scale, soft_cap, left, right, chunk,
+                    num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot, stride_oh,
+                    stride_lt, q_tile1, p_tile1, k_ring1, v_ring1, k_full1, k_empty1, v_full1,
+                    v_empty1, aux, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD, CAUSAL,
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
+                    K_SCALE_KIND, V_SCALE_KIND, 1, WORKERS)),
+                (_loader, (
+                    key_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
+                    num_blocks, stride_table, k_ring, k_full, k_empty, aux, BOUNDS, NUM_KV_HEADS,
+                    TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
+                    "packed_keys" if PACKED else "nhd", 0, WORKERS)),
+                (_loader, (
+                    value_desc, query_start_loc, seq_lens, block_table, left, right, chunk,
+                    num_reqs, num_blocks, stride_table, v_ring, v_full, v_empty, aux, BOUNDS,
+                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                    HAS_CHUNK, "packed_values" if PACKED else "nhd", 0, WORKERS)),
+                (_loader, (
+                    key_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
+                    num_blocks, stride_table, k_ring1, k_full1, k_empty1, aux, BOUNDS, NUM_KV_HEADS,
+                    TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
+                    "packed_keys" if PACKED else "nhd", 1, WORKERS)),
+                (_loader, (
+                    value_desc, query_start_loc, seq_lens, block_table, left, right, chunk,
+                    num_reqs, num_blocks, stride_table, v_ring1, v_full1, v_empty1, aux, BOUNDS,
+                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                    HAS_CHUNK, "packed_values" if PACKED else "nhd", 1, WORKERS)),
+            ],
+            [4, 1, 1, 1, 1],
+            # Registers per thread of the second consumer and of the loader warps.
+            [216, 48, 48, 48, 48],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens, partials,
+                    partial_lses, split_headers, counters, scale, soft_cap, left, right, chunk,
+                    num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot, stride_oh,
+                    stride_lt, q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+                    aux, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
+                    PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                    HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND, K_SCALE_KIND, V_SCALE_KIND, 0,
+                    WORKERS)),
+                (_loader, (
+                    key_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
+                    num_blocks, stride_table, k_ring, k_full, k_empty, aux, BOUNDS, NUM_KV_HEADS,
+                    TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
+                    "packed_keys" if PACKED else "nhd", 0, WORKERS)),
+                (_loader, (
+                    value_desc, query_start_loc, seq_lens, block_table, left, right, chunk,
+                    num_reqs, num_blocks, stride_table, v_ring, v_full, v_empty, aux, BOUNDS,
+                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                    HAS_CHUNK, "packed_values" if PACKED else "nhd", 0, WORKERS)),
+            ],
+            [1, 1],
+            # Registers per thread of the two loader warps.
+            [48, 48],
+        )  # fmt: skip

@@ -15,15 +15,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnlib.ops.triton.hopper.kernels.quantized import WEIGHT_EXPONENT
 from attnlib.ops.triton.hopper.kernels.softmax import (
     LOG2E,
     apply_function,
     mask_scores,
     online_softmax,
+    online_softmax_by_row,
     transform_scores,
 )
+from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
-__all__ = ["overlapped_step", "pack_weights", "unpack_weights"]
+__all__ = ["overlapped_step", "pack_weights", "unpack_weights", "weigh_tile"]
 
 
 @gluon.jit
@@ -56,11 +59,56 @@ def unpack_weights(words, DTYPE: gl.constexpr, P_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def weigh_tile(
+    scores, tile, row_first, row_last, row_max, row_sum, factor, k_factor, soft_cap, scale,
+    positions, heads, request, aux, SCORE: gl.constexpr, MASKED: gl.constexpr,
+    CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr, KV_KIND: gl.constexpr,
+):  # fmt: skip
+    """Turn raw products with the keys of `tile` into weights.
+
+    Over a float8 cache, `k_factor` [M] scales the products of each row, and the weights and
+    `row_sum` are relative to 2 ** (row_max - WEIGHT_EXPONENT).
+
+    Returns:
+        (weights [M, N], factor [M] of what was accumulated before, row_max, row_sum).
+    """
+    BLOCK_N: gl.constexpr = scores.shape[1]
+    if KV_KIND != KV_PLAIN:
+        if SCORE is not None or HAS_CAP:
+            scores = scores * k_factor[:, None]
+    if SCORE is not None:
+        keys = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores.type.layout))
+        scores = apply_function(
+            scores, scale, factor, soft_cap, positions[:, None], keys[None, :], heads[:, None],
+            request, aux, SCORE, HAS_CAP)  # fmt: skip
+    else:
+        scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
+    if MASKED:
+        scores = mask_scores(scores, row_first, row_last, tile * BLOCK_N, CHECK_FIRST)
+    # A score function may hide keys of any tile.
+    CAN_HIDE: gl.constexpr = MASKED or SCORE is not None
+    if KV_KIND != KV_PLAIN:
+        if SCORE is not None:
+            row_factor = gl.full([scores.shape[0]], LOG2E, gl.float32, k_factor.type.layout)
+        elif HAS_CAP:
+            row_factor = gl.full([scores.shape[0]], 1.0, gl.float32, k_factor.type.layout)
+        else:
+            row_factor = k_factor * factor
+        return online_softmax_by_row(
+            scores, row_factor, row_max, row_sum, WEIGHT_EXPONENT, CAN_HIDE
+        )
+    elif SCORE is not None:
+        return online_softmax(scores, LOG2E, row_max, row_sum, CAN_HIDE, False)
+    else:
+        return online_softmax(scores, factor, row_max, row_sum, CAN_HIDE, HAS_CAP)
+
+
+@gluon.jit
 def overlapped_step(
     q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, row_max, row_sum, step,
-    tile, row_first, row_last, factor, soft_cap, scale, positions, heads, request, aux,
+    tile, row_first, row_last, factor, k_factor, soft_cap, scale, positions, heads, request, aux,
     SCORE: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr,
-    HAS_CAP: gl.constexpr, P_LAYOUT: gl.constexpr,
+    HAS_CAP: gl.constexpr, P_LAYOUT: gl.constexpr, KV_KIND: gl.constexpr,
 ):  # fmt: skip
     """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
 
@@ -68,7 +116,7 @@ def overlapped_step(
         (acc, packed weights of `tile`, row_max, row_sum).
     """
     ROWS: gl.constexpr = q_tile.shape[0]
-    DTYPE: gl.constexpr = q_tile.dtype
+    DTYPE: gl.constexpr = k_ring.dtype
     BLOCK_N: gl.constexpr = k_ring.shape[1]
     S_LAYOUT: gl.constexpr = row_last.type.layout.parent
     stage = step % STAGES
@@ -89,24 +137,9 @@ def overlapped_step(
     # One group may stay in flight: Q @ K^T is complete, P @ V overlaps with the softmax.
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    if SCORE is not None:
-        keys = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
-        scores = apply_function(
-            scores, scale, factor, soft_cap, positions[:, None], keys[None, :], heads[:, None],
-            request, aux, SCORE, HAS_CAP)  # fmt: skip
-    else:
-        scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
-    if MASKED:
-        scores = mask_scores(scores, row_first, row_last, tile * BLOCK_N, CHECK_FIRST)
-    if SCORE is not None:
-        # The function may hide keys of any tile.
-        probs, acc_scale, row_max, row_sum = online_softmax(
-            scores, LOG2E, row_max, row_sum, True, False
-        )
-    else:
-        probs, acc_scale, row_max, row_sum = online_softmax(
-            scores, factor, row_max, row_sum, MASKED, HAS_CAP
-        )
+    probs, acc_scale, row_max, row_sum = weigh_tile(
+        scores, tile, row_first, row_last, row_max, row_sum, factor, k_factor, soft_cap, scale,
+        positions, heads, request, aux, SCORE, MASKED, CHECK_FIRST, HAS_CAP, KV_KIND)  # fmt: skip
     # P @ V is complete: its stage is free, and the accumulator may be rescaled.
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index(v_stage), count=1)

@@ -43,21 +43,31 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     launch_dependent_grids,
     load_box,
     partition_barrier,
+    reinterpret,
     wait_on_dependent_grids,
 )
-from attnlib.ops.triton.hopper.kernels.mainloop import overlapped_step, pack_weights, unpack_weights
+from attnlib.ops.triton.hopper.kernels.converter import converter
+from attnlib.ops.triton.hopper.kernels.mailbox import publish, read_field
+from attnlib.ops.triton.hopper.kernels.mainloop import (
+    overlapped_step,
+    pack_weights,
+    unpack_weights,
+    weigh_tile,
+)
+from attnlib.ops.triton.hopper.kernels.quantized import (
+    WEIGHT_SCALE,
+    halve_queries,
+    load_kv_scale,
+)
 from attnlib.ops.triton.hopper.kernels.schedule import find_tile, visible_span, visited_tiles
 from attnlib.ops.triton.hopper.kernels.softmax import (
     LN2,
     LOG2E,
-    apply_function,
-    mask_scores,
-    online_softmax,
     score_factor,
-    transform_scores,
 )
 from attnlib.ops.triton.hopper.kernels.tma_load import load_tile
 from attnlib.ops.triton.hopper.kernels.work_counter import atomic_increment
+from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
 __all__ = ["UNALIGNED", "UNSPECIALIZED", "hopper_prefill_kernel"]
 
@@ -69,7 +79,8 @@ UNSPECIALIZED = [
 """Parameters whose values must not select a compilation, because they change from step to step."""
 
 UNALIGNED = [
-    "lse", "sinks", "query_start_loc", "seq_lens", "block_table", "aux0", "aux1", "aux2", "aux3",
+    "lse", "sinks", "k_scale", "v_scale", "query_start_loc", "seq_lens", "block_table", "aux0",
+    "aux1", "aux2", "aux3",
 ]  # fmt: skip
 """Pointers whose alignment must not select a compilation: slices of a batch with arbitrary
 offsets."""
@@ -82,37 +93,6 @@ def _aligned(offset):
     The launcher checks the alignment; the shifts tell the compiler.
     """
     return (offset >> 3) << 3
-
-
-@gluon.jit
-def _write_field(mailbox, index, value):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    mailbox.index(index).store(gl.full([1], 0, gl.int32, layout) + value)
-
-
-@gluon.jit
-def _read_field(mailbox, index):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.sum(mailbox.index(index).load(layout), 0)
-
-
-@gluon.jit
-def _publish(
-    mailbox, mail_full, mail_empty, mail, request, start, first_token, kv_head, query_len, seq_len,
-    FIELDS: gl.constexpr,
-):  # fmt: skip
-    """Publish a work item to the consumers and the value loader; request -1 ends their loops."""
-    slot = mail % 2
-    # Wait until all readers have copied the item that the slot held before. The parity is inverted,
-    # so that the first use of each slot does not wait.
-    mbarrier.wait(mail_empty.index(slot), ((mail // 2) & 1) ^ 1)
-    _write_field(mailbox, slot * FIELDS, request)
-    _write_field(mailbox, slot * FIELDS + 1, start)
-    _write_field(mailbox, slot * FIELDS + 2, first_token)
-    _write_field(mailbox, slot * FIELDS + 3, kv_head)
-    _write_field(mailbox, slot * FIELDS + 4, query_len)
-    _write_field(mailbox, slot * FIELDS + 5, seq_len)
-    mbarrier.arrive(mail_full.index(slot), count=1)
 
 
 @gluon.jit
@@ -160,7 +140,7 @@ def _key_loader(
         end = 0
         # The number of tiles is an upper bound: tiles past a request's last token are skipped.
         if first_token < query_len:
-            _publish(
+            publish(
                 mailbox, mail_full, mail_empty, mail, request, start, first_token, kv_head,
                 query_len, seq_len, FIELDS)  # fmt: skip
             mail += 1
@@ -214,7 +194,7 @@ def _key_loader(
                 tile * BLOCK_N // BLOCK_SIZE - 32, k_ring, k_full, k_empty, step, BLOCK_SIZE,
                 STAGES, "nhd")  # fmt: skip
             step += 1
-    _publish(mailbox, mail_full, mail_empty, mail, -1, 0, 0, 0, 0, 0, FIELDS)
+    publish(mailbox, mail_full, mail_empty, mail, -1, 0, 0, 0, 0, 0, FIELDS)
     if PERSISTENT:
         # The last CTA to run out of work resets both counters for the next launch.
         if atomic_increment(counters + 1, "relaxed") == gl.num_programs(0) - 1:
@@ -241,11 +221,11 @@ def _value_loader(
         slot = mail % 2
         # Wait for the key loader to publish the next item, copy it, and release the slot.
         mbarrier.wait(mail_full.index(slot), (mail // 2) & 1)
-        request = _read_field(mailbox, slot * FIELDS)
-        first_token = _read_field(mailbox, slot * FIELDS + 2)
-        kv_head = _read_field(mailbox, slot * FIELDS + 3)
-        query_len = _read_field(mailbox, slot * FIELDS + 4)
-        seq_len = _read_field(mailbox, slot * FIELDS + 5)
+        request = read_field(mailbox, slot * FIELDS)
+        first_token = read_field(mailbox, slot * FIELDS + 2)
+        kv_head = read_field(mailbox, slot * FIELDS + 3)
+        query_len = read_field(mailbox, slot * FIELDS + 4)
+        seq_len = read_field(mailbox, slot * FIELDS + 5)
         mbarrier.arrive(mail_empty.index(slot), count=1)
         mail += 1
         if (request >= 0) & (request < num_reqs):
@@ -305,21 +285,23 @@ def _rows(
 
 @gluon.jit
 def _consumer(
-    query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, concurrent, stride_qt,
-    stride_qh, stride_ot, stride_oh, stride_lt, mailbox, q_tiles, k_ring, v_ring, mail_full,
-    mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE: gl.constexpr,
-    BOUNDS: gl.constexpr, WARPGROUP: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr,
+    query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk, num_reqs,
+    concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox, q_tiles, q_halves,
+    k_ring, v_ring, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, aux,
+    SCORE: gl.constexpr, BOUNDS: gl.constexpr, WARPGROUP: gl.constexpr, GROUP: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr,
     STAGED_STORE: gl.constexpr, FIELDS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr,
-    HAS_LSE: gl.constexpr,
+    HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr, K_SCALE_KIND: gl.constexpr,
+    V_SCALE_KIND: gl.constexpr,
 ):  # fmt: skip
     """Compute the 64 rows of consumer warpgroup WARPGROUP of each published work item."""
     WIDTH: gl.constexpr = q_tiles.shape[2]
     WIDTH_V: gl.constexpr = v_ring.shape[2]
     BLOCK_N: gl.constexpr = k_ring.shape[1]
     DTYPE: gl.constexpr = q_tiles.dtype
+    COMPUTE: gl.constexpr = k_ring.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -345,12 +327,12 @@ def _consumer(
         slot = mail % 2
         # Wait for the key loader to publish the next item, copy it, and release the slot.
         mbarrier.wait(mail_full.index(slot), (mail // 2) & 1)
-        request = _read_field(mailbox, slot * FIELDS)
-        start = _read_field(mailbox, slot * FIELDS + 1)
-        first_token = _read_field(mailbox, slot * FIELDS + 2)
-        kv_head = _read_field(mailbox, slot * FIELDS + 3)
-        query_len = _read_field(mailbox, slot * FIELDS + 4)
-        seq_len = _read_field(mailbox, slot * FIELDS + 5)
+        request = read_field(mailbox, slot * FIELDS)
+        start = read_field(mailbox, slot * FIELDS + 1)
+        first_token = read_field(mailbox, slot * FIELDS + 2)
+        kv_head = read_field(mailbox, slot * FIELDS + 3)
+        query_len = read_field(mailbox, slot * FIELDS + 4)
+        seq_len = read_field(mailbox, slot * FIELDS + 5)
         mbarrier.arrive(mail_empty.index(slot), count=1)
         mail += 1
         if request == num_reqs:
@@ -394,6 +376,16 @@ def _consumer(
                 fence_async_shared()
                 partition_barrier()
             loaded += 1
+            k_factor = factor  # not used
+            if KV_KIND != KV_PLAIN:
+                # Products are computed in float16.
+                q_source = q_tile
+                q_tile = q_halves.index(q_stage * CONSUMERS + WARPGROUP)
+                k_factor = gl.convert_layout(halve_queries(q_source, q_tile), ROW)
+                k_factor = k_factor * load_kv_scale(k_scale, kv_head, K_SCALE_KIND)
+                # Masked scores are -inf, and -inf * 0 would be NaN.
+                k_factor = gl.where(k_factor < 2.0**-105, 2.0**-105, k_factor)
+                v_factor = load_kv_scale(v_scale, kv_head, V_SCALE_KIND) / WEIGHT_SCALE
 
             token, head, valid = _rows(
                 first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS, ROW
@@ -417,28 +409,18 @@ def _consumer(
                 )
                 scores = warpgroup_mma_wait(0, deps=[scores])
                 mbarrier.arrive(k_empty.index(stage), count=1)
-                if SCORE is not None:
-                    keys = (end - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
-                    scores = apply_function(
-                        scores, scale, factor, soft_cap, positions[:, None], keys[None, :],
-                        head[:, None], request, aux, SCORE, HAS_CAP)  # fmt: skip
-                else:
-                    scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
-                scores = mask_scores(scores, row_first, row_last, (end - 1) * BLOCK_N, CHECK_LEFT)
-                if SCORE is not None:
-                    probs, _, row_max, row_sum = online_softmax(
-                        scores, LOG2E, row_max, row_sum, True, False
-                    )
-                else:
-                    probs, _, row_max, row_sum = online_softmax(
-                        scores, factor, row_max, row_sum, True, HAS_CAP
-                    )
-                weights = pack_weights(probs, DTYPE)
+                probs, _, row_max, row_sum = weigh_tile(
+                    scores, end - 1, row_first, row_last, row_max, row_sum, factor, k_factor,
+                    soft_cap, scale, positions, head, request, aux, SCORE, True, CHECK_LEFT,
+                    HAS_CAP, KV_KIND)  # fmt: skip
+                weights = pack_weights(probs, COMPUTE)
                 past_end = seq_len - (end - 1) * BLOCK_N
-                # TMA fills whole pages past the end with zeros, but not the rest of the last page.
-                if (past_end < BLOCK_N) & (seq_len % BLOCK_SIZE != 0):
-                    mbarrier.wait(v_full.index(stage), parity)
-                    _clear_values(v_ring.index(stage), past_end, WARPGROUP, CONSUMERS)
+                if KV_KIND == KV_PLAIN:
+                    # TMA fills whole pages past the end with zeros, but not the rest of the last
+                    # page. (Float8 values are cleared when they are converted.)
+                    if (past_end < BLOCK_N) & (seq_len % BLOCK_SIZE != 0):
+                        mbarrier.wait(v_full.index(stage), parity)
+                        _clear_values(v_ring.index(stage), past_end, WARPGROUP, CONSUMERS)
                 step += 1
 
                 # Main loop: masked tiles at the diagonal, unmasked tiles, masked tiles at the left.
@@ -448,31 +430,30 @@ def _consumer(
                     acc, weights, row_max, row_sum = overlapped_step(
                         q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
                         row_max, row_sum, step, end - 2 - back, row_first, row_last, factor,
-                        soft_cap, scale, positions, head, request, aux, SCORE, STAGES, True,
-                        CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
+                        k_factor, soft_cap, scale, positions, head, request, aux, SCORE, STAGES,
+                        True, CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND)  # fmt: skip
                     step += 1
                 for back in range(0, full_end - full_begin):
                     acc, weights, row_max, row_sum = overlapped_step(
                         q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
                         row_max, row_sum, step, full_end - 1 - back, row_first, row_last, factor,
-                        soft_cap, scale, positions, head, request, aux, FULL_SCORE, STAGES, False,
-                        CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
+                        k_factor, soft_cap, scale, positions, head, request, aux, FULL_SCORE,
+                        STAGES, False, CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND)  # fmt: skip
                     step += 1
                 if CHECK_LEFT or BOUNDS is not None:
                     for back in range(0, full_begin - begin):
                         acc, weights, row_max, row_sum = overlapped_step(
                             q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
                             row_max, row_sum, step, full_begin - 1 - back, row_first, row_last,
-                            factor, soft_cap, scale, positions, head, request, aux, SCORE, STAGES,
-                            True, CHECK_LEFT, HAS_CAP,
-                            P_LAYOUT)  # fmt: skip
+                            factor, k_factor, soft_cap, scale, positions, head, request, aux, SCORE,
+                            STAGES, True, CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND)  # fmt: skip
                         step += 1
 
                 # Epilogue: the product with the values of the first tile, the last one visited.
                 stage = (step - 1) % STAGES
                 mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) & 1)
                 acc = warpgroup_mma(
-                    unpack_weights(weights, DTYPE, P_LAYOUT),
+                    unpack_weights(weights, COMPUTE, P_LAYOUT),
                     v_ring.index(stage),
                     acc,
                     is_async=True,
@@ -480,6 +461,8 @@ def _consumer(
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(v_empty.index(stage), count=1)
 
+            if KV_KIND != KV_PLAIN:
+                row_sum = row_sum * (1.0 / WEIGHT_SCALE)
             finite_max = gl.where(row_max == float("-inf"), 0.0, row_max)
             acc_scale = gl.full([64], 1.0, gl.float32, ROW)
             if HAS_SINK:
@@ -495,7 +478,11 @@ def _consumer(
             if HAS_LSE:
                 natural = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum)) * LN2
                 gl.store(lse + (start + token).to(gl.int64) * stride_lt + head, natural, mask=valid)
-            normalizer = gl.convert_layout(acc_scale / safe_sum, gl.SliceLayout(1, O_LAYOUT))
+            normalizer = acc_scale / safe_sum
+            if KV_KIND != KV_PLAIN:
+                q_tile = q_tiles.index(q_stage * CONSUMERS + WARPGROUP)
+                normalizer = normalizer * v_factor
+            normalizer = gl.convert_layout(normalizer, gl.SliceLayout(1, O_LAYOUT))
             rows = (acc * normalizer[:, None]).to(DTYPE)
             if STAGED_STORE:
                 # Staged in the queries' shared memory, so that stores are 16 bytes wide.
@@ -521,25 +508,28 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def hopper_prefill_kernel(
-    key_desc, value_desc, query_desc, query, out, lse, sinks, aux0, aux1, aux2, aux3,
-    query_start_loc, seq_lens, block_table, counters, scale, soft_cap, left, right, chunk, num_reqs,
-    num_tokens, num_tiles, concurrent, section, num_blocks, stride_qt, stride_qh, stride_ot,
-    stride_oh, stride_lt, stride_table, rows0, columns0, rows1, columns1, rows2, columns2, rows3,
-    columns3, SCORE: gl.constexpr, BOUNDS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr,
-    WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
+    key_desc, value_desc, query_desc, query, out, lse, sinks, k_scale, v_scale, aux0, aux1, aux2,
+    aux3, query_start_loc, seq_lens, block_table, counters, scale, soft_cap, left, right, chunk,
+    num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks, stride_qt, stride_qh,
+    stride_ot, stride_oh, stride_lt, stride_table, rows0, columns0, rows1, columns1, rows2,
+    columns2, rows3, columns3, SCORE: gl.constexpr, BOUNDS: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     LOAD_QUERY: gl.constexpr, PERSISTENT: gl.constexpr, STAGED_STORE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
-    HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
+    HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr,
+    K_SCALE_KIND: gl.constexpr, V_SCALE_KIND: gl.constexpr, BYTE_STAGES: gl.constexpr,
+    CONVERTER_WARPS: gl.constexpr, CONVERTER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 4 warps per consumer and 1 + 1 loader warps.
 
     Grid: num_tiles * NUM_KV_HEADS CTAs, or fewer with PERSISTENT.
 
     Args:
-        key_desc, value_desc: TMA descriptors of the caches.
+        key_desc, value_desc: TMA descriptors of the caches; of float8 ones as int16.
+        k_scale, v_scale: of a float8 cache, as `SCALE_KIND` of each says; else None.
         query_desc: TMA descriptor of the queries; only with LOAD_QUERY.
         counters: two int32 zeros; only with PERSISTENT.
         num_tiles: query tiles, an upper bound.
@@ -552,14 +542,15 @@ def hopper_prefill_kernel(
         aux0, rows0, columns0, aux1, rows1, columns1, aux2, rows2, columns2, aux3, rows3, columns3,
     )  # fmt: skip
     FIELDS: gl.constexpr = 6
-    Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, WIDTH], key_desc.dtype)
-    K_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH], key_desc.dtype)
-    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
-        [BLOCK_N, WIDTH_V], key_desc.dtype
-    )
-    q_tiles = gl.allocate_shared_memory(key_desc.dtype, [Q_STAGES * CONSUMERS, 64, WIDTH], Q_SHARED)
-    k_ring = gl.allocate_shared_memory(key_desc.dtype, [STAGES, BLOCK_N, WIDTH], K_SHARED)
-    v_ring = gl.allocate_shared_memory(key_desc.dtype, [STAGES, BLOCK_N, WIDTH_V], V_SHARED)
+    CACHE: gl.constexpr = key_desc.dtype
+    QUERY: gl.constexpr = query.dtype.element_ty
+    COMPUTE: gl.constexpr = CACHE if KV_KIND == KV_PLAIN else gl.float16
+    Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, WIDTH], QUERY)
+    K_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH], COMPUTE)
+    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH_V], COMPUTE)
+    q_tiles = gl.allocate_shared_memory(QUERY, [Q_STAGES * CONSUMERS, 64, WIDTH], Q_SHARED)
+    k_ring = gl.allocate_shared_memory(COMPUTE, [STAGES, BLOCK_N, WIDTH], K_SHARED)
+    v_ring = gl.allocate_shared_memory(COMPUTE, [STAGES, BLOCK_N, WIDTH_V], V_SHARED)
     # Two slots, so that the key loader can publish an item while the last one is being processed.
     mailbox = gl.allocate_shared_memory(
         gl.int32, [2 * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -574,7 +565,7 @@ def hopper_prefill_kernel(
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(2):
         mbarrier.init(mail_full.index(slot), count=1)
-        mbarrier.init(mail_empty.index(slot), count=CONSUMERS + 1)
+        mbarrier.init(mail_empty.index(slot), count=CONSUMERS + 1 + int(KV_KIND != KV_PLAIN))
     for stage in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(stage), count=1)
         mbarrier.init(q_empty.index(stage), count=CONSUMERS)
@@ -587,30 +578,92 @@ def hopper_prefill_kernel(
     fence_async_shared()
     # Both branches are written out in full, because a constexpr in a tuple that is assigned to a
     # variable stops being a constexpr.
-    if CONSUMERS == 3:
+    if KV_KIND != KV_PLAIN:
+        # The loaders fill rings of bytes, from which the converter fills the rings of the products.
+        KB_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH // 2], CACHE)
+        VB_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+            [BLOCK_N, WIDTH_V // 2], CACHE
+        )
+        H_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, WIDTH], COMPUTE)
+        q_halves = reinterpret(q_tiles, COMPUTE, [Q_STAGES * CONSUMERS, 64, WIDTH], H_SHARED)
+        k_bytes = gl.allocate_shared_memory(CACHE, [BYTE_STAGES, BLOCK_N, WIDTH // 2], KB_SHARED)
+        v_bytes = gl.allocate_shared_memory(CACHE, [BYTE_STAGES, BLOCK_N, WIDTH_V // 2], VB_SHARED)
+        kb_full = gl.allocate_shared_memory(gl.int64, [BYTE_STAGES, 1], mbarrier.MBarrierLayout())
+        kb_empty = gl.allocate_shared_memory(gl.int64, [BYTE_STAGES, 1], mbarrier.MBarrierLayout())
+        vb_full = gl.allocate_shared_memory(gl.int64, [BYTE_STAGES, 1], mbarrier.MBarrierLayout())
+        vb_empty = gl.allocate_shared_memory(gl.int64, [BYTE_STAGES, 1], mbarrier.MBarrierLayout())
+        for stage in gl.static_range(BYTE_STAGES):
+            mbarrier.init(kb_full.index(stage), count=1)
+            mbarrier.init(kb_empty.index(stage), count=1)
+            mbarrier.init(vb_full.index(stage), count=1)
+            mbarrier.init(vb_empty.index(stage), count=1)
+        fence_async_shared()
         gl.warp_specialize(
             [
                 (_consumer, (
-                    query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
-                    concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
-                    q_tiles, k_ring, v_ring, mail_full, mail_empty, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 0, GROUP, D, DV, TILE_TOKENS,
-                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
-                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                    query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
+                    num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
+                    mailbox, q_tiles, q_halves, k_ring, v_ring, mail_full, mail_empty, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 0, GROUP, D, DV,
+                    TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
+                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
+                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND)),
                 (_consumer, (
-                    query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
-                    concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
-                    q_tiles, k_ring, v_ring, mail_full, mail_empty, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 1, GROUP, D, DV, TILE_TOKENS,
-                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
-                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                    query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
+                    num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
+                    mailbox, q_tiles, q_halves, k_ring, v_ring, mail_full, mail_empty, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 1, GROUP, D, DV,
+                    TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
+                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
+                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND)),
+                (converter, (
+                    left, right, chunk, num_reqs, mailbox, k_bytes, v_bytes, k_ring, v_ring,
+                    mail_full, mail_empty, kb_full, kb_empty, vb_full, vb_empty, k_full, k_empty,
+                    v_full, v_empty, aux, BOUNDS, TILE_TOKENS, STAGES, BYTE_STAGES, FIELDS, CAUSAL,
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND)),
+                (_key_loader, (
+                    key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
+                    right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
+                    stride_table, mailbox, q_tiles, k_bytes, mail_full, mail_empty, q_full, q_empty,
+                    kb_full, kb_empty, aux, BOUNDS, NUM_KV_HEADS, GROUP, TILE_TOKENS, BLOCK_N,
+                    BLOCK_SIZE, BYTE_STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, PERSISTENT, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+                (_value_loader, (
+                    value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
+                    mailbox, v_bytes, mail_full, mail_empty, vb_full, vb_empty, aux, BOUNDS,
+                    TILE_TOKENS, BLOCK_N, BLOCK_SIZE, BYTE_STAGES, FIELDS, CAUSAL, HAS_LEFT,
+                    HAS_RIGHT, HAS_CHUNK)),
+            ],
+            [4, CONVERTER_WARPS, 1, 1],
+            [CONSUMER_REGISTERS, CONVERTER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    elif CONSUMERS == 3:
+        gl.warp_specialize(
+            [
                 (_consumer, (
-                    query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
-                    concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
-                    q_tiles, k_ring, v_ring, mail_full, mail_empty, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 2, GROUP, D, DV, TILE_TOKENS,
-                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
-                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                    query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
+                    num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
+                    mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 0, GROUP, D, DV,
+                    TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
+                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
+                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND)),
+                (_consumer, (
+                    query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
+                    num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
+                    mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 1, GROUP, D, DV,
+                    TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
+                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
+                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND)),
+                (_consumer, (
+                    query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
+                    num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
+                    mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 2, GROUP, D, DV,
+                    TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
+                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
+                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND)),
                 (_key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
@@ -631,19 +684,21 @@ def hopper_prefill_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (
-                    query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
-                    concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
-                    q_tiles, k_ring, v_ring, mail_full, mail_empty, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 0, GROUP, D, DV, TILE_TOKENS,
-                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
-                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                    query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
+                    num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
+                    mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 0, GROUP, D, DV,
+                    TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
+                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
+                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND)),
                 (_consumer, (
-                    query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
-                    concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
-                    q_tiles, k_ring, v_ring, mail_full, mail_empty, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 1, GROUP, D, DV, TILE_TOKENS,
-                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
-                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE)),
+                    query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
+                    num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
+                    mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 1, GROUP, D, DV,
+                    TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
+                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
+                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND)),
                 (_key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,

@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 from attnlib.ops.triton.hopper.kernels.compat import exp2
 
 __all__ = [
-    "LN2", "LOG2E", "add_sink", "apply_function", "mask_scores", "online_softmax", "score_factor",
-    "transform_scores",
+    "LN2", "LOG2E", "add_sink", "apply_function", "mask_scores", "online_softmax",
+    "online_softmax_by_row", "score_factor", "transform_scores",
 ]  # fmt: skip
 
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
@@ -92,6 +92,25 @@ def online_softmax(
         # -inf - -inf is NaN: rows without a visible key are measured from 0.
         finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
     weights = exp2(scores * weight_factor - finite_max[:, None])
+    acc_scale = exp2(row_max - finite_max)
+    return weights, acc_scale, new_max, row_sum * acc_scale + gl.sum(weights, 1)
+
+
+@gluon.jit
+def online_softmax_by_row(
+    scores, row_factor, row_max, row_sum, exponent, MASKED: gl.constexpr
+):  # fmt: skip
+    """Add one tile of scores [M, N] to the running softmax, as `online_softmax`.
+
+    Args:
+        row_factor: [M], factor of the scores of each row to base-2 logits.
+        exponent: weights and `row_sum` are relative to 2 ** (row_max - exponent).
+    """
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * row_factor)
+    finite_max = new_max
+    if MASKED:
+        finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = exp2(scores * row_factor[:, None] - (finite_max - exponent)[:, None])
     acc_scale = exp2(row_max - finite_max)
     return weights, acc_scale, new_max, row_sum * acc_scale + gl.sum(weights, 1)
 

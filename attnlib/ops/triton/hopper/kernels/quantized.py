@@ -1,0 +1,194 @@
+"""Operands of WGMMA from float8 tiles: conversion to float16 in registers, without data movement.
+
+A float8 tile is in shared memory as 16-bit words of two neighboring elements. Products are computed
+in float16, which holds float8_e4m3fn and float8_e5m2 exactly: on SM90 the chip converts e4m3 to
+float16 in one instruction per pair and e5m2 is a truncated float16, while bfloat16 would take three
+more instructions.
+
+The order of the contracted dimension of a product does not matter, as long as both operands agree,
+and rows may have any order that the result is read in. Two permutations make every thread's part of
+a WGMMA operand contiguous in shared memory:
+
+- Keys: a thread needs elements 2t, 2t + 1, 2t + 8, 2t + 9, ... of a row (t = lane % 4), and reads
+  16 contiguous bytes instead. `query_columns` gives the same order to the queries.
+- Values: `ldmatrix` transposes 16-bit words, so that a thread has two neighboring elements d and
+  d + 1 for two keys; WGMMA takes them as rows i and i + 8. `value_rows` gives the element of a row
+  of the result.
+
+bfloat16 queries may be outside of float16's range. Each row is multiplied by the power of two that
+brings its largest magnitude to [2^14, 2^15): elements down to 2^-29 of the largest one stay exact.
+"""
+
+from __future__ import annotations
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from attnlib.ops.triton.hopper.kernels.compat import partition_barrier
+from attnlib.ops.triton.kernels.quant import KV_E5M2_BYTES, SCALE_PER_HEAD, SCALE_TENSOR
+
+__all__ = [
+    "WEIGHT_EXPONENT", "WEIGHT_SCALE", "halve_queries", "float16_keys",
+    "load_kv_scale", "query_columns", "query_powers", "float16_values", "value_rows",
+]  # fmt: skip
+
+WEIGHT_EXPONENT: gl.constexpr = gl.constexpr(14.0)
+WEIGHT_SCALE: gl.constexpr = gl.constexpr(2.0**14)
+"""Factor of the weights, which are at most 1, in float16: weights down to 2^-28 are normal numbers.
+"""
+
+
+@gluon.jit
+def load_kv_scale(scale, head, KIND: gl.constexpr):
+    """Return the scale of a KV head, from a number or a pointer; NaN if out of range (M9)."""
+    if KIND == SCALE_PER_HEAD:
+        value = gl.load(scale + head)
+        value = gl.where((value >= 2.0**-100) & (value <= 2.0**100), value, float("nan"))
+    elif KIND == SCALE_TENSOR:
+        value = gl.load(scale)
+        value = gl.where((value >= 2.0**-100) & (value <= 2.0**100), value, float("nan"))
+    else:
+        value = scale
+    return value
+
+
+@gluon.jit
+def float16_pairs(words, KV_KIND: gl.constexpr):
+    """Convert words of two float8 elements to int32 words of two float16 elements."""
+    # A register holds two words, that is four neighboring elements.
+    if KV_KIND == KV_E5M2_BYTES:
+        pairs = gl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;",
+            "=r,=r,r", [words], gl.int32, True, 2,
+        )  # fmt: skip
+    else:
+        pairs = gl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; mov.b32 {a, b}, $2;"
+            " cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+            "=r,=r,r", [words], gl.int32, True, 2,
+        )  # fmt: skip
+    return pairs
+
+
+@gluon.jit
+def split_pairs(pairs):
+    """Split int32 words [M, N] into their float16 elements [M, 2 * N]."""
+    low = pairs.to(gl.int16).to(gl.float16, bitcast=True)
+    high = (pairs >> 16).to(gl.int16).to(gl.float16, bitcast=True)
+    return gl.reshape(gl.join(low, high), [pairs.shape[0], 2 * pairs.shape[1]])
+
+
+@triton.constexpr_function
+def _key_layout(keys, words):
+    """Layout of [keys, words]: lane % 4 selects a quarter of each 128-byte line of a row."""
+    line = min(words, 64)
+    registers = [[0, 1 << bit] for bit in range((line // 4).bit_length() - 1)]
+    registers += [[0, line << bit] for bit in range((words // line).bit_length() - 1)]
+    registers += [[8, 0], *([64 << bit, 0] for bit in range((keys // 64).bit_length() - 1))]
+    lanes = [[0, line // 4], [0, line // 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [keys, words])
+
+
+@triton.constexpr_function
+def _value_layout(words, keys):
+    """Layout of [words, keys]: that of matrices which `ldmatrix` transposes."""
+    registers = [[0, 1], *([0, 8 << bit] for bit in range((keys // 8).bit_length() - 1))]
+    registers += [[32 << bit, 0] for bit in range((words // 32).bit_length() - 1)]
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[8, 0], [16, 0]], [], [words, keys])
+
+
+@gluon.jit
+def float16_keys(tile, KV_KIND: gl.constexpr, OPERAND: gl.constexpr):
+    """Load keys [N, W // 2], pairs of float8, as float16 [N, W] in the order of `query_columns`.
+
+    OPERAND is the layout of a WGMMA's first operand in registers.
+    """
+    KEYS: gl.constexpr = tile.shape[0]
+    WORDS: gl.constexpr = tile.shape[1]
+    LINE: gl.constexpr = min(WORDS, 64)
+    pairs = float16_pairs(tile.load(_key_layout(KEYS, WORDS)), KV_KIND)
+    lines = gl.reshape(pairs, [KEYS, WORDS // LINE, 4, LINE // 4])
+    pairs = gl.reshape(gl.permute(lines, (0, 1, 3, 2)), [KEYS, WORDS])
+    return gl.convert_layout(split_pairs(pairs), OPERAND)
+
+
+@gluon.jit
+def query_columns(WIDTH: gl.constexpr, layout: gl.constexpr):
+    """Return the elements of a query in the order of `float16_keys`."""
+    LINE: gl.constexpr = min(WIDTH // 2, 64)
+    columns = gl.arange(0, WIDTH, layout)
+    word = columns // 2 % LINE
+    return columns // (2 * LINE) * (2 * LINE) + (
+        (word % 4) * (LINE // 4) + word // 4
+    ) * 2 + columns % 2  # fmt: skip
+
+
+@gluon.jit
+def float16_values(tile, valid, MASKED: gl.constexpr, KV_KIND: gl.constexpr, OPERAND: gl.constexpr):
+    """Load values [N, W // 2], pairs of float8, as float16 [W, N] in the order of `value_rows`.
+
+    With MASKED, keys from `valid` on are 0. A page may hold anything past the sequence's end, and
+    0 * NaN is NaN (P5).
+    """
+    KEYS: gl.constexpr = tile.shape[0]
+    WORDS: gl.constexpr = tile.shape[1]
+    LAYOUT: gl.constexpr = _value_layout(WORDS, KEYS)
+    words = tile.permute((1, 0)).load(LAYOUT)
+    if MASKED:
+        keys = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
+        words = gl.where(keys[None, :] < valid, words, gl.zeros([WORDS, KEYS], gl.int16, LAYOUT))
+    # A register has the bytes (d, d + 1) of one key and of the next one.
+    if KV_KIND == KV_E5M2_BYTES:
+        even, odd = gl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;",
+            "=r,=r,r", [words], (gl.float16, gl.float16), True, 2,
+        )  # fmt: skip
+    else:
+        even, odd = gl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t;"
+            " cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+            "=r,=r,r", [words], (gl.float16, gl.float16), True, 2,
+        )  # fmt: skip
+    both = gl.reshape(gl.join(even, odd), [WORDS // 8, 8, KEYS, 2])
+    return gl.convert_layout(gl.reshape(gl.permute(both, (0, 3, 1, 2)), [2 * WORDS, KEYS]), OPERAND)
+
+
+@gluon.jit
+def value_rows(WIDTH: gl.constexpr, layout: gl.constexpr):
+    """Return the elements of a value in the order of `float16_values`."""
+    rows = gl.arange(0, WIDTH, layout)
+    return rows // 16 * 16 + rows % 8 * 2 + rows // 8 % 2
+
+
+@gluon.jit
+def query_powers(magnitude):
+    """Return (power, 1 / power) that bring rows with these largest magnitudes into float16's range.
+
+    The power is 1 for rows with infinities or NaN.
+    """
+    exponent = magnitude.to(gl.int32, bitcast=True) >> 23
+    exponent = gl.where(exponent == 255, 141, gl.maximum(exponent, 15))
+    power = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
+    return power, ((exponent - 14) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def halve_queries(source, target):
+    """Write queries [64, W] as float16 to `target`, each row times a power of two.
+
+    `target` may be the memory of `source`. Returns the inverse powers [64], in a layout of its own.
+    One warpgroup.
+    """
+    WIDTH: gl.constexpr = source.shape[1]
+    LANES: gl.constexpr = min(32, WIDTH // 8)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    rows = source.load(LAYOUT).to(gl.float32)
+    power, inverse = query_powers(gl.max(gl.abs(rows), 1))
+    target.store((rows * power[:, None]).to(gl.float16))
+    # WGMMA reads shared memory through the async proxy: fence, then wait for all four warps.
+    fence_async_shared()
+    partition_barrier()
+    return inverse
