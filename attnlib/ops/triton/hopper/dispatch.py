@@ -185,6 +185,8 @@ def select_packed_decode(
         return None
     if group > PACKED_DECODE_ROWS or {table.dtype, batch.seq_lens.dtype} != {torch.int32}:
         return None
+    if key.dtype != query.dtype:  # a float8 cache has 16 elements together instead of 8
+        return None
     tile = choose_hopper_decode_tile(
         head_size, head_size, keys_per_sm=keys_per_sm, tuned=limits.tuned
     )
