@@ -3,7 +3,7 @@
 A descriptor of wgmma holds the address and the layout of a tile in shared memory. It is a function
 of constants, of the program's position and of the pipeline stage, never of kernel arguments or of
 values from memory. ptxas 12.8, which Triton 3.6 uses, compiled kernels whose descriptors were made
-from registers that held something else: the upper half of a query's address, a stride, or nothing.
+from registers that held something else: half of the key cache's address, a stride, or nothing.
 Such kernels compute wrong results or access illegal addresses, depending on these values.
 
 `descriptor_sources` follows the values of registers through the code, along every path that runs
