@@ -18,11 +18,13 @@ from attnlib.integrations.transformers.dense import dense_weights
 from attnlib.integrations.transformers.layers import Call, layer_name
 from attnlib.integrations.transformers.masks import read_mask, refuse_export
 from attnlib.integrations.transformers.plain import attend_plain, mask_of
+from attnlib.integrations.transformers.selected import (
+    SELECTIONS,
+    attend_selected,
+    selects_keys,
+)
 
 __all__ = ["attnlib_attention"]
-
-_SELECTIONS = ("indices", "block_indices")
-"""Arguments of sparse models that select keys per query. Ignoring one would attend to all keys."""
 
 
 def attnlib_attention(
@@ -46,15 +48,16 @@ def attnlib_attention(
         dropout: must be 0.
         scaling: softmax scale; None for 1/sqrt(D).
         kwargs: further arguments of the model: `sliding_window`, `softcap`, `s_aux` or `sinks`,
-            `is_causal`, `position_bias`, `output_attentions`, and the batch arguments of continuous
-            batching.
+            `is_causal`, `position_bias`, `output_attentions`, `indices`, `block_indices`, and the
+            batch arguments of continuous batching.
 
     Returns:
         `[B, T, Hq, Dv]`, and the weights `[B, Hq, T, S]` if `output_attentions=True`, else None.
 
     Raises:
-        UnsupportedConfigError: training, export, a selection of keys, sinks per token, a layer that
-            lost the arguments of a paged step, or a configuration that no backend supports.
+        UnsupportedConfigError: training, export, selected keys in a paged cache, sinks per token, a
+            layer that lost the arguments of a paged step, or a configuration that no backend
+            supports.
         ContractError: the mask does not fit the queries and keys.
     """
     refuse_export()
@@ -76,7 +79,10 @@ def attnlib_attention(
         if paged:
             return attend_continuous(call, kwargs["cache"], kwargs), None
         bias = kwargs.get("position_bias")
-        out = attend_plain(call, attention_mask, bias, kwargs)
+        if selects_keys(kwargs):
+            out = attend_selected(call, attention_mask, kwargs)
+        else:
+            out = attend_plain(call, attention_mask, bias, kwargs)
         weights = _weights(call, attention_mask, bias) if kwargs.get("output_attentions") else None
     if torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value)):
         out = _InferenceOnly.apply(out, query, key, value)  # type: ignore[no-untyped-call]  # untyped in torch
@@ -129,12 +135,29 @@ def _refuse(
             f"inference only; use model.eval() under torch.no_grad(), or train with "
             f"attn_implementation='sdpa'"
         )
-    for argument in _SELECTIONS:
+    if selects_keys(kwargs):
+        _refuse_selection(module, kwargs)
+
+
+def _refuse_selection(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Refuse what is not computed over selected keys. Ignoring the lists would attend to all."""
+    given = next(name for name in SELECTIONS if kwargs.get(name) is not None)
+    for argument, what in (
+        ("attnlib_step", "in a paged cache"),
+        ("write_index", "in continuous batching"),
+        ("cu_seq_lens_q", "of packed sequences"),
+        ("position_bias", "with a position bias"),
+    ):
         if kwargs.get(argument) is not None:
             raise UnsupportedConfigError(
-                f"{layer_name(module)}: {argument}= selects keys per query, which attnlib does not "
-                f"support; use attn_implementation='eager'"
+                f"{layer_name(module)}: {given}= selects keys per query, which attnlib does not "
+                f"support {what}; use attn_implementation='eager'"
             )
+    if kwargs.get("output_attentions"):
+        raise UnsupportedConfigError(
+            f"{layer_name(module)}: {given}= selects keys per query, whose weights attnlib does "
+            "not return; use attn_implementation='eager'"
+        )
 
 
 def _weights(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:

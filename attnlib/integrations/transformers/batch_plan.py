@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from attnlib.integrations.transformers.layers import Call
+from attnlib.key_selection import SelectedKeys
 from attnlib.layer import Attention
 
 __all__ = ["BatchPlan", "pack", "run_layer"]
@@ -39,9 +40,26 @@ def run_layer(
     key: torch.Tensor | None,
     value: torch.Tensor | None,
     cache: Any,
+    selected_keys: SelectedKeys | None = None,
 ) -> torch.Tensor:
+    """Run a layer over the batch of a plan.
+
+    Args:
+        layer, plan, call: the layer, its batch and the attention call.
+        key, value: packed keys and values of the new tokens, or None.
+        cache: the layer's cache, or None.
+        selected_keys: for layers with a key selection.
+
+    Returns:
+        `[B, T, Hq, Dv]`; queries that are not in the batch are 0.
+    """
     batch, heads, queries, _ = call.query.shape
-    out: torch.Tensor = layer(pack(call.query, plan.queries), key, value, cache, plan.metadata)
+    packed = pack(call.query, plan.queries)
+    out: torch.Tensor
+    if selected_keys is None:
+        out = layer(packed, key, value, cache, plan.metadata)
+    else:
+        out = layer(packed, key, value, cache, plan.metadata, selected_keys=selected_keys)
     if plan.queries is not None:
         whole = out.new_zeros(batch * queries, *out.shape[1:])
         out = whole.index_copy_(0, plan.queries, out)

@@ -41,7 +41,7 @@ from attnlib.layer import Attention
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.spec import AttentionType, MaskKind, Window
 
-__all__ = ["attend_plain", "mask_of"]
+__all__ = ["attend_plain", "mask_of", "paged_plan"]
 
 _MAX_CACHED_SHAPES = 8
 _local = threading.local()
@@ -235,7 +235,7 @@ def _attend_paged(call: Call, step: StepMask, bias: torch.Tensor | None = None) 
             load_distances(layer, step, bias)
         key = ("score function", ratio, layer.backend, layer.spec, call.query.device)
         if key not in step.plans:
-            step.plans[key] = _paged_plan(layer, step, ratio, call.query.device)
+            step.plans[key] = paged_plan(layer, step, ratio, call.query.device)
         return run_layer(layer, step.plans[key], call, None, None, cache)
     trailing = pattern.causal and rows is not None and bool(rows.trailing.any())
     spec = call.spec(
@@ -248,11 +248,19 @@ def _attend_paged(call: Call, step: StepMask, bias: torch.Tensor | None = None) 
     layer = layer_for(call, spec)
     key = ("paged", ratio, layer.backend, spec, call.query.device)
     if key not in step.plans:
-        step.plans[key] = _paged_plan(layer, step, ratio, call.query.device)
+        step.plans[key] = paged_plan(layer, step, ratio, call.query.device)
     return run_layer(layer, step.plans[key], call, None, None, cache)
 
 
-def _paged_plan(layer: Attention, step: StepMask, ratio: int, device: torch.device) -> BatchPlan:
+def paged_plan(layer: Attention, step: StepMask, ratio: int, device: torch.device) -> BatchPlan:
+    """The batch of a step over pages of one token.
+
+    Args:
+        layer: the layer that the batch is built for.
+        step: the mask.
+        ratio: distance between two rows in block ids (`token_pages`).
+        device: where the batch is read.
+    """
     spec, rows, batch = layer.spec, step.rows(), step.batch_size
     spans = None if step.pattern is None else step.pattern.spans
     queries, lengths, indices, causal = [step.q_length] * batch, [step.width] * batch, None, None

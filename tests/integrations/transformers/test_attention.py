@@ -75,12 +75,6 @@ def test_training_is_refused() -> None:
         out.sum().backward()
 
 
-def test_a_sparse_selection_of_keys_is_refused() -> None:
-    """An argument that selects keys per query is not ignored."""
-    with pytest.raises(UnsupportedConfigError, match="indices= selects keys per query"):
-        attnlib_attention(Module(), *states(), indices=torch.zeros(1, 3, 2))
-
-
 def test_sinks_per_token_are_refused() -> None:
     """Sinks that are computed from the hidden states, `[B, Hq, T, 1]`."""
     with pytest.raises(UnsupportedConfigError, match=r"Module.7: the sinks have.*\(1, 2, 3, 1\)"):

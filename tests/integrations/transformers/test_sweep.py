@@ -40,9 +40,7 @@ def test_the_short_list(records: list[dict[str, Any]]) -> None:
     """Nothing is wrong or crashes; refusals name their cause; other attention is left alone."""
     assert {(r["kind"], r["model_type"]) for r in records} == SHORT_LIST
     outcomes = {r["model_type"]: r["outcome"] for r in records if r["outcome"] != "correct"}
-    assert outcomes == {"hy_v4": "refused", "mamba": "unaffected"}
-    refused = next(r for r in records if r["outcome"] == "refused")
-    assert "selects keys per query" in refused["reason"]
+    assert outcomes == {"mamba": "unaffected"}
     cases = {name: c["outcome"] for r in records for name, c in r["cases"].items()}
     assert set(cases) == {"forward", "left padding", "right padding", "generate", "generate_batch"}
 

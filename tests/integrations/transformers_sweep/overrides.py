@@ -81,6 +81,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "blt": {"num_hidden_layers": 2},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "glm5_next_text": {"index_kpool": 2},
+    "minimax_m3_vl_text": {
+        "layer_types": ["minimax_m3_sparse"] * 2,
+        "index_n_heads": 2,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},
     "xmod": {"default_language": "en_XX"},
