@@ -42,7 +42,7 @@ def packed_tile(
     rows = min(most_rows, max(16, next_power_of_2(max_rows)))
     if rows == 16 and query_bytes == 2 and not wide:
         # The fastest of eight tiles on an H200, in four of six decodes of bfloat16 with 32/8 heads
-        # of size 128 (benchmarks/results/h200/packed_decode.json). One warp needs no barriers.
+        # of size 128 (results/h200/packed_decode_tiles.json). One warp needs no barriers.
         tile = Tile(16, 16, 1, 4)
         if packed_shared_bytes(tile, head_size, query_bytes, cache_bytes) <= shared_memory:
             return tile
