@@ -280,6 +280,8 @@ def _summarize(file: Path, lines: list[str], chosen: argparse.Namespace) -> None
     from attnlib.bench.provenance import provenance
 
     limits = f"--jobs {chosen.jobs} --limit-seconds {chosen.limit_seconds:.0f}"
+    if chosen.only:
+        limits += f" --only {' '.join(chosen.only)}"
     facts = provenance(command=f"python tests/gpu/stress.py {limits}", commit=chosen.commit)
     file.write_text("\n".join([json.dumps(facts, indent=1), *lines, ""]), encoding="utf-8")
 
