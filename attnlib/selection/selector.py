@@ -107,7 +107,7 @@ def merge_attention(
 
     Args:
         prefix, suffix: names or classes of backends; both may be the same.
-        rule: which prefixes are computed once; by default those that save at least 64 MiB of
+        rule: which prefixes are computed once; by default those that save at least 192 MiB of
             reads.
 
     Raises:

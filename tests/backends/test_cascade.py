@@ -16,7 +16,7 @@ from attnlib.errors import ContractError
 from attnlib.metadata.shared_prefix import SharedPrefix, find_shared_prefixes
 from attnlib.testing import run_conformance
 
-EVERY_PREFIX = PrefixRule(min_saved_bytes=0)
+EVERY_PREFIX = PrefixRule(min_saved_bytes=0, max_decode_parts=2)
 PAIRS = ("prefix:torch,suffix:torch", "prefix:triton,suffix:triton", "prefix:triton,suffix:torch")
 
 
@@ -203,7 +203,7 @@ def test_parts_of_decodes_are_split_by_requests() -> None:
     """Decode kernels take few rows; every part then covers all tokens of the prefix."""
     spec = _spec(num_heads=32, num_kv_heads=8, head_size=128, block_size=16)
     prefixes = [SharedPrefix(tuple(range(40)), 0, 8192), SharedPrefix((0, 1), 8192, 8208)]
-    parts = prefix_parts(prefixes, [1] * 40, spec, 132, PrefixRule(), 16)
+    parts = prefix_parts(prefixes, [1] * 40, spec, 132, PrefixRule(max_decode_parts=8), 16)
     assert [(part.requests, part.start, part.end) for part in parts] == [
         ((0, 1), 8192, 8208),
         (tuple(range(32, 40)), 0, 8192),

@@ -20,7 +20,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PrefixRule:
-    """When a prefix is computed once for all its requests.
+    """When a prefix is computed once for all its requests, and by which kernels.
+
+    The defaults are from an H200 (`benchmarks/gpu/shared_prefix.py --rule`): batches that save
+    126 MiB are up to 1.4 times slower with a cascade, those that save 192 MiB or more are faster.
 
     Attributes:
         min_saved_bytes: keys and values that all requests of a batch together need not read again.
@@ -32,8 +35,8 @@ class PrefixRule:
         parts_per_sm: parts of all prefixes, in units of thread blocks per multiprocessor.
     """
 
-    min_saved_bytes: int = 64 << 20
-    max_decode_parts: int = 8
+    min_saved_bytes: int = 192 << 20
+    max_decode_parts: int = 1
     min_part_tokens: int = 512
     parts_per_sm: float = 1.0
 
