@@ -52,6 +52,7 @@ class HopperTile:
         converter_warps: 4, a warpgroup, or 2, which share one with the loader warps.
         converter_registers: registers per thread of a converter warp; those of a loader warp in a
             shared warpgroup.
+        query_registers: keep the queries over a float8 cache in registers.
     """
 
     block_n: int
@@ -66,6 +67,7 @@ class HopperTile:
     byte_stages: int = 0
     converter_warps: int = 4
     converter_registers: int = 0
+    query_registers: bool = False
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ def prepare_hopper_prefill(
         "KV_KIND": kv_kind(key.dtype, has_fp8=False),
         "K_SCALE_KIND": scale_kind("k_scale", params.k_scale),
         "V_SCALE_KIND": scale_kind("v_scale", params.v_scale), "BYTE_STAGES": tile.byte_stages,
-        "CONVERTER_WARPS": tile.converter_warps,
+        "CONVERTER_WARPS": tile.converter_warps, "QUERY_REGISTERS": tile.query_registers,
         "CONVERTER_REGISTERS": tile.converter_registers, "num_warps": 4,
         "enable_fp_fusion": True, "launch_pdl": True, **score_constants(params, "gluon"),
     }  # fmt: skip

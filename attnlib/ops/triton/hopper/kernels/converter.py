@@ -30,7 +30,7 @@ def _convert_tile(source, target, valid, MASKED: gl.constexpr, KV_KIND: gl.const
     # 8 bytes of a row become 16: neither the loads nor the stores have bank conflicts.
     LANES: gl.constexpr = min(32, WORDS // 4)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [WARPS, 1], [1, 0])
-    STEP: gl.constexpr = min(ROWS, 1024 * WARPS // WORDS)  # 64 bytes per thread
+    STEP: gl.constexpr = min(ROWS, 512 * WARPS // WORDS)  # 32 bytes per thread
     for start in gl.static_range(0, ROWS, STEP):
         words = source.slice(start, STEP, 0).load(LAYOUT)
         if MASKED:

@@ -105,9 +105,9 @@ def weigh_tile(
 
 @gluon.jit
 def overlapped_step(
-    q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, row_max, row_sum, step,
-    tile, row_first, row_last, factor, k_factor, soft_cap, scale, positions, heads, request, aux,
-    SCORE: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr,
+    q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, row_max, row_sum,
+    step, tile, row_first, row_last, factor, k_factor, soft_cap, scale, positions, heads, request,
+    aux, SCORE: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr,
     HAS_CAP: gl.constexpr, P_LAYOUT: gl.constexpr, KV_KIND: gl.constexpr,
 ):  # fmt: skip
     """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
@@ -115,7 +115,7 @@ def overlapped_step(
     Returns:
         (acc, packed weights of `tile`, row_max, row_sum).
     """
-    ROWS: gl.constexpr = q_tile.shape[0]
+    ROWS: gl.constexpr = q_operand.shape[0]
     DTYPE: gl.constexpr = k_ring.dtype
     BLOCK_N: gl.constexpr = k_ring.shape[1]
     S_LAYOUT: gl.constexpr = row_last.type.layout.parent
@@ -127,7 +127,7 @@ def overlapped_step(
     mbarrier.wait(k_full.index(stage), parity)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     scores = warpgroup_mma(
-        q_tile, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
+        q_operand, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
     )
     # Wait for the TMA loads of the previous tile's values, then issue P @ V behind it.
     mbarrier.wait(v_full.index(v_stage), v_parity)

@@ -294,7 +294,7 @@ def _consumer(
     STAGED_STORE: gl.constexpr, FIELDS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr,
     HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr, K_SCALE_KIND: gl.constexpr,
-    V_SCALE_KIND: gl.constexpr,
+    V_SCALE_KIND: gl.constexpr, QUERY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute the 64 rows of consumer warpgroup WARPGROUP of each published work item."""
     WIDTH: gl.constexpr = q_tiles.shape[2]
@@ -376,12 +376,15 @@ def _consumer(
                 fence_async_shared()
                 partition_barrier()
             loaded += 1
+            q_operand = q_tile
             k_factor = factor  # not used
             if KV_KIND != KV_PLAIN:
                 # Products are computed in float16.
-                q_source = q_tile
-                q_tile = q_halves.index(q_stage * CONSUMERS + WARPGROUP)
-                k_factor = gl.convert_layout(halve_queries(q_source, q_tile), ROW)
+                q_operand = q_halves.index(q_stage * CONSUMERS + WARPGROUP)
+                k_factor = gl.convert_layout(halve_queries(q_tile, q_operand), ROW)
+                if QUERY_REGISTERS:
+                    # Leaves more of the shared memory's throughput to the converter.
+                    q_operand = q_operand.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
                 k_factor = k_factor * load_kv_scale(k_scale, kv_head, K_SCALE_KIND)
                 # Masked scores are -inf, and -inf * 0 would be NaN.
                 k_factor = gl.where(k_factor < 2.0**-105, 2.0**-105, k_factor)
@@ -405,7 +408,11 @@ def _consumer(
                 mbarrier.wait(k_full.index(stage), parity)
                 zeros = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
                 scores = warpgroup_mma(
-                    q_tile, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
+                    q_operand,
+                    k_ring.index(stage).permute((1, 0)),
+                    zeros,
+                    use_acc=False,
+                    is_async=True,
                 )
                 scores = warpgroup_mma_wait(0, deps=[scores])
                 mbarrier.arrive(k_empty.index(stage), count=1)
@@ -428,14 +435,14 @@ def _consumer(
                 full_begin = gl.minimum(left_end, full_end)
                 for back in range(0, end - 1 - full_end):
                     acc, weights, row_max, row_sum = overlapped_step(
-                        q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
+                        q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
                         row_max, row_sum, step, end - 2 - back, row_first, row_last, factor,
                         k_factor, soft_cap, scale, positions, head, request, aux, SCORE, STAGES,
                         True, CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND)  # fmt: skip
                     step += 1
                 for back in range(0, full_end - full_begin):
                     acc, weights, row_max, row_sum = overlapped_step(
-                        q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
+                        q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
                         row_max, row_sum, step, full_end - 1 - back, row_first, row_last, factor,
                         k_factor, soft_cap, scale, positions, head, request, aux, FULL_SCORE,
                         STAGES, False, CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND)  # fmt: skip
@@ -443,10 +450,11 @@ def _consumer(
                 if CHECK_LEFT or BOUNDS is not None:
                     for back in range(0, full_begin - begin):
                         acc, weights, row_max, row_sum = overlapped_step(
-                            q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
-                            row_max, row_sum, step, full_begin - 1 - back, row_first, row_last,
-                            factor, k_factor, soft_cap, scale, positions, head, request, aux, SCORE,
-                            STAGES, True, CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND)  # fmt: skip
+                            q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
+                            weights, row_max, row_sum, step, full_begin - 1 - back, row_first,
+                            row_last, factor, k_factor, soft_cap, scale, positions, head, request,
+                            aux, SCORE, STAGES, True, CHECK_LEFT, HAS_CAP, P_LAYOUT,
+                            KV_KIND)  # fmt: skip
                         step += 1
 
                 # Epilogue: the product with the values of the first tile, the last one visited.
@@ -480,7 +488,6 @@ def _consumer(
                 gl.store(lse + (start + token).to(gl.int64) * stride_lt + head, natural, mask=valid)
             normalizer = acc_scale / safe_sum
             if KV_KIND != KV_PLAIN:
-                q_tile = q_tiles.index(q_stage * CONSUMERS + WARPGROUP)
                 normalizer = normalizer * v_factor
             normalizer = gl.convert_layout(normalizer, gl.SliceLayout(1, O_LAYOUT))
             rows = (acc * normalizer[:, None]).to(DTYPE)
@@ -522,6 +529,7 @@ def hopper_prefill_kernel(
     HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr,
     K_SCALE_KIND: gl.constexpr, V_SCALE_KIND: gl.constexpr, BYTE_STAGES: gl.constexpr,
     CONVERTER_WARPS: gl.constexpr, CONVERTER_REGISTERS: gl.constexpr,
+    QUERY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 4 warps per consumer and 1 + 1 loader warps.
 
@@ -607,7 +615,7 @@ def hopper_prefill_kernel(
                     q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 0, GROUP, D, DV,
                     TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
                     FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
-                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND)),
+                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -615,7 +623,7 @@ def hopper_prefill_kernel(
                     q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 1, GROUP, D, DV,
                     TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
                     FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
-                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND)),
+                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
                 (converter, (
                     left, right, chunk, num_reqs, mailbox, k_bytes, v_bytes, k_ring, v_ring,
                     mail_full, mail_empty, kb_full, kb_empty, vb_full, vb_empty, k_full, k_empty,
@@ -647,7 +655,7 @@ def hopper_prefill_kernel(
                     q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 0, GROUP, D, DV,
                     TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
                     FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
-                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND)),
+                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -655,7 +663,7 @@ def hopper_prefill_kernel(
                     q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 1, GROUP, D, DV,
                     TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
                     FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
-                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND)),
+                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -663,7 +671,7 @@ def hopper_prefill_kernel(
                     q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 2, GROUP, D, DV,
                     TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
                     FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
-                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND)),
+                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
                 (_key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
@@ -690,7 +698,7 @@ def hopper_prefill_kernel(
                     q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 0, GROUP, D, DV,
                     TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
                     FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
-                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND)),
+                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -698,7 +706,7 @@ def hopper_prefill_kernel(
                     q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 1, GROUP, D, DV,
                     TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
                     FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
-                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND)),
+                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
                 (_key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
