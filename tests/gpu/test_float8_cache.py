@@ -180,6 +180,26 @@ def test_prefill_equals_float32(name: str) -> None:
     _assert_close(got, options.get("dtype", torch.bfloat16))
 
 
+@pytest.mark.parametrize("in_registers", [False, True])
+@pytest.mark.parametrize("name", ["e4m3", "page128", "fp16-group5", "head64-sinks", "window"])
+def test_prefill_with_queries_anywhere(
+    name: str, in_registers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queries are in shared memory or in registers."""
+    from attnlib.ops.triton.heuristics.hopper_tiles import HopperTile
+    from attnlib.ops.triton.hopper import dispatch
+    from attnlib.ops.triton.launch.cache import LAUNCHES
+
+    registers = (224, 40) if in_registers else (216, 56)
+    tile = HopperTile(
+        128, 2, persistent=True, consumer_registers=registers[0], producer_registers=24,
+        byte_stages=2, converter_registers=registers[1], query_registers=in_registers,
+    )  # fmt: skip
+    monkeypatch.setattr(dispatch, "choose_hopper_tile", lambda *_, **__: tile)
+    test_prefill_equals_float32(name)
+    LAUNCHES.clear()
+
+
 @pytest.mark.parametrize("operation", ["decode", "prefill"])
 @pytest.mark.parametrize("fault", ["k_scale", "value"])
 def test_faults_are_not_hidden(operation: str, fault: str) -> None:
