@@ -187,6 +187,7 @@ def choose_hopper_decode_tile(
     cache_bytes: int = 2,
     rows: int = DECODE_ROWS,
     keys_per_sm: int | None = None,
+    pairs_per_sm: int | None = None,
     tuned: TileTable | None = None,
 ) -> DecodeTile:
     """Return the decode tile for a pair of head sizes.
@@ -197,6 +198,7 @@ def choose_hopper_decode_tile(
         cache_bytes: size of an element of the cache, 1 (float8) or 2.
         rows: query heads of a group times query tokens, an upper bound.
         keys_per_sm: `tile_table.work_class`; None matches no entry with a condition on it.
+        pairs_per_sm: (request, KV head) pairs per multiprocessor, rounded up; None likewise.
         tuned: the user's table for the chip, which precedes the shipped ones.
 
     Raises:
@@ -206,9 +208,10 @@ def choose_hopper_decode_tile(
     need = 0
     many = max(16, 1 << (rows - 1).bit_length())
     elements = "16-bit" if cache_bytes == 2 else "fp8"
-    for entry in matching(
-        TileProblem("hopper_decode", "async", elements, widest, many, keys_per_sm), tuned
-    ):
+    problem = TileProblem(
+        "hopper_decode", "async", elements, widest, many, keys_per_sm, pairs_per_sm=pairs_per_sm
+    )
+    for entry in matching(problem, tuned):
         tile = DecodeTile(**dict(entry.tile))
         need = decode_shared_bytes(tile, head_size, head_size_v, cache_bytes)
         if need <= SHARED_MEMORY:

@@ -23,7 +23,7 @@ PRODUCTS = ("async", "sync", "mfma")
 mma.sync, and AMD's."""
 
 ELEMENTS = ("16-bit", "fp8", "fp8-bytes", "float32")
-CONDITIONS = ("head_size", "rows", "keys_per_sm", "block_size", "visible")
+CONDITIONS = ("head_size", "rows", "keys_per_sm", "pairs_per_sm", "block_size", "visible")
 """Conditions that are ranges of numbers, as named in `TileProblem`."""
 
 
@@ -45,6 +45,8 @@ class TileProblem:
         block_size: N; None if unknown: entries with a bound on it do not match.
         visible: keys visible to one query, at most, by its window or chunk. None is unbounded:
             only entries without an upper bound on it match.
+        pairs_per_sm: (request, KV head) pairs per multiprocessor, rounded up; None if unknown:
+            entries with a bound on it do not match.
     """
 
     op: str
@@ -55,6 +57,7 @@ class TileProblem:
     keys_per_sm: int | None = None
     block_size: int | None = None
     visible: int | None = None
+    pairs_per_sm: int | None = None
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,9 @@ __all__ = [
     "unsupported_strides",
 ]
 
+_MOST_PAIRS = 16
+"""Pairs per multiprocessor that are told apart when a tile is chosen."""
+
 
 def unsupported_strides(**tensors: Tensor) -> list[str]:
     """Why tensors cannot be read in units of 16 bytes, given aligned addresses."""
@@ -150,10 +153,11 @@ def select_decode(
         return None
     if _is_unsupported(query, key, value, out, params):
         return None
+    pairs = batch.seq_lens.shape[0] * key.shape[2]
     tile = choose_hopper_decode_tile(
         key.shape[3], value.shape[3], cache_bytes=key.element_size(),
         rows=query.shape[1] // key.shape[2] * max_query_len, keys_per_sm=keys_per_sm,
-        tuned=limits.tuned,
+        pairs_per_sm=min(_MOST_PAIRS, -(-pairs // limits.num_sms)), tuned=limits.tuned,
     )  # fmt: skip
     return prepare_hopper_decode(
         query, key, value, out, lse, batch, params, tile, limits, max_query_len, max_ctas,
