@@ -14,7 +14,7 @@ from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard, limits_of
 from attnlib.ops.triton.heuristics.splits import (
     MAX_CTAS_PER_SM,
-    choose_num_splits,
+    choose_uniform_splits,
     paged_decode_workspace_bytes,
 )
 from attnlib.ops.triton.heuristics.tiles import (
@@ -214,8 +214,8 @@ def _prepare(
     blocks_of_heads = num_kv_heads * head_blocks
     need = shared_bytes(tile, head_size, head_size_v, element, key.element_size(), limits.products)
     per_sm = max(1, min(MAX_CTAS_PER_SM, limits.shared_memory_per_sm // need))
-    num_splits = choose_num_splits(
-        triton.cdiv(num_tokens, tile_tokens), blocks_of_heads,
+    num_splits = choose_uniform_splits(
+        triton.cdiv(num_tokens, tile_tokens) * blocks_of_heads,
         selected.indices.shape[2] * selection.block_size, tile.block_n, per_sm * limits.num_sms,
     )  # fmt: skip
     constants |= {

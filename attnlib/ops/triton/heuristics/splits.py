@@ -9,6 +9,7 @@ from __future__ import annotations
 
 __all__ = [
     "MAX_CTAS_PER_SM", "MAX_SPLITS", "MIN_TILES_PER_SPLIT", "choose_num_splits",
+    "choose_uniform_splits",
     "paged_decode_workspace_bytes", "splits_per_load", "visible_bound",
 ]  # fmt: skip
 
@@ -90,6 +91,21 @@ def choose_num_splits(
     alone = -(-max_resident_ctas // max(1, num_blocks))
     together = -(-_MAX_WAVES * max_resident_ctas // max(1, num_reqs * num_blocks))
     return max(1, min(most, alone, together, MAX_SPLITS))
+
+
+def choose_uniform_splits(
+    num_programs: int, visible: int, block_n: int, max_resident_ctas: int
+) -> int:
+    """Return the splits of lists of keys of nearly equal lengths: as many as fill one wave.
+
+    Args:
+        num_programs: programs per split.
+        visible: keys of a list, an upper bound.
+        block_n: keys per tile.
+        max_resident_ctas: CTAs that the chip runs at the same time.
+    """
+    most = -(-visible // block_n) // MIN_TILES_PER_SPLIT
+    return max(1, min(most, max_resident_ctas // max(1, num_programs), MAX_SPLITS))
 
 
 def paged_decode_workspace_bytes(

@@ -8,6 +8,7 @@ from attnlib.ops.triton.heuristics.splits import (
     MAX_SPLITS,
     MIN_TILES_PER_SPLIT,
     choose_num_splits,
+    choose_uniform_splits,
     paged_decode_workspace_bytes,
     splits_per_load,
     visible_bound,
@@ -86,3 +87,12 @@ def test_partial_results_of_one_load_fit_in_64_registers(
 ) -> None:
     assert splits_per_load(rows, width) == expected
     assert expected == 1 or expected * rows * width <= 64 * 128
+
+
+def test_lists_of_equal_lengths_are_split_into_one_wave() -> None:
+    """32 lists of 2048 latents on 132 programs, 8 x 4 lists of 2048 keys on 396, and few keys."""
+    assert choose_uniform_splits(32, 2048, 32, 132) == 4
+    assert choose_uniform_splits(32, 2048, 64, 396) == 12
+    assert choose_uniform_splits(4, 2048, 64, 396) == 16
+    assert choose_uniform_splits(1, 64, 64, 396) == 1
+    assert choose_uniform_splits(4096, 2048, 64, 132) == 1
