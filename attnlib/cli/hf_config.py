@@ -41,6 +41,11 @@ def specs_from_config(path: str | Path, **overrides: Any) -> dict[str, Attention
         path: a `config.json`, or the directory that contains it.
         overrides: fields of `AttentionSpec` that override the file.
 
+    Returns:
+        Kind of layer -> spec. Models with multi-head latent attention have two for each kind: with
+        keys and values of every head, as `generate` caches them, and "... over latents", as
+        `PagedModel` does.
+
     Raises:
         ContractError: the file or a required key is missing or invalid; the message names it.
     """
@@ -67,12 +72,15 @@ def specs_from_config(path: str | Path, **overrides: Any) -> dict[str, Attention
         )
     if not listed:
         kinds = ["sliding_attention"] if window else ["full_attention"]
-    return {
+    specs = {
         kind: AttentionSpec(
             **{**common, **_fields_of_kind(kind, window, config, file, overrides), **overrides}
         )
         for kind in kinds
     }
+    latent = {} if "head_size" in overrides else _latent_fields(config)
+    over_latents = {f"{kind} over latents": s.replace(**latent) for kind, s in specs.items()}
+    return specs | over_latents if latent else specs
 
 
 def fallback_lines(spec: AttentionSpec) -> list[str]:
@@ -156,6 +164,19 @@ def _head_sizes(config: dict[str, Any], hidden: int, heads: int) -> dict[str, in
             "head_size_v": config["v_head_dim"],
         }
     return {"head_size": config.get("head_dim") or hidden // heads}
+
+
+def _latent_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a layer whose cache holds latents (P10); empty for other models."""
+    latent, rotary = config.get("kv_lora_rank"), config.get("qk_rope_head_dim")
+    if not latent or not rotary:
+        return {}
+    return {
+        "num_kv_heads": 1,
+        "head_size": latent + rotary,
+        "head_size_v": latent,
+        "use_mla": True,
+    }
 
 
 def _window(config: dict[str, Any]) -> int | None:

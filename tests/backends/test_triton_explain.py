@@ -51,6 +51,13 @@ def test_layers_with_selected_keys_use_one_kernel() -> None:
     assert _lines("sm_80", key_selection=selection) == lines
 
 
+def test_latents() -> None:
+    """P10: one line instead of the reasons why the Hopper kernels do not serve them."""
+    latent = {"num_heads": 16, "num_kv_heads": 1, "head_size": 576, "head_size_v": 512}
+    (line,) = _lines(**latent, use_mla=True)
+    assert line == "prefill, decode: portable Triton kernels; a latent is loaded once for all heads"
+
+
 def test_the_stated_limits_are_those_of_the_dispatch() -> None:
     """On both sides of both sequence lengths, with 8 KV heads and 132 multiprocessors."""
     few, many, most = (

@@ -114,8 +114,25 @@ from attnlib.spec import AttentionType
 def test_keys_of_model_families(config: dict, expected: dict, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
-    (spec,) = specs_from_config(file).values()
+    spec = next(iter(specs_from_config(file).values()))
     assert {name: getattr(spec, name) for name in expected} == expected
+
+
+def test_latent_attention_has_two_forms(tmp_path: Path) -> None:
+    """P10: DeepSeek V3 with keys and values of every head, and over latents."""
+    file = tmp_path / "config.json"
+    config = {
+        "num_attention_heads": 128, "hidden_size": 7168, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    }  # fmt: skip
+    file.write_text(json.dumps(config))
+    specs = specs_from_config(file)
+    assert list(specs) == ["full_attention", "full_attention over latents"]
+    heads, latent = specs.values()
+    assert (heads.num_kv_heads, heads.head_size, heads.head_size_v) == (128, 192, 128)
+    assert not heads.use_mla and latent.use_mla and latent.num_heads == 128
+    assert (latent.num_kv_heads, latent.head_size, latent.head_size_v) == (1, 576, 512)
+    assert list(specs_from_config(file, head_size=64)) == ["full_attention"]
 
 
 def test_missing_keys_are_named(tmp_path: Path) -> None:

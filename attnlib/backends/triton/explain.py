@@ -42,6 +42,8 @@ def kernel_lines(spec: AttentionSpec, device: DeviceInfo, portable_only: bool) -
         return ["prefill: portable Triton kernel, no KV cache"]
     if spec.key_selection is not None:
         return ["prefill, decode: portable Triton kernel over selected keys"]
+    if spec.use_mla:
+        return ["prefill, decode: portable Triton kernels; a latent is loaded once for all heads"]
     if portable_only:
         return ["prefill, decode: portable Triton kernels (configured: kernels=portable)"]
     if device.is_rocm or device.capability is None or device.capability[0] != 9:

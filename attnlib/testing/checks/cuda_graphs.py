@@ -20,6 +20,7 @@ import torch
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.case import Case
 from attnlib.testing.check import Check, CheckCase
+from attnlib.testing.checks.latent import LATENT
 from attnlib.testing.layouts import allocate_views
 from attnlib.testing.materialized_case import MaterializedCase
 from attnlib.testing.runner import AttentionOutput, attend, compare_with_oracle, make_impl
@@ -162,6 +163,8 @@ def _replays(target: BackendUnderTest) -> Iterator[CheckCase]:
                 partial(_check_replay, target, case, query_len),
                 case,
             )
+    case = target.case(**LATENT, cudagraph="ALWAYS", needs_lse=False)
+    yield CheckCase("always-q4-latent", partial(_check_replay, target, case, 4), case)
 
 
 def _addresses(metadata: Any) -> dict[str, int]:

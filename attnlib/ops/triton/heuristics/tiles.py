@@ -104,15 +104,12 @@ def key_chunks(
         latent: the values are a prefix of the keys, whose chunks are then the values and the rest.
     """
     if latent:
-        head_size, head_size_v = sizes
-        first = max(16, next_power_of_2(head_size_v))
-        rest = head_size - head_size_v
-        return {
-            "D0": first,
-            "D1": max(32, next_power_of_2(rest)) if rest else 0,
-            "DV0": first,
-            "DV1": 0,
-        }
+        rest = sizes[0] - sizes[1]
+        # Chunks of one swizzle width for asynchronous products, as in `head_chunks`.
+        least = (64, 64) if _uses_wgmma(tile, query_bytes, products) else (16, 32)
+        first = max(least[0], next_power_of_2(sizes[1]))
+        second = max(least[1], next_power_of_2(rest)) if rest else 0
+        return {"D0": first, "D1": second, "DV0": first, "DV1": 0}
     chunks = head_chunks(sizes, tile, query_bytes, products)
     return dict(zip(("D0", "D1", "DV0", "DV1"), chunks, strict=True))
 

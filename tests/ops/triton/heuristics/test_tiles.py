@@ -129,11 +129,14 @@ def test_tiles_of_latents_fit(limit: int, products: str) -> None:
 
 def test_latents_are_cut_into_values_and_the_rest() -> None:
     """P10: the first chunk is the value, padded where it is no power of two."""
-    tile = Tile(64, 32, 8, 2)
     cuts = {(576, 512): (512, 64), (72, 40): (64, 32), (64, 64): (64, 0), (24, 8): (16, 32)}
     for sizes, (first, second) in cuts.items():
-        found = key_chunks(sizes, tile, 2, "async", latent=True)
+        found = key_chunks(sizes, Tile(16, 32, 8, 2), 2, "async", latent=True)
         assert found == {"D0": first, "D1": second, "DV0": first, "DV1": 0}
+        # Both chunks of a key have the swizzle of 128 bytes where products read them in place.
+        wide = key_chunks(sizes, Tile(64, 32, 8, 2), 2, "async", latent=True)
+        assert wide["D0"] == wide["DV0"] == max(64, first)
+        assert wide["D1"] == (max(64, second) if second else 0)
 
 
 def test_only_hopper_reads_latents_in_place() -> None:
