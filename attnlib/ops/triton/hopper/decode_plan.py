@@ -55,9 +55,12 @@ from attnlib.ops.triton.launch.sequence import (
 
 __all__ = [
     "HopperDecode",
+    "combine_tile",
     "hopper_decode_workspace_bytes",
     "launch_hopper_decode",
     "prepare_hopper_decode",
+    "unbounded",
+    "workers_per_head",
 ]
 
 _MAX_SPLITS = 255
@@ -81,14 +84,19 @@ _MAX_LOAD_ROUNDS = 8
 """Rounds of loads, about one microsecond each, that combining one request's splits may take."""
 
 
-def _combine_tile(num_rows: int, group: int, head_size_v: int) -> dict[str, int]:
+def unbounded(number: int) -> int:
+    """A side of a window or a chunk as the kernels take it; larger numbers have no effect."""
+    return min(number, _UNBOUNDED)
+
+
+def combine_tile(num_rows: int, group: int, head_size_v: int) -> dict[str, int]:
     """Tile of the combine kernel: heads per program, splits loaded together, warps."""
     if num_rows <= _FEW_ROWS:
         return {"HEADS": 1, "STEP": 32 if head_size_v <= 128 else 16, "num_warps": 1}
     return {"HEADS": min(4, triton.next_power_of_2(group)), "STEP": 8, "num_warps": 4}
 
 
-def _workers_per_head(max_resident_ctas: int, num_kv_heads: int, consumers: int) -> int:
+def workers_per_head(max_resident_ctas: int, num_kv_heads: int, consumers: int) -> int:
     """Consumers for each KV head: as many as the chip holds at a time, in whole CTAs."""
     workers = min(max(1, consumers * max_resident_ctas // num_kv_heads), _MAX_SPLITS)
     return workers - workers * num_kv_heads % consumers or consumers
@@ -135,7 +143,7 @@ def hopper_decode_workspace_bytes(
     """Workspace in bytes: two float32 partial results with LSEs per worker, and one header per
     token and KV head."""
     rows = group * max_query_len
-    workers = _workers_per_head(max_resident_ctas, num_kv_heads, consumers) * num_kv_heads
+    workers = workers_per_head(max_resident_ctas, num_kv_heads, consumers) * num_kv_heads
     return 4 * (2 * workers * rows * (head_size_v + 1) + num_tokens * num_kv_heads)
 
 
@@ -276,7 +284,7 @@ def prepare_hopper_decode(
     chunk, cap = params.attention_chunk_size, params.logits_soft_cap
     columns = _columns(rows)
     resident = max_ctas or limits.num_sms
-    per_head = _workers_per_head(resident, num_kv_heads, tile.consumers)
+    per_head = workers_per_head(resident, num_kv_heads, tile.consumers)
     workers = per_head * num_kv_heads
     in_kernel = _combines_in_kernel(
         num_reqs, num_kv_heads, rows, head_size_v, per_head, num_counters
@@ -307,7 +315,7 @@ def prepare_hopper_decode(
     }  # fmt: skip
     combine = {
         **shared, "DV_PAD": triton.next_power_of_2(head_size_v),
-        **_combine_tile(num_tokens * num_heads, group, head_size_v),
+        **combine_tile(num_tokens * num_heads, group, head_size_v),
     }  # fmt: skip
     combine_grid = (num_tokens, num_kv_heads, triton.cdiv(group, combine["HEADS"]))
     return HopperDecode(
@@ -319,7 +327,7 @@ def prepare_hopper_decode(
         is_quantized=is_quantized,
         score_sizes=tensor_sizes(params.layer_score_tensors()),
         numbers=(
-            float(cap), min(left, _UNBOUNDED), min(right, _UNBOUNDED), min(chunk, _UNBOUNDED),
+            float(cap), unbounded(left), unbounded(right), unbounded(chunk),
             num_reqs, num_tokens, num_blocks, rows, query.stride(0), query.stride(1),
             out.stride(0), out.stride(1), stride_lt, batch.block_table.stride(0),
         ),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.scales import MIN_LATE_SCALE
 from attnlib.ops.triton.heuristics.device import DeviceLimits
@@ -21,10 +22,15 @@ from attnlib.ops.triton.hopper.decode_plan import (
     prepare_hopper_decode,
 )
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
+from attnlib.ops.triton.hopper.latent_plan import (
+    latent_decode_workspace_bytes,
+    prepare_latent_decode,
+)
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill, prepare_hopper_prefill
 from attnlib.ops.triton.hopper.support import (
     PACKED_DECODE_ROWS,
     decode_unsupported_reasons,
+    latent_unsupported_reasons,
     prefill_unsupported_reasons,
 )
 from attnlib.ops.triton.launch.attention import BatchTensors
@@ -148,6 +154,10 @@ def select_decode(
         max_ctas: CTAs that may run at a time, where a prefill runs beside them; None means all.
         num_counters: counters that calls pass.
     """
+    if values_are_prefix(key, value):
+        return _select_latent_decode(
+            query, key, value, out, lse, batch, params, limits, max_query_len, max_ctas
+        )
     layer = (*_layer(query, key, value, limits), key.shape[2], limits.num_sms, max_query_len)
     if decode_unsupported_reasons(*layer, **_features(params)):
         return None
@@ -197,6 +207,30 @@ def select_packed_decode(
     return prepare_hopper_decode(query, key, value, out, None, batch, params, tile, limits, 1)
 
 
+def _select_latent_decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    batch: BatchTensors,
+    params: AttentionParams,
+    limits: DeviceLimits,
+    max_query_len: int,
+    max_ctas: int | None,
+) -> HopperDecode | None:
+    """`select_decode` for values that are a prefix of the keys."""
+    capability, *layer, _ = _layer(query, key, value, limits)
+    heads = (query.shape[1], limits.num_sms, max_query_len)
+    if latent_unsupported_reasons(capability, *layer, *heads, **_features(params)):
+        return None
+    if params.score_function is not None or _is_unsupported(query, key, value, out, params):
+        return None
+    return prepare_latent_decode(
+        query, key, value, out, lse, batch, params, limits, max_query_len, max_ctas
+    )
+
+
 def num_counters(limits: DeviceLimits) -> int:
     """Counters (int32 zeros) that a step's Hopper kernels use."""
     return PREFILL_COUNTERS + MAX_CONSUMERS * limits.num_sms
@@ -211,6 +245,11 @@ def supports_decode(shape: Any, limits: DeviceLimits, max_query_len: int, block_
         block_size: N.
     """
     sizes, group = (shape.head_size, shape.head_size_v), shape.num_heads // shape.num_kv_heads
+    if shape.latent:
+        return not latent_unsupported_reasons(
+            limits.capability, shape.query_dtype, shape.cache_dtype, sizes, block_size,
+            shape.num_heads, limits.num_sms, max_query_len,
+        )  # fmt: skip
     layer = (limits.capability, shape.query_dtype, shape.cache_dtype, sizes, block_size, group)
     return not decode_unsupported_reasons(*layer, shape.num_kv_heads, limits.num_sms, max_query_len)
 
@@ -225,6 +264,10 @@ def decode_workspace_bytes(
         num_tokens: query tokens of the step.
         max_query_len: upper bound of the query lengths.
     """
+    if shape.latent:
+        return latent_decode_workspace_bytes(
+            num_tokens, shape.num_heads, max_query_len, limits.num_sms
+        )
     return hopper_decode_workspace_bytes(
         num_tokens, shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, max_query_len,
         shape.head_size_v, limits.num_sms,

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 
 __all__ = [
-    "BLOCK_SIZES", "DECODE_ROWS", "HOPPER_DECODE_KEYS", "PACKED_DECODE_ROWS", "PAIRS_PER_SM",
-    "ROWS", "decode_unsupported_reasons", "decode_rows", "prefers_hopper_decode",
+    "BLOCK_SIZES", "DECODE_ROWS", "HOPPER_DECODE_KEYS", "LATENT_ROWS", "LATENT_SIZES",
+    "PACKED_DECODE_ROWS", "PAIRS_PER_SM", "ROWS", "decode_unsupported_reasons", "decode_rows",
+    "latent_head_blocks", "latent_unsupported_reasons", "prefers_hopper_decode",
     "prefill_unsupported_reasons",
 ]  # fmt: skip
 
@@ -25,6 +26,12 @@ DECODE_ROWS = 64
 
 PACKED_DECODE_ROWS = 32
 """The same over a packed cache, whose keys are in registers as well."""
+
+LATENT_ROWS = 64
+"""Query rows of a decode over latents: the M of its WGMMAs."""
+
+LATENT_SIZES = (576, 512)
+"""(D, Dv) of the decode over latents."""
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 """Block sizes that divide a key tile or are divided by it."""
@@ -179,6 +186,49 @@ def decode_unsupported_reasons(
             f"{num_kv_heads} KV heads; the {kernel} takes at most one per multiprocessor, {num_sms}"
         )
     scales = scales and cache_dtype not in _FLOAT8
+    return reasons + _feature_reasons(kernel, causal_per_request, alibi, bias, scales)
+
+
+def latent_head_blocks(num_heads: int) -> int:
+    """Return the number of blocks of query heads that decodes over latents cut a layer into; 0 if
+    heads do not divide into blocks."""
+    return -(-num_heads // LATENT_ROWS) if num_heads <= LATENT_ROWS or not num_heads % 64 else 0
+
+
+def latent_unsupported_reasons(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    head_sizes: tuple[int, int],
+    block_size: int,
+    num_heads: int,
+    num_sms: int,
+    max_query_len: int = 1,
+    *,
+    causal_per_request: bool = False,
+    alibi: bool = False,
+    bias: bool = False,
+    scales: bool = False,
+) -> list[str]:
+    """Return why the Hopper decode over latents does not support a batch; empty if it does.
+
+    Arguments as in `decode_unsupported_reasons`.
+    """
+    kernel, blocks = "Hopper decode over latents", latent_head_blocks(num_heads)
+    sizes = (64, 64)  # checked below
+    reasons = _layer_reasons(kernel, capability, dtype, cache_dtype, sizes, block_size)
+    if head_sizes != LATENT_SIZES:
+        reasons.append(f"head sizes {head_sizes}; the {kernel} takes {LATENT_SIZES}")
+    if not blocks or blocks > num_sms:
+        reasons.append(
+            f"{num_heads} query heads; the {kernel} takes up to 64, or a multiple of 64 with at "
+            f"most one block per multiprocessor"
+        )
+    elif num_heads // blocks * max_query_len > LATENT_ROWS:
+        reasons.append(
+            f"{num_heads // blocks} query heads times {max_query_len} query tokens; the {kernel} "
+            f"takes at most {LATENT_ROWS} rows"
+        )
     return reasons + _feature_reasons(kernel, causal_per_request, alibi, bias, scales)
 
 

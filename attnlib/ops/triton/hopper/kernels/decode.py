@@ -69,7 +69,9 @@ from attnlib.ops.triton.hopper.kernels.tma_load import load_tile
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS, atomic_increment
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
-__all__ = ["UNALIGNED", "UNSPECIALIZED", "hopper_decode_kernel"]
+__all__ = [
+    "UNALIGNED", "UNSPECIALIZED", "hopper_decode_kernel", "num_key_tiles", "tile_range",
+]  # fmt: skip
 
 UNSPECIALIZED = [
     "left", "right", "chunk", "num_reqs", "num_tokens", "num_blocks", "rows", "stride_qt",
@@ -90,7 +92,7 @@ _FIRST_COUNTER = gl.constexpr(PREFILL_COUNTERS)
 
 
 @gluon.jit
-def _num_key_tiles(
+def num_key_tiles(
     query_start_loc, seq_lens, request, mask, left, right, chunk, aux, BOUNDS: gl.constexpr,
     BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_CHUNK: gl.constexpr,
@@ -120,7 +122,7 @@ def _add(a, b):
 
 
 @gluon.jit
-def _tile_range(
+def tile_range(
     query_start_loc, seq_lens, left, right, chunk, num_reqs, range_index, num_ranges, aux,
     BOUNDS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
@@ -130,21 +132,21 @@ def _tile_range(
     `begin`, `end` and the tiles before a request are positions in the line of all key tiles.
     """
     WARPS: gl.constexpr = gl.num_warps()
-    LANES: gl.constexpr = 128
+    LANES: gl.constexpr = max(128, 32 * WARPS)
     layout: gl.constexpr = gl.BlockedLayout([LANES // (32 * WARPS)], [32], [WARPS], [0])
     total = 0
     request = 0
     before = 0
     if num_reqs == 1:
         # The range begins in the only request.
-        total = _num_key_tiles(
+        total = num_key_tiles(
             query_start_loc, seq_lens, 0, True, left, right, chunk, aux, BOUNDS, BLOCK_N, CAUSAL,
             HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
     elif num_reqs <= LANES:
         # Every request has a lane, so the lengths are loaded and summed in one pass. This latency
         # is exposed: no key can be loaded before.
         lanes = gl.arange(0, LANES, layout)
-        tiles = _num_key_tiles(
+        tiles = num_key_tiles(
             query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, aux, BOUNDS,
             BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
         ends = gl.associative_scan(tiles, 0, _add)
@@ -156,7 +158,7 @@ def _tile_range(
         # Two passes: the total first, then the requests that end at or before the range begins.
         for base in range(0, num_reqs, LANES):
             lanes = base + gl.arange(0, LANES, layout)
-            tiles = _num_key_tiles(
+            tiles = num_key_tiles(
                 query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, aux,
                 BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
             total += gl.sum(tiles, 0)
@@ -164,7 +166,7 @@ def _tile_range(
         seen = 0
         for base in range(0, num_reqs, LANES):
             lanes = base + gl.arange(0, LANES, layout)
-            tiles = _num_key_tiles(
+            tiles = num_key_tiles(
                 query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, aux,
                 BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
             ends = seen + gl.associative_scan(tiles, 0, _add)
@@ -201,14 +203,14 @@ def _loader(
     # PDL: the previous kernel may have written the cache, the lengths or the block table.
     wait_on_dependent_grids()
     worker, num_workers = _workers(WORKER, WORKERS)
-    position, range_end, _, request, before = _tile_range(
+    position, range_end, _, request, before = tile_range(
         query_start_loc, seq_lens, left, right, chunk, num_reqs, worker // NUM_KV_HEADS,
         num_workers // NUM_KV_HEADS, aux, BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
         HAS_CHUNK)  # fmt: skip
     kv_head = worker % NUM_KV_HEADS
     step = 0
     while position < range_end:
-        tiles = _num_key_tiles(
+        tiles = num_key_tiles(
             query_start_loc, seq_lens, request, True, left, right, chunk, aux, BOUNDS, BLOCK_N,
             CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
         request_end = before + tiles
@@ -431,7 +433,7 @@ def _consumer(
         # The combine kernel may start; it waits for this kernel's results by itself.
         launch_dependent_grids()
     worker, num_workers = _workers(WORKER, WORKERS)
-    range_begin, range_end, per_range, request, before = _tile_range(
+    range_begin, range_end, per_range, request, before = tile_range(
         query_start_loc, seq_lens, left, right, chunk, num_reqs, worker // NUM_KV_HEADS,
         num_workers // NUM_KV_HEADS, aux, BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
         HAS_CHUNK)  # fmt: skip
@@ -442,7 +444,7 @@ def _consumer(
     position = range_begin
     step = 0
     while position < range_end:
-        tiles = _num_key_tiles(
+        tiles = num_key_tiles(
             query_start_loc, seq_lens, request, True, left, right, chunk, aux, BOUNDS, BLOCK_N,
             CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
         request_end = before + tiles

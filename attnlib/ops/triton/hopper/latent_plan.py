@@ -1,0 +1,142 @@
+"""Host side of the Hopper decode over latents: which calls it serves, grid and constants.
+
+Launches, workspace and argument order are those of `decode_plan.HopperDecode`, with blocks of up to
+64 query heads in the place of KV heads.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from attnlib.ops.params import AttentionParams
+from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
+from attnlib.ops.triton.hopper.decode_plan import (
+    HopperDecode,
+    combine_tile,
+    hopper_decode_workspace_bytes,
+    unbounded,
+    workers_per_head,
+)
+from attnlib.ops.triton.hopper.descriptors import CacheView
+from attnlib.ops.triton.hopper.kernels.combine import hopper_combine_kernel
+from attnlib.ops.triton.hopper.kernels.latent_decode import hopper_latent_decode_kernel
+from attnlib.ops.triton.hopper.support import LATENT_ROWS, LATENT_SIZES, latent_head_blocks
+from attnlib.ops.triton.launch.attention import BatchTensors
+from attnlib.ops.triton.launch.bound import BoundLaunch
+from attnlib.ops.triton.launch.run import run_attention
+
+__all__ = ["latent_decode_workspace_bytes", "launch_latent_decode", "prepare_latent_decode"]
+
+_BLOCK_N, _STAGES = 64, 2
+"""Two tiles of 64 latents and the queries fill the shared memory."""
+
+
+def latent_decode_workspace_bytes(
+    num_tokens: int, num_heads: int, max_query_len: int, num_sms: int
+) -> int:
+    """Workspace in bytes, as `hopper_decode_workspace_bytes`."""
+    blocks = latent_head_blocks(num_heads)
+    return hopper_decode_workspace_bytes(
+        num_tokens, blocks, num_heads // blocks, max_query_len, LATENT_SIZES[1], num_sms
+    )
+
+
+def prepare_latent_decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    batch: BatchTensors,
+    params: AttentionParams,
+    limits: DeviceLimits,
+    max_query_len: int,
+    max_ctas: int | None = None,
+) -> HopperDecode:
+    """Prepare the launches of calls like this one; at least one query and block.
+
+    Args:
+        max_ctas: CTAs that may run at a time; None means one per SM.
+    """
+    num_tokens, num_heads, head_size = query.shape
+    num_blocks, block_size = key.shape[:2]
+    assert batch.block_table is not None and not isinstance(params.k_scale, Tensor)
+    head_size_v, head_blocks = value.shape[3], latent_head_blocks(num_heads)
+    group = num_heads // head_blocks
+    rows, (left, right) = group * max_query_len, params.window
+    num_reqs = batch.query_start_loc.shape[0] - 1
+    chunk, cap = params.attention_chunk_size, params.logits_soft_cap
+    resident = max_ctas or limits.num_sms
+    ctas = workers_per_head(resident, head_blocks, 1) * head_blocks
+    num_partials, stride_lt = 2 * ctas * rows, 0 if lse is None else lse.stride(0)
+    box = min(block_size, _BLOCK_N)
+    shared = {
+        "NUM_KV_HEADS": head_blocks, "GROUP": group, "DV": head_size_v,
+        "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
+        "enable_fp_fusion": True, "launch_pdl": True,
+    }  # fmt: skip
+    attend = {
+        **shared, "ROTARY": head_size - head_size_v, "TILE_TOKENS": LATENT_ROWS // group,
+        "BLOCK_N": _BLOCK_N, "BLOCK_SIZE": block_size, "ROWS": LATENT_ROWS, "STAGES": _STAGES,
+        "CAUSAL": bool(params.causal), "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0,
+        "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0, "num_warps": 8,
+    }  # fmt: skip
+    combine = {
+        **shared, "DV_PAD": triton.next_power_of_2(head_size_v),
+        **combine_tile(num_tokens * num_heads, group, head_size_v),
+    }  # fmt: skip
+    combine_grid = (num_tokens, head_blocks, triton.cdiv(group, combine["HEADS"]))
+    return HopperDecode(
+        limits=limits,
+        index=query.get_device(),
+        packed=False,
+        is_quantized=False,
+        views=(
+            CacheView.of(key, box, head_size - head_size_v),
+            CacheView.of(value, box, head_size_v // 2),
+        ),
+        scale=params.scale * float(params.k_scale),
+        score_sizes=(),
+        numbers=(
+            float(cap), unbounded(left), unbounded(right), unbounded(chunk), num_reqs, num_tokens,
+            num_blocks, rows, query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+            stride_lt, batch.block_table.stride(0),
+        ),
+        combine_tail=(num_reqs, rows, out.stride(0), out.stride(1), stride_lt),
+        lse_offset=num_partials * head_size_v,
+        header_offset=num_partials * (head_size_v + 1),
+        workspace_bytes=hopper_decode_workspace_bytes(
+            num_tokens, head_blocks, group, max_query_len, head_size_v, resident
+        ),
+        attend=BoundLaunch(hopper_latent_decode_kernel, (ctas, 1, 1), attend),
+        combine=BoundLaunch(hopper_combine_kernel, combine_grid, combine),
+    )  # fmt: skip
+
+
+def launch_latent_decode(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    params: AttentionParams,
+    *,
+    max_query_len: int,
+    out: Tensor,
+    lse: Tensor | None = None,
+    workspace: Tensor,
+) -> None:
+    """Run the kernel once; arguments as in `paged_decode`.
+
+    Raises:
+        ContractError: tensors off 16-byte boundaries, or a workspace that is too small.
+    """
+    if query.numel() == 0:
+        return
+    batch = BatchTensors(query_start_loc, seq_lens, block_table, workspace=workspace)
+    prepared = prepare_latent_decode(
+        query, key_cache, value_cache, out, lse, batch, params, limits_of(query), max_query_len
+    )
+    run_attention(prepared, batch, query, key_cache, value_cache, out, lse, params)
