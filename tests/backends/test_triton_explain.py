@@ -52,10 +52,19 @@ def test_layers_with_selected_keys_use_one_kernel() -> None:
 
 
 def test_latents() -> None:
-    """P10: one line instead of the reasons why the Hopper kernels do not serve them."""
-    latent = {"num_heads": 16, "num_kv_heads": 1, "head_size": 576, "head_size_v": 512}
-    (line,) = _lines(**latent, use_mla=True)
-    assert line == "prefill, decode: portable Triton kernels; a latent is loaded once for all heads"
+    """P10: the Hopper kernels over heads are not mentioned."""
+    latent = {"num_kv_heads": 1, "head_size": 576, "head_size_v": 512, "use_mla": True}
+    prefill, decode = _lines(num_heads=16, **latent)
+    assert prefill == "prefill: portable Triton kernel over latents"
+    assert decode == (
+        "decode:  Hopper kernel over latents from sequence length 256 (2048 above 1056 requests) "
+        "and up to 4 query tokens; else portable Triton kernel"
+    )
+    assert "up to 1 query tokens" in _lines(num_heads=128, **latent)[1]
+    assert "96 query heads; the Hopper decode over latents" in _lines(num_heads=96, **latent)[1]
+    fp8 = _lines(num_heads=16, kv_cache_dtype="fp8", **latent)[1]
+    assert "float8_e4m3fn" in fp8 and "portable Triton kernel over latents" in fp8
+    assert _lines("sm_80", num_heads=16, **latent) == ["prefill, decode: portable Triton kernels"]
 
 
 def test_the_stated_limits_are_those_of_the_dispatch() -> None:

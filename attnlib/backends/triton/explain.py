@@ -11,9 +11,12 @@ from attnlib.device import DeviceInfo
 from attnlib.ops.triton.heuristics.splits import visible_bound
 from attnlib.ops.triton.hopper.support import (
     HOPPER_DECODE_KEYS,
+    LATENT_ROWS,
     PAIRS_PER_SM,
     decode_rows,
     decode_unsupported_reasons,
+    latent_head_blocks,
+    latent_unsupported_reasons,
     prefill_unsupported_reasons,
 )
 from attnlib.spec import AttentionSpec, MaskKind
@@ -42,8 +45,6 @@ def kernel_lines(spec: AttentionSpec, device: DeviceInfo, portable_only: bool) -
         return ["prefill: portable Triton kernel, no KV cache"]
     if spec.key_selection is not None:
         return ["prefill, decode: portable Triton kernel over selected keys"]
-    if spec.use_mla:
-        return ["prefill, decode: portable Triton kernels; a latent is loaded once for all heads"]
     if portable_only:
         return ["prefill, decode: portable Triton kernels (configured: kernels=portable)"]
     if device.is_rocm or device.capability is None or device.capability[0] != 9:
@@ -51,7 +52,32 @@ def kernel_lines(spec: AttentionSpec, device: DeviceInfo, portable_only: bool) -
     return _hopper_lines(spec, device.capability)
 
 
+def _latent_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]:
+    """The lines of layers over latents, whose prefills have no Hopper kernel."""
+    reasons = latent_unsupported_reasons(
+        capability, spec.dtype, spec.kv_dtype, (spec.head_size, spec.head_size_v),
+        spec.block_size, spec.num_heads, _NUM_SMS,
+        causal_per_request=spec.mask_kind is MaskKind.PER_REQUEST, alibi=spec.has_alibi,
+        bias=spec.mask_kind is MaskKind.QUERY_BIAS,
+    )  # fmt: skip
+    if spec.score_function is not None:
+        reasons.append(f"score_function={spec.score_function}: portable kernels only")
+    prefill, portable = "prefill: portable Triton kernel over latents", "portable Triton kernel"
+    if reasons:
+        return [prefill, f"decode:  {portable} over latents ({'; '.join(reasons)})"]
+    few, many = HOPPER_DECODE_KEYS
+    rows = spec.num_heads // latent_head_blocks(spec.num_heads)
+    return [
+        prefill,
+        f"decode:  Hopper kernel over latents from sequence length {few} ({many} above "
+        f"{PAIRS_PER_SM * _NUM_SMS} requests) and up to {min(8, LATENT_ROWS // rows)} query "
+        f"tokens; else {portable}",
+    ]
+
+
 def _hopper_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]:
+    if spec.use_mla:
+        return _latent_lines(spec, capability)
     layer = (
         capability,
         spec.dtype,

@@ -29,11 +29,13 @@ from attnlib.ops.triton.heuristics.hopper_tiles import (
 from attnlib.ops.triton.heuristics.tile_table import TileEntry, shipped_tables
 from attnlib.ops.triton.hopper.decode_plan import launch_hopper_decode
 from attnlib.ops.triton.hopper.kernels.decode import hopper_decode_kernel
+from attnlib.ops.triton.hopper.kernels.latent_decode import hopper_latent_decode_kernel
 from attnlib.ops.triton.hopper.kernels.prefill import hopper_prefill_kernel
+from attnlib.ops.triton.hopper.latent_plan import launch_latent_decode
 from attnlib.ops.triton.hopper.prefill_plan import launch_hopper_prefill
-from tests.ops.triton.cross_compile import score_options, stub_target
+from tests.ops.triton.cross_compile import Launch, score_options, stub_target
 
-__all__ = ["CASES", "SCORE_CASES", "compile_case", "entry_cases"]
+__all__ = ["CASES", "LATENT_CASES", "SCORE_CASES", "compile_case", "entry_cases"]
 
 BF16, FP16 = torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -234,6 +236,47 @@ def _entry_options(entry: TileEntry) -> dict[str, Any]:
     }
 
 
+LATENT_CASES: dict[str, dict[str, Any]] = {
+    "latent-16": {"heads": 16, "n": 64},
+    "latent-128-page16": {"heads": 128, "dtype": FP16},
+    "latent-5-verify-page256": {"heads": 5, "query": 8, "n": 256},
+    "latent-64-all": {
+        "heads": 64,
+        "lse": True,
+        "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
+    },
+}
+"""Cases of the decode over latents."""
+
+
+def _compile_latent(options: dict[str, Any]) -> dict[str, Any]:
+    """Compile a case of `LATENT_CASES`; returns what `compile_case` does, without estimate."""
+    heads, dtype = options["heads"], options.get("dtype", BF16)
+    lengths = torch.zeros(2, dtype=torch.int32)
+    key = torch.empty(2, options.get("n", 16), 1, 576, dtype=dtype)
+    sinks = torch.empty(heads) if "params" in options else None
+    params = AttentionParams(scale=0.1, sinks=sinks, **options.get("params", {}))
+    log = io.StringIO()
+    triton.knobs.nvidia.dump_ptxas_log = True
+    triton.knobs.compilation.always_compile = True
+    hopper_latent_decode_kernel.device_caches.clear()
+    with stub_target("sm_90") as launches, contextlib.redirect_stdout(log):
+        launch_latent_decode(
+            torch.empty(64, heads, 576, dtype=dtype),
+            key,
+            key[..., :512],
+            torch.zeros(2, 4, dtype=torch.int32),
+            torch.zeros(3, dtype=torch.int32),
+            lengths,
+            params,
+            max_query_len=options.get("query", 1),
+            workspace=torch.empty(1 << 25),
+            out=torch.empty(64, heads, 512, dtype=dtype),
+            lse=torch.empty(64, heads) if options.get("lse") else None,
+        )
+    return _facts(launches[0], log.getvalue())
+
+
 def compile_case(name: str) -> dict[str, Any]:
     """Compile one case.
 
@@ -245,6 +288,8 @@ def compile_case(name: str) -> dict[str, Any]:
         wgmma: number of WGMMA instructions in the PTX.
         seconds: compile time.
     """
+    if name in LATENT_CASES:
+        return _compile_latent(LATENT_CASES[name])
     known = CASES | SCORE_CASES
     options = known[name] if name in known else _entry_options(entry_cases()[name])
     d, dtype, kv_heads = options.get("d", 128), options.get("dtype", BF16), 8
@@ -308,7 +353,17 @@ def compile_case(name: str) -> dict[str, Any]:
         else:
             launch_hopper_prefill(*shapes, params, tile, max_seq_len=64, **outputs)
     launch = launches[0]
-    text = log.getvalue()
+    return {
+        **_facts(launch, log.getvalue()),
+        "estimate": decode_shared_bytes(tile, d, dv, cache.itemsize)
+        if decode
+        else shared_bytes(tile, d, dv),
+        "loops": _key_loops(launch.kernel.asm["cubin"], 4 if decode else 2),
+    }
+
+
+def _facts(launch: Launch, text: str) -> dict[str, Any]:
+    """What the launch and the log of ptxas tell about a kernel."""
     spills = re.search(
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text
     )
@@ -317,13 +372,9 @@ def compile_case(name: str) -> dict[str, Any]:
     assert used is not None, text
     return {
         "shared": launch.kernel.metadata.shared,
-        "estimate": decode_shared_bytes(tile, d, dv, cache.itemsize)
-        if decode
-        else shared_bytes(tile, d, dv),
         "registers": int(used[1]),
         "stack": int(spills[1]),
         "spilled": int(spills[2]),
-        "loops": _key_loops(launch.kernel.asm["cubin"], 4 if decode else 2),
         "warnings": [
             line for line in text.splitlines() if re.search(r"C75\d\d|serializ|[Ww]arning", line)
         ],

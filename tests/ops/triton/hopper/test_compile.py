@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.ops.triton.hopper.cross_compile import SCORE_CASES, entry_cases
+from tests.ops.triton.hopper.cross_compile import LATENT_CASES, SCORE_CASES, entry_cases
 
 pytestmark = pytest.mark.slow  # compiles for more than a minute
 
@@ -30,6 +30,9 @@ MAX_STACK = 300
 over keys. Table entries have limits of their own."""
 
 ENTRIES = entry_cases()
+MAX_LATENT_STACK = 400
+"""Bytes of local memory per thread of the decode over latents, whose accumulators are half of the
+registers: scalars and descriptors of tiles."""
 SCORE = ["128-alibi_sqrt", "64-heads", "decode-128-relative_bias", "decode-128-documents-combine"]
 """Cases with a score function; `--every-target` compiles all of `SCORE_CASES`."""
 MAX_SCORE_STACK, MAX_SCORE_LOOP = 352, 24
@@ -44,7 +47,7 @@ Compiled = dict[str, dict[str, Any]]
 def compiled(request: pytest.FixtureRequest) -> Compiled:
     """Compile every case once, in two concurrent processes."""
     every_target = bool(request.config.getoption("--every-target"))
-    cases = [*CASES, *ENTRIES, *(SCORE_CASES if every_target else SCORE)]
+    cases = [*CASES, *LATENT_CASES, *ENTRIES, *(SCORE_CASES if every_target else SCORE)]
     with ThreadPoolExecutor(2) as pool:
         halves = list(pool.map(_compile, (cases[::2], cases[1::2])))
     return {result["case"]: result for half in halves for result in half}
@@ -104,6 +107,18 @@ def test_loops_over_keys_are_asynchronous_and_in_registers(case: str, compiled: 
     most = 48 if len(result["loops"]) in (6, 9) and result["registers"] <= 128 else 8
     assert max(sorted(result["loops"])[:2]) <= unmasked, result["loops"]
     assert max(result["loops"]) <= most, result["loops"]
+
+
+@pytest.mark.parametrize("case", LATENT_CASES)
+def test_decodes_over_latents_load_and_multiply_each_tile_once(
+    case: str, compiled: Compiled
+) -> None:
+    """P10: 36 products of queries and keys and 8 of weights and values, in each warpgroup; none is
+    serialized."""
+    result = compiled[case]
+    assert "error" not in result, result["error"]
+    assert result["shared"] <= 227 * 1024 and result["stack"] <= MAX_LATENT_STACK, result
+    assert result["warnings"] == [] and result["wgmma"] == 36 + 8
 
 
 @pytest.mark.parametrize("case", SCORE_CASES)
