@@ -57,10 +57,11 @@ def test_latents() -> None:
     prefill, decode = _lines(num_heads=16, **latent)
     assert prefill == "prefill: portable Triton kernel over latents"
     assert decode == (
-        "decode:  Hopper kernel over latents from sequence length 256 (2048 above 1056 requests) "
-        "and up to 4 query tokens; else portable Triton kernel"
+        "decode:  Hopper kernel over latents for 3 to 4 query tokens and batches of 33792 keys and "
+        "more; else portable Triton kernel"
     )
-    assert "up to 1 query tokens" in _lines(num_heads=128, **latent)[1]
+    assert "for 1 to 1 query tokens and batches of 16896" in _lines(num_heads=128, **latent)[1]
+    assert "over latents (2 query heads)" in _lines(num_heads=2, **latent)[1]
     assert "96 query heads; the Hopper decode over latents" in _lines(num_heads=96, **latent)[1]
     fp8 = _lines(num_heads=16, kv_cache_dtype="fp8", **latent)[1]
     assert "float8_e4m3fn" in fp8 and "portable Triton kernel over latents" in fp8

@@ -11,6 +11,8 @@ from attnlib.device import DeviceInfo
 from attnlib.ops.triton.heuristics.splits import visible_bound
 from attnlib.ops.triton.hopper.support import (
     HOPPER_DECODE_KEYS,
+    LATENT_FEW_ROWS,
+    LATENT_KEYS_PER_SM,
     LATENT_ROWS,
     PAIRS_PER_SM,
     decode_rows,
@@ -65,13 +67,15 @@ def _latent_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]
     prefill, portable = "prefill: portable Triton kernel over latents", "portable Triton kernel"
     if reasons:
         return [prefill, f"decode:  {portable} over latents ({'; '.join(reasons)})"]
-    few, many = HOPPER_DECODE_KEYS
-    rows = spec.num_heads // latent_head_blocks(spec.num_heads)
+    blocks = latent_head_blocks(spec.num_heads)
+    heads, keys = spec.num_heads // blocks, -(-LATENT_KEYS_PER_SM * _NUM_SMS // blocks)
+    least, most = LATENT_FEW_ROWS // heads + 1, min(8, LATENT_ROWS // heads)
+    if least > most:
+        return [prefill, f"decode:  {portable} over latents ({heads} query heads)"]
     return [
         prefill,
-        f"decode:  Hopper kernel over latents from sequence length {few} ({many} above "
-        f"{PAIRS_PER_SM * _NUM_SMS} requests) and up to {min(8, LATENT_ROWS // rows)} query "
-        f"tokens; else {portable}",
+        f"decode:  Hopper kernel over latents for {least} to {most} query tokens and batches of "
+        f"{keys} keys and more; else {portable}",
     ]
 
 

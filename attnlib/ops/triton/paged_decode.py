@@ -41,7 +41,7 @@ from attnlib.ops.triton.heuristics.tiles import (
     next_power_of_2,
     shared_bytes,
 )
-from attnlib.ops.triton.hopper.support import prefers_hopper_decode
+from attnlib.ops.triton.hopper.support import prefers_hopper_decode, prefers_latent_decode
 from attnlib.ops.triton.kernels.decode import combine_kernel, decode_kernel
 from attnlib.ops.triton.launch.attention import (
     BatchTensors,
@@ -201,7 +201,11 @@ def schedule_decode(
     uses_hopper = limits.capability[0] == 9 and kernels != "portable" and balanced
     hopper_work = None
     if uses_hopper and kernels != "hopper":
-        uses_hopper = prefers_hopper_decode(visible, *counts, limits.num_sms)
+        uses_hopper = (
+            prefers_latent_decode(visible, num_reqs, shape.num_heads, max_query_len, limits.num_sms)
+            if shape.latent
+            else prefers_hopper_decode(visible, *counts, limits.num_sms)
+        )
     if uses_hopper:
         hopper_work = relevant_work_class(
             "hopper_decode", *counts, visible, limits.num_sms, limits.tuned

@@ -220,9 +220,10 @@ def _select_latent_decode(
     max_ctas: int | None,
 ) -> HopperDecode | None:
     """`select_decode` for values that are a prefix of the keys."""
-    capability, *layer, _ = _layer(query, key, value, limits)
-    heads = (query.shape[1], limits.num_sms, max_query_len)
-    if latent_unsupported_reasons(capability, *layer, *heads, **_features(params)):
+    if latent_unsupported_reasons(
+        limits.capability, query.dtype, key.dtype, (key.shape[3], value.shape[3]), key.shape[1],
+        query.shape[1], limits.num_sms, max_query_len, **_features(params),
+    ):  # fmt: skip
         return None
     if params.score_function is not None or _is_unsupported(query, key, value, out, params):
         return None

@@ -8,9 +8,11 @@ from __future__ import annotations
 import torch
 
 __all__ = [
-    "BLOCK_SIZES", "DECODE_ROWS", "HOPPER_DECODE_KEYS", "LATENT_ROWS", "LATENT_SIZES",
+    "BLOCK_SIZES", "DECODE_ROWS", "HOPPER_DECODE_KEYS", "LATENT_FEW_ROWS", "LATENT_KEYS_PER_SM",
+    "LATENT_ROWS", "LATENT_SIZES",
     "PACKED_DECODE_ROWS", "PAIRS_PER_SM", "ROWS", "decode_unsupported_reasons", "decode_rows",
     "latent_head_blocks", "latent_unsupported_reasons", "prefers_hopper_decode",
+    "prefers_latent_decode",
     "prefill_unsupported_reasons",
 ]  # fmt: skip
 
@@ -29,6 +31,18 @@ PACKED_DECODE_ROWS = 32
 
 LATENT_ROWS = 64
 """Query rows of a decode over latents: the M of its WGMMAs."""
+
+LATENT_KEYS_PER_SM = 256
+"""Latents that each multiprocessor reads, from which the Hopper decode over latents is the faster
+one, in tiles with more than `LATENT_FEW_ROWS` rows. Measured as above, Hopper / portable:
+
+    128 heads:  1 x 8k 39.0 / 32.5   32 x 4k 131.8 / 204.4   128 x 4k 470.1 / 720.5
+    16 heads:   1 x 8k 44.0 / 17.6   32 x 4k 74.6 / 58.9     64 x 16k 457.5 / 309.0
+    16 heads, 4 query tokens:        16 x 4k 55.7 / 71.7
+
+Nothing was measured between 124 and 496 latents, nor between 16 and 64 rows."""
+
+LATENT_FEW_ROWS = 32
 
 LATENT_SIZES = (576, 512)
 """(D, Dv) of the decode over latents."""
@@ -193,6 +207,19 @@ def latent_head_blocks(num_heads: int) -> int:
     """Return the number of blocks of query heads that decodes over latents cut a layer into; 0 if
     heads do not divide into blocks."""
     return -(-num_heads // LATENT_ROWS) if num_heads <= LATENT_ROWS or not num_heads % 64 else 0
+
+
+def prefers_latent_decode(
+    visible: int, num_reqs: int, num_heads: int, max_query_len: int, num_sms: int
+) -> bool:
+    """Return whether the Hopper decode over latents is expected to be faster than the portable one.
+
+    Arguments as in `prefers_hopper_decode` and `latent_unsupported_reasons`.
+    """
+    blocks = latent_head_blocks(num_heads)
+    rows = num_heads // max(1, blocks) * max_query_len
+    enough = num_reqs * blocks * visible >= LATENT_KEYS_PER_SM * num_sms
+    return LATENT_FEW_ROWS < rows <= LATENT_ROWS and enough
 
 
 def latent_unsupported_reasons(

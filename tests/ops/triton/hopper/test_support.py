@@ -12,6 +12,7 @@ from attnlib.ops.triton.hopper.support import (
     HOPPER_DECODE_KEYS,
     decode_unsupported_reasons,
     prefers_hopper_decode,
+    prefers_latent_decode,
     prefill_unsupported_reasons,
 )
 
@@ -128,3 +129,16 @@ def test_faster_decode_kernel_changes_at_the_measured_lengths() -> None:
     assert (preferred[0], len(preferred)) == (256, 4096 - 256)
     preferred = [keys for keys in range(4096) if prefers_hopper_decode(keys, 133, 8, 132)]
     assert (preferred[0], len(preferred)) == (2048, 4096 - 2048)
+
+
+def test_latents_on_hopper_need_rows_and_keys() -> None:
+    """As measured: many rows of a tile, and enough latents for each multiprocessor."""
+    for batch, preferred in (
+        ((8192, 1, 128, 1), False),
+        ((4096, 32, 128, 1), True),
+        ((4096, 32, 16, 1), False),
+        ((4096, 16, 16, 4), True),
+        ((4096, 32, 128, 2), False),
+        ((4096, 32, 96, 1), False),
+    ):
+        assert prefers_latent_decode(*batch, 132) == preferred, batch
