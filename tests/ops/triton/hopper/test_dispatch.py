@@ -11,7 +11,13 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton import hopper
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.hopper.decode_plan import HopperDecode
-from attnlib.ops.triton.hopper.dispatch import select_packed_decode, unsupported_strides
+from attnlib.ops.triton.hopper.dispatch import (
+    decode_workspace_bytes,
+    select_decode,
+    select_packed_decode,
+    supports_decode,
+    unsupported_strides,
+)
 from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.paged_decode import AttentionShape
 from attnlib.ops.triton.paged_mixed import concurrent_ctas
@@ -122,3 +128,27 @@ def test_longer_prefills_get_more_multiprocessors() -> None:
         for tokens in (8192, 2048)
     )  # fmt: skip
     assert (few, many) == (48, 88)
+
+
+def test_latents_have_a_decode_of_their_own() -> None:
+    """P10: aliased values select it; separate values of the same sizes select no Hopper kernel."""
+    chip = DeviceLimits(132, 227 * 1024, 228 * 1024, (9, 0), True)
+    query, key = torch.empty(3, 128, 576, dtype=BF16), torch.empty(4, 64, 1, 576, dtype=BF16)
+    out, lengths = torch.empty(3, 128, 512, dtype=BF16), torch.zeros(4, dtype=torch.int32)
+    batch = BatchTensors(lengths, lengths[:3], torch.zeros(3, 2, dtype=torch.int32))
+    params = AttentionParams(scale=0.1)
+
+    def select(value: torch.Tensor, **changes: Any) -> HopperDecode | None:
+        own = AttentionParams(scale=0.1, **changes) if changes else params
+        return select_decode(
+            query, key, value, out, None, batch, own, chip, 1, None, None, 0
+        )  # fmt: skip
+
+    found = select(key[..., :512])
+    assert found is not None and found.combine is not None
+    assert [view.width for view in found.views] == [64, 256], "the rotary part, half of a value"
+    shape = AttentionShape(128, 1, 576, 512, BF16, BF16, latent=True)
+    assert supports_decode(shape, chip, 1, 64) and not supports_decode(shape, chip, 2, 64)
+    assert found.workspace_bytes == decode_workspace_bytes(shape, chip, 3, 1)
+    assert select(torch.empty(4, 64, 1, 512, dtype=BF16)) is None
+    assert select(key[..., :512], v_scale=0.5) is None

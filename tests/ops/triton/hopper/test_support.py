@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from attnlib.ops.triton.hopper.support import (
     HOPPER_DECODE_KEYS,
     decode_unsupported_reasons,
+    latent_head_blocks,
+    latent_unsupported_reasons,
     prefers_hopper_decode,
     prefers_latent_decode,
     prefill_unsupported_reasons,
@@ -142,3 +145,36 @@ def test_latents_on_hopper_need_rows_and_keys() -> None:
         ((4096, 32, 96, 1), False),
     ):
         assert prefers_latent_decode(*batch, 132) == preferred, batch
+
+
+def _latent(heads: int = 16, tokens: int = 1, **changes: Any) -> list[str]:
+    layer: dict[str, Any] = {
+        "capability": (9, 0), "dtype": BF16, "cache_dtype": BF16, "head_sizes": (576, 512),
+        "block_size": 64, "num_heads": heads, "num_sms": 132, "max_query_len": tokens, **changes,
+    }  # fmt: skip
+    return latent_unsupported_reasons(**layer)
+
+
+def test_decodes_over_latents() -> None:
+    """P10: up to 64 rows of one block of heads."""
+    for heads, tokens in ((1, 8), (5, 12), (16, 4), (64, 1), (128, 1)):
+        assert _latent(heads, tokens) == []
+    assert [latent_head_blocks(heads) for heads in (1, 64, 65, 96, 128, 192)] == [1, 1, 0, 0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"heads": 96}, "96 query heads; the Hopper decode over latents takes up to 64"),
+        ({"heads": 128, "tokens": 2}, "64 query heads times 2 query tokens"),
+        ({"head_sizes": (576, 576)}, r"head sizes \(576, 576\)"),
+        ({"cache_dtype": torch.float8_e4m3fn}, "needs them equal"),
+        ({"block_size": 24}, "block_size 24"),
+        ({"capability": (10, 0)}, "needs 9.0"),
+        ({"bias": True}, "query_bias: not supported"),
+    ],
+)
+def test_latents_that_the_portable_kernel_serves(changes: dict[str, Any], reason: str) -> None:
+    """The reason names the value and the limit."""
+    (found,) = _latent(**changes)
+    assert re.search(reason, found)
