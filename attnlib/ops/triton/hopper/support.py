@@ -244,6 +244,8 @@ def latent_unsupported_reasons(
     kernel, blocks = "Hopper decode over latents", latent_head_blocks(num_heads)
     sizes = (64, 64)  # checked below
     reasons = _layer_reasons(kernel, capability, dtype, cache_dtype, sizes, block_size)
+    if cache_dtype in _FLOAT8:
+        reasons.append(f"the cache has dtype {cache_dtype}; the {kernel} needs that of the query")
     if head_sizes != LATENT_SIZES:
         reasons.append(f"head sizes {head_sizes}; the {kernel} takes {LATENT_SIZES}")
     if not blocks or blocks > num_sms:

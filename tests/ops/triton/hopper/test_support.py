@@ -168,7 +168,7 @@ def test_decodes_over_latents() -> None:
         ({"heads": 96}, "96 query heads; the Hopper decode over latents takes up to 64"),
         ({"heads": 128, "tokens": 2}, "64 query heads times 2 query tokens"),
         ({"head_sizes": (576, 576)}, r"head sizes \(576, 576\)"),
-        ({"cache_dtype": torch.float8_e4m3fn}, "needs them equal"),
+        ({"cache_dtype": torch.float8_e4m3fn}, "needs that of the query"),
         ({"block_size": 24}, "block_size 24"),
         ({"capability": (10, 0)}, "needs 9.0"),
         ({"bias": True}, "query_bias: not supported"),
