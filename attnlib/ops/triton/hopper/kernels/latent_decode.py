@@ -150,8 +150,8 @@ def hopper_latent_decode_kernel(
         split_headers: int32 [tokens, NUM_KV_HEADS] for `hopper_combine_kernel`.
         rows: GROUP times the largest query length, at most ROWS.
         NUM_KV_HEADS: blocks of GROUP query heads.
-        k_scale, v_scale, aux0 to aux3, counters, rows0 to columns3: not used; the arguments are those of
-            `hopper_decode_kernel`.
+        k_scale, v_scale, aux0 to aux3, counters, rows0 to columns3: not used; the arguments are
+            those of `hopper_decode_kernel`.
     """
     HALF: gl.constexpr = DV // 2
     DTYPE: gl.constexpr = key_desc.dtype
