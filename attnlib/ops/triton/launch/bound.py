@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from attnlib.ops.triton.heuristics import device as chips
-from attnlib.ops.triton.launch.driver import CHANGES, DirectLaunch, direct_launch
+from attnlib.ops.triton.launch.driver import CHANGES, DirectLaunch, Source, direct_launch
 
 __all__ = ["ALIGNMENT", "CHANGES", "BoundLaunch", "Submit", "current_stream", "launches_observed"]
 
@@ -140,7 +140,7 @@ class BoundLaunch:
                 tensors and descriptors, and Triton launches on the current stream, whatever
                 `stream` is given.
             aligned: for launches by Triton, as in `by_triton`.
-            arguments: all runtime arguments, `CHANGES` for those of a call.
+            arguments: all runtime arguments, a `Source` for those of a call.
         """
         if direct:
             assert self._direct is not None  # the caller has checked `is_direct`
@@ -148,7 +148,8 @@ class BoundLaunch:
 
         def by_triton(stream: int, *changing: Any) -> None:
             given = iter(changing)
-            self.by_triton(tuple(next(given) if x is CHANGES else x for x in arguments), aligned)
+            filled = tuple(next(given) if isinstance(x, Source) else x for x in arguments)
+            self.by_triton(filled, aligned)
 
         return by_triton
 

@@ -22,10 +22,15 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-__all__ = ["CHANGES", "DirectLaunch", "direct_launch"]
+__all__ = ["CHANGES", "DirectLaunch", "Source", "direct_launch"]
 
-CHANGES: Any = object()
-"""In the place of an argument that each call gives."""
+
+class Source(int):
+    """In the place of an argument that each call gives. `launch.sequence` numbers them."""
+
+
+CHANGES = Source(-100)
+"""An argument without a number."""
 
 _VERSIONS = ("3.6.", "3.9.")
 _KINDS = {
@@ -66,15 +71,20 @@ class DirectLaunch(NamedTuple):
 
         Args:
             grid: programs along three dimensions.
-            arguments: addresses and numbers, `CHANGES` for those of a call. In place of a
+            arguments: addresses and numbers, a `Source` for those of a call. In place of a
                 descriptor stand its encoded form, its shape and its strides.
         """
-        slots = tuple(n for n, argument in enumerate(arguments) if argument is CHANGES)
-        values = tuple(None if argument is CHANGES else argument for argument in arguments)
+        # Every step binds its launches: lists are quicker than generators here.
+        slots = [number for number, argument in enumerate(arguments) if type(argument) is Source]
+        values = list(arguments)
+        for slot in slots:
+            values[slot] = None
         sizes = (*grid, self.threads, self.shared, self.cooperative, self.pdl)
         create = new_launch()
         assert create is not None  # `direct_launch` has made sure
-        launch: Callable[..., None] = create(self.function, sizes, self.kinds, slots, values)
+        launch: Callable[..., None] = create(
+            self.function, sizes, self.kinds, tuple(slots), tuple(values)
+        )
         return launch
 
 

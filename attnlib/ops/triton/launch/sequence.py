@@ -16,7 +16,8 @@ import triton
 
 from attnlib.ops.triton.heuristics import device as chips
 from attnlib.ops.triton.launch import driver
-from attnlib.ops.triton.launch.bound import CHANGES, BoundLaunch, Submit, launches_observed
+from attnlib.ops.triton.launch.bound import BoundLaunch, Submit, launches_observed
+from attnlib.ops.triton.launch.driver import Source
 
 __all__ = [
     "KEY", "KEY_CACHE", "KEY_MAP", "K_SCALE", "LSE", "NUM_VALUES", "OUT", "QUERY", "QUERY_MAP",
@@ -25,17 +26,14 @@ __all__ = [
 ]  # fmt: skip
 
 
-class Source(int):
-    """A value of a call: its index among the values, or below 0 an encoded TMA descriptor."""
-
-
 QUERY, KEY_CACHE, VALUE_CACHE, OUT, LSE, KEY, VALUE, SLOPES, SINKS, K_SCALE, V_SCALE = map(
     Source, range(11)
 )
-"""The values of a call, in this order. Tensors of a score function follow (`score_sources`)."""
+"""The values of a call by their indices. Tensors of a score function follow (`score_sources`)."""
 NUM_VALUES = V_SCALE + 1
 """Values of a call without a score function."""
 KEY_MAP, VALUE_MAP, QUERY_MAP = map(Source, (-1, -2, -3))
+"""Encoded TMA descriptors."""
 
 _ALIGNED = {QUERY, KEY_CACHE, VALUE_CACHE, OUT, KEY, VALUE}
 """Sources whose alignment Triton specializes kernels on."""
@@ -110,10 +108,9 @@ class BoundLaunches(NamedTuple):
 
 
 def bind_step(launch: BoundLaunch, direct: bool, aligned: bool, arguments: tuple[Any, ...]) -> Step:
-    """Bind a kernel to its arguments; `BoundLaunch.bind` with sources in place of `CHANGES`."""
-    sources = tuple(x for x in arguments if isinstance(x, Source))
-    given = tuple(CHANGES if isinstance(x, Source) else x for x in arguments)
-    return Step(launch.bind(direct, aligned, given), sources)
+    """Bind a kernel to its arguments (`BoundLaunch.bind`); note which ones a call gives."""
+    sources = [argument for argument in arguments if type(argument) is Source]
+    return Step(launch.bind(direct, aligned, arguments), tuple(sources))
 
 
 def bind_sequence(
@@ -134,32 +131,34 @@ def bind_sequence(
         fixed: values that do not change. The others are the tensors that `run` takes, in the order
             of the sources, as tensors or None.
     """
-    given = [source for source in map(Source, range(num_values)) if source not in fixed]
-    numbers: dict[Source, int] = {source: number for number, source in enumerate(given)}
+    given = [number for number in range(num_values) if number not in fixed]
+    numbers: dict[int, int] = {source: number for number, source in enumerate(given)}
     roles, num_found = bytearray(len(given)), 0
     lookups: list[tuple[Any, ...]] = []
     steps: list[tuple[Any, ...]] = []
-
-    def number_of(source: Source) -> int:
-        role = _MULTIPLE_OF_16 if source in _ALIGNED else _ANY
-        roles[numbers[source]] = role
-        return numbers[source]
-
     for bound, offsets in parts:
         maps: dict[Source, int] = {}
         for sources, table, encode, gives in bound.lookups:
-            keys = tuple((number_of(x), offsets.get(x, 0)) for x in sources)
-            lookups.append((keys, table, encode, len(gives)))
+            keys = []
+            for source in sources:
+                number = numbers[source]
+                roles[number] = _MULTIPLE_OF_16 if source in _ALIGNED else _ANY
+                keys.append((number, offsets.get(source, 0)))
+            lookups.append((tuple(keys), table, encode, len(gives)))
             for source in gives:
                 maps[source] = len(given) + num_found
                 num_found += 1
         for submit, sources in bound.steps:
-            uses = (
-                (maps[x], 0) if x < 0
-                else (-1, fixed[x]) if x in fixed
-                else (number_of(x), offsets.get(x, 0))
-                for x in sources
-            )  # fmt: skip
+            uses: list[tuple[int, Any]] = []
+            for source in sources:
+                if source in fixed:
+                    uses.append((-1, fixed[source]))
+                elif source in maps:
+                    uses.append((maps[source], 0))
+                else:
+                    number = numbers[source]
+                    roles[number] = _MULTIPLE_OF_16 if source in _ALIGNED else _ANY
+                    uses.append((number, offsets.get(source, 0)))
             steps.append((submit, tuple(uses)))
     functions = (
         chips.current_device, triton.runtime.driver.active.get_current_stream, launches_observed
