@@ -11,6 +11,7 @@ import torch
 import attnlib
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.key_selection import KeySelection, SelectedKeys
+from attnlib.ops.torch.merge_states import merge_states
 
 BLOCKS = KeySelection(max_blocks=3, block_size=4, scope="kv_head")
 SPEC = attnlib.AttentionSpec(
@@ -154,6 +155,44 @@ def test_values_of_lists_are_validated(monkeypatch: pytest.MonkeyPatch) -> None:
         selected = SelectedKeys(_lists(4, 1), torch.tensor(starts, dtype=torch.int32))
         with pytest.raises(ContractError, match=message):
             layer(q, None, None, cache, metadata, selected_keys=selected)
+
+
+def test_two_sets_of_keys_under_one_softmax() -> None:
+    """M4, M11: a window of keys and selected entries, with a sink in one of the two layers."""
+    torch.manual_seed(0)
+    latents: dict[str, Any] = {
+        "num_heads": 4, "num_kv_heads": 1, "head_size": 16, "dtype": torch.float32, "block_size": 4,
+        "use_mla": True, "needs_lse": True,
+    }  # fmt: skip
+    sinks = torch.randn(4)
+    window = attnlib.AttentionSpec(**latents, sliding_window=5, has_sink=True)
+    selection = KeySelection(max_blocks=3)
+    entries = attnlib.AttentionSpec(**latents, attn_type="encoder_decoder", key_selection=selection)
+    query, parts, keys = torch.randn(4, 4, 16), [], []
+    lists = torch.tensor([[[6, 2, 0]], [[1, -1, 0]], [[-1, -1, -1]], [[3, 2, 1]]]).int()
+    for spec, lengths in ((window, [11, 9]), (entries, [7, 4])):
+        layer = attnlib.Attention(
+            spec, backend="torch", device="cpu", sinks=sinks if spec.has_sink else None
+        )
+        cache = attnlib.PagedKVCache.allocate(spec, 6, "cpu")
+        cache.key_cache.normal_()
+        table = torch.tensor([[4, 0, 5], [2, 3, 1]], dtype=torch.int32)
+        common = attnlib.CommonAttentionMetadata.from_lengths(
+            [1, 3], lengths, table, 4, "cpu", is_cross_attention=spec is entries
+        )
+        metadata = layer.backend.make_builder(spec, "cpu").build(0, common)
+        selected = None if spec is window else SelectedKeys(lists)
+        parts += layer(query, None, None, cache, metadata, True, selected_keys=selected)
+        keys.append([cache.key_cache[row.long()].flatten(0, 2) for row in table])
+    out = torch.empty_like(query)
+    merge_states(*parts, out=out)
+    for token, (request, position) in enumerate([(0, 10), (1, 6), (1, 7), (1, 8)]):
+        near = keys[0][request][max(position - 4, 0) : position + 1]
+        chosen = keys[1][request][[entry for entry in lists[token, 0].tolist() if entry >= 0]]
+        both = torch.cat([near, chosen])
+        scores = torch.cat([query[token] @ both.T / 4, sinks[:, None]], dim=1)
+        expected = scores.softmax(-1)[:, :-1] @ both
+        assert torch.allclose(out[token], expected, atol=1e-5)
 
 
 def test_compiled_layers_take_lists() -> None:
