@@ -2,6 +2,7 @@
 
     python benchmarks/gpu/score_functions.py --out score_functions.json
     python benchmarks/gpu/score_functions.py --rows plain        # also runs in trees without M10
+    python benchmarks/gpu/score_functions.py --rows prefill --functions documents spans
 
 Prefills of one request, decodes of a batch, 32/8 heads of 128, bfloat16, blocks of 16. Packed
 documents are compared with the same documents as requests of their own. All rows of a group are
@@ -201,8 +202,14 @@ def flex_row(function: Any, row: Row, length: int) -> Callable[[int], torch.Tens
     return call
 
 
-def prefills(length: int, with_flex: bool) -> dict[str, Any]:
-    """Prefills of one request of `length` tokens: each function, and flex_attention."""
+def prefills(length: int, with_flex: bool, names: list[str]) -> dict[str, Any]:
+    """Prefills of one request of `length` tokens: each function, and flex_attention.
+
+    Args:
+        length: tokens of the request.
+        with_flex: measure flex_attention too.
+        names: functions to measure; empty for all.
+    """
     from attnlib.score_functions import ScoreFunction, builtin
 
     def packed(num_heads: int, seq_lens: Any) -> dict[str, torch.Tensor]:
@@ -229,6 +236,8 @@ def prefills(length: int, with_flex: bool) -> dict[str, Any]:
     plain = Row([length], [length])
     alone = Row([size] * DOCUMENTS, [size] * DOCUMENTS)
     for name, function in functions.items():
+        if names and name not in names:
+            continue
         row = Row([length], [length], function)
         rows: dict[str, Any] = {"plain": plain, name: row}
         if name == "documents":
@@ -322,6 +331,7 @@ def compiled_after_warmup(batches: int) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", nargs="*", default=["plain", "prefill", "decode", "warmup"])
+    parser.add_argument("--functions", nargs="*", default=[], help="prefills (default: all)")
     parser.add_argument("--length", type=int, default=8192, help="tokens of a prefill")
     parser.add_argument("--no-flex", action="store_true", help="leave flex_attention out")
     parser.add_argument("--commit", help="commit of a copy without history")
@@ -345,7 +355,9 @@ def main() -> None:
         result["kernels compiled after warmup"] = compiled_after_warmup(60)
         print(result["kernels compiled after warmup"])
     if "prefill" in options.rows:
-        result[f"prefill 1 x {options.length}"] = prefills(options.length, not options.no_flex)
+        result[f"prefill 1 x {options.length}"] = prefills(
+            options.length, not options.no_flex, options.functions
+        )
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 

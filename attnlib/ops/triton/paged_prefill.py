@@ -33,7 +33,7 @@ from attnlib.ops.triton.launch.attention import (
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
-from attnlib.ops.triton.launch.score import count_score_tiles
+from attnlib.ops.triton.launch.score import count_lookups, count_score_tiles
 from attnlib.ops.triton.launch.signature import batch_signature, call_signature
 
 __all__ = ["paged_prefill", "prepare_plain_prefill", "prepare_prefill"]
@@ -194,7 +194,10 @@ def prepare_plain_prefill(
             *problem, in_place=in_place, native_fp8=limits.has_fp8, tuned=limits.tuned
         )
     else:
-        tile = choose_prefill_tile(*problem, native_fp8=limits.has_fp8, tuned=limits.tuned)
+        lookups = count_lookups(params)
+        tile = choose_prefill_tile(
+            *problem, lookups=lookups, native_fp8=limits.has_fp8, tuned=limits.tuned
+        )
     tile_heads = min(group, tile.block_m)
     tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(group, tile_heads)
     constants |= {

@@ -254,6 +254,7 @@ def choose_prefill_tile(
     products: str,
     score_tiles: int = 0,
     *,
+    lookups: int = 0,
     native_fp8: bool = True,
     tuned: TileTable | None = None,
 ) -> Tile:
@@ -270,6 +271,9 @@ def choose_prefill_tile(
         shared_memory: limit per program in bytes.
         products: matrix instructions of the chip: "async", "sync" or "mfma".
         score_tiles: as in `shared_bytes`.
+        lookups: how many of them are lookups of a score function. Their addresses and values take
+            registers: with 64 scores per thread, a kernel for sm_80 used 488 bytes of local memory
+            per thread. Tiles with lookups have at most 32.
         native_fp8: whether the chip converts float8 in hardware.
         tuned: the user's table for the chip, which precedes the shipped ones.
 
@@ -283,9 +287,10 @@ def choose_prefill_tile(
     rows = max(16, next_power_of_2(max_rows))
     tiles = [_narrowed(tile, min(tile.block_m, rows)) for tile in best]
     smaller = _fallbacks(tiles[0].block_m, tiles[0].num_warps)
-    return _first_that_fits(
-        [*tiles, *smaller], sizes, element_bytes, shared_memory, products, score_tiles
-    )
+    candidates = [*tiles, *smaller]
+    if lookups:
+        candidates = [t for t in candidates if t.block_m * t.block_n <= 1024 * t.num_warps]
+    return _first_that_fits(candidates, sizes, element_bytes, shared_memory, products, score_tiles)
 
 
 def choose_decode_tile(

@@ -218,7 +218,8 @@ def prepare_hopper_prefill(
         "V_SCALE_KIND": scale_kind("v_scale", params.v_scale), "BYTE_STAGES": tile.byte_stages,
         "CONVERTER_WARPS": tile.converter_warps, "QUERY_REGISTERS": tile.query_registers,
         "CONVERTER_REGISTERS": tile.converter_registers, "num_warps": 4,
-        "enable_fp_fusion": True, "launch_pdl": True, **score_constants(params, "gluon"),
+        "enable_fp_fusion": True, "launch_pdl": True,
+        **score_constants(params, "gluon", True, key.dtype.itemsize > 1),
     }  # fmt: skip
     query_view = None
     if load_query:

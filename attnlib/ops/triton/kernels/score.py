@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "absolute", "apply_mask_mod", "apply_score", "apply_score_mod", "bound_keys", "exp", "exp2",
+    "absolute", "apply_mask_mod", "apply_raw_mask_mod", "apply_raw_score", "apply_raw_score_mod",
+    "apply_score", "apply_score_mod", "bound_keys", "distance", "exp", "exp2",
     "floor", "log", "log2", "lookup", "maximum", "minimum", "named_values", "sqrt", "where",
 ]  # fmt: skip
 
@@ -125,6 +126,21 @@ def lookup(table, row, column=None):
 
 
 @triton.jit
+def distance(q_pos, k_pos):
+    """Return q_pos - k_pos in float32, exact up to 2^24; called by `launch.score_arithmetic`.
+
+    Args:
+        q_pos, k_pos: positions that broadcast to [M, N].
+    """
+    # In WGMMA accumulators a thread has columns 8 * i + 2 * (lane % 4) and the next. The bits of i
+    # and the lowest one are constants of each register, so their conversion is done at compile
+    # time, and the sum of the other bits is the same for all registers of a row.
+    CONSTANT_BITS: tl.constexpr = (k_pos.shape[1] - 1) & ~6
+    columns = k_pos & CONSTANT_BITS
+    return (q_pos - (k_pos - columns)).to(tl.float32) - columns.to(tl.float32)
+
+
+@triton.jit
 def apply_score(score, q_pos, k_pos, head, request, aux):
     """Call a score function with its named tensors and constants."""
     return FUNCTION(score, q_pos, k_pos, head, request, named_values(aux, FIELDS))
@@ -140,6 +156,24 @@ def apply_score_mod(score, q_pos, k_pos, head, request, aux):
 def apply_mask_mod(score, q_pos, k_pos, head, request, aux):
     """Call a mask_mod of `flex_attention`."""
     return tl.where(FUNCTION(request, head, q_pos, k_pos), score, float("-inf"))
+
+
+@triton.jit
+def apply_raw_score(product, q_pos, k_pos, head, request, aux, inverse_scale):
+    """`apply_score` for a function that takes raw products (`launch.score_arithmetic`)."""
+    return FUNCTION(product, q_pos, k_pos, head, request, named_values(aux, FIELDS), inverse_scale)
+
+
+@triton.jit
+def apply_raw_score_mod(product, q_pos, k_pos, head, request, aux, inverse_scale):
+    """`apply_score_mod` for a function that takes raw products."""
+    return FUNCTION(product, request, head, q_pos, k_pos, inverse_scale)
+
+
+@triton.jit
+def apply_raw_mask_mod(product, q_pos, k_pos, head, request, aux, inverse_scale):
+    """`apply_mask_mod`, whose function does not see the product."""
+    return tl.where(FUNCTION(request, head, q_pos, k_pos), product, float("-inf"))
 
 
 @triton.jit

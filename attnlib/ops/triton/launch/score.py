@@ -13,7 +13,7 @@ import inspect
 import linecache
 import textwrap
 from collections.abc import Callable, Mapping
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,13 +26,21 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.heuristics import device as chips
 from attnlib.ops.triton.kernels import score as device_code
+from attnlib.ops.triton.launch.score_arithmetic import (
+    INVERSE_SCALE,
+    differentiate,
+    simplify_arithmetic,
+    take_raw_products,
+)
 from attnlib.score_functions.function import MAX_TENSORS, ScoreFunction
 from attnlib.score_functions.operators import OPERATORS, TORCH_OPERATORS
 
 __all__ = [
     "CompiledScore",
     "compile_score",
+    "count_lookups",
     "count_score_tiles",
+    "device_source",
     "score_constants",
     "score_signature",
     "score_tail",
@@ -44,6 +52,13 @@ _TEMPLATES: dict[str, Any] = {
     "score_mod": device_code.apply_score_mod,
     "mask_mod": device_code.apply_mask_mod,
 }
+_RAW_TEMPLATES: dict[str, Any] = {
+    "score": device_code.apply_raw_score,
+    "score_mod": device_code.apply_raw_score_mod,
+    "mask_mod": device_code.apply_raw_mask_mod,
+}
+_RESERVED = frozenset({"distance", INVERSE_SCALE})
+"""Globals with these names are left alone: functions that have one are compiled as they are."""
 _KEEP: list[dict[str, Any]] = []
 """Globals of copies: Triton identifies globals by the id of their dictionary, so that no id may be
 reused."""
@@ -55,10 +70,17 @@ class CompiledScore(NamedTuple):
     Attributes:
         apply: `apply(score, q_pos, k_pos, head, request, aux)`.
         bounds: `bounds(q_first, q_last, seq_len, request, aux)`, or None.
+        apply_raw: `apply_raw(product, q_pos, k_pos, head, request, aux, inverse_scale)` takes and
+            returns products q . k, not scaled; None if the function cannot or the language is not
+            Gluon.
+        key_slope: with the parameters of `apply_raw`, the derivative of its result by the key's
+            position, if it is equal for all keys and not 0; else None.
     """
 
     apply: Any
     bounds: Any
+    apply_raw: Any = None
+    key_slope: Any = None
 
 
 class _Language(NamedTuple):
@@ -94,11 +116,19 @@ def compile_score(function: ScoreFunction, language: str) -> CompiledScore:
     ]
     extra = {"FIELDS": tl.constexpr(tuple(fields))}
     converter = _Converter(_language(language))
-    apply = converter.template(_TEMPLATES[function.form], function.function, extra)
+    # Only the Hopper prefill is bound by the instructions of every score.
+    form = function.form if language == "gluon" else None
+    apply = converter.template(_TEMPLATES[function.form], function.function, extra, form)
+    more = {}
+    if form is not None:
+        for name, variant in (("apply_raw", "products"), ("key_slope", "slope")):
+            if converter.convert(function.function, form, variant) is not None:
+                template = _RAW_TEMPLATES[form]
+                more[name] = converter.template(template, function.function, extra, form, variant)
     bounds = None
     if function.bounds is not None:
         bounds = converter.template(device_code.bound_keys, function.bounds, extra)
-    return CompiledScore(apply, bounds)
+    return CompiledScore(apply, bounds, **more)
 
 
 class _Converter:
@@ -109,19 +139,51 @@ class _Converter:
         self._made: dict[Any, Any] = {}
         self._operators: dict[str, Any] = {}
 
-    def template(self, template: Any, function: Callable[..., Any], extra: dict[str, Any]) -> Any:
-        """A copy of a function of `kernels.score` that calls `function`."""
-        values = {**template.fn.__globals__, "FUNCTION": self.convert(function), **extra}
+    def template(
+        self,
+        template: Any,
+        function: Callable[..., Any],
+        extra: dict[str, Any],
+        form: str | None = None,
+        variant: str = "scores",
+    ) -> Any:
+        """A copy of a function of `kernels.score` that calls `function`.
+
+        Args:
+            template: the function of `kernels.score`.
+            function: a Python function.
+            extra: further globals of the copy.
+            form, variant: as in `convert`.
+        """
+        converted = self.convert(function, form, variant)
+        values = {**template.fn.__globals__, "FUNCTION": converted, **extra}
         return self._copy(template.fn, values)
 
-    def convert(self, function: Callable[..., Any]) -> Any:
-        """The device function of a Python function."""
-        if function not in self._made:
+    def convert(
+        self, function: Callable[..., Any], form: str | None = None, variant: str = "scores"
+    ) -> Any:
+        """The device function of a Python function.
+
+        Args:
+            function: a Python function.
+            form: `ScoreFunction.form` of a function whose arithmetic may be simplified, else None.
+            variant: as in `device_source`.
+
+        Returns:
+            The device function; None if the function has no such variant.
+        """
+        key = (function, form, variant)
+        if key not in self._made:
             used = inspect.getclosurevars(function).globals
             values = {name: self._value(value) for name, value in used.items()}
             values = {"abs": self._operator("absolute"), **values}
-            self._made[function] = self._copy(_without_annotations(function), values)
-        return self._made[function]
+            copy = device_source(function, used, form, variant)
+            if copy is None:
+                return None
+            if "distance" in copy.__code__.co_names and "distance" not in used:
+                values["distance"] = self._operator("distance")
+            self._made[key] = self._copy(copy, values)
+        return self._made[key]
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, bool | int | float):
@@ -135,7 +197,10 @@ class _Converter:
 
     def _module(self, names: Mapping[str, str]) -> Any:
         made = {name: self._operator(operator) for name, operator in names.items()}
-        return SimpleNamespace(**made)
+        # The compiler makes deep copies of other objects, which device functions do not allow.
+        module = ModuleType("operators")
+        vars(module).update(made)
+        return module
 
     def _operator(self, name: str) -> Any:
         if name not in self._operators:
@@ -152,8 +217,23 @@ class _Converter:
         return self._language.jit(copy)
 
 
-def _without_annotations(function: Callable[..., Any]) -> Any:
+def device_source(
+    function: Callable[..., Any],
+    used: Mapping[str, Any],
+    form: str | None,
+    variant: str = "scores",
+) -> Any:
     """A copy of a function whose source has no type annotations.
+
+    Args:
+        function: the function.
+        used: the globals that it uses.
+        form: `ScoreFunction.form`, to simplify the arithmetic too; None to leave it.
+        variant: "scores"; with a form also "products" for a function that takes raw products
+            (`take_raw_products`), and "slope" for its derivative (`differentiate`).
+
+    Returns:
+        The copy; None if the function has no such variant.
 
     Raises:
         UnsupportedConfigError: the source of the function is not available.
@@ -172,9 +252,18 @@ def _without_annotations(function: Callable[..., Any]) -> Any:
     for argument in definition.args.args:
         argument.annotation = None
     definition.returns, definition.decorator_list = None, []
-    source = ast.unparse(tree) + "\n"
+    operator_of = functools.partial(_operator_of, used=used)
+    exists = variant == "scores"
+    if form is not None and not _RESERVED & used.keys():
+        simplify_arithmetic(definition, form, operator_of)
+        exists = exists or take_raw_products(definition, form, operator_of)
+        if variant == "slope":
+            exists = exists and differentiate(definition, form, operator_of)
+    if not exists:
+        return None
+    source = ast.unparse(ast.fix_missing_locations(tree)) + "\n"
     # Triton reads the source of a function through `inspect`, which asks `linecache`.
-    file = f"<attnlib score function {name}>"
+    file = f"<attnlib score function {name}{'' if form is None else f', {variant}'}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     namespace: dict[str, Any] = {}
     exec(compile(source, file, "exec"), namespace)
@@ -183,19 +272,56 @@ def _without_annotations(function: Callable[..., Any]) -> Any:
     return copy
 
 
+def _operator_of(called: ast.expr, used: Mapping[str, Any]) -> str | None:
+    """The name of the operator that an expression denotes in a function; None if it is another."""
+    value: Any = None
+    if isinstance(called, ast.Name):
+        value = abs if called.id == "abs" else used.get(called.id)
+    elif isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
+        value = getattr(used.get(called.value.id), called.attr, None)
+    if value is abs:
+        return "absolute"
+    if not callable(value):
+        return None
+    return OPERATORS.get(value) or TORCH_OPERATORS.get(value)
+
+
 def count_score_tiles(params: AttentionParams) -> int:
     """`score_tiles` of `heuristics.tiles.shared_bytes` for a call."""
+    return count_lookups(params) + (params.query_bias is not None)
+
+
+def count_lookups(params: AttentionParams) -> int:
+    """Lookups of the score function with as many results as scores."""
     function = params.score_function
-    lookups = 0 if function is None else function.count_tile_lookups()
-    return lookups + (params.query_bias is not None)
+    return 0 if function is None else function.count_tile_lookups()
 
 
-def score_constants(params: AttentionParams, language: str) -> dict[str, Any]:
-    """The compile-time arguments of a kernel for its score function."""
+def score_constants(
+    params: AttentionParams, language: str, has_raw: bool = False, takes_raw: bool = True
+) -> dict[str, Any]:
+    """The compile-time arguments of a kernel for its score function.
+
+    Args:
+        params: parameters of the call.
+        language: as in `compile_score`.
+        has_raw: the kernel has the arguments RAW_SCORE and KEY_SLOPE.
+        takes_raw: it may be given a function of raw products. Over a float8 cache, products have a
+            scale per row besides the softmax scale.
+    """
+    constants: dict[str, Any] = {"SCORE": None, "BOUNDS": None}
+    if has_raw:
+        constants |= {"RAW_SCORE": False, "KEY_SLOPE": None}
     if params.score_function is None:
-        return {"SCORE": None, "BOUNDS": None}
+        return constants
     compiled = compile_score(params.score_function, language)
-    return {"SCORE": compiled.apply, "BOUNDS": compiled.bounds}
+    constants |= {"SCORE": compiled.apply, "BOUNDS": compiled.bounds}
+    in_products = takes_raw and not params.logits_soft_cap and params.scale > 0
+    if has_raw and in_products and compiled.apply_raw is not None:
+        constants |= {
+            "SCORE": compiled.apply_raw, "RAW_SCORE": True, "KEY_SLOPE": compiled.key_slope,
+        }  # fmt: skip
+    return constants
 
 
 def tensor_sizes(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:

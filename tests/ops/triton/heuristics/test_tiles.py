@@ -77,6 +77,18 @@ def test_stages_follow_shared_memory() -> None:
     assert choose_decode_tile(128, 128, 2, 2, 4, 227 * KB, "async") == Tile(16, 64, 4, 3)
 
 
+def test_tiles_with_lookups_have_few_scores_per_thread() -> None:
+    """Addresses and values of the lookups take registers."""
+    for size in (64, 128, 256):
+        for limit in (99 * KB, 163 * KB, 227 * KB):
+            arguments = (size, size, 2, 2, 4096, limit, "sync", 1)
+            tile = choose_prefill_tile(*arguments, lookups=1)
+            assert tile.block_m * tile.block_n <= 32 * 32 * tile.num_warps
+    sizes = (64, 64, 2, 2, 4096, 163 * KB, "sync", 1)
+    assert choose_prefill_tile(*sizes) == Tile(128, 64, 4, 3)
+    assert choose_prefill_tile(*sizes, lookups=1) == Tile(128, 32, 4, 2)
+
+
 def test_head_sizes_are_split_with_little_padding() -> None:
     """One power of two, or two if that pads less."""
     cuts = {

@@ -22,6 +22,7 @@ from attnlib.ops.triton.hopper.kernels.softmax import (
     mask_scores,
     online_softmax,
     online_softmax_by_row,
+    softmax_with_slope,
     transform_scores,
 )
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
@@ -61,8 +62,9 @@ def unpack_weights(words, DTYPE: gl.constexpr, P_LAYOUT: gl.constexpr):
 @gluon.jit
 def weigh_tile(
     scores, tile, row_first, row_last, row_max, row_sum, factor, k_factor, soft_cap, scale,
-    positions, heads, request, aux, SCORE: gl.constexpr, MASKED: gl.constexpr,
-    CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr, KV_KIND: gl.constexpr,
+    positions, heads, request, aux, SCORE: gl.constexpr, RAW_SCORE: gl.constexpr,
+    KEY_SLOPE: gl.constexpr, MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
+    KV_KIND: gl.constexpr,
 ):  # fmt: skip
     """Turn raw products with the keys of `tile` into weights.
 
@@ -73,42 +75,48 @@ def weigh_tile(
         (weights [M, N], factor [M] of what was accumulated before, row_max, row_sum).
     """
     BLOCK_N: gl.constexpr = scores.shape[1]
-    if KV_KIND != KV_PLAIN:
-        if SCORE is not None or HAS_CAP:
-            scores = scores * k_factor[:, None]
-    if SCORE is not None:
-        keys = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores.type.layout))
-        scores = apply_function(
-            scores, scale, factor, soft_cap, positions[:, None], keys[None, :], heads[:, None],
-            request, aux, SCORE, HAS_CAP)  # fmt: skip
+    if KEY_SLOPE is not None:
+        return softmax_with_slope(
+            scores, scale, factor, positions, tile * BLOCK_N, heads, request, aux, row_first,
+            row_last, row_max, row_sum, SCORE, KEY_SLOPE, MASKED, CHECK_FIRST)  # fmt: skip
     else:
-        scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
-    if MASKED:
-        scores = mask_scores(scores, row_first, row_last, tile * BLOCK_N, CHECK_FIRST)
-    # A score function may hide keys of any tile.
-    CAN_HIDE: gl.constexpr = MASKED or SCORE is not None
-    if KV_KIND != KV_PLAIN:
+        if KV_KIND != KV_PLAIN:
+            if SCORE is not None or HAS_CAP:
+                scores = scores * k_factor[:, None]
         if SCORE is not None:
-            row_factor = gl.full([scores.shape[0]], LOG2E, gl.float32, k_factor.type.layout)
-        elif HAS_CAP:
-            row_factor = gl.full([scores.shape[0]], 1.0, gl.float32, k_factor.type.layout)
+            keys = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores.type.layout))
+            scores = apply_function(
+                scores, scale, factor, soft_cap, positions[:, None], keys[None, :], heads[:, None],
+                request, aux, SCORE, HAS_CAP, RAW_SCORE)  # fmt: skip
         else:
-            row_factor = k_factor * factor
-        return online_softmax_by_row(
-            scores, row_factor, row_max, row_sum, WEIGHT_EXPONENT, CAN_HIDE
-        )
-    elif SCORE is not None:
-        return online_softmax(scores, LOG2E, row_max, row_sum, CAN_HIDE, False)
-    else:
-        return online_softmax(scores, factor, row_max, row_sum, CAN_HIDE, HAS_CAP)
+            scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
+        if MASKED:
+            scores = mask_scores(scores, row_first, row_last, tile * BLOCK_N, CHECK_FIRST)
+        # A score function may hide keys of any tile.
+        CAN_HIDE: gl.constexpr = MASKED or SCORE is not None
+        if KV_KIND != KV_PLAIN:
+            if SCORE is not None:
+                row_factor = gl.full([scores.shape[0]], LOG2E, gl.float32, k_factor.type.layout)
+            elif HAS_CAP:
+                row_factor = gl.full([scores.shape[0]], 1.0, gl.float32, k_factor.type.layout)
+            else:
+                row_factor = k_factor * factor
+            return online_softmax_by_row(
+                scores, row_factor, row_max, row_sum, WEIGHT_EXPONENT, CAN_HIDE
+            )
+        elif SCORE is not None and not RAW_SCORE:
+            return online_softmax(scores, LOG2E, row_max, row_sum, CAN_HIDE, False)
+        else:
+            return online_softmax(scores, factor, row_max, row_sum, CAN_HIDE, HAS_CAP)
 
 
 @gluon.jit
 def overlapped_step(
     q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, row_max, row_sum,
     step, tile, row_first, row_last, factor, k_factor, soft_cap, scale, positions, heads, request,
-    aux, SCORE: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr,
-    HAS_CAP: gl.constexpr, P_LAYOUT: gl.constexpr, KV_KIND: gl.constexpr,
+    aux, SCORE: gl.constexpr, RAW_SCORE: gl.constexpr, KEY_SLOPE: gl.constexpr,
+    STAGES: gl.constexpr, MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
+    P_LAYOUT: gl.constexpr, KV_KIND: gl.constexpr,
 ):  # fmt: skip
     """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
 
@@ -139,7 +147,8 @@ def overlapped_step(
     mbarrier.arrive(k_empty.index(stage), count=1)
     probs, acc_scale, row_max, row_sum = weigh_tile(
         scores, tile, row_first, row_last, row_max, row_sum, factor, k_factor, soft_cap, scale,
-        positions, heads, request, aux, SCORE, MASKED, CHECK_FIRST, HAS_CAP, KV_KIND)  # fmt: skip
+        positions, heads, request, aux, SCORE, RAW_SCORE, KEY_SLOPE, MASKED, CHECK_FIRST, HAS_CAP,
+        KV_KIND)  # fmt: skip
     # P @ V is complete: its stage is free, and the accumulator may be rescaled.
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index(v_stage), count=1)

@@ -288,7 +288,8 @@ def _consumer(
     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk, num_reqs,
     concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox, q_tiles, q_halves,
     k_ring, v_ring, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, aux,
-    SCORE: gl.constexpr, BOUNDS: gl.constexpr, WARPGROUP: gl.constexpr, GROUP: gl.constexpr,
+    SCORE: gl.constexpr, RAW_SCORE: gl.constexpr, KEY_SLOPE: gl.constexpr, BOUNDS: gl.constexpr,
+    WARPGROUP: gl.constexpr, GROUP: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr,
     STAGED_STORE: gl.constexpr, FIELDS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
@@ -313,6 +314,7 @@ def _consumer(
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK
     # With bounds, unmasked tiles have scores that the function does not change.
     FULL_SCORE: gl.constexpr = None if BOUNDS is not None else SCORE
+    FULL_SLOPE: gl.constexpr = None if BOUNDS is not None else KEY_SLOPE
     factor = score_factor(scale, soft_cap, HAS_CAP)
     if concurrent == 0:
         # PDL: the previous kernel may have written the queries or read the output.
@@ -418,8 +420,8 @@ def _consumer(
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 probs, _, row_max, row_sum = weigh_tile(
                     scores, end - 1, row_first, row_last, row_max, row_sum, factor, k_factor,
-                    soft_cap, scale, positions, head, request, aux, SCORE, True, CHECK_LEFT,
-                    HAS_CAP, KV_KIND)  # fmt: skip
+                    soft_cap, scale, positions, head, request, aux, SCORE, RAW_SCORE, KEY_SLOPE,
+                    True, CHECK_LEFT, HAS_CAP, KV_KIND)  # fmt: skip
                 weights = pack_weights(probs, COMPUTE)
                 past_end = seq_len - (end - 1) * BLOCK_N
                 if KV_KIND == KV_PLAIN:
@@ -437,15 +439,17 @@ def _consumer(
                     acc, weights, row_max, row_sum = overlapped_step(
                         q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
                         row_max, row_sum, step, end - 2 - back, row_first, row_last, factor,
-                        k_factor, soft_cap, scale, positions, head, request, aux, SCORE, STAGES,
-                        True, CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND)  # fmt: skip
+                        k_factor, soft_cap, scale, positions, head, request, aux, SCORE,
+                        RAW_SCORE, KEY_SLOPE, STAGES, True, CHECK_LEFT, HAS_CAP, P_LAYOUT,
+                        KV_KIND)  # fmt: skip
                     step += 1
                 for back in range(0, full_end - full_begin):
                     acc, weights, row_max, row_sum = overlapped_step(
                         q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
                         row_max, row_sum, step, full_end - 1 - back, row_first, row_last, factor,
                         k_factor, soft_cap, scale, positions, head, request, aux, FULL_SCORE,
-                        STAGES, False, CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND)  # fmt: skip
+                        RAW_SCORE, FULL_SLOPE, STAGES, False, CHECK_LEFT, HAS_CAP, P_LAYOUT,
+                        KV_KIND)  # fmt: skip
                     step += 1
                 if CHECK_LEFT or BOUNDS is not None:
                     for back in range(0, full_begin - begin):
@@ -453,7 +457,8 @@ def _consumer(
                             q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
                             weights, row_max, row_sum, step, full_begin - 1 - back, row_first,
                             row_last, factor, k_factor, soft_cap, scale, positions, head, request,
-                            aux, SCORE, STAGES, True, CHECK_LEFT, HAS_CAP, P_LAYOUT,
+                            aux, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True, CHECK_LEFT, HAS_CAP,
+                            P_LAYOUT,
                             KV_KIND)  # fmt: skip
                         step += 1
 
@@ -519,7 +524,8 @@ def hopper_prefill_kernel(
     aux3, query_start_loc, seq_lens, block_table, counters, scale, soft_cap, left, right, chunk,
     num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks, stride_qt, stride_qh,
     stride_ot, stride_oh, stride_lt, stride_table, rows0, columns0, rows1, columns1, rows2,
-    columns2, rows3, columns3, SCORE: gl.constexpr, BOUNDS: gl.constexpr,
+    columns2, rows3, columns3, SCORE: gl.constexpr, RAW_SCORE: gl.constexpr,
+    KEY_SLOPE: gl.constexpr, BOUNDS: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
@@ -545,6 +551,8 @@ def hopper_prefill_kernel(
         section: KV heads of a section, as in `schedule.find_tile`.
         num_blocks: blocks of the cache.
         aux0 to columns3: tensors of the score function SCORE, as in `kernels.score`; None without.
+            With RAW_SCORE it takes raw products instead of scores. KEY_SLOPE: it adds this times
+            the key's position, and terms that are equal for all keys; None for others.
     """
     aux = (
         aux0, rows0, columns0, aux1, rows1, columns1, aux2, rows2, columns2, aux3, rows3, columns3,
@@ -612,17 +620,19 @@ def hopper_prefill_kernel(
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, q_halves, k_ring, v_ring, mail_full, mail_empty, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 0, GROUP, D, DV,
-                    TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
-                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, RAW_SCORE,
+                    KEY_SLOPE, BOUNDS, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
+                    CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                    HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
                     KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, q_halves, k_ring, v_ring, mail_full, mail_empty, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 1, GROUP, D, DV,
-                    TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
-                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, RAW_SCORE,
+                    KEY_SLOPE, BOUNDS, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
+                    CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                    HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
                     KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
                 (converter, (
                     left, right, chunk, num_reqs, mailbox, k_bytes, v_bytes, k_ring, v_ring,
@@ -652,25 +662,28 @@ def hopper_prefill_kernel(
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 0, GROUP, D, DV,
-                    TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
-                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, RAW_SCORE,
+                    KEY_SLOPE, BOUNDS, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
+                    CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                    HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
                     KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 1, GROUP, D, DV,
-                    TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
-                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, RAW_SCORE,
+                    KEY_SLOPE, BOUNDS, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
+                    CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                    HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
                     KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 2, GROUP, D, DV,
-                    TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
-                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, RAW_SCORE,
+                    KEY_SLOPE, BOUNDS, 2, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
+                    CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                    HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
                     KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
                 (_key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
@@ -695,17 +708,19 @@ def hopper_prefill_kernel(
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 0, GROUP, D, DV,
-                    TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
-                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, RAW_SCORE,
+                    KEY_SLOPE, BOUNDS, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
+                    CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                    HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
                     KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, BOUNDS, 1, GROUP, D, DV,
-                    TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE,
-                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, RAW_SCORE,
+                    KEY_SLOPE, BOUNDS, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
+                    CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                    HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
                     KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
                 (_key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,

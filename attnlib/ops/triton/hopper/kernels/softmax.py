@@ -13,7 +13,7 @@ from attnlib.ops.triton.hopper.kernels.compat import exp2
 
 __all__ = [
     "LN2", "LOG2E", "add_sink", "apply_function", "mask_scores", "online_softmax",
-    "online_softmax_by_row", "score_factor", "transform_scores",
+    "online_softmax_by_row", "score_factor", "softmax_with_slope", "transform_scores",
 ]  # fmt: skip
 
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
@@ -42,17 +42,22 @@ def transform_scores(scores, factor, soft_cap, HAS_CAP: gl.constexpr):
 @gluon.jit
 def apply_function(
     scores, scale, factor, soft_cap, positions, keys, heads, request, aux, SCORE: gl.constexpr,
-    HAS_CAP: gl.constexpr,
+    HAS_CAP: gl.constexpr, RAW_SCORE: gl.constexpr = False,
 ):  # fmt: skip
-    """Return the scores after scale, soft cap and score function (M3), in natural units.
+    """Return the scores after scale, soft cap and score function (M3).
 
-    `positions`, `keys` and `heads` broadcast with the scores; `factor` is that of `score_factor`.
+    They are raw products as before with RAW_SCORE, otherwise in natural units. `positions`, `keys`
+    and `heads` broadcast with the scores; `factor` is that of `score_factor`.
     """
-    if HAS_CAP:
-        logits = soft_cap - (2.0 * soft_cap) / (exp2(scores * factor) + 1.0)
+    if RAW_SCORE:
+        changed = SCORE(scores, positions, keys, heads, request, aux, 1.0 / scale)
     else:
-        logits = scores * scale
-    return SCORE(logits, positions, keys, heads, request, aux).to(gl.float32)
+        if HAS_CAP:
+            logits = soft_cap - (2.0 * soft_cap) / (exp2(scores * factor) + 1.0)
+        else:
+            logits = scores * scale
+        changed = SCORE(logits, positions, keys, heads, request, aux)
+    return changed.to(gl.float32)
 
 
 @gluon.jit
@@ -111,6 +116,50 @@ def online_softmax_by_row(
     if MASKED:
         finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
     weights = exp2(scores * row_factor[:, None] - (finite_max - exponent)[:, None])
+    acc_scale = exp2(row_max - finite_max)
+    return weights, acc_scale, new_max, row_sum * acc_scale + gl.sum(weights, 1)
+
+
+@gluon.jit
+def softmax_with_slope(
+    scores, scale, factor, positions, tile_start, heads, request, aux, row_first, row_last, row_max,
+    row_sum, SCORE: gl.constexpr, KEY_SLOPE: gl.constexpr, MASKED: gl.constexpr,
+    CHECK_FIRST: gl.constexpr,
+):  # fmt: skip
+    """Mask and softmax of a tile whose score function adds KEY_SLOPE times the key's position.
+
+    As `apply_function` with RAW_SCORE, `mask_scores` and `online_softmax`, but SCORE is called for
+    one key of each thread. A thread has columns 8 * i + 2 * (lane % 4) and the next: the others
+    differ from its first one by constants, so each takes one multiply-add.
+    """
+    M: gl.constexpr = scores.shape[0]
+    N: gl.constexpr = scores.shape[1]
+    LAYOUT: gl.constexpr = scores.type.layout
+    slope = KEY_SLOPE(0.0, positions[:, None], 0, heads[:, None], request, aux, 1.0 / scale)
+    columns = gl.arange(0, N, gl.SliceLayout(0, LAYOUT)) & ~6
+    scores += slope * columns.to(gl.float32)[None, :]
+    if MASKED:
+        scores = mask_scores(scores, row_first, row_last, tile_start, CHECK_FIRST)
+    # [M, columns of a thread apart by 8, lane % 4, the column and the next]
+    parts = gl.reshape(scores, [M, N // 8, 4, 2])
+    largest = gl.max(gl.max(parts, 3), 1)
+    LANES: gl.constexpr = largest.type.layout
+    rows = gl.convert_layout(positions, gl.SliceLayout(1, LANES))
+    row_heads = gl.convert_layout(heads, gl.SliceLayout(1, LANES))
+    first_keys = tile_start + 2 * gl.arange(0, 4, gl.SliceLayout(0, LANES))
+    zeros = gl.zeros([M, 4], gl.float32, LANES)
+    first = SCORE(
+        zeros, rows[:, None], first_keys[None, :], row_heads[:, None], request, aux, 1.0 / scale
+    ).to(gl.float32)
+    ROW: gl.constexpr = row_max.type.layout
+    tile_max = gl.convert_layout(gl.max(largest + first, 1), ROW)
+    new_max = gl.maximum(row_max, tile_max * factor)
+    # -inf - -inf is NaN: rows without a visible key are measured from 0.
+    finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
+    shift = first * factor - gl.convert_layout(finite_max, gl.SliceLayout(1, LANES))[:, None]
+    shift = gl.expand_dims(gl.expand_dims(shift, 1), 3)
+    shift = gl.convert_layout(shift, parts.type.layout)
+    weights = gl.convert_layout(gl.reshape(exp2(parts * factor + shift), [M, N]), LAYOUT)
     acc_scale = exp2(row_max - finite_max)
     return weights, acc_scale, new_max, row_sum * acc_scale + gl.sum(weights, 1)
 
