@@ -23,6 +23,7 @@ from attnlib.ops.triton.heuristics.hopper_tiles import (
     choose_hopper_tile,
     decode_shared_bytes,
 )
+from attnlib.ops.triton.heuristics.hopper_tiles import shared_bytes as hopper_bytes
 from attnlib.ops.triton.heuristics.tile_table import TileTable, parse_table
 from attnlib.ops.triton.heuristics.tiles import (
     Tile,
@@ -135,6 +136,25 @@ def test_hopper_decode_candidates_start_with_the_shipped_tile_and_fit() -> None:
     little_work = tile_candidates(parse_case("q1s1k"), "hopper_decode", H200)[0]
     assert little_work == vars(choose_hopper_decode_tile(128, 128, keys_per_sm=64)) != tiles[0]
     assert _group("q1s1k", "hopper_decode") == replace(group, work=64)
+
+
+@pytest.mark.parametrize("text", ["8q1s8k", "8q8s8k", "256q1s1k", "q2k", "q2k@d=256,heads=16/8"])
+def test_float8_candidates_of_the_hopper_kernels(text: str) -> None:
+    """They fit, and their lines name the format and the rows."""
+    case = parse_case(f"{text}{',' if '@' in text else '@'}kv=fp8_e4m3")
+    op, sizes = f"hopper_{case.kind}", (case.head_size, case.head_size)
+    tiles = tile_candidates(case, op, H200)
+    assert len({tuple(tile.items()) for tile in tiles}) == len(tiles)
+    for tile in tiles:
+        if case.kind == "decode":
+            assert decode_shared_bytes(DecodeTile(**tile), *sizes, 1) <= SHARED_MEMORY
+        else:
+            assert HopperTile(**tile).byte_stages > 0
+            assert hopper_bytes(HopperTile(**tile), *sizes) <= SHARED_MEMORY
+    line = _group(case.name, op).conditions()
+    assert line["elements"] == ["fp8"]
+    if case.kind == "decode":
+        assert line["rows"] == [16, max(16, 4 * case.batch.max_query_len)]
 
 
 def test_hopper_prefills_are_grouped_by_window_and_block_size() -> None:

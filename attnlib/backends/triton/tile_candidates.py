@@ -115,6 +115,8 @@ class TileGroup:
         elif self.op != "hopper_decode":
             most = 64 if self.op == "latent" else 128
             line["rows"] = [self.rows, None if self.rows >= most else self.rows]
+        elif self.elements == "fp8":
+            line["rows"] = [16, self.rows]
         return line
 
 
@@ -146,6 +148,9 @@ def tile_group(case: BenchCase, op: str, limits: DeviceLimits) -> TileGroup | No
     elements = _elements(spec, limits)
     head_size = max(padded_width(size) for size in sizes)
     rows = DECODE_ROWS if op == "hopper_decode" else 128
+    if op == "hopper_decode" and elements == "fp8":
+        # Converted tiles are in registers, so the tile depends on the rows.
+        rows = max(16, next_power_of_2(case.batch.max_query_len * spec.group_size))
     if op == case.kind:  # the portable kernels
         head_size = max(sum(split_head_size(size)) for size in sizes)
         if op == "prefill" and limits.products == "async" and elements != "float32":
@@ -235,16 +240,21 @@ def tile_candidates(case: BenchCase, op: str, limits: DeviceLimits) -> list[dict
 def _hopper_decode(
     case: BenchCase, sizes: tuple[int, int], limits: DeviceLimits
 ) -> Iterator[dict[str, Any]]:
-    cache_bytes = case.spec.kv_dtype.itemsize
+    cache_bytes, rows = case.spec.kv_dtype.itemsize, case.batch.max_query_len * case.spec.group_size
+    pairs = case.batch.num_reqs * case.spec.num_kv_heads
     yield vars(
         choose_hopper_decode_tile(
-            *sizes, cache_bytes=cache_bytes, keys_per_sm=_work(case, limits), tuned=limits.tuned
+            *sizes, cache_bytes=cache_bytes, rows=rows, keys_per_sm=_work(case, limits),
+            pairs_per_sm=-(-pairs // limits.num_sms), tuned=limits.tuned,
         )
-    )
-    for block_n, stages in _HOPPER_DECODE:
-        tile = DecodeTile(block_n, stages)
+    )  # fmt: skip
+    widest = 128 if cache_bytes == 2 or rows <= 32 else 64  # float8 tiles are in registers, too
+    tiles = [DecodeTile(block_n, stages) for block_n, stages in _HOPPER_DECODE]
+    if cache_bytes == 1 and rows <= 16:
+        tiles += [DecodeTile(64, 2, 2), DecodeTile(64, 4, 2), DecodeTile(128, 2, 2)]
+    for tile in tiles:
         if decode_shared_bytes(tile, *sizes, cache_bytes) <= SHARED_MEMORY and (
-            max(sizes) <= 128 or block_n <= 64
+            tile.block_n <= (widest if max(sizes) <= 128 else 64)
         ):
             yield vars(tile)
 

@@ -25,6 +25,39 @@ def test_decode_tiles_fit(d: int, dv: int) -> None:
         assert decode_shared_bytes(tile, d, dv) <= SHARED_MEMORY and tile.stages >= 2
 
 
+@pytest.mark.parametrize(
+    ("d", "dv"), [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
+)
+def test_float8_tiles_fit(d: int, dv: int) -> None:
+    """Decode tiles for every class of work, and the prefill tile, which has rings of bytes too."""
+    for work in (None, *work_bounds("hopper_decode"), 1 << 20):
+        for rows, pairs in ((4, None), (4, 1), (16, 16), (64, 16)):
+            decode = choose_hopper_decode_tile(
+                d, dv, cache_bytes=1, rows=rows, keys_per_sm=work, pairs_per_sm=pairs
+            )
+            assert decode_shared_bytes(decode, d, dv, cache_bytes=1) <= SHARED_MEMORY
+            # Converted tiles of 128 keys and accumulators of 64 rows do not fit in registers.
+            assert decode.block_n == 64 or rows <= 32 or d == 64
+    prefill = choose_hopper_tile(d, dv, cache_bytes=1)
+    assert prefill.byte_stages > 0 and shared_bytes(prefill, d, dv) <= SHARED_MEMORY
+    threads = 128 * prefill.consumers
+    others = prefill.converter_registers + prefill.producer_registers
+    if prefill.converter_warps == 2:  # they share a warpgroup with the loader warps
+        others = prefill.converter_registers
+    assert threads * prefill.consumer_registers + 128 * others <= 65536
+
+
+def test_many_short_requests_over_float8_have_two_consumers() -> None:
+    def consumers(requests: int, keys: int) -> int:
+        work, pairs = work_class(requests, 8, keys, 132), -(-requests * 8 // 132)
+        return choose_hopper_decode_tile(
+            128, 128, cache_bytes=1, rows=4, keys_per_sm=work, pairs_per_sm=pairs
+        ).consumers
+
+    assert consumers(256, 1024) == 2
+    assert consumers(32, 4096) == consumers(8, 8192) == consumers(1, 1024) == 1
+
+
 def test_little_work_has_smaller_tiles() -> None:
     """One request of 1k keys has 8 tiles of 128 keys, fewer than the 16 CTAs of each KV head."""
     few, many = (
