@@ -37,7 +37,15 @@ def _inputs(
 
 
 @pytest.mark.parametrize("with_weights", [True, False], ids=["one list", "list per head"])
-@pytest.mark.parametrize(("block_size", "max_blocks"), [(1, 5), (4, 3), (16, 2), (3, 50)])
+@pytest.mark.parametrize(
+    ("block_size", "max_blocks"),
+    [
+        (1, 5),
+        pytest.param(4, 3, marks=pytest.mark.slow),
+        pytest.param(16, 2, marks=pytest.mark.slow),
+        (3, 50),
+    ],
+)
 @pytest.mark.parametrize(
     ("heads", "size", "dtype", "local_blocks"),
     [(4, 16, torch.float32, 0), (3, 24, torch.float8_e4m3fn, 2)],

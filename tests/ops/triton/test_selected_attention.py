@@ -62,10 +62,18 @@ def _run(
     return (out - other).abs().max(), lse_error
 
 
-@pytest.mark.parametrize("scope", ["all_heads", "kv_head", "query_head"])
+FORMS = [(1, 24, 1), (4, 5, 1), (64, 2, 1), (16, 3, 4), (3, 7, 6)]
+FAST = {("all_heads", (1, 24, 1)), ("kv_head", (64, 2, 1)), ("query_head", (16, 3, 4)),
+        ("all_heads", (3, 7, 6))}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("block_size", "max_blocks", "query_block_size"),
-    [(1, 24, 1), (4, 5, 1), (64, 2, 1), (16, 3, 4), (3, 7, 6)],
+    ("scope", "block_size", "max_blocks", "query_block_size"),
+    [
+        pytest.param(scope, *form, marks=() if (scope, form) in FAST else pytest.mark.slow)
+        for scope in ("all_heads", "kv_head", "query_head")
+        for form in FORMS
+    ],
 )
 def test_it_agrees_with_torch(
     scope: str, block_size: int, max_blocks: int, query_block_size: int
