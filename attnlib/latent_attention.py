@@ -21,6 +21,7 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.cache.storage import PagedKVCache
 from attnlib.call_checks import check_call
 from attnlib.errors import ContractError
+from attnlib.key_selection import SelectedKeys
 from attnlib.layer import Attention
 from attnlib.metadata.paged import PagedMetadata
 from attnlib.ops.dispatch import operation
@@ -103,7 +104,15 @@ class LatentAttention(nn.Module):
         """The spec of the latent layer."""
         return self.layer.spec
 
-    def forward(self, query: Tensor, latent: Tensor, cache: PagedKVCache, metadata: Any) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        latent: Tensor,
+        cache: PagedKVCache,
+        metadata: Any,
+        *,
+        selected_keys: SelectedKeys | None = None,
+    ) -> Tensor:
         """Write the latents of the new tokens and attend.
 
         Args:
@@ -111,6 +120,7 @@ class LatentAttention(nn.Module):
             latent: `[T, R + rotary part]`, normalized latents and the rotary part of the keys.
             cache: of the layer.
             metadata: of a builder for `spec`.
+            selected_keys: as in `Attention.forward` (M11); such layers run in the absorbed form.
 
         Returns:
             `[T, Hq, V]`.
@@ -119,6 +129,8 @@ class LatentAttention(nn.Module):
             ContractError: as `Attention.forward`.
         """
         self._check(query, latent)
+        if self.spec.key_selection is not None or selected_keys is not None:
+            return self._absorbed(query, latent, cache, metadata, selected_keys)
         prefills = self._expanded_part(metadata, cache)
         if prefills is None:
             return self._absorbed(query, latent, cache, metadata)
@@ -148,7 +160,12 @@ class LatentAttention(nn.Module):
                 raise ContractError(f"{name} is {tensor.dtype}, the spec says {spec.dtype}")
 
     def _absorbed(
-        self, query: Tensor, latent: Tensor, cache: PagedKVCache, metadata: Any
+        self,
+        query: Tensor,
+        latent: Tensor,
+        cache: PagedKVCache,
+        metadata: Any,
+        selected_keys: SelectedKeys | None = None,
     ) -> Tensor:
         size, heads = self.spec.head_size_v, query.transpose(0, 1)
         weights = self._projection
@@ -156,7 +173,9 @@ class LatentAttention(nn.Module):
         in_latent = torch.bmm(heads[..., : self.key_size], to_latent).transpose(0, 1)
         absorbed = torch.cat((in_latent, query[..., self.key_size :]), dim=-1)
         key = latent[:, None]
-        out = self.layer(absorbed, key, key[..., :size], cache, metadata)
+        out = self.layer(
+            absorbed, key, key[..., :size], cache, metadata, selected_keys=selected_keys
+        )
         return torch.bmm(out.transpose(0, 1), to_value.transpose(1, 2)).transpose(0, 1)
 
     def _expanded_part(self, metadata: Any, cache: PagedKVCache) -> PagedMetadata | None:

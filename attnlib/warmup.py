@@ -23,6 +23,7 @@ import torch
 from attnlib.cache.slots import compute_slot_mapping
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
+from attnlib.key_selection import SelectedKeys
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
@@ -196,10 +197,29 @@ def _run(
     num_tokens: int,
     device: torch.device,
 ) -> None:
+    selected = _selected_keys(layer.spec, metadata, num_tokens, device)
     for fused in (True, False):
         query, key, value = _inputs(layer.spec, num_tokens, device, fused)
         for return_lse in (False, True) if layer.spec.needs_lse else (False,):
-            layer(query, key, value, cache, metadata, return_lse)
+            if selected is None:
+                layer(query, key, value, cache, metadata, return_lse)
+            else:
+                layer(query, key, value, cache, metadata, return_lse, selected_keys=selected)
+
+
+def _selected_keys(
+    spec: AttentionSpec, metadata: Any, num_tokens: int, device: torch.device
+) -> SelectedKeys | None:
+    """Full lists that select the first block; None for layers without a key selection."""
+    selection = spec.key_selection
+    if selection is None:
+        return None
+    heads = selection.num_lists_heads(spec.num_heads, spec.num_kv_heads)
+    indices = torch.full((num_tokens, heads, selection.max_blocks), -1, device=device)
+    indices[..., 0] = 0
+    # A request has at least as many query tokens as lists.
+    starts = metadata.query_start_loc if selection.query_block_size > 1 else None
+    return SelectedKeys(indices.int(), starts)
 
 
 def _inputs(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import attnlib
 from attnlib.errors import ContractError
+from attnlib.key_selection import KeySelection, SelectedKeys
 from attnlib.latent_attention import LatentAttention
 
 HEADS, KEY, ROTARY, LATENT, VALUE, BLOCK = 3, 24, 16, 48, 20, 8
@@ -158,3 +159,23 @@ def test_sizes_that_do_not_agree() -> None:
             ContractError, match=r"projection has shape .* it must be \[num_heads=3"
         ):
             LatentAttention(_spec(), projection, size)
+
+
+def test_selected_keys_run_in_the_absorbed_form() -> None:
+    """M11: a long prefill with lists is not expanded; lists of all keys change nothing."""
+    lens, options = ([20, 7], [61, 300]), {"expand_from": 1}
+    selection = KeySelection(max_blocks=300)
+    module, step, latents = _step(*lens, spec={"key_selection": selection}, **options)
+    lists = torch.full((27, 1, 300), -1, dtype=torch.int32)
+    lists[..., :] = torch.arange(300)
+    out = module(*step, selected_keys=SelectedKeys(lists))
+    expected = _expected(module, step[0], lens[0], latents)
+    assert (out - expected).abs().max() < 1e-4
+    lists[:, :, 4:] = -1
+    fewer = module(*step, selected_keys=SelectedKeys(lists))
+    assert (fewer - expected).abs().amax((1, 2)).min() > 1e-2
+    with pytest.raises(ContractError, match="selected_keys is missing"):
+        module(*step)
+    module, step, _ = _step(*lens, **options)
+    with pytest.raises(ContractError, match="selected_keys is given"):
+        module(*step, selected_keys=SelectedKeys(lists))

@@ -11,6 +11,7 @@ from attnlib.backends.torch import TorchBackend
 from attnlib.backends.torch.impl import TorchImpl
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
+from attnlib.key_selection import KeySelection
 from attnlib.layer import Attention
 from attnlib.spec import AttentionSpec, AttentionType
 from attnlib.warmup import warmup, warmup_batches
@@ -87,3 +88,13 @@ def test_encoders_need_no_cache_and_decoders_do() -> None:
     assert warmup(encoder, None, LIMITS, device="cpu").batches
     with pytest.raises(ContractError, match="attn_type=decoder needs its cache"):
         warmup(Attention(SPEC, backend=TorchBackend, device="cpu"), None, LIMITS)
+
+
+@pytest.mark.parametrize("query_block_size", [1, 4])
+def test_layers_with_selected_keys_are_warmed_up(query_block_size: int) -> None:
+    """M11: warm-up passes lists of the form that the spec declares."""
+    selection = KeySelection(max_blocks=3, block_size=4, query_block_size=query_block_size)
+    spec = SPEC.replace(key_selection=selection)
+    cache = PagedKVCache.allocate(spec, 4, "cpu")
+    report = warmup(Attention(spec, backend=TorchBackend, device="cpu"), cache, LIMITS)
+    assert report.batches
