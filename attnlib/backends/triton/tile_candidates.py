@@ -231,7 +231,14 @@ def tile_candidates(case: BenchCase, op: str, limits: DeviceLimits) -> list[dict
     fitting = (
         tile
         for tile in others
-        if shared_bytes(tile, *sizes, *element_bytes, limits.products, latent=op == "latent")
+        if shared_bytes(
+            tile,
+            *sizes,
+            *element_bytes,
+            limits.products,
+            latent=op == "latent",
+            native_fp8=limits.has_fp8,
+        )  # fmt: skip
         <= limits.shared_memory
     )
     return _distinct(vars(tile) for tile in (current, *fitting))

@@ -142,8 +142,9 @@ def decode_tiling(
     tile_heads = min(group, tile.block_m)
     tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(group, tile_heads)
     need = shared_bytes(
-        tile, *sizes, *element_bytes, limits.products, shape.score_tiles, shape.latent
-    )
+        tile, *sizes, *element_bytes, limits.products, shape.score_tiles, shape.latent,
+        limits.has_fp8,
+    )  # fmt: skip
     resident = max(1, min(MAX_CTAS_PER_SM, limits.shared_memory_per_sm // need))
     ctas = shape.num_kv_heads * head_blocks * triton.cdiv(max_query_len, tile_tokens)
     packing = {"TILE_HEADS": tile_heads, "TILE_TOKENS": tile_tokens, "HEAD_BLOCKS": head_blocks}

@@ -201,6 +201,7 @@ def _tile(
         limits.products,
         kwargs.get("HAS_BIAS", False) + _score_lookups.get(kwargs.get("SCORE"), 0),
         kwargs.get("LATENT", False),
+        limits.has_fp8,
     )
     return estimate, tile
 
@@ -700,8 +701,9 @@ def entry_fits(entry: TileEntry, target: str) -> bool:
         return False
     cache = query if formats_of(entry, target)[:1] == [""] else 1
     need = shared_bytes(
-        Tile(**dict(entry.tile)), *entry_sizes(entry), query, cache, limits.products, 0, latent
-    )
+        Tile(**dict(entry.tile)), *entry_sizes(entry), query, cache, limits.products, 0, latent,
+        limits.has_fp8,
+    )  # fmt: skip
     return need <= limits.shared_memory
 
 

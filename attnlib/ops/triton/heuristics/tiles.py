@@ -123,6 +123,7 @@ def shared_bytes(
     products: str,
     score_tiles: int = 0,
     latent: bool = False,
+    native_fp8: bool = True,
 ) -> int:
     """Return an upper estimate of the shared memory of one program, in bytes.
 
@@ -141,6 +142,8 @@ def shared_bytes(
         score_tiles: float32 tiles in the pipeline besides keys and values: of a query bias, and of
             each lookup of a score function that depends on query and key.
         latent: the values are a prefix of the keys and are loaded with them.
+        native_fp8: whether the chip converts float8 in hardware. For 16-bit queries, latents that
+            are decoded from bytes are kept twice with mma.sync: as keys and as values.
     """
     chunks = key_chunks((head_size, head_size_v), tile, query_bytes, products, latent)
     width, width_v = chunks["D0"] + chunks["D1"], chunks["DV0"] + chunks["DV1"]
@@ -153,6 +156,8 @@ def shared_bytes(
     queries = 0 if products == "mfma" else tile.block_m * width * query_bytes
     weights = 0 if in_place else tile.block_m * tile.block_n * query_bytes
     converted = tile.block_n * max(width, width_v) * query_bytes if cache_bytes < query_bytes else 0
+    if latent and not native_fp8 and cache_bytes < query_bytes == 2 and products != "mfma":
+        converted += tile.block_n * width_v * query_bytes
     bias = score_tiles * (tile.num_stages - 1) * tile.block_m * tile.block_n * 4
     return max(ring + queries + weights + converted + bias, tile.block_m * width_v * 4) + 2048
 
@@ -198,10 +203,11 @@ def _first_that_fits(
     products: str,
     score_tiles: int,
     latent: bool = False,
+    native_fp8: bool = True,
 ) -> Tile:
     need = 0
     for tile in tiles:
-        need = shared_bytes(tile, *sizes, *element_bytes, products, score_tiles, latent)
+        need = shared_bytes(tile, *sizes, *element_bytes, products, score_tiles, latent, native_fp8)
         if need <= limit:
             return tile
     raise UnsupportedConfigError(
@@ -379,5 +385,6 @@ def choose_latent_tile(
     ]
     smaller = _fallbacks(min(rows, 16), 4)
     return _first_that_fits(
-        [*tiles, *smaller], sizes, element_bytes, shared_memory, products, score_tiles, True
-    )
+        [*tiles, *smaller], sizes, element_bytes, shared_memory, products, score_tiles, True,
+        native_fp8,
+    )  # fmt: skip

@@ -130,11 +130,15 @@ def test_tiles_of_latents_fit(limit: int, products: str) -> None:
         for rows in (1, 16, 32, 128, 4096):
             if formats[0] == 4 and limit <= 64 * KB and products != "mfma":
                 continue
-            for in_place in (True, False):
+            for in_place, native in ((True, True), (False, True), (False, False)):
+                if not native and limit < 64 * KB:
+                    continue  # no such chip
                 tile = choose_latent_tile(
-                    576, 512, *formats, rows, limit, products, in_place=in_place
+                    576, 512, *formats, rows, limit, products, in_place=in_place, native_fp8=native
                 )
-                need = shared_bytes(tile, 576, 512, *formats, products, latent=True)
+                need = shared_bytes(
+                    tile, 576, 512, *formats, products, latent=True, native_fp8=native
+                )
                 assert need <= limit and tile.block_m <= max(16, rows)
                 assert in_place or products != "async" or tile.block_m <= 32
 
