@@ -96,7 +96,7 @@ def module_caches() -> list[str]:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef):
                 cached = [ast.unparse(decorator) for decorator in node.decorator_list]
-                if any("cache" in text for text in cached):
+                if any("cache" in text.partition("(")[0] for text in cached):
                     found.append(f"{module}: {node.name} ({', '.join(cached)})")
             value = getattr(node, "value", None)
             empty = isinstance(value, ast.Dict) and not value.keys

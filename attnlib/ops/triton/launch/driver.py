@@ -176,7 +176,6 @@ def new_launch() -> Callable[..., Any] | None:
     return functools.partial(module.Launch, functions)
 
 
-@functools.cache
 def can_compare() -> bool:
     """Whether `check.c` can read the tensors of this torch."""
     return bool(compile_native().use_tensor_type(torch.Tensor))
