@@ -84,6 +84,7 @@ def test_tiles_with_lookups_have_few_scores_per_thread() -> None:
             arguments = (size, size, 2, 2, 4096, limit, "sync", 1)
             tile = choose_prefill_tile(*arguments, lookups=1)
             assert tile.block_m * tile.block_n <= 32 * 32 * tile.num_warps
+    assert choose_prefill_tile(128, 128, 2, 2, 4096, 99 * KB, "sync", 1, lookups=1).num_stages > 1
     sizes = (64, 64, 2, 2, 4096, 163 * KB, "sync", 1)
     assert choose_prefill_tile(*sizes) == Tile(128, 64, 4, 3)
     assert choose_prefill_tile(*sizes, lookups=1) == Tile(128, 32, 4, 2)
