@@ -15,6 +15,7 @@ from attnlib.ops.triton.hopper.support import (
     LATENT_KEYS_PER_SM,
     LATENT_ROWS,
     PAIRS_PER_SM,
+    decode_keys,
     decode_rows,
     decode_unsupported_reasons,
     latent_head_blocks,
@@ -112,7 +113,7 @@ def _hopper_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]
 
 
 def _decode_conditions(spec: AttentionSpec) -> str:
-    few, many = HOPPER_DECODE_KEYS
+    few, many = decode_keys(spec.kv_dtype)
     requests = PAIRS_PER_SM * _NUM_SMS // spec.num_kv_heads
     return (
         f"from sequence length {few} ({many} above {requests} requests) and up to "

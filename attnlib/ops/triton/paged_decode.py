@@ -205,7 +205,7 @@ def schedule_decode(
         uses_hopper = (
             prefers_latent_decode(visible, num_reqs, shape.num_heads, max_query_len, limits.num_sms)
             if shape.latent
-            else prefers_hopper_decode(visible, *counts, limits.num_sms)
+            else prefers_hopper_decode(visible, *counts, limits.num_sms, shape.cache_dtype)
         )
     if uses_hopper:
         hopper_work = relevant_work_class(
