@@ -225,7 +225,7 @@ def _report_unit_scales(layer: Attention, cache: PagedKVCache, metadata: Any) ->
         _warn_of_unit_scales(cache.dtype)
 
 
-@functools.cache  # once per dtype, not per layer
+@functools.lru_cache(maxsize=8)  # once per dtype, not per layer
 def _warn_of_unit_scales(dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).max
     _log.warning(

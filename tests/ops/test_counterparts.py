@@ -16,6 +16,8 @@ from attnlib.ops.params import AttentionParams
 
 COUNTERPARTS = {
     "append_kv": "append_kv",
+    "key_indexer": "select_keys",
+    "selected_attention": "selected_attention",
     "cache_write": "write_kv",
     "context_attention": "context_attention",
     "merge_states": "merge_states",

@@ -29,9 +29,9 @@ def test_a_mask_of_the_user(as_float: bool, backend: str) -> None:
 
 
 def test_a_required_backend_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only torch computes a bias per head; with a required triton that is an error."""
+    """Only torch computes a bias per head and position; with a required triton that is an error."""
     pytest.importorskip("triton")
-    bias = torch.zeros(1, 2, 3, 3)
+    bias = torch.arange(18.0).view(1, 2, 3, 3) % 5
     attnlib_attention(Module(), *states(), position_bias=bias)
     monkeypatch.setenv("ATTNLIB_BACKEND", "triton")
     with pytest.raises(
@@ -49,7 +49,7 @@ def test_torch_instead_of_the_selected_backend_is_a_warning(
     from attnlib.backends.triton import TritonBackend
 
     monkeypatch.setattr(dense, "get_attn_backend", lambda *args: TritonBackend)
-    module, bias = Module(), torch.zeros(1, 2, 3, 3)
+    module, bias = Module(), torch.arange(18.0).view(1, 2, 3, 3) % 5
     for _ in range(2):
         attnlib_attention(module, *states(), position_bias=bias)
     (record,) = caplog.records
