@@ -441,7 +441,8 @@ def hopper_call(
     table, starts, lens = (
         torch.zeros(shape, dtype=torch.int32) for shape in ((tokens, 8), (tokens + 1,), (tokens,))
     )
-    batch = (query, cache, cache, table, starts, lens)
+    # The values are one block behind the keys: equal addresses would be a latent cache.
+    batch = (query, cache[:-1], cache[1:], table, starts, lens)
     options: dict[str, Any] = {"max_seq_len": 600, "scale": 0.1, "out": out}
     if decode:
         options |= {"max_query_len": 1, "workspace": workspace, **others}
