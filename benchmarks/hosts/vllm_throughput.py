@@ -140,7 +140,9 @@ def main() -> None:
         "backend": arguments.backend, "mode": arguments.mode, "kv": arguments.kv_cache_dtype,
         "gpus": arguments.gpus, "context_parallel": arguments.context_parallel,
         "vllm": vllm.__version__, "torch": torch.__version__,
-        "gpu": torch.cuda.get_device_name(), "engine_start_s": round(engine.start_s, 1),
+        "gpu": torch.cuda.get_device_name(),
+        "visible_gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "all"),
+        "engine_start_s": round(engine.start_s, 1),
     }  # fmt: skip
     for name in arguments.workloads:
         result = measure(engine, name, arguments.repetitions)
