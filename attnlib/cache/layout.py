@@ -19,6 +19,7 @@ __all__ = [
     "LAYOUTS",
     "CacheLayout",
     "get_kv_cache_layout",
+    "kv_cache_layout_override",
     "negotiate_layout",
     "set_kv_cache_layout",
 ]
@@ -108,6 +109,11 @@ def set_kv_cache_layout(layout: str | None) -> None:
     """
     global _override
     _override = None if layout is None else layout_named(layout).name
+
+
+def kv_cache_layout_override() -> str | None:
+    """The layout set by `set_kv_cache_layout`, else None."""
+    return _override
 
 
 def get_kv_cache_layout() -> str | None:

@@ -49,6 +49,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--sample", type=int, default=20, help="cases per test function")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="*", help="tests with one of these in their name")
     parser.add_argument("--largest", type=int, default=1 << 62, help="largest integer parameter")
     parser.add_argument("--seconds", type=int, default=60, help="limit of one case")
     parser.add_argument("--minutes", type=float, default=1e6, help="no new case after this time")

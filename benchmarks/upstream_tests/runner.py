@@ -57,9 +57,9 @@ def run_module(
     Args:
         path: of the file.
         mentions: a test is selected if its source has one of these names.
-        options: `device`, `sample` (cases per function), `seed`, `largest` (the largest integer
-            parameter), `seconds` (the limit of one case), `shard` of `shards`, and `end` (when no
-            new case is started) of the command line.
+        options: `device`, `sample` (cases per function), `seed`, `only` (parts of names of tests;
+            None for all), `largest` (the largest integer parameter), `seconds` (the limit of one
+            case), `shard` of `shards`, and `end` (when no new case is started) of the command line.
         skipped: parts of names of tests that are not run, with the reason.
     """
     tree = rewrite(path.read_text(), options.device)
@@ -69,7 +69,8 @@ def run_module(
         exec(compile(tree, str(path), "exec"), vars(module))
         found = []
         for function in functions:
-            if function.name.startswith("test_"):
+            chosen = options.only is None or any(x in function.name for x in options.only)
+            if function.name.startswith("test_") and chosen:
                 found.append(_run_function(path, module, function, mentions, options, skipped))
                 print(line_of(found[-1]), flush=True)
     return found

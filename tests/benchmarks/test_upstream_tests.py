@@ -73,7 +73,7 @@ def test_outcomes_are_counted(tmp_path: Path) -> None:
     path.write_text(SOURCE)
     options = argparse.Namespace(
         device="cpu", sample=100, seed=0, largest=100, seconds=20, shard=0, shards=1,
-        end=time.monotonic() + 60,
+        end=time.monotonic() + 60, only=None,
     )  # fmt: skip
     output, gradient, other = run_module(path, ("output", "gradient"), options, {})
     assert (output.cases, output.excluded) == (8, 4)
@@ -84,6 +84,12 @@ def test_outcomes_are_counted(tmp_path: Path) -> None:
     assert other.note == "tests other functions"
     (skipped, _, _) = run_module(path, ("output",), options, {"_out": "a reason"})
     assert skipped.note == "a reason"
+    options.only = ["gradient", "else"]
+    found = run_module(path, ("output",), options, {})
+    assert [x.test.partition("::")[2] for x in found] == [
+        "test_gradient_of_something",
+        "test_something_else",
+    ]
 
 
 @pytest.mark.slow

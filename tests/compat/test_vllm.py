@@ -10,8 +10,9 @@ import torch
 import attnlib
 from attnlib.backends.torch import TorchBackend
 from attnlib.compat import vllm
-from attnlib.compat.vllm import backend_utils
+from attnlib.compat.vllm import backend_utils, selector
 from attnlib.errors import ContractError
+from attnlib.selection.vllm_arguments import spec_from_vllm_arguments
 
 
 def make_layer(**more: object) -> vllm.Attention:
@@ -112,3 +113,28 @@ def test_a_batch_keeps_its_class_when_it_is_replaced() -> None:
     )
     assert type(batch.replace(max_seq_len=9)) is backend_utils.CommonAttentionMetadata
     assert batch.max_seq_len == 2 and batch.replace(max_seq_len=9).max_seq_len == 9
+
+
+def test_every_argument_of_the_selection_is_in_the_spec(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def select(*arguments: object) -> type[TorchBackend]:
+        asked.append(spec_from_vllm_arguments(arguments, {}))
+        return TorchBackend
+
+    monkeypatch.setattr(selector, "select", select)
+    vllm.get_attn_backend(64, torch.bfloat16, "fp8", 32, has_sink=True)
+    vllm.get_attn_backend(576, torch.float16, None, 64, use_mla=True)
+    vllm.get_attn_backend(64, torch.bfloat16, "auto", 16, is_attention_free=True)
+    sinks, latent, none = asked
+    assert none is None and sinks is not None and latent is not None
+    assert (sinks.head_size, sinks.dtype, sinks.block_size) == (64, torch.bfloat16, 32)
+    assert sinks.kv_dtype == torch.float8_e4m3fn and sinks.has_sink and not sinks.use_mla
+    assert (latent.head_size, latent.kv_dtype, latent.block_size) == (576, torch.float16, 64)
+    assert latent.use_mla and not latent.has_sink
+
+
+def test_the_layout_override_is_a_name_of_the_module() -> None:
+    assert backend_utils._KV_CACHE_LAYOUT_OVERRIDE is None
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
+        backend_utils.missing  # noqa: B018  # the access raises

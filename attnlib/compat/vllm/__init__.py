@@ -17,8 +17,8 @@ from attnlib.compat.vllm.forward_context import (
     set_forward_context,
 )
 from attnlib.compat.vllm.runner import AttentionMetadataBuilder, AttentionState
+from attnlib.compat.vllm.selector import get_attn_backend
 from attnlib.metadata.base import AttentionMetadata
-from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionType
 
 __all__ = [

@@ -14,7 +14,11 @@ from typing import Any
 import torch
 
 from attnlib.backends.base import AttentionBackend
-from attnlib.cache.layout import get_kv_cache_layout, set_kv_cache_layout
+from attnlib.cache.layout import (
+    get_kv_cache_layout,
+    kv_cache_layout_override,
+    set_kv_cache_layout,
+)
 from attnlib.compat.vllm.config import layers_of, spec_of
 from attnlib.metadata.base import AttentionMetadataBuilder as Builder
 from attnlib.metadata.base import M
@@ -45,6 +49,13 @@ __all__ = [
 ]
 
 logger = logging.getLogger("attnlib")
+
+
+def __getattr__(name: str) -> Any:
+    """`_KV_CACHE_LAYOUT_OVERRIDE`, to be read: the present value."""
+    if name == "_KV_CACHE_LAYOUT_OVERRIDE":
+        return kv_cache_layout_override()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class CommonAttentionMetadata(Common):
