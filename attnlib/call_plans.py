@@ -16,7 +16,10 @@ from attnlib.spec import AttentionSpec
 if TYPE_CHECKING:
     from attnlib.layer import Attention
 
-__all__ = ["CheckedPlan", "MethodPlan", "RecentPlan"]
+__all__ = ["MAX_PLANS", "CheckedPlan", "MethodPlan", "RecentPlan"]
+
+MAX_PLANS = 64
+"""Step plans that one batch keeps; beyond it they are dropped and made again on demand."""
 
 
 class RecentPlan(NamedTuple):

@@ -73,6 +73,8 @@ class Capabilities:
         deterministic: two equal calls give equal bits (M8).
         allocates_in_forward: its kernels allocate temporary memory from torch in each call, in
             addition to the declared workspace.
+        rotary_write: `AttentionImpl.rotate_and_write_kv` is one launch (P11). Without it, the same
+            result takes separate launches.
     """
 
     devices: tuple[str, ...] = NOT_STATED
@@ -104,6 +106,7 @@ class Capabilities:
     needs_finite_cache: bool = False
     deterministic: bool = True
     allocates_in_forward: bool = False
+    rotary_write: bool = False
 
     def stated(self) -> dict[str, Any]:
         """The stated fields, by name."""

@@ -28,22 +28,21 @@ from attnlib.call_checks import (
     check_selected_keys,
     per_head,
 )
-from attnlib.call_plans import CheckedPlan, MethodPlan, RecentPlan
+from attnlib.call_plans import MAX_PLANS, CheckedPlan, MethodPlan, RecentPlan
 from attnlib.compile.objects import register
 from attnlib.compile.operator import attend_opaquely
 from attnlib.errors import ContractError
 from attnlib.instrumentation import OBSERVERS, VALIDATE_VARIABLE, checker_for_level
 from attnlib.key_selection import SelectedKeys
 from attnlib.layer_scales import agree_on_scales, checked_layer_scale
+from attnlib.ops.rotary import HeadNorm
 from attnlib.ops.scales import scale_for
 from attnlib.ops.signature import tensor_check, tensor_signature
+from attnlib.rotary_call import rotate_and_write_kv
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec, AttentionType
 
 __all__ = ["MAX_PLANS", "Attention"]
-
-MAX_PLANS = 64
-"""Step plans that one batch keeps; beyond it they are dropped and made again on demand."""
 
 
 class Attention(nn.Module):
@@ -347,6 +346,49 @@ class Attention(nn.Module):
             _run_selected(plan, self.impl, query, key, value, cache, output, lse, selected_keys)
         if OBSERVERS:
             self._notify(query, key, value, cache, metadata, output, lse)
+
+    def rotate_and_write_kv(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache | None,
+        metadata: Any,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        *,
+        interleaved: bool = False,
+        q_norm: HeadNorm | None = None,
+        k_norm: HeadNorm | None = None,
+    ) -> torch.Tensor:
+        """Normalize and rotate queries and keys, and write keys and values to the cache (P11): one
+        launch where the backend declares `rotary_write`. Attend afterwards without keys:
+
+            q = layer.rotate_and_write_kv(q, k, v, cache, metadata, cos, sin)
+            out = layer(q, None, None, cache, metadata)
+
+        Args:
+            query: `[T, Hq * D]` or `[T, Hq, D]` before normalization and rotation, strided.
+            key: `[T, Hkv * D]` or `[T, Hkv, D]`, likewise. None rotates the queries only; so does a
+                layer that shares the cache of another one (P8).
+            value: `[T, Hkv * Dv]` or `[T, Hkv, Dv]`; None with `key`.
+            cache, metadata: as in `forward`.
+            cos, sin: `[T, half]`, the angles of each token, in the dtype of the query or float32.
+                The first 2 * half elements of a head rotate. None for both skips the rotation.
+            interleaved: rotate elements (0, 1), (2, 3), ... of a head; else (0, half), (1, half +
+                1), ...
+            q_norm, k_norm: RMSNorm of each query and key head before the rotation, or None.
+
+        Returns:
+            The rotated queries, flat or per head like `query`.
+
+        Raises:
+            ContractError: a tensor does not fit the spec, the cache or the batch, or the layer has
+                no keys to rotate: latents (P10) or no paged cache. Nothing is written then.
+        """
+        return rotate_and_write_kv(
+            self, query, key, value, cache, metadata, cos, sin, interleaved, q_norm, k_norm
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it untyped

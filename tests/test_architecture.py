@@ -23,6 +23,7 @@ LAYERS = (
         "call_checks",
         "call_plans",
         "layer_scales",
+        "rotary_call",
         "layer",
         "latent_attention",
         "compile",

@@ -49,6 +49,7 @@ def common_capabilities(first: Backend, second: Backend, **changes: Any) -> Capa
         ),
         needs_finite_cache=one.needs_finite_cache or two.needs_finite_cache,
         allocates_in_forward=one.allocates_in_forward or two.allocates_in_forward,
+        rotary_write=False,
         batch_invariant=False,
         key_selection=False,  # lists are not split between the backends
     )

@@ -29,7 +29,9 @@ from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.metadata.paged_builder import PagedMetadataBuilder
 from attnlib.metadata.state import AttentionState
 from attnlib.ops.block_moves import swap_tensor_blocks
+from attnlib.ops.dispatch import operation
 from attnlib.ops.params import AttentionParams
+from attnlib.ops.rotary import HeadNorm
 from attnlib.spec import AttentionSpec
 from attnlib.tuning.tuner import Tuner
 
@@ -259,12 +261,15 @@ class LayerGroup:
         has_plan: whether `AttentionImpl.plan` is equivalent to `write_kv` and `forward` of these
             layers. False where a subclass or an assignment replaced one of these two and kept an
             inherited `plan`.
+        has_rotary_write: likewise, whether `rotate_and_write_kv` is equivalent to a rotation and
+            `write_kv`.
     """
 
-    __slots__ = ("__weakref__", "has_plan")
+    __slots__ = ("__weakref__", "has_plan", "has_rotary_write")
 
-    def __init__(self, has_plan: bool) -> None:
+    def __init__(self, has_plan: bool, has_rotary_write: bool) -> None:
         self.has_plan = has_plan
+        self.has_rotary_write = has_rotary_write
 
 
 _groups: WeakValueDictionary[Any, LayerGroup] = WeakValueDictionary()
@@ -370,8 +375,12 @@ class AttentionImpl(ABC):
         found: LayerGroup | None = self._group
         if found is None:
             key = (type(self), self.spec, self.scale, tuple(sorted(self.config.items())))
-            replaced = {"forward", "write_kv", "forward_unpaged", "plan"} & self.__dict__.keys()
-            found = LayerGroup(not replaced and _has_current_plan(type(self)))
+            methods = {"forward", "write_kv", "forward_unpaged", "plan", "rotate_and_write_kv"}
+            replaced = methods & self.__dict__.keys()
+            found = LayerGroup(
+                not replaced and _has_current_plan(type(self)),
+                not replaced and _is_current(type(self), "rotate_and_write_kv", "write_kv"),
+            )
             if not replaced:
                 try:
                     found = _groups.setdefault(key, found)
@@ -456,6 +465,47 @@ class AttentionImpl(ABC):
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
         )
+
+    def rotate_and_write_kv(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache,
+        slot_mapping: torch.Tensor | None,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        *,
+        interleaved: bool = False,
+        q_norm: HeadNorm | None = None,
+        k_norm: HeadNorm | None = None,
+    ) -> torch.Tensor:
+        """Normalize and rotate queries and keys, and write keys and values (P11); by default with
+        separate operations: a rotation of the keys, `write_kv`, a rotation of the queries.
+
+        A backend that does it in one launch overrides this and declares `rotary_write`. A class
+        that overrides `write_kv` alone gets the separate operations.
+
+        Args:
+            query: `[T, Hq, D]` before normalization and rotation, strided.
+            key: `[T, Hkv, D]`, likewise; None where nothing is written (P8).
+            value: `[T, Hkv, Dv]`; None with `key`.
+            cache: the cache of this layer.
+            slot_mapping: as in `write_kv`; None where nothing is written.
+            cos, sin: `[T, half]`, the angles of each token, or None without a rotation.
+            interleaved: which elements of a head form a pair (`ops.rotary`).
+            q_norm, k_norm: RMSNorm of query and key heads, or None.
+
+        Returns:
+            The rotated queries, `[T, Hq, D]`.
+        """
+        rotate = operation("rotary_write", "rotate", query)
+        if key is not None and value is not None and slot_mapping is not None:
+            new = key[: slot_mapping.shape[0]]
+            rotated = rotate(new, cos, sin, interleaved=interleaved, norm=k_norm)
+            self.write_kv(rotated, value, cache, slot_mapping)
+        out: torch.Tensor = rotate(query, cos, sin, interleaved=interleaved, norm=q_norm)
+        return out
 
     def plan(
         self,
@@ -558,11 +608,16 @@ def check_in_place(impl: AttentionImpl, result: object) -> None:
 
 def _has_current_plan(cls: type[AttentionImpl]) -> bool:
     """Whether no class below the one that defines `plan` defines `forward` or `write_kv`."""
-    defined = [
-        next(place for place, base in enumerate(cls.__mro__) if name in vars(base))
-        for name in ("plan", "forward", "write_kv")
-    ]
-    return cls.plan is not AttentionImpl.plan and defined[0] <= min(defined[1:])
+    return cls.plan is not AttentionImpl.plan and _is_current(cls, "plan", "forward", "write_kv")
+
+
+def _is_current(cls: type[AttentionImpl], name: str, *replaced: str) -> bool:
+    """Whether no class below the one that defines method `name` defines one that it replaces."""
+    first, *others = (
+        next(place for place, base in enumerate(cls.__mro__) if method in vars(base))
+        for method in (name, *replaced)
+    )
+    return first <= min(others)
 
 
 def _check_per_head(

@@ -21,11 +21,12 @@ import torch
 from attnlib.cache.storage import PagedKVCache
 from attnlib.compile.objects import lookup
 from attnlib.key_selection import SelectedKeys
+from attnlib.ops.rotary import HeadNorm
 
 if TYPE_CHECKING:
     from attnlib.layer import Attention
 
-__all__ = ["attend", "attend_opaquely"]
+__all__ = ["attend", "attend_opaquely", "rotate_and_write_kv", "rotate_opaquely"]
 
 
 @torch.library.custom_op("attnlib::attend", mutates_args=("out", "lse", "cache"))
@@ -98,3 +99,93 @@ def attend_opaquely(
         None if selected_keys is None else selected_keys.indices,
         None if selected_keys is None else selected_keys.list_start_loc,
     )
+
+
+@torch.library.custom_op("attnlib::rotate_and_write_kv", mutates_args=("cache",))
+def rotate_and_write_kv(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    norms: list[float],
+    interleaved: bool,
+    layer: int,
+    cache: torch.Tensor,
+    metadata: torch.Tensor,
+) -> torch.Tensor:
+    """`Attention.rotate_and_write_kv` of one layer.
+
+    Args:
+        query, key, value, cos, sin, interleaved: of the call.
+        q_weight, k_weight: weights of the norms, or None.
+        norms: eps, weight offset and whether the weight is multiplied in float32, of both norms.
+        layer, cache, metadata: ids.
+
+    Returns:
+        The rotated queries, contiguous.
+
+    Raises:
+        ContractError: as the method, or the object of an id no longer exists.
+    """
+    module: Any = lookup(layer, torch.nn.Module, "layer")
+    q_norm, k_norm = (
+        None if weight is None else HeadNorm(weight, norms[n], norms[n + 1], bool(norms[n + 2]))
+        for n, weight in ((0, q_weight), (3, k_weight))
+    )
+    kept = lookup(cache, PagedKVCache, "cache")
+    out: torch.Tensor = module.rotate_and_write_kv(
+        query, key, value, kept, lookup(metadata, object, "metadata"), cos, sin,
+        interleaved=interleaved, q_norm=q_norm, k_norm=k_norm,
+    )  # fmt: skip
+    return out
+
+
+@rotate_and_write_kv.register_fake
+def _(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    norms: list[float],
+    interleaved: bool,
+    layer: int,
+    cache: torch.Tensor,
+    metadata: torch.Tensor,
+) -> torch.Tensor:
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+
+
+def rotate_opaquely(
+    layer: Attention,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    cache: Any,
+    metadata: Any,
+    rotation: tuple[torch.Tensor | None, torch.Tensor | None, bool],
+    q_norm: HeadNorm | None,
+    k_norm: HeadNorm | None,
+) -> torch.Tensor:
+    """Call the operator in place of `Attention.rotate_and_write_kv`, while torch.compile traces
+    it."""
+    cos, sin, interleaved = rotation
+    norms: list[float] = []
+    for norm in (q_norm, k_norm):
+        eps, offset, in_float32 = (
+            (0.0, 0.0, False)
+            if norm is None
+            else (norm.eps, norm.weight_offset, norm.multiply_in_float32)
+        )
+        norms += [float(eps), float(offset), float(in_float32)]
+    weights = (None if norm is None else norm.weight for norm in (q_norm, k_norm))
+    out: torch.Tensor = rotate_and_write_kv(
+        query, key, value, cos, sin, *weights, norms, interleaved, layer.handle, cache.handle,
+        metadata.handle,
+    )  # fmt: skip
+    return out

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 _PUBLIC = {
     "AttentionParams": "attnlib.ops.params",
+    "HeadNorm": "attnlib.ops.rotary",
     "PagedAttention": "attnlib.ops.paged_attention",
     "PagedAttentionMetadata": "attnlib.ops.paged_attention",
     "context_attention_fwd": "attnlib.ops.context_attention",
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from attnlib.ops.paged_attention import PagedAttention as PagedAttention
     from attnlib.ops.paged_attention import PagedAttentionMetadata as PagedAttentionMetadata
     from attnlib.ops.params import AttentionParams as AttentionParams
+    from attnlib.ops.rotary import HeadNorm as HeadNorm
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ from attnlib.device import DeviceInfo
 from attnlib.errors import LayoutMismatchError, UnknownBackendError
 from attnlib.selection.registry import Registration
 from attnlib.selection.report import CandidateReport, SelectionReport, SelectionStatus
-from attnlib.spec import AttentionSpec
+from attnlib.spec import AttentionSpec, AttentionType
 from attnlib.tuning import Ranking
 
 __all__ = [
@@ -255,6 +255,9 @@ def _explain_lines(backend: Backend, spec: AttentionSpec, device: DeviceInfo) ->
         lines = [f"its explain_lines raised {type(error).__name__}: {error}"]
     if backend.capabilities.needs_finite_cache:
         lines.append("requires a cache without NaN or Inf in unused slots")
+    decodes = spec.attn_type is AttentionType.DECODER and not spec.use_mla
+    if backend.capabilities.rotary_write and decodes:
+        lines.append("write:   one launch, with q/k norm and rotation")
     return tuple(lines)
 
 

@@ -24,6 +24,7 @@ COUNTERPARTS = {
     "packed_attention": "packed_decode",
     "paged_decode": "paged_decode",
     "paged_prefill": "paged_prefill",
+    "rotary_write": "rotate_and_write",
     "slots": "compute_slot_mapping",
     "varlen_prefill": "varlen_prefill",
 }
@@ -47,6 +48,7 @@ def test_signatures_are_equal(module: str) -> None:
         ("merge_states", "merge_partial_rows"),
         ("packed_attention", "packed_prefill"),
         ("packed_attention", "packed_write"),
+        ("rotary_write", "rotate"),
     ],
 )
 def test_signatures_of_further_operations_are_equal(module: str, name: str) -> None:

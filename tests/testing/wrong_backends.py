@@ -562,6 +562,20 @@ class ScaleOfTheLatent(ToyImpl):
         return scores
 
 
+class KeysKeepTheirNorm(ToyImpl):
+    """Does not normalize the keys that it rotates."""
+
+    def rotate_and_write_kv(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().rotate_and_write_kv(*args, **{**kwargs, "k_norm": None})
+
+
+class AlwaysHalfSplit(ToyImpl):
+    """Pairs the halves of a head for both styles of rotation."""
+
+    def rotate_and_write_kv(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().rotate_and_write_kv(*args, **{**kwargs, "interleaved": False})
+
+
 WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     "off-by-one window": (toy_with(OffByOneWindow), "W2"),
     "window on one phase only": (toy_with(WindowOnPrefillOnly), "W2"),
@@ -598,6 +612,8 @@ WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     "empty requests crash": (toy_with(FailsOnEmptyRequests), "N2"),
     "rows without keys average all values": (toy_with(UniformWhenNothingIsVisible), "N2"),
     "a sharing layer writes": (toy_with(SharingLayerWrites), "K6"),
+    "keys that are not normalized": (toy_with(KeysKeepTheirNorm), "K7"),
+    "the other style of rotation": (toy_with(AlwaysHalfSplit), "K7"),
     "different bits in the second call": (toy_with(DifferentBitsEachCall), "D2"),
     "ignored ALiBi": (toy_with(IgnoredAlibi), "F1"),
     "NaN where a row's first tile is masked": (toy_with(FirstTileFullyMasked), "N4"),

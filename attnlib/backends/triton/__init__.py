@@ -35,6 +35,7 @@ class TritonBackend(AttentionBackend):
         devices=("cuda", "cpu"),
         min_capability=(8, 0),
         rocm=True,
+        rotary_write=True,
         dtypes=(torch.float16, torch.bfloat16, torch.float32),
         kv_cache_dtypes=(
             torch.float16,

@@ -13,8 +13,10 @@ from attnlib.backends.triton.metadata import TritonMetadata
 from attnlib.backends.triton.plan import TritonPlan
 from attnlib.cache.storage import PagedKVCache
 from attnlib.key_selection import SelectedKeys
+from attnlib.ops.rotary import HeadNorm
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.cache_write import write_kv
+from attnlib.ops.triton.rotary_write import rotate, rotate_and_write
 from attnlib.ops.triton.selected_attention import selected_attention
 from attnlib.ops.triton.varlen_prefill import varlen_prefill
 
@@ -44,6 +46,39 @@ class TritonImpl(AttentionImpl):
             cache.key_cache,
             cache.value_cache,
             slot_mapping,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+        )
+
+    def rotate_and_write_kv(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache,
+        slot_mapping: torch.Tensor | None,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        *,
+        interleaved: bool = False,
+        q_norm: HeadNorm | None = None,
+        k_norm: HeadNorm | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionImpl.rotate_and_write_kv`; one launch."""
+        if key is None or value is None or slot_mapping is None:
+            return rotate(query, cos, sin, interleaved=interleaved, norm=q_norm)
+        return rotate_and_write(
+            query,
+            key,
+            value,
+            cache.key_cache,
+            cache.value_cache,
+            slot_mapping,
+            cos,
+            sin,
+            interleaved=interleaved,
+            q_norm=q_norm,
+            k_norm=k_norm,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
         )

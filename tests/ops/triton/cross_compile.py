@@ -470,6 +470,22 @@ def _cache_write(dtype: torch.dtype, latent: bool = False) -> None:
     )
 
 
+def _rotary_write(cache: torch.dtype, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
+    from attnlib.ops.rotary import HeadNorm
+    from attnlib.ops.triton.rotary_write import rotate_and_write
+
+    half, offset = options.get("half", 64), options.get("offset", 0.0)
+    query, key = torch.empty(4, 32, 128, dtype=dtype), torch.empty(4, 8, 128, dtype=dtype)
+    stored = torch.empty(2, 16, 8, 128, dtype=cache)
+    angles = torch.empty(4, half, dtype=options.get("angles", dtype))
+    norm = HeadNorm(torch.ones(128, dtype=dtype), 1e-6, offset, bool(offset))
+    rotate_and_write(
+        query, key, key, stored, torch.empty_like(stored), torch.zeros(4, dtype=torch.int64),
+        angles, angles, interleaved=options.get("interleaved", False), q_norm=norm, k_norm=norm,
+        v_scale=torch.ones(8),
+    )  # fmt: skip
+
+
 def _append() -> None:
     from attnlib.ops.triton.append_kv import append_kv
 
@@ -535,6 +551,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "write": ("write", {"dtype": torch.bfloat16}),
     "write-fp8": ("write", {"dtype": E4M3}),
     "write-latent": ("write", {"dtype": torch.bfloat16, "latent": True}),
+    "rotary-write": ("rotary-write", {"cache": torch.bfloat16}),
+    "rotary-write-e4m3": (
+        "rotary-write",
+        {"cache": E4M3, "interleaved": True, "half": 48, "offset": 1.0, "angles": torch.float32},
+    ),
     "append": ("append", {}),
     "slots": ("slots", {}),
     "merge": ("merge", {}),
@@ -749,6 +770,8 @@ def run_case(name: str) -> None:
         _packed(operation.split()[1], options)
     elif operation == "write":
         _cache_write(**options)
+    elif operation == "rotary-write":
+        _rotary_write(**options)
     else:
         {
             "append": _append, "slots": _slots, "merge": _merge, "merge-rows": _merge_rows,

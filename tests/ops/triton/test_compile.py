@@ -32,6 +32,8 @@ SMALL = [
     "write",
     "write-fp8",
     "write-latent",
+    "rotary-write",
+    "rotary-write-e4m3",
     "append",
     "slots",
     "merge",

@@ -1,0 +1,137 @@
+"""K7: queries and keys that the layer normalizes and rotates while it writes the cache (P11).
+
+The rotated queries and the whole cache are compared with a computation of this module: bit for bit,
+fp8 elements up to one step of the format. Padding rows, slot -1 and strides are those of the case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from attnlib.ops.rotary import HeadNorm
+from attnlib.testing.backend_under_test import BackendUnderTest
+from attnlib.testing.case import Case
+from attnlib.testing.check import Check, CheckCase
+from attnlib.testing.checks.cache_write import compare_storage
+from attnlib.testing.layouts import CACHE_LAYOUTS, write_slots
+
+__all__ = ["CHECKS"]
+
+
+class _Style(NamedTuple):
+    """What is applied to the heads.
+
+    Attributes:
+        half: pairs of elements that rotate; 0 for no rotation.
+        interleaved: neighbors form pairs.
+        norm: "none", "rounded" (Llama) or "float32" (Gemma).
+        float32_angles: cos and sin are float32, whatever the heads are.
+    """
+
+    half: int
+    interleaved: bool = False
+    norm: str = "none"
+    float32_angles: bool = False
+
+
+def _expected(
+    heads: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    norm: HeadNorm | None,
+    interleaved: bool,
+) -> torch.Tensor:
+    """P11, element by element where the library works on whole halves."""
+    size, dtype = heads.shape[2], heads.dtype
+    if norm is not None:
+        x = heads.float()
+        terms = [x[..., n] * x[..., n] for n in range(size)]
+        while len(terms) > 1:
+            terms += [torch.zeros_like(terms[0])] * (len(terms) % 2)
+            terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=True)]
+        x = x * (1 / (terms[0] * (1.0 / size) + norm.eps).sqrt())[..., None]
+        if norm.multiply_in_float32:
+            heads = (x * (norm.weight.float() + norm.weight_offset)).to(dtype)
+        else:
+            heads = x.to(dtype) * norm.weight
+    out, half = heads.clone(), cos.shape[1]
+    for pair in range(half):
+        first, second = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + half)
+        a, b, c, s = heads[..., first], heads[..., second], cos[:, pair, None], sin[:, pair, None]
+        out[..., first] = ((a * c) - (b * s)).to(dtype)
+        out[..., second] = ((b * c) + (a * s)).to(dtype)
+    return out
+
+
+def _check(target: BackendUnderTest, case: Case, style: _Style) -> str:
+    from attnlib.layer import Attention
+
+    actual, expected = (
+        case.materialize(target.device, kv_written=False),
+        case.materialize(target.device, kv_written=False),
+    )
+    layer = Attention(
+        actual.spec, backend=target.backend, scale=actual.params.scale, device=target.device
+    )
+    metadata = target.backend.make_builder(actual.spec, target.device).build(0, actual.common())
+    inputs, generator = actual.inputs, torch.Generator().manual_seed(case.seed)
+    tokens, size, dtype = inputs.query.shape[0], case.head_size, case.torch_dtype
+    angles = torch.randn(tokens, style.half, generator=generator)
+    kind = torch.float32 if style.float32_angles else dtype
+    cos, sin = (table.to(kind).to(target.device) for table in (angles.cos(), angles.sin()))
+    norms: list[HeadNorm | None] = [None, None]
+    if style.norm != "none":
+        gemma = style.norm == "float32"
+        weights = (torch.randn(size, generator=generator).to(dtype) for _ in norms)
+        norms = [HeadNorm(w.to(target.device), 1e-5, float(gemma), gemma) for w in weights]
+    tables = (cos, sin) if style.half else (None, None)
+    rotated = layer.rotate_and_write_kv(
+        inputs.query, inputs.key, inputs.value, actual.cache(), metadata, *tables,
+        interleaved=style.interleaved, q_norm=norms[0], k_norm=norms[1],
+    )  # fmt: skip
+    count = case.batch_spec.num_actual_tokens
+    query = _expected(inputs.query, cos, sin, norms[0], style.interleaved)
+    if not torch.equal(rotated[:count], query[:count]):
+        wrong = (rotated[:count] != query[:count]).flatten(1).any(1).nonzero()[0].item()
+        return f"the query of token {wrong} has other bits than the rule (P11) | case: {case}"
+    slots = inputs.slot_mapping.tolist()
+    written = [token for token, slot in enumerate(slots) if slot >= 0]
+    key = _expected(expected.inputs.key, cos, sin, norms[1], style.interleaved)
+    for view, new, scale in (
+        (expected.inputs.cache.key, key, expected.params.k_scale),
+        (expected.inputs.cache.value, expected.inputs.value, expected.params.v_scale),
+    ):
+        write_slots(view, [slots[token] for token in written], new[written], scale)
+    error = compare_storage(actual, expected)
+    return f"{error} | case: {case}" if error else ""
+
+
+def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
+    half = target.base_case.head_size // 2
+    styles = {
+        "rotation": _Style(half),
+        "norm-rotation": _Style(half, norm="rounded"),
+        "gemma": _Style(half, norm="float32"),
+        "interleaved-partial": _Style(half // 2, True, "rounded", True),
+        "norm": _Style(0, norm="rounded"),
+    }
+    for name, style in styles.items():
+        case = target.case(batch="graph_padding")
+        yield CheckCase(name, partial(_check, target, case, style), case)
+    style = styles["norm-rotation"]
+    for layout in CACHE_LAYOUTS[1:]:
+        case = target.case(batch="q3s20_q1s17", layout=layout)
+        yield CheckCase(f"layout-{layout}", partial(_check, target, case, style), case)
+    for stored in ("fp8_e4m3", "fp8_e5m2"):
+        case = target.case(
+            batch="q3s20_q1s17", kv_cache_dtype=stored, k_scale=0.5, v_scale=0.25,
+            kv_scale_kind="head",
+        )  # fmt: skip
+        yield CheckCase(stored, partial(_check, target, case, style), case)
+
+
+CHECKS = (Check("K7", "normalized and rotated keys are written as specified", _cases),)

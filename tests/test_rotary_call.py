@@ -1,0 +1,199 @@
+"""`Attention.rotate_and_write_kv`: one call in place of a rotation and a cache write."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+import attnlib
+from attnlib.backends.torch import TorchBackend
+from attnlib.backends.torch.impl import TorchImpl
+from attnlib.errors import ContractError
+from attnlib.ops import HeadNorm
+from attnlib.ops.torch.rotary_write import rotate
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+SPEC = attnlib.AttentionSpec(
+    num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32, block_size=4
+)
+BACKENDS = ["torch", "triton", "prefill:torch,decode:triton", "prefix:torch,suffix:torch"]
+
+
+class Call:
+    """A layer, its cache and one batch: a decode and a prefill, with random tensors."""
+
+    def __init__(self, backend: Any = "torch", spec: Any = SPEC, **layer: Any) -> None:
+        torch.manual_seed(0)
+        self.layer = attnlib.Attention(spec, backend=backend, device="cpu", **layer)
+        self.cache = attnlib.PagedKVCache.allocate(spec, 8, "cpu")
+        self.cache.key_cache.copy_(torch.rand(8, 4, 2, 16))
+        self.cache.value_cache.copy_(torch.rand(8, 4, 2, 16))
+        common = attnlib.CommonAttentionMetadata.from_lengths(
+            [1, 3], [6, 3], [[2, 5], [1]], 4, "cpu"
+        )
+        self.metadata: Any = self.layer.backend.make_builder(spec, "cpu").build(0, common)
+        self.q, self.k, self.v = (torch.randn(4, heads, 16) for heads in (4, 2, 2))
+        angles = torch.randn(4, 8)
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self.norm = HeadNorm(torch.randn(16))
+
+    def run(self, *new: torch.Tensor | None) -> torch.Tensor:
+        """Rotate and write, then attend."""
+        query, *rest = new or (self.q, self.k, self.v)
+        rotated = self.layer.rotate_and_write_kv(
+            query, *rest, self.cache, self.metadata, self.cos, self.sin, q_norm=self.norm,
+            k_norm=self.norm,
+        )  # fmt: skip
+        out: torch.Tensor = self.layer(rotated, None, None, self.cache, self.metadata)
+        return out
+
+    def separate(self) -> torch.Tensor:
+        """Rotate with an operation, then write and attend in the call of the layer."""
+        q, k = (rotate(x, self.cos, self.sin, norm=self.norm) for x in (self.q, self.k))
+        out: torch.Tensor = self.layer(q, k, self.v, self.cache, self.metadata)
+        return out
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equals_separate_operations_on_every_backend(backend: str) -> None:
+    """P11: same output, same cache, also in the second call; tensors may be flat."""
+    one, other = Call(backend), Call(backend)
+    wanted = other.separate()
+    for query, key, value in ((one.q, one.k, one.v), (one.q, one.k, one.v)):
+        assert torch.equal(one.run(query, key, value), wanted)
+    flat = one.run(one.q.flatten(1), one.k.flatten(1), one.v.flatten(1))
+    assert flat.shape == (4, 64) and torch.equal(flat.view(4, 4, 16), wanted)
+    assert torch.equal(one.cache.key_cache, other.cache.key_cache)
+    assert torch.equal(one.cache.value_cache, other.cache.value_cache)
+
+
+def test_a_layer_that_shares_a_cache_rotates_queries_only() -> None:
+    """P8"""
+    call = Call(kv_sharing_target_layer_name="layers.0")
+    before = call.cache.key_cache.clone()
+    assert torch.equal(call.run(), call.run(call.q, None, None))
+    assert torch.equal(call.cache.key_cache, before)
+
+
+class ScaledImpl(TorchImpl):
+    """Stores keys times two: a write of its own."""
+
+    def write_kv(self, key: Any, value: Any, cache: Any, slot_mapping: Any) -> None:
+        super().write_kv(key * 2, value, cache, slot_mapping)
+
+
+def test_a_write_of_a_subclass_is_not_bypassed() -> None:
+    """A backend that inherits from one with a fused write, and replaces `write_kv` alone."""
+    from attnlib.backends.triton import TritonBackend
+    from attnlib.backends.triton.impl import TritonImpl
+
+    class Impl(TritonImpl):
+        def write_kv(self, key: Any, value: Any, cache: Any, slot_mapping: Any) -> None:
+            super().write_kv(key * 2, value, cache, slot_mapping)
+
+    class Backend(TritonBackend):
+        @staticmethod
+        def get_impl_cls() -> Any:
+            return Impl
+
+    class Scaled(TorchBackend):
+        @staticmethod
+        def get_impl_cls() -> Any:
+            return ScaledImpl
+
+    one, other = Call(Backend), Call(Scaled)
+    one.run(), other.run()
+    assert torch.equal(one.cache.key_cache, other.cache.key_cache)
+    plain = Call()
+    plain.run()
+    assert not torch.equal(one.cache.key_cache, plain.cache.key_cache)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_scales_of_the_layer_and_new_scales(backend: str) -> None:
+    """M9: the layer's scales reach its cache before the write; new ones are those of the rotated
+    keys."""
+    spec = SPEC.replace(kv_cache_dtype="fp8_e4m3")
+    for options in ({"k_scale": 0.5, "v_scale": 0.25}, {}):
+        one, other = (Call(backend, spec, **options) for _ in range(2))
+        if not options:
+            one.metadata.enable_kv_scales_calculation = True
+            other.metadata.enable_kv_scales_calculation = True
+        wanted = other.separate()
+        assert torch.equal(one.run(), wanted)
+        assert float(one.cache.k_scale) == float(other.cache.k_scale) != 1.0
+        bytes_of = one.cache.key_cache.view(torch.uint8)
+        assert torch.equal(bytes_of, other.cache.key_cache.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cos": None}, "cos is None and the other is not"),
+        ({"cos": torch.ones(3, 8)}, "a row for each of the 4 rows"),
+        ({"q": torch.ones(4, 3, 16)}, "query"),
+        ({"k": torch.ones(5, 2, 16), "v": torch.ones(5, 2, 16)}, "each token has one row"),
+        ({"norm": HeadNorm(torch.ones(8))}, "must be \\[16\\]"),
+        ({"cache": None}, "pass a PagedKVCache"),
+        ({"cache": 3}, "wrap existing tensors"),
+    ],
+)
+def test_bad_calls_are_refused_and_write_nothing(change: dict[str, Any], message: str) -> None:
+    """P11"""
+    call = Call("triton")
+    cache, before = call.cache, call.cache.key_cache.clone()
+    for name, value in change.items():
+        setattr(call, name, value)
+    with pytest.raises(ContractError, match=message):
+        call.run()
+    assert torch.equal(cache.key_cache, before)
+
+
+def test_slots_outside_the_cache_are_refused() -> None:
+    """P4: on a CPU, where reading them costs no synchronization."""
+    call = Call("triton")
+    call.metadata.slot_mapping = torch.tensor([0, 1, 2, 99])
+    with pytest.raises(ContractError, match=r"slot_mapping\[3\]=99"):
+        call.run()
+
+
+def test_encoders_and_latents_have_no_keys_to_rotate() -> None:
+    spec = SPEC.replace(attn_type="encoder_only", mask_kind="bidirectional")
+    layer = attnlib.Attention(spec, device="cpu")
+    common = attnlib.CommonAttentionMetadata.from_lengths([2], [2], device="cpu")
+    metadata = layer.backend.make_builder(spec, "cpu").build(0, common)
+    q, k = torch.randn(2, 4, 16), torch.randn(2, 2, 16)
+    with pytest.raises(ContractError, match="attn_type=encoder_only"):
+        layer.rotate_and_write_kv(q, k, k, None, metadata, None, None)
+
+
+def test_gradients_are_refused() -> None:
+    call = Call()
+    call.q.requires_grad_()
+    with pytest.raises(ContractError, match="computes no gradients"):
+        call.run()
+
+
+@pytest.mark.slow
+def test_torch_compile_sees_one_operator() -> None:
+    """A compiled function has the results of an eager call, and its write is not removed."""
+    one, other = Call(), Call()
+    wanted = other.run()
+    compiled = torch.compile(one.run, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(one.q, one.k, one.v), wanted)
+    assert torch.equal(one.cache.key_cache, other.cache.key_cache)
+
+
+def test_explain_states_the_fused_write() -> None:
+    """Only for backends that declare it, and for layers that write rotated keys."""
+    line = "write:   one launch, with q/k norm and rotation"
+    assert line in str(attnlib.explain(SPEC, backend="triton", device="cpu"))
+    assert line not in str(attnlib.explain(SPEC, backend="torch", device="cpu"))
+    assert line not in str(
+        attnlib.explain(SPEC, backend="prefill:triton,decode:torch", device="cpu")
+    )
