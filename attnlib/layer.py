@@ -543,7 +543,8 @@ class Attention(nn.Module):
             The plan, and the shape of an output to allocate (None: like the query).
         """
         spec = self.spec
-        _refuse_gradients(query, key, value)
+        if torch.is_grad_enabled():
+            _refuse_gradients(query, key, value)
         q, k, v = query, key, value
         if query.dim() == 2:
             q = per_head("query", query, spec.num_heads, spec.head_size)
@@ -563,8 +564,9 @@ class Attention(nn.Module):
             check_call(self, q, k, v, cache, metadata, return_lse)
             self._check_output(query, output, shape)
             self._accepted = accepted
-        check_selected_keys(spec, query, metadata, selected_keys)
-        if cache is not None and cache.device.type == "cpu":
+        if selected_keys is not None or spec.key_selection is not None:
+            check_selected_keys(spec, query, metadata, selected_keys)
+        if cache is not None and query.is_cpu:
             check_addresses(metadata, cache)
         calculates_scales = getattr(metadata, "enable_kv_scales_calculation", False)
         if calculates_scales and cache is not None and k is not None and v is not None:
@@ -574,7 +576,7 @@ class Attention(nn.Module):
             signature = self._call_signature(query, key, value, cache, output, return_lse)
             if selected_keys is not None:
                 signature = (*signature, selected_keys.signature)
-        if cache is not None:
+        if cache is not None and spec.use_mla:
             check_latent_scales(spec, cache)
         heads = (query.shape[0], spec.num_heads, spec.head_size_v)
         if output is None:  # a stand-in with the strides that the output will have
@@ -695,9 +697,10 @@ class Attention(nn.Module):
 
     def _scales_agree(self, cache: PagedKVCache | None) -> bool:
         """Whether this layer's KV scales are those of the cache, by identity."""
-        if cache is None or self._uses_cache_scales:
+        k_scale, v_scale = self.k_scale, self.v_scale
+        if cache is None or (k_scale is UNIT_SCALE and v_scale is UNIT_SCALE):
             return True
-        return self.k_scale is cache.k_scale and self.v_scale is cache.v_scale
+        return k_scale is cache.k_scale and v_scale is cache.v_scale
 
     @property
     def _uses_cache_scales(self) -> bool:
@@ -727,7 +730,7 @@ def _run_selected(plan: Any, *call: Any) -> None:
 
 
 def _refuse_gradients(*tensors: torch.Tensor | None) -> None:
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if any(t is not None and t.requires_grad for t in tensors):
         raise ContractError(
             "query, key or value requires a gradient, and attnlib computes no gradients: run the "
             "model under torch.inference_mode() or torch.no_grad()"

@@ -15,10 +15,12 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from host_costs import LayerCall
+from layer_calls import LayerCall
 
+import attnlib
 from attnlib.bench.provenance import provenance
 
 PACKAGE = Path(__file__).resolve().parents[1] / "attnlib"
@@ -58,8 +60,12 @@ def step(call: LayerCall, seq_len: int) -> None:
     call.metadata = call.builder.build(0, type(common)(**fields))
 
 
-def traces() -> dict[str, tuple[set[str], int]]:
-    """Each kind of call, after everything is compiled and bound."""
+def traces(device: str = "cuda", backend: Any = "triton") -> dict[str, tuple[set[str], int]]:
+    """Each kind of call, after everything is compiled and bound.
+
+    Args:
+        device, backend: of the layers; tests replace the launches of a backend on the CPU.
+    """
     kinds = {
         "repeated decode layer": ([1] * 4, [4096] * 4),
         "repeated prefill layer": ([512], [512]),
@@ -67,11 +73,11 @@ def traces() -> dict[str, tuple[set[str], int]]:
     }
     found = {}
     for name, lengths in kinds.items():
-        call = LayerCall(*lengths)
+        call = LayerCall(*lengths, device=device, backend=backend)
         for _ in range(4):
             call()
         found[name] = trace(call)
-    call = LayerCall([1] * 4, [4090] * 4)
+    call = LayerCall([1] * 4, [4090] * 4, device=device, backend=backend)
     for length in (4091, 4092, 4093):
         step(call, length)
         for _ in range(3):
@@ -81,9 +87,7 @@ def traces() -> dict[str, tuple[set[str], int]]:
     call()
     call.metadata = call.builder.build(0, call.common)
     spec = call.spec.replace(has_sink=False, logits_soft_cap=30.0)
-    import attnlib
-
-    call.layer = attnlib.Attention(spec, backend="triton", device="cuda")
+    call.layer = attnlib.Attention(spec, backend=backend, device=device)
     found["first call of a new kind of layer"] = trace(call)
     return found
 
@@ -112,6 +116,7 @@ def main() -> None:
     """Print the table; with --json also write it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", help="commit, where there is no repository")
     arguments = parser.parse_args()
     caches = module_caches()
     rows: dict[str, dict[str, object]] = {}
@@ -128,7 +133,7 @@ def main() -> None:
     for cache in caches:
         print("    " + cache)
     if arguments.json:
-        document = {**provenance(), "calls": rows, "caches": caches}
+        document = {**provenance(commit=arguments.commit), "calls": rows, "caches": caches}
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 
 

@@ -1,15 +1,18 @@
 """Host costs of attnlib: import, repeated selection, building a batch, and layer calls on a GPU.
 
     python benchmarks/host_costs.py
+    python benchmarks/host_costs.py --score-function    # on a GPU: layers with a score function
 
 Writes benchmarks/results/host_costs.json, on a GPU host_costs_gpu.json beside it. GPU rows are host
 time only: a round launches its calls into an idle stream and waits for them afterwards. A layer's
 overhead is the difference to the bare launches of the same kernels, with the same arguments, in the
-same process.
+same process. `attnlib.warmup` runs before; the last rows count the kernels that are compiled by it
+and afterwards.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -21,40 +24,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from layer_calls import (
+    BATCHES,
+    BURST,
+    LayerCall,
+    compiled_kernels,
+    launch_microseconds,
+    warm_up,
+)
 
 import attnlib
 from attnlib.bench.provenance import provenance
+from attnlib.score_functions import alibi_sqrt
 
 IMPORT = (
     "import time, torch; a = time.perf_counter(); import attnlib; print(time.perf_counter() - a)"
 )
-BURST = 64
-"""Calls in one round on a GPU: fewer launches than a stream holds before it makes the host wait."""
 
 
 def microseconds(call: Callable[[], object], number: int) -> float:
     """Median over 7 rounds of the mean of `number` calls."""
     call()
     return statistics.median(timeit.repeat(call, number=number, repeat=7)) / number * 1e6
-
-
-def launch_microseconds(*calls: Callable[[], object], rounds: int = 60) -> list[float]:
-    """For each call, the median over the rounds of the host's mean time for one of `BURST` calls.
-
-    The calls take turns, so that a change of the machine's speed affects all of them alike.
-    """
-    times: list[list[float]] = [[] for _ in calls]
-    for number in range(rounds + 3):
-        for call, found in zip(calls, times, strict=True):
-            torch.cuda.synchronize()
-            call()
-            began = time.perf_counter()
-            for _ in range(BURST):
-                call()
-            if number >= 3:
-                found.append((time.perf_counter() - began) / BURST * 1e6)
-    torch.cuda.synchronize()
-    return [statistics.median(found) for found in times]
 
 
 def host_costs() -> dict[str, float]:
@@ -96,149 +87,109 @@ def host_costs() -> dict[str, float]:
     }
 
 
-BATCHES = {
-    "decode of 1 x 1024": ([1], [1024]),
-    "decode of 1 x 8192": ([1], [8192]),
-    "decode of 64 x 128": ([1] * 64, [128] * 64),
-    "decode of 64 x 2048": ([1] * 64, [2048] * 64),
-    "prefill of 1 x 512": ([512], [512]),
-    "prefill of 4 x 256 over 2048": ([256] * 4, [2048] * 4),
-    "mixed batch of 16 x 2048 and 256": ([1] * 16 + [256], [2048] * 16 + [256]),
-    "mixed batch of 16 x 128 and 256": ([1] * 16 + [256], [128] * 16 + [256]),
-}
 ABOVE = {"decode": 4, "prefill": 6, "mixed": 6}
 """Microseconds that a layer may take above the bare launches of its kernels."""
 
 
-class LayerCall:
-    """Eager calls of a Llama-like layer of the triton backend over one batch: cache write and
-    attention, through the `nn.Module`."""
-
-    def __init__(self, query_lens: list[int], seq_lens: list[int]) -> None:
-        self.spec = attnlib.AttentionSpec(
-            num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, block_size=16
-        )
-        pages = [-(-length // 16) for length in seq_lens]
-        order = iter(torch.randperm(sum(pages)).tolist())
-        table = [[next(order) for _ in range(count)] for count in pages]
-        self.common = attnlib.CommonAttentionMetadata.from_lengths(
-            query_lens, seq_lens, table, 16, "cuda"
-        )
-        self.layer = attnlib.Attention(self.spec, backend="triton", device="cuda")
-        self.cache = attnlib.PagedKVCache.allocate(self.spec, sum(pages), "cuda")
-        self.builder = self.layer.backend.make_builder(self.spec, "cuda")
-        self.metadata = self.builder.build(0, self.common)
-        sizes = [(sum(query_lens), heads, 128) for heads in (32, 8, 8)]
-        self.tensors = [torch.randn(size, device="cuda").to(torch.bfloat16) for size in sizes]
-        self.out = torch.empty_like(self.tensors[0])
-
-    def __call__(self) -> None:
-        """One call into an existing output."""
-        self.layer(*self.tensors, self.cache, self.metadata, output=self.out)
-
-    def allocating(self) -> None:
-        """One call that allocates its output."""
-        self.layer(*self.tensors, self.cache, self.metadata)
-
-    def first_layer(self) -> None:
-        """One call as the first layer of a step: over metadata that was just built."""
-        self.metadata.drop_plans()
-        self()
-
-    def bare_launches(self) -> Callable[[], None]:
-        """The kernels of one call by the driver call alone, with all arguments at hand."""
-        from attnlib.backends.triton import plan
-        from attnlib.ops.triton.launch.bound import current_stream
-
-        calls: list[tuple[Callable[..., None], tuple[object, ...]]] = []
-
-        def recording(
-            parts: Any, index: int, num_values: int, fixed: dict[Any, Any]
-        ) -> Callable[..., bool]:
-            """`bind_sequence` in Python."""
-            given = [number for number in range(num_values) if number not in fixed]
-
-            def run(*tensors: torch.Tensor | None) -> bool:
-                values: dict[int, Any] = dict(fixed)
-                for number, tensor in zip(given, tensors, strict=True):
-                    values[number] = None if tensor is None else tensor.data_ptr()
-                for bound, offsets in parts:
-                    moved = {n: values[n] + size for n, size in offsets.items() if values[n]}
-                    own = [{**values, **moved}[n] for n in range(num_values)]
-                    for launch, changing in bound.calls(own):
-                        arguments = (current_stream(index), *changing)
-                        calls.append((launch, arguments))
-                        launch(*arguments)
-                return True
-
-            return run
-
-        bind = plan.bind_sequence
-        plan.bind_sequence = recording
-        self.metadata.drop_plans()
-        try:
-            for _ in range(4):
-                calls.clear()
-                self()
-        finally:
-            plan.bind_sequence = bind
-            self.metadata.drop_plans()
-        assert calls, "no kernel was launched directly"
-        recorded = tuple(calls)
-
-        def launch() -> None:
-            for function, arguments in recorded:
-                function(*arguments)
-
-        return launch
+def layer_calls(score_function: bool) -> dict[str, LayerCall]:
+    """One layer for each batch; with a score function, ALiBi by the root of the distance."""
+    fields: dict[str, Any] = {}
+    if score_function:
+        tensors = {"slope": torch.linspace(0.1, 1, 32, device="cuda")}
+        fields = {"score_function": alibi_sqrt(), "layer": {"score_tensors": tensors}}
+    return {name: LayerCall(*lengths, **fields) for name, lengths in BATCHES.items()}
 
 
-def layer_costs(name: str) -> dict[str, float]:
-    """Host time of one kind of call, in microseconds."""
-    call = LayerCall(*BATCHES[name])
-    launches = call.bare_launches()
-    for _ in range(4):
-        call()
-    bare, inside, allocating = launch_microseconds(launches, call, call.allocating)
-    (first,) = launch_microseconds(call.first_layer, rounds=20)
-    target = ABOVE[name.split()[0]]
+def gpu_costs(score_function: bool) -> dict[str, float]:
+    """Eager layer calls and `build`, with the triton backend. All rows take turns, so that their
+    order does not matter."""
+    calls = layer_calls(score_function)
+    with compiled_kernels() as in_warm_up:
+        warm_up(calls["decode of 1 x 8192"])
+    with compiled_kernels() as afterwards:
+        costs = {**build_costs(), **layer_costs(calls)}
+    print(f"compiled after warm-up: {afterwards}" if afterwards else "", file=sys.stderr)
     return {
-        f"{name}: bare launches, us": bare,
-        f"{name}: layer, output given, us": inside,
-        f"{name}: above the bare launches, us (target {target})": inside - bare,
-        f"{name}: layer that allocates its output, us": allocating,
-        f"{name}: first layer of a step, us": first,
+        **costs,
+        "kernels compiled by warmup": len(in_warm_up),
+        "of which Gluon": sum(name.startswith("hopper") for name in in_warm_up),
+        "kernels compiled after warmup, all rows (target 0)": len(afterwards),
     }
 
 
-def gpu_costs() -> dict[str, float]:
-    """Eager layer calls and `build`, with the triton backend."""
+def build_costs() -> dict[str, float]:
+    """`build` of the triton backend, in microseconds."""
     decodes = LayerCall([1] * 256, [100] * 256)
     mixed = LayerCall([1] * 220 + [64] * 36, [100] * 256)
     builds = launch_microseconds(
         lambda: decodes.builder.build(0, decodes.common),
         lambda: mixed.builder.build(0, mixed.common),
     )
-    costs = {
+    return {
         "build for 256 decodes, us (target 11)": builds[0],
         "build for 220 decodes and 36 prefills, us": builds[1],
     }
-    for name in BATCHES:
-        costs.update(layer_costs(name))
+
+
+def layer_costs(calls: dict[str, LayerCall]) -> dict[str, float]:
+    """Host time of each kind of call, in microseconds."""
+    each: list[Callable[[], object]] = []
+    for call in calls.values():
+        for _ in range(4):
+            call()
+        each += [call.bare_launches(), call, call.allocating]
+    found = launch_microseconds(*each)
+    firsts = first_layer_costs(calls)
+    costs = {}
+    for number, name in enumerate(calls):
+        bare, inside, allocating = found[3 * number : 3 * number + 3]
+        target = ABOVE[name.split()[0]]
+        costs |= {
+            f"{name}: bare launches, us": bare,
+            f"{name}: layer, output given, us": inside,
+            f"{name}: above the bare launches, us (target {target})": inside - bare,
+            f"{name}: layer that allocates its output, us": allocating,
+            f"{name}: first layer of a step, us": firsts[name],
+        }
     return costs
+
+
+def first_layer_costs(calls: dict[str, LayerCall]) -> dict[str, float]:
+    """Host time of the first layer of a step, in microseconds, over new metadata in every call."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(23):
+        for name, call in calls.items():
+            first = call.first_layers(BURST)
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(BURST):
+                first()
+            if number >= 3:
+                times[name].append((time.perf_counter() - began) / BURST * 1e6)
+    torch.cuda.synchronize()
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def main() -> None:
     """Measure and write the result file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--score-function", action="store_true", help="layers with a score function, on a GPU only"
+    )
+    parser.add_argument("--out", type=Path, help="result file")
+    parser.add_argument("--commit", help="commit, where there is no repository")
+    arguments = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     with torch.inference_mode():
-        costs = {**host_costs(), **(gpu_costs() if on_gpu else {})}
+        costs = {} if arguments.score_function else host_costs()
+        if on_gpu:
+            costs |= gpu_costs(arguments.score_function)
     for name, value in costs.items():
         print(f"{name:<72} {value:8.1f}", flush=True)
-    target = (
-        Path(__file__).parent / "results" / ("host_costs_gpu.json" if on_gpu else "host_costs.json")
-    )
-    target.write_text(json.dumps({**provenance(), "costs": costs}, indent=1) + "\n")
+    name = "host_costs_gpu.json" if on_gpu else "host_costs.json"
+    target = arguments.out or Path(__file__).parent / "results" / name
+    facts = provenance(commit=arguments.commit)
+    target.write_text(json.dumps({**facts, "costs": costs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ computed correctly by the prefill kernel.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -100,29 +100,33 @@ class PagedMetadata(AttentionMetadata):
         is_decode = requests.start == 0
         starts = slice(requests.start, requests.stop + 1)
         count, num_tokens = requests.stop - requests.start, tokens.stop - tokens.start
-        return replace(
-            self,
-            num_actual_tokens=num_tokens,
-            num_decodes=count if is_decode else 0,
-            num_decode_tokens=num_tokens if is_decode else 0,
-            num_prefills=0 if is_decode else count,
-            num_prefill_tokens=0 if is_decode else num_tokens,
-            max_query_len=self.max_decode_query_len if is_decode else self.max_query_len,
-            query_start_loc=self.query_start_loc[starts]
+        # By state, because the constructor passes every field through `__setattr__`.
+        changes = {
+            "num_actual_tokens": num_tokens,
+            "num_decodes": count if is_decode else 0,
+            "num_decode_tokens": num_tokens if is_decode else 0,
+            "num_prefills": 0 if is_decode else count,
+            "num_prefill_tokens": 0 if is_decode else num_tokens,
+            "max_query_len": self.max_decode_query_len if is_decode else self.max_query_len,
+            "query_start_loc": self.query_start_loc[starts]
             if is_decode
             else self._prefill_starts(starts),
-            prefill_query_start_loc=None,
-            seq_lens=self.seq_lens[requests],
-            block_table=None if self.block_table is None else self.block_table[requests],
-            slot_mapping=None if self.slot_mapping is None else self.slot_mapping[tokens],
-            causal=self.causal[requests] if isinstance(self.causal, torch.Tensor) else self.causal,
-            query_bias=None if self.query_bias is None else self.query_bias[tokens],
-            score_tensors=rows_of(self.score_tensors, requests),
-            query_start_loc_cpu=None
+            "prefill_query_start_loc": None,
+            "seq_lens": self.seq_lens[requests],
+            "block_table": None if self.block_table is None else self.block_table[requests],
+            "slot_mapping": None if self.slot_mapping is None else self.slot_mapping[tokens],
+            "causal": self.causal[requests]
+            if isinstance(self.causal, torch.Tensor)
+            else self.causal,
+            "query_bias": None if self.query_bias is None else self.query_bias[tokens],
+            "score_tensors": rows_of(self.score_tensors, requests),
+            "query_start_loc_cpu": None
             if self.query_start_loc_cpu is None
             else self.query_start_loc_cpu[starts] - self.query_start_loc_cpu[requests.start],
-            seq_lens_cpu=None if self.seq_lens_cpu is None else self.seq_lens_cpu[requests],
-        )
+            "seq_lens_cpu": None if self.seq_lens_cpu is None else self.seq_lens_cpu[requests],
+        }
+        part: P = type(self).from_fields({**self.__getstate__(), **changes})
+        return part
 
     def _prefill_starts(self, starts: slice) -> torch.Tensor:
         if self.prefill_query_start_loc is not None:

@@ -4,7 +4,7 @@
 
 Both append one token to each request and attend, by the triton backend, over the same cache. The
 outputs and the written caches are compared first. Host time: the median over rounds of the time
-until an eager call returns that allocates its output (`host_costs.launch_microseconds`). Device
+until an eager call returns that allocates its output (`layer_calls.launch_microseconds`). Device
 time: replays of a CUDA graph of many calls, in turn, over copies of the cache that do not fit the
 L2 cache.
 """
@@ -24,7 +24,7 @@ from attnlib.bench.provenance import provenance
 from attnlib.bench.timer import GraphTimer, measure_in_turn, warm_up
 from attnlib.compat import flash_attn_with_kvcache
 from attnlib.compat.flash_attn.prepared import STATE
-from benchmarks.host_costs import launch_microseconds
+from benchmarks.layer_calls import launch_microseconds
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 CASES = [(1, 1024), (1, 8192), (8, 2048), (32, 4096), (64, 1024), (64, 4096), (128, 2048)]

@@ -21,9 +21,10 @@ from attnlib.ops.triton.launch.sequence import (
     QUERY,
     VALUE,
     VALUE_CACHE,
-    BoundLaunches,
-    bind_sequence,
+    Launches,
+    Part,
     bind_step,
+    prepare_sequence,
 )
 
 __all__ = ["BoundAppend", "append_kv", "bind_append"]
@@ -80,14 +81,18 @@ def bind_append(
 
 
 class BoundAppend:
-    """The launch of `append_kv` over one block table and one tensor of lengths."""
+    """The launch of `append_kv` over one block table and one tensor of lengths.
+
+    Attributes:
+        batch: lengths before the call, block table, and the lengths that the call writes.
+    """
 
     def __init__(
         self, launch: BoundLaunch, numbers: tuple[int, ...], batch: tuple[Tensor, Tensor, Tensor]
     ) -> None:
         self._launch = launch
         self._numbers = numbers
-        self._batch = batch
+        self.batch = batch
         self._submit: Callable[..., bool] | None = None
 
     @property
@@ -95,24 +100,25 @@ class BoundAppend:
         """Whether `bind` is possible; False until the first launch by Triton."""
         return self._launch.is_direct
 
-    def bind(self) -> BoundLaunches:
-        """The direct launch, for a step plan."""
+    def bind(self) -> Launches:
+        """The direct launch, for a step plan. It holds the addresses of `batch`."""
         tensors = (KEY, VALUE, KEY_CACHE, VALUE_CACHE)
-        addresses = tuple(tensor.data_ptr() for tensor in self._batch)
+        addresses = tuple(tensor.data_ptr() for tensor in self.batch)
         arguments = (*tensors, *addresses, *self._numbers)
-        return BoundLaunches((bind_step(self._launch, True, True, arguments),), kept=self._batch)
+        return Launches((bind_step(self._launch, True, True, arguments),))
 
     def run(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
         """Launch on the current stream."""
         if self._submit is None and self.is_direct:
-            index, unused = self._batch[0].get_device(), dict.fromkeys((QUERY, OUT, LSE))
-            self._submit = bind_sequence([(self.bind(), {})], index, VALUE + 1, unused)
+            index, unused = self.batch[0].get_device(), dict.fromkeys((QUERY, OUT, LSE))
+            template = prepare_sequence([Part(self.bind())], index, VALUE + 1, unused)
+            self._submit = template.bind(())
         if self._submit is not None and self._submit(key_cache, value_cache, key, value):
             return
         tensors = (key, value, key_cache, value_cache)
         aligned = not any(tensor.data_ptr() & ALIGNMENT for tensor in tensors)
         with chips.device_guard(key):
-            self._launch.by_triton((*tensors, *self._batch, *self._numbers), aligned)
+            self._launch.by_triton((*tensors, *self.batch, *self._numbers), aligned)
 
 
 def _launch(key: Tensor, key_cache: Tensor, value_cache: Tensor) -> BoundLaunch:

@@ -26,7 +26,8 @@ from attnlib.ops.triton.launch.sequence import (
     V_SCALE,
     VALUE,
     VALUE_CACHE,
-    BoundLaunches,
+    Launches,
+    batch_sources,
     bind_step,
 )
 
@@ -102,19 +103,18 @@ class CacheWrite:
     as_bytes: bool
     launch: BoundLaunch | None
 
-    def bind(self, slots: Any, direct: bool, aligned: bool = True) -> BoundLaunches:
-        """Attach the slots of a batch.
+    def launches(self, direct: bool, aligned: bool = True) -> Launches:
+        """The launch, which takes the slots as the value of its batch.
 
         Args:
-            slots: the slot mapping, as an address for a direct launch, else as a tensor.
             direct: launch without Triton, on addresses.
             aligned: for launches by Triton, whether all layer tensors are aligned.
         """
         if self.launch is None:
-            return BoundLaunches(())
+            return Launches(())
         tensors = (KEY, VALUE, KEY_CACHE, VALUE_CACHE)
-        arguments = (*tensors, slots, K_SCALE, V_SCALE, *self.numbers)
-        return BoundLaunches((bind_step(self.launch, direct, aligned, arguments),))
+        arguments = (*tensors, *batch_sources(1), K_SCALE, V_SCALE, *self.numbers)
+        return Launches((bind_step(self.launch, direct, aligned, arguments),))
 
 
 def prepare_write(

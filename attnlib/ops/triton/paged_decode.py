@@ -447,6 +447,7 @@ def prepare_plain_decode(
         if num_splits > 1
         else None,
         score_tensors=params.layer_score_tensors(),
+        num_batch_tensors=len(batch.score_tensors),
         combine_tail=(num_splits, num_tokens, num_heads, out.stride(0), out.stride(1), stride_lt),
         workspace_bytes=paged_decode_workspace_bytes(
             num_tokens, num_heads, shape.head_size_v, num_splits

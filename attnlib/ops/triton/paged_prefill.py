@@ -223,6 +223,7 @@ def prepare_plain_prefill(
         as_bytes=reads_bytes(key.dtype, limits),
         is_decode=False,
         score_tensors=params.layer_score_tensors(),
+        num_batch_tensors=len(batch.score_tensors),
     )
     kept: PlainAttention = LAUNCHES.keep(key_, prepared)
     return kept

@@ -12,9 +12,11 @@ import functools
 import itertools
 import json
 import random
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import attnlib
+import attnlib.layer as layer_module
 from attnlib.backends.triton import TritonBackend
 from attnlib.backends.triton import impl as triton_impl
 from attnlib.backends.triton import metadata as triton_metadata
@@ -54,6 +57,7 @@ from tests.ops.triton.stub_driver import (
     replace_launcher,
 )
 
+ROOT = Path(__file__).parents[3]
 CHIP = DeviceLimits(132, 227 * 1024, 228 * 1024, (9, 0), True)
 MODULES = (
     triton_impl,
@@ -898,6 +902,37 @@ def check_replaced_methods() -> None:
     assert len(step()) == 2 and len(seen) == 1
 
 
+def check_files_of_layers() -> None:
+    """A layer enters few files: a repeated one, and the first one of a step. Without the check of
+    block ids, which batches on a GPU do not have."""
+    sys.path.append(str(ROOT / "benchmarks"))
+    from call_trace import TARGETS, traces
+
+    check, layer_module.check_addresses = layer_module.check_addresses, lambda *call: None
+    try:
+        found = traces("cpu", Anywhere)
+    finally:
+        layer_module.check_addresses = check
+    for name, target in TARGETS.items():
+        files, calls = found[name]
+        assert len(files) <= target, f"{name}: {sorted(files)}"
+        if name.startswith("first"):
+            assert calls <= 30, f"{name}: {calls} calls of Python functions"
+
+
+def check_bare_launches() -> None:
+    """What `benchmarks/host_costs.py` compares layers with are the launches of the layer."""
+    sys.path.append(str(ROOT / "benchmarks"))
+    from layer_calls import BATCHES, LayerCall
+
+    for name, lengths in BATCHES.items():
+        call = LayerCall(*lengths, device="cpu", backend=Anywhere)
+        for _ in range(3):
+            theirs, through_triton = recorded(call)
+        assert not through_triton and theirs, name
+        assert recorded(call.bare_launches())[0] == theirs, name
+
+
 def check_memory_is_bounded() -> None:
     """Thousands of launches do not accumulate."""
     kept = LaunchCache()
@@ -921,6 +956,8 @@ CHECKS: tuple[Callable[[], None], ...] = (
     check_sinks_are_read_at_each_call,
     check_which_kernel_combines,
     check_replaced_methods,
+    check_files_of_layers,
+    check_bare_launches,
     check_memory_is_bounded,
 )
 

@@ -30,6 +30,8 @@ CHECKS = [
     "check_sinks_are_read_at_each_call",
     "check_which_kernel_combines",
     "check_replaced_methods",
+    "check_files_of_layers",
+    "check_bare_launches",
     "check_memory_is_bounded",
 ]
 

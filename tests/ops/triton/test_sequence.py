@@ -26,11 +26,12 @@ from attnlib.ops.triton.launch.sequence import (
     SLOPES,
     VALUE_CACHE,
     VALUE_MAP,
-    BoundLaunches,
+    Launches,
     Lookup,
+    Part,
     Source,
     Step,
-    bind_sequence,
+    prepare_sequence,
     score_sources,
 )
 from tests.ops.triton.test_driver import Driver, direct
@@ -86,7 +87,7 @@ def bound(machine: Machine) -> Callable[..., bool]:
     """One launch of the first five tensors."""
     machine.driver.sizes = [8] * 5
     step = launch(b"p" * 5, (QUERY, KEY_CACHE, VALUE_CACHE, OUT, LSE))
-    return bind_sequence([(BoundLaunches((step,)), {})], 0, NUM_VALUES, FIXED)
+    return prepare_sequence([Part(Launches((step,)))], 0, NUM_VALUES, FIXED).bind(())
 
 
 def test_launches_in_order_with_offsets(machine: Machine) -> None:
@@ -95,8 +96,8 @@ def test_launches_in_order_with_offsets(machine: Machine) -> None:
     first = launch(b"ppp", (OUT, LSE, QUERY))
     second = launch(b"pppf", (OUT, LSE, QUERY, K_SCALE))
     rows = {QUERY: 32, OUT: 64, LSE: 4}
-    parts = [(BoundLaunches((first,)), {}), (BoundLaunches((second,)), rows)]
-    run = bind_sequence(parts, 0, NUM_VALUES, {**FIXED, K_SCALE: 0.5})
+    parts = [Part(Launches((first,))), Part(Launches((second,)), rows)]
+    run = prepare_sequence(parts, 0, NUM_VALUES, {**FIXED, K_SCALE: 0.5}).bind(())
     machine.driver.sizes = [8, 8, 8]
     query, key, value, out, lse = tensors()
     assert run(query, key, value, out, lse) is True
@@ -118,7 +119,7 @@ def test_layer_tensors(machine: Machine) -> None:
     (score,) = score_sources(1)
     step = launch(b"ppp", (SLOPES, K_SCALE, score))
     fixed = {source: None for source in FIXED if source not in (SLOPES, K_SCALE)}
-    run = bind_sequence([(BoundLaunches((step,)), {})], 0, NUM_VALUES + 1, fixed)
+    run = prepare_sequence([Part(Launches((step,)))], 0, NUM_VALUES + 1, fixed).bind(())
     given = tensors(8)
     odd = torch.zeros(9)[1:]  # only the seven tensors must be aligned
     assert run(*given[:5], odd, *given[6:])
@@ -167,8 +168,8 @@ def test_descriptors_are_looked_up(machine: Machine, monkeypatch: pytest.MonkeyP
         Lookup((QUERY,), table, encode, (query_map,)),
     )
     step = launch(b"ttt", (VALUE_MAP, KEY_MAP, query_map))
-    parts = [(BoundLaunches((step,), lookups), {QUERY: 16})]
-    run = bind_sequence(parts, 0, NUM_VALUES, FIXED)
+    parts = [Part(Launches((step,), lookups), {QUERY: 16})]
+    run = prepare_sequence(parts, 0, NUM_VALUES, FIXED).bind(())
     machine.driver.sizes = [128] * 3
     given = tensors()
     for _ in range(2):
@@ -196,10 +197,9 @@ def test_errors(machine: Machine) -> None:
     number = launch(b"i", (KEY,))
     given_key = {source: None for source in FIXED if source != KEY}
     with pytest.raises(ValueError, match="cannot be an argument of kind 'i'"):
-        bind_sequence([(BoundLaunches((number,)), {})], 0, NUM_VALUES, given_key)
+        prepare_sequence([Part(Launches((number,)))], 0, NUM_VALUES, given_key)
     with pytest.raises(TypeError, match=r"attnlib_native\.Launch"):
-        parts = [(BoundLaunches((Step(print, ()),)), {})]
-        bind_sequence(parts, 0, NUM_VALUES, FIXED)
+        prepare_sequence([Part(Launches((Step(print, ()),)))], 0, NUM_VALUES, FIXED)
 
 
 def test_threads_do_not_mix_tensors(machine: Machine) -> None:

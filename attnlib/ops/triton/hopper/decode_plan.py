@@ -35,7 +35,12 @@ from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LaunchCache
 from attnlib.ops.triton.launch.run import run_attention
 from attnlib.ops.triton.launch.scales import kv_kind, scale_kind
-from attnlib.ops.triton.launch.score import score_constants, score_tail, tensor_sizes
+from attnlib.ops.triton.launch.score import (
+    batch_score_values,
+    score_arguments,
+    score_constants,
+    tensor_sizes,
+)
 from attnlib.ops.triton.launch.sequence import (
     K_SCALE,
     KEY_CACHE,
@@ -47,8 +52,9 @@ from attnlib.ops.triton.launch.sequence import (
     V_SCALE,
     VALUE_CACHE,
     VALUE_MAP,
-    BoundLaunches,
+    Launches,
     Lookup,
+    batch_sources,
     bind_step,
     score_sources,
 )
@@ -63,6 +69,8 @@ __all__ = [
     "workers_per_head",
 ]
 
+_NUM_BATCH_VALUES = 7
+"""Values of a batch that the kernels take, besides those of its score function."""
 _MAX_SPLITS = 255
 _UNBOUNDED = 1 << 30
 
@@ -166,6 +174,7 @@ class HopperDecode:
         workspace_bytes: size of the workspace.
         attend: the attention kernel.
         combine: the combine kernel; None where the attention kernel combines.
+        num_batch_tensors: number of batch tensors of the score function.
     """
 
     limits: DeviceLimits
@@ -182,6 +191,7 @@ class HopperDecode:
     workspace_bytes: int
     attend: BoundLaunch
     combine: BoundLaunch | None
+    num_batch_tensors: int = 0
 
     needs_alignment: ClassVar[bool] = True
     """TMA and 16-byte loads require aligned tensors, also for launches by Triton."""
@@ -192,46 +202,71 @@ class HopperDecode:
         """The kernels that `run` launches."""
         return (self.attend,) if self.combine is None else (self.attend, self.combine)
 
-    def is_direct(self, batch: BatchTensors) -> bool:
-        """Whether a direct launch over `batch` is possible, given aligned layer tensors."""
-        space, combine = batch.workspace, self.combine
-        aligned = space is not None and not space.data_ptr() & ALIGNMENT
-        return aligned and self.attend.is_direct and (combine is None or combine.is_direct)
+    @property
+    def num_batch_values(self) -> int:
+        """The number of values of a batch."""
+        return _NUM_BATCH_VALUES + 3 * self.num_batch_tensors
 
-    def bind(self, batch: BatchTensors, direct: bool, aligned: bool = True) -> BoundLaunches:
-        """Attach the tensors of a batch; `workspace` holds at least `workspace_bytes`. The
-        argument order of both kernels is written here."""
-        assert batch.workspace is not None
-        counters = batch.counters if self.combine is None else None
-        partials = batch.workspace
-        if partials.dtype != torch.float32:
-            partials = partials.view(torch.float32)
-        lses, headers = partials[self.lse_offset :], partials[self.header_offset :]
-        tensors = (
-            None if self.packed else batch.query_start_loc, batch.seq_lens, batch.block_table,
-            partials, lses, headers.view(torch.int32), counters, *batch.score_tensors,
-        )  # fmt: skip
-        given: tuple[Any, ...] = tensors
+    def launches(self, direct: bool, aligned: bool = True) -> Launches:
+        """The launches of both kernels. The order of their arguments is written here.
+
+        Args:
+            direct: launch without Triton, on addresses.
+            aligned: for launches by Triton, whether all tensors are aligned.
+        """
         caches, maps = (KEY_CACHE, VALUE_CACHE), (KEY_MAP, VALUE_MAP)
         lookup = described(self.views, caches, maps)
         if direct:
-            given = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
             lookup = Lookup(caches, self._descriptors, self._encode, maps)
-        starts, lens, table, outputs, lse_space, header_space, given_counters, *score = given
-        pointers, sizes = score_tail(self.score_sizes, batch.score_tensors, tuple(score))
+        starts, lens, table, outputs, lses, headers, counters = batch_sources(_NUM_BATCH_VALUES)
+        pointers, sizes = score_arguments(
+            self.score_sizes, self.num_batch_tensors, _NUM_BATCH_VALUES
+        )
         layer_tensors = score_sources(len(self.score_sizes) // 2)
         scales = (K_SCALE, V_SCALE) if self.is_quantized else (None, None)
         arguments = (
             *descriptor_arguments(self.views, maps, direct), QUERY, OUT, LSE, SINKS, *scales,
-            *layer_tensors, *pointers, starts, lens, table, outputs, lse_space, header_space,
-            given_counters, self.scale, *self.numbers, *sizes,
+            *layer_tensors, *pointers, starts, lens, table, outputs, lses, headers, counters,
+            self.scale, *self.numbers, *sizes,
         )  # fmt: skip
         steps = [bind_step(self.attend, direct, aligned, arguments)]
         if self.combine is not None:
-            splits = (outputs, lse_space, header_space, starts)
-            arguments = (*splits, SINKS, OUT, LSE, *self.combine_tail)
+            arguments = (outputs, lses, headers, starts, SINKS, OUT, LSE, *self.combine_tail)
             steps.append(bind_step(self.combine, direct, aligned, arguments))
-        return BoundLaunches(tuple(steps), (lookup,))
+        return Launches(tuple(steps), (lookup,))
+
+    def with_scratch(self, batch: BatchTensors) -> BatchTensors:
+        """The batch: without counters the combine kernel runs."""
+        return batch
+
+    def addresses(self, batch: BatchTensors) -> tuple[Any, ...] | None:
+        """The values of a batch for direct launches; None if its workspace is not aligned.
+        `workspace` holds at least `workspace_bytes`."""
+        starts, lens, table, _, _, space, counters = batch[:7]
+        assert space is not None and table is not None
+        outputs, score = space.data_ptr(), batch.score_tensors
+        if outputs & ALIGNMENT:
+            return None
+        return (
+            None if self.packed else starts.data_ptr(), lens.data_ptr(), table.data_ptr(), outputs,
+            outputs + 4 * self.lse_offset, outputs + 4 * self.header_offset,
+            None if counters is None or self.combine is not None else counters.data_ptr(),
+            *(batch_score_values(score, True) if score else ()),
+        )  # fmt: skip
+
+    def tensors(self, batch: BatchTensors) -> tuple[Any, ...]:
+        """The values of a batch for launches by Triton."""
+        partials = batch.workspace
+        assert partials is not None
+        if partials.dtype != torch.float32:
+            partials = partials.view(torch.float32)
+        lses, headers = partials[self.lse_offset :], partials[self.header_offset :]
+        return (
+            None if self.packed else batch.query_start_loc, batch.seq_lens, batch.block_table,
+            partials, lses, headers.view(torch.int32),
+            batch.counters if self.combine is None else None,
+            *batch_score_values(batch.score_tensors, False),
+        )  # fmt: skip
 
     @cached_property
     def _descriptors(self) -> LaunchCache:
@@ -326,6 +361,7 @@ def prepare_hopper_decode(
         scale=scale,
         is_quantized=is_quantized,
         score_sizes=tensor_sizes(params.layer_score_tensors()),
+        num_batch_tensors=len(batch.score_tensors),
         numbers=(
             float(cap), unbounded(left), unbounded(right), unbounded(chunk),
             num_reqs, num_tokens, num_blocks, rows, query.stride(0), query.stride(1),

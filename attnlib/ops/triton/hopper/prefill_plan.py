@@ -30,7 +30,12 @@ from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LaunchCache
 from attnlib.ops.triton.launch.run import run_attention
 from attnlib.ops.triton.launch.scales import kv_kind, scale_kind
-from attnlib.ops.triton.launch.score import score_constants, score_tail, tensor_sizes
+from attnlib.ops.triton.launch.score import (
+    batch_score_values,
+    score_arguments,
+    score_constants,
+    tensor_sizes,
+)
 from attnlib.ops.triton.launch.sequence import (
     K_SCALE,
     KEY_CACHE,
@@ -43,8 +48,9 @@ from attnlib.ops.triton.launch.sequence import (
     V_SCALE,
     VALUE_CACHE,
     VALUE_MAP,
-    BoundLaunches,
+    Launches,
     Lookup,
+    batch_sources,
     bind_step,
     score_sources,
 )
@@ -52,6 +58,8 @@ from attnlib.ops.triton.launch.sequence import (
 __all__ = ["HopperPrefill", "launch_hopper_prefill", "prepare_hopper_prefill"]
 
 _UNBOUNDED = 1 << 30
+_NUM_BATCH_VALUES = 5
+"""Values of a batch that the kernel takes, besides those of its score function."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +79,7 @@ class HopperPrefill:
         numbers: the runtime numbers between the scale and `concurrent`.
         last: the runtime numbers after the section.
         attend: the kernel.
+        num_batch_tensors: number of batch tensors of the score function.
     """
 
     limits: DeviceLimits
@@ -85,6 +94,7 @@ class HopperPrefill:
     numbers: tuple[float | int, ...]
     last: tuple[int, ...]
     attend: BoundLaunch
+    num_batch_tensors: int = 0
 
     needs_alignment: ClassVar[bool] = True
     """TMA requires aligned tensors, also for launches by Triton."""
@@ -96,40 +106,24 @@ class HopperPrefill:
         """The kernels that `run` launches."""
         return (self.attend,)
 
-    def is_direct(self, batch: BatchTensors) -> bool:
-        """Whether a direct launch over `batch` is possible, given aligned layer tensors."""
-        counters = batch.counters
-        aligned = counters is None or not counters.data_ptr() & ALIGNMENT
-        return aligned and self.attend.is_direct
+    @property
+    def num_batch_values(self) -> int:
+        """The number of values of a batch."""
+        return _NUM_BATCH_VALUES + 3 * self.num_batch_tensors
 
-    def bind(
-        self, batch: BatchTensors, direct: bool, aligned: bool = True, concurrent: bool = False
-    ) -> BoundLaunches:
-        """Attach the tensors of a batch. The kernel's argument order is written here.
+    def launches(self, direct: bool, aligned: bool = True, concurrent: bool = False) -> Launches:
+        """The launch. The order of the kernel's arguments is written here.
 
         Args:
+            direct: launch without Triton, on addresses.
+            aligned: for launches by Triton, whether all tensors are aligned.
             concurrent: start while the kernel launched before still runs. That kernel must release
                 its successor early and must have waited for everything before itself.
         """
-        counters = batch.counters
-        if not self.tile.persistent:
-            counters = None
-        elif counters is None or counters.numel() < PREFILL_COUNTERS:
-            device = batch.query_start_loc.device
-            counters = torch.zeros(PREFILL_COUNTERS, dtype=torch.int32, device=device)
-        aligned = aligned and (counters is None or not counters.data_ptr() & ALIGNMENT)
-        section, (key_view, value_view) = self.num_kv_heads, self.views
-        if self.tile.sections:
-            section = choose_section(section, batch.max_seq_len, key_view.width + value_view.width)
-        tensors = (
-            batch.query_start_loc, batch.seq_lens, batch.block_table, counters,
-            *batch.score_tensors,
-        )  # fmt: skip
-        given: tuple[Any, ...] = tensors
-        if direct:
-            given = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
-        starts, lens, table, given_counters, *score = given
-        pointers, sizes = score_tail(self.score_sizes, batch.score_tensors, tuple(score))
+        starts, lens, table, counters, section = batch_sources(_NUM_BATCH_VALUES)
+        pointers, sizes = score_arguments(
+            self.score_sizes, self.num_batch_tensors, _NUM_BATCH_VALUES
+        )
         layer_tensors = score_sources(len(self.score_sizes) // 2)
         maps = descriptor_arguments(self.views, (KEY_MAP, VALUE_MAP), direct)
         query_map: tuple[Any, ...] = (None,)
@@ -138,11 +132,52 @@ class HopperPrefill:
         scales = (K_SCALE, V_SCALE) if self.is_quantized else (None, None)
         arguments = (
             *maps, *query_map, QUERY, OUT, LSE, SINKS, *scales, *layer_tensors, *pointers, starts,
-            lens, table, given_counters, self.scale, *self.numbers, int(concurrent), section,
+            lens, table, counters, self.scale, *self.numbers, int(concurrent), section,
             *self.last, *sizes,
         )  # fmt: skip
         step = bind_step(self.attend, direct, aligned, arguments)
-        return BoundLaunches((step,), self._lookups(direct), (counters,))
+        return Launches((step,), self._lookups(direct))
+
+    def with_scratch(self, batch: BatchTensors) -> BatchTensors:
+        """The batch, with counters if it has none or too few for a persistent kernel."""
+        counters = batch.counters
+        if not self.tile.persistent or (
+            counters is not None and counters.shape[0] >= PREFILL_COUNTERS
+        ):
+            return batch
+        device = batch.query_start_loc.device
+        counters = torch.zeros(PREFILL_COUNTERS, dtype=torch.int32, device=device)
+        return batch._replace(counters=counters)
+
+    def addresses(self, batch: BatchTensors) -> tuple[Any, ...] | None:
+        """The values of a batch for direct launches; None if its counters are not aligned."""
+        table, score, counters = batch.block_table, batch.score_tensors, None
+        assert table is not None
+        if self.tile.persistent:
+            assert batch.counters is not None  # see `with_scratch`
+            counters = batch.counters.data_ptr()
+            if counters & ALIGNMENT:
+                return None
+        return (
+            batch.query_start_loc.data_ptr(), batch.seq_lens.data_ptr(), table.data_ptr(),
+            counters, self._section(batch.max_seq_len),
+            *(batch_score_values(score, True) if score else ()),
+        )  # fmt: skip
+
+    def tensors(self, batch: BatchTensors) -> tuple[Any, ...]:
+        """The values of a batch for launches by Triton."""
+        return (
+            batch.query_start_loc, batch.seq_lens, batch.block_table,
+            batch.counters if self.tile.persistent else None, self._section(batch.max_seq_len),
+            *batch_score_values(batch.score_tensors, False),
+        )  # fmt: skip
+
+    def _section(self, max_seq_len: int) -> int:
+        """KV heads of a section of work items."""
+        if not self.tile.sections:
+            return self.num_kv_heads
+        key_view, value_view = self.views
+        return choose_section(self.num_kv_heads, max_seq_len, key_view.width + value_view.width)
 
     def _lookups(self, direct: bool) -> tuple[Lookup, ...]:
         """The descriptors of a call."""
@@ -240,6 +275,7 @@ def prepare_hopper_prefill(
         scale=scale,
         is_quantized=is_quantized,
         score_sizes=tensor_sizes(params.layer_score_tensors()),
+        num_batch_tensors=len(batch.score_tensors),
         numbers=(
             float(cap), min(left, _UNBOUNDED), min(right, _UNBOUNDED), min(chunk, _UNBOUNDED),
             num_reqs, num_tokens, num_tiles,

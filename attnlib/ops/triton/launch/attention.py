@@ -21,7 +21,12 @@ from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.kernels.quant import KV_NATIVE, KV_PLAIN
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.scales import kv_kind, scale_kind
-from attnlib.ops.triton.launch.score import score_constants, score_tail, tensor_sizes
+from attnlib.ops.triton.launch.score import (
+    batch_score_values,
+    score_arguments,
+    score_constants,
+    tensor_sizes,
+)
 from attnlib.ops.triton.launch.sequence import (
     K_SCALE,
     KEY_CACHE,
@@ -32,7 +37,8 @@ from attnlib.ops.triton.launch.sequence import (
     SLOPES,
     V_SCALE,
     VALUE_CACHE,
-    BoundLaunches,
+    Launches,
+    batch_sources,
     bind_step,
     score_sources,
 )
@@ -49,6 +55,8 @@ __all__ = [
 ]
 
 _UNBOUNDED = 1 << 30
+_NUM_BATCH_VALUES = 6
+"""Values of a batch that the plain kernels take, besides those of its score function."""
 _COMPUTE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
@@ -137,6 +145,7 @@ class PlainAttention:
         combine: the kernel that combines splits; None when nothing is split.
         combine_tail: its numbers.
         score_tensors: layer tensors of the score function, of which only the sizes are kept.
+        num_batch_tensors: number of its batch tensors.
         workspace_bytes: bytes of partial results.
     """
 
@@ -156,6 +165,7 @@ class PlainAttention:
         combine: BoundLaunch | None = None,
         combine_tail: tuple[int, ...] = (),
         score_tensors: tuple[Tensor, ...] = (),
+        num_batch_tensors: int = 0,
         workspace_bytes: int = 0,
     ) -> None:
         self.limits = limits
@@ -170,56 +180,68 @@ class PlainAttention:
         self._is_decode = is_decode
         self._combine_tail = combine_tail
         self._score_sizes = tensor_sizes(score_tensors)
+        self._num_batch_tensors = num_batch_tensors
+        self.num_batch_values = _NUM_BATCH_VALUES + 3 * num_batch_tensors
 
     @property
     def kernels(self) -> tuple[BoundLaunch, ...]:
         """The kernels that `run` launches."""
         return (self.attend,) if self.combine is None else (self.attend, self.combine)
 
-    def is_direct(self, batch: BatchTensors) -> bool:
-        """Whether a direct launch over `batch` is possible, given aligned layer tensors."""
-        if self.combine is None:
-            return self.attend.is_direct
-        space = batch.workspace
-        aligned = space is not None and not space.data_ptr() & ALIGNMENT
-        return aligned and self.attend.is_direct and self.combine.is_direct
-
-    def bind(self, batch: BatchTensors, direct: bool, aligned: bool = True) -> BoundLaunches:
-        """Attach the tensors of a batch. The argument order of the kernels is written here.
+    def launches(self, direct: bool, aligned: bool = True) -> Launches:
+        """The launches of both kernels. The order of their arguments is written here.
 
         Args:
-            batch: `workspace` holds at least `workspace_bytes` where the launch combines splits.
-            direct: launch without Triton, on addresses (`is_direct`).
-            aligned: for launches by Triton, whether all layer tensors are aligned.
+            direct: launch without Triton, on addresses.
+            aligned: for launches by Triton, whether all tensors are aligned.
         """
-        partials = batch.workspace if self.combine is not None else None
-        if partials is not None and partials.dtype != torch.float32:
-            partials = partials.view(torch.float32)
-        flags = batch.causal_flags
-        if flags is not None and flags.dtype != torch.uint8:
-            flags = flags.view(torch.uint8)
-        tensors = (
-            batch.query_start_loc, batch.seq_lens, flags, batch.query_bias, batch.block_table,
-            partials, *batch.score_tensors,
-        )  # fmt: skip
-        aligned = aligned and (partials is None or not partials.data_ptr() & ALIGNMENT)
-        given: tuple[Any, ...] = tensors
-        if direct:
-            given = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
-        starts, lens, flags_given, bias, table, space, *score = given
+        starts, lens, flags, bias, table, space = batch_sources(_NUM_BATCH_VALUES)
+        pointers, sizes = score_arguments(
+            self._score_sizes, self._num_batch_tensors, _NUM_BATCH_VALUES
+        )
         layer_tensors = score_sources(len(self._score_sizes) // 2)
-        pointers, sizes = score_tail(self._score_sizes, batch.score_tensors, tuple(score))
-        partial_results = (space,) if self._is_decode else ()
         arguments = (
-            QUERY, KEY_CACHE, VALUE_CACHE, OUT, LSE, starts, lens, flags_given, SLOPES, SINKS,
-            bias, K_SCALE, V_SCALE, *layer_tensors, *pointers, *self._numbers, table,
-            self._table_stride, *partial_results, *self._last, *sizes,
+            QUERY, KEY_CACHE, VALUE_CACHE, OUT, LSE, starts, lens, flags, SLOPES, SINKS, bias,
+            K_SCALE, V_SCALE, *layer_tensors, *pointers, *self._numbers, table, self._table_stride,
+            *((space,) if self._is_decode else ()), *self._last, *sizes,
         )  # fmt: skip
         steps = [bind_step(self.attend, direct, aligned, arguments)]
         if self.combine is not None:
             arguments = (space, SINKS, OUT, LSE, *self._combine_tail)
             steps.append(bind_step(self.combine, direct, aligned, arguments))
-        return BoundLaunches(tuple(steps))
+        return Launches(tuple(steps))
+
+    def with_scratch(self, batch: BatchTensors) -> BatchTensors:
+        """The batch: the kernels need no counters."""
+        return batch
+
+    def addresses(self, batch: BatchTensors) -> tuple[Any, ...] | None:
+        """The values of a batch for direct launches; None if its workspace is not aligned."""
+        starts, lens, table, flags, bias, space = batch[:6]
+        partials = None
+        if self.combine is not None:
+            assert space is not None  # `workspace_bytes` is not 0
+            partials = space.data_ptr()
+            if partials & ALIGNMENT:
+                return None
+        score = batch.score_tensors
+        return (
+            starts.data_ptr(), lens.data_ptr(), None if flags is None else flags.data_ptr(),
+            None if bias is None else bias.data_ptr(), None if table is None else table.data_ptr(),
+            partials, *(batch_score_values(score, True) if score else ()),
+        )  # fmt: skip
+
+    def tensors(self, batch: BatchTensors) -> tuple[Any, ...]:
+        """The values of a batch for launches by Triton."""
+        partials, flags = batch.workspace if self.combine is not None else None, batch.causal_flags
+        if partials is not None and partials.dtype != torch.float32:
+            partials = partials.view(torch.float32)
+        if flags is not None and flags.dtype != torch.uint8:
+            flags = flags.view(torch.uint8)
+        return (
+            batch.query_start_loc, batch.seq_lens, flags, batch.query_bias, batch.block_table,
+            partials, *batch_score_values(batch.score_tensors, False),
+        )  # fmt: skip
 
 
 def reads_bytes(cache_dtype: torch.dtype, limits: DeviceLimits) -> bool:

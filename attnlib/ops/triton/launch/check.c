@@ -74,7 +74,7 @@ static int is_like(const TensorView *view, const Facts *facts) {
 static PyObject *call_check(PyObject *object, PyObject *const *given, size_t flags,
                             PyObject *names) {
   const Check *self = (Check *)object;
-  const Sequence *sequence = self->sequence;
+  Py_ssize_t num_tensors = self->sequence->template->num_tensors;
   Py_ssize_t count = PyVectorcall_NARGS(flags);
   if (count != self->num_values || (names && PyTuple_GET_SIZE(names))) {
     PyErr_Format(PyExc_TypeError, "expected %zd tensors, got %zd values", self->num_values, count);
@@ -109,10 +109,10 @@ static PyObject *call_check(PyObject *object, PyObject *const *given, size_t fla
     if (facts->wanted == LIKE && (!view.strides || !is_like(&view, facts)))
       Py_RETURN_FALSE;
     words[number] = address_of(&view);
-    if (number >= sequence->num_tensors && words[number] != facts->address)
+    if (number >= num_tensors && words[number] != facts->address)
       Py_RETURN_FALSE;
   }
-  return run(sequence, words);
+  return run(self->sequence, words);
 }
 
 static void delete_check(PyObject *object) {
@@ -156,9 +156,10 @@ static PyObject *create_check(PyTypeObject *type, PyObject *args, PyObject *keyw
                         &like))
     return NULL;
   Py_ssize_t count = PyTuple_GET_SIZE(like);
-  if (!read_tensor || count > MAX_VALUES || count < ((Sequence *)sequence)->num_tensors) {
+  Py_ssize_t num_tensors = ((Sequence *)sequence)->template->num_tensors;
+  if (!read_tensor || count > MAX_VALUES || count < num_tensors) {
     PyErr_Format(PyExc_ValueError, "%zd values for %zd tensors; at most %d, and `use_tensor_type` "
-                 "first", count, ((Sequence *)sequence)->num_tensors, MAX_VALUES);
+                 "first", count, num_tensors, MAX_VALUES);
     return NULL;
   }
   Check *self = (Check *)type->tp_alloc(type, 0);
@@ -230,7 +231,7 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit_attnlib_native(void) {
   if (PyType_Ready(&launch_type) < 0 || PyType_Ready(&sequence_type) < 0 ||
-      PyType_Ready(&check_type) < 0)
+      PyType_Ready(&template_type) < 0 || PyType_Ready(&check_type) < 0)
     return NULL;
   if (!data_ptr && !(data_ptr = PyUnicode_InternFromString("data_ptr")))
     return NULL;
@@ -241,6 +242,7 @@ PyMODINIT_FUNC PyInit_attnlib_native(void) {
   tensor_map_type = Py_None->ob_type; /* until `use_tensor_map_type` */
   if (PyModule_AddObjectRef(module, "Launch", (PyObject *)&launch_type) < 0 ||
       PyModule_AddObjectRef(module, "Sequence", (PyObject *)&sequence_type) < 0 ||
+      PyModule_AddObjectRef(module, "Template", (PyObject *)&template_type) < 0 ||
       PyModule_AddObjectRef(module, "Check", (PyObject *)&check_type) < 0) {
     Py_DECREF(module);
     return NULL;

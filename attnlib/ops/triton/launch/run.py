@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -17,9 +18,9 @@ from attnlib.ops.triton.launch.bound import (
     current_stream,
     launches_observed,
 )
-from attnlib.ops.triton.launch.sequence import BoundLaunches
+from attnlib.ops.triton.launch.sequence import Launches
 
-__all__ = ["PreparedAttention", "run_attention", "with_workspace"]
+__all__ = ["PreparedAttention", "is_direct", "run_attention", "with_workspace"]
 
 
 class PreparedAttention(Protocol):
@@ -49,11 +50,22 @@ class PreparedAttention(Protocol):
     def as_bytes(self) -> bool:
         """Whether the kernel reads a float8 cache as bytes."""
 
-    def is_direct(self, batch: BatchTensors) -> bool:
-        """Whether a direct launch over `batch` is possible, given aligned layer tensors."""
+    @property
+    def num_batch_values(self) -> int:
+        """The number of values of a batch that the launches take."""
 
-    def bind(self, batch: BatchTensors, direct: bool, aligned: bool = True) -> BoundLaunches:
-        """Attach the tensors of a batch."""
+    def launches(self, direct: bool, aligned: bool = True) -> Launches:
+        """The launches without the values of a call and of its batch."""
+
+    def with_scratch(self, batch: BatchTensors) -> BatchTensors:
+        """The batch with the counters that the launches need, allocated where it lacks them."""
+
+    def addresses(self, batch: BatchTensors) -> tuple[Any, ...] | None:
+        """The values of a batch for direct launches; None where its scratch memory is not aligned,
+        which direct launches need."""
+
+    def tensors(self, batch: BatchTensors) -> tuple[Any, ...]:
+        """The values of a batch for launches by Triton."""
 
 
 def with_workspace(prepared: PreparedAttention, batch: BatchTensors, device: Any) -> BatchTensors:
@@ -99,22 +111,25 @@ def run_attention(
             "query, key_cache, value_cache and out must start on 16-byte boundaries for the Hopper "
             'kernels; pass kernels="portable"'
         )
-    batch = with_workspace(prepared, batch, query.device)
+    batch = prepared.with_scratch(with_workspace(prepared, batch, query.device))
+    addresses = prepared.addresses(batch)
     with device_guard(query):
-        if aligned and prepared.is_direct(batch) and not launches_observed():
+        can_launch = aligned and addresses is not None
+        if can_launch and is_direct(prepared.kernels) and not launches_observed():
             given = tuple(map(_address, (lse, params.alibi_slopes, params.sinks)))
             values = (q_ptr, k_ptr, v_ptr, out_ptr, given[0], None, None, *given[1:])
-            prepared.bind(batch, True).run(
+            prepared.launches(True).run(
                 current_stream(prepared.index),
                 (
                     *values, _address(params.k_scale), _address(params.v_scale),
                     *map(_address, params.layer_score_tensors()),
                 ),
+                addresses or (),
             )  # fmt: skip
             return
         if prepared.as_bytes:
             key, value = key.view(torch.uint8), value.view(torch.uint8)
-        prepared.bind(batch, False, aligned).run(
+        prepared.launches(False, can_launch).run(
             0,
             (
                 query, key, value, out, lse, None, None, params.alibi_slopes, params.sinks,
@@ -122,7 +137,13 @@ def run_attention(
                 params.v_scale if isinstance(params.v_scale, Tensor) else float(params.v_scale),
                 *params.layer_score_tensors(),
             ),
+            prepared.tensors(batch),
         )  # fmt: skip
+
+
+def is_direct(kernels: Iterable[BoundLaunch]) -> bool:
+    """Whether direct launches of all these kernels are possible, given aligned tensors."""
+    return all(kernel.is_direct for kernel in kernels)
 
 
 def _address(value: Tensor | float | None) -> float | int | None:

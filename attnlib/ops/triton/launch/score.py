@@ -32,18 +32,20 @@ from attnlib.ops.triton.launch.score_arithmetic import (
     simplify_arithmetic,
     take_raw_products,
 )
+from attnlib.ops.triton.launch.sequence import Source, batch_sources
 from attnlib.score_functions.function import MAX_TENSORS, ScoreFunction
 from attnlib.score_functions.operators import OPERATORS, TORCH_OPERATORS
 
 __all__ = [
     "CompiledScore",
+    "batch_score_values",
     "compile_score",
     "count_lookups",
     "count_score_tiles",
     "device_source",
+    "score_arguments",
     "score_constants",
     "score_signature",
-    "score_tail",
     "tensor_sizes",
 ]
 
@@ -329,23 +331,35 @@ def tensor_sizes(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
     return tuple(size for t in tensors for size in (t.shape[0], t.shape[1] if t.dim() > 1 else 1))
 
 
-def score_tail(
-    layer_sizes: tuple[int, ...], batch_tensors: tuple[Tensor, ...], given: tuple[Any, ...]
-) -> tuple[tuple[Any, ...], tuple[int | None, ...]]:
+def score_arguments(
+    layer_sizes: tuple[int, ...], num_batch_tensors: int, first: int
+) -> tuple[tuple[Source | None, ...], tuple[Source | int | None, ...]]:
     """The arguments of a kernel for the tensors of a score function, besides layer tensors.
 
     Args:
         layer_sizes: `tensor_sizes` of the layer tensors.
-        batch_tensors: the batch tensors.
-        given: the batch tensors as the launch takes them, tensors or addresses.
+        num_batch_tensors: number of batch tensors.
+        first: number of the first of them among the values of a batch. Their sizes follow.
 
     Returns:
         (the batch tensors, the sizes of all tensors), each with None for tensors that the function
         does not have.
     """
-    sizes = layer_sizes + tensor_sizes(batch_tensors)
-    missing = MAX_TENSORS - len(sizes) // 2
-    return (*given, *[None] * missing), (*sizes, *[None] * (2 * missing))
+    missing = MAX_TENSORS - len(layer_sizes) // 2 - num_batch_tensors
+    tensors = batch_sources(num_batch_tensors, first)
+    sizes = batch_sources(2 * num_batch_tensors, first + num_batch_tensors)
+    return (*tensors, *[None] * missing), (*layer_sizes, *sizes, *[None] * (2 * missing))
+
+
+def batch_score_values(tensors: tuple[Tensor, ...], direct: bool) -> tuple[Any, ...]:
+    """The values of a batch for the sources of `score_arguments`.
+
+    Args:
+        tensors: batch tensors of the score function.
+        direct: as addresses, for direct launches.
+    """
+    given = tuple(tensor.data_ptr() for tensor in tensors) if direct else tensors
+    return *given, *tensor_sizes(tensors)
 
 
 def score_signature(params: AttentionParams) -> tuple[Any, ...]:

@@ -1,11 +1,14 @@
-/* All launches of one call: `sequence(*tensors) -> bool`.
+/* All launches of one call: `template.bind(values) -> sequence`, `sequence(*tensors) -> bool`.
  *
- * A layer that runs its step plan again has other tensors, and everything else is in place. One
- * call reads their addresses, looks up the encoded descriptors of these addresses, and submits the
- * launches of `native.c` in order. It launches nothing and returns False where Triton has to
- * launch: an address is not a multiple of 16, another device is current, or launches are observed.
+ * A template has everything but addresses and outlives a batch. The first layer of a batch binds it
+ * to the values of the batch: addresses of its tensors, and a few numbers. A layer that runs its
+ * step plan again has other tensors, and everything else is in place. One call reads their
+ * addresses, looks up the encoded descriptors of these addresses, and submits the launches of
+ * `native.c` in order. It launches nothing and returns False where Triton has to launch: an address
+ * is not a multiple of 16, another device is current, or launches are observed.
  */
 #define MAX_TENSORS 32
+#define MAX_BATCH_VALUES 64
 #define MAX_LOOKUPS 4
 #define MAX_FOUND (MAX_LOOKUPS * MAX_MAPS)
 #define MAX_LAUNCHES 8
@@ -16,9 +19,12 @@ enum { UNUSED, ANY, ALIGNED, NUM_ROLES };
 
 /* What fills one slot of a launch. */
 typedef struct {
-  Py_ssize_t index; /* a given tensor, then a found descriptor; -1 for `value` */
+  Py_ssize_t index; /* a given tensor, then a found descriptor; -1 for `value`; below that, values of
+                       the batch: -2 for the first */
   uint64_t value;   /* added to the address of a tensor that is given */
 } Use;
+
+#define FIRST_BATCH_VALUE -2
 
 typedef struct {
   Launch *launch;
@@ -34,12 +40,18 @@ typedef struct {
 
 typedef struct {
   PyObject_HEAD;
-  vectorcallfunc vectorcall;
   PyObject *current_device, *current_stream, *observed, *device;
-  Py_ssize_t num_tensors, num_lookups, num_steps;
+  Py_ssize_t num_tensors, num_lookups, num_steps, num_batch_values;
   uint8_t roles[MAX_TENSORS];
   Lookup lookups[MAX_LOOKUPS];
   Step steps[MAX_LAUNCHES];
+} Template;
+
+typedef struct {
+  PyObject_HEAD;
+  vectorcallfunc vectorcall;
+  Template *template;
+  uint64_t batch[MAX_BATCH_VALUES];
 } Sequence;
 
 static PyObject *data_ptr; /* the name of the method */
@@ -71,7 +83,7 @@ done:
 }
 
 /* Whether the launches are possible now: 1, 0, or -1 with an error set. */
-static int is_possible(const Sequence *self) {
+static int is_possible(const Template *self) {
   PyObject *found = PyObject_CallNoArgs(self->current_device);
   if (!found)
     return -1;
@@ -86,7 +98,8 @@ static int is_possible(const Sequence *self) {
   return observed < 0 ? -1 : !observed;
 }
 
-static int launch_steps(const Sequence *self, const uint64_t *words, PyObject *const *maps) {
+static int launch_steps(const Template *self, const uint64_t *batch, const uint64_t *words,
+                        PyObject *const *maps) {
   PyObject *found = PyObject_CallOneArg(self->current_stream, self->device);
   if (!found)
     return 0;
@@ -101,7 +114,9 @@ static int launch_steps(const Sequence *self, const uint64_t *words, PyObject *c
     for (Py_ssize_t slot = 0; slot < launch->num_slots; slot++) {
       const Use *use = &self->steps[number].uses[slot];
       uint8_t argument = launch->slots[slot];
-      if (use->index < 0)
+      if (use->index <= FIRST_BATCH_VALUE)
+        values[argument] = batch[FIRST_BATCH_VALUE - use->index];
+      else if (use->index < 0)
         values[argument] = use->value;
       else if (use->index < self->num_tensors) /* a null pointer stays one */
         values[argument] = words[use->index] ? words[use->index] + use->value : 0;
@@ -116,7 +131,8 @@ static int launch_steps(const Sequence *self, const uint64_t *words, PyObject *c
 }
 
 /* Run the launches for tensors at these addresses; False where Triton has to launch. */
-static PyObject *run(const Sequence *self, const uint64_t *words) {
+static PyObject *run(const Sequence *sequence, const uint64_t *words) {
+  const Template *self = sequence->template;
   uint64_t addresses = 0;
   for (Py_ssize_t number = 0; number < self->num_tensors; number++)
     if (self->roles[number] == ALIGNED)
@@ -138,7 +154,7 @@ static PyObject *run(const Sequence *self, const uint64_t *words) {
     for (Py_ssize_t item = 0; item < self->lookups[number].num_found; item++)
       maps[num_maps++] = PyTuple_GET_ITEM(found[number], item);
   }
-  done = done && launch_steps(self, words, maps);
+  done = done && launch_steps(self, sequence->batch, words, maps);
   while (num_found)
     Py_DECREF(found[--num_found]);
   return done ? Py_NewRef(Py_True) : NULL;
@@ -146,7 +162,7 @@ static PyObject *run(const Sequence *self, const uint64_t *words) {
 
 static PyObject *call_sequence(PyObject *object, PyObject *const *given, size_t flags,
                                PyObject *names) {
-  const Sequence *self = (Sequence *)object;
+  const Template *self = ((Sequence *)object)->template;
   Py_ssize_t count = PyVectorcall_NARGS(flags);
   if (count != self->num_tensors || (names && PyTuple_GET_SIZE(names))) {
     PyErr_Format(PyExc_TypeError, "expected %zd tensors, got %zd values", self->num_tensors, count);
@@ -165,11 +181,16 @@ static PyObject *call_sequence(PyObject *object, PyObject *const *given, size_t 
     if (words[number] == (uint64_t)-1 && PyErr_Occurred())
       return NULL;
   }
-  return run(self, words);
+  return run((Sequence *)object, words);
 }
 
 static void delete_sequence(PyObject *object) {
-  Sequence *self = (Sequence *)object;
+  Py_XDECREF(((Sequence *)object)->template);
+  Py_TYPE(object)->tp_free(object);
+}
+
+static void delete_template(PyObject *object) {
+  Template *self = (Template *)object;
   for (Py_ssize_t number = 0; number < self->num_lookups; number++) {
     Py_XDECREF(self->lookups[number].table);
     Py_XDECREF(self->lookups[number].encode);
@@ -186,7 +207,7 @@ static void delete_sequence(PyObject *object) {
 }
 
 /* Add (((tensor, offset), ...), table, encode, number of descriptors). */
-static int add_lookup(Sequence *self, PyObject *given, Py_ssize_t *num_maps) {
+static int add_lookup(Template *self, PyObject *given, Py_ssize_t *num_maps) {
   Lookup *lookup = &self->lookups[self->num_lookups];
   PyObject *keys, *table, *encode;
   Py_ssize_t num_found;
@@ -218,7 +239,7 @@ static int add_lookup(Sequence *self, PyObject *given, Py_ssize_t *num_maps) {
 }
 
 /* Add (launch, ((index, offset or value), ...)). */
-static int add_step(Sequence *self, PyObject *given, Py_ssize_t num_maps) {
+static int add_step(Template *self, PyObject *given, Py_ssize_t num_maps) {
   Step *step = &self->steps[self->num_steps];
   PyObject *launch, *uses;
   if (!PyArg_ParseTuple(given, "O!O!", &launch_type, &launch, &PyTuple_Type, &uses))
@@ -243,7 +264,10 @@ static int add_step(Sequence *self, PyObject *given, Py_ssize_t num_maps) {
     if (!PyArg_ParseTuple(PyTuple_GET_ITEM(uses, slot), "nO", &use->index, &value))
       return 0;
     int is_tensor = use->index >= 0 && use->index < self->num_tensors;
+    int of_batch = use->index <= FIRST_BATCH_VALUE;
     if (use->index >= self->num_tensors + num_maps ||
+        use->index <= FIRST_BATCH_VALUE - self->num_batch_values ||
+        (of_batch && (kind == TENSOR_MAP || kind == FLOAT32 || kind == FLOAT64)) ||
         (is_tensor && kind != POINTER && kind != CONSTANT)) { /* a tensor that is None is constant */
       PyErr_Format(PyExc_ValueError, "value %zd of %zd tensors and %zd descriptors cannot be an "
                    "argument of kind '%c'", use->index, self->num_tensors, num_maps, kind);
@@ -253,21 +277,26 @@ static int add_step(Sequence *self, PyObject *given, Py_ssize_t num_maps) {
       PyErr_SetString(PyExc_ValueError, "a descriptor that does not change belongs to the launch");
       return 0;
     }
-    if (!convert(value, use->index < 0 ? kind : INT64, &use->value))
+    if (!convert(value, use->index == -1 ? kind : INT64, &use->value))
       return 0;
   }
   return 1;
 }
 
-/* Sequence(functions, device, roles, lookups, steps) */
-static PyObject *create_sequence(PyTypeObject *type, PyObject *args, PyObject *keywords) {
+/* Template(functions, device, roles, lookups, steps, number of batch values) */
+static PyObject *create_template(PyTypeObject *type, PyObject *args, PyObject *keywords) {
   PyObject *current_device, *current_stream, *observed, *device, *lookups, *steps;
   const char *roles;
-  Py_ssize_t num_tensors, num_maps = 0;
-  if (!PyArg_ParseTuple(args, "(OOO)O!y#O!O!", &current_device, &current_stream, &observed,
+  Py_ssize_t num_tensors, num_batch_values, num_maps = 0;
+  if (!PyArg_ParseTuple(args, "(OOO)O!y#O!O!n", &current_device, &current_stream, &observed,
                         &PyLong_Type, &device, &roles, &num_tensors, &PyTuple_Type, &lookups,
-                        &PyTuple_Type, &steps))
+                        &PyTuple_Type, &steps, &num_batch_values))
     return NULL;
+  if (num_batch_values < 0 || num_batch_values > MAX_BATCH_VALUES) {
+    PyErr_Format(PyExc_ValueError, "%zd values of a batch; at most %d", num_batch_values,
+                 MAX_BATCH_VALUES);
+    return NULL;
+  }
   if (num_tensors > MAX_TENSORS || PyTuple_GET_SIZE(lookups) > MAX_LOOKUPS ||
       PyTuple_GET_SIZE(steps) > MAX_LAUNCHES) {
     PyErr_Format(PyExc_ValueError, "%zd tensors, %zd lookups and %zd launches; at most %d, %d, %d",
@@ -275,10 +304,10 @@ static PyObject *create_sequence(PyTypeObject *type, PyObject *args, PyObject *k
                  MAX_LOOKUPS, MAX_LAUNCHES);
     return NULL;
   }
-  Sequence *self = (Sequence *)type->tp_alloc(type, 0);
+  Template *self = (Template *)type->tp_alloc(type, 0);
   if (!self)
     return NULL;
-  self->vectorcall = call_sequence;
+  self->num_batch_values = num_batch_values;
   self->current_device = Py_NewRef(current_device);
   self->current_stream = Py_NewRef(current_stream);
   self->observed = Py_NewRef(observed);
@@ -306,10 +335,51 @@ failed:
 static PyTypeObject sequence_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "attnlib_native.Sequence",
     .tp_basicsize = sizeof(Sequence),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .tp_doc = "All launches of one call: sequence(*tensors) -> bool.",
-    .tp_new = create_sequence,
     .tp_dealloc = delete_sequence,
     .tp_call = PyVectorcall_Call,
     .tp_vectorcall_offset = offsetof(Sequence, vectorcall),
+};
+
+/* template.bind((address, number or None, ...)) */
+static PyObject *bind_template(PyObject *object, PyObject *values) {
+  Template *self = (Template *)object;
+  if (!PyTuple_Check(values) || PyTuple_GET_SIZE(values) != self->num_batch_values) {
+    PyErr_Format(PyExc_TypeError, "expected a tuple of %zd values", self->num_batch_values);
+    return NULL;
+  }
+  Sequence *sequence = (Sequence *)sequence_type.tp_alloc(&sequence_type, 0);
+  if (!sequence)
+    return NULL;
+  sequence->vectorcall = call_sequence;
+  sequence->template = (Template *)Py_NewRef(object);
+  for (Py_ssize_t number = 0; number < self->num_steps; number++) {
+    const Step *step = &self->steps[number];
+    for (Py_ssize_t slot = 0; slot < step->launch->num_slots; slot++) {
+      Py_ssize_t value = FIRST_BATCH_VALUE - step->uses[slot].index;
+      uint8_t kind = step->launch->kinds[step->launch->slots[slot]];
+      if (value >= 0 && kind != CONSTANT &&
+          !convert(PyTuple_GET_ITEM(values, value), kind, &sequence->batch[value])) {
+        Py_DECREF(sequence);
+        return NULL;
+      }
+    }
+  }
+  return (PyObject *)sequence;
+}
+
+static PyMethodDef template_methods[] = {
+    {"bind", bind_template, METH_O, "The launches with the values of a batch in place."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject template_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "attnlib_native.Template",
+    .tp_basicsize = sizeof(Template),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_doc = "The launches of one kind of call without addresses: template.bind(values).",
+    .tp_new = create_template,
+    .tp_dealloc = delete_template,
+    .tp_methods = template_methods,
 };

@@ -1,9 +1,10 @@
 """The launches of one call: what each of them takes from the call, and all of them in one C call.
 
-A prepared launch is bound to a batch (`bind` of `CacheWrite`, `PlainAttention`, `HopperDecode`,
-...), which leaves the tensors of a layer open. In the list of a kernel's arguments, a `Source`
-stands for each of them. `BoundLaunches` fills them in Python, for launches by Triton and for single
-calls of an operation. `bind_sequence` fills them in C (`sequence.c`), for step plans.
+A prepared launch (`CacheWrite`, `PlainAttention`, `HopperDecode`, ...) holds no addresses. In the
+list of a kernel's arguments, a `Source` stands for each value that a call or its batch gives.
+`Launches` fills them in Python, for launches by Triton and for single calls of an operation. For
+step plans `sequence.c` fills them: `prepare_sequence` makes a template once per call signature,
+which each batch binds to its own values, and each layer runs with its tensors.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from attnlib.ops.triton.launch.driver import Source
 
 __all__ = [
     "KEY", "KEY_CACHE", "KEY_MAP", "K_SCALE", "LSE", "NUM_VALUES", "OUT", "QUERY", "QUERY_MAP",
-    "SINKS", "SLOPES", "VALUE", "VALUE_CACHE", "VALUE_MAP", "V_SCALE", "BoundLaunches", "Lookup",
-    "Source", "Step", "bind_check", "bind_sequence", "bind_step", "score_sources",
+    "SINKS", "SLOPES", "VALUE", "VALUE_CACHE", "VALUE_MAP", "V_SCALE", "Launches", "Lookup", "Part",
+    "Source", "Step", "batch_sources", "bind_check", "bind_step", "prepare_sequence",
+    "score_sources",
 ]  # fmt: skip
 
 
@@ -34,15 +36,25 @@ NUM_VALUES = V_SCALE + 1
 """Values of a call without a score function."""
 KEY_MAP, VALUE_MAP, QUERY_MAP = map(Source, (-1, -2, -3))
 """Encoded TMA descriptors."""
+_FIRST_OF_BATCH = 1 << 10
+"""The first value of a batch; each prepared launch numbers those that it takes."""
 
 _ALIGNED = {QUERY, KEY_CACHE, VALUE_CACHE, OUT, KEY, VALUE}
 """Sources whose alignment Triton specializes kernels on."""
 _UNUSED, _ANY, _MULTIPLE_OF_16 = range(3)
+_CONSTANT, _BATCH_VALUE = -1, -2
+"""Indices of `sequence.c`."""
 
 
 def score_sources(count: int) -> tuple[Source, ...]:
     """The first `count` layer tensors of a score function."""
     return tuple(Source(NUM_VALUES + number) for number in range(count))
+
+
+def batch_sources(count: int, first: int = 0) -> tuple[Source, ...]:
+    """`count` values of a batch, from the `first`-th value on that a prepared launch takes."""
+    start = _FIRST_OF_BATCH + first
+    return tuple(map(Source, range(start, start + count)))
 
 
 class Step(NamedTuple):
@@ -73,27 +85,29 @@ class Lookup(NamedTuple):
     gives: tuple[Source, ...]
 
 
-class BoundLaunches(NamedTuple):
-    """Launches over one batch, ready to run for any layer.
+class Launches(NamedTuple):
+    """Launches without the values of a call and of its batch.
 
     Attributes:
         steps: the launches in order.
         lookups: descriptors that they take.
-        kept: tensors of which the launches hold addresses, if nothing else keeps them alive.
     """
 
     steps: tuple[Step, ...]
     lookups: tuple[Lookup, ...] = ()
-    kept: tuple[Any, ...] = ()
 
-    def calls(self, values: Sequence[Any]) -> Iterator[tuple[Submit, list[Any]]]:
-        """The launches for these values of a call, with their changing arguments.
+    def calls(
+        self, values: Sequence[Any], of_batch: Sequence[Any] = ()
+    ) -> Iterator[tuple[Submit, list[Any]]]:
+        """The launches for these values, with their changing arguments: addresses and numbers for
+        direct launches, tensors and numbers for launches by Triton.
 
         Args:
-            values: in the order of the sources: addresses and numbers for direct launches, tensors
-                and numbers for launches by Triton.
+            values: of the call, in the order of the sources.
+            of_batch: of the batch, in the order of `batch_sources`.
         """
         given: dict[int, Any] = dict(enumerate(values))
+        given.update(enumerate(of_batch, _FIRST_OF_BATCH))
         for sources, table, encode, gives in self.lookups:
             addresses = tuple(values[source] for source in sources)
             key = addresses if len(addresses) > 1 else addresses[0]
@@ -101,10 +115,24 @@ class BoundLaunches(NamedTuple):
         for submit, sources in self.steps:
             yield submit, [given[source] for source in sources]
 
-    def run(self, stream: int, values: Sequence[Any]) -> None:
-        """Launch on `stream`, for the values of a call as in `calls`."""
-        for submit, changing in self.calls(values):
+    def run(self, stream: int, values: Sequence[Any], of_batch: Sequence[Any] = ()) -> None:
+        """Launch on `stream`, for values as in `calls`."""
+        for submit, changing in self.calls(values, of_batch):
             submit(stream, *changing)
+
+
+class Part(NamedTuple):
+    """Launches as a part of a sequence.
+
+    Attributes:
+        launches: direct launches.
+        offsets: bytes to add to the addresses of some sources.
+        first: number of the part's first value among the values of the batch.
+    """
+
+    launches: Launches
+    offsets: dict[Source, int] = {}  # noqa: RUF012  # never changed
+    first: int = 0
 
 
 def bind_step(launch: BoundLaunch, direct: bool, aligned: bool, arguments: tuple[Any, ...]) -> Step:
@@ -113,32 +141,36 @@ def bind_step(launch: BoundLaunch, direct: bool, aligned: bool, arguments: tuple
     return Step(launch.bind(direct, aligned, arguments), tuple(sources))
 
 
-def bind_sequence(
-    parts: Sequence[tuple[BoundLaunches, dict[Source, int]]],
+def prepare_sequence(
+    parts: Sequence[Part],
     index: int,
     num_values: int,
     fixed: dict[Source, Any],
-) -> Callable[..., bool]:
-    """Bind direct launches to `run(*tensors)`, a C function that launches them all.
+    num_batch_values: int = 0,
+) -> Any:
+    """A template of direct launches. `template.bind(values)` makes a function of it.
 
-    It launches on the current stream. It returns False and launches nothing where an address is
-    not aligned, another device is current, or launches are observed.
+    `values` is a tuple of `num_batch_values` addresses, numbers and None. The function
+    `run(*tensors)` launches on the current stream. It returns False and launches nothing where an
+    address is not aligned, another device is current, or launches are observed. Both are C
+    functions.
 
     Args:
-        parts: launches in order; each with the bytes to add to addresses of some sources.
+        parts: launches in order.
         index: the device index.
         num_values: values of a call.
         fixed: values that do not change. The others are the tensors that `run` takes, in the order
             of the sources, as tensors or None.
+        num_batch_values: values of a batch, of all parts.
     """
     given = [number for number in range(num_values) if number not in fixed]
     numbers: dict[int, int] = {source: number for number, source in enumerate(given)}
     roles, num_found = bytearray(len(given)), 0
     lookups: list[tuple[Any, ...]] = []
     steps: list[tuple[Any, ...]] = []
-    for bound, offsets in parts:
+    for launches, offsets, first in parts:
         maps: dict[Source, int] = {}
-        for sources, table, encode, gives in bound.lookups:
+        for sources, table, encode, gives in launches.lookups:
             keys = []
             for source in sources:
                 number = numbers[source]
@@ -148,11 +180,13 @@ def bind_sequence(
             for source in gives:
                 maps[source] = len(given) + num_found
                 num_found += 1
-        for submit, sources in bound.steps:
+        for submit, sources in launches.steps:
             uses: list[tuple[int, Any]] = []
             for source in sources:
-                if source in fixed:
-                    uses.append((-1, fixed[source]))
+                if source >= _FIRST_OF_BATCH:
+                    uses.append((_BATCH_VALUE - first - (source - _FIRST_OF_BATCH), 0))
+                elif source in fixed:
+                    uses.append((_CONSTANT, fixed[source]))
                 elif source in maps:
                     uses.append((maps[source], 0))
                 else:
@@ -163,10 +197,9 @@ def bind_sequence(
     functions = (
         chips.current_device, triton.runtime.driver.active.get_current_stream, launches_observed
     )  # fmt: skip
-    run: Callable[..., bool] = driver.compile_native().Sequence(
-        functions, index, bytes(roles), tuple(lookups), tuple(steps)
+    return driver.compile_native().Template(
+        functions, index, bytes(roles), tuple(lookups), tuple(steps), num_batch_values
     )
-    return run
 
 
 def bind_check(run: Callable[..., bool], like: tuple[Any, ...]) -> Callable[..., bool] | None:
@@ -175,7 +208,7 @@ def bind_check(run: Callable[..., bool], like: tuple[Any, ...]) -> Callable[...,
     no C interface to compare tensors; `attnlib.ops.signature.tensor_check` compares them then.
 
     Args:
-        run: of `bind_sequence`.
+        run: of `prepare_sequence`.
         like: the values of that call. For a tensor, a value must have its type, dtype, shape,
             strides and device; for None it must be None; for `...` it may be any tensor or None.
             Values behind those of `run` must also have equal addresses, and are not passed on.
