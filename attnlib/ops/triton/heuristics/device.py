@@ -8,7 +8,6 @@ sequences span several tiles.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -87,7 +86,9 @@ def limits_of(tensor: Tensor) -> DeviceLimits:
     Raises:
         BackendUnavailableError: as `device_limits`.
     """
-    return _cuda_limits(tensor.get_device()) if tensor.is_cuda else device_limits(tensor.device)
+    if tensor.is_cuda:
+        return _limits.get(tensor.get_device()) or _cuda_limits(tensor.get_device())
+    return device_limits(tensor.device)
 
 
 def device_limits(device: torch.device) -> DeviceLimits:
@@ -97,36 +98,38 @@ def device_limits(device: torch.device) -> DeviceLimits:
         BackendUnavailableError: the device is a CPU and the process does not interpret Triton.
     """
     if device.type == "cuda":
-        return _cuda_limits(current_device() if device.index is None else device.index)
+        index = current_device() if device.index is None else device.index
+        return _limits.get(index) or _cuda_limits(index)
     if not INTERPRETED:
         raise BackendUnavailableError(
             f"the Triton kernels were given a tensor on {device}; move it to a GPU, or set "
             "TRITON_INTERPRET=1 before triton is first imported to interpret them on the CPU"
         )
-    tuned = _tuned.get(_INTERPRETER)
-    return INTERPRETER_LIMITS if tuned is None else replace(INTERPRETER_LIMITS, tuned=tuned)
+    return _limits.get(_INTERPRETER, INTERPRETER_LIMITS)
 
 
-@functools.lru_cache(maxsize=64)
+_INTERPRETER = -1
+_limits: dict[int, DeviceLimits] = {}
+"""The limits of each GPU, read when they are first needed; those of the interpreter with tiles of
+the user."""
+
+
 def _cuda_limits(index: int) -> DeviceLimits:
+    """Read and keep the limits of a GPU."""
     properties = torch.cuda.get_device_properties(index)
     is_hip = torch.version.hip is not None
     shared = int(getattr(properties, "shared_memory_per_block_optin", 0) or 64 * 1024)
     per_sm = int(getattr(properties, "shared_memory_per_multiprocessor", 0) or shared)
     capability = (0, 0) if is_hip else (properties.major, properties.minor)
-    return DeviceLimits(
+    limits = DeviceLimits(
         num_sms=properties.multi_processor_count,
         shared_memory=shared,
         shared_memory_per_sm=max(per_sm, shared),
         capability=capability,
         has_fp8=capability >= (8, 9),
         is_amd=is_hip,
-        tuned=_tuned.get(index),
     )
-
-
-_INTERPRETER = -1
-_tuned: dict[int, TileTable] = {}
+    return _limits.setdefault(index, limits)
 
 
 def device_index(tensor: Tensor) -> int:
@@ -143,11 +146,14 @@ def set_tuned_tiles(index: int, table: TileTable | None) -> None:
         index: as returned by `device_index`.
         table: the table.
     """
-    if _tuned.get(index) is not table:
-        _tuned.pop(index, None)
+    if index == _INTERPRETER:
+        _limits.pop(index, None)
         if table is not None:
-            _tuned[index] = table
-        _cuda_limits.cache_clear()
+            _limits[index] = replace(INTERPRETER_LIMITS, tuned=table)
+    elif table is not None or index in _limits:
+        limits = _limits.get(index) or _cuda_limits(index)
+        if limits.tuned is not table:
+            _limits[index] = replace(limits, tuned=table)
 
 
 current_device: Callable[[], int] = (

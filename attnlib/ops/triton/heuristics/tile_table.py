@@ -22,6 +22,7 @@ import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,18 @@ class TileTable:
     chip: str
     entries: tuple[TileEntry, ...]
 
+    @cached_property
+    def work_bounds(self) -> dict[str, frozenset[int]]:
+        """The bounds on `keys_per_sm` of the entries, by operation; none for operations whose tiles
+        do not depend on work."""
+        found: dict[str, set[int]] = {}
+        for entry in self.entries:
+            for name, least, most in entry.ranges:
+                if name == "keys_per_sm":
+                    bounds = (least - 1 if least else None, most)
+                    found.setdefault(entry.op, set()).update(b for b in bounds if b)
+        return {op: frozenset(bounds) for op, bounds in found.items() if bounds}
+
 
 def work_class(num_reqs: int, num_kv_heads: int, visible: int, num_sms: int) -> int:
     """Return the keys of one KV head that a multiprocessor reads in a decode, as a power of 4.
@@ -91,7 +104,10 @@ def relevant_work_class(
         num_reqs, num_kv_heads, visible, num_sms: as in `work_class`.
         tuned: the user's table for the chip.
     """
-    return work_class(num_reqs, num_kv_heads, visible, num_sms) if work_bounds(op, tuned) else None
+    for table in _tables(tuned):
+        if op in table.work_bounds:
+            return work_class(num_reqs, num_kv_heads, visible, num_sms)
+    return None
 
 
 def visible_class(visible: int | None) -> tuple[int, int | None]:
@@ -112,25 +128,26 @@ def visible_class(visible: int | None) -> tuple[int, int | None]:
 
 def matching(problem: TileProblem, tuned: TileTable | None = None) -> Iterator[TileEntry]:
     """Yield the entries for a problem, best first; the user's table precedes the shipped ones."""
-    for table in (*((tuned,) if tuned else ()), *shipped_tables()):
+    for table in _tables(tuned):
         for entry in table.entries:
             if entry.matches(problem):
                 yield entry
 
 
-@functools.lru_cache(maxsize=64)
+def _tables(tuned: TileTable | None) -> tuple[TileTable, ...]:
+    """The tables in order of precedence."""
+    return shipped_tables() if tuned is None else (tuned, *shipped_tables())
+
+
 def work_bounds(op: str, tuned: TileTable | None = None) -> tuple[int, ...]:
     """Return the bounds on `keys_per_sm` of all entries for `op`, in ascending order.
 
     All work between two of them has the same tile. Empty if tiles do not depend on work.
     """
-    found = set()
-    for table in (*((tuned,) if tuned else ()), *shipped_tables()):
-        for entry in table.entries:
-            for name, least, most in entry.ranges if entry.op == op else ():
-                if name == "keys_per_sm":
-                    found |= {(least - 1) if least else None, most}
-    return tuple(sorted(bound for bound in found if bound))
+    found: set[int] = set()
+    for table in _tables(tuned):
+        found |= table.work_bounds.get(op, frozenset())
+    return tuple(sorted(found))
 
 
 @functools.cache

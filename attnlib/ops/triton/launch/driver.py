@@ -16,6 +16,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,45 +153,75 @@ def _encode(layouts: list[Any], number: int, descriptor: Any) -> Any:
     return encode(descriptor, layouts[number], None)[0]
 
 
+class Native:
+    """The module of `native.c`, `sequence.c` and `check.c`, compiled by Triton's build function.
+
+    Attributes:
+        module: the module.
+    """
+
+    def __init__(self) -> None:
+        from triton.backends.nvidia import driver
+        from triton.runtime import build
+
+        folder = Path(__file__).parent
+        names = ("native.c", "sequence.c", "check.c")
+        source = "\n".join((folder / name).read_text() for name in names)
+        self.module = build.compile_module_from_src(
+            src=source, name="attnlib_native", include_dirs=driver.include_dirs
+        )
+
+    @cached_property
+    def new_launch(self) -> Callable[..., Any] | None:
+        """The constructor of launches, without its first argument; None where CUDA's driver library
+        is not there."""
+        try:
+            from triton.backends.nvidia import driver
+
+            self.module.use_tensor_map_type(driver.PyCUtensorMap)
+            library = ctypes.CDLL("libcuda.so.1")
+            names = ("cuLaunchKernelEx", "cuCtxGetCurrent", "cuCtxSetCurrent")
+            functions = tuple(
+                ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names
+            )
+        except Exception:  # Triton launches then
+            _warn_of_slow_launches()
+            return None
+        return functools.partial(self.module.Launch, functions)
+
+
 @functools.cache
+def load_native() -> Native | None:
+    """Compile and import the launcher on first use; None where it cannot be compiled."""
+    try:
+        return Native()
+    except Exception:  # a compiler may fail in any way; Triton launches then
+        _warn_of_slow_launches()
+        return None
+
+
+def _warn_of_slow_launches() -> None:
+    logging.getLogger(__name__).warning(
+        "attnlib's launcher could not be compiled or has no driver library; kernels are launched "
+        "by Triton, which takes more host time",
+        exc_info=True,
+    )
+
+
 def new_launch() -> Callable[..., Any] | None:
     """The constructor of `native.c`'s launches, without its first argument; None where it cannot be
     compiled or CUDA's driver library is not there."""
-    try:
-        module = compile_native()
-        from triton.backends.nvidia import driver
+    native = load_native()
+    return None if native is None else native.new_launch
 
-        module.use_tensor_map_type(driver.PyCUtensorMap)
-        library = ctypes.CDLL("libcuda.so.1")
-        names = ("cuLaunchKernelEx", "cuCtxGetCurrent", "cuCtxSetCurrent")
-        functions = tuple(
-            ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names
-        )
-    except Exception:  # a compiler may fail in any way; Triton launches then
-        logging.getLogger(__name__).warning(
-            "attnlib's launcher could not be compiled; kernels are launched by Triton, which takes "
-            "more host time",
-            exc_info=True,
-        )
-        return None
-    return functools.partial(module.Launch, functions)
+
+def compile_native() -> Any:
+    """The compiled module. It exists wherever `new_launch` is not None."""
+    native = load_native()
+    assert native is not None  # callers have launched directly before
+    return native.module
 
 
 def can_compare() -> bool:
     """Whether `check.c` can read the tensors of this torch."""
     return bool(compile_native().use_tensor_type(torch.Tensor))
-
-
-@functools.cache
-def compile_native() -> Any:
-    """The module of `native.c`, `sequence.c` and `check.c`, compiled on first use."""
-    from triton.backends.nvidia import driver
-    from triton.runtime import build
-
-    folder = Path(__file__).parent
-    source = "\n".join(
-        (folder / name).read_text() for name in ("native.c", "sequence.c", "check.c")
-    )
-    return build.compile_module_from_src(
-        src=source, name="attnlib_native", include_dirs=driver.include_dirs
-    )
