@@ -17,19 +17,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import attnlib
+from attnlib.ops import HeadNorm
 
 HEADS, KV_HEADS, HEAD_SIZE, HIDDEN, LAYERS, VOCABULARY = 4, 2, 16, 64, 2, 97
 
 
 class TinyDecoder(nn.Module):
-    """A decoder with random weights. `attend(layer, q, k, v)` computes attention, packed tokens."""
+    """A decoder with random weights. `attend(layer, q, k, v, cos, sin)` normalizes and rotates the
+    heads of queries and keys, and computes attention."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
-        self.positions = nn.Embedding(512, HIDDEN)
         self.sizes = [HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE]
         self.qkv = nn.ModuleList(nn.Linear(HIDDEN, sum(self.sizes)) for _ in range(LAYERS))
+        self.norms = nn.ParameterList(torch.empty(2, HEAD_SIZE) for _ in range(LAYERS))
         self.out = nn.ModuleList(nn.Linear(HEADS * HEAD_SIZE, HIDDEN) for _ in range(LAYERS))
         self.mlp = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(LAYERS))
         self.head = nn.Linear(HIDDEN, VOCABULARY)
@@ -37,10 +39,13 @@ class TinyDecoder(nn.Module):
             nn.init.normal_(parameter, std=0.2)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        x = self.tokens(tokens) + self.positions(positions)
+        x = self.tokens(tokens)
+        steps = torch.arange(HEAD_SIZE // 2, device=positions.device) / (HEAD_SIZE // 2)
+        angles = positions[:, None] * 1000.0**-steps
+        cos, sin = angles.cos(), angles.sin()  # once per step, for all layers
         for layer in range(LAYERS):
             q, k, v = self.qkv[layer](F.rms_norm(x, (HIDDEN,))).split(self.sizes, dim=-1)
-            x = x + self.out[layer](attend(layer, q, k, v))
+            x = x + self.out[layer](attend(layer, q, k, v, cos, sin))
             x = x + self.mlp[layer](F.silu(F.rms_norm(x, (HIDDEN,))))
         return self.head(F.rms_norm(x, (HIDDEN,)))
 
@@ -107,6 +112,11 @@ class Engine:
             max_num_tokens=token_budget,
             max_seq_len=num_blocks * block_size,
         )
+        # Weights of the norms of queries and keys; the model multiplies by 1 + weight.
+        self.norms = [
+            [HeadNorm(w, weight_offset=1, multiply_in_float32=True) for w in weights.detach()]
+            for weights in model.norms
+        ]
         self.builder = self.layers[0].backend.make_builder(spec, device, limits=limits)
         attnlib.warmup(self.layers[0], self.caches[0], limits, builder=self.builder)
         self.allocator = attnlib.BlockAllocator(num_blocks, block_size)
@@ -182,8 +192,15 @@ class Engine:
         )
         metadata = self.builder.build(0, common)  # once per batch
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.layers[layer](q, k, v, self.caches[layer], metadata)
+        def attend(
+            number: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+        ) -> Tensor:
+            layer, cache = self.layers[number], self.caches[number]
+            q_norm, k_norm = self.norms[number]
+            q = layer.rotate_and_write_kv(
+                q, k, v, cache, metadata, cos, sin, q_norm=q_norm, k_norm=k_norm
+            )
+            return layer(q, None, None, cache, metadata)
 
         with torch.no_grad():
             logits = self.model(
@@ -214,8 +231,13 @@ class Engine:
 def dense_reference(model: TinyDecoder, request: Request) -> list[int]:
     """Generate alone, over the full sequence, with torch's dense attention and no cache."""
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        first, second = F.rms_norm(x, (HEAD_SIZE,), 1 + weight, 1e-6).chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = (x.unflatten(-1, (-1, HEAD_SIZE)).transpose(0, 1)[None] for x in (q, k, v))
+        q, k = (rotate(x, w, cos, sin) for x, w in zip((q, k), model.norms[layer], strict=True))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out[0].transpose(0, 1).flatten(1)
 

@@ -4,7 +4,8 @@
 
 The separate launches, in two forms:
 
-- "torch": `rms_norm` (weight in float32) of queries, `rms_norm` of keys, the rotation of transformers, `write_kv`.
+- "torch": `rms_norm` (weight in float32) of queries, `rms_norm` of keys, the rotation of
+  transformers, `write_kv`.
 - "kernels": four Triton launches of this library: norm of the queries, norm of the keys, rotation
   of both (they are adjacent in memory), `write_kv`.
 
