@@ -35,7 +35,7 @@ from layer_calls import (
 
 import attnlib
 from attnlib.bench.provenance import provenance
-from attnlib.score_functions import alibi_sqrt
+from attnlib.score_functions.builtin import alibi_sqrt
 
 IMPORT = (
     "import time, torch; a = time.perf_counter(); import attnlib; print(time.perf_counter() - a)"
@@ -108,11 +108,12 @@ def gpu_costs(score_function: bool) -> dict[str, float]:
         warm_up(calls["decode of 1 x 8192"])
     with compiled_kernels() as afterwards:
         costs = {**build_costs(), **layer_costs(calls)}
-    print(f"compiled after warm-up: {afterwards}" if afterwards else "", file=sys.stderr)
+    if afterwards:
+        print(f"compiled after warmup: {afterwards}", file=sys.stderr)
     return {
         **costs,
         "kernels compiled by warmup": len(in_warm_up),
-        "of which Gluon": sum(name.startswith("hopper") for name in in_warm_up),
+        "of which Gluon": sum(is_gluon for _, is_gluon in in_warm_up),
         "kernels compiled after warmup, all rows (target 0)": len(afterwards),
     }
 

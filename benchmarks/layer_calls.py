@@ -146,16 +146,22 @@ def launch_microseconds(*calls: Callable[[], object], rounds: int = 60) -> list[
 
 
 @contextmanager
-def compiled_kernels() -> Iterator[list[str]]:
-    """The names of the kernels, Triton's and Gluon's, that are compiled inside. A kernel from
-    Triton's disk cache counts as well: the hook sees every variant that is new in this process."""
+def compiled_kernels() -> Iterator[list[tuple[str, bool]]]:
+    """The name of each kernel that is compiled inside, and whether it is a Gluon kernel. A kernel
+    from Triton's disk cache counts as well: the hook sees every variant that is new in this
+    process."""
     import triton
 
-    runtime, names = triton.knobs.runtime, []
+    runtime, found = triton.knobs.runtime, []
+
+    def note(*_: Any, **facts: Any) -> None:
+        kernel = facts["fn"]
+        found.append((str(kernel.name), type(kernel.jit_function).__name__.startswith("Gluon")))
+
     before = runtime.jit_post_compile_hook
-    runtime.jit_post_compile_hook = lambda *_, **facts: names.append(str(facts["fn"].name))
+    runtime.jit_post_compile_hook = note
     try:
-        yield names
+        yield found
     finally:
         runtime.jit_post_compile_hook = before
 

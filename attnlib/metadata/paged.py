@@ -10,21 +10,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from attnlib.errors import ContractError
 from attnlib.metadata.base import AttentionMetadata
-from attnlib.metadata.batch_slice import rows_of
 from attnlib.metadata.checks import check_batch
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.split import leading_decodes
 from attnlib.spec import AttentionSpec
 
-__all__ = ["PagedMetadata", "paged_fields"]
+__all__ = ["PagedMetadata", "PartTensors", "paged_fields"]
 
 P = TypeVar("P", bound="PagedMetadata")
+
+
+class PartTensors(NamedTuple):
+    """The tensors of the decode part or of the prefill part; attributes as in `PagedMetadata`."""
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor | None
+    causal: bool | torch.Tensor
+    query_bias: torch.Tensor | None
+    score_tensors: Mapping[str, torch.Tensor] | None
 
 
 @dataclass(kw_only=True)
@@ -78,60 +88,66 @@ class PagedMetadata(AttentionMetadata):
         """The decode part as a batch; None when it is empty."""
         if self.num_decodes == 0:
             return None
-        return (
-            self
-            if self.num_prefills == 0
-            else self._part(slice(0, self.num_decodes), slice(0, self.num_decode_tokens))
-        )
+        return self if self.num_prefills == 0 else self._part(is_decode=True)
 
     @cached_property
     def prefill_metadata(self: P) -> P | None:
         """The prefill part as a batch; None when it is empty."""
         if self.num_prefills == 0:
             return None
-        if self.num_decodes == 0:
-            return self
-        return self._part(
-            slice(self.num_decodes, self.num_reqs),
-            slice(self.num_decode_tokens, self.num_actual_tokens),
+        return self if self.num_decodes == 0 else self._part(is_decode=False)
+
+    def part_tensors(self, *, is_decode: bool) -> PartTensors:
+        """The tensors of one part of a batch that has both: without copies, except where
+        `prefill_query_start_loc` is None."""
+        requests, tokens = self._rows_of_part(is_decode)
+        causal, bias, table, score = (
+            self.causal, self.query_bias, self.block_table, self.score_tensors,
+        )  # fmt: skip
+        return PartTensors(
+            self.query_start_loc[: requests.stop + 1] if is_decode else self._prefill_starts(),
+            self.seq_lens[requests],
+            None if table is None else table[requests],
+            causal[requests] if isinstance(causal, torch.Tensor) else causal,
+            None if bias is None else bias[tokens],
+            None if score is None else {name: rows[requests] for name, rows in score.items()},
         )
 
-    def _part(self: P, requests: slice, tokens: slice) -> P:
-        is_decode = requests.start == 0
-        starts = slice(requests.start, requests.stop + 1)
+    def _part(self: P, *, is_decode: bool) -> P:
+        requests, tokens = self._rows_of_part(is_decode)
         count, num_tokens = requests.stop - requests.start, tokens.stop - tokens.start
-        # By state, because the constructor passes every field through `__setattr__`.
+        starts, lens = self.query_start_loc_cpu, self.seq_lens_cpu
+        if starts is not None:
+            starts = starts[requests.start : requests.stop + 1] - starts[requests.start]
         changes = {
+            **self.part_tensors(is_decode=is_decode)._asdict(),
             "num_actual_tokens": num_tokens,
             "num_decodes": count if is_decode else 0,
             "num_decode_tokens": num_tokens if is_decode else 0,
             "num_prefills": 0 if is_decode else count,
             "num_prefill_tokens": 0 if is_decode else num_tokens,
             "max_query_len": self.max_decode_query_len if is_decode else self.max_query_len,
-            "query_start_loc": self.query_start_loc[starts]
-            if is_decode
-            else self._prefill_starts(starts),
             "prefill_query_start_loc": None,
-            "seq_lens": self.seq_lens[requests],
-            "block_table": None if self.block_table is None else self.block_table[requests],
             "slot_mapping": None if self.slot_mapping is None else self.slot_mapping[tokens],
-            "causal": self.causal[requests]
-            if isinstance(self.causal, torch.Tensor)
-            else self.causal,
-            "query_bias": None if self.query_bias is None else self.query_bias[tokens],
-            "score_tensors": rows_of(self.score_tensors, requests),
-            "query_start_loc_cpu": None
-            if self.query_start_loc_cpu is None
-            else self.query_start_loc_cpu[starts] - self.query_start_loc_cpu[requests.start],
-            "seq_lens_cpu": None if self.seq_lens_cpu is None else self.seq_lens_cpu[requests],
+            "query_start_loc_cpu": starts,
+            "seq_lens_cpu": None if lens is None else lens[requests],
         }
+        # By state, because the constructor passes every field through `__setattr__`.
         part: P = type(self).from_fields({**self.__getstate__(), **changes})
         return part
 
-    def _prefill_starts(self, starts: slice) -> torch.Tensor:
+    def _rows_of_part(self, is_decode: bool) -> tuple[slice, slice]:
+        """The requests and the tokens of a part."""
+        requests, tokens = self.num_decodes, self.num_decode_tokens
+        if is_decode:
+            return slice(0, requests), slice(0, tokens)
+        return slice(requests, requests + self.num_prefills), slice(tokens, self.num_actual_tokens)
+
+    def _prefill_starts(self) -> torch.Tensor:
         if self.prefill_query_start_loc is not None:
             return self.prefill_query_start_loc
-        return self.query_start_loc[starts] - self.num_decode_tokens
+        first, end = self.num_decodes, self.num_decodes + self.num_prefills + 1
+        return self.query_start_loc[first:end] - self.num_decode_tokens
 
 
 def paged_fields(

@@ -22,6 +22,7 @@ from attnlib.backends.base import AttentionImpl
 from attnlib.backends.triton.metadata import TritonMetadata
 from attnlib.backends.triton.step_launches import Batch, Call, StepLaunches, prepare_step
 from attnlib.cache.storage import PagedKVCache
+from attnlib.metadata.paged import PartTensors
 from attnlib.ops.triton.append_kv import BoundAppend
 from attnlib.ops.triton.heuristics import device as chips
 from attnlib.ops.triton.launch.attention import BatchTensors
@@ -260,20 +261,21 @@ def _batch_tensors(metadata: TritonMetadata) -> Batch:
     """The tensors of a batch; an empty batch is one prefill."""
     slots = metadata.slot_mapping
     if metadata.num_prefills == 0 and metadata.num_decodes:
-        return Batch(_part_tensors(metadata), None, slots)
+        return Batch(_part_tensors(metadata, metadata), None, slots)
     if metadata.num_decodes == 0:
-        return Batch(None, _part_tensors(metadata), slots)
-    decode, prefill = metadata.decode_metadata, metadata.prefill_metadata
-    assert decode is not None and prefill is not None
-    return Batch(_part_tensors(decode), _part_tensors(prefill), slots)
+        return Batch(None, _part_tensors(metadata, metadata), slots)
+    decode, prefill = (metadata.part_tensors(is_decode=is_decode) for is_decode in (True, False))
+    return Batch(_part_tensors(metadata, decode), _part_tensors(metadata, prefill), slots)
 
 
-def _part_tensors(part: TritonMetadata) -> BatchTensors:
+def _part_tensors(metadata: TritonMetadata, part: TritonMetadata | PartTensors) -> BatchTensors:
+    """The tensors of a part of the batch, or of the whole batch."""
     flags = part.causal if isinstance(part.causal, Tensor) else None
     score = part.score_tensors
     return BatchTensors(
         part.query_start_loc, part.seq_lens, part.block_table, flags, part.query_bias,
-        part.workspace, part.counters, part.max_seq_len, tuple(score.values()) if score else (),
+        metadata.workspace, metadata.counters, metadata.max_seq_len,
+        tuple(score.values()) if score else (),
     )  # fmt: skip
 
 
