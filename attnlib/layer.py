@@ -112,6 +112,7 @@ class Attention(nn.Module):
         self.prefix = prefix
         self.writes = spec.is_paged and not spec.kv_sharing
         self._accepted: tuple[Any, ...] = ()  # the last call that passed `check_call`
+        self._tensor_check: tuple[Any, Any] = ((), None)  # of the last signature remembered
         self.handle = register(self)
 
     def _own_per_head_tensors(self) -> None:
@@ -390,9 +391,11 @@ class Attention(nn.Module):
             self, query, key, value, cache, metadata, cos, sin, interleaved, q_norm, k_norm
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_accepted": (), "_tensor_check": ((), None)}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._accepted = ()
         for name in ("k_scale", "v_scale"):  # `UNIT_SCALE` is compared by identity
             setattr(self, name, checked_layer_scale(name, getattr(self, name), self.spec))
         self.handle = register(self)  # a copy of a layer is another layer
@@ -470,30 +473,41 @@ class Attention(nn.Module):
             known = self._prepare(
                 signature, query, key, value, cache, metadata, output, return_lse, selected_keys
             )
-        elif (
-            cache is not None
-            and key is not None
-            and value is not None
-            and selected_keys is None
-            and self._calls_forward
-        ):
-            # From the second call of a kind on: recognize the next one by one C function.
-            tensors = (query, key, value) if output is None else (query, key, value, output)
-            if (check := tensor_check(*tensors)) is not None:
-                plan, shape = known
-                bind, out = getattr(plan, "bind_call", None), ... if output is None else output
-                metadata.__dict__["recent_plan"] = RecentPlan(
-                    signature[0], signature[1], return_lse, output is None, check,
-                    self._per_head_signature() if self._has_per_head else None, shape, plan.run,
-                    bind and bind(query, ..., ..., out, ..., key, value),
-                )  # fmt: skip
+        elif cache is not None and selected_keys is None:
+            self._remember(signature, known, query, key, value, metadata, output, return_lse)
         return known
 
-    @property
-    def _calls_forward(self) -> bool:
-        """Whether `nn.Module` would call `forward` of the class: nobody has replaced it on this
-        instance or compiled the module."""
-        return "forward" not in self.__dict__ and self._compiled_call_impl is None
+    def _remember(
+        self,
+        signature: tuple[Any, ...],
+        known: tuple[StepPlan, tuple[int, ...] | None],
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        metadata: Any,
+        output: torch.Tensor | None,
+        return_lse: bool,
+    ) -> None:
+        """Let `__call__` recognize the next call of this kind, by C functions. Nothing where
+        `nn.Module` would not call `forward` of the class: it was replaced on this instance, or the
+        module is compiled."""
+        own = self.__dict__
+        if key is None or value is None or "forward" in own or self._compiled_call_impl is not None:
+            return
+        compared, check = self._tensor_check
+        if compared != signature:
+            tensors = (query, key, value) if output is None else (query, key, value, output)
+            check = tensor_check(*tensors)
+            own["_tensor_check"] = signature, check  # `nn.Module` assigns slowly
+        if check is None:
+            return
+        plan, shape = known
+        bind, out = getattr(plan, "bind_call", None), ... if output is None else output
+        metadata.__dict__["recent_plan"] = RecentPlan(
+            signature[0], signature[1], return_lse, output is None, check,
+            self._per_head_signature() if self._has_per_head else None, shape, plan.run,
+            bind and bind(query, ..., ..., out, ..., key, value),
+        )  # fmt: skip
 
     def _call_signature(
         self,
@@ -591,6 +605,8 @@ class Attention(nn.Module):
             if len(plans) >= MAX_PLANS:
                 plans.clear()
             plans[signature] = known
+            if cache is not None and selected_keys is None and getattr(plan, "direct", None):
+                self._remember(signature, known, query, key, value, metadata, output, return_lse)
         return known
 
     def _calculate_scales(

@@ -35,7 +35,6 @@ from attnlib.ops.triton.launch.sequence import (
     QUERY,
     VALUE,
     VALUE_CACHE,
-    bind_check,
 )
 from attnlib.ops.triton.launch.signature import batch_signature
 from attnlib.spec import AttentionSpec
@@ -131,7 +130,8 @@ class TritonPlan:
     def bind_call(self, *like: Any) -> Callable[..., bool] | None:
         """See `StepPlan`. `like` has the tensors of a call, None for values that must be None and
         `...` for any; further tensors must be at the same addresses in each call."""
-        return None if self.direct is None else bind_check(self.direct, like)
+        direct: Any = self.direct
+        return None if direct is None else direct.compare(torch.is_grad_enabled, like)
 
     def appending(self, append: BoundAppend) -> TritonPlan:
         """A copy of this plan of a call without keys: its `run` takes keys and values, `[R, T, Hkv,

@@ -41,6 +41,7 @@ pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("gcc", "clang"))), reason="needs a C compiler, as Triton does"
 )
 
+INTERFACE = "__dlpack_c_exchange_api__"
 FIXED = {source: None for source in map(Source, range(NUM_VALUES)) if source > LSE}
 
 
@@ -223,7 +224,8 @@ def test_threads_do_not_mix_tensors(machine: Machine) -> None:
 
 def compared(machine: Machine, like: list[Any]) -> Callable[..., bool]:
     """`bound` for tensors like these."""
-    check = sequence.bind_check(bound(machine), tuple(like))
+    run: Any = bound(machine)
+    check = run.compare(torch.is_grad_enabled, tuple(like))
     if check is None:
         pytest.skip("this torch has no C interface to compare tensors")
     return check
@@ -295,11 +297,13 @@ def test_gradients_are_left_to_the_complete_check(machine: Machine) -> None:
         assert check(*given) is True
 
 
-def test_only_sequences_are_compared(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_types_without_the_interface_are_not_read(machine: Machine) -> None:
     """Without the C interface of torch, signatures are compared in Python."""
-    run, given = bound(machine), tuple(tensors())
-    assert sequence.bind_check(lambda *tensors: True, given) is None
-    monkeypatch.setattr(driver, "can_compare", lambda: False)
-    assert sequence.bind_check(run, given) is None
-    native = driver.compile_native()
-    assert native.use_tensor_type(int) is False and native.use_tensor_type(torch.Tensor) in (0, 1)
+    native, run = driver.compile_native(), bound(machine)
+    assert native.use_tensor_type(int) is False
+    assert native.use_tensor_type(torch.Tensor) is hasattr(torch.Tensor, INTERFACE)
+    with pytest.raises(TypeError):
+        run.compare(torch.is_grad_enabled, tensors())  # a list
+    if hasattr(torch.Tensor, INTERFACE):
+        with pytest.raises(ValueError, match="4 values for 5 tensors"):
+            run.compare(torch.is_grad_enabled, tuple(tensors(4)))

@@ -149,20 +149,32 @@ static int note_facts(Facts *facts, PyObject *value) {
   return 1;
 }
 
-/* Check(sequence, is_grad_enabled, (tensor, None or ..., for each value)) */
-static PyObject *create_check(PyTypeObject *type, PyObject *args, PyObject *keywords) {
-  PyObject *sequence, *is_grad_enabled, *like;
-  if (!PyArg_ParseTuple(args, "O!OO!", &sequence_type, &sequence, &is_grad_enabled, &PyTuple_Type,
-                        &like))
+static PyTypeObject check_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "attnlib_native.Check",
+    .tp_basicsize = sizeof(Check),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_doc = "A sequence for tensors like those of an earlier call: check(*tensors, *same).",
+    .tp_dealloc = delete_check,
+    .tp_call = PyVectorcall_Call,
+    .tp_vectorcall_offset = offsetof(Check, vectorcall),
+};
+
+/* sequence.compare(is_grad_enabled, (tensor, None or ..., for each value)): None where tensors cannot
+ * be read. */
+static PyObject *compare_calls(PyObject *sequence, PyObject *args) {
+  PyObject *is_grad_enabled, *like;
+  if (!PyArg_ParseTuple(args, "OO!", &is_grad_enabled, &PyTuple_Type, &like))
     return NULL;
+  if (!read_tensor)
+    Py_RETURN_NONE;
   Py_ssize_t count = PyTuple_GET_SIZE(like);
   Py_ssize_t num_tensors = ((Sequence *)sequence)->template->num_tensors;
-  if (!read_tensor || count > MAX_VALUES || count < num_tensors) {
-    PyErr_Format(PyExc_ValueError, "%zd values for %zd tensors; at most %d, and `use_tensor_type` "
-                 "first", count, num_tensors, MAX_VALUES);
+  if (count > MAX_VALUES || count < num_tensors) {
+    PyErr_Format(PyExc_ValueError, "%zd values for %zd tensors; at most %d", count, num_tensors,
+                 MAX_VALUES);
     return NULL;
   }
-  Check *self = (Check *)type->tp_alloc(type, 0);
+  Check *self = (Check *)check_type.tp_alloc(&check_type, 0);
   if (!self)
     return NULL;
   self->vectorcall = call_check;
@@ -176,17 +188,6 @@ static PyObject *create_check(PyTypeObject *type, PyObject *args, PyObject *keyw
     }
   return (PyObject *)self;
 }
-
-static PyTypeObject check_type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "attnlib_native.Check",
-    .tp_basicsize = sizeof(Check),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
-    .tp_doc = "A sequence for tensors like those of an earlier call: check(*tensors, *same).",
-    .tp_new = create_check,
-    .tp_dealloc = delete_check,
-    .tp_call = PyVectorcall_Call,
-    .tp_vectorcall_offset = offsetof(Check, vectorcall),
-};
 
 /* Whether tensors of this type can be read by DLPack's C exchange API. */
 static PyObject *use_tensor_type(PyObject *module, PyObject *type) {
@@ -242,8 +243,7 @@ PyMODINIT_FUNC PyInit_attnlib_native(void) {
   tensor_map_type = Py_None->ob_type; /* until `use_tensor_map_type` */
   if (PyModule_AddObjectRef(module, "Launch", (PyObject *)&launch_type) < 0 ||
       PyModule_AddObjectRef(module, "Sequence", (PyObject *)&sequence_type) < 0 ||
-      PyModule_AddObjectRef(module, "Template", (PyObject *)&template_type) < 0 ||
-      PyModule_AddObjectRef(module, "Check", (PyObject *)&check_type) < 0) {
+      PyModule_AddObjectRef(module, "Template", (PyObject *)&template_type) < 0) {
     Py_DECREF(module);
     return NULL;
   }

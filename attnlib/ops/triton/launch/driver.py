@@ -170,6 +170,7 @@ class Native:
         self.module = build.compile_module_from_src(
             src=source, name="attnlib_native", include_dirs=driver.include_dirs
         )
+        self.module.use_tensor_type(torch.Tensor)
 
     @cached_property
     def new_launch(self) -> Callable[..., Any] | None:
@@ -220,8 +221,3 @@ def compile_native() -> Any:
     native = load_native()
     assert native is not None  # callers have launched directly before
     return native.module
-
-
-def can_compare() -> bool:
-    """Whether `check.c` can read the tensors of this torch."""
-    return bool(compile_native().use_tensor_type(torch.Tensor))

@@ -332,11 +332,19 @@ failed:
   return NULL;
 }
 
+static PyObject *compare_calls(PyObject *object, PyObject *args); /* check.c */
+
+static PyMethodDef sequence_methods[] = {
+    {"compare", compare_calls, METH_VARARGS, "A function for tensors like those of an earlier call."},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyTypeObject sequence_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "attnlib_native.Sequence",
     .tp_basicsize = sizeof(Sequence),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .tp_doc = "All launches of one call: sequence(*tensors) -> bool.",
+    .tp_methods = sequence_methods,
     .tp_dealloc = delete_sequence,
     .tp_call = PyVectorcall_Call,
     .tp_vectorcall_offset = offsetof(Sequence, vectorcall),

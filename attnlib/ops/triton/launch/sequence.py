@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 import triton
 
 from attnlib.ops.triton.heuristics import device as chips
@@ -23,7 +22,7 @@ from attnlib.ops.triton.launch.driver import Source
 __all__ = [
     "KEY", "KEY_CACHE", "KEY_MAP", "K_SCALE", "LSE", "NUM_VALUES", "OUT", "QUERY", "QUERY_MAP",
     "SINKS", "SLOPES", "VALUE", "VALUE_CACHE", "VALUE_MAP", "V_SCALE", "Launches", "Lookup", "Part",
-    "Source", "Step", "batch_sources", "bind_check", "bind_step", "prepare_sequence",
+    "Source", "Step", "batch_sources", "bind_step", "prepare_sequence",
     "score_sources",
 ]  # fmt: skip
 
@@ -155,6 +154,14 @@ def prepare_sequence(
     address is not aligned, another device is current, or launches are observed. Both are C
     functions.
 
+    `run.compare(torch.is_grad_enabled, like)` makes `check(*values)` of it, which calls `run` with
+    the values if they are like those of an earlier call, else returns False and launches nothing
+    (`check.c`). `like` has the values of that call. For a tensor, a value must have its type,
+    dtype, shape, strides and device; for None it must be None; for `...` it may be any tensor or
+    None. Values behind those of `run` must also have equal addresses, and are not passed on. None
+    where this torch has no C interface to compare tensors; `attnlib.ops.signature.tensor_check`
+    compares them then.
+
     Args:
         parts: launches in order.
         index: the device index.
@@ -200,21 +207,3 @@ def prepare_sequence(
     return driver.compile_native().Template(
         functions, index, bytes(roles), tuple(lookups), tuple(steps), num_batch_values
     )
-
-
-def bind_check(run: Callable[..., bool], like: tuple[Any, ...]) -> Callable[..., bool] | None:
-    """`check(*values)`: calls `run` with the values if they are like those of an earlier call,
-    else it returns False and launches nothing. A C function (`check.c`). None where this torch has
-    no C interface to compare tensors; `attnlib.ops.signature.tensor_check` compares them then.
-
-    Args:
-        run: of `prepare_sequence`.
-        like: the values of that call. For a tensor, a value must have its type, dtype, shape,
-            strides and device; for None it must be None; for `...` it may be any tensor or None.
-            Values behind those of `run` must also have equal addresses, and are not passed on.
-    """
-    native = driver.compile_native()
-    if not isinstance(run, native.Sequence) or not driver.can_compare():
-        return None
-    found: Callable[..., bool] = native.Check(run, torch.is_grad_enabled, like)
-    return found
