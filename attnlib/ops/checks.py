@@ -5,22 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.errors import ContractError
 
-__all__ = ["check_not_batch_invariant", "check_slots"]
-
-
-def check_not_batch_invariant(batch_invariant: bool) -> None:
-    """Refuse batch-invariant results in an operation of `ops.triton`.
-
-    Raises:
-        UnsupportedConfigError: `batch_invariant` is True.
-    """
-    if batch_invariant:
-        raise UnsupportedConfigError(
-            "batch_invariant=True is not supported by attnlib.ops.triton: "
-            "use the operation of attnlib.ops.torch"
-        )
+__all__ = ["check_slots"]
 
 
 def check_slots(key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:

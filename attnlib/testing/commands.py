@@ -74,6 +74,13 @@ def verify_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="run the short form of each check")
     parser.add_argument(
+        "--certify",
+        choices=["batch-invariance"],
+        help="instead of the suite, compare the bits of requests alone and in other batches; "
+        "--json writes the certificate",
+    )
+    parser.add_argument("--commit", help="commit of attnlib in a certificate, without git history")
+    parser.add_argument(
         "--jobs",
         type=int,
         metavar="N",
@@ -91,6 +98,8 @@ def _run_verify(args: argparse.Namespace) -> int:
     from attnlib.testing.report import report_to_json
 
     _add_working_directory_to_path(args.backend)
+    if args.certify:
+        return _run_certify(args)
     _add_working_directory_to_path(args.score or "")
     only = args.only or (None if args.score is None else "S1")
     passed, documents = True, []
@@ -126,6 +135,24 @@ def _run_verify(args: argparse.Namespace) -> int:
     text = documents[0] if len(documents) == 1 else f"[{','.join(documents)}]"
     _write_json(args.json, text)
     return 0 if passed else 1
+
+
+def _run_certify(args: argparse.Namespace) -> int:
+    """Certify batch invariance: 0 if all bits are equal, 1 if not."""
+    from attnlib.errors import AttnlibError, BackendUnavailableError
+    from attnlib.testing.certificate import certify_batch_invariance
+
+    try:
+        certificate = certify_batch_invariance(
+            args.backend, device=args.device, seed=args.seed, quick=args.quick, commit=args.commit
+        )
+    except (AttnlibError, ImportError, AttributeError) as error:
+        print(f"attnlib verify: {error}", file=sys.stderr)
+        return UNAVAILABLE if isinstance(error, BackendUnavailableError) else 2
+    if args.json != "-":
+        print(certificate)
+    _write_json(args.json, certificate.to_json())
+    return 0 if certificate.passed else 1
 
 
 def parity_parser() -> argparse.ArgumentParser:

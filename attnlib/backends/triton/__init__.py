@@ -70,7 +70,7 @@ class TritonBackend(AttentionBackend):
         mla=True,
         lse=True,
         kv_sharing=True,
-        batch_invariant=False,
+        batch_invariant=True,
         cudagraph=CudaGraphSupport.ALWAYS,
     )
 
@@ -137,6 +137,8 @@ class TritonBackend(AttentionBackend):
                 reasons.append("key_selection with a score function: not supported")
             if spec.mask_kind is MaskKind.QUERY_BIAS:
                 reasons.append("key_selection with mask_kind=query_bias: not supported")
+            if spec.batch_invariant:
+                reasons.append("key_selection with batch_invariant=True: not supported")
         if device.type == "cpu" and torch.bfloat16 in (spec.dtype, spec.kv_dtype):
             reasons.append(
                 "bfloat16 on a CPU: Triton's interpreter computes wrong products; use float32 or "

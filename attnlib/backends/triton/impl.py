@@ -172,4 +172,5 @@ class TritonImpl(AttentionImpl):
             max_seqlen_k=metadata.max_query_len,
             out=output,
             lse=lse,
+            batch_invariant=self.spec.batch_invariant,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ class Scheduler(NamedTuple):
         block_size: N.
         kernels: "auto", "hopper" or "portable".
         hopper_query_lens: query lengths of decodes that the Hopper decode supports.
+        batch_invariant: whether keys are divided into segments of fixed size (M15).
     """
 
     shape: AttentionShape
@@ -49,6 +51,7 @@ class Scheduler(NamedTuple):
     block_size: int
     kernels: str
     hopper_query_lens: frozenset[int] = frozenset()
+    batch_invariant: bool = False
 
     @classmethod
     def of(
@@ -64,6 +67,8 @@ class Scheduler(NamedTuple):
         window, chunk = spec.visible_window.as_kernel_args(), spec.attention_chunk_size or 0
         limits = device_limits(device)
         scheduler = cls(shape, limits, window, chunk, spec.block_size, kernels)
+        if spec.batch_invariant:
+            return scheduler._replace(batch_invariant=True)
         dispatch = scheduler.dispatch()
         supported = frozenset(
             query_len
@@ -80,7 +85,13 @@ class Scheduler(NamedTuple):
     def decode(
         self, num_reqs: int, max_query_len: int, max_seq_len: int, causal: bool
     ) -> DecodeSchedule:
-        """Splits of a decode by its bounds."""
+        """Splits of a decode by its bounds; in batch-invariant layers its segments."""
+        if self.batch_invariant:
+            bounds = (max_query_len, max_seq_len, self.window, causal, self.chunk)
+            return DecodeSchedule(
+                max(1, max_query_len), _invariant().visible_segments(*bounds, self.limits), False,
+                None, False,
+            )  # fmt: skip
         return schedule_decode(
             self.shape, self.limits, num_reqs=num_reqs, max_query_len=max_query_len,
             visible=self.visible(max_query_len, max_seq_len, causal), kernels=self.kernels,
@@ -88,6 +99,12 @@ class Scheduler(NamedTuple):
 
     def workspace_bytes(self, schedule: DecodeSchedule, num_tokens: int) -> int:
         """Scratch memory of a decode, by whichever kernel serves it."""
+        if self.batch_invariant:
+            return int(
+                _invariant().workspace_bytes(
+                    self.shape, self.limits, num_tokens, schedule, self.block_size, self.kernels
+                )
+            )
         plain = paged_decode_workspace_bytes(
             num_tokens, self.shape.num_heads, self.shape.head_size_v, schedule.num_splits
         )
@@ -106,6 +123,11 @@ class Scheduler(NamedTuple):
         """The module `hopper.dispatch`, where its kernels may be used; None elsewhere."""
         wanted = self.limits.capability[0] == 9 and self.kernels != "portable"
         return hopper.load() if wanted else None
+
+
+def _invariant() -> Any:
+    """The module of batch-invariant launches, which other layers do not import."""
+    return import_module("attnlib.ops.triton.invariant_attention")
 
 
 @dataclass(kw_only=True)
@@ -256,11 +278,15 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         for query_len in range(1, longest + 1):
             most = max(most, scheduler.hopper_bytes(limits.max_num_tokens, query_len))
             for reqs in range(1, min(limits.max_num_reqs, limits.max_num_tokens // query_len) + 1):
+                tokens = min(reqs * query_len, limits.max_num_tokens)
+                if scheduler.batch_invariant:
+                    schedule = scheduler.decode(reqs, query_len, limits.max_seq_len, False)
+                    most = max(most, scheduler.workspace_bytes(schedule, tokens))
+                    continue
                 splits = max(
                     scheduler.decode(reqs, query_len, seq_len, False).num_splits
                     for seq_len in self._tile_edges(reqs, limits.max_seq_len)
                 )
-                tokens = min(reqs * query_len, limits.max_num_tokens)
                 needed = paged_decode_workspace_bytes(
                     tokens, self.spec.num_heads, self.spec.head_size_v, splits
                 )

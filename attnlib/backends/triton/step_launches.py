@@ -215,6 +215,9 @@ def prepare_step(
     # A part has fewer rows than the call, whose signature alone would also match an unsplit batch
     # of as many tokens.
     part = signature if decodes is None or prefills is None else (signature, split)
+    if impl.spec.batch_invariant:
+        decode, prefill = _prepare_invariant(part, call, params, batch, metadata, schedule, kernels)
+        decodes = prefills = None
     if prefills is not None:
         rows = slice(split if decodes is not None else None, None)
         prefill = prepare_prefill(
@@ -236,6 +239,38 @@ def prepare_step(
     )  # fmt: skip
     kept: StepLaunches = LAUNCHES.keep(key, launches)
     return kept
+
+
+def _prepare_invariant(
+    signature: tuple[Any, ...],
+    call: Call,
+    params: AttentionParams,
+    batch: Batch,
+    metadata: TritonMetadata,
+    schedule: DecodeSchedule | None,
+    kernels: str,
+) -> tuple[PreparedAttention | None, PreparedAttention | None]:
+    """The batch-invariant launches of the decode part and of the prefill part (M15)."""
+    # Other layers do not import these kernels.
+    from attnlib.ops.triton.invariant_attention import prepare_invariant
+
+    decodes, prefills, _ = batch
+    limits = metadata.scheduler.limits
+    first_prefill_row = None if decodes is None else metadata.num_decode_tokens
+    decode = prefill = None
+    if prefills is not None:
+        prefill = prepare_invariant(
+            (signature, "prefill"), *_rows_of(call, slice(first_prefill_row, None)), prefills,
+            _params_of(params, prefills), limits, metadata.max_query_len, kernels=kernels,
+        )  # fmt: skip
+    if decodes is not None and schedule is not None:
+        end = None if prefills is None else first_prefill_row
+        decode = prepare_invariant(
+            (signature, "decode"), *_rows_of(call, slice(None, end)), decodes,
+            _params_of(params, decodes), limits, schedule.max_query_len, schedule.num_splits,
+            kernels,
+        )  # fmt: skip
+    return decode, prefill
 
 
 def _fixed_values(impl: AttentionImpl, cache: PagedKVCache) -> dict[Source, Any]:

@@ -18,7 +18,6 @@ import triton
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.ops.checks import check_not_batch_invariant
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton import hopper
@@ -289,10 +288,10 @@ def paged_decode(
         lse: `[T, Hq]` float32, written when given (M5).
         query_start_loc_cpu: ignored; see `attnlib.ops.torch.paged_prefill`.
         seq_lens_cpu: ignored, likewise.
-        batch_invariant: must be False; `attnlib.ops.torch` has batch-invariant operations.
+        batch_invariant: the bits of a row depend on that row and its keys only (M15).
         num_splits: programs that may share one request's keys. None: chosen from the bounds, and
             used by length (long requests get more splits). A number splits every request into that
-            many, so that a row's bits depend on its own request only.
+            many. Not read with `batch_invariant`, which divides keys into segments of fixed size.
         workspace: contiguous float32 or uint8 tensor of at least
             `paged_decode_workspace_bytes(...)` bytes; allocated when None and needed. The
             Hopper decode needs more (`hopper.dispatch.decode_workspace_bytes`) and is not used
@@ -306,10 +305,8 @@ def paged_decode(
     Raises:
         ContractError: a workspace that is too small, counters that are not int32, or tensors that
             the kernels cannot address.
-        UnsupportedConfigError: head sizes for which no tile fits the device, or
-            `batch_invariant`.
+        UnsupportedConfigError: head sizes for which no tile fits the device.
     """
-    check_not_batch_invariant(batch_invariant)
     if query.numel() == 0:
         return
     limits = limits_of(query)
@@ -318,6 +315,13 @@ def paged_decode(
         params.causal if isinstance(params.causal, Tensor) else None, params.query_bias, workspace,
         counters, max_seq_len, params.batch_score_tensors(),
     )  # fmt: skip
+    if batch_invariant:
+        from attnlib.ops.triton.invariant_attention import run_invariant_decode
+
+        run_invariant_decode(
+            query, key_cache, value_cache, out, lse, batch, params, max_query_len, kernels
+        )
+        return
     shape = shape_of(query, key_cache, value_cache, params)
     visible = visible_bound(
         max_query_len, max_seq_len, params.window, params.causal is True,

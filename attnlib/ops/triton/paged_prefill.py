@@ -10,7 +10,6 @@ from typing import Any
 import triton
 from torch import Tensor
 
-from attnlib.ops.checks import check_not_batch_invariant
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton import hopper
 from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
@@ -81,17 +80,15 @@ def paged_prefill(
         lse: `[T, Hq]` float32, written when given: natural log of the softmax denominator (M5).
         query_start_loc_cpu: ignored; see `attnlib.ops.torch.paged_prefill`.
         seq_lens_cpu: ignored, likewise.
-        batch_invariant: must be False; `attnlib.ops.torch` has batch-invariant operations.
+        batch_invariant: the bits of a row depend on that row and its keys only (M15).
         kernels: "auto" uses the Hopper prefill where it supports the call, "portable" never.
         counters: int32 zeros. The Hopper prefill distributes work by the first two and leaves
             zeros; allocated when None or fewer. Concurrent calls need counters of their own.
 
     Raises:
         ContractError: tensors that the kernel cannot address.
-        UnsupportedConfigError: head sizes for which no tile fits the device, or
-            `batch_invariant`.
+        UnsupportedConfigError: head sizes for which no tile fits the device.
     """
-    check_not_batch_invariant(batch_invariant)
     if query.numel() == 0:
         return
     limits = limits_of(query)
@@ -102,6 +99,11 @@ def paged_prefill(
     )  # fmt: skip
     signature = call_signature(query, key_cache, value_cache, out, lse, params)
     tensors = (query, key_cache, value_cache, out, lse)
+    if batch_invariant:
+        from attnlib.ops.triton.invariant_attention import run_invariant_prefill
+
+        run_invariant_prefill(*tensors, batch, params, max_query_len, kernels)
+        return
     prepared = prepare_prefill(signature, *tensors, batch, params, limits, max_query_len, kernels)
     if prepared.needs_alignment:
         addresses = query.data_ptr() | key_cache.data_ptr() | value_cache.data_ptr()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnlib.ops.checks import check_not_batch_invariant
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.device import limits_of
 from attnlib.ops.triton.launch.attention import BatchTensors
@@ -48,12 +47,11 @@ def varlen_prefill(
         lse: `[T, Hq]` float32, written when given.
         cu_seqlens_q_cpu: ignored; see `attnlib.ops.torch.varlen_prefill`.
         cu_seqlens_k_cpu: ignored, likewise.
-        batch_invariant: must be False; `attnlib.ops.torch` has batch-invariant operations.
+        batch_invariant: the bits of a row depend on that row and its keys only (M15).
 
     Raises:
         ContractError, UnsupportedConfigError: as `paged_prefill`.
     """
-    check_not_batch_invariant(batch_invariant)
     if query.numel() == 0:
         return
     flags = params.causal if isinstance(params.causal, Tensor) else None
@@ -61,6 +59,11 @@ def varlen_prefill(
         cu_seqlens_q, cu_seqlens_k, None, flags, params.query_bias,
         score_tensors=params.batch_score_tensors(),
     )  # fmt: skip
+    if batch_invariant:
+        from attnlib.ops.triton.invariant_attention import run_invariant_prefill
+
+        run_invariant_prefill(query, key, value, out, lse, batch, params, max_seqlen_q)
+        return
     prepared = prepare_plain_prefill(
         call_signature(query, key, value, out, lse, params), query, key, value, out, lse, batch,
         params, limits_of(query), max_seqlen_q,

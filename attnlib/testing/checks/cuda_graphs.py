@@ -10,98 +10,22 @@ G4 (GPU): two steps are built and launched behind a long kernel, without synchro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
 from attnlib.testing.backend_under_test import BackendUnderTest
+from attnlib.testing.captured_step import CapturedStep
 from attnlib.testing.case import Case
 from attnlib.testing.check import Check, CheckCase
 from attnlib.testing.checks.latent import LATENT
-from attnlib.testing.layouts import allocate_views
-from attnlib.testing.materialized_case import MaterializedCase
 from attnlib.testing.runner import AttentionOutput, attend, compare_with_oracle, make_impl
-from attnlib.workspace import BatchLimits
 
 __all__ = ["CHECKS"]
 
 _REQUESTS = 6
-
-
-class _Captured:
-    """A captured step with its static tensors."""
-
-    def __init__(
-        self, target: BackendUnderTest, case: Case, query_len: int, num_blocks: int
-    ) -> None:
-        self.target, self.case, self.query_len = target, case, query_len
-        tokens, dims, device = _REQUESTS * query_len, case.dimensions, target.device
-        self.limits = BatchLimits(
-            max_num_reqs=_REQUESTS, max_num_tokens=tokens, max_seq_len=6 * case.block_size
-        )
-        self.builder = target.backend.make_builder(case.spec, device, limits=self.limits)
-        self.state = target.backend.get_state_cls()(self.builder, self.limits)
-        self.views = allocate_views(dims, num_blocks, case.layout, device)
-        self.query = torch.zeros(
-            tokens, dims.num_heads, dims.head_size, dtype=dims.dtype, device=device
-        )
-        self.key = torch.zeros(
-            tokens, dims.num_kv_heads, dims.head_size, dtype=dims.dtype, device=device
-        )
-        self.value = torch.zeros(
-            tokens, dims.num_kv_heads, dims.head_size_v, dtype=dims.dtype, device=device
-        )
-        self.out = torch.zeros(
-            tokens, dims.num_heads, dims.head_size_v, dtype=dims.dtype, device=device
-        )
-        template = case.replace(batch=f"{_REQUESTS}q{query_len}").materialize(device)
-        self.impl = make_impl(target.backend, template)
-        self.cache = replace(template, inputs=replace(template.inputs, cache=self.views)).cache()
-        self.metadata: Any = self.state.graph_capture_get_metadata_for_batch(
-            _REQUESTS, query_len=query_len
-        )
-        self.replay = self._capture()
-
-    def _run(self) -> None:
-        self.impl.write_kv(self.key, self.value, self.cache, self.metadata.slot_mapping)
-        self.impl.forward(self.query, self.cache, self.metadata, self.out)
-
-    def _capture(self) -> Callable[[], None]:
-        if not self.target.on_gpu:
-            return self._run
-        side = torch.cuda.Stream(device=self.target.device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._run()
-            self._run()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._run()
-        return graph.replay
-
-    def load(self, step: MaterializedCase) -> Any:
-        """Copy a batch into the static tensors, poison the rest, and return the new metadata."""
-        rows = step.inputs.query.shape[0]
-        for static, live in (
-            (self.query, step.inputs.query),
-            (self.key, step.inputs.key),
-            (self.value, step.inputs.value),
-        ):
-            static.fill_(float("nan"))
-            static[:rows].copy_(live)
-        self.out.fill_(float("nan"))
-        blocks = step.inputs.placement.num_blocks
-        for static, live in (
-            (self.views.key, step.inputs.cache.key),
-            (self.views.value, step.inputs.cache.value),
-        ):
-            static[:blocks].copy_(live)
-        padded = self.state.begin_forward(step.common(), _REQUESTS, self.query_len)
-        return self.builder.build(0, padded)
 
 
 def _live_batches(block: int, query_len: int) -> tuple[str, ...]:
@@ -129,7 +53,7 @@ def _check_replay(target: BackendUnderTest, case: Case, query_len: int) -> str:
         )
     ]
     steps = [live.materialize(target.device, kv_written=False) for live in lives]
-    captured = _Captured(
+    captured = CapturedStep(
         target, case, query_len, max(step.inputs.placement.num_blocks for step in steps)
     )
     for number, (live, step) in enumerate(zip(lives, steps, strict=True)):
@@ -180,7 +104,9 @@ def _check_addresses(target: BackendUnderTest, case: Case) -> str:
         case.replace(batch=batch, extra_columns=0).materialize(target.device, kv_written=False)
         for batch in _live_batches(case.block_size, 1)
     ]
-    captured = _Captured(target, case, 1, max(step.inputs.placement.num_blocks for step in steps))
+    captured = CapturedStep(
+        target, case, 1, max(step.inputs.placement.num_blocks for step in steps)
+    )
     buffers = {
         name: tensor.data_ptr() for name, tensor in captured.state.get_graph_input_buffers().items()
     }

@@ -603,6 +603,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"d": 576, "dv": 512, "group": 128, "latent": True, "cache": E4M3},
     ),
     "prefill-all": ("prefill", {"features": _ALL + " causal_each"}),
+    "invariant-decode-128": ("decode", {"batch_invariant": True}),
+    "invariant-decode-64": (
+        "decode",
+        {"d": 64, "group": 8, "features": "window sinks", "batch_invariant": True},
+    ),
+    "invariant-decode-256": (
+        "decode",
+        {"d": 256, "group": 2, "features": "cap", "batch_invariant": True},
+    ),
+    "invariant-decode-latent": (
+        "decode",
+        {"d": 576, "dv": 512, "group": 16, "latent": True, "n": 64, "batch_invariant": True},
+    ),
+    "invariant-decode-all": ("decode", {"features": _ALL, "batch_invariant": True}),
+    "invariant-prefill-128": ("prefill", {"batch_invariant": True}),
+    "invariant-prefill-128-e4m3": ("prefill", {"cache": E4M3, "batch_invariant": True}),
+    "invariant-prefill-256": (
+        "prefill",
+        {"d": 256, "group": 2, "features": "cap", "batch_invariant": True},
+    ),
+    "invariant-prefill-f32": ("prefill", {"dtype": torch.float32, "batch_invariant": True}),
+    "invariant-prefill-all": (
+        "prefill",
+        {"features": _ALL + " causal_each", "batch_invariant": True},
+    ),
     "context-128": ("context", {"d": 128, "causal": True, "window": (-1, -1)}),
     "context-80-window": ("context", {"d": 80, "causal": False, "window": (100, 7)}),
     "packed-decode-128": ("packed decode", {}),

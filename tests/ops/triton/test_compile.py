@@ -51,6 +51,11 @@ MAIN = [
     "prefill-256",
     "prefill-128-e4m3",
     "prefill-latent",
+    "invariant-decode-128",
+    "invariant-decode-256",
+    "invariant-decode-latent",
+    "invariant-prefill-128",
+    "invariant-prefill-256",
     "varlen-64-window",
     "context-128",
     "context-80-window",
@@ -74,7 +79,8 @@ HOPPER = [
     "varying", "decode-96", "decode-128", "decode-128-page128", "decode-128-verify",
     "decode-128-e5m2", "decode-latent-128", "decode-latent-all", "prefill-latent-e4m3",
     "decode-all", "prefill-64", "prefill-192", "prefill-all", "prefill-128-16-e5m2",
-    "prefill-64-32-e4m3", "prefill-96-e5m2",
+    "prefill-64-32-e4m3", "prefill-96-e5m2", "invariant-decode-64", "invariant-decode-all",
+    "invariant-prefill-128-e4m3", "invariant-prefill-f32", "invariant-prefill-all",
 ]  # fmt: skip
 SCORE_SAMPLE = [
     names[number % len(names)]

@@ -22,8 +22,8 @@ from attnlib.ops.triton.kernels.quant import decode_kv
 from attnlib.ops.triton.kernels.softmax import online_softmax, transform_scores
 
 __all__ = [
-    "UNALIGNED", "UNSPECIALIZED", "aligned", "attend", "load_blocks", "load_queries", "pack_rows",
-    "store_rows",
+    "UNALIGNED", "UNSPECIALIZED", "aligned", "attend", "attend_tile", "load_blocks", "load_queries",
+    "pack_rows", "store_rows",
 ]  # fmt: skip
 
 UNSPECIALIZED = [
@@ -158,7 +158,7 @@ def _load_chunk(
 
 
 @triton.jit
-def _attend_tile(
+def attend_tile(
     acc0, acc1, row_max, row_sum, q0, q1, key_base, value_base, blocks, start, first, last,
     row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale, factor, soft_cap,
     slopes, positions, bias_rows, bias_start, heads, request, aux, SCORE: tl.constexpr,
@@ -296,7 +296,7 @@ def attend(
             next_blocks = load_blocks(
                 table, start + BLOCK_N, first, end, BLOCK_SIZE, BLOCK_N, PAGED
             )
-            acc0, acc1, row_max, row_sum = _attend_tile(
+            acc0, acc1, row_max, row_sum = attend_tile(
                 acc0, acc1, row_max, row_sum, q0, q1, key_base, value_base, blocks, start, first,
                 last, row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale,
                 factor, soft_cap, slopes, positions, bias_rows, origin, heads, request, aux, SCORE,
@@ -320,7 +320,7 @@ def attend(
             next_blocks = load_blocks(
                 table, start + BLOCK_N, first, full_end, BLOCK_SIZE, BLOCK_N, PAGED
             )
-            acc0, acc1, row_max, row_sum = _attend_tile(
+            acc0, acc1, row_max, row_sum = attend_tile(
                 acc0, acc1, row_max, row_sum, q0, q1, key_base, value_base, blocks, start, first,
                 last, row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale,
                 factor, soft_cap, slopes, positions, bias_rows, origin, heads, request, aux,
@@ -337,7 +337,7 @@ def attend(
             after = unshifted + BLOCK_N
             after = tl.where(after < full_begin, after, after + skipped)
             next_blocks = load_blocks(table, after, first, end, BLOCK_SIZE, BLOCK_N, PAGED)
-            acc0, acc1, row_max, row_sum = _attend_tile(
+            acc0, acc1, row_max, row_sum = attend_tile(
                 acc0, acc1, row_max, row_sum, q0, q1, key_base, value_base, blocks, start, first,
                 last, row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale,
                 factor, soft_cap, slopes, positions, bias_rows, origin, heads, request, aux, SCORE,
