@@ -52,7 +52,7 @@ class CertifiedSpec:
         unsupported: why the backend does not support the layer; empty if it does.
         compared: rows compared for each of `KINDS`.
         sha256: hash of the results of the requests alone.
-        num_failures: variants with other bits.
+        different: batches with other bits for each of `KINDS`.
         failures: the first of them.
     """
 
@@ -63,7 +63,7 @@ class CertifiedSpec:
     unsupported: tuple[str, ...] = ()
     compared: dict[str, int] | None = None
     sha256: str = ""
-    num_failures: int = 0
+    different: dict[str, int] | None = None
     failures: tuple[str, ...] = ()
 
 
@@ -97,7 +97,7 @@ class Certificate:
     def passed(self) -> bool:
         """Whether results were compared and all bits were equal."""
         return any(spec.compared for spec in self.specs) and not any(
-            spec.num_failures for spec in self.specs
+            spec.different for spec in self.specs
         )
 
     def to_json(self) -> str:
@@ -117,9 +117,9 @@ class Certificate:
             if spec.unsupported:
                 lines.append(f"{spec.name}: unsupported: {'; '.join(spec.unsupported)}")
                 continue
-            rows = sum((spec.compared or {}).values())
+            rows, batches = (sum((n or {}).values()) for n in (spec.compared, spec.different))
             lines.append(
-                f"{spec.name}: {rows} rows compared, {spec.num_failures} batches with other bits, "
+                f"{spec.name}: {rows} rows compared, {batches} batches with other bits, "
                 f"sha256 {spec.sha256[:16]}"
             )
             lines += [f"  {failure}" for failure in spec.failures]
@@ -228,7 +228,7 @@ def _certify(target: BackendUnderTest, name: str, case: Case) -> CertifiedSpec:
         kernels=tuple(target.backend.explain_lines(case.spec, info)),
         compared={kind: compared[kind] for kind in KINDS if compared[kind]},
         sha256=_hash(alone),
-        num_failures=len(failures),
+        different=dict(Counter(failure.partition(":")[0] for failure in failures)),
         failures=tuple(failures[:_MAX_FAILURES]),
     )
 

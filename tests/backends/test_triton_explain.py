@@ -51,6 +51,11 @@ def test_layers_with_selected_keys_use_one_kernel() -> None:
     assert _lines("sm_80", key_selection=selection) == lines
 
 
+def test_batch_invariant_layers() -> None:
+    lines = ["prefill, decode: portable batch-invariant Triton kernel"]
+    assert _lines("sm_80", batch_invariant=True) == lines
+
+
 def test_latents() -> None:
     """P10: the Hopper kernels over heads are not mentioned."""
     latent = {"num_kv_heads": 1, "head_size": 576, "head_size_v": 512, "use_mla": True}

@@ -7,12 +7,9 @@ import pkgutil
 from importlib import import_module
 
 import pytest
-import torch
 
 import attnlib.ops.torch
 import attnlib.ops.triton
-from attnlib.errors import UnsupportedConfigError
-from attnlib.ops.params import AttentionParams
 
 COUNTERPARTS = {
     "append_kv": "append_kv",
@@ -67,23 +64,3 @@ def test_no_counterpart_is_left_out() -> None:
         for package in (attnlib.ops.torch, attnlib.ops.triton)
     ]
     assert names[0] & names[1] == set(COUNTERPARTS)
-
-
-@pytest.mark.parametrize("module", ["paged_decode", "paged_prefill", "varlen_prefill"])
-def test_batch_invariance_is_refused_by_triton(module: str) -> None:
-    """An argument that changes results is refused where it is not supported."""
-    operation = getattr(import_module(f"attnlib.ops.triton.{module}"), COUNTERPARTS[module])
-    query, cache = torch.zeros(1, 2, 16), torch.zeros(1, 16, 2, 16)
-    lengths = torch.tensor([0, 1], dtype=torch.int32)
-    params, out = AttentionParams(scale=1.0), torch.empty_like(query)
-    with pytest.raises(UnsupportedConfigError, match="batch_invariant=True is not supported"):
-        if module == "varlen_prefill":
-            operation(
-                query, query, query, lengths, lengths, params, max_seqlen_q=1, max_seqlen_k=1,
-                out=out, batch_invariant=True,
-            )  # fmt: skip
-        else:
-            operation(
-                query, cache, cache, lengths[:1, None], lengths, lengths[1:], params,
-                max_query_len=1, max_seq_len=1, out=out, batch_invariant=True,
-            )  # fmt: skip

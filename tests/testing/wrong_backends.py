@@ -314,6 +314,38 @@ class BatchDependentBits(ToyImpl):
             output.copy_(torch.nextafter(output, torch.zeros_like(output)))
 
 
+class OneRequestBits(ToyImpl):
+    """Batch-invariant for batches of one request only; larger ones are rounded differently."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: Any,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        super().forward(query, cache, metadata, output, lse)
+        if metadata.seq_lens.shape[0] > 1:
+            output.copy_(torch.nextafter(output, torch.zeros_like(output)))
+
+
+class GraphPaddingBits(ToyImpl):
+    """Batch-invariant, but rounds differently if the batch has padding requests."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: Any,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        super().forward(query, cache, metadata, output, lse)
+        if bool((metadata.seq_lens == 0).any()):
+            output.copy_(torch.nextafter(output, torch.zeros_like(output)))
+
+
 class WrongGroups(ToyImpl):
     """Maps heads incorrectly if the group size is not a power of two."""
 
@@ -574,6 +606,22 @@ class AlwaysHalfSplit(ToyImpl):
 
     def rotate_and_write_kv(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return super().rotate_and_write_kv(*args, **{**kwargs, "interleaved": False})
+
+
+UNCERTIFIED: dict[str, tuple[type[AttentionBackend], set[str]]] = {
+    "invariant for batches of one only": (
+        toy_with(OneRequestBits, batch_invariant=True),
+        {
+            "batch composition", "position in the batch", "lengths of other requests",
+            "size of the batch", "chunks", "padding", "memory of other requests", "CUDA graphs",
+        },
+    ),
+    "invariant except for graph padding": (
+        toy_with(GraphPaddingBits, batch_invariant=True),
+        {"padding", "CUDA graphs"},
+    ),
+}  # fmt: skip
+"""Error -> a backend that declares batch invariance, and what its results depend on."""
 
 
 WRONG: dict[str, tuple[type[AttentionBackend], str]] = {

@@ -48,6 +48,8 @@ def kernel_lines(spec: AttentionSpec, device: DeviceInfo, portable_only: bool) -
         return ["prefill: portable Triton kernel, no KV cache"]
     if spec.key_selection is not None:
         return ["prefill, decode: portable Triton kernel over selected keys"]
+    if spec.batch_invariant:
+        return ["prefill, decode: portable batch-invariant Triton kernel"]
     if portable_only:
         return ["prefill, decode: portable Triton kernels (configured: kernels=portable)"]
     if device.is_rocm or device.capability is None or device.capability[0] != 9:

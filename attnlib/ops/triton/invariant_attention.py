@@ -212,6 +212,7 @@ def _prepare_plain(
         combine=_combine(query, head_size_v, lse is not None, params) if num_segments > 1 else None,
         combine_tail=(num_segments, num_tokens, num_heads, out.stride(0), out.stride(1), stride_lt),
         score_tensors=params.layer_score_tensors(),
+        num_batch_tensors=len(batch.score_tensors),
         workspace_bytes=invariant_workspace_bytes(num_tokens, num_heads, head_size_v, num_segments),
     )
 

@@ -1,0 +1,80 @@
+"""M15: certificates of batch invariance, and backends that only claim it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attnlib.testing.batch_variants import KINDS
+from attnlib.testing.certificate import certify_batch_invariance
+from attnlib.testing.commands import verify_main
+from tests.testing.toy_backend import ToyBackend
+from tests.testing.wrong_backends import UNCERTIFIED
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_torch_is_certified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command prints and writes what was compared, versions, and hashes."""
+    path = tmp_path / "certificate.json"
+    given = ["torch", "--device", "cpu", "--certify", "batch-invariance", "--json", str(path)]
+    assert verify_main(given) == 0
+    text = capsys.readouterr().out
+    assert "declares it" in text and text.rstrip().endswith("PASSED")
+    found = json.loads(path.read_text())
+    assert found["passed"] and found["declared"] and found["certificate"] == "batch-invariance"
+    assert found["backend_class"] == "attnlib.backends.torch:TorchBackend"
+    assert {"torch", "triton", "commit", "command", "date"} <= set(found["provenance"])
+    assert found["varied"] == list(KINDS)
+    compared = [spec for spec in found["specs"] if not spec["unsupported"]]
+    assert len(compared) == len(found["specs"]) >= 10
+    assert all(len(spec["sha256"]) == 64 and not spec["different"] for spec in compared)
+    # torch captures no graphs; everything else is compared for every decoder.
+    assert set(compared[0]["compared"]) == set(KINDS) - {"CUDA graphs"}
+    assert len({spec["sha256"] for spec in compared}) == len(compared)
+
+
+def test_hashes_follow_from_the_seed() -> None:
+    """Two machines of one kind can be compared."""
+    certificates = [
+        certify_batch_invariance("torch", device="cpu", seed=seed, quick=True) for seed in (3, 3, 4)
+    ]
+    first, same, other = ([spec.sha256 for spec in each.specs] for each in certificates)
+    assert first == same and not set(first) & set(other)
+
+
+@pytest.mark.parametrize("error", UNCERTIFIED)
+def test_backends_that_only_claim_it_fail(error: str) -> None:
+    backend, kinds = UNCERTIFIED[error]
+    certificate = certify_batch_invariance(backend, device="cpu", quick=True)
+    assert certificate.declared and not certificate.passed
+    for spec in certificate.specs:
+        assert set(spec.different or {}) == kinds
+        assert spec.failures and str(certificate).endswith("FAILED")
+
+
+def test_a_backend_that_does_not_declare_it_is_compared_too() -> None:
+    certificate = certify_batch_invariance(ToyBackend, device="cpu", quick=True)
+    assert not certificate.declared and "does not declare it" in str(certificate)
+    assert all(spec.compared for spec in certificate.specs)
+
+
+@pytest.mark.slow
+def test_triton_is_certified_under_the_interpreter(tmp_path: Path) -> None:
+    path = tmp_path / "certificate.json"
+    given = ["verify", "triton", "--device", "cpu", "--certify", "batch-invariance", "--quick"]
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.triton_interpreter", *given, "--json", path],
+        capture_output=True, text=True, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"},
+        check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads(path.read_text())
+    assert found["passed"] and found["declared"]
+    for spec in found["specs"]:
+        assert set(spec["compared"]) == set(KINDS), spec["name"]
