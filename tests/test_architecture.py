@@ -14,6 +14,8 @@ LAYERS = (
     ("ops",),
     ("cache", "workspace", "tuning"),
     ("metadata",),
+    ("backends.step_plan",),
+    ("backends.attention_impl",),
     ("backends.base", "backends.builtin", "backends.plugins", "backends._foreign"),
     ("backends.loading", "backends._pairs"),
     ("backends",),
@@ -130,7 +132,7 @@ def test_ops_import_no_spec() -> None:
         (
             "backends.triton.impl",
             "from attnlib.selection import explain",
-            "backends.triton.impl imports selection (layer 8 -> 9)",
+            "backends.triton.impl imports selection (layer 10 -> 11)",
         ),
         (
             "cache.table",
