@@ -18,7 +18,7 @@ from attnlib.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 
 if TYPE_CHECKING:
-    from attnlib.layer import Attention
+    from attnlib.layer_plans import PlannedLayer
 
 __all__ = [
     "check_addresses",
@@ -48,7 +48,7 @@ def per_head(name: str, tensor: torch.Tensor, num_heads: int, head_size: int) ->
     return tensor.view(tensor.shape[0], num_heads, head_size)
 
 
-def check_metadata(layer: Attention, metadata: Any) -> None:
+def check_metadata(layer: PlannedLayer, metadata: Any) -> None:
     """Whether `metadata` was made by a builder of the layer's backend, for such layers.
 
     Raises:
@@ -147,7 +147,7 @@ def _check_block_ids(table: torch.Tensor, seq_lens: torch.Tensor, cache: PagedKV
 
 
 def check_call(
-    layer: Attention,
+    layer: PlannedLayer,
     query: torch.Tensor,
     key: torch.Tensor | None,
     value: torch.Tensor | None,
@@ -217,7 +217,7 @@ def check_call(
         )
 
 
-def _report_unit_scales(layer: Attention, cache: PagedKVCache, metadata: Any) -> None:
+def _report_unit_scales(layer: PlannedLayer, cache: PagedKVCache, metadata: Any) -> None:
     """Log a warning if the scales of a layer and of the cache that it writes are 1."""
     given = (layer.k_scale, layer.v_scale, cache.k_scale, cache.v_scale)
     are_one = all(isinstance(scale, float) and scale == UNIT_SCALE for scale in given)
@@ -237,7 +237,7 @@ def _warn_of_unit_scales(dtype: torch.dtype) -> None:
     )
 
 
-def _check_score_tensors(layer: Attention, metadata: Any, device: torch.device) -> None:
+def _check_score_tensors(layer: PlannedLayer, metadata: Any, device: torch.device) -> None:
     """Whether the layer has the tensors of its score function in a form that kernels read, and all
     of its tensors are on one device."""
     function = layer.spec.score_function
@@ -354,7 +354,7 @@ def _wrong_shape(name: str, tensor: torch.Tensor, num_heads: int, head_size: int
 
 
 def _check_cache(
-    layer: Attention,
+    layer: PlannedLayer,
     cache: PagedKVCache,
     key: torch.Tensor | None,
     device: torch.device,

@@ -25,13 +25,13 @@ MAX_PLANS = 64
 class RecentPlan(NamedTuple):
     """The plan of the call before, with what a call must agree in to use it. `check` compares the
     signatures of the tensors. `call`, where there is one, compares them too, and runs the plan
-    (`StepPlan.bind_call`)."""
+    (`StepPlan.bind_call`). One of both may be None."""
 
     group: Any
     cache_signature: Any
     return_lse: bool
     allocates: bool
-    check: Callable[..., bool]
+    check: Callable[..., bool] | None
     per_head: tuple[Any, ...] | None
     shape: tuple[int, ...] | None
     run: Callable[..., None]

@@ -12,7 +12,7 @@ from attnlib.ops.scales import check_scale
 from attnlib.spec import AttentionSpec
 
 if TYPE_CHECKING:
-    from attnlib.layer import Attention
+    from attnlib.layer_plans import PlannedLayer
 
 __all__ = ["agree_on_scales", "checked_layer_scale"]
 
@@ -36,7 +36,7 @@ def checked_layer_scale(name: str, scale: Scale, spec: AttentionSpec) -> Scale:
     return scale
 
 
-def agree_on_scales(layer: Attention, cache: PagedKVCache) -> None:
+def agree_on_scales(layer: PlannedLayer, cache: PagedKVCache) -> None:
     """Make the scales of layer and cache one object: the layer's become those of its cache.
 
     Values are compared once, and then the objects are the same.

@@ -25,6 +25,7 @@ LAYERS = (
         "call_checks",
         "call_plans",
         "layer_scales",
+        "layer_plans",
         "rotary_call",
         "layer",
         "latent_attention",

@@ -15,8 +15,8 @@ from torch import nn
 
 import attnlib
 from attnlib.backends.torch import TorchBackend
+from attnlib.call_plans import MAX_PLANS
 from attnlib.errors import ContractError, LayoutMismatchError
-from attnlib.layer import MAX_PLANS
 from tests.ops.naive import naive_attention
 
 SPEC = attnlib.AttentionSpec(

@@ -151,7 +151,7 @@ class TritonPlan:
             template = launches.template = launches.make_template()
         if template is None or any(launches.hooks):
             return
-        addresses = launches.addresses(self._batch)
+        addresses = _addresses(launches, self._batch)
         if addresses is None:
             return
         # The launches hold addresses: keep the memory behind them, even if a tensor is resized.
@@ -187,7 +187,7 @@ class TritonPlan:
         decodes, prefills, slots = self._batch
         write, split = launches.write, self._split
         # Scratch memory that is not aligned needs other kernels as well.
-        all_aligned = aligned and launches.addresses(self._batch) is not None
+        all_aligned = aligned and _addresses(launches, self._batch) is not None
         with chips.device_guard(query):
             values = list(_values(impl, query, key, value, cache, output, lse))
             if write is not None and key is not None and value is not None:
@@ -224,6 +224,19 @@ class TritonPlan:
                 impl, self._signature, query, key, value, cache, metadata, output, lse, "portable"
             )  # fmt: skip
         return self._fallback
+
+
+def _addresses(launches: StepLaunches, batch: Batch) -> tuple[Any, ...] | None:
+    """The values of a batch for `launches.template`; None if its scratch memory is not aligned."""
+    slots = batch.slots
+    values: tuple[Any, ...] = () if launches.write is None or slots is None else (slots.data_ptr(),)
+    for part, tensors in ((launches.decode, batch.decodes), (launches.prefill, batch.prefills)):
+        if part is not None and tensors is not None:
+            found = part.addresses(tensors)
+            if found is None:
+                return None
+            values += found
+    return values
 
 
 def _values(

@@ -116,18 +116,6 @@ class StepLaunches:
         self.of_layer = given[VALUE + 1 :]
         self.template: Any = None
 
-    def addresses(self, batch: Batch) -> tuple[Any, ...] | None:
-        """The values of a batch for `template`; None if its scratch memory is not aligned."""
-        decodes, prefills, slots = batch
-        values: tuple[Any, ...] = () if self.write is None or slots is None else (slots.data_ptr(),)
-        for part, tensors in ((self.decode, decodes), (self.prefill, prefills)):
-            if part is not None and tensors is not None:
-                found = part.addresses(tensors)
-                if found is None:
-                    return None
-                values += found
-        return values
-
     def make_template(self, written: Launches | None = None) -> Any:
         """A template of the direct launches; None where they are not possible yet.
 

@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import attnlib
-import attnlib.layer as layer_module
+from attnlib import layer_plans
 from attnlib.backends.triton import TritonBackend
 from attnlib.backends.triton import impl as triton_impl
 from attnlib.backends.triton import metadata as triton_metadata
@@ -908,11 +908,11 @@ def check_files_of_layers() -> None:
     sys.path.append(str(ROOT / "benchmarks"))
     from call_trace import TARGETS, traces
 
-    check, layer_module.check_addresses = layer_module.check_addresses, lambda *call: None
+    check, layer_plans.check_addresses = layer_plans.check_addresses, lambda *call: None
     try:
         found = traces("cpu", Anywhere)
     finally:
-        layer_module.check_addresses = check
+        layer_plans.check_addresses = check
     for name, target in TARGETS.items():
         files, calls = found[name]
         assert len(files) <= target, f"{name}: {sorted(files)}"
