@@ -14,25 +14,20 @@ import torch
 
 from attnlib.cache.storage import UNIT_SCALE, PagedKVCache
 from attnlib.errors import ContractError, LayoutMismatchError
-from attnlib.key_selection import SelectedKeys
+from attnlib.metadata_checks import check_metadata, tensor_of
 from attnlib.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from attnlib.layer_plans import PlannedLayer
 
 __all__ = [
-    "check_addresses",
     "check_cache_type",
     "check_call",
     "check_latent_scales",
-    "check_metadata",
-    "check_selected_keys",
     "per_head",
 ]
 
 _log = logging.getLogger("attnlib")
-
-_SAME_IN_METADATA = ("block_size", "num_heads", "num_kv_heads", "head_size", "head_size_v")
 
 
 def per_head(name: str, tensor: torch.Tensor, num_heads: int, head_size: int) -> torch.Tensor:
@@ -48,39 +43,6 @@ def per_head(name: str, tensor: torch.Tensor, num_heads: int, head_size: int) ->
     return tensor.view(tensor.shape[0], num_heads, head_size)
 
 
-def check_metadata(layer: PlannedLayer, metadata: Any) -> None:
-    """Whether `metadata` was made by a builder of the layer's backend, for such layers.
-
-    Raises:
-        ContractError: it is of another type, or made for another spec.
-    """
-    name, expected = layer.backend.get_name(), layer.backend.get_metadata_cls()
-    if not isinstance(metadata, expected):
-        raise ContractError(
-            f"metadata is a {type(metadata).__name__}; backend {name} needs the "
-            f"{expected.__name__} that its builder makes: "
-            f"layer.backend.make_builder(spec, device).build(0, common_attn_metadata)"
-        )
-    made_for = getattr(metadata, "spec", None)
-    if made_for is None:
-        return
-    for field in _SAME_IN_METADATA:
-        theirs, ours = getattr(made_for, field), getattr(layer.spec, field)
-        if theirs != ours:
-            raise ContractError(
-                f"metadata was built for {field}={theirs}, the layer's spec has {ours}: build it "
-                "with the builder of this layer's group"
-            )
-    by_spec = getattr(metadata, "causal_from_spec", False)
-    if by_spec and made_for.is_causal != layer.spec.is_causal:
-        raise ContractError(
-            f"metadata was built for attn_type={made_for.attn_type.value}, the layer's spec has "
-            f"attn_type={layer.spec.attn_type.value}, and the batch leaves causality to the spec: "
-            "build it with the builder of this layer's group",
-            rule="M1",
-        )
-
-
 def check_cache_type(cache: object) -> None:
     """Whether a cache is a `PagedKVCache`, or None.
 
@@ -91,58 +53,6 @@ def check_cache_type(cache: object) -> None:
         raise ContractError(
             f"cache is a {type(cache).__name__}; it must be a PagedKVCache: wrap existing tensors "
             "with PagedKVCache.from_views(key_cache, value_cache)"
-        )
-
-
-def check_addresses(metadata: Any, cache: PagedKVCache) -> None:
-    """Whether block ids and slots of a batch on the CPU are inside the cache. Elsewhere reading
-    them would synchronize, and ATTNLIB_VALIDATE=1 does.
-
-    Raises:
-        ContractError: the message names the tensor, the index and the value.
-    """
-    table, seq_lens = _tensor_of(metadata, "block_table"), _tensor_of(metadata, "seq_lens")
-    if table is not None and seq_lens is not None and table.numel():
-        _check_block_ids(table, seq_lens, cache)
-    slots = _tensor_of(metadata, "slot_mapping")
-    if slots is not None and slots.numel():
-        least, most = slots.aminmax()
-        if least < -1 or most >= cache.num_slots:
-            token = int(((slots < -1) | (slots >= cache.num_slots)).int().argmax())
-            raise ContractError(
-                f"slot_mapping[{token}]={slots[token]} is outside the cache of {cache.num_slots} "
-                "slots (-1 writes nothing)",
-                rule="P4",
-            )
-
-
-def _tensor_of(metadata: Any, name: str) -> torch.Tensor | None:
-    """A tensor of the metadata. A plug-in's metadata may keep a list or nothing under a name."""
-    found = getattr(metadata, name, None)
-    return found if isinstance(found, torch.Tensor) else None
-
-
-def _check_block_ids(table: torch.Tensor, seq_lens: torch.Tensor, cache: PagedKVCache) -> None:
-    """Ids of blocks that a request reads; entries past its end may hold anything (P3)."""
-    if int(seq_lens.max()) > table.shape[1] * cache.block_size:
-        request = int(seq_lens.argmax())
-        raise ContractError(
-            f"block_table row {request} has {table.shape[1]} entries, but seq_lens[{request}]="
-            f"{seq_lens[request]} needs {-(-int(seq_lens[request]) // cache.block_size)} blocks of "
-            f"{cache.block_size} tokens",
-            rule="P3",
-        )
-    least, most = table.aminmax()
-    if least >= 0 and most < cache.num_blocks:
-        return
-    first_position = torch.arange(table.shape[1]) * cache.block_size
-    wrong = (first_position < seq_lens[:, None]) & ((table < 0) | (table >= cache.num_blocks))
-    if bool(wrong.any()):
-        request, column = wrong.nonzero()[0].tolist()
-        raise ContractError(
-            f"block_table[{request}][{column}]={table[request, column]} is outside the pool of "
-            f"{cache.num_blocks} blocks (0 to {cache.num_blocks - 1})",
-            rule="P3",
         )
 
 
@@ -164,7 +74,7 @@ def check_call(
     spec = layer.spec
     check_metadata(layer, metadata)
     for name in ("query_start_loc", "seq_lens", "block_table"):
-        lengths = _tensor_of(metadata, name)
+        lengths = tensor_of(metadata, name)
         if lengths is not None and lengths.device != query.device:
             raise ContractError(
                 f"{name} is on {lengths.device}, query on {query.device}: build the batch for that "
@@ -267,41 +177,6 @@ def _check_score_tensors(layer: PlannedLayer, metadata: Any, device: torch.devic
                 "move it to the device of the layer",
                 rule="M10",
             )
-
-
-def check_selected_keys(
-    spec: AttentionSpec, query: torch.Tensor, metadata: Any, selected_keys: SelectedKeys | None
-) -> None:
-    """Whether a call passes lists of selected keys of the form that the spec declares (M11).
-
-    Raises:
-        ContractError: lists are missing, given without `spec.key_selection`, or of another form.
-    """
-    selection = spec.key_selection
-    if selection is None and selected_keys is None:
-        return
-    if selection is None or selected_keys is None:
-        given = "missing" if selected_keys is None else "given"
-        raise ContractError(
-            f"selected_keys is {given}, but the spec has key_selection={selection}: a call passes "
-            "lists exactly when the spec declares their form",
-            rule="M11",
-        )
-    if not isinstance(selected_keys, SelectedKeys):
-        raise ContractError(
-            f"selected_keys is a {type(selected_keys).__name__}; it must be an "
-            "attnlib.key_selection.SelectedKeys",
-            rule="M11",
-        )
-    starts = _tensor_of(metadata, "query_start_loc")
-    selected_keys.check(
-        selection,
-        spec.num_heads,
-        spec.num_kv_heads,
-        0 if starts is None else starts.shape[0] - 1,
-        getattr(metadata, "num_actual_tokens", 0) or 0,
-        query.device,
-    )
 
 
 def check_latent_scales(spec: AttentionSpec, cache: PagedKVCache) -> None:

@@ -10,12 +10,13 @@ import torch
 
 from attnlib.backends.base import AttentionImpl
 from attnlib.cache.storage import PagedKVCache
-from attnlib.call_checks import check_addresses, check_cache_type, check_call, per_head
+from attnlib.call_checks import check_cache_type, check_call, per_head
 from attnlib.call_plans import MAX_PLANS
 from attnlib.compile.operator import rotate_opaquely
 from attnlib.errors import ContractError
 from attnlib.instrumentation import VALIDATE_VARIABLE, checker_for_level
 from attnlib.layer_scales import agree_on_scales
+from attnlib.metadata_checks import check_addresses
 from attnlib.ops.rotary import HeadNorm, check_rotation
 from attnlib.ops.signature import tensor_signature
 from attnlib.spec import AttentionType

@@ -23,6 +23,7 @@ LAYERS = (
     (
         "instrumentation",
         "call_checks",
+        "metadata_checks",
         "call_plans",
         "layer_scales",
         "layer_plans",
