@@ -15,7 +15,9 @@ from attnlib.errors import ContractError
 from attnlib.ops import HeadNorm
 from attnlib.ops.torch.rotary_write import rotate
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 SPEC = attnlib.AttentionSpec(
     num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32, block_size=4
@@ -28,18 +30,18 @@ class Call:
 
     def __init__(self, backend: Any = "torch", spec: Any = SPEC, **layer: Any) -> None:
         torch.manual_seed(0)
-        self.layer = attnlib.Attention(spec, backend=backend, device="cpu", **layer)
-        self.cache = attnlib.PagedKVCache.allocate(spec, 8, "cpu")
+        self.layer = attnlib.Attention(spec, backend=backend, device=DEVICE, **layer)
+        self.cache = attnlib.PagedKVCache.allocate(spec, 8, DEVICE)
         self.cache.key_cache.copy_(torch.rand(8, 4, 2, 16))
         self.cache.value_cache.copy_(torch.rand(8, 4, 2, 16))
         common = attnlib.CommonAttentionMetadata.from_lengths(
-            [1, 3], [6, 3], [[2, 5], [1]], 4, "cpu"
+            [1, 3], [6, 3], [[2, 5], [1]], 4, DEVICE
         )
-        self.metadata: Any = self.layer.backend.make_builder(spec, "cpu").build(0, common)
-        self.q, self.k, self.v = (torch.randn(4, heads, 16) for heads in (4, 2, 2))
-        angles = torch.randn(4, 8)
+        self.metadata: Any = self.layer.backend.make_builder(spec, DEVICE).build(0, common)
+        self.q, self.k, self.v = (torch.randn(4, heads, 16, device=DEVICE) for heads in (4, 2, 2))
+        angles = torch.randn(4, 8, device=DEVICE)
         self.cos, self.sin = angles.cos(), angles.sin()
-        self.norm = HeadNorm(torch.randn(16))
+        self.norm = HeadNorm(torch.randn(16, device=DEVICE))
 
     def run(self, *new: torch.Tensor | None) -> torch.Tensor:
         """Rotate and write, then attend."""
@@ -137,7 +139,7 @@ def test_scales_of_the_layer_and_new_scales(backend: str) -> None:
         ({"cos": torch.ones(3, 8)}, "a row for each of the 4 rows"),
         ({"q": torch.ones(4, 3, 16)}, "query"),
         ({"k": torch.ones(5, 2, 16), "v": torch.ones(5, 2, 16)}, "each token has one row"),
-        ({"norm": HeadNorm(torch.ones(8))}, "must be \\[16\\]"),
+        ({"norm": HeadNorm(torch.ones(8, device=DEVICE))}, "must be \\[16\\]"),
         ({"cache": None}, "pass a PagedKVCache"),
         ({"cache": 3}, "wrap existing tensors"),
     ],
@@ -147,12 +149,15 @@ def test_bad_calls_are_refused_and_write_nothing(change: dict[str, Any], message
     call = Call("triton")
     cache, before = call.cache, call.cache.key_cache.clone()
     for name, value in change.items():
+        if isinstance(value, torch.Tensor):
+            value = value.to(DEVICE)
         setattr(call, name, value)
     with pytest.raises(ContractError, match=message):
         call.run()
     assert torch.equal(cache.key_cache, before)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="reading slots would synchronize")
 def test_slots_outside_the_cache_are_refused() -> None:
     """P4: on a CPU, where reading them costs no synchronization."""
     call = Call("triton")
@@ -163,10 +168,10 @@ def test_slots_outside_the_cache_are_refused() -> None:
 
 def test_encoders_and_latents_have_no_keys_to_rotate() -> None:
     spec = SPEC.replace(attn_type="encoder_only", mask_kind="bidirectional")
-    layer = attnlib.Attention(spec, device="cpu")
-    common = attnlib.CommonAttentionMetadata.from_lengths([2], [2], device="cpu")
-    metadata = layer.backend.make_builder(spec, "cpu").build(0, common)
-    q, k = torch.randn(2, 4, 16), torch.randn(2, 2, 16)
+    layer = attnlib.Attention(spec, device=DEVICE)
+    common = attnlib.CommonAttentionMetadata.from_lengths([2], [2], device=DEVICE)
+    metadata = layer.backend.make_builder(spec, DEVICE).build(0, common)
+    q, k = torch.randn(2, 4, 16, device=DEVICE), torch.randn(2, 2, 16, device=DEVICE)
     with pytest.raises(ContractError, match="attn_type=encoder_only"):
         layer.rotate_and_write_kv(q, k, k, None, metadata, None, None)
 
@@ -192,8 +197,8 @@ def test_torch_compile_sees_one_operator() -> None:
 def test_explain_states_the_fused_write() -> None:
     """Only for backends that declare it, and for layers that write rotated keys."""
     line = "write:   one launch, with q/k norm and rotation"
-    assert line in str(attnlib.explain(SPEC, backend="triton", device="cpu"))
-    assert line not in str(attnlib.explain(SPEC, backend="torch", device="cpu"))
+    assert line in str(attnlib.explain(SPEC, backend="triton", device=DEVICE))
+    assert line not in str(attnlib.explain(SPEC, backend="torch", device=DEVICE))
     assert line not in str(
-        attnlib.explain(SPEC, backend="prefill:triton,decode:torch", device="cpu")
+        attnlib.explain(SPEC, backend="prefill:triton,decode:torch", device=DEVICE)
     )

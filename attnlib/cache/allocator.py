@@ -18,7 +18,7 @@ import torch
 
 from attnlib.errors import CacheExhaustedError, ContractError
 
-__all__ = ["BlockAllocator", "PrefixHit", "TokenIds"]
+__all__ = ["BlockAllocator", "PrefixHit", "TokenIds", "as_tokens"]
 
 TokenIds = Sequence[int] | torch.Tensor
 """Token ids: a sequence of integers (0-d integer tensors included) or an integer tensor `[T]`."""
@@ -172,7 +172,9 @@ class BlockAllocator:
                 else:
                     self._idle[block_id] = None
 
-    def acquire_prefix(self, token_ids: TokenIds, key: Hashable = None) -> PrefixHit:
+    def acquire_prefix(
+        self, token_ids: TokenIds, key: Hashable = None, *, block_size: int | None = None
+    ) -> PrefixHit:
         """Find and retain the longest chain of full blocks that holds a prefix of `token_ids`.
 
         At least one token stays uncached, because a request needs a query to produce its next
@@ -182,14 +184,17 @@ class BlockAllocator:
             token_ids: tokens of the request.
             key: everything else that the keys and values depend on (a LoRA adapter, the hash of an
                 image, a tenant). Contents with different keys never match.
+            block_size: tokens of these blocks, in a pool for several sizes, whose keys must then
+                differ; None for that of the allocator.
 
         Raises:
             ContractError: `token_ids` are not integers.
         """
         found: list[int] = []
         parent = _ROOT
-        usable = max(len(token_ids) - 1, 0) // self.block_size if self.prefix_caching else 0
-        for chunk in _chunks(token_ids, self.block_size, usable):
+        size = block_size or self.block_size
+        usable = max(len(token_ids) - 1, 0) // size if self.prefix_caching else 0
+        for chunk in _chunks(token_ids, size, usable):
             block_id = self._by_content.get((parent, key, chunk))
             if block_id is None:
                 break
@@ -198,7 +203,7 @@ class BlockAllocator:
         for block_id in found:
             self._idle.pop(block_id, None)
             self._blocks[block_id].references += 1
-        return PrefixHit(tuple(found), len(found) * self.block_size)
+        return PrefixHit(tuple(found), len(found) * size)
 
     def commit(self, token_ids: TokenIds, block_ids: Sequence[int], key: Hashable = None) -> None:
         """Make the full blocks of a sequence findable. Call it after the cache was written.
@@ -226,17 +231,46 @@ class BlockAllocator:
         hash(key)  # an unhashable key must fail here, before the first block is changed
         parent = _ROOT
         for block_id, block, chunk in zip(block_ids, blocks, contents, strict=False):
-            content = (parent, key, chunk)
-            known = self._by_content.get(content)
-            if known is None and block.content is None:
-                block.content, block.uid = content, self._next_uid
-                self._next_uid += 1
-                self._by_content[content] = known = block_id
-            if known is None:
-                # The block already holds the content of another chain, so no lookup can reach
-                # the blocks that follow it.
+            committed = self._commit((parent, key, chunk), block_id, block)
+            if committed is None:
                 return
-            parent = self._blocks[known].uid
+            parent = committed
+
+    def commit_block(
+        self, parent: int, token_ids: TokenIds, block_id: int, key: Hashable = None
+    ) -> int | None:
+        """Make one full block findable, behind others that may have been freed since.
+
+        Args:
+            parent: what the call for the block before returned, or `chain_end`.
+            token_ids: the tokens of the block, all of them.
+            block_id: the block.
+            key: as in `acquire_prefix`.
+
+        Returns:
+            What identifies the block as the parent of the next one; None if no lookup can reach the
+            blocks that follow.
+
+        Raises:
+            ContractError: a block without references, or `token_ids` that are not integers.
+        """
+        block = self._held(block_id, "commit")
+        (chunk,) = _chunks(token_ids, len(token_ids), 1)
+        return self._commit((parent, key, chunk), block_id, block)
+
+    def chain_end(self, block_ids: Sequence[int]) -> int:
+        """The parent of the block that follows these blocks of an `acquire_prefix`."""
+        return self._block(block_ids[-1]).uid if block_ids else _ROOT
+
+    def _commit(self, content: _Content, block_id: int, block: _Block) -> int | None:
+        known = self._by_content.get(content)
+        if known is None and block.content is None:
+            block.content, block.uid = content, self._next_uid
+            self._next_uid += 1
+            self._by_content[content] = known = block_id
+        # Without `known` the block already holds the content of another chain, so no lookup can
+        # reach the blocks that follow it.
+        return None if known is None else self._blocks[known].uid
 
     def make_writable(self, block_id: int) -> tuple[int, tuple[int, int] | None]:
         """Copy on write: replace a block that is shared by one that only the caller holds.
@@ -291,6 +325,16 @@ class BlockAllocator:
                 f"allocated)"
             )
         return block
+
+
+def as_tokens(token_ids: TokenIds) -> tuple[int, ...]:
+    """Token ids as Python integers.
+
+    Raises:
+        ContractError: they are not integers.
+    """
+    count = len(token_ids)
+    return next(_chunks(token_ids, count, 1), ()) if count else ()
 
 
 def _chunks(token_ids: TokenIds, size: int, count: int) -> Iterator[tuple[int, ...]]:

@@ -243,6 +243,24 @@ def doge() -> Any:
     return randomized(hf.DogeForCausalLM(hf.DogeConfig(**_SIZES, head_dim=8)))
 
 
+def gemma3n() -> Any:
+    """A decoder with windows, whose last two layers read the keys and values of earlier layers."""
+    layers = ["sliding_attention", "sliding_attention", "full_attention", *_LAYERS[:1] * 2]
+    config = hf.Gemma3nTextConfig(
+        **{**_SIZES, "num_hidden_layers": 6},
+        head_dim=8,
+        sliding_window=WINDOW,
+        num_kv_shared_layers=2,
+        layer_types=[*layers, "full_attention"],
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCABULARY,
+        laurel_rank=4,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0] * 6,
+    )
+    return randomized(hf.Gemma3nForCausalLM(config))
+
+
 def gemma4_with_shared_layers() -> Any:
     """A decoder whose last two layers read the keys and values of earlier layers."""
     config = hf.Gemma4TextConfig(

@@ -168,8 +168,8 @@ def test_norm_is_that_of_transformers_but_for_the_order_of_the_sum(
         ({"value": torch.zeros(3, 2, 16, dtype=torch.float16)}, "value is torch.float16"),
         ({"slot_mapping": torch.zeros(4, dtype=torch.int64)}, "slot_mapping has 4"),
         ({"slot_mapping": torch.zeros(3, dtype=torch.int32)}, "convert it to torch.int64"),
-        ({"q_norm": HeadNorm(torch.ones(8))}, "must be \\[16\\]"),
-        ({"k_norm": HeadNorm(torch.ones(16).half())}, "multiply_in_float32=True"),
+        ({"q_norm": HeadNorm(torch.ones(8, device=DEVICE))}, "must be \\[16\\]"),
+        ({"k_norm": HeadNorm(torch.ones(16, device=DEVICE).half())}, "multiply_in_float32=True"),
         ({"k_scale": -1.0}, "k_scale=-1.0"),
     ],
 )

@@ -102,7 +102,7 @@ def _run(paged: PagedModel, scheduler: Scheduler, plan: list[Chunk], served: Ser
     ]
     ends = batch.query_lens_cpu.cumsum(0) - 1
     sampling = [index for index, chunk in enumerate(plan) if chunk.samples]
-    rows = ends[sampling].long().to(device)
+    rows = ends[sampling].long()
     logits = paged.step(
         torch.tensor(ids, device=device), torch.tensor(positions, device=device), batch, rows
     )

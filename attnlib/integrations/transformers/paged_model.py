@@ -8,16 +8,17 @@ and block tables belong to the caller: this is the interface between a model and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from attnlib.backends.base import AttentionBackend
+from attnlib.cache.hybrid import HybridKVCache, KVCacheGroup, with_equal_blocks
 from attnlib.cache.storage import PagedKVCache
-from attnlib.errors import UnsupportedConfigError
+from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.integrations.transformers.continuous import paged_forward
 from attnlib.integrations.transformers.latents import (
     LatentWeights,
@@ -26,9 +27,19 @@ from attnlib.integrations.transformers.latents import (
     unexpanded,
 )
 from attnlib.integrations.transformers.layers import layer_name
-from attnlib.integrations.transformers.masks import read_mask
+from attnlib.integrations.transformers.paged_step import (
+    DiscoveryStep,
+    FoundLayer,
+    LayerGroupKey,
+    PagedStep,
+    attend,
+)
 from attnlib.integrations.transformers.registration import NAME, register
-from attnlib.integrations.transformers.step_mask import StepMask
+from attnlib.integrations.transformers.shared_layers import (
+    computed_for,
+    needed_rows,
+    shared_suffix,
+)
 from attnlib.latent_attention import LatentAttention
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadataBuilder
@@ -39,9 +50,6 @@ from attnlib.workspace import BatchLimits
 
 __all__ = ["PagedModel", "PagedStep", "attend"]
 
-_Group = tuple[type[AttentionBackend], AttentionSpec]
-"""Layers of one group share a builder and the metadata of a step."""
-
 
 class PagedModel:
     """A causal language model with one paged cache per layer.
@@ -51,21 +59,30 @@ class PagedModel:
     attention cache latents where the backend supports it, and keys and values of every head
     elsewhere.
 
+    Layers that attend to the keys of earlier layers (Gemma 3n, Gemma 4) have no cache (P8). Where
+    they are the last layers, a step computes them only for the tokens whose logits are returned.
+
     Args:
         model: a transformers decoder with an attention interface, in evaluation mode.
-        num_blocks: blocks in the cache of each layer.
-        block_size: tokens in one block.
+        num_blocks: blocks in the cache of each layer; of the one pool, if `hybrid`.
+        block_size: tokens in one block; the least of all groups, if `hybrid`.
         backend: as in `get_attn_backend`; None selects by environment and priority.
         kv_cache_dtype: as in `AttentionSpec`.
         limits: the largest step. Workspaces are then allocated once, and a larger step is an error.
             None lets them grow.
         latents: cache latents (P10). None where a module has them and the backend supports it;
             True requires both, False never does.
+        hybrid: one pool of blocks for all layers, in which windowed layers keep the tokens of their
+            window only: `groups` describes it, a `HybridBlockAllocator` assigns its blocks, and
+            each group of a step has a batch of its own. Latents are not supported.
+
+    Attributes:
+        pool: the pool of a hybrid model; None before `prepare`, and for other models.
 
     Raises:
-        UnsupportedConfigError: `latents` is True and no module has latents that the backend
-            supports, or the model uses the index of a token in the packed row as its
-            position.
+        UnsupportedConfigError: `hybrid` and `latents` are both True, or `latents` is True and no
+            module has latents that the backend supports, or the model uses the index of a token in
+            the packed row as its position.
     """
 
     def __init__(
@@ -78,8 +95,13 @@ class PagedModel:
         kv_cache_dtype: str = "auto",
         limits: BatchLimits | None = None,
         latents: bool | None = None,
+        hybrid: bool = False,
     ) -> None:
         _refuse_model(model)
+        if hybrid and latents:
+            raise UnsupportedConfigError(
+                "hybrid=True has no groups of latents: leave out latents=True"
+            )
         self.model = model
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -87,9 +109,16 @@ class PagedModel:
         self.kv_cache_dtype = kv_cache_dtype
         self.limits = limits
         self._layers: dict[nn.Module, tuple[Attention, PagedKVCache]] = {}
-        self._builders: dict[_Group, AttentionMetadataBuilder[Any]] = {}
+        self._builders: dict[LayerGroupKey, AttentionMetadataBuilder[Any]] = {}
+        self.hybrid = hybrid
+        self.pool: HybridKVCache | None = None
+        self._groups: dict[nn.Module, str] = {}
+        self._shared_layers: list[nn.Module] = []
+        # The lazy creation of layers knows neither groups nor who shares keys.
+        self._shares = any(map(_shares_keys, model.modules()))
+        self._is_prepared = not hybrid and not self._shares
         self._latent: dict[nn.Module, LatentAttention | None] = {}
-        if latents is not False:
+        if latents is not False and not hybrid:
             self._latent = dict.fromkeys(filter(self._can_keep_latents, model.modules()))
         if latents and not self._latent:
             raise UnsupportedConfigError(
@@ -104,13 +133,16 @@ class PagedModel:
 
     @property
     def cache_bytes(self) -> int:
-        """Total size of the caches in bytes."""
+        """Total size of the caches in bytes; a shared cache counts once."""
+        if self.pool is not None:
+            return self.pool.nbytes
+        caches = {id(cache): cache for _, cache in self._layers.values()}
         return sum(
             c.num_slots
             * c.num_kv_heads
             * (c.head_size + (0 if c.values_alias_keys else c.head_size_v))
             * c.dtype.itemsize
-            for _, c in self._layers.values()
+            for c in caches.values()
         )
 
     def layers(self) -> list[tuple[Attention, PagedKVCache]]:
@@ -130,12 +162,77 @@ class PagedModel:
         finally:
             model.set_attn_implementation(before)
 
+    @property
+    def groups(self) -> Mapping[str, KVCacheGroup]:
+        """The groups of a hybrid model by name: "full", "window 128" and the like. For a
+        `HybridBlockAllocator`; empty for other models.
+
+        Raises:
+            UnsupportedConfigError: as `prepare`.
+        """
+        self.prepare()
+        return {} if self.pool is None else self.pool.groups
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Find the layers of a hybrid model, or of one whose layers share keys, by a forward of one
+        token without attention, and create their caches. The first step does it otherwise.
+
+        Raises:
+            UnsupportedConfigError: an attention layer did not receive the step, or its attention is
+                not supported.
+        """
+        if self._is_prepared:
+            return
+        model: Any = self.model
+        discovery = DiscoveryStep(self)
+        token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+        with self.attached(), paged_forward(model):
+            model(input_ids=token, position_ids=token, use_cache=False, attnlib_step=discovery)
+        if not discovery.found:
+            raise UnsupportedConfigError(
+                f"{type(model).__name__}: no attention layer received the step; use generate with "
+                "attn_implementation='attnlib'"
+            )
+        found = discovery.found
+        caches = self._hybrid_caches(found) if self.hybrid else {}
+        for one in found:
+            spec, target = one.spec, None
+            if one.producer is not None:
+                producer, cache = self._layers[one.producer]
+                spec = producer.spec.replace(kv_sharing=True)
+                target = layer_name(one.producer)
+                if self.hybrid:
+                    self._groups[one.module] = self._groups[one.producer]
+            elif self.hybrid:
+                cache = caches[one.module]
+                spec = spec.replace(block_size=cache.block_size)
+            else:
+                cache = PagedKVCache.allocate(spec, self.num_blocks, token.device)
+            layer = Attention(spec, kv_sharing_target_layer_name=target, **one.options)
+            self._layers[one.module] = (layer, cache)
+        shared = {one.module for one in found if one.producer is not None}
+        self._shared_layers = shared_suffix(model, [one.module for one in found], shared)
+        self._is_prepared = True
+
+    def _hybrid_caches(self, found: list[FoundLayer]) -> dict[nn.Module, PagedKVCache]:
+        """The pool, and the cache of each module with keys of its own."""
+        owners = [one for one in found if one.producer is None]
+        names = _group_names([one.spec for one in owners])
+        counts = Counter(one.spec for one in owners)
+        groups = {names[spec]: KVCacheGroup(spec, count) for spec, count in counts.items()}
+        device = next(self.model.parameters()).device
+        self.pool = HybridKVCache(with_equal_blocks(groups), self.num_blocks, device)
+        self._groups = {one.module: names[one.spec] for one in owners}
+        free = {name: iter(caches) for name, caches in self.pool.caches.items()}
+        return {one.module: next(free[names[one.spec]]) for one in owners}
+
     @torch.no_grad()
     def step(
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        batch: CommonAttentionMetadata,
+        batch: CommonAttentionMetadata | Mapping[str, CommonAttentionMetadata],
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run one step within `attached()`; its keys and values are in the caches afterwards.
@@ -143,19 +240,35 @@ class PagedModel:
         Args:
             input_ids: `[T]` int64, the new tokens of all requests, packed.
             position_ids: `[T]` int64, the position of each token in its sequence.
-            batch: lengths, block table and slots of the tokens.
-            rows: `[n]` int64, the tokens whose logits are returned; None for all.
+            batch: lengths, block table and slots of the tokens; for a hybrid model one batch per
+                group, which differ in block table and slots.
+            rows: `[n]` int64, the tokens whose logits are returned; None for all. On the CPU, a
+                model whose last layers share keys reads them without a synchronization.
 
         Returns:
             `[n or T, vocabulary]` logits.
 
         Raises:
             UnsupportedConfigError: an attention layer did not receive the step.
+            ContractError: a hybrid model and a single batch, or a group without a batch.
         """
-        model: Any = self.model
-        selected = {} if rows is None else {"logits_to_keep": rows}
-        step = PagedStep(self, batch)
-        with paged_forward(self.model):
+        self.prepare()
+        model, device = self.model, input_ids.device
+        one = self._one_of(batch)
+        needed = None
+        if self._shares and rows is None:
+            # Gemma 4 would replace the mask by a slice of it if it got no tensor.
+            rows = torch.arange(input_ids.shape[0])
+        elif self._shared_layers and rows is not None:
+            needed = needed_rows(one, rows, device)
+        if needed is not None:  # Gemma 4 selects no rows of a part, so `kept` is applied below
+            rows = torch.arange(needed.rows.shape[0])
+        selected = {} if rows is None else {"logits_to_keep": rows.to(device)}
+        step = PagedStep(self, batch, needed)
+        fewer: Any = nullcontext()
+        if needed is not None:
+            fewer = computed_for(self._shared_layers, needed.rows, input_ids.shape[0])
+        with paged_forward(self.model), fewer:
             out = model(
                 input_ids=input_ids[None],
                 position_ids=position_ids[None],
@@ -170,7 +283,42 @@ class PagedModel:
                 f"generate with attn_implementation='attnlib'"
             )
         logits: torch.Tensor = out.logits[0]
-        return logits
+        return logits if needed is None else logits[needed.kept]
+
+    def _one_of(
+        self, batch: CommonAttentionMetadata | Mapping[str, CommonAttentionMetadata]
+    ) -> CommonAttentionMetadata:
+        """A batch with the lengths of the step."""
+        if isinstance(batch, CommonAttentionMetadata) and not self.hybrid:
+            return batch
+        names = set() if isinstance(batch, CommonAttentionMetadata) else set(batch)
+        if not self.hybrid or names != set(self.groups):
+            raise ContractError(
+                f"the step has batches for {', '.join(sorted(names)) or 'no group'}, the model "
+                f"{'needs ' + ', '.join(self.groups) if self.hybrid else 'is not hybrid'}: pass "
+                f"{'one batch per group' if self.hybrid else 'a single batch'}"
+            )
+        found: CommonAttentionMetadata = next(iter(batch.values()))  # type: ignore[union-attr]  # checked
+        return found
+
+    def group_of(self, module: nn.Module) -> str | None:
+        """The group of a module's cache; None if the model is not hybrid."""
+        return self._groups.get(module)
+
+    def describe(
+        self, module: nn.Module, query: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
+    ) -> tuple[AttentionSpec, dict[str, Any]]:
+        """The spec of a module's attention and the keyword arguments of its layer. Arguments as in
+        `layer_of`."""
+        spec = AttentionSpec(
+            num_heads=query.shape[1],
+            num_kv_heads=value.shape[1],
+            head_size=query.shape[3],
+            head_size_v=value.shape[3],
+            dtype=query.dtype,
+            **self._fields(options),
+        )
+        return spec, self._layer_options(module, query, options)
 
     def layer_of(
         self, module: nn.Module, query: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
@@ -185,7 +333,9 @@ class PagedModel:
         """
         found = self._layers.get(module)
         if found is None:
-            found = self._layers[module] = self._create(module, query, value, options)
+            spec, layer_options = self.describe(module, query, value, options)
+            cache = PagedKVCache.allocate(spec, self.num_blocks, query.device)
+            found = self._layers[module] = (Attention(spec, **layer_options), cache)
         return found
 
     def attend_latents(
@@ -244,20 +394,6 @@ class PagedModel:
             )
         return self._builders[group]
 
-    def _create(
-        self, module: nn.Module, query: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
-    ) -> tuple[Attention, PagedKVCache]:
-        spec = AttentionSpec(
-            num_heads=query.shape[1],
-            num_kv_heads=value.shape[1],
-            head_size=query.shape[3],
-            head_size_v=value.shape[3],
-            dtype=query.dtype,
-            **self._fields(options),
-        )
-        layer = Attention(spec, **self._layer_options(module, query, options))
-        return layer, PagedKVCache.allocate(spec, self.num_blocks, query.device)
-
     def _fields(self, options: dict[str, Any]) -> dict[str, Any]:
         """The fields of a spec that follow from the options of the call and of this model."""
         return {
@@ -283,119 +419,24 @@ class PagedModel:
         }
 
 
-class PagedStep:
-    """One step of a `PagedModel`.
-
-    Attributes:
-        paged: the model.
-        batch: the batch.
-        reached: the attention modules that have attended in this step.
-    """
-
-    def __init__(self, paged: PagedModel, batch: CommonAttentionMetadata) -> None:
-        self.paged = paged
-        self.batch = batch
-        self.reached: set[nn.Module] = set()
-        self._metadata: dict[_Group, Any] = {}
-
-    def metadata_for(self, layer: Attention) -> Any:
-        """The metadata of this step for a layer; built once per group of layers."""
-        group = (layer.backend, layer.spec)
-        if group not in self._metadata:
-            self._metadata[group] = self.paged.builder_of(layer).build(0, self.batch)
-        return self._metadata[group]
+def _shares_keys(module: nn.Module) -> bool:
+    """Whether an attention module declares that it has no keys of its own."""
+    return bool(getattr(module, "is_kv_shared_layer", False))
 
 
-def attend(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attnlib_step: PagedStep,
-    *,
-    attention_mask: torch.Tensor | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of one module in a paged step, in the shapes of transformers.
-
-    Args:
-        module: the attention module.
-        query: `[1, Hq, T, D]`, the packed new tokens.
-        key: `[1, Hkv, T, D]`.
-        value: `[1, Hkv, T, Dv]`.
-        attnlib_step: the step that `PagedModel.step` passed to the model.
-        attention_mask: the mask of transformers for the packed row. Only its window and chunk size
-            are used: the step defines which tokens belong to a request.
-        scaling, sliding_window, softcap, s_aux: arguments of the module.
-        kwargs: further arguments; those that would change the result are refused.
-
-    Returns:
-        `[1, T, Hq, Dv]`, and None for the weights.
-
-    Raises:
-        UnsupportedConfigError: the layer is not causal, adds a position bias, or has a mask that no
-            spec expresses.
-    """
-    _refuse_call(module, kwargs)
-    window, chunk = _window_and_chunk(module, attention_mask)
-    options = {
-        "scaling": scaling,
-        "sliding_window": sliding_window
-        if window is None
-        else min(window, sliding_window or window),
-        "chunk": chunk,
-        "softcap": softcap,
-        "s_aux": kwargs.get("sinks") if s_aux is None else s_aux,
-    }
-    attnlib_step.reached.add(module)
-    latent = attnlib_step.paged.attend_latents(module, query, key, attnlib_step, options)
-    if latent is not None:
-        return latent[None], None
-    layer, cache = attnlib_step.paged.layer_of(module, query, value, options)
-    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-    out: torch.Tensor = layer(q, k, v, cache, attnlib_step.metadata_for(layer))
-    return out[None], None
-
-
-def _window_and_chunk(
-    module: nn.Module, mask: torch.Tensor | None
-) -> tuple[int | None, int | None]:
-    """(sliding window, chunk size) of the mask, which some modules do not pass themselves."""
-    if mask is None:
-        return None, None
-    step = read_mask(mask)
-    if (
-        not isinstance(step, StepMask)
-        or step.pattern is None
-        or not step.pattern.causal
-        or step.pattern.spans is not None
-        or step.attention_mask is not None
-    ):
-        raise UnsupportedConfigError(
-            f"{layer_name(module)}: the mask of this step is not composed of causality, a "
-            f"window and chunks (padding, images, or a mask of the caller's own): over its own "
-            f"paged cache attnlib serves text only, without attention_mask; use generate with "
-            f"attn_implementation='attnlib'"
-        )
-    left = step.pattern.window.left
-    return None if left is None else left + 1, step.pattern.chunk
-
-
-def _refuse_call(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    causal = kwargs.get("is_causal")
-    if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise UnsupportedConfigError(
-            f"{layer_name(module)} is not causal: only decoders run in steps over a cache"
-        )
-    if kwargs.get("position_bias") is not None:
-        raise UnsupportedConfigError(
-            f"{layer_name(module)}: position_bias= covers the tokens of the packed row, but not "
-            f"the keys in the cache; use generate with attn_implementation='attnlib'"
-        )
+def _group_names(specs: list[AttentionSpec]) -> dict[AttentionSpec, str]:
+    """A name for each spec: by its window or chunk, then a number."""
+    names: dict[AttentionSpec, str] = {}
+    for spec in specs:
+        if spec not in names:
+            base = "full"
+            if spec.attention_chunk_size:
+                base = f"chunk {spec.attention_chunk_size}"
+            elif spec.sliding_window:
+                base = f"window {spec.sliding_window}"
+            same = sum(name.split(" #")[0] == base for name in names.values())
+            names[spec] = f"{base} #{same + 1}" if same else base
+    return names
 
 
 def _refuse_model(model: nn.Module) -> None:

@@ -1,0 +1,210 @@
+"""One step of a `PagedModel`, and the attention of a module within it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from attnlib.backends.base import AttentionBackend
+from attnlib.errors import UnsupportedConfigError
+from attnlib.integrations.transformers.layers import layer_name
+from attnlib.integrations.transformers.masks import read_mask
+from attnlib.integrations.transformers.shared_layers import NeededRows
+from attnlib.integrations.transformers.step_mask import StepMask
+from attnlib.layer import Attention
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from attnlib.integrations.transformers.paged_model import PagedModel
+
+__all__ = ["DiscoveryStep", "FoundLayer", "LayerGroupKey", "PagedStep", "attend"]
+
+LayerGroupKey = tuple[type[AttentionBackend], AttentionSpec]
+"""Layers of one group share a builder and the metadata of a step."""
+
+
+class PagedStep:
+    """One step of a `PagedModel`.
+
+    Attributes:
+        paged: the model.
+        batch: the batch; for a hybrid model one batch for each group of caches, by name.
+        needed: the tokens that layers without keys of their own compute; None for all.
+        reached: the attention modules that have attended in this step.
+    """
+
+    def __init__(
+        self,
+        paged: PagedModel,
+        batch: CommonAttentionMetadata | Mapping[str, CommonAttentionMetadata],
+        needed: NeededRows | None = None,
+    ) -> None:
+        self.paged = paged
+        self.batch = batch
+        self.needed = needed
+        self.reached: set[nn.Module] = set()
+        self._metadata: dict[LayerGroupKey, Any] = {}
+
+    def metadata_for(self, layer: Attention, group: str | None = None) -> Any:
+        """The metadata of this step for a layer; built once per group of layers.
+
+        Args:
+            layer: the layer.
+            group: the group of its cache; None where a model has one batch.
+        """
+        key = (layer.backend, layer.spec)
+        if key not in self._metadata:
+            batch = self.batch if group is None else self.batch[group]  # type: ignore[index]  # a hybrid model
+            assert isinstance(batch, CommonAttentionMetadata)
+            if layer.spec.kv_sharing and self.needed is not None:
+                batch = CommonAttentionMetadata.from_lengths(
+                    self.needed.query_lens,
+                    self.needed.seq_lens,
+                    batch.block_table_tensor,
+                    layer.spec.block_size,
+                    batch.query_start_loc.device,
+                )
+            self._metadata[key] = self.paged.builder_of(layer).build(0, batch)
+        return self._metadata[key]
+
+
+class FoundLayer(NamedTuple):
+    """An attention module, as its first call describes it.
+
+    Attributes:
+        module: the module.
+        spec: what it needs, with the block size of the model.
+        options: keyword arguments of its attnlib layer.
+        producer: the module whose keys and values it got; None for its own.
+    """
+
+    module: nn.Module
+    spec: AttentionSpec
+    options: dict[str, Any]
+    producer: nn.Module | None
+
+
+class DiscoveryStep(PagedStep):
+    """A step that computes no attention: it records what the modules need, in their order."""
+
+    def __init__(self, paged: PagedModel) -> None:
+        super().__init__(paged, {})
+        self.found: list[FoundLayer] = []
+        self._keys: list[tuple[torch.Tensor, FoundLayer]] = []
+
+    def record(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        options: dict[str, Any],
+    ) -> torch.Tensor:  # fmt: skip
+        """Record a module; returns zeros in place of its output."""
+        spec, layer_options = self.paged.describe(module, query, value, options)
+        # A module that shares keys passes on the very tensor of another one.
+        owner = next((one for tensor, one in self._keys if tensor is key), None)
+        producer = None if owner is None or owner.spec != spec else owner.module
+        found = FoundLayer(module, spec, layer_options, producer)
+        self.found.append(found)
+        self._keys.append((key, found if owner is None else owner))
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attnlib_step: PagedStep,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one module in a paged step, in the shapes of transformers.
+
+    Args:
+        module: the attention module.
+        query: `[1, Hq, T, D]`, the packed new tokens.
+        key: `[1, Hkv, T, D]`.
+        value: `[1, Hkv, T, Dv]`.
+        attnlib_step: the step that `PagedModel.step` passed to the model.
+        attention_mask: the mask of transformers for the packed row. Only its window and chunk size
+            are used: the step defines which tokens belong to a request.
+        scaling, sliding_window, softcap, s_aux: arguments of the module.
+        kwargs: further arguments; those that would change the result are refused.
+
+    Returns:
+        `[1, T, Hq, Dv]`, and None for the weights.
+
+    Raises:
+        UnsupportedConfigError: the layer is not causal, adds a position bias, or has a mask that no
+            spec expresses.
+    """
+    _refuse_call(module, kwargs)
+    window, chunk = _window_and_chunk(module, attention_mask)
+    options = {
+        "scaling": scaling,
+        "sliding_window": sliding_window
+        if window is None
+        else min(window, sliding_window or window),
+        "chunk": chunk,
+        "softcap": softcap,
+        "s_aux": kwargs.get("sinks") if s_aux is None else s_aux,
+    }
+    attnlib_step.reached.add(module)
+    if isinstance(attnlib_step, DiscoveryStep):
+        return attnlib_step.record(module, query, key, value, options), None
+    latent = attnlib_step.paged.attend_latents(module, query, key, attnlib_step, options)
+    if latent is not None:
+        return latent[None], None
+    paged = attnlib_step.paged
+    layer, cache = paged.layer_of(module, query, value, options)
+    metadata = attnlib_step.metadata_for(layer, paged.group_of(module))
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    if layer.writes:
+        out: torch.Tensor = layer(q, k, v, cache, metadata)
+    else:  # P8: the keys are in the cache already
+        out = layer(q, None, None, cache, metadata)
+    return out[None], None
+
+
+def _window_and_chunk(
+    module: nn.Module, mask: torch.Tensor | None
+) -> tuple[int | None, int | None]:
+    """(sliding window, chunk size) of the mask, which some modules do not pass themselves."""
+    if mask is None:
+        return None, None
+    step = read_mask(mask)
+    if (
+        not isinstance(step, StepMask)
+        or step.pattern is None
+        or not step.pattern.causal
+        or step.pattern.spans is not None
+        or step.attention_mask is not None
+    ):
+        raise UnsupportedConfigError(
+            f"{layer_name(module)}: the mask of this step is not composed of causality, a "
+            f"window and chunks (padding, images, or a mask of the caller's own): over its own "
+            f"paged cache attnlib serves text only, without attention_mask; use generate with "
+            f"attn_implementation='attnlib'"
+        )
+    left = step.pattern.window.left
+    return None if left is None else left + 1, step.pattern.chunk
+
+
+def _refuse_call(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise UnsupportedConfigError(
+            f"{layer_name(module)} is not causal: only decoders run in steps over a cache"
+        )
+    if kwargs.get("position_bias") is not None:
+        raise UnsupportedConfigError(
+            f"{layer_name(module)}: position_bias= covers the tokens of the packed row, but not "
+            f"the keys in the cache; use generate with attn_implementation='attnlib'"
+        )

@@ -1,0 +1,240 @@
+"""`PagedModel` over one pool for all groups of layers, and with layers that share keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import attnlib
+from attnlib.cache.hybrid_allocator import HybridBlockAllocator, SequenceBlocks
+from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.integrations.transformers.paged_model import PagedModel
+from tests.integrations.tiny_models import (
+    WINDOW,
+    decoder,
+    deepseek_v3,
+    gemma3n,
+    gemma4_with_shared_layers,
+    prompts,
+    randomized,
+)
+
+MODELS = {
+    "gpt_oss": lambda: decoder("gpt_oss"),
+    "gemma3": lambda: decoder("gemma3"),
+    "gemma3n": gemma3n,
+    "gemma4": gemma4_with_shared_layers,
+}
+CHUNK = 6
+
+
+class Engine:
+    """Requests in one batch: chunked prefill, greedy decodes, blocks freed behind the windows."""
+
+    def __init__(self, model: Any, num_blocks: int = 96, backend: str = "torch") -> None:
+        self.paged = PagedModel(
+            model, num_blocks=num_blocks, block_size=4, backend=backend, hybrid=True
+        )
+        self.allocator = HybridBlockAllocator(self.paged.groups, num_blocks)
+        self.peak = dict.fromkeys(self.paged.groups, 0)
+        self.reused = 0
+        self.poison = False
+
+    def generate(self, sequences: list[list[int]], new_tokens: int) -> list[list[int]]:
+        """Append `new_tokens` tokens to each sequence."""
+        tokens = [list(sequence) for sequence in sequences]
+        ends = [len(sequence) + new_tokens for sequence in tokens]
+        held = [self.allocator.start(sequence) for sequence in tokens]
+        self.reused = sum(one.num_computed for one in held)
+        with self.paged.attached():
+            while any(len(t) < end for t, end in zip(tokens, ends, strict=True)):
+                self._step(tokens, held, ends)
+        for one in held:
+            self.allocator.release(one)
+        return [t[-new_tokens:] for t in tokens]
+
+    def _step(self, tokens: list[list[int]], held: list[SequenceBlocks], ends: list[int]) -> None:
+        counts = [
+            min(len(t) - one.num_computed, CHUNK) if len(t) < end else 0
+            for t, one, end in zip(tokens, held, ends, strict=True)
+        ]
+        lens = [one.num_computed + count for one, count in zip(held, counts, strict=True)]
+        for one, length in zip(held, lens, strict=True):
+            self.allocator.grow(one, length)
+        tables = self.allocator.block_tables(held)
+        batches = {
+            name: attnlib.CommonAttentionMetadata.from_lengths(
+                counts, lens, tables[name], group.block_size, "cpu"
+            )
+            for name, group in self.paged.groups.items()
+        }
+        spans = [range(length - count, length) for length, count in zip(lens, counts, strict=True)]
+        ids = [t[place] for t, span in zip(tokens, spans, strict=True) for place in span]
+        sampling = [n for n, (t, end) in enumerate(zip(tokens, lens, strict=True))
+                    if counts[n] and end == len(t)]  # fmt: skip
+        ends_of = torch.tensor(counts).cumsum(0) - 1
+        logits = self.paged.step(
+            torch.tensor(ids), torch.tensor([p for span in spans for p in span]), batches,
+            ends_of[sampling],
+        )  # fmt: skip
+        for one, t, length in zip(held, tokens, lens, strict=True):
+            self.allocator.advance(one, t[:length])
+        # P5, P12: what is free may hold anything. Cached prefixes are in use until the end.
+        in_use = {0, *(block for one in held for ids in one.blocks.values() for block in ids)}
+        if self.poison:
+            free = [n for n in range(self.paged.num_blocks) if n not in in_use]
+            self.paged.pool._storage[free] = 0xFF
+        for row, number in enumerate(sampling):
+            tokens[number].append(int(logits[row].argmax()))
+        for name in self.peak:
+            self.peak[name] = max(self.peak[name], self.allocator.num_used_blocks(name))
+
+
+def _expected(model: Any, sequences: list[list[int]], new_tokens: int) -> list[list[int]]:
+    """Greedy tokens by eager attention over the whole sequence, without a cache."""
+    model.set_attn_implementation("eager")
+    found = []
+    for sequence in sequences:
+        ids = list(sequence)
+        for _ in range(new_tokens):
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        found.append(ids[len(sequence) :])
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_equal_eager_attention(name: str) -> None:
+    """P12: over a pool, with freed blocks and reused prefixes. Two prompts have a prefix."""
+    model = MODELS[name]()
+    common = prompts(19, seed=3)[0]
+    sequences = [common + prompt for prompt in prompts(3, 9)] + prompts(2)
+    engine = Engine(model)
+    assert engine.generate(sequences, 8) == _expected(model, sequences, 8)
+    assert engine.generate(sequences[:1], 2) == _expected(model, sequences[:1], 2)
+    assert engine.reused > 0
+    assert engine.allocator.num_free_blocks == 95
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma3n"])
+def test_windowed_groups_are_bounded(name: str) -> None:
+    """Blocks of the window and of one chunk, however long the sequence grows; full ones grow."""
+    model = MODELS[name]()
+    engine = Engine(model)
+    sequence, peaks = prompts(12, seed=5)[0], []
+    engine.allocator.pool.prefix_caching = False
+    engine.poison = True
+    for length in (30, 60, 100):
+        engine.peak = dict.fromkeys(engine.peak, 0)
+        engine.generate([sequence], length - 12)
+        peaks.append(dict(engine.peak))
+    window = f"window {WINDOW}"
+    size = engine.paged.groups[window].block_size
+    bound = -(-(WINDOW - 1 + CHUNK) // size) + 1
+    assert all(0 < peak[window] <= bound for peak in peaks), peaks
+    full = engine.paged.groups["full"].block_size
+    assert [peak["full"] for peak in peaks] == [-(-(n - 1) // full) for n in (30, 60, 100)]
+    assert engine.generate([sequence], 60)[0] == _expected(model, [sequence], 60)[0]
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_shared_layers_compute_the_needed_rows_only(name: str, hybrid: bool) -> None:
+    """P8: of a prefill one row per request; the layers before them all rows. They own no cache."""
+    model = MODELS[name]()
+    paged = PagedModel(model, num_blocks=32, block_size=4, backend="torch", hybrid=hybrid)
+    paged.prepare()
+    layers = list(model.model.layers)
+    rows: list[list[int]] = [[] for _ in layers]
+    for number, layer in enumerate(layers):
+        layer.mlp.register_forward_pre_hook(
+            lambda _, args, number=number: rows[number].append(args[0].shape[-2])
+        )
+    sequences = prompts(7, 11)
+    lengths = [len(sequence) for sequence in sequences]
+    tokens = torch.tensor([token for sequence in sequences for token in sequence])
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    sizes = {name: group.block_size for name, group in paged.groups.items()} or {"": 4}
+    batches = {
+        group: attnlib.CommonAttentionMetadata.from_lengths(
+            lengths, lengths, [[1, 2], [3, 4, 5]], size, "cpu"
+        )
+        for group, size in sizes.items()
+    }
+    if hybrid:  # blocks belong to one group at a time
+        batches = {
+            group: attnlib.CommonAttentionMetadata.from_lengths(
+                lengths, lengths, [[1 + 6 * n, 2 + 6 * n], [3 + 6 * n, 4 + 6 * n, 5 + 6 * n]],
+                size, "cpu",
+            )
+            for n, (group, size) in enumerate(sizes.items())
+        }  # fmt: skip
+    batch: Any = batches if hybrid else batches[""]
+    with paged.attached():
+        whole = paged.step(tokens, positions, batch)
+        last = paged.step(tokens, positions, batch, torch.tensor([6, 17]))
+        inner = paged.step(tokens, positions, batch, torch.tensor([3, 5]))
+        none = paged.step(tokens, positions, batch, torch.tensor([], dtype=torch.int64))
+    owners = len(layers) - 2
+    assert rows[:owners] == [[18, 18, 18, 18]] * owners
+    assert rows[owners:] == [[18, 2, 3, 1]] * 2
+    torch.testing.assert_close(last, whole[[6, 17]], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(inner, whole[[3, 5]], rtol=1e-4, atol=1e-4)
+    assert none.shape[0] == 0
+    found = paged.layers()
+    assert len({id(cache) for _, cache in found}) == owners
+    assert [layer.writes for layer, _ in found] == [True] * owners + [False] * 2
+    model.set_attn_implementation("eager")
+    for start, sequence in zip((0, 7), sequences, strict=True):
+        with torch.no_grad():
+            wanted = model(torch.tensor([sequence]), use_cache=False).logits[0]
+        torch.testing.assert_close(
+            whole[start : start + len(sequence)], wanted, rtol=1e-3, atol=1e-3
+        )
+
+
+def test_groups_have_the_layers_with_keys_of_their_own() -> None:
+    paged = PagedModel(gemma3n(), num_blocks=8, block_size=4, backend="torch", hybrid=True)
+    groups = paged.groups
+    assert {name: group.num_layers for name, group in groups.items()} == {
+        f"window {WINDOW}": 3, "full": 1
+    }  # fmt: skip
+    assert [groups[name].block_size for name in groups] == [4, 8]
+    assert paged.pool is not None and paged.cache_bytes == paged.pool.nbytes
+
+
+@pytest.mark.slow
+def test_through_triton() -> None:
+    """Strided caches of a pool, null blocks and shared layers in the interpreter."""
+    model = gemma3n()
+    sequences = prompts(9)
+    engine = Engine(model, backend="triton")
+    assert engine.generate(sequences, 4) == _expected(model, sequences, 4)
+    assert {layer.backend.get_name() for layer, _ in engine.paged.layers()} == {"triton"}
+
+
+def test_values_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks of values accept null blocks and requests without needed rows."""
+    monkeypatch.setenv("ATTNLIB_VALIDATE", "1")
+    model, sequences = gemma3n(), prompts(17, 3)
+    assert Engine(model).generate(sequences, 3) == _expected(model, sequences, 3)
+
+
+def test_a_step_needs_the_batches_of_all_groups() -> None:
+    batch = attnlib.CommonAttentionMetadata.from_lengths([1], [1], [[1]], 4, "cpu")
+    token = torch.zeros(1, dtype=torch.int64)
+    hybrid = PagedModel(decoder("gpt_oss"), num_blocks=8, block_size=4, hybrid=True)
+    plain = PagedModel(decoder("llama"), num_blocks=8, block_size=4)
+    with hybrid.attached(), pytest.raises(ContractError, match="pass one batch per group"):
+        hybrid.step(token, token, batch)
+    with hybrid.attached(), pytest.raises(ContractError, match="has batches for full, the model"):
+        hybrid.step(token, token, {"full": batch})
+    with plain.attached(), pytest.raises(ContractError, match="is not hybrid"):
+        plain.step(token, token, {"full": batch})
+
+
+def test_latents_have_no_groups() -> None:
+    with pytest.raises(UnsupportedConfigError, match="leave out latents=True"):
+        PagedModel(randomized(deepseek_v3()), num_blocks=8, hybrid=True, latents=True)
