@@ -16,6 +16,15 @@ from triton.runtime import interpreter  # noqa: E402
 
 from tests.triton_interpreter import speed_up_interpreter  # noqa: E402
 
+REPLACED = {
+    interpreter: ("_patch_lang", "_patch_attr", "_get_np_dtype"),
+    tl.core.block_type: ("__init__",),
+    tl.core.tensor: ("__init__",),
+    tl.core.dtype: ("__eq__",),
+    interpreter.TritonSemantic: ("computation_type_impl", "broadcast_impl_value"),
+}
+"""All functions of Triton that the faster interpreter replaces."""
+
 
 @triton.jit
 def _scaled(values, factor: tl.constexpr):
@@ -42,8 +51,9 @@ def test_results_equal_those_of_triton(dtype: torch.dtype, monkeypatch: pytest.M
     source = torch.tensor([1, 2, 3, 4, 5, 6, 7, 100], dtype=dtype)
     ours = _run(source)
     assert ours[:3].tolist() == [2, 3, 10]
-    for name in ("_patch_lang", "_get_np_dtype"):
-        monkeypatch.setattr(interpreter, name, getattr(interpreter, name).__wrapped__)
+    for owner, names in REPLACED.items():
+        for name in names:
+            monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
     monkeypatch.setattr(
         interpreter.interpreter_builder, "options", interpreter.InterpreterOptions()
     )
@@ -73,7 +83,24 @@ def test_every_dtype_is_the_one_of_triton() -> None:
             assert interpreter._get_np_dtype(kind) == own(kind), kind
 
 
+def test_shared_types_are_those_of_triton() -> None:
+    """Also after a type of the same shape, and invalid shapes are still rejected."""
+    for shape in ([4], [tl.constexpr(4)], [4, 1], [1, 4]):
+        for dtype in (tl.float16, tl.int32, tl.pointer_type(tl.float16)):
+            first, second = (tl.block_type(dtype, shape) for _ in range(2))
+            own = tl.block_type.__new__(tl.block_type)
+            tl.block_type.__init__.__wrapped__(own, dtype, shape)
+            assert first == second == own and (first.numel, first.name) == (own.numel, own.name)
+            assert tl.core.tensor(None, second).shape == tl.core.tensor(None, own).shape
+    assert tl.block_type(tl.float16, [4]) != tl.block_type(tl.float16, [4, 1])
+    assert tl.block_type(tl.float16, [4]) != tl.block_type(tl.float32, [4])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="power of 2"):
+            tl.block_type(tl.float16, [3])
+
+
 def test_replacing_twice_changes_nothing() -> None:
-    before = interpreter._patch_lang, interpreter._get_np_dtype
+    before = [getattr(owner, name) for owner, names in REPLACED.items() for name in names]
     speed_up_interpreter(interpreter)
-    assert (interpreter._patch_lang, interpreter._get_np_dtype) == before
+    after = [getattr(owner, name) for owner, names in REPLACED.items() for name in names]
+    assert after == before

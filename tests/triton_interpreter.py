@@ -6,6 +6,11 @@ time of an interpreted kernel:
 - Every call of a device function searches `triton.language` for builtins and replaces them, which
   the launch has done before. Here a call inside a launch does this once per set of modules.
 - Every operation builds the table from Triton's to numpy's dtypes. Here the result is cached.
+- Every result gets a block type and a shape, which are checked and built element by element. Here
+  they are shared by all results of the same type.
+- Every operator derives the common type of its operands and broadcasts them, also where nothing
+  changes, and is called through three functions that add one argument. Here types are compared by
+  identity first, common types are cached, and one function remains.
 - Every sum, difference and product of integers is also computed in int64 for an overflow check, and
   the result is dropped, because the interpreter's options do not enable assertions
   (`options.debug`). Here the check is off unless assertions are on.
@@ -17,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -31,6 +37,9 @@ def speed_up_interpreter(interpreter: Any) -> None:
         return  # done before
     interpreter._patch_lang = _patch_once(interpreter)
     interpreter._get_np_dtype = _cached_dtypes(interpreter)
+    interpreter._patch_attr = _direct_attr(interpreter)
+    _share_types(interpreter.tl.core)
+    _shorten_operators(interpreter.tl.core, interpreter.TritonSemantic)
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
@@ -81,6 +90,84 @@ def _cached_dtypes(interpreter: Any) -> Callable[[Any], Any]:
         return found
 
     return get_np_dtype
+
+
+def _direct_attr(interpreter: Any) -> Callable[..., None]:
+    """`_patch_attr` whose replacements call the builtin itself, not its checks of `_semantic`."""
+    own = interpreter._patch_attr
+    semantic = interpreter.TritonSemantic(interpreter.interpreter_builder)
+
+    @functools.cache
+    def direct(member: Any) -> Any:
+        builtin = inspect.unwrap(member)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return builtin(*args, **kwargs)
+
+        return call
+
+    @functools.wraps(own)
+    def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        scope.set_attr(obj, name, direct(member))
+
+    return patch_attr
+
+
+def _share_types(core: Any) -> None:
+    """Build a block type once for each element type and shape, and a shape once for each type."""
+    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+
+    @functools.wraps(make_block)
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = tuple([size.value if type(size) is core.constexpr else size for size in shape])
+        blocks = element_ty.__dict__.setdefault("_blocks", {})
+        if (known := blocks.get(key)) is None:
+            make_block(self, element_ty, shape)
+            self._sizes, self._results = key, {}
+            blocks[key] = self.__dict__
+        else:
+            self.__dict__ = known  # equal types share their attributes, which never change
+
+    @functools.wraps(make_tensor)
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        known = type.__dict__.get("_results")
+        if known:
+            self.__dict__.update(known, handle=handle, type=type)
+            return
+        make_tensor(self, handle, type)
+        type.__dict__["_results"] = {
+            name: value for name, value in vars(self).items() if name not in ("handle", "type")
+        }
+
+    core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor
+
+
+def _shorten_operators(core: Any, semantic: Any) -> None:
+    """Equality of types, the type of a result and broadcasting, where they are known before."""
+    equal, common = core.dtype.__eq__, semantic.computation_type_impl
+    broadcast, known = semantic.broadcast_impl_value, {}
+
+    @functools.wraps(equal)
+    def same(self: Any, other: Any) -> bool:
+        return self is other or equal(self, other)
+
+    @functools.wraps(common)
+    def common_type(self: Any, a: Any, a_is_scalar: bool, b: Any, *rest: bool) -> Any:
+        key = a.name, a_is_scalar, b.name, *rest
+        if (found := known.get(key)) is None:
+            found = known[key] = common(self, a, a_is_scalar, b, *rest)
+        return found
+
+    @functools.wraps(broadcast)
+    def broadcast_value(self: Any, a: Any, b: Any) -> Any:
+        sizes = a.type.__dict__.get("_sizes")
+        if sizes is not None and sizes == b.type.__dict__.get("_sizes"):
+            return a, b
+        return broadcast(self, a, b)
+
+    core.dtype.__eq__, semantic.computation_type_impl = same, common_type
+    semantic.broadcast_impl_value = broadcast_value
 
 
 def main(arguments: list[str]) -> int:
