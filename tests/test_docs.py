@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import attnlib
+from tests.fresh_process import run_module
 from tests.test_architecture import LAYERS
 
 ROOT = Path(__file__).parent.parent
@@ -115,14 +116,7 @@ def test_python_blocks_run_and_print_what_is_shown(
 @functools.cache
 def _attnlib(command: str) -> subprocess.CompletedProcess[str]:
     """Run a command once, also if several pages show it."""
-    return subprocess.run(
-        [sys.executable, "-m", "attnlib", *command.split()],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=_fresh(),
-        check=False,
-    )
+    return run_module("attnlib", command.split(), _fresh())
 
 
 @pytest.mark.slow

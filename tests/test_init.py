@@ -1,11 +1,9 @@
 """The public names of the package."""
 
-import subprocess
-import sys
-
 import pytest
 
 import attnlib
+from tests.fresh_process import run_program
 
 PUBLIC = """
 Attention AttentionBackend AttentionImpl AttentionMetadata AttentionMetadataBuilder AttentionSpec
@@ -58,8 +56,8 @@ except TypeError as error:
     print(error)
 assert attnlib.warmup.WarmupReport is WarmupReport
 """
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_program(program)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("warmup() missing")
 
 

@@ -1,9 +1,8 @@
 """Importing attnlib and selecting a backend is light; measured in new processes."""
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.fresh_process import run_program
 
 HEAVY = ("triton", "transformers", "flash_attn", "flashinfer", "vllm", "hypothesis", "pytest")
 
@@ -19,9 +18,9 @@ print(heavy, torch.cuda.is_initialized())
 
 def _loads(statement: str) -> str:
     program = PROBE.format(statement=statement, heavy=HEAVY)
-    return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    done = run_program(program)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 def test_import_and_selection_load_no_heavy_package_and_do_not_initialize_cuda() -> None:
@@ -106,14 +105,7 @@ print(time.perf_counter() - begin)
 def _seconds(statement: str, rounds: int) -> float:
     """The minimum over several new processes, to exclude other load of the machine."""
     program = TIMER.format(statement=statement)
-    return min(
-        float(
-            subprocess.run(
-                [sys.executable, "-c", program], capture_output=True, text=True, check=True
-            ).stdout
-        )
-        for _ in range(rounds)
-    )
+    return min(float(run_program(program).stdout) for _ in range(rounds))
 
 
 @pytest.mark.slow

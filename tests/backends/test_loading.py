@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from attnlib.backends import loading
 from attnlib.backends.loading import check_backend_interface, configured, import_backend
 from attnlib.backends.torch import TorchBackend
 from attnlib.errors import RegistrationError
+from tests.fresh_process import run_program
 
 
 class Other(TorchBackend):
@@ -130,15 +129,12 @@ def test_a_worker_process_gets_the_same_class() -> None:
         "sys.stdout.write(pickle.dumps((tuned, pair)).hex())"
     )
     reader = (
-        "import pickle, sys\n"
-        "tuned, pair = pickle.loads(bytes.fromhex(sys.stdin.read()))\n"
+        "import pickle\n"
+        "tuned, pair = pickle.loads(bytes.fromhex('{written}'))\n"
         "print(tuned.config, pair.prefill_backend is tuned, pair.get_name())\n"
         "print(pair.make_builder.__self__ is pair)"
     )
-    written = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    ).stdout
-    read = subprocess.run(
-        [sys.executable, "-c", reader], input=written, capture_output=True, text=True, check=True
-    ).stdout
-    assert read.split("\n") == ["{'tile': 64} True prefill:torch,decode:torch", "True", ""]
+    written = run_program(program)
+    assert written.returncode == 0, written.stderr
+    read = run_program(reader.format(written=written.stdout))
+    assert read.stdout.split("\n") == ["{'tile': 64} True prefill:torch,decode:torch", "True", ""]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import attnlib
 from attnlib import tuning
 from attnlib.backends.torch import TorchBackend
 from attnlib.device import DeviceInfo
+from tests.fresh_process import run_program
 
 SPEC = attnlib.AttentionSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.float32)
 CPU, H200 = DeviceInfo("cpu"), DeviceInfo("cuda", 0, (9, 0), name="NVIDIA H200")
@@ -180,9 +179,7 @@ for size in (64, 32, 16):
     attnlib.explain(spec, "cpu")
 assert len([each for each in opened if each.endswith("mine.json")]) == 1, opened
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    done = run_program(program)
     assert done.returncode == 0, done.stderr
 
 

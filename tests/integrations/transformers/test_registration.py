@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 
 import attnlib.integrations.transformers as integration
+from tests.fresh_process import run_program
 from tests.integrations.tiny_models import decoder, prompts
 
 MODULES = [
@@ -119,4 +119,5 @@ def test_a_paged_step_reaches_the_paged_model(monkeypatch: pytest.MonkeyPatch) -
 def test_importing_attnlib_imports_no_transformers() -> None:
     """In a new process."""
     check = "import sys, attnlib; assert 'transformers' not in sys.modules"
-    subprocess.run([sys.executable, "-c", check], check=True)
+    done = run_program(check)
+    assert done.returncode == 0, done.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -36,6 +34,7 @@ from attnlib.ops.triton.heuristics.tiles import (
     choose_prefill_tile,
     shared_bytes,
 )
+from tests.fresh_process import run_program
 
 KB = 1024
 LINE: dict[str, Any] = {
@@ -108,9 +107,7 @@ tables = [path for path in opened if "heuristics/tables" in path and path.endswi
 assert len(tables) >= 2
 assert "triton" not in sys.modules
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    done = run_program(program)
     assert done.returncode == 0, done.stderr
 
 
