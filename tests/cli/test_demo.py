@@ -277,7 +277,19 @@ def test_the_demo_under_the_interpreter() -> None:
     """`ATTNLIB_BACKEND=triton attnlib demo --tiny` on a machine without a GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "attnlib", "demo", "--tiny", "--device", "cpu", "--requests", "2"],
+        [
+            sys.executable,
+            "-m",
+            "attnlib",
+            "demo",
+            "--tiny",
+            "--device",
+            "cpu",
+            "--requests",
+            "2",
+            "--max-new-tokens",
+            "2",
+        ],
         capture_output=True,
         text=True,
         env={**environment, "ATTNLIB_BACKEND": "triton"},
@@ -287,7 +299,7 @@ def test_the_demo_under_the_interpreter() -> None:
     assert (
         "TRITON_INTERPRET=1" in done.stderr
         and "tokens/s on triton" in done.stdout
-        and "PASSED: 8/8" in done.stdout
+        and "PASSED: 4/4" in done.stdout
     )
 
 

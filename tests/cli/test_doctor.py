@@ -19,10 +19,17 @@ def _no_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_it_runs_a_batch_on_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--json"]) == 0
+    """Also on one that only this process has registered."""
+    attnlib.register_backend("mine", TorchBackend)
+    try:
+        assert main(["doctor", "--json"]) == 0
+    finally:
+        attnlib.unregister_backend("mine")
     findings = json.loads(capsys.readouterr().out)
     rows = {row["name"]: row for row in findings["backends"]}
     assert rows["torch"]["works"] and "error" in rows["torch"]["finding"]
+    assert rows["mine"]["works"] and not rows["flashinfer"]["works"]
+    assert rows["flashinfer"]["finding"].startswith("unavailable: ")
     assert findings["versions"]["torch"] == torch.__version__
 
 
@@ -34,20 +41,3 @@ def test_a_section_that_raises_is_reported(
     monkeypatch.setattr(doctor, "_backends", lambda: 1 / 0)
     assert main(["doctor"]) == 1
     assert "ZeroDivisionError" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_backends_that_only_this_process_registered_are_checked(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    attnlib.register_backend("mine", TorchBackend)
-    try:
-        assert main(["doctor", "--json"]) == 0
-    finally:
-        attnlib.unregister_backend("mine")
-    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["backends"]}
-    assert (
-        rows["mine"]["works"]
-        and not rows["flashinfer"]["works"]
-        and rows["flashinfer"]["finding"].startswith("unavailable: ")
-    )
