@@ -5,6 +5,7 @@ import contextlib
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +31,34 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         from tests.triton_interpreter import speed_up_interpreter
 
         speed_up_interpreter(interpreter)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run the whole suite in two processes. Chosen files, `-n`, `--pdb`, `-s` and a GPU are not
+    affected: workers take seconds to start, hide the terminal, and would share the GPU."""
+    option = config.option
+    if (
+        config.args_source is pytest.Config.ArgsSource.TESTPATHS
+        and config.pluginmanager.hasplugin("xdist")
+        and not hasattr(config, "workerinput")
+        and (option.numprocesses, option.dist) == (None, "no")
+        and not (option.usepdb or option.capture == "no" or torch.cuda.is_available())
+    ):
+        option.numprocesses, option.dist, option.loadscopereorder = 2, "loadfile", False
+
+
+LONGEST = (
+    "ops/triton/hopper/test_compile.py",
+    "ops/triton/test_compile.py",
+    "backends/test_triton_conformance.py",
+)
+"""Files that begin first, so that no process waits for one of them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {Path(__file__).parent / name: at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 def pytest_collection_finish() -> None:

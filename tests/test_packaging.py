@@ -141,7 +141,7 @@ def test_ci_runs_the_readmes_test_command() -> None:
         "ruff format --check .",
         "mypy",
         "mkdocs build --strict",
-        'pytest -n 2 --dist loadfile -m "slow and not gpu and not hosts"',
+        'pytest -m "slow and not gpu and not hosts"',
         "pytest -m hosts --hosts .ci-hosts tests/hosts",
     }
 
