@@ -74,7 +74,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-target",
         action="store_true",
-        help="compile every tile table entry for all of its targets instead of one (minutes)",
+        help="compile all cases and tile table entries for all of their targets, not a sample",
+    )
+    parser.addoption(
+        "--compile-table", help="file to which the compile tests append registers and spills"
     )
     parser.addoption("--hosts", help="folder that tests/hosts/install.py filled, for -m hosts")
     parser.addoption(

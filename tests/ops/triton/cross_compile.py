@@ -7,7 +7,9 @@ does not interpret Triton: the tests start one per target with
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +37,9 @@ from tests.ops.calls import call_operation, split_options
 from tests.ops.triton.sass import descriptor_sources, disassemble
 
 __all__ = [
-    "CASES", "SCORE_CASES", "TARGETS", "Compiled", "Launch", "Target", "compile_for", "describe",
-    "entry_cases", "entry_fits", "entry_sizes", "formats_of", "run_case", "score_options",
-    "stub_target",
+    "CASES", "SCORE_CASES", "TARGETS", "Compiled", "Launch", "Target", "chunks", "compile_for",
+    "compile_in_process", "describe", "entry_cases", "entry_fits", "entry_sizes", "formats_of",
+    "largest_tiles", "run_case", "score_options", "stub_target", "write_table",
 ]  # fmt: skip
 
 KB = 1024
@@ -208,6 +210,19 @@ def _tile(
 
 def describe(launch: Launch) -> Compiled:
     """Read the resources and instructions of a compiled kernel."""
+    kernel = launch.kernel
+    if (known := _described.get(kernel.hash)) is None:
+        known = _described[kernel.hash] = _describe(launch)
+    tile = vars(launch.tile) if launch.tile else None
+    seconds = round(launch.seconds, 2)
+    return replace(known, estimate=launch.estimate, tile=tile, seconds=seconds)
+
+
+_described: dict[str, Compiled] = {}
+"""Hash of a compiled kernel -> its description: cases share kernels, disassembly takes a second."""
+
+
+def _describe(launch: Launch) -> Compiled:
     kernel = launch.kernel
     registers = spilled = None
     ptx = kernel.asm.get("ptx", "")
@@ -727,6 +742,22 @@ def entry_sizes(entry: TileEntry) -> tuple[int, int]:
     return (512, 512) if entry.op == "prefill" else (576, 512)
 
 
+def largest_tiles(entries: dict[str, TileEntry]) -> set[str]:
+    """Return the names of the entries with the largest tile for each kind of problem.
+
+    Entries for the same operation, elements, instructions and head sizes differ in the number of
+    rows, keys or stages of a tile: the largest one needs the most registers and shared memory.
+    """
+    found: dict[Any, list[tuple[tuple[int, ...], str]]] = {}
+    for name, entry in entries.items():
+        tile, head_sizes = dict(entry.tile), [r[2] for r in entry.ranges if r[0] == "head_size"]
+        kind = entry.op, entry.products, entry.elements, tile.get("consumers"), *head_sizes
+        stages = tile.get("num_stages", tile.get("stages", 0))
+        elements = tile.get("block_m", 1) * tile["block_n"]
+        found.setdefault(kind, []).append(((elements, stages), name))
+    return {max(tiles)[1] for tiles in found.values()}
+
+
 def formats_of(entry: TileEntry, target: str) -> list[str]:
     """Return the suffixes of an entry's cases: "" for a cache of the query's dtype, ":fp8"."""
     fp8 = "fp8" if TARGETS[target].limits.has_fp8 else "fp8-bytes"
@@ -804,7 +835,42 @@ def run_case(name: str) -> None:
         }[operation]()  # fmt: skip
 
 
+def chunks(cases: list[str], size: int = 40) -> list[list[str]]:
+    """Return the cases in parts, one for each process."""
+    return [cases[start : start + size] for start in range(0, len(cases), size)]
+
+
+def compile_in_process(module: str, *arguments: str) -> list[dict[str, Any]]:
+    """Run this module or `hopper.cross_compile` in a process that does not interpret Triton.
+
+    Returns:
+        The JSON objects that it prints, one for each case.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", module, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[3],
+        env=environment,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+
+
+def write_table(path: Path, rows: list[tuple[Any, ...]]) -> None:
+    """Append (target, case, kernel, registers, bytes of local memory, their limit, bytes of shared
+    memory) of compiled kernels to a text file."""
+    form = "{:<8} {:<32} {:<28} {:>9} {:>7} {:>7} {:>9}\n"
+    title = ("target", "case", "kernel", "registers", "spilled", "limit", "shared")
+    with path.open("a", encoding="utf-8") as file:
+        lines = rows if file.tell() else [title, *rows]
+        file.writelines(form.format(*map(str, line)) for line in lines)
+
+
 def main(arguments: list[str]) -> None:
+    gc.freeze()  # torch and Triton are many objects, which every collection would traverse
     target, cases = arguments[0], arguments[1:] or list(CASES)
     for case in cases:
         try:

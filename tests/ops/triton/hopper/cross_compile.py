@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import io
 import json
 import re
@@ -422,6 +423,7 @@ def _key_loops(cubin: bytes, groups: int) -> list[int]:
 
 
 def main(names: list[str]) -> None:
+    gc.freeze()
     for name in names or list(CASES):
         try:
             result = compile_case(name)
