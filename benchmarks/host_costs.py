@@ -28,7 +28,6 @@ from layer_calls import (
     BATCHES,
     BURST,
     LayerCall,
-    compiled_kernels,
     launch_microseconds,
     warm_up,
 )
@@ -36,6 +35,7 @@ from layer_calls import (
 import attnlib
 from attnlib.bench.provenance import provenance
 from attnlib.score_functions.builtin import alibi_sqrt
+from attnlib.testing.compilations import compiled_kernels
 
 IMPORT = (
     "import time, torch; a = time.perf_counter(); import attnlib; print(time.perf_counter() - a)"
@@ -113,7 +113,7 @@ def gpu_costs(score_function: bool) -> dict[str, float]:
     return {
         **costs,
         "kernels compiled by warmup": len(in_warm_up),
-        "of which Gluon": sum(is_gluon for _, is_gluon in in_warm_up),
+        "of which Gluon": sum(kernel.is_gluon for kernel in in_warm_up),
         "kernels compiled after warmup, all rows (target 0)": len(afterwards),
     }
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import attnlib
 
-__all__ = ["BATCHES", "BURST", "LayerCall", "compiled_kernels", "launch_microseconds", "warm_up"]
+__all__ = ["BATCHES", "BURST", "LayerCall", "launch_microseconds", "warm_up"]
 
 BURST = 64
 """Calls in one round on a GPU: fewer launches than a stream holds before it makes the host wait."""
@@ -143,27 +142,6 @@ def launch_microseconds(*calls: Callable[[], object], rounds: int = 60) -> list[
                 found.append((time.perf_counter() - began) / BURST * 1e6)
     torch.cuda.synchronize()
     return [statistics.median(found) for found in times]
-
-
-@contextmanager
-def compiled_kernels() -> Iterator[list[tuple[str, bool]]]:
-    """The name of each kernel that is compiled inside, and whether it is a Gluon kernel. A kernel
-    from Triton's disk cache counts as well: the hook sees every variant that is new in this
-    process."""
-    import triton
-
-    runtime, found = triton.knobs.runtime, []
-
-    def note(*_: Any, **facts: Any) -> None:
-        kernel = facts["fn"]
-        found.append((str(kernel.name), type(kernel.jit_function).__name__.startswith("Gluon")))
-
-    before = runtime.jit_post_compile_hook
-    runtime.jit_post_compile_hook = note
-    try:
-        yield found
-    finally:
-        runtime.jit_post_compile_hook = before
 
 
 def warm_up(call: LayerCall) -> None:

@@ -26,6 +26,7 @@ import torch
 import attnlib
 from attnlib.bench.provenance import provenance
 from attnlib.bench.timer import GraphTimer, measure_in_turn, warm_up
+from attnlib.testing.compilations import compiled_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = torch.device("cuda")
@@ -280,8 +281,6 @@ def decodes(requests: int, length: int) -> dict[str, Any]:
 
 def compiled_after_warmup(batches: int) -> dict[str, int]:
     """Kernels that random batches compile after `attnlib.warmup`."""
-    import triton
-
     from attnlib.score_functions import ScoreFunction, builtin
 
     limits = attnlib.BatchLimits(max_num_reqs=8, max_num_tokens=1024, max_seq_len=2048)
@@ -298,10 +297,7 @@ def compiled_after_warmup(batches: int) -> dict[str, int]:
         cache = attnlib.PagedKVCache.allocate(spec, 1100, "cuda")
         builder = layer.backend.make_builder(spec, "cuda", limits=limits)
         attnlib.warmup(layer, cache, limits, builder=builder)
-        seen: list[str] = []
-        previous = triton.knobs.runtime.jit_post_compile_hook
-        triton.knobs.runtime.jit_post_compile_hook = lambda *a, seen=seen, **k: seen.append("")
-        try:
+        with compiled_kernels() as seen:
             for seed in range(batches):
                 draw = random.Random(seed)
                 decoding = draw.randint(0, 6)
@@ -321,8 +317,6 @@ def compiled_after_warmup(batches: int) -> dict[str, int]:
                 fused = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
                 parts = fused.split([32 * 128, 8 * 128, 8 * 128], dim=1)
                 layer(*parts, cache, builder.build(0, common))
-        finally:
-            triton.knobs.runtime.jit_post_compile_hook = previous
         counts[name] = len(seen)
     return counts
 

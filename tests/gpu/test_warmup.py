@@ -9,6 +9,7 @@ import torch
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.layer import Attention
+from attnlib.testing.compilations import compiled_kernels
 from attnlib.warmup import warmup
 from attnlib.workspace import BatchLimits
 from tests.gpu.devices import backend_or_skip, batch_of, needs_gpu, spec_of
@@ -21,7 +22,7 @@ LIMITS = BatchLimits(max_num_reqs=32, max_num_tokens=2048, max_seq_len=4096)
 @torch.inference_mode()
 def test_a_random_sweep_compiles_nothing() -> None:
     """500 random batches of decodes, verify steps, prefills and mixtures compile no kernel."""
-    triton = pytest.importorskip("triton")
+    pytest.importorskip("triton")
     spec = spec_of(needs_lse=True, sliding_window=1000)
     backend = backend_or_skip("triton", spec)
     layer, cache = (
@@ -30,23 +31,16 @@ def test_a_random_sweep_compiles_nothing() -> None:
     )
     builder = backend.make_builder(spec, "cuda", limits=LIMITS)
     warmup(layer, cache, LIMITS, builder=builder)
-    compiled: list[str] = []
-    previous = triton.knobs.runtime.jit_post_compile_hook
-    triton.knobs.runtime.jit_post_compile_hook = lambda *args, **kwargs: compiled.append(
-        str(kwargs.get("repr", "a kernel"))
-    )
-    try:
+    with compiled_kernels() as compiled:
         for seed in range(500):
             common = _random_batch(spec, seed)
             size = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
             fused = torch.randn(common.num_actual_tokens, size, dtype=spec.dtype, device="cuda")
             split = [spec.num_heads * spec.head_size, *[spec.num_kv_heads * spec.head_size] * 2]
             layer(*fused.split(split, dim=1), cache, builder.build(0, common), seed % 2 == 0)
-    finally:
-        triton.knobs.runtime.jit_post_compile_hook = previous
     torch.cuda.synchronize()
     assert not compiled, (
-        f"{len(compiled)} kernels were compiled after warm-up, the first: {compiled[0][:300]}"
+        f"{len(compiled)} kernels were compiled after warm-up, the first: {compiled[0].name}"
     )
 
 

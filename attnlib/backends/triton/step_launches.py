@@ -72,6 +72,7 @@ class StepLaunches:
         limits: the chip that they were prepared for.
         write: the cache write; None where nothing is written.
         decode, prefill: of the parts of the batch; None for an empty part.
+        concurrent: whether the prefill runs beside the decode.
         workspace_bytes: bytes of workspace that the decode needs.
         of_layer: what else than the tensors of `StepPlan.run` a layer gives, by its index in the
             values of a call: slopes, sinks, scales that are tensors, score tensors.
@@ -106,7 +107,7 @@ class StepLaunches:
         self.hooks = [kernel.hooks for kernel in self._kernels]
         self.needs_alignment = any(part.needs_alignment for part in parts)
         self.as_bytes = any(part.as_bytes for part in parts)
-        self._concurrent = concurrent
+        self.concurrent = concurrent
         self._index = call.query.get_device()
         self.row_offsets = _row_bytes(call, first_prefill_row) if first_prefill_row else {}
         self.rows_aligned = not any(self.row_offsets.get(x, 0) & ALIGNMENT for x in (QUERY, OUT))
@@ -153,7 +154,7 @@ class StepLaunches:
                 if part is not None
             ]
         launches = decode.launches(direct, aligned)
-        if not self._concurrent:
+        if not self.concurrent:
             return [(launches, False), (prefill.launches(direct, aligned), True)]
         # The prefill runs on the SMs that the decode leaves, before its splits are combined.
         attend, *combine = launches.steps

@@ -1,6 +1,6 @@
 """P1 to P3 (GPU): no compilation, synchronization or allocation after warm-up.
 
-P1: random batches after `attnlib.warmup` do not call Triton's compile hook. Backends that do not
+P1: random batches after `attnlib.warmup` do not call Triton's compiler. Backends that do not
     use Triton are reported as not run, because other compilers have no such hook.
 P2: build, write and forward run under torch's sync debug mode "error".
 P3: forward allocates nothing: the caller provides the output, and the backend declares its
@@ -22,6 +22,7 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.case import Case
 from attnlib.testing.check import Check, CheckCase
+from attnlib.testing.compilations import compiled_kernels
 from attnlib.testing.outcome import NotRun, UnsupportedCase
 from attnlib.testing.runner import attend, make_impl, run_case
 from attnlib.workspace import BatchLimits
@@ -50,16 +51,10 @@ def _check_compiles(target: BackendUnderTest, case: Case) -> str:
     builder = target.backend.make_builder(spec, target.device, limits=limits)
     cache = PagedKVCache.allocate(spec, 64, target.device, case.layout)
     warmup(layer, cache, limits, builder=builder)
-    triton = sys.modules.get("triton")
-    if triton is None:
+    if "triton" not in sys.modules:
         raise NotRun("this backend does not use Triton; other compilers have no compile hook")
-    compiled: list[str] = []
-    runtime, draw = triton.knobs.runtime, random.Random(target.seed)
-    previous = runtime.jit_post_compile_hook
-    runtime.jit_post_compile_hook = lambda *args, **kwargs: compiled.append(
-        str(kwargs.get("repr", "a kernel"))
-    )
-    try:
+    draw = random.Random(target.seed)
+    with compiled_kernels() as compiled:
         for _ in range(_SWEEP):
             step = _random_case(target, draw).materialize(target.device, kv_written=False)
             metadata = builder.build(0, step.common())
@@ -67,12 +62,8 @@ def _check_compiles(target: BackendUnderTest, case: Case) -> str:
                 step.inputs.key, step.inputs.value, step.cache(), metadata.slot_mapping
             )
             attend(layer.impl, step, metadata)
-    finally:
-        runtime.jit_post_compile_hook = previous
     if compiled:
-        return (
-            f"{len(compiled)} kernels were compiled after warm-up, the first: {compiled[0][:200]}"
-        )
+        return f"{len(compiled)} kernels were compiled after warm-up, the first: {compiled[0].name}"
     return ""
 
 

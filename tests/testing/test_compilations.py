@@ -1,0 +1,38 @@
+"""Compilations are counted, without a GPU."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from attnlib.testing.compilations import compiled_kernels
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+pytest.importorskip("triton.backends.nvidia.compiler", reason="needs Triton's NVIDIA backend")
+
+
+def stored_one(x):
+    tl.store(x, 1)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("gcc", "clang"))), reason="as Triton")
+def test_compilations_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each compilation counts once, from the disk cache too; the listener before is called, and is
+    there again afterwards."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime.jit import JITFunction
+
+    seen: list[bool] = []
+    listener = lambda *, cache_hit, **facts: seen.append(cache_hit)  # noqa: E731
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listener)
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    source = ASTSource(JITFunction(stored_one), {"x": "*i32"}, {})
+    with compiled_kernels() as compiled:
+        for _ in range(2):
+            triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert [tuple(kernel) for kernel in compiled] == [("stored_one", False)] * 2
+    assert seen == [False, True] and triton.knobs.compilation.listener is listener
