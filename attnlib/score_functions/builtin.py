@@ -231,7 +231,10 @@ def _multi_item(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux
 
 
 def _multi_item_bounds(q_first: Any, q_last: Any, seq_len: Any, request: Any, aux: Any) -> Any:
-    return 0, seq_len, 0, lookup(aux.prefix_len, request, 0)
+    prefix = lookup(aux.prefix_len, request, 0)
+    item = lookup(aux.item_begin, request, q_first)
+    same_item = lookup(aux.item_begin, request, q_last)
+    return 0, prefix, 0, prefix, item, seq_len, same_item, seq_len
 
 
 def _multi_item_examples(num_heads: int, seq_lens: Sequence[int]) -> dict[str, Tensor]:
@@ -274,13 +277,14 @@ def head_windows(smallest: int = 1, largest: int = 1 << 30) -> ScoreFunction:
     query's own. The layer is causal.
 
     Args:
-        smallest, largest: bounds of the windows, which limit the keys that are read.
+        smallest, largest: bounds of the windows, which limit the keys that decodes read.
     """
     return ScoreFunction(
         _head_windows,
         constants=(("smallest", smallest), ("largest", largest)),
         layer_tensors=("window",),
         bounds=_head_windows_bounds,
+        head_bounds=_one_window_bounds,
         examples=_head_window_examples,
     )
 
@@ -291,6 +295,13 @@ def _head_windows(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, a
 
 def _head_windows_bounds(q_first: Any, q_last: Any, seq_len: Any, request: Any, aux: Any) -> Any:
     return q_first - aux.largest + 1, seq_len, q_last - aux.smallest + 1, seq_len
+
+
+def _one_window_bounds(
+    q_first: Any, q_last: Any, seq_len: Any, head: Any, request: Any, aux: Any
+) -> Any:
+    window = lookup(aux.window, head)
+    return q_first - window + 1, seq_len, q_last - window + 1, seq_len
 
 
 def _head_window_examples(num_heads: int, seq_lens: Sequence[int]) -> dict[str, Tensor]:

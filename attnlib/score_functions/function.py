@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.score_functions.operators import OPERATORS, TORCH_OPERATORS, observed_lookups
+from attnlib.score_functions.checks import check_function, check_top_level
+from attnlib.score_functions.operators import observed_lookups
 
 __all__ = ["MAX_TENSORS", "PARAMETERS", "ScoreFunction"]
 
@@ -29,7 +28,8 @@ PARAMETERS = {
 """Form of a function -> its parameters."""
 
 _BOUNDS = ("q_first", "q_last", "seq_len", "request", "aux")
-_ALLOWED_BUILTINS = {"abs", "float"}
+_HEAD_BOUNDS = ("q_first", "q_last", "seq_len", "head", "request", "aux")
+_MOST_RANGES = 2
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,12 @@ class ScoreFunction:
             request. Every key outside `[first, last)` is hidden from all of them by the function,
             and inside `[same_first, same_last)` the function returns every score unchanged. Bounds
             of more queries contain those of fewer: `[first, last)` may not be narrower, and
-            `[same_first, same_last)` not wider. None: the function is applied to all keys.
+            `[same_first, same_last)` not wider. Eight positions are two such ranges: keys outside
+            of both are hidden. They may overlap, and the second does not begin before the first.
+            None: the function is applied to all keys.
+        head_bounds: `fn(q_first, q_last, seq_len, head, request, aux)` returns the same for one
+            query head, for functions whose heads see very different keys. Prefills then compute
+            one head per tile; decodes share the keys of a KV head and use `bounds`.
         examples: `fn(num_heads, seq_lens)` returns valid tensors by name on the CPU, for tests.
             `attnlib verify --score` and `attnlib bench` require it if the function has tensors.
         form: parameters of `function`: "score" as above, or those of torch's `flex_attention`:
@@ -77,6 +82,7 @@ class ScoreFunction:
     layer_tensors: tuple[str, ...] = ()
     batch_tensors: tuple[str, ...] = ()
     bounds: Callable[..., Any] | None = None
+    head_bounds: Callable[..., Any] | None = None
     examples: Callable[[int, Sequence[int]], Mapping[str, Tensor]] | None = None
     form: str = "score"
     needs_bidirectional: bool = False
@@ -93,11 +99,15 @@ class ScoreFunction:
                 rule="M10",
             )
         self._check_names()
-        _check_function(self.function, PARAMETERS[self.form])
+        check_function(self.function, PARAMETERS[self.form])
         if self.bounds is not None:
-            _check_function(self.bounds, _BOUNDS)
+            check_function(self.bounds, _BOUNDS)
+            self.count_ranges()
+        if self.head_bounds is not None:
+            check_function(self.head_bounds, _HEAD_BOUNDS)
+            self.count_ranges(by_head=True)
         if self.examples is not None:
-            _check_top_level(self.examples)
+            check_top_level(self.examples)
 
     def _check_names(self) -> None:
         names = [*self.tensor_names, *(name for name, _ in self.constants)]
@@ -174,6 +184,17 @@ class ScoreFunction:
         results as scores."""
         return _count_tile_lookups(self)
 
+    def count_ranges(self, by_head: bool = False) -> int:
+        """Ranges of keys that the bounds return, 1 or 2; 0 without bounds.
+
+        Args:
+            by_head: of `head_bounds` instead of `bounds`.
+
+        Raises:
+            ContractError: they return neither four nor eight values.
+        """
+        return _count_ranges(self, by_head)
+
     def check_tensors(
         self, tensors: Mapping[str, Tensor] | None, names: Sequence[str], owner: str
     ) -> None:
@@ -223,6 +244,25 @@ class ScoreFunction:
 
 
 @lru_cache(maxsize=256)
+def _count_ranges(function: ScoreFunction, by_head: bool) -> int:
+    bounds = function.head_bounds if by_head else function.bounds
+    if bounds is None:
+        return 0
+    tables = dict.fromkeys(function.tensor_names, torch.zeros(1, dtype=torch.int32))
+    head = (0,) if by_head else ()
+    with observed_lookups():
+        values = bounds(4, 9, 16, *head, 0, function.namespace(tables))
+    if not isinstance(values, tuple) or len(values) not in (4, 4 * _MOST_RANGES):
+        found = f"{len(values)} values" if isinstance(values, tuple) else type(values).__name__
+        raise ContractError(
+            f"{bounds.__qualname__} returns {found}: return four key positions (first, last, "
+            f"same_first, same_last), or eight for {_MOST_RANGES} ranges",
+            rule="M10",
+        )
+    return len(values) // 4
+
+
+@lru_cache(maxsize=256)
 def _count_tile_lookups(function: ScoreFunction) -> int:
     rows, keys = torch.arange(3)[:, None], torch.arange(5)
     tables = dict.fromkeys(function.tensor_names, torch.zeros(1))
@@ -232,77 +272,3 @@ def _count_tile_lookups(function: ScoreFunction) -> int:
         except (RuntimeError, TypeError):
             return len(function.tensor_names)  # it needs values: count every tensor
     return sum(shape == (3, 5) for shape in shapes)
-
-
-def _check_function(function: Any, parameters: tuple[str, ...]) -> None:
-    """Check a function and the functions that it calls.
-
-    Raises:
-        ContractError: it is not a top-level function, has other parameters, or uses a value that
-            kernels have not.
-    """
-    _check_top_level(function)
-    found = list(inspect.signature(function).parameters.values())
-    if len(found) != len(parameters) or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in found):
-        raise ContractError(
-            f"{function.__qualname__} has the parameters ({', '.join(p.name for p in found)}); it "
-            f"must take {len(parameters)}: ({', '.join(parameters)})",
-            rule="M10",
-        )
-    _check_values(function, set())
-
-
-def _check_values(function: Callable[..., Any], seen: set[Any]) -> None:
-    if function in seen:
-        return
-    seen.add(function)
-    used = inspect.getclosurevars(function)
-    where = f"{function.__module__}.{function.__qualname__}"
-    for name in used.builtins:
-        if name not in _ALLOWED_BUILTINS:
-            advice = {"min": "minimum", "max": "maximum"}.get(name)
-            raise ContractError(
-                f"{where} calls {name}, which kernels cannot: use "
-                + (f"attnlib.score_functions.{advice}" if advice else "operators only"),
-                rule="M10",
-            )
-    for name, value in used.globals.items():
-        if isinstance(value, bool | int | float) or value in (None,):
-            continue
-        if isinstance(value, ModuleType):
-            if value is torch or value.__name__.startswith("attnlib.score_functions"):
-                continue
-        elif callable(value) and (value in OPERATORS or value in TORCH_OPERATORS):
-            continue
-        elif isinstance(value, FunctionType):
-            _check_top_level(value)
-            _check_values(value, seen)
-            continue
-        raise ContractError(
-            f"{where} uses {name}, a {type(value).__name__}; a score function may use numbers, "
-            "functions of attnlib.score_functions and other such functions: pass tensors as "
-            "layer_tensors or batch_tensors",
-            rule="M10",
-        )
-
-
-def _check_top_level(function: Any) -> None:
-    if not isinstance(function, FunctionType):
-        raise ContractError(
-            f"{function!r} is a {type(function).__name__}; a score function is made from a Python "
-            "function: write it with def at the top level of a module",
-            rule="M10",
-        )
-    if function.__closure__:
-        raise ContractError(
-            f"{function.__qualname__} captures {', '.join(function.__code__.co_freevars)}: pass "
-            "numbers as constants and tensors as layer_tensors or batch_tensors",
-            rule="M10",
-        )
-    module = sys.modules.get(function.__module__)
-    if getattr(module, function.__qualname__, None) is not function:
-        raise ContractError(
-            f"{function.__qualname__} is not found under this name in {function.__module__}, so it "
-            "cannot be pickled: define it with def at the top level of a module",
-            rule="M10",
-        )

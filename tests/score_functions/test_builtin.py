@@ -81,39 +81,51 @@ def test_visible_keys_follow_the_definition(name: str) -> None:
     assert 0 < int(found.sum()) < LENGTH * LENGTH
 
 
+def _union(ranges: list[tuple[int, int]]) -> torch.Tensor:
+    """The positions in any of the ranges."""
+    positions, found = torch.arange(LENGTH), torch.zeros(LENGTH, dtype=torch.bool)
+    for first, last in ranges:
+        found |= (positions >= first) & (positions < last)
+    return found
+
+
+@pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("name", [name for name, (fn, _) in VISIBLE.items() if fn.bounds])
-def test_bounds_hold_and_contain_those_of_fewer_queries(name: str) -> None:
-    """M10: nothing visible outside, nothing changed inside."""
+def test_bounds_hold_and_contain_those_of_fewer_queries(name: str, by_head: bool) -> None:
+    """M10: nothing visible outside, nothing changed inside; of each head, or of all heads."""
     function, _ = VISIBLE[name]
-    assert function.bounds is not None
+    called: Any = function.head_bounds if by_head else function.bounds
+    if called is None:
+        pytest.skip("the function has no bounds for one head")
     tensors = _tensors(function)
-    # Of all heads: bounds hold for every head.
     positions, heads = torch.arange(LENGTH), torch.arange(4)[:, None, None]
     scores = torch.zeros(4, LENGTH, LENGTH)
     changed = function.evaluate(scores, positions[:, None], positions, heads, 0, tensors)
     draw = random.Random(0)
 
-    def bounds(first: int, last: int) -> list[int]:
-        found = function.bounds(first, last, LENGTH, 0, function.namespace(tensors))
-        return [int(bound) for bound in found]
+    def bounds(first: int, last: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+        one_head = (head,) if by_head else ()
+        found = called(first, last, LENGTH, *one_head, 0, function.namespace(tensors))
+        assert len(found) == 4 * function.count_ranges(by_head)
+        ranges = [tuple(int(value) for value in found[i : i + 4]) for i in range(0, len(found), 4)]
+        assert sorted(first for first, *_ in ranges) == [first for first, *_ in ranges]
+        return _union([r[:2] for r in ranges]), _union([r[2:] for r in ranges])
 
     narrow = 0
-    for _ in range(200):
+    for number in range(200):
         low, high = sorted(draw.sample(range(LENGTH), 2))
-        first, last, same_first, same_last = bounds(low, high)
-        rows = changed[:, low : high + 1]
+        head = number % 4
+        shown, same = bounds(low, high, head)
+        rows = changed[head if by_head else slice(None), low : high + 1]
         causal = positions <= positions[low : high + 1, None]
         if function.needs_bidirectional:
             causal = torch.ones_like(causal)
-        outside = (positions < first) | (positions >= last)
-        assert bool(((rows == -math.inf) | ~causal)[:, :, outside].all())
-        inside = (positions >= same_first) & (positions < same_last)
-        assert bool(((rows == 0) | ~causal)[:, :, inside].all())
-        inner = bounds(low, draw.randint(low, high))
-        assert inner[0] >= first and inner[1] <= last
-        assert inner[2] <= same_first and inner[3] >= same_last
-        narrow += last - max(first, 0) < LENGTH
-    assert narrow or name in ("multi_item",)
+        assert bool(((rows == -math.inf) | ~causal)[..., ~shown].all())
+        assert bool(((rows == 0) | ~causal)[..., same].all())
+        inner, inner_same = bounds(low, draw.randint(low, high), head)
+        assert not bool((inner & ~shown).any()) and not bool((same & ~inner_same).any())
+        narrow += not bool(shown.all())
+    assert narrow
 
 
 def test_relative_bias_is_that_of_t5() -> None:

@@ -32,7 +32,12 @@ from attnlib.ops.triton.launch.attention import (
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
-from attnlib.ops.triton.launch.score import count_lookups, count_score_tiles
+from attnlib.ops.triton.launch.score import (
+    count_lookups,
+    count_score_tiles,
+    has_head_bounds,
+    range_constants,
+)
 from attnlib.ops.triton.launch.signature import batch_signature, call_signature
 
 __all__ = ["paged_prefill", "prepare_plain_prefill", "prepare_prefill"]
@@ -178,7 +183,9 @@ def prepare_plain_prefill(
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads, head_size_v = value.shape[-2:]
     # Row counts that choose the same tile share a launch.
-    rows = min(_MAX_ROWS, next_power_of_2(num_heads // max(1, num_kv_heads) * max_query_len))
+    one_head = has_head_bounds(params)
+    heads = 1 if one_head else num_heads // max(1, num_kv_heads)
+    rows = min(_MAX_ROWS, next_power_of_2(heads * max_query_len))
     key_ = ("plain prefill", signature, batch_signature(batch), rows, batch.block_table is None)
     found: PlainAttention | None = LAUNCHES.get(key_)
     if found is not None and found.limits is limits:
@@ -200,9 +207,10 @@ def prepare_plain_prefill(
         tile = choose_prefill_tile(
             *problem, lookups=lookups, native_fp8=limits.has_fp8, tuned=limits.tuned
         )
-    tile_heads = min(group, tile.block_m)
+    tile_heads = 1 if one_head else min(group, tile.block_m)
     tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(group, tile_heads)
     constants |= {
+        **range_constants(params, "triton", one_head),
         "PAGED": table is not None,
         **key_chunks((head_size, head_size_v), tile, query.element_size(), limits.products, latent),
         "TILE_HEADS": tile_heads,

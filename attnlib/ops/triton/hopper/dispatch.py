@@ -34,6 +34,7 @@ from attnlib.ops.triton.hopper.support import (
     prefill_unsupported_reasons,
 )
 from attnlib.ops.triton.launch.attention import BatchTensors
+from attnlib.ops.triton.launch.score import has_head_bounds
 
 __all__ = [
     "decode_workspace_bytes",
@@ -44,6 +45,10 @@ __all__ = [
     "select_prefill",
     "unsupported_strides",
 ]
+
+_LEAST_TOKENS_OF_ONE_HEAD = 64
+"""Query tokens of the longest request from which a tile has the rows of one head, if the score
+function has bounds for each head. Not tuned: a consumer warpgroup has 64 rows."""
 
 _MOST_PAIRS = 16
 """Pairs per multiprocessor that are told apart when a tile is chosen."""
@@ -129,7 +134,11 @@ def select_prefill(
         rows - 1).bit_length()), block_size=key.shape[1], visible=_visible(params),
         has_score=params.score_function is not None, tuned=limits.tuned,
     )  # fmt: skip
-    return prepare_hopper_prefill(query, key, value, out, lse, batch, params, tile, limits)
+    # Tiles of one head waste rows where queries are short.
+    one_head = has_head_bounds(params) and max_query_len >= _LEAST_TOKENS_OF_ONE_HEAD
+    return prepare_hopper_prefill(
+        query, key, value, out, lse, batch, params, tile, limits, one_head
+    )
 
 
 def select_decode(

@@ -32,6 +32,8 @@ from attnlib.ops.triton.launch.run import run_attention
 from attnlib.ops.triton.launch.scales import kv_kind, scale_kind
 from attnlib.ops.triton.launch.score import (
     batch_score_values,
+    has_head_bounds,
+    range_constants,
     score_arguments,
     score_constants,
     tensor_sizes,
@@ -71,6 +73,7 @@ class HopperPrefill:
         index: the device index.
         tile: tile shape, pipeline stages and grid policy.
         num_kv_heads: Hkv.
+        shared: work items with the same query tokens and KV head, each with other query heads.
         views: the key and value cache as TMA reads them.
         query_view: the queries as TMA reads them; None where the kernel loads queries itself.
         scale: softmax scale; times `k_scale` where the cache is not quantized.
@@ -86,6 +89,7 @@ class HopperPrefill:
     index: int
     tile: HopperTile
     num_kv_heads: int
+    shared: int
     views: tuple[CacheView, CacheView]
     query_view: QueryView | None
     scale: float
@@ -173,11 +177,11 @@ class HopperPrefill:
         )  # fmt: skip
 
     def _section(self, max_seq_len: int) -> int:
-        """KV heads of a section of work items."""
-        if not self.tile.sections:
-            return self.num_kv_heads
-        key_view, value_view = self.views
-        return choose_section(self.num_kv_heads, max_seq_len, key_view.width + value_view.width)
+        """Heads of a section of work items: KV heads, times the work items that share one."""
+        heads, (key_view, value_view) = self.num_kv_heads, self.views
+        if self.tile.sections:
+            heads = choose_section(heads, max_seq_len, key_view.width + value_view.width)
+        return heads * self.shared
 
     def _lookups(self, direct: bool) -> tuple[Lookup, ...]:
         """The descriptors of a call."""
@@ -223,23 +227,28 @@ def prepare_hopper_prefill(
     params: AttentionParams,
     tile: HopperTile,
     limits: DeviceLimits,
+    one_head: bool = False,
 ) -> HopperPrefill:
-    """Prepare the launch of calls like this one with a given tile; at least one query and block."""
+    """Prepare the launch of calls like this one with a given tile; at least one query and block.
+
+    With `one_head` a work item has one query head, and uses `ScoreFunction.head_bounds`.
+    """
     num_tokens, num_heads, head_size = query.shape
     num_blocks, block_size, num_kv_heads, _ = key.shape
     assert batch.block_table is not None
-    head_size_v, group = value.shape[3], num_heads // num_kv_heads
+    head_size_v, shared = value.shape[3], num_heads // num_kv_heads if one_head else 1
+    group = num_heads // num_kv_heads // shared
     width, width_v = padded_width(head_size), padded_width(head_size_v)
     box, rows = min(block_size, tile.block_n), 64 * tile.consumers
     tile_tokens, num_reqs = rows // group, batch.query_start_loc.shape[0] - 1
     left, right = params.window
     chunk, cap = params.attention_chunk_size, params.logits_soft_cap
     num_tiles = num_tokens // tile_tokens + num_reqs + 1
-    items = num_tiles * num_kv_heads
+    items = num_tiles * num_kv_heads * shared
     box_tokens, box_heads = (64 // group, group) if group <= 64 else (1, 64)
     load_query = tile_tokens * group == rows and (64 % group == 0 or group % 64 == 0)
     constants = {
-        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "D": head_size, "DV": head_size_v,
+        "NUM_KV_HEADS": num_kv_heads, "SHARED": shared, "GROUP": group, "D": head_size, "DV": head_size_v,
         "WIDTH": width, "WIDTH_V": width_v, "TILE_TOKENS": tile_tokens, "BLOCK_N": tile.block_n,
         "BLOCK_SIZE": block_size, "STAGES": tile.stages, "Q_STAGES": tile.q_stages,
         "CONSUMERS": tile.consumers, "LOAD_QUERY": load_query, "PERSISTENT": tile.persistent,
@@ -255,6 +264,7 @@ def prepare_hopper_prefill(
         "CONVERTER_REGISTERS": tile.converter_registers, "num_warps": 4,
         "enable_fp_fusion": True, "launch_pdl": True,
         **score_constants(params, "gluon", True, key.dtype.itemsize > 1),
+        **range_constants(params, "gluon", one_head),
     }  # fmt: skip
     query_view = None
     if load_query:
@@ -270,6 +280,7 @@ def prepare_hopper_prefill(
         index=query.get_device(),
         tile=tile,
         num_kv_heads=num_kv_heads,
+        shared=shared,
         views=(CacheView.of(key, box, width), CacheView.of(value, box, width_v)),
         query_view=query_view,
         scale=scale,
@@ -316,6 +327,7 @@ def launch_hopper_prefill(
     )  # fmt: skip
     check_batch(batch, 0)
     prepared = prepare_hopper_prefill(
-        query, key_cache, value_cache, out, lse, batch, params, tile, limits_of(query)
-    )
+        query, key_cache, value_cache, out, lse, batch, params, tile, limits_of(query),
+        has_head_bounds(params),
+    )  # fmt: skip
     run_attention(prepared, batch, query, key_cache, value_cache, out, lse, params)

@@ -223,11 +223,17 @@ def attend_tile(
 
 
 @triton.jit
+def _skip(index, at, count):
+    """Return an index as if the `count` elements from `at` on did not exist."""
+    return tl.where(index < at, index, index + count)
+
+
+@triton.jit
 def attend(
     query, query_offsets, valid, token, first_token, last_token, query_len, seq_len, causal,
     key_base, value_base, table, split_begin, split_end, stride_kb, stride_kn, stride_vb, stride_vn,
-    qk_scale, soft_cap, slopes, bias_rows, left, right, chunk, heads, request, aux,
-    SCORE: tl.constexpr, BOUNDS: tl.constexpr, SPLIT: tl.constexpr,
+    qk_scale, soft_cap, slopes, bias_rows, left, right, chunk, heads, bound_head, request, aux,
+    SCORE: tl.constexpr, BOUNDS: tl.constexpr, RANGES: tl.constexpr, SPLIT: tl.constexpr,
     ONE_LOOP: tl.constexpr, PAGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr,
     DV0: tl.constexpr, DV1: tl.constexpr, KV_KIND: tl.constexpr, COMPUTE: tl.constexpr,
@@ -239,7 +245,9 @@ def attend(
     """Compute attention of the packed rows over their visible keys, without normalization.
 
     Only tiles with a visible key are visited; with SPLIT, only those in [split_begin, split_end).
-    SCORE is a score function (`kernels.score`) or None, and BOUNDS its bounds or None.
+    SCORE is a score function (`kernels.score`) or None, and BOUNDS its bounds or None: in decodes
+    `bound_keys`, with RANGES 0, and in prefills `bound_ranges`, with the number of their ranges.
+    `bound_head` is the query head of a tile with one head.
 
     Returns:
         (acc0, acc1, row_max, row_sum).
@@ -267,9 +275,22 @@ def attend(
         last_position, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
     )
     if BOUNDS is not None:
-        low, high, same_low, same_high = BOUNDS(
-            first_position, last_position, seq_len, request, aux
-        )
+        if RANGES == 0:
+            low, high, same_low, same_high = BOUNDS(
+                first_position, last_position, seq_len, request, aux
+            )
+        elif RANGES == 1:
+            low, high, same_low, same_high = BOUNDS(
+                first_position, last_position, seq_len, bound_head, request, aux
+            )
+        else:
+            low, high, same_low, same_high, low_b, high_b, same_low_b, same_high_b = BOUNDS(
+                first_position, last_position, seq_len, bound_head, request, aux
+            )
+            first_b = tl.maximum(first, low_b)
+            last_b = tl.minimum(last, high_b)
+            all_first_b = tl.maximum(all_first, same_low_b)
+            all_last_b = tl.minimum(all_last, same_high_b)
         first = tl.maximum(first, low)
         last = tl.minimum(last, high)
         # Outside of this range the function is applied, which only masked tiles do.
@@ -315,11 +336,40 @@ def attend(
             tl.maximum((all_first + BLOCK_N - 1) // BLOCK_N * BLOCK_N, begin), top
         )
         full_end = tl.maximum(tl.minimum(all_last, end) // BLOCK_N * BLOCK_N, full_begin)
-        blocks = load_blocks(table, full_begin, first, full_end, BLOCK_SIZE, BLOCK_N, PAGED)
-        for start in range(full_begin, full_end, BLOCK_N):
-            next_blocks = load_blocks(
-                table, start + BLOCK_N, first, full_end, BLOCK_SIZE, BLOCK_N, PAGED
+        skipped = full_end - full_begin
+        masked_end = top - skipped
+        full_stop = full_end
+        full_limit = full_end
+        if RANGES == 2:
+            # The tiles of the second range, from the end of the first one on. Loop variables count
+            # as if the tiles between the ranges did not exist.
+            begin_b = tl.maximum(first_b // BLOCK_N * BLOCK_N, top)
+            top_b = tl.maximum(begin_b, (last_b + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
+            if HAS_BIAS:
+                all_last_b = tl.minimum(all_last_b, origin)
+            full_begin_b = tl.minimum(
+                tl.maximum((all_first_b + BLOCK_N - 1) // BLOCK_N * BLOCK_N, begin_b), top_b
             )
+            full_end_b = tl.maximum(tl.minimum(all_last_b, last_b) // BLOCK_N * BLOCK_N,
+                                    full_begin_b)  # fmt: skip
+            skipped_b = full_end_b - full_begin_b
+            masked_end += top_b - begin_b - skipped_b
+            full_stop += skipped_b
+            first = tl.minimum(first, first_b)
+            last = tl.maximum(last, last_b)
+            end = last
+            full_limit = last
+        full_start = full_begin
+        if RANGES == 2:
+            full_start = _skip(full_begin, full_end, full_begin_b - full_end)
+        blocks = load_blocks(table, full_start, first, full_limit, BLOCK_SIZE, BLOCK_N, PAGED)
+        for unshifted in range(full_begin, full_stop, BLOCK_N):
+            start = unshifted
+            after = unshifted + BLOCK_N
+            if RANGES == 2:
+                start = _skip(start, full_end, full_begin_b - full_end)
+                after = _skip(after, full_end, full_begin_b - full_end)
+            next_blocks = load_blocks(table, after, first, full_limit, BLOCK_SIZE, BLOCK_N, PAGED)
             acc0, acc1, row_max, row_sum = attend_tile(
                 acc0, acc1, row_max, row_sum, q0, q1, key_base, value_base, blocks, start, first,
                 last, row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale,
@@ -327,15 +377,20 @@ def attend(
                 FULL_SCORE, False, PAGED, BLOCK_SIZE, BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND,
                 COMPUTE, HAS_CAP, HAS_ALIBI, False, SCALE_LATE, LATENT, VEC_K, VEC_V)  # fmt: skip
             blocks = next_blocks
-        # One loop for the masked tiles of both ends, which halves the code: the loop variable
+        # One loop for the masked tiles of all ends, which halves the code: the loop variable
         # counts as if the unmasked tiles did not exist.
-        skipped = full_end - full_begin
         masked_first = tl.where(full_begin > begin, begin, full_end)
+        if RANGES == 2:
+            masked_first = _skip(masked_first, top, begin_b - top)
+            masked_first = _skip(masked_first, full_begin_b, skipped_b)
         blocks = load_blocks(table, masked_first, first, end, BLOCK_SIZE, BLOCK_N, PAGED)
-        for unshifted in range(begin, top - skipped, BLOCK_N):
+        for unshifted in range(begin, masked_end, BLOCK_N):
             start = tl.where(unshifted < full_begin, unshifted, unshifted + skipped)
             after = unshifted + BLOCK_N
             after = tl.where(after < full_begin, after, after + skipped)
+            if RANGES == 2:
+                start = _skip(_skip(start, top, begin_b - top), full_begin_b, skipped_b)
+                after = _skip(_skip(after, top, begin_b - top), full_begin_b, skipped_b)
             next_blocks = load_blocks(table, after, first, end, BLOCK_SIZE, BLOCK_N, PAGED)
             acc0, acc1, row_max, row_sum = attend_tile(
                 acc0, acc1, row_max, row_sum, q0, q1, key_base, value_base, blocks, start, first,

@@ -33,7 +33,7 @@ def prefill_kernel(
     num_tokens, stride_qt, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn,
     stride_vh, stride_ot, stride_oh, stride_lt, stride_bt, block_table, stride_table, num_tiles,
     rows0, columns0, rows1, columns1, rows2, columns2, rows3, columns3, SCORE: tl.constexpr,
-    BOUNDS: tl.constexpr, PAGED: tl.constexpr, TILE_HEADS: tl.constexpr, TILE_TOKENS: tl.constexpr,
+    BOUNDS: tl.constexpr, RANGES: tl.constexpr, PAGED: tl.constexpr, TILE_HEADS: tl.constexpr, TILE_TOKENS: tl.constexpr,
     HEAD_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr,
     D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, KV_KIND: tl.constexpr,
@@ -112,7 +112,8 @@ def prefill_kernel(
         query, query_offsets, valid, token, first_token, last_token, query_len, seq_len, causal,
         key, value, table, 0, 0, stride_kb, stride_kn, stride_vb, stride_vn,
         scale * load_scale(k_scale, kv_head, K_SCALE_KIND), soft_cap, slopes, bias_rows, left,
-        right, chunk, head, request, aux, SCORE, BOUNDS, False, False, PAGED, BLOCK_M, BLOCK_N,
+        right, chunk, head, kv_head * GROUP + head_offset, request, aux, SCORE, BOUNDS, RANGES,
+        False, False, PAGED, BLOCK_M, BLOCK_N,
         BLOCK_SIZE, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE, CAUSAL, HAS_LEFT, HAS_RIGHT,
         HAS_CHUNK, HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, LATENT, VEC_Q, VEC_K,
         VEC_V)  # fmt: skip

@@ -18,8 +18,8 @@ import triton.language as tl
 
 __all__ = [
     "absolute", "apply_mask_mod", "apply_raw_mask_mod", "apply_raw_score", "apply_raw_score_mod",
-    "apply_score", "apply_score_mod", "bound_keys", "distance", "exp", "exp2",
-    "floor", "log", "log2", "lookup", "maximum", "minimum", "named_values", "sqrt", "where",
+    "apply_score", "apply_score_mod", "bound_head_ranges", "bound_keys", "bound_keys_of_ranges",
+    "bound_ranges", "distance", "exp", "exp2", "floor", "log", "log2", "lookup", "maximum", "minimum", "named_values", "sqrt", "where",
 ]  # fmt: skip
 
 FIELDS: tl.constexpr = tl.constexpr(())
@@ -178,5 +178,30 @@ def apply_raw_mask_mod(product, q_pos, k_pos, head, request, aux, inverse_scale)
 
 @triton.jit
 def bound_keys(q_first, q_last, seq_len, request, aux):
-    """Call the bounds of a score function with its named tensors and constants."""
+    """Call the bounds of a score function, which return one range of keys.
+
+    Returns:
+        (first, last, same_first, same_last).
+    """
     return FUNCTION(q_first, q_last, seq_len, request, named_values(aux, FIELDS))
+
+
+@triton.jit
+def bound_keys_of_ranges(q_first, q_last, seq_len, request, aux):
+    """Call bounds that return two ranges; returns one that contains both, as `bound_keys`."""
+    first, last, same_first, same_last, first_b, last_b, _, _ = FUNCTION(
+        q_first, q_last, seq_len, request, named_values(aux, FIELDS)
+    )
+    return tl.minimum(first, first_b), tl.maximum(last, last_b), same_first, same_last
+
+
+@triton.jit
+def bound_ranges(q_first, q_last, seq_len, head, request, aux):
+    """Call the bounds of a score function; returns the four values of each range."""
+    return FUNCTION(q_first, q_last, seq_len, request, named_values(aux, FIELDS))
+
+
+@triton.jit
+def bound_head_ranges(q_first, q_last, seq_len, head, request, aux):
+    """`bound_ranges` for bounds of one query head."""
+    return FUNCTION(q_first, q_last, seq_len, head, request, named_values(aux, FIELDS))

@@ -43,6 +43,8 @@ __all__ = [
     "count_lookups",
     "count_score_tiles",
     "device_source",
+    "has_head_bounds",
+    "range_constants",
     "score_arguments",
     "score_constants",
     "score_signature",
@@ -71,7 +73,10 @@ class CompiledScore(NamedTuple):
 
     Attributes:
         apply: `apply(score, q_pos, k_pos, head, request, aux)`.
-        bounds: `bounds(q_first, q_last, seq_len, request, aux)`, or None.
+        bounds: `bounds(q_first, q_last, seq_len, request, aux)` returns one range; or None.
+        ranges: `ranges(q_first, q_last, seq_len, head, request, aux)` returns all ranges of
+            `ScoreFunction.bounds`; or None.
+        head_ranges: the same of `ScoreFunction.head_bounds`; or None.
         apply_raw: `apply_raw(product, q_pos, k_pos, head, request, aux, inverse_scale)` takes and
             returns products q . k, not scaled; None if the function cannot or the language is not
             Gluon.
@@ -80,7 +85,9 @@ class CompiledScore(NamedTuple):
     """
 
     apply: Any
-    bounds: Any
+    bounds: Any = None
+    ranges: Any = None
+    head_ranges: Any = None
     apply_raw: Any = None
     key_slope: Any = None
 
@@ -127,10 +134,15 @@ def compile_score(function: ScoreFunction, language: str) -> CompiledScore:
             if converter.convert(function.function, form, variant) is not None:
                 template = _RAW_TEMPLATES[form]
                 more[name] = converter.template(template, function.function, extra, form, variant)
-    bounds = None
     if function.bounds is not None:
-        bounds = converter.template(device_code.bound_keys, function.bounds, extra)
-    return CompiledScore(apply, bounds, **more)
+        one = function.count_ranges() == 1
+        single: Any = device_code.bound_keys if one else device_code.bound_keys_of_ranges
+        more["bounds"] = converter.template(single, function.bounds, extra)
+        more["ranges"] = converter.template(device_code.bound_ranges, function.bounds, extra)
+    if function.head_bounds is not None:
+        template = device_code.bound_head_ranges
+        more["head_ranges"] = converter.template(template, function.head_bounds, extra)
+    return CompiledScore(apply, **more)
 
 
 class _Converter:
@@ -302,7 +314,8 @@ def count_lookups(params: AttentionParams) -> int:
 def score_constants(
     params: AttentionParams, language: str, has_raw: bool = False, takes_raw: bool = True
 ) -> dict[str, Any]:
-    """The compile-time arguments of a kernel for its score function.
+    """The compile-time arguments of a kernel for its score function. Prefills take other BOUNDS
+    (`range_constants`).
 
     Args:
         params: parameters of the call.
@@ -324,6 +337,32 @@ def score_constants(
             "SCORE": compiled.apply_raw, "RAW_SCORE": True, "KEY_SLOPE": compiled.key_slope,
         }  # fmt: skip
     return constants
+
+
+def range_constants(
+    params: AttentionParams, language: str, one_head: bool = False
+) -> dict[str, Any]:
+    """The compile-time arguments of a prefill kernel for the bounds of its score function.
+
+    BOUNDS is `CompiledScore.ranges` or `head_ranges`, and RANGES the number of ranges that it
+    returns, 0 without bounds.
+
+    Args:
+        params: parameters of the call.
+        language: as in `compile_score`.
+        one_head: a tile has the rows of one query head (`has_head_bounds`).
+    """
+    function = params.score_function
+    if function is None:
+        return {"BOUNDS": None, "RANGES": 0}
+    compiled = compile_score(function, language)
+    bounds = compiled.head_ranges if one_head else compiled.ranges
+    return {"BOUNDS": bounds, "RANGES": function.count_ranges(one_head)}
+
+
+def has_head_bounds(params: AttentionParams) -> bool:
+    """Whether the keys that a query sees depend on its head, so that a tile has one head."""
+    return params.score_function is not None and params.score_function.head_bounds is not None
 
 
 def tensor_sizes(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:

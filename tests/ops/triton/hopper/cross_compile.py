@@ -202,6 +202,14 @@ SCORE_CASES: dict[str, dict[str, Any]] = {
     "128-e4m3-heads": {"cache": E4M3, "score": "heads"},
     "decode-128-e4m3-heads": {"op": "hopper_decode", "cache": E4M3, "score": "heads"},
     "128-heads-cap": {"score": "heads", "cap": 50.0, "window": (127, 0)},
+    **{
+        f"{case}-{name}": {**options, "score": name}
+        for case, options in {"64": {"d": 64}, "128": {}, "256": {"d": 256, "group": 2}}.items()
+        for name in ("multi_item", "head_windows")
+    },
+    "128-e4m3-multi_item": {"cache": E4M3, "score": "multi_item"},
+    "128-e4m3-head_windows": {"cache": E4M3, "score": "head_windows", "scales": "heads"},
+    "decode-128-multi_item": {"op": "hopper_decode", "score": "multi_item"},
 }
 """Cases with a score function, apart from `CASES`, whose machine code is compared over time."""
 

@@ -11,9 +11,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from attnlib.ops.triton.hopper.kernels.compat import partition_barrier
-from attnlib.ops.triton.hopper.kernels.mailbox import read_field
+from attnlib.ops.triton.hopper.kernels.mailbox import read_field, read_tiles
 from attnlib.ops.triton.hopper.kernels.quantized import float16_pairs, split_pairs
-from attnlib.ops.triton.hopper.kernels.schedule import visited_tiles
+from attnlib.ops.triton.hopper.kernels.schedule import tile_at, visited_tiles
 
 __all__ = ["converter"]
 
@@ -69,8 +69,8 @@ def _next_tile(
 @gluon.jit
 def converter(
     left, right, chunk, num_reqs, mailbox, k_bytes, v_bytes, k_ring, v_ring, mail_full, mail_empty,
-    kb_full, kb_empty, vb_full, vb_empty, k_full, k_empty, v_full, v_empty, aux,
-    BOUNDS: gl.constexpr, TILE_TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    kb_full, kb_empty, vb_full, vb_empty, k_full, k_empty, v_full, v_empty,
+    RANGES: gl.constexpr, TILE_TOKENS: gl.constexpr, STAGES: gl.constexpr,
     BYTE_STAGES: gl.constexpr, FIELDS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, KV_KIND: gl.constexpr,
 ):  # fmt: skip
@@ -89,14 +89,16 @@ def converter(
         first_token = read_field(mailbox, slot * FIELDS + 2)
         query_len = read_field(mailbox, slot * FIELDS + 4)
         seq_len = read_field(mailbox, slot * FIELDS + 5)
+        begin, _, _, end, _, _, after_gap, gap = read_tiles(mailbox, slot, RANGES, FIELDS)
         # All warps have read the slot.
         partition_barrier()
         mbarrier.arrive(mail_empty.index(slot), count=1)
         mail += 1
         if (request >= 0) & (request < num_reqs):
-            begin, _, _, end = visited_tiles(
-                first_token, query_len, seq_len, left, right, chunk, request, aux, BOUNDS,
-                TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            if RANGES == 0:
+                begin, _, _, end = visited_tiles(
+                    first_token, query_len, seq_len, left, right, chunk, request, None, None,
+                    TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
             # In the order of the products: the keys of a tile before the values of the tile before
             # it, whose stage becomes free later.
             for back in range(0, end - begin):
@@ -104,11 +106,13 @@ def converter(
                     k_bytes, k_ring, kb_full, kb_empty, k_full, k_empty, step, BLOCK_N, STAGES,
                     BYTE_STAGES, KV_KIND)  # fmt: skip
                 if back > 0:
+                    later = tile_at(end - back, after_gap, gap, RANGES)
                     _next_tile(
                         v_bytes, v_ring, vb_full, vb_empty, v_full, v_empty, step - 1,
-                        seq_len - (end - back) * BLOCK_N, STAGES, BYTE_STAGES, KV_KIND)  # fmt: skip
+                        seq_len - later * BLOCK_N, STAGES, BYTE_STAGES, KV_KIND)  # fmt: skip
                 step += 1
             if end > begin:
+                first = tile_at(begin, after_gap, gap, RANGES)
                 _next_tile(
                     v_bytes, v_ring, vb_full, vb_empty, v_full, v_empty, step - 1,
-                    seq_len - begin * BLOCK_N, STAGES, BYTE_STAGES, KV_KIND)  # fmt: skip
+                    seq_len - first * BLOCK_N, STAGES, BYTE_STAGES, KV_KIND)  # fmt: skip

@@ -6,7 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-__all__ = ["publish", "read_field"]
+__all__ = ["publish", "read_field", "read_tiles"]
+
+_FIRST_TILE_FIELD: gl.constexpr = gl.constexpr(6)
 
 
 @gluon.jit
@@ -24,9 +26,13 @@ def read_field(mailbox, index):
 @gluon.jit
 def publish(
     mailbox, mail_full, mail_empty, mail, request, start, first_token, kv_head, query_len, seq_len,
+    begin, left_end, right_begin, end, left_b, right_b, after_gap, gap, RANGES: gl.constexpr,
     FIELDS: gl.constexpr,
 ):  # fmt: skip
-    """Publish a work item to the consumers and the value loader; request -1 ends their loops."""
+    """Publish a work item to the consumers and the value loader; request -1 ends their loops.
+
+    `begin` to `gap` are the results of `schedule.bounded_tiles` with a score function of RANGES.
+    """
     slot = mail % 2
     # Wait until all readers have copied the item that the slot held before. The parity is inverted,
     # so that the first use of each slot does not wait.
@@ -37,4 +43,39 @@ def publish(
     _write_field(mailbox, slot * FIELDS + 3, kv_head)
     _write_field(mailbox, slot * FIELDS + 4, query_len)
     _write_field(mailbox, slot * FIELDS + 5, seq_len)
+    if RANGES > 0:
+        _write_field(mailbox, slot * FIELDS + _FIRST_TILE_FIELD, begin)
+        _write_field(mailbox, slot * FIELDS + _FIRST_TILE_FIELD + 1, left_end)
+        _write_field(mailbox, slot * FIELDS + _FIRST_TILE_FIELD + 2, right_begin)
+        _write_field(mailbox, slot * FIELDS + _FIRST_TILE_FIELD + 3, end)
+    if RANGES == 2:
+        _write_field(mailbox, slot * FIELDS + _FIRST_TILE_FIELD + 4, left_b)
+        _write_field(mailbox, slot * FIELDS + _FIRST_TILE_FIELD + 5, right_b)
+        _write_field(mailbox, slot * FIELDS + _FIRST_TILE_FIELD + 6, after_gap)
+        _write_field(mailbox, slot * FIELDS + _FIRST_TILE_FIELD + 7, gap)
     mbarrier.arrive(mail_full.index(slot), count=1)
+
+
+@gluon.jit
+def read_tiles(mailbox, slot, RANGES: gl.constexpr, FIELDS: gl.constexpr):
+    """Return the tiles of a work item; 0 for fields that do not exist."""
+    begin = 0
+    left_end = 0
+    right_begin = 0
+    end = 0
+    left_b = 0
+    right_b = 0
+    after_gap = 0
+    gap = 0
+    if RANGES > 0:
+        first = slot * FIELDS + _FIRST_TILE_FIELD
+        begin = read_field(mailbox, first)
+        left_end = read_field(mailbox, first + 1)
+        right_begin = read_field(mailbox, first + 2)
+        end = read_field(mailbox, first + 3)
+    if RANGES == 2:
+        left_b = read_field(mailbox, first + 4)
+        right_b = read_field(mailbox, first + 5)
+        after_gap = read_field(mailbox, first + 6)
+        gap = read_field(mailbox, first + 7)
+    return begin, left_end, right_begin, end, left_b, right_b, after_gap, gap

@@ -47,8 +47,9 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     wait_on_dependent_grids,
 )
 from attnlib.ops.triton.hopper.kernels.converter import converter
-from attnlib.ops.triton.hopper.kernels.mailbox import publish, read_field
+from attnlib.ops.triton.hopper.kernels.mailbox import publish, read_field, read_tiles
 from attnlib.ops.triton.hopper.kernels.mainloop import (
+    multiply_keys,
     overlapped_step,
     pack_weights,
     unpack_weights,
@@ -59,11 +60,19 @@ from attnlib.ops.triton.hopper.kernels.quantized import (
     halve_queries,
     load_kv_scale,
 )
-from attnlib.ops.triton.hopper.kernels.schedule import find_tile, visible_span, visited_tiles
+from attnlib.ops.triton.hopper.kernels.schedule import (
+    bounded_tiles,
+    find_tile,
+    tile_at,
+    visible_span,
+    visited_tiles,
+)
 from attnlib.ops.triton.hopper.kernels.softmax import (
     LN2,
     LOG2E,
+    column_numbers,
     score_factor,
+    slope_operand,
 )
 from attnlib.ops.triton.hopper.kernels.tma_load import load_tile
 from attnlib.ops.triton.hopper.kernels.work_counter import atomic_increment
@@ -100,7 +109,8 @@ def _key_loader(
     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left, right, chunk,
     num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks, stride_table, mailbox,
     q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, aux,
-    BOUNDS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    BOUNDS: gl.constexpr, RANGES: gl.constexpr, NUM_KV_HEADS: gl.constexpr, SHARED: gl.constexpr,
+    GROUP: gl.constexpr,
     TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr,
     PERSISTENT: gl.constexpr, FIELDS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
@@ -115,7 +125,7 @@ def _key_loader(
         # PDL: the previous kernel may have written the queries, the cache or the lengths.
         wait_on_dependent_grids()
         launch_dependent_grids()
-    items = num_tiles * NUM_KV_HEADS
+    items = num_tiles * NUM_KV_HEADS * SHARED
     # The first item of each CTA is its own index; the counter hands out the items after those.
     item = gl.program_id(0)
     first_counted = gl.num_programs(0)
@@ -129,7 +139,7 @@ def _key_loader(
     step = 0
     while item < items:
         request, start, first_token, kv_head = find_tile(
-            item, query_start_loc, num_reqs, num_tiles, section, NUM_KV_HEADS,
+            item, query_start_loc, num_reqs, num_tiles, section, NUM_KV_HEADS * SHARED,
             TILE_TOKENS)  # fmt: skip
         query_len = num_tokens - start
         seq_len = 0
@@ -138,11 +148,27 @@ def _key_loader(
             seq_len = gl.load(seq_lens + request)
         begin = 0
         end = 0
+        after_gap = 0
+        gap = 0
         # The number of tiles is an upper bound: tiles past a request's last token are skipped.
         if first_token < query_len:
+            left_end = 0
+            right_begin = 0
+            left_b = 0
+            right_b = 0
+            if RANGES > 0:
+                # Bounds may look tensors up, so they are evaluated here for all partitions.
+                if request < num_reqs:
+                    begin, left_end, right_begin, end, left_b, right_b, after_gap, gap = (
+                        bounded_tiles(
+                            first_token, query_len, seq_len, left, right, chunk, kv_head, request,
+                            aux, BOUNDS, RANGES, TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                            HAS_CHUNK)
+                    )  # fmt: skip
             publish(
                 mailbox, mail_full, mail_empty, mail, request, start, first_token, kv_head,
-                query_len, seq_len, FIELDS)  # fmt: skip
+                query_len, seq_len, begin, left_end, right_begin, end, left_b, right_b, after_gap,
+                gap, RANGES, FIELDS)  # fmt: skip
             mail += 1
             if request < num_reqs:
                 if LOAD_QUERY:
@@ -168,9 +194,10 @@ def _key_loader(
                                 q_tiles.index(q_stage * CONSUMERS + consumer),
                             )
                     loaded += 1
-                begin, _, _, end = visited_tiles(
-                    first_token, query_len, seq_len, left, right, chunk, request, aux, BOUNDS,
-                    TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+                if RANGES == 0:
+                    begin, _, _, end = visited_tiles(
+                        first_token, query_len, seq_len, left, right, chunk, request, aux, None,
+                        TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
         table = block_table + gl.minimum(request, num_reqs - 1).to(gl.int64) * stride_table
         pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
         # The next item is claimed 4 steps before the end of this one: early enough to hide the
@@ -178,23 +205,25 @@ def _key_loader(
         item = items
         last = gl.minimum(begin + 4, end)
         for back in range(0, end - last):
-            tile = end - 1 - back
+            tile = tile_at(end - 1 - back, after_gap, gap, RANGES)
             # Tiles go backwards: prefetch the 128-byte line of the block table before this one.
             load_tile(
-                key_desc, table, pages, num_blocks, kv_head, tile,
+                key_desc, table, pages, num_blocks, kv_head // SHARED, tile,
                 tile * BLOCK_N // BLOCK_SIZE - 32, k_ring, k_full, k_empty, step, BLOCK_SIZE,
                 STAGES, "nhd")  # fmt: skip
             step += 1
         if PERSISTENT:
             item = first_counted + atomic_increment(counters, "relaxed")
         for back in range(0, last - begin):
-            tile = last - 1 - back
+            tile = tile_at(last - 1 - back, after_gap, gap, RANGES)
             load_tile(
-                key_desc, table, pages, num_blocks, kv_head, tile,
+                key_desc, table, pages, num_blocks, kv_head // SHARED, tile,
                 tile * BLOCK_N // BLOCK_SIZE - 32, k_ring, k_full, k_empty, step, BLOCK_SIZE,
                 STAGES, "nhd")  # fmt: skip
             step += 1
-    publish(mailbox, mail_full, mail_empty, mail, -1, 0, 0, 0, 0, 0, FIELDS)
+    publish(
+        mailbox, mail_full, mail_empty, mail, -1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, RANGES,
+        FIELDS)  # fmt: skip
     if PERSISTENT:
         # The last CTA to run out of work resets both counters for the next launch.
         if atomic_increment(counters + 1, "relaxed") == gl.num_programs(0) - 1:
@@ -208,7 +237,7 @@ def _key_loader(
 @gluon.jit
 def _value_loader(
     value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table, mailbox,
-    v_ring, mail_full, mail_empty, v_full, v_empty, aux, BOUNDS: gl.constexpr,
+    v_ring, mail_full, mail_empty, v_full, v_empty, RANGES: gl.constexpr, SHARED: gl.constexpr,
     TILE_TOKENS: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, FIELDS: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
@@ -226,18 +255,20 @@ def _value_loader(
         kv_head = read_field(mailbox, slot * FIELDS + 3)
         query_len = read_field(mailbox, slot * FIELDS + 4)
         seq_len = read_field(mailbox, slot * FIELDS + 5)
+        begin, _, _, end, _, _, after_gap, gap = read_tiles(mailbox, slot, RANGES, FIELDS)
         mbarrier.arrive(mail_empty.index(slot), count=1)
         mail += 1
         if (request >= 0) & (request < num_reqs):
-            begin, _, _, end = visited_tiles(
-                first_token, query_len, seq_len, left, right, chunk, request, aux, BOUNDS,
-                TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            if RANGES == 0:
+                begin, _, _, end = visited_tiles(
+                    first_token, query_len, seq_len, left, right, chunk, request, None, None,
+                    TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
             table = block_table + request.to(gl.int64) * stride_table
             pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
             for back in range(0, end - begin):
-                tile = end - 1 - back
+                tile = tile_at(end - 1 - back, after_gap, gap, RANGES)
                 load_tile(
-                    value_desc, table, pages, num_blocks, kv_head, tile,
+                    value_desc, table, pages, num_blocks, kv_head // SHARED, tile,
                     tile * BLOCK_N // BLOCK_SIZE - 32, v_ring, v_full, v_empty, step, BLOCK_SIZE,
                     STAGES, "nhd")  # fmt: skip
                 step += 1
@@ -288,8 +319,8 @@ def _consumer(
     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk, num_reqs,
     concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox, q_tiles, q_halves,
     k_ring, v_ring, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, aux,
-    SCORE: gl.constexpr, RAW_SCORE: gl.constexpr, KEY_SLOPE: gl.constexpr, BOUNDS: gl.constexpr,
-    WARPGROUP: gl.constexpr, GROUP: gl.constexpr,
+    columns, SCORE: gl.constexpr, RAW_SCORE: gl.constexpr, KEY_SLOPE: gl.constexpr, RANGES: gl.constexpr,
+    SHARED: gl.constexpr, WARPGROUP: gl.constexpr, GROUP: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr,
     STAGED_STORE: gl.constexpr, FIELDS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
@@ -310,11 +341,12 @@ def _consumer(
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // Q_LANES, Q_LANES], [4, 1], [1, 0])
     V_LANES: gl.constexpr = min(32, WIDTH_V // 8)
     STORE_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // V_LANES, V_LANES], [4, 1], [1, 0])
+    A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK
     # With bounds, unmasked tiles have scores that the function does not change.
-    FULL_SCORE: gl.constexpr = None if BOUNDS is not None else SCORE
-    FULL_SLOPE: gl.constexpr = None if BOUNDS is not None else KEY_SLOPE
+    FULL_SCORE: gl.constexpr = None if RANGES > 0 else SCORE
+    FULL_SLOPE: gl.constexpr = None if RANGES > 0 else KEY_SLOPE
     factor = score_factor(scale, soft_cap, HAS_CAP)
     if concurrent == 0:
         # PDL: the previous kernel may have written the queries or read the output.
@@ -335,6 +367,9 @@ def _consumer(
         kv_head = read_field(mailbox, slot * FIELDS + 3)
         query_len = read_field(mailbox, slot * FIELDS + 4)
         seq_len = read_field(mailbox, slot * FIELDS + 5)
+        begin, left_end, right_begin, end, left_b, right_b, after_gap, gap = read_tiles(
+            mailbox, slot, RANGES, FIELDS
+        )
         mbarrier.arrive(mail_empty.index(slot), count=1)
         mail += 1
         if request == num_reqs:
@@ -352,9 +387,10 @@ def _consumer(
                     lse + (start + token).to(gl.int64) * stride_lt + head, empty_lse, mask=valid
                 )
         if (request >= 0) & (request < num_reqs):
-            begin, left_end, right_begin, end = visited_tiles(
-                first_token, query_len, seq_len, left, right, chunk, request, aux, BOUNDS,
-                TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            if RANGES == 0:
+                begin, left_end, right_begin, end = visited_tiles(
+                    first_token, query_len, seq_len, left, right, chunk, request, aux, None,
+                    TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
 
             q_stage = loaded % Q_STAGES
             q_tile = q_tiles.index(q_stage * CONSUMERS + WARPGROUP)
@@ -387,11 +423,21 @@ def _consumer(
                 if QUERY_REGISTERS:
                     # Leaves more of the shared memory's throughput to the converter.
                     q_operand = q_operand.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
-                k_factor = k_factor * load_kv_scale(k_scale, kv_head, K_SCALE_KIND)
+                k_factor = k_factor * load_kv_scale(k_scale, kv_head // SHARED, K_SCALE_KIND)
                 # Masked scores are -inf, and -inf * 0 would be NaN.
                 k_factor = gl.where(k_factor < 2.0**-105, 2.0**-105, k_factor)
-                v_factor = load_kv_scale(v_scale, kv_head, V_SCALE_KIND) / WEIGHT_SCALE
+                v_factor = load_kv_scale(v_scale, kv_head // SHARED, V_SCALE_KIND) / WEIGHT_SCALE
 
+            slopes = 0.0  # not used
+            if KEY_SLOPE is not None:
+                token, head, valid = _rows(
+                    first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
+                    gl.SliceLayout(1, A_LAYOUT))  # fmt: skip
+                slope_positions = (token + (seq_len - query_len))[:, None]
+                slopes = KEY_SLOPE(
+                    0.0, slope_positions, 0, head[:, None], request, aux, 1.0 / scale
+                )
+                slopes = slope_operand(gl.zeros([64, 1], gl.float32, A_LAYOUT) + slopes)
             token, head, valid = _rows(
                 first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS, ROW
             )
@@ -404,26 +450,22 @@ def _consumer(
             acc = gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT)
             if end > begin:
                 # Prologue: the last tile has no values of an earlier tile to multiply by.
+                last_tile = tile_at(end - 1, after_gap, gap, RANGES)
                 stage = step % STAGES
                 parity = (step // STAGES) & 1
                 # Wait for the TMA loads of the last tile's keys.
                 mbarrier.wait(k_full.index(stage), parity)
-                zeros = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
-                scores = warpgroup_mma(
-                    q_operand,
-                    k_ring.index(stage).permute((1, 0)),
-                    zeros,
-                    use_acc=False,
-                    is_async=True,
+                scores = multiply_keys(
+                    q_operand, k_ring.index(stage), slopes, columns, S_LAYOUT, KEY_SLOPE
                 )
                 scores = warpgroup_mma_wait(0, deps=[scores])
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 probs, _, row_max, row_sum = weigh_tile(
-                    scores, end - 1, row_first, row_last, row_max, row_sum, factor, k_factor,
+                    scores, last_tile, row_first, row_last, row_max, row_sum, factor, k_factor,
                     soft_cap, scale, positions, head, request, aux, SCORE, RAW_SCORE, KEY_SLOPE,
                     True, CHECK_LEFT, HAS_CAP, KV_KIND)  # fmt: skip
                 weights = pack_weights(probs, COMPUTE)
-                past_end = seq_len - (end - 1) * BLOCK_N
+                past_end = seq_len - last_tile * BLOCK_N
                 if KV_KIND == KV_PLAIN:
                     # TMA fills whole pages past the end with zeros, but not the rest of the last
                     # page. (Float8 values are cleared when they are converted.)
@@ -433,33 +475,57 @@ def _consumer(
                 step += 1
 
                 # Main loop: masked tiles at the diagonal, unmasked tiles, masked tiles at the left.
-                full_end = gl.minimum(right_begin, end - 1)
+                cursor = end - 1
+                if RANGES == 2:
+                    # The second range lies at the right of the first one.
+                    full_end = gl.minimum(right_b, cursor)
+                    full_begin = gl.minimum(left_b, full_end)
+                    for back in range(0, cursor - full_end):
+                        tile = tile_at(cursor - 1 - back, after_gap, gap, RANGES)
+                        acc, weights, row_max, row_sum = overlapped_step(
+                            q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
+                            weights, row_max, row_sum, step, tile, row_first, row_last, factor,
+                            k_factor, soft_cap, scale, positions, head, request, aux, slopes,
+                            columns, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True, CHECK_LEFT, HAS_CAP,
+                            P_LAYOUT, KV_KIND) # fmt: skip
+                        step += 1
+                    for back in range(0, full_end - full_begin):
+                        tile = tile_at(full_end - 1 - back, after_gap, gap, RANGES)
+                        acc, weights, row_max, row_sum = overlapped_step(
+                            q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
+                            weights, row_max, row_sum, step, tile, row_first, row_last, factor,
+                            k_factor, soft_cap, scale, positions, head, request, aux, slopes,
+                            columns, FULL_SCORE, RAW_SCORE, FULL_SLOPE, STAGES, False, CHECK_LEFT,
+                            HAS_CAP, P_LAYOUT, KV_KIND) # fmt: skip
+                        step += 1
+                    cursor = full_begin
+                full_end = gl.minimum(right_begin, cursor)
                 full_begin = gl.minimum(left_end, full_end)
-                for back in range(0, end - 1 - full_end):
+                for back in range(0, cursor - full_end):
+                    tile = tile_at(cursor - 1 - back, after_gap, gap, RANGES)
                     acc, weights, row_max, row_sum = overlapped_step(
                         q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
-                        row_max, row_sum, step, end - 2 - back, row_first, row_last, factor,
-                        k_factor, soft_cap, scale, positions, head, request, aux, SCORE,
-                        RAW_SCORE, KEY_SLOPE, STAGES, True, CHECK_LEFT, HAS_CAP, P_LAYOUT,
-                        KV_KIND)  # fmt: skip
+                        row_max, row_sum, step, tile, row_first, row_last, factor, k_factor,
+                        soft_cap, scale, positions, head, request, aux, slopes, columns, SCORE,
+                        RAW_SCORE, KEY_SLOPE, STAGES, True, CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND)
+                        # fmt: skip
                     step += 1
                 for back in range(0, full_end - full_begin):
                     acc, weights, row_max, row_sum = overlapped_step(
                         q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
                         row_max, row_sum, step, full_end - 1 - back, row_first, row_last, factor,
-                        k_factor, soft_cap, scale, positions, head, request, aux, FULL_SCORE,
-                        RAW_SCORE, FULL_SLOPE, STAGES, False, CHECK_LEFT, HAS_CAP, P_LAYOUT,
-                        KV_KIND)  # fmt: skip
+                        k_factor, soft_cap, scale, positions, head, request, aux, slopes, columns,
+                        FULL_SCORE, RAW_SCORE, FULL_SLOPE, STAGES, False, CHECK_LEFT, HAS_CAP,
+                        P_LAYOUT, KV_KIND) # fmt: skip
                     step += 1
-                if CHECK_LEFT or BOUNDS is not None:
+                if CHECK_LEFT or RANGES > 0:
                     for back in range(0, full_begin - begin):
                         acc, weights, row_max, row_sum = overlapped_step(
                             q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
                             weights, row_max, row_sum, step, full_begin - 1 - back, row_first,
                             row_last, factor, k_factor, soft_cap, scale, positions, head, request,
-                            aux, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True, CHECK_LEFT, HAS_CAP,
-                            P_LAYOUT,
-                            KV_KIND)  # fmt: skip
+                            aux, slopes, columns, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True,
+                            CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND) # fmt: skip
                         step += 1
 
                 # Epilogue: the product with the values of the first tile, the last one visited.
@@ -525,7 +591,7 @@ def hopper_prefill_kernel(
     num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks, stride_qt, stride_qh,
     stride_ot, stride_oh, stride_lt, stride_table, rows0, columns0, rows1, columns1, rows2,
     columns2, rows3, columns3, SCORE: gl.constexpr, RAW_SCORE: gl.constexpr,
-    KEY_SLOPE: gl.constexpr, BOUNDS: gl.constexpr,
+    KEY_SLOPE: gl.constexpr, BOUNDS: gl.constexpr, RANGES: gl.constexpr, SHARED: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
@@ -557,7 +623,7 @@ def hopper_prefill_kernel(
     aux = (
         aux0, rows0, columns0, aux1, rows1, columns1, aux2, rows2, columns2, aux3, rows3, columns3,
     )  # fmt: skip
-    FIELDS: gl.constexpr = 6
+    FIELDS: gl.constexpr = 6 + 4 * RANGES
     CACHE: gl.constexpr = key_desc.dtype
     QUERY: gl.constexpr = query.dtype.element_ty
     COMPUTE: gl.constexpr = CACHE if KV_KIND == KV_PLAIN else gl.float16
@@ -592,6 +658,9 @@ def hopper_prefill_kernel(
         mbarrier.init(v_empty.index(stage), count=CONSUMERS)
     # Makes the initialized barriers visible to TMA.
     fence_async_shared()
+    columns = k_ring  # not used
+    if KEY_SLOPE is not None:
+        columns = column_numbers(BLOCK_N)
     # Both branches are written out in full, because a constexpr in a tuple that is assigned to a
     # variable stops being a constexpr.
     if KV_KIND != KV_PLAIN:
@@ -620,8 +689,8 @@ def hopper_prefill_kernel(
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, q_halves, k_ring, v_ring, mail_full, mail_empty, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, RAW_SCORE,
-                    KEY_SLOPE, BOUNDS, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, columns, SCORE, RAW_SCORE,
+                    KEY_SLOPE, RANGES, SHARED, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
                     CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
                     HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
                     KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
@@ -629,26 +698,26 @@ def hopper_prefill_kernel(
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, q_halves, k_ring, v_ring, mail_full, mail_empty, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, RAW_SCORE,
-                    KEY_SLOPE, BOUNDS, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, columns, SCORE, RAW_SCORE,
+                    KEY_SLOPE, RANGES, SHARED, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
                     CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
                     HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
                     KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
                 (converter, (
                     left, right, chunk, num_reqs, mailbox, k_bytes, v_bytes, k_ring, v_ring,
                     mail_full, mail_empty, kb_full, kb_empty, vb_full, vb_empty, k_full, k_empty,
-                    v_full, v_empty, aux, BOUNDS, TILE_TOKENS, STAGES, BYTE_STAGES, FIELDS, CAUSAL,
+                    v_full, v_empty, RANGES, TILE_TOKENS, STAGES, BYTE_STAGES, FIELDS, CAUSAL,
                     HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND)),
                 (_key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
                     stride_table, mailbox, q_tiles, k_bytes, mail_full, mail_empty, q_full, q_empty,
-                    kb_full, kb_empty, aux, BOUNDS, NUM_KV_HEADS, GROUP, TILE_TOKENS, BLOCK_N,
+                    kb_full, kb_empty, aux, BOUNDS, RANGES, NUM_KV_HEADS, SHARED, GROUP, TILE_TOKENS, BLOCK_N,
                     BLOCK_SIZE, BYTE_STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, PERSISTENT, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
                 (_value_loader, (
                     value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
-                    mailbox, v_bytes, mail_full, mail_empty, vb_full, vb_empty, aux, BOUNDS,
+                    mailbox, v_bytes, mail_full, mail_empty, vb_full, vb_empty, RANGES, SHARED,
                     TILE_TOKENS, BLOCK_N, BLOCK_SIZE, BYTE_STAGES, FIELDS, CAUSAL, HAS_LEFT,
                     HAS_RIGHT, HAS_CHUNK)),
             ],
@@ -662,8 +731,8 @@ def hopper_prefill_kernel(
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, RAW_SCORE,
-                    KEY_SLOPE, BOUNDS, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, columns, SCORE, RAW_SCORE,
+                    KEY_SLOPE, RANGES, SHARED, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
                     CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
                     HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
                     KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
@@ -671,8 +740,8 @@ def hopper_prefill_kernel(
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, RAW_SCORE,
-                    KEY_SLOPE, BOUNDS, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, columns, SCORE, RAW_SCORE,
+                    KEY_SLOPE, RANGES, SHARED, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
                     CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
                     HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
                     KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
@@ -680,8 +749,8 @@ def hopper_prefill_kernel(
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, RAW_SCORE,
-                    KEY_SLOPE, BOUNDS, 2, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, columns, SCORE, RAW_SCORE,
+                    KEY_SLOPE, RANGES, SHARED, 2, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
                     CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
                     HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
                     KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
@@ -689,12 +758,12 @@ def hopper_prefill_kernel(
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
                     stride_table, mailbox, q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty,
-                    k_full, k_empty, aux, BOUNDS, NUM_KV_HEADS, GROUP, TILE_TOKENS, BLOCK_N,
+                    k_full, k_empty, aux, BOUNDS, RANGES, NUM_KV_HEADS, SHARED, GROUP, TILE_TOKENS, BLOCK_N,
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, PERSISTENT, FIELDS, CAUSAL,
                     HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
                 (_value_loader, (
                     value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
-                    mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, aux, BOUNDS,
+                    mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, RANGES, SHARED,
                     TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
                     HAS_CHUNK)),
             ],
@@ -708,8 +777,8 @@ def hopper_prefill_kernel(
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, RAW_SCORE,
-                    KEY_SLOPE, BOUNDS, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, columns, SCORE, RAW_SCORE,
+                    KEY_SLOPE, RANGES, SHARED, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
                     CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
                     HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
                     KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
@@ -717,8 +786,8 @@ def hopper_prefill_kernel(
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, aux, SCORE, RAW_SCORE,
-                    KEY_SLOPE, BOUNDS, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, columns, SCORE, RAW_SCORE,
+                    KEY_SLOPE, RANGES, SHARED, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
                     CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
                     HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
                     KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
@@ -726,12 +795,12 @@ def hopper_prefill_kernel(
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
                     stride_table, mailbox, q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty,
-                    k_full, k_empty, aux, BOUNDS, NUM_KV_HEADS, GROUP, TILE_TOKENS, BLOCK_N,
+                    k_full, k_empty, aux, BOUNDS, RANGES, NUM_KV_HEADS, SHARED, GROUP, TILE_TOKENS, BLOCK_N,
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, PERSISTENT, FIELDS, CAUSAL,
                     HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
                 (_value_loader, (
                     value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
-                    mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, aux, BOUNDS,
+                    mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, RANGES, SHARED,
                     TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
                     HAS_CHUNK)),
             ],

@@ -9,7 +9,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["find_tile", "load_lengths", "visible_span", "visited_tiles"]
+__all__ = [
+    "bounded_tiles", "find_tile", "load_lengths", "tile_at", "visible_span", "visited_tiles",
+]  # fmt: skip
 
 
 @gluon.jit
@@ -126,3 +128,79 @@ def visited_tiles(
             gl.maximum((gl.maximum(first_high, 0) + BLOCK_N - 1) // BLOCK_N, begin), right_begin
         )
     return begin, left_end, right_begin, end
+
+
+@gluon.jit
+def _tile_numbers(
+    first_low, last_high, first_high, last_low, least, BLOCK_N: gl.constexpr
+):  # fmt: skip
+    """Return (begin, left_end, right_begin, end) of [first_low, last_high), from tile `least` on.
+
+    Keys in [first_high, last_low) are visible to every row.
+    """
+    begin = gl.maximum(gl.maximum(first_low, 0) // BLOCK_N, least)
+    end = gl.maximum((gl.maximum(last_high, 0) + BLOCK_N - 1) // BLOCK_N, begin)
+    right_begin = gl.minimum(gl.maximum(gl.maximum(last_low, 0) // BLOCK_N, begin), end)
+    left_end = gl.maximum((gl.maximum(first_high, 0) + BLOCK_N - 1) // BLOCK_N, begin)
+    return begin, gl.minimum(left_end, right_begin), right_begin, end
+
+
+@gluon.jit
+def bounded_tiles(
+    first_token, query_len, seq_len, left, right, chunk, head, request, aux, BOUNDS: gl.constexpr,
+    RANGES: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Return the key tiles of a query tile under a score function with one or two RANGES of keys.
+
+    Tiles are numbered as if those between the ranges did not exist. `tile_at` gives their true
+    numbers.
+
+    Returns:
+        (begin, left_end, right_begin, end) as `visited_tiles`, and (left_end, right_begin) of the
+        tiles of the second range that need no mask, its first tile, and the tiles before it that
+        are left out. The last four are 0 with one range.
+    """
+    last_token = gl.minimum(first_token + TILE_TOKENS, query_len) - 1
+    shift = seq_len - query_len
+    first_low, last_low = visible_span(
+        first_token + shift, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
+    )
+    first_high, last_high = visible_span(
+        last_token + shift, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
+    )
+    left_b = 0
+    right_b = 0
+    after_gap = 0
+    gap = 0
+    if RANGES == 1:
+        low, high, same_low, same_high = BOUNDS(
+            first_token + shift, last_token + shift, seq_len, head, request, aux
+        )
+    else:
+        low, high, same_low, same_high, low_b, high_b, same_low_b, same_high_b = BOUNDS(
+            first_token + shift, last_token + shift, seq_len, head, request, aux
+        )
+    begin, left_end, right_begin, end = _tile_numbers(
+        gl.maximum(first_low, low), gl.minimum(last_high, high), gl.maximum(first_high, same_low),
+        gl.minimum(last_low, same_high), 0, BLOCK_N)  # fmt: skip
+    if RANGES == 2:
+        after_gap = end
+        begin_b, left_b, right_b, end_b = _tile_numbers(
+            gl.maximum(first_low, low_b), gl.minimum(last_high, high_b),
+            gl.maximum(first_high, same_low_b), gl.minimum(last_low, same_high_b), end,
+            BLOCK_N)  # fmt: skip
+        gap = begin_b - end
+        left_b -= gap
+        right_b -= gap
+        end = end_b - gap
+    return begin, left_end, right_begin, end, left_b, right_b, after_gap, gap
+
+
+@gluon.jit
+def tile_at(number, after_gap, gap, RANGES: gl.constexpr):
+    """Return the number of a tile in the request, from its number of `bounded_tiles`."""
+    tile = number
+    if RANGES == 2:
+        tile = gl.where(number < after_gap, number, number + gap)
+    return tile

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from attnlib.ops.triton.hopper.kernels.compat import exp2
 
 __all__ = [
-    "LN2", "LOG2E", "add_sink", "apply_function", "mask_scores", "online_softmax",
-    "online_softmax_by_row", "score_factor", "softmax_with_slope", "transform_scores",
+    "LN2", "LOG2E", "add_sink", "apply_function", "column_numbers", "mask_scores", "online_softmax",
+    "online_softmax_by_row", "score_factor", "slope_operand", "softmax_with_slope",
+    "transform_scores",
 ]  # fmt: skip
 
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
@@ -121,45 +123,62 @@ def online_softmax_by_row(
 
 
 @gluon.jit
+def column_numbers(BLOCK_N: gl.constexpr):
+    """Return the numbers of the BLOCK_N columns in shared memory, as an operand of WGMMA."""
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, 16], gl.bfloat16)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))[:, None]
+    # Integers up to 256 are exact in bfloat16.
+    numbers = (gl.zeros([BLOCK_N, 16], gl.int32, LAYOUT) + columns).to(gl.bfloat16)
+    tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, 16], SHARED)
+    tile.store(numbers)
+    # WGMMA reads shared memory through the async proxy.
+    fence_async_shared()
+    return tile
+
+
+@gluon.jit
+def slope_operand(slope):
+    """Return float32 slopes [M, 1] as an operand of WGMMA [M, 16], the sum of three bfloat16.
+
+    Its product with `column_numbers` is the slope times the column, with the precision of float32.
+    """
+    LAYOUT: gl.constexpr = slope.type.layout
+    part = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
+    high = slope.to(gl.bfloat16)
+    rest = slope - high.to(gl.float32)
+    middle = rest.to(gl.bfloat16)
+    low = (rest - middle.to(gl.float32)).to(gl.bfloat16)
+    M: gl.constexpr = slope.shape[0]
+    zeros = gl.zeros([M, 16], gl.bfloat16, LAYOUT)
+    parts = gl.where(part == 2, low, zeros)
+    parts = gl.where(part == 1, middle, parts)
+    return gl.where(part == 0, high, parts)
+
+
+@gluon.jit
 def softmax_with_slope(
     scores, scale, factor, positions, tile_start, heads, request, aux, row_first, row_last, row_max,
-    row_sum, SCORE: gl.constexpr, KEY_SLOPE: gl.constexpr, MASKED: gl.constexpr,
-    CHECK_FIRST: gl.constexpr,
+    row_sum, SCORE: gl.constexpr, MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Mask and softmax of a tile whose score function adds KEY_SLOPE times the key's position.
+    """Mask and softmax of a tile whose score function adds a slope times the key's position.
 
-    As `apply_function` with RAW_SCORE, `mask_scores` and `online_softmax`, but SCORE is called for
-    one key of each thread. A thread has columns 8 * i + 2 * (lane % 4) and the next: the others
-    differ from its first one by constants, so each takes one multiply-add.
+    As `apply_function` with RAW_SCORE, `mask_scores` and `online_softmax`, but the slope times the
+    column is part of the products already (`slope_operand`), and SCORE is called once per row, for
+    the first key of the tile.
     """
-    M: gl.constexpr = scores.shape[0]
-    N: gl.constexpr = scores.shape[1]
     LAYOUT: gl.constexpr = scores.type.layout
-    slope = KEY_SLOPE(0.0, positions[:, None], 0, heads[:, None], request, aux, 1.0 / scale)
-    columns = gl.arange(0, N, gl.SliceLayout(0, LAYOUT)) & ~6
-    scores += slope * columns.to(gl.float32)[None, :]
     if MASKED:
         scores = mask_scores(scores, row_first, row_last, tile_start, CHECK_FIRST)
-    # [M, columns of a thread apart by 8, lane % 4, the column and the next]
-    parts = gl.reshape(scores, [M, N // 8, 4, 2])
-    largest = gl.max(gl.max(parts, 3), 1)
-    LANES: gl.constexpr = largest.type.layout
-    rows = gl.convert_layout(positions, gl.SliceLayout(1, LANES))
-    row_heads = gl.convert_layout(heads, gl.SliceLayout(1, LANES))
-    first_keys = tile_start + 2 * gl.arange(0, 4, gl.SliceLayout(0, LANES))
-    zeros = gl.zeros([M, 4], gl.float32, LANES)
-    first = SCORE(
-        zeros, rows[:, None], first_keys[None, :], row_heads[:, None], request, aux, 1.0 / scale
-    ).to(gl.float32)
-    ROW: gl.constexpr = row_max.type.layout
-    tile_max = gl.convert_layout(gl.max(largest + first, 1), ROW)
-    new_max = gl.maximum(row_max, tile_max * factor)
+    first_key = (tile_start + gl.arange(0, 1, gl.SliceLayout(0, LAYOUT)))[None, :]
+    M: gl.constexpr = scores.shape[0]
+    zeros = gl.zeros([M, 1], gl.float32, LAYOUT)
+    first = SCORE(zeros, positions[:, None], first_key, heads[:, None], request, aux, 1.0 / scale)
+    offset = gl.max(first.to(gl.float32), 1) * factor
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * factor + offset)
     # -inf - -inf is NaN: rows without a visible key are measured from 0.
     finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
-    shift = first * factor - gl.convert_layout(finite_max, gl.SliceLayout(1, LANES))[:, None]
-    shift = gl.expand_dims(gl.expand_dims(shift, 1), 3)
-    shift = gl.convert_layout(shift, parts.type.layout)
-    weights = gl.convert_layout(gl.reshape(exp2(parts * factor + shift), [M, N]), LAYOUT)
+    weights = exp2(scores * factor + (offset - finite_max)[:, None])
     acc_scale = exp2(row_max - finite_max)
     return weights, acc_scale, new_max, row_sum * acc_scale + gl.sum(weights, 1)
 
