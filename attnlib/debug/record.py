@@ -227,8 +227,8 @@ def _score_function(values: Mapping[str, Any]) -> ScoreFunction:
         ContractError: a function cannot be imported.
     """
     made = dict(values)
-    for name in ("function", "bounds", "examples"):
-        if made[name] is None:
+    for name in ("function", "bounds", "head_bounds", "examples"):
+        if made.get(name) is None:  # recordings of earlier versions have no head_bounds
             continue
         try:
             made[name] = load_object(made[name])

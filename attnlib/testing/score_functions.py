@@ -31,6 +31,11 @@ def _finite(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux: An
     return where(score > -1e6, score, 0.0)
 
 
+def _linear(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux: Any) -> Any:
+    """Linear in the key's position, which kernels may compute with the products."""
+    return score - (q_pos - k_pos) * (head + 1) * 0.007
+
+
 def _heads(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux: Any) -> Any:
     return score * (1.0 + 0.1 * head) - sqrt(absolute(q_pos - k_pos)) * 0.2
 
@@ -59,6 +64,7 @@ def _examples(num_heads: int, seq_lens: Sequence[int]) -> dict[str, torch.Tensor
 
 
 POSITIONS = ScoreFunction(_positions)
+LINEAR = ScoreFunction(_linear)
 FINITE = ScoreFunction(_finite)
 HEADS = ScoreFunction(_heads)
 REQUESTS = ScoreFunction(
@@ -71,6 +77,7 @@ _HERE, _BUILTIN = "attnlib.testing.score_functions", "attnlib.score_functions.bu
 SUITE: dict[str, tuple[str, dict[str, object]]] = {
     "positions": (f"{_HERE}:POSITIONS", {}),
     "finite": (f"{_HERE}:FINITE", {}),
+    "linear": (f"{_HERE}:LINEAR", {}),
     "heads": (f"{_HERE}:HEADS", {}),
     "requests": (f"{_HERE}:REQUESTS", {}),
     "empty_rows": (f"{_HERE}:EMPTY_ROWS", {}),

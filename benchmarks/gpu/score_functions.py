@@ -188,7 +188,7 @@ def flex_row(function: Any, row: Row, length: int) -> Callable[[int], torch.Tens
             return (q >= k) & ((k < prefix) | (k >= item[q]))
 
     heads = 32 if name == "_head_windows" else None
-    blocks = create_block_mask(mask, None, heads, length, length, device="cuda", _compile=True)
+    blocks = create_block_mask(mask, None, heads, length, length, device="cuda")
     query = row.query.transpose(0, 1)[None]
     key, value = (x.transpose(0, 1)[None].contiguous() for x in (row.key, row.value))
     torch._dynamo.reset()  # otherwise the number of recompilations is limited

@@ -73,6 +73,18 @@ def test_a_score_function_is_recorded_by_name_and_with_its_tensors(tmp_path: Pat
     assert not torch.equal(load_recording(path).oracle().out, step.oracle().out)
 
 
+def test_bounds_of_one_head_are_recorded(tmp_path: Path) -> None:
+    """A recording made before they existed has no such field."""
+    step = captured(Case(batch="mixed", score="attnlib.score_functions.builtin:head_windows"))
+    path = save_recording(step, tmp_path / "call.pt")
+    assert load_recording(path).spec.score_function == step.spec.score_function
+    data = torch.load(path, weights_only=True)
+    del data["spec"]["score_function"]["head_bounds"]
+    torch.save(data, path)
+    function = load_recording(path).spec.score_function
+    assert function is not None and function.head_bounds is None and function.bounds is not None
+
+
 def test_a_score_function_in_main_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     function = CASES["score"].spec.score_function
     assert function is not None

@@ -15,7 +15,12 @@ from attnlib.capabilities import Capabilities, unsupported_reasons
 from attnlib.device import resolve_device
 from attnlib.errors import ContractError
 from attnlib.score_functions import ScoreFunction, lookup, where
-from attnlib.score_functions.builtin import documents, prefix_lm
+from attnlib.score_functions.builtin import (
+    documents,
+    head_windows,
+    multi_item,
+    prefix_lm,
+)
 from attnlib.spec import AttentionSpec
 
 BASE = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
@@ -48,6 +53,14 @@ def four_parameters(score: Any, q_pos: Any, k_pos: Any, head: Any) -> Any:
     return score
 
 
+def two_values(q_first: Any, q_last: Any, seq_len: Any, request: Any, aux: Any) -> Any:
+    return 0, seq_len
+
+
+def one_value(q_first: Any, q_last: Any, seq_len: Any, request: Any, aux: Any) -> Any:
+    return seq_len
+
+
 def causal_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return q_idx >= kv_idx
 
@@ -71,6 +84,8 @@ def test_a_score_function_is_a_value() -> None:
     spec = AttentionSpec(**BASE, score_function=WITH_TENSORS)
     assert pickle.loads(pickle.dumps(spec)) == spec
     assert ScoreFunction(decay, constants={"a": 1}) == ScoreFunction(decay, (("a", 1),))
+    assert documents().count_ranges() == 1 and multi_item().count_ranges() == 2
+    assert head_windows().count_ranges(by_head=True) == 1 and documents().count_ranges(True) == 0
     assert str(WITH_TENSORS) == "tests.score_functions.test_function.with_tensors"
 
 
@@ -84,6 +99,15 @@ def test_a_score_function_is_a_value() -> None:
         (lambda: ScoreFunction(reads_global_tensor), "uses TABLE, a Tensor"),
         (lambda: ScoreFunction(calls_max), "calls max, which kernels cannot: use attnlib"),
         (lambda: ScoreFunction(calls_math), "uses math, a module"),
+        (
+            lambda: ScoreFunction(decay, bounds=two_values),
+            "two_values returns 2 values: return four",
+        ),
+        (lambda: ScoreFunction(decay, bounds=one_value), "one_value returns int: return four"),
+        (
+            lambda: ScoreFunction(decay, head_bounds=two_values),
+            r"it must take 6: \(q_first, q_last",
+        ),
         (lambda: ScoreFunction(decay, form="both"), "form='both' of a score function must be"),
         (lambda: ScoreFunction(decay, constants={"a b": 1}), "'a b' must be an identifier"),
         (lambda: ScoreFunction(decay, constants={"a": "1"}), "constant a='1' of a score function"),

@@ -507,6 +507,32 @@ class IgnoredScoreFunction(ToyImpl):
         return scores
 
 
+class SecondRangeIgnored(ToyImpl):
+    """Attends to the first of two ranges of keys that the bounds of a score function return."""
+
+    def score(self, scores: torch.Tensor, p: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        function, found = self.spec.score_function, super().score(scores, p, k)
+        if function is None or function.bounds is None:
+            return found
+        own = dict(zip(function.layer_tensors, self.layer_score_tensors, strict=True))
+        aux = function.namespace(own | dict(self.batch_tensors or {}))
+        first, last, *_ = function.bounds(p.min(), p.max(), k.max() + 1, self.request, aux)
+        return found.masked_fill(~((k >= first) & (k < last))[:, None], -torch.inf)
+
+
+class BoundsOfTheFirstHead(ToyImpl):
+    """Uses the bounds of the first head for all heads."""
+
+    def score(self, scores: torch.Tensor, p: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        function, found = self.spec.score_function, super().score(scores, p, k)
+        if function is None or function.head_bounds is None:
+            return found
+        own = dict(zip(function.layer_tensors, self.layer_score_tensors, strict=True))
+        aux = function.namespace(own | dict(self.batch_tensors or {}))
+        first, last, *_ = function.head_bounds(p.min(), p.max(), k.max() + 1, 0, self.request, aux)
+        return found.masked_fill(~((k >= first) & (k < last))[:, None], -torch.inf)
+
+
 class DroppedTailBlock(ToyImpl):
     """Does not read the last entry of a list."""
 
@@ -668,6 +694,8 @@ WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     "ignored score function": (toy_with(IgnoredScoreFunction), "S1"),
     "score function after the mask": (toy_with(ScoreFunctionAfterMask), "S1"),
     "query and key positions swapped": (toy_with(SwappedPositions), "S1"),
+    "second range of keys ignored": (toy_with(SecondRangeIgnored), "S1"),
+    "bounds of the first head for all": (toy_with(BoundsOfTheFirstHead), "S1"),
     "dropped tail block": (toy_with(DroppedTailBlock), "S2"),
     "selection off by one block": (toy_with(SelectionOffByOneBlock), "S2"),
     "unmasked own block": (toy_with(UnmaskedOwnBlock), "S2"),

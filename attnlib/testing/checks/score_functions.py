@@ -27,7 +27,9 @@ _BATCHES = {
     "splits": "decode_long",
     "chunked": "chunked",
 }
-_QUICK = ("positions", "finite", "requests", "spans", "documents")
+_QUICK = (
+    "positions", "finite", "requests", "spans", "documents", "multi_item", "head_windows",
+)  # fmt: skip
 _ALL_PHASES = ("positions", "requests", "documents")
 """Functions that run in every phase; the others run in splits and in a mixed batch."""
 _GIVEN: dict[str, dict[str, object]] = {

@@ -3,6 +3,7 @@ functions that are drawn from a grammar (M10)."""
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ import torch
 
 from attnlib.backends.triton import TritonBackend
 from attnlib.errors import UnsupportedConfigError
+from attnlib.ops.params import AttentionParams
+from attnlib.ops.torch.paged_prefill import paged_prefill as torch_prefill
 from attnlib.ops.triton.launch.score import compile_score
-from attnlib.score_functions import ScoreFunction
+from attnlib.ops.triton.paged_prefill import paged_prefill
+from attnlib.score_functions import ScoreFunction, builtin, where
 from attnlib.testing.case import Case
 from attnlib.testing.runner import compare_with_oracle, run_case
 from attnlib.testing.score_functions import SUITE, load_score_function
@@ -148,3 +152,58 @@ def test_a_function_without_source_is_refused() -> None:
     globals()["typed"] = namespace["typed"]
     with pytest.raises(UnsupportedConfigError, match="the source of score function .*typed is not"):
         compile_score(ScoreFunction(namespace["typed"]), "triton")
+
+
+QUERIES, KEYS, PREFIX, ITEM = 40, 700, 130, 560
+"""Tokens of a request whose last item starts at ITEM; the keys from PREFIX to ITEM are hidden."""
+
+
+def _prefill(
+    device: torch.device, function: ScoreFunction, tensors: dict[str, torch.Tensor], hidden: slice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last QUERIES tokens by the portable kernel, over NaN in `hidden`, and by torch."""
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(QUERIES, 4, 32, generator=draw)
+    keys, values = torch.randn(2, KEYS, 1, 2, 32, generator=draw).unbind()
+    starts, lengths = torch.tensor([0, QUERIES]).int(), torch.tensor([KEYS]).int()
+    table = torch.arange(KEYS, dtype=torch.int32)[None]
+    params = AttentionParams(scale=0.2, score_function=function, score_tensors=tensors)
+    outs = []
+    for operation in (torch_prefill, paged_prefill):
+        out = torch.full_like(query, math.nan)
+        arguments = (query, keys, values, table, starts, lengths, params)
+        moved = [x.to(device) if isinstance(x, torch.Tensor) else x for x in arguments]
+        operation(*moved, max_query_len=QUERIES, max_seq_len=KEYS, out=out)
+        outs.append(out)
+        keys[hidden], values[hidden] = math.nan, math.nan
+    return outs[0], outs[1]
+
+
+def test_tiles_between_two_ranges_are_not_read(device: torch.device) -> None:
+    """M10: a value of NaN in any tile that is visited would make the output NaN."""
+    begin = torch.zeros(1, KEYS, dtype=torch.int32)
+    begin[:, PREFIX:ITEM], begin[:, ITEM:] = PREFIX, ITEM
+    tensors = {"prefix_len": torch.tensor([[PREFIX]], dtype=torch.int32), "item_begin": begin}
+    # A tile has at most 128 keys.
+    expected, out = _prefill(device, builtin.multi_item(), tensors, slice(256, 512))
+    assert torch.allclose(out, expected, atol=2e-5)
+
+
+def _last_window_bounds(
+    q_first: Any, q_last: Any, seq_len: Any, head: Any, request: Any, aux: Any
+) -> Any:
+    window = where(head == 3, 500, 0) + 4
+    return q_first - window + 1, seq_len, q_last - window + 1, seq_len
+
+
+def last_window(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux: Any) -> Any:
+    window = where(head == 3, 500, 0) + 4
+    return where(q_pos - k_pos < window, score, float("-inf"))
+
+
+def test_a_tile_has_one_head_where_heads_have_bounds(device: torch.device) -> None:
+    """M10: only the last head reads the keys that the others do not see."""
+    function = ScoreFunction(last_window, head_bounds=_last_window_bounds)
+    expected, out = _prefill(device, function, {}, slice(300, 500))
+    assert torch.allclose(out[:, :3], expected[:, :3], atol=2e-5)
+    assert bool(out[:, 3].isnan().all())

@@ -92,11 +92,19 @@ def padded_width(head_size: int) -> int:
     return max(64, 1 << (head_size - 1).bit_length())
 
 
-def shared_bytes(tile: HopperTile, head_size: int, head_size_v: int) -> int:
-    """Return the shared memory of one prefill CTA in bytes, for 16-bit queries."""
+def shared_bytes(
+    tile: HopperTile, head_size: int, head_size_v: int, has_score: bool = False
+) -> int:
+    """Return the shared memory of one prefill CTA in bytes, for 16-bit queries.
+
+    A score function over a 16-bit cache may need 16 elements for each key of a tile
+    (`softmax.column_numbers`).
+    """
     width, width_v = padded_width(head_size), padded_width(head_size_v)
     queries = 2 * tile.q_stages * 64 * tile.consumers * width
-    return queries + (2 * tile.stages + tile.byte_stages) * tile.block_n * (width + width_v) + 1024
+    ring = (2 * tile.stages + tile.byte_stages) * tile.block_n * (width + width_v)
+    numbers = 32 * tile.block_n if has_score and not tile.byte_stages else 0
+    return queries + ring + numbers + 1024
 
 
 def choose_section(num_kv_heads: int, max_seq_len: int, widths: int) -> int:
@@ -155,7 +163,7 @@ def choose_hopper_tile(
         tile = HopperTile(**dict(entry.tile))
         if has_score and tile.consumers > 2:
             continue
-        need = shared_bytes(tile, head_size, head_size_v)
+        need = shared_bytes(tile, head_size, head_size_v, has_score)
         if need <= SHARED_MEMORY:
             return tile
     smallest = need or shared_bytes(HopperTile(64, 2), head_size, head_size_v)

@@ -248,13 +248,13 @@ def prepare_hopper_prefill(
     box_tokens, box_heads = (64 // group, group) if group <= 64 else (1, 64)
     load_query = tile_tokens * group == rows and (64 % group == 0 or group % 64 == 0)
     constants = {
-        "NUM_KV_HEADS": num_kv_heads, "SHARED": shared, "GROUP": group, "D": head_size, "DV": head_size_v,
-        "WIDTH": width, "WIDTH_V": width_v, "TILE_TOKENS": tile_tokens, "BLOCK_N": tile.block_n,
-        "BLOCK_SIZE": block_size, "STAGES": tile.stages, "Q_STAGES": tile.q_stages,
+        "NUM_KV_HEADS": num_kv_heads, "SHARED": shared, "GROUP": group, "D": head_size, "DV":
+        head_size_v, "WIDTH": width, "WIDTH_V": width_v, "TILE_TOKENS": tile_tokens, "BLOCK_N":
+        tile.block_n, "BLOCK_SIZE": block_size, "STAGES": tile.stages, "Q_STAGES": tile.q_stages,
         "CONSUMERS": tile.consumers, "LOAD_QUERY": load_query, "PERSISTENT": tile.persistent,
-        "STAGED_STORE": tile.staged_store and width == width_v,
-        "CONSUMER_REGISTERS": tile.consumer_registers,
-        "PRODUCER_REGISTERS": tile.producer_registers, "CAUSAL": bool(params.causal),
+        "STAGED_STORE": tile.staged_store and width == width_v, "CONSUMER_REGISTERS":
+        tile.consumer_registers, "PRODUCER_REGISTERS": tile.producer_registers, "CAUSAL":
+        bool(params.causal),
         "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0, "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0,
         "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
         "KV_KIND": kv_kind(key.dtype, has_fp8=False),

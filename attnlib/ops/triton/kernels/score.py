@@ -19,7 +19,8 @@ import triton.language as tl
 __all__ = [
     "absolute", "apply_mask_mod", "apply_raw_mask_mod", "apply_raw_score", "apply_raw_score_mod",
     "apply_score", "apply_score_mod", "bound_head_ranges", "bound_keys", "bound_keys_of_ranges",
-    "bound_ranges", "distance", "exp", "exp2", "floor", "log", "log2", "lookup", "maximum", "minimum", "named_values", "sqrt", "where",
+    "bound_ranges", "distance", "exp", "exp2", "floor", "log", "log2", "lookup", "maximum",
+    "minimum", "named_values", "sqrt", "where",
 ]  # fmt: skip
 
 FIELDS: tl.constexpr = tl.constexpr(())

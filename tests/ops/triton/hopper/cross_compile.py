@@ -184,6 +184,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 SCORE_NAMES = (
     "positions",
+    "linear",
     "heads",
     "requests",
     "spans",
@@ -366,8 +367,8 @@ def compile_case(name: str) -> dict[str, Any]:
         **_facts(launch, log.getvalue()),
         "estimate": decode_shared_bytes(tile, d, dv, cache.itemsize)
         if decode
-        else shared_bytes(tile, d, dv),
-        "loops": _key_loops(launch.kernel.asm["cubin"], 4 if decode else 2),
+        else shared_bytes(tile, d, dv, has_score),
+        "loops": _key_loops(launch.kernel.asm["cubin"], (4,) if decode else (2, 3)),
     }
 
 
@@ -392,13 +393,14 @@ def _facts(launch: Launch, text: str) -> dict[str, Any]:
     }
 
 
-def _key_loops(cubin: bytes, groups: int) -> list[int]:
+def _key_loops(cubin: bytes, groups: tuple[int, ...]) -> list[int]:
     """Return the number of accesses to local memory in each loop over keys.
 
     Args:
         cubin: the compiled kernel.
-        groups: WGMMA groups that end in such a loop: two, or four if masked and unmasked tiles are
-            branches of one loop. Loops with stores to global memory are loops over query tiles.
+        groups: WGMMA groups that end in such a loop: two, three with the slope of a score function,
+            or four if masked and unmasked tiles are branches of one loop. Loops with stores to
+            global memory are loops over query tiles.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -422,7 +424,7 @@ def _key_loops(cubin: bytes, groups: int) -> list[int]:
         if (
             not any("STG" in instruction or "USETMAXREG" in instruction for instruction in body)
             and sum("HGMMA" in instruction and "gsb0" in instruction for instruction in body)
-            == groups
+            in groups
         ):
             accesses.append(
                 sum(bool(re.search(r"\b(LDL|STL)\b", instruction)) for instruction in body)

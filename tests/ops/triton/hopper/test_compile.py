@@ -37,7 +37,10 @@ LATENT_SAMPLE = ["latent-128-page16", "latent-5-verify-page256", "latent-64-all"
 MAX_LATENT_STACK = 400
 """Bytes of local memory per thread of the decode over latents, whose accumulators are half of the
 registers: scalars and descriptors of tiles."""
-SCORE = ["128-alibi_sqrt", "64-heads", "decode-128-relative_bias", "decode-128-documents-combine"]
+SCORE = [
+    "128-linear", "128-multi_item", "64-heads", "64-head_windows", "decode-128-relative_bias",
+    "decode-128-documents-combine",
+]  # fmt: skip
 """Cases with a score function; `--every-target` compiles all of `SCORE_CASES`."""
 MAX_SCORE_STACK, MAX_SCORE_LOOP = 352, 24
 """Bytes of local memory per thread of a kernel with a score function, and accesses to it in a loop

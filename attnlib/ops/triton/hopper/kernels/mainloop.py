@@ -27,7 +27,7 @@ from attnlib.ops.triton.hopper.kernels.softmax import (
 )
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
-__all__ = ["multiply_keys", "overlapped_step", "pack_weights", "unpack_weights", "weigh_tile"]
+__all__ = ["overlapped_step", "pack_weights", "unpack_weights", "weigh_tile"]
 
 
 @gluon.jit
@@ -60,21 +60,6 @@ def unpack_weights(words, DTYPE: gl.constexpr, P_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def multiply_keys(q_operand, k_tile, slopes, columns, S_LAYOUT: gl.constexpr,
-                  KEY_SLOPE: gl.constexpr):  # fmt: skip
-    """Issue Q @ K^T [M, N]; with KEY_SLOPE, plus the slope of each row times the column."""
-    ROWS: gl.constexpr = q_operand.shape[0]
-    BLOCK_N: gl.constexpr = k_tile.shape[0]
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    scores = warpgroup_mma(
-        q_operand, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
-    )
-    if KEY_SLOPE is not None:
-        scores = warpgroup_mma(slopes, columns.permute((1, 0)), scores, is_async=True)
-    return scores
-
-
-@gluon.jit
 def weigh_tile(
     scores, tile, row_first, row_last, row_max, row_sum, factor, k_factor, soft_cap, scale,
     positions, heads, request, aux, SCORE: gl.constexpr, RAW_SCORE: gl.constexpr,
@@ -83,7 +68,7 @@ def weigh_tile(
 ):  # fmt: skip
     """Turn raw products with the keys of `tile` into weights.
 
-    With KEY_SLOPE, products contain the slope of the score function (`multiply_keys`).
+    With KEY_SLOPE, products contain the slope of the score function times the column.
 
     Over a float8 cache, `k_factor` [M] scales the products of each row, and the weights and
     `row_sum` are relative to 2 ** (row_max - WEIGHT_EXPONENT).
@@ -131,16 +116,20 @@ def weigh_tile(
 def overlapped_step(
     q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, row_max, row_sum,
     step, tile, row_first, row_last, factor, k_factor, soft_cap, scale, positions, heads, request,
-    aux, slopes, columns, SCORE: gl.constexpr, RAW_SCORE: gl.constexpr, KEY_SLOPE: gl.constexpr,
+    aux, slopes, column_tile, SCORE: gl.constexpr, RAW_SCORE: gl.constexpr, KEY_SLOPE: gl.constexpr,
     STAGES: gl.constexpr, MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
     P_LAYOUT: gl.constexpr, KV_KIND: gl.constexpr,
 ):  # fmt: skip
     """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
 
+    With KEY_SLOPE, `slopes` is `slope_operand` and `column_tile` has `column_numbers`.
+
     Returns:
         (acc, packed weights of `tile`, row_max, row_sum).
     """
+    ROWS: gl.constexpr = q_operand.shape[0]
     DTYPE: gl.constexpr = k_ring.dtype
+    BLOCK_N: gl.constexpr = k_ring.shape[1]
     S_LAYOUT: gl.constexpr = row_last.type.layout.parent
     stage = step % STAGES
     parity = (step // STAGES) & 1
@@ -148,9 +137,12 @@ def overlapped_step(
     v_parity = ((step - 1) // STAGES) & 1
     # Wait for the TMA loads of this tile's keys, then issue Q @ K^T.
     mbarrier.wait(k_full.index(stage), parity)
-    scores = multiply_keys(
-        q_operand, k_ring.index(stage), slopes, columns, S_LAYOUT, KEY_SLOPE
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+    scores = warpgroup_mma(
+        q_operand, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
     )
+    if KEY_SLOPE is not None:
+        scores = warpgroup_mma(slopes, column_tile[0].permute((1, 0)), scores, is_async=True)
     # Wait for the TMA loads of the previous tile's values, then issue P @ V behind it.
     mbarrier.wait(v_full.index(v_stage), v_parity)
     acc = warpgroup_mma(

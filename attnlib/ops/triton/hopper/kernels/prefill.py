@@ -49,7 +49,6 @@ from attnlib.ops.triton.hopper.kernels.compat import (
 from attnlib.ops.triton.hopper.kernels.converter import converter
 from attnlib.ops.triton.hopper.kernels.mailbox import publish, read_field, read_tiles
 from attnlib.ops.triton.hopper.kernels.mainloop import (
-    multiply_keys,
     overlapped_step,
     pack_weights,
     unpack_weights,
@@ -319,14 +318,14 @@ def _consumer(
     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk, num_reqs,
     concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox, q_tiles, q_halves,
     k_ring, v_ring, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, aux,
-    columns, SCORE: gl.constexpr, RAW_SCORE: gl.constexpr, KEY_SLOPE: gl.constexpr, RANGES: gl.constexpr,
-    SHARED: gl.constexpr, WARPGROUP: gl.constexpr, GROUP: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr,
+    column_tile, SCORE: gl.constexpr, RAW_SCORE: gl.constexpr, KEY_SLOPE: gl.constexpr, RANGES:
+    gl.constexpr, SHARED: gl.constexpr, WARPGROUP: gl.constexpr, GROUP: gl.constexpr, D:
+    gl.constexpr, DV: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES:
+    gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr,
     STAGED_STORE: gl.constexpr, FIELDS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr,
-    HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr, K_SCALE_KIND: gl.constexpr,
-    V_SCALE_KIND: gl.constexpr, QUERY_REGISTERS: gl.constexpr,
+    HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr, K_SCALE_KIND: gl.constexpr, V_SCALE_KIND:
+    gl.constexpr, QUERY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute the 64 rows of consumer warpgroup WARPGROUP of each published work item."""
     WIDTH: gl.constexpr = q_tiles.shape[2]
@@ -450,16 +449,25 @@ def _consumer(
             acc = gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT)
             if end > begin:
                 # Prologue: the last tile has no values of an earlier tile to multiply by.
-                last_tile = tile_at(end - 1, after_gap, gap, RANGES)
                 stage = step % STAGES
                 parity = (step // STAGES) & 1
                 # Wait for the TMA loads of the last tile's keys.
                 mbarrier.wait(k_full.index(stage), parity)
-                scores = multiply_keys(
-                    q_operand, k_ring.index(stage), slopes, columns, S_LAYOUT, KEY_SLOPE
+                zeros = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
+                scores = warpgroup_mma(
+                    q_operand,
+                    k_ring.index(stage).permute((1, 0)),
+                    zeros,
+                    use_acc=False,
+                    is_async=True,
                 )
+                if KEY_SLOPE is not None:
+                    scores = warpgroup_mma(
+                        slopes, column_tile[0].permute((1, 0)), scores, is_async=True
+                    )
                 scores = warpgroup_mma_wait(0, deps=[scores])
                 mbarrier.arrive(k_empty.index(stage), count=1)
+                last_tile = tile_at(end - 1, after_gap, gap, RANGES)
                 probs, _, row_max, row_sum = weigh_tile(
                     scores, last_tile, row_first, row_last, row_max, row_sum, factor, k_factor,
                     soft_cap, scale, positions, head, request, aux, SCORE, RAW_SCORE, KEY_SLOPE,
@@ -475,19 +483,18 @@ def _consumer(
                 step += 1
 
                 # Main loop: masked tiles at the diagonal, unmasked tiles, masked tiles at the left.
-                cursor = end - 1
                 if RANGES == 2:
                     # The second range lies at the right of the first one.
-                    full_end = gl.minimum(right_b, cursor)
+                    full_end = gl.minimum(right_b, end - 1)
                     full_begin = gl.minimum(left_b, full_end)
-                    for back in range(0, cursor - full_end):
-                        tile = tile_at(cursor - 1 - back, after_gap, gap, RANGES)
+                    for back in range(0, end - 1 - full_end):
+                        tile = tile_at(end - 2 - back, after_gap, gap, RANGES)
                         acc, weights, row_max, row_sum = overlapped_step(
                             q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
                             weights, row_max, row_sum, step, tile, row_first, row_last, factor,
                             k_factor, soft_cap, scale, positions, head, request, aux, slopes,
-                            columns, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True, CHECK_LEFT, HAS_CAP,
-                            P_LAYOUT, KV_KIND) # fmt: skip
+                            column_tile, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True, CHECK_LEFT,
+                            HAS_CAP, P_LAYOUT, KV_KIND)  # fmt: skip
                         step += 1
                     for back in range(0, full_end - full_begin):
                         tile = tile_at(full_end - 1 - back, after_gap, gap, RANGES)
@@ -495,28 +502,60 @@ def _consumer(
                             q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
                             weights, row_max, row_sum, step, tile, row_first, row_last, factor,
                             k_factor, soft_cap, scale, positions, head, request, aux, slopes,
-                            columns, FULL_SCORE, RAW_SCORE, FULL_SLOPE, STAGES, False, CHECK_LEFT,
-                            HAS_CAP, P_LAYOUT, KV_KIND) # fmt: skip
+                            column_tile, FULL_SCORE, RAW_SCORE, FULL_SLOPE, STAGES, False,
+                            CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND)  # fmt: skip
                         step += 1
-                    cursor = full_begin
-                full_end = gl.minimum(right_begin, cursor)
+                    # The tiles that are left, as if the last one had been visited above.
+                    end = full_begin + 1
+                full_end = gl.minimum(right_begin, end - 1)
                 full_begin = gl.minimum(left_end, full_end)
-                for back in range(0, cursor - full_end):
-                    tile = tile_at(cursor - 1 - back, after_gap, gap, RANGES)
+                for back in range(0, end - 1 - full_end):
+                    tile = tile_at(end - 2 - back, after_gap, gap, RANGES)
                     acc, weights, row_max, row_sum = overlapped_step(
-                        q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
-                        row_max, row_sum, step, tile, row_first, row_last, factor, k_factor,
-                        soft_cap, scale, positions, head, request, aux, slopes, columns, SCORE,
-                        RAW_SCORE, KEY_SLOPE, STAGES, True, CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND)
-                        # fmt: skip
+                        q_operand,
+                        k_ring,
+                        v_ring,
+                        k_full,
+                        k_empty,
+                        v_full,
+                        v_empty,
+                        acc,
+                        weights,
+                        row_max,
+                        row_sum,
+                        step,
+                        tile,
+                        row_first,
+                        row_last,
+                        factor,
+                        k_factor,
+                        soft_cap,
+                        scale,
+                        positions,
+                        head,
+                        request,
+                        aux,
+                        slopes,
+                        column_tile,
+                        SCORE,
+                        RAW_SCORE,
+                        KEY_SLOPE,
+                        STAGES,
+                        True,
+                        CHECK_LEFT,
+                        HAS_CAP,
+                        P_LAYOUT,
+                        KV_KIND,
+                    )
+                    # fmt: skip
                     step += 1
                 for back in range(0, full_end - full_begin):
                     acc, weights, row_max, row_sum = overlapped_step(
                         q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
                         row_max, row_sum, step, full_end - 1 - back, row_first, row_last, factor,
-                        k_factor, soft_cap, scale, positions, head, request, aux, slopes, columns,
-                        FULL_SCORE, RAW_SCORE, FULL_SLOPE, STAGES, False, CHECK_LEFT, HAS_CAP,
-                        P_LAYOUT, KV_KIND) # fmt: skip
+                        k_factor, soft_cap, scale, positions, head, request, aux, slopes,
+                        column_tile, FULL_SCORE, RAW_SCORE, FULL_SLOPE, STAGES, False, CHECK_LEFT,
+                        HAS_CAP, P_LAYOUT, KV_KIND)  # fmt: skip
                     step += 1
                 if CHECK_LEFT or RANGES > 0:
                     for back in range(0, full_begin - begin):
@@ -524,8 +563,8 @@ def _consumer(
                             q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
                             weights, row_max, row_sum, step, full_begin - 1 - back, row_first,
                             row_last, factor, k_factor, soft_cap, scale, positions, head, request,
-                            aux, slopes, columns, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True,
-                            CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND) # fmt: skip
+                            aux, slopes, column_tile, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True,
+                            CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND)  # fmt: skip
                         step += 1
 
                 # Epilogue: the product with the values of the first tile, the last one visited.
@@ -658,9 +697,9 @@ def hopper_prefill_kernel(
         mbarrier.init(v_empty.index(stage), count=CONSUMERS)
     # Makes the initialized barriers visible to TMA.
     fence_async_shared()
-    columns = k_ring  # not used
+    column_tile = (None,)
     if KEY_SLOPE is not None:
-        columns = column_numbers(BLOCK_N)
+        column_tile = (column_numbers(BLOCK_N),)
     # Both branches are written out in full, because a constexpr in a tuple that is assigned to a
     # variable stops being a constexpr.
     if KV_KIND != KV_PLAIN:
@@ -689,20 +728,20 @@ def hopper_prefill_kernel(
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, q_halves, k_ring, v_ring, mail_full, mail_empty, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, aux, columns, SCORE, RAW_SCORE,
-                    KEY_SLOPE, RANGES, SHARED, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
-                    CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                    HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
-                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, column_tile, SCORE, RAW_SCORE,
+                    KEY_SLOPE, RANGES, SHARED, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
+                    Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
+                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND, K_SCALE_KIND,
+                    V_SCALE_KIND, QUERY_REGISTERS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, q_halves, k_ring, v_ring, mail_full, mail_empty, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, aux, columns, SCORE, RAW_SCORE,
-                    KEY_SLOPE, RANGES, SHARED, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
-                    CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                    HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
-                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, column_tile, SCORE, RAW_SCORE,
+                    KEY_SLOPE, RANGES, SHARED, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
+                    Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
+                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND, K_SCALE_KIND,
+                    V_SCALE_KIND, QUERY_REGISTERS)),
                 (converter, (
                     left, right, chunk, num_reqs, mailbox, k_bytes, v_bytes, k_ring, v_ring,
                     mail_full, mail_empty, kb_full, kb_empty, vb_full, vb_empty, k_full, k_empty,
@@ -712,9 +751,9 @@ def hopper_prefill_kernel(
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
                     stride_table, mailbox, q_tiles, k_bytes, mail_full, mail_empty, q_full, q_empty,
-                    kb_full, kb_empty, aux, BOUNDS, RANGES, NUM_KV_HEADS, SHARED, GROUP, TILE_TOKENS, BLOCK_N,
-                    BLOCK_SIZE, BYTE_STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, PERSISTENT, FIELDS,
-                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+                    kb_full, kb_empty, aux, BOUNDS, RANGES, NUM_KV_HEADS, SHARED, GROUP,
+                    TILE_TOKENS, BLOCK_N, BLOCK_SIZE, BYTE_STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY,
+                    PERSISTENT, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
                 (_value_loader, (
                     value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
                     mailbox, v_bytes, mail_full, mail_empty, vb_full, vb_empty, RANGES, SHARED,
@@ -731,36 +770,36 @@ def hopper_prefill_kernel(
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, aux, columns, SCORE, RAW_SCORE,
-                    KEY_SLOPE, RANGES, SHARED, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
-                    CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                    HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
-                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, column_tile, SCORE, RAW_SCORE,
+                    KEY_SLOPE, RANGES, SHARED, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
+                    Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
+                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND, K_SCALE_KIND,
+                    V_SCALE_KIND, QUERY_REGISTERS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, aux, columns, SCORE, RAW_SCORE,
-                    KEY_SLOPE, RANGES, SHARED, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
-                    CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                    HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
-                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, column_tile, SCORE, RAW_SCORE,
+                    KEY_SLOPE, RANGES, SHARED, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
+                    Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
+                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND, K_SCALE_KIND,
+                    V_SCALE_KIND, QUERY_REGISTERS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, aux, columns, SCORE, RAW_SCORE,
-                    KEY_SLOPE, RANGES, SHARED, 2, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
-                    CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                    HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
-                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, column_tile, SCORE, RAW_SCORE,
+                    KEY_SLOPE, RANGES, SHARED, 2, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
+                    Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
+                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND, K_SCALE_KIND,
+                    V_SCALE_KIND, QUERY_REGISTERS)),
                 (_key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
                     stride_table, mailbox, q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty,
-                    k_full, k_empty, aux, BOUNDS, RANGES, NUM_KV_HEADS, SHARED, GROUP, TILE_TOKENS, BLOCK_N,
-                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, PERSISTENT, FIELDS, CAUSAL,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+                    k_full, k_empty, aux, BOUNDS, RANGES, NUM_KV_HEADS, SHARED, GROUP, TILE_TOKENS,
+                    BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, PERSISTENT,
+                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
                 (_value_loader, (
                     value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
                     mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, RANGES, SHARED,
@@ -777,27 +816,27 @@ def hopper_prefill_kernel(
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, aux, columns, SCORE, RAW_SCORE,
-                    KEY_SLOPE, RANGES, SHARED, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
-                    CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                    HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
-                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, column_tile, SCORE, RAW_SCORE,
+                    KEY_SLOPE, RANGES, SHARED, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
+                    Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
+                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND, K_SCALE_KIND,
+                    V_SCALE_KIND, QUERY_REGISTERS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, aux, columns, SCORE, RAW_SCORE,
-                    KEY_SLOPE, RANGES, SHARED, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES,
-                    CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                    HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
-                    KV_KIND, K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, column_tile, SCORE, RAW_SCORE,
+                    KEY_SLOPE, RANGES, SHARED, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
+                    Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
+                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND, K_SCALE_KIND,
+                    V_SCALE_KIND, QUERY_REGISTERS)),
                 (_key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
                     stride_table, mailbox, q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty,
-                    k_full, k_empty, aux, BOUNDS, RANGES, NUM_KV_HEADS, SHARED, GROUP, TILE_TOKENS, BLOCK_N,
-                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, PERSISTENT, FIELDS, CAUSAL,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+                    k_full, k_empty, aux, BOUNDS, RANGES, NUM_KV_HEADS, SHARED, GROUP, TILE_TOKENS,
+                    BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, PERSISTENT,
+                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
                 (_value_loader, (
                     value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
                     mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, RANGES, SHARED,
