@@ -246,8 +246,13 @@ def _check_cache(
             raise ContractError(
                 f"cache has {name}={getattr(cache, name)}, the spec says {wanted}", rule="P1"
             )
-    if cache.dtype != spec.kv_dtype:
-        raise ContractError(f"cache stores {cache.dtype}, the spec says {spec.kv_dtype}", rule="P1")
+    stored = spec.kv_format if spec.kv_format.scales_in_page else None
+    if cache.dtype != spec.kv_dtype or cache.page_format != stored:
+        found = cache.page_format.name if cache.page_format else cache.dtype
+        raise ContractError(
+            f"cache stores {found}, the spec says {stored.name if stored else spec.kv_dtype}",
+            rule="P1",
+        )
     if cache.device != device:
         raise ContractError(
             f"cache is on {cache.device}, query on {device}: all tensors of a call must be on one "
@@ -266,7 +271,8 @@ def _check_cache(
             rule="P10",
         )
     reads = layer.backend.capabilities.kv_cache_layouts or ("NHD",)
-    named = cache.layout is not None  # a backend checks the strides of views without a layout name
+    # A backend checks the strides of views without a layout name; `kv_formats` covers pages.
+    named = cache.layout is not None and stored is None
     if named and cache.layout not in reads and "ANY" not in reads:
         raise LayoutMismatchError(
             f"backend {layer.backend.get_name()} reads {', '.join(reads)}, but the cache is laid "

@@ -53,6 +53,8 @@ class Capabilities:
         dtypes: dtypes of q, k, v and the output.
         kv_cache_dtypes: dtypes that the cache may store. A cache in the dtype of the model also
             needs this dtype in `dtypes`.
+        kv_formats: formats with scales in the page, by name (M15). They need no entry in
+            `kv_cache_dtypes` and `kv_scale_kinds`.
         kv_scale_kinds: granularities of the scales of a quantized cache, of "tensor" and "head";
             () without a quantized cache.
         head_sizes: elements of one query or key head.
@@ -83,6 +85,7 @@ class Capabilities:
     rocm: bool = False
     dtypes: tuple[torch.dtype, ...] = NOT_STATED
     kv_cache_dtypes: tuple[torch.dtype, ...] = NOT_STATED
+    kv_formats: tuple[str, ...] = NOT_STATED
     kv_scale_kinds: tuple[str, ...] = NOT_STATED
     head_sizes: Sizes = NOT_STATED
     head_size_v_may_differ: bool = NOT_STATED
@@ -194,13 +197,15 @@ def _check_head_size_v(spec: AttentionSpec, caps: Capabilities) -> str | None:
 
 
 def _check_kv_cache_dtype(spec: AttentionSpec, caps: Capabilities) -> str | None:
+    if spec.kv_format.scales_in_page:
+        return _member("kv_formats", lambda s: s.kv_format.name, "kv_cache_dtype")(spec, caps)
     if spec.kv_dtype == spec.dtype:
         return None  # the check of dtype covers a cache of the same dtype
     return _member("kv_cache_dtypes", lambda s: s.kv_dtype, "kv_cache_dtype")(spec, caps)
 
 
 def _check_kv_scale_kind(spec: AttentionSpec, caps: Capabilities) -> str | None:
-    if not spec.is_kv_quantized:
+    if not spec.is_kv_quantized or spec.kv_format.scales_in_page:
         return None
     return _member("kv_scale_kinds", lambda s: s.kv_scale_kind, "kv_scale_kind")(spec, caps)
 
@@ -208,6 +213,8 @@ def _check_kv_scale_kind(spec: AttentionSpec, caps: Capabilities) -> str | None:
 def _check_layout(spec: AttentionSpec, caps: Capabilities) -> str | None:
     if spec.kv_cache_layout is None or not spec.is_paged or "ANY" in (caps.kv_cache_layouts or ()):
         return None
+    if spec.kv_format.scales_in_page:
+        return None  # the format has its own pages, which `kv_formats` covers
     return _member("kv_cache_layouts", lambda s: s.kv_cache_layout, "kv_cache_layout")(spec, caps)
 
 

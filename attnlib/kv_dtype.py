@@ -1,12 +1,89 @@
-"""Names of the dtypes that a cache can store (M9)."""
+"""How a cache stores keys and values: its dtype, and where its scales are (M9, M15).
+
+`KVFormat` is the one description of a format. The spec, the cache, the operations and the
+conformance suite derive sizes and dtypes from it.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from attnlib.errors import ContractError
 
-__all__ = ["kv_cache_torch_dtype"]
+__all__ = ["KVFormat", "PAGE_FORMATS", "kv_cache_format", "kv_cache_torch_dtype", "page_format"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVFormat:
+    """How the elements of one head of one token are stored.
+
+    Attributes:
+        name: value of `AttentionSpec.kv_cache_dtype`.
+        dtype: dtype of `key_cache` and `value_cache`.
+        bits: bits per element.
+        scale_dtype: dtype of the scales in the page; None for formats without them.
+        groups_per_head: groups of consecutive elements of a head that have one scale each; 0 where
+            the size of a group is fixed.
+        elements_per_group: elements that share a scale; 0 where their number per head is fixed.
+        largest: the largest magnitude of a stored element, in units of its scale; 0 for formats
+            without scales in the page.
+        head_size_multiple: head sizes must be multiples of this number.
+    """
+
+    name: str
+    dtype: torch.dtype
+    bits: int
+    scale_dtype: torch.dtype | None = None
+    groups_per_head: int = 0
+    elements_per_group: int = 0
+    largest: float = 0.0
+    head_size_multiple: int = 1
+
+    @property
+    def scales_in_page(self) -> bool:
+        """Whether each page holds the scales of its tokens (M15)."""
+        return self.scale_dtype is not None
+
+    def stored_size(self, head_size: int) -> int:
+        """Elements of `dtype` in which one head of one token is stored."""
+        return head_size * self.bits // (8 * self.dtype.itemsize)
+
+    def head_size(self, stored_size: int) -> int:
+        """The head size that `stored_size` elements of `dtype` hold."""
+        return stored_size * 8 * self.dtype.itemsize // self.bits
+
+    def num_scales(self, head_size: int) -> int:
+        """Scales in the page for one head of one token."""
+        if self.elements_per_group:
+            return head_size // self.elements_per_group
+        return self.groups_per_head
+
+    def bytes_per_head(self, head_size: int) -> int:
+        """Bytes of one head of one token, with its scales."""
+        scales = 0 if self.scale_dtype is None else self.scale_dtype.itemsize
+        return self.stored_size(head_size) * self.dtype.itemsize + scales * self.num_scales(head_size)
+
+
+PAGE_FORMATS: dict[str, KVFormat] = {
+    found.name: found
+    for found in (
+        KVFormat(
+            name="int8_per_token_head", dtype=torch.int8, bits=8, scale_dtype=torch.float32,
+            groups_per_head=1, largest=127.0,
+        ),
+        KVFormat(
+            name="fp8_per_token_head", dtype=torch.float8_e4m3fn, bits=8,
+            scale_dtype=torch.float32, groups_per_head=1, largest=448.0,
+        ),
+        KVFormat(
+            name="int4_per_group", dtype=torch.uint8, bits=4, scale_dtype=torch.float16,
+            groups_per_head=4, largest=7.0, head_size_multiple=8,
+        ),
+    )
+}  # fmt: skip
+"""The formats with scales in the page, by name."""
 
 _KV_DTYPES: dict[str, torch.dtype] = {
     "fp8": torch.float8_e4m3fn,
@@ -16,7 +93,45 @@ _KV_DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
 }
-_NAMES = ", ".join(("auto", *_KV_DTYPES))
+_NAMES = ", ".join(("auto", *_KV_DTYPES, *PAGE_FORMATS))
+
+
+def kv_cache_format(kv_cache_dtype: str | torch.dtype, dtype: torch.dtype) -> KVFormat:
+    """The format that a cache stores.
+
+    Args:
+        kv_cache_dtype: a dtype, a name, or "auto" for the dtype of the model.
+        dtype: dtype of the model.
+
+    Raises:
+        ContractError: no cache can store this dtype.
+    """
+    if isinstance(kv_cache_dtype, str) and kv_cache_dtype in PAGE_FORMATS:
+        return PAGE_FORMATS[kv_cache_dtype]
+    return _plain_format(kv_cache_torch_dtype(kv_cache_dtype, dtype))
+
+
+def page_format(dtype: torch.dtype, scale: object) -> KVFormat | None:
+    """The format of a cache whose `k_scale` (or `v_scale`) is the view of the scales in its pages,
+    `[B, N, Hkv, G]`; None if `scale` is a number or a tensor of fewer dimensions (M9).
+
+    Args:
+        dtype: dtype of `key_cache`.
+        scale: the scale.
+
+    Raises:
+        ContractError: no format has these dtypes.
+    """
+    if not isinstance(scale, torch.Tensor) or scale.dim() != 4:
+        return None
+    for found in PAGE_FORMATS.values():
+        if found.dtype == dtype and found.scale_dtype == scale.dtype:
+            return found
+    raise ContractError(
+        f"no KV format stores {dtype} with scales of {scale.dtype} in its pages; the formats are "
+        f"{', '.join(PAGE_FORMATS)}",
+        rule="M15",
+    )
 
 
 def kv_cache_torch_dtype(kv_cache_dtype: str | torch.dtype, dtype: torch.dtype) -> torch.dtype:
@@ -37,6 +152,13 @@ def kv_cache_torch_dtype(kv_cache_dtype: str | torch.dtype, dtype: torch.dtype) 
         return kv_cache_dtype
     if kv_cache_dtype == "auto":
         return dtype
+    if kv_cache_dtype in PAGE_FORMATS:
+        return PAGE_FORMATS[kv_cache_dtype].dtype
     if kv_cache_dtype not in _KV_DTYPES:
         raise ContractError(f"kv_cache_dtype={kv_cache_dtype!r} is not known; use one of {_NAMES}")
     return _KV_DTYPES[kv_cache_dtype]
+
+
+def _plain_format(dtype: torch.dtype) -> KVFormat:
+    name = str(dtype).removeprefix("torch.")
+    return KVFormat(name=name, dtype=dtype, bits=8 * dtype.itemsize)

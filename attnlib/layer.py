@@ -396,14 +396,15 @@ class Attention(PlannedLayer):
         """Set `k_scale` and `v_scale` so that the largest finite element of `key` and `value`
         becomes the largest finite number of the cache's dtype. No host sync.
 
-        Call it before the layer sees its cache; for a cache that is not quantized it does nothing.
+        Call it before the layer sees its cache; for a cache that is not quantized, or has its
+        scales in the page, it does nothing.
         `enable_kv_scales_calculation` of a batch calls it within the step.
 
         Args:
             query: not read; kept for vLLM's argument list.
             key, value: of any shape.
         """
-        if not self.spec.is_kv_quantized:
+        if not self.spec.is_kv_quantized or self.spec.kv_format.scales_in_page:
             return
         largest = torch.finfo(self.spec.kv_dtype).max
         self.k_scale = scale_for(key, largest)

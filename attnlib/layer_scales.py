@@ -21,9 +21,16 @@ def checked_layer_scale(name: str, scale: Scale, spec: AttentionSpec) -> Scale:
     """A scale that a cache would accept; its device is checked with the cache.
 
     Raises:
-        ContractError: a number that is not finite and positive, or a tensor of another dtype or
-            shape.
+        ContractError: a number that is not finite and positive, a tensor of another dtype or shape,
+            or a scale for a format that has its scales in the page.
     """
+    is_one = not isinstance(scale, torch.Tensor) and scale == UNIT_SCALE
+    if spec.kv_format.scales_in_page and not is_one:
+        raise ContractError(
+            f"{name} is given, but kv_cache_dtype={spec.kv_format.name} computes a scale for each "
+            "token and head: leave it out",
+            rule="M15",
+        )
     if not isinstance(scale, torch.Tensor):
         check_scale(name, scale)
         return UNIT_SCALE if scale == 1.0 else float(scale)

@@ -15,7 +15,7 @@ import torch
 
 from attnlib.errors import ContractError
 from attnlib.key_selection import KeySelection
-from attnlib.kv_dtype import kv_cache_torch_dtype
+from attnlib.kv_dtype import KVFormat, kv_cache_format, kv_cache_torch_dtype
 from attnlib.score_functions.function import ScoreFunction
 from attnlib.sizes import MAX_LOGITS_SOFT_CAP
 
@@ -83,9 +83,11 @@ class AttentionSpec:
         head_size: elements of one query or key head (D).
         head_size_v: elements of one value head (Dv); None means `head_size`.
         dtype: dtype of q, k, v and the output.
-        kv_cache_dtype: dtype that the cache stores: a dtype, "auto" (= `dtype`), "fp8"
-            (= "fp8_e4m3"), "fp8_e5m2", "float16", "bfloat16" or "float32".
-        kv_scale_kind: granularity of the scales of a quantized cache, "tensor" or "head" (M9).
+        kv_cache_dtype: what the cache stores: a dtype, "auto" (= `dtype`), "fp8" (= "fp8_e4m3"),
+            "fp8_e5m2", "float16", "bfloat16", "float32", or a format with scales in the page
+            (M15): "int8_per_token_head", "fp8_per_token_head", "int4_per_group".
+        kv_scale_kind: granularity of the scales of a quantized cache, "tensor" or "head" (M9); not
+            read for formats with scales in the page.
         block_size: tokens per cache block (N).
         kv_cache_layout: required cache layout (P2); None means the layout that the backend prefers.
         attn_type: role of the layer in its model.
@@ -227,7 +229,20 @@ class AttentionSpec:
                 f"dtype={self.dtype!r} must be a floating-point torch dtype of at least 16 bits, "
                 f"such as torch.bfloat16"
             )
-        kv_cache_torch_dtype(self.kv_cache_dtype, self.dtype)
+        stored = kv_cache_format(self.kv_cache_dtype, self.dtype)
+        for name in ("head_size", "head_size_v"):
+            if getattr(self, name) % stored.head_size_multiple:
+                raise ContractError(
+                    f"{name}={getattr(self, name)} must be a multiple of "
+                    f"{stored.head_size_multiple} for kv_cache_dtype={stored.name}",
+                    rule="M15",
+                )
+        if stored.scales_in_page and self.use_mla:
+            raise ContractError(
+                f"kv_cache_dtype={stored.name} stores keys and values separately, and use_mla "
+                "stores them once: use fp8, or the dtype of the model",
+                rule="M15",
+            )
         if self.kv_scale_kind not in ("tensor", "head"):
             raise ContractError(
                 f"kv_scale_kind={self.kv_scale_kind!r} must be 'tensor' or 'head'", rule="M9"
@@ -276,8 +291,20 @@ class AttentionSpec:
         return kv_cache_torch_dtype(self.kv_cache_dtype, self.dtype)
 
     @property
+    def kv_format(self) -> KVFormat:
+        """How the cache stores the elements of a head."""
+        return kv_cache_format(self.kv_cache_dtype, self.dtype)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of the keys and values of one token of one layer, with scales in the page."""
+        stored = self.kv_format
+        size_v = 0 if self.use_mla else stored.bytes_per_head(self.head_size_v)
+        return self.num_kv_heads * (stored.bytes_per_head(self.head_size) + size_v)
+
+    @property
     def is_kv_quantized(self) -> bool:
-        """True if the cache stores 8-bit values with scales."""
+        """True if the cache stores elements of 8 bits or less, with scales."""
         return self.kv_dtype.itemsize == 1
 
     @property

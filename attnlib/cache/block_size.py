@@ -119,6 +119,11 @@ def split_blocks(cache: PagedKVCache, kernel_block_size: int) -> tuple[PagedKVCa
     count = cache.block_size // kernel_block_size
     if count == 1:
         return cache, BlockSplit(1, 1)
+    if cache.page_format is not None:
+        raise LayoutMismatchError(
+            f"pages of {cache!r} hold elements and scales and cannot be split: choose kernels that "
+            f"read blocks of {cache.block_size} tokens"
+        )
     splits = {
         _split(view, kernel_block_size, count) for view in (cache.key_cache, cache.value_cache)
     }

@@ -15,8 +15,10 @@ import torch
 from attnlib.cache.engine_layouts import EngineLayouts
 from attnlib.cache.layout import LAYOUTS, get_kv_cache_layout, layout_named
 from attnlib.cache.overlap import blocks_overlap
+from attnlib.cache.pages import PAGE_LAYOUTS, page_sizes, page_views
 from attnlib.compile.objects import register_tensor_id
 from attnlib.errors import ContractError
+from attnlib.kv_dtype import KVFormat, page_format
 from attnlib.ops.block_moves import BlockPairs, check_ids, checked_pairs, move_blocks, zero_blocks
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.scales import check_scale
@@ -52,11 +54,17 @@ class PagedKVCache(EngineLayouts):
         key_cache: `[B, N, Hkv, D]`, any strides, the last one 1.
         value_cache: `[B, N, Hkv, Dv]`, likewise. It may be interleaved with the keys, be a separate
             allocation, or alias the keys.
+            With a format of 4 bits, the last dimension of both is D / 2 bytes.
         layout: name of the memory layout, or None if the views match no known layout.
         k_scale, v_scale: stored value * scale = real value (M9): a float, or a float32 tensor `[]`
-            or `[Hkv]`.
+            or `[Hkv]`. With scales in the page (M15), the views of these scales,
+            `[B, N, Hkv, scales per head]`.
+        page_format: the format with scales in the page; None for all others.
+        pages: `[B, num_bytes]` uint8, the memory of such a cache; None for all others.
     """
 
+    page_format: KVFormat | None
+    pages: torch.Tensor | None
     _signature: CacheSignature | None
 
     def __init__(
@@ -76,6 +84,8 @@ class PagedKVCache(EngineLayouts):
                 "(use_mla)",
                 rule="P1",
             )
+        self.page_format = page_format(key_cache.dtype, k_scale)
+        self.pages = None
         self.key_cache = key_cache
         self.value_cache = value_cache
         self.layout = layout
@@ -85,7 +95,11 @@ class PagedKVCache(EngineLayouts):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("k_scale", "v_scale"):
-            value = checked_scale(name, value, self.key_cache)
+            view = self.key_cache if name == "k_scale" else self.value_cache
+            if self.page_format is None:
+                value = checked_scale(name, value, view)
+            else:
+                _check_page_scales(name, value, view, self.page_format)
         state = self.__dict__
         state["_signature"] = None  # follows every attribute
         state[name] = value
@@ -93,6 +107,9 @@ class PagedKVCache(EngineLayouts):
     def __getstate__(self) -> dict[str, Any]:
         derived = ("handle", "_signature")
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
+        if self.pages is not None:  # the views share its memory
+            sizes = (self.block_size, self.num_kv_heads, self.head_size, self.head_size_v)
+            return {"pages": self.pages, "stored": (self.page_format, *sizes, self.layout)}
         if self.dtype.itemsize == 1:  # torch pickles float8 tensors, but cannot load them
             state["stored_dtype"] = self.dtype
             for name in ("key_cache", "value_cache"):
@@ -101,6 +118,11 @@ class PagedKVCache(EngineLayouts):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
+        if (stored := state.pop("stored", None)) is not None:
+            names = ("key_cache", "value_cache", "k_scale", "v_scale")
+            views = page_views(state["pages"], *stored)
+            state |= {**dict(zip(names, views, strict=True)), "layout": stored[-1]}
+            state["page_format"] = stored[0]
         if (dtype := state.pop("stored_dtype", None)) is not None:
             for name in ("key_cache", "value_cache"):
                 state[name] = state[name].view(dtype)
@@ -154,7 +176,18 @@ class PagedKVCache(EngineLayouts):
                 f"attn_type={spec.attn_type.value} keeps no keys between steps and needs no cache: "
                 f"call the layer with cache=None"
             )
-        order = layout_named(layout or spec.kv_cache_layout or get_kv_cache_layout() or "NHD")
+        wanted = layout or spec.kv_cache_layout or get_kv_cache_layout()
+        if spec.kv_format.scales_in_page:
+            if not (k_scale is UNIT_SCALE and v_scale is UNIT_SCALE):
+                raise ContractError(
+                    f"kv_cache_dtype={spec.kv_format.name} computes a scale for each token and "
+                    "head: pass no k_scale and v_scale",
+                    rule="M15",
+                )
+            num_bytes = page_sizes(spec.kv_format, *_page_shape(spec)).num_bytes
+            pages = torch.zeros(num_blocks, num_bytes, dtype=torch.uint8, device=device)
+            return cls.from_pages(pages, spec, wanted)
+        order = layout_named(wanted or "NHD")
         sizes = (num_blocks, spec.block_size, spec.num_kv_heads)
         if spec.use_mla:
             # One latent vector per token: the value is a prefix of the key and aliases its memory.
@@ -172,6 +205,37 @@ class PagedKVCache(EngineLayouts):
         return cls(key, value, layout=order.name, k_scale=k_scale, v_scale=v_scale)
 
     @classmethod
+    def from_pages(
+        cls, pages: torch.Tensor, spec: AttentionSpec, layout: str | None = None
+    ) -> PagedKVCache:
+        """A cache with scales in the page (P11) over existing memory, without a copy.
+
+        Args:
+            pages: `[B, num_bytes]` uint8, at least `cache.pages.page_sizes(...)` bytes per page;
+                any distance between pages that is a multiple of 16.
+            spec: heads, sizes, format and block size.
+            layout: "HND_INTERLEAVED" or "NHD_INTERLEAVED"; None for `spec.kv_cache_layout`, else
+                "HND_INTERLEAVED".
+
+        Raises:
+            ContractError: the format of `spec` has no scales in the page, or other pages.
+            LayoutMismatchError: no layout of a page.
+        """
+        if not spec.kv_format.scales_in_page:
+            raise ContractError(
+                f"kv_cache_dtype={spec.kv_format.name} has no scales in the page: use allocate or "
+                "from_views",
+                rule="P11",
+            )
+        layout = (layout or spec.kv_cache_layout or PAGE_LAYOUTS[0]).upper()
+        key, value, k_scales, v_scales = page_views(
+            pages, spec.kv_format, *_page_shape(spec), layout
+        )
+        cache = cls(key, value, layout=layout, k_scale=k_scales, v_scale=v_scales)
+        cache.pages = pages
+        return cache
+
+    @classmethod
     def from_views(
         cls,
         key_cache: torch.Tensor,
@@ -187,7 +251,8 @@ class PagedKVCache(EngineLayouts):
         Args:
             key_cache: `[B, N, Hkv, D]`, any strides, the last one 1.
             value_cache: `[B, N, Hkv, Dv]`, likewise, same dtype and device.
-            k_scale, v_scale: scales of a quantized cache.
+            k_scale, v_scale: scales of a quantized cache; for a format with scales per token, the
+                views of these scales, `[B, N, Hkv, scales per head]` (M15).
 
         Raises:
             ContractError: the views have other shapes, or disagree with each other.
@@ -214,12 +279,14 @@ class PagedKVCache(EngineLayouts):
     @property
     def head_size(self) -> int:
         """Elements of one key head (D)."""
-        return self.key_cache.shape[3]
+        stored = self.key_cache.shape[3]
+        return stored if self.page_format is None else self.page_format.head_size(stored)
 
     @property
     def head_size_v(self) -> int:
         """Elements of one value head (Dv)."""
-        return self.value_cache.shape[3]
+        stored = self.value_cache.shape[3]
+        return stored if self.page_format is None else self.page_format.head_size(stored)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -239,11 +306,15 @@ class PagedKVCache(EngineLayouts):
     @property
     def values_alias_keys(self) -> bool:
         """True if the values are a prefix of the keys (P10): writing the keys writes both."""
-        return values_are_prefix(*self._views)
+        return values_are_prefix(self.key_cache, self.value_cache)
 
     @property
-    def _views(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.key_cache, self.value_cache
+    def _views(self) -> tuple[torch.Tensor, ...]:
+        """All memory of a block: elements, and scales in the page."""
+        if self.page_format is None:
+            return self.key_cache, self.value_cache
+        scales = (self.k_scale, self.v_scale)
+        return (self.key_cache, self.value_cache, *scales)  # type: ignore[return-value]  # views
 
     def copy_blocks(self, pairs: BlockPairs) -> None:
         """Copy whole blocks within this cache. Every source is read before any block is written.
@@ -272,14 +343,15 @@ class PagedKVCache(EngineLayouts):
             ContractError: as `copy_blocks`, or `other` has another block shape, dtype or scale;
                 nothing is written.
         """
-        for name in ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype"):
+        kind = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "page_format")
+        for name in kind:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 raise ContractError(
                     f"swap_blocks needs caches of one kind: {name} is {mine} in the source and "
                     f"{theirs} in the destination"
                 )
-        if self.dtype.itemsize == 1:
+        if self.dtype.itemsize == 1 and self.page_format is None:
             for name in ("k_scale", "v_scale"):
                 _check_equal_scales(name, getattr(self, name), getattr(other, name))
         source, destination = checked_pairs(pairs, self.num_blocks, other.num_blocks)
@@ -296,11 +368,13 @@ class PagedKVCache(EngineLayouts):
         zero_blocks(self._views, ids)
 
     def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
         return (
             f"PagedKVCache({self.num_blocks} blocks x {self.block_size} tokens x "
             f"{self.num_kv_heads} heads x {self.head_size}"
             f"{'' if self.head_size_v == self.head_size else f'/{self.head_size_v}'}, "
-            f"{str(self.dtype).removeprefix('torch.')}, {self.layout or 'unknown layout'}, "
+            f"{self.page_format.name if self.page_format else dtype}, "
+            f"{self.layout or 'unknown layout'}, "
             f"{self.device})"
         )
 
@@ -358,6 +432,32 @@ def checked_scale(name: str, scale: Scale, view: torch.Tensor) -> Scale:
             rule="M9",
         )
     return scale
+
+
+def _page_shape(spec: AttentionSpec) -> tuple[int, int, int, int]:
+    """N, Hkv, D and Dv of a page."""
+    return spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v
+
+
+def _check_page_scales(name: str, scales: Any, view: torch.Tensor, stored: KVFormat) -> None:
+    """Whether the scales belong to the elements of `view` (M15).
+
+    Raises:
+        ContractError: another dtype, shape or device, or a last stride that is not 1.
+    """
+    wanted = (*view.shape[:3], stored.num_scales(stored.head_size(view.shape[3])))
+    if (
+        not isinstance(scales, torch.Tensor)
+        or (scales.dtype, tuple(scales.shape)) != (stored.scale_dtype, wanted)
+        or scales.device != view.device
+        or (scales.stride(3) != 1 and wanted[3] > 1)
+    ):
+        raise ContractError(
+            f"{name} is {scales if not isinstance(scales, torch.Tensor) else scales.dtype} "
+            f"{list(getattr(scales, 'shape', []))}; a cache of {stored.name} has its scales in the "
+            f"page: {stored.scale_dtype} {list(wanted)} on {view.device}, last stride 1",
+            rule="M15",
+        )
 
 
 def _check_equal_scales(name: str, source: Scale, destination: Scale) -> None:

@@ -39,6 +39,7 @@ class FlashAttnBackend(AttentionBackend):
         min_capability=(8, 0),
         dtypes=(torch.float16, torch.bfloat16),
         kv_cache_dtypes=(torch.float8_e4m3fn,),
+        kv_formats=(),
         kv_scale_kinds=("tensor", "head"),
         head_sizes=Sizes(8, 256, 8),
         head_size_v_may_differ=True,

@@ -9,6 +9,7 @@ import torch
 from attnlib.backends.base import AttentionBackend, AttentionImpl
 from attnlib.capabilities import Capabilities, Sizes
 from attnlib.device import DeviceInfo
+from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind
 
@@ -30,6 +31,7 @@ class TorchBackend(AttentionBackend):
             torch.float8_e4m3fn,
             torch.float8_e5m2,
         ),
+        kv_formats=tuple(PAGE_FORMATS),
         kv_scale_kinds=("tensor", "head"),
         head_sizes=Sizes(1),
         head_size_v_may_differ=True,
@@ -72,7 +74,9 @@ class TorchBackend(AttentionBackend):
 
     @classmethod
     def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
-        """Selected keys are computed for several lists at once."""
+        """Selected keys are computed for several lists at once, and read the cache as stored."""
+        if spec.key_selection is not None and spec.kv_format.scales_in_page:
+            return [f"key_selection with kv_cache_dtype={spec.kv_format.name}: not supported"]
         if spec.key_selection is not None and spec.batch_invariant:
             return [f"key_selection={spec.key_selection} with batch_invariant=True: not supported"]
         return []

@@ -13,9 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnlib.kv_dtype import page_format
 from attnlib.ops.checks import check_slots
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.scales import check_scale
+from attnlib.ops.torch.page_formats import quantize_groups
 from attnlib.ops.torch.quant import is_quantized, quantize
 
 __all__ = ["write_kv"]
@@ -43,7 +45,8 @@ def write_kv(
         slot_mapping: `[T]` int64, slot = block * N + offset; a negative slot writes nothing. If two
             tokens have one slot, either may be stored.
         k_scale: real key = stored key * k_scale; a float, or a float32 tensor of 1 or `[Hkv]`
-            elements. Read for a float8 cache only, which stores key / k_scale, saturated (M9).
+            elements. Read for a float8 cache only, which stores key / k_scale, saturated (M9). For
+            a format with scales in the page, the view of these scales, which is written (M15).
         v_scale: the same for values.
 
     Raises:
@@ -75,14 +78,15 @@ def _write_without_sync(
     valid = slots >= 0
     first_valid = valid.int().argmax()
     tokens = torch.where(valid, torch.arange(slots.numel(), device=slots.device), first_valid)
-    stored = _to_cache_dtype(values.index_select(0, tokens), cache, scale)
-    unchanged = _as_bytes(cache)[:1, :1].flatten(0, 1)
-    stored = torch.where(valid.any(), _as_bytes(stored), unchanged)
-    _scatter(stored, cache, slots.index_select(0, tokens).clamp_min(0))
+    targets = slots.index_select(0, tokens).clamp_min(0)
+    for stored, target in _stored(values.index_select(0, tokens), cache, scale):
+        unchanged = _as_bytes(target)[:1, :1].flatten(0, 1)
+        _scatter(torch.where(valid.any(), _as_bytes(stored), unchanged), target, targets)
 
 
 def _write(values: Tensor, cache: Tensor, slots: Tensor, scale: float | Tensor) -> None:
-    _scatter(_as_bytes(_to_cache_dtype(values, cache, scale)), cache, slots)
+    for stored, target in _stored(values, cache, scale):
+        _scatter(_as_bytes(stored), target, slots)
 
 
 def _scatter(stored: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -91,10 +95,17 @@ def _scatter(stored: Tensor, cache: Tensor, slots: Tensor) -> None:
     target.index_put_((slots // block_size, slots % block_size), stored)
 
 
-def _to_cache_dtype(values: Tensor, cache: Tensor, scale: float | Tensor) -> Tensor:
+def _stored(
+    values: Tensor, cache: Tensor, scale: float | Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """What is stored for `values`, each with the view that receives it."""
+    found = page_format(cache.dtype, scale)
+    if found is not None and isinstance(scale, Tensor):
+        elements, scales = quantize_groups(values, found)
+        return [(elements, cache), (scales, scale)]
     if is_quantized(cache.dtype):
-        return quantize(values, scale, cache.dtype)
-    return values.to(cache.dtype)
+        return [(quantize(values, scale, cache.dtype), cache)]
+    return [(values.to(cache.dtype), cache)]
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from attnlib.ops.torch.batch import Request, clear_tail, list_requests, on_host
 from attnlib.ops.torch.decode_group import attend_group, group_requests
 from attnlib.ops.torch.fused import can_fuse
 from attnlib.ops.torch.gather import Scratch, consecutive_blocks
+from attnlib.ops.torch.page_formats import gather_pages
 from attnlib.ops.torch.paged import PagedInputs, attend_paged, visible_range
 from attnlib.ops.torch.quant import compute_dtype
 
@@ -55,6 +56,8 @@ def paged_decode(
     The other arguments are those of `paged_prefill`.
     """
     starts, lengths = on_host(query_start_loc, query_start_loc_cpu), on_host(seq_lens, seq_lens_cpu)
+    cache = gather_pages(key_cache, value_cache, block_table, lengths, params)
+    key_cache, value_cache, block_table, params = cache
     inputs = PagedInputs(query, key_cache, value_cache, block_table, params)
     dtype = compute_dtype(query, key_cache, inputs.k_factor, inputs.v_factor)
     batchable: list[Request] = []

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.batch import clear_tail, list_requests, on_host
+from attnlib.ops.torch.page_formats import gather_pages
 from attnlib.ops.torch.paged import PagedInputs, attend_paged
 
 __all__ = ["paged_prefill"]
@@ -40,7 +41,8 @@ def paged_prefill(
 
     Args:
         query: `[T, Hq, D]`, any strides.
-        key_cache: `[B, N, Hkv, D]`, any strides, any floating-point dtype including float8.
+        key_cache: `[B, N, Hkv, D]`, any strides, any floating-point dtype including float8; or elements
+            of a format with scales in the page, which `params` hold (M15).
         value_cache: `[B, N, Hkv, Dv]`, likewise.
         block_table: `[R, M]` int32; entries at or past ceil(seq_len / N) are never read (P3).
         query_start_loc: `[R + 1]` int32, the first query token of each request.
@@ -60,6 +62,8 @@ def paged_prefill(
         kernels: ignored; likewise.
     """
     starts, lengths = on_host(query_start_loc, query_start_loc_cpu), on_host(seq_lens, seq_lens_cpu)
+    cache = gather_pages(key_cache, value_cache, block_table, lengths, params)
+    key_cache, value_cache, block_table, params = cache
     inputs = PagedInputs(query, key_cache, value_cache, block_table, params)
     attend_paged(list_requests(starts, lengths, params.causal), inputs, out, lse, batch_invariant)
     clear_tail(out, lse, starts)

@@ -1,0 +1,118 @@
+"""Pages of formats that store their scales in the page (P11).
+
+A page is one contiguous region of bytes with four parts: elements of the keys, elements of the
+values, scales of the keys, scales of the values. Each part is ordered heads first
+(`HND_INTERLEAVED`, the default) or tokens first (`NHD_INTERLEAVED`) and starts at a multiple of 16
+bytes, so that copying the bytes of a page copies the block.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from attnlib.errors import ContractError, LayoutMismatchError
+from attnlib.kv_dtype import KVFormat
+
+__all__ = ["PAGE_LAYOUTS", "PageSizes", "page_sizes", "page_views"]
+
+PAGE_LAYOUTS = ("HND_INTERLEAVED", "NHD_INTERLEAVED")
+"""The layouts of a page, the default first."""
+
+_ALIGNMENT = 16
+"""Bytes: kernels read elements in vectors of this size."""
+
+
+class PageSizes(NamedTuple):
+    """Byte offsets within a page.
+
+    Attributes:
+        key, value, k_scale, v_scale: where the four parts start.
+        num_bytes: size of the page.
+    """
+
+    key: int
+    value: int
+    k_scale: int
+    v_scale: int
+    num_bytes: int
+
+
+def page_sizes(
+    stored: KVFormat, block_size: int, num_kv_heads: int, head_size: int, head_size_v: int
+) -> PageSizes:
+    """Where the parts of a page start, and its size."""
+    assert stored.scale_dtype is not None  # formats with scales in the page only
+    heads = block_size * num_kv_heads
+    sizes = (
+        heads * stored.stored_size(head_size) * stored.dtype.itemsize,
+        heads * stored.stored_size(head_size_v) * stored.dtype.itemsize,
+        heads * stored.num_scales(head_size) * stored.scale_dtype.itemsize,
+        heads * stored.num_scales(head_size_v) * stored.scale_dtype.itemsize,
+    )
+    offsets = [0]
+    for size in sizes:
+        offsets.append(-(-(offsets[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
+    return PageSizes(*offsets)
+
+
+def page_views(
+    pages: torch.Tensor,
+    stored: KVFormat,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    head_size_v: int,
+    layout: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The views of a pool of pages.
+
+    Args:
+        pages: `[B, num_bytes]` uint8; bytes past those of `page_sizes` are not used.
+        layout: a name of `PAGE_LAYOUTS`.
+
+    Returns:
+        (`key_cache` `[B, N, Hkv, stored size]`, `value_cache`, scales of the keys
+        `[B, N, Hkv, scales per head]`, scales of the values).
+
+    Raises:
+        ContractError: `pages` have another dtype or shape, or a page is not aligned to 16 bytes.
+        LayoutMismatchError: no layout of a page.
+    """
+    if layout.upper() not in PAGE_LAYOUTS:
+        raise LayoutMismatchError(
+            f"kv_cache_layout={layout!r} is no layout of kv_cache_dtype={stored.name}, whose pages "
+            f"hold elements and scales: use {' or '.join(PAGE_LAYOUTS)}"
+        )
+    sizes = page_sizes(stored, block_size, num_kv_heads, head_size, head_size_v)
+    if pages.dtype != torch.uint8 or pages.dim() != 2 or pages.shape[1] < sizes.num_bytes:
+        raise ContractError(
+            f"pages are {pages.dtype} {tuple(pages.shape)}; they must be uint8 [blocks, at least "
+            f"{sizes.num_bytes}]",
+            rule="P11",
+        )
+    strides = pages.stride()
+    misplaced = pages.data_ptr() % _ALIGNMENT if not pages.is_meta else 0
+    if strides[1] != 1 or strides[0] % _ALIGNMENT or misplaced:
+        raise ContractError(
+            f"pages have strides {strides} and start at {misplaced} modulo {_ALIGNMENT}; bytes of "
+            f"a page must be consecutive, and pages must start at multiples of {_ALIGNMENT} bytes",
+            rule="P11",
+        )
+    heads_first = layout.upper() == PAGE_LAYOUTS[0]
+    outer = (num_kv_heads, block_size) if heads_first else (block_size, num_kv_heads)
+
+    def part(start: int, dtype: torch.dtype, inner: int) -> torch.Tensor:
+        num_bytes = prod(outer) * inner * dtype.itemsize
+        view = pages[:, start : start + num_bytes].view(dtype).unflatten(1, (*outer, inner))
+        return view.transpose(1, 2) if heads_first else view
+
+    assert stored.scale_dtype is not None  # checked by `page_sizes`
+    return (
+        part(sizes.key, stored.dtype, stored.stored_size(head_size)),
+        part(sizes.value, stored.dtype, stored.stored_size(head_size_v)),
+        part(sizes.k_scale, stored.scale_dtype, stored.num_scales(head_size)),
+        part(sizes.v_scale, stored.scale_dtype, stored.num_scales(head_size_v)),
+    )

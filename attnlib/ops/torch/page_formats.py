@@ -1,0 +1,131 @@
+"""Formats with scales in the page (M15): the reference of their conversions.
+
+A group of elements is stored as integers or 8-bit floats and one scale, the largest magnitude of
+the group divided by the largest stored number. All arithmetic is float32 with one rounding per
+operation, so that kernels can produce the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attnlib.kv_dtype import KVFormat, page_format
+from attnlib.ops.params import AttentionParams
+from attnlib.ops.scales import MAX_KV_SCALE, MIN_KV_SCALE
+
+__all__ = ["dequantize_groups", "gather_pages", "quantize_groups"]
+
+
+def quantize_groups(values: Tensor, stored: KVFormat) -> tuple[Tensor, Tensor]:
+    """Stored elements and scales of new keys or values.
+
+    Args:
+        values: `[..., D]`.
+        stored: the format.
+
+    Returns:
+        (elements `[..., stored size]` of `stored.dtype`, scales `[..., scales per head]`). The
+        scale of a group with a NaN is NaN, and its elements are 0.
+    """
+    assert stored.scale_dtype is not None  # the caller has found a format with scales
+    head_size = values.shape[-1]
+    groups = values.float().unflatten(-1, (stored.num_scales(head_size), -1))
+    largest = groups.abs().amax(-1, keepdim=True)  # NaN if the group has one
+    scale = (largest / stored.largest).clamp(max=_largest_scale(stored))
+    scale = torch.where(scale < MIN_KV_SCALE, 0.0, scale).to(stored.scale_dtype)
+    factor = scale.float()
+    exact = torch.where(factor > 0, groups / factor, 0.0)  # NaN is not above 0
+    exact = exact.clamp(-stored.largest, stored.largest).flatten(-2)
+    if stored.dtype.is_floating_point:
+        elements = exact.to(stored.dtype)
+    elif stored.bits == 8:
+        elements = exact.round().to(stored.dtype)
+    else:
+        elements = _pack((exact.round() + _OFFSET).to(torch.uint8))
+    return elements, scale.squeeze(-1)
+
+
+def dequantize_groups(elements: Tensor, scales: Tensor, stored: KVFormat) -> Tensor:
+    """The real values of stored elements, float32.
+
+    Args:
+        elements: `[..., stored size]`.
+        scales: `[..., scales per head]`; one that is negative or above 2^100 counts as NaN.
+        stored: the format.
+
+    Returns:
+        `[..., D]`.
+    """
+    numbers = elements.float() if stored.bits == 8 else _unpack(elements).float() - _OFFSET
+    factor = scales.float()
+    factor = torch.where((factor >= 0) & (factor <= MAX_KV_SCALE), factor, torch.nan)
+    return (numbers.unflatten(-1, (scales.shape[-1], -1)) * factor.unsqueeze(-1)).flatten(-2)
+
+
+def gather_pages(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    params: AttentionParams,
+) -> tuple[Tensor, Tensor, Tensor, AttentionParams]:
+    """A cache without scales in the page as it is; else the pages of a batch in float32.
+
+    Args:
+        key_cache, value_cache: `[B, N, Hkv, stored size]`.
+        block_table: `[R, M]` int32.
+        lengths: sequence length of each request, on the host.
+        params: with the scales of the cache.
+
+    Returns:
+        (keys `[P, N, Hkv, D]`, values, block table, parameters), the last with scales of 1.
+    """
+    stored = page_format(key_cache.dtype, params.k_scale)
+    if stored is None:
+        return key_cache, value_cache, block_table, params
+    num_blocks, block_size = key_cache.shape[:2]
+    width = -(-max(lengths.tolist(), default=0) // block_size)
+    table = block_table[:, :width]
+    ends = lengths.to(table.device).unsqueeze(1)
+    used = torch.arange(width, device=table.device) * block_size < ends
+    # Entries past the end of a request may hold anything (P3).
+    blocks = torch.where(used, table, 0).flatten().clamp(0, max(num_blocks - 1, 0)).long()
+    found = [
+        dequantize_groups(_blocks(cache, blocks), _blocks(scales, blocks), stored)
+        for cache, scales in ((key_cache, params.k_scale), (value_cache, params.v_scale))
+        if isinstance(scales, Tensor)
+    ]
+    renumbered = torch.arange(blocks.numel(), dtype=torch.int32, device=table.device)
+    dense = replace(params, k_scale=1.0, v_scale=1.0)
+    return found[0], found[1], renumbered.view(table.shape[0], width), dense
+
+
+_OFFSET = 8
+"""4-bit integers are stored plus 8: bytes of zeros are the smallest number, with a scale of 0."""
+
+
+def _largest_scale(stored: KVFormat) -> float:
+    assert stored.scale_dtype is not None
+    return min(MAX_KV_SCALE, torch.finfo(stored.scale_dtype).max)
+
+
+def _pack(numbers: Tensor) -> Tensor:
+    """`[..., D]` of 0 to 15 in `[..., D / 2]` bytes: bits 4 j of the 16-bit word i hold element
+    `j * D / 4 + i`, so that each quarter of a head has its own scale and its own bits."""
+    first, second, third, fourth = numbers.unflatten(-1, (4, -1)).unbind(-2)
+    return torch.stack((first | second << 4, third | fourth << 4), -1).flatten(-2)
+
+
+def _unpack(packed: Tensor) -> Tensor:
+    """`[..., D / 2]` bytes as `[..., D]` numbers from 0 to 15."""
+    low, high = packed.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.cat((low & 15, low >> 4, high & 15, high >> 4), -1)
+
+
+def _blocks(view: Tensor, blocks: Tensor) -> Tensor:
+    """Blocks of a view; float8 is indexed as bytes, because not every device can index it."""
+    raw = view.view(torch.uint8) if view.element_size() == 1 else view
+    return raw.index_select(0, blocks).view(view.dtype)
