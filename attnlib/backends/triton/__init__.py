@@ -20,6 +20,7 @@ from attnlib.backends.base import AttentionBackend, AttentionImpl
 from attnlib.backends.triton.explain import kernel_lines
 from attnlib.capabilities import Capabilities, Sizes
 from attnlib.device import DeviceInfo
+from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind
 from attnlib.tuning.tuner import Tuner
@@ -44,6 +45,7 @@ class TritonBackend(AttentionBackend):
             torch.float8_e4m3fn,
             torch.float8_e5m2,
         ),
+        kv_formats=tuple(PAGE_FORMATS),
         kv_scale_kinds=("tensor", "head"),
         head_sizes=Sizes(8, 576, 8),
         head_size_v_may_differ=True,
@@ -139,6 +141,14 @@ class TritonBackend(AttentionBackend):
                 reasons.append("key_selection with mask_kind=query_bias: not supported")
             if spec.batch_invariant:
                 reasons.append("key_selection with batch_invariant=True: not supported")
+            if spec.kv_format.scales_in_page:
+                reasons.append(
+                    f"key_selection with kv_cache_dtype={spec.kv_format.name}: not supported"
+                )
+        if spec.batch_invariant and spec.kv_format.scales_in_page:
+            reasons.append(
+                f"batch_invariant=True with kv_cache_dtype={spec.kv_format.name}: not supported"
+            )
         if device.type == "cpu" and torch.bfloat16 in (spec.dtype, spec.kv_dtype):
             reasons.append(
                 "bfloat16 on a CPU: Triton's interpreter computes wrong products; use float32 or "

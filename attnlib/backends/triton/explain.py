@@ -50,6 +50,11 @@ def kernel_lines(spec: AttentionSpec, device: DeviceInfo, portable_only: bool) -
         return ["prefill, decode: portable Triton kernel over selected keys"]
     if spec.batch_invariant:
         return ["prefill, decode: portable batch-invariant Triton kernel"]
+    if spec.kv_format.scales_in_page:
+        return [
+            "prefill, decode: portable Triton kernels (elements and scales of "
+            f"{spec.kv_format.name} are decoded in registers)"
+        ]
     if portable_only:
         return ["prefill, decode: portable Triton kernels (configured: kernels=portable)"]
     if device.is_rocm or device.capability is None or device.capability[0] != 9:

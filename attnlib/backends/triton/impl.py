@@ -31,6 +31,8 @@ class TritonImpl(AttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._kernels = str(self.config.get("kernels", "auto"))
+        if self.spec.kv_format.scales_in_page:
+            self._kernels = "portable"  # the only ones that read these pages
 
     def write_kv(
         self,

@@ -58,6 +58,8 @@ class Scheduler(NamedTuple):
         cls, spec: AttentionSpec, device: torch.device, kernels: str, longest_decode: int
     ) -> Scheduler:
         """The scheduler of layers with this spec, for decodes of up to `longest_decode` tokens."""
+        if spec.kv_format.scales_in_page:
+            kernels = "portable"  # the only ones that read these pages
         shape = AttentionShape(
             spec.num_heads, spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.dtype,
             spec.kv_dtype,

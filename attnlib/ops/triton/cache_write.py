@@ -59,7 +59,8 @@ def write_kv(
         slot_mapping: `[T]` int64, slot = block * N + offset; a negative slot writes nothing. Its
             length is the number of tokens written.
         k_scale: real key = stored key * k_scale; a number, or a float32 tensor of 1 or `[Hkv]`
-            elements. Read for float8 only.
+            elements. Read for float8 only. For a format with scales in the page, the view of these
+            scales, which is written (M15).
         v_scale: the same for values.
 
     Raises:
@@ -140,6 +141,17 @@ def prepare_write(
     _check(key, value, slot_mapping)
     check_scale("k_scale", k_scale)
     check_scale("v_scale", v_scale)
+    if isinstance(k_scale, Tensor) and isinstance(v_scale, Tensor) and k_scale.dim() == 4:
+        from attnlib.ops.triton.page_formats import page_write
+
+        strides = (*key.stride()[:2], *value.stride()[:2])
+        numbers, launch = page_write(
+            key_cache, value_cache, k_scale, v_scale, slot_mapping.shape[0]
+        )
+        all_numbers = (key_cache.shape[2], *strides, *numbers)
+        pages = CacheWrite(limits, key.get_device(), all_numbers, True, launch)
+        kept_pages: CacheWrite = LAUNCHES.keep(("write", signature, slots), pages)
+        return kept_pages
     num_tokens, (_, block_size, num_heads, head_size) = slot_mapping.shape[0], key_cache.shape
     head_size_v = value_cache.shape[3]
     padded, padded_v = triton.next_power_of_2(head_size), triton.next_power_of_2(head_size_v)

@@ -48,6 +48,7 @@ from attnlib.ops.triton.launch.attention import (
     attention_constants,
     attention_numbers,
     check_batch,
+    holds_scales,
     reads_bytes,
     vector_elements,
 )
@@ -374,7 +375,7 @@ def prepare_decode(
         return found
     check_batch(batch, schedule.max_query_len)
     prepared: PreparedAttention | None = None
-    if schedule.uses_hopper and (dispatch := hopper.load()) is not None:
+    if schedule.uses_hopper and not holds_scales(params) and (dispatch := hopper.load()) is not None:
         prepared = dispatch.select_decode(
             query, key, value, out, lse, batch, params, limits, schedule.max_query_len,
             schedule.hopper_keys_per_sm, schedule.max_ctas, num_counters,
@@ -418,6 +419,10 @@ def prepare_plain_decode(
         )
     check_batch(batch, max_query_len)
     shape = shape_of(query, key, value, params)
+    if holds_scales(params):
+        return _prepare_page_decode(
+            key_, query, key, value, out, lse, batch, params, limits, schedule
+        )
     constants = attention_constants(query, key, value, out, lse is not None, params, limits)
     tiling = decode_tiling(shape, limits, max_query_len, work)
     element, tile = query.element_size(), tiling.tile
@@ -457,6 +462,34 @@ def prepare_plain_decode(
             num_tokens, num_heads, shape.head_size_v, num_splits
         ),
     )
+    kept: PlainAttention = LAUNCHES.keep(key_, prepared)
+    return kept
+
+
+def _prepare_page_decode(
+    key_: tuple[Any, ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    batch: BatchTensors,
+    params: AttentionParams,
+    limits: DeviceLimits,
+    schedule: DecodeSchedule,
+) -> PlainAttention:
+    """The launches over pages that hold their scales (M15)."""
+    from attnlib.ops.triton.page_formats import page_decode
+
+    max_query_len, num_splits, balanced, _ = schedule[:4]
+    shape = shape_of(query, key, value, params)._replace(head_size_v=out.shape[2])
+    combine = None
+    if num_splits > 1:
+        combine = _combine_launch(shape, limits, query.shape[0], lse is not None, params)
+    prepared = page_decode(
+        query, key, value, out, lse, batch, params, limits, max_query_len, num_splits, balanced,
+        combine,
+    )  # fmt: skip
     kept: PlainAttention = LAUNCHES.keep(key_, prepared)
     return kept
 

@@ -27,6 +27,7 @@ from attnlib.ops.triton.launch.attention import (
     attention_constants,
     attention_numbers,
     check_batch,
+    holds_scales,
     reads_bytes,
 )
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
@@ -144,7 +145,7 @@ def prepare_prefill(
         return found
     check_batch(batch, max_query_len)
     prepared: PreparedAttention | None = None
-    wanted = limits.capability[0] == 9 and kernels != "portable"
+    wanted = limits.capability[0] == 9 and kernels != "portable" and not holds_scales(params)
     if wanted and (dispatch := hopper.load()) is not None:
         prepared = dispatch.select_prefill(
             query, key, value, out, lse, batch, params, limits, max_query_len
@@ -191,6 +192,12 @@ def prepare_plain_prefill(
     if found is not None and found.limits is limits:
         return found
     check_batch(batch, max_query_len)
+    if holds_scales(params):
+        from attnlib.ops.triton.page_formats import page_prefill
+
+        pages = page_prefill(query, key, value, out, lse, batch, params, limits, rows)
+        kept_pages: PlainAttention = LAUNCHES.keep(key_, pages)
+        return kept_pages
     constants = attention_constants(query, key, value, out, lse is not None, params, limits)
     group, table = constants["GROUP"], batch.block_table
     problem = (

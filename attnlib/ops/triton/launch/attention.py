@@ -50,6 +50,7 @@ __all__ = [
     "attention_numbers",
     "check_batch",
     "compute_dtype",
+    "holds_scales",
     "reads_bytes",
     "vector_elements",
 ]
@@ -242,6 +243,11 @@ class PlainAttention:
             batch.query_start_loc, batch.seq_lens, flags, batch.query_bias, batch.block_table,
             partials, *batch_score_values(batch.score_tensors, False),
         )  # fmt: skip
+
+
+def holds_scales(params: AttentionParams) -> bool:
+    """Whether the pages of the cache hold its scales (M15)."""
+    return isinstance(params.k_scale, Tensor) and params.k_scale.dim() == 4
 
 
 def reads_bytes(cache_dtype: torch.dtype, limits: DeviceLimits) -> bool:

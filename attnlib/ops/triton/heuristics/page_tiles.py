@@ -1,0 +1,74 @@
+"""Tiles of the kernels over pages that hold their scales (M15)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attnlib.kv_dtype import KVFormat
+from attnlib.ops.triton.heuristics.device import DeviceLimits
+from attnlib.ops.triton.heuristics.tiles import Tile, next_power_of_2
+
+__all__ = ["choose_page_decode_tile", "choose_page_prefill_tile", "page_shared_bytes"]
+
+_RESERVED = 8 * 1024
+"""Bytes of shared memory for reductions and conversions between layouts."""
+
+
+def page_shared_bytes(
+    tile: Tile, stored: KVFormat, head_size: int, head_size_v: int, converted: bool
+) -> int:
+    """Shared memory of a CTA: stages of keys and values with their scales.
+
+    Args:
+        converted: products read queries and converted elements from shared memory, too (tiles of 64
+            rows and more on Hopper and data-center Blackwell).
+    """
+    per_key = 0
+    for size in (head_size, head_size_v):
+        scales = stored.bytes_per_head(size) - stored.stored_size(size) * stored.dtype.itemsize
+        per_key += max(32, next_power_of_2(stored.stored_size(size))) + scales
+    elements = next_power_of_2(head_size) + next_power_of_2(head_size_v)
+    extra = 2 * (tile.block_n + tile.block_m) * elements if converted else 0
+    return tile.num_stages * tile.block_n * per_key + extra + _RESERVED
+
+
+def choose_page_decode_tile(
+    rows: int, stored: KVFormat, head_size: int, head_size_v: int, limits: DeviceLimits
+) -> Tile:
+    """The tile of a decode.
+
+    Args:
+        rows: query heads per KV head times the longest query of the batch.
+    """
+    block_m = min(64, max(16, next_power_of_2(rows)))
+    return _fit(Tile(block_m, 64, 4, 4), stored, head_size, head_size_v, limits)
+
+
+def choose_page_prefill_tile(
+    rows: int, stored: KVFormat, head_size: int, head_size_v: int, limits: DeviceLimits
+) -> Tile:
+    """The tile of a prefill.
+
+    Args:
+        rows: query heads per KV head times the longest query of the batch.
+    """
+    largest = 128 if max(head_size, head_size_v) <= 128 else 64
+    block_m = min(largest, max(16, next_power_of_2(rows)))
+    tile = Tile(block_m, 64, 8 if block_m == 128 else 4, 2)
+    return _fit(tile, stored, head_size, head_size_v, limits)
+
+
+def _fit(
+    tile: Tile, stored: KVFormat, head_size: int, head_size_v: int, limits: DeviceLimits
+) -> Tile:
+    """The tile with as many stages, then keys, as the shared memory of a CTA holds."""
+    converted = tile.block_m >= 64
+    sizes = (stored, head_size, head_size_v)
+    while page_shared_bytes(tile, *sizes, converted) > limits.shared_memory:
+        if tile.num_stages > 1:
+            tile = replace(tile, num_stages=tile.num_stages - 1)
+        elif tile.block_n > 16:
+            tile = replace(tile, block_n=tile.block_n // 2)
+        else:
+            break
+    return tile

@@ -1,0 +1,175 @@
+"""Store new keys and values in pages that hold their scales (M15): one launch quantizes and writes.
+
+One program per token and block of heads. All arithmetic has one rounding per operation, as in
+`ops.torch.page_formats`, so that the stored bits are equal.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attnlib.ops.triton.kernels.page_formats import (
+    PAGE_E4M3,
+    PAGE_INT4,
+    element_step,
+    first_element,
+)
+from attnlib.ops.triton.kernels.quant import encode_fp8
+
+__all__ = ["write_pages_kernel"]
+
+
+@triton.jit
+def _load_part(
+    source, token, heads, mask_heads, stride_st, stride_sh, PART: tl.constexpr,
+    WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Load one part of the heads of a token, [BLOCK_H, WORDS_PAD] float32."""
+    lanes = tl.arange(0, WORDS_PAD)
+    FIRST: tl.constexpr = first_element(PART, WORDS, KIND)
+    elements = FIRST + lanes * element_step(KIND)
+    offsets = (heads.to(tl.int64) * stride_sh)[:, None] + elements[None, :]
+    mask = mask_heads[:, None] & (lanes < WORDS)[None, :]
+    source += token.to(tl.int64) * stride_st
+    return tl.load(source + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _largest(x):
+    """Return the largest magnitude of each row; NaN for a row with a NaN."""
+    has_nan = tl.max((x != x).to(tl.int32), 1) > 0
+    largest = tl.max(tl.where(x != x, 0.0, tl.abs(x)), 1)
+    return tl.where(has_nan, float("nan"), largest)
+
+
+@triton.jit
+def _scale(largest, LARGEST: tl.constexpr, LARGEST_SCALE: tl.constexpr):
+    """Return the scales of groups, before the conversion to their dtype."""
+    divisor = tl.full(largest.shape, LARGEST, tl.float32)
+    scale = tl.math.div_rn(largest, divisor)
+    scale = tl.where(scale > LARGEST_SCALE, LARGEST_SCALE, scale)
+    return tl.where(scale < 2.0**-100, 0.0, scale)
+
+
+@triton.jit
+def _store_scale(scale, scales, heads, mask_heads, stride_sh, PART: tl.constexpr):
+    """Store the scale of one group per head; returns what is stored, in float32."""
+    stored = scale.to(scales.dtype.element_ty)
+    tl.store(scales + heads.to(tl.int64) * stride_sh + PART, stored, mask=mask_heads)
+    return stored.to(tl.float32)
+
+
+@triton.jit
+def _exact(x, scale, LARGEST: tl.constexpr):
+    """Return x / scale, saturated; 0 where the scale is 0 or NaN."""
+    divisor = tl.where(scale > 0.0, scale, 1.0)[:, None]
+    divisor, x = tl.broadcast(divisor, x)
+    exact = tl.math.div_rn(x, divisor)
+    exact = tl.where(exact > LARGEST, LARGEST, tl.where(exact < -LARGEST, -LARGEST, exact))
+    return tl.where((scale > 0.0)[:, None], exact, 0.0)
+
+
+@triton.jit
+def _nearest_integer(x):
+    """Round |x| < 2^22 to the nearest integer, ties to even, as int32."""
+    # The float32 adder rounds to the last bit of 1.5 * 2^23, which is worth 1.
+    zero_point = tl.full(x.shape, 12582912.0, tl.float32)
+    return (x + zero_point).to(tl.int32, bitcast=True) - zero_point.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _bits(exact, KIND: tl.constexpr):
+    """Return the stored bits of one part as int32."""
+    if KIND == PAGE_E4M3:
+        bits = encode_fp8(exact, False).to(tl.int32)
+    elif KIND == PAGE_INT4:
+        bits = _nearest_integer(exact) + 8
+    else:
+        bits = _nearest_integer(exact) & 0xFF
+    return bits
+
+
+@triton.jit
+def _write_heads(
+    source, cache, scales, token, slot, heads, mask_heads, stride_st, stride_sh, stride_cb,
+    stride_cn, stride_ch, stride_xb, stride_xn, stride_xh, BLOCK_SIZE: tl.constexpr,
+    WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, KIND: tl.constexpr, LARGEST: tl.constexpr,
+    LARGEST_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Quantize and store the heads of one token in a KV slot."""
+    block = slot // BLOCK_SIZE
+    within = slot % BLOCK_SIZE
+    scales += block * stride_xb + within * stride_xn
+    x0 = _load_part(
+        source, token, heads, mask_heads, stride_st, stride_sh, 0, WORDS, WORDS_PAD, KIND
+    )
+    x1 = _load_part(
+        source, token, heads, mask_heads, stride_st, stride_sh, 1, WORDS, WORDS_PAD, KIND
+    )
+    if KIND == PAGE_INT4:
+        x2 = _load_part(
+            source, token, heads, mask_heads, stride_st, stride_sh, 2, WORDS, WORDS_PAD, KIND
+        )
+        x3 = _load_part(
+            source, token, heads, mask_heads, stride_st, stride_sh, 3, WORDS, WORDS_PAD, KIND
+        )
+        s0 = _scale(_largest(x0), LARGEST, LARGEST_SCALE)
+        s1 = _scale(_largest(x1), LARGEST, LARGEST_SCALE)
+        s2 = _scale(_largest(x2), LARGEST, LARGEST_SCALE)
+        s3 = _scale(_largest(x3), LARGEST, LARGEST_SCALE)
+        s0 = _store_scale(s0, scales, heads, mask_heads, stride_xh, 0)
+        s1 = _store_scale(s1, scales, heads, mask_heads, stride_xh, 1)
+        s2 = _store_scale(s2, scales, heads, mask_heads, stride_xh, 2)
+        s3 = _store_scale(s3, scales, heads, mask_heads, stride_xh, 3)
+        words = _bits(_exact(x0, s0, LARGEST), KIND)
+        words |= _bits(_exact(x1, s1, LARGEST), KIND) << 4
+        words |= _bits(_exact(x2, s2, LARGEST), KIND) << 8
+        words |= _bits(_exact(x3, s3, LARGEST), KIND) << 12
+    else:
+        first = _largest(x0)
+        second = _largest(x1)
+        largest = tl.where(first > second, first, second)
+        largest = tl.where((first != first) | (second != second), float("nan"), largest)
+        scale = _scale(largest, LARGEST, LARGEST_SCALE)
+        scale = _store_scale(scale, scales, heads, mask_heads, stride_xh, 0)
+        words = _bits(_exact(x0, scale, LARGEST), KIND)
+        words |= _bits(_exact(x1, scale, LARGEST), KIND) << 8
+    lanes = tl.arange(0, WORDS_PAD)
+    # Strides are in bytes, and rows are whole words.
+    cache += block * stride_cb + within * stride_cn
+    target = cache.to(tl.pointer_type(tl.uint16))
+    target = target + (heads.to(tl.int64) * (stride_ch // 2))[:, None] + lanes[None, :]
+    mask = mask_heads[:, None] & (lanes < WORDS)[None, :]
+    tl.store(target, words.to(tl.uint16), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_ksb", "stride_ksn", "stride_ksh", "stride_vsb", "stride_vsn", "stride_vsh",
+    ],
+    do_not_specialize_on_alignment=["slot_mapping", "k_scale", "v_scale"],
+)  # fmt: skip
+def write_pages_kernel(
+    key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, num_heads, stride_kt,
+    stride_kh, stride_vt, stride_vh, stride_kcb, stride_kcn, stride_kch, stride_vcb, stride_vcn,
+    stride_vch, stride_ksb, stride_ksn, stride_ksh, stride_vsb, stride_vsn, stride_vsh,
+    BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr,
+    DV_WORDS: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, KIND: tl.constexpr,
+    LARGEST: tl.constexpr, LARGEST_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Quantize and write keys and values of one token. Grid: (tokens, blocks of heads)."""
+    token = tl.program_id(0)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    # A negative slot writes nothing (P4).
+    if slot >= 0:
+        heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+        mask_heads = heads < num_heads
+        _write_heads(
+            key, key_cache, k_scale, token, slot, heads, mask_heads, stride_kt, stride_kh,
+            stride_kcb, stride_kcn, stride_kch, stride_ksb, stride_ksn, stride_ksh, BLOCK_SIZE,
+            WORDS, WORDS_PAD, KIND, LARGEST, LARGEST_SCALE)  # fmt: skip
+        _write_heads(
+            value, value_cache, v_scale, token, slot, heads, mask_heads, stride_vt, stride_vh,
+            stride_vcb, stride_vcn, stride_vch, stride_vsb, stride_vsn, stride_vsh, BLOCK_SIZE,
+            DV_WORDS, DV_PAD, KIND, LARGEST, LARGEST_SCALE)  # fmt: skip
