@@ -63,7 +63,9 @@ class KVFormat:
     def bytes_per_head(self, head_size: int) -> int:
         """Bytes of one head of one token, with its scales."""
         scales = 0 if self.scale_dtype is None else self.scale_dtype.itemsize
-        return self.stored_size(head_size) * self.dtype.itemsize + scales * self.num_scales(head_size)
+        return self.stored_size(head_size) * self.dtype.itemsize + scales * self.num_scales(
+            head_size
+        )
 
 
 PAGE_FORMATS: dict[str, KVFormat] = {

@@ -58,13 +58,14 @@ class Scheduler(NamedTuple):
         cls, spec: AttentionSpec, device: torch.device, kernels: str, longest_decode: int
     ) -> Scheduler:
         """The scheduler of layers with this spec, for decodes of up to `longest_decode` tokens."""
-        if spec.kv_format.scales_in_page:
+        stored = spec.kv_format if spec.kv_format.scales_in_page else None
+        if stored is not None:
             kernels = "portable"  # the only ones that read these pages
         shape = AttentionShape(
             spec.num_heads, spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.dtype,
             spec.kv_dtype,
             0 if spec.score_function is None else spec.score_function.count_tile_lookups(),
-            spec.use_mla,
+            spec.use_mla, page_format=stored,
         )  # fmt: skip
         window, chunk = spec.visible_window.as_kernel_args(), spec.attention_chunk_size or 0
         limits = device_limits(device)

@@ -95,9 +95,7 @@ def _scatter(stored: Tensor, cache: Tensor, slots: Tensor) -> None:
     target.index_put_((slots // block_size, slots % block_size), stored)
 
 
-def _stored(
-    values: Tensor, cache: Tensor, scale: float | Tensor
-) -> list[tuple[Tensor, Tensor]]:
+def _stored(values: Tensor, cache: Tensor, scale: float | Tensor) -> list[tuple[Tensor, Tensor]]:
     """What is stored for `values`, each with the view that receives it."""
     found = page_format(cache.dtype, scale)
     if found is not None and isinstance(scale, Tensor):

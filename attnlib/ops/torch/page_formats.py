@@ -53,16 +53,15 @@ def dequantize_groups(elements: Tensor, scales: Tensor, stored: KVFormat) -> Ten
 
     Args:
         elements: `[..., stored size]`.
-        scales: `[..., scales per head]`; one that is negative or above 2^100 counts as NaN.
+        scales: `[..., scales per head]`.
         stored: the format.
 
     Returns:
         `[..., D]`.
     """
     numbers = elements.float() if stored.bits == 8 else _unpack(elements).float() - _OFFSET
-    factor = scales.float()
-    factor = torch.where((factor >= 0) & (factor <= MAX_KV_SCALE), factor, torch.nan)
-    return (numbers.unflatten(-1, (scales.shape[-1], -1)) * factor.unsqueeze(-1)).flatten(-2)
+    groups = numbers.unflatten(-1, (scales.shape[-1], -1))
+    return (groups * scales.float().unsqueeze(-1)).flatten(-2)
 
 
 def gather_pages(

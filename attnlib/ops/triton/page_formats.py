@@ -17,15 +17,12 @@ from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.kv_dtype import KVFormat, page_format
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.scales import MAX_KV_SCALE
-from attnlib.ops.triton.heuristics import device as chips
 from attnlib.ops.triton.heuristics.device import DeviceLimits, programmatic_launch
 from attnlib.ops.triton.heuristics.page_tiles import (
-    choose_page_decode_tile,
     choose_page_prefill_tile,
     page_shared_bytes,
 )
 from attnlib.ops.triton.heuristics.splits import (
-    MAX_CTAS_PER_SM,
     MAX_SPLITS,
     MIN_TILES_PER_SPLIT,
     paged_decode_workspace_bytes,
@@ -44,7 +41,7 @@ from attnlib.ops.triton.launch.attention import (
 )
 from attnlib.ops.triton.launch.bound import BoundLaunch
 
-__all__ = ["page_decode", "page_prefill", "page_write"]
+__all__ = ["page_decode", "page_kind", "page_prefill", "page_write"]
 
 _KINDS = {
     "int8_per_token_head": int(PAGE_INT8.value),
@@ -55,6 +52,11 @@ _UNUSED = ("D", "KV_KIND", "K_SCALE_KIND", "V_SCALE_KIND", "LATENT", "VEC_Q", "V
 """Constants of the plain kernels that these have not."""
 _LANES = 16
 """Least words of a tile's row: tensor cores multiply 16 elements at a time."""
+
+
+def page_kind(stored: KVFormat) -> int:
+    """The `PAGE_*` constant of a format."""
+    return _KINDS[stored.name]
 
 
 def page_write(
@@ -82,7 +84,7 @@ def page_write(
         "DV_WORDS": words_v,
         "DV_PAD": padded_v,
         "BLOCK_H": block_h,
-        "KIND": _KINDS[stored.name],
+        "KIND": page_kind(stored),
         "LARGEST": stored.largest,
         "LARGEST_SCALE": min(MAX_KV_SCALE, torch.finfo(stored.scale_dtype).max),
         "num_warps": 4 if padded * block_h > 256 else 1,
@@ -107,7 +109,7 @@ def page_decode(
     batch: BatchTensors,
     params: AttentionParams,
     limits: DeviceLimits,
-    max_query_len: int,
+    tiling: Any,
     num_splits: int,
     balanced: bool,
     combine: BoundLaunch | None,
@@ -115,7 +117,8 @@ def page_decode(
     """The launches of a decode.
 
     Args:
-        num_splits, balanced, max_query_len: of the schedule.
+        tiling: tile and grid, `paged_decode.DecodeTiling`.
+        num_splits, balanced: of the schedule.
         combine: the kernel that combines splits; None where nothing is split.
 
     Raises:
@@ -124,18 +127,10 @@ def page_decode(
     """
     constants, strides = _constants(query, key, value, out, lse is not None, params, limits)
     num_tokens, num_heads, head_size = query.shape
-    stored, head_size_v = _format(key, params.k_scale), constants["DV"]
-    group = constants["GROUP"]
-    tile = choose_page_decode_tile(group * max_query_len, stored, head_size, head_size_v, limits)
-    packing = _packing(tile, group)
-    ctas = (
-        num_heads // group * packing["HEAD_BLOCKS"]
-        * triton.cdiv(max_query_len, packing["TILE_TOKENS"])
-    )  # fmt: skip
-    need = _checked_bytes(tile, stored, head_size, head_size_v, limits)
-    resident = limits.num_sms * max(1, min(MAX_CTAS_PER_SM, limits.shared_memory_per_sm // need))
+    head_size_v, tile = constants["DV"], tiling.tile
+    _check_bytes(tile, _format(key, params.k_scale), head_size, head_size_v, limits)
     constants |= {
-        **packing,
+        **tiling.packing,
         **programmatic_launch(limits),
         "SPLIT": num_splits > 1,
         "BALANCED": balanced,
@@ -144,14 +139,14 @@ def page_decode(
         **_launch_options(tile),
     }
     stride_lt = 0 if lse is None else lse.stride(0)
-    grid = (ctas, num_splits, batch.seq_lens.shape[0] + 1)
+    grid = (tiling.ctas, num_splits, batch.seq_lens.shape[0] + 1)
     return PlainAttention(
         limits,
         query.get_device(),
         BoundLaunch(page_decode_kernel, grid, constants),
         attention_numbers(query, key, value, batch.query_start_loc, out, lse, params),
         0 if batch.block_table is None else batch.block_table.stride(0),
-        (num_splits, ctas / resident, num_heads, *strides),
+        (num_splits, tiling.ctas / tiling.max_resident_ctas, num_heads, *strides),
         as_bytes=True,
         is_decode=True,
         combine=combine,
@@ -186,7 +181,7 @@ def page_prefill(
     num_tokens, num_heads, head_size = query.shape
     stored, group = _format(key, params.k_scale), constants["GROUP"]
     tile = choose_page_prefill_tile(rows, stored, head_size, constants["DV"], limits)
-    _checked_bytes(tile, stored, head_size, constants["DV"], limits)
+    _check_bytes(tile, stored, head_size, constants["DV"], limits)
     packing = _packing(tile, group)
     constants |= {**packing, **_launch_options(tile)}
     num_tiles = num_tokens // packing["TILE_TOKENS"] + batch.query_start_loc.shape[0]
@@ -215,15 +210,14 @@ def _constants(
     shared = attention_constants(query, key, value, out, has_lse, without_scales, limits)
     words, padded = _words(key, params.k_scale, stored)
     words_v, padded_v = _words(value, params.v_scale, stored)
-    # Matrix products of float32 queries take float32 operands, which plain arithmetic makes.
-    ptx = not (chips.INTERPRETED or limits.is_amd) and query.dtype.itemsize == 2
+    ptx = limits.capability >= (8, 0) and query.dtype.itemsize == 2
     constants = {name: value for name, value in shared.items() if name not in _UNUSED} | {
         "DV": stored.head_size(value.shape[3]),
         "WORDS": words,
         "WORDS_PAD": padded,
         "DV_WORDS": words_v,
         "DV_PAD": padded_v,
-        "KIND": _KINDS[stored.name],
+        "KIND": page_kind(stored),
         "COMPUTE": compute_dtype(query.dtype, KV_PLAIN.value),
         "PTX": ptx,
         "VEC_K": max(1, shared["VEC_K"] // 2),
@@ -280,9 +274,9 @@ def _launch_options(tile: Tile) -> dict[str, Any]:
     }
 
 
-def _checked_bytes(
+def _check_bytes(
     tile: Tile, stored: KVFormat, head_size: int, head_size_v: int, limits: DeviceLimits
-) -> int:
+) -> None:
     need = page_shared_bytes(tile, stored, head_size, head_size_v, tile.block_m >= 64)
     if need > limits.shared_memory:
         raise UnsupportedConfigError(
@@ -290,4 +284,3 @@ def _checked_bytes(
             f"shared memory, the device has {limits.shared_memory}: use the torch backend",
             backend="triton",
         )
-    return need

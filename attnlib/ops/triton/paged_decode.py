@@ -18,10 +18,16 @@ import triton
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.kv_dtype import KVFormat, page_format
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton import hopper
 from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of, programmatic_launch
+from attnlib.ops.triton.heuristics.page_tiles import (
+    choose_page_decode_tile,
+    page_ctas_per_sm,
+    page_shared_bytes,
+)
 from attnlib.ops.triton.heuristics.splits import (
     MAX_CTAS_PER_SM,
     MAX_SPLITS,
@@ -77,7 +83,8 @@ _MAX_REQUESTS = 65534
 
 class AttentionShape(NamedTuple):
     """The sizes and dtypes of a layer that tiles and splits follow from; `score_tiles` and `latent`
-    as in `tiles.shared_bytes`, `aligned` as in `tiles.latents_in_place`."""
+    as in `tiles.shared_bytes`, `aligned` as in `tiles.latents_in_place`, `page_format` of a cache
+    with scales in its pages (M15)."""
 
     num_heads: int
     num_kv_heads: int
@@ -88,13 +95,17 @@ class AttentionShape(NamedTuple):
     score_tiles: int = 0
     latent: bool = False
     aligned: bool = True
+    page_format: KVFormat | None = None
 
 
 def shape_of(query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> AttentionShape:
     """The shape of a call."""
+    stored = page_format(key.dtype, params.k_scale)
+    size_v = value.shape[-1] if stored is None else stored.head_size(value.shape[-1])
     return AttentionShape(
-        query.shape[1], key.shape[-2], query.shape[2], value.shape[-1], query.dtype, key.dtype,
+        query.shape[1], key.shape[-2], query.shape[2], size_v, query.dtype, key.dtype,
         count_score_tiles(params), values_are_prefix(key, value), vector_elements("key", key) > 1,
+        stored,
     )  # fmt: skip
 
 
@@ -130,7 +141,10 @@ def decode_tiling(
         *sizes, *element_bytes, group * max_query_len, limits.shared_memory, limits.products,
         shape.score_tiles,
     )  # fmt: skip
-    if shape.latent:
+    stored = shape.page_format
+    if stored is not None:
+        tile = choose_page_decode_tile(group * max_query_len, stored, *sizes, limits)
+    elif shape.latent:
         tile = choose_latent_tile(
             *problem, in_place=latents_in_place(limits.capability, *element_bytes, shape.aligned),
             native_fp8=limits.has_fp8, tuned=limits.tuned,
@@ -145,7 +159,10 @@ def decode_tiling(
         tile, *sizes, *element_bytes, limits.products, shape.score_tiles, shape.latent,
         limits.has_fp8,
     )  # fmt: skip
-    resident = max(1, min(MAX_CTAS_PER_SM, limits.shared_memory_per_sm // need))
+    if stored is not None:
+        need = page_shared_bytes(tile, stored, *sizes, tile.block_m >= 64)
+    most = MAX_CTAS_PER_SM if stored is None else page_ctas_per_sm(tile)
+    resident = max(1, min(most, limits.shared_memory_per_sm // need))
     ctas = shape.num_kv_heads * head_blocks * triton.cdiv(max_query_len, tile_tokens)
     packing = {"TILE_HEADS": tile_heads, "TILE_TOKENS": tile_tokens, "HEAD_BLOCKS": head_blocks}
     return DecodeTiling(tile, ctas, limits.num_sms * resident, packing)
@@ -375,7 +392,11 @@ def prepare_decode(
         return found
     check_batch(batch, schedule.max_query_len)
     prepared: PreparedAttention | None = None
-    if schedule.uses_hopper and not holds_scales(params) and (dispatch := hopper.load()) is not None:
+    if (
+        schedule.uses_hopper
+        and not holds_scales(params)
+        and (dispatch := hopper.load()) is not None
+    ):
         prepared = dispatch.select_decode(
             query, key, value, out, lse, batch, params, limits, schedule.max_query_len,
             schedule.hopper_keys_per_sm, schedule.max_ctas, num_counters,
@@ -481,14 +502,14 @@ def _prepare_page_decode(
     """The launches over pages that hold their scales (M15)."""
     from attnlib.ops.triton.page_formats import page_decode
 
-    max_query_len, num_splits, balanced, _ = schedule[:4]
-    shape = shape_of(query, key, value, params)._replace(head_size_v=out.shape[2])
+    shape = shape_of(query, key, value, params)
     combine = None
-    if num_splits > 1:
+    if schedule.num_splits > 1:
         combine = _combine_launch(shape, limits, query.shape[0], lse is not None, params)
+    tiling = decode_tiling(shape, limits, schedule.max_query_len, None)
     prepared = page_decode(
-        query, key, value, out, lse, batch, params, limits, max_query_len, num_splits, balanced,
-        combine,
+        query, key, value, out, lse, batch, params, limits, tiling, schedule.num_splits,
+        schedule.balanced, combine,
     )  # fmt: skip
     kept: PlainAttention = LAUNCHES.keep(key_, prepared)
     return kept

@@ -26,12 +26,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.ops.triton.heuristics import device
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.packed_tiles import packed_shared_bytes
+from attnlib.ops.triton.heuristics.page_tiles import page_shared_bytes
 from attnlib.ops.triton.heuristics.tile_table import TileEntry, TileTable, shipped_tables
 from attnlib.ops.triton.heuristics.tiles import Tile, latents_in_place, shared_bytes
 from attnlib.ops.triton.launch.score import compile_score
+from attnlib.ops.triton.page_formats import page_kind
 from attnlib.testing.score_functions import SUITE, load_score_function, make_score_tensors
 from tests.ops.calls import call_operation, split_options
 from tests.ops.triton.sass import descriptor_sources, disassemble
@@ -192,6 +195,10 @@ def _tile(
         return None, None
     tile = Tile(kwargs["BLOCK_M"], kwargs["BLOCK_N"], kwargs["num_warps"], kwargs["num_stages"])
     query, key = args[:2]
+    if "WORDS" in kwargs:
+        stored = next(f for f in PAGE_FORMATS.values() if page_kind(f) == kwargs["KIND"])
+        sizes = [stored.head_size(2 * kwargs[name]) for name in ("WORDS", "DV_WORDS")]
+        return page_shared_bytes(tile, stored, *sizes, tile.block_m >= 64), tile
     if "X" in kwargs:  # over the packed cache: 16 bytes of its elements
         return packed_shared_bytes(tile, kwargs["D"], query.element_size(), 16 // kwargs["X"]), tile
     estimate = shared_bytes(
@@ -409,6 +416,39 @@ def _packed(name: str, options: dict[str, Any]) -> None:
     else:
         slots = torch.zeros(2, dtype=torch.int64)
         packed_attention.packed_write(new, new, *caches, slots, **scales)
+
+
+def _pages(name: str, options: dict[str, Any]) -> None:
+    """Decodes, prefills and writes over pages that hold their scales."""
+    from attnlib.cache.storage import PagedKVCache
+    from attnlib.ops.triton.cache_write import write_kv
+    from attnlib.ops.triton.paged_decode import paged_decode
+    from attnlib.ops.triton.paged_prefill import paged_prefill
+    from attnlib.spec import AttentionSpec
+
+    group, kv_heads, size = options.get("group", 4), 8, options.get("d", 128)
+    dtype = options.get("dtype", torch.bfloat16)
+    spec = AttentionSpec(
+        num_heads=group * kv_heads, num_kv_heads=kv_heads, head_size=size,
+        head_size_v=options.get("dv", size), dtype=dtype, kv_cache_dtype=options["cache"],
+        block_size=options.get("n", 16),
+    )  # fmt: skip
+    cache = PagedKVCache.allocate(spec, 2)
+    scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    if name == "write":
+        new = torch.empty(4, kv_heads, size, dtype=dtype)
+        new_v, slots = new[..., : spec.head_size_v], torch.zeros(4, dtype=torch.int64)
+        write_kv(new, new_v, cache.key_cache, cache.value_cache, slots, **scales)
+        return
+    query = torch.empty(64, spec.num_heads, size, dtype=dtype)
+    table, lengths = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    call_operation(
+        paged_decode if name == "decode" else paged_prefill,
+        *(query, cache.key_cache, cache.value_cache, table, torch.zeros(3, dtype=torch.int32)),
+        lengths, max_query_len=options.get("q", 1 if name == "decode" else 2048),
+        max_seq_len=32768, scale=0.1,
+        out=torch.empty(64, spec.num_heads, spec.head_size_v, dtype=dtype), **scales, **_features(options.get("features", ""), query, kv_heads),
+    )  # fmt: skip
 
 
 def _context(options: dict[str, Any]) -> None:
@@ -697,6 +737,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "indexer-blocks": ("indexer", {"heads": 4, "weights": False, "selection": _BLOCKS}),
     "selected-f32": ("selected", {"selection": _BLOCKS, "dtype": torch.float32}),
+    "pages-decode-int8": ("pages decode", {"cache": "int8_per_token_head"}),
+    "pages-decode-fp8-all": (
+        "pages decode",
+        {"cache": "fp8_per_token_head", "d": 96, "features": _ALL, "n": 17},
+    ),
+    "pages-decode-int4": ("pages decode", {"cache": "int4_per_group"}),
+    "pages-decode-int4-f16": (
+        "pages decode",
+        {"cache": "int4_per_group", "d": 256, "dtype": torch.float16, "q": 4},
+    ),
+    "pages-decode-int8-f32": (
+        "pages decode",
+        {"cache": "int8_per_token_head", "dtype": torch.float32},
+    ),
+    "pages-prefill-int8": ("pages prefill", {"cache": "int8_per_token_head"}),
+    "pages-prefill-fp8": ("pages prefill", {"cache": "fp8_per_token_head", "d": 64, "dv": 128}),
+    "pages-prefill-int4-all": (
+        "pages prefill",
+        {"cache": "int4_per_group", "features": _ALL + " causal_each"},
+    ),
+    "pages-write-int8": ("pages write", {"cache": "int8_per_token_head"}),
+    "pages-write-fp8": ("pages write", {"cache": "fp8_per_token_head", "dv": 64}),
+    "pages-write-int4": ("pages write", {"cache": "int4_per_group"}),
     "packed-write": ("packed write", {}),
     "packed-write-fp8": ("packed write", {"fp8": "fp8"}),
     "varlen-64": ("varlen", {}),
@@ -824,6 +887,8 @@ def run_case(name: str) -> None:
         _context(options)
     elif operation.startswith("packed "):
         _packed(operation.split()[1], options)
+    elif operation.startswith("pages "):
+        _pages(operation.split()[1], options)
     elif operation == "write":
         _cache_write(**options)
     elif operation == "rotary-write":

@@ -8,7 +8,12 @@ from attnlib.kv_dtype import KVFormat
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.tiles import Tile, next_power_of_2
 
-__all__ = ["choose_page_decode_tile", "choose_page_prefill_tile", "page_shared_bytes"]
+__all__ = [
+    "choose_page_decode_tile", "choose_page_prefill_tile", "page_ctas_per_sm", "page_shared_bytes",
+]  # fmt: skip
+
+_WARPS_PER_SM = 16
+"""Warps that hide the latency of each other's conversions."""
 
 _RESERVED = 8 * 1024
 """Bytes of shared memory for reductions and conversions between layouts."""
@@ -30,6 +35,11 @@ def page_shared_bytes(
     elements = next_power_of_2(head_size) + next_power_of_2(head_size_v)
     extra = 2 * (tile.block_n + tile.block_m) * elements if converted else 0
     return tile.num_stages * tile.block_n * per_key + extra + _RESERVED
+
+
+def page_ctas_per_sm(tile: Tile) -> int:
+    """Resident CTAs per multiprocessor that splits are computed for."""
+    return max(1, _WARPS_PER_SM // tile.num_warps)
 
 
 def choose_page_decode_tile(

@@ -111,12 +111,11 @@ def _key_positions(
 
 @triton.jit
 def _weigh(
-    weights, scales, words, acc, acc_scale, PART: tl.constexpr, KIND: tl.constexpr,
-    COMPUTE: tl.constexpr, PTX: tl.constexpr,
+    weights, scales, v, acc, acc_scale, PART: tl.constexpr, KIND: tl.constexpr,
+    COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Add the weighted values of one part to its accumulator."""
     scale = scale_of_part(scales, PART, KIND)
-    v = unpack(words, PART, KIND, COMPUTE, PTX)
     if COMPUTE == tl.float16:
         # A weight times a small scale may be below the range of float16; a value is not.
         v = v.to(tl.float32) * scale[:, None]
@@ -145,18 +144,18 @@ def _attend_tile(
     words = load_words(key, offsets, inside, WORDS, WORDS_PAD, MASKED)
     offsets = _key_positions(blocks, start, stride_ksb, stride_ksn, BLOCK_SIZE, BLOCK_N, 1)
     scales = load_scales(k_scale, offsets, inside, MASKED)
-    k0 = tl.trans(unpack(words, 0, KIND, COMPUTE, PTX))
-    k1 = tl.trans(unpack(words, 1, KIND, COMPUTE, PTX))
-    qk = tl.dot(q0, k0, input_precision="ieee")
+    k0, k1, k2, k3 = unpack(words, KIND, COMPUTE, PTX)
+    qk = tl.dot(q0, tl.trans(k0), input_precision="ieee")
     if KIND == PAGE_INT4:
         qk *= scale_of_part(scales, 0, KIND)[None, :]
-        qk += tl.dot(q1, k1, input_precision="ieee") * scale_of_part(scales, 1, KIND)[None, :]
-        k2 = tl.trans(unpack(words, 2, KIND, COMPUTE, PTX))
-        qk += tl.dot(q2, k2, input_precision="ieee") * scale_of_part(scales, 2, KIND)[None, :]
-        k3 = tl.trans(unpack(words, 3, KIND, COMPUTE, PTX))
-        qk += tl.dot(q3, k3, input_precision="ieee") * scale_of_part(scales, 3, KIND)[None, :]
+        product = tl.dot(q1, tl.trans(k1), input_precision="ieee")
+        qk += product * scale_of_part(scales, 1, KIND)[None, :]
+        product = tl.dot(q2, tl.trans(k2), input_precision="ieee")
+        qk += product * scale_of_part(scales, 2, KIND)[None, :]
+        product = tl.dot(q3, tl.trans(k3), input_precision="ieee")
+        qk += product * scale_of_part(scales, 3, KIND)[None, :]
     else:
-        qk = tl.dot(q1, k1, qk, input_precision="ieee")
+        qk = tl.dot(q1, tl.trans(k1), qk, input_precision="ieee")
         qk *= scale_of_part(scales, 0, KIND)[None, :]
 
     if SCALE_LATE:
@@ -184,11 +183,12 @@ def _attend_tile(
     words = load_words(value, offsets, inside, DV_WORDS, DV_PAD, MASKED)
     offsets = _key_positions(blocks, start, stride_vsb, stride_vsn, BLOCK_SIZE, BLOCK_N, 1)
     scales = load_scales(v_scale, offsets, inside, MASKED)
-    acc0 = _weigh(weights, scales, words, acc0, acc_scale, 0, KIND, COMPUTE, PTX)
-    acc1 = _weigh(weights, scales, words, acc1, acc_scale, 1, KIND, COMPUTE, PTX)
+    v0, v1, v2, v3 = unpack(words, KIND, COMPUTE, PTX)
+    acc0 = _weigh(weights, scales, v0, acc0, acc_scale, 0, KIND, COMPUTE)
+    acc1 = _weigh(weights, scales, v1, acc1, acc_scale, 1, KIND, COMPUTE)
     if KIND == PAGE_INT4:
-        acc2 = _weigh(weights, scales, words, acc2, acc_scale, 2, KIND, COMPUTE, PTX)
-        acc3 = _weigh(weights, scales, words, acc3, acc_scale, 3, KIND, COMPUTE, PTX)
+        acc2 = _weigh(weights, scales, v2, acc2, acc_scale, 2, KIND, COMPUTE)
+        acc3 = _weigh(weights, scales, v3, acc3, acc_scale, 3, KIND, COMPUTE)
     return acc0, acc1, acc2, acc3, row_max, row_sum
 
 
@@ -318,9 +318,7 @@ def _scale_pointer(base, offset, KIND: tl.constexpr):
     return pointer
 
 
-@triton.jit(
-    do_not_specialize=[*UNSPECIALIZED, *_STRIDES], do_not_specialize_on_alignment=UNALIGNED
-)
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, *_STRIDES], do_not_specialize_on_alignment=UNALIGNED)
 def page_decode_kernel(
     query, key, value, out, lse, query_start_loc, seq_lens, causal_flags, alibi_slopes, sinks, bias,
     k_scale, v_scale, aux0, aux1, aux2, aux3, scale, soft_cap, left, right, chunk, num_reqs,
@@ -460,9 +458,7 @@ def page_decode_kernel(
             tl.store(lses + rows, base2_lse, mask=valid)
 
 
-@triton.jit(
-    do_not_specialize=[*UNSPECIALIZED, *_STRIDES], do_not_specialize_on_alignment=UNALIGNED
-)
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, *_STRIDES], do_not_specialize_on_alignment=UNALIGNED)
 def page_prefill_kernel(
     query, key, value, out, lse, query_start_loc, seq_lens, causal_flags, alibi_slopes, sinks, bias,
     k_scale, v_scale, aux0, aux1, aux2, aux3, scale, soft_cap, left, right, chunk, num_reqs,

@@ -75,71 +75,120 @@ def load_scales(base, offsets, inside, MASKED: tl.constexpr):
 
 @triton.jit
 def scale_of_part(scales, PART: tl.constexpr, KIND: tl.constexpr):
-    """Return the scales [BLOCK_N] of a part in float32; NaN for a scale that is not valid (M15)."""
+    """Return the scales [BLOCK_N] of a part in float32."""
     if KIND == PAGE_INT4:
         bits = ((scales >> (16 * PART)) & 0xFFFF).to(tl.uint16)
         number = bits.to(tl.float16, bitcast=True).to(tl.float32)
     else:
         number = scales
-    return tl.where((number >= 0.0) & (number <= 2.0**100), number, float("nan"))
+    return number
 
 
 @triton.jit
-def unpack(words, PART: tl.constexpr, KIND: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr):
-    """Convert part PART of 16-bit words to COMPUTE (float16, bfloat16 or float32).
+def unpack(words, KIND: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr):
+    """Convert 16-bit words to COMPUTE (float16, bfloat16 or float32); return four parts.
 
-    With PTX, COMPUTE has 16 bits, and pairs of words are converted by PTX code for sm_80 and later.
+    8-bit formats have two parts, which are returned twice. With PTX, COMPUTE has 16 bits, and pairs
+    of words are converted by PTX code for sm_80 and later.
     """
     if PTX:
-        ASM: tl.constexpr = unpack_ptx(PART, KIND, COMPUTE == tl.bfloat16)
-        y = tl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=COMPUTE, is_pure=True, pack=2)
+        if COMPUTE == tl.bfloat16:
+            x0, x1, x2, x3 = _unpack_bfloat16(words, KIND)
+        else:
+            x0, x1, x2, x3 = _unpack_float16(words, KIND)
     elif KIND == PAGE_INT8:
-        y = (words >> (8 * PART)).to(tl.uint8).to(tl.int8, bitcast=True).to(COMPUTE)
+        x0 = words.to(tl.uint8).to(tl.int8, bitcast=True).to(COMPUTE)
+        x1 = (words >> 8).to(tl.uint8).to(tl.int8, bitcast=True).to(COMPUTE)
+        x2, x3 = x0, x1
     elif KIND == PAGE_E4M3:
-        y = decode_kv((words >> (8 * PART)).to(tl.uint8), KV_E4M3_BYTES, COMPUTE)
+        x0 = decode_kv(words.to(tl.uint8), KV_E4M3_BYTES, COMPUTE)
+        x1 = decode_kv((words >> 8).to(tl.uint8), KV_E4M3_BYTES, COMPUTE)
+        x2, x3 = x0, x1
     else:
-        y = (((words >> (4 * PART)) & 15).to(tl.int16) - 8).to(COMPUTE)
-    return y
+        x0 = ((words & 15).to(tl.int16) - 8).to(COMPUTE)
+        x1 = (((words >> 4) & 15).to(tl.int16) - 8).to(COMPUTE)
+        x2 = (((words >> 8) & 15).to(tl.int16) - 8).to(COMPUTE)
+        x3 = ((words >> 12).to(tl.int16) - 8).to(COMPUTE)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _unpack_bfloat16(words, KIND: tl.constexpr):
+    ASM: tl.constexpr = unpack_ptx(KIND, True)
+    if KIND == PAGE_INT4:
+        x0, x1, x2, x3 = tl.inline_asm_elementwise(
+            ASM, "=r,=r,=r,=r,r", [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        x0, x1 = tl.inline_asm_elementwise(
+            ASM, "=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+        x2, x3 = x0, x1
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _unpack_float16(words, KIND: tl.constexpr):
+    ASM: tl.constexpr = unpack_ptx(KIND, False)
+    if KIND == PAGE_INT4:
+        x0, x1, x2, x3 = tl.inline_asm_elementwise(
+            ASM, "=r,=r,=r,=r,r", [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        x0, x1 = tl.inline_asm_elementwise(
+            ASM, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+        x2, x3 = x0, x1
+    return x0, x1, x2, x3
 
 
 @triton.constexpr_function
-def unpack_ptx(part, kind, is_bfloat16):
-    """Return PTX code that converts part `part` of two words in $1 to two numbers in $0."""
-    registers = "{.reg .b32 t, s, b, c; "
+def unpack_ptx(kind, is_bfloat16):
+    """Return PTX code that converts two words, the last operand, to pairs of numbers, the others.
+
+    `$n` is the pair of part n.
+    """
     if kind == PAGE_INT4:
-        nibbles = f"shr.u32 t, $1, {4 * part}; and.b32 t, t, 0x000F000F; "
+        # Four bits in the mantissa of a power of two, less the power and the offset of 8.
         if is_bfloat16:  # 128 + (n + 8), less 136
-            code = (
-                "or.b32 t, t, 0x43004300; mov.b32 b, 0x3F803F80; mov.b32 c, 0xC308C308; "
-                "fma.rn.bf16x2 $0, t, b, c;"
-            )
+            code = "mov.b32 s, 0x43004300; mov.b32 b, 0x3F803F80; mov.b32 c, 0xC308C308; "
+            convert = "fma.rn.bf16x2 $OUT, t, b, c; "
         else:  # 1024 + (n + 8), less 1032
-            code = "or.b32 t, t, 0x64006400; mov.b32 b, 0x64086408; sub.f16x2 $0, t, b;"
-        return registers + nibbles + code + "}"
-    if kind == PAGE_INT8:
-        # `prmt` places a byte of each word in the low byte of a number.
-        low = ("0x5240", "0x5341")[part]
-        if is_bfloat16:
-            # bfloat16 holds 7 bits after the first: 128 + the low 7 bits, less 128 or, for a
-            # negative number, 256.
-            code = (
-                f"prmt.b32 t, $1, 0, {low}; and.b32 b, t, 0x007F007F; or.b32 b, b, 0x43004300; "
-                "and.b32 s, t, 0x00800080; or.b32 s, s, 0x43004300; mov.b32 c, 0xBF80BF80; "
-                "fma.rn.bf16x2 $0, s, c, b;"
+            code = "mov.b32 s, 0x64006400; mov.b32 b, 0x64086408; "
+            convert = "sub.f16x2 $OUT, t, b; "
+        for part in range(4):
+            # lop3 0xEA is (t & mask) | s.
+            code += f"shr.u32 t, $4, {4 * part}; lop3.b32 t, t, 0x000F000F, s, 0xEA; "
+            code += convert.replace("OUT", str(part))
+    elif kind == PAGE_INT8 and is_bfloat16:
+        # `prmt` makes a byte of each word the low byte of a number. bfloat16 holds 7 bits after the
+        # first: 128 + the low 7 bits, less 128 or, for a negative number, 256.
+        code = "mov.b32 s, 0x43434343; mov.b32 c, 0xBF80BF80; "
+        for part, selector in enumerate(("0x5240", "0x5341")):
+            code += (
+                f"prmt.b32 t, $2, s, {selector}; and.b32 b, t, 0xFF7FFF7F; "
+                f"and.b32 t, t, 0xFF80FF80; fma.rn.bf16x2 ${part}, t, c, b; "
             )
-        else:  # 1024 + (n + 128), less 1152
-            code = (
-                f"xor.b32 t, $1, 0x80808080; mov.b32 b, 0x64646464; prmt.b32 t, t, b, {low}; "
-                "mov.b32 c, 0x64806480; sub.f16x2 $0, t, c;"
+    elif kind == PAGE_INT8:  # 1024 + (n + 128), less 1152
+        code = "xor.b32 s, $2, 0x80808080; mov.b32 b, 0x64646464; mov.b32 c, 0x64806480; "
+        for part, selector in enumerate(("0x5240", "0x5341")):
+            code += f"prmt.b32 t, s, b, {selector}; sub.f16x2 ${part}, t, c; "
+    else:
+        # e4m3: exponent and mantissa move to the positions of the 16-bit format, and a factor
+        # corrects the exponent bias. A page holds no NaN: that of a group is in its scale.
+        shift, factor = (4, "0x7B807B80") if is_bfloat16 else (1, "0x5C005C00")
+        mask = 0x7F007F00 >> shift
+        code = f"mov.b32 b, {factor}; mov.b32 c, 0x80008000; "
+        for part, selector in enumerate(("0x2404", "0x3414")):
+            # lop3 0xF8 is s | (t & mask).
+            code += (
+                f"prmt.b32 t, $2, 0, {selector}; and.b32 s, t, c; shr.u32 t, t, {shift}; "
+                f"lop3.b32 t, s, t, {mask:#010x}, 0xF8; "
             )
-        return registers + code + "}"
-    # e4m3: exponent and mantissa move to the positions of the 16-bit format, and a factor corrects
-    # the exponent bias. A page holds no NaN: that of a group is in its scale.
-    high = ("0x2404", "0x3414")[part]
-    shift, factor = (4, "0x7B807B80") if is_bfloat16 else (1, "0x5C005C00")
-    code = (
-        f"prmt.b32 t, $1, 0, {high}; and.b32 s, t, 0x80008000; and.b32 t, t, 0x7F007F00; "
-        f"shr.u32 t, t, {shift}; or.b32 t, t, s; mov.b32 b, {factor}; "
-    )
-    multiply = "mov.b32 c, 0x80008000; fma.rn.bf16x2 $0, t, b, c;"  # less 0, which keeps the sign
-    return registers + code + (multiply if is_bfloat16 else "mul.f16x2 $0, t, b;") + "}"
+            # Less 0, which keeps the sign.
+            code += (
+                f"fma.rn.bf16x2 ${part}, t, b, c; " if is_bfloat16 else f"mul.f16x2 ${part}, t, b; "
+            )
+    return "{.reg .b32 t, s, b, c; " + code + "}"
