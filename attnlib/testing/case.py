@@ -20,6 +20,7 @@ from attnlib.testing.inputs import make_oracle_params
 from attnlib.testing.key_selection import KeyLists, make_lists, selected_masks, selection_of
 from attnlib.testing.layouts import Dimensions
 from attnlib.testing.oracle import OracleParams
+from attnlib.testing.page_formats import PAGE_NAMES
 from attnlib.testing.score_functions import (
     load_score_function,
     make_score_tensors,
@@ -132,9 +133,10 @@ class Case:
     @property
     def dimensions(self) -> Dimensions:
         """The sizes and dtypes of the layer."""
-        cache_dtype = _FP8_DTYPES.get(self.kv_cache_dtype) or getattr(
-            torch, self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
-        )
+        stored = self.kv_cache_dtype
+        if stored == "auto" or stored in PAGE_NAMES:
+            stored = self.dtype
+        cache_dtype = _FP8_DTYPES.get(stored) or getattr(torch, stored)
         return Dimensions(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -143,6 +145,7 @@ class Case:
             block_size=self.block_size,
             dtype=self.torch_dtype,
             cache_dtype=cache_dtype,
+            page_format=self.kv_cache_dtype if self.kv_cache_dtype in PAGE_NAMES else None,
         )
 
     @property

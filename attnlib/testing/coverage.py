@@ -25,6 +25,7 @@ _LISTED = (
     "devices",
     "dtypes",
     "kv_cache_dtypes",
+    "kv_formats",
     "kv_scale_kinds",
     "kv_cache_layouts",
     "attn_types",
@@ -63,11 +64,13 @@ def capability_uses(case: Case, device_type: str) -> tuple[str, ...]:
         f"attn_types:{_format_value(spec.attn_type)}",
         f"mask_kinds:{_format_value(spec.mask_kind)}",
     ]
-    if spec.is_paged:
+    if spec.kv_format.scales_in_page:
+        uses += ["block_sizes", f"kv_formats:{spec.kv_format.name}"]
+    elif spec.is_paged:
         uses += ["block_sizes", f"kv_cache_dtypes:{_format_value(spec.kv_dtype)}"]
-    if spec.kv_cache_layout is not None:
+    if spec.kv_cache_layout is not None and not spec.kv_format.scales_in_page:
         uses.append(f"kv_cache_layouts:{spec.kv_cache_layout}")
-    if spec.is_kv_quantized:
+    if spec.is_kv_quantized and not spec.kv_format.scales_in_page:
         uses.append(f"kv_scale_kinds:{spec.kv_scale_kind}")
     flags = {
         "head_size_v_may_differ": spec.head_size_v != spec.head_size and not spec.use_mla,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -24,6 +24,7 @@ from attnlib.testing.layouts import (
     write_slots,
 )
 from attnlib.testing.oracle import OracleParams, OracleResult, paged_attention
+from attnlib.testing.page_formats import dequantize_tokens
 
 __all__ = ["StepInputs", "make_inputs", "make_oracle_params"]
 
@@ -75,10 +76,17 @@ class StepInputs:
                 "the oracle reads the cache: create the inputs with kv_written=True (a seed gives "
                 "the same numbers again)"
             )
+        key, value = self.cache.key, self.cache.value
+        if self.cache.scales is not None:
+            key, value = (
+                dequantize_tokens(elements, scales)
+                for elements, scales in zip((key, value), self.cache.scales, strict=True)
+            )
+            params = replace(params, k_scale=1.0, v_scale=1.0)
         return paged_attention(
             self.query,
-            self.cache.key,
-            self.cache.value,
+            key,
+            value,
             self.block_table,
             self.query_start_loc,
             self.seq_lens,
@@ -127,13 +135,14 @@ def make_inputs(
     if layout == "ALIASED":
         value = key[..., : dims.head_size_v]
     cache = allocate_views(dims, placement.num_blocks, layout, "cpu", poison)
-    _fill_context(cache, batch, dims, placement, generator, k_scale, v_scale)
+    scales = cache.scales or (_cpu(k_scale), _cpu(v_scale))
+    _fill_context(cache, batch, dims, placement, generator, *scales)
     slots = _slot_mapping(batch, placement, dims.block_size)
     kept = [row for row, slot in enumerate(slots) if slot >= 0]
     if kv_written:
-        write_slots(cache.key, [slots[row] for row in kept], key[kept], _cpu(k_scale))
+        write_slots(cache.key, [slots[row] for row in kept], key[kept], scales[0])
         if layout != "ALIASED":
-            write_slots(cache.value, [slots[row] for row in kept], value[kept], _cpu(v_scale))
+            write_slots(cache.value, [slots[row] for row in kept], value[kept], scales[1])
     starts = [0, *accumulate(batch.query_lens)]
     out = _strided_out(batch, dims, poison)
     if contiguous:
@@ -260,9 +269,9 @@ def _fill_context(
         slots = placement.slots(request, 0, context, dims.block_size)
         fresh = [i for i, slot in enumerate(slots) if slot not in filled]
         filled.update(slots)
-        write_slots(cache.key, [slots[i] for i in fresh], keys[fresh], _cpu(k_scale))
+        write_slots(cache.key, [slots[i] for i in fresh], keys[fresh], k_scale)
         if cache.layout != "ALIASED":
-            write_slots(cache.value, [slots[i] for i in fresh], values[fresh], _cpu(v_scale))
+            write_slots(cache.value, [slots[i] for i in fresh], values[fresh], v_scale)
 
 
 def _slot_mapping(batch: BatchSpec, placement: BlockPlacement, block_size: int) -> list[int]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from attnlib.errors import ContractError
+from attnlib.testing.page_formats import allocate_pages, fill_pages, write_page_slots
 
 __all__ = [
     "CACHE_LAYOUTS",
@@ -28,7 +29,8 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Dimensions:
-    """Sizes and dtypes of one layer: Hq, Hkv, D, Dv, N."""
+    """Sizes and dtypes of one layer: Hq, Hkv, D, Dv, N. `page_format` names a format with scales in
+    the page (M15)."""
 
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -37,6 +39,7 @@ class Dimensions:
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype = torch.float32
+    page_format: str | None = None
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,15 @@ class CacheViews:
         value: [B, N, Hkv, Dv], last stride 1.
         storage: flat uint8 views of the allocations, including unused bytes.
         layout: a name of `CACHE_LAYOUTS` or "ALIASED".
+        scales: the scales of keys and values in the pages, [B, N, Hkv, G] (M15); None for formats
+            without them.
     """
 
     key: torch.Tensor
     value: torch.Tensor
     storage: tuple[torch.Tensor, ...]
     layout: str
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 Allocate = Callable[[Sequence[int]], torch.Tensor]
@@ -135,6 +141,13 @@ def allocate_views(
         raise ContractError(
             f"no cache layout is named {layout!r}; the layouts are {', '.join(_MAKERS)}"
         )
+    if dims.page_format is not None:
+        sizes = (dims.head_size, dims.head_size_v)
+        pages, views = allocate_pages(
+            dims.page_format, num_blocks, dims.block_size, dims.num_kv_heads, sizes, layout, device
+        )
+        fill_pages(views, fill)
+        return CacheViews(*views[:2], (pages.view(-1),), layout, (views[2], views[3]))
     value = poison_value(dims.cache_dtype, fill)
 
     def empty(shape: Sequence[int]) -> torch.Tensor:
@@ -174,8 +187,14 @@ def _as_indexable(view: torch.Tensor) -> torch.Tensor:
 def write_slots(
     view: torch.Tensor, slots: Sequence[int], tokens: torch.Tensor, scale: float | torch.Tensor
 ) -> None:
-    """Store tokens [T, H, D] at slots (P4); an fp8 view stores tokens / scale, saturated (M9)."""
+    """Store tokens [T, H, D] at slots (P4); an fp8 view stores tokens / scale, saturated (M9).
+
+    With scales in the page, `scale` is the view of these scales (M15).
+    """
     if not len(slots):
+        return
+    if isinstance(scale, torch.Tensor) and scale.dim() == 4:
+        write_page_slots(view, scale, slots, tokens)
         return
     block_size = view.shape[1]
     index = torch.as_tensor(slots, dtype=torch.long, device=view.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -134,4 +134,6 @@ def materialize_case(
         v_scale=params.v_scale,
         contiguous=case.contiguous,
     )
+    if inputs.cache.scales is not None:  # the scales are in the pages
+        params = replace(params, k_scale=inputs.cache.scales[0], v_scale=inputs.cache.scales[1])
     return MaterializedCase(case, case.spec, inputs, params)

@@ -29,6 +29,10 @@ _UNUSUAL: dict[str, dict[str, object]] = {
     "dtype-float64": {"dtype": "float64"},
     "cache-fp8_e4m3": {"kv_cache_dtype": "fp8_e4m3"},
     "cache-fp8_e5m2-head": {"kv_cache_dtype": "fp8_e5m2", "kv_scale_kind": "head"},
+    "cache-int8_per_token_head": {
+        "kv_cache_dtype": "int8_per_token_head",
+        "layout": "HND_INTERLEAVED",
+    },
     "layout-HND_PACKED": {"layout": "HND_PACKED"},
     "sliding_window": {"sliding_window": 7},
     "two-sided-window": {"mask": "bidirectional", "window": (3, 2)},

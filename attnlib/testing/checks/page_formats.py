@@ -1,0 +1,177 @@
+"""Q4, Q5 and Q6: formats with scales in the page (M15).
+
+Q4 compares whole pages with pages that integer arithmetic has filled, bit by bit. Q5 compares
+attention with the oracle over the dequantized elements, which leaves the error of the kernel alone.
+Q6 poisons scales: those that no query sees change no bit, and a visible NaN is not hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from attnlib.testing.backend_under_test import BackendUnderTest
+from attnlib.testing.budget import compare_bits
+from attnlib.testing.case import Case
+from attnlib.testing.check import Check, CheckCase
+from attnlib.testing.page_formats import PAGE_LAYOUT_NAMES, PAGE_NAMES, dequantize_tokens
+from attnlib.testing.poison import poisoned_allocations
+from attnlib.testing.runner import compare_with_oracle, make_impl, run_case, run_materialized_case
+
+__all__ = ["CHECKS"]
+
+_FEATURES: dict[str, dict[str, object]] = {
+    "window+sinks": {"sliding_window": 9, "sinks": True},
+    "soft_cap+alibi": {"logits_soft_cap": 5.0, "alibi": True},
+    "bidirectional": {"mask": "bidirectional"},
+    "tree": {"mask": "query_bias"},
+    "per_request": {"mask": "per_request"},
+    "chunk": {"attention_chunk_size": 24},
+    "score": {"score": "attnlib.testing.score_functions:HEADS"},
+}
+
+
+def _case(target: BackendUnderTest, name: str, **changes: object) -> Case:
+    """The base case with a format; its head size is one that every format can store."""
+    base = target.base_case
+    size = base.head_size if base.head_size % 16 == 0 else 64
+    fields: dict[str, object] = {
+        "kv_cache_dtype": name, "layout": PAGE_LAYOUT_NAMES[0], "head_size": size, **changes,
+    }  # fmt: skip
+    return base.replace(**fields)
+
+
+def _check_written(target: BackendUnderTest, case: Case, largest: bool = False) -> str:
+    """Pages after a write, against pages that integer arithmetic has filled."""
+    actual = case.materialize(target.device, kv_written=False)
+    expected = case.materialize(target.device)
+    if largest:
+        most = torch.finfo(case.torch_dtype).max
+        for step in (actual, expected):
+            step.inputs.key.fill_(most)
+            step.inputs.value.fill_(-most)
+        expected = _rewritten(expected)
+    impl = make_impl(target.backend, actual)
+    impl.write_kv(
+        actual.inputs.key, actual.inputs.value, actual.cache(), actual.inputs.slot_mapping
+    )
+    for pool, wanted in zip(
+        actual.inputs.cache.storage, expected.inputs.cache.storage, strict=True
+    ):
+        differs = (pool != wanted).nonzero().flatten()
+        if differs.numel():
+            size = pool.numel() // actual.inputs.placement.num_blocks
+            page, byte = divmod(int(differs[0]), size)
+            return (
+                f"{differs.numel()} bytes differ from the integer reference, first byte {byte} of "
+                f"page {page}: {int(pool[differs[0]])} where {int(wanted[differs[0]])} was "
+                f"expected (M15) | case: {case}"
+            )
+    if largest:
+        assert expected.inputs.cache.scales is not None  # a case with scales in the page
+        at = torch.tensor(expected.inputs.written_slots(), device=target.device)
+        block, offset = at // case.block_size, at % case.block_size
+        stored = (expected.inputs.cache.key, expected.inputs.cache.scales[0])
+        raw = [view.view(torch.uint8) if view.element_size() == 1 else view for view in stored]
+        elements, scales = (
+            view[block, offset].view(like.dtype) for view, like in zip(raw, stored, strict=True)
+        )
+        if not bool(dequantize_tokens(elements, scales).isfinite().all()):
+            return f"the largest numbers are not stored as finite ones (M15) | case: {case}"
+    return ""
+
+
+def _rewritten(step):  # type: ignore[no-untyped-def]
+    """The step with its tokens stored again by the integer reference."""
+    from attnlib.testing.layouts import write_slots
+
+    inputs = step.inputs
+    slots = inputs.slot_mapping.tolist()
+    rows = [row for row, slot in enumerate(slots) if slot >= 0]
+    kept = [slots[row] for row in rows]
+    write_slots(inputs.cache.key, kept, inputs.key[rows], inputs.cache.scales[0])
+    write_slots(inputs.cache.value, kept, inputs.value[rows], inputs.cache.scales[1])
+    return step
+
+
+def _round_trip(target: BackendUnderTest) -> Iterator[CheckCase]:
+    for name in PAGE_NAMES:
+        for layout in PAGE_LAYOUT_NAMES:
+            for batch in ("mixed",) if target.quick else ("mixed", "graph_padding", "empty"):
+                case = _case(target, name, batch=batch, layout=layout)
+                check = partial(_check_written, target, case)
+                yield CheckCase(f"written-{name}-{layout}-{batch}", check, case)
+        case = _case(target, name, batch="q3s20_q1s17")
+        check = partial(_check_written, target, case, largest=True)
+        yield CheckCase(f"saturated-{name}", check, case)
+
+
+def _check_attention(target: BackendUnderTest, case: Case) -> str:
+    return compare_with_oracle(case, run_case(target.backend, case, target.device), target.device)
+
+
+def _attention(target: BackendUnderTest) -> Iterator[CheckCase]:
+    for name in PAGE_NAMES:
+        cases: dict[str, Case] = {
+            batch: _case(target, name, batch=batch)
+            for batch in ("mixed", "decode_long", "chunked", "graph_padding")
+        }
+        cases["tokens-first"] = _case(target, name, batch="mixed", layout=PAGE_LAYOUT_NAMES[1])
+        for size in (48, 80, 96, 128, 256):
+            cases[f"head-{size}"] = _case(target, name, batch="q7s20_q1s37", head_size=size)
+        sizes = {"head_size": 64, "head_size_v": 32}
+        cases["value-size"] = _case(target, name, batch="q7s20_q1s37", **sizes)
+        cases["block-17"] = _case(target, name, batch="q3s40_q1s33", block_size=17)
+        cases["float16"] = _case(target, name, batch="q5s40_q1s33", dtype="float16")
+        for feature, fields in _FEATURES.items():
+            cases[feature] = _case(target, name, batch="q7s40_3q1s33", **fields)
+        kept = ("mixed", "decode_long", "window+sinks")
+        for label, case in cases.items():
+            if not target.quick or label in kept:
+                yield CheckCase(f"{name}-{label}", partial(_check_attention, target, case), case)
+
+
+def _check_unseen(target: BackendUnderTest, case: Case) -> str:
+    """Elements and scales outside of all sequences change no bit (P5)."""
+    clean = run_case(target.backend, case.replace(poison="zero"), target.device)
+    with poisoned_allocations():
+        poisoned = run_case(target.backend, case, target.device)
+    found = compare_bits(poisoned.out, clean.out)
+    return "" if found.passed else f"unused scales change the result: {found} | case: {case}"
+
+
+def _check_visible(target: BackendUnderTest, case: Case, which: str) -> str:
+    """A NaN in a key or value makes the rows that see it NaN, and no others."""
+    step = case.materialize(target.device, kv_written=False)
+    new = step.inputs.key if which == "key" else step.inputs.value
+    new[-1, 0, 3] = float("nan")  # the last token of the last request
+    rows = run_materialized_case(target.backend, step).out
+    group = case.num_heads // case.num_kv_heads
+    poisoned = rows[-1, :group].isnan()
+    if which == "key" and not bool(poisoned.all()):
+        return f"a NaN in a key does not reach the rows that see it | case: {case}"
+    if which == "value" and not bool(poisoned.any(-1).all()):
+        return f"a NaN in a value does not reach the rows that see it | case: {case}"
+    if bool(rows[:-1].isnan().any()) or bool(rows[-1, group:].isnan().any()):
+        return f"a NaN in a {which} reaches rows that do not see it | case: {case}"
+    return ""
+
+
+def _poison(target: BackendUnderTest) -> Iterator[CheckCase]:
+    for name in PAGE_NAMES:
+        for kind in ("nan",) if target.quick else ("nan", "inf", "huge"):
+            case = _case(target, name, batch="mixed", poison=kind)
+            yield CheckCase(f"unseen-{name}-{kind}", partial(_check_unseen, target, case), case)
+        for which in ("key", "value"):
+            case = _case(target, name, batch="2q1s20", poison="zero")
+            check = partial(_check_visible, target, case, which)
+            yield CheckCase(f"visible-{name}-{which}", check, case)
+
+
+CHECKS = (
+    Check("Q4", "pages with scales equal the integer reference bit by bit", _round_trip),
+    Check("Q5", "attention over pages with scales is within the error budget", _attention),
+    Check("Q6", "poisoned scales in pages", _poison),
+)

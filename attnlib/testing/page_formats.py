@@ -1,0 +1,178 @@
+"""Formats with scales in the page (M15, P11), built without library code.
+
+Elements are computed by integer arithmetic on exact quotients: float64 holds the quotient of two
+float32 numbers so exactly that rounding it to float32 gives the correctly rounded quotient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+__all__ = [
+    "PAGE_LAYOUT_NAMES",
+    "PAGE_NAMES",
+    "allocate_pages",
+    "dequantize_tokens",
+    "fill_pages",
+    "quantize_tokens",
+    "write_page_slots",
+]
+
+PAGE_LAYOUT_NAMES = ("HND_INTERLEAVED", "NHD_INTERLEAVED")
+PAGE_NAMES = ("int8_per_token_head", "fp8_per_token_head", "int4_per_group")
+
+_DTYPES = {
+    "int8_per_token_head": (torch.int8, torch.float32),
+    "fp8_per_token_head": (torch.float8_e4m3fn, torch.float32),
+    "int4_per_group": (torch.uint8, torch.float16),
+}
+"""Dtypes of elements and scales."""
+
+_SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-100, 2.0**100
+
+
+def _e4m3_magnitudes() -> torch.Tensor:
+    """The 127 finite magnitudes of e4m3 in order, which is the order of their bits."""
+    values = []
+    for bits in range(127):
+        exponent, mantissa = bits >> 3, bits & 7
+        values.append(
+            math.ldexp(mantissa, -9) if exponent == 0 else math.ldexp(8 + mantissa, exponent - 10)
+        )
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _name_of(elements: torch.Tensor, scales: torch.Tensor) -> str:
+    dtypes = (elements.dtype, scales.dtype)
+    return next(name for name, found in _DTYPES.items() if found == dtypes)
+
+
+def allocate_pages(
+    name: str, num_blocks: int, block_size: int, num_kv_heads: int, sizes: tuple[int, int],
+    layout: str, device: torch.device | str = "cpu",
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:  # fmt: skip
+    """A pool of pages of zeros and its views.
+
+    Args:
+        name: the format.
+        sizes: D and Dv.
+        layout: a name of `PAGE_LAYOUT_NAMES`.
+
+    Returns:
+        (pages `[B, bytes]` uint8, (elements of the keys `[B, N, Hkv, stored]`, of the values,
+        scales of the keys `[B, N, Hkv, G]`, of the values)).
+    """
+    dtype, scale_dtype = _DTYPES[name]
+    stored = [size // 2 if name == "int4_per_group" else size for size in sizes]
+    groups = 4 if name == "int4_per_group" else 1
+    parts = [(dtype, stored[0]), (dtype, stored[1]), (scale_dtype, groups), (scale_dtype, groups)]
+    starts, end = [], 0
+    for part, inner in parts:
+        starts.append(end)
+        end += block_size * num_kv_heads * inner * part.itemsize
+        end += -end % 16
+    pages = torch.zeros(num_blocks, end, dtype=torch.uint8, device=device)
+    views = []
+    for start, (part, inner) in zip(starts, parts, strict=True):
+        num_bytes = block_size * num_kv_heads * inner * part.itemsize
+        flat = pages[:, start : start + num_bytes].view(part)
+        if layout == "HND_INTERLEAVED":
+            view = flat.view(num_blocks, num_kv_heads, block_size, inner).transpose(1, 2)
+        else:
+            view = flat.view(num_blocks, block_size, num_kv_heads, inner)
+        views.append(view)
+    return pages, tuple(views)
+
+
+def fill_pages(views: Sequence[torch.Tensor], poison: str) -> None:
+    """Fill elements with ones in every bit, and scales with poison, unless it is "zero"."""
+    if poison == "zero":
+        return
+    scale = {"nan": math.nan, "inf": math.inf}.get(poison)
+    for view in views[:2]:
+        view.view(torch.uint8).fill_(0xFF)
+    for view in views[2:]:
+        view.fill_(torch.finfo(view.dtype).max if scale is None else scale)
+
+
+def quantize_tokens(tokens: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The elements and scales of tokens `[T, H, D]`, as `allocate_pages` stores them."""
+    dtype, scale_dtype = _DTYPES[name]
+    largest = {"int8_per_token_head": 127, "fp8_per_token_head": 448, "int4_per_group": 7}[name]
+    groups = 4 if name == "int4_per_group" else 1
+    x = tokens.double().reshape(*tokens.shape[:-1], groups, -1)
+    has_nan = x.isnan().any(-1)
+    magnitude = x.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(-1)
+    scale = (magnitude / largest).float().double()
+    scale = scale.clamp(max=min(_LARGEST_SCALE, torch.finfo(scale_dtype).max))
+    scale = torch.where(scale < _SMALLEST_SCALE, 0.0, scale).to(scale_dtype).double()
+    quotient = torch.where(scale[..., None] > 0, x / scale[..., None], 0.0).float().double()
+    quotient = torch.where(has_nan[..., None], 0.0, quotient).clamp(-largest, largest).flatten(-2)
+    scales = torch.where(has_nan, math.nan, scale).to(scale_dtype)
+    if name == "fp8_per_token_head":
+        return _nearest_e4m3(quotient).view(dtype), scales
+    numbers = _half_to_even(quotient)
+    if name == "int8_per_token_head":
+        return numbers.to(torch.int8), scales
+    size = tokens.shape[-1] // 4
+    words = torch.zeros(*tokens.shape[:-1], size, dtype=torch.int64)
+    for element in range(tokens.shape[-1]):
+        part, word = divmod(element, size)
+        words[..., word] |= (numbers[..., element] + 8) << (4 * part)
+    packed = torch.stack((words & 255, words >> 8), -1).flatten(-2)
+    return packed.to(torch.uint8), scales
+
+
+def dequantize_tokens(elements: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The real values of elements `[..., stored]` with scales `[..., G]`, float64 `[..., D]`."""
+    name = _name_of(elements, scales)
+    if name == "fp8_per_token_head":
+        bits = elements.contiguous().view(torch.uint8).long()
+        magnitudes = torch.cat((_e4m3_magnitudes(), torch.tensor([math.nan]))).to(bits.device)
+        numbers = magnitudes[bits & 127] * torch.where(bits > 127, -1.0, 1.0)
+    elif name == "int8_per_token_head":
+        numbers = elements.double()
+    else:
+        low, high = elements[..., 0::2].long(), elements[..., 1::2].long()
+        words = low + 256 * high
+        parts = [(words >> (4 * part)) % 16 - 8 for part in range(4)]
+        numbers = torch.cat(parts, -1).double()
+    repeats = numbers.shape[-1] // scales.shape[-1]
+    return numbers * scales.double().repeat_interleave(repeats, dim=-1)
+
+
+def write_page_slots(
+    elements: torch.Tensor, scales: torch.Tensor, slots: Sequence[int], tokens: torch.Tensor
+) -> None:
+    """Store tokens `[T, H, D]` at slots (P4)."""
+    block_size = elements.shape[1]
+    new_elements, new_scales = quantize_tokens(tokens.cpu(), _name_of(elements, scales))
+    index = torch.as_tensor(slots, dtype=torch.long)
+    at = (index // block_size, index % block_size)
+    raw = elements.view(torch.uint8) if elements.dtype.is_floating_point else elements
+    raw[at] = new_elements.view(raw.dtype).to(raw.device)
+    scales[at] = new_scales.to(scales.device)
+
+
+def _half_to_even(quotient: torch.Tensor) -> torch.Tensor:
+    """The nearest integers, ties to even."""
+    below = quotient.floor().long()
+    rest = quotient - below
+    up = (rest > 0.5) | ((rest == 0.5) & (below % 2 == 1))
+    return below + up.long()
+
+
+def _nearest_e4m3(quotient: torch.Tensor) -> torch.Tensor:
+    """The bits of the nearest e4m3 numbers, ties to even bits; |quotient| is at most 448."""
+    table = _e4m3_magnitudes()
+    magnitude = quotient.abs()
+    above = torch.searchsorted(table, magnitude).clamp(max=126)
+    below = (above - 1).clamp(min=0)
+    to_above, to_below = table[above] - magnitude, magnitude - table[below]
+    up = (to_above < to_below) | ((to_above == to_below) & (above % 2 == 0))
+    bits = torch.where(up, above, below)
+    negative = torch.signbit(quotient)
+    return (bits + 128 * negative.long()).to(torch.uint8)
