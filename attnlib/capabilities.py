@@ -53,7 +53,7 @@ class Capabilities:
         dtypes: dtypes of q, k, v and the output.
         kv_cache_dtypes: dtypes that the cache may store. A cache in the dtype of the model also
             needs this dtype in `dtypes`.
-        kv_formats: formats with scales in the page, by name (M15). They need no entry in
+        kv_formats: formats with scales in the page, by name (M16). They need no entry in
             `kv_cache_dtypes` and `kv_scale_kinds`.
         kv_scale_kinds: granularities of the scales of a quantized cache, of "tensor" and "head";
             () without a quantized cache.

@@ -1,4 +1,4 @@
-"""How a cache stores keys and values: its dtype, and where its scales are (M9, M15).
+"""How a cache stores keys and values: its dtype, and where its scales are (M9, M16).
 
 `KVFormat` is the one description of a format. The spec, the cache, the operations and the
 conformance suite derive sizes and dtypes from it.
@@ -43,7 +43,7 @@ class KVFormat:
 
     @property
     def scales_in_page(self) -> bool:
-        """Whether each page holds the scales of its tokens (M15)."""
+        """Whether each page holds the scales of its tokens (M16)."""
         return self.scale_dtype is not None
 
     def stored_size(self, head_size: int) -> int:
@@ -132,7 +132,7 @@ def page_format(dtype: torch.dtype, scale: object) -> KVFormat | None:
     raise ContractError(
         f"no KV format stores {dtype} with scales of {scale.dtype} in its pages; the formats are "
         f"{', '.join(PAGE_FORMATS)}",
-        rule="M15",
+        rule="M16",
     )
 
 

@@ -29,7 +29,7 @@ def checked_layer_scale(name: str, scale: Scale, spec: AttentionSpec) -> Scale:
         raise ContractError(
             f"{name} is given, but kv_cache_dtype={spec.kv_format.name} computes a scale for each "
             "token and head: leave it out",
-            rule="M15",
+            rule="M16",
         )
     if not isinstance(scale, torch.Tensor):
         check_scale(name, scale)

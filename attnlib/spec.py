@@ -85,7 +85,7 @@ class AttentionSpec:
         dtype: dtype of q, k, v and the output.
         kv_cache_dtype: what the cache stores: a dtype, "auto" (= `dtype`), "fp8" (= "fp8_e4m3"),
             "fp8_e5m2", "float16", "bfloat16", "float32", or a format with scales in the page
-            (M15): "int8_per_token_head", "fp8_per_token_head", "int4_per_group".
+            (M16): "int8_per_token_head", "fp8_per_token_head", "int4_per_group".
         kv_scale_kind: granularity of the scales of a quantized cache, "tensor" or "head" (M9); not
             read for formats with scales in the page.
         block_size: tokens per cache block (N).
@@ -235,13 +235,13 @@ class AttentionSpec:
                 raise ContractError(
                     f"{name}={getattr(self, name)} must be a multiple of "
                     f"{stored.head_size_multiple} for kv_cache_dtype={stored.name}",
-                    rule="M15",
+                    rule="M16",
                 )
         if stored.scales_in_page and self.use_mla:
             raise ContractError(
                 f"kv_cache_dtype={stored.name} stores keys and values separately, and use_mla "
                 "stores them once: use fp8, or the dtype of the model",
-                rule="M15",
+                rule="M16",
             )
         if self.kv_scale_kind not in ("tensor", "head"):
             raise ContractError(

@@ -57,7 +57,7 @@ class PagedKVCache(EngineLayouts):
             With a format of 4 bits, the last dimension of both is D / 2 bytes.
         layout: name of the memory layout, or None if the views match no known layout.
         k_scale, v_scale: stored value * scale = real value (M9): a float, or a float32 tensor `[]`
-            or `[Hkv]`. With scales in the page (M15), the views of these scales,
+            or `[Hkv]`. With scales in the page (M16), the views of these scales,
             `[B, N, Hkv, scales per head]`.
         page_format: the format with scales in the page; None for all others.
         pages: `[B, num_bytes]` uint8, the memory of such a cache; None for all others.
@@ -182,7 +182,7 @@ class PagedKVCache(EngineLayouts):
                 raise ContractError(
                     f"kv_cache_dtype={spec.kv_format.name} computes a scale for each token and "
                     "head: pass no k_scale and v_scale",
-                    rule="M15",
+                    rule="M16",
                 )
             num_bytes = page_sizes(spec.kv_format, *_page_shape(spec)).num_bytes
             pages = torch.zeros(num_blocks, num_bytes, dtype=torch.uint8, device=device)
@@ -208,7 +208,7 @@ class PagedKVCache(EngineLayouts):
     def from_pages(
         cls, pages: torch.Tensor, spec: AttentionSpec, layout: str | None = None
     ) -> PagedKVCache:
-        """A cache with scales in the page (P11) over existing memory, without a copy.
+        """A cache with scales in the page (P12) over existing memory, without a copy.
 
         Args:
             pages: `[B, num_bytes]` uint8, at least `cache.pages.page_sizes(...)` bytes per page;
@@ -225,7 +225,7 @@ class PagedKVCache(EngineLayouts):
             raise ContractError(
                 f"kv_cache_dtype={spec.kv_format.name} has no scales in the page: use allocate or "
                 "from_views",
-                rule="P11",
+                rule="P12",
             )
         layout = (layout or spec.kv_cache_layout or PAGE_LAYOUTS[0]).upper()
         key, value, k_scales, v_scales = page_views(
@@ -252,7 +252,7 @@ class PagedKVCache(EngineLayouts):
             key_cache: `[B, N, Hkv, D]`, any strides, the last one 1.
             value_cache: `[B, N, Hkv, Dv]`, likewise, same dtype and device.
             k_scale, v_scale: scales of a quantized cache; for a format with scales per token, the
-                views of these scales, `[B, N, Hkv, scales per head]` (M15).
+                views of these scales, `[B, N, Hkv, scales per head]` (M16).
 
         Raises:
             ContractError: the views have other shapes, or disagree with each other.
@@ -440,7 +440,7 @@ def _page_shape(spec: AttentionSpec) -> tuple[int, int, int, int]:
 
 
 def _check_page_scales(name: str, scales: Any, view: torch.Tensor, stored: KVFormat) -> None:
-    """Whether the scales belong to the elements of `view` (M15).
+    """Whether the scales belong to the elements of `view` (M16).
 
     Raises:
         ContractError: another dtype, shape or device, or a last stride that is not 1.
@@ -456,7 +456,7 @@ def _check_page_scales(name: str, scales: Any, view: torch.Tensor, stored: KVFor
             f"{name} is {scales if not isinstance(scales, torch.Tensor) else scales.dtype} "
             f"{list(getattr(scales, 'shape', []))}; a cache of {stored.name} has its scales in the "
             f"page: {stored.scale_dtype} {list(wanted)} on {view.device}, last stride 1",
-            rule="M15",
+            rule="M16",
         )
 
 

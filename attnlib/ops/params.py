@@ -34,7 +34,7 @@ class AttentionParams:
         score_tensors: its layer and batch tensors by name; batch tensors have a row per request.
         k_scale: real key = stored key * k_scale; a number, or a float32 tensor of 1 or `[Hkv]`
             elements, from 2^-100 to 2^100. An element of a tensor outside these limits counts as
-            NaN. For a format with scales in the page, the view of these scales (M15).
+            NaN. For a format with scales in the page, the view of these scales (M16).
         v_scale: the same for values.
 
     Raises:

@@ -30,7 +30,7 @@ __all__ = [
 @dataclass(frozen=True, kw_only=True)
 class Dimensions:
     """Sizes and dtypes of one layer: Hq, Hkv, D, Dv, N. `page_format` names a format with scales in
-    the page (M15)."""
+    the page (M16)."""
 
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -51,7 +51,7 @@ class CacheViews:
         value: [B, N, Hkv, Dv], last stride 1.
         storage: flat uint8 views of the allocations, including unused bytes.
         layout: a name of `CACHE_LAYOUTS` or "ALIASED".
-        scales: the scales of keys and values in the pages, [B, N, Hkv, G] (M15); None for formats
+        scales: the scales of keys and values in the pages, [B, N, Hkv, G] (M16); None for formats
             without them.
     """
 
@@ -189,7 +189,7 @@ def write_slots(
 ) -> None:
     """Store tokens [T, H, D] at slots (P4); an fp8 view stores tokens / scale, saturated (M9).
 
-    With scales in the page, `scale` is the view of these scales (M15).
+    With scales in the page, `scale` is the view of these scales (M16).
     """
     if not len(slots):
         return

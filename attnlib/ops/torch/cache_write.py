@@ -46,7 +46,7 @@ def write_kv(
             tokens have one slot, either may be stored.
         k_scale: real key = stored key * k_scale; a float, or a float32 tensor of 1 or `[Hkv]`
             elements. Read for a float8 cache only, which stores key / k_scale, saturated (M9). For
-            a format with scales in the page, the view of these scales, which is written (M15).
+            a format with scales in the page, the view of these scales, which is written (M16).
         v_scale: the same for values.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Formats with scales in the page (M15): the reference of their conversions.
+"""Formats with scales in the page (M16): the reference of their conversions.
 
 A group of elements is stored as integers or 8-bit floats and one scale, the largest magnitude of
 the group divided by the largest stored number. All arithmetic is float32 with one rounding per

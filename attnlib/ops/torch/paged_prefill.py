@@ -42,7 +42,7 @@ def paged_prefill(
     Args:
         query: `[T, Hq, D]`, any strides.
         key_cache: `[B, N, Hkv, D]`, any strides, any floating-point dtype including float8; or
-            the elements of a format with scales in the page, which `params` hold (M15).
+            the elements of a format with scales in the page, which `params` hold (M16).
         value_cache: `[B, N, Hkv, Dv]`, likewise.
         block_table: `[R, M]` int32; entries at or past ceil(seq_len / N) are never read (P3).
         query_start_loc: `[R + 1]` int32, the first query token of each request.

@@ -60,7 +60,7 @@ def write_kv(
             length is the number of tokens written.
         k_scale: real key = stored key * k_scale; a number, or a float32 tensor of 1 or `[Hkv]`
             elements. Read for float8 only. For a format with scales in the page, the view of these
-            scales, which is written (M15).
+            scales, which is written (M16).
         v_scale: the same for values.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Launches over pages that hold their scales (M15): cache write, decode and prefill.
+"""Launches over pages that hold their scales (M16): cache write, decode and prefill.
 
 The operations `write_kv`, `paged_decode` and `paged_prefill` and step plans come here when
 `k_scale` and `v_scale` are the views of the scales in the pages.
@@ -243,14 +243,14 @@ def _words(view: Tensor, scales: Tensor, stored: KVFormat) -> tuple[int, int]:
         raise ContractError(
             f"a cache of {stored.name} has {size} bytes per head and strides {view.stride()}; the "
             "Triton kernels read words of two bytes: use an even head size, or backend='torch'",
-            rule="P11",
+            rule="P12",
         )
     together = stored.groups_per_head if stored.bits == 4 else 1
     if any(stride % together for stride in scales.stride()[:3]):
         raise ContractError(
             f"scales of {stored.name} have strides {scales.stride()}; they must be multiples of "
             f"{together}, so that the scales of a head are loaded at once",
-            rule="P11",
+            rule="P12",
         )
     return size // 2, max(_LANES, next_power_of_2(size // 2))
 

@@ -84,7 +84,7 @@ _MAX_REQUESTS = 65534
 class AttentionShape(NamedTuple):
     """The sizes and dtypes of a layer that tiles and splits follow from; `score_tiles` and `latent`
     as in `tiles.shared_bytes`, `aligned` as in `tiles.latents_in_place`, `page_format` of a cache
-    with scales in its pages (M15)."""
+    with scales in its pages (M16)."""
 
     num_heads: int
     num_kv_heads: int
@@ -499,7 +499,7 @@ def _prepare_page_decode(
     limits: DeviceLimits,
     schedule: DecodeSchedule,
 ) -> PlainAttention:
-    """The launches over pages that hold their scales (M15)."""
+    """The launches over pages that hold their scales (M16)."""
     from attnlib.ops.triton.page_formats import page_decode
 
     shape = shape_of(query, key, value, params)

@@ -1,4 +1,4 @@
-"""Q4, Q5 and Q6: formats with scales in the page (M15).
+"""Q4, Q5 and Q6: formats with scales in the page (M16).
 
 Q4 compares whole pages with pages that integer arithmetic has filled, bit by bit. Q5 compares
 attention with the oracle over the dequantized elements, which leaves the error of the kernel alone.
@@ -67,7 +67,7 @@ def _check_written(target: BackendUnderTest, case: Case, largest: bool = False) 
             return (
                 f"{differs.numel()} bytes differ from the integer reference, first byte {byte} of "
                 f"page {page}: {int(pool[differs[0]])} where {int(wanted[differs[0]])} was "
-                f"expected (M15) | case: {case}"
+                f"expected (M16) | case: {case}"
             )
     if largest:
         assert expected.inputs.cache.scales is not None  # a case with scales in the page
@@ -79,7 +79,7 @@ def _check_written(target: BackendUnderTest, case: Case, largest: bool = False) 
             view[block, offset].view(like.dtype) for view, like in zip(raw, stored, strict=True)
         )
         if not bool(dequantize_tokens(elements, scales).isfinite().all()):
-            return f"the largest numbers are not stored as finite ones (M15) | case: {case}"
+            return f"the largest numbers are not stored as finite ones (M16) | case: {case}"
     return ""
 
 

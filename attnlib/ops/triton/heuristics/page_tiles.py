@@ -1,4 +1,4 @@
-"""Tiles of the kernels over pages that hold their scales (M15)."""
+"""Tiles of the kernels over pages that hold their scales (M16)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode and prefill over pages that hold their scales (M15).
+"""Decode and prefill over pages that hold their scales (M16).
 
 The kernels have the schedules of `kernels.decode` and `kernels.prefill` and their own loop over
 keys. In place of two chunks of a head size they have two or four parts of a head

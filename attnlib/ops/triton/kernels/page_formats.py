@@ -1,4 +1,4 @@
-"""Elements and scales of formats with scales in the page (M15).
+"""Elements and scales of formats with scales in the page (M16).
 
 A head of a token is read as 16-bit words. Each word holds PARTS elements, and part j of all words
 is one operand of a matrix product: words go from memory to the operands of the product without

@@ -1,4 +1,4 @@
-"""Store new keys and values in pages that hold their scales (M15): one launch quantizes and writes.
+"""Store new keys and values in pages that hold their scales (M16): one launch quantizes and writes.
 
 One program per token and block of heads. All arithmetic has one rounding per operation, as in
 `ops.torch.page_formats`, so that the stored bits are equal.

@@ -246,7 +246,7 @@ class PlainAttention:
 
 
 def holds_scales(params: AttentionParams) -> bool:
-    """Whether the pages of the cache hold its scales (M15)."""
+    """Whether the pages of the cache hold its scales (M16)."""
     return isinstance(params.k_scale, Tensor) and params.k_scale.dim() == 4
 
 
