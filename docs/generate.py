@@ -19,6 +19,7 @@ from attnlib.capabilities import Capabilities
 from attnlib.device import DeviceInfo
 from attnlib.env import ENVIRONMENT, FOREIGN_VARIABLES
 from attnlib.key_selection import KeySelection
+from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.score_functions.builtin import alibi_sqrt
 from attnlib.selection import load_backend
 
@@ -46,6 +47,7 @@ FEATURES = {
     "fp8 cache, e4m3": [{"kv_cache_dtype": "fp8_e4m3"}],
     "fp8 cache, e5m2": [{"kv_cache_dtype": "fp8_e5m2"}],
     "fp8 scales per head": [{"kv_cache_dtype": "fp8", "kv_scale_kind": "head"}],
+    **{name: [{"kv_cache_dtype": name}] for name in PAGE_FORMATS},
     "block size 16": [{}],
     "block size 256": [{"block_size": 256}],
     "block size 544": [{"block_size": 544}],

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from attnlib.errors import ContractError
-from attnlib.kv_dtype import kv_cache_torch_dtype
+from attnlib.kv_dtype import PAGE_FORMATS, kv_cache_format, kv_cache_torch_dtype, page_format
+from attnlib.spec import AttentionSpec
 
 
 @pytest.mark.parametrize(
@@ -33,3 +34,33 @@ def test_the_dtype_of_the_model_can_always_be_stored() -> None:
 def test_an_unknown_name_is_an_error() -> None:
     with pytest.raises(ContractError, match="'fp4' is not known; use one of auto, fp8, fp8_e4m3"):
         kv_cache_torch_dtype("fp4", torch.bfloat16)
+
+
+def test_formats_with_scales_in_the_page() -> None:
+    """M16: sizes per head, and no confusion with formats whose scales are outside (M9)."""
+    int8, int4 = PAGE_FORMATS["int8_per_token_head"], PAGE_FORMATS["int4_per_group"]
+    assert kv_cache_torch_dtype("int8_per_token_head", torch.bfloat16) is torch.int8
+    assert (int8.bytes_per_head(128), int4.bytes_per_head(128)) == (132, 72)
+    assert (int4.stored_size(96), int4.head_size(48), int4.num_scales(96)) == (48, 96, 4)
+    assert kv_cache_format("fp8", torch.bfloat16).bytes_per_head(128) == 128
+    assert not kv_cache_format("fp8", torch.bfloat16).scales_in_page
+    scales = torch.ones(1, 1, 1, 1)
+    assert page_format(torch.int8, scales) is int8
+    assert page_format(torch.float8_e4m3fn, torch.ones(2)) is None, "a scale per head (M9)"
+    with pytest.raises(
+        ContractError, match="no KV format stores torch.int8 with scales of torch.f"
+    ):
+        page_format(torch.int8, scales.double())
+
+
+def test_a_spec_with_scales_in_the_page() -> None:
+    spec = AttentionSpec(
+        num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.float16,
+        kv_cache_dtype="int4_per_group",
+    )  # fmt: skip
+    assert spec.kv_dtype is torch.uint8 and spec.kv_format.name == "int4_per_group"
+    assert spec.kv_bytes_per_token == 2 * 2 * (32 + 8)
+    with pytest.raises(ContractError, match="head_size=60 must be a multiple of 8 for kv_cache_dt"):
+        spec.replace(head_size=60, head_size_v=64)
+    with pytest.raises(ContractError, match="stores keys and values separately, and use_mla"):
+        spec.replace(num_kv_heads=1, use_mla=True)

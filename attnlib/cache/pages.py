@@ -106,7 +106,7 @@ def page_views(
 
     def part(start: int, dtype: torch.dtype, inner: int) -> torch.Tensor:
         num_bytes = prod(outer) * inner * dtype.itemsize
-        view = pages[:, start : start + num_bytes].view(dtype).unflatten(1, (*outer, inner))
+        view = pages[:, start : start + num_bytes].view(dtype).view(pages.shape[0], *outer, inner)
         return view.transpose(1, 2) if heads_first else view
 
     assert stored.scale_dtype is not None  # checked by `page_sizes`

@@ -147,7 +147,8 @@ def allocate_views(
             dims.page_format, num_blocks, dims.block_size, dims.num_kv_heads, sizes, layout, device
         )
         fill_pages(views, fill)
-        return CacheViews(*views[:2], (pages.view(-1),), layout, (views[2], views[3]))
+        key, val, k_scales, v_scales = views
+        return CacheViews(key, val, (pages.view(-1),), layout, (k_scales, v_scales))
     value = poison_value(dims.cache_dtype, fill)
 
     def empty(shape: Sequence[int]) -> torch.Tensor:

@@ -268,6 +268,7 @@ TOY_CAPABILITIES = Capabilities(
         torch.float8_e4m3fn,
         torch.float8_e5m2,
     ),
+    kv_formats=(),
     kv_scale_kinds=("tensor", "head"),
     head_sizes=Sizes(1),
     head_size_v_may_differ=True,

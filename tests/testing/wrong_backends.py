@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 import torch
 
 from attnlib.backends.base import AttentionBackend, AttentionImpl
+from attnlib.backends.torch import TorchBackend
+from attnlib.backends.torch.impl import TorchImpl
 from attnlib.cache.storage import PagedKVCache
 from attnlib.device import DeviceInfo
 from attnlib.metadata.common import CommonAttentionMetadata
@@ -648,6 +650,63 @@ UNCERTIFIED: dict[str, tuple[type[AttentionBackend], set[str]]] = {
     ),
 }  # fmt: skip
 """Error -> a backend that declares batch invariance, and what its results depend on."""
+class TruncatesElements(TorchImpl):
+    """Rounds elements of pages toward zero."""
+
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: PagedKVCache,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        super().write_kv(key, value, cache, slot_mapping)
+        if cache.page_format is not None and cache.dtype is torch.int8:
+            above = cache.key_cache.float() * cache.k_scale
+            written = slot_mapping[slot_mapping >= 0]
+            at = written // cache.block_size, written % cache.block_size
+            larger = above[at].abs() > key[: len(slot_mapping)][slot_mapping >= 0].abs()
+            cache.key_cache[at] -= larger * cache.key_cache[at].sign()
+
+
+class ValuesTakeTheScalesOfKeys(TorchImpl):
+    """Multiplies the values of pages by the scales of the keys."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: Any,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        if cache.page_format is not None:
+            views = (cache.key_cache, cache.value_cache)
+            cache = PagedKVCache(*views, k_scale=cache.k_scale, v_scale=cache.k_scale)
+        super().forward(query, cache, metadata, output, lse)
+
+
+class ReplacesInvalidScales(TorchImpl):
+    """Reads a scale that is not finite as 1, which hides it."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: Any,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        if cache.page_format is not None:
+            views = (cache.key_cache, cache.value_cache)
+            k_scale, v_scale = (scale.nan_to_num(1.0) for scale in (cache.k_scale, cache.v_scale))
+            cache = PagedKVCache(*views, k_scale=k_scale, v_scale=v_scale)
+        super().forward(query, cache, metadata, output, lse)
+
+
+def _torch_with(impl: type[TorchImpl]) -> type[AttentionBackend]:
+    """The torch backend with another implementation; it supports all formats."""
+    return type(impl.__name__, (TorchBackend,), {"get_impl_cls": staticmethod(lambda: impl)})
 
 
 WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
@@ -667,6 +726,9 @@ WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     "written slot -1": (toy_with(WritesSlotMinusOne), "K3"),
     "mapping length ignored": (toy_with(IgnoresMappingLength), "K3"),
     "fp8 without saturation": (toy_with(WrapsInsteadOfSaturating), "Q3"),
+    "truncated elements of pages": (_torch_with(TruncatesElements), "Q4"),
+    "values with the scales of keys": (_torch_with(ValuesTakeTheScalesOfKeys), "Q5"),
+    "invalid scales of pages replaced": (_torch_with(ReplacesInvalidScales), "Q6"),
     "read past the table": (toy_with(ReadsPastTable), "O2"),
     "int32 offsets": (toy_with(Int32Offsets), "O1"),
     "NaN from unused V": (toy_with(NanFromUnusedValues), "N1"),

@@ -66,7 +66,13 @@ class TritonImpl(AttentionImpl):
         q_norm: HeadNorm | None = None,
         k_norm: HeadNorm | None = None,
     ) -> torch.Tensor:
-        """See `AttentionImpl.rotate_and_write_kv`; one launch."""
+        """See `AttentionImpl.rotate_and_write_kv`; one launch, or three for pages that hold their
+        scales."""
+        if cache.page_format is not None:
+            return super().rotate_and_write_kv(
+                query, key, value, cache, slot_mapping, cos, sin, interleaved=interleaved,
+                q_norm=q_norm, k_norm=k_norm,
+            )  # fmt: skip
         if key is None or value is None or slot_mapping is None:
             return rotate(query, cos, sin, interleaved=interleaved, norm=q_norm)
         return rotate_and_write(

@@ -32,9 +32,12 @@ def quantize_groups(values: Tensor, stored: KVFormat) -> tuple[Tensor, Tensor]:
     """
     assert stored.scale_dtype is not None  # the caller has found a format with scales
     head_size = values.shape[-1]
-    groups = values.float().unflatten(-1, (stored.num_scales(head_size), -1))
+    num_scales = stored.num_scales(head_size)
+    groups = values.float().reshape(*values.shape[:-1], num_scales, head_size // num_scales)
     largest = groups.abs().amax(-1, keepdim=True)  # NaN if the group has one
-    scale = (largest / stored.largest).clamp(max=_largest_scale(stored))
+    # torch multiplies by the reciprocal of a number on a GPU; it divides by a tensor.
+    scale = largest / torch.full_like(largest, stored.largest)
+    scale = scale.clamp(max=_largest_scale(stored))
     scale = torch.where(scale < MIN_KV_SCALE, 0.0, scale).to(stored.scale_dtype)
     factor = scale.float()
     exact = torch.where(factor > 0, groups / factor, 0.0)  # NaN is not above 0
@@ -60,7 +63,7 @@ def dequantize_groups(elements: Tensor, scales: Tensor, stored: KVFormat) -> Ten
         `[..., D]`.
     """
     numbers = elements.float() if stored.bits == 8 else _unpack(elements).float() - _OFFSET
-    groups = numbers.unflatten(-1, (scales.shape[-1], -1))
+    groups = numbers.reshape(*scales.shape, numbers.shape[-1] // scales.shape[-1])
     return (groups * scales.float().unsqueeze(-1)).flatten(-2)
 
 
@@ -114,13 +117,13 @@ def _largest_scale(stored: KVFormat) -> float:
 def _pack(numbers: Tensor) -> Tensor:
     """`[..., D]` of 0 to 15 in `[..., D / 2]` bytes: bits 4 j of the 16-bit word i hold element
     `j * D / 4 + i`, so that each quarter of a head has its own scale and its own bits."""
-    first, second, third, fourth = numbers.unflatten(-1, (4, -1)).unbind(-2)
+    first, second, third, fourth = numbers.chunk(4, -1)
     return torch.stack((first | second << 4, third | fourth << 4), -1).flatten(-2)
 
 
 def _unpack(packed: Tensor) -> Tensor:
     """`[..., D / 2]` bytes as `[..., D]` numbers from 0 to 15."""
-    low, high = packed.unflatten(-1, (-1, 2)).unbind(-1)
+    low, high = packed[..., 0::2], packed[..., 1::2]
     return torch.cat((low & 15, low >> 4, high & 15, high >> 4), -1)
 
 

@@ -277,7 +277,7 @@ def _launch_options(tile: Tile) -> dict[str, Any]:
 def _check_bytes(
     tile: Tile, stored: KVFormat, head_size: int, head_size_v: int, limits: DeviceLimits
 ) -> None:
-    need = page_shared_bytes(tile, stored, head_size, head_size_v, tile.block_m >= 64)
+    need = page_shared_bytes(tile, stored, head_size, head_size_v, limits.products)
     if need > limits.shared_memory:
         raise UnsupportedConfigError(
             f"head sizes {head_size} and {head_size_v} of {stored.name} need {need} bytes of "

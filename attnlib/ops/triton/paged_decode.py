@@ -160,7 +160,7 @@ def decode_tiling(
         limits.has_fp8,
     )  # fmt: skip
     if stored is not None:
-        need = page_shared_bytes(tile, stored, *sizes, tile.block_m >= 64)
+        need = page_shared_bytes(tile, stored, *sizes, limits.products)
     most = MAX_CTAS_PER_SM if stored is None else page_ctas_per_sm(tile)
     resident = max(1, min(most, limits.shared_memory_per_sm // need))
     ctas = shape.num_kv_heads * head_blocks * triton.cdiv(max_query_len, tile_tokens)

@@ -280,6 +280,12 @@ def _check(
         )
     check_scale("k_scale", scales[0])
     check_scale("v_scale", scales[1])
+    if any(isinstance(scale, Tensor) and scale.dim() == 4 for scale in scales):
+        raise ContractError(
+            "the pages of this cache hold its scales (M16), which this kernel does not write: "
+            "rotate the keys and write them with write_kv",
+            rule="P11",
+        )
     if values_are_prefix(key_cache, value_cache):
         raise ContractError(
             "the values of this cache are a prefix of its keys (latents, P10): rotate their parts "

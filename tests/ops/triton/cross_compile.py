@@ -198,7 +198,7 @@ def _tile(
     if "WORDS" in kwargs:
         stored = next(f for f in PAGE_FORMATS.values() if page_kind(f) == kwargs["KIND"])
         sizes = [stored.head_size(2 * kwargs[name]) for name in ("WORDS", "DV_WORDS")]
-        return page_shared_bytes(tile, stored, *sizes, tile.block_m >= 64), tile
+        return page_shared_bytes(tile, stored, *sizes, limits.products), tile
     if "X" in kwargs:  # over the packed cache: 16 bytes of its elements
         return packed_shared_bytes(tile, kwargs["D"], query.element_size(), 16 // kwargs["X"]), tile
     estimate = shared_bytes(
@@ -447,7 +447,8 @@ def _pages(name: str, options: dict[str, Any]) -> None:
         *(query, cache.key_cache, cache.value_cache, table, torch.zeros(3, dtype=torch.int32)),
         lengths, max_query_len=options.get("q", 1 if name == "decode" else 2048),
         max_seq_len=32768, scale=0.1,
-        out=torch.empty(64, spec.num_heads, spec.head_size_v, dtype=dtype), **scales, **_features(options.get("features", ""), query, kv_heads),
+        out=torch.empty(64, spec.num_heads, spec.head_size_v, dtype=dtype), **scales,
+        **_features(options.get("features", ""), query, kv_heads),
     )  # fmt: skip
 
 

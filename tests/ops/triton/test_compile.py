@@ -49,6 +49,9 @@ SMALL = [
     "merge-rows",
     "packed-write",
     "packed-write-fp8",
+    "pages-write-int8",
+    "pages-write-fp8",
+    "pages-write-int4",
 ]
 MAIN = [
     "decode-64",
@@ -83,6 +86,14 @@ MAIN = [
     "packed-prefill-128",
     "packed-prefill-all",
     "packed-prefill-f32",
+    "pages-decode-int8",
+    "pages-decode-int4",
+    "pages-decode-fp8-all",
+    "pages-decode-int4-f16",
+    "pages-decode-int8-f32",
+    "pages-prefill-int8",
+    "pages-prefill-fp8",
+    "pages-prefill-int4-all",
 ]
 HOPPER_SAMPLE = [
     "varying", "decode-64", "decode-96", "decode-256", "decode-all", "decode-latent-all",

@@ -20,20 +20,21 @@ _RESERVED = 8 * 1024
 
 
 def page_shared_bytes(
-    tile: Tile, stored: KVFormat, head_size: int, head_size_v: int, converted: bool
+    tile: Tile, stored: KVFormat, head_size: int, head_size_v: int, products: str
 ) -> int:
     """Shared memory of a CTA: stages of keys and values with their scales.
 
     Args:
-        converted: products read queries and converted elements from shared memory, too (tiles of 64
-            rows and more on Hopper and data-center Blackwell).
+        products: `DeviceLimits.products`. Asynchronous products of 64 rows and more read queries
+            and converted elements from shared memory, too.
     """
     per_key = 0
     for size in (head_size, head_size_v):
         scales = stored.bytes_per_head(size) - stored.stored_size(size) * stored.dtype.itemsize
         per_key += max(32, next_power_of_2(stored.stored_size(size))) + scales
     elements = next_power_of_2(head_size) + next_power_of_2(head_size_v)
-    extra = 2 * (tile.block_n + tile.block_m) * elements if converted else 0
+    from_shared = products == "async" and tile.block_m >= 64
+    extra = 2 * (tile.block_n + tile.block_m) * elements if from_shared else 0
     return tile.num_stages * tile.block_n * per_key + extra + _RESERVED
 
 
@@ -71,12 +72,13 @@ def choose_page_prefill_tile(
 def _fit(
     tile: Tile, stored: KVFormat, head_size: int, head_size_v: int, limits: DeviceLimits
 ) -> Tile:
-    """The tile with as many stages, then keys, as the shared memory of a CTA holds."""
-    converted = tile.block_m >= 64
-    sizes = (stored, head_size, head_size_v)
-    while page_shared_bytes(tile, *sizes, converted) > limits.shared_memory:
+    """The tile with as many stages, then rows, then keys as the shared memory of a CTA holds."""
+    sizes = (stored, head_size, head_size_v, limits.products)
+    while page_shared_bytes(tile, *sizes) > limits.shared_memory:
         if tile.num_stages > 1:
             tile = replace(tile, num_stages=tile.num_stages - 1)
+        elif tile.block_m > 32:
+            tile = replace(tile, block_m=tile.block_m // 2, num_warps=4)
         elif tile.block_n > 16:
             tile = replace(tile, block_n=tile.block_n // 2)
         else:

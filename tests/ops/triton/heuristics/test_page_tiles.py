@@ -1,0 +1,28 @@
+"""Tiles of the kernels over pages that hold their scales."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnlib.kv_dtype import PAGE_FORMATS
+from attnlib.ops.triton.heuristics.page_tiles import (
+    choose_page_decode_tile,
+    choose_page_prefill_tile,
+    page_ctas_per_sm,
+    page_shared_bytes,
+)
+from tests.ops.triton.cross_compile import TARGETS
+
+
+@pytest.mark.parametrize("name", list(PAGE_FORMATS))
+@pytest.mark.parametrize("size", [8, 64, 128, 256, 576])
+def test_tiles_fit_every_chip(name: str, size: int) -> None:
+    stored = PAGE_FORMATS[name]
+    for target in TARGETS.values():
+        for choose in (choose_page_decode_tile, choose_page_prefill_tile):
+            for rows in (1, 8, 64, 4096):
+                tile = choose(rows, stored, size, size, target.limits)
+                need = page_shared_bytes(tile, stored, size, size, target.limits.products)
+                assert need <= target.limits.shared_memory, (tile, need)
+                assert tile.block_m >= min(16, rows) and tile.num_stages >= 1
+                assert page_ctas_per_sm(tile) * tile.num_warps <= 64

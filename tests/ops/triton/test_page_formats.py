@@ -1,0 +1,179 @@
+"""Triton over pages that hold their scales, against the torch operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import attnlib
+from attnlib.errors import ContractError
+from attnlib.kv_dtype import PAGE_FORMATS
+from attnlib.ops.params import AttentionParams
+from attnlib.ops.triton.cache_write import write_kv
+from attnlib.ops.triton.kernels.page_formats import PAGE_E4M3, PAGE_INT4, PAGE_INT8, unpack_ptx
+from attnlib.ops.triton.paged_decode import paged_decode
+from attnlib.ops.triton.rotary_write import rotate_and_write
+
+NAMES = tuple(PAGE_FORMATS)
+
+
+def _spec(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> attnlib.AttentionSpec:
+    return attnlib.AttentionSpec(
+        num_heads=4, num_kv_heads=2, head_size=32, dtype=dtype, kv_cache_dtype=name, block_size=16,
+    ).replace(**changes)  # fmt: skip
+
+
+def _run(
+    backend: str, spec: attnlib.AttentionSpec, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two steps of a mixed batch on one backend: output, LSE and pages."""
+    layer = attnlib.Attention(spec, backend=backend, device=device)
+    cache = attnlib.PagedKVCache.allocate(spec, 12, device)
+    torch.manual_seed(0)
+    table = [[3, 5, 0, 7], [1, 2, 11, -9]]
+    for query_lens, seq_lens in (([40, 30], [40, 30]), ([1, 7], [41, 37])):
+        tokens = sum(query_lens)
+        q, k, v = (torch.randn(tokens, heads, 32).to(spec.dtype).to(device) for heads in (4, 2, 2))
+        common = attnlib.CommonAttentionMetadata.from_lengths(
+            query_lens, seq_lens, torch.tensor(table, dtype=torch.int32), 16, device
+        )
+        step = layer.backend.make_builder(spec, device).build(0, common)
+        out, lse = layer(q, k, v, cache, step, return_lse=True)
+    assert cache.pages is not None
+    return out, lse, cache.pages
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["f32", "f16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_agree_with_torch(device: torch.device, name: str, dtype: torch.dtype) -> None:
+    """M16: equal bytes in the pages, and equal results within rounding."""
+    spec = _spec(name, dtype)
+    out, lse, pages = _run("triton", spec, device)
+    wanted, wanted_lse, wanted_pages = _run("torch", spec, device)
+    assert torch.equal(pages, wanted_pages)
+    atol = 1e-5 if dtype is torch.float32 else 2e-3
+    torch.testing.assert_close(out, wanted, rtol=0, atol=atol)
+    torch.testing.assert_close(lse, wanted_lse, rtol=0, atol=1e-3)
+
+
+def test_splits_and_tokens_first(device: torch.device) -> None:
+    """A request in several splits, pages ordered by token, alone and without the layer."""
+    spec = _spec("int4_per_group", block_size=8, needs_lse=True)
+    cache = attnlib.PagedKVCache.allocate(spec, 12, device, "NHD_INTERLEAVED")
+    torch.manual_seed(0)
+    new = torch.randn(96, 2, 32, device=device)
+    slots = torch.arange(96, device=device)
+    scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    write_kv(new, new.flip(0), cache.key_cache, cache.value_cache, slots, **scales)
+    params = AttentionParams(scale=0.2, window=(70, -1), **scales)
+    query = torch.randn(2, 4, 32, device=device)
+    table = torch.arange(12, dtype=torch.int32, device=device).view(1, 12)
+    lengths = torch.tensor([0, 1, 96], dtype=torch.int32, device=device)
+    results = []
+    for num_splits in (1, 3):
+        out, lse = torch.full_like(query, 7.0), torch.empty(2, 4, device=device)
+        paged_decode(
+            query, cache.key_cache, cache.value_cache, table, lengths[:2], lengths[2:], params,
+            max_query_len=1, max_seq_len=96, out=out, lse=lse, num_splits=num_splits,
+        )  # fmt: skip
+        assert not out[1].any() and bool((lse[1] == -torch.inf).all())
+        results.append((out, lse))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
+
+
+def test_views_that_cannot_be_loaded_are_refused(device: torch.device) -> None:
+    """P12: heads of an odd number of bytes, scales of a head that are not adjacent."""
+    odd = torch.zeros(2, 16, 2, 9, dtype=torch.int8, device=device)
+    scales = torch.zeros(2, 16, 2, 1, device=device)
+    slots, new = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, 2, 9).to(device)
+    with pytest.raises(ContractError, match="9 bytes per head .* use an even head size"):
+        write_kv(new, new, odd, odd.clone(), slots, k_scale=scales, v_scale=scales.clone())
+    packed = torch.zeros(2, 16, 2, 16, dtype=torch.uint8, device=device)
+    far = torch.zeros(2, 16, 2, 5, dtype=torch.float16, device=device)[..., :4]
+    new = torch.ones(1, 2, 32, device=device)
+    with pytest.raises(ContractError, match="must be multiples of 4, so that the scales of a head"):
+        write_kv(new, new, packed, packed.clone(), slots, k_scale=far, v_scale=far.clone())
+    assert not packed.any() and not far.any()
+
+
+def test_the_fused_rotation_refuses_pages(device: torch.device) -> None:
+    cache = attnlib.PagedKVCache.allocate(_spec("int8_per_token_head"), 2, device)
+    query, new = torch.randn(1, 4, 32, device=device), torch.randn(1, 2, 32, device=device)
+    angles, slots = torch.ones(1, 16, device=device), torch.zeros(1, dtype=torch.int64).to(device)
+    with pytest.raises(ContractError, match="pages of this cache hold its scales"):
+        rotate_and_write(
+            query, new, new, cache.key_cache, cache.value_cache, slots, angles, angles,
+            k_scale=cache.k_scale, v_scale=cache.v_scale,
+        )  # fmt: skip
+    assert cache.pages is not None and not cache.pages.any()
+
+
+def _floats(bits: int, dtype: torch.dtype) -> torch.Tensor:
+    halves = torch.tensor([bits & 0xFFFF, bits >> 16]).to(torch.uint16)
+    return halves.view(dtype).double()
+
+
+def _integer(name: str, x: list[int]) -> int:
+    """The result of an integer instruction."""
+    if name == "prmt.b32":
+        pool = x[0].to_bytes(4, "little") + x[1].to_bytes(4, "little")
+        return int.from_bytes(bytes(pool[x[2] >> (4 * n) & 7] for n in range(4)), "little")
+    if name == "lop3.b32":
+        assert x[3] in (0xEA, 0xF8)
+        return (x[0] & x[1]) | x[2] if x[3] == 0xEA else x[0] | (x[1] & x[2])
+    if name == "shr.u32":
+        return x[0] >> x[1]
+    if name == "and.b32":
+        return x[0] & x[1]
+    assert name in ("mov.b32", "xor.b32"), name
+    return x[0] if name == "mov.b32" else x[0] ^ x[1]
+
+
+def _emulate(code: str, word: int) -> list[int]:
+    """Run the instructions of `unpack_ptx` on one register; returns the pairs of all parts."""
+    registers: dict[str, int] = {"$4" if "$3" in code else "$2": word}
+    outputs: dict[int, int] = {}
+    for text in code.strip("{}").split(";"):
+        name, _, rest = text.strip().partition(" ")
+        if not name or name == ".reg":
+            continue
+        target, *given = (part.strip() for part in rest.split(","))
+        x = [registers[part] if part in registers else int(part, 0) for part in given]
+        if not name.endswith("x2"):
+            registers[target] = _integer(name, x)
+            continue
+        dtype = torch.bfloat16 if "bf16" in name else torch.float16
+        a, b, *c = (_floats(bits, dtype) for bits in x)
+        exact = a - b if name.startswith("sub") else a * b
+        if name.startswith("fma"):
+            exact = exact + c[0]
+        assert torch.equal(exact.to(dtype).double(), exact), f"{text} is not exact"
+        low, high = exact.to(dtype).view(torch.uint16).tolist()
+        outputs[int(target[1:])] = low | high << 16
+    return [outputs[part] for part in sorted(outputs)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("kind", [PAGE_INT8, PAGE_E4M3, PAGE_INT4], ids=["int8", "e4m3", "int4"])
+def test_ptx_converts_every_byte_exactly(kind: Any, dtype: torch.dtype) -> None:
+    """The instructions of a GPU, emulated, on every byte in each position of a register."""
+    kind = kind.value
+    code = unpack_ptx(kind, dtype is torch.bfloat16)
+    for byte in range(256):
+        if kind == PAGE_E4M3.value and byte & 0x7F == 0x7F:
+            continue  # NaN is not stored
+        other = (byte * 7 + 3) % 256 if kind != PAGE_E4M3.value else (byte * 7 + 3) % 127
+        word = byte | other << 8 | other << 16 | byte << 24
+        pairs = _emulate(code, word)
+        for half, low, high in ((0, byte, other), (1, other, byte)):
+            if kind == PAGE_INT4.value:
+                expected = [(x >> shift & 15) - 8.0 for x in (low, high) for shift in (0, 4)]
+            else:
+                stored = torch.tensor([low, high], dtype=torch.uint8)
+                real = torch.int8 if kind == PAGE_INT8.value else torch.float8_e4m3fn
+                expected = stored.view(real).float().tolist()
+            for part, want in zip(pairs, expected, strict=True):
+                bits = torch.tensor(part >> (16 * half) & 0xFFFF).to(torch.uint16)
+                assert float(bits.view(dtype)) == want, (kind, byte, half)
