@@ -650,6 +650,8 @@ UNCERTIFIED: dict[str, tuple[type[AttentionBackend], set[str]]] = {
     ),
 }  # fmt: skip
 """Error -> a backend that declares batch invariance, and what its results depend on."""
+
+
 class TruncatesElements(TorchImpl):
     """Rounds elements of pages toward zero."""
 

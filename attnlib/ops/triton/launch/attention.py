@@ -288,6 +288,12 @@ def attention_constants(
         ContractError: a dtype without kernel, heads that do not divide, or a last dimension that is
             not dense.
     """
+    if holds_scales(params):
+        raise ContractError(
+            "the pages of this cache hold its scales (M16), which this kernel does not read: use "
+            "paged_decode or paged_prefill without batch_invariant",
+            rule="M16",
+        )
     num_heads, head_size = query.shape[1:]
     num_kv_heads, head_size_v = value.shape[-2:]
     if num_heads % num_kv_heads:
