@@ -1,4 +1,4 @@
-"""Pages of formats that store their scales in the page (P12).
+"""Pages of formats that store their scales in the page (P13).
 
 A page is one contiguous region of bytes with four parts: elements of the keys, elements of the
 values, scales of the keys, scales of the values. Each part is ordered heads first
@@ -91,7 +91,7 @@ def page_views(
         raise ContractError(
             f"pages are {pages.dtype} {tuple(pages.shape)}; they must be uint8 [blocks, at least "
             f"{sizes.num_bytes}]",
-            rule="P12",
+            rule="P13",
         )
     strides = pages.stride()
     misplaced = pages.data_ptr() % _ALIGNMENT if not pages.is_meta else 0
@@ -99,7 +99,7 @@ def page_views(
         raise ContractError(
             f"pages have strides {strides} and start at {misplaced} modulo {_ALIGNMENT}; bytes of "
             f"a page must be consecutive, and pages must start at multiples of {_ALIGNMENT} bytes",
-            rule="P12",
+            rule="P13",
         )
     heads_first = layout.upper() == PAGE_LAYOUTS[0]
     outer = (num_kv_heads, block_size) if heads_first else (block_size, num_kv_heads)

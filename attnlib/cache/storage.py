@@ -208,7 +208,7 @@ class PagedKVCache(EngineLayouts):
     def from_pages(
         cls, pages: torch.Tensor, spec: AttentionSpec, layout: str | None = None
     ) -> PagedKVCache:
-        """A cache with scales in the page (P12) over existing memory, without a copy.
+        """A cache with scales in the page (P13) over existing memory, without a copy.
 
         Args:
             pages: `[B, num_bytes]` uint8, at least `cache.pages.page_sizes(...)` bytes per page;
@@ -225,7 +225,7 @@ class PagedKVCache(EngineLayouts):
             raise ContractError(
                 f"kv_cache_dtype={spec.kv_format.name} has no scales in the page: use allocate or "
                 "from_views",
-                rule="P12",
+                rule="P13",
             )
         layout = (layout or spec.kv_cache_layout or PAGE_LAYOUTS[0]).upper()
         key, value, k_scales, v_scales = page_views(

@@ -1,4 +1,4 @@
-"""Formats with scales in the page (M16, P12), built without library code.
+"""Formats with scales in the page (M16, P13), built without library code.
 
 Elements are computed by integer arithmetic on exact quotients: float64 holds the quotient of two
 float32 numbers so exactly that rounding it to float32 gives the correctly rounded quotient.

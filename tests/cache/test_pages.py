@@ -1,4 +1,4 @@
-"""P12: pages that hold elements and scales."""
+"""P13: pages that hold elements and scales."""
 
 from __future__ import annotations
 

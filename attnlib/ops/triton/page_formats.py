@@ -243,14 +243,14 @@ def _words(view: Tensor, scales: Tensor, stored: KVFormat) -> tuple[int, int]:
         raise ContractError(
             f"a cache of {stored.name} has {size} bytes per head and strides {view.stride()}; the "
             "Triton kernels read words of two bytes: use an even head size, or backend='torch'",
-            rule="P12",
+            rule="P13",
         )
     together = stored.groups_per_head if stored.bits == 4 else 1
     if any(stride % together for stride in scales.stride()[:3]):
         raise ContractError(
             f"scales of {stored.name} have strides {scales.stride()}; they must be multiples of "
             f"{together}, so that the scales of a head are loaded at once",
-            rule="P12",
+            rule="P13",
         )
     return size // 2, max(_LANES, next_power_of_2(size // 2))
 

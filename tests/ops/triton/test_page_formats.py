@@ -84,7 +84,7 @@ def test_splits_and_tokens_first(device: torch.device) -> None:
 
 
 def test_views_that_cannot_be_loaded_are_refused(device: torch.device) -> None:
-    """P12: heads of an odd number of bytes, scales of a head that are not adjacent."""
+    """P13: heads of an odd number of bytes, scales of a head that are not adjacent."""
     odd = torch.zeros(2, 16, 2, 9, dtype=torch.int8, device=device)
     scales = torch.zeros(2, 16, 2, 1, device=device)
     slots, new = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, 2, 9).to(device)
