@@ -11,14 +11,13 @@ import torch
 from attnlib.backends.base import AttentionImpl
 from attnlib.cache.storage import PagedKVCache
 from attnlib.call_checks import check_cache_type, check_call, per_head
-from attnlib.call_plans import MAX_PLANS
 from attnlib.compile.operator import rotate_opaquely
 from attnlib.errors import ContractError
 from attnlib.instrumentation import VALIDATE_VARIABLE, checker_for_level
 from attnlib.layer_scales import agree_on_scales
 from attnlib.metadata_checks import check_addresses
 from attnlib.ops.rotary import HeadNorm, check_rotation
-from attnlib.ops.signature import tensor_signature
+from attnlib.ops.signature import tensor_check
 from attnlib.spec import AttentionType
 
 if TYPE_CHECKING:
@@ -49,12 +48,8 @@ def rotate_and_write_kv(
     q = per_head("query", query, spec.num_heads, spec.head_size)
     k = None if key is None else per_head("key", key, spec.num_kv_heads, spec.head_size)
     v = None if value is None else per_head("value", value, spec.num_kv_heads, spec.head_size_v)
-    tables = tuple(None if x is None else tensor_signature(x) for x in (cos, sin))
-    norms = tuple(_norm_signature(norm) for norm in (q_norm, k_norm))
-    call = layer._call_signature(query, key, value, cache, None, False)
-    signature = ("rotary", call, tables, norms)
     plans = getattr(metadata, "plans", None)
-    if plans is None or signature not in plans or not layer._scales_agree(cache):
+    if not _was_checked(layer, plans, cache, query, key, value, cos, sin, q_norm, k_norm):
         _check(layer, q, k, v, cache, metadata)
         check_rotation("query", q, cos, sin, q_norm)
         if k is not None:
@@ -66,9 +61,7 @@ def rotate_and_write_kv(
         if cache is not None and not layer._scales_agree(cache):
             agree_on_scales(layer, cache)
         if plans is not None:
-            if len(plans) >= MAX_PLANS:
-                plans.clear()
-            plans[signature] = True
+            _keep_check(layer, plans, cache, query, key, value, cos, sin, q_norm, k_norm)
     if VALIDATE_VARIABLE in os.environ and (checker := checker_for_level()) is not None:
         checker(layer, q, k, v, cache, metadata)
     slots = getattr(metadata, "slot_mapping", None) if layer.writes else None
@@ -86,8 +79,39 @@ def rotate_and_write_kv(
     return out.view(query.shape) if query.dim() == 2 else out
 
 
-def _norm_signature(norm: HeadNorm | None) -> tuple[Any, ...] | None:
-    return None if norm is None else (tensor_signature(norm.weight), norm.multiply_in_float32)
+_CHECKED = "rotate_and_write_kv"
+"""Key of the last checked call among the plans of a batch, which are dropped when it changes."""
+
+
+def _keep_check(
+    layer: Attention, plans: dict[Any, Any], cache: PagedKVCache | None, *call: Any
+) -> None:
+    """Remember a call that passed the checks, so that those of other layers skip them."""
+    flags, tensors = _split(call)
+    if cache is not None and (check := tensor_check(*tensors)) is not None:
+        plans[_CHECKED] = (layer.impl.group, cache.signature, flags, check)
+
+
+def _was_checked(layer: Attention, plans: Any, cache: PagedKVCache | None, *call: Any) -> bool:
+    """Whether a call is like the last one that was checked, up to addresses and values."""
+    known = None if plans is None else plans.get(_CHECKED)
+    if known is None or cache is None:
+        return False
+    group, signature, known_flags, check = known
+    flags, tensors = _split(call)
+    same = group is layer.impl.group and signature is cache.signature and flags == known_flags
+    return bool(same and check(*tensors) and layer._scales_agree(cache))
+
+
+def _split(call: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
+    """What a call has, and its tensors: queries, keys, values, angles and weights of norms."""
+    *tensors, q_norm, k_norm = call
+    given = [*tensors, None if q_norm is None else q_norm.weight]
+    if k_norm is not q_norm:  # the comparison refuses a tensor that occurs twice
+        given.append(None if k_norm is None else k_norm.weight)
+    kinds = (norm is not None and norm.multiply_in_float32 for norm in (q_norm, k_norm))
+    flags = (torch.is_grad_enabled(), *kinds, *(x is None for x in given))
+    return flags, [x for x in given if x is not None]
 
 
 def _check(

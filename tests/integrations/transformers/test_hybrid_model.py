@@ -64,9 +64,10 @@ class Engine:
         for one, length in zip(held, lens, strict=True):
             self.allocator.grow(one, length)
         tables = self.allocator.block_tables(held)
+        device = next(self.paged.model.parameters()).device
         batches = {
             name: attnlib.CommonAttentionMetadata.from_lengths(
-                counts, lens, tables[name], group.block_size, "cpu"
+                counts, lens, tables[name], group.block_size, device
             )
             for name, group in self.paged.groups.items()
         }
@@ -95,12 +96,19 @@ class Engine:
 def _expected(model: Any, sequences: list[list[int]], new_tokens: int) -> list[list[int]]:
     """Greedy tokens by eager attention over the whole sequence, without a cache."""
     model.set_attn_implementation("eager")
+    device = next(model.parameters()).device
     found = []
     for sequence in sequences:
         ids = list(sequence)
         for _ in range(new_tokens):
             with torch.no_grad():
-                ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+                ids.append(
+                    int(
+                        model(torch.tensor([ids], device=device), use_cache=False)
+                        .logits[0, -1]
+                        .argmax()
+                    )
+                )
         found.append(ids[len(sequence) :])
     return found
 
