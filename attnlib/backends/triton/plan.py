@@ -155,12 +155,12 @@ class TritonPlan:
         if addresses is None:
             return
         # The launches hold addresses: keep the memory behind them, even if a tensor is resized.
-        decodes, prefills, slots = self._batch
-        kept = [slots, *(decodes or ()), *(prefills or ()), *(append.batch if append else ())]
-        for part in (decodes, prefills):
-            if part is not None and part.score_tensors:
+        kept = [self._batch.slots, *(append.batch if append else ())]
+        for part in self._batch[:2]:
+            if part is not None:
+                kept += part[:7]  # the other fields are numbers
                 kept += part.score_tensors
-        self._storages = [x.untyped_storage() for x in kept if isinstance(x, Tensor)]
+        self._storages = [x.untyped_storage() for x in kept if x is not None]
         self._submit = template.bind(addresses)
         self.direct = None if launches.of_layer else self._submit
 
