@@ -683,7 +683,7 @@ def check_plans() -> None:
             again, through_triton = step.record()
             assert not through_triton, f"{name}: {through_triton}"
             assert {record.stream for record in again} == {DRIVER.stream}, name
-        if step.writes and not step.lse and not step.layer._has_per_head:  # else no recent call
+        if not step.lse and not step.layer._has_per_head:  # else no recent call
             assert step.batch.recent_plan.call is not None or not CAN_COMPARE, name
         other = make()
         step.cache, step.query, step.key, step.value, step.out = (
