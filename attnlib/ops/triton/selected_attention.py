@@ -1,4 +1,4 @@
-"""Attention over selected keys of the paged cache (M11): the launch of the plain Triton kernel."""
+"""Attention over selected keys of the paged cache (M11): the launches of the Triton kernels."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from attnlib.ops.triton.heuristics.tiles import (
     next_power_of_2,
     shared_bytes,
 )
+from attnlib.ops.triton.hopper.selected_plan import HopperSelectedLatents, selected_latents_reasons
 from attnlib.ops.triton.kernels.decode import combine_kernel
 from attnlib.ops.triton.kernels.selected import selected_kernel
 from attnlib.ops.triton.launch.attention import attention_constants, reads_bytes
-from attnlib.ops.triton.launch.bound import BoundLaunch
+from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.scales import scale_signature
 from attnlib.ops.triton.paged_decode import AttentionShape, shape_of
@@ -67,7 +68,7 @@ class _Launch:
     def __init__(
         self,
         limits: DeviceLimits,
-        attend: BoundLaunch,
+        attend: BoundLaunch | HopperSelectedLatents,
         combine: BoundLaunch | None,
         num_tiles: int,
         num_splits: int,
@@ -98,6 +99,7 @@ def selected_attention(
     lse: Tensor | None = None,
     query_start_loc_cpu: Tensor | None = None,
     seq_lens_cpu: Tensor | None = None,
+    kernels: str = "auto",
 ) -> None:
     """Attention of every query token over its selected visible keys.
 
@@ -109,6 +111,8 @@ def selected_attention(
         selection: the form of the lists.
         selected: the lists; checked by the caller (`SelectedKeys.check`). Only keys that they
             select are read, and only the block table entries of these.
+        kernels: "auto" uses the Hopper kernel over selected latents where it supports the call and
+            is faster, "hopper" wherever it supports it, "portable" never.
 
     Raises:
         ContractError: tensors that the kernel cannot address.
@@ -124,13 +128,22 @@ def selected_attention(
             backend="triton",
         )
     indices, list_starts = selected.indices, selected.list_start_loc
+    aligned = not _addresses(query, key_cache, out) & ALIGNMENT
     launch = _prepare(
         query, key_cache, value_cache, block_table, query_start_loc, params, selection, selected,
-        out, lse,
+        out, lse, kernels if aligned else "portable",
     )  # fmt: skip
     partials = None
     if launch.partial_bytes:
         partials = torch.empty(launch.partial_bytes // 4, dtype=torch.float32, device=query.device)
+    if isinstance(launch.attend, HopperSelectedLatents):
+        with device_guard(query):
+            launch.attend.run(
+                query, key_cache, out, lse, partials, query_start_loc, seq_lens, block_table,
+                indices, params,
+            )  # fmt: skip
+            _combine(launch, query, out, lse, partials, params)
+        return
     keys, values = key_cache, value_cache
     if launch.as_bytes:
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
@@ -151,15 +164,27 @@ def selected_attention(
     with device_guard(query):
         index = query.get_device()
         launch.attend.run(arguments, _addresses(query, keys, values, out, partials), index)
-        if launch.combine is not None and partials is not None:
-            launch.combine.run(
-                (
-                    partials, sinks, out, lse, launch.num_splits, query.shape[0], query.shape[1],
-                    *out.stride()[:2], 0 if lse is None else lse.stride(0),
-                ),
-                _addresses(partials, out),
-                index,
-            )  # fmt: skip
+        _combine(launch, query, out, lse, partials, params)
+
+
+def _combine(
+    launch: _Launch,
+    query: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    partials: Tensor | None,
+    params: AttentionParams,
+) -> None:
+    """Combine the partial results, if there are any."""
+    if launch.combine is not None and partials is not None:
+        launch.combine.run(
+            (
+                partials, params.sinks, out, lse, launch.num_splits, *query.shape[:2],
+                *out.stride()[:2], 0 if lse is None else lse.stride(0),
+            ),
+            _addresses(partials, out),
+            query.get_device(),
+        )  # fmt: skip
 
 
 def _prepare(
@@ -173,6 +198,7 @@ def _prepare(
     selected: SelectedKeys,
     out: Tensor,
     lse: Tensor | None,
+    kernels: str,
 ) -> _Launch:
     """The launches of a call. Cached by everything that they depend on."""
     limits = limits_of(query)
@@ -186,6 +212,7 @@ def _prepare(
         None if params.alibi_slopes is None else tensor_signature(params.alibi_slopes),
         None if params.sinks is None else tensor_signature(params.sinks),
         scale_signature(params.k_scale), scale_signature(params.v_scale), float(params.scale),
+        kernels,
     )  # fmt: skip
     found: _Launch | None = LAUNCHES.get(signature)
     if found is not None and found.limits is limits:
@@ -196,6 +223,12 @@ def _prepare(
             ".contiguous()",
             rule="P3",
         )
+    if kernels != "portable" and not selected_latents_reasons(
+        query, key, value, out, params, selection, limits
+    ):
+        hopper = _prepare_hopper(query, key, value, params, selection, selected, lse, limits)
+        kept_hopper: _Launch = LAUNCHES.keep(signature, hopper)
+        return kept_hopper
     shared = attention_constants(query, key, value, out, lse is not None, params, limits)
     constants = {name: shared[name] for name in _CONSTANTS}
     num_tokens, num_heads, head_size = query.shape
@@ -234,23 +267,10 @@ def _prepare(
         "num_stages": tile.num_stages,
         "enable_fp_fusion": True,
     }
-    combine = None
-    if num_splits > 1:
-        combine_constants = {
-            "HAS_SINK": params.sinks is not None,
-            "HAS_LSE": lse is not None,
-            "DV": head_size_v,
-            "DV_PAD": next_power_of_2(head_size_v),
-            "STEP": 16,
-            "PDL": False,
-            "num_warps": 4,
-            "enable_fp_fusion": True,
-        }
-        combine = BoundLaunch(combine_kernel, (num_tokens, num_heads, 1), combine_constants)
     launch = _Launch(
         limits,
         BoundLaunch(selected_kernel, (num_tiles, blocks_of_heads, num_splits), constants),
-        combine,
+        _bind_combine(query, head_size_v, num_splits, params, lse),
         num_tiles,
         num_splits,
         paged_decode_workspace_bytes(num_tokens, num_heads, head_size_v, num_splits),
@@ -258,6 +278,47 @@ def _prepare(
     )
     kept: _Launch = LAUNCHES.keep(signature, launch)
     return kept
+
+
+def _prepare_hopper(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    params: AttentionParams,
+    selection: KeySelection,
+    selected: SelectedKeys,
+    lse: Tensor | None,
+    limits: DeviceLimits,
+) -> _Launch:
+    """The launches of a call that the Hopper kernel over selected latents serves."""
+    num_tokens, num_heads = query.shape[:2]
+    attend = HopperSelectedLatents(
+        query, key, value, lse, params, selection, selected.indices.shape[2], limits
+    )
+    splits, head_size_v = attend.num_splits, value.shape[3]
+    return _Launch(
+        limits, attend, _bind_combine(query, head_size_v, splits, params, lse), 0, splits,
+        paged_decode_workspace_bytes(num_tokens, num_heads, head_size_v, splits), False,
+    )  # fmt: skip
+
+
+def _bind_combine(
+    query: Tensor, head_size_v: int, num_splits: int, params: AttentionParams, lse: Tensor | None
+) -> BoundLaunch | None:
+    """The kernel that combines the splits; None where nothing is split."""
+    if num_splits <= 1:
+        return None
+    constants = {
+        "HAS_SINK": params.sinks is not None,
+        "HAS_LSE": lse is not None,
+        "DV": head_size_v,
+        "DV_PAD": next_power_of_2(head_size_v),
+        "STEP": 16,
+        "PDL": False,
+        "num_warps": 4,
+        "enable_fp_fusion": True,
+    }
+    return BoundLaunch(combine_kernel, (query.shape[0], query.shape[1], 1), constants)
 
 
 def _choose_tile(shape: AttentionShape, rows: int, limits: DeviceLimits) -> Tile:

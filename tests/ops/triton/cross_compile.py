@@ -487,7 +487,7 @@ def _selected(options: dict[str, Any]) -> None:
     selected_attention(
         query, key, value, torch.zeros(2, 64, dtype=torch.int32), starts, starts[:2], params,
         selection, SelectedKeys(indices, starts if selection.query_block_size > 1 else None),
-        out=torch.empty(tokens, kv_heads * group, size_v, dtype=dtype), **more,
+        out=torch.empty(tokens, kv_heads * group, size_v, dtype=dtype), kernels="portable", **more,
     )  # fmt: skip
 
 

@@ -28,8 +28,9 @@ from attnlib.ops.triton.launch.run import run_attention
 
 __all__ = ["latent_decode_workspace_bytes", "launch_latent_decode", "prepare_latent_decode"]
 
-_BLOCK_N, _STAGES = 64, 2
-"""Two tiles of 64 latents and the queries fill the shared memory."""
+_TILE = 64
+"""Latents of a tile: two tiles and the queries fill the shared memory."""
+_REGISTERS = {"CONSUMER_REGISTERS": 224, "LOADER_REGISTERS": 40}
 
 
 def latent_decode_workspace_bytes(
@@ -70,7 +71,7 @@ def prepare_latent_decode(
     resident = max_ctas or limits.num_sms
     ctas = workers_per_head(resident, head_blocks, 1) * head_blocks
     num_partials, stride_lt = 2 * ctas * rows, 0 if lse is None else lse.stride(0)
-    box = min(block_size, _BLOCK_N)
+    box = min(block_size, _TILE)
     shared = {
         "NUM_KV_HEADS": head_blocks, "GROUP": group, "DV": head_size_v,
         "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
@@ -78,9 +79,9 @@ def prepare_latent_decode(
     }  # fmt: skip
     attend = {
         **shared, "ROTARY": head_size - head_size_v, "TILE_TOKENS": LATENT_ROWS // group,
-        "BLOCK_N": _BLOCK_N, "BLOCK_SIZE": block_size, "ROWS": LATENT_ROWS, "STAGES": _STAGES,
+        "BLOCK_SIZE": block_size, "ROWS": LATENT_ROWS,
         "CAUSAL": bool(params.causal), "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0,
-        "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0, "num_warps": 8,
+        "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0, "num_warps": 4, **_REGISTERS,
     }  # fmt: skip
     combine = {
         **shared, "DV_PAD": triton.next_power_of_2(head_size_v),

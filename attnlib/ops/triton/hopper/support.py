@@ -12,7 +12,7 @@ __all__ = [
     "LATENT_ROWS", "LATENT_SIZES", "PACKED_DECODE_ROWS", "PAIRS_PER_SM", "ROWS",
     "decode_unsupported_reasons", "decode_keys", "decode_rows", "latent_head_blocks",
     "latent_unsupported_reasons", "prefers_hopper_decode", "prefers_latent_decode",
-    "prefill_unsupported_reasons",
+    "prefill_unsupported_reasons", "selected_latents_unsupported_reasons",
 ]  # fmt: skip
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -267,6 +267,40 @@ def latent_unsupported_reasons(
             f"takes at most {LATENT_ROWS} rows"
         )
     return reasons + _feature_reasons(kernel, causal_per_request, alibi, bias, scales)
+
+
+def selected_latents_unsupported_reasons(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    head_sizes: tuple[int, int],
+    num_heads: int,
+    *,
+    one_list_per_token: bool = True,
+    causal_per_request: bool = False,
+    alibi: bool = False,
+    scales: bool = False,
+) -> list[str]:
+    """Return why the Hopper kernel over selected latents does not support a layer; empty if it
+    does.
+
+    Other arguments as in `latent_unsupported_reasons`.
+
+    Args:
+        one_list_per_token: whether all heads of a query token share a list that no other token has.
+    """
+    kernel = "Hopper kernel over selected latents"
+    sizes, block_size = (64, 64), BLOCK_SIZES[0]  # sizes are checked below, any block size is read
+    reasons = _layer_reasons(kernel, capability, dtype, cache_dtype, sizes, block_size)
+    if cache_dtype in _FLOAT8:
+        reasons.append(f"the cache has dtype {cache_dtype}; the {kernel} needs that of the query")
+    if head_sizes != LATENT_SIZES:
+        reasons.append(f"head sizes {head_sizes}; the {kernel} takes {LATENT_SIZES}")
+    if not latent_head_blocks(num_heads):
+        reasons.append(f"{num_heads} query heads; the {kernel} takes up to 64, or a multiple of 64")
+    if not one_list_per_token:
+        reasons.append(f"lists per query head or shared by query tokens: not read by the {kernel}")
+    return reasons + _feature_reasons(kernel, causal_per_request, alibi, False, scales)
 
 
 def prefers_hopper_decode(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import triton
 
+from attnlib.key_selection import KeySelection, SelectedKeys
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.hopper_tiles import (
     choose_hopper_decode_tile,
@@ -32,11 +33,15 @@ from attnlib.ops.triton.hopper.decode_plan import launch_hopper_decode
 from attnlib.ops.triton.hopper.kernels.decode import hopper_decode_kernel
 from attnlib.ops.triton.hopper.kernels.latent_decode import hopper_latent_decode_kernel
 from attnlib.ops.triton.hopper.kernels.prefill import hopper_prefill_kernel
+from attnlib.ops.triton.hopper.kernels.selected_latents import hopper_selected_latents_kernel
 from attnlib.ops.triton.hopper.latent_plan import launch_latent_decode
 from attnlib.ops.triton.hopper.prefill_plan import launch_hopper_prefill
+from attnlib.ops.triton.selected_attention import selected_attention
 from tests.ops.triton.cross_compile import Launch, score_options, stub_target
 
-__all__ = ["CASES", "LATENT_CASES", "SCORE_CASES", "compile_case", "entry_cases"]
+__all__ = [
+    "CASES", "LATENT_CASES", "SCORE_CASES", "SELECTED_CASES", "compile_case", "entry_cases",
+]  # fmt: skip
 
 BF16, FP16 = torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -248,7 +253,7 @@ def _entry_options(entry: TileEntry) -> dict[str, Any]:
 
 LATENT_CASES: dict[str, dict[str, Any]] = {
     "latent-16": {"heads": 16, "n": 64},
-    "latent-128-page16": {"heads": 128, "dtype": FP16},
+    "latent-128-page16": {"heads": 128, "n": 16, "dtype": FP16},
     "latent-5-verify-page256": {"heads": 5, "query": 8, "n": 256},
     "latent-64-all": {
         "heads": 64,
@@ -258,32 +263,60 @@ LATENT_CASES: dict[str, dict[str, Any]] = {
 }
 """Cases of the decode over latents."""
 
+SELECTED_CASES: dict[str, dict[str, Any]] = {
+    "selected-128": {"heads": 128, "tokens": 300},
+    "selected-64-splits-page16": {"heads": 64, "tokens": 32, "n": 16},
+    "selected-16-blocks-all": {
+        "heads": 16,
+        "tokens": 300,
+        "dtype": FP16,
+        "lse": True,
+        "selection": {"max_blocks": 20, "block_size": 64},
+        "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
+    },
+}
+"""Cases of the kernel over selected latents."""
+
 
 def _compile_latent(options: dict[str, Any]) -> dict[str, Any]:
-    """Compile a case of `LATENT_CASES`; returns what `compile_case` does, without estimate."""
+    """Compile a case of `LATENT_CASES` or `SELECTED_CASES`; returns what `compile_case` does,
+    without estimate."""
     heads, dtype = options["heads"], options.get("dtype", BF16)
+    tokens = options.get("tokens", 64)
     lengths = torch.zeros(2, dtype=torch.int32)
-    key = torch.empty(2, options.get("n", 16), 1, 576, dtype=dtype)
+    key = torch.empty(2, options.get("n", 64), 1, 576, dtype=dtype)
     sinks = torch.empty(heads) if "params" in options else None
     params = AttentionParams(scale=0.1, sinks=sinks, **options.get("params", {}))
     log = io.StringIO()
     triton.knobs.nvidia.dump_ptxas_log = True
     triton.knobs.compilation.always_compile = True
     hopper_latent_decode_kernel.device_caches.clear()
+    hopper_selected_latents_kernel.device_caches.clear()
+    inputs = (
+        torch.empty(tokens, heads, 576, dtype=dtype),
+        key,
+        key[..., :512],
+        torch.zeros(2, 4, dtype=torch.int32),
+        torch.zeros(3, dtype=torch.int32),
+        lengths,
+        params,
+    )
+    outputs = {
+        "out": torch.empty(tokens, heads, 512, dtype=dtype),
+        "lse": torch.empty(tokens, heads) if options.get("lse") else None,
+    }
     with stub_target("sm_90") as launches, contextlib.redirect_stdout(log):
-        launch_latent_decode(
-            torch.empty(64, heads, 576, dtype=dtype),
-            key,
-            key[..., :512],
-            torch.zeros(2, 4, dtype=torch.int32),
-            torch.zeros(3, dtype=torch.int32),
-            lengths,
-            params,
-            max_query_len=options.get("query", 1),
-            workspace=torch.empty(1 << 25),
-            out=torch.empty(64, heads, 512, dtype=dtype),
-            lse=torch.empty(64, heads) if options.get("lse") else None,
-        )
+        if "tokens" in options:
+            selection = KeySelection(**options.get("selection", {"max_blocks": 2048}))
+            lists = torch.zeros(tokens, 1, selection.max_blocks, dtype=torch.int32)
+            selected_attention(*inputs, selection, SelectedKeys(lists), kernels="hopper", **outputs)
+        else:
+            launch_latent_decode(
+                *inputs,
+                max_query_len=options.get("query", 1),
+                workspace=torch.empty(1 << 25),
+                **outputs,
+            )
     return _facts(launches[0], log.getvalue())
 
 
@@ -298,8 +331,8 @@ def compile_case(name: str) -> dict[str, Any]:
         wgmma: number of WGMMA instructions in the PTX.
         seconds: compile time.
     """
-    if name in LATENT_CASES:
-        return _compile_latent(LATENT_CASES[name])
+    if name in LATENT_CASES or name in SELECTED_CASES:
+        return _compile_latent((LATENT_CASES | SELECTED_CASES)[name])
     known = CASES | SCORE_CASES
     options = known[name] if name in known else _entry_options(entry_cases()[name])
     d, dtype, kv_heads = options.get("d", 128), options.get("dtype", BF16), 8

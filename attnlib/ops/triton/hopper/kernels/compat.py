@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
-    "TensorDescriptor", "consumers_sync", "exp2", "launch_dependent_grids", "load_box",
-    "partition_barrier", "prefetch_l1", "reinterpret", "wait_on_dependent_grids",
+    "TensorDescriptor", "arrive_after_copies", "consumers_sync", "copy_to_shared", "exp2",
+    "launch_dependent_grids", "load_box", "partition_barrier", "prefetch_l1", "reinterpret",
+    "wait_on_dependent_grids",
 ]  # fmt: skip
 
 partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -22,6 +24,17 @@ partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """Issue a TMA load of one box into shared memory; its bytes are counted by an mbarrier
 (`async_copy_global_to_shared` up to Triton 3.7)."""
+
+copy_to_shared = (
+    async_copy.async_load
+    if hasattr(async_copy, "async_load")
+    else async_copy.async_copy_global_to_shared
+)
+"""Issue `cp.async` of a tensor of pointers into shared memory; 0 outside of the mask
+(`async_copy_global_to_shared` up to Triton 3.7)."""
+
+arrive_after_copies = async_copy.mbarrier_arrive
+"""Each thread arrives on an mbarrier when the copies that it has issued are complete."""
 
 _REINTERPRET_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 

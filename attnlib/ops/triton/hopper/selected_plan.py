@@ -1,0 +1,127 @@
+"""Host side of the Hopper kernel over selected latents: support, grid and constants."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attnlib.key_selection import KeySelection, SelectionScope
+from attnlib.ops.latent import values_are_prefix
+from attnlib.ops.params import AttentionParams
+from attnlib.ops.scales import MIN_LATE_SCALE
+from attnlib.ops.triton.heuristics.device import DeviceLimits
+from attnlib.ops.triton.heuristics.splits import choose_uniform_splits
+from attnlib.ops.triton.hopper.kernels.selected_latents import hopper_selected_latents_kernel
+from attnlib.ops.triton.hopper.support import (
+    latent_head_blocks,
+    selected_latents_unsupported_reasons,
+)
+from attnlib.ops.triton.launch.bound import BoundLaunch
+
+__all__ = ["HopperSelectedLatents", "selected_latents_reasons"]
+
+_PAIR = 128
+"""Latents of a pair of tiles, which a CTA processes together."""
+_CONSUMER_REGISTERS = 216
+
+
+def selected_latents_reasons(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    params: AttentionParams,
+    selection: KeySelection,
+    limits: DeviceLimits,
+) -> list[str]:
+    """Return why the kernel does not serve a call with aligned addresses; empty if it does."""
+    reasons = selected_latents_unsupported_reasons(
+        limits.capability, query.dtype, key.dtype, (key.shape[3], value.shape[3]), query.shape[1],
+        one_list_per_token=selection.query_block_size == 1
+        and selection.scope != SelectionScope.QUERY_HEAD,
+        causal_per_request=isinstance(params.causal, Tensor),
+        alibi=params.alibi_slopes is not None,
+        scales=isinstance(params.k_scale, Tensor) or isinstance(params.v_scale, Tensor),
+    )  # fmt: skip
+    if not values_are_prefix(key, value):
+        reasons.append("values that are not the first elements of the keys")
+    rows = ((query, (0, 1)), (key, (0, 1)), (out, (0, 1)))
+    if any(t.stride(dim) % 8 for t, dims in rows for dim in dims) or any(
+        t.stride(-1) != 1 for t in (query, key, out)
+    ):
+        reasons.append("rows that do not begin at multiples of 16 bytes")
+    if out.dtype != query.dtype or not key.shape[0]:
+        reasons.append("an output of another dtype, or an empty cache")
+    if params.scale < MIN_LATE_SCALE:
+        reasons.append(f"scale {params.scale}; the kernel scales masked scores")
+    if not isinstance(params.v_scale, Tensor) and params.v_scale != 1.0:
+        reasons.append(f"v_scale {params.v_scale} over a cache of {key.dtype}")
+    return reasons
+
+
+class HopperSelectedLatents:
+    """The launch of one call signature.
+
+    Attributes:
+        num_splits: splits of each list.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lse: Tensor | None,
+        params: AttentionParams,
+        selection: KeySelection,
+        num_entries: int,
+        limits: DeviceLimits,
+    ) -> None:
+        num_tokens, num_heads = query.shape[:2]
+        blocks = latent_head_blocks(num_heads)
+        self.num_splits = choose_uniform_splits(
+            num_tokens * blocks, num_entries * selection.block_size, _PAIR, limits.num_sms
+        )
+        left, right = params.window
+        constants = {
+            "SELECT": selection.block_size, "BLOCK_SIZE": key.shape[1],
+            "HEADS": num_heads // blocks, "HEAD_BLOCKS": blocks, "DV": value.shape[3],
+            "ROTARY": key.shape[3] - value.shape[3], "SPLIT": self.num_splits > 1,
+            "CAUSAL": bool(params.causal), "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0,
+            "HAS_CHUNK": params.attention_chunk_size > 0, "HAS_CAP": params.logits_soft_cap > 0,
+            "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
+            "CONSUMER_REGISTERS": _CONSUMER_REGISTERS, "num_warps": 4, "enable_fp_fusion": True,
+        }  # fmt: skip
+        grid = (num_tokens * blocks, self.num_splits, 1)
+        self._launch = BoundLaunch(hopper_selected_latents_kernel, grid, constants)
+
+    def run(
+        self,
+        query: Tensor,
+        key: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        partials: Tensor | None,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        indices: Tensor,
+        params: AttentionParams,
+    ) -> None:
+        """Launch on the current stream of the current device; all addresses are aligned.
+
+        Args:
+            query, key, out, lse, query_start_loc, seq_lens, block_table, params: as in
+                `selected_attention`.
+            partials: float32 workspace of `paged_decode_workspace_bytes`; None with one split.
+            indices: `[T, H, max_blocks]` int32; the first of the H lists is used.
+        """
+        left, right = params.window
+        arguments = (
+            query, key, out, partials, query_start_loc, seq_lens, block_table, indices,
+            params.sinks, lse, float(params.scale) * float(params.k_scale),
+            float(params.logits_soft_cap), int(left), int(right), int(params.attention_chunk_size),
+            query_start_loc.shape[0] - 1, query.shape[0], query.shape[1], indices.shape[2],
+            self.num_splits, indices.stride(0), block_table.stride(0), *query.stride()[:2],
+            *key.stride()[:2], *out.stride()[:2], 0 if lse is None else lse.stride(0),
+        )  # fmt: skip
+        self._launch.run(arguments, 0, query.get_device())

@@ -1,0 +1,161 @@
+"""The Hopper kernels over latents against the torch operations: decodes and selected latents."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from attnlib.key_selection import KeySelection, SelectedKeys
+from attnlib.ops.params import AttentionParams
+from attnlib.ops.torch import paged_decode as torch_decode
+from attnlib.ops.torch import selected_attention as torch_selected
+from attnlib.ops.triton import paged_decode as triton_decode
+from attnlib.ops.triton import selected_attention as triton_selected
+from attnlib.testing.batch_spec import parse_batch
+from attnlib.testing.key_selection import make_lists
+from tests.gpu.devices import needs_gpu
+
+pytestmark = [pytest.mark.gpu, needs_gpu]
+
+SIZE, SIZE_V = 576, 512
+PADDING = 3
+"""Query rows after the last request (M6)."""
+
+
+class Batch(NamedTuple):
+    """Tensors of one call; blocks past a request's end hold NaN."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    table: torch.Tensor
+    starts: torch.Tensor
+    seq_lens: torch.Tensor
+    params: AttentionParams
+
+
+def _batch(text: str, heads: int, block_size: int, dtype: torch.dtype, **params: Any) -> Batch:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernels need compute capability 9.0")
+    lengths = parse_batch(text)
+    draw = torch.Generator("cuda").manual_seed(0)
+    columns = -(-lengths.max_seq_len // block_size)
+    num_blocks = lengths.num_reqs * columns
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", generator=draw).to(dtype)
+
+    key = random(num_blocks, block_size, 1, SIZE)
+    order = torch.randperm(num_blocks, device="cuda", generator=draw)
+    table = order.view(-1, columns).int()
+    positions = torch.arange(columns * block_size, device="cuda").view(columns, block_size, 1, 1)
+    for blocks, length in zip(table.long(), lengths.seq_lens, strict=True):
+        key[blocks] = torch.where(positions < length, key[blocks], torch.nan)
+    if params.pop("sinks", False):
+        params["sinks"] = torch.randn(heads, device="cuda", generator=draw)
+    return Batch(
+        random(lengths.num_actual_tokens + PADDING, heads, SIZE),
+        key,
+        table,
+        torch.tensor([0, *lengths.query_lens], device="cuda").cumsum(0).int(),
+        torch.tensor(lengths.seq_lens, device="cuda").int(),
+        AttentionParams(scale=192**-0.5, **params),
+    )
+
+
+def _compare(name: str, batch: Batch, run: Any) -> None:
+    """`run(use_kernel, out, lse)` by torch and by the kernel."""
+    found = []
+    for use_kernel in (False, True):
+        out = torch.full_like(batch.query[..., :SIZE_V], torch.nan)
+        lse = torch.full(batch.query.shape[:2], torch.nan, device="cuda")
+        run(use_kernel, out, lse)
+        torch.cuda.synchronize()
+        found.append((out.float(), lse))
+    (expected, expected_lse), (out, lse) = found
+    error = float((out - expected).abs().max())
+    mean = float((out - expected).abs().mean())
+    lse_error = float(torch.where(lse == expected_lse, 0.0, lse - expected_lse).abs().max())
+    print(f"{name}: max {error:.2g} mean {mean:.2g} lse {lse_error:.2g}", flush=True)
+    assert not out[-PADDING:].any() and (lse[-PADDING:] == -torch.inf).all()  # M6
+    assert error < 2e-2 and mean < 1e-3 and lse_error < 2e-3
+
+
+SELECTED: dict[str, dict[str, Any]] = {
+    "64 heads": {"batch": "q37s300", "heads": 64},
+    "128 heads, two requests": {"batch": "q5s700_q0s9_q40s1500", "heads": 128},
+    "16 heads, float16, blocks of 16": {
+        "batch": "q1s37_q7s20_q200s900", "heads": 16, "block_size": 16, "dtype": torch.float16,
+    },
+    "5 heads, splits, sinks": {"batch": "q1s5000_q2s3000_q1s1", "heads": 5, "sinks": True},
+    "64 heads, splits": {"batch": "q1s9000_q1s4097_q1s130", "heads": 64, "entries": 2048},
+    "blocks of 64 tokens, window, cap": {
+        "batch": "q140s1000_q2s500", "heads": 64, "entries": 7, "select": 64,
+        "window": (400, 0), "logits_soft_cap": 20.0,
+    },
+    "3 tokens each, not causal, sinks": {
+        "batch": "q150s400", "heads": 32, "entries": 50, "select": 3, "causal": False,
+        "sinks": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SELECTED)
+def test_selected_latents(name: str) -> None:
+    """M11: lists with -1, in any order, over pages that hold NaN past the end."""
+    options = dict(SELECTED[name])
+    text, heads = options.pop("batch"), options.pop("heads")
+    block_size, dtype = options.pop("block_size", 64), options.pop("dtype", torch.bfloat16)
+    selection = KeySelection(
+        max_blocks=options.pop("entries", 150), block_size=options.pop("select", 1)
+    )
+    batch = _batch(text, heads, block_size, dtype, **options)
+    lists = make_lists(selection, parse_batch(text), heads, 1, 1, False).to("cuda")
+
+    def run(use_kernel: bool, out: torch.Tensor, lse: torch.Tensor) -> None:
+        operation: Any = triton_selected if use_kernel else torch_selected
+        extra = {"kernels": "hopper"} if use_kernel else {}
+        operation.selected_attention(
+            batch.query, batch.key, batch.key[..., :SIZE_V], batch.table, batch.starts,
+            batch.seq_lens, batch.params, selection, SelectedKeys(lists.indices), out=out, lse=lse,
+            **extra,
+        )  # fmt: skip
+
+    _compare(name, batch, run)
+
+
+DECODES: dict[str, dict[str, Any]] = {
+    "128 heads": {"batch": "3q1s1000", "heads": 128},
+    "128 heads, one request": {"batch": "q1s8192", "heads": 128},
+    "128 heads, ragged": {"batch": "q1s1_q1s4097_q1s130_q1s64_q1s65", "heads": 128},
+    "64 heads, blocks of 16": {"batch": "40q1s777", "heads": 64, "block_size": 16},
+    "16 heads, 4 tokens": {"batch": "6q4s900_q2s70", "heads": 16},
+    "5 heads, float16, blocks of 256, sinks": {
+        "batch": "9q8s500", "heads": 5, "block_size": 256, "dtype": torch.float16, "sinks": True,
+    },
+    "128 heads, many requests": {"batch": "150q1s300_q1s2000", "heads": 128, "sinks": True},
+    "64 heads, window, cap": {
+        "batch": "7q1s3000", "heads": 64, "window": (999, 0), "logits_soft_cap": 20.0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DECODES)
+def test_decode(name: str) -> None:
+    """P10, P5, M4 to M6."""
+    options = dict(DECODES[name])
+    text, heads = options.pop("batch"), options.pop("heads")
+    block_size, dtype = options.pop("block_size", 64), options.pop("dtype", torch.bfloat16)
+    batch = _batch(text, heads, block_size, dtype, **options)
+    lengths = parse_batch(text)
+
+    def run(use_kernel: bool, out: torch.Tensor, lse: torch.Tensor) -> None:
+        operation: Any = triton_decode if use_kernel else torch_decode
+        operation.paged_decode(
+            batch.query, batch.key, batch.key[..., :SIZE_V], batch.table, batch.starts,
+            batch.seq_lens, batch.params, max_query_len=max(lengths.query_lens),
+            max_seq_len=lengths.max_seq_len, out=out, lse=lse, kernels="hopper",
+        )  # fmt: skip
+
+    _compare(name, batch, run)
