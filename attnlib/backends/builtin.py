@@ -41,5 +41,12 @@ BUILTIN_BACKENDS: dict[str, BuiltinBackend] = {
         ),
         BuiltinBackend("triton", "attnlib.backends.triton:TritonBackend", 300),
         BuiltinBackend("torch", "attnlib.backends.torch:TorchBackend", 100),
+        # Below torch, which supports all that it does: by name only.
+        BuiltinBackend(
+            "flash_mla",
+            "attnlib.backends.flash_mla:FlashMLABackend",
+            50,
+            "build https://github.com/deepseek-ai/FlashMLA",
+        ),
     )
 }

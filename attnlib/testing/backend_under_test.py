@@ -117,6 +117,20 @@ class BackendUnderTest:
             if self.supports(case):
                 return case
         assert first is not None
+        for dtype, block_size in itertools.product(dtypes, (16, 32, 64, 128, 256)):
+            # A backend over latent caches only; DeepSeek's sizes.
+            case = first.replace(
+                head_size=576,
+                head_size_v=512,
+                num_heads=16,
+                num_kv_heads=1,
+                block_size=block_size,
+                dtype=dtype,
+                layout="ALIASED",
+                use_mla=True,
+            )
+            if self.supports(case):
+                return case
         reasons = "; ".join(self.backend.validate_configuration(first.spec, self.device))
         raise ContractError(
             f"backend {self.label} supports none of the common cases on {self.device}; "
@@ -131,4 +145,7 @@ class BackendUnderTest:
 
     def case(self, **changes: Any) -> Case:
         """The base case with some fields changed."""
+        if self.base_case.use_mla and {"head_size", "num_kv_heads"} & changes.keys():
+            # Other sizes are those of a layer without latents, unless the case says otherwise.
+            changes = {"use_mla": False, "layout": "NHD", "head_size_v": None, **changes}
         return self.base_case.replace(**changes)

@@ -1,0 +1,117 @@
+"""Per-layer attention of the `flash_mla` backend: one call per query length."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from attnlib.backends._foreign.imports import import_guarded
+from attnlib.backends._foreign.outputs import apply_sinks, clear_rows, fill_empty, store_lse
+from attnlib.backends.base import AttentionImpl, StepPlan
+from attnlib.backends.flash_mla.metadata import FlashMLAMetadata, UniformPart
+from attnlib.cache.storage import PagedKVCache
+from attnlib.errors import BackendUnavailableError, ContractError
+
+__all__ = ["FlashMLAImpl"]
+
+
+class FlashMLAImpl(AttentionImpl):
+    """Attention by FlashMLA.
+
+    Raises:
+        BackendUnavailableError: FlashMLA cannot be imported.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        found = import_guarded("flash_mla")
+        if found.module is None:
+            raise BackendUnavailableError(found.problem or "flash_mla is not installed")
+        self._module: Any = found.module
+
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: PagedKVCache,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """See `AttentionImpl.write_kv`. Uses the Triton kernel on a GPU."""
+        if not key.is_cuda:
+            super().write_kv(key, value, cache, slot_mapping)
+            return
+        from attnlib.ops.triton.cache_write import write_kv
+
+        write_kv(key, value, cache.key_cache, cache.value_cache, slot_mapping)
+
+    def plan(
+        self,
+        signature: Hashable,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache,
+        metadata: FlashMLAMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> StepPlan | None:
+        """Checks the cache before it is written; FlashMLA plans in the first call of a batch."""
+        latents = cache.key_cache
+        if not latents[0].is_contiguous():
+            raise ContractError(
+                f"key_cache of layer {self.prefix or '(unnamed)'} has strides {latents.stride()}; "
+                "FlashMLA reads blocks whose latents are contiguous: choose triton for this cache",
+                rule="P1",
+            )
+        return None
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: FlashMLAMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """See `AttentionImpl.forward`."""
+        if not metadata.covers_batch:
+            fill_empty(output, lse, self.sinks)
+        for part in metadata.parts:
+            self._attend(part, query, cache, metadata, output, lse)
+        clear_rows(output, lse, metadata.query_start_loc, metadata.num_unpadded_tokens)
+
+    def _attend(
+        self,
+        part: UniformPart,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: FlashMLAMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        heads = query.shape[1]
+        if part.schedule is None:
+            part.schedule = self._module.get_mla_metadata(part.seq_lens, part.query_len * heads, 1)
+        assert metadata.block_table is not None  # checked by paged_fields
+        out, logs = self._module.flash_mla_with_kvcache(
+            query[part.tokens].view(-1, part.query_len, *query.shape[1:]),
+            cache.key_cache,
+            metadata.block_table[part.requests],
+            part.seq_lens,
+            self.spec.head_size_v,
+            *part.schedule,
+            softmax_scale=self.scale,
+            causal=bool(metadata.causal),
+        )
+        rows = out.flatten(0, 1)
+        if lse is not None or self.sinks is not None:
+            found = torch.empty(rows.shape[:2], dtype=torch.float32, device=rows.device)
+            store_lse(logs.transpose(1, 2).flatten(0, 1), found)  # [B, Hq, S]
+            if self.sinks is not None:
+                rows = rows.contiguous()
+                apply_sinks(rows, found, self.sinks)
+            if lse is not None:
+                lse[part.tokens] = found
+        output[part.tokens] = rows

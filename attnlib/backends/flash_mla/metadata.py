@@ -1,0 +1,101 @@
+"""Metadata of the `flash_mla` backend: one call for each query length of the batch.
+
+The kernel takes batches whose requests have equally many query tokens, `[B, S, Hq, D]`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from attnlib.errors import ContractError
+from attnlib.metadata.base import AttentionMetadataBuilder
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.paged import PagedMetadata, paged_fields
+from attnlib.spec import CudaGraphSupport
+
+__all__ = ["FlashMLAMetadata", "FlashMLAMetadataBuilder", "UniformPart"]
+
+
+@dataclass
+class UniformPart:
+    """The requests of one query length.
+
+    Attributes:
+        query_len: S.
+        requests: `[B]` int64 device, their numbers.
+        tokens: `[B * S]` int64 device, their query tokens.
+        seq_lens: `[B]` int32 device.
+        schedule: what FlashMLA plans for the part, as (tile_scheduler_metadata, num_splits); None
+            before the first layer. Layers share it.
+    """
+
+    query_len: int
+    requests: torch.Tensor
+    tokens: torch.Tensor
+    seq_lens: torch.Tensor
+    schedule: tuple[Any, Any] | None = None
+
+
+@dataclass(kw_only=True)
+class FlashMLAMetadata(PagedMetadata):
+    """A batch for FlashMLA.
+
+    Attributes:
+        parts: the requests by query length. Requests without queries or keys are in none.
+        covers_batch: whether the parts have all tokens of the batch.
+        num_unpadded_tokens: tokens of requests, without padding.
+    """
+
+    parts: list[UniformPart] = field(default_factory=list)
+    covers_batch: bool
+    num_unpadded_tokens: int
+
+
+class FlashMLAMetadataBuilder(AttentionMetadataBuilder[FlashMLAMetadata]):
+    """Groups the requests of a batch by their query lengths, on the host."""
+
+    cudagraph_support: ClassVar[CudaGraphSupport] = CudaGraphSupport.NEVER
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> FlashMLAMetadata:
+        """The metadata of one batch.
+
+        Raises:
+            ContractError: a batch that `check_batch` refuses, or with causality per request or a
+                query bias.
+        """
+        common = self.with_host_lengths(common_attn_metadata)
+        fields = paged_fields(common, self.spec, None)
+        if isinstance(common.causal, torch.Tensor) or common.query_bias is not None:
+            raise ContractError(
+                "FlashMLA takes one causal flag per batch and no query_bias: choose triton or "
+                "torch for this batch"
+            )
+        assert common.query_start_loc_cpu is not None and common.seq_lens_cpu is not None
+        starts = common.query_start_loc_cpu.long()
+        lengths = common.query_lens_cpu.long()
+        has_keys = common.seq_lens_cpu > 0
+        parts = []
+        for query_len in lengths[has_keys & (lengths > 0)].unique().tolist():
+            requests = ((lengths == query_len) & has_keys).nonzero()[:, 0]
+            tokens = (starts[requests, None] + torch.arange(query_len)).flatten()
+            parts.append(
+                UniformPart(
+                    query_len,
+                    requests.to(self.device),
+                    tokens.to(self.device),
+                    fields["seq_lens"][requests.to(self.device)],
+                )
+            )
+        end = int(starts[-1])
+        covered = sum(part.tokens.shape[0] for part in parts)
+        return FlashMLAMetadata(
+            **fields, parts=parts, covers_batch=covered == end, num_unpadded_tokens=end
+        )
