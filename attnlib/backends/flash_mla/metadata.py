@@ -83,7 +83,7 @@ class FlashMLAMetadataBuilder(AttentionMetadataBuilder[FlashMLAMetadata]):
         lengths = common.query_lens_cpu.long()
         has_keys = common.seq_lens_cpu > 0
         parts = []
-        for query_len in lengths[has_keys & (lengths > 0)].unique().tolist():
+        for query_len in sorted(set(lengths[has_keys & (lengths > 0)].tolist())):
             requests = ((lengths == query_len) & has_keys).nonzero()[:, 0]
             tokens = (starts[requests, None] + torch.arange(query_len)).flatten()
             parts.append(
