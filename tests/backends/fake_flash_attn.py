@@ -49,12 +49,15 @@ def attend(
     alibi_slopes: Any = None,
     sinks: Any = None,
     empty: float = float("-inf"),
+    qv: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output `[T, Hq, Dv]` and LSE `[Hq, T]`; `empty` for empty rows, NaN past the batch."""
     left, right = (-1 if side is None else side for side in window)
     out = torch.full((*q.shape[:2], v.shape[-1]), float("nan"), dtype=q.dtype)
     lse = torch.full(q.shape[:2], float("nan"))
     end = int(starts[-1])
+    if qv is not None:  # absorbed: scores are q @ k + qv @ v
+        q, k = torch.cat((qv, q), -1), torch.cat((v, k), -1)
     params = AttentionParams(
         scale=scale,
         causal=causal,
@@ -154,6 +157,7 @@ def fake_fa3(record: Recorder) -> tuple[Any, Any]:
             causal=causal,
             window=window_size,
             softcap=softcap,
+            qv=qv,
         )
         return (out, lse, None, None) if return_softmax_lse else out
 
@@ -189,7 +193,7 @@ def fake_vllm(record: Recorder) -> tuple[Any, Any]:
         assert s_aux is None or (s_aux.dtype == torch.bfloat16 and fa_version == 3)
         result, lse = attend(
             q, k, v, cu_seqlens_q, seqused_k, block_table, scale=softmax_scale, causal=causal,
-            window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=s_aux,
+            window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=s_aux, qv=q_v,
         )  # fmt: skip
         if s_aux is not None:  # blocks without keys return early, with -inf
             empty = (seqused_k == 0).repeat_interleave(cu_seqlens_q[1:] - cu_seqlens_q[:-1])

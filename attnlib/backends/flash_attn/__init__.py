@@ -62,7 +62,7 @@ class FlashAttnBackend(AttentionBackend):
         score_function=False,
         key_selection=False,
         sink=True,
-        mla=False,
+        mla=True,  # FlashAttention 3
         lse=True,
         kv_sharing=True,
         batch_invariant=False,

@@ -184,13 +184,19 @@ class FlashAttnImpl(AttentionImpl):
         kernel, spec = metadata.kernel, self.spec
         keywords = kernel.keywords
         left, right = spec.visible_window.as_kernel_args()
+        keys, absorbed = cache.key_cache, {}
+        if spec.use_mla:
+            # The rotary parts are queries and keys; the rest of the queries meets the values.
+            absorbed = {keywords.first("qv", "q_v") or "qv": query[..., : spec.head_size_v]}
+            query, keys = query[..., spec.head_size_v :], keys[..., spec.head_size_v :]
         unbounded: tuple[int | None, int | None] = (
             left if left >= 0 else None,
             right if right >= 0 else None,
         )
         arguments: dict[str, Any] = {
             "q": query,
-            keywords.first("k_cache", "k") or "k": cache.key_cache,
+            **absorbed,
+            keywords.first("k_cache", "k") or "k": keys,
             keywords.first("v_cache", "v") or "v": cache.value_cache,
             "cu_seqlens_q": metadata.query_start_loc,
             "max_seqlen_q": metadata.query_bound,

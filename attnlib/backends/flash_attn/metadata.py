@@ -180,7 +180,8 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             "max_seqlen_k": metadata.key_bound,
             "num_heads_q": spec.num_heads,
             "num_heads_kv": spec.num_kv_heads,
-            "headdim": spec.head_size,
+            # Of latents (M12), FlashAttention 3 takes the rotary part for the keys.
+            "headdim": spec.head_size - (spec.head_size_v if spec.use_mla else 0),
             "headdim_v": spec.head_size_v,
             "cache_seqlens": metadata.seq_lens,
             "cu_seqlens_q": metadata.query_start_loc,

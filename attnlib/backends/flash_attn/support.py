@@ -65,7 +65,7 @@ def capabilities_of(kernel: FlashKernel) -> Capabilities:
         score_function=False,
         alibi=version == 2 and "alibi_slopes" in keywords,
         sink=version in (3, 4) and keywords.first(*_SINK_NAMES) is not None,
-        mla=False,
+        mla=version == 3 and keywords.first("qv", "q_v") is not None,
         lse=keywords.first("return_softmax_lse", "return_lse", "return_attn_probs") is not None,
         kv_sharing=True,
         batch_invariant=False,
@@ -103,7 +103,11 @@ def kernel_unsupported_reasons(
     kernel: FlashKernel, spec: AttentionSpec, device: DeviceInfo, config: Mapping[str, Any]
 ) -> list[str]:
     """Every reason why one installed kernel does not support `spec`; each names the kernel."""
-    reasons = unsupported_reasons(spec, device, capabilities_of(kernel))
+    reasons = []
+    if spec.use_mla and capabilities_of(kernel).mla:
+        reasons = _absorbed_reasons(spec)
+        spec = spec.replace(use_mla=False, head_size=max(1, spec.head_size - spec.head_size_v))
+    reasons += unsupported_reasons(spec, device, capabilities_of(kernel))
     if device.capability is not None and kernel.version not in _PREFERRED.get(
         device.capability[0], ()
     ):
@@ -112,6 +116,16 @@ def kernel_unsupported_reasons(
         )
     reasons += _combination_reasons(kernel, spec, device, config)
     return [Reason.prefixed(kernel.label, reason) for reason in dict.fromkeys(reasons)]
+
+
+def _absorbed_reasons(spec: AttentionSpec) -> list[str]:
+    """What FlashAttention 3 needs of absorbed queries over latents (M12), besides what it needs of
+    a layer with the sizes of the rotary part and of the values: it multiplies the rotary parts as
+    queries and keys, and the rest of the queries (`qv`) with the values."""
+    rotary = spec.head_size - spec.head_size_v
+    if 8 <= rotary <= 64:
+        return []
+    return [f"use_mla with a rotary part of {rotary} elements not supported (supported: 8 to 64)"]
 
 
 def _combination_reasons(

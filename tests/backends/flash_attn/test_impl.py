@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from attnlib.backends.flash_attn import FlashAttnBackend
+from attnlib.backends.flash_attn import metadata as metadata_module
 from attnlib.backends.flash_attn.impl import FlashAttnImpl
 from attnlib.backends.flash_attn.probe import find_kernels
 from attnlib.backends.flash_attn.support import choose_kernel
@@ -14,8 +16,11 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.metadata.state import AttentionState
 from attnlib.spec import MaskKind, Window
+from attnlib.testing.backend_under_test import BackendUnderTest
+from attnlib.testing.checks.latent import CHECKS
 from attnlib.workspace import BatchLimits
 from tests.backends import fake_flash_attn as fakes
+from tests.backends.cpu_backend import on_cpu
 from tests.backends.flash_attn.adapter import (
     H200,
     builder_for,
@@ -234,3 +239,20 @@ def test_sinks_changed_in_place(
         expected, expected_lse = step.expected(sinks=sinks.float())
         torch.testing.assert_close(out, expected, rtol=2e-2, atol=1e-2)
         torch.testing.assert_close(lse, expected_lse)
+
+
+def test_absorbed_queries_over_latents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """M12 on FlashAttention 3: rotary parts as queries and keys, the rest of the queries as qv."""
+    record = fakes.Recorder()
+    install_vllm(monkeypatch, record, FA2_AVAILABLE=False)
+    backend = on_cpu(monkeypatch, FlashAttnBackend, metadata_module, {})
+    target = BackendUnderTest(backend, "fa3", torch.device("cpu"), quick=True)
+    passed = 0
+    for check in CHECKS:
+        for case in check.cases(target):
+            assert case.case is not None
+            if target.supports(case.case):
+                assert case.run() == "", case.id
+                passed += 1
+    sizes = {(call["q"].shape[-1], call["q_v"].shape[-1]) for call in record.calls}
+    assert passed >= 5 and {(32, 64), (64, 512)} <= sizes
