@@ -235,6 +235,11 @@ class HopperDecode:
             steps.append(bind_step(self.combine, direct, aligned, arguments))
         return Launches(tuple(steps), (lookup,))
 
+    @cached_property
+    def direct(self) -> Launches:
+        """The direct launches, made once."""
+        return self.launches(True)
+
     def with_scratch(self, batch: BatchTensors) -> BatchTensors:
         """The batch: without counters the combine kernel runs."""
         return batch

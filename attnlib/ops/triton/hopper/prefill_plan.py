@@ -142,6 +142,11 @@ class HopperPrefill:
         step = bind_step(self.attend, direct, aligned, arguments)
         return Launches((step,), self._lookups(direct))
 
+    @cached_property
+    def direct(self) -> Launches:
+        """The direct launches, made once."""
+        return self.launches(True)
+
     def with_scratch(self, batch: BatchTensors) -> BatchTensors:
         """The batch, with counters if it has none or too few for a persistent kernel."""
         counters = batch.counters

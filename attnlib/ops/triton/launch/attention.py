@@ -7,6 +7,7 @@ so nothing compiles after warm-up.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -211,6 +212,11 @@ class PlainAttention:
             arguments = (space, SINKS, OUT, LSE, *self._combine_tail)
             steps.append(bind_step(self.combine, direct, aligned, arguments))
         return Launches(tuple(steps))
+
+    @cached_property
+    def direct(self) -> Launches:
+        """The direct launches, made once."""
+        return self.launches(True)
 
     def with_scratch(self, batch: BatchTensors) -> BatchTensors:
         """The batch: the kernels need no counters."""

@@ -57,6 +57,10 @@ class PreparedAttention(Protocol):
     def launches(self, direct: bool, aligned: bool = True) -> Launches:
         """The launches without the values of a call and of its batch."""
 
+    @property
+    def direct(self) -> Launches:
+        """The direct launches; read after every kernel has been launched by Triton."""
+
     def with_scratch(self, batch: BatchTensors) -> BatchTensors:
         """The batch with the counters that the launches need, allocated where it lacks them."""
 
@@ -118,7 +122,7 @@ def run_attention(
         if can_launch and is_direct(prepared.kernels) and not launches_observed():
             given = tuple(map(_address, (lse, params.alibi_slopes, params.sinks)))
             values = (q_ptr, k_ptr, v_ptr, out_ptr, given[0], None, None, *given[1:])
-            prepared.launches(True).run(
+            prepared.direct.run(
                 current_stream(prepared.index),
                 (
                     *values, _address(params.k_scale), _address(params.v_scale),
