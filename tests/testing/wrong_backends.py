@@ -622,6 +622,18 @@ class ScaleOfTheLatent(ToyImpl):
         return scores
 
 
+class SkipsRepeatedBlocks(ToyImpl):
+    """Takes a block that follows itself in a block table for one block."""
+
+    def gather(
+        self, cache: PagedKVCache, row: torch.Tensor, seq_len: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        needed = -(-seq_len // cache.block_size)
+        distinct = torch.unique_consecutive(row[:needed])
+        last = distinct[-1:].expand(needed - len(distinct))
+        return super().gather(cache, torch.cat((distinct, last)), seq_len)
+
+
 class KeysKeepTheirNorm(ToyImpl):
     """Does not normalize the keys that it rotates."""
 
@@ -750,6 +762,7 @@ WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     "empty requests crash": (toy_with(FailsOnEmptyRequests), "N2"),
     "rows without keys average all values": (toy_with(UniformWhenNothingIsVisible), "N2"),
     "a sharing layer writes": (toy_with(SharingLayerWrites), "K6"),
+    "repeated blocks skipped": (toy_with(SkipsRepeatedBlocks), "N5"),
     "keys that are not normalized": (toy_with(KeysKeepTheirNorm), "K7"),
     "the other style of rotation": (toy_with(AlwaysHalfSplit), "K7"),
     "different bits in the second call": (toy_with(DifferentBitsEachCall), "D2"),
