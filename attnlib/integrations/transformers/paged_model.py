@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from attnlib.backends.base import AttentionBackend
-from attnlib.cache.hybrid import HybridKVCache, KVCacheGroup, with_equal_blocks
+from attnlib.cache.hybrid import HybridKVCache, KVCacheGroup
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.integrations.transformers.continuous import paged_forward
+from attnlib.integrations.transformers.discovery import DiscoveryStep, create_layers
 from attnlib.integrations.transformers.latents import (
     LatentWeights,
     has_latents,
@@ -27,13 +28,7 @@ from attnlib.integrations.transformers.latents import (
     unexpanded,
 )
 from attnlib.integrations.transformers.layers import layer_name
-from attnlib.integrations.transformers.paged_step import (
-    DiscoveryStep,
-    FoundLayer,
-    LayerGroupKey,
-    PagedStep,
-    attend,
-)
+from attnlib.integrations.transformers.paged_step import LayerGroupKey, PagedStep, attend
 from attnlib.integrations.transformers.registration import NAME, register
 from attnlib.integrations.transformers.shared_layers import (
     computed_for,
@@ -185,8 +180,8 @@ class PagedModel:
         if self._is_prepared:
             return
         model: Any = self.model
-        discovery = DiscoveryStep(self)
         token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+        discovery = DiscoveryStep(self)
         with self.attached(), paged_forward(model):
             model(input_ids=token, position_ids=token, use_cache=False, attnlib_step=discovery)
         if not discovery.found:
@@ -194,38 +189,12 @@ class PagedModel:
                 f"{type(model).__name__}: no attention layer received the step; use generate with "
                 "attn_implementation='attnlib'"
             )
-        found = discovery.found
-        caches = self._hybrid_caches(found) if self.hybrid else {}
-        for one in found:
-            spec, target = one.spec, None
-            if one.producer is not None:
-                producer, cache = self._layers[one.producer]
-                spec = producer.spec.replace(kv_sharing=True)
-                target = layer_name(one.producer)
-                if self.hybrid:
-                    self._groups[one.module] = self._groups[one.producer]
-            elif self.hybrid:
-                cache = caches[one.module]
-                spec = spec.replace(block_size=cache.block_size)
-            else:
-                cache = PagedKVCache.allocate(spec, self.num_blocks, token.device)
-            layer = Attention(spec, kv_sharing_target_layer_name=target, **one.options)
-            self._layers[one.module] = (layer, cache)
-        shared = {one.module for one in found if one.producer is not None}
-        self._shared_layers = shared_suffix(model, [one.module for one in found], shared)
+        created = create_layers(discovery.found, self.num_blocks, self.hybrid, token.device)
+        self._layers, self._groups, self.pool = created
+        shared = {one.module for one in discovery.found if one.producer is not None}
+        modules = [one.module for one in discovery.found]
+        self._shared_layers = shared_suffix(model, modules, shared)
         self._is_prepared = True
-
-    def _hybrid_caches(self, found: list[FoundLayer]) -> dict[nn.Module, PagedKVCache]:
-        """The pool, and the cache of each module with keys of its own."""
-        owners = [one for one in found if one.producer is None]
-        names = _group_names([one.spec for one in owners])
-        counts = Counter(one.spec for one in owners)
-        groups = {names[spec]: KVCacheGroup(spec, count) for spec, count in counts.items()}
-        device = next(self.model.parameters()).device
-        self.pool = HybridKVCache(with_equal_blocks(groups), self.num_blocks, device)
-        self._groups = {one.module: names[one.spec] for one in owners}
-        free = {name: iter(caches) for name, caches in self.pool.caches.items()}
-        return {one.module: next(free[names[one.spec]]) for one in owners}
 
     @torch.no_grad()
     def step(
@@ -422,21 +391,6 @@ class PagedModel:
 def _shares_keys(module: nn.Module) -> bool:
     """Whether an attention module declares that it has no keys of its own."""
     return bool(getattr(module, "is_kv_shared_layer", False))
-
-
-def _group_names(specs: list[AttentionSpec]) -> dict[AttentionSpec, str]:
-    """A name for each spec: by its window or chunk, then a number."""
-    names: dict[AttentionSpec, str] = {}
-    for spec in specs:
-        if spec not in names:
-            base = "full"
-            if spec.attention_chunk_size:
-                base = f"chunk {spec.attention_chunk_size}"
-            elif spec.sliding_window:
-                base = f"window {spec.sliding_window}"
-            same = sum(name.split(" #")[0] == base for name in names.values())
-            names[spec] = f"{base} #{same + 1}" if same else base
-    return names
 
 
 def _refuse_model(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from attnlib.spec import AttentionSpec
 if TYPE_CHECKING:
     from attnlib.integrations.transformers.paged_model import PagedModel
 
-__all__ = ["DiscoveryStep", "FoundLayer", "LayerGroupKey", "PagedStep", "attend"]
+__all__ = ["LayerGroupKey", "PagedStep", "attend"]
 
 LayerGroupKey = tuple[type[AttentionBackend], AttentionSpec]
 """Layers of one group share a builder and the metadata of a step."""
@@ -49,6 +49,18 @@ class PagedStep:
         self.reached: set[nn.Module] = set()
         self._metadata: dict[LayerGroupKey, Any] = {}
 
+    def record(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: dict[str, Any],
+    ) -> torch.Tensor | None:
+        """What stands for the attention of a module in a step that computes none; None in a step
+        that does."""
+        return None
+
     def metadata_for(self, layer: Attention, group: str | None = None) -> Any:
         """The metadata of this step for a layer; built once per group of layers.
 
@@ -70,45 +82,6 @@ class PagedStep:
                 )
             self._metadata[key] = self.paged.builder_of(layer).build(0, batch)
         return self._metadata[key]
-
-
-class FoundLayer(NamedTuple):
-    """An attention module, as its first call describes it.
-
-    Attributes:
-        module: the module.
-        spec: what it needs, with the block size of the model.
-        options: keyword arguments of its attnlib layer.
-        producer: the module whose keys and values it got; None for its own.
-    """
-
-    module: nn.Module
-    spec: AttentionSpec
-    options: dict[str, Any]
-    producer: nn.Module | None
-
-
-class DiscoveryStep(PagedStep):
-    """A step that computes no attention: it records what the modules need, in their order."""
-
-    def __init__(self, paged: PagedModel) -> None:
-        super().__init__(paged, {})
-        self.found: list[FoundLayer] = []
-        self._keys: list[tuple[torch.Tensor, FoundLayer]] = []
-
-    def record(
-        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        options: dict[str, Any],
-    ) -> torch.Tensor:  # fmt: skip
-        """Record a module; returns zeros in place of its output."""
-        spec, layer_options = self.paged.describe(module, query, value, options)
-        # A module that shares keys passes on the very tensor of another one.
-        owner = next((one for tensor, one in self._keys if tensor is key), None)
-        producer = None if owner is None or owner.spec != spec else owner.module
-        found = FoundLayer(module, spec, layer_options, producer)
-        self.found.append(found)
-        self._keys.append((key, found if owner is None else owner))
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
 def attend(
@@ -157,8 +130,8 @@ def attend(
         "s_aux": kwargs.get("sinks") if s_aux is None else s_aux,
     }
     attnlib_step.reached.add(module)
-    if isinstance(attnlib_step, DiscoveryStep):
-        return attnlib_step.record(module, query, key, value, options), None
+    if (recorded := attnlib_step.record(module, query, key, value, options)) is not None:
+        return recorded, None
     latent = attnlib_step.paged.attend_latents(module, query, key, attnlib_step, options)
     if latent is not None:
         return latent[None], None
