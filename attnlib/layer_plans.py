@@ -73,6 +73,7 @@ class PlannedLayer(nn.Module):
                 signature, query, key, value, cache, metadata, output, return_lse, selected_keys
             )
         elif cache is not None and selected_keys is None:
+            self.__dict__["_tensor_check"] = (), None  # it may have failed
             self._remember(signature, known, query, key, value, metadata, output, return_lse)
         return known
 

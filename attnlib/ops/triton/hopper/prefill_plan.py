@@ -151,7 +151,7 @@ class HopperPrefill:
         """The batch, with counters if it has none or too few for a persistent kernel."""
         counters = batch.counters
         if not self.tile.persistent or (
-            counters is not None and counters.shape[0] >= PREFILL_COUNTERS
+            counters is not None and counters.numel() >= PREFILL_COUNTERS
         ):
             return batch
         device = batch.query_start_loc.device
