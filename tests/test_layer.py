@@ -484,6 +484,23 @@ def test_plans_are_bounded() -> None:
     assert not pickle.loads(pickle.dumps(step)).plans
 
 
+def test_repeated_calls_are_recognized_in_any_mode(planning, monkeypatch) -> None:
+    """From the third call on, a layer does not look up its plan, also after a change between
+    inference mode and `no_grad`."""
+    (layer, _), cache, step, q, k, v = planning
+    lookups: list[int] = []
+    find = type(layer)._find_plan
+    monkeypatch.setattr(
+        type(layer), "_find_plan", lambda self, *call: lookups.append(1) or find(self, *call)
+    )
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with mode():
+            lookups.clear()
+            for _ in range(5):
+                layer(q.clone(), k.clone(), v.clone(), cache, step)
+            assert 1 <= len(lookups) <= 2
+
+
 def test_hooks_of_a_module_see_planned_calls(planning) -> None:
     (layer, _), cache, step, q, k, v = planning
     for _ in range(3):
