@@ -40,12 +40,14 @@ from tests.ops.calls import call_operation, split_options
 from tests.ops.triton.sass import descriptor_sources, disassemble
 
 __all__ = [
-    "CASES", "SCORE_CASES", "TARGETS", "Compiled", "Launch", "Target", "chunks", "compile_for",
+    "CASES", "PROCESSES", "SCORE_CASES", "TARGETS", "Compiled", "Launch", "Target", "compile_for",
     "compile_in_process", "describe", "entry_cases", "entry_fits", "entry_sizes", "formats_of",
     "largest_tiles", "run_case", "score_options", "stub_target", "write_table",
 ]  # fmt: skip
 
 KB = 1024
+PROCESSES = max(2, len(os.sched_getaffinity(0)))
+"""Processes of the compile tests."""
 
 
 @dataclass(frozen=True)
@@ -899,11 +901,6 @@ def run_case(name: str) -> None:
             "append": _append, "slots": _slots, "merge": _merge, "merge-rows": _merge_rows,
             "varying": _varying,
         }[operation]()  # fmt: skip
-
-
-def chunks(cases: list[str], size: int = 40) -> list[list[str]]:
-    """Return the cases in parts, one for each process."""
-    return [cases[start : start + size] for start in range(0, len(cases), size)]
 
 
 def compile_in_process(module: str, *arguments: str) -> list[dict[str, Any]]:

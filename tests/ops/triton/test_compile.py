@@ -10,7 +10,6 @@ The Hopper kernels are in `hopper/test_compile.py`.
 from __future__ import annotations
 
 import functools
-import os
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +21,8 @@ import pytest
 from attnlib.ops.triton.heuristics.tile_table import TileEntry
 from tests.ops.triton.cross_compile import (
     CASES,
+    PROCESSES,
     SCORE_CASES,
-    chunks,
     compile_in_process,
     entry_cases,
     entry_fits,
@@ -193,15 +192,16 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
 
 @functools.cache
 def _started(every_target: bool) -> Compiled:
-    pool, plan = ThreadPoolExecutor(max(2, os.cpu_count() or 2)), entry_plan(every_target)
+    plan, pool, parts = entry_plan(every_target), ThreadPoolExecutor(PROCESSES), PROCESSES // 2
     score = dict.fromkeys(LIMITS, list(SCORE_CASES)) if every_target else SCORE
     cases = {t: [*SMALL, *main_cases(t, every_target), *score[t], *plan[t]] for t in LIMITS}
     cases["sm_90"] += HOPPER if every_target else HOPPER_SAMPLE
+    cases = {target: list(dict.fromkeys(names)) for target, names in cases.items()}
     module = "tests.ops.triton.cross_compile"
     futures = {
         target: [
-            pool.submit(compile_in_process, module, target, *part)
-            for part in chunks(list(dict.fromkeys(cases[target])))
+            pool.submit(compile_in_process, module, target, *cases[target][part::parts])
+            for part in range(min(parts, len(cases[target])))
         ]
         for target in sorted(LIMITS, key="sm_90".__ne__)
     }

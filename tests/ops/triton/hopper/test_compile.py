@@ -6,14 +6,18 @@ largest tile, are compiled; `--every-target` compiles all.
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ops.triton.cross_compile import compile_in_process, largest_tiles, write_table
+from tests.ops.triton.cross_compile import (
+    PROCESSES,
+    compile_in_process,
+    largest_tiles,
+    write_table,
+)
 from tests.ops.triton.hopper.cross_compile import (
     LATENT_CASES,
     SCORE_CASES,
@@ -62,9 +66,9 @@ def compiled(request: pytest.FixtureRequest) -> Compiled:
     cases = [*SAMPLE, *LATENT_SAMPLE, *sorted(largest_tiles(ENTRIES)), *SCORE]
     if request.config.getoption("--every-target"):
         cases = [*CASES, *ALL_LATENT, *ENTRIES, *SCORE_CASES]
-    count, module = max(2, os.cpu_count() or 2), "tests.ops.triton.hopper.cross_compile"
-    with ThreadPoolExecutor(count) as pool:
-        parts = [cases[start::count] for start in range(min(count, len(cases)))]
+    module = "tests.ops.triton.hopper.cross_compile"
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        parts = [cases[part::PROCESSES] for part in range(min(PROCESSES, len(cases)))]
         found = pool.map(lambda part: compile_in_process(module, *part), parts)
         results = {result["case"]: result for part in found for result in part}
     if table := request.config.getoption("--compile-table"):
