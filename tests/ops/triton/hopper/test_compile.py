@@ -28,14 +28,14 @@ from tests.ops.triton.hopper.cross_compile import (
 pytestmark = pytest.mark.slow  # compiles for more than a minute
 
 SAMPLE = [
-    "128-page256", "128-group5", "128-all", "192-128", "decode-128-mqa", "decode-128-all",
-    "decode-64-sinks-bf16", "decode-192-128", "packed-decode-64-page32", "packed-decode-80-mqa",
-    "packed-decode-256-most-rows", "128-e4m3-all", "decode-128-e4m3-all",
-    "decode-256-e4m3-most-rows",
+    "128-group5", "128-all", "192-128", "decode-128-mqa", "decode-128-all", "decode-64-sinks-bf16",
+    "decode-192-128", "packed-decode-80-mqa", "packed-decode-256-most-rows", "128-e4m3-all",
+    "decode-128-e4m3-all", "decode-256-e4m3-most-rows",
 ]  # fmt: skip
 CASES = [
-    *SAMPLE, "128-page128", "64-sinks-window", "256-page128-cap", "decode-128-page128",
-    "decode-64-sinks", "decode-256-cap", "packed-decode-128", "128-e4m3", "decode-128-e5m2",
+    *SAMPLE, "128-page128", "128-page256", "64-sinks-window", "256-page128-cap",
+    "decode-128-page128", "decode-64-sinks", "decode-256-cap", "packed-decode-128",
+    "packed-decode-64-page32", "128-e4m3", "decode-128-e5m2",
 ]  # fmt: skip
 MAX_STACK = 304
 """Bytes of local memory per thread; nearly all of it is used between query tiles, not in the loops
@@ -48,8 +48,7 @@ MAX_LATENT_STACK = 720
 """Bytes of local memory per thread of the kernels over latents, whose accumulators are half of the
 registers: scalars, and descriptors of tiles that are computed before the loops."""
 SCORE = [
-    "128-linear", "128-multi_item", "64-heads", "64-head_windows", "decode-128-relative_bias",
-    "decode-128-documents-combine",
+    "128-multi_item", "64-head_windows", "decode-128-relative_bias", "decode-128-documents-combine",
 ]  # fmt: skip
 """Cases with a score function; `--every-target` compiles all of `SCORE_CASES`."""
 MAX_SCORE_STACK, MAX_SCORE_LOOP = 352, 24
