@@ -181,16 +181,22 @@ def main() -> None:
     parser.add_argument("--commit", help="commit, where there is no repository")
     arguments = parser.parse_args()
     on_gpu = torch.cuda.is_available()
-    with torch.inference_mode():
-        costs = {} if arguments.score_function else host_costs()
-        if on_gpu:
-            costs |= gpu_costs(arguments.score_function)
-    for name, value in costs.items():
-        print(f"{name:<72} {value:8.1f}", flush=True)
     name = "host_costs_gpu.json" if on_gpu else "host_costs.json"
     target = arguments.out or Path(__file__).parent / "results" / name
-    facts = provenance(commit=arguments.commit)
-    target.write_text(json.dumps({**facts, "costs": costs}, indent=1) + "\n")
+    parts: list[Callable[[], dict[str, float]]] = []
+    if on_gpu:
+        parts.append(lambda: gpu_costs(arguments.score_function))
+    if not arguments.score_function:
+        parts.append(host_costs)
+    costs: dict[str, float] = {}
+    for part in parts:
+        with torch.inference_mode():
+            found = part()
+        costs |= found
+        for name, value in found.items():
+            print(f"{name:<72} {value:8.1f}", flush=True)
+        facts = provenance(commit=arguments.commit)
+        target.write_text(json.dumps({**facts, "costs": costs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
