@@ -15,14 +15,14 @@ from typing import Any
 from attnlib.bench.backends import PRIMARY
 from attnlib.bench.results import Document, Row, ratio
 
-__all__ = ["draw_figures"]
+__all__ = ["COLORS", "MARKERS", "STYLE", "draw_figures"]
 
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _BETTER, _WORSE = "#0072B2", "#D55E00"
 _GREY = "#555555"
 _WIDTH = 8.0
-_STYLE = {
+STYLE = {
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.spines.top": False,
@@ -55,7 +55,7 @@ def draw_figures(document: Document, folder: str | Path) -> list[Path]:
         "prefill": _prefill,
         "ratio": _ratio,
     }
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         for name, draw in plots.items():
             figure = draw(document, pyplot)
             if figure is None:
@@ -95,7 +95,7 @@ def _backends(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
     """Backend -> color and marker; `triton` has the first ones."""
     names = sorted(dict.fromkeys(row.backend for row in rows), key=lambda name: name != PRIMARY)
     return {
-        name: (_COLORS[place % len(_COLORS)], _MARKERS[place % len(_MARKERS)])
+        name: (COLORS[place % len(COLORS)], MARKERS[place % len(MARKERS)])
         for place, name in enumerate(names)
     }
 

@@ -50,6 +50,10 @@ COMMANDS: dict[str, _Command] = {
         "attnlib.testing.commands:replay_main",
         "run a recorded call on a backend and reduce it while it fails",
     ),
+    "audit-kv": _Command(
+        "attnlib.cli.audit_kv:main",
+        "compare the errors and the memory of KV formats on a model's own calls",
+    ),
     "bench": _Command(
         "attnlib.bench.command:main", "compare backends: check their outputs, then time them"
     ),

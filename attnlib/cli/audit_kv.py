@@ -1,0 +1,195 @@
+"""`attnlib audit-kv`: the error, saturation and memory of each KV format on a model's own calls."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnlib.errors import ContractError
+
+if TYPE_CHECKING:
+    from attnlib.debug.kv_audit import AuditFormat, KVAudit
+
+__all__ = ["main"]
+
+_BLOCK_SIZE = 16
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Audit a model or recordings; returns 0, or 2 if it cannot run."""
+    from attnlib.debug.kv_audit import KVAudit
+
+    options = _parser().parse_args(argv)
+    formats = _formats(options.formats)
+    if options.figure and importlib.util.find_spec("matplotlib") is None:
+        print('attnlib audit-kv --figure: pip install "attnlib[bench]"', file=sys.stderr)
+        return 2
+    audit = KVAudit()
+    if options.recordings:
+        source = f"{len(options.recordings)} recorded calls"
+        _audit_recordings(options.recordings, formats, options.device or "cpu", audit)
+    elif importlib.util.find_spec("transformers") is None:
+        print(
+            'attnlib audit-kv runs a transformers model: pip install "attnlib[transformers]", or '
+            "pass recordings with --recordings",
+            file=sys.stderr,
+        )
+        return 2
+    else:
+        source = _audit_model(options, formats, audit)
+    print(_table(audit, formats, source, options.layers))
+    if options.json:
+        document = {"source": source, "layers": audit.to_dict()}
+        Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
+    if options.figure:
+        from attnlib.bench.kv_audit_figure import draw_audit
+
+        draw_audit(audit, [one.label for one in formats], source, options.figure)
+    return 0
+
+
+def _formats(names: str | None) -> list[AuditFormat]:
+    from attnlib.debug.kv_audit import AUDIT_FORMATS
+
+    known = {one.label: one for one in AUDIT_FORMATS}
+    if names is None:
+        return list(AUDIT_FORMATS)
+    wanted = [name.strip() for name in names.split(";")]
+    if unknown := [name for name in wanted if name not in known]:
+        raise ContractError(
+            f"--formats {unknown[0]!r} is not known; use some of {'; '.join(known)}"
+        )
+    return [known[name] for name in wanted]
+
+
+def _audit_recordings(
+    files: Sequence[str], formats: Sequence[AuditFormat], device: str, audit: KVAudit
+) -> None:
+    from attnlib.debug.kv_audit import audit_call
+    from attnlib.debug.record import load_recording
+
+    for path in files:
+        step = load_recording(path, device)
+        audit.add(Path(path).stem, audit_call(step, formats), step.spec)
+
+
+def _audit_model(
+    options: argparse.Namespace, formats: Sequence[AuditFormat], audit: KVAudit
+) -> str:
+    """Prefill prompts and audit the call of every layer; returns a description of the model."""
+    from attnlib.cli.demo.model import pretrained_model, prompts, seeded_model
+    from attnlib.debug.kv_audit import audit_call
+    from attnlib.debug.record import capture_call
+    from attnlib.instrumentation import OBSERVERS
+    from attnlib.integrations.transformers.paged_model import PagedModel
+    from attnlib.metadata.common import CommonAttentionMetadata
+
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    loaded = (
+        pretrained_model(options.model, device, dtype)
+        if options.model
+        else seeded_model(device, dtype, 0, tiny=False)
+    )
+    texts = [Path(options.prompts).read_text()] if options.prompts else prompts(4, tiny=False)
+    tokens = [loaded.encode(text)[: options.max_tokens] for text in texts]
+    lengths = [len(row) for row in tokens]
+    blocks = [-(-length // _BLOCK_SIZE) for length in lengths]
+    table = torch.full((len(tokens), max(blocks)), -1, dtype=torch.int32)
+    for row, count in enumerate(blocks):
+        table[row, :count] = torch.arange(count) + sum(blocks[:row])
+    common = CommonAttentionMetadata.from_lengths(lengths, lengths, table, _BLOCK_SIZE, device)
+    paged = PagedModel(
+        loaded.model, num_blocks=sum(blocks), block_size=_BLOCK_SIZE, backend=options.backend,
+        latents=False,
+    )  # fmt: skip
+    names: dict[int, str] = {}
+
+    def observe(layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any,
+                *rest: Any) -> None:  # fmt: skip
+        spec = layer.spec
+        step = capture_call(
+            spec, query.view(-1, spec.num_heads, spec.head_size), None, None, cache, metadata,
+            scale=layer.impl.scale, alibi_slopes=layer.impl.alibi_slopes, sinks=layer.impl.sinks,
+        )  # fmt: skip
+        name = names.setdefault(id(layer), f"layer {len(names)}")
+        audit.add(name, audit_call(step, formats), spec)
+
+    OBSERVERS.append(observe)
+    try:
+        with paged.attached():
+            paged.step(
+                torch.tensor([token for row in tokens for token in row], device=device),
+                torch.cat([torch.arange(length) for length in lengths]).to(device),
+                common,
+                rows=torch.tensor([sum(lengths) - 1]),
+            )
+    finally:
+        OBSERVERS.remove(observe)
+    return f"{loaded.name}, {len(tokens)} prompts of {min(lengths)} to {max(lengths)} tokens"
+
+
+def _table(audit: KVAudit, formats: Sequence[AuditFormat], source: str, all_layers: bool) -> str:
+    lines = [
+        f"KV formats on {source}",
+        "output error: root mean square, relative to the output; LSE error: mean and largest",
+        "",
+        f"{'format':24} {'bytes/token':>11} {'saved':>6} {'output':>9} {'worst layer':>20} "
+        f"{'LSE':>9} {'max':>9} {'saturated':>10}",
+    ]
+    auto = sum(audit.bytes_per_token.values())
+    for one in formats:
+        total = audit.total(one.label)
+        if total.reason:
+            lines.append(f"{one.label:24} {total.reason}")
+            continue
+        worst = max(audit.layers, key=lambda name: audit.layers[name][one.label].output_error)
+        error = audit.layers[worst][one.label].output_error
+        lines.append(
+            f"{one.label:24} {total.bytes_per_token:>11} {1 - total.bytes_per_token / auto:>6.0%} "
+            f"{total.output_error:>9.2e} {f'{worst} {error:.2e}':>20} {total.mean_lse_error:>9.2e} "
+            f"{total.max_lse_error:>9.2e} {total.saturation:>10.2%}"
+        )
+    if all_layers:
+        lines += ["", f"{'layer':12} {'format':24} {'output':>9} {'LSE':>9} {'saturated':>10}"]
+        for name, found in audit.layers.items():
+            for label, errors in found.items():
+                if not errors.reason:
+                    lines.append(
+                        f"{name:12} {label:24} {errors.output_error:>9.2e} "
+                        f"{errors.mean_lse_error:>9.2e} {errors.saturation:>10.2%}"
+                    )
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="attnlib audit-kv",
+        description="Store the keys and values of a model's own attention calls in each KV format "
+        "and report the error of outputs and log-sum-exps, saturation and memory.",
+    )
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--model", help="a folder or a name for transformers; default: a small seeded decoder, "
+        "whose random weights say nothing about other models",
+    )  # fmt: skip
+    source.add_argument(
+        "--recordings", nargs="+", metavar="FILE", help="calls saved by attnlib.debug.record"
+    )
+    parser.add_argument("--prompts", metavar="FILE", help="text of the prompt; default: built in")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="per prompt (default 1024)")
+    parser.add_argument("--formats", help="labels of the table, separated by ';'")
+    parser.add_argument("--layers", action="store_true", help="print every layer")
+    parser.add_argument("--device", help="cpu or cuda")
+    parser.add_argument("--dtype", help="dtype of the model: bfloat16, float16, float32")
+    parser.add_argument("--backend", help="backend of the model's own attention")
+    parser.add_argument("--json", metavar="FILE", help="write all numbers to FILE")
+    parser.add_argument("--figure", metavar="FILE", help="draw SVG or PNG (needs matplotlib)")
+    return parser

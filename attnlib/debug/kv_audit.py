@@ -1,0 +1,297 @@
+"""Errors that each KV format causes in recorded attention calls.
+
+A call is computed twice in float32 by the torch backend: over the keys and values of the recording,
+and over a cache that stores the same keys and values in another format. The difference is the error
+of the format alone; it contains no rounding of a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from attnlib.cache.storage import PagedKVCache, Scale
+from attnlib.errors import ContractError
+from attnlib.kv_dtype import PAGE_FORMATS
+from attnlib.layer import Attention
+from attnlib.ops.scales import scale_for, valid_scale
+from attnlib.spec import AttentionSpec
+from attnlib.testing.layouts import read_slots
+from attnlib.testing.materialized_case import MaterializedCase
+
+__all__ = ["AUDIT_FORMATS", "AuditFormat", "FormatErrors", "KVAudit", "audit_call"]
+
+
+@dataclass(frozen=True)
+class AuditFormat:
+    """A format to audit.
+
+    Attributes:
+        label: name in reports.
+        kv_cache_dtype: value of `AttentionSpec.kv_cache_dtype`.
+        scales: "one", "tensor" or "head" for scales outside of the cache: 1, or computed from the
+            keys and values of each call, as `enable_kv_scales_calculation` does; "page" for formats
+            with scales in the page.
+    """
+
+    label: str
+    kv_cache_dtype: str
+    scales: str = "page"
+
+
+AUDIT_FORMATS: tuple[AuditFormat, ...] = (
+    AuditFormat("fp8_e4m3, scale 1", "fp8_e4m3", "one"),
+    AuditFormat("fp8_e4m3", "fp8_e4m3", "tensor"),
+    AuditFormat("fp8_e4m3 per head", "fp8_e4m3", "head"),
+    AuditFormat("fp8_e5m2, scale 1", "fp8_e5m2", "one"),
+    *(AuditFormat(name, name) for name in PAGE_FORMATS),
+)
+"""The formats that `audit_call` compares by default."""
+
+
+@dataclass
+class FormatErrors:
+    """Sums over calls of the errors of one format in one layer.
+
+    Attributes:
+        bytes_per_token: bytes of the keys and values of a token.
+        squared_error, squared_output: sums over the elements of outputs.
+        max_error, max_output: largest magnitudes of the error and of the output.
+        lse_error, max_lse_error: sum and maximum of the magnitudes of LSE errors.
+        lse_count: rows that see a key.
+        saturated, stored: elements of keys and values that are clipped, and all.
+        reason: why the format was not computed; "" if it was.
+    """
+
+    bytes_per_token: int = 0
+    squared_error: float = 0.0
+    squared_output: float = 0.0
+    max_error: float = 0.0
+    max_output: float = 0.0
+    lse_error: float = 0.0
+    max_lse_error: float = 0.0
+    lse_count: int = 0
+    saturated: int = 0
+    stored: int = 0
+    reason: str = ""
+
+    @property
+    def output_error(self) -> float:
+        """Root of the mean squared error of the output, relative to that of the output."""
+        return (self.squared_error / self.squared_output) ** 0.5 if self.squared_output else 0.0
+
+    @property
+    def mean_lse_error(self) -> float:
+        """Mean magnitude of the error of the LSE."""
+        return self.lse_error / self.lse_count if self.lse_count else 0.0
+
+    @property
+    def saturation(self) -> float:
+        """Share of the keys and values that are clipped."""
+        return self.saturated / self.stored if self.stored else 0.0
+
+    def add(self, other: FormatErrors) -> None:
+        """Add the errors of further calls."""
+        for name in ("squared_error", "squared_output", "lse_error", "lse_count", "saturated",
+                     "stored"):  # fmt: skip
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("max_error", "max_output", "max_lse_error"):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+        self.bytes_per_token = other.bytes_per_token
+        self.reason = self.reason or other.reason
+
+
+@dataclass
+class KVAudit:
+    """The errors of formats, by layer.
+
+    Attributes:
+        layers: layer name -> format label -> errors.
+        bytes_per_token: layer name -> bytes of a token in the dtype of the model.
+    """
+
+    layers: dict[str, dict[str, FormatErrors]] = field(default_factory=dict)
+    bytes_per_token: dict[str, int] = field(default_factory=dict)
+
+    def add(self, layer: str, call: dict[str, FormatErrors], spec: AttentionSpec) -> None:
+        """Add the errors of one call of a layer."""
+        known = self.layers.setdefault(layer, {})
+        for label, errors in call.items():
+            known.setdefault(label, FormatErrors()).add(errors)
+        self.bytes_per_token[layer] = spec.replace(kv_cache_dtype="auto").kv_bytes_per_token
+
+    def total(self, label: str) -> FormatErrors:
+        """The errors of a format over all layers; `bytes_per_token` is that of the model."""
+        total, num_bytes = FormatErrors(), 0
+        for formats in self.layers.values():
+            total.add(formats[label])
+            num_bytes += formats[label].bytes_per_token
+        total.bytes_per_token = num_bytes
+        return total
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            layer: {
+                label: {
+                    "output_error": errors.output_error,
+                    "max_output_error": errors.max_error,
+                    "max_output": errors.max_output,
+                    "mean_lse_error": errors.mean_lse_error,
+                    "max_lse_error": errors.max_lse_error,
+                    "saturation": errors.saturation,
+                    "bytes_per_token": errors.bytes_per_token,
+                    "memory_saved": 1 - errors.bytes_per_token / self.bytes_per_token[layer],
+                }
+                if not errors.reason
+                else {"unsupported": errors.reason}
+                for label, errors in formats.items()
+            }
+            for layer, formats in self.layers.items()
+        }
+
+
+def audit_call(
+    step: MaterializedCase, formats: Sequence[AuditFormat] = AUDIT_FORMATS
+) -> dict[str, FormatErrors]:
+    """The errors of formats in one recorded call.
+
+    Args:
+        step: the call, with this step's keys and values in its cache (`capture_call` of an
+            observer; `load_recording`). Its cache is not changed.
+        formats: what to compare.
+
+    Returns:
+        Errors by the label of the format.
+
+    Raises:
+        ContractError: the cache of the call does not hold this step's keys, or is quantized itself.
+    """
+    if not step.inputs.kv_written:
+        raise ContractError("the recording does not hold the keys of its own step: record it again")
+    if step.spec.is_kv_quantized:
+        raise ContractError(
+            f"the recorded call has kv_cache_dtype={step.spec.kv_format.name}, and the audit "
+            "compares formats with the keys of the model: record it with kv_cache_dtype='auto'"
+        )
+    inputs = step.inputs
+    slots = sorted(
+        {
+            slot
+            for request, seq_len in enumerate(inputs.batch.seq_lens)
+            for slot in inputs.placement.slots(request, 0, seq_len, step.spec.block_size)
+        }
+    )
+    key, value = (
+        read_slots(view, slots).float() for view in (inputs.cache.key, inputs.cache.value)
+    )
+    tokens = torch.tensor(slots, dtype=torch.int64, device=key.device)
+    out, lse = _attend(step, "float32", key, value, tokens, (1.0, 1.0))[:2]
+    found: dict[str, FormatErrors] = {}
+    for one in formats:
+        try:
+            scales = _scales(one, key, value)
+            new_out, new_lse, cache = _attend(step, one.kv_cache_dtype, key, value, tokens, scales)
+        except ContractError as error:
+            found[one.label] = FormatErrors(reason=str(error))
+            continue
+        errors = _compare(out, lse, new_out, new_lse)
+        errors.saturated, errors.stored = _count_clipped(cache, key, value, slots)
+        spec = step.spec.replace(kv_cache_dtype=one.kv_cache_dtype)
+        errors.bytes_per_token = spec.kv_bytes_per_token
+        found[one.label] = errors
+    return found
+
+
+def _attend(
+    step: MaterializedCase,
+    kv_cache_dtype: str,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slots: torch.Tensor,
+    scales: tuple[Scale, Scale],
+) -> tuple[torch.Tensor, torch.Tensor, PagedKVCache]:
+    """Output and LSE in float32 over a cache of a format that holds these tokens."""
+    inputs, params = step.inputs, step.params
+    spec = step.spec.replace(
+        dtype=torch.float32, kv_cache_dtype=kv_cache_dtype, kv_cache_layout=None, needs_lse=True,
+        batch_invariant=False, kv_sharing=False,
+        kv_scale_kind="head" if isinstance(scales[0], torch.Tensor) and scales[0].dim() else
+        "tensor",
+    )  # fmt: skip
+    device = key.device
+    cache = PagedKVCache.allocate(
+        spec, max(1, inputs.placement.num_blocks), device,
+        **({} if spec.kv_format.scales_in_page else {"k_scale": scales[0], "v_scale": scales[1]}),
+    )  # fmt: skip
+    layer = Attention(
+        spec, backend="torch", scale=params.scale, alibi_slopes=params.alibi_slopes,
+        sinks=params.sinks, device=device,
+        **({"score_tensors": step.score_tensors()} if spec.score_function is not None else {}),
+    )  # fmt: skip
+    layer.impl.write_kv(key, value, cache, slots)
+    metadata = layer.backend.make_builder(spec, device).build(0, step.common())
+    # Not through the layer, whose observers may be running this audit.
+    query = inputs.query.float()
+    out = query.new_empty(query.shape[0], spec.num_heads, spec.head_size_v)
+    lse = query.new_empty(query.shape[:2])
+    layer.impl.forward(query, cache, metadata, out, lse)
+    return out, lse, cache
+
+
+def _scales(one: AuditFormat, key: torch.Tensor, value: torch.Tensor) -> tuple[Scale, Scale]:
+    if one.scales in ("one", "page"):
+        return 1.0, 1.0
+    largest = torch.finfo(
+        torch.float8_e5m2 if one.kv_cache_dtype == "fp8_e5m2" else torch.float8_e4m3fn
+    ).max
+    if one.scales == "tensor":
+        return scale_for(key, largest), scale_for(value, largest)
+    k_scale, v_scale = (
+        torch.stack([scale_for(x[:, head], largest) for head in range(x.shape[1])])
+        for x in (key, value)
+    )
+    return k_scale, v_scale
+
+
+def _compare(
+    out: torch.Tensor, lse: torch.Tensor, new_out: torch.Tensor, new_lse: torch.Tensor
+) -> FormatErrors:
+    error = new_out.double() - out.double()
+    seen = lse.isfinite()
+    lse_error = (new_lse[seen].double() - lse[seen].double()).abs()
+    return FormatErrors(
+        squared_error=float(error.square().sum()),
+        squared_output=float(out.double().square().sum()),
+        max_error=float(error.abs().max()) if error.numel() else 0.0,
+        max_output=float(out.abs().max()) if out.numel() else 0.0,
+        lse_error=float(lse_error.sum()),
+        max_lse_error=float(lse_error.max()) if lse_error.numel() else 0.0,
+        lse_count=int(seen.sum()),
+    )
+
+
+def _count_clipped(
+    cache: PagedKVCache, key: torch.Tensor, value: torch.Tensor, slots: list[int]
+) -> tuple[int, int]:
+    """(elements beyond the largest number that their scale can store, all elements)."""
+    clipped = 0
+    for x, view, scale in (
+        (key, cache.key_cache, cache.k_scale), (value, cache.value_cache, cache.v_scale)
+    ):  # fmt: skip
+        stored = cache.page_format
+        if stored is not None and isinstance(scale, torch.Tensor):
+            factor = read_slots(scale, slots).float()
+            largest = (factor * stored.largest).repeat_interleave(
+                x.shape[-1] // factor.shape[-1], dim=-1
+            )
+        elif isinstance(scale, torch.Tensor):
+            largest = valid_scale(scale).reshape(-1, 1) * torch.finfo(view.dtype).max
+        else:
+            largest = x.new_full((), scale * torch.finfo(view.dtype).max)
+        # A scale that was rounded down by its dtype clips by less than a step, which is rounding.
+        clipped += int((x.abs() > largest * (1 + 2.0**-10)).sum())
+    return clipped, key.numel() + value.numel()
