@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from attnlib.cache.pages import page_sizes
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.spec import AttentionSpec
@@ -61,8 +62,11 @@ class KVCacheGroup:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in all layers."""
+        """Bytes of one token in all layers, with its share of what pages with scales leave unused
+        (P13)."""
         spec = self.spec
+        if spec.kv_format.scales_in_page:
+            return self.num_layers * -(-_page_bytes(spec) // spec.block_size)
         elements = spec.head_size if spec.use_mla else spec.head_size + spec.head_size_v
         return self.num_layers * spec.num_kv_heads * elements * spec.kv_dtype.itemsize
 
@@ -77,6 +81,12 @@ class KVCacheGroup:
         if chunk:
             first = max(first, position // chunk * chunk)
         return first
+
+
+def _page_bytes(spec: AttentionSpec) -> int:
+    """Bytes of a page that holds its scales."""
+    sizes = (spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v)
+    return page_sizes(spec.kv_format, *sizes).num_bytes
 
 
 def with_equal_blocks(groups: Mapping[str, KVCacheGroup]) -> dict[str, KVCacheGroup]:
@@ -146,6 +156,13 @@ class HybridKVCache:
     def _caches(self, group: KVCacheGroup) -> list[PagedKVCache]:
         """One cache per layer: in each block, the keys and then the values of the layer."""
         spec, itemsize = group.spec, group.spec.kv_dtype.itemsize
+        if spec.kv_format.scales_in_page:
+            size = _page_bytes(spec)
+            starts = range(0, group.num_layers * size, size)
+            return [
+                PagedKVCache.from_pages(self._storage[:, first : first + size], spec)
+                for first in starts
+            ]
         elements = self._storage.view(-1).view(spec.kv_dtype)
         stride, tokens, heads = self.block_bytes // itemsize, spec.block_size, spec.num_kv_heads
         per_layer = tokens * group.bytes_per_token // group.num_layers // itemsize

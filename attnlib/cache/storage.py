@@ -304,13 +304,19 @@ class PagedKVCache(EngineLayouts):
         return self.num_blocks * self.block_size
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks: elements, and scales in the page. Aliased values count once."""
+        views = self.block_views[:1] if self.values_alias_keys else self.block_views
+        return sum(view.numel() * view.element_size() for view in views)
+
+    @property
     def values_alias_keys(self) -> bool:
         """True if the values are a prefix of the keys (P10): writing the keys writes both."""
         return values_are_prefix(self.key_cache, self.value_cache)
 
     @property
-    def _views(self) -> tuple[torch.Tensor, ...]:
-        """All memory of a block: elements, and scales in the page."""
+    def block_views(self) -> tuple[torch.Tensor, ...]:
+        """All memory of the blocks, `[B, ...]`: elements, and scales in the page."""
         if self.page_format is None:
             return self.key_cache, self.value_cache
         scales = (self.k_scale, self.v_scale)
@@ -326,7 +332,7 @@ class PagedKVCache(EngineLayouts):
             ContractError: an id is out of range, or a destination occurs twice; nothing is written.
         """
         source, destination = checked_pairs(pairs, self.num_blocks, self.num_blocks)
-        move_blocks(self._views, self._views, source, destination)
+        move_blocks(self.block_views, self.block_views, source, destination)
 
     def swap_blocks(self, other: PagedKVCache, pairs: BlockPairs) -> None:
         """Copy whole blocks of this cache into `other` (swapping out and in).
@@ -355,7 +361,7 @@ class PagedKVCache(EngineLayouts):
             for name in ("k_scale", "v_scale"):
                 _check_equal_scales(name, getattr(self, name), getattr(other, name))
         source, destination = checked_pairs(pairs, self.num_blocks, other.num_blocks)
-        move_blocks(self._views, other._views, source, destination)
+        move_blocks(self.block_views, other.block_views, source, destination)
 
     def zero_blocks(self, block_ids: Iterable[int]) -> None:
         """Fill whole blocks with zeros.
@@ -365,7 +371,7 @@ class PagedKVCache(EngineLayouts):
         """
         ids = list(block_ids)
         check_ids("block_ids", ids, self.num_blocks)
-        zero_blocks(self._views, ids)
+        zero_blocks(self.block_views, ids)
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")

@@ -223,14 +223,17 @@ def _attend(
         "tensor",
     )  # fmt: skip
     device = key.device
+    outside: dict[str, Any] = {"k_scale": scales[0], "v_scale": scales[1]}
     cache = PagedKVCache.allocate(
         spec, max(1, inputs.placement.num_blocks), device,
-        **({} if spec.kv_format.scales_in_page else {"k_scale": scales[0], "v_scale": scales[1]}),
+        **({} if spec.kv_format.scales_in_page else outside),
     )  # fmt: skip
+    extra: dict[str, Any] = {}
+    if spec.score_function is not None:
+        extra["score_tensors"] = step.score_tensors()
     layer = Attention(
         spec, backend="torch", scale=params.scale, alibi_slopes=params.alibi_slopes,
-        sinks=params.sinks, device=device,
-        **({"score_tensors": step.score_tensors()} if spec.score_function is not None else {}),
+        sinks=params.sinks, device=device, **extra,
     )  # fmt: skip
     layer.impl.write_kv(key, value, cache, slots)
     metadata = layer.backend.make_builder(spec, device).build(0, step.common())

@@ -19,13 +19,14 @@ import torch
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
+from attnlib.ops.block_moves import move_blocks
 from attnlib.score_functions import ScoreFunction
 from attnlib.spec import AttentionSpec, Window
 from attnlib.testing.batch_spec import BatchSpec
 from attnlib.testing.block_placement import BlockPlacement
 from attnlib.testing.case import Case
 from attnlib.testing.inputs import StepInputs
-from attnlib.testing.layouts import CacheViews
+from attnlib.testing.layouts import CacheViews, allocate_views
 from attnlib.testing.materialized_case import MaterializedCase
 from attnlib.testing.object_path import load_object
 from attnlib.testing.oracle import OracleParams
@@ -62,7 +63,9 @@ def _lengths(metadata: Any) -> tuple[list[int], list[int], torch.Tensor]:
 def case_of(spec: AttentionSpec, batch: BatchSpec) -> Case:
     """The `Case` with the fields of a spec and a batch."""
     dtype = str(spec.dtype).removeprefix("torch.")
-    kv_cache_dtype = _FP8.get(spec.kv_dtype, str(spec.kv_dtype).removeprefix("torch."))
+    kv_cache_dtype = _FP8.get(spec.kv_dtype, spec.kv_format.name)
+    if spec.kv_format.scales_in_page:
+        kv_cache_dtype = spec.kv_format.name
     return Case(
         batch=str(batch),
         num_heads=spec.num_heads,
@@ -84,8 +87,25 @@ def case_of(spec: AttentionSpec, batch: BatchSpec) -> Case:
         use_mla=spec.use_mla,
         needs_lse=spec.needs_lse,
         kv_sharing=spec.kv_sharing,
-        layout="ALIASED" if spec.use_mla else spec.kv_cache_layout or "NHD",
+        layout=_layout_of(spec),
     )
+
+
+def _layout_of(spec: AttentionSpec) -> str:
+    if spec.use_mla:
+        return "ALIASED"
+    return spec.kv_cache_layout or ("HND_INTERLEAVED" if spec.kv_format.scales_in_page else "NHD")
+
+
+def _copied_pages(
+    case: Case, blocks: torch.Tensor, cache: PagedKVCache, device: torch.device
+) -> CacheViews:
+    """The blocks of a cache that holds its scales, in pages of their own."""
+    copied = allocate_views(case.dimensions, max(1, len(blocks)), case.layout, device)
+    assert copied.scales is not None  # a format with scales in the page
+    views = (copied.key, copied.value, *copied.scales)
+    move_blocks(cache.block_views, views, blocks.tolist(), list(range(len(blocks))))
+    return copied
 
 
 def capture_call(
@@ -158,7 +178,9 @@ def capture_call(
             pack_tensor(query[:, :kv_heads, : spec.head_size_v] if value is None else value), device
         ),
         out=query.new_full((query.shape[0], spec.num_heads, spec.head_size_v), float("nan")),
-        cache=CacheViews(
+        cache=_copied_pages(case, blocks, cache, device)
+        if cache.page_format is not None
+        else CacheViews(
             *unpack_cache_views(
                 pack_cache_views(cache.key_cache, cache.value_cache, blocks), device
             ),
@@ -180,8 +202,8 @@ def capture_call(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         query_bias=getattr(metadata, "query_bias", None),
-        k_scale=cache.k_scale,
-        v_scale=cache.v_scale,
+        k_scale=inputs.cache.scales[0] if inputs.cache.scales else cache.k_scale,
+        v_scale=inputs.cache.scales[1] if inputs.cache.scales else cache.v_scale,
         score=score,
     )
     return MaterializedCase(
@@ -269,7 +291,8 @@ def save_recording(step: MaterializedCase, path: str | Path) -> Path:
         "params": {
             name: value.cpu() if isinstance(value, torch.Tensor) else value
             for name, value in params.items()
-            if name != "score"  # follows from the score function and its tensors
+            # The score follows from the score function and its tensors; pages hold their scales.
+            if name != "score" and not (name.endswith("_scale") and inputs.cache.scales)
         },
         "score_tensors": {
             name: tensor.cpu()
@@ -280,7 +303,9 @@ def save_recording(step: MaterializedCase, path: str | Path) -> Path:
         "blocks": [list(row) for row in inputs.placement.blocks],
         "num_blocks": inputs.placement.num_blocks,
         "kv_written": inputs.kv_written,
-        "cache": pack_cache_views(inputs.cache.key, inputs.cache.value, blocks),
+        "cache": {"pages": inputs.cache.storage[0].cpu()}
+        if inputs.cache.scales
+        else pack_cache_views(inputs.cache.key, inputs.cache.value, blocks),
         "layout": inputs.cache.layout,
         **{name: pack_tensor(getattr(inputs, name)) for name in _TENSORS},
     }
@@ -333,7 +358,12 @@ def load_recording(path: str | Path, device: torch.device | str = "cpu") -> Mate
         function = spec_fields["score_function"] = _score_function(spec_fields["score_function"])
     case = Case(**data["case"])
     table = unpack_tensor(data["block_table"], "cpu")
-    key, value = unpack_cache_views(data["cache"], device)
+    if "pages" in data["cache"]:
+        blocks = max(1, data["num_blocks"])
+        cache = allocate_views(case.dimensions, blocks, data["layout"], device)
+        cache.storage[0].copy_(data["cache"]["pages"])
+    else:
+        cache = CacheViews(*unpack_cache_views(data["cache"], device), (), data["layout"])
     inputs = StepInputs(
         batch=parse_batch(data["batch"]),
         dims=case.dimensions,
@@ -342,13 +372,15 @@ def load_recording(path: str | Path, device: torch.device | str = "cpu") -> Mate
         ),
         seed=case.seed,
         kv_written=data["kv_written"],
-        cache=CacheViews(key, value, (), data["layout"]),
+        cache=cache,
         **{name: unpack_tensor(data[name], device) for name in _TENSORS},
     )
     params: dict[str, Any] = {
         name: v.to(device) if isinstance(v, torch.Tensor) else v
         for name, v in data["params"].items()
     }
+    if cache.scales is not None:
+        params |= {"k_scale": cache.scales[0], "v_scale": cache.scales[1]}
     score_tensors = None
     if function is not None:
         score_tensors = {name: tensor.to(device) for name, tensor in data["score_tensors"].items()}

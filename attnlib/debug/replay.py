@@ -14,7 +14,7 @@ import torch
 from attnlib.backends.base import AttentionBackend
 from attnlib.testing.backend_under_test import load_backend
 from attnlib.testing.batch_slicing import slice_batch
-from attnlib.testing.layouts import write_slots
+from attnlib.testing.layouts import allocate_views, write_slots
 from attnlib.testing.materialized_case import MaterializedCase
 from attnlib.testing.outcome import UnsupportedCase
 from attnlib.testing.runner import AttentionOutput, compare_with_oracle, run_materialized_case
@@ -54,6 +54,12 @@ class ReplayResult:
 def _copy_cache(step: MaterializedCase) -> MaterializedCase:
     """The step with a copy of its cache, so that writes do not modify the recording."""
     cache = step.inputs.cache
+    if cache.scales is not None:  # the scales are in the pages
+        pages = allocate_views(step.inputs.dims, cache.key.shape[0], cache.layout, cache.key.device)
+        pages.storage[0].copy_(cache.storage[0])
+        assert pages.scales is not None  # dims name the format
+        params = replace(step.params, k_scale=pages.scales[0], v_scale=pages.scales[1])
+        return replace(step, inputs=replace(step.inputs, cache=pages), params=params)
     blocks = torch.arange(cache.key.shape[0], device=cache.key.device)
     key, value = unpack_cache_views(pack_cache_views(cache.key, cache.value, blocks), blocks.device)
     return replace(step, inputs=replace(step.inputs, cache=replace(cache, key=key, value=value)))

@@ -58,7 +58,8 @@ def check_call_values(
     _check_per_head(layer, name)
     if selected_keys is not None:
         _check_lists(layer, selected_keys, metadata, name)
-    if cache is not None and layer.spec.is_kv_quantized:
+    scales_outside = layer.spec.is_kv_quantized and not layer.spec.kv_format.scales_in_page
+    if cache is not None and scales_outside:
         for which in ("k_scale", "v_scale"):
             _check_scale(which, getattr(cache, which), name)
         slots = getattr(metadata, "slot_mapping", None)

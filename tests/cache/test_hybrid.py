@@ -64,6 +64,26 @@ def test_caches_are_separate_views_of_one_pool(changes: dict[str, Any]) -> None:
     assert used == [group.block_size * group.bytes_per_token for group in groups.values()]
 
 
+def test_pages_with_scales_share_the_pool() -> None:
+    """P13: pages of all layers of a group are parts of its blocks, and nothing overlaps."""
+    groups = with_equal_blocks(
+        {
+            "int8": KVCacheGroup(FULL.replace(kv_cache_dtype="int8_per_token_head"), 2),
+            "int4": KVCacheGroup(FULL.replace(kv_cache_dtype="int4_per_group"), 3),
+        }
+    )
+    pool = HybridKVCache(groups, 5)
+    for caches in pool.caches.values():
+        pool._storage.zero_()
+        for number, cache in enumerate(caches):
+            assert cache.pages is not None
+            assert not cache.pages.any(), "the pages of two layers overlap"
+            cache.pages.fill_(number + 1)
+        for number, cache in enumerate(caches):
+            assert cache.pages is not None and bool((cache.pages == number + 1).all())
+            assert bool((cache.key_cache.view(torch.uint8) == number + 1).all())
+
+
 def test_first_visible_positions() -> None:
     """M2: a window of W shows W keys; a chunk the keys from its start."""
     chunked = KVCacheGroup(FULL.replace(attention_chunk_size=8))

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from attnlib.backends.torch import TorchBackend
 from attnlib.debug.record import capture_call, load_recording, save_recording
 from attnlib.debug.replay import replay
 from attnlib.errors import ContractError
 from attnlib.testing.case import Case
+from attnlib.testing.page_formats import PAGE_NAMES
 from attnlib.testing.runner import run_materialized_case
 from tests.debug.recorded_calls import CASES, captured
 from tests.testing.toy_backend import ToyBackend
@@ -30,6 +32,19 @@ def test_a_recorded_call_replays_to_the_same_bits(
     assert result.output is not None
     assert torch.equal(result.output.out, live)
     assert loaded.spec == step.spec
+
+
+@pytest.mark.parametrize("name", PAGE_NAMES)
+@pytest.mark.parametrize("kv_written", [True, False])
+def test_pages_are_recorded_with_their_scales(name: str, kv_written: bool, tmp_path: Path) -> None:
+    case = Case(batch="mixed", kv_cache_dtype=name, layout="HND_INTERLEAVED")
+    live = run_materialized_case(TorchBackend, case.materialize(kv_written=kv_written)).out
+    step = captured(case, kv_written=kv_written)
+    loaded = load_recording(save_recording(step, tmp_path / "call.pt"))
+    result = replay(loaded, "torch")
+    assert result.passed and result.output is not None, str(result)
+    assert torch.equal(result.output.out, live)
+    assert loaded.spec == step.spec and loaded.case.kv_cache_dtype == name
 
 
 def test_only_used_blocks_are_kept_and_strides_are_preserved(tmp_path: Path) -> None:

@@ -132,13 +132,7 @@ class PagedModel:
         if self.pool is not None:
             return self.pool.nbytes
         caches = {id(cache): cache for _, cache in self._layers.values()}
-        return sum(
-            c.num_slots
-            * c.num_kv_heads
-            * (c.head_size + (0 if c.values_alias_keys else c.head_size_v))
-            * c.dtype.itemsize
-            for c in caches.values()
-        )
+        return sum(cache.nbytes for cache in caches.values())
 
     def layers(self) -> list[tuple[Attention, PagedKVCache]]:
         """Layers and caches in the order of execution; empty before the first step."""

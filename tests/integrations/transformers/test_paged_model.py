@@ -124,6 +124,20 @@ def test_a_quantized_cache_is_used() -> None:
     assert 1e-4 < result.largest_error < 1.0
 
 
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("int8_per_token_head", 0.05), ("fp8_per_token_head", 0.5), ("int4_per_group", 2.0)],
+)
+def test_pages_with_scales_are_served(name: str, most: float) -> None:
+    """P13: prefix reuse, chunked prefills and decodes over pages; errors follow the format."""
+    paged, result = _served(decoder("llama"), "torch", kv_cache_dtype=name)
+    cache = paged.layers()[0][1]
+    assert cache.pages is not None and cache.page_format is not None
+    assert cache.page_format.name == name
+    assert paged.cache_bytes < 2 * sum(c.pages.nbytes for _, c in paged.layers())
+    assert 1e-5 < result.largest_error < most
+
+
 def test_the_model_is_restored_afterwards() -> None:
     model = decoder("llama")
     model.set_attn_implementation("sdpa")

@@ -1,0 +1,54 @@
+"""`attnlib audit-kv`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from attnlib.cli.main import main
+from attnlib.debug.record import save_recording
+from attnlib.instrumentation import OBSERVERS
+from attnlib.testing.case import Case
+from tests.debug.recorded_calls import captured
+
+
+def test_recordings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = []
+    for seed in (0, 1):
+        step = captured(Case(batch="mixed", seed=seed))
+        files.append(str(save_recording(step, tmp_path / f"call{seed}.pt")))
+    status = main(
+        ["audit-kv", "--recordings", *files, "--json", str(tmp_path / "audit.json"), "--layers",
+         "--formats", "int8_per_token_head; fp8_e4m3"]
+    )  # fmt: skip
+    printed = capsys.readouterr().out
+    assert status == 0 and "KV formats on 2 recorded calls" in printed
+    assert "int4_per_group" not in printed and "call1" in printed
+    found = json.loads((tmp_path / "audit.json").read_text())["layers"]
+    assert set(found) == {"call0", "call1"}
+    assert 0 < found["call0"]["int8_per_token_head"]["output_error"] < 0.02
+    assert found["call0"]["int8_per_token_head"]["memory_saved"] == 1 - 36 / 128
+
+
+def test_a_model_with_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib")
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("a paged cache " * 4)
+    status = main(
+        ["audit-kv", "--prompts", str(prompt), "--device", "cpu", "--backend", "torch",
+         "--figure", str(tmp_path / "audit.svg"), "--formats", "int8_per_token_head;int4_per_group"]
+    )  # fmt: skip
+    printed = capsys.readouterr().out
+    assert status == 0 and not OBSERVERS
+    assert "embedded decoder, 4 layers" in printed and "1 prompts of 56 to 56 tokens" in printed
+    rows = {line.split()[0]: line.split() for line in printed.splitlines() if "_per_" in line}
+    assert float(rows["int8_per_token_head"][3]) < float(rows["int4_per_group"][3])
+    assert (tmp_path / "audit.svg").read_text().startswith("<?xml")
+
+
+def test_an_unknown_format_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit-kv", "--formats", "fp3"]) == 2
+    assert "'fp3' is not known; use some of fp8_e4m3, scale 1; fp8_e4m3" in capsys.readouterr().err
