@@ -35,20 +35,13 @@ class KVCacheGroup:
         num_layers: layers that own a cache. Layers that share one of them (P8) do not count.
 
     Raises:
-        ContractError: there is no layer, or the spec has no paged cache or one with scales in its
-            pages (P13).
+        ContractError: there is no layer, or the spec has no paged cache.
     """
 
     spec: AttentionSpec
     num_layers: int = 1
 
     def __post_init__(self) -> None:
-        if self.spec.kv_format.scales_in_page:
-            raise ContractError(
-                f"kv_cache_dtype={self.spec.kv_cache_dtype} keeps its scales in the pages of one "
-                "layer: allocate the caches of this group with PagedKVCache.allocate",
-                rule="P13",
-            )
         if self.num_layers < 1 or not self.spec.is_paged:
             raise ContractError(
                 f"a group of {self.num_layers} layers with attn_type={self.spec.attn_type.value} "
