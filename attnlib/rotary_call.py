@@ -3,8 +3,10 @@ operation."""
 
 from __future__ import annotations
 
+import functools
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -49,7 +51,9 @@ def rotate_and_write_kv(
     k = None if key is None else per_head("key", key, spec.num_kv_heads, spec.head_size)
     v = None if value is None else per_head("value", value, spec.num_kv_heads, spec.head_size_v)
     plans = getattr(metadata, "plans", None)
-    if not _was_checked(layer, plans, cache, query, key, value, cos, sin, q_norm, k_norm):
+    call = (query, key, value, cos, sin, interleaved, q_norm, k_norm)
+    known = _find_checked(layer, plans, cache, call)
+    if known is None:
         _check(layer, q, k, v, cache, metadata)
         check_rotation("query", q, cos, sin, q_norm)
         if k is not None:
@@ -58,24 +62,27 @@ def rotate_and_write_kv(
             return _with_new_scales(
                 layer, query, q, k, v, cache, metadata, (cos, sin, interleaved, q_norm, k_norm)
             )
-        if cache is not None and not layer._scales_agree(cache):
-            agree_on_scales(layer, cache)
-        if plans is not None:
-            _keep_check(layer, plans, cache, query, key, value, cos, sin, q_norm, k_norm)
+    assert cache is not None  # `_check` refuses a layer without one
+    if known is None and not layer._scales_agree(cache):
+        agree_on_scales(layer, cache)
     if VALIDATE_VARIABLE in os.environ and (checker := checker_for_level()) is not None:
         checker(layer, q, k, v, cache, metadata)
     slots = getattr(metadata, "slot_mapping", None) if layer.writes else None
     if slots is None:
         k = v = None
-    impl = layer.impl
-    hook = AttentionImpl.rotate_and_write_kv
-    if impl.group.has_rotary_write:
-        hook = type(impl).rotate_and_write_kv
-    assert cache is not None  # `_check` refuses a layer without one
-    out = hook(
-        impl, q, k, v, cache, slots, cos, sin,
-        interleaved=interleaved, q_norm=q_norm, k_norm=k_norm,
-    )  # fmt: skip
+    if known is None:
+        known = _CheckedCall.of(layer, cache, call, (q, k, v), slots)
+        if plans is not None and known.check is not None:
+            plans[_CHECKED] = known
+    if known.run is not None:
+        out = known.run(q, k, v, cache, cos, sin, q_norm, k_norm)
+    else:
+        impl = layer.impl
+        hook: Any = impl.rotate_and_write_kv
+        if not impl.group.has_rotary_write:
+            hook = functools.partial(AttentionImpl.rotate_and_write_kv, impl)
+        norms = {"q_norm": q_norm, "k_norm": k_norm}
+        out = hook(q, k, v, cache, slots, cos, sin, interleaved=interleaved, **norms)
     return out.view(query.shape) if query.dim() == 2 else out
 
 
@@ -83,34 +90,69 @@ _CHECKED = "rotate_and_write_kv"
 """Key of the last checked call among the plans of a batch, which are dropped when it changes."""
 
 
-def _keep_check(
-    layer: Attention, plans: dict[Any, Any], cache: PagedKVCache | None, *call: Any
-) -> None:
-    """Remember a call that passed the checks, so that those of other layers skip them."""
-    flags, tensors = _split(call)
-    if cache is not None and (check := tensor_check(*tensors)) is not None:
-        plans[_CHECKED] = (layer.impl.group, cache.signature, flags, check)
+class _CheckedCall(NamedTuple):
+    """A call that passed the checks, for calls that differ in addresses and values only.
+
+    Attributes:
+        group: of the layer.
+        cache_signature: of its cache.
+        flags: what the call has besides tensors.
+        check: compares the tensors of another call; None where torch cannot.
+        run: the plan of the backend, or None.
+    """
+
+    group: Any
+    cache_signature: Any
+    flags: tuple[Any, ...]
+    check: Callable[..., bool] | None
+    run: Callable[..., torch.Tensor] | None
+
+    @classmethod
+    def of(
+        cls,
+        layer: Attention,
+        cache: PagedKVCache,
+        call: tuple[Any, ...],
+        rows: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+        slots: torch.Tensor | None,
+    ) -> _CheckedCall:
+        """Remember a call; `rows` are its queries, keys and values per head."""
+        flags, tensors = _split(call)
+        cos, sin, interleaved, q_norm, k_norm = call[3:]
+        group, run = layer.impl.group, None
+        if group.has_rotary_plan:
+            run = layer.impl.plan_rotary_write(
+                *rows, cache, slots, cos, sin, interleaved=interleaved, q_norm=q_norm,
+                k_norm=k_norm,
+            )  # fmt: skip
+        return cls(group, cache.signature, flags, tensor_check(*tensors), run)
 
 
-def _was_checked(layer: Attention, plans: Any, cache: PagedKVCache | None, *call: Any) -> bool:
-    """Whether a call is like the last one that was checked, up to addresses and values."""
-    known = None if plans is None else plans.get(_CHECKED)
-    if known is None or cache is None:
-        return False
-    group, signature, known_flags, check = known
+def _find_checked(
+    layer: Attention, plans: Any, cache: PagedKVCache | None, call: tuple[Any, ...]
+) -> _CheckedCall | None:
+    """The last checked call, if this one is like it."""
+    known: _CheckedCall | None = None if plans is None else plans.get(_CHECKED)
+    if known is None or known.check is None or cache is None:
+        return None
     flags, tensors = _split(call)
-    same = group is layer.impl.group and signature is cache.signature and flags == known_flags
-    return bool(same and check(*tensors) and layer._scales_agree(cache))
+    same = known.group is layer.impl.group and known.cache_signature is cache.signature
+    if same and flags == known.flags and known.check(*tensors) and layer._scales_agree(cache):
+        return known
+    return None
 
 
 def _split(call: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
     """What a call has, and its tensors: queries, keys, values, angles and weights of norms."""
-    *tensors, q_norm, k_norm = call
+    *tensors, interleaved, q_norm, k_norm = call
     given = [*tensors, None if q_norm is None else q_norm.weight]
     if k_norm is not q_norm:  # the comparison refuses a tensor that occurs twice
         given.append(None if k_norm is None else k_norm.weight)
-    kinds = (norm is not None and norm.multiply_in_float32 for norm in (q_norm, k_norm))
-    flags = (torch.is_grad_enabled(), *kinds, *(x is None for x in given))
+    kinds = (
+        (norm.weight_offset, norm.multiply_in_float32) if norm else None
+        for norm in (q_norm, k_norm)
+    )
+    flags = (torch.is_grad_enabled(), interleaved, *kinds, *(x is None for x in given))
     return flags, [x for x in given if x is not None]
 
 

@@ -6,7 +6,7 @@ Only `forward` is required.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -130,9 +130,12 @@ class AttentionImpl(ABC):
             key = (type(self), self.spec, self.scale, tuple(sorted(self.config.items())))
             methods = {"forward", "write_kv", "forward_unpaged", "plan", "rotate_and_write_kv"}
             replaced = methods & self.__dict__.keys()
+            rotates = _is_current(type(self), "rotate_and_write_kv", "write_kv")
+            plans = _is_current(type(self), "plan_rotary_write", "rotate_and_write_kv", "write_kv")
             found = LayerGroup(
                 not replaced and _has_current_plan(type(self)),
-                not replaced and _is_current(type(self), "rotate_and_write_kv", "write_kv"),
+                "rotate_and_write_kv" in replaced or ("write_kv" not in replaced and rotates),
+                not replaced and plans,
             )
             if not replaced:
                 try:
@@ -259,6 +262,33 @@ class AttentionImpl(ABC):
             self.write_kv(rotated, value, cache, slot_mapping)
         out: torch.Tensor = rotate(query, cos, sin, interleaved=interleaved, norm=q_norm)
         return out
+
+    def plan_rotary_write(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache,
+        slot_mapping: torch.Tensor | None,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        *,
+        interleaved: bool = False,
+        q_norm: HeadNorm | None = None,
+        k_norm: HeadNorm | None = None,
+    ) -> Callable[..., torch.Tensor] | None:
+        """Prepare the calls of `rotate_and_write_kv` over a batch that differ from this one in
+        addresses, values and the eps of norms only.
+
+        Args:
+            query, key, value, cache, slot_mapping, cos, sin, interleaved, q_norm, k_norm: as in
+                `rotate_and_write_kv`. The memory of `slot_mapping` stays the same.
+
+        Returns:
+            `run(query, key, value, cache, cos, sin, q_norm, k_norm)`, which returns the rotated
+            queries. With None (the default) the layer calls `rotate_and_write_kv` instead.
+        """
+        return None
 
     def plan(
         self,

@@ -50,10 +50,13 @@ class LayerGroup:
             inherited `plan`.
         has_rotary_write: likewise, whether `rotate_and_write_kv` is equivalent to a rotation and
             `write_kv`.
+        has_rotary_plan: likewise, whether `plan_rotary_write` is equivalent to
+            `rotate_and_write_kv`.
     """
 
-    __slots__ = ("__weakref__", "has_plan", "has_rotary_write")
+    __slots__ = ("__weakref__", "has_plan", "has_rotary_plan", "has_rotary_write")
 
-    def __init__(self, has_plan: bool, has_rotary_write: bool) -> None:
+    def __init__(self, has_plan: bool, has_rotary_write: bool, has_rotary_plan: bool) -> None:
         self.has_plan = has_plan
         self.has_rotary_write = has_rotary_write
+        self.has_rotary_plan = has_rotary_plan

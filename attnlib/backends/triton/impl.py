@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from attnlib.key_selection import SelectedKeys
 from attnlib.ops.rotary import HeadNorm
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.cache_write import write_kv
-from attnlib.ops.triton.rotary_write import rotate, rotate_and_write
+from attnlib.ops.triton.rotary_write import bind_rotation, rotate, rotate_and_write
 from attnlib.ops.triton.selected_attention import selected_attention
 from attnlib.ops.triton.varlen_prefill import varlen_prefill
 
@@ -90,6 +90,41 @@ class TritonImpl(AttentionImpl):
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
         )
+
+    def plan_rotary_write(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache,
+        slot_mapping: torch.Tensor | None,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        *,
+        interleaved: bool = False,
+        q_norm: HeadNorm | None = None,
+        k_norm: HeadNorm | None = None,
+    ) -> Callable[..., torch.Tensor] | None:
+        """See `AttentionImpl.plan_rotary_write`."""
+        if cache.page_format is not None:
+            return None
+
+        def written(key: Any, value: Any, cache: PagedKVCache) -> Any:
+            if key is None or value is None or slot_mapping is None:
+                return None
+            return key, value, cache.key_cache, cache.value_cache, slot_mapping
+
+        write, scales = written(key, value, cache), (cache.k_scale, cache.v_scale)
+        bound = bind_rotation(query, write, cos, sin, interleaved, q_norm, k_norm, scales)
+
+        def run(
+            query: torch.Tensor, key: Any, value: Any, cache: PagedKVCache, cos: Any, sin: Any,
+            q_norm: HeadNorm | None, k_norm: HeadNorm | None,
+        ) -> torch.Tensor:  # fmt: skip
+            write, scales = written(key, value, cache), (cache.k_scale, cache.v_scale)
+            return bound.run(query, write, cos, sin, q_norm, k_norm, scales)
+
+        return run
 
     def plan(
         self,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +23,17 @@ from attnlib.ops.triton.kernels.rotary_write import (
     NORM_ROUNDED,
     rotate_and_write_kernel,
 )
-from attnlib.ops.triton.launch.bound import BoundLaunch
+from attnlib.ops.triton.launch.bound import (
+    ALIGNMENT,
+    BoundLaunch,
+    current_stream,
+    launches_observed,
+)
 from attnlib.ops.triton.launch.cache import LAUNCHES
+from attnlib.ops.triton.launch.driver import CHANGES
 from attnlib.ops.triton.launch.scales import scale_kind, scale_signature
 
-__all__ = ["rotate", "rotate_and_write"]
+__all__ = ["BoundRotation", "bind_rotation", "rotate", "rotate_and_write"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -39,6 +46,80 @@ class _Prepared(NamedTuple):
     launch: BoundLaunch | None
     numbers: tuple[int, ...]
     as_bytes: bool
+
+
+_Write = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Keys, values, their caches and slots."""
+
+
+class BoundRotation:
+    """The launch for calls of one signature, which differ in addresses and in the eps of norms."""
+
+    def __init__(self, prepared: _Prepared) -> None:
+        self._prepared = prepared
+        self._slots: int | None = None
+        self._submit: Callable[..., None] | None = None
+
+    def run(
+        self,
+        query: Tensor,
+        write: _Write | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        q_norm: HeadNorm | None,
+        k_norm: HeadNorm | None,
+        scales: tuple[float | Tensor, float | Tensor],
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Launch on the current stream. Arguments as in `bind_rotation`.
+
+        Returns:
+            The rotated queries.
+        """
+        launch, numbers, as_bytes = self._prepared
+        if out is None:
+            out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if launch is None:
+            return out
+        # Arguments that the kernel does not read stand for absent ones.
+        key, value, key_cache, value_cache, slots = write or (query, query, out, out, query)
+        tensors = (
+            query, key, value, out, key_cache, value_cache, query if cos is None else cos,
+            query if sin is None else sin, query if q_norm is None else q_norm.weight,
+            query if k_norm is None else k_norm.weight,
+        )  # fmt: skip
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        merged = 0
+        for address in addresses:
+            merged |= address
+        aligned = not merged & ALIGNMENT
+        q_eps = 0.0 if q_norm is None else q_norm.eps
+        k_eps = 0.0 if k_norm is None else k_norm.eps
+        with device_guard(query):
+            if aligned and launch.is_direct and not launches_observed():
+                if self._submit is None or self._slots != slots.data_ptr():
+                    self._slots = slots.data_ptr()
+                    changing = (CHANGES,) * 8
+                    self._submit = launch.bind(
+                        True, True, (*changing[:6], self._slots, *changing, *numbers)
+                    )
+                k_scale, v_scale = (
+                    x.data_ptr() if isinstance(x, Tensor) else float(x) for x in scales
+                )
+                stream = current_stream(query.get_device())
+                self._submit(stream, *addresses, k_scale, v_scale, q_eps, k_eps)
+            else:
+                if as_bytes:
+                    key_cache, value_cache = (
+                        cache.view(torch.uint8) for cache in (key_cache, value_cache)
+                    )
+                given = (x if isinstance(x, Tensor) else float(x) for x in scales)
+                launch.by_triton(
+                    (*tensors[:4], key_cache, value_cache, slots, *tensors[6:], *given, q_eps,
+                     k_eps, *numbers),
+                    aligned,
+                )  # fmt: skip
+        return out
 
 
 def rotate(
@@ -67,7 +148,9 @@ def rotate(
     Raises:
         ContractError: a tensor of another shape, dtype or device.
     """
-    return _run(heads, None, cos, sin, interleaved, norm, None, (1.0, 1.0), out)
+    scales = (1.0, 1.0)
+    bound = bind_rotation(heads, None, cos, sin, interleaved, norm, None, scales, out)
+    return bound.run(heads, None, cos, sin, norm, None, scales, out)
 
 
 def rotate_and_write(
@@ -109,24 +192,33 @@ def rotate_and_write(
             finite and above 0 (M9). Nothing is written then.
     """
     write = (key, value, key_cache, value_cache, slot_mapping)
-    return _run(query, write, cos, sin, interleaved, q_norm, k_norm, (k_scale, v_scale), out)
+    scales = (k_scale, v_scale)
+    bound = bind_rotation(query, write, cos, sin, interleaved, q_norm, k_norm, scales, out)
+    return bound.run(query, write, cos, sin, q_norm, k_norm, scales, out)
 
 
-_Write = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Keys, values, their caches and slots."""
-
-
-def _run(
+def bind_rotation(
     query: Tensor,
-    write: _Write | None,
+    write: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None,
     cos: Tensor | None,
     sin: Tensor | None,
     interleaved: bool,
     q_norm: HeadNorm | None,
     k_norm: HeadNorm | None,
     scales: tuple[float | Tensor, float | Tensor],
-    out: Tensor | None,
-) -> Tensor:
+    out: Tensor | None = None,
+) -> BoundRotation:
+    """Check a call and prepare its launch, for all calls with the same signature.
+
+    Args:
+        query: `[T, Hq, D]`.
+        write: keys, values, their caches and slots; None to rotate the queries only.
+        cos, sin, interleaved, q_norm, k_norm, out: as in `rotate_and_write`.
+        scales: of keys and values; numbers are part of the signature.
+
+    Raises:
+        ContractError: as `rotate_and_write`.
+    """
     signature = (
         "rotary", tensor_signature(query), None if out is None else tensor_signature(out),
         None if write is None else tuple(map(tensor_signature, write)),
@@ -139,30 +231,7 @@ def _run(
     if prepared is None:
         given = (query, write, cos, sin, interleaved, q_norm, k_norm, scales, out)
         prepared = LAUNCHES.keep(signature, _prepare(*given))
-    if out is None:
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    if prepared.launch is None:
-        return out
-    # Arguments that the kernel does not read stand for absent ones.
-    key, value, key_cache, value_cache, slots = write or (query, query, out, out, query)
-    if prepared.as_bytes:
-        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-    tensors = (
-        query, key, value, out, key_cache, value_cache, slots, query if cos is None else cos,
-        query if sin is None else sin, query if q_norm is None else q_norm.weight,
-        query if k_norm is None else k_norm.weight,
-    )  # fmt: skip
-    addresses = 0
-    for number, tensor in enumerate(tensors):
-        if number != 6:  # the kernel is not specialized on the alignment of the slots
-            addresses |= tensor.data_ptr()
-    numbers = (x if isinstance(x, Tensor) else float(x) for x in scales)
-    eps = (0.0 if norm is None else float(norm.eps) for norm in (q_norm, k_norm))
-    with device_guard(query):
-        prepared.launch.run(
-            (*tensors, *numbers, *eps, *prepared.numbers), addresses, query.get_device()
-        )
-    return out
+    return BoundRotation(prepared)
 
 
 def _norm_signature(norm: HeadNorm | None) -> tuple[Any, ...] | None:
