@@ -43,6 +43,7 @@ def prefix_lm() -> ScoreFunction:
         _prefix_lm,
         batch_tensors=("prefix_len",),
         bounds=_prefix_lm_bounds,
+        exact_bounds=True,
         examples=_prefix_examples,
         needs_bidirectional=True,
     )
@@ -78,6 +79,7 @@ def bidirectional_spans(window: int | None = None) -> ScoreFunction:
             _spans,
             batch_tensors=("span_end",),
             bounds=_spans_bounds,
+            exact_bounds=True,
             examples=_span_examples,
             needs_bidirectional=True,
         )
@@ -86,6 +88,7 @@ def bidirectional_spans(window: int | None = None) -> ScoreFunction:
         constants=(("window", window),),
         batch_tensors=("span_begin", "span_end"),
         bounds=_windowed_spans_bounds,
+        exact_bounds=True,
         examples=_span_examples,
         needs_bidirectional=True,
     )
@@ -157,6 +160,7 @@ def documents(causal: bool = True) -> ScoreFunction:
         _causal_documents if causal else _documents,
         batch_tensors=("document_begin",) if causal else ("document_begin", "document_end"),
         bounds=_causal_documents_bounds if causal else _documents_bounds,
+        exact_bounds=True,
         examples=_document_examples,
     )
 
@@ -258,6 +262,7 @@ def block_diffusion(block_size: int = 32) -> ScoreFunction:
         _block_diffusion,
         constants=(("block_size", block_size),),
         bounds=_block_diffusion_bounds,
+        exact_bounds=True,
         needs_bidirectional=True,
     )
 
@@ -285,6 +290,7 @@ def head_windows(smallest: int = 1, largest: int = 1 << 30) -> ScoreFunction:
         layer_tensors=("window",),
         bounds=_head_windows_bounds,
         head_bounds=_one_window_bounds,
+        exact_bounds=True,
         examples=_head_window_examples,
     )
 

@@ -64,6 +64,9 @@ class ScoreFunction:
         head_bounds: `fn(q_first, q_last, seq_len, head, request, aux)` returns the same for one
             query head, for functions whose heads see very different keys. Prefills then compute
             one head per tile; decodes share the keys of a KV head and use `bounds`.
+        exact_bounds: for one query the range that is visible and the range that is unchanged are
+            equal, so that the bounds define the function: prefills compare positions with them
+            instead of calling it. Of `head_bounds` if the function has them, else of `bounds`.
         examples: `fn(num_heads, seq_lens)` returns valid tensors by name on the CPU, for tests.
             `attnlib verify --score` and `attnlib bench` require it if the function has tensors.
         form: parameters of `function`: "score" as above, or those of torch's `flex_attention`:
@@ -83,6 +86,7 @@ class ScoreFunction:
     batch_tensors: tuple[str, ...] = ()
     bounds: Callable[..., Any] | None = None
     head_bounds: Callable[..., Any] | None = None
+    exact_bounds: bool = False
     examples: Callable[[int, Sequence[int]], Mapping[str, Tensor]] | None = None
     form: str = "score"
     needs_bidirectional: bool = False
@@ -106,6 +110,11 @@ class ScoreFunction:
         if self.head_bounds is not None:
             check_function(self.head_bounds, _HEAD_BOUNDS)
             self.count_ranges(by_head=True)
+        if self.exact_bounds and self.bounds is None and self.head_bounds is None:
+            raise ContractError(
+                f"exact_bounds=True of score function {self}, which has no bounds: pass bounds",
+                rule="M10",
+            )
         if self.examples is not None:
             check_top_level(self.examples)
 

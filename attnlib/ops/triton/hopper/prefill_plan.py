@@ -269,8 +269,10 @@ def prepare_hopper_prefill(
         "CONVERTER_REGISTERS": tile.converter_registers, "num_warps": 4,
         "enable_fp_fusion": True, "launch_pdl": True,
         **score_constants(params, "gluon", True, key.dtype.itemsize > 1),
-        **range_constants(params, "gluon", one_head),
+        **(ranges := range_constants(params, "gluon", one_head)),
     }  # fmt: skip
+    if ranges["EXACT"]:
+        constants |= {"SCORE": None, "RAW_SCORE": False, "KEY_SLOPE": None}
     query_view = None
     if load_query:
         shape, strides = tuple(query.shape), tuple(query.stride())

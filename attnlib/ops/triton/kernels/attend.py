@@ -233,7 +233,8 @@ def attend(
     query, query_offsets, valid, token, first_token, last_token, query_len, seq_len, causal,
     key_base, value_base, table, split_begin, split_end, stride_kb, stride_kn, stride_vb, stride_vn,
     qk_scale, soft_cap, slopes, bias_rows, left, right, chunk, heads, bound_head, request, aux,
-    SCORE: tl.constexpr, BOUNDS: tl.constexpr, RANGES: tl.constexpr, SPLIT: tl.constexpr,
+    SCORE: tl.constexpr, BOUNDS: tl.constexpr, RANGES: tl.constexpr, EXACT: tl.constexpr,
+    SPLIT: tl.constexpr,
     ONE_LOOP: tl.constexpr, PAGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr,
     DV0: tl.constexpr, DV1: tl.constexpr, KV_KIND: tl.constexpr, COMPUTE: tl.constexpr,
@@ -247,7 +248,8 @@ def attend(
     Only tiles with a visible key are visited; with SPLIT, only those in [split_begin, split_end).
     SCORE is a score function (`kernels.score`) or None, and BOUNDS its bounds or None: in decodes
     `bound_keys`, with RANGES 0, and in prefills `bound_ranges`, with the number of their ranges.
-    `bound_head` is the query head of a tile with one head.
+    `bound_head` is the query head of a tile with one head. With EXACT, the bounds of each row
+    replace the function, and SCORE is not called.
 
     Returns:
         (acc0, acc1, row_max, row_sum).
@@ -264,6 +266,11 @@ def attend(
     row_first, row_last = visible_span(
         positions, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
     )
+    CALLED: tl.constexpr = None if EXACT else SCORE
+    if EXACT:
+        row_low, row_high, _, _ = BOUNDS(positions, positions, seq_len, heads, request, aux)
+        row_first = tl.maximum(row_first, row_low)
+        row_last = tl.minimum(row_last, row_high)
     # Tiles in [first, last) have a key that is visible to some row; keys in [all_first, all_last)
     # are visible to all rows.
     first_position = origin + first_token
@@ -395,8 +402,8 @@ def attend(
             acc0, acc1, row_max, row_sum = attend_tile(
                 acc0, acc1, row_max, row_sum, q0, q1, key_base, value_base, blocks, start, first,
                 last, row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale,
-                factor, soft_cap, slopes, positions, bias_rows, origin, heads, request, aux, SCORE,
-                True, PAGED, BLOCK_SIZE, BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE,
+                factor, soft_cap, slopes, positions, bias_rows, origin, heads, request, aux,
+                CALLED, True, PAGED, BLOCK_SIZE, BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE,
                 HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, LATENT, VEC_K, VEC_V)  # fmt: skip
             blocks = next_blocks
     return acc0, acc1, row_max, row_sum

@@ -55,9 +55,9 @@ def context_attention_kernel(
     acc0, acc1, row_max, row_sum = attend(
         query, query_offsets, valid, token, first_token, last_token, seq_len, seq_len, 0, key,
         value, b_start_loc, 0, 0, 0, stride_kn, 0, stride_vn, scale, 0.0, 0.0, b_start_loc, left,
-        right, 0, head, 0, request, None, None, None, 0, False, False, False, BLOCK_M, BLOCK_N, 1,
-        D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE, CAUSAL, HAS_LEFT, HAS_RIGHT, False, False, False,
-        False, SCALE_LATE, False, VEC_Q, VEC_K, VEC_V)  # fmt: skip
+        right, 0, head, 0, request, None, None, None, 0, False, False, False, False, BLOCK_M,
+        BLOCK_N, 1, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE, CAUSAL, HAS_LEFT, HAS_RIGHT, False,
+        False, False, False, SCALE_LATE, False, VEC_Q, VEC_K, VEC_V)  # fmt: skip
     factor, _ = finish_rows(row_max, row_sum, 0.0, False)
     offsets = (start + token) * stride_ot + head * stride_oh
     store_rows(out, offsets, acc0, factor, valid, DV, 0, DV0, VEC_O)

@@ -151,7 +151,7 @@ def decode_kernel(
         block_table + request.to(tl.int64) * stride_table, split_begin, split_end, stride_kb,
         stride_kn, stride_vb, stride_vn, scale * load_scale(k_scale, kv_head, K_SCALE_KIND),
         soft_cap, slopes, bias_rows, left, right, chunk, head, 0, request, aux, SCORE, BOUNDS, 0,
-        SPLIT,
+        False, SPLIT,
         True, True, BLOCK_M, BLOCK_N,
         BLOCK_SIZE, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE, CAUSAL, HAS_LEFT, HAS_RIGHT,
         HAS_CHUNK, HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, LATENT, VEC_Q, VEC_K,

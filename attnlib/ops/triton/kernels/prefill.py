@@ -33,15 +33,16 @@ def prefill_kernel(
     num_tokens, stride_qt, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn,
     stride_vh, stride_ot, stride_oh, stride_lt, stride_bt, block_table, stride_table, num_tiles,
     rows0, columns0, rows1, columns1, rows2, columns2, rows3, columns3, SCORE: tl.constexpr,
-    BOUNDS: tl.constexpr, RANGES: tl.constexpr, PAGED: tl.constexpr, TILE_HEADS: tl.constexpr,
-    TILE_TOKENS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N:
-    tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr,
-    D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, KV_KIND: tl.constexpr,
-    COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINK: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr, K_SCALE_KIND: tl.constexpr, V_SCALE_KIND:
-    tl.constexpr, SCALE_LATE: tl.constexpr, LATENT: tl.constexpr, VEC_Q: tl.constexpr, VEC_K:
-    tl.constexpr, VEC_V: tl.constexpr, VEC_O: tl.constexpr,
+    BOUNDS: tl.constexpr, RANGES: tl.constexpr, EXACT: tl.constexpr, PAGED: tl.constexpr,
+    TILE_HEADS: tl.constexpr, TILE_TOKENS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr,
+    DV1: tl.constexpr, KV_KIND: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, HAS_SINK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr,
+    K_SCALE_KIND: tl.constexpr, V_SCALE_KIND: tl.constexpr, SCALE_LATE: tl.constexpr,
+    LATENT: tl.constexpr, VEC_Q: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr,
+    VEC_O: tl.constexpr,
 ):  # fmt: skip
     """Compute one query tile for a block of heads. Grid: (num_tiles, KV heads * HEAD_BLOCKS)."""
     tile = num_tiles - 1 - tl.program_id(0)
@@ -113,7 +114,7 @@ def prefill_kernel(
         key, value, table, 0, 0, stride_kb, stride_kn, stride_vb, stride_vn,
         scale * load_scale(k_scale, kv_head, K_SCALE_KIND), soft_cap, slopes, bias_rows, left,
         right, chunk, head, kv_head * GROUP + head_offset, request, aux, SCORE, BOUNDS, RANGES,
-        False, False, PAGED, BLOCK_M, BLOCK_N,
+        EXACT, False, False, PAGED, BLOCK_M, BLOCK_N,
         BLOCK_SIZE, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE, CAUSAL, HAS_LEFT, HAS_RIGHT,
         HAS_CHUNK, HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, LATENT, VEC_Q, VEC_K,
         VEC_V)  # fmt: skip

@@ -345,7 +345,7 @@ def range_constants(
     """The compile-time arguments of a prefill kernel for the bounds of its score function.
 
     BOUNDS is `CompiledScore.ranges` or `head_ranges`, and RANGES the number of ranges that it
-    returns, 0 without bounds.
+    returns, 0 without bounds. With EXACT, the bounds of each row replace the function.
 
     Args:
         params: parameters of the call.
@@ -354,10 +354,13 @@ def range_constants(
     """
     function = params.score_function
     if function is None:
-        return {"BOUNDS": None, "RANGES": 0}
+        return {"BOUNDS": None, "RANGES": 0, "EXACT": False}
     compiled = compile_score(function, language)
     bounds = compiled.head_ranges if one_head else compiled.ranges
-    return {"BOUNDS": bounds, "RANGES": function.count_ranges(one_head)}
+    constants: dict[str, Any] = {"BOUNDS": bounds, "RANGES": function.count_ranges(one_head)}
+    is_exact = function.exact_bounds and one_head == (function.head_bounds is not None)
+    constants["EXACT"] = is_exact and constants["RANGES"] == 1
+    return constants
 
 
 def has_head_bounds(params: AttentionParams) -> bool:

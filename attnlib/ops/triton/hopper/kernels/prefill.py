@@ -109,8 +109,7 @@ def _key_loader(
     num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks, stride_table, mailbox,
     q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, aux,
     BOUNDS: gl.constexpr, RANGES: gl.constexpr, NUM_KV_HEADS: gl.constexpr, SHARED: gl.constexpr,
-    GROUP: gl.constexpr,
-    TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    GROUP: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr,
     PERSISTENT: gl.constexpr, FIELDS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
@@ -237,9 +236,9 @@ def _key_loader(
 def _value_loader(
     value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table, mailbox,
     v_ring, mail_full, mail_empty, v_full, v_empty, RANGES: gl.constexpr, SHARED: gl.constexpr,
-    TILE_TOKENS: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, FIELDS: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+    TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    STAGES: gl.constexpr, FIELDS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
 ):  # fmt: skip
     """Load the values of the published work items. One warp."""
     mail = 0
@@ -318,14 +317,15 @@ def _consumer(
     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk, num_reqs,
     concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox, q_tiles, q_halves,
     k_ring, v_ring, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, aux,
-    column_tile, SCORE: gl.constexpr, RAW_SCORE: gl.constexpr, KEY_SLOPE: gl.constexpr, RANGES:
-    gl.constexpr, SHARED: gl.constexpr, WARPGROUP: gl.constexpr, GROUP: gl.constexpr, D:
-    gl.constexpr, DV: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES:
-    gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr,
+    column_tile, SCORE: gl.constexpr, RAW_SCORE: gl.constexpr, KEY_SLOPE: gl.constexpr,
+    BOUNDS: gl.constexpr, RANGES: gl.constexpr, EXACT: gl.constexpr, SHARED: gl.constexpr,
+    WARPGROUP: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr,
     STAGED_STORE: gl.constexpr, FIELDS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr,
-    HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr, K_SCALE_KIND: gl.constexpr, V_SCALE_KIND:
-    gl.constexpr, QUERY_REGISTERS: gl.constexpr,
+    HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr, K_SCALE_KIND: gl.constexpr,
+    V_SCALE_KIND: gl.constexpr, QUERY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute the 64 rows of consumer warpgroup WARPGROUP of each published work item."""
     WIDTH: gl.constexpr = q_tiles.shape[2]
@@ -342,7 +342,7 @@ def _consumer(
     STORE_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // V_LANES, V_LANES], [4, 1], [1, 0])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK
+    CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK or EXACT
     # With bounds, unmasked tiles have scores that the function does not change.
     FULL_SCORE: gl.constexpr = None if RANGES > 0 else SCORE
     FULL_SLOPE: gl.constexpr = None if RANGES > 0 else KEY_SLOPE
@@ -444,6 +444,12 @@ def _consumer(
             row_first, row_last = visible_span(
                 positions, seq_len, left, right, chunk, CAUSAL, HAS_LEFT,
                 HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            if EXACT:
+                low, high, same_low, same_high = BOUNDS(
+                    positions, positions, seq_len, head, request, aux
+                )
+                row_first = gl.maximum(row_first, low)
+                row_last = gl.minimum(row_last, high)
             row_max = gl.full([64], float("-inf"), gl.float32, ROW)
             row_sum = gl.full([64], 0.0, gl.float32, ROW)
             acc = gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT)
@@ -630,17 +636,16 @@ def hopper_prefill_kernel(
     num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks, stride_qt, stride_qh,
     stride_ot, stride_oh, stride_lt, stride_table, rows0, columns0, rows1, columns1, rows2,
     columns2, rows3, columns3, SCORE: gl.constexpr, RAW_SCORE: gl.constexpr,
-    KEY_SLOPE: gl.constexpr, BOUNDS: gl.constexpr, RANGES: gl.constexpr, SHARED: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    LOAD_QUERY: gl.constexpr, PERSISTENT: gl.constexpr, STAGED_STORE: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
-    HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr,
+    KEY_SLOPE: gl.constexpr, BOUNDS: gl.constexpr, RANGES: gl.constexpr, EXACT: gl.constexpr,
+    SHARED: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr, PERSISTENT: gl.constexpr,
+    STAGED_STORE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+    HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr,
     K_SCALE_KIND: gl.constexpr, V_SCALE_KIND: gl.constexpr, BYTE_STAGES: gl.constexpr,
-    CONVERTER_WARPS: gl.constexpr, CONVERTER_REGISTERS: gl.constexpr,
-    QUERY_REGISTERS: gl.constexpr,
+    CONVERTER_WARPS: gl.constexpr, CONVERTER_REGISTERS: gl.constexpr, QUERY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 4 warps per consumer and 1 + 1 loader warps.
 
@@ -729,19 +734,19 @@ def hopper_prefill_kernel(
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, q_halves, k_ring, v_ring, mail_full, mail_empty, q_full,
                     q_empty, k_full, k_empty, v_full, v_empty, aux, column_tile, SCORE, RAW_SCORE,
-                    KEY_SLOPE, RANGES, SHARED, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
-                    Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND, K_SCALE_KIND,
-                    V_SCALE_KIND, QUERY_REGISTERS)),
+                    KEY_SLOPE, BOUNDS, RANGES, EXACT, SHARED, 0, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
+                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, q_halves, k_ring, v_ring, mail_full, mail_empty, q_full,
                     q_empty, k_full, k_empty, v_full, v_empty, aux, column_tile, SCORE, RAW_SCORE,
-                    KEY_SLOPE, RANGES, SHARED, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
-                    Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND, K_SCALE_KIND,
-                    V_SCALE_KIND, QUERY_REGISTERS)),
+                    KEY_SLOPE, BOUNDS, RANGES, EXACT, SHARED, 1, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
+                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
                 (converter, (
                     left, right, chunk, num_reqs, mailbox, k_bytes, v_bytes, k_ring, v_ring,
                     mail_full, mail_empty, kb_full, kb_empty, vb_full, vb_empty, k_full, k_empty,
@@ -771,28 +776,28 @@ def hopper_prefill_kernel(
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
                     q_empty, k_full, k_empty, v_full, v_empty, aux, column_tile, SCORE, RAW_SCORE,
-                    KEY_SLOPE, RANGES, SHARED, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
-                    Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND, K_SCALE_KIND,
-                    V_SCALE_KIND, QUERY_REGISTERS)),
+                    KEY_SLOPE, BOUNDS, RANGES, EXACT, SHARED, 0, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
+                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
                     q_empty, k_full, k_empty, v_full, v_empty, aux, column_tile, SCORE, RAW_SCORE,
-                    KEY_SLOPE, RANGES, SHARED, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
-                    Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND, K_SCALE_KIND,
-                    V_SCALE_KIND, QUERY_REGISTERS)),
+                    KEY_SLOPE, BOUNDS, RANGES, EXACT, SHARED, 1, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
+                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
                     q_empty, k_full, k_empty, v_full, v_empty, aux, column_tile, SCORE, RAW_SCORE,
-                    KEY_SLOPE, RANGES, SHARED, 2, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
-                    Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND, K_SCALE_KIND,
-                    V_SCALE_KIND, QUERY_REGISTERS)),
+                    KEY_SLOPE, BOUNDS, RANGES, EXACT, SHARED, 2, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
+                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
                 (_key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
@@ -817,19 +822,19 @@ def hopper_prefill_kernel(
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
                     q_empty, k_full, k_empty, v_full, v_empty, aux, column_tile, SCORE, RAW_SCORE,
-                    KEY_SLOPE, RANGES, SHARED, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
-                    Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND, K_SCALE_KIND,
-                    V_SCALE_KIND, QUERY_REGISTERS)),
+                    KEY_SLOPE, BOUNDS, RANGES, EXACT, SHARED, 0, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
+                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
                     mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
                     q_empty, k_full, k_empty, v_full, v_empty, aux, column_tile, SCORE, RAW_SCORE,
-                    KEY_SLOPE, RANGES, SHARED, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
-                    Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND, K_SCALE_KIND,
-                    V_SCALE_KIND, QUERY_REGISTERS)),
+                    KEY_SLOPE, BOUNDS, RANGES, EXACT, SHARED, 1, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
+                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
                 (_key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
