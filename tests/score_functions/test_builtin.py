@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -126,6 +127,23 @@ def test_bounds_hold_and_contain_those_of_fewer_queries(name: str, by_head: bool
         assert not bool((inner & ~shown).any()) and not bool((same & ~inner_same).any())
         narrow += not bool(shown.all())
     assert narrow
+
+
+@pytest.mark.parametrize("name", [name for name, (fn, _) in VISIBLE.items() if fn.exact_bounds])
+def test_exact_bounds_of_one_query_define_the_function(name: str) -> None:
+    """M10: the visible range and the unchanged range of one query are equal."""
+    function, _ = VISIBLE[name]
+    tensors, by_head = _tensors(function), function.head_bounds is not None
+    called: Any = function.head_bounds if by_head else function.bounds
+    positions, heads = torch.arange(LENGTH), torch.arange(4)[:, None, None]
+    scores = torch.zeros(4, LENGTH, LENGTH)
+    changed = function.evaluate(scores, positions[:, None], positions, heads, 0, tensors)
+    for q, head in itertools.product(range(LENGTH), range(4)):
+        one_head = (head,) if by_head else ()
+        found = called(q, q, LENGTH, *one_head, 0, function.namespace(tensors))
+        first, last, same_first, same_last = (int(value) for value in found)
+        assert (first, last) == (same_first, same_last)
+        assert torch.equal(_union([(first, last)]), changed[head, q] == 0)
 
 
 def test_relative_bias_is_that_of_t5() -> None:

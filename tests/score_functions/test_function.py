@@ -108,6 +108,10 @@ def test_a_score_function_is_a_value() -> None:
             lambda: ScoreFunction(decay, head_bounds=two_values),
             r"it must take 6: \(q_first, q_last",
         ),
+        (
+            lambda: ScoreFunction(decay, exact_bounds=True),
+            "exact_bounds=True of score function .*decay",
+        ),
         (lambda: ScoreFunction(decay, form="both"), "form='both' of a score function must be"),
         (lambda: ScoreFunction(decay, constants={"a b": 1}), "'a b' must be an identifier"),
         (lambda: ScoreFunction(decay, constants={"a": "1"}), "constant a='1' of a score function"),

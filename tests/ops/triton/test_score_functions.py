@@ -15,7 +15,7 @@ from attnlib.backends.triton import TritonBackend
 from attnlib.errors import UnsupportedConfigError
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.paged_prefill import paged_prefill as torch_prefill
-from attnlib.ops.triton.launch.score import compile_score
+from attnlib.ops.triton.launch.score_compile import compile_score
 from attnlib.ops.triton.paged_prefill import paged_prefill
 from attnlib.score_functions import ScoreFunction, builtin, where
 from attnlib.testing.case import Case
@@ -207,3 +207,23 @@ def test_a_tile_has_one_head_where_heads_have_bounds(device: torch.device) -> No
     expected, out = _prefill(device, function, {}, slice(300, 500))
     assert torch.allclose(out[:, :3], expected[:, :3], atol=2e-5)
     assert bool(out[:, 3].isnan().all())
+
+
+def _near(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux: Any) -> Any:
+    return where(q_pos - k_pos < 4 + head, score, float("-inf"))
+
+
+def _near_bounds(q_first: Any, q_last: Any, seq_len: Any, request: Any, aux: Any) -> Any:
+    return q_first - 6, seq_len, q_last - 3, seq_len
+
+
+NEAR = ScoreFunction(_near, bounds=_near_bounds)
+NOT_EXACT = ScoreFunction(_near, bounds=_near_bounds, exact_bounds=True)
+
+
+def test_bounds_that_are_wrongly_called_exact_are_detected(device: torch.device) -> None:
+    """Prefills compare positions with exact bounds, so that the oracle, which does not, differs."""
+    case = {"batch": "q21s37_q5"}
+    _check(device, f"{__name__}:NEAR", **case)
+    with pytest.raises(AssertionError, match="differ|error|max"):
+        _check(device, f"{__name__}:NOT_EXACT", **case)

@@ -1,8 +1,8 @@
 """Device code around a score function (M10): its operators, its auxiliary tensors and its calls.
 
-`launch.score` compiles copies of these functions in which the global names refer to the user's
-function and to the language of the kernel: `tl` is `triton.language` or Gluon's language. Nothing
-here may use what one of the two lacks.
+`launch.score_compile` compiles copies of these functions in which the global names refer to the
+user's function and to the language of the kernel: `tl` is `triton.language` or Gluon's language.
+Nothing here may use what one of the two lacks.
 
 A kernel has three parameters for each of up to four tensors: pointer, rows, columns. They are None
 without a function, so that the kernel is the same as one without these parameters.
