@@ -343,8 +343,6 @@ def attend(
             tl.maximum((all_first + BLOCK_N - 1) // BLOCK_N * BLOCK_N, begin), top
         )
         full_end = tl.maximum(tl.minimum(all_last, end) // BLOCK_N * BLOCK_N, full_begin)
-        skipped = full_end - full_begin
-        masked_end = top - skipped
         full_stop = full_end
         full_limit = full_end
         if RANGES == 2:
@@ -360,7 +358,6 @@ def attend(
             full_end_b = tl.maximum(tl.minimum(all_last_b, last_b) // BLOCK_N * BLOCK_N,
                                     full_begin_b)  # fmt: skip
             skipped_b = full_end_b - full_begin_b
-            masked_end += top_b - begin_b - skipped_b
             full_stop += skipped_b
             first = tl.minimum(first, first_b)
             last = tl.maximum(last, last_b)
@@ -386,8 +383,11 @@ def attend(
             blocks = next_blocks
         # One loop for the masked tiles of all ends, which halves the code: the loop variable
         # counts as if the unmasked tiles did not exist.
+        skipped = full_end - full_begin
         masked_first = tl.where(full_begin > begin, begin, full_end)
+        masked_end = top - skipped
         if RANGES == 2:
+            masked_end += top_b - begin_b - skipped_b
             masked_first = _skip(masked_first, top, begin_b - top)
             masked_first = _skip(masked_first, full_begin_b, skipped_b)
         blocks = load_blocks(table, masked_first, first, end, BLOCK_SIZE, BLOCK_N, PAGED)

@@ -1,4 +1,4 @@
-"""Arguments of kernels for their score functions (M10); `score_compile` makes the device functions."""
+"""Arguments of kernels for their score functions (M10)."""
 
 from __future__ import annotations
 
