@@ -9,8 +9,10 @@ import torch
 
 from attnlib.key_selection import KeySelection, SelectedKeys
 from attnlib.ops.params import AttentionParams
+from attnlib.ops.torch import packed_latents as torch_packed
 from attnlib.ops.torch import paged_decode as torch_decode
 from attnlib.ops.torch import selected_attention as torch_selected
+from attnlib.ops.triton import packed_latents as triton_packed
 from attnlib.ops.triton import paged_decode as triton_decode
 from attnlib.ops.triton import selected_attention as triton_selected
 from attnlib.testing.batch_spec import parse_batch
@@ -156,6 +158,47 @@ def test_decode(name: str) -> None:
             batch.query, batch.key, batch.key[..., :SIZE_V], batch.table, batch.starts,
             batch.seq_lens, batch.params, max_query_len=max(lengths.query_lens),
             max_seq_len=lengths.max_seq_len, out=out, lse=lse, kernels="hopper",
+        )  # fmt: skip
+
+    _compare(name, batch, run)
+
+
+PACKED: dict[str, dict[str, Any]] = {
+    "16 heads": {"batch": "q1s3000_q2s700_q1s1", "heads": 16},
+    "128 heads, selected": {"batch": "q1s3000_q40s700", "heads": 128, "entries": 150},
+    "5 heads, float16, sinks": {
+        "batch": "q7s300", "heads": 5, "dtype": torch.float16, "sinks": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_latents(name: str) -> None:
+    """P10, M11, M12: the bytes of the write and the attention, against torch."""
+    options = dict(PACKED[name])
+    text, heads = options.pop("batch"), options.pop("heads")
+    entries, dtype = options.pop("entries", 0), options.pop("dtype", torch.bfloat16)
+    batch, lengths = _batch(text, heads, 64, dtype, **options), parse_batch(text)
+    latents = torch.where(batch.key.isnan(), 0.0, batch.key).flatten(0, 2)
+    slots = torch.arange(latents.shape[0], device="cuda")
+    slots[::17] = -1
+    stored = []
+    for operations in (torch_packed, triton_packed):
+        data = torch.full((*batch.key.shape[:2], 656), 0xFF, dtype=torch.uint8, device="cuda")
+        operations.write_packed_latents(latents, data, slots)
+        stored.append(data)
+    assert torch.equal(*stored)
+    skipped = torch.arange(0, latents.shape[0], 17, device="cuda")
+    triton_packed.write_packed_latents(latents[skipped], stored[0], skipped)
+    selection = KeySelection(max_blocks=entries) if entries else None
+    lists = make_lists(selection, lengths, heads, 1, 1, False).to("cuda") if selection else None
+
+    def run(use_kernel: bool, out: torch.Tensor, lse: torch.Tensor) -> None:
+        operation: Any = triton_packed if use_kernel else torch_packed
+        operation.packed_latent_attention(
+            batch.query, stored[0], batch.table, batch.starts, batch.seq_lens, batch.params,
+            max_query_len=max(lengths.query_lens), max_seq_len=lengths.max_seq_len, out=out,
+            lse=lse, selection=selection, selected=lists,
         )  # fmt: skip
 
     _compare(name, batch, run)

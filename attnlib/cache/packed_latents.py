@@ -1,0 +1,101 @@
+"""A cache of latents in the packed format of 656 bytes per token (`ops.packed_latents`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attnlib.key_selection import KeySelection, SelectedKeys
+from attnlib.ops.dispatch import operation
+from attnlib.ops.packed_latents import BYTES, LATENT, packed_views
+from attnlib.ops.params import AttentionParams
+
+__all__ = ["PackedLatentCache"]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedLatentCache:
+    """Latents of one layer: 512 float8 elements, 4 float32 scales, 64 bfloat16 elements per token.
+
+    Attributes:
+        data: `[B, N, 656]` uint8. The cache that vLLM allocates for `fp8_ds_mla`, and FlashMLA's
+            `k_cache[:, :, 0]` viewed as uint8.
+
+    Raises:
+        ContractError: another dtype, shape or alignment.
+    """
+
+    data: torch.Tensor
+
+    def __post_init__(self) -> None:
+        packed_views(self.data)
+
+    @classmethod
+    def allocate(
+        cls, num_blocks: int, block_size: int, device: torch.device | str | None = None
+    ) -> PackedLatentCache:
+        """A zero-filled cache of `num_blocks` blocks of `block_size` tokens."""
+        return cls(torch.zeros(num_blocks, block_size, BYTES, dtype=torch.uint8, device=device))
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block (N)."""
+        return self.data.shape[1]
+
+    def write(self, latents: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Quantize new latents and write them to their slots (P4).
+
+        Args:
+            latents: `[T', 576]` with T' >= T. The scale of 128 elements is their largest magnitude
+                divided by 448.
+            slot_mapping: `[T]` int64; a negative slot writes nothing.
+
+        Raises:
+            ContractError: latents of another shape, or fewer latents than slots.
+        """
+        operation("packed_latents", "write_packed_latents", latents)(
+            latents, self.data, slot_mapping
+        )
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        block_table: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        params: AttentionParams,
+        *,
+        max_query_len: int,
+        max_seq_len: int,
+        lse: torch.Tensor | None = None,
+        selection: KeySelection | None = None,
+        selected: SelectedKeys | None = None,
+    ) -> torch.Tensor:
+        """Attention of absorbed queries over the cache (M12), of all visible keys or of selected
+        ones (M11).
+
+        Args:
+            query: `[T, Hq, 576]`.
+            block_table: `[R, M]` int32.
+            query_start_loc: `[R + 1]` int32.
+            seq_lens: `[R]` int32.
+            params: the scale is that of the heads before absorption.
+            max_query_len, max_seq_len: upper bounds of the batch.
+            lse: `[T, Hq]` float32, written when given.
+            selection, selected: the form of the lists and the lists; None for all keys.
+
+        Returns:
+            `[T, Hq, 512]`.
+
+        Raises:
+            ContractError: tensors of other shapes or dtypes.
+            UnsupportedConfigError: a feature that the Triton kernel does not have.
+        """
+        out = query.new_empty(*query.shape[:2], LATENT)
+        operation("packed_latents", "packed_latent_attention", query)(
+            query, self.data, block_table, query_start_loc, seq_lens, params,
+            max_query_len=max_query_len, max_seq_len=max_seq_len, out=out, lse=lse,
+            selection=selection, selected=selected,
+        )  # fmt: skip
+        return out

@@ -1,0 +1,177 @@
+"""Packed latents (`ops.packed_latents`): launches of the plain Triton kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.key_selection import KeySelection, SelectedKeys, SelectionScope
+from attnlib.ops.checks import check_slots
+from attnlib.ops.packed_latents import LATENT, ROTARY, check_queries, packed_views
+from attnlib.ops.params import AttentionParams
+from attnlib.ops.triton.heuristics.device import device_guard, limits_of
+from attnlib.ops.triton.heuristics.splits import (
+    choose_uniform_splits,
+    paged_decode_workspace_bytes,
+    visible_bound,
+)
+from attnlib.ops.triton.heuristics.tiles import next_power_of_2
+from attnlib.ops.triton.kernels.decode import combine_kernel
+from attnlib.ops.triton.kernels.packed_latents import (
+    packed_latent_kernel,
+    packed_latent_write_kernel,
+)
+from attnlib.ops.triton.kernels.quant import KV_E4M3_BYTES, KV_NATIVE
+
+__all__ = ["packed_latent_attention", "write_packed_latents"]
+
+_COMPUTE = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+}
+_MOST_HEADS = 16
+"""Heads of a program: the accumulators of 16 heads are 32 registers of each of 256 threads."""
+_BLOCK_N = 32
+
+
+def write_packed_latents(latents: Tensor, data: Tensor, slot_mapping: Tensor) -> None:
+    """Quantize latents and write them to their slots, one program per token. No host sync.
+
+    Args:
+        latents: `[T', 576]` with T' >= T, last stride 1, float16, bfloat16 or float32.
+        data: `[B, N, 656]` uint8.
+        slot_mapping: `[T]` int64, slot = block * N + offset; a negative slot writes nothing.
+
+    Raises:
+        ContractError: other shapes or dtypes, or fewer latents than slots (P4).
+    """
+    parts = packed_views(data)
+    if latents.dim() != 2 or latents.shape[1] != LATENT + ROTARY or latents.stride(1) != 1:
+        raise ContractError(
+            f"latents are {tuple(latents.shape)} with strides {latents.stride()}; they must be "
+            f"[tokens, {LATENT + ROTARY}] with last stride 1",
+            rule="P10",
+        )
+    check_slots(latents, latents, slot_mapping)
+    if not slot_mapping.shape[0] or not data.shape[0]:
+        return
+    elements = parts.elements.view(torch.uint8)
+    with device_guard(data):
+        packed_latent_write_kernel[(slot_mapping.shape[0],)](
+            latents, elements, parts.scales, parts.rotary, slot_mapping.contiguous(),
+            latents.stride(0), *elements.stride()[:2], *parts.scales.stride()[:2],
+            *parts.rotary.stride()[:2], BLOCK_SIZE=data.shape[1], num_warps=4,
+        )  # fmt: skip
+
+
+def packed_latent_attention(
+    query: Tensor,
+    data: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    params: AttentionParams,
+    *,
+    max_query_len: int,
+    max_seq_len: int,
+    out: Tensor,
+    lse: Tensor | None = None,
+    selection: KeySelection | None = None,
+    selected: SelectedKeys | None = None,
+) -> None:
+    """Attention over packed latents. Arguments as in `attnlib.ops.torch.packed_latents`. Grids come
+    from upper bounds; lengths are read on the device.
+
+    Raises:
+        ContractError: tensors of other shapes or dtypes.
+        UnsupportedConfigError: causality per request, ALiBi slopes, a query bias, a score function,
+            or lists that are not one per query token.
+    """
+    check_queries(query, out)
+    parts = packed_views(data)
+    _check_supported(params, selection)
+    if query.numel() == 0:
+        return
+    if any(t.stride(-1) != 1 for t in (query, out, block_table) if t.shape[-1] > 1):
+        raise ContractError("query, out and block_table must have last stride 1", rule="P1")
+    limits = limits_of(query)
+    num_tokens, num_heads = query.shape[:2]
+    indices = None if selection is None or selected is None else selected.indices
+    entries = 0 if indices is None else indices.shape[2]
+    left, right = params.window
+    visible = visible_bound(
+        max_query_len, max_seq_len, params.window, params.causal is True,
+        params.attention_chunk_size,
+    )  # fmt: skip
+    if selection is not None:
+        visible = entries * selection.block_size
+    block_m = min(_MOST_HEADS, max(16, next_power_of_2(num_heads)))
+    head_blocks = triton.cdiv(num_heads, block_m)
+    splits = choose_uniform_splits(
+        num_tokens * head_blocks, visible, _BLOCK_N, 2 * limits.num_sms
+    )  # fmt: skip
+    partials = None
+    if need := paged_decode_workspace_bytes(num_tokens, num_heads, LATENT, splits):
+        partials = torch.empty(need // 4, dtype=torch.float32, device=query.device)
+    elements = parts.elements if limits.has_fp8 else parts.elements.view(torch.uint8)
+    flags: dict[str, Any] = {"HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None}
+    stride_lt = 0 if lse is None else lse.stride(0)
+    with device_guard(query):
+        packed_latent_kernel[(num_tokens, head_blocks, splits)](
+            query, elements, parts.scales, parts.rotary, out, partials, query_start_loc, seq_lens,
+            block_table, indices, params.sinks, lse, float(params.scale),
+            float(params.logits_soft_cap), int(left), int(right), int(params.attention_chunk_size),
+            query_start_loc.shape[0] - 1, num_tokens, num_heads, entries, splits,
+            0 if indices is None else indices.stride(0), block_table.stride(0),
+            *query.stride()[:2], *elements.stride()[:2], *parts.scales.stride()[:2],
+            *parts.rotary.stride()[:2], *out.stride()[:2], stride_lt,
+            SELECT=0 if selection is None else selection.block_size, BLOCK_SIZE=data.shape[1],
+            HEADS=block_m, BLOCK_N=_BLOCK_N,
+            KV_KIND=KV_NATIVE if limits.has_fp8 else KV_E4M3_BYTES,
+            COMPUTE=_COMPUTE[query.dtype], SPLIT=splits > 1, CAUSAL=bool(params.causal),
+            HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, HAS_CHUNK=params.attention_chunk_size > 0,
+            HAS_CAP=params.logits_soft_cap > 0, num_warps=8, num_stages=2, **flags,
+        )  # fmt: skip
+        if partials is not None:
+            combine_kernel[(num_tokens, num_heads)](
+                partials, params.sinks, out, lse, splits, num_tokens, num_heads, *out.stride()[:2],
+                stride_lt, DV=LATENT, DV_PAD=LATENT, STEP=16, PDL=False, num_warps=4, **flags,
+            )  # fmt: skip
+
+
+def _check_supported(params: AttentionParams, selection: KeySelection | None) -> None:
+    """Check the parameters and the form of the lists.
+
+    Raises:
+        UnsupportedConfigError: what the kernel does not have.
+    """
+    reasons = [
+        name
+        for name, given in (
+            ("causality per request", isinstance(params.causal, Tensor)),
+            ("alibi_slopes", params.alibi_slopes is not None),
+            ("a query bias", params.query_bias is not None),
+            ("a score function", params.score_function is not None),
+            (
+                "lists per query head or shared by query tokens",
+                selection is not None
+                and (
+                    selection.query_block_size > 1 or selection.scope == SelectionScope.QUERY_HEAD
+                ),
+            ),
+        )
+        if given
+    ]
+    if reasons:
+        raise UnsupportedConfigError(
+            f"the Triton kernel over packed latents has no {', '.join(reasons)}: use "
+            "attnlib.ops.torch.packed_latents",
+            backend="triton",
+            reasons=reasons,
+        )
