@@ -69,7 +69,7 @@ def unpack_latents(data: Tensor, dtype: torch.dtype) -> Tensor:
         `[B, N, 1, 576]`, a cache of latents without quantization.
     """
     parts = packed_views(data)
-    groups = parts.elements.float().unflatten(-1, (LATENT // GROUP, GROUP))
+    groups = parts.elements.float().view(*data.shape[:2], LATENT // GROUP, GROUP)
     latents = (groups * parts.scales[..., None]).flatten(-2)
     return torch.cat((latents.to(dtype), parts.rotary.to(dtype)), -1).unsqueeze(2)
 
