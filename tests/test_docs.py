@@ -55,6 +55,7 @@ MEASURED = (
     (re.compile(r"\b\d+(\.\d+)? s\b"), "T s"),
     (re.compile(r"\b\d+ tokens/s\b"), "N tokens/s"),
     (re.compile(r"(?<=logit error )\d\.\de-\d+"), "E"),
+    (re.compile(r"(?<=sha256 )[0-9a-f]{16}"), "H"),  # the last bits depend on the processor
 )
 OPTIONAL = [name for name in ("flash_attn", "flashinfer") if importlib.util.find_spec(name)]
 """The pages are written without these packages; with them, a report shows other lines."""
