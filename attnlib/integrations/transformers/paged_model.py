@@ -21,13 +21,9 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.integrations.transformers.continuous import paged_forward
 from attnlib.integrations.transformers.discovery import DiscoveryStep, create_layers
-from attnlib.integrations.transformers.latents import (
-    LatentWeights,
-    has_latents,
-    make_latent_attention,
-    unexpanded,
-)
+from attnlib.integrations.transformers.latents import unexpanded
 from attnlib.integrations.transformers.layers import layer_name
+from attnlib.integrations.transformers.paged_latents import LatentLayers
 from attnlib.integrations.transformers.paged_step import LayerGroupKey, PagedStep, attend
 from attnlib.integrations.transformers.registration import NAME, register
 from attnlib.integrations.transformers.shared_layers import (
@@ -35,11 +31,9 @@ from attnlib.integrations.transformers.shared_layers import (
     needed_rows,
     shared_suffix,
 )
-from attnlib.latent_attention import LatentAttention
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
-from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec, MaskKind
 from attnlib.workspace import BatchLimits
 
@@ -73,6 +67,7 @@ class PagedModel:
 
     Attributes:
         pool: the pool of a hybrid model; None before `prepare`, and for other models.
+        latents: the modules that cache latents.
 
     Raises:
         UnsupportedConfigError: `hybrid` and `latents` are both True, or `latents` is True and no
@@ -112,14 +107,8 @@ class PagedModel:
         # The lazy creation of layers knows neither groups nor who shares keys.
         self._shares = any(map(_shares_keys, model.modules()))
         self._is_prepared = not hybrid and not self._shares
-        self._latent: dict[nn.Module, LatentAttention | None] = {}
-        if latents is not False and not hybrid:
-            self._latent = dict.fromkeys(filter(self._can_keep_latents, model.modules()))
-        if latents and not self._latent:
-            raise UnsupportedConfigError(
-                f"{type(model).__name__}: no attention module has latents that "
-                f"{backend or 'a backend'} supports; leave out latents=True"
-            )
+        wanted = False if hybrid else latents
+        self.latents = LatentLayers(self, model.modules(), wanted)
 
     @property
     def specs(self) -> Counter[AttentionSpec]:
@@ -146,7 +135,7 @@ class PagedModel:
         before = model.config._attn_implementation
         model.set_attn_implementation(NAME)
         try:
-            with unexpanded(self._latent):
+            with unexpanded(self.latents.modules):
                 yield
         finally:
             model.set_attn_implementation(before)
@@ -279,9 +268,13 @@ class PagedModel:
             head_size=query.shape[3],
             head_size_v=value.shape[3],
             dtype=query.dtype,
-            **self._fields(options),
+            **self.spec_fields(options),
         )
-        return spec, self._layer_options(module, query, options)
+        return spec, self.layer_options(module, query, options)
+
+    def add_layer(self, module: nn.Module, layer: Attention, cache: PagedKVCache) -> None:
+        """Add the layer of a module that was created elsewhere."""
+        self._layers[module] = (layer, cache)
 
     def layer_of(
         self, module: nn.Module, query: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
@@ -301,53 +294,6 @@ class PagedModel:
             found = self._layers[module] = (Attention(spec, **layer_options), cache)
         return found
 
-    def attend_latents(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        step: PagedStep,
-        options: dict[str, Any],
-    ) -> torch.Tensor | None:
-        """Attention of a module over latents; None if the module does not keep them.
-
-        Args:
-            module: the attention module.
-            query: `[1, Hq, T, P + rotary part]`.
-            key: `[1, 1, T, R + rotary part]`, the latents.
-            step: the step.
-            options: as in `layer_of`.
-
-        Returns:
-            `[T, Hq, V]`.
-        """
-        if module not in self._latent:
-            return None
-        layer = self._latent[module]
-        if layer is None:
-            spec = LatentWeights(module).spec(**self._fields(options))
-            layer = self._latent[module] = make_latent_attention(
-                module, spec, **self._layer_options(module, query, options)
-            )
-            cache = PagedKVCache.allocate(spec, self.num_blocks, query.device)
-            self._layers[module] = (layer.layer, cache)
-        metadata, cache = step.metadata_for(layer.layer), self._layers[module][1]
-        out: torch.Tensor = layer(query[0].transpose(0, 1), key[0, 0], cache, metadata)
-        return out
-
-    def _can_keep_latents(self, module: nn.Module) -> bool:
-        """Whether a module has latents, and the backend supports a cache of them."""
-        if not has_latents(module):
-            return False
-        spec = LatentWeights(module).spec(
-            kv_cache_dtype=self.kv_cache_dtype, block_size=self.block_size
-        )
-        try:
-            get_attn_backend(spec, self.backend, next(module.parameters()).device)
-        except UnsupportedConfigError:
-            return False
-        return True
-
     def builder_of(self, layer: Attention) -> AttentionMetadataBuilder[Any]:
         """The metadata builder that all layers of one spec and backend share."""
         group = (layer.backend, layer.spec)
@@ -357,7 +303,7 @@ class PagedModel:
             )
         return self._builders[group]
 
-    def _fields(self, options: dict[str, Any]) -> dict[str, Any]:
+    def spec_fields(self, options: dict[str, Any]) -> dict[str, Any]:
         """The fields of a spec that follow from the options of the call and of this model."""
         return {
             "kv_cache_dtype": self.kv_cache_dtype,
@@ -369,7 +315,7 @@ class PagedModel:
             "has_sink": options["s_aux"] is not None,
         }
 
-    def _layer_options(
+    def layer_options(
         self, module: nn.Module, query: torch.Tensor, options: dict[str, Any]
     ) -> dict[str, Any]:
         """The keyword arguments of a layer."""

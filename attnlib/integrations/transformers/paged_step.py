@@ -132,7 +132,7 @@ def attend(
     attnlib_step.reached.add(module)
     if (recorded := attnlib_step.record(module, query, key, value, options)) is not None:
         return recorded, None
-    latent = attnlib_step.paged.attend_latents(module, query, key, attnlib_step, options)
+    latent = attnlib_step.paged.latents.attend(module, query, key, attnlib_step, options)
     if latent is not None:
         return latent[None], None
     paged = attnlib_step.paged

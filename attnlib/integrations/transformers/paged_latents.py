@@ -1,0 +1,106 @@
+"""The attention modules of a `PagedModel` that cache latents (P10)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from attnlib.cache.storage import PagedKVCache
+from attnlib.errors import UnsupportedConfigError
+from attnlib.integrations.transformers.latents import (
+    LatentWeights,
+    has_latents,
+    make_latent_attention,
+)
+from attnlib.integrations.transformers.paged_step import PagedStep
+from attnlib.latent_attention import LatentAttention
+from attnlib.selection import get_attn_backend
+
+if TYPE_CHECKING:
+    from attnlib.integrations.transformers.paged_model import PagedModel
+
+__all__ = ["LatentLayers"]
+
+
+class LatentLayers:
+    """The modules with multi-head latent attention, and their layers.
+
+    Args:
+        paged: the model.
+        modules: its modules.
+        wanted: True requires latents, False keeps none, None keeps them where the backend supports
+            them.
+
+    Attributes:
+        modules: the modules that keep latents.
+
+    Raises:
+        UnsupportedConfigError: `wanted` is True, and no module has latents that the backend
+            supports.
+    """
+
+    def __init__(
+        self, paged: PagedModel, modules: Iterable[nn.Module], wanted: bool | None
+    ) -> None:
+        self._paged = paged
+        self._layers: dict[nn.Module, LatentAttention] = {}
+        self.modules: list[nn.Module] = []
+        if wanted is not False:
+            self.modules = list(filter(self._is_supported, modules))
+        if wanted and not self.modules:
+            raise UnsupportedConfigError(
+                f"{type(paged.model).__name__}: no attention module has latents that "
+                f"{paged.backend or 'a backend'} supports; leave out latents=True"
+            )
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        step: PagedStep,
+        options: dict[str, Any],
+    ) -> torch.Tensor | None:
+        """Attention of a module over latents; None if the module does not keep them.
+
+        Args:
+            module: the attention module.
+            query: `[1, Hq, T, P + rotary part]`.
+            key: `[1, 1, T, R + rotary part]`, the latents.
+            step: the step.
+            options: as in `PagedModel.layer_of`.
+
+        Returns:
+            `[T, Hq, V]`.
+        """
+        if module not in self.modules:
+            return None
+        paged, layer = self._paged, self._layers.get(module)
+        if layer is None:
+            spec = LatentWeights(module).spec(**paged.spec_fields(options))
+            layer = self._layers[module] = make_latent_attention(
+                module, spec, **paged.layer_options(module, query, options)
+            )
+            cache = PagedKVCache.allocate(spec, paged.num_blocks, query.device)
+            paged.add_layer(module, layer.layer, cache)
+        _, cache = paged.layer_of(module, query, key, options)
+        metadata = step.metadata_for(layer.layer)
+        out: torch.Tensor = layer(query[0].transpose(0, 1), key[0, 0], cache, metadata)
+        return out
+
+    def _is_supported(self, module: nn.Module) -> bool:
+        """Whether a module has latents, and the backend supports a cache of them."""
+        if not has_latents(module):
+            return False
+        paged = self._paged
+        spec = LatentWeights(module).spec(
+            kv_cache_dtype=paged.kv_cache_dtype, block_size=paged.block_size
+        )
+        try:
+            get_attn_backend(spec, paged.backend, next(module.parameters()).device)
+        except UnsupportedConfigError:
+            return False
+        return True
