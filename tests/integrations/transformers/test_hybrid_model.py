@@ -77,7 +77,8 @@ class Engine:
                     if counts[n] and end == len(t)]  # fmt: skip
         ends_of = torch.tensor(counts).cumsum(0) - 1
         logits = self.paged.step(
-            torch.tensor(ids), torch.tensor([p for span in spans for p in span]), batches,
+            torch.tensor(ids, device=device),
+            torch.tensor([p for span in spans for p in span], device=device), batches,
             ends_of[sampling],
         )  # fmt: skip
         for one, t, length in zip(held, tokens, lens, strict=True):
