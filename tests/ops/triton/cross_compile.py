@@ -512,6 +512,34 @@ def _indexer(options: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
+def _packed_latent(options: dict[str, Any]) -> None:
+    from attnlib.key_selection import KeySelection, SelectedKeys
+    from attnlib.ops.triton.packed_latents import packed_latent_attention
+
+    heads, dtype = options["heads"], options.get("dtype", torch.bfloat16)
+    query = torch.empty(8, heads, 576, dtype=dtype)
+    starts = torch.zeros(3, dtype=torch.int32)
+    params, more = split_options({"scale": 0.1, **_features(options.get("features", ""), query, 1)})
+    if num_blocks := options.get("select"):
+        more["selection"] = KeySelection(max_blocks=num_blocks)
+        more["selected"] = SelectedKeys(torch.zeros(8, 1, num_blocks, dtype=torch.int32))
+    packed_latent_attention(
+        query, torch.empty(2, 64, 656, dtype=torch.uint8), torch.zeros(2, 64, dtype=torch.int32),
+        starts, starts[:2], params, max_query_len=4, max_seq_len=4096,
+        out=torch.empty(8, heads, 512, dtype=dtype), **more,
+    )  # fmt: skip
+
+
+def _packed_latent_write() -> None:
+    from attnlib.ops.triton.packed_latents import write_packed_latents
+
+    write_packed_latents(
+        torch.empty(4, 576, dtype=torch.bfloat16),
+        torch.empty(2, 64, 656, dtype=torch.uint8),
+        torch.zeros(4, dtype=torch.int64),
+    )
+
+
 def _cache_write(dtype: torch.dtype, latent: bool = False) -> None:
     from attnlib.ops.triton.cache_write import write_kv
 
@@ -739,6 +767,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"heads": 64, "weights": True, "selection": {"max_blocks": 2048}},
     ),
     "indexer-blocks": ("indexer", {"heads": 4, "weights": False, "selection": _BLOCKS}),
+    "packed-latent-write": ("packed-latent-write", {}),
+    "packed-latent-64": ("packed-latent", {"heads": 64}),
+    "packed-latent-selected": ("packed-latent", {"heads": 128, "select": 2048}),
+    "packed-latent-all": (
+        "packed-latent",
+        {"heads": 16, "dtype": torch.float16, "features": "window cap chunk lse sinks"},
+    ),
     "selected-f32": ("selected", {"selection": _BLOCKS, "dtype": torch.float32}),
     "pages-decode-int8": ("pages decode", {"cache": "int8_per_token_head"}),
     "pages-decode-fp8-all": (
@@ -886,6 +921,8 @@ def run_case(name: str) -> None:
         _selected(options)
     elif operation == "indexer":
         _indexer(options)
+    elif operation == "packed-latent":
+        _packed_latent(options)
     elif operation == "context":
         _context(options)
     elif operation.startswith("packed "):
@@ -899,7 +936,7 @@ def run_case(name: str) -> None:
     else:
         {
             "append": _append, "slots": _slots, "merge": _merge, "merge-rows": _merge_rows,
-            "varying": _varying,
+            "varying": _varying, "packed-latent-write": _packed_latent_write,
         }[operation]()  # fmt: skip
 
 
