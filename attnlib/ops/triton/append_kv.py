@@ -134,8 +134,10 @@ def _launch(key: Tensor, key_cache: Tensor, value_cache: Tensor) -> BoundLaunch:
         "D_PAD": padded,
         "DV_PAD": padded_v,
         "BLOCK_H": block_h,
+        "ONE_TOKEN": new_tokens == 1,
         "num_warps": 4 if padded * block_h > 512 else 1,
         "enable_fp_fusion": True,
+        **chips.programmatic_launch(chips.limits_of(key)),
     }
     grid = (num_reqs * new_tokens, triton.cdiv(num_heads, block_h), 1)
     return BoundLaunch(append_kv_kernel, grid, constants)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnlib.ops.triton.kernels.cache_write import load_heads, store_heads
 
@@ -20,12 +21,20 @@ def append_kv_kernel(
     max_blocks, stride_table, stride_kr, stride_kt, stride_kh, stride_vr, stride_vt, stride_vh,
     stride_kcb, stride_kcn, stride_kch, stride_vcb, stride_vcn, stride_vch,
     BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr,
+    DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, ONE_TOKEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write keys and values of one token; the first program of a request also writes its new
-    length. Grid: (requests * new tokens, blocks of heads)."""
-    request = tl.program_id(0) // new_tokens
-    token = tl.program_id(0) % new_tokens
+    length. Grid: (requests * new tokens, blocks of heads). ONE_TOKEN: new_tokens is 1."""
+    if PDL:
+        # This grid may start while the previous one drains, and the next one, which waits for the
+        # cache and the lengths, may start now. Nothing is read before the wait.
+        gdc_wait()
+        gdc_launch_dependents()
+    request = tl.program_id(0)
+    token = request * 0
+    if not ONE_TOKEN:
+        token = request % new_tokens
+        request = request // new_tokens
     row = request.to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_heads = heads < num_heads

@@ -45,6 +45,7 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     exp2,
     launch_dependent_grids,
     partition_barrier,
+    prefetch_l1,
     wait_on_dependent_grids,
 )
 from attnlib.ops.triton.hopper.kernels.quantized import (
@@ -234,6 +235,25 @@ def _loader(
             position += count
         before = request_end
         request += 1
+
+
+@gluon.jit
+def _prefetch_queries(
+    query, token, kv_head, num_tokens, stride_qt, stride_qh, GROUP: gl.constexpr, D: gl.constexpr,
+    ROWS: gl.constexpr,
+):  # fmt: skip
+    """Prefetch the query rows of the split that begins at `token` into L1.
+
+    A split begins with the load of its queries. Where requests have few key tiles, no other work of
+    the warpgroup hides that latency.
+    """
+    LINES: gl.constexpr = (D + 63) // 64  # of 128 bytes, in a row
+    LANES: gl.constexpr = max(128, ROWS * ((D + 127) // 128 * 2))
+    index = gl.arange(0, LANES, gl.BlockedLayout([LANES // 128], [32], [4], [0]))
+    row = index // LINES % ROWS
+    tokens = gl.minimum(token + row // GROUP, num_tokens - 1).to(gl.int64)
+    heads = (kv_head * GROUP + row % GROUP).to(gl.int64)
+    prefetch_l1(query + tokens * stride_qt + heads * stride_qh + index % LINES * 64)
 
 
 @gluon.jit
@@ -483,6 +503,10 @@ def _consumer(
             q_tile.store(q)
             fence_async_shared()
             partition_barrier()
+            if position + count < range_end:
+                _prefetch_queries(
+                    query, start + query_len, kv_head, num_tokens, stride_qt, stride_qh, GROUP, D,
+                    ROWS)  # fmt: skip
 
             row = gl.arange(0, ROWS, COLUMN)
             token = row // GROUP
