@@ -15,12 +15,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("counterpart", ["torch", "triton"])
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_appends_behind_each_request(counterpart: str, block_size: int) -> None:
+@pytest.mark.parametrize(("block_size", "new"), [(1, 3), (4, 1), (4, 3), (16, 1), (16, 3)])
+def test_appends_behind_each_request(counterpart: str, block_size: int, new: int) -> None:
     """P1, P3, P4: new tokens follow the cached ones, other elements keep their bits, and tokens
     past the block table or before position 0 are not written."""
     append_kv = import_module(f"attnlib.ops.{counterpart}.append_kv").append_kv
-    columns, lengths, new = 32 // block_size, [0, 5, 31, 40, 17], 3
+    columns, lengths = 32 // block_size, [0, 5, 31, 40, 17]
     blocks = len(lengths) * columns
     table = torch.randperm(blocks, dtype=torch.int32).view(len(lengths), columns).to(DEVICE)
     caches = [torch.randn(blocks, 2, block_size, d, device=DEVICE).transpose(1, 2) for d in (8, 4)]

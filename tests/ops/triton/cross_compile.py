@@ -577,7 +577,8 @@ def _append() -> None:
 
     key, cache = (torch.empty(*shape, 8, 128, dtype=torch.bfloat16) for shape in ((2, 3), (4, 16)))
     table, lengths = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    append_kv(key, key, cache, cache, table, lengths, torch.zeros_like(lengths))
+    for new in (key, key[:, :1]):  # one new token has code of its own
+        append_kv(new, new, cache, cache, table, lengths, torch.zeros_like(lengths))
 
 
 def _slots() -> None:
