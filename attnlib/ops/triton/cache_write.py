@@ -14,7 +14,12 @@ from attnlib.ops.checks import check_slots
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.scales import check_scale
 from attnlib.ops.signature import tensor_signature
-from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard, limits_of
+from attnlib.ops.triton.heuristics.device import (
+    DeviceLimits,
+    device_guard,
+    limits_of,
+    programmatic_launch,
+)
 from attnlib.ops.triton.kernels.cache_write import write_kv_kernel
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
@@ -171,6 +176,7 @@ def prepare_write(
         "LATENT": values_are_prefix(key_cache, value_cache),
         "num_warps": 4 if padded * block_h > 512 else 1,
         "enable_fp_fusion": True,
+        **programmatic_launch(limits),
     }
     strides = (*key.stride()[:2], *value.stride()[:2])
     grid = (num_tokens, triton.cdiv(num_heads, block_h), 1)

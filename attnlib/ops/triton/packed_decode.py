@@ -35,7 +35,7 @@ from attnlib.ops.triton.heuristics.splits import (
 from attnlib.ops.triton.heuristics.tile_table import relevant_work_class
 from attnlib.ops.triton.heuristics.tiles import next_power_of_2
 from attnlib.ops.triton.kernels.decode import combine_kernel
-from attnlib.ops.triton.kernels.packed import packed_decode_kernel
+from attnlib.ops.triton.kernels.packed import clear_counters_kernel, packed_decode_kernel
 from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
@@ -49,7 +49,7 @@ from attnlib.ops.triton.launch.packed import (
 from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
 from attnlib.ops.triton.launch.scales import scale_signature
 
-__all__ = ["packed_decode"]
+__all__ = ["cleared_counters", "packed_decode"]
 
 
 def packed_decode(
@@ -94,6 +94,8 @@ def packed_decode(
         hopper_decode = _hopper_decode(*tensors, params, limits, max_seq_len)
         if hopper_decode is not None and not joined_addresses(*tensors[:4]) & ALIGNMENT:
             batch = BatchTensors(seq_lens, seq_lens, block_table)
+            if len(hopper_decode.kernels) == 1:  # it combines splits itself
+                batch = batch._replace(counters=cleared_counters(query, limits))
             run_attention(hopper_decode, batch, query, key_cache, value_cache, out, None, params)
             return
     num_reqs, num_heads, head_size = query.shape
@@ -189,6 +191,26 @@ def _hopper_decode(
             )
         found = LAUNCHES.keep(signature, (limits, prepared))
     return found[1]
+
+
+def cleared_counters(query: Tensor, limits: DeviceLimits) -> Tensor:
+    """Counters with which the Hopper decode combines splits in its own kernel.
+
+    The interface has no buffers that outlive a call, so each call clears new ones. That is shorter
+    than a kernel that combines, which has a program for every request.
+    """
+    number, index = hopper.load().num_counters(limits), query.get_device()
+    counters = torch.empty(number, dtype=torch.int32, device=query.device)
+    key = ("clear counters", number, index)
+    launch: BoundLaunch | None = LAUNCHES.get(key)
+    if launch is None:
+        constants = {
+            "SIZE": next_power_of_2(number), "num_warps": 4, **programmatic_launch(limits),
+        }  # fmt: skip
+        launch = LAUNCHES.keep(key, BoundLaunch(clear_counters_kernel, (1, 1, 1), constants))
+    with device_guard(query):
+        launch.run((counters, number), counters.data_ptr(), index)
+    return counters
 
 
 def _combine_launch(query: Tensor, limits: DeviceLimits) -> BoundLaunch:

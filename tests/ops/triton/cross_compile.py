@@ -385,7 +385,7 @@ def _packed(name: str, options: dict[str, Any]) -> None:
     from attnlib.ops.packed_cache import typed_cache
     from attnlib.ops.paged_attention import PagedAttention
     from attnlib.ops.params import AttentionParams
-    from attnlib.ops.triton import packed_attention
+    from attnlib.ops.triton import packed_attention, packed_decode
 
     group, kv_heads, size = options.get("group", 4), 8, options.get("d", 128)
     dtype, fp8 = options.get("dtype", torch.bfloat16), options.get("fp8", "auto")
@@ -410,6 +410,8 @@ def _packed(name: str, options: dict[str, Any]) -> None:
             query, *caches, table, lengths[:2], params, max_seq_len=32768, out=out,
             pattern=pattern if all_features else None, kernels="portable",
         )  # fmt: skip
+    elif name == "counters":
+        packed_decode.cleared_counters(query, device.INTERPRETER_LIMITS)
     elif name == "prefill":
         packed_attention.packed_prefill(
             query, new, new, *caches, table, lengths, lengths[:2], params, max_query_len=2048,
@@ -801,6 +803,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "pages-write-int4": ("pages write", {"cache": "int4_per_group"}),
     "packed-write": ("packed write", {}),
     "packed-write-fp8": ("packed write", {"fp8": "fp8"}),
+    "packed-counters": ("packed counters", {}),
     "varlen-64": ("varlen", {}),
     "varlen-64-window": ("varlen", {"features": "window"}),
 }

@@ -52,6 +52,7 @@ SMALL = [
     "pages-write-fp8",
     "pages-write-int4",
     "packed-latent-write",
+    "packed-counters",
 ]
 MAIN = [
     "decode-64",

@@ -213,7 +213,10 @@ def select_packed_decode(
     tile = choose_hopper_decode_tile(
         head_size, head_size, keys_per_sm=keys_per_sm, tuned=limits.tuned
     )
-    return prepare_hopper_decode(query, key, value, out, None, batch, params, tile, limits, 1)
+    return prepare_hopper_decode(
+        query, key, value, out, None, batch, params, tile, limits, 1,
+        num_counters=num_counters(limits),
+    )  # fmt: skip
 
 
 def _select_latent_decode(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnlib.ops.triton.kernels.quant import encode_fp8, load_scale, valid_scale
 
@@ -57,11 +58,17 @@ def write_kv_kernel(
     stride_vch, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, K_SCALE_KIND: tl.constexpr,
     V_SCALE_KIND: tl.constexpr, FP8: tl.constexpr, E5M2: tl.constexpr, LATENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Write keys and values of one token; with LATENT, values are a prefix of the keys (P10).
 
     Grid: (tokens, blocks of heads).
     """
+    if PDL:
+        # This grid may start while the previous one drains, and the attention kernel, which waits
+        # for the cache, may start now. Nothing is read before the wait.
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     # A negative slot writes nothing (P4).

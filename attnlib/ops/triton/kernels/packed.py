@@ -20,7 +20,12 @@ from attnlib.ops.triton.kernels.attend import aligned, load_queries, pack_rows, 
 from attnlib.ops.triton.kernels.quant import decode_kv, encode_fp8, load_scale
 from attnlib.ops.triton.kernels.softmax import LOG2E, finish_rows, online_softmax
 
-__all__ = ["packed_decode_kernel", "packed_prefill_kernel", "packed_write_kernel"]
+__all__ = [
+    "clear_counters_kernel",
+    "packed_decode_kernel",
+    "packed_prefill_kernel",
+    "packed_write_kernel",
+]
 
 
 @triton.jit
@@ -504,3 +509,14 @@ def _scales(scale, heads, mask, KIND: tl.constexpr):
     else:
         values = tl.zeros(heads.shape, tl.float32) + load_scale(scale, 0, KIND)
     return values
+
+
+@triton.jit(do_not_specialize=["number"])
+def clear_counters_kernel(counters, number, SIZE: tl.constexpr, PDL: tl.constexpr):
+    """Set the counters of the Hopper decode to 0. One program."""
+    if PDL:
+        # The grid before may still use this memory; the decode waits for the zeros by itself.
+        gdc_wait()
+        gdc_launch_dependents()
+    lanes = tl.arange(0, SIZE)
+    tl.store(counters + lanes, tl.zeros([SIZE], tl.int32), mask=lanes < number)
