@@ -124,6 +124,49 @@ def test_the_hopper_kernel_serves_block_sizes(block_size: int, dtype: torch.dtyp
 
 
 @needs_hopper
+def test_counters_are_clear_in_every_call_and_replay() -> None:
+    """Batches of many requests combine splits in the decode kernel, back to back without a wait."""
+    torch.manual_seed(0)
+    requests, longest = 40, COLUMNS * BLOCK
+    shape = PagedAttention.get_kv_cache_shape(requests * COLUMNS, BLOCK, 8, SIZE)
+    kv_cache = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+    caches = PagedAttention.split_kv_cache(kv_cache, 8, SIZE)
+    table = torch.randperm(requests * COLUMNS, device="cuda").view(requests, COLUMNS).int()
+    query = torch.randn(requests, 32, SIZE, dtype=torch.bfloat16, device="cuda")
+    batches = torch.randint(1, longest + 1, (12, requests), dtype=torch.int32, device="cuda")
+    batches[0], lens = longest, torch.empty(requests, dtype=torch.int32, device="cuda")
+
+    def decodes() -> list[torch.Tensor]:
+        results = []
+        for batch in batches:
+            lens.copy_(batch)
+            results.append(PagedAttention.forward_decode(
+                query, *caches, table, lens, longest, "auto", 8, 0.1, None, 1.0, 1.0
+            ))  # fmt: skip
+        return results
+
+    LAUNCHES.clear()
+    eager = decodes()
+    assert [launch.combine for launch in hopper_launches()] == [None]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = decodes()
+    for _ in range(3):
+        for result in captured:
+            result.zero_()
+        graph.replay()
+    torch.cuda.synchronize()
+    for batch, result, replayed in zip(batches, eager, captured, strict=True):
+        wanted = torch.empty_like(query)
+        packed_decode(
+            query, *caches, table, batch, AttentionParams(scale=0.1), max_seq_len=longest,
+            out=wanted,
+        )  # fmt: skip
+        torch.testing.assert_close(result, wanted, atol=2e-2, rtol=2e-2)
+        assert torch.equal(replayed, result)
+
+
+@needs_hopper
 @pytest.mark.parametrize("heads", [(1, 1), (5, 5), (32, 1), (24, 3), (64, 8)])
 @pytest.mark.parametrize("requests", [1, 3, 200])
 def test_the_hopper_kernel_serves_groups_and_batches(heads: tuple[int, int], requests: int) -> None:
