@@ -1,4 +1,7 @@
-"""Imports go down: each module imports only from its own layer and the layers below it."""
+"""Imports go down: each module imports only from its own layer and the layers below it.
+
+Test modules mirror the modules of the package.
+"""
 
 import ast
 from pathlib import Path
@@ -166,4 +169,39 @@ def test_type_checking_imports_do_not_count() -> None:
             "if TYPE_CHECKING:\n    from attnlib.layer import Attention",
         )
         == []
+    )
+
+
+TESTS = Path(__file__).parent
+OUTSIDE = ("benchmarks", "examples", "gpu", "hosts", "properties")
+"""Folders of tests of scripts and examples, and of tests that need a GPU, vLLM or random draws."""
+SEVERAL_MODULES = """
+    backends/flash_mla/test_backend.py backends/flashinfer/test_backend.py
+    backends/test_adapter_conformance.py backends/test_device_values.py backends/test_refusals.py
+    cache/test_state_machines.py integrations/transformers/test_gpu.py
+    integrations/transformers/test_hybrid_model.py integrations/transformers/test_indices.py
+    integrations/transformers/test_sweep.py ops/test_counterparts.py ops/torch/test_no_sync.py
+    ops/triton/hopper/test_compile.py ops/triton/test_compile.py ops/triton/test_latent.py
+    ops/triton/test_random_batches.py ops/triton/test_sass.py test_architecture.py
+    test_compatibility_page.py test_docs.py test_hardening.py test_init.py test_light_import.py
+    test_packaging.py test_tiny.py testing/test_docs.py testing/test_examples.py
+    testing/test_fuzz.py testing/test_golden_v1.py
+""".split()
+"""Tests of one property of several modules, of the whole package, or of its documentation."""
+
+
+def test_test_modules_mirror_the_package() -> None:
+    """`tests/a/test_b.py` and `tests/a/test_b_subject.py` test a module `b` below `attnlib/a`."""
+    others = []
+    for path in sorted(TESTS.rglob("test_*.py")):
+        relative = path.relative_to(TESTS)
+        if relative.parts[0] in OUTSIDE:
+            continue
+        below = (PACKAGE / relative.parent).rglob("*")
+        names = {each.stem for each in below if each.suffix in (".py", ".c") or each.is_dir()}
+        parts = path.stem.removeprefix("test_").split("_")
+        if not names & {"_".join(parts[: end + 1]) for end in range(len(parts))}:
+            others.append(relative.as_posix())
+    assert sorted(others) == sorted(SEVERAL_MODULES), (
+        "name a test module after the module that it tests; SEVERAL_MODULES lists the exceptions"
     )
