@@ -21,6 +21,7 @@ import torch
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.key_selection import KeySelection, SelectionScope
+from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.spec import AttentionSpec
 from attnlib.testing.batch_spec import BatchSpec, parse_batch
 from attnlib.testing.block_placement import BlockPlacement, place_blocks
@@ -47,7 +48,7 @@ class BenchCase:
         head_size_v: Dv; None means D.
         block_size: N, tokens per block of the cache.
         dtype: dtype of q, k, v and the output.
-        kv_cache_dtype: dtype of the cache; "auto" means `dtype`.
+        kv_cache_dtype: of the cache, as in `AttentionSpec`; "auto" means `dtype`.
         sliding_window: number of visible keys, including the query's own (M2).
         logits_soft_cap: soft cap of the logits (M3).
         sinks: True for one sink logit per head (M4).
@@ -77,7 +78,8 @@ class BenchCase:
 
     @property
     def spec(self) -> AttentionSpec:
-        """The layer as a spec, with an NHD cache, which every backend can read, or with latents.
+        """The layer as a spec, with an NHD cache, which every backend can read, with latents, or
+        with pages that hold their scales.
 
         Raises:
             ContractError: invalid sizes or dtype.
@@ -96,7 +98,7 @@ class BenchCase:
             dtype=dtype,
             kv_cache_dtype=self.kv_cache_dtype,
             block_size=self.block_size,
-            kv_cache_layout=None if self.mla else "NHD",
+            kv_cache_layout=None if self.mla or self.kv_cache_dtype in PAGE_FORMATS else "NHD",
             sliding_window=self.sliding_window,
             logits_soft_cap=self.logits_soft_cap,
             has_sink=self.sinks,

@@ -19,9 +19,11 @@ import torch
 from attnlib.backends.base import AttentionImpl
 from attnlib.bench.inputs import CaseInputs
 from attnlib.bench.key_lists import selected_mask
+from attnlib.cache.storage import PagedKVCache
 from attnlib.testing.budget import Comparison, compare
 from attnlib.testing.layouts import read_slots, write_slots
 from attnlib.testing.oracle import OracleParams, unpaged_attention
+from attnlib.testing.page_formats import dequantize_tokens
 
 __all__ = ["CorrectnessCheck", "contested_rows", "sample_rows"]
 
@@ -101,6 +103,8 @@ class CorrectnessCheck:
         Restores the cache.
         """
         inputs, cache = self._inputs, self._inputs.caches[0]
+        if cache.page_format is not None:
+            return self._page_write(impl, cache)
         views = (cache.key_cache, cache.value_cache)
         slots = inputs.slots.tolist()
         before = [read_slots(view, slots).to(torch.float64) for view in views]
@@ -114,6 +118,26 @@ class CorrectnessCheck:
             name
             for name, a, b in zip(("keys", "values"), before, after, strict=True)
             if not torch.equal(a, b)
+        ]
+        mismatch = f"{' and '.join(wrong)} are not in their slots" if wrong else ""
+        return Comparison("cache write", not wrong, mismatch=mismatch)
+
+    def _page_write(self, impl: AttentionImpl, cache: PagedKVCache) -> Comparison:
+        """`cache_write` for pages that hold their scales: the stored bits must be those of the
+        reference operation (M16)."""
+        inputs = self._inputs
+        at = inputs.slots // cache.block_size, inputs.slots % cache.block_size
+        views = [_bits(view) for view in cache.block_views]
+        before = [view[at] for view in views]
+        for view in views:
+            view[at] = 0
+        impl.write_kv(inputs.key, inputs.value, cache, inputs.slots)
+        after = [view[at] for view in views]
+        for view, stored in zip(views, before, strict=True):
+            view[at] = stored
+        names = ("keys", "values", "scales of keys", "scales of values")
+        wrong = [
+            name for name, a, b in zip(names, before, after, strict=True) if not torch.equal(a, b)
         ]
         mismatch = f"{' and '.join(wrong)} are not in their slots" if wrong else ""
         return Comparison("cache write", not wrong, mismatch=mismatch)
@@ -146,9 +170,9 @@ class CorrectnessCheck:
         assert inputs.common.block_table_tensor is not None  # every case is paged
         blocks = inputs.common.block_table_tensor[request, : -(-length // block_size)].long()
         cache = inputs.caches[0]
-        key, value = (
-            _gather(view, blocks, length) for view in (cache.key_cache, cache.value_cache)
-        )
+        key, value, *scales = (_gather(view, blocks, length) for view in cache.block_views)
+        if scales:  # in the pages
+            key, value = dequantize_tokens(key, scales[0]), dequantize_tokens(value, scales[1])
         return inputs.query[row : row + 1], key, value, request
 
 
@@ -158,6 +182,11 @@ def _of_request(params: OracleParams, request: int) -> OracleParams:
     if score is None:
         return params
     return replace(params, score=lambda _, *scores: score(request, *scores))
+
+
+def _bits(view: torch.Tensor) -> torch.Tensor:
+    """A view whose elements can be indexed and compared as bits on every device."""
+    return view.view(torch.uint8 if view.element_size() == 1 else view.dtype)
 
 
 def _gather(view: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from attnlib.bench.work import kv_bytes
 from attnlib.cache.storage import PagedKVCache
 from attnlib.key_selection import SelectedKeys
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.ops.torch.cache_write import write_kv
 from attnlib.spec import AttentionSpec
 from attnlib.testing.layouts import read_slots
 from attnlib.testing.oracle import OracleParams
@@ -28,6 +29,8 @@ __all__ = ["CaseInputs", "cold_copies", "make_inputs"]
 _L2_FACTOR = 4
 _MOST_COPIES = 128
 _MOST_BYTES = 24 * 2**30
+_FILLED_SLOTS = 1 << 15
+"""Slots that are filled at a time, whose tokens take a few hundred MB in float32."""
 
 
 @dataclass(frozen=True)
@@ -112,22 +115,32 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> CaseInp
         score_tensors={n: t for n, t in tensors.items() if n not in layer_names} or None,
     )
     draw = torch.Generator(device=device).manual_seed(seed)
-    first = PagedKVCache.allocate(spec, placement.num_blocks, device, "NHD")
-    for view in _stored(first):
-        _fill(view, spec.dtype, draw)
+    first = PagedKVCache.allocate(spec, placement.num_blocks, device, _layout(spec))
+    if first.page_format is None:
+        for view in _stored(first):
+            _fill(view, spec.dtype, draw)
+    else:
+        _fill_pages(first, spec, draw)
     tokens = case.batch.num_actual_tokens
     query = torch.randn(tokens, spec.num_heads, spec.head_size, generator=draw, device=device).to(
         spec.dtype
     )
     case.fill(first, query, placement)
-    cache_bytes = sum(view.numel() * view.element_size() for view in _stored(first))
-    copies = cold_copies(case, cache_bytes, *_memory(device))
+    if first.page_format is not None:
+        # Elements of a page are not the numbers that were written: keep those.
+        assert common.slot_mapping is not None  # a block table was given
+        new_tokens = _random_tokens(tokens, spec, draw)
+        _write(first, *new_tokens, common.slot_mapping)
+    copies = cold_copies(case, first.nbytes, *_memory(device))
     caches = [first, *(_copy(first, spec, device) for _ in range(copies - 1))]
     assert common.slot_mapping is not None  # a block table was given
     slots: Any = common.slot_mapping  # a tensor is a valid sequence of slots
-    key, value = (
-        read_slots(view, slots).to(spec.dtype) for view in (first.key_cache, first.value_cache)
-    )
+    if first.page_format is None:
+        key, value = (
+            read_slots(view, slots).to(spec.dtype) for view in (first.key_cache, first.value_cache)
+        )
+    else:
+        key, value = new_tokens
     output = torch.full(
         (tokens, spec.num_heads, spec.head_size_v), float("nan"), dtype=spec.dtype, device=device
     )
@@ -154,9 +167,41 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> CaseInp
     )
 
 
+def _layout(spec: AttentionSpec) -> str | None:
+    """The layout of the caches; None is the default of pages that hold their scales."""
+    return None if spec.kv_format.scales_in_page else "NHD"
+
+
 def _stored(cache: PagedKVCache) -> tuple[torch.Tensor, ...]:
     """The views that hold the contents: of latents, the keys."""
-    return (cache.key_cache,) if cache.values_alias_keys else (cache.key_cache, cache.value_cache)
+    return cache.block_views[:1] if cache.values_alias_keys else cache.block_views
+
+
+def _random_tokens(
+    count: int, spec: AttentionSpec, draw: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random keys `[count, Hkv, D]` and values `[count, Hkv, Dv]`."""
+    heads = spec.num_kv_heads
+    key, value = (
+        torch.randn(count, heads, size, generator=draw, device=draw.device).to(spec.dtype)
+        for size in (spec.head_size, spec.head_size_v)
+    )
+    return key, value
+
+
+def _write(
+    cache: PagedKVCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Store tokens by the reference operation."""
+    scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    write_kv(key, value, cache.key_cache, cache.value_cache, slots, **scales)
+
+
+def _fill_pages(cache: PagedKVCache, spec: AttentionSpec, draw: torch.Generator) -> None:
+    """Store random tokens in all slots."""
+    for first in range(0, cache.num_slots, _FILLED_SLOTS):
+        slots = torch.arange(first, min(first + _FILLED_SLOTS, cache.num_slots))
+        _write(cache, *_random_tokens(len(slots), spec, draw), slots.to(cache.device))
 
 
 def _fill(view: torch.Tensor, dtype: torch.dtype, draw: torch.Generator) -> None:
@@ -170,7 +215,7 @@ def _fill(view: torch.Tensor, dtype: torch.dtype, draw: torch.Generator) -> None
 
 
 def _copy(cache: PagedKVCache, spec: AttentionSpec, device: torch.device) -> PagedKVCache:
-    copy = PagedKVCache.allocate(spec, cache.num_blocks, device, "NHD")
+    copy = PagedKVCache.allocate(spec, cache.num_blocks, device, _layout(spec))
     for source, target in zip(_stored(cache), _stored(copy), strict=True):
         if source.element_size() == 1:
             source, target = source.view(torch.uint8), target.view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Named cases: the published rows (`anchors`), rows over float8 caches, a short suite, and small
+"""Named cases: the published rows (`anchors`), rows over quantized caches, a short suite, and small
 cases for CPUs."""
 
 from __future__ import annotations
@@ -139,6 +139,19 @@ _FLOAT8 = tuple(
     )
     if name == "e4m3" or case.name in ("decode-32x4k", "prefill-1x16k-p16")
 )
+_FORMATS = tuple(
+    replace(case, name=f"{name}-{case.name}", kv_cache_dtype=dtype)
+    for case in (
+        *(case for case in _DECODE if case.name in (
+            "decode-8x8k", "decode-32x4k", "decode-64x8k", "decode-128x2k",
+        )),
+        *_cases(("decode-32x4k-p64", "32q1s4k", {"block_size": 64}), ("prefill-1x8k", "q8k", {})),
+    )
+    for name, dtype in (
+        ("bf16", "auto"), ("int8", "int8_per_token_head"), ("fp8", "fp8_per_token_head"),
+        ("int4", "int4_per_group"),
+    )
+)  # fmt: skip
 _SMALL: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "dtype": "float32"}
 _CPU = _cases(
     ("cpu-decode-1x512", "q1s512", _SMALL),
@@ -164,14 +177,16 @@ _ANCHORS = (*_DECODE, *_PREFILL, *_MIXED)
 SUITES: Mapping[str, tuple[BenchCase, ...]] = {
     "anchors": _ANCHORS,
     "float8": _FLOAT8,
+    "formats": _FORMATS,
     "quick": tuple(case for case in _ANCHORS if case.name in _QUICK),
     "mla": _MLA,
     "sparse": _SPARSE,
     "cpu": _CPU,
 }
 """Name -> cases. `anchors` are the rows of the published results; `float8` has decodes and prefills
-over a float8 cache; `mla` has latent caches and the expanded prefill of the same model, `sparse`
-lists of selected blocks and tokens."""
+over a float8 cache; `formats` has caches with scales in the page, each beside bfloat16; `mla` has
+latent caches and the expanded prefill of the same model, `sparse` lists of selected blocks and
+tokens."""
 
 
 def known_cases() -> dict[str, BenchCase]:

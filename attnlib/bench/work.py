@@ -63,8 +63,7 @@ def _requests(case: BenchCase) -> Iterable[tuple[int, int]]:
 
 
 def _request_bytes(case: BenchCase, query_len: int, seq_len: int) -> int:
-    size_v = 0 if case.mla else case.head_size_v or case.head_size
-    per_key = case.num_kv_heads * (case.head_size + size_v) * case.spec.kv_dtype.itemsize
+    per_key = case.spec.kv_bytes_per_token
     if case.key_selection is not None:  # the lists of queries overlap in an unknown share
         keys = min(seq_len, query_len * case.key_selection.max_keys)
         return keys * per_key

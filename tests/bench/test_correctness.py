@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from attnlib.bench.suites import known_cases
 from attnlib.layer import Attention
 from attnlib.testing.layouts import read_slots
 from attnlib.testing.oracle import paged_attention
+from attnlib.testing.page_formats import PAGE_NAMES
 
 CPU = torch.device("cpu")
 CASES = (
@@ -119,3 +122,33 @@ def test_decodes_use_copies_that_exceed_the_l2_cache() -> None:
     assert cold_copies(windowed, 512 * mib, 50 * mib, 8 * 2**30) == 8
     assert cold_copies(cases["prefill-1x2k-p16"], 8 * mib, 50 * mib, 100 * 2**30) == 1
     assert cold_copies(small, 4 * mib, 0, 0) == 1
+
+
+@pytest.mark.parametrize("name", PAGE_NAMES)
+def test_pages_are_checked_bit_by_bit(name: str) -> None:
+    """M16: the reference passes over the dequantized cache; an element or a scale that differs is
+    found, and the cache is as before."""
+    inputs = make_inputs(parse_case(f"2q3s40_q9s30@heads=4/2,d=16,dtype=float32,kv={name}"), CPU)
+    cache, check = inputs.caches[0], CorrectnessCheck(inputs)
+    layer = Attention(inputs.spec, backend="torch", device="cpu")
+    metadata = layer.backend.make_builder(inputs.spec, "cpu").build(0, inputs.common)
+    assert check.output(layer(inputs.query, None, None, cache, metadata)).passed
+    assert cache.pages is not None
+    before = cache.pages.clone()
+    assert check.cache_write(layer.impl).passed
+    assert torch.equal(cache.pages, before)
+    for view, word in zip(cache.block_views, ("keys", "values", "scales of k", "scales of v"),
+                          strict=True):  # fmt: skip
+        slot = int(inputs.slots[0])
+
+        class Wrong:
+            def write_kv(
+                self, *arguments: Any, view: torch.Tensor = view, slot: int = slot
+            ) -> None:
+                layer.impl.write_kv(*arguments)
+                stored = view.view(torch.uint8) if view.element_size() == 1 else view
+                stored[slot // 16, slot % 16, 0, 0] += 1
+
+        found = check.cache_write(Wrong())  # type: ignore[arg-type]  # only writes
+        assert not found.passed and word in str(found), str(found)
+        assert torch.equal(cache.pages, before)
