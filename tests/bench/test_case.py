@@ -83,8 +83,15 @@ def test_the_ragged_batch_is_fixed() -> None:
 def test_kinds() -> None:
     kinds = {case.name: case.kind for case in known_cases().values()}
     for name, kind in kinds.items():
-        first = re.sub("^(cpu|mla|sparse|e4m3|e5m2)-", "", name).split("-")[0]
+        first = re.sub("^(cpu|mla|sparse|e4m3|e5m2|bf16|int8|fp8|int4)-", "", name).split("-")[0]
         assert kind == {"verify": "decode"}.get(first, first), name
+
+
+def test_scales_in_pages_are_read() -> None:
+    """P13: 128 elements and one float32 scale, or 64 bytes and four float16 scales, per head."""
+    for name, size in (("int8_per_token_head", 132), ("int4_per_group", 72)):
+        case = parse_case(f"2q1s100@heads=8/2,kv={name}")
+        assert kv_bytes(case) == 2 * 100 * 2 * 2 * size and case.spec.kv_cache_layout is None
 
 
 def test_latents_are_read_once() -> None:
