@@ -31,7 +31,7 @@ from attnlib.ops.triton.heuristics.tiles import Tile, next_power_of_2
 from attnlib.ops.triton.kernels.page_attention import page_decode_kernel, page_prefill_kernel
 from attnlib.ops.triton.kernels.page_formats import PAGE_E4M3, PAGE_INT4, PAGE_INT8
 from attnlib.ops.triton.kernels.page_write import write_pages_kernel
-from attnlib.ops.triton.kernels.quant import KV_PLAIN
+from attnlib.ops.triton.kernels.quant import KV_E4M3_BYTES
 from attnlib.ops.triton.launch.attention import (
     BatchTensors,
     PlainAttention,
@@ -210,7 +210,9 @@ def _constants(
     shared = attention_constants(query, key, value, out, has_lse, without_scales, limits)
     words, padded = _words(key, params.k_scale, stored)
     words_v, padded_v = _words(value, params.v_scale, stored)
-    ptx = limits.capability >= (8, 0) and query.dtype.itemsize == 2
+    ptx = 0
+    if limits.capability >= (8, 0) and query.dtype.itemsize == 2:
+        ptx = 89 if limits.has_fp8 else 80
     constants = {name: value for name, value in shared.items() if name not in _UNUSED} | {
         "DV": stored.head_size(value.shape[3]),
         "WORDS": words,
@@ -218,7 +220,8 @@ def _constants(
         "DV_WORDS": words_v,
         "DV_PAD": padded_v,
         "KIND": page_kind(stored),
-        "COMPUTE": compute_dtype(query.dtype, KV_PLAIN.value),
+        # float16 holds the elements of every format, and takes fewer conversions than bfloat16.
+        "COMPUTE": compute_dtype(query.dtype, KV_E4M3_BYTES.value),
         "PTX": ptx,
         "VEC_K": max(1, shared["VEC_K"] // 2),
         "VEC_V": max(1, shared["VEC_V"] // 2),

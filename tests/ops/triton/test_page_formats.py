@@ -110,9 +110,15 @@ def test_the_fused_rotation_refuses_pages(device: torch.device) -> None:
     assert cache.pages is not None and not cache.pages.any()
 
 
-def _floats(bits: int, dtype: torch.dtype) -> torch.Tensor:
+def _floats(bits: int) -> torch.Tensor:
     halves = torch.tensor([bits & 0xFFFF, bits >> 16]).to(torch.uint16)
-    return halves.view(dtype).double()
+    return halves.view(torch.float16).double()
+
+
+def _pair(exact: torch.Tensor) -> int:
+    assert torch.equal(exact.half().double(), exact), f"{exact} is rounded"
+    low, high = exact.half().view(torch.uint16).tolist()
+    return int(low | high << 16)
 
 
 def _integer(name: str, x: list[int]) -> int:
@@ -135,36 +141,38 @@ def _emulate(code: str, word: int) -> list[int]:
     """Run the instructions of `unpack_ptx` on one register; returns the pairs of all parts."""
     registers: dict[str, int] = {"$4" if "$3" in code else "$2": word}
     outputs: dict[int, int] = {}
-    for text in code.strip("{}").split(";"):
+    for text in code[1:-1].split(";"):
         name, _, rest = text.strip().partition(" ")
         if not name or name == ".reg":
             continue
+        if rest.startswith("{i, j}"):
+            source = registers[rest.rpartition(", ")[2]]
+            registers |= {"i": source & 0xFFFF, "j": source >> 16}
+            continue
         target, *given = (part.strip() for part in rest.split(","))
         x = [registers[part] if part in registers else int(part, 0) for part in given]
-        if not name.endswith("x2"):
+        if name == "cvt.rn.f16x2.e4m3x2":
+            stored = torch.tensor([x[0] & 0xFF, x[0] >> 8], dtype=torch.uint8)
+            outputs[int(target[1:])] = _pair(stored.view(torch.float8_e4m3fn).double())
+        elif name.endswith(".f16x2"):
+            a, b, *c = map(_floats, x)
+            exact = a - b if name.startswith("sub") else a * b
+            outputs[int(target[1:])] = _pair(exact + c[0] if c else exact)
+        else:
             registers[target] = _integer(name, x)
-            continue
-        dtype = torch.bfloat16 if "bf16" in name else torch.float16
-        a, b, *c = (_floats(bits, dtype) for bits in x)
-        exact = a - b if name.startswith("sub") else a * b
-        if name.startswith("fma"):
-            exact = exact + c[0]
-        assert torch.equal(exact.to(dtype).double(), exact), f"{text} is not exact"
-        low, high = exact.to(dtype).view(torch.uint16).tolist()
-        outputs[int(target[1:])] = low | high << 16
     return [outputs[part] for part in sorted(outputs)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("capability", [80, 89])
 @pytest.mark.parametrize("kind", [PAGE_INT8, PAGE_E4M3, PAGE_INT4], ids=["int8", "e4m3", "int4"])
-def test_ptx_converts_every_byte_exactly(kind: Any, dtype: torch.dtype) -> None:
+def test_ptx_converts_every_byte_exactly(kind: Any, capability: int) -> None:
     """The instructions of a GPU, emulated, on every byte in each position of a register."""
     kind = kind.value
-    code = unpack_ptx(kind, dtype is torch.bfloat16)
+    code = unpack_ptx(kind, capability)
     for byte in range(256):
         if kind == PAGE_E4M3.value and byte & 0x7F == 0x7F:
             continue  # NaN is not stored
-        other = (byte * 7 + 3) % 256 if kind != PAGE_E4M3.value else (byte * 7 + 3) % 127
+        other = (byte * 7 + 3) % (127 if kind == PAGE_E4M3.value else 256)
         word = byte | other << 8 | other << 16 | byte << 24
         pairs = _emulate(code, word)
         for half, low, high in ((0, byte, other), (1, other, byte)):
@@ -174,6 +182,5 @@ def test_ptx_converts_every_byte_exactly(kind: Any, dtype: torch.dtype) -> None:
                 stored = torch.tensor([low, high], dtype=torch.uint8)
                 real = torch.int8 if kind == PAGE_INT8.value else torch.float8_e4m3fn
                 expected = stored.view(real).float().tolist()
-            for part, want in zip(pairs, expected, strict=True):
-                bits = torch.tensor(part >> (16 * half) & 0xFFFF).to(torch.uint16)
-                assert float(bits.view(dtype)) == want, (kind, byte, half)
+            for pair, want in zip(pairs, expected, strict=True):
+                assert float(_floats(pair)[half]) == want, (kind, byte, half)

@@ -22,7 +22,7 @@ _RESERVED = 8 * 1024
 def page_shared_bytes(
     tile: Tile, stored: KVFormat, head_size: int, head_size_v: int, products: str
 ) -> int:
-    """Shared memory of a CTA: stages of keys and values with their scales.
+    """Shared memory of a CTA: stages of keys and values with their scales, and the weights.
 
     Args:
         products: `DeviceLimits.products`. Asynchronous products of 64 rows and more read queries
@@ -35,7 +35,8 @@ def page_shared_bytes(
     elements = next_power_of_2(head_size) + next_power_of_2(head_size_v)
     from_shared = products == "async" and tile.block_m >= 64
     extra = 2 * (tile.block_n + tile.block_m) * elements if from_shared else 0
-    return tile.num_stages * tile.block_n * per_key + extra + _RESERVED
+    weights = 2 * tile.block_m * tile.block_n
+    return tile.num_stages * tile.block_n * per_key + extra + weights + _RESERVED
 
 
 def page_ctas_per_sm(tile: Tile) -> int:
@@ -65,7 +66,7 @@ def choose_page_prefill_tile(
     """
     largest = 128 if max(head_size, head_size_v) <= 128 else 64
     block_m = min(largest, max(16, next_power_of_2(rows)))
-    tile = Tile(block_m, 64, 8 if block_m == 128 else 4, 2)
+    tile = Tile(block_m, 32, 8 if block_m == 128 else 4, 2)
     return _fit(tile, stored, head_size, head_size_v, limits)
 
 

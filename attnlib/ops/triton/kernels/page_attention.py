@@ -52,7 +52,12 @@ def _load_part(
     FIRST: tl.constexpr = first_element(PART, WORDS, KIND)
     elements = FIRST + lanes * element_step(KIND)
     mask = valid[:, None] & (lanes < WORDS)[None, :]
-    return tl.load(query + offsets[:, None] + elements[None, :], mask=mask, other=0.0).to(COMPUTE)
+    q = tl.load(query + offsets[:, None] + elements[None, :], mask=mask, other=0.0)
+    if (COMPUTE == tl.float16) and (q.dtype != tl.float16):
+        # Saturate bfloat16, because float16 has a smaller range.
+        q = q.to(tl.float32)
+        q = tl.where(q > 65504.0, 65504.0, tl.where(q < -65504.0, -65504.0, q))
+    return q.to(COMPUTE)
 
 
 @triton.jit
@@ -110,32 +115,36 @@ def _key_positions(
 
 
 @triton.jit
+def _largest_scale(scales, KIND: tl.constexpr):
+    """Return the largest scale of a tile's values."""
+    largest = scale_of_part(scales, 0, KIND)
+    if KIND == PAGE_INT4:
+        largest = tl.maximum(largest, scale_of_part(scales, 1, KIND))
+        largest = tl.maximum(largest, scale_of_part(scales, 2, KIND))
+        largest = tl.maximum(largest, scale_of_part(scales, 3, KIND))
+    return tl.max(largest, 0)
+
+
+@triton.jit
 def _weigh(
-    weights, scales, v, acc, acc_scale, PART: tl.constexpr, KIND: tl.constexpr,
+    weights, scales, inverse, v, acc, acc_scale, PART: tl.constexpr, KIND: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Add the weighted values of one part to its accumulator."""
-    scale = scale_of_part(scales, PART, KIND)
-    if COMPUTE == tl.float16:
-        # A weight times a small scale may be below the range of float16; a value is not.
-        v = v.to(tl.float32) * scale[:, None]
-        v = tl.where(v > 65504.0, 65504.0, tl.where(v < -65504.0, -65504.0, v)).to(COMPUTE)
-        p = weights.to(COMPUTE)
-    else:
-        p = (weights * scale[None, :]).to(COMPUTE)
-    return tl.dot(p, v, acc * acc_scale[:, None], input_precision="ieee")
+    p = weights * (scale_of_part(scales, PART, KIND) * inverse)[None, :]
+    return tl.dot(p.to(COMPUTE), v, acc * acc_scale[:, None], input_precision="ieee")
 
 
 @triton.jit
 def _attend_tile(
-    acc0, acc1, acc2, acc3, row_max, row_sum, q0, q1, q2, q3, key, value, k_scale, v_scale, blocks,
-    start, first, last, row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn,
-    stride_ksb, stride_ksn, stride_vsb, stride_vsn, qk_scale, soft_cap, slopes, positions,
-    bias_rows, bias_start, heads, request, aux, SCORE: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr,
-    DV_WORDS: tl.constexpr, DV_PAD: tl.constexpr, KIND: tl.constexpr, COMPUTE: tl.constexpr,
-    PTX: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SCALE_LATE: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr,
+    acc0, acc1, acc2, acc3, row_max, row_sum, v_scale_max, q0, q1, q2, q3, key, value, k_scale,
+    v_scale, blocks, start, first, last, row_first, row_last, stride_kb, stride_kn, stride_vb,
+    stride_vn, stride_ksb, stride_ksn, stride_vsb, stride_vsn, qk_scale, soft_cap, slopes,
+    positions, bias_rows, bias_start, heads, request, aux, SCORE: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr,
+    WORDS_PAD: tl.constexpr, DV_WORDS: tl.constexpr, DV_PAD: tl.constexpr, KIND: tl.constexpr,
+    COMPUTE: tl.constexpr, PTX: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SCALE_LATE: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr,
 ):  # fmt: skip
     """Add the key tile at `start` to the accumulators."""
     keys = start + tl.arange(0, BLOCK_N)
@@ -183,13 +192,18 @@ def _attend_tile(
     words = load_words(value, offsets, inside, DV_WORDS, DV_PAD, MASKED)
     offsets = _key_positions(blocks, start, stride_vsb, stride_vsn, BLOCK_SIZE, BLOCK_N, 1)
     scales = load_scales(v_scale, offsets, inside, MASKED)
+    # Accumulators are in units of the largest scale so far, so that weights times scales are at
+    # most 1 and in the range of float16.
+    new_max = tl.maximum(v_scale_max, _largest_scale(scales, KIND))
+    inverse = 1.0 / tl.where(new_max > 0.0, new_max, 1.0)
+    acc_scale *= v_scale_max * inverse
     v0, v1, v2, v3 = unpack(words, KIND, COMPUTE, PTX)
-    acc0 = _weigh(weights, scales, v0, acc0, acc_scale, 0, KIND, COMPUTE)
-    acc1 = _weigh(weights, scales, v1, acc1, acc_scale, 1, KIND, COMPUTE)
+    acc0 = _weigh(weights, scales, inverse, v0, acc0, acc_scale, 0, KIND, COMPUTE)
+    acc1 = _weigh(weights, scales, inverse, v1, acc1, acc_scale, 1, KIND, COMPUTE)
     if KIND == PAGE_INT4:
-        acc2 = _weigh(weights, scales, v2, acc2, acc_scale, 2, KIND, COMPUTE)
-        acc3 = _weigh(weights, scales, v3, acc3, acc_scale, 3, KIND, COMPUTE)
-    return acc0, acc1, acc2, acc3, row_max, row_sum
+        acc2 = _weigh(weights, scales, inverse, v2, acc2, acc_scale, 2, KIND, COMPUTE)
+        acc3 = _weigh(weights, scales, inverse, v3, acc3, acc_scale, 3, KIND, COMPUTE)
+    return acc0, acc1, acc2, acc3, row_max, row_sum, new_max
 
 
 @triton.jit
@@ -211,7 +225,8 @@ def _attend(
     otherwise the tiles that all rows see come first and are not.
 
     Returns:
-        (acc0, acc1, acc2, acc3, row_max, row_sum); acc2 and acc3 are used by 4-bit formats.
+        (acc0, acc1, acc2, acc3, row_max, row_sum, unit of the accumulators); acc2 and acc3 are used
+        by 4-bit formats.
     """
     q0 = _load_part(query, query_offsets, valid, 0, WORDS, WORDS_PAD, KIND, COMPUTE)
     q1 = _load_part(query, query_offsets, valid, 1, WORDS, WORDS_PAD, KIND, COMPUTE)
@@ -252,6 +267,7 @@ def _attend(
     acc3 = tl.zeros([BLOCK_M, WIDE], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+    v_scale_max = 0.0
 
     masked_begin = begin
     if not ONE_LOOP:
@@ -270,13 +286,13 @@ def _attend(
             next_blocks = load_blocks(
                 table, start + BLOCK_N, first, full_end, BLOCK_SIZE, BLOCK_N, True
             )
-            acc0, acc1, acc2, acc3, row_max, row_sum = _attend_tile(
-                acc0, acc1, acc2, acc3, row_max, row_sum, q0, q1, q2, q3, key, value, k_scale,
-                v_scale, blocks, start, first, last, row_first, row_last, stride_kb, stride_kn,
-                stride_vb, stride_vn, stride_ksb, stride_ksn, stride_vsb, stride_vsn, qk_scale,
-                soft_cap, slopes, positions, bias_rows, origin, heads, request, aux, FULL_SCORE,
-                False, BLOCK_SIZE, BLOCK_N, WORDS, WORDS_PAD, DV_WORDS, DV_PAD, KIND, COMPUTE, PTX,
-                HAS_CAP, HAS_ALIBI, False, SCALE_LATE, VEC_K, VEC_V)  # fmt: skip
+            acc0, acc1, acc2, acc3, row_max, row_sum, v_scale_max = _attend_tile(
+                acc0, acc1, acc2, acc3, row_max, row_sum, v_scale_max, q0, q1, q2, q3, key, value,
+                k_scale, v_scale, blocks, start, first, last, row_first, row_last, stride_kb,
+                stride_kn, stride_vb, stride_vn, stride_ksb, stride_ksn, stride_vsb, stride_vsn,
+                qk_scale, soft_cap, slopes, positions, bias_rows, origin, heads, request, aux,
+                FULL_SCORE, False, BLOCK_SIZE, BLOCK_N, WORDS, WORDS_PAD, DV_WORDS, DV_PAD, KIND,
+                COMPUTE, PTX, HAS_CAP, HAS_ALIBI, False, SCALE_LATE, VEC_K, VEC_V)  # fmt: skip
             blocks = next_blocks
         # The loop variable counts as if the unmasked tiles did not exist.
         skipped = full_end - full_begin
@@ -292,15 +308,15 @@ def _attend(
         # The next tile's blocks are loaded one step ahead, so that the loads of its keys and
         # values never wait for the block table.
         next_blocks = load_blocks(table, after, first, last, BLOCK_SIZE, BLOCK_N, True)
-        acc0, acc1, acc2, acc3, row_max, row_sum = _attend_tile(
-            acc0, acc1, acc2, acc3, row_max, row_sum, q0, q1, q2, q3, key, value, k_scale, v_scale,
-            blocks, start, first, last, row_first, row_last, stride_kb, stride_kn, stride_vb,
-            stride_vn, stride_ksb, stride_ksn, stride_vsb, stride_vsn, qk_scale, soft_cap, slopes,
-            positions, bias_rows, origin, heads, request, aux, SCORE, True, BLOCK_SIZE, BLOCK_N,
-            WORDS, WORDS_PAD, DV_WORDS, DV_PAD, KIND, COMPUTE, PTX, HAS_CAP, HAS_ALIBI, HAS_BIAS,
-            SCALE_LATE, VEC_K, VEC_V)  # fmt: skip
+        acc0, acc1, acc2, acc3, row_max, row_sum, v_scale_max = _attend_tile(
+            acc0, acc1, acc2, acc3, row_max, row_sum, v_scale_max, q0, q1, q2, q3, key, value,
+            k_scale, v_scale, blocks, start, first, last, row_first, row_last, stride_kb,
+            stride_kn, stride_vb, stride_vn, stride_ksb, stride_ksn, stride_vsb, stride_vsn,
+            qk_scale, soft_cap, slopes, positions, bias_rows, origin, heads, request, aux, SCORE,
+            True, BLOCK_SIZE, BLOCK_N, WORDS, WORDS_PAD, DV_WORDS, DV_PAD, KIND, COMPUTE, PTX,
+            HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, VEC_K, VEC_V)  # fmt: skip
         blocks = next_blocks
-    return acc0, acc1, acc2, acc3, row_max, row_sum
+    return acc0, acc1, acc2, acc3, row_max, row_sum, v_scale_max
 
 
 @triton.jit
@@ -415,7 +431,7 @@ def page_decode_kernel(
     last_token = tl.minimum(first_token + TILE_TOKENS, query_len) - 1
     query_offsets = row_token.to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
     PER_SCALE: tl.constexpr = 4 if KIND == PAGE_INT4 else 1
-    acc0, acc1, acc2, acc3, row_max, row_sum = _attend(
+    acc0, acc1, acc2, acc3, row_max, row_sum, unit = _attend(
         query, query_offsets, valid, token, first_token, last_token, query_len, seq_len, causal,
         _word_pointer(key, kv_head64 * stride_kh, 2 * VEC_K),
         _word_pointer(value, kv_head64 * stride_vh, 2 * VEC_V),
@@ -443,7 +459,9 @@ def page_decode_kernel(
     if splits_used <= 1:
         factor, base2_lse = finish_rows(row_max, row_sum, sink, HAS_SINK)
         offsets = row_token.to(tl.int64) * stride_ot + head.to(tl.int64) * stride_oh
-        _store_parts(out, offsets, acc0, acc1, acc2, acc3, factor, valid, DV_WORDS, DV_PAD, KIND)
+        _store_parts(
+            out, offsets, acc0, acc1, acc2, acc3, factor * unit, valid, DV_WORDS, DV_PAD, KIND
+        )
         if HAS_LSE:
             tl.store(lse + row_token.to(tl.int64) * stride_lt + head, base2_lse * LN2, mask=valid)
     if SPLIT:
@@ -452,7 +470,17 @@ def page_decode_kernel(
             factor, base2_lse = finish_rows(row_max, row_sum, sink, False)
             rows = (row_token.to(tl.int64) * num_heads + head) * num_splits + split
             _store_parts(
-                partials, rows * DV, acc0, acc1, acc2, acc3, factor, valid, DV_WORDS, DV_PAD, KIND
+                partials,
+                rows * DV,
+                acc0,
+                acc1,
+                acc2,
+                acc3,
+                factor * unit,
+                valid,
+                DV_WORDS,
+                DV_PAD,
+                KIND,
             )
             lses = partials + num_tokens.to(tl.int64) * num_heads * num_splits * DV
             tl.store(lses + rows, base2_lse, mask=valid)
@@ -519,7 +547,7 @@ def page_prefill_kernel(
     last_token = tl.minimum(first_token + TILE_TOKENS, query_len) - 1
     query_offsets = token64 * stride_qt + head.to(tl.int64) * stride_qh
     PER_SCALE: tl.constexpr = 4 if KIND == PAGE_INT4 else 1
-    acc0, acc1, acc2, acc3, row_max, row_sum = _attend(
+    acc0, acc1, acc2, acc3, row_max, row_sum, unit = _attend(
         query, query_offsets, valid, token, first_token, last_token, query_len, seq_len, causal,
         _word_pointer(key, kv_head64 * stride_kh, 2 * VEC_K),
         _word_pointer(value, kv_head64 * stride_vh, 2 * VEC_V),
@@ -537,6 +565,6 @@ def page_prefill_kernel(
         sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32)
     factor, base2_lse = finish_rows(row_max, row_sum, sink, HAS_SINK)
     offsets = token64 * stride_ot + head.to(tl.int64) * stride_oh
-    _store_parts(out, offsets, acc0, acc1, acc2, acc3, factor, valid, DV_WORDS, DV_PAD, KIND)
+    _store_parts(out, offsets, acc0, acc1, acc2, acc3, factor * unit, valid, DV_WORDS, DV_PAD, KIND)
     if HAS_LSE:
         tl.store(lse + token64 * stride_lt + head, base2_lse * LN2, mask=valid)

@@ -86,16 +86,13 @@ def scale_of_part(scales, PART: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def unpack(words, KIND: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr):
-    """Convert 16-bit words to COMPUTE (float16, bfloat16 or float32); return four parts.
+    """Convert 16-bit words to COMPUTE (float16 or float32); return four parts.
 
-    8-bit formats have two parts, which are returned twice. With PTX, COMPUTE has 16 bits, and pairs
-    of words are converted by PTX code for sm_80 and later.
+    8-bit formats have two parts, which are returned twice. With PTX above 0, COMPUTE is float16,
+    and pairs of words are converted by PTX code for this compute capability.
     """
-    if PTX:
-        if COMPUTE == tl.bfloat16:
-            x0, x1, x2, x3 = _unpack_bfloat16(words, KIND)
-        else:
-            x0, x1, x2, x3 = _unpack_float16(words, KIND)
+    if PTX > 0:
+        x0, x1, x2, x3 = _unpack_float16(words, KIND, PTX)
     elif KIND == PAGE_INT8:
         x0 = words.to(tl.uint8).to(tl.int8, bitcast=True).to(COMPUTE)
         x1 = (words >> 8).to(tl.uint8).to(tl.int8, bitcast=True).to(COMPUTE)
@@ -113,24 +110,8 @@ def unpack(words, KIND: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def _unpack_bfloat16(words, KIND: tl.constexpr):
-    ASM: tl.constexpr = unpack_ptx(KIND, True)
-    if KIND == PAGE_INT4:
-        x0, x1, x2, x3 = tl.inline_asm_elementwise(
-            ASM, "=r,=r,=r,=r,r", [words],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        x0, x1 = tl.inline_asm_elementwise(
-            ASM, "=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
-        )
-        x2, x3 = x0, x1
-    return x0, x1, x2, x3
-
-
-@triton.jit
-def _unpack_float16(words, KIND: tl.constexpr):
-    ASM: tl.constexpr = unpack_ptx(KIND, False)
+def _unpack_float16(words, KIND: tl.constexpr, CAPABILITY: tl.constexpr):
+    ASM: tl.constexpr = unpack_ptx(KIND, CAPABILITY)
     if KIND == PAGE_INT4:
         x0, x1, x2, x3 = tl.inline_asm_elementwise(
             ASM, "=r,=r,=r,=r,r", [words],
@@ -145,50 +126,44 @@ def _unpack_float16(words, KIND: tl.constexpr):
 
 
 @triton.constexpr_function
-def unpack_ptx(kind, is_bfloat16):
-    """Return PTX code that converts two words, the last operand, to pairs of numbers, the others.
+def unpack_ptx(kind, capability):
+    """Return PTX code that converts two words, the last operand, to pairs of float16, the others.
 
-    `$n` is the pair of part n.
+    `$n` is the pair of part n. `capability` is 80, or 89 where the chip converts float8.
     """
     if kind == PAGE_INT4:
-        # Four bits in the mantissa of a power of two, less the power and the offset of 8.
-        if is_bfloat16:  # 128 + (n + 8), less 136
-            code = "mov.b32 s, 0x43004300; mov.b32 b, 0x3F803F80; mov.b32 c, 0xC308C308; "
-            convert = "fma.rn.bf16x2 $OUT, t, b, c; "
-        else:  # 1024 + (n + 8), less 1032
-            code = "mov.b32 s, 0x64006400; mov.b32 b, 0x64086408; "
-            convert = "sub.f16x2 $OUT, t, b; "
-        for part in range(4):
-            # lop3 0xEA is (t & mask) | s.
-            code += f"shr.u32 t, $4, {4 * part}; lop3.b32 t, t, 0x000F000F, s, 0xEA; "
-            code += convert.replace("OUT", str(part))
-    elif kind == PAGE_INT8 and is_bfloat16:
-        # `prmt` makes a byte of each word the low byte of a number. bfloat16 holds 7 bits after the
-        # first: 128 + the low 7 bits, less 128 or, for a negative number, 256.
-        code = "mov.b32 s, 0x43434343; mov.b32 c, 0xBF80BF80; "
-        for part, selector in enumerate(("0x5240", "0x5341")):
+        # Bits 0 to 3 are the last bits of 1024 + n, bits 4 to 7 those of 1024 + 16 n. n is stored
+        # plus 8. lop3 0xEA is ($4 & mask) | s.
+        code = (
+            "mov.b32 s, 0x64006400; mov.b32 a, 0xE408E408; mov.b32 b, 0x2C002C00; "
+            "mov.b32 c, 0xD480D480; mov.b32 u, 0x3C003C00; shr.u32 h, $4, 8; "
+        )
+        for part, word in enumerate(("$4", "$4", "h", "h")):
+            factor, offset = (("u", "a"), ("b", "c"))[part % 2]  # n - 1032, n / 16 - 72
             code += (
-                f"prmt.b32 t, $2, s, {selector}; and.b32 b, t, 0xFF7FFF7F; "
-                f"and.b32 t, t, 0xFF80FF80; fma.rn.bf16x2 ${part}, t, c, b; "
+                f"lop3.b32 t, {word}, {(0x000F000F, 0x00F000F0)[part % 2]:#010x}, s, 0xEA; "
+                f"fma.rn.f16x2 ${part}, t, {factor}, {offset}; "
             )
-    elif kind == PAGE_INT8:  # 1024 + (n + 128), less 1152
+    elif kind == PAGE_INT8:
+        # `prmt` makes a byte of each word, plus 128, the last bits of 1024; less 1152.
         code = "xor.b32 s, $2, 0x80808080; mov.b32 b, 0x64646464; mov.b32 c, 0x64806480; "
         for part, selector in enumerate(("0x5240", "0x5341")):
             code += f"prmt.b32 t, s, b, {selector}; sub.f16x2 ${part}, t, c; "
+    elif capability >= 89:
+        code = ""
+        for part, selector in enumerate(("0x4420", "0x4431")):
+            code += (
+                f"prmt.b32 t, $2, 0, {selector}; mov.b32 {{i, j}}, t; "
+                f"cvt.rn.f16x2.e4m3x2 ${part}, i; "
+            )
     else:
-        # e4m3: exponent and mantissa move to the positions of the 16-bit format, and a factor
-        # corrects the exponent bias. A page holds no NaN: that of a group is in its scale.
-        shift, factor = (4, "0x7B807B80") if is_bfloat16 else (1, "0x5C005C00")
-        mask = 0x7F007F00 >> shift
-        code = f"mov.b32 b, {factor}; mov.b32 c, 0x80008000; "
+        # e4m3: exponent and mantissa move to the positions of float16, and 256 corrects the
+        # exponent bias. A page holds no NaN: that of a group is in its scale.
+        code = "mov.b32 b, 0x5C005C00; mov.b32 c, 0x80008000; "
         for part, selector in enumerate(("0x2404", "0x3414")):
             # lop3 0xF8 is s | (t & mask).
             code += (
-                f"prmt.b32 t, $2, 0, {selector}; and.b32 s, t, c; shr.u32 t, t, {shift}; "
-                f"lop3.b32 t, s, t, {mask:#010x}, 0xF8; "
+                f"prmt.b32 t, $2, 0, {selector}; and.b32 s, t, c; shr.u32 t, t, 1; "
+                f"lop3.b32 t, s, t, 0x3F803F80, 0xF8; mul.f16x2 ${part}, t, b; "
             )
-            # Less 0, which keeps the sign.
-            code += (
-                f"fma.rn.bf16x2 ${part}, t, b, c; " if is_bfloat16 else f"mul.f16x2 ${part}, t, b; "
-            )
-    return "{.reg .b32 t, s, b, c; " + code + "}"
+    return "{.reg .b32 t, s, h, u, a, b, c; .reg .b16 i, j; " + code + "}"
