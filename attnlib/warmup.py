@@ -100,6 +100,8 @@ def warmup(
             )
             for common in _commons(spec, lengths, bounds, columns, where):
                 _run(layer, cache, builder.build(0, common), sum(lengths), where)
+        for metadata, num_tokens in builder.warmup_metadata(limits):
+            _run(layer, cache, metadata, num_tokens, where)
         _warm_helpers(spec, where)
     if where.type == "cuda":
         torch.cuda.synchronize(where)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -265,6 +265,17 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
             least, most: first and last value, in tokens.
         """
         return sorted({least, most})
+
+    def warmup_metadata(self, limits: BatchLimits) -> Iterator[tuple[M, int]]:
+        """Batches that `warmup` runs besides those of query and sequence lengths, each with its
+        number of tokens. The default is none.
+
+        They write no slot, and read block 0 of the cache only.
+
+        Args:
+            limits: the largest batch.
+        """
+        yield from ()
 
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
         """Whether `cudagraph_support` allows to capture a batch with these query lengths."""

@@ -232,3 +232,35 @@ def test_prefixes_of_a_batch_on_the_host() -> None:
     found = find_shared_prefixes(common.block_table_tensor, context, 4)
     *_, metadata = forest.run(PAIRS[0])
     assert metadata.shared_prefixes == tuple(found)
+
+
+def test_warmup_runs_the_kernels_of_prefixes() -> None:
+    """Batches with a shared prefix of few and of many query rows; the cache stays as it is."""
+    limits = attnlib.BatchLimits(max_num_reqs=5, max_num_tokens=16, max_seq_len=24)
+    spec = _spec()
+    cls: Any = attnlib.get_attn_backend(spec, PAIRS[0], "cpu")
+    builder = cls.make_builder(spec, "cpu", limits=limits)
+    batches = list(builder.warmup_metadata(limits))
+    shapes = {(len(metadata.shared_prefixes[0].requests), tokens) for metadata, tokens in batches}
+    assert shapes == {(2, 2), (4, 4), (5, 5), (2, 16)}
+    assert all(metadata.prefix is not None for metadata, _ in batches)
+    assert {metadata.shared_prefixes[0].end for metadata, _ in batches} == {4, 20, 16}
+    cache = attnlib.PagedKVCache.allocate(spec, 6, "cpu")
+    cache.key_cache.normal_()
+    cache.value_cache.normal_()
+    before = cache.key_cache.clone(), cache.value_cache.clone()
+    layer = attnlib.Attention(spec, backend=cls, device="cpu")
+    seen: list[Any] = []
+    merge = cls.get_impl_cls().prefix_backend.get_impl_cls()
+    forward = merge.forward
+
+    def recorded(self: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.spec.mask_kind is attnlib.MaskKind.BIDIRECTIONAL:
+            seen.append(query.shape[0])
+        return forward(self, query, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merge, "forward", recorded)
+        attnlib.warmup(layer, cache, limits, builder=builder)
+    assert set(seen) == {2, 4, 5, 16}
+    assert torch.equal(cache.key_cache, before[0]) and torch.equal(cache.value_cache, before[1])

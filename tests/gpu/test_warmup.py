@@ -7,8 +7,11 @@ import random
 import pytest
 import torch
 
+import attnlib
+from attnlib.backends.cascade.schedule import PrefixRule
 from attnlib.cache.storage import PagedKVCache
 from attnlib.layer import Attention
+from attnlib.metadata.shared_prefix import SharedPrefix
 from attnlib.testing.compilations import compiled_kernels
 from attnlib.warmup import warmup
 from attnlib.workspace import BatchLimits
@@ -60,3 +63,40 @@ def _random_batch(spec, seed):
         common.block_table_tensor
     )  # the table of a runner has a fixed width
     return common.replace(block_table_tensor=table)
+
+
+@torch.inference_mode()
+def test_shared_prefixes_compile_nothing() -> None:
+    """Random batches of requests that share a prefix, as decodes and as prefills."""
+    pytest.importorskip("triton")
+    spec = spec_of()
+    found = backend_or_skip("triton", spec)
+    pair = attnlib.merge_attention(found, found, PrefixRule(min_saved_bytes=0))
+    cache = PagedKVCache.allocate(spec, 9000, "cuda")
+    layer = Attention(spec, backend=pair, device="cuda")
+    builder = pair.make_builder(spec, "cuda", limits=LIMITS)
+    warmup(layer, cache, LIMITS, builder=builder)
+    draw, block = random.Random(5), spec.block_size
+    with compiled_kernels() as compiled:
+        for _ in range(60):
+            requests = draw.randint(2, LIMITS.max_num_reqs)
+            query = draw.choice((1, 1, min(200, LIMITS.max_num_tokens // requests)))
+            prefix = draw.randint(1, 200) * block
+            own = query + draw.randint(0, 500)
+            columns = LIMITS.max_seq_len // block
+            table = torch.arange(columns).expand(requests, -1).clone()
+            table[:, prefix // block :] += 256 * torch.arange(1, requests + 1)[:, None]
+            common = attnlib.CommonAttentionMetadata.from_lengths(
+                [query] * requests, [prefix + own] * requests, table.int(), block, "cuda"
+            )
+            everyone = SharedPrefix(tuple(range(requests)), 0, prefix)
+            metadata = builder.build(0, common.replace(shared_prefixes=(everyone,)))
+            assert metadata.prefix is not None
+            size = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
+            fused = torch.randn(requests * query, size, dtype=spec.dtype, device="cuda")
+            split = [spec.num_heads * spec.head_size, *[spec.num_kv_heads * spec.head_size] * 2]
+            layer(*fused.split(split, dim=1), cache, metadata)
+    torch.cuda.synchronize()
+    assert not compiled, (
+        f"{len(compiled)} kernels were compiled after warm-up, the first: {compiled[0].name}"
+    )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from attnlib.backends.base import AttentionBackend
+from attnlib.backends.cascade.captured import CapturedPrefixes, fitting_parts
 from attnlib.backends.cascade.schedule import (
     PrefixPart,
     PrefixRule,
@@ -25,7 +26,8 @@ from attnlib.metadata.shared_prefix import (
     check_shared_prefixes,
     find_shared_prefixes,
 )
-from attnlib.spec import AttentionSpec, MaskKind
+from attnlib.spec import AttentionSpec, CudaGraphSupport, MaskKind
+from attnlib.workspace import BatchLimits
 
 __all__ = ["CascadeMetadata", "CascadeMetadataBuilder", "PrefixBatch", "prefix_spec"]
 
@@ -123,6 +125,15 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
             if self._longest_decode > (builder_cls.reorder_batch_threshold or 1):
                 config["decode_query_len"] = self._longest_decode
             self._prefix = builder_cls(prefix_spec(spec), device, config=config, **kwargs)
+        self._captured: CapturedPrefixes | None = None
+        if self._prefix is not None and self.limits is not None and self.rule.captured_parts:
+            builder_cls = self.prefix_backend.get_builder_cls()
+            if builder_cls.cudagraph_support is CudaGraphSupport.ALWAYS:
+                self._captured = CapturedPrefixes(spec, self.device, self.limits, self.rule)
+                self._captured_prefix = builder_cls(
+                    prefix_spec(spec), device, config=self.prefix_backend.config,
+                    limits=self._captured.limits, **kwargs,
+                )  # fmt: skip
         self._num_sms = 0
         if self.device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -168,8 +179,16 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
         common = common_attn_metadata
         check_batch(common, self.spec, needs_host_lengths=self.needs_host_lengths)
         chosen = self._choose(common_prefix_len, common)
+        if self._captured is not None and self._captured.holds(common):
+            return self._build_captured(chosen, common)
         if not chosen:
             return self._metadata(common, self._suffix.build(common_prefix_len, common, fast_build))
+        return self._build_shared(chosen, common, fast_build)
+
+    def _build_shared(
+        self, chosen: Sequence[SharedPrefix], common: CommonAttentionMetadata, fast_build: bool
+    ) -> CascadeMetadata:
+        """The metadata of both parts of a batch with shared prefixes."""
         query_lens, covered = common.query_lens_cpu.tolist(), [0] * common.num_reqs
         for prefix in chosen:
             for request in prefix.requests:
@@ -184,15 +203,51 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> CascadeMetadata:
-        """The metadata to capture a CUDA graph with: no prefix is shared, because a graph would
-        repeat the prefixes of the captured batch.
+        """The metadata to capture a CUDA graph with.
+
+        Without `PrefixRule.captured_parts` no prefix is shared, because a graph would repeat the
+        prefixes of the captured batch. With it, the graph shares the prefixes of each later batch
+        that `build` gets in the same tensors, as far as they fit that number of parts.
 
         Raises:
             ContractError: the batch has strided metadata.
         """
         refuse_strided(common_attn_metadata)
+        if self._captured is not None:
+            self._captured.add_source(common_attn_metadata)
+            return self._build_captured([], common_attn_metadata)
         suffix = self._suffix.build_for_cudagraph_capture(common_attn_metadata)
         return self._metadata(common_attn_metadata, suffix)
+
+    def _build_captured(
+        self, chosen: Sequence[SharedPrefix], common: CommonAttentionMetadata
+    ) -> CascadeMetadata:
+        """The metadata of a batch in the tensors of a graph, whose launches it has."""
+        captured = self._captured
+        assert captured is not None
+        query_lens = [0] * common.num_reqs
+        if common.query_start_loc_cpu is not None:
+            query_lens = common.query_lens_cpu.tolist()
+        kept, parts = fitting_parts(
+            chosen, query_lens, captured.max_parts, captured.max_rows(common.num_actual_tokens),
+            self.rule, self.spec.block_size,
+        )  # fmt: skip
+        covered = [0] * common.num_reqs
+        for prefix in kept:
+            for request in prefix.requests:
+                covered[request] = prefix.end
+        suffix, batch, (rows, starts, partial_rows) = captured.fill(
+            common, covered, parts, query_lens
+        )
+        found = PrefixBatch(
+            metadata=self._captured_prefix.build_for_cudagraph_capture(batch),
+            query_rows=rows,
+            num_rows=batch.num_actual_tokens,
+            partial_starts=starts,
+            partial_rows=partial_rows,
+        )
+        own = self._suffix.build_for_cudagraph_capture(suffix)
+        return self._metadata(common, own, tuple(kept), found)
 
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
@@ -204,6 +259,36 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
     def seq_len_bounds(self, num_reqs: int, least: int, most: int) -> list[int]:
         """The bounds of the suffix backend."""
         return self._suffix.seq_len_bounds(num_reqs, least, most)
+
+    def warmup_metadata(self, limits: BatchLimits) -> Iterator[tuple[CascadeMetadata, int]]:
+        """Batches with one shared prefix, of every class of query rows and of prefix lengths, for
+        the kernels of the prefix and of the merge. `rule` does not count."""
+        if self._prefix is None:
+            return
+        block, most = self.spec.block_size, limits.max_num_tokens
+        powers = [1 << n for n in range(1, limits.max_num_reqs.bit_length())]
+        counts = sorted({n for n in (*powers, limits.max_num_reqs) if 2 <= n <= most})
+        shapes = [(count, 1) for count in counts]
+        if counts and most > 2:
+            shapes.append((2, most // 2))
+        for count, query_len in shapes:
+            longest = (limits.max_seq_len - query_len) // block * block
+            bounds = self._prefix.seq_len_bounds(1, block, longest) if longest >= block else []
+            for bound in {min(longest, -(-n // block) * block) for n in bounds}:
+                yield self._warmup_batch(count, query_len, bound), count * query_len
+
+    def _warmup_batch(self, num_reqs: int, query_len: int, prefix_len: int) -> CascadeMetadata:
+        """Requests with one prefix, whose tokens are all in block 0."""
+        seq_len = prefix_len + query_len
+        columns = -(-seq_len // self.spec.block_size)
+        common = CommonAttentionMetadata.from_lengths(
+            [query_len] * num_reqs, [seq_len] * num_reqs,
+            torch.zeros(num_reqs, columns, dtype=torch.int32), self.spec.block_size, self.device,
+        )  # fmt: skip
+        assert common.slot_mapping is not None  # a block table was given
+        common.slot_mapping.fill_(-1)
+        everyone = SharedPrefix(tuple(range(num_reqs)), 0, prefix_len)
+        return self._build_shared([everyone], common, False)
 
     def update_block_table(
         self, metadata: CascadeMetadata, block_table: torch.Tensor, slot_mapping: torch.Tensor

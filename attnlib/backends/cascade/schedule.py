@@ -33,12 +33,15 @@ class PrefixRule:
             kernels.
         min_part_tokens: shortest part into which a prefix is split for the prefill kernels.
         parts_per_sm: parts of all prefixes, in units of thread blocks per multiprocessor.
+        captured_parts: parts of prefixes in a captured step; 0 captures steps that do not share. A
+            graph launches as many for every batch, also for one without prefixes.
     """
 
     min_saved_bytes: int = 192 << 20
     max_decode_parts: int = 1
     min_part_tokens: int = 512
     parts_per_sm: float = 1.0
+    captured_parts: int = 0
 
 
 DEFAULT_RULE = PrefixRule()

@@ -1,0 +1,190 @@
+"""Shared prefixes in CUDA graphs: tensors of fixed capacity and fixed addresses.
+
+A captured graph contains the launches of the suffixes, of `captured_parts` parts of prefixes, and
+of the merge. They read the tensors of this module, which every batch fills: parts that a batch does
+not use have no rows, and requests without a prefix have all their keys in the suffix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from attnlib.backends.cascade.schedule import PrefixPart, PrefixRule
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.shared_prefix import SharedPrefix
+from attnlib.spec import AttentionSpec
+from attnlib.workspace import BatchLimits
+
+__all__ = ["CapturedPrefixes", "fitting_parts"]
+
+
+def fitting_parts(
+    prefixes: Sequence[SharedPrefix],
+    query_lens: Sequence[int],
+    max_parts: int,
+    max_rows: int,
+    rule: PrefixRule,
+    block_size: int,
+) -> tuple[list[SharedPrefix], list[PrefixPart]]:
+    """The prefixes that fit the capacity of a graph, and their parts: all query rows with some of
+    the tokens. Prefixes at the end of the list, which continue others, are left out first.
+
+    Args:
+        prefixes: of the batch, each after the one that it continues.
+        query_lens: new tokens of each request.
+        max_parts: parts of the graph.
+        max_rows: query rows of all parts together.
+        rule: the shortest part.
+        block_size: N.
+    """
+    kept = list(prefixes)
+    while kept:
+        rows = sum(query_lens[r] for prefix in kept for r in prefix.requests)
+        if rows <= max_rows and len(kept) <= max_parts:
+            break
+        kept.pop()
+    if not kept:
+        return [], []
+    most = max(1, min(max_rows // max(1, rows), max_parts // len(kept)))
+    parts = []
+    for prefix in kept:
+        tokens = prefix.end - prefix.start
+        count = max(1, min(most, tokens // rule.min_part_tokens))
+        size = -(-tokens // count // block_size) * block_size
+        parts += [
+            PrefixPart(prefix.requests, start, min(start + size, prefix.end))
+            for start in range(prefix.start, prefix.end, size)
+        ]
+    return kept, parts
+
+
+class CapturedPrefixes:
+    """The tensors that graphs of one builder read.
+
+    Args:
+        spec: of the layers.
+        device: of the batches.
+        limits: the largest batch that is captured.
+        rule: how many parts and query rows a graph has.
+
+    Attributes:
+        limits: of the builder of the prefixes.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, device: torch.device, limits: BatchLimits, rule: PrefixRule
+    ) -> None:
+        self._block_size, self._rule = spec.block_size, rule
+        reqs, tokens = limits.max_num_reqs, limits.max_num_tokens
+        columns = -(-limits.max_seq_len // spec.block_size)
+        self.max_parts = rule.captured_parts
+        rows = self.max_rows(tokens)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.limits = BatchLimits(
+            max_num_reqs=self.max_parts, max_num_tokens=rows, max_seq_len=limits.max_seq_len
+        )
+        self._seq_lens, self._table = zeros(reqs), zeros(reqs, columns)
+        self._part_starts, self._part_lens = zeros(self.max_parts + 1), zeros(self.max_parts)
+        self._part_table = zeros(self.max_parts, columns)
+        self._rows = zeros(rows, dtype=torch.int64)
+        self._partial_starts, self._partial_rows = zeros(tokens + 1), zeros(rows)
+        self._sources: set[int] = set()
+
+    def max_rows(self, num_tokens: int) -> int:
+        """Query rows of a graph of `num_tokens` tokens: each in a quarter of the parts."""
+        return num_tokens * max(1, self.max_parts // 4)
+
+    def add_source(self, common: CommonAttentionMetadata) -> None:
+        """Note the tensors of a batch that is captured."""
+        self._sources.add(common.seq_lens.data_ptr())
+
+    def holds(self, common: CommonAttentionMetadata) -> bool:
+        """Whether a batch is in the tensors of one that was captured."""
+        return common.seq_lens.data_ptr() in self._sources
+
+    def fill(
+        self,
+        common: CommonAttentionMetadata,
+        covered: Sequence[int],
+        parts: Sequence[PrefixPart],
+        query_lens: Sequence[int],
+    ) -> tuple[CommonAttentionMetadata, CommonAttentionMetadata, tuple[torch.Tensor, ...]]:
+        """Fill the tensors for a batch.
+
+        Args:
+            common: the batch, padded to the size of its graph.
+            covered: tokens of each request that its prefixes cover.
+            parts: of the prefixes; at most `max_parts`.
+            query_lens: new tokens of each request.
+
+        Returns:
+            (suffixes, parts as a batch, (query rows of the parts, starts and rows of the partial
+            results of each token)).
+        """
+        table, lens = common.block_table_tensor, common.seq_lens
+        assert table is not None
+        reqs, tokens, block = common.num_reqs, common.num_actual_tokens, self._block_size
+        starts = [0]
+        for length in query_lens:
+            starts.append(starts[-1] + length)
+        rows: list[int] = []
+        part_starts = [0]
+        of_token: list[list[int]] = [[] for _ in range(tokens)]
+        for part in parts:
+            for request in part.requests:
+                for token in range(starts[request], starts[request + 1]):
+                    of_token[token].append(len(rows))
+                    rows.append(token)
+            part_starts.append(len(rows))
+        part_starts += part_starts[-1:] * (self.max_parts + 1 - len(part_starts))
+        partial_starts = [0]
+        for entries in of_token:
+            partial_starts.append(partial_starts[-1] + len(entries))
+        most = self.max_rows(tokens)
+
+        def copy(target: torch.Tensor, values: Sequence[int]) -> torch.Tensor:
+            target = target[: len(values)]
+            return target.copy_(torch.tensor(values, dtype=target.dtype), non_blocking=True)
+
+        shift = torch.tensor(covered, dtype=torch.int32).to(table.device, non_blocking=True)
+        seq_lens, width = self._seq_lens[:reqs], table.shape[1]
+        torch.sub(lens, shift, out=seq_lens)
+        columns = torch.arange(width, device=table.device) + (shift // block).unsqueeze(1)
+        columns = columns.clamp_(max=width - 1)
+        self._table[:reqs, :width].copy_(table.gather(1, columns))
+        copy(self._part_starts, part_starts)
+        lengths = [part.end - part.start for part in parts]
+        copy(self._part_lens, lengths + [0] * (self.max_parts - len(parts)))
+        if parts:
+            first = torch.tensor([part.requests[0] for part in parts]).to(table.device)
+            begin = torch.tensor([part.start // block for part in parts]).to(table.device)
+            columns = torch.arange(width, device=table.device) + begin.unsqueeze(1)
+            columns = columns.clamp_(max=width - 1)
+            self._part_table[: len(parts), :width].copy_(table[first].gather(1, columns))
+        copy(self._rows[:most], rows + [0] * (most - len(rows)))
+        copy(self._partial_starts, partial_starts)
+        copy(self._partial_rows, [row for entries in of_token for row in entries])
+        suffix = common.replace(
+            seq_lens=seq_lens,
+            seq_lens_cpu=None,
+            num_computed_tokens_cpu=None,
+            block_table_tensor=self._table[:reqs, :width],
+            shared_prefixes=None,
+        )
+        batch = CommonAttentionMetadata(
+            query_start_loc=self._part_starts,
+            seq_lens=self._part_lens,
+            num_reqs=self.max_parts,
+            num_actual_tokens=most,
+            max_query_len=tokens,
+            max_seq_len=self.limits.max_seq_len,
+            block_table_tensor=self._part_table[:, :width],
+            causal=False,
+        )
+        partial = self._rows[:most], self._partial_starts[: tokens + 1], self._partial_rows[:most]
+        return suffix, batch, partial
