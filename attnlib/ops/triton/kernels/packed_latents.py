@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.kernels.attend import load_queries, store_rows
+from attnlib.ops.triton.kernels.attend import aligned, load_queries, store_rows
 from attnlib.ops.triton.kernels.mask import visible_span
 from attnlib.ops.triton.kernels.quant import decode_kv, encode_fp8
 from attnlib.ops.triton.kernels.softmax import (
@@ -155,12 +155,14 @@ def packed_latent_kernel(
         blocks = tl.load(table + place // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         within = (place % BLOCK_SIZE).to(tl.int64)
         raw = tl.load(
-            elements + (blocks * stride_eb + within * stride_en)[:, None] + lanes0[None, :],
+            elements
+            + aligned(blocks * stride_eb + within * stride_en, 16)[:, None]
+            + lanes0[None, :],
             mask=inside[:, None],
             other=0.0,
         )
         factors = tl.load(
-            scales + (blocks * stride_sb + within * stride_sn)[:, None]
+            scales + aligned(blocks * stride_sb + within * stride_sn, 4)[:, None]
             + tl.arange(0, _GROUPS)[None, :],
             mask=inside[:, None],
             other=0.0,
@@ -169,7 +171,7 @@ def packed_latent_kernel(
         numbers = tl.reshape(numbers, [BLOCK_N, _GROUPS, _GROUP]) * factors[:, :, None]
         k0 = tl.reshape(numbers, [BLOCK_N, _LATENT]).to(COMPUTE)
         k1 = tl.load(
-            rotary + (blocks * stride_rb + within * stride_rn)[:, None] + lanes1[None, :],
+            rotary + aligned(blocks * stride_rb + within * stride_rn, 8)[:, None] + lanes1[None, :],
             mask=inside[:, None],
             other=0.0,
         ).to(COMPUTE)
