@@ -71,6 +71,23 @@ _FEATURES: dict[str, dict[str, object]] = {
     "HND": {"layout": "HND"},
     "contiguous": {"contiguous": True},
 }
+_DEEPSEEK: dict[str, object] = {
+    **_FEATURES["mla"],
+    "head_size": 576,
+    "head_size_v": 512,
+    "scale": 192**-0.5,
+}
+"""Sizes for which a chip may have a kernel of its own."""
+_LATENTS: dict[str, dict[str, object]] = {
+    "16-heads": {**_DEEPSEEK, "num_heads": 16},
+    "128-heads": {**_DEEPSEEK, "num_heads": 128, "block_size": 64},
+    "64-heads-sinks-window": {
+        **_DEEPSEEK,
+        "num_heads": 64,
+        "sinks": True,
+        "sliding_window": 60,
+    },
+}
 _QUICK = {
     "tokens": ("mixed",),
     "blocks": ("decode", "mixed"),
@@ -170,6 +187,12 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
             changes = {"key_selection": _FORMS[form], **fields}
             case = target.case(batch=_BATCHES["mixed"], **changes)
             yield CheckCase(f"{feature}-{form}", partial(_check, target, case), case)
+    for name, fields in _LATENTS.items():
+        for form in ("tokens", "many"):
+            if target.quick and (name, form) != ("16-heads", "tokens"):
+                continue
+            case = target.case(batch=_BATCHES["long"], key_selection=_FORMS[form], **fields)
+            yield CheckCase(f"{name}-{form}", partial(_check, target, case), case)
     sinks_split = target.case(batch=_BATCHES["long"], key_selection=_FORMS["many"], sinks=True)
     yield CheckCase("sinks-many", partial(_check, target, sinks_split), sinks_split)
     padded = target.case(batch="q1s40_q5s33_q0s0_pad3", key_selection=_FORMS["blocks"])
