@@ -51,6 +51,20 @@ def test_layers_with_selected_keys_use_one_kernel() -> None:
     assert _lines("sm_80", key_selection=selection) == lines
 
 
+def test_selected_latents_have_a_hopper_kernel() -> None:
+    """M11, P10: with one list for all heads of a token."""
+    tokens = {"key_selection": KeySelection(max_blocks=2048)}
+    latent = {"num_kv_heads": 1, "head_size": 576, "head_size_v": 512, "use_mla": True}
+    portable = "prefill, decode: portable Triton kernel over selected keys"
+    assert _lines(**latent, **tokens) == ["prefill, decode: Hopper kernel over selected latents"]
+    assert _lines("sm_80", **latent, **tokens) == [portable]
+    (line,) = _lines(**{**latent, "num_heads": 96}, **tokens)
+    assert line.startswith(f"{portable} (96 query heads")
+    shared = KeySelection(max_blocks=16, query_block_size=4)
+    (line,) = _lines(**latent, key_selection=shared)
+    assert "lists per query head or shared by query tokens" in line
+
+
 def test_batch_invariant_layers() -> None:
     lines = ["prefill, decode: portable batch-invariant Triton kernel"]
     assert _lines("sm_80", batch_invariant=True) == lines

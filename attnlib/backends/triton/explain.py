@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from attnlib.device import DeviceInfo
+from attnlib.key_selection import SelectionScope
 from attnlib.ops.triton.heuristics.splits import visible_bound
 from attnlib.ops.triton.hopper.support import (
     HOPPER_DECODE_KEYS,
@@ -21,6 +22,7 @@ from attnlib.ops.triton.hopper.support import (
     latent_head_blocks,
     latent_unsupported_reasons,
     prefill_unsupported_reasons,
+    selected_latents_unsupported_reasons,
 )
 from attnlib.spec import AttentionSpec, MaskKind
 
@@ -47,7 +49,7 @@ def kernel_lines(spec: AttentionSpec, device: DeviceInfo, portable_only: bool) -
     if not spec.is_paged:
         return ["prefill: portable Triton kernel, no KV cache"]
     if spec.key_selection is not None:
-        return ["prefill, decode: portable Triton kernel over selected keys"]
+        return _selected_lines(spec, device, portable_only)
     if spec.batch_invariant:
         return ["prefill, decode: portable batch-invariant Triton kernel"]
     if spec.kv_format.scales_in_page:
@@ -60,6 +62,26 @@ def kernel_lines(spec: AttentionSpec, device: DeviceInfo, portable_only: bool) -
     if device.is_rocm or device.capability is None or device.capability[0] != 9:
         return ["prefill, decode: portable Triton kernels"]
     return _hopper_lines(spec, device.capability)
+
+
+def _selected_lines(spec: AttentionSpec, device: DeviceInfo, portable_only: bool) -> list[str]:
+    """The line of layers that attend to selected keys."""
+    selection, portable = spec.key_selection, "prefill, decode: portable Triton kernel"
+    assert selection is not None
+    if device.is_rocm or device.capability is None or device.capability[0] != 9:
+        return [f"{portable} over selected keys"]
+    if portable_only or not spec.use_mla:
+        return [f"{portable} over selected keys"]
+    reasons = selected_latents_unsupported_reasons(
+        device.capability, spec.dtype, spec.kv_dtype, (spec.head_size, spec.head_size_v),
+        spec.num_heads,
+        one_list_per_token=selection.query_block_size == 1
+        and selection.scope != SelectionScope.QUERY_HEAD,
+        causal_per_request=spec.mask_kind is MaskKind.PER_REQUEST, alibi=spec.has_alibi,
+    )  # fmt: skip
+    if reasons:
+        return [f"{portable} over selected keys ({'; '.join(reasons)})"]
+    return ["prefill, decode: Hopper kernel over selected latents"]
 
 
 def _latent_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]:

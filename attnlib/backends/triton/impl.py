@@ -191,6 +191,7 @@ class TritonImpl(AttentionImpl):
             selected_keys,
             out=output,
             lse=lse,
+            kernels=self._kernels,
         )
 
     def forward_unpaged(
