@@ -38,7 +38,7 @@ class Engine:
             model, num_blocks=num_blocks, block_size=4, backend=backend, hybrid=True
         )
         self.allocator = HybridBlockAllocator(self.paged.groups, num_blocks)
-        self.peak = dict.fromkeys(self.paged.groups, 0)
+        self.used: list[dict[str, int]] = []  # blocks of each group, for each step
         self.reused = 0
         self.poison = False
 
@@ -63,6 +63,7 @@ class Engine:
         lens = [one.num_computed + count for one, count in zip(held, counts, strict=True)]
         for one, length in zip(held, lens, strict=True):
             self.allocator.grow(one, length)
+        self.used.append({name: self.allocator.num_used_blocks(name) for name in self.paged.groups})
         tables = self.allocator.block_tables(held)
         device = next(self.paged.model.parameters()).device
         batches = {
@@ -90,8 +91,6 @@ class Engine:
             self.paged.pool._storage[free] = 0xFF
         for row, number in enumerate(sampling):
             tokens[number].append(int(logits[row].argmax()))
-        for name in self.peak:
-            self.peak[name] = max(self.peak[name], self.allocator.num_used_blocks(name))
 
 
 def _expected(model: Any, sequences: list[list[int]], new_tokens: int) -> list[list[int]]:
@@ -132,20 +131,19 @@ def test_windowed_groups_are_bounded(name: str) -> None:
     """Blocks of the window and of one chunk, however long the sequence grows; full ones grow."""
     model = MODELS[name]()
     engine = Engine(model)
-    sequence, peaks = prompts(12, seed=5)[0], []
+    sequence = prompts(12, seed=5)[0]
     engine.allocator.pool.prefix_caching = False
     engine.poison = True
-    for length in (30, 60, 100):
-        engine.peak = dict.fromkeys(engine.peak, 0)
-        engine.generate([sequence], length - 12)
-        peaks.append(dict(engine.peak))
+    assert engine.generate([sequence], 48) == _expected(model, [sequence], 48)
     window = f"window {WINDOW}"
-    size = engine.paged.groups[window].block_size
+    size, full = (engine.paged.groups[group].block_size for group in (window, "full"))
+    used = engine.used
     bound = -(-(WINDOW - 1 + CHUNK) // size) + 1
-    assert all(0 < peak[window] <= bound for peak in peaks), peaks
-    full = engine.paged.groups["full"].block_size
-    assert [peak["full"] for peak in peaks] == [-(-(n - 1) // full) for n in (30, 60, 100)]
-    assert engine.generate([sequence], 60)[0] == _expected(model, [sequence], 60)[0]
+    assert all(0 < held[window] <= bound for held in used), used
+    assert used[-1][window] <= -(-WINDOW // size) + 1
+    assert [held["full"] for held in used] == [
+        -(-min(n, 59) // full) for n in (CHUNK, *range(12, 60))
+    ]
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
