@@ -52,11 +52,13 @@ def append_kv_kernel(
     column = position // BLOCK_SIZE
     # A position outside the block table has no slot.
     if (position >= 0) & (column < max_blocks):
+        # The offset in the block is added first, so that little work follows the second load: with
+        # blocks of one slot from there on, the block is the slot.
+        offset = (position % BLOCK_SIZE).to(tl.int64)
         block = tl.load(block_table + row * stride_table + column).to(tl.int64)
-        slot = block * BLOCK_SIZE + position % BLOCK_SIZE
         store_heads(
-            new_key, key_cache, slot, heads, mask_heads, 1.0, stride_kcb, stride_kcn, stride_kch,
-            BLOCK_SIZE, D, D_PAD, 0, False, False)  # fmt: skip
+            new_key, key_cache + offset * stride_kcn, block, heads, mask_heads, 1.0, stride_kcb, 0,
+            stride_kch, 1, D, D_PAD, 0, False, False)  # fmt: skip
         store_heads(
-            new_value, value_cache, slot, heads, mask_heads, 1.0, stride_vcb, stride_vcn,
-            stride_vch, BLOCK_SIZE, DV, DV_PAD, 0, False, False)  # fmt: skip
+            new_value, value_cache + offset * stride_vcn, block, heads, mask_heads, 1.0, stride_vcb,
+            0, stride_vch, 1, DV, DV_PAD, 0, False, False)  # fmt: skip
