@@ -128,7 +128,8 @@ def page_decode(
     constants, strides = _constants(query, key, value, out, lse is not None, params, limits)
     num_tokens, num_heads, head_size = query.shape
     head_size_v, tile = constants["DV"], tiling.tile
-    _check_bytes(tile, _format(key, params.k_scale), head_size, head_size_v, limits)
+    sizes = (head_size, head_size_v, query.element_size())
+    _check_bytes(tile, _format(key, params.k_scale), *sizes, limits)
     constants |= {
         **tiling.packing,
         **programmatic_launch(limits),
@@ -180,8 +181,9 @@ def page_prefill(
     constants, strides = _constants(query, key, value, out, lse is not None, params, limits)
     num_tokens, num_heads, head_size = query.shape
     stored, group = _format(key, params.k_scale), constants["GROUP"]
-    tile = choose_page_prefill_tile(rows, stored, head_size, constants["DV"], limits)
-    _check_bytes(tile, stored, head_size, constants["DV"], limits)
+    sizes = (head_size, constants["DV"], query.element_size())
+    tile = choose_page_prefill_tile(rows, stored, *sizes, limits)
+    _check_bytes(tile, stored, *sizes, limits)
     packing = _packing(tile, group)
     constants |= {**packing, **_launch_options(tile)}
     num_tiles = num_tokens // packing["TILE_TOKENS"] + batch.query_start_loc.shape[0]
@@ -278,9 +280,15 @@ def _launch_options(tile: Tile) -> dict[str, Any]:
 
 
 def _check_bytes(
-    tile: Tile, stored: KVFormat, head_size: int, head_size_v: int, limits: DeviceLimits
+    tile: Tile,
+    stored: KVFormat,
+    head_size: int,
+    head_size_v: int,
+    query_bytes: int,
+    limits: DeviceLimits,
 ) -> None:
-    need = page_shared_bytes(tile, stored, head_size, head_size_v, limits.products)
+    sizes = (head_size, head_size_v, query_bytes)
+    need = page_shared_bytes(tile, stored, *sizes, limits.products)
     if need > limits.shared_memory:
         raise UnsupportedConfigError(
             f"head sizes {head_size} and {head_size_v} of {stored.name} need {need} bytes of "

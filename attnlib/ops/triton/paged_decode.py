@@ -143,7 +143,9 @@ def decode_tiling(
     )  # fmt: skip
     stored = shape.page_format
     if stored is not None:
-        tile = choose_page_decode_tile(group * max_query_len, stored, *sizes, limits)
+        tile = choose_page_decode_tile(
+            group * max_query_len, stored, *sizes, element_bytes[0], limits
+        )
     elif shape.latent:
         tile = choose_latent_tile(
             *problem, in_place=latents_in_place(limits.capability, *element_bytes, shape.aligned),
@@ -160,7 +162,7 @@ def decode_tiling(
         limits.has_fp8,
     )  # fmt: skip
     if stored is not None:
-        need = page_shared_bytes(tile, stored, *sizes, limits.products)
+        need = page_shared_bytes(tile, stored, *sizes, element_bytes[0], limits.products)
     most = MAX_CTAS_PER_SM if stored is None else page_ctas_per_sm(tile)
     resident = max(1, min(most, limits.shared_memory_per_sm // need))
     ctas = shape.num_kv_heads * head_blocks * triton.cdiv(max_query_len, tile_tokens)

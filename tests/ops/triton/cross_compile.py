@@ -200,6 +200,7 @@ def _tile(
     if "WORDS" in kwargs:
         stored = next(f for f in PAGE_FORMATS.values() if page_kind(f) == kwargs["KIND"])
         sizes = [stored.head_size(2 * kwargs[name]) for name in ("WORDS", "DV_WORDS")]
+        sizes.append(query.element_size())
         return page_shared_bytes(tile, stored, *sizes, limits.products), tile
     if "X" in kwargs:  # over the packed cache: 16 bytes of its elements
         return packed_shared_bytes(tile, kwargs["D"], query.element_size(), 16 // kwargs["X"]), tile

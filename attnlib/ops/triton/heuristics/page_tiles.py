@@ -20,11 +20,13 @@ _RESERVED = 8 * 1024
 
 
 def page_shared_bytes(
-    tile: Tile, stored: KVFormat, head_size: int, head_size_v: int, products: str
+    tile: Tile, stored: KVFormat, head_size: int, head_size_v: int, query_bytes: int, products: str
 ) -> int:
     """Shared memory of a CTA: stages of keys and values with their scales, and the weights.
 
     Args:
+        query_bytes: bytes of an element of the queries. Elements of float32 products pass through
+            shared memory.
         products: `DeviceLimits.products`. Asynchronous products of 64 rows and more read queries
             and converted elements from shared memory, too.
     """
@@ -35,7 +37,9 @@ def page_shared_bytes(
     elements = next_power_of_2(head_size) + next_power_of_2(head_size_v)
     from_shared = products == "async" and tile.block_m >= 64
     extra = 2 * (tile.block_n + tile.block_m) * elements if from_shared else 0
-    weights = 2 * tile.block_m * tile.block_n
+    if query_bytes == 4:
+        extra = 4 * tile.block_n * elements
+    weights = query_bytes * tile.block_m * tile.block_n
     return tile.num_stages * tile.block_n * per_key + extra + weights + _RESERVED
 
 
@@ -45,36 +49,54 @@ def page_ctas_per_sm(tile: Tile) -> int:
 
 
 def choose_page_decode_tile(
-    rows: int, stored: KVFormat, head_size: int, head_size_v: int, limits: DeviceLimits
+    rows: int,
+    stored: KVFormat,
+    head_size: int,
+    head_size_v: int,
+    query_bytes: int,
+    limits: DeviceLimits,
 ) -> Tile:
     """The tile of a decode.
 
     Args:
         rows: query heads per KV head times the longest query of the batch.
+        query_bytes: bytes of an element of the queries.
     """
     block_m = min(64, max(16, next_power_of_2(rows)))
-    return _fit(Tile(block_m, 64, 4, 4), stored, head_size, head_size_v, limits)
+    tile = Tile(block_m, 64, 4, 4) if query_bytes == 2 else Tile(block_m, 32, 4, 2)
+    return _fit(tile, stored, head_size, head_size_v, query_bytes, limits)
 
 
 def choose_page_prefill_tile(
-    rows: int, stored: KVFormat, head_size: int, head_size_v: int, limits: DeviceLimits
+    rows: int,
+    stored: KVFormat,
+    head_size: int,
+    head_size_v: int,
+    query_bytes: int,
+    limits: DeviceLimits,
 ) -> Tile:
     """The tile of a prefill.
 
     Args:
         rows: query heads per KV head times the longest query of the batch.
+        query_bytes: bytes of an element of the queries.
     """
     largest = 128 if max(head_size, head_size_v) <= 128 else 64
     block_m = min(largest, max(16, next_power_of_2(rows)))
     tile = Tile(block_m, 32, 8 if block_m == 128 else 4, 2)
-    return _fit(tile, stored, head_size, head_size_v, limits)
+    return _fit(tile, stored, head_size, head_size_v, query_bytes, limits)
 
 
 def _fit(
-    tile: Tile, stored: KVFormat, head_size: int, head_size_v: int, limits: DeviceLimits
+    tile: Tile,
+    stored: KVFormat,
+    head_size: int,
+    head_size_v: int,
+    query_bytes: int,
+    limits: DeviceLimits,
 ) -> Tile:
     """The tile with as many stages, then rows, then keys as the shared memory of a CTA holds."""
-    sizes = (stored, head_size, head_size_v, limits.products)
+    sizes = (stored, head_size, head_size_v, query_bytes, limits.products)
     while page_shared_bytes(tile, *sizes) > limits.shared_memory:
         if tile.num_stages > 1:
             tile = replace(tile, num_stages=tile.num_stages - 1)
