@@ -289,6 +289,8 @@ def compiled_after_warmup(batches: int) -> dict[str, int]:
         "arithmetic": ScoreFunction(decay),
         "documents": builtin.documents(),
         "relative_bias": builtin.relative_bias(),
+        "multi_item": builtin.multi_item(),
+        "head_windows": builtin.head_windows(),
     }.items():
         spec = attnlib.AttentionSpec(**BASE, score_function=function)
         made = {} if function.examples is None else dict(function.examples(32, [8]))

@@ -825,6 +825,8 @@ SCORE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "documents",
         "relative_bias",
         "alibi_sqrt",
+        "multi_item",
+        "head_windows",
     )
 }
 """Cases with a score function, apart from `CASES`, whose machine code is compared over time."""
