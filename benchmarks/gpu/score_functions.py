@@ -279,8 +279,13 @@ def decodes(requests: int, length: int) -> dict[str, Any]:
     return compare(rows)
 
 
-def compiled_after_warmup(batches: int) -> dict[str, int]:
-    """Kernels that random batches compile after `attnlib.warmup`."""
+def compiled_after_warmup(batches: int, names: list[str]) -> dict[str, int]:
+    """Kernels that random batches compile after `attnlib.warmup`.
+
+    Args:
+        batches: number of batches.
+        names: functions to measure; empty for all.
+    """
     from attnlib.score_functions import ScoreFunction, builtin
 
     limits = attnlib.BatchLimits(max_num_reqs=8, max_num_tokens=1024, max_seq_len=2048)
@@ -292,6 +297,8 @@ def compiled_after_warmup(batches: int) -> dict[str, int]:
         "multi_item": builtin.multi_item(),
         "head_windows": builtin.head_windows(),
     }.items():
+        if names and name not in names:
+            continue
         spec = attnlib.AttentionSpec(**BASE, score_function=function)
         made = {} if function.examples is None else dict(function.examples(32, [8]))
         own = {n: made[n].cuda() for n in function.layer_tensors}
@@ -327,7 +334,9 @@ def compiled_after_warmup(batches: int) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", nargs="*", default=["plain", "prefill", "decode", "warmup"])
-    parser.add_argument("--functions", nargs="*", default=[], help="prefills (default: all)")
+    parser.add_argument(
+        "--functions", nargs="*", default=[], help="of prefill and warmup (default: all)"
+    )
     parser.add_argument("--length", type=int, default=8192, help="tokens of a prefill")
     parser.add_argument("--no-flex", action="store_true", help="leave flex_attention out")
     parser.add_argument("--commit", help="commit of a copy without history")
@@ -348,7 +357,7 @@ def main() -> None:
     if "decode" in options.rows:
         result["decode 32 x 4k"] = decodes(32, 4096)
     if "warmup" in options.rows:
-        result["kernels compiled after warmup"] = compiled_after_warmup(60)
+        result["kernels compiled after warmup"] = compiled_after_warmup(60, options.functions)
         print(result["kernels compiled after warmup"])
     if "prefill" in options.rows:
         result[f"prefill 1 x {options.length}"] = prefills(
