@@ -27,8 +27,10 @@ import torch
 from layer_calls import (
     BATCHES,
     BURST,
+    WARM,
     LayerCall,
     launch_microseconds,
+    launch_times,
     warm_up,
 )
 
@@ -139,17 +141,19 @@ def layer_costs(calls: dict[str, LayerCall]) -> dict[str, float]:
         for _ in range(4):
             call()
         each += [call.bare_launches(), call, call.allocating]
-    found = launch_microseconds(*each)
+    found = launch_times(*each, rounds=80)
     firsts = first_layer_costs(calls)
     costs = {}
     for number, name in enumerate(calls):
         bare, inside, allocating = found[3 * number : 3 * number + 3]
+        # The difference of each round, because the speed of the machine changes between rounds.
+        above = [layer - launches for layer, launches in zip(inside, bare, strict=True)]
         target = ABOVE[name.split()[0]]
         costs |= {
-            f"{name}: bare launches, us": bare,
-            f"{name}: layer, output given, us": inside,
-            f"{name}: above the bare launches, us (target {target})": inside - bare,
-            f"{name}: layer that allocates its output, us": allocating,
+            f"{name}: bare launches, us": statistics.median(bare),
+            f"{name}: layer, output given, us": statistics.median(inside),
+            f"{name}: above the bare launches, us (target {target})": statistics.median(above),
+            f"{name}: layer that allocates its output, us": statistics.median(allocating),
             f"{name}: first layer of a step, us": firsts[name],
         }
     return costs
@@ -160,8 +164,10 @@ def first_layer_costs(calls: dict[str, LayerCall]) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(23):
         for name, call in calls.items():
-            first = call.first_layers(BURST)
+            first = call.first_layers(WARM + BURST)
             torch.cuda.synchronize()
+            for _ in range(WARM):
+                first()
             began = time.perf_counter()
             for _ in range(BURST):
                 first()

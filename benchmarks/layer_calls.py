@@ -11,10 +11,21 @@ import torch
 
 import attnlib
 
-__all__ = ["BATCHES", "BURST", "LayerCall", "launch_microseconds", "warm_up"]
+__all__ = [
+    "BATCHES",
+    "BURST",
+    "WARM",
+    "LayerCall",
+    "launch_microseconds",
+    "launch_times",
+    "warm_up",
+]
 
 BURST = 64
 """Calls in one round on a GPU: fewer launches than a stream holds before it makes the host wait."""
+
+WARM = 16
+"""Calls before a burst."""
 
 BATCHES = {
     "decode of 1 x 1024": ([1], [1024]),
@@ -125,23 +136,31 @@ class LayerCall:
         return launch
 
 
-def launch_microseconds(*calls: Callable[[], object], rounds: int = 60) -> list[float]:
-    """For each call, the median over the rounds of the host's mean time for one of `BURST` calls.
+def launch_times(*calls: Callable[[], object], rounds: int = 60) -> list[list[float]]:
+    """For each call, the host's mean time for one of `BURST` calls in each round, in microseconds.
 
-    The calls take turns, so that a change of the machine's speed affects all of them alike. Three
-    rounds before the first one warm up the processor.
+    The calls take turns, so that a change of the machine's speed affects all of them alike. Before
+    a burst the host waits for the GPU, after which it is slower for a while: `WARM` calls that are
+    not measured come first. Three rounds at the beginning are not counted.
     """
     times: list[list[float]] = [[] for _ in calls]
     for number in range(rounds + 3):
         for call, found in zip(calls, times, strict=True):
             torch.cuda.synchronize()
+            for _ in range(WARM):
+                call()
             began = time.perf_counter()
             for _ in range(BURST):
                 call()
             if number >= 3:
                 found.append((time.perf_counter() - began) / BURST * 1e6)
     torch.cuda.synchronize()
-    return [statistics.median(found) for found in times]
+    return times
+
+
+def launch_microseconds(*calls: Callable[[], object], rounds: int = 60) -> list[float]:
+    """For each call, the median of its `launch_times`."""
+    return [statistics.median(found) for found in launch_times(*calls, rounds=rounds)]
 
 
 def warm_up(call: LayerCall) -> None:
