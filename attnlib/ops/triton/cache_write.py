@@ -147,7 +147,7 @@ def prepare_write(
     check_scale("k_scale", k_scale)
     check_scale("v_scale", v_scale)
     if isinstance(k_scale, Tensor) and isinstance(v_scale, Tensor) and k_scale.dim() == 4:
-        from attnlib.ops.triton.page_formats import page_write
+        from attnlib.ops.triton.page_attention import page_write
 
         strides = (*key.stride()[:2], *value.stride()[:2])
         numbers, launch = page_write(

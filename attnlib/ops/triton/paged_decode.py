@@ -502,7 +502,7 @@ def _prepare_page_decode(
     schedule: DecodeSchedule,
 ) -> PlainAttention:
     """The launches over pages that hold their scales (M16)."""
-    from attnlib.ops.triton.page_formats import page_decode
+    from attnlib.ops.triton.page_attention import page_decode
 
     shape = shape_of(query, key, value, params)
     combine = None

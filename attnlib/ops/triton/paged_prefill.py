@@ -193,7 +193,7 @@ def prepare_plain_prefill(
         return found
     check_batch(batch, max_query_len)
     if holds_scales(params):
-        from attnlib.ops.triton.page_formats import page_prefill
+        from attnlib.ops.triton.page_attention import page_prefill
 
         pages = page_prefill(query, key, value, out, lse, batch, params, limits, rows)
         kept_pages: PlainAttention = LAUNCHES.keep(key_, pages)

@@ -34,7 +34,7 @@ from attnlib.ops.triton.heuristics.page_tiles import page_shared_bytes
 from attnlib.ops.triton.heuristics.tile_table import TileEntry, TileTable, shipped_tables
 from attnlib.ops.triton.heuristics.tiles import Tile, latents_in_place, shared_bytes
 from attnlib.ops.triton.launch.score_compile import compile_score
-from attnlib.ops.triton.page_formats import page_kind
+from attnlib.ops.triton.page_attention import page_kind
 from attnlib.testing.score_functions import SUITE, load_score_function, make_score_tensors
 from tests.ops.calls import call_operation, split_options
 from tests.ops.triton.sass import descriptor_sources, disassemble
