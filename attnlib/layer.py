@@ -277,7 +277,6 @@ class Attention(PlannedLayer):
                     (k_scale is UNIT_SCALE and self.v_scale is UNIT_SCALE)
                     or (k_scale is cache.k_scale and self.v_scale is cache.v_scale)
                 )
-                and (per_head is None or per_head == self._per_head_signature())
                 and isinstance(query, torch.Tensor)
             ):
                 out, lse = _new_output(query, shape) if output is None else output, None
@@ -285,9 +284,14 @@ class Attention(PlannedLayer):
                     rows = (query.shape[0], self.spec.num_heads)
                     lse = torch.empty(rows, dtype=torch.float32, device=query.device)
                 done = call is not None and call(
-                    query, cache.key_cache, cache.value_cache, out, lse, key, value
-                )
-                if not done and check is not None:
+                    query, cache.key_cache, cache.value_cache, out, lse, key, value,
+                    *(() if per_head is None else self._own_tensors()),
+                )  # fmt: skip
+                if (
+                    not done
+                    and check is not None
+                    and (per_head is None or per_head == self._per_head_signature())
+                ):
                     done = check(query, key, value, *(() if allocates else (output,)))
                     if done:
                         run(impl, query, key, value, cache, out, lse)

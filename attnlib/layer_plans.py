@@ -91,19 +91,20 @@ class PlannedLayer(nn.Module):
         """Let `__call__` recognize the next call of this kind, by C functions. Nothing where
         `nn.Module` would not call `forward` of the class: it was replaced on this instance, or the
         module is compiled."""
-        own = self.__dict__
-        if "forward" in own or self._compiled_call_impl is not None:
+        state = self.__dict__
+        if "forward" in state or self._compiled_call_impl is not None:
             return
         plan, shape = known
         bind, out = getattr(plan, "bind_call", None), ... if output is None else output
-        call = bind and bind(query, ..., ..., out, ..., key, value)
+        own = self._own_tensors() if self._has_per_head else ()
+        call = bind and bind(query, ..., ..., out, ..., key, value, own=own)
         compared, check = self._tensor_check
         if compared != signature:
             check = None
             if key is not None and value is not None:
                 tensors = (query, key, value) if output is None else (query, key, value, output)
                 check = tensor_check(*tensors)
-            own["_tensor_check"] = signature, check  # `nn.Module` assigns slowly
+            state["_tensor_check"] = signature, check  # `nn.Module` assigns slowly
         if check is None and call is None:
             return
         metadata.__dict__["recent_plan"] = RecentPlan(
@@ -134,6 +135,13 @@ class PlannedLayer(nn.Module):
             return_lse, torch.is_grad_enabled(),
             self._per_head_signature() if self._has_per_head else None,
         )  # fmt: skip
+
+    def _own_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """The tensors of the layer that kernels read: slopes and sinks, if the spec has either,
+        then score tensors."""
+        spec, impl = self.spec, self.impl
+        per_head = impl.per_head_tensors if spec.has_alibi or spec.has_sink else ()
+        return (*per_head, *impl.layer_score_tensors)
 
     def _per_head_signature(self) -> tuple[Any, ...]:
         return tuple(
@@ -207,7 +215,7 @@ class PlannedLayer(nn.Module):
             if len(plans) >= MAX_PLANS:
                 plans.clear()
             plans[signature] = known
-            if cache is not None and selected_keys is None and getattr(plan, "direct", None):
+            if cache is not None and selected_keys is None and getattr(plan, "is_bound", False):
                 self._remember(signature, known, query, key, value, metadata, output, return_lse)
         return known
 

@@ -13,11 +13,13 @@ class StepPlan(Protocol):
     """Prepared cache write and attention for one call signature and batch, from
     `AttentionImpl.plan`.
 
-    A plan may have a method `bind_call(query, key_cache, value_cache, output, lse, key, value)`. It
-    gets the tensors of a call, or `...` where any will do, and returns None or a function of such
-    arguments. That function compares its tensors with them (type, dtype, shape, strides, device)
-    and does what `run` does. It returns False, and does nothing, where they differ or `run` is
-    needed.
+    A plan may have a method `bind_call(query, key_cache, value_cache, output, lse, key, value, *,
+    own)`. It gets the tensors of a call, or `...` where any will do, and in `own` those of the
+    layer: slopes and sinks, if the spec has either, then score tensors. It returns None or a
+    function of all of them in this order. That function compares its tensors with them (type,
+    dtype, shape, strides, device) and does what `run` does. It returns False, and does nothing,
+    where they differ or `run` is needed. A plan with `is_bound` gives the final answer already
+    before its first run.
     """
 
     def run(

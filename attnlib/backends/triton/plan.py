@@ -127,11 +127,22 @@ class TritonPlan:
             key = value = None
         self._run_by_triton(impl, query, key, value, cache, output, lse)
 
-    def bind_call(self, *like: Any) -> Callable[..., bool] | None:
-        """See `StepPlan`. `like` has the tensors of a call, None for values that must be None and
-        `...` for any; further tensors must be at the same addresses in each call."""
-        direct: Any = self.direct
-        return None if direct is None else direct.compare(torch.is_grad_enabled, like)
+    @property
+    def is_bound(self) -> bool:
+        """Whether the direct launches are bound, so that `bind_call` need not be tried again."""
+        return self._submit is not None
+
+    def bind_call(
+        self, *like: Any, own: tuple[Tensor | None, ...] = ()
+    ) -> Callable[..., bool] | None:
+        """See `StepPlan`. Further tensors in `like` must be at the same addresses in each call."""
+        submit: Any = self._submit
+        if submit is None or len(own) != len(self._launches.of_layer):  # scales that are tensors
+            return None
+        count = VALUE + 1
+        values = (*like[:count], *own, *like[count:])
+        found: Callable[..., bool] | None = submit.compare(torch.is_grad_enabled, values)
+        return found
 
     def appending(self, append: BoundAppend) -> TritonPlan:
         """A copy of this plan of a call without keys: its `run` takes keys and values, `[R, T, Hkv,

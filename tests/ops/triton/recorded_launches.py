@@ -45,6 +45,7 @@ from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.hopper import decode_plan, dispatch, prefill_plan
 from attnlib.ops.triton.launch import bound as launch
 from attnlib.ops.triton.launch.cache import LAUNCHES, LaunchCache
+from attnlib.score_functions.builtin import alibi_sqrt
 from tests.ops.calls import call_operation
 from tests.ops.triton.stub_driver import (
     BY_TRITON,
@@ -60,6 +61,7 @@ ROOT = Path(__file__).parents[3]
 CAN_COMPARE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 CHIP = DeviceLimits(132, 227 * 1024, 228 * 1024, (9, 0), True)
 MODULES = (
+    device,
     triton_impl,
     triton_metadata,
     cache_write,
@@ -603,9 +605,12 @@ class Step:
         backend = type("Configured", (Anywhere,), {"config": {"kernels": kernels}})
         sinks = torch.zeros(8) if self.spec.has_sink else None
         slopes = torch.zeros(8) if self.spec.has_alibi else None
+        function = self.spec.score_function
+        score = None if function is None else function.examples(8, seq_lens)
         self.layer = attnlib.Attention(
-            self.spec, backend=backend, device="cpu", sinks=sinks, alibi_slopes=slopes
-        )
+            self.spec, backend=backend, device="cpu", sinks=sinks, alibi_slopes=slopes,
+            **({} if score is None else {"score_tensors": score}),
+        )  # fmt: skip
         self.cache = attnlib.PagedKVCache.allocate(self.spec, 64 * len(query_lens), "cpu")
         reqs, tokens = len(query_lens), sum(query_lens)
         blocks = torch.arange(reqs * 64, dtype=torch.int32).view(reqs, 64)
@@ -653,6 +658,7 @@ STEPS: dict[str, Callable[[], Step]] = {
     "hopper decode with sinks": lambda: Step([1] * 2, [600, 20], kernels="hopper", has_sink=True),
     "many hopper decodes": lambda: Step([1] * 128, [600] * 128, kernels="hopper"),
     "decode with slopes": lambda: Step([1] * 2, [1000, 20], has_alibi=True),
+    "decode with a score function": lambda: Step([1] * 2, [900, 9], score_function=alibi_sqrt()),
     "fp8 decode": lambda: Step([1] * 2, [1000, 20], stored="fp8_e4m3"),
     "decode, head size 8": lambda: Step([1] * 2, [20, 9], size=8),
     "verification": lambda: Step([4, 2, 3], [900, 12, 77]),
@@ -683,7 +689,7 @@ def check_plans() -> None:
             again, through_triton = step.record()
             assert not through_triton, f"{name}: {through_triton}"
             assert {record.stream for record in again} == {DRIVER.stream}, name
-        if not step.lse and not step.layer._has_per_head:  # else no recent call
+        if not step.lse:  # `attend` has no recent call
             assert step.batch.recent_plan.call is not None or not CAN_COMPARE, name
         other = make()
         step.cache, step.query, step.key, step.value, step.out = (
