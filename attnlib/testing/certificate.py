@@ -14,7 +14,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -66,6 +66,17 @@ class CertifiedSpec:
     different: dict[str, int] | None = None
     failures: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        """One line, and the first failures."""
+        if self.unsupported:
+            return f"{self.name}: unsupported: {'; '.join(self.unsupported)}"
+        rows, batches = (sum((n or {}).values()) for n in (self.compared, self.different))
+        line = (
+            f"{self.name}: {rows} rows compared, {batches} batches with other bits, "
+            f"sha256 {self.sha256[:16]}"
+        )
+        return "\n  ".join([line, *self.failures])
+
 
 @dataclass(frozen=True)
 class Certificate:
@@ -113,16 +124,7 @@ class Certificate:
             f"batch invariance of {self.backend} ({self.backend_class}) on {self.device}; the "
             f"backend {claim} it"
         ]
-        for spec in self.specs:
-            if spec.unsupported:
-                lines.append(f"{spec.name}: unsupported: {'; '.join(spec.unsupported)}")
-                continue
-            rows, batches = (sum((n or {}).values()) for n in (spec.compared, spec.different))
-            lines.append(
-                f"{spec.name}: {rows} rows compared, {batches} batches with other bits, "
-                f"sha256 {spec.sha256[:16]}"
-            )
-            lines += [f"  {failure}" for failure in spec.failures]
+        lines += [str(spec) for spec in self.specs]
         lines.append(f"{self.seconds:.0f} s · {'PASSED' if self.passed else 'FAILED'}")
         return "\n".join(lines)
 
@@ -134,6 +136,7 @@ def certify_batch_invariance(
     seed: int = 0,
     quick: bool = False,
     commit: str | None = None,
+    on_spec: Callable[[CertifiedSpec], object] | None = None,
 ) -> Certificate:
     """Compare the bits of requests alone with those in many other batches.
 
@@ -146,6 +149,7 @@ def certify_batch_invariance(
         seed: seed of all random numbers.
         quick: fewer kinds of layers.
         commit: the commit of attnlib, for copies without history.
+        on_spec: called after each kind of layer.
 
     Raises:
         UnknownBackendError, BackendUnavailableError, ContractError: as `run_conformance`.
@@ -155,11 +159,15 @@ def certify_batch_invariance(
     started = time.perf_counter()
     target = make_target(backend, device=device, seed=seed, quick=quick, against=())
     declared = target.supports(target.case(batch_invariant=True, needs_lse=False))
-    specs = tuple(_certify(target, name, case) for name, case in _cases(target, declared))
+    specs = []
+    for name, case in _cases(target, declared):
+        specs.append(_certify(target, name, case))
+        if on_spec is not None:
+            on_spec(specs[-1])
     facts = provenance(commit=commit, device=target.device)
     return Certificate(
         target.label, ":".join(target.backend.full_cls_name()), declared, str(target.device), seed,
-        quick, specs, facts, round(time.perf_counter() - started, 1),
+        quick, tuple(specs), facts, round(time.perf_counter() - started, 1),
     )  # fmt: skip
 
 

@@ -144,7 +144,12 @@ def _run_certify(args: argparse.Namespace) -> int:
 
     try:
         certificate = certify_batch_invariance(
-            args.backend, device=args.device, seed=args.seed, quick=args.quick, commit=args.commit
+            args.backend,
+            device=args.device,
+            seed=args.seed,
+            quick=args.quick,
+            commit=args.commit,
+            on_spec=lambda spec: print(f"compared: {spec.name}", file=sys.stderr, flush=True),
         )
     except (AttnlibError, ImportError, AttributeError) as error:
         print(f"attnlib verify: {error}", file=sys.stderr)

@@ -10,6 +10,7 @@ import torch
 
 from attnlib import AttentionSpec, explain
 from attnlib.backends.base import AttentionBackend
+from attnlib.backends.loading import configured
 from attnlib.backends.triton import TritonBackend
 from attnlib.device import DeviceInfo, resolve_device
 from attnlib.key_selection import KeySelection
@@ -68,6 +69,17 @@ def test_selected_latents_have_a_hopper_kernel() -> None:
 def test_batch_invariant_layers() -> None:
     lines = ["prefill, decode: portable batch-invariant Triton kernel"]
     assert _lines("sm_80", batch_invariant=True) == lines
+    assert _lines(batch_invariant=True) == [f"{lines[0]} (kernels=hopper: Hopper)"]
+    hopper = configured(TritonBackend, {"kernels": "hopper"})
+    assert _lines(backend=hopper, batch_invariant=True) == [
+        "prefill, decode: batch-invariant Hopper kernels"
+    ]
+    (line,) = _lines(batch_invariant=True, head_size=256)
+    assert line.startswith(lines[0]) and "head sizes (256, 256)" in line
+    portable = configured(TritonBackend, {"kernels": "portable"})
+    assert _lines(backend=portable, batch_invariant=True) == [
+        f"{lines[0]} (configured: kernels=portable)"
+    ]
 
 
 def test_latents() -> None:

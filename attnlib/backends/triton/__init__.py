@@ -118,7 +118,7 @@ class TritonBackend(AttentionBackend):
     @classmethod
     def explain_lines(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
         """The kernels for prefill and for decode, and why a Hopper kernel is not used."""
-        return kernel_lines(spec, device, cls.config.get("kernels") == "portable")
+        return kernel_lines(spec, device, str(cls.config.get("kernels", "auto")))
 
     @classmethod
     def tuner(cls, device: torch.device) -> Tuner | None:
@@ -148,6 +148,10 @@ class TritonBackend(AttentionBackend):
         if spec.batch_invariant and spec.kv_format.scales_in_page:
             reasons.append(
                 f"batch_invariant=True with kv_cache_dtype={spec.kv_format.name}: not supported"
+            )
+        if spec.batch_invariant and spec.kv_format.scales_in_page:
+            reasons.append(
+                f"kv_cache_dtype={spec.kv_format.name} with batch_invariant=True: not supported"
             )
         if device.type == "cpu" and torch.bfloat16 in (spec.dtype, spec.kv_dtype):
             reasons.append(

@@ -12,6 +12,7 @@ from attnlib.key_selection import SelectionScope
 from attnlib.ops.triton.heuristics.splits import visible_bound
 from attnlib.ops.triton.hopper.support import (
     HOPPER_DECODE_KEYS,
+    INVARIANT_KERNELS,
     LATENT_FEW_ROWS,
     LATENT_KEYS_PER_SM,
     LATENT_ROWS,
@@ -19,6 +20,7 @@ from attnlib.ops.triton.hopper.support import (
     decode_keys,
     decode_rows,
     decode_unsupported_reasons,
+    invariant_unsupported_reasons,
     latent_head_blocks,
     latent_unsupported_reasons,
     prefill_unsupported_reasons,
@@ -36,28 +38,28 @@ and layers with more KV heads than multiprocessors use the portable decode kerne
 _UNBOUNDED = 1 << 30
 
 
-def kernel_lines(spec: AttentionSpec, device: DeviceInfo, portable_only: bool) -> list[str]:
+def kernel_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str = "auto") -> list[str]:
     """The kernels for prefill and for decode, with the reasons why a Hopper kernel is not used.
 
     Args:
         spec: what the layer needs.
         device: facts about the device.
-        portable_only: the backend is configured with `kernels=portable`.
+        kernels: "auto", "hopper" or "portable", as the backend is configured.
     """
     if device.type == "cpu":
         return ["prefill, decode: portable Triton kernels, interpreted on the CPU (for tests)"]
     if not spec.is_paged:
         return ["prefill: portable Triton kernel, no KV cache"]
     if spec.key_selection is not None:
-        return _selected_lines(spec, device, portable_only)
+        return _selected_lines(spec, device, kernels == "portable")
     if spec.batch_invariant:
-        return ["prefill, decode: portable batch-invariant Triton kernel"]
+        return _invariant_lines(spec, device, kernels)
     if spec.kv_format.scales_in_page:
         return [
             "prefill, decode: portable Triton kernels (elements and scales of "
             f"{spec.kv_format.name} are decoded in registers)"
         ]
-    if portable_only:
+    if kernels == "portable":
         return ["prefill, decode: portable Triton kernels (configured: kernels=portable)"]
     if device.is_rocm or device.capability is None or device.capability[0] != 9:
         return ["prefill, decode: portable Triton kernels"]
@@ -82,6 +84,26 @@ def _selected_lines(spec: AttentionSpec, device: DeviceInfo, portable_only: bool
     if reasons:
         return [f"{portable} over selected keys ({'; '.join(reasons)})"]
     return ["prefill, decode: Hopper kernel over selected latents"]
+
+
+def _invariant_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str) -> list[str]:
+    """The kernels of batch-invariant layers, which serve all of their batches (M15)."""
+    portable = "prefill, decode: portable batch-invariant Triton kernel"
+    if kernels == "portable":
+        return [f"{portable} (configured: kernels=portable)"]
+    if device.is_rocm or device.capability is None or device.capability[0] != 9:
+        return [portable]
+    reasons = invariant_unsupported_reasons(
+        device.capability, spec.dtype, spec.kv_dtype, (spec.head_size, spec.head_size_v),
+        spec.block_size, spec.group_size, spec.num_kv_heads, _NUM_SMS,
+        causal_per_request=spec.mask_kind is MaskKind.PER_REQUEST, alibi=spec.has_alibi,
+        bias=spec.mask_kind is MaskKind.QUERY_BIAS, score=spec.score_function is not None,
+        latent=spec.use_mla,
+    )  # fmt: skip
+    if reasons:
+        return [f"{portable} ({'; '.join(reasons)})"]
+    hopper = "prefill, decode: batch-invariant Hopper kernels"
+    return [hopper if kernels in INVARIANT_KERNELS else f"{portable} (kernels=hopper: Hopper)"]
 
 
 def _latent_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]:

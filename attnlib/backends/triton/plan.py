@@ -22,6 +22,7 @@ from attnlib.backends.base import AttentionImpl
 from attnlib.backends.triton.metadata import TritonMetadata
 from attnlib.backends.triton.step_launches import Batch, Call, StepLaunches, prepare_step
 from attnlib.cache.storage import PagedKVCache
+from attnlib.errors import ContractError
 from attnlib.metadata.paged import PartTensors
 from attnlib.ops.triton.append_kv import BoundAppend
 from attnlib.ops.triton.heuristics import device as chips
@@ -190,6 +191,13 @@ class TritonPlan:
         )
         aligned = not q_and_caches & ALIGNMENT and launches.rows_aligned
         if not aligned and launches.needs_alignment:
+            if spec.batch_invariant:
+                raise ContractError(
+                    "query, output and caches of a layer with batch_invariant=True must start on "
+                    "16-byte boundaries: other kernels would give other bits; copy them, or "
+                    'configure the backend with kernels="portable"',
+                    rule="M15",
+                )
             self._plain(impl, query, key, value, cache, output, lse).run(
                 impl, query, key, value, cache, output, lse
             )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.ops.params import AttentionParams
+from attnlib.ops.triton import hopper
 from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
 from attnlib.ops.triton.heuristics.invariant_tiles import (
     choose_invariant_tile,
@@ -25,6 +26,11 @@ from attnlib.ops.triton.heuristics.invariant_tiles import (
 )
 from attnlib.ops.triton.heuristics.splits import visible_bound
 from attnlib.ops.triton.heuristics.tiles import key_chunks
+from attnlib.ops.triton.hopper.support import (
+    DECODE_ROWS,
+    INVARIANT_KERNELS,
+    invariant_unsupported_reasons,
+)
 from attnlib.ops.triton.kernels.invariant import invariant_combine_kernel, invariant_kernel
 from attnlib.ops.triton.launch.attention import (
     BatchTensors,
@@ -85,9 +91,25 @@ def workspace_bytes(
         block_size: N.
         kernels: as in `prepare_invariant`.
     """
-    return invariant_workspace_bytes(
+    plain = invariant_workspace_bytes(
         num_tokens, shape.num_heads, shape.head_size_v, schedule.num_splits
     )
+    if limits.capability[0] != 9 or kernels not in INVARIANT_KERNELS or shape.latent:
+        return plain
+    group = shape.num_heads // shape.num_kv_heads
+    reasons = invariant_unsupported_reasons(
+        limits.capability, shape.query_dtype, shape.cache_dtype,
+        (shape.head_size, shape.head_size_v), block_size, group, shape.num_kv_heads, limits.num_sms,
+    )  # fmt: skip
+    if reasons or group * schedule.max_query_len > DECODE_ROWS or hopper.load() is None:
+        return plain
+    # Tensors may still require the plain kernel, which is found when a plan is made: it allocates.
+    from attnlib.ops.triton.hopper.invariant_plan import hopper_invariant_bytes
+
+    return hopper_invariant_bytes(
+        num_tokens, shape.num_heads, shape.num_kv_heads, shape.head_size_v, schedule.max_query_len,
+        schedule.num_splits, limits,
+    )  # fmt: skip
 
 
 def prepare_invariant(
@@ -101,7 +123,7 @@ def prepare_invariant(
     params: AttentionParams,
     limits: DeviceLimits,
     max_query_len: int,
-    num_segments: int = 1,
+    num_segments: int | None = None,
     kernels: str = "auto",
 ) -> PreparedAttention:
     """The batch-invariant launches for calls of this signature. Cached.
@@ -110,9 +132,10 @@ def prepare_invariant(
         key: `[B, N, Hkv, D]`, or `[Tk, Hkv, D]` without a block table.
         value: likewise, with Dv.
         max_query_len: upper bound of the query lengths.
-        num_segments: programs for each query tile and KV head; an upper bound of the segments of
-            a request (`visible_segments`), or 1 if one program adds all segments of a tile.
-        kernels: "portable" never uses the Gluon kernels.
+        num_segments: upper bound of the segments of a request (`visible_segments`), over which a
+            decode is divided; None for a prefill, where one program adds all segments.
+        kernels: one of `hopper.support.INVARIANT_KERNELS` uses the Gluon kernels where they
+            support the layer.
 
     Raises:
         ContractError: tensors that the kernel cannot address, or sequences with too many segments.
@@ -126,12 +149,21 @@ def prepare_invariant(
     if found is not None and found.limits is limits:
         return found
     check_batch(batch, max_query_len)
-    if num_segments > _MAX_SEGMENTS:
+    if num_segments is not None and num_segments > _MAX_SEGMENTS:
         raise ContractError(
             f"a decode of sequences with {num_segments} segments of {segment_keys(limits)} keys "
             f"exceeds the limit of {_MAX_SEGMENTS}; lower max_seq_len"
         )
-    prepared = _prepare_plain(query, key, value, out, lse, batch, params, limits, num_segments)
+    prepared: PreparedAttention | None = None
+    wanted = limits.capability[0] == 9 and kernels in INVARIANT_KERNELS
+    if wanted and (dispatch := hopper.load()) is not None:
+        prepared = dispatch.select_invariant(
+            query, key, value, out, lse, batch, params, limits, max(1, max_query_len), num_segments
+        )
+    if prepared is None:
+        prepared = _prepare_plain(
+            query, key, value, out, lse, batch, params, limits, num_segments or 1
+        )
     kept: PreparedAttention = LAUNCHES.keep(key_, prepared)
     return kept
 

@@ -4,6 +4,7 @@
     dispatch      whether the kernels serve a call, and with which tile
     decode_plan   grid, workspace and arguments of the decode
     prefill_plan  grid, descriptors and arguments of the prefill
+    invariant_plan  both kernels of batch-invariant layers
     descriptors   TMA descriptors of caches and queries
     kernels/      device code
 

@@ -21,6 +21,10 @@ from attnlib.ops.triton.hopper.decode_plan import (
     hopper_decode_workspace_bytes,
     prepare_hopper_decode,
 )
+from attnlib.ops.triton.hopper.invariant_plan import (
+    prepare_hopper_invariant_decode,
+    prepare_hopper_invariant_prefill,
+)
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
 from attnlib.ops.triton.hopper.latent_plan import (
     latent_decode_workspace_bytes,
@@ -28,8 +32,10 @@ from attnlib.ops.triton.hopper.latent_plan import (
 )
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill, prepare_hopper_prefill
 from attnlib.ops.triton.hopper.support import (
+    DECODE_ROWS,
     PACKED_DECODE_ROWS,
     decode_unsupported_reasons,
+    invariant_unsupported_reasons,
     latent_unsupported_reasons,
     prefill_unsupported_reasons,
 )
@@ -41,6 +47,7 @@ __all__ = [
     "supports_decode",
     "num_counters",
     "select_decode",
+    "select_invariant",
     "select_packed_decode",
     "select_prefill",
     "unsupported_strides",
@@ -217,6 +224,44 @@ def select_packed_decode(
         query, key, value, out, None, batch, params, tile, limits, 1,
         num_counters=num_counters(limits),
     )  # fmt: skip
+
+
+def select_invariant(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    batch: BatchTensors,
+    params: AttentionParams,
+    limits: DeviceLimits,
+    max_query_len: int,
+    num_segments: int | None,
+) -> HopperDecode | HopperPrefill | None:
+    """The batch-invariant Hopper launches for calls of this signature (M15); None where the plain
+    kernel serves them, which follows from the layer and its tensors, not from the batch.
+
+    Args:
+        max_query_len: upper bound of the query lengths, at least 1.
+        num_segments: upper bound of the segments of a request, for the decode; None for the
+            prefill.
+    """
+    if key.dim() != 4 or batch.block_table is None:
+        return None
+    layer = (*_layer(query, key, value, limits), key.shape[2], limits.num_sms)
+    latent, score = values_are_prefix(key, value), params.score_function is not None
+    if invariant_unsupported_reasons(*layer, **_features(params), score=score, latent=latent):
+        return None
+    if _is_unsupported(query, key, value, out, params):
+        return None
+    # The stride of the tokens counts for one token, too.
+    if any(x.stride(0) * x.element_size() % 16 for x in (query, out)):
+        return None
+    tensors = (query, key, value, out, lse, batch, params, limits)
+    rows = query.shape[1] // key.shape[2] * max_query_len
+    if num_segments is None or rows > DECODE_ROWS:
+        return prepare_hopper_invariant_prefill(*tensors)
+    return prepare_hopper_invariant_decode(*tensors, max_query_len, num_segments)
 
 
 def _select_latent_decode(

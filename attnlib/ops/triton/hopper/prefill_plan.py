@@ -233,10 +233,12 @@ def prepare_hopper_prefill(
     tile: HopperTile,
     limits: DeviceLimits,
     one_head: bool = False,
+    segment: int = 0,
 ) -> HopperPrefill:
     """Prepare the launch of calls like this one with a given tile; at least one query and block.
 
-    With `one_head` a work item has one query head, and uses `ScoreFunction.head_bounds`.
+    With `one_head` a work item has one query head, and uses `ScoreFunction.head_bounds`. With
+    `segment`, the batch-invariant kernel adds segments of as many keys.
     """
     num_tokens, num_heads, head_size = query.shape
     num_blocks, block_size, num_kv_heads, _ = key.shape
@@ -273,6 +275,9 @@ def prepare_hopper_prefill(
     }  # fmt: skip
     if ranges["EXACT"]:
         constants |= {"SCORE": None, "RAW_SCORE": False, "KEY_SLOPE": None}
+    kernel = hopper_prefill_kernel
+    if segment:
+        kernel, constants = _invariant(constants, segment)
     query_view = None
     if load_query:
         shape, strides = tuple(query.shape), tuple(query.stride())
@@ -302,8 +307,24 @@ def prepare_hopper_prefill(
             num_blocks, query.stride(0), query.stride(1), out.stride(0), out.stride(1),
             0 if lse is None else lse.stride(0), batch.block_table.stride(0),
         ),
-        attend=BoundLaunch(hopper_prefill_kernel, grid, constants),
+        attend=BoundLaunch(kernel, grid, constants),
     )  # fmt: skip
+
+
+def _invariant(constants: dict[str, Any], segment: int) -> tuple[Any, dict[str, Any]]:
+    """The batch-invariant kernel and its compile-time arguments."""
+    from attnlib.ops.triton.hopper.kernels.invariant_prefill import invariant_prefill_kernel
+
+    names = (
+        "NUM_KV_HEADS", "GROUP", "D", "DV", "WIDTH", "WIDTH_V", "TILE_TOKENS", "BLOCK_N",
+        "BLOCK_SIZE", "STAGES", "Q_STAGES", "CONSUMERS", "LOAD_QUERY", "PERSISTENT",
+        "STAGED_STORE", "CONSUMER_REGISTERS", "PRODUCER_REGISTERS", "CAUSAL", "HAS_LEFT",
+        "HAS_RIGHT", "HAS_CHUNK", "HAS_CAP", "HAS_SINK", "HAS_LSE", "num_warps",
+        "enable_fp_fusion", "launch_pdl",
+    )  # fmt: skip
+    return invariant_prefill_kernel, {
+        **{name: constants[name] for name in names}, "SEGMENT": segment
+    }  # fmt: skip
 
 
 def launch_hopper_prefill(

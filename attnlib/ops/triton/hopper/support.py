@@ -8,9 +8,11 @@ from __future__ import annotations
 import torch
 
 __all__ = [
-    "BLOCK_SIZES", "DECODE_ROWS", "HOPPER_DECODE_KEYS", "LATENT_FEW_ROWS", "LATENT_KEYS_PER_SM",
+    "BLOCK_SIZES", "DECODE_ROWS", "HOPPER_DECODE_KEYS", "INVARIANT_KERNELS", "LATENT_FEW_ROWS",
+    "LATENT_KEYS_PER_SM",
     "LATENT_ROWS", "LATENT_SIZES", "PACKED_DECODE_ROWS", "PAIRS_PER_SM", "ROWS",
-    "decode_unsupported_reasons", "decode_keys", "decode_rows", "latent_head_blocks",
+    "decode_unsupported_reasons", "decode_keys", "decode_rows", "invariant_unsupported_reasons",
+    "latent_head_blocks",
     "latent_unsupported_reasons", "prefers_hopper_decode", "prefers_latent_decode",
     "prefill_unsupported_reasons", "selected_latents_unsupported_reasons",
 ]  # fmt: skip
@@ -45,6 +47,9 @@ LATENT_FEW_ROWS = 32
 
 LATENT_SIZES = (576, 512)
 """(D, Dv) of the decode over latents."""
+
+INVARIANT_KERNELS = ("hopper",)
+"""Values of `config["kernels"]` with which batch-invariant layers use the Hopper kernels."""
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 """Block sizes that divide a key tile or are divided by it."""
@@ -208,6 +213,48 @@ def decode_unsupported_reasons(
             f"{num_kv_heads} KV heads; the {kernel} takes at most one per multiprocessor, {num_sms}"
         )
     scales = scales and cache_dtype not in _FLOAT8
+    return reasons + _feature_reasons(kernel, causal_per_request, alibi, bias, scales)
+
+
+def invariant_unsupported_reasons(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    head_sizes: tuple[int, int],
+    block_size: int,
+    group: int,
+    num_kv_heads: int,
+    num_sms: int,
+    *,
+    causal_per_request: bool = False,
+    alibi: bool = False,
+    bias: bool = False,
+    scales: bool = False,
+    score: bool = False,
+    latent: bool = False,
+) -> list[str]:
+    """Return why the batch-invariant Hopper kernels do not support a layer; empty if they do.
+
+    Other arguments as in `decode_unsupported_reasons`. No argument depends on a batch.
+
+    Args:
+        score: whether the layer has a score function.
+        latent: whether the values are a prefix of the keys.
+    """
+    kernel = "batch-invariant Hopper kernels"
+    reasons = _layer_reasons(kernel, capability, dtype, cache_dtype, head_sizes, block_size)
+    if max(head_sizes) > 128:
+        reasons.append(f"head sizes {head_sizes}; the {kernel} take at most 128")
+    if cache_dtype in _FLOAT8:
+        reasons.append(f"the cache has dtype {cache_dtype}; the {kernel} need that of the query")
+    if group > DECODE_ROWS:
+        reasons.append(f"{group} query heads per KV head; the {kernel} take at most {DECODE_ROWS}")
+    if num_kv_heads > num_sms:
+        reasons.append(f"{num_kv_heads} KV heads; the {kernel} take at most {num_sms}")
+    if score:
+        reasons.append(f"score function: not supported by the {kernel}")
+    if latent:
+        reasons.append(f"values that are a prefix of the keys: not supported by the {kernel}")
     return reasons + _feature_reasons(kernel, causal_per_request, alibi, bias, scales)
 
 

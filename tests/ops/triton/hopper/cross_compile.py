@@ -30,17 +30,24 @@ from attnlib.ops.triton.heuristics.hopper_tiles import (
 )
 from attnlib.ops.triton.heuristics.tile_table import TileEntry, shipped_tables
 from attnlib.ops.triton.hopper.decode_plan import launch_hopper_decode
+from attnlib.ops.triton.hopper.invariant_plan import (
+    prepare_hopper_invariant_decode,
+    prepare_hopper_invariant_prefill,
+)
 from attnlib.ops.triton.hopper.kernels.decode import hopper_decode_kernel
 from attnlib.ops.triton.hopper.kernels.latent_decode import hopper_latent_decode_kernel
 from attnlib.ops.triton.hopper.kernels.prefill import hopper_prefill_kernel
 from attnlib.ops.triton.hopper.kernels.selected_latents import hopper_selected_latents_kernel
 from attnlib.ops.triton.hopper.latent_plan import launch_latent_decode
 from attnlib.ops.triton.hopper.prefill_plan import launch_hopper_prefill
+from attnlib.ops.triton.launch.attention import BatchTensors
+from attnlib.ops.triton.launch.run import run_attention
 from attnlib.ops.triton.selected_attention import selected_attention
-from tests.ops.triton.cross_compile import Launch, score_options, stub_target
+from tests.ops.triton.cross_compile import TARGETS, Launch, score_options, stub_target
 
 __all__ = [
-    "CASES", "LATENT_CASES", "SCORE_CASES", "SELECTED_CASES", "compile_case", "entry_cases",
+    "CASES", "INVARIANT_CASES", "LATENT_CASES", "SCORE_CASES", "SELECTED_CASES", "compile_case",
+    "entry_cases",
 ]  # fmt: skip
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -220,6 +227,51 @@ SCORE_CASES: dict[str, dict[str, Any]] = {
 """Cases with a score function, apart from `CASES`, whose machine code is compared over time."""
 
 
+INVARIANT_CASES: dict[str, dict[str, Any]] = {
+    "invariant-128": {},
+    "invariant-64-sinks-cap": {"d": 64, "group": 8, "sinks": True, "cap": 50.0, "lse": True},
+    "invariant-96-group5-window": {"d": 96, "group": 5, "window": (127, 0)},
+    "invariant-decode-128": {"op": "hopper_decode"},
+    "invariant-decode-64-window": {
+        "op": "hopper_decode", "d": 64, "group": 8, "window": (127, 0), "sinks": True,
+    },
+    "invariant-decode-128-cap-verify": {
+        "op": "hopper_decode", "query": 8, "cap": 50.0, "lse": True,
+    },
+}  # fmt: skip
+"""Cases of the batch-invariant kernels."""
+
+
+def _compile_invariant(options: dict[str, Any]) -> dict[str, Any]:
+    """Compile a case of `INVARIANT_CASES`; returns what `compile_case` does, without estimate."""
+    d, heads, decode = options.get("d", 128), 8 * options.get("group", 4), "op" in options
+    query = torch.empty(64, heads, d, dtype=BF16)
+    cache = torch.empty(2, 16, 8, d, dtype=BF16)
+    lengths = torch.zeros(3, dtype=torch.int32)
+    batch = BatchTensors(lengths, lengths[:2], torch.zeros(2, 4, dtype=torch.int32))
+    params = AttentionParams(
+        scale=0.1,
+        window=options.get("window", (-1, -1)),
+        logits_soft_cap=options.get("cap", 0.0),
+        sinks=torch.empty(heads) if options.get("sinks") else None,
+    )
+    lse = torch.empty(64, heads) if options.get("lse") else None
+    log = io.StringIO()
+    triton.knobs.nvidia.dump_ptxas_log = True
+    triton.knobs.compilation.always_compile = True
+    with stub_target("sm_90") as launches, contextlib.redirect_stdout(log):
+        limits = TARGETS["sm_90"].limits
+        tensors = (query, cache, cache, torch.empty_like(query), lse, batch, params)
+        prepared: Any = prepare_hopper_invariant_prefill(*tensors, limits)
+        if decode:
+            prepared = prepare_hopper_invariant_decode(*tensors, limits, options.get("query", 1), 8)
+        run_attention(prepared, batch, query, cache, cache, tensors[3], lse, params)
+    return {
+        **_facts(launches[0], log.getvalue()),
+        "loops": _key_loops(launches[0].kernel.asm["cubin"], 4 if decode else 2),
+    }
+
+
 def entry_cases() -> dict[str, TileEntry]:
     """Return the entries of the shipped tables for these kernels by case name, `OP:INDEX`."""
     entries = [
@@ -333,6 +385,8 @@ def compile_case(name: str) -> dict[str, Any]:
     """
     if name in LATENT_CASES or name in SELECTED_CASES:
         return _compile_latent((LATENT_CASES | SELECTED_CASES)[name])
+    if name in INVARIANT_CASES:
+        return _compile_invariant(INVARIANT_CASES[name])
     known = CASES | SCORE_CASES
     options = known[name] if name in known else _entry_options(entry_cases()[name])
     d, dtype, kv_heads = options.get("d", 128), options.get("dtype", BF16), 8

@@ -19,6 +19,7 @@ from tests.ops.triton.cross_compile import (
     write_table,
 )
 from tests.ops.triton.hopper.cross_compile import (
+    INVARIANT_CASES,
     LATENT_CASES,
     SCORE_CASES,
     SELECTED_CASES,
@@ -42,6 +43,7 @@ MAX_STACK = 304
 over keys. Table entries have limits of their own."""
 
 ENTRIES = entry_cases()
+INVARIANT_SAMPLE = ["invariant-128", "invariant-decode-128"]
 ALL_LATENT = [*LATENT_CASES, *SELECTED_CASES]
 LATENT_SAMPLE = ["latent-128-page16", "latent-64-all", "selected-128", "selected-16-blocks-all"]
 MAX_LATENT_STACK = 720
@@ -62,9 +64,9 @@ Compiled = dict[str, dict[str, Any]]
 @pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest) -> Compiled:
     """Compile every case once, in concurrent processes."""
-    cases = [*SAMPLE, *LATENT_SAMPLE, *sorted(largest_tiles(ENTRIES)), *SCORE]
+    cases = [*SAMPLE, *LATENT_SAMPLE, *INVARIANT_SAMPLE, *sorted(largest_tiles(ENTRIES)), *SCORE]
     if request.config.getoption("--every-target"):
-        cases = [*CASES, *ALL_LATENT, *ENTRIES, *SCORE_CASES]
+        cases = [*CASES, *ALL_LATENT, *INVARIANT_CASES, *ENTRIES, *SCORE_CASES]
     module = "tests.ops.triton.hopper.cross_compile"
     with ThreadPoolExecutor(PROCESSES) as pool:
         parts = [cases[part::PROCESSES] for part in range(min(PROCESSES, len(cases)))]
@@ -94,7 +96,7 @@ def max_stack(case: str) -> int:
 
 def _result(case: str, compiled: Compiled) -> dict[str, Any]:
     if case not in compiled:
-        assert case not in (*SAMPLE, *LATENT_SAMPLE, *SCORE)
+        assert case not in (*SAMPLE, *LATENT_SAMPLE, *INVARIANT_SAMPLE, *SCORE)
         pytest.skip("compiled with --every-target")
     return compiled[case]
 
@@ -148,6 +150,21 @@ def test_kernels_over_latents_load_and_multiply_each_tile_once(
     assert "error" not in result, result["error"]
     assert result["shared"] <= 227 * 1024 and result["stack"] <= max_stack(case), result
     assert result["warnings"] == [] and result["wgmma"] == 2 * (36 + 8)
+
+
+@pytest.mark.parametrize("case", INVARIANT_CASES)
+def test_batch_invariant_kernels_compile_with_few_spills(case: str, compiled: Compiled) -> None:
+    """M15: both kernels fit the chip, serialize no WGMMA and keep their loops in registers."""
+    result = _result(case, compiled)
+    assert "error" not in result, result["error"]
+    assert result["shared"] <= 227 * 1024 and result["wgmma"] > 0, result
+    assert result["warnings"] == [], result
+    if "decode" in case:
+        assert result["stack"] <= 128 and max(result["loops"]) == 0, result
+        assert result["registers"] * 256 > 65536 // 2, result
+        return
+    assert result["stack"] <= MAX_STACK and len(result["loops"]) >= 4, result
+    assert max(sorted(result["loops"])[:2]) <= 8, result["loops"]
 
 
 @pytest.mark.parametrize("case", SCORE_CASES)

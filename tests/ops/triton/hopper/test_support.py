@@ -12,6 +12,7 @@ import torch
 from attnlib.ops.triton.hopper.support import (
     HOPPER_DECODE_KEYS,
     decode_unsupported_reasons,
+    invariant_unsupported_reasons,
     latent_head_blocks,
     latent_unsupported_reasons,
     prefers_hopper_decode,
@@ -178,3 +179,31 @@ def test_latents_that_the_portable_kernel_serves(changes: dict[str, Any], reason
     """The reason names the value and the limit."""
     (found,) = _latent(**changes)
     assert re.search(reason, found)
+
+
+def _invariant(**changes: Any) -> list[str]:
+    layer: dict[str, Any] = {
+        "capability": (9, 0), "dtype": BF16, "cache_dtype": BF16, "head_sizes": (128, 128),
+        "block_size": 16, "group": 4, "num_kv_heads": 8, "num_sms": 132,
+    }  # fmt: skip
+    return invariant_unsupported_reasons(**{**layer, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"capability": (8, 0)}, "needs 9.0"),
+        ({"head_sizes": (256, 256)}, "at most 128"),
+        ({"cache_dtype": torch.float8_e4m3fn}, "that of the query"),
+        ({"group": 65}, "at most 64"),
+        ({"alibi": True}, "alibi"),
+        ({"score": True}, "score function"),
+        ({"latent": True}, "prefix of the keys"),
+    ],
+)
+def test_batch_invariant_kernels_serve_all_batches_of_a_layer_or_none(
+    changes: dict[str, Any], reason: str
+) -> None:
+    """M15: the answer follows from the layer."""
+    assert _invariant() == [] == _invariant(head_sizes=(64, 64), block_size=256, group=64)
+    assert any(reason in found for found in _invariant(**changes)), _invariant(**changes)

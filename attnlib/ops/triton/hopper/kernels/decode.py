@@ -71,7 +71,8 @@ from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS, ato
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
 __all__ = [
-    "UNALIGNED", "UNSPECIALIZED", "hopper_decode_kernel", "num_key_tiles", "tile_range",
+    "UNALIGNED", "UNSPECIALIZED", "clear_tile", "hopper_decode_kernel", "mask_columns",
+    "num_key_tiles", "tile_range",
 ]  # fmt: skip
 
 UNSPECIALIZED = [
@@ -257,7 +258,7 @@ def _prefetch_queries(
 
 
 @gluon.jit
-def _clear_values(v_tile, valid, AXIS: gl.constexpr):
+def clear_tile(v_tile, valid, AXIS: gl.constexpr):
     """Set a value tile's positions along AXIS from `valid` on to 0.
 
     A page may hold anything past the sequence's end, and 0 * NaN is NaN (P5).
@@ -293,7 +294,7 @@ def _online_softmax(scores, factor, row_max, MASKED: gl.constexpr, HAS_CAP: gl.c
 
 
 @gluon.jit
-def _mask_scores(scores, row_first, row_last, tile_start, CHECK_FIRST: gl.constexpr):
+def mask_columns(scores, row_first, row_last, tile_start, CHECK_FIRST: gl.constexpr):
     """Set the scores [keys, rows] of keys outside [row_first, row_last) to -inf."""
     KEYS: gl.constexpr = scores.shape[0]
     keys = tile_start + gl.arange(0, KEYS, gl.SliceLayout(1, scores.type.layout))
@@ -400,7 +401,7 @@ def _step(
     else:
         scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
     if MASKED:
-        scores = _mask_scores(scores, row_first, row_last, tile * KEYS, CHECK_FIRST)
+        scores = mask_columns(scores, row_first, row_last, tile * KEYS, CHECK_FIRST)
     if SCORE is not None:
         # The function may hide keys of any tile.
         weights, acc_scale, row_max = _online_softmax(scores, LOG2E, row_max, True, False)
@@ -538,7 +539,7 @@ def _consumer(
                     query_head[None, :], request, aux, SCORE, HAS_CAP)  # fmt: skip
             else:
                 scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
-            scores = _mask_scores(scores, row_first, row_last, tile * BLOCK_N, CHECK_LEFT)
+            scores = mask_columns(scores, row_first, row_last, tile * BLOCK_N, CHECK_LEFT)
             if SCORE is not None:
                 weights, _, row_max = _online_softmax(scores, LOG2E, row_max, True, False)
             else:
@@ -572,7 +573,7 @@ def _consumer(
             # TMA fills whole pages past the end with zeros, but not the rest of the last page.
             if KV_KIND == KV_PLAIN:
                 if (past_end < BLOCK_N) & (seq_len % BLOCK_SIZE != 0):
-                    _clear_values(v_ring.index(stage), past_end, 1 if PACKED else 0)
+                    clear_tile(v_ring.index(stage), past_end, 1 if PACKED else 0)
             acc = _multiply_values(v_ring, stage, p_tile, acc, past_end, PACKED, True, KV_KIND)
             acc = warpgroup_mma_wait(0, deps=[acc])
             if KV_KIND != KV_PLAIN:

@@ -77,7 +77,10 @@ from attnlib.ops.triton.hopper.kernels.tma_load import load_tile
 from attnlib.ops.triton.hopper.kernels.work_counter import atomic_increment
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
-__all__ = ["UNALIGNED", "UNSPECIALIZED", "hopper_prefill_kernel"]
+__all__ = [
+    "UNALIGNED", "UNSPECIALIZED", "aligned_offset", "clear_values", "hopper_prefill_kernel",
+    "item_rows", "key_loader", "store_rows", "value_loader",
+]  # fmt: skip
 
 UNSPECIALIZED = [
     "left", "right", "chunk", "num_reqs", "num_tokens", "num_tiles", "concurrent", "section",
@@ -95,7 +98,7 @@ offsets."""
 
 
 @gluon.jit
-def _aligned(offset):
+def aligned_offset(offset):
     """Return the offset, marked as a multiple of 8 elements (16 bytes).
 
     The launcher checks the alignment; the shifts tell the compiler.
@@ -104,7 +107,7 @@ def _aligned(offset):
 
 
 @gluon.jit
-def _key_loader(
+def key_loader(
     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left, right, chunk,
     num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks, stride_table, mailbox,
     q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, aux,
@@ -233,7 +236,7 @@ def _key_loader(
 
 
 @gluon.jit
-def _value_loader(
+def value_loader(
     value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table, mailbox,
     v_ring, mail_full, mail_empty, v_full, v_empty, RANGES: gl.constexpr, SHARED: gl.constexpr,
     TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
@@ -273,7 +276,7 @@ def _value_loader(
 
 
 @gluon.jit
-def _clear_values(v_tile, valid, WARPGROUP: gl.constexpr, CONSUMERS: gl.constexpr):
+def clear_values(v_tile, valid, WARPGROUP: gl.constexpr, CONSUMERS: gl.constexpr):
     """Set the rows of a value tile from `valid` on to 0; consumers 0 and 1 do one half each.
 
     A page may hold anything past the sequence's end, and 0 * NaN is NaN (P5).
@@ -294,15 +297,15 @@ def _clear_values(v_tile, valid, WARPGROUP: gl.constexpr, CONSUMERS: gl.constexp
 
 
 @gluon.jit
-def _store_rows(out, offsets, tile, valid, head_size):
+def store_rows(out, offsets, tile, valid, head_size):
     """Store rows [M, W] at element offsets [M], columns up to head_size."""
     columns = gl.arange(0, tile.shape[1], gl.SliceLayout(0, tile.type.layout))
-    pointers = out + _aligned(offsets)[:, None] + columns[None, :]
+    pointers = out + aligned_offset(offsets)[:, None] + columns[None, :]
     gl.store(pointers, tile, mask=valid[:, None] & (columns < head_size)[None, :])
 
 
 @gluon.jit
-def _rows(
+def item_rows(
     first_token, query_len, kv_head, WARPGROUP: gl.constexpr, GROUP: gl.constexpr,
     TILE_TOKENS: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
@@ -373,11 +376,11 @@ def _consumer(
         mail += 1
         if request == num_reqs:
             # Rows after the last request become 0 (M6).
-            token, head, valid = _rows(
+            token, head, valid = item_rows(
                 first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
                 gl.SliceLayout(1, STORE_LAYOUT))  # fmt: skip
             offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
-            _store_rows(out, offsets, gl.zeros([64, WIDTH_V], DTYPE, STORE_LAYOUT), valid, DV)
+            store_rows(out, offsets, gl.zeros([64, WIDTH_V], DTYPE, STORE_LAYOUT), valid, DV)
             if HAS_LSE:
                 empty_lse = gl.full(
                     [64], float("-inf"), gl.float32, gl.SliceLayout(1, STORE_LAYOUT)
@@ -398,10 +401,10 @@ def _consumer(
                 mbarrier.wait(q_full.index(q_stage), (loaded // Q_STAGES) & 1)
             else:
                 # No box covers the rows (GROUP does not divide 64): the warpgroup loads its own.
-                token, head, valid = _rows(
+                token, head, valid = item_rows(
                     first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
                     gl.SliceLayout(1, Q_LAYOUT))  # fmt: skip
-                offsets = _aligned(
+                offsets = aligned_offset(
                     (start + token).to(gl.int64) * stride_qt + head.to(gl.int64) * stride_qh
                 )
                 columns = gl.arange(0, WIDTH, gl.SliceLayout(0, Q_LAYOUT))
@@ -429,7 +432,7 @@ def _consumer(
 
             slopes = 0.0  # not used
             if KEY_SLOPE is not None:
-                token, head, valid = _rows(
+                token, head, valid = item_rows(
                     first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
                     gl.SliceLayout(1, A_LAYOUT))  # fmt: skip
                 slope_positions = (token + (seq_len - query_len))[:, None]
@@ -437,7 +440,7 @@ def _consumer(
                     0.0, slope_positions, 0, head[:, None], request, aux, 1.0 / scale
                 )
                 slopes = slope_operand(gl.zeros([64, 1], gl.float32, A_LAYOUT) + slopes)
-            token, head, valid = _rows(
+            token, head, valid = item_rows(
                 first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS, ROW
             )
             positions = token + (seq_len - query_len)
@@ -485,7 +488,7 @@ def _consumer(
                     # page. (Float8 values are cleared when they are converted.)
                     if (past_end < BLOCK_N) & (seq_len % BLOCK_SIZE != 0):
                         mbarrier.wait(v_full.index(stage), parity)
-                        _clear_values(v_ring.index(stage), past_end, WARPGROUP, CONSUMERS)
+                        clear_values(v_ring.index(stage), past_end, WARPGROUP, CONSUMERS)
                 step += 1
 
                 # Main loop: masked tiles at the diagonal, unmasked tiles, masked tiles at the left.
@@ -612,17 +615,17 @@ def _consumer(
                 partition_barrier()
                 q_tile.store(rows)
                 partition_barrier()
-                token, head, valid = _rows(
+                token, head, valid = item_rows(
                     first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
                     gl.SliceLayout(1, STORE_LAYOUT))  # fmt: skip
                 offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
-                _store_rows(out, offsets, q_tile.load(STORE_LAYOUT), valid, DV)
+                store_rows(out, offsets, q_tile.load(STORE_LAYOUT), valid, DV)
             else:
-                token, head, valid = _rows(
+                token, head, valid = item_rows(
                     first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
                     gl.SliceLayout(1, O_LAYOUT))  # fmt: skip
                 offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
-                _store_rows(out, offsets, rows, valid, DV)
+                store_rows(out, offsets, rows, valid, DV)
             if LOAD_QUERY:
                 # The next queries arrive here by TMA, after the staged output has been read.
                 fence_async_shared()
@@ -752,14 +755,14 @@ def hopper_prefill_kernel(
                     mail_full, mail_empty, kb_full, kb_empty, vb_full, vb_empty, k_full, k_empty,
                     v_full, v_empty, RANGES, TILE_TOKENS, STAGES, BYTE_STAGES, FIELDS, CAUSAL,
                     HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND)),
-                (_key_loader, (
+                (key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
                     stride_table, mailbox, q_tiles, k_bytes, mail_full, mail_empty, q_full, q_empty,
                     kb_full, kb_empty, aux, BOUNDS, RANGES, NUM_KV_HEADS, SHARED, GROUP,
                     TILE_TOKENS, BLOCK_N, BLOCK_SIZE, BYTE_STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY,
                     PERSISTENT, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
-                (_value_loader, (
+                (value_loader, (
                     value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
                     mailbox, v_bytes, mail_full, mail_empty, vb_full, vb_empty, RANGES, SHARED,
                     TILE_TOKENS, BLOCK_N, BLOCK_SIZE, BYTE_STAGES, FIELDS, CAUSAL, HAS_LEFT,
@@ -798,14 +801,14 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
-                (_key_loader, (
+                (key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
                     stride_table, mailbox, q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty,
                     k_full, k_empty, aux, BOUNDS, RANGES, NUM_KV_HEADS, SHARED, GROUP, TILE_TOKENS,
                     BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, PERSISTENT,
                     FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
-                (_value_loader, (
+                (value_loader, (
                     value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
                     mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, RANGES, SHARED,
                     TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
@@ -835,14 +838,14 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
-                (_key_loader, (
+                (key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
                     stride_table, mailbox, q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty,
                     k_full, k_empty, aux, BOUNDS, RANGES, NUM_KV_HEADS, SHARED, GROUP, TILE_TOKENS,
                     BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, PERSISTENT,
                     FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
-                (_value_loader, (
+                (value_loader, (
                     value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
                     mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, RANGES, SHARED,
                     TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,

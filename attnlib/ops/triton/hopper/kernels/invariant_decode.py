@@ -1,0 +1,550 @@
+"""The batch-invariant Hopper decode (M15): `decode.py` with sums over segments of keys.
+
+Work distribution: the segments of all requests form one line, request after request and each from
+its last segment to its first. The line is cut into equal ranges. Each range has NUM_KV_HEADS
+consecutive CTAs, one per KV head.
+
+A CTA adds the segments of a request that begins in its range. If all are in the range, it writes
+the output; else one partial result, in slot `slots`. The segments of a request that begins in an
+earlier range are written one by one, in the slots from 0 on. `invariant_split_kernel` adds them in
+the order of the line. So the order of all additions is that of the line, wherever it is cut.
+
+Warps, rings and barriers are those of `hopper_decode_kernel`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from attnlib.ops.triton.hopper.kernels.cache_tiles import allocate_rings
+from attnlib.ops.triton.hopper.kernels.compat import (
+    exp2,
+    launch_dependent_grids,
+    partition_barrier,
+    wait_on_dependent_grids,
+)
+from attnlib.ops.triton.hopper.kernels.decode import (
+    UNALIGNED,
+    UNSPECIALIZED,
+    clear_tile,
+    mask_columns,
+    num_key_tiles,
+    tile_range,
+)
+from attnlib.ops.triton.hopper.kernels.schedule import load_lengths, visible_span, visited_tiles
+from attnlib.ops.triton.hopper.kernels.segments import (
+    add_column_sums,
+    cap_scores,
+    column_sums,
+    fold_sums,
+    softmax_factor,
+    sum_columns,
+)
+from attnlib.ops.triton.hopper.kernels.softmax import LN2, LOG2E, score_factor
+from attnlib.ops.triton.hopper.kernels.tma_load import load_tile
+
+__all__ = ["invariant_decode_kernel", "invariant_split_kernel"]
+
+
+@gluon.jit
+def _loader(
+    cache, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_blocks,
+    stride_table, ring, full, empty, NUM_KV_HEADS: gl.constexpr, TILE_TOKENS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, SEGMENT: gl.constexpr, CAUSAL: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Load the key or value tiles of the CTA's segments into a ring, backwards. One warp."""
+    BLOCK_N: gl.constexpr = ring.shape[1]
+    TILES: gl.constexpr = SEGMENT // BLOCK_N
+    # PDL: the previous kernel may have written the cache, the lengths or the block table.
+    wait_on_dependent_grids()
+    worker = gl.program_id(0)
+    position, range_end, _, request, before = tile_range(
+        query_start_loc, seq_lens, left, right, chunk, num_reqs, worker // NUM_KV_HEADS,
+        gl.num_programs(0) // NUM_KV_HEADS, None, None, SEGMENT, CAUSAL, HAS_LEFT, HAS_RIGHT,
+        HAS_CHUNK)  # fmt: skip
+    kv_head = worker % NUM_KV_HEADS
+    step = 0
+    while position < range_end:
+        segments = num_key_tiles(
+            query_start_loc, seq_lens, request, True, left, right, chunk, None, None, SEGMENT,
+            CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+        request_end = before + segments
+        # Requests without queries have no segments and are skipped.
+        if position < request_end:
+            _, query_len, seq_len = load_lengths(query_start_loc, seq_lens, request, True)
+            begin, _, _, end = visited_tiles(
+                0, query_len, seq_len, left, right, chunk, request, None, None, TILE_TOKENS,
+                BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            table = block_table + request.to(gl.int64) * stride_table
+            pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
+            count = gl.minimum(range_end, request_end) - position
+            # The segments are consecutive, and so are their tiles.
+            last_segment = begin // TILES + (request_end - position)
+            top = gl.minimum(end, last_segment * TILES)
+            low = gl.maximum(begin, (last_segment - count) * TILES)
+            for back in range(0, top - low):
+                tile = top - 1 - back
+                load_tile(
+                    cache, table, pages, num_blocks, kv_head, tile,
+                    tile * BLOCK_N // BLOCK_SIZE - 32, ring, full, empty, step, BLOCK_SIZE,
+                    STAGES, "nhd")  # fmt: skip
+                step += 1
+            position += count
+        before = request_end
+        request += 1
+
+
+@gluon.jit
+def _weigh(
+    scores, tile, row_first, row_last, row_max, factor, soft_cap, MASKED: gl.constexpr,
+    CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
+):  # fmt: skip
+    """Return (weights [keys, rows], factor of what was added before, row_max) of raw products; as
+    in the prefill, along the other axis."""
+    BLOCK_N: gl.constexpr = scores.shape[0]
+    scores = cap_scores(scores, factor, soft_cap, HAS_CAP)
+    if MASKED:
+        scores = mask_columns(scores, row_first, row_last, tile * BLOCK_N, CHECK_FIRST)
+    weight_factor = softmax_factor(factor, HAS_CAP)
+    new_max = gl.maximum(row_max, gl.max(scores, 0) * weight_factor)
+    finite_max = new_max
+    if MASKED:
+        # -inf - -inf is NaN: rows without a visible key are measured from 0.
+        finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = exp2(scores * weight_factor - finite_max[None, :])
+    return weights, exp2(row_max - finite_max), new_max
+
+
+@gluon.jit
+def _store_weights(p_tile, weights):
+    """Store weights [keys, rows] in shared memory for the product with the values."""
+    p_tile.store(gl.permute(weights, (1, 0)).to(p_tile.dtype))
+    # WGMMA reads shared memory through the async proxy: fence, then wait for all four warps.
+    fence_async_shared()
+    partition_barrier()
+
+
+@gluon.jit
+def _step(
+    q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, row_max, sums, step,
+    tile, row_first, row_last, factor, soft_cap, STAGES: gl.constexpr, MASKED: gl.constexpr,
+    CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
+):  # fmt: skip
+    """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
+
+    Returns:
+        (acc, row_max, sums).
+    """
+    LAYOUT: gl.constexpr = acc.type.layout
+    stage = step % STAGES
+    v_stage = (step - 1) % STAGES
+    mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
+    KEYS: gl.constexpr = p_tile.shape[1]
+    ROWS: gl.constexpr = q_tile.shape[0]
+    zeros = gl.zeros([KEYS, ROWS], gl.float32, LAYOUT)
+    scores = warpgroup_mma(
+        k_ring.index(stage), q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    mbarrier.wait(v_full.index(v_stage), ((step - 1) // STAGES) & 1)
+    values = v_ring.index(v_stage).permute((1, 0))
+    acc = warpgroup_mma(values, p_tile.permute((1, 0)), acc, is_async=True)
+    # One group may stay in flight: K @ Q^T is complete, V^T @ P^T overlaps with the softmax.
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    weights, acc_scale, row_max = _weigh(
+        scores, tile, row_first, row_last, row_max, factor, soft_cap, MASKED, CHECK_FIRST, HAS_CAP
+    )
+    sums = add_column_sums(sums, acc_scale, weights)
+    # V^T @ P^T is complete: its stage and p_tile are free, and the accumulator may be rescaled.
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(v_empty.index(v_stage), count=1)
+    acc = acc * acc_scale[None, :]
+    _store_weights(p_tile, weights)
+    return acc, row_max, sums
+
+
+@gluon.jit
+def _consumer(
+    query, out, lse, sinks, query_start_loc, seq_lens, partials, partial_maxima, split_headers,
+    scale, soft_cap, left, right, chunk, num_reqs, rows, slots, stride_qt, stride_qh, stride_ot,
+    stride_oh, stride_lt, q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
+    SEGMENT: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
+):  # fmt: skip
+    """Multiply, add segments, and write outputs or partial results. One warpgroup."""
+    ROWS: gl.constexpr = q_tile.shape[0]
+    WIDTH: gl.constexpr = q_tile.shape[1]
+    WIDTH_V: gl.constexpr = v_ring.shape[2]
+    BLOCK_N: gl.constexpr = p_tile.shape[1]
+    TILES: gl.constexpr = SEGMENT // BLOCK_N
+    DTYPE: gl.constexpr = out.dtype.element_ty
+    # [keys or elements of a value, rows]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    Q_LANES: gl.constexpr = min(32, WIDTH // 8)
+    Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // Q_LANES, Q_LANES], [4, 1], [1, 0])
+    CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK
+    factor = score_factor(scale, soft_cap, HAS_CAP)
+    # PDL: the previous kernel may have written the queries, the cache or the lengths.
+    wait_on_dependent_grids()
+    # The kernel that adds partial results may start; it waits for this kernel by itself.
+    launch_dependent_grids()
+    worker = gl.program_id(0)
+    range_begin, range_end, per_range, request, before = tile_range(
+        query_start_loc, seq_lens, left, right, chunk, num_reqs, worker // NUM_KV_HEADS,
+        gl.num_programs(0) // NUM_KV_HEADS, None, None, SEGMENT, CAUSAL, HAS_LEFT, HAS_RIGHT,
+        HAS_CHUNK)  # fmt: skip
+    kv_head = worker % NUM_KV_HEADS
+    num_partials = gl.num_programs(0) * (slots + 1) * rows
+    first_partial = worker * (slots + 1)
+    row = gl.arange(0, ROWS, COLUMN)
+    token = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    lanes = gl.arange(0, WIDTH_V, gl.SliceLayout(1, LAYOUT))
+    position = range_begin
+    step = 0
+    while position < range_end:
+        segments = num_key_tiles(
+            query_start_loc, seq_lens, request, True, left, right, chunk, None, None, SEGMENT,
+            CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+        request_end = before + segments
+        if position < request_end:
+            count = gl.minimum(range_end, request_end) - position
+            continued = position > before
+            start, query_len, seq_len = load_lengths(query_start_loc, seq_lens, request, True)
+            begin, left_end, right_begin, end = visited_tiles(
+                0, query_len, seq_len, left, right, chunk, request, None, None, TILE_TOKENS,
+                BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+
+            q_rows = gl.arange(0, ROWS, gl.SliceLayout(1, Q_LAYOUT))
+            q_valid = (q_rows < TILE_TOKENS * GROUP) & (q_rows // GROUP < query_len)
+            q_offsets = (start + q_rows // GROUP).to(gl.int64) * stride_qt + (
+                kv_head * GROUP + q_rows % GROUP
+            ).to(gl.int64) * stride_qh
+            # The launcher checks 16-byte alignment; the shifts tell the compiler.
+            q_offsets = (q_offsets >> 3) << 3
+            columns = gl.arange(0, WIDTH, gl.SliceLayout(0, Q_LAYOUT))
+            q = gl.load(
+                query + q_offsets[:, None] + columns[None, :],
+                mask=q_valid[:, None] & (columns < D)[None, :],
+                other=0.0,
+            )
+            # All warps are done with the previous queries before they are overwritten.
+            partition_barrier()
+            q_tile.store(q)
+            fence_async_shared()
+            partition_barrier()
+
+            valid = (row < TILE_TOKENS * GROUP) & (token < query_len)
+            row_first, row_last = visible_span(
+                token + (seq_len - query_len), seq_len, left, right, chunk, CAUSAL, HAS_LEFT,
+                HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            total_max = gl.full([ROWS], float("-inf"), gl.float32, COLUMN)
+            total_sum = gl.full([ROWS], 0.0, gl.float32, COLUMN)
+            total = gl.zeros([WIDTH_V, ROWS], gl.float32, LAYOUT)
+            last_segment = begin // TILES + (request_end - position)
+            for number in range(0, count):
+                # One segment: tiles [low, top), backwards.
+                top = gl.minimum(end, (last_segment - number) * TILES)
+                low = gl.maximum(begin, (last_segment - number - 1) * TILES)
+                row_max = gl.full([ROWS], float("-inf"), gl.float32, COLUMN)
+                part_sum = gl.full([ROWS], 0.0, gl.float32, COLUMN)
+                acc = gl.zeros([WIDTH_V, ROWS], gl.float32, LAYOUT)
+                if top > low:
+                    # Prologue: the last tile has no values of an earlier tile to multiply by.
+                    stage = step % STAGES
+                    parity = (step // STAGES) & 1
+                    mbarrier.wait(k_full.index(stage), parity)
+                    zeros = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
+                    scores = warpgroup_mma(
+                        k_ring.index(stage), q_tile.permute((1, 0)), zeros, use_acc=False,
+                        is_async=True)  # fmt: skip
+                    scores = warpgroup_mma_wait(0, deps=[scores])
+                    mbarrier.arrive(k_empty.index(stage), count=1)
+                    weights, _, row_max = _weigh(
+                        scores, top - 1, row_first, row_last, row_max, factor, soft_cap, True,
+                        CHECK_LEFT, HAS_CAP)  # fmt: skip
+                    sums = column_sums(weights)
+                    _store_weights(p_tile, weights)
+                    # TMA fills whole pages past the end with zeros, but not the rest of the last
+                    # page.
+                    past_end = seq_len - (top - 1) * BLOCK_N
+                    if (past_end < BLOCK_N) & (seq_len % BLOCK_SIZE != 0):
+                        mbarrier.wait(v_full.index(stage), parity)
+                        clear_tile(v_ring.index(stage), past_end, 0)
+                    step += 1
+
+                    # Main loop. Only tiles at the ends of the visible keys need a mask.
+                    for back in range(0, top - 1 - low):
+                        tile = top - 2 - back
+                        if (tile >= right_begin) | (tile < left_end):
+                            acc, row_max, sums = _step(
+                                q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+                                acc, row_max, sums, step, tile, row_first, row_last, factor,
+                                soft_cap, STAGES, True, CHECK_LEFT, HAS_CAP)  # fmt: skip
+                        else:
+                            acc, row_max, sums = _step(
+                                q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+                                acc, row_max, sums, step, tile, row_first, row_last, factor,
+                                soft_cap, STAGES, False, CHECK_LEFT, HAS_CAP)  # fmt: skip
+                        step += 1
+
+                    # Epilogue: the product with the values of the last tile.
+                    stage = (step - 1) % STAGES
+                    mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) & 1)
+                    values = v_ring.index(stage).permute((1, 0))
+                    acc = warpgroup_mma(values, p_tile.permute((1, 0)), acc, is_async=True)
+                    acc = warpgroup_mma_wait(0, deps=[acc])
+                    mbarrier.arrive(v_empty.index(stage), count=1)
+                    part_sum = sum_columns(sums, COLUMN)
+                if continued:
+                    index = (first_partial + position - range_begin + number) * rows + row
+                    gl.store(
+                        partials + (index * DV)[None, :] + lanes[:, None],
+                        acc,
+                        mask=valid[None, :] & (lanes < DV)[:, None],
+                    )
+                    gl.store(partial_maxima + index, row_max, mask=valid)
+                    gl.store(partial_maxima + num_partials + index, part_sum, mask=valid)
+                else:
+                    total_max, total_sum, old, new = fold_sums(
+                        total_max, total_sum, row_max, part_sum
+                    )
+                    acc = acc * new[None, :]
+                    total = gl.fma(total, gl.broadcast(old[None, :], total)[0], acc)
+
+            if not continued:
+                # Tells the kernel that adds partial results where they are: how many segments are
+                # in slot `slots`, 0 if the output is written; all segments; the CTA.
+                unfinished = gl.where(count < segments, count, 0)
+                header = split_headers + ((start + token) * NUM_KV_HEADS + kv_head) * 4
+                first_head = valid & (row % GROUP == 0)
+                gl.store(header, unfinished + token * 0, mask=first_head)
+                gl.store(header + 1, segments + token * 0, mask=first_head)
+                gl.store(header + 2, worker + token * 0, mask=first_head)
+                gl.store(header + 3, per_range + token * 0, mask=first_head)
+                if count < segments:
+                    index = (first_partial + slots) * rows + row
+                    gl.store(
+                        partials + (index * DV)[None, :] + lanes[:, None],
+                        total,
+                        mask=valid[None, :] & (lanes < DV)[:, None],
+                    )
+                    gl.store(partial_maxima + index, total_max, mask=valid)
+                    gl.store(partial_maxima + num_partials + index, total_sum, mask=valid)
+                else:
+                    finite_max = gl.where(total_max == float("-inf"), 0.0, total_max)
+                    acc_scale = gl.full([ROWS], 1.0, gl.float32, COLUMN)
+                    if HAS_SINK:
+                        # The sink counts in the denominator, once (M4).
+                        sink = gl.load(sinks + head, mask=valid, other=0.0).to(gl.float32) * LOG2E
+                        new_max = gl.maximum(total_max, sink)
+                        finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
+                        acc_scale = exp2(total_max - finite_max)
+                        total_sum = gl.fma(total_sum, acc_scale, exp2(sink - finite_max))
+                    empty = total_sum == 0.0
+                    safe_sum = gl.where(empty, 1.0, total_sum)
+                    normalizer = acc_scale / safe_sum
+                    offsets = (start + token).to(gl.int64) * stride_ot + head.to(
+                        gl.int64
+                    ) * stride_oh
+                    gl.store(
+                        out + offsets[None, :] + lanes[:, None],
+                        (total * normalizer[None, :]).to(DTYPE),
+                        mask=valid[None, :] & (lanes < DV)[:, None],
+                    )
+                    if HAS_LSE:
+                        base2 = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum))
+                        gl.store(
+                            lse + (start + token).to(gl.int64) * stride_lt + head,
+                            base2 * LN2,
+                            mask=valid,
+                        )
+            position += count
+        if position >= request_end:
+            before = request_end
+            request += 1
+
+
+@gluon.jit(
+    do_not_specialize=[*UNSPECIALIZED, "slots"], do_not_specialize_on_alignment=UNALIGNED
+)  # fmt: skip
+def invariant_decode_kernel(
+    key_desc, value_desc, query, out, lse, sinks, k_scale, v_scale, aux0, aux1, aux2, aux3,
+    query_start_loc, seq_lens, block_table, partials, partial_lses, split_headers, counters, scale,
+    soft_cap, left, right, chunk, num_reqs, num_tokens, num_blocks, rows, stride_qt, stride_qh,
+    stride_ot, stride_oh, stride_lt, stride_table, slots, rows0, columns0, rows1, columns1, rows2,
+    columns2, rows3, columns3, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    SEGMENT: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
+):  # fmt: skip
+    """One CTA of 4 + 1 + 1 warps. Grid: ranges of segments * NUM_KV_HEADS, all resident.
+
+    Runtime arguments are those of `hopper_decode_kernel` and `slots`.
+
+    Args:
+        partials: sums of values, [grid, slots + 1, rows, DV] float32.
+        partial_lses: their row maxima and then their sums of weights, [grid, slots + 1, rows] each.
+        split_headers: int32 [tokens, KV heads, 4] for `invariant_split_kernel`.
+        slots: upper bound of the segments of a request.
+    """
+    DTYPE: gl.constexpr = key_desc.dtype
+    Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], DTYPE)
+    P_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], DTYPE)
+    q_tile = gl.allocate_shared_memory(DTYPE, [ROWS, WIDTH], Q_SHARED)
+    p_tile = gl.allocate_shared_memory(DTYPE, [ROWS, BLOCK_N], P_SHARED)
+    k_ring, v_ring = allocate_rings(DTYPE, STAGES, BLOCK_N, WIDTH, WIDTH_V, BLOCK_SIZE, False)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        # full: the loader's expect and the bytes of its TMA loads. empty: the consumer's arrival.
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=1)
+    # Makes the initialized barriers visible to TMA.
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_consumer, (
+                query, out, lse, sinks, query_start_loc, seq_lens, partials, partial_lses,
+                split_headers, scale, soft_cap, left, right, chunk, num_reqs, rows, slots,
+                stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tile, p_tile, k_ring,
+                v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS,
+                BLOCK_SIZE, STAGES, SEGMENT, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP,
+                HAS_SINK, HAS_LSE)),
+            (_loader, (
+                key_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
+                num_blocks, stride_table, k_ring, k_full, k_empty, NUM_KV_HEADS, TILE_TOKENS,
+                BLOCK_SIZE, STAGES, SEGMENT, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+            (_loader, (
+                value_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
+                num_blocks, stride_table, v_ring, v_full, v_empty, NUM_KV_HEADS, TILE_TOKENS,
+                BLOCK_SIZE, STAGES, SEGMENT, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+        ],
+        [1, 1],
+        # Registers per thread of the two loader warps.
+        [48, 48],
+    )  # fmt: skip
+
+
+@triton.jit
+def _fold(total, total_max, total_sum, more, more_max, more_sum):
+    """`segments.fold_sums`, and the sums of values."""
+    new_max = tl.maximum(total_max, more_max)
+    finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    old = tl.exp2(total_max - finite_max)
+    new = tl.exp2(more_max - finite_max)
+    total = tl.fma(total, tl.broadcast_to(old[:, None], total.shape), more * new[:, None])
+    return total, new_max, tl.fma(total_sum, old, more_sum * new)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_reqs", "rows", "slots", "grid", "stride_ot", "stride_oh", "stride_lt",
+    ],
+    do_not_specialize_on_alignment=[
+        "sinks", "lse", "query_start_loc", "split_headers", "partial_lses",
+    ],
+)  # fmt: skip
+def invariant_split_kernel(
+    partials, partial_lses, split_headers, query_start_loc, sinks, out, lse, num_reqs, rows, slots,
+    grid, stride_ot, stride_oh, stride_lt, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    DV: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, HAS_SINK: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """Add the partial results of one row in the order of the line, COLUMNS of the values.
+
+    Grid: (tokens, query heads, blocks of COLUMNS). Rows after the last request become 0 (M6).
+    """
+    # PDL: started early; nothing may be read before the decode kernel has ended.
+    gdc_wait()
+    gdc_launch_dependents()
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    kv_head = head // GROUP
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    one = tl.arange(0, 1)
+    inside = (columns < DV)[None, :]
+    offsets = token.to(tl.int64) * stride_ot + head.to(tl.int64) * stride_oh + columns[None, :]
+    num_rows = tl.load(query_start_loc + num_reqs)
+    if token >= num_rows:
+        tl.store(out + offsets, tl.zeros([1, COLUMNS], out.dtype.element_ty), mask=inside)
+        if HAS_LSE:
+            empty_lse = tl.full([1], float("-inf"), tl.float32)
+            tl.store(lse + token.to(tl.int64) * stride_lt + head + one, empty_lse)
+        return
+    header = split_headers + (token * NUM_KV_HEADS + kv_head) * 4
+    added = tl.load(header)
+    if added == 0:
+        # The decode kernel has written the output.
+        return
+    segments = tl.load(header + 1)
+    worker = tl.load(header + 2)
+    per_range = tl.load(header + 3)
+    # The token's first row among the rows of its request.
+    request = 0
+    for base in range(1, num_reqs + 1, 128):
+        others = base + tl.arange(0, 128)
+        starts = tl.load(query_start_loc + others, mask=others <= num_reqs, other=2147483647)
+        request += tl.sum((starts <= token).to(tl.int32), 0)
+    start = tl.load(query_start_loc + request)
+    row = (token - start) * GROUP + head % GROUP
+    num_partials = grid * (slots + 1) * rows
+    index = (worker * (slots + 1) + slots) * rows + row
+    total = tl.load(partials + index * DV + columns[None, :], mask=inside, other=0.0)
+    total_max = tl.load(partial_lses + index + one)
+    total_sum = tl.load(partial_lses + num_partials + index + one)
+    rest = segments - added
+    for base in range(0, rest, STEP):
+        # Unrolled, so that the loads of several segments overlap. Segments past the last one have
+        # no key and leave the sums unchanged.
+        for i in tl.static_range(STEP):
+            number = base + i
+            live = number + one < rest
+            ahead = number // per_range
+            slot = number % per_range
+            index = ((worker + (1 + ahead) * NUM_KV_HEADS) * (slots + 1) + slot) * rows + row
+            more = tl.load(
+                partials + index * DV + columns[None, :],
+                mask=live[:, None] & inside,
+                other=0.0,
+            )
+            more_max = tl.load(partial_lses + index + one, mask=live, other=float("-inf"))
+            more_sum = tl.load(partial_lses + num_partials + index + one, mask=live, other=0.0)
+            total, total_max, total_sum = _fold(
+                total, total_max, total_sum, more, more_max, more_sum
+            )
+    finite_max = tl.where(total_max == float("-inf"), 0.0, total_max)
+    acc_scale = tl.full([1], 1.0, tl.float32)
+    if HAS_SINK:
+        sink = (tl.load(sinks + head + one)).to(tl.float32) * 1.4426950408889634
+        new_max = tl.maximum(total_max, sink)
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        acc_scale = tl.exp2(total_max - finite_max)
+        total_sum = tl.fma(total_sum, acc_scale, tl.exp2(sink - finite_max))
+    empty = total_sum == 0.0
+    safe_sum = tl.where(empty, 1.0, total_sum)
+    normalizer = acc_scale / safe_sum
+    tl.store(out + offsets, (total * normalizer[:, None]).to(out.dtype.element_ty), mask=inside)
+    if HAS_LSE:
+        if tl.program_id(2) == 0:
+            base2 = tl.where(empty, float("-inf"), finite_max + tl.log2(safe_sum))
+            tl.store(lse + token.to(tl.int64) * stride_lt + head + one, base2 * 0.6931471805599453)
