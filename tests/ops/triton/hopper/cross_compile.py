@@ -268,7 +268,7 @@ def _compile_invariant(options: dict[str, Any]) -> dict[str, Any]:
         run_attention(prepared, batch, query, cache, cache, tensors[3], lse, params)
     return {
         **_facts(launches[0], log.getvalue()),
-        "loops": _key_loops(launches[0].kernel.asm["cubin"], 4 if decode else 2),
+        "loops": _key_loops(launches[0].kernel.asm["cubin"], (4,) if decode else (2,)),
     }
 
 
