@@ -18,6 +18,7 @@ from pathlib import Path
 
 __all__ = ["run_module", "run_program"]
 
+ROOT = Path(__file__).parents[1]
 SERVER = """
 import json, os, sys, traceback
 import torch
@@ -33,6 +34,8 @@ for line in sys.stdin:
         os.close(file)
     os.environ.clear()
     os.environ.update(request["environment"])
+    sys.path[:0] = request["path"]
+    os.chdir(request["folder"])
     code = 0
     try:
         exec(compile(request["program"], "<program>", "exec"), {"__name__": "__main__"})
@@ -54,28 +57,35 @@ def _server() -> subprocess.Popen[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parents[1],
+        cwd=ROOT,
     )
     atexit.register(server.communicate)  # the end of its input ends it
     return server
 
 
 def run_program(
-    program: str, environment: Mapping[str, str] | None = None
+    program: str,
+    environment: Mapping[str, str] | None = None,
+    path: Sequence[Path] = (),
+    folder: Path = ROOT,
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python source in a new process, in the root of the repository.
+    """Run Python source in a new process.
 
     Args:
         program: the source, which runs as `__main__`.
         environment: its environment; by default that of this process.
+        path: folders before those of `sys.path`, as in `PYTHONPATH`.
+        folder: its working directory; by default the root of the repository.
     """
     server = _server()
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, name) for name in ("stdout", "stderr")]
+    with tempfile.TemporaryDirectory() as temporary:
+        files = [Path(temporary, name) for name in ("stdout", "stderr")]
         for file in files:
             file.touch()
         request = {
             "program": program,
+            "path": [str(each) for each in path],
+            "folder": str(folder),
             "files": [str(file) for file in files],
             "environment": dict(os.environ if environment is None else environment),
         }
@@ -86,11 +96,15 @@ def run_program(
 
 
 def run_module(
-    name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+    name: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    path: Sequence[Path] = (),
+    folder: Path = ROOT,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m NAME ARGUMENTS` in a new process."""
+    """Run `python -m NAME ARGUMENTS` in a new process; other arguments as in `run_program`."""
     program = (
         f"import runpy, sys\nsys.argv = {[name, *arguments]!r}\n"
         f"runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
     )
-    return run_program(program, environment)
+    return run_program(program, environment, path, folder)

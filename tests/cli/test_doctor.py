@@ -18,8 +18,12 @@ def _no_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_it_runs_a_batch_on_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
-    """Also on one that only this process has registered."""
+def test_it_runs_a_batch_on_every_backend(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also on one that only this process has registered. Each other one takes a process."""
+    names = ["torch", "triton", "flashinfer", "mine"]
+    monkeypatch.setattr("attnlib.selection.registry.list_backends", lambda: names)
     attnlib.register_backend("mine", TorchBackend)
     try:
         assert main(["doctor", "--json"]) == 0
@@ -27,6 +31,7 @@ def test_it_runs_a_batch_on_every_backend(capsys: pytest.CaptureFixture[str]) ->
         attnlib.unregister_backend("mine")
     findings = json.loads(capsys.readouterr().out)
     rows = {row["name"]: row for row in findings["backends"]}
+    assert list(rows) == names
     assert rows["torch"]["works"] and "error" in rows["torch"]["finding"]
     assert rows["mine"]["works"] and not rows["flashinfer"]["works"]
     assert rows["flashinfer"]["finding"].startswith("unavailable: ")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fresh_process import run_module, run_program
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "attnlib-plugin-example"
 
@@ -26,15 +28,10 @@ for name in ("gather_sdpa", "auto"):
 
 
 def _run(arguments: list[str], site: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(site), str(ROOT)])
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env},
-        cwd=site,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    given = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    if arguments[0] == "-c":
+        return run_program(arguments[1], given, [site, ROOT], site)
+    return run_module(arguments[1], arguments[2:], given, [site, ROOT], site)
 
 
 @pytest.fixture(scope="module")
