@@ -1,9 +1,10 @@
 """Every portable kernel and every tile table entry, compiled for chips that are not available.
 
 One process per target compiles the cases of `cross_compile`; the tests check the results. By
-default that is a sample: each kernel for each target, its variants in rotation, and of the table
-entries for one kind of problem the largest tile, for one of its targets. `--every-target` compiles
-every case and entry for all of its targets, with 16-bit and float8 caches and each score function.
+default that is a sample: each kernel for each kind of matrix instruction, its variants in rotation,
+and of the table entries for one kind of problem the largest tile, for one of its targets.
+`--every-target` compiles every case and entry for all of its targets, with 16-bit and float8 caches
+and each score function.
 The Hopper kernels are in `hopper/test_compile.py`.
 """
 
@@ -36,6 +37,8 @@ pytestmark = pytest.mark.slow  # compiles for more than a minute
 
 ROOT = Path(__file__).parents[3]
 LIMITS = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}
+KINDS = (("sm_80", "sm_89", "sm_120"), ("sm_90",), ("sm_100",), ("gfx942",))
+"""Targets with one kind of matrix instruction: mma.sync, wgmma, tcgen05, and AMD's."""
 SMALL = [
     "write",
     "write-fp8",
@@ -158,18 +161,21 @@ def sampled_entries() -> set[str]:
 def main_cases(target: str, every_target: bool) -> list[str]:
     """Return the cases of `MAIN` for a target: all, or some of each operation in rotation.
 
-    Operations of which a table entry is compiled for the target need no other case.
+    Targets of one kind share the operations. Those of which a table entry is compiled for the kind
+    need no other case.
     """
     if every_target:
         return MAIN
     by_operation: dict[str, list[str]] = {}
     for name in MAIN:
         by_operation.setdefault(_operation(name), []).append(name)
-    for operation in (*SAME_KERNELS, *entry_operations(target)):
+    turn, kind = next((turn, kind) for turn, kind in enumerate(KINDS) if target in kind)
+    for operation in SAME_KERNELS.union(*map(entry_operations, kind)):
         by_operation.pop(operation, None)
-    turn, step = list(LIMITS).index(target), len(LIMITS)
-    chosen = [names[turn::step] or [names[turn % len(names)]] for names in by_operation.values()]
-    return [name for names in chosen for name in names]
+    chosen = [
+        names[turn :: len(KINDS)] or [names[turn % len(names)]] for names in by_operation.values()
+    ]
+    return [name for names in chosen[kind.index(target) :: len(kind)] for name in names]
 
 
 SAME_KERNELS = {"varlen", "invariant-prefill"}
@@ -239,17 +245,22 @@ def max_spilled(case: str) -> int:
 
 @pytest.mark.parametrize("target", LIMITS)
 def test_compiles_within_the_chip(target: str, compiled: Compiled) -> None:
-    """Q1, P6: every kernel compiles for every target, fits its shared memory, and spills little."""
-    compiled_kernels = set()
+    """Q1, P6: every kernel compiles, fits the shared memory of its target, and spills little."""
     for case, result in compiled(target).items():
         assert "error" not in result, f"{case} for {target}: {result['error']}"
         for kernel in result["kernels"]:
-            compiled_kernels.add(kernel["kernel"])
             assert kernel["shared"] <= LIMITS[target] * 1024, (case, kernel)
             assert kernel["registers"] is not None and kernel["spilled"] is not None, (case, kernel)
             # Tests of the entries check their tile too.
             assert case.startswith("entry:") or kernel["spilled"] <= max_spilled(case), kernel
-    assert len(KERNELS) >= 6 and compiled_kernels >= KERNELS, KERNELS - compiled_kernels
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=" ".join)
+def test_every_kernel_is_compiled(kind: tuple[str, ...], compiled: Compiled) -> None:
+    """Q1: for each kind of matrix instruction."""
+    results = [result for target in kind for result in compiled(target).values()]
+    found = {kernel["kernel"] for result in results for kernel in result.get("kernels", ())}
+    assert len(KERNELS) >= 6 and found >= KERNELS, KERNELS - found
 
 
 @pytest.mark.parametrize("target", LIMITS)
@@ -262,7 +273,7 @@ def test_estimate_of_shared_memory_is_an_upper_bound(target: str, compiled: Comp
                 assert kernel["shared"] <= kernel["estimate"], (case, kernel)
                 checked += 1
     attention = [name for name in MAIN if name in compiled(target)]
-    assert checked >= len(attention) >= 5
+    assert checked >= len(attention) > 0
 
 
 @pytest.mark.parametrize("name", ENTRIES)
@@ -290,7 +301,7 @@ def test_every_table_entry_compiles_within_its_spills(
 
 
 def test_sample_of_cases_covers_all_targets() -> None:
-    """Each operation is compiled for each target, each of its cases for at least one.
+    """Each operation is compiled for each kind of target, each of its cases for at least one.
 
     Each score function is compiled, and in each operation and with each head size some are.
     """
@@ -300,10 +311,10 @@ def test_sample_of_cases_covers_all_targets() -> None:
         assert {names[part] for names in split} == {names[part] for names in every}
     operations = {_operation(name) for name in MAIN} - SAME_KERNELS
     sample = {target: main_cases(target, every_target=False) for target in LIMITS}
-    for target, names in sample.items():
-        found = {_operation(name) for name in names} | entry_operations(target)
-        assert found == operations, target
-        assert main_cases(target, every_target=True) == MAIN
+    for kind in KINDS:
+        names = [name for target in kind for name in sample[target]]
+        assert set(map(_operation, names)).union(*map(entry_operations, kind)) == operations, kind
+    assert all(main_cases(target, every_target=True) == MAIN for target in LIMITS)
     compiled = {name for names in sample.values() for name in names} | set(HOPPER_SAMPLE)
     # Of decodes and prefills, the entries of the tables are compiled.
     others = {"decode", "prefill", *SAME_KERNELS}
