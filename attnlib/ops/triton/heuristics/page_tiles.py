@@ -28,7 +28,8 @@ def page_shared_bytes(
         query_bytes: bytes of an element of the queries. Elements of float32 products pass through
             shared memory.
         products: `DeviceLimits.products`. Asynchronous products of 64 rows and more read queries
-            and converted elements from shared memory, too.
+            and converted elements from shared memory, too; others exchange converted keys, then
+            values, between warps there.
     """
     per_key = 0
     for size in (head_size, head_size_v):
@@ -36,7 +37,11 @@ def page_shared_bytes(
         per_key += max(32, next_power_of_2(stored.stored_size(size))) + scales
     elements = next_power_of_2(head_size) + next_power_of_2(head_size_v)
     from_shared = products == "async" and tile.block_m >= 64
-    extra = 2 * (tile.block_n + tile.block_m) * elements if from_shared else 0
+    extra = 0
+    if from_shared:
+        extra = 2 * (tile.block_n + tile.block_m) * elements
+    elif tile.block_m >= 64:
+        extra = 2 * tile.block_n * max(map(next_power_of_2, (head_size, head_size_v)))
     if query_bytes == 4:
         extra = 4 * tile.block_n * elements
     weights = query_bytes * tile.block_m * tile.block_n
@@ -64,6 +69,8 @@ def choose_page_decode_tile(
     """
     block_m = min(64, max(16, next_power_of_2(rows)))
     tile = Tile(block_m, 64, 4, 4) if query_bytes == 2 else Tile(block_m, 32, 4, 2)
+    if limits.products == "mfma":
+        tile = Tile(block_m, 32, 4, 2)  # with more keys, the registers of 4 warps spill
     return _fit(tile, stored, head_size, head_size_v, query_bytes, limits)
 
 
