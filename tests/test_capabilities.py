@@ -18,7 +18,9 @@ from attnlib.capabilities import (
 )
 from attnlib.device import DeviceInfo
 from attnlib.key_selection import KeySelection
+from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.score_functions.builtin import alibi_sqrt
+from attnlib.selection import load_backend
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind, Window
 
 CPU = DeviceInfo("cpu")
@@ -217,3 +219,29 @@ def test_device_reasons() -> None:
 
 def test_not_stated_can_be_pickled() -> None:
     assert pickle.loads(pickle.dumps(Capabilities())).lse is NOT_STATED
+
+
+@pytest.mark.parametrize("name", list(PAGE_FORMATS))
+def test_formats_with_scales_in_the_page_fail_closed(name: str) -> None:
+    """M16: `kv_formats` decides, whatever dtypes and scale kinds a backend declares."""
+    spec = AttentionSpec(
+        num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, kv_cache_dtype=name
+    )
+    device = DeviceInfo("cuda", 0, (9, 0), is_hypothetical=True)
+    for backend in ("flash_attn", "flashinfer"):
+        reasons = load_backend(backend).validate_configuration(spec, device)
+        assert f"kv_cache_dtype={name} not supported (supported: none)" in reasons, backend
+    for backend in ("torch", "triton"):
+        assert not load_backend(backend).validate_configuration(spec, device), backend
+    (line,) = load_backend("triton").explain_lines(spec, device)
+    assert f"elements and scales of {name} are decoded in registers" in line
+    for changes, words in (
+        ({"batch_invariant": True}, "batch_invariant=True with"),
+        ({"key_selection": KeySelection(max_blocks=4)}, "key_selection with"),
+    ):
+        reasons = load_backend("triton").validate_configuration(spec.replace(**changes), device)
+        assert any(f"{words} kv_cache_dtype={name}" in reason for reason in reasons), reasons
+    fp8_only = Capabilities(kv_cache_dtypes=(torch.float8_e4m3fn, torch.int8))
+    assert "kv_formats: not stated by this backend, so not assumed" in unsupported_reasons(
+        spec, device, fp8_only
+    )
