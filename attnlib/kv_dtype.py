@@ -83,6 +83,14 @@ PAGE_FORMATS: dict[str, KVFormat] = {
             name="int4_per_group", dtype=torch.uint8, bits=4, scale_dtype=torch.float16,
             groups_per_head=4, largest=7.0, head_size_multiple=8,
         ),
+        KVFormat(
+            name="nvfp4", dtype=torch.uint8, bits=4, scale_dtype=torch.float8_e4m3fn,
+            elements_per_group=16, largest=6.0, head_size_multiple=16,
+        ),
+        KVFormat(  # e8m0 scales as bytes, because torch has few operations for their dtype
+            name="mxfp4", dtype=torch.uint8, bits=4, scale_dtype=torch.uint8,
+            elements_per_group=32, largest=6.0, head_size_multiple=32,
+        ),
     )
 }  # fmt: skip
 """The formats with scales in the page, by name."""

@@ -22,14 +22,26 @@ __all__ = [
 ]
 
 PAGE_LAYOUT_NAMES = ("HND_INTERLEAVED", "NHD_INTERLEAVED")
-PAGE_NAMES = ("int8_per_token_head", "fp8_per_token_head", "int4_per_group")
+PAGE_NAMES = ("int8_per_token_head", "fp8_per_token_head", "int4_per_group", "nvfp4", "mxfp4")
 
 _DTYPES = {
     "int8_per_token_head": (torch.int8, torch.float32),
     "fp8_per_token_head": (torch.float8_e4m3fn, torch.float32),
     "int4_per_group": (torch.uint8, torch.float16),
+    "nvfp4": (torch.uint8, torch.float8_e4m3fn),
+    "mxfp4": (torch.uint8, torch.uint8),
 }
-"""Dtypes of elements and scales."""
+"""Dtypes of elements and scales; those of mxfp4 are exponents (e8m0)."""
+
+_GROUPS = {"nvfp4": 16, "mxfp4": 32}
+"""Elements per scale, where their number is fixed."""
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def _num_groups(name: str, size: int) -> int:
+    return size // _GROUPS[name] if name in _GROUPS else 4 if name == "int4_per_group" else 1
+
 
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-100, 2.0**100
 
@@ -66,9 +78,10 @@ def allocate_pages(
         scales of the keys `[B, N, Hkv, G]`, of the values)).
     """
     dtype, scale_dtype = _DTYPES[name]
-    stored = [size // 2 if name == "int4_per_group" else size for size in sizes]
-    groups = 4 if name == "int4_per_group" else 1
-    parts = [(dtype, stored[0]), (dtype, stored[1]), (scale_dtype, groups), (scale_dtype, groups)]
+    stored = [size // 2 if dtype == torch.uint8 else size for size in sizes]
+    groups = [_num_groups(name, size) for size in sizes]
+    parts = [(dtype, stored[0]), (dtype, stored[1]), (scale_dtype, groups[0]),
+             (scale_dtype, groups[1])]  # fmt: skip
     starts, end = [], 0
     for part, inner in parts:
         starts.append(end)
@@ -95,23 +108,44 @@ def fill_pages(views: Sequence[torch.Tensor], poison: str) -> None:
     for view in views[:2]:
         view.view(torch.uint8).fill_(0xFF)
     for view in views[2:]:
-        view.fill_(torch.finfo(view.dtype).max if scale is None else scale)
+        if view.element_size() == 1:  # NaN; or the largest number of e8m0, and of e4m3
+            largest = 0xFE if view.dtype == torch.uint8 else 0x7E
+            view.view(torch.uint8).fill_(largest if scale is None else 0xFF)
+        else:
+            view.fill_(torch.finfo(view.dtype).max if scale is None else scale)
 
 
 def quantize_tokens(tokens: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The elements and scales of tokens `[T, H, D]`, as `allocate_pages` stores them."""
     dtype, scale_dtype = _DTYPES[name]
-    largest = {"int8_per_token_head": 127, "fp8_per_token_head": 448, "int4_per_group": 7}[name]
-    groups = 4 if name == "int4_per_group" else 1
+    largest = {"int8_per_token_head": 127, "fp8_per_token_head": 448, "int4_per_group": 7}.get(
+        name, 6
+    )
+    groups = _num_groups(name, tokens.shape[-1])
     x = tokens.double().reshape(*tokens.shape[:-1], groups, -1)
     has_nan = x.isnan().any(-1)
     magnitude = x.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(-1)
-    scale = (magnitude / largest).float().double()
-    scale = scale.clamp(max=min(_LARGEST_SCALE, torch.finfo(scale_dtype).max))
-    scale = torch.where(scale < _SMALLEST_SCALE, 0.0, scale).to(scale_dtype).double()
+    if name == "mxfp4":
+        exponent = torch.frexp(magnitude.clamp(max=torch.finfo(torch.float32).max)).exponent - 3
+        exponent = torch.where(magnitude == 0, -126, exponent).clamp(-126, 125)
+        scale = torch.ldexp(torch.ones_like(magnitude), exponent)
+    else:
+        scale = (magnitude / largest).float().double()
+        scale = scale.clamp(max=min(_LARGEST_SCALE, torch.finfo(scale_dtype).max))
+        scale = torch.where(scale < _SMALLEST_SCALE, 0.0, scale)
+    if name == "nvfp4":
+        scale = _e4m3_magnitudes()[_nearest_e4m3(scale).long()]
+    elif name != "mxfp4":
+        scale = scale.to(scale_dtype).double()
     quotient = torch.where(scale[..., None] > 0, x / scale[..., None], 0.0).float().double()
     quotient = torch.where(has_nan[..., None], 0.0, quotient).clamp(-largest, largest).flatten(-2)
-    scales = torch.where(has_nan, math.nan, scale).to(scale_dtype)
+    if name == "mxfp4":
+        scales = torch.where(has_nan, 255, exponent + 127).to(torch.uint8)
+    else:
+        scales = torch.where(has_nan, math.nan, scale).to(scale_dtype)
+    if name in _GROUPS:
+        bits = _nearest(quotient, torch.tensor(_E2M1, dtype=torch.float64), 8)
+        return bits[..., 0::2] | bits[..., 1::2] << 4, scales
     if name == "fp8_per_token_head":
         return _nearest_e4m3(quotient).view(dtype), scales
     numbers = _half_to_even(quotient)
@@ -133,6 +167,10 @@ def dequantize_tokens(elements: torch.Tensor, scales: torch.Tensor) -> torch.Ten
         bits = elements.contiguous().view(torch.uint8).long()
         magnitudes = torch.cat((_e4m3_magnitudes(), torch.tensor([math.nan]))).to(bits.device)
         numbers = magnitudes[bits & 127] * torch.where(bits > 127, -1.0, 1.0)
+    elif name in _GROUPS:
+        bits = torch.stack((elements & 15, elements >> 4), -1).flatten(-2).long()
+        table = torch.tensor(_E2M1, dtype=torch.float64, device=bits.device)
+        numbers = table[bits & 7] * torch.where(bits > 7, -1.0, 1.0)
     elif name == "int8_per_token_head":
         numbers = elements.double()
     else:
@@ -141,7 +179,10 @@ def dequantize_tokens(elements: torch.Tensor, scales: torch.Tensor) -> torch.Ten
         parts = [(words >> (4 * part)) % 16 - 8 for part in range(4)]
         numbers = torch.cat(parts, -1).double()
     repeats = numbers.shape[-1] // scales.shape[-1]
-    return numbers * scales.double().repeat_interleave(repeats, dim=-1)
+    factors = scales.double()
+    if name == "mxfp4":
+        factors = torch.where(scales == 255, math.nan, 2.0 ** (factors - 127))
+    return numbers * factors.repeat_interleave(repeats, dim=-1)
 
 
 def write_page_slots(
@@ -154,7 +195,8 @@ def write_page_slots(
     at = (index // block_size, index % block_size)
     raw = elements.view(torch.uint8) if elements.dtype.is_floating_point else elements
     raw[at] = new_elements.view(raw.dtype).to(raw.device)
-    scales[at] = new_scales.to(scales.device)
+    raw_scales = scales.view(torch.uint8) if scales.element_size() == 1 else scales
+    raw_scales[at] = new_scales.view(raw_scales.dtype).to(scales.device)
 
 
 def _half_to_even(quotient: torch.Tensor) -> torch.Tensor:
@@ -167,12 +209,16 @@ def _half_to_even(quotient: torch.Tensor) -> torch.Tensor:
 
 def _nearest_e4m3(quotient: torch.Tensor) -> torch.Tensor:
     """The bits of the nearest e4m3 numbers, ties to even bits; |quotient| is at most 448."""
-    table = _e4m3_magnitudes()
+    return _nearest(quotient, _e4m3_magnitudes(), 128)
+
+
+def _nearest(quotient: torch.Tensor, table: torch.Tensor, sign: int) -> torch.Tensor:
+    """Indices of the nearest entries of a table of magnitudes, ties to even; plus `sign` for
+    negative numbers."""
     magnitude = quotient.abs()
-    above = torch.searchsorted(table, magnitude).clamp(max=126)
+    above = torch.searchsorted(table, magnitude).clamp(max=len(table) - 1)
     below = (above - 1).clamp(min=0)
     to_above, to_below = table[above] - magnitude, magnitude - table[below]
     up = (to_above < to_below) | ((to_above == to_below) & (above % 2 == 0))
     bits = torch.where(up, above, below)
-    negative = torch.signbit(quotient)
-    return (bits + 128 * negative.long()).to(torch.uint8)
+    return (bits + sign * torch.signbit(quotient).long()).to(torch.uint8)

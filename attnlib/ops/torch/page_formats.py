@@ -35,14 +35,20 @@ def quantize_groups(values: Tensor, stored: KVFormat) -> tuple[Tensor, Tensor]:
     num_scales = stored.num_scales(head_size)
     groups = values.float().reshape(*values.shape[:-1], num_scales, head_size // num_scales)
     largest = groups.abs().amax(-1, keepdim=True)  # NaN if the group has one
-    # torch multiplies by the reciprocal of a number on a GPU; it divides by a tensor.
-    scale = largest / torch.full_like(largest, stored.largest)
-    scale = scale.clamp(max=_largest_scale(stored))
-    scale = torch.where(scale < MIN_KV_SCALE, 0.0, scale).to(stored.scale_dtype)
-    factor = scale.float()
+    if stored.scale_dtype == torch.uint8:
+        scale, factor = _power_of_two(largest)
+    else:
+        # torch multiplies by the reciprocal of a number on a GPU; it divides by a tensor.
+        scale = largest / torch.full_like(largest, stored.largest)
+        scale = scale.clamp(max=_largest_scale(stored))
+        scale = torch.where(scale < MIN_KV_SCALE, 0.0, scale).to(stored.scale_dtype)
+        factor = scale.float()
     exact = torch.where(factor > 0, groups / factor, 0.0)  # NaN is not above 0
     exact = exact.clamp(-stored.largest, stored.largest).flatten(-2)
-    if stored.dtype.is_floating_point:
+    if stored.elements_per_group:
+        bits = _e2m1(exact)
+        elements = bits[..., 0::2] | bits[..., 1::2] << 4
+    elif stored.dtype.is_floating_point:
         elements = exact.to(stored.dtype)
     elif stored.bits == 8:
         elements = exact.round().to(stored.dtype)
@@ -62,9 +68,18 @@ def dequantize_groups(elements: Tensor, scales: Tensor, stored: KVFormat) -> Ten
     Returns:
         `[..., D]`.
     """
-    numbers = elements.float() if stored.bits == 8 else _unpack(elements).float() - _OFFSET
+    factor = scales.float()
+    if stored.elements_per_group:
+        numbers = torch.stack((elements & 15, elements >> 4), -1).flatten(-2).long()
+        numbers = torch.tensor(_E2M1, device=elements.device)[numbers]
+        if stored.scale_dtype == torch.uint8:
+            factor = torch.where(scales == _E8M0_NAN, torch.nan, (factor - 127.0).exp2())
+    elif stored.bits == 8:
+        numbers = elements.float()
+    else:
+        numbers = _unpack(elements).float() - _OFFSET
     groups = numbers.reshape(*scales.shape, numbers.shape[-1] // scales.shape[-1])
-    return (groups * scales.float().unsqueeze(-1)).flatten(-2)
+    return (groups * factor.unsqueeze(-1)).flatten(-2)
 
 
 def gather_pages(
@@ -107,6 +122,34 @@ def gather_pages(
 
 _OFFSET = 8
 """4-bit integers are stored plus 8: bytes of zeros are the smallest number, with a scale of 0."""
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The numbers of the 4-bit float e2m1 by their bits."""
+
+_E8M0_NAN = 255
+
+
+def _e2m1(exact: Tensor) -> Tensor:
+    """The bits of the nearest e2m1 numbers, ties to even bits; |exact| is at most 6."""
+    x = exact.abs()
+    bits = torch.zeros_like(x, dtype=torch.uint8)
+    for number, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
+        # The number above the middle has even bits where `number` is odd.
+        bits += (x >= middle) if number % 2 else (x > middle)
+    return bits | torch.signbit(exact).to(torch.uint8) << 3
+
+
+def _power_of_two(largest: Tensor) -> tuple[Tensor, Tensor]:
+    """The bytes and the values of e8m0 scales: 2 to the exponent of `largest`, less 2, which is the
+    exponent of the largest e2m1 number; from 2^-126 on."""
+    finite = largest.nan_to_num(nan=0.0, posinf=torch.finfo(torch.float32).max)
+    exponent = finite.view(torch.int32) >> 23
+    stored = (exponent - 2).clamp(min=1)
+    factor = (stored.float() - 127.0).exp2()
+    is_nan = largest.isnan()
+    bits = torch.where(is_nan, _E8M0_NAN, stored).to(torch.uint8)
+    return bits, torch.where(is_nan, torch.nan, factor)
 
 
 def _largest_scale(stored: KVFormat) -> float:

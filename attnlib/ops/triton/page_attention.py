@@ -29,7 +29,13 @@ from attnlib.ops.triton.heuristics.splits import (
 )
 from attnlib.ops.triton.heuristics.tiles import Tile, next_power_of_2
 from attnlib.ops.triton.kernels.page_attention import page_decode_kernel, page_prefill_kernel
-from attnlib.ops.triton.kernels.page_formats import PAGE_E4M3, PAGE_INT4, PAGE_INT8
+from attnlib.ops.triton.kernels.page_formats import (
+    PAGE_E4M3,
+    PAGE_INT4,
+    PAGE_INT8,
+    PAGE_MXFP4,
+    PAGE_NVFP4,
+)
 from attnlib.ops.triton.kernels.page_write import write_pages_kernel
 from attnlib.ops.triton.kernels.quant import KV_E4M3_BYTES
 from attnlib.ops.triton.launch.attention import (
@@ -47,6 +53,8 @@ _KINDS = {
     "int8_per_token_head": int(PAGE_INT8.value),
     "fp8_per_token_head": int(PAGE_E4M3.value),
     "int4_per_group": int(PAGE_INT4.value),
+    "nvfp4": int(PAGE_NVFP4.value),
+    "mxfp4": int(PAGE_MXFP4.value),
 }
 _UNUSED = ("D", "KV_KIND", "K_SCALE_KIND", "V_SCALE_KIND", "LATENT", "VEC_Q", "VEC_O")
 """Constants of the plain kernels that these have not."""
@@ -86,7 +94,9 @@ def page_write(
         "BLOCK_H": block_h,
         "KIND": page_kind(stored),
         "LARGEST": stored.largest,
-        "LARGEST_SCALE": min(MAX_KV_SCALE, torch.finfo(stored.scale_dtype).max),
+        "LARGEST_SCALE": min(MAX_KV_SCALE, torch.finfo(stored.scale_dtype).max)
+        if stored.scale_dtype.is_floating_point
+        else MAX_KV_SCALE,
         "num_warps": 4 if padded * block_h > 256 else 1,
         "enable_fp_fusion": True,
     }
@@ -213,7 +223,7 @@ def _constants(
     words, padded = _words(key, params.k_scale, stored)
     words_v, padded_v = _words(value, params.v_scale, stored)
     ptx = 0
-    if limits.capability >= (8, 0) and query.dtype.itemsize == 2:
+    if limits.capability >= (8, 0) and query.dtype.itemsize == 2 and not stored.elements_per_group:
         ptx = 89 if limits.has_fp8 else 80
     constants = {name: value for name, value in shared.items() if name not in _UNUSED} | {
         "DV": stored.head_size(value.shape[3]),
@@ -250,7 +260,7 @@ def _words(view: Tensor, scales: Tensor, stored: KVFormat) -> tuple[int, int]:
             "Triton kernels read words of two bytes: use an even head size, or backend='torch'",
             rule="P13",
         )
-    together = stored.groups_per_head if stored.bits == 4 else 1
+    together = max(1, stored.groups_per_head)
     if any(stride % together for stride in scales.stride()[:3]):
         raise ContractError(
             f"scales of {stored.name} have strides {scales.stride()}; they must be multiples of "

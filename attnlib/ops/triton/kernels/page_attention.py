@@ -22,11 +22,14 @@ from attnlib.ops.triton.kernels.attend import (
 from attnlib.ops.triton.kernels.mask import visible_span
 from attnlib.ops.triton.kernels.page_formats import (
     PAGE_INT4,
+    PAGE_NVFP4,
     element_step,
     first_element,
+    load_element_scales,
     load_scales,
     load_words,
     scale_of_part,
+    scaled,
     unpack,
 )
 from attnlib.ops.triton.kernels.schedule import find_request, request_tiles, tiles_per_split
@@ -81,7 +84,7 @@ def _store_parts(
 ):  # fmt: skip
     _store_part(out, offsets, acc0, factor, valid, 0, WORDS, WORDS_PAD, KIND)
     _store_part(out, offsets, acc1, factor, valid, 1, WORDS, WORDS_PAD, KIND)
-    if KIND == PAGE_INT4:
+    if KIND >= PAGE_INT4:
         _store_part(out, offsets, acc2, factor, valid, 2, WORDS, WORDS_PAD, KIND)
         _store_part(out, offsets, acc3, factor, valid, 3, WORDS, WORDS_PAD, KIND)
 
@@ -131,7 +134,9 @@ def _weigh(
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Add the weighted values of one part to its accumulator."""
-    p = weights * (scale_of_part(scales, PART, KIND) * inverse)[None, :]
+    p = weights
+    if KIND < PAGE_NVFP4:
+        p = weights * (scale_of_part(scales, PART, KIND) * inverse)[None, :]
     return tl.dot(p.to(COMPUTE), v, acc * acc_scale[:, None], input_precision="ieee")
 
 
@@ -152,20 +157,31 @@ def _attend_tile(
     offsets = _key_positions(blocks, start, stride_kb, stride_kn, BLOCK_SIZE, BLOCK_N, VEC_K)
     words = load_words(key, offsets, inside, WORDS, WORDS_PAD, MASKED)
     offsets = _key_positions(blocks, start, stride_ksb, stride_ksn, BLOCK_SIZE, BLOCK_N, 1)
-    scales = load_scales(k_scale, offsets, inside, MASKED)
     k0, k1, k2, k3 = unpack(words, KIND, COMPUTE, PTX)
-    qk = tl.dot(q0, tl.trans(k0), input_precision="ieee")
-    if KIND == PAGE_INT4:
-        qk *= scale_of_part(scales, 0, KIND)[None, :]
-        product = tl.dot(q1, tl.trans(k1), input_precision="ieee")
-        qk += product * scale_of_part(scales, 1, KIND)[None, :]
-        product = tl.dot(q2, tl.trans(k2), input_precision="ieee")
-        qk += product * scale_of_part(scales, 2, KIND)[None, :]
-        product = tl.dot(q3, tl.trans(k3), input_precision="ieee")
-        qk += product * scale_of_part(scales, 3, KIND)[None, :]
-    else:
+    if KIND >= PAGE_NVFP4:
+        factors = load_element_scales(k_scale, offsets, inside, WORDS, WORDS_PAD, KIND, MASKED)
+        k0 = scaled(k0, factors, COMPUTE)
+        k1 = scaled(k1, factors, COMPUTE)
+        k2 = scaled(k2, factors, COMPUTE)
+        k3 = scaled(k3, factors, COMPUTE)
+        qk = tl.dot(q0, tl.trans(k0), input_precision="ieee")
         qk = tl.dot(q1, tl.trans(k1), qk, input_precision="ieee")
-        qk *= scale_of_part(scales, 0, KIND)[None, :]
+        qk = tl.dot(q2, tl.trans(k2), qk, input_precision="ieee")
+        qk = tl.dot(q3, tl.trans(k3), qk, input_precision="ieee")
+    else:
+        scales = load_scales(k_scale, offsets, inside, MASKED)
+        qk = tl.dot(q0, tl.trans(k0), input_precision="ieee")
+        if KIND == PAGE_INT4:
+            qk *= scale_of_part(scales, 0, KIND)[None, :]
+            product = tl.dot(q1, tl.trans(k1), input_precision="ieee")
+            qk += product * scale_of_part(scales, 1, KIND)[None, :]
+            product = tl.dot(q2, tl.trans(k2), input_precision="ieee")
+            qk += product * scale_of_part(scales, 2, KIND)[None, :]
+            product = tl.dot(q3, tl.trans(k3), input_precision="ieee")
+            qk += product * scale_of_part(scales, 3, KIND)[None, :]
+        else:
+            qk = tl.dot(q1, tl.trans(k1), qk, input_precision="ieee")
+            qk *= scale_of_part(scales, 0, KIND)[None, :]
 
     if SCALE_LATE:
         scores = qk
@@ -191,16 +207,26 @@ def _attend_tile(
     offsets = _key_positions(blocks, start, stride_vb, stride_vn, BLOCK_SIZE, BLOCK_N, VEC_V)
     words = load_words(value, offsets, inside, DV_WORDS, DV_PAD, MASKED)
     offsets = _key_positions(blocks, start, stride_vsb, stride_vsn, BLOCK_SIZE, BLOCK_N, 1)
-    scales = load_scales(v_scale, offsets, inside, MASKED)
-    # Accumulators are in units of the largest scale so far, so that weights times scales are at
-    # most 1 and in the range of float16.
-    new_max = tl.maximum(v_scale_max, _largest_scale(scales, KIND))
-    inverse = 1.0 / tl.where(new_max > 0.0, new_max, 1.0)
-    acc_scale *= v_scale_max * inverse
     v0, v1, v2, v3 = unpack(words, KIND, COMPUTE, PTX)
+    if KIND >= PAGE_NVFP4:
+        factors = load_element_scales(v_scale, offsets, inside, DV_WORDS, DV_PAD, KIND, MASKED)
+        v0 = scaled(v0, factors, COMPUTE)
+        v1 = scaled(v1, factors, COMPUTE)
+        v2 = scaled(v2, factors, COMPUTE)
+        v3 = scaled(v3, factors, COMPUTE)
+        scales = 0.0
+        inverse = 1.0
+        new_max = v_scale_max
+    else:
+        # Accumulators are in units of the largest scale so far, so that weights times scales are at
+        # most 1 and in the range of float16.
+        scales = load_scales(v_scale, offsets, inside, MASKED)
+        new_max = tl.maximum(v_scale_max, _largest_scale(scales, KIND))
+        inverse = 1.0 / tl.where(new_max > 0.0, new_max, 1.0)
+        acc_scale *= v_scale_max * inverse
     acc0 = _weigh(weights, scales, inverse, v0, acc0, acc_scale, 0, KIND, COMPUTE)
     acc1 = _weigh(weights, scales, inverse, v1, acc1, acc_scale, 1, KIND, COMPUTE)
-    if KIND == PAGE_INT4:
+    if KIND >= PAGE_INT4:
         acc2 = _weigh(weights, scales, inverse, v2, acc2, acc_scale, 2, KIND, COMPUTE)
         acc3 = _weigh(weights, scales, inverse, v3, acc3, acc_scale, 3, KIND, COMPUTE)
     return acc0, acc1, acc2, acc3, row_max, row_sum, new_max
@@ -232,7 +258,7 @@ def _attend(
     q1 = _load_part(query, query_offsets, valid, 1, WORDS, WORDS_PAD, KIND, COMPUTE)
     q2 = q0
     q3 = q0
-    if KIND == PAGE_INT4:
+    if KIND >= PAGE_INT4:
         q2 = _load_part(query, query_offsets, valid, 2, WORDS, WORDS_PAD, KIND, COMPUTE)
         q3 = _load_part(query, query_offsets, valid, 3, WORDS, WORDS_PAD, KIND, COMPUTE)
     origin = seq_len - query_len
@@ -260,14 +286,14 @@ def _attend(
     if SPLIT:
         begin = tl.maximum(begin, split_begin)
         end = tl.minimum(end, split_end)
-    WIDE: tl.constexpr = DV_PAD if KIND == PAGE_INT4 else 1
+    WIDE: tl.constexpr = DV_PAD if KIND >= PAGE_INT4 else 1
     acc0 = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
     acc1 = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
     acc2 = tl.zeros([BLOCK_M, WIDE], tl.float32)
     acc3 = tl.zeros([BLOCK_M, WIDE], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    v_scale_max = 0.0
+    v_scale_max = 1.0 if KIND >= PAGE_NVFP4 else 0.0
 
     masked_begin = begin
     if not ONE_LOOP:
@@ -327,10 +353,12 @@ def _word_pointer(base, offset, VEC: tl.constexpr):
 
 @triton.jit
 def _scale_pointer(base, offset, KIND: tl.constexpr):
-    """Return a pointer to the scales of a head: float32, or four float16 as an int64."""
+    """Return a pointer to the scales of a head: float32, four float16 as an int64, or bytes."""
     pointer = base + offset
     if KIND == PAGE_INT4:
         pointer = pointer.to(tl.pointer_type(tl.int64))
+    elif KIND >= PAGE_NVFP4:
+        pointer = pointer.to(tl.pointer_type(tl.uint8))
     return pointer
 
 

@@ -7,6 +7,8 @@ passing through shared memory a second time, because 16-bit tiles are loaded as 
 - 8-bit formats: word i holds the elements 2 i and 2 i + 1.
 - 4-bit integers: bits 4 j of word i hold element j * D / 4 + i. Each part has its own scale, so
   that a scale multiplies a product or a weight, and never a single element.
+- 4-bit floats: word i holds the elements 4 i to 4 i + 3. 4 or 8 neighboring words have a scale,
+  which multiplies their elements.
 
 On NVIDIA GPUs, two words in a register are converted at a time by a few integer instructions that
 place the bits of an element in the mantissa of a 16-bit float (PTX). Elsewhere the same
@@ -21,13 +23,16 @@ import triton.language as tl
 from attnlib.ops.triton.kernels.quant import KV_E4M3_BYTES, decode_kv
 
 __all__ = [
-    "PAGE_E4M3", "PAGE_INT4", "PAGE_INT8", "element_step", "first_element", "load_scales",
-    "load_words", "scale_of_part", "unpack", "unpack_ptx",
+    "PAGE_E4M3", "PAGE_INT4", "PAGE_INT8", "PAGE_MXFP4", "PAGE_NVFP4", "decode_scale",
+    "element_step", "first_element", "load_element_scales", "load_scales", "load_words",
+    "scale_of_part", "scaled", "unpack", "unpack_ptx", "words_per_scale",
 ]  # fmt: skip
 
 PAGE_INT8: tl.constexpr = tl.constexpr(0)
 PAGE_E4M3: tl.constexpr = tl.constexpr(1)
 PAGE_INT4: tl.constexpr = tl.constexpr(2)
+PAGE_NVFP4: tl.constexpr = tl.constexpr(3)
+PAGE_MXFP4: tl.constexpr = tl.constexpr(4)
 
 
 @triton.constexpr_function
@@ -37,9 +42,15 @@ def first_element(part, words, kind):
 
 
 @triton.constexpr_function
+def words_per_scale(kind):
+    """Return the neighboring words that share a scale; 0 where each part of a head has one."""
+    return 4 if kind == PAGE_NVFP4 else 8 if kind == PAGE_MXFP4 else 0
+
+
+@triton.constexpr_function
 def element_step(kind):
     """Return the distance between the elements of one part in neighboring words."""
-    return 1 if kind == PAGE_INT4 else 2
+    return 1 if kind == PAGE_INT4 else 4 if kind >= PAGE_NVFP4 else 2
 
 
 @triton.jit
@@ -93,6 +104,11 @@ def unpack(words, KIND: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr):
     """
     if PTX > 0:
         x0, x1, x2, x3 = _unpack_float16(words, KIND, PTX)
+    elif KIND >= PAGE_NVFP4:
+        x0 = _e2m1(words).to(COMPUTE)
+        x1 = _e2m1(words >> 4).to(COMPUTE)
+        x2 = _e2m1(words >> 8).to(COMPUTE)
+        x3 = _e2m1(words >> 12).to(COMPUTE)
     elif KIND == PAGE_INT8:
         x0 = words.to(tl.uint8).to(tl.int8, bitcast=True).to(COMPUTE)
         x1 = (words >> 8).to(tl.uint8).to(tl.int8, bitcast=True).to(COMPUTE)
@@ -107,6 +123,49 @@ def unpack(words, KIND: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr):
         x2 = (((words >> 8) & 15).to(tl.int16) - 8).to(COMPUTE)
         x3 = ((words >> 12).to(tl.int16) - 8).to(COMPUTE)
     return x0, x1, x2, x3
+
+
+@triton.jit
+def _e2m1(words):
+    """Convert the low 4 bits of words to float16."""
+    # The bits move to the positions of float16; 2^14 corrects the exponent bias.
+    bits = ((words & 8) << 12) | ((words & 7) << 9)
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True) * 16384.0
+
+
+@triton.jit
+def load_element_scales(
+    base, offsets, inside, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, KIND: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Load the scales of the words of a tile, [BLOCK_N, WORDS_PAD] float32, for 4-bit floats."""
+    lanes = tl.arange(0, WORDS_PAD)
+    groups = lanes // words_per_scale(KIND)
+    mask = (lanes < WORDS)[None, :]
+    if MASKED:
+        mask = mask & inside[:, None]
+    bits = tl.load(base + offsets[:, None] + groups[None, :], mask=mask, other=0)
+    return decode_scale(bits, KIND)
+
+
+@triton.jit
+def decode_scale(bits, KIND: tl.constexpr):
+    """Convert the bytes of e4m3 or e8m0 scales to float32. The e8m0 byte 0 counts as 0."""
+    if KIND == PAGE_NVFP4:
+        scale = decode_kv(bits, KV_E4M3_BYTES, tl.float32)
+    else:
+        number = (bits.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        scale = tl.where(bits == 255, float("nan"), number)
+    return scale
+
+
+@triton.jit
+def scaled(x, scales, COMPUTE: tl.constexpr):
+    """Return elements times their scales in COMPUTE, saturated."""
+    x = x.to(tl.float32) * scales
+    if COMPUTE == tl.float16:
+        x = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))
+    return x.to(COMPUTE)
 
 
 @triton.jit

@@ -12,8 +12,11 @@ import triton.language as tl
 from attnlib.ops.triton.kernels.page_formats import (
     PAGE_E4M3,
     PAGE_INT4,
+    PAGE_NVFP4,
+    decode_scale,
     element_step,
     first_element,
+    words_per_scale,
 )
 from attnlib.ops.triton.kernels.quant import encode_fp8
 
@@ -91,6 +94,56 @@ def _bits(exact, KIND: tl.constexpr):
 
 
 @triton.jit
+def _quotient(x, divisor, LARGEST: tl.constexpr):
+    """Return x / divisor, element by element, saturated; 0 where the divisor is 0 or NaN."""
+    exact = tl.math.div_rn(x, tl.where(divisor > 0.0, divisor, 1.0))
+    exact = tl.where(exact > LARGEST, LARGEST, tl.where(exact < -LARGEST, -LARGEST, exact))
+    return tl.where(divisor > 0.0, exact, 0.0)
+
+
+@triton.jit
+def _e2m1_bits(x):
+    """Return the bits of the nearest e2m1 numbers, ties to even bits; |x| is at most 6."""
+    magnitude = tl.abs(x)
+    bits = (magnitude > 0.25).to(tl.int32) + (magnitude >= 0.75).to(tl.int32)
+    bits += (magnitude > 1.25).to(tl.int32) + (magnitude >= 1.75).to(tl.int32)
+    bits += (magnitude > 2.5).to(tl.int32) + (magnitude >= 3.5).to(tl.int32)
+    bits += (magnitude > 5.0).to(tl.int32)
+    return bits | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def _store_group_scales(
+    x0, x1, x2, x3, scales, heads, mask_heads, stride_sh, WORDS: tl.constexpr,
+    WORDS_PAD: tl.constexpr, KIND: tl.constexpr, LARGEST: tl.constexpr, LARGEST_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Store the scales of 4-bit floats; returns the scale of each word, [BLOCK_H, WORDS_PAD]."""
+    TOGETHER: tl.constexpr = words_per_scale(KIND)
+    GROUPS: tl.constexpr = WORDS_PAD // TOGETHER
+    BLOCK_H: tl.constexpr = x0.shape[0]
+    has_nan = (x0 != x0) | (x1 != x1) | (x2 != x2) | (x3 != x3)
+    largest = tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3)))
+    largest = tl.where(has_nan, 0.0, largest)
+    largest = tl.max(tl.reshape(largest, [BLOCK_H, GROUPS, TOGETHER]), 2)
+    has_nan = tl.max(tl.reshape(has_nan.to(tl.int32), [BLOCK_H, GROUPS, TOGETHER]), 2) > 0
+    if KIND == PAGE_NVFP4:
+        scale = _scale(largest, LARGEST, LARGEST_SCALE)
+        bits = tl.where(has_nan, 0x7F, encode_fp8(scale, False).to(tl.int32)).to(tl.uint8)
+    else:
+        # The exponent of the largest magnitude, less 2, which is that of the largest e2m1 number.
+        largest = tl.where(largest > 3.4028234663852886e38, 3.4028234663852886e38, largest)
+        exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 2, 1)
+        bits = tl.where(has_nan, 255, exponent).to(tl.uint8)
+    groups = tl.arange(0, GROUPS)
+    mask = mask_heads[:, None] & (groups < WORDS // TOGETHER)[None, :]
+    target = scales.to(tl.pointer_type(tl.uint8))
+    target = target + (heads.to(tl.int64) * stride_sh)[:, None] + groups[None, :]
+    tl.store(target, bits, mask=mask)
+    stored = tl.broadcast_to(decode_scale(bits, KIND)[:, :, None], [BLOCK_H, GROUPS, TOGETHER])
+    return tl.reshape(stored, [BLOCK_H, WORDS_PAD])
+
+
+@triton.jit
 def _write_heads(
     source, cache, scales, token, slot, heads, mask_heads, stride_st, stride_sh, stride_cb,
     stride_cn, stride_ch, stride_xb, stride_xn, stride_xh, BLOCK_SIZE: tl.constexpr,
@@ -107,13 +160,22 @@ def _write_heads(
     x1 = _load_part(
         source, token, heads, mask_heads, stride_st, stride_sh, 1, WORDS, WORDS_PAD, KIND
     )
-    if KIND == PAGE_INT4:
+    if KIND >= PAGE_INT4:
         x2 = _load_part(
             source, token, heads, mask_heads, stride_st, stride_sh, 2, WORDS, WORDS_PAD, KIND
         )
         x3 = _load_part(
             source, token, heads, mask_heads, stride_st, stride_sh, 3, WORDS, WORDS_PAD, KIND
         )
+    if KIND >= PAGE_NVFP4:
+        divisor = _store_group_scales(
+            x0, x1, x2, x3, scales, heads, mask_heads, stride_xh, WORDS, WORDS_PAD, KIND, LARGEST,
+            LARGEST_SCALE)  # fmt: skip
+        words = _e2m1_bits(_quotient(x0, divisor, LARGEST))
+        words |= _e2m1_bits(_quotient(x1, divisor, LARGEST)) << 4
+        words |= _e2m1_bits(_quotient(x2, divisor, LARGEST)) << 8
+        words |= _e2m1_bits(_quotient(x3, divisor, LARGEST)) << 12
+    elif KIND == PAGE_INT4:
         s0 = _scale(_largest(x0), LARGEST, LARGEST_SCALE)
         s1 = _scale(_largest(x1), LARGEST, LARGEST_SCALE)
         s2 = _scale(_largest(x2), LARGEST, LARGEST_SCALE)
