@@ -83,11 +83,12 @@ PAGE_FORMATS: dict[str, KVFormat] = {
             name="int4_per_group", dtype=torch.uint8, bits=4, scale_dtype=torch.float16,
             groups_per_head=4, largest=7.0, head_size_multiple=8,
         ),
+        # Scales of 8 bits (e4m3, e8m0) are bytes, which every chip can load.
         KVFormat(
-            name="nvfp4", dtype=torch.uint8, bits=4, scale_dtype=torch.float8_e4m3fn,
+            name="nvfp4", dtype=torch.uint8, bits=4, scale_dtype=torch.uint8,
             elements_per_group=16, largest=6.0, head_size_multiple=16,
         ),
-        KVFormat(  # e8m0 scales as bytes, because torch has few operations for their dtype
+        KVFormat(
             name="mxfp4", dtype=torch.uint8, bits=4, scale_dtype=torch.uint8,
             elements_per_group=32, largest=6.0, head_size_multiple=32,
         ),
@@ -121,24 +122,26 @@ def kv_cache_format(kv_cache_dtype: str | torch.dtype, dtype: torch.dtype) -> KV
     return _plain_format(kv_cache_torch_dtype(kv_cache_dtype, dtype))
 
 
-def page_format(dtype: torch.dtype, scale: object) -> KVFormat | None:
+def page_format(elements: torch.Tensor, scale: object) -> KVFormat | None:
     """The format of a cache whose `k_scale` (or `v_scale`) is the view of the scales in its pages,
     `[B, N, Hkv, G]`; None if `scale` is a number or a tensor of fewer dimensions (M9).
 
     Args:
-        dtype: dtype of `key_cache`.
-        scale: the scale.
+        elements: `key_cache` or `value_cache`, `[B, N, Hkv, stored size]`.
+        scale: its scale.
 
     Raises:
-        ContractError: no format has these dtypes.
+        ContractError: no format has these dtypes and sizes.
     """
     if not isinstance(scale, torch.Tensor) or scale.dim() != 4:
         return None
     for found in PAGE_FORMATS.values():
-        if found.dtype == dtype and found.scale_dtype == scale.dtype:
+        dtypes = (found.dtype, found.scale_dtype) == (elements.dtype, scale.dtype)
+        if dtypes and found.num_scales(found.head_size(elements.shape[-1])) == scale.shape[-1]:
             return found
     raise ContractError(
-        f"no KV format stores {dtype} with scales of {scale.dtype} in its pages; the formats are "
+        f"no KV format stores {elements.shape[-1]} elements of {elements.dtype} with "
+        f"{scale.shape[-1]} scales of {scale.dtype} per head in its pages; the formats are "
         f"{', '.join(PAGE_FORMATS)}",
         rule="M16",
     )

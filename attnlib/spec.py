@@ -85,7 +85,7 @@ class AttentionSpec:
         dtype: dtype of q, k, v and the output.
         kv_cache_dtype: what the cache stores: a dtype, "auto" (= `dtype`), "fp8" (= "fp8_e4m3"),
             "fp8_e5m2", "float16", "bfloat16", "float32", or a format with scales in the page
-            (M16): "int8_per_token_head", "fp8_per_token_head", "int4_per_group".
+            (M16): "int8_per_token_head", "fp8_per_token_head", "int4_per_group", "nvfp4", "mxfp4".
         kv_scale_kind: granularity of the scales of a quantized cache, "tensor" or "head" (M9); not
             read for formats with scales in the page.
         block_size: tokens per cache block (N).

@@ -44,13 +44,15 @@ def test_formats_with_scales_in_the_page() -> None:
     assert (int4.stored_size(96), int4.head_size(48), int4.num_scales(96)) == (48, 96, 4)
     assert kv_cache_format("fp8", torch.bfloat16).bytes_per_head(128) == 128
     assert not kv_cache_format("fp8", torch.bfloat16).scales_in_page
-    scales = torch.ones(1, 1, 1, 1)
-    assert page_format(torch.int8, scales) is int8
-    assert page_format(torch.float8_e4m3fn, torch.ones(2)) is None, "a scale per head (M9)"
-    with pytest.raises(
-        ContractError, match="no KV format stores torch.int8 with scales of torch.f"
-    ):
-        page_format(torch.int8, scales.double())
+    nvfp4, mxfp4 = PAGE_FORMATS["nvfp4"], PAGE_FORMATS["mxfp4"]
+    assert (nvfp4.bytes_per_head(128), mxfp4.bytes_per_head(128)) == (72, 68)
+    scales, stored = torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 64, dtype=torch.uint8)
+    assert page_format(stored.view(torch.int8), scales) is int8
+    assert page_format(stored[..., :8], stored[..., :1]) is nvfp4
+    assert page_format(stored[..., :16], stored[..., :1]) is mxfp4
+    assert page_format(stored.view(torch.float8_e4m3fn), torch.ones(2)) is None, "per head (M9)"
+    with pytest.raises(ContractError, match="no KV format stores 64 elements of torch.int8 with 1"):
+        page_format(stored.view(torch.int8), scales.double())
 
 
 def test_a_spec_with_scales_in_the_page() -> None:

@@ -84,7 +84,7 @@ class PagedKVCache(EngineLayouts):
                 "(use_mla)",
                 rule="P1",
             )
-        self.page_format = page_format(key_cache.dtype, k_scale)
+        self.page_format = page_format(key_cache, k_scale)
         self.pages = None
         self.key_cache = key_cache
         self.value_cache = value_cache

@@ -28,10 +28,10 @@ _DTYPES = {
     "int8_per_token_head": (torch.int8, torch.float32),
     "fp8_per_token_head": (torch.float8_e4m3fn, torch.float32),
     "int4_per_group": (torch.uint8, torch.float16),
-    "nvfp4": (torch.uint8, torch.float8_e4m3fn),
+    "nvfp4": (torch.uint8, torch.uint8),
     "mxfp4": (torch.uint8, torch.uint8),
 }
-"""Dtypes of elements and scales; those of mxfp4 are exponents (e8m0)."""
+"""Dtypes of elements and scales; those of nvfp4 are the bits of e4m3, of mxfp4 of e8m0."""
 
 _GROUPS = {"nvfp4": 16, "mxfp4": 32}
 """Elements per scale, where their number is fixed."""
@@ -59,7 +59,12 @@ def _e4m3_magnitudes() -> torch.Tensor:
 
 def _name_of(elements: torch.Tensor, scales: torch.Tensor) -> str:
     dtypes = (elements.dtype, scales.dtype)
-    return next(name for name, found in _DTYPES.items() if found == dtypes)
+    size = elements.shape[-1] * (2 if elements.dtype == torch.uint8 else 1)
+    return next(
+        name
+        for name, found in _DTYPES.items()
+        if found == dtypes and _num_groups(name, size) == scales.shape[-1]
+    )
 
 
 def allocate_pages(
@@ -108,9 +113,8 @@ def fill_pages(views: Sequence[torch.Tensor], poison: str) -> None:
     for view in views[:2]:
         view.view(torch.uint8).fill_(0xFF)
     for view in views[2:]:
-        if view.element_size() == 1:  # NaN; or the largest number of e8m0, and of e4m3
-            largest = 0xFE if view.dtype == torch.uint8 else 0x7E
-            view.view(torch.uint8).fill_(largest if scale is None else 0xFF)
+        if view.element_size() == 1:  # NaN of e4m3 and e8m0, or a large number of both
+            view.fill_(0x7E if scale is None else 0xFF)
         else:
             view.fill_(torch.finfo(view.dtype).max if scale is None else scale)
 
@@ -131,16 +135,20 @@ def quantize_tokens(tokens: torch.Tensor, name: str) -> tuple[torch.Tensor, torc
         scale = torch.ldexp(torch.ones_like(magnitude), exponent)
     else:
         scale = (magnitude / largest).float().double()
-        scale = scale.clamp(max=min(_LARGEST_SCALE, torch.finfo(scale_dtype).max))
+        limit = 448.0 if name == "nvfp4" else torch.finfo(scale_dtype).max
+        scale = scale.clamp(max=min(_LARGEST_SCALE, limit))
         scale = torch.where(scale < _SMALLEST_SCALE, 0.0, scale)
     if name == "nvfp4":
-        scale = _e4m3_magnitudes()[_nearest_e4m3(scale).long()]
+        scale_bits = _nearest_e4m3(scale)
+        scale = _e4m3_magnitudes()[scale_bits.long()]
     elif name != "mxfp4":
         scale = scale.to(scale_dtype).double()
     quotient = torch.where(scale[..., None] > 0, x / scale[..., None], 0.0).float().double()
     quotient = torch.where(has_nan[..., None], 0.0, quotient).clamp(-largest, largest).flatten(-2)
     if name == "mxfp4":
         scales = torch.where(has_nan, 255, exponent + 127).to(torch.uint8)
+    elif name == "nvfp4":
+        scales = torch.where(has_nan, 0x7F, scale_bits).to(torch.uint8)
     else:
         scales = torch.where(has_nan, math.nan, scale).to(scale_dtype)
     if name in _GROUPS:
@@ -182,6 +190,9 @@ def dequantize_tokens(elements: torch.Tensor, scales: torch.Tensor) -> torch.Ten
     factors = scales.double()
     if name == "mxfp4":
         factors = torch.where(scales == 255, math.nan, 2.0 ** (factors - 127))
+    elif name == "nvfp4":
+        magnitudes = torch.cat((_e4m3_magnitudes(), torch.tensor([math.nan]))).to(scales.device)
+        factors = magnitudes[scales.long() & 127]
     return numbers * factors.repeat_interleave(repeats, dim=-1)
 
 
@@ -195,8 +206,7 @@ def write_page_slots(
     at = (index // block_size, index % block_size)
     raw = elements.view(torch.uint8) if elements.dtype.is_floating_point else elements
     raw[at] = new_elements.view(raw.dtype).to(raw.device)
-    raw_scales = scales.view(torch.uint8) if scales.element_size() == 1 else scales
-    raw_scales[at] = new_scales.view(raw_scales.dtype).to(scales.device)
+    scales[at] = new_scales.to(scales.device)
 
 
 def _half_to_even(quotient: torch.Tensor) -> torch.Tensor:

@@ -128,7 +128,7 @@ def test_decodes_use_copies_that_exceed_the_l2_cache() -> None:
 def test_pages_are_checked_bit_by_bit(name: str) -> None:
     """M16: the reference passes over the dequantized cache; an element or a scale that differs is
     found, and the cache is as before."""
-    inputs = make_inputs(parse_case(f"2q3s40_q9s30@heads=4/2,d=16,dtype=float32,kv={name}"), CPU)
+    inputs = make_inputs(parse_case(f"2q3s40_q9s30@heads=4/2,d=32,dtype=float32,kv={name}"), CPU)
     cache, check = inputs.caches[0], CorrectnessCheck(inputs)
     layer = Attention(inputs.spec, backend="torch", device="cpu")
     metadata = layer.backend.make_builder(inputs.spec, "cpu").build(0, inputs.common)

@@ -15,7 +15,7 @@ from attnlib.errors import ContractError, LayoutMismatchError
 from attnlib.kv_dtype import PAGE_FORMATS
 
 SPEC = attnlib.AttentionSpec(
-    num_heads=6, num_kv_heads=3, head_size=40, head_size_v=24, dtype=torch.float32,
+    num_heads=6, num_kv_heads=3, head_size=64, head_size_v=32, dtype=torch.float32,
     kv_cache_dtype="int8_per_token_head", block_size=5,
 )  # fmt: skip
 NAMES = tuple(PAGE_FORMATS)
@@ -25,7 +25,7 @@ def _filled(spec: attnlib.AttentionSpec, blocks: int = 4) -> attnlib.PagedKVCach
     cache = attnlib.PagedKVCache.allocate(spec, blocks, "cpu")
     torch.manual_seed(0)
     size = spec.block_size * blocks
-    key, value = torch.randn(size, 3, 40), torch.randn(size, 3, 24)
+    key, value = torch.randn(size, 3, 64), torch.randn(size, 3, 32)
     attnlib.Attention(spec, backend="torch", device="cpu").impl.write_kv(
         key, value, cache, torch.arange(size)
     )
@@ -38,7 +38,7 @@ def test_parts_of_a_page_are_disjoint_and_aligned(name: str, layout: str) -> Non
     spec = SPEC.replace(kv_cache_dtype=name)
     cache = attnlib.PagedKVCache.allocate(spec, 3, "cpu", layout)
     assert cache.pages is not None and cache.layout == layout
-    sizes = page_sizes(spec.kv_format, 5, 3, 40, 24)
+    sizes = page_sizes(spec.kv_format, 5, 3, 64, 32)
     assert cache.pages.shape == (3, sizes.num_bytes) and not any(part % 16 for part in sizes)
     assert sizes.num_bytes - spec.kv_bytes_per_token * 5 < 4 * 16
     seen = torch.zeros_like(cache.pages)
@@ -89,13 +89,13 @@ def test_what_is_refused() -> None:
         cache.k_scale = 0.5
     with pytest.raises(LayoutMismatchError, match="'NHD' is no layout of kv_cache_dtype=int8_per"):
         attnlib.PagedKVCache.allocate(SPEC, 4, "cpu", "NHD")
-    with pytest.raises(ContractError, match="must be uint8 .blocks, at least 1104"):
+    with pytest.raises(ContractError, match="must be uint8 .blocks, at least 1568"):
         attnlib.PagedKVCache.from_pages(torch.zeros(4, 100, dtype=torch.uint8), SPEC)
     with pytest.raises(ContractError, match="must start at multiples of 16 bytes"):
-        pool = torch.zeros(4, 1300, dtype=torch.uint8)
+        pool = torch.zeros(4, 1700, dtype=torch.uint8)
         attnlib.PagedKVCache.from_pages(pool, SPEC)
     with pytest.raises(ContractError, match="has no scales in the page: use allocate"):
-        pool = torch.zeros(4, 1200, dtype=torch.uint8)
+        pool = torch.zeros(4, 1700, dtype=torch.uint8)
         attnlib.PagedKVCache.from_pages(pool, SPEC.replace(kv_cache_dtype="fp8"))
     with pytest.raises(LayoutMismatchError, match="hold elements and scales and cannot be split"):
         split_blocks(cache, 1)
@@ -111,7 +111,7 @@ def test_a_layer_refuses_scales_and_other_caches() -> None:
     common = attnlib.CommonAttentionMetadata.from_lengths([1], [1], [[0]], 5, "cpu")
     step = layer.backend.make_builder(SPEC, "cpu").build(0, common)
     step.enable_kv_scales_calculation = True  # nothing to calculate
-    q, k, v = torch.randn(1, 6, 40), torch.randn(1, 3, 40), torch.randn(1, 3, 24)
+    q, k, v = torch.randn(1, 6, 64), torch.randn(1, 3, 64), torch.randn(1, 3, 32)
     cache = attnlib.PagedKVCache.allocate(SPEC, 4, "cpu")
     scales = cache.k_scale
     layer(q, k, v, cache, step)
@@ -129,7 +129,7 @@ def test_views_with_separate_scales() -> None:
     scales = [rows[..., side, 40:].view(torch.float32) for side in (0, 1)]
     cache = attnlib.PagedKVCache.from_views(key, value, k_scale=scales[0], v_scale=scales[1])
     assert cache.page_format is PAGE_FORMATS["int8_per_token_head"] and cache.pages is None
-    spec = SPEC.replace(head_size_v=40)
+    spec = SPEC.replace(head_size=40, head_size_v=40)
     layer = attnlib.Attention(spec, backend="torch", device="cpu")
     new = torch.randn(20, 3, 40)
     layer.impl.write_kv(new, -new, cache, torch.arange(20))

@@ -10,7 +10,7 @@ from attnlib.errors import ContractError
 from attnlib.testing.case import Case
 from attnlib.testing.materialized_case import MaterializedCase
 from attnlib.testing.oracle import paged_attention
-from attnlib.testing.page_formats import dequantize_tokens, quantize_tokens
+from attnlib.testing.page_formats import PAGE_NAMES, dequantize_tokens, quantize_tokens
 from tests.debug.recorded_calls import captured
 
 CASE = Case(batch="mixed", num_heads=4, num_kv_heads=2, head_size=32, sliding_window=20, sinks=True)
@@ -29,7 +29,7 @@ def _oracle(step: MaterializedCase, name: str) -> torch.Tensor:
     ).out  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["int8_per_token_head", "fp8_per_token_head", "int4_per_group"])
+@pytest.mark.parametrize("name", PAGE_NAMES)
 def test_errors_are_those_of_the_integer_reference(name: str) -> None:
     step = captured(CASE)
     found = audit_call(step, [AuditFormat(name, name)])[name]
@@ -70,10 +70,10 @@ def test_saturation_is_counted() -> None:
 
 def test_layers_add_up() -> None:
     step, audit = captured(CASE), KVAudit()
-    one = audit_call(step, AUDIT_FORMATS[-1:])
+    label = "int4_per_group"
+    one = audit_call(step, [AuditFormat(label, label)])
     for layer in ("first", "second", "second"):
         audit.add(layer, one, step.spec)
-    label = AUDIT_FORMATS[-1].label
     total = audit.total(label)
     assert total.output_error == pytest.approx(one[label].output_error)
     assert total.bytes_per_token == 2 * one[label].bytes_per_token
@@ -85,7 +85,7 @@ def test_layers_add_up() -> None:
 def test_what_cannot_be_audited() -> None:
     """A format that the layer cannot have is reported; a quantized recording is an error."""
     latent = Case(
-        batch="q3s20", num_heads=2, num_kv_heads=1, head_size=48, head_size_v=32, use_mla=True,
+        batch="q3s20", num_heads=2, num_kv_heads=1, head_size=64, head_size_v=32, use_mla=True,
         layout="ALIASED",
     )  # fmt: skip
     found = audit_call(captured(latent))

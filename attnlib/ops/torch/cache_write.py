@@ -97,7 +97,7 @@ def _scatter(stored: Tensor, cache: Tensor, slots: Tensor) -> None:
 
 def _stored(values: Tensor, cache: Tensor, scale: float | Tensor) -> list[tuple[Tensor, Tensor]]:
     """What is stored for `values`, each with the view that receives it."""
-    found = page_format(cache.dtype, scale)
+    found = page_format(cache, scale)
     if found is not None and isinstance(scale, Tensor):
         elements, scales = quantize_groups(values, found)
         return [(elements, cache), (scales, scale)]

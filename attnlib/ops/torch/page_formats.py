@@ -35,14 +35,15 @@ def quantize_groups(values: Tensor, stored: KVFormat) -> tuple[Tensor, Tensor]:
     num_scales = stored.num_scales(head_size)
     groups = values.float().reshape(*values.shape[:-1], num_scales, head_size // num_scales)
     largest = groups.abs().amax(-1, keepdim=True)  # NaN if the group has one
-    if stored.scale_dtype == torch.uint8:
+    if stored.name == "mxfp4":
         scale, factor = _power_of_two(largest)
     else:
         # torch multiplies by the reciprocal of a number on a GPU; it divides by a tensor.
         scale = largest / torch.full_like(largest, stored.largest)
         scale = scale.clamp(max=_largest_scale(stored))
-        scale = torch.where(scale < MIN_KV_SCALE, 0.0, scale).to(stored.scale_dtype)
+        scale = torch.where(scale < MIN_KV_SCALE, 0.0, scale).to(_number_dtype(stored))
         factor = scale.float()
+        scale = scale.view(stored.scale_dtype)
     exact = torch.where(factor > 0, groups / factor, 0.0)  # NaN is not above 0
     exact = exact.clamp(-stored.largest, stored.largest).flatten(-2)
     if stored.elements_per_group:
@@ -68,16 +69,17 @@ def dequantize_groups(elements: Tensor, scales: Tensor, stored: KVFormat) -> Ten
     Returns:
         `[..., D]`.
     """
-    factor = scales.float()
     if stored.elements_per_group:
         numbers = torch.stack((elements & 15, elements >> 4), -1).flatten(-2).long()
         numbers = torch.tensor(_E2M1, device=elements.device)[numbers]
-        if stored.scale_dtype == torch.uint8:
-            factor = torch.where(scales == _E8M0_NAN, torch.nan, (factor - 127.0).exp2())
     elif stored.bits == 8:
         numbers = elements.float()
     else:
         numbers = _unpack(elements).float() - _OFFSET
+    if stored.name == "mxfp4":
+        factor = torch.where(scales == _E8M0_NAN, torch.nan, (scales.float() - 127.0).exp2())
+    else:
+        factor = scales.view(_number_dtype(stored)).float()
     groups = numbers.reshape(*scales.shape, numbers.shape[-1] // scales.shape[-1])
     return (groups * factor.unsqueeze(-1)).flatten(-2)
 
@@ -100,7 +102,7 @@ def gather_pages(
     Returns:
         (keys `[P, N, Hkv, D]`, values, block table, parameters), the last with scales of 1.
     """
-    stored = page_format(key_cache.dtype, params.k_scale)
+    stored = page_format(key_cache, params.k_scale)
     if stored is None:
         return key_cache, value_cache, block_table, params
     num_blocks, block_size = key_cache.shape[:2]
@@ -152,9 +154,14 @@ def _power_of_two(largest: Tensor) -> tuple[Tensor, Tensor]:
     return bits, torch.where(is_nan, torch.nan, factor)
 
 
+def _number_dtype(stored: KVFormat) -> torch.dtype:
+    """The dtype of scales as numbers: e4m3 for the bytes of nvfp4."""
+    assert stored.scale_dtype is not None  # a format with scales in the page
+    return torch.float8_e4m3fn if stored.name == "nvfp4" else stored.scale_dtype
+
+
 def _largest_scale(stored: KVFormat) -> float:
-    assert stored.scale_dtype is not None
-    return min(MAX_KV_SCALE, torch.finfo(stored.scale_dtype).max)
+    return min(MAX_KV_SCALE, torch.finfo(_number_dtype(stored)).max)
 
 
 def _pack(numbers: Tensor) -> Tensor:

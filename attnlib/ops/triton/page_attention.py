@@ -94,9 +94,9 @@ def page_write(
         "BLOCK_H": block_h,
         "KIND": page_kind(stored),
         "LARGEST": stored.largest,
-        "LARGEST_SCALE": min(MAX_KV_SCALE, torch.finfo(stored.scale_dtype).max)
-        if stored.scale_dtype.is_floating_point
-        else MAX_KV_SCALE,
+        "LARGEST_SCALE": 448.0
+        if stored.elements_per_group
+        else min(MAX_KV_SCALE, torch.finfo(stored.scale_dtype).max),
         "num_warps": 4 if padded * block_h > 256 else 1,
         "enable_fp_fusion": True,
     }
@@ -242,7 +242,7 @@ def _constants(
 
 
 def _format(key: Tensor, k_scale: float | Tensor) -> KVFormat:
-    found = page_format(key.dtype, k_scale)
+    found = page_format(key, k_scale)
     assert found is not None  # callers have four-dimensional scales
     return found
 

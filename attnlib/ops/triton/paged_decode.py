@@ -100,7 +100,7 @@ class AttentionShape(NamedTuple):
 
 def shape_of(query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> AttentionShape:
     """The shape of a call."""
-    stored = page_format(key.dtype, params.k_scale)
+    stored = page_format(key, params.k_scale)
     size_v = value.shape[-1] if stored is None else stored.head_size(value.shape[-1])
     return AttentionShape(
         query.shape[1], key.shape[-2], query.shape[2], size_v, query.dtype, key.dtype,

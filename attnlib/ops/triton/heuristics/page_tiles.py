@@ -25,8 +25,8 @@ def page_shared_bytes(
     """Shared memory of a CTA: stages of keys and values with their scales, and the weights.
 
     Args:
-        query_bytes: bytes of an element of the queries. Elements of float32 products pass through
-            shared memory.
+        query_bytes: bytes of an element of the queries. Elements of float32 products, and those
+            that are multiplied by their scales, pass through shared memory.
         products: `DeviceLimits.products`. Asynchronous products of 64 rows and more read queries
             and converted elements from shared memory, too; others exchange converted keys, then
             values, between warps there.
@@ -40,6 +40,8 @@ def page_shared_bytes(
     extra = 0
     if from_shared:
         extra = 2 * (tile.block_n + tile.block_m) * elements
+    elif stored.elements_per_group:
+        extra = 2 * tile.block_n * elements
     elif tile.block_m >= 64:
         extra = 2 * tile.block_n * max(map(next_power_of_2, (head_size, head_size_v)))
     if query_bytes == 4:
