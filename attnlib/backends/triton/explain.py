@@ -12,7 +12,6 @@ from attnlib.key_selection import SelectionScope
 from attnlib.ops.triton.heuristics.splits import visible_bound
 from attnlib.ops.triton.hopper.support import (
     HOPPER_DECODE_KEYS,
-    INVARIANT_KERNELS,
     LATENT_FEW_ROWS,
     LATENT_KEYS_PER_SM,
     LATENT_ROWS,
@@ -102,8 +101,7 @@ def _invariant_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str) -> l
     )  # fmt: skip
     if reasons:
         return [f"{portable} ({'; '.join(reasons)})"]
-    hopper = "prefill, decode: batch-invariant Hopper kernels"
-    return [hopper if kernels in INVARIANT_KERNELS else f"{portable} (kernels=hopper: Hopper)"]
+    return ["prefill, decode: batch-invariant Hopper kernels"]
 
 
 def _latent_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]:

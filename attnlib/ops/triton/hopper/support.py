@@ -48,7 +48,7 @@ LATENT_FEW_ROWS = 32
 LATENT_SIZES = (576, 512)
 """(D, Dv) of the decode over latents."""
 
-INVARIANT_KERNELS = ("hopper",)
+INVARIANT_KERNELS = ("auto", "hopper")
 """Values of `config["kernels"]` with which batch-invariant layers use the Hopper kernels."""
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
