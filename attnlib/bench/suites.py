@@ -125,9 +125,24 @@ _SPARSE = _cases(
         {**_latent(64), "select": ("all_heads", 1, 2048)},
     ),
     (
+        "sparse-decode-32x128k-latents",
+        "32q1s128k",
+        {**_latent(64), "select": ("all_heads", 1, 2048)},
+    ),
+    (
         "sparse-prefill-4k-over-32k-latents",
         "q4ks32k",
         {**_latent(64), "select": ("all_heads", 1, 2048)},
+    ),
+    (
+        "sparse-prefill-4k-over-32k-latents-128heads",
+        "q4ks32k",
+        {**_latent(128), "select": ("all_heads", 1, 2048)},
+    ),
+    (
+        "sparse-prefill-4k-over-32k-latents-16heads",
+        "q4ks32k",
+        {**_latent(16), "select": ("all_heads", 1, 2048)},
     ),
 )
 _FLOAT8 = tuple(
