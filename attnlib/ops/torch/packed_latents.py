@@ -50,7 +50,9 @@ def write_packed_latents(latents: Tensor, data: Tensor, slot_mapping: Tensor) ->
     tokens = torch.nonzero(slot_mapping >= 0).flatten()
     slots, rows = slot_mapping[tokens], latents[tokens]
     groups = rows[:, :LATENT].float().view(-1, LATENT // GROUP, GROUP)
-    scales = (groups.abs().amax(-1) / LARGEST).clamp(min=SMALLEST_SCALE)  # NaN stays NaN
+    # By a tensor: torch multiplies by the reciprocal of a number on a GPU, which rounds otherwise.
+    largest = groups.abs().amax(-1)
+    scales = (largest / torch.full_like(largest, LARGEST)).clamp(min=SMALLEST_SCALE)  # NaN stays
     numbers = (groups / scales[..., None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     place = (slots // data.shape[1], slots % data.shape[1])
     parts.elements.view(torch.uint8)[place] = numbers.flatten(1).view(torch.uint8)
