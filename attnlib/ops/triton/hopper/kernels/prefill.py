@@ -74,7 +74,11 @@ from attnlib.ops.triton.hopper.kernels.softmax import (
     slope_operand,
 )
 from attnlib.ops.triton.hopper.kernels.tma_load import load_tile
-from attnlib.ops.triton.hopper.kernels.work_counter import atomic_increment
+from attnlib.ops.triton.hopper.kernels.work_counter import (
+    atomic_increment,
+    incremented,
+    issue_increment,
+)
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
 __all__ = [
@@ -213,8 +217,11 @@ def key_loader(
                 tile * BLOCK_N // BLOCK_SIZE - 32, k_ring, k_full, k_empty, step, BLOCK_SIZE,
                 STAGES, "nhd")  # fmt: skip
             step += 1
-        if PERSISTENT:
+        if PERSISTENT and RANGES == 0:
             item = first_counted + atomic_increment(counters, "relaxed")
+        if PERSISTENT and RANGES > 0:
+            # Items are short: the loads of their keys do not wait for the counter.
+            claimed = issue_increment(counters, "relaxed")
         for back in range(0, last - begin):
             tile = tile_at(last - 1 - back, after_gap, gap, RANGES)
             load_tile(
@@ -222,6 +229,8 @@ def key_loader(
                 tile * BLOCK_N // BLOCK_SIZE - 32, k_ring, k_full, k_empty, step, BLOCK_SIZE,
                 STAGES, "nhd")  # fmt: skip
             step += 1
+        if PERSISTENT and RANGES > 0:
+            item = first_counted + incremented(claimed)
     publish(
         mailbox, mail_full, mail_empty, mail, -1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, RANGES,
         FIELDS)  # fmt: skip
