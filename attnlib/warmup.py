@@ -35,6 +35,9 @@ __all__ = ["WarmupReport", "warmup", "warmup_batches"]
 _LONGEST_TILE = 256
 """Longer queries use the same tiles."""
 
+_MANY_TOKENS = 4096
+"""More than the programs of a cache write that start at once on any GPU."""
+
 
 @dataclass(frozen=True)
 class WarmupReport:
@@ -92,6 +95,8 @@ def warmup(
     )
     builder = builder or layer.backend.make_builder(spec, where, limits=limits)
     started, batches = time.perf_counter(), warmup_batches(limits, builder.reorder_batch_threshold)
+    if where.type == "cuda" and spec.is_paged:
+        batches = list(dict.fromkeys([*batches, _large_write(limits)]))
     columns = max_blocks or -(-limits.max_seq_len // spec.block_size)
     with torch.no_grad():
         for lengths in batches:
@@ -140,6 +145,13 @@ def warmup_batches(
             ):
                 found[(1,) * decodes + (query,)] = None
     return list(found)
+
+
+def _large_write(limits: BatchLimits) -> tuple[int, ...]:
+    """A batch of many new tokens: on Hopper its cache write is a kernel of its own."""
+    tokens = min(limits.max_num_tokens, _MANY_TOKENS)
+    query = min(tokens, limits.max_seq_len)
+    return (query,) * min(limits.max_num_reqs, tokens // query)
 
 
 def _powers(limit: int) -> list[int]:

@@ -14,7 +14,7 @@ from attnlib.errors import ContractError
 from attnlib.key_selection import KeySelection
 from attnlib.layer import Attention
 from attnlib.spec import AttentionSpec, AttentionType
-from attnlib.warmup import warmup, warmup_batches
+from attnlib.warmup import _large_write, warmup, warmup_batches
 from attnlib.workspace import BatchLimits
 
 LIMITS = BatchLimits(max_num_reqs=6, max_num_tokens=40, max_seq_len=96)
@@ -41,6 +41,22 @@ def test_batches_cover_the_classes_and_stay_within_the_limits() -> None:
         max(lengths) for lengths in mixed
     } >= {9, 39}
     assert warmup_batches(BatchLimits(max_num_reqs=1, max_num_tokens=1, max_seq_len=1)) == [(1,)]
+
+
+def test_a_batch_of_many_tokens_stays_within_the_limits() -> None:
+    """On a GPU it runs, too: Hopper writes many tokens with a kernel of its own."""
+    assert _large_write(BatchLimits(max_num_reqs=8, max_num_tokens=8192, max_seq_len=32768)) == (
+        4096,
+    )
+    assert (
+        _large_write(BatchLimits(max_num_reqs=8, max_num_tokens=8192, max_seq_len=1024))
+        == (1024,) * 4
+    )
+    assert (
+        _large_write(BatchLimits(max_num_reqs=2, max_num_tokens=8192, max_seq_len=1024))
+        == (1024,) * 2
+    )
+    assert _large_write(LIMITS) == (40,)
 
 
 def test_the_cache_is_unchanged_and_every_batch_is_run_twice_or_more(

@@ -176,7 +176,7 @@ def prepare_write(
         "LATENT": values_are_prefix(key_cache, value_cache),
         "num_warps": 4 if padded * block_h > 512 else 1,
         "enable_fp_fusion": True,
-        **programmatic_launch(limits),
+        **programmatic_launch(limits, num_tokens * triton.cdiv(num_heads, block_h)),
     }
     strides = (*key.stride()[:2], *value.stride()[:2])
     grid = (num_tokens, triton.cdiv(num_heads, block_h), 1)

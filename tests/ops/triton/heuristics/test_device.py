@@ -12,6 +12,7 @@ from attnlib.ops.triton.heuristics.device import (
     DeviceLimits,
     device_guard,
     limits_of,
+    programmatic_launch,
 )
 
 
@@ -41,6 +42,13 @@ def test_matrix_instructions_of_chips() -> None:
     assert products((9, 0)) == products((10, 0)) == "async"
     assert products((8, 0)) == products((8, 9)) == products((12, 0)) == "sync"
     assert products((0, 0), is_amd=True) == "mfma"
+
+
+def test_programmatic_launch_of_small_grids_on_hopper() -> None:
+    hopper = DeviceLimits(132, 227 << 10, 228 << 10, (9, 0), True)
+    assert programmatic_launch(hopper)["PDL"] and programmatic_launch(hopper, 2048)["launch_pdl"]
+    assert programmatic_launch(hopper, 8192) == {"PDL": False}
+    assert programmatic_launch(INTERPRETER_LIMITS) == {"PDL": False}
 
 
 def test_device_guard_does_nothing_on_a_cpu() -> None:
