@@ -19,6 +19,7 @@ COUNTERPARTS = {
     "context_attention": "context_attention",
     "merge_states": "merge_states",
     "packed_attention": "packed_decode",
+    "packed_latents": "packed_latent_attention",
     "paged_decode": "paged_decode",
     "paged_prefill": "paged_prefill",
     "rotary_write": "rotate_and_write",
@@ -45,6 +46,7 @@ def test_signatures_are_equal(module: str) -> None:
         ("merge_states", "merge_partial_rows"),
         ("packed_attention", "packed_prefill"),
         ("packed_attention", "packed_write"),
+        ("packed_latents", "write_packed_latents"),
         ("rotary_write", "rotate"),
     ],
 )

@@ -41,6 +41,7 @@ def selected_attention(
     lse: Tensor | None = None,
     query_start_loc_cpu: Tensor | None = None,
     seq_lens_cpu: Tensor | None = None,
+    kernels: str = "auto",
 ) -> None:
     """Write the attention of every query token over its selected visible keys to `out`.
 
@@ -49,6 +50,7 @@ def selected_attention(
             query_start_loc_cpu, seq_lens_cpu: as in `paged_prefill`.
         selection: the form of the lists.
         selected: the lists; checked by the caller (`SelectedKeys.check`).
+        kernels: ignored; see `attnlib.ops.triton.selected_attention`.
     """
     starts, lengths = on_host(query_start_loc, query_start_loc_cpu), on_host(seq_lens, seq_lens_cpu)
     first_lists = starts if selected.list_start_loc is None else selected.list_start_loc.cpu()
