@@ -12,6 +12,7 @@ import functools
 import inspect
 import linecache
 import textwrap
+from collections import deque
 from collections.abc import Callable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -46,9 +47,9 @@ _RAW_TEMPLATES: dict[str, Any] = {
 }
 _RESERVED = frozenset({"distance", INVERSE_SCALE})
 """Globals with these names are left alone: functions that have one are compiled as they are."""
-_KEEP: list[dict[str, Any]] = []
-"""Globals of copies: Triton identifies globals by the id of their dictionary, so that no id may be
-reused."""
+_KEEP: deque[dict[str, Any]] = deque(maxlen=1024)
+"""Globals of copies: Triton identifies globals by the id of their dictionary, so that the id of a
+recent one must not be reused. Functions in the cache of `compile_score` hold theirs themselves."""
 
 
 class CompiledScore(NamedTuple):
