@@ -48,7 +48,7 @@ def _case(target: BackendUnderTest, name: str, **changes: object) -> Case:
     fields: dict[str, object] = {
         "kv_cache_dtype": name, "layout": PAGE_LAYOUT_NAMES[0], "head_size": size, **changes,
     }  # fmt: skip
-    return base.replace(**fields)
+    return target.case(**fields)
 
 
 def _check_written(target: BackendUnderTest, case: Case, largest: bool = False) -> str:

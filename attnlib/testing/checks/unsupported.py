@@ -31,6 +31,7 @@ _UNUSUAL: dict[str, dict[str, object]] = {
     "cache-fp8_e5m2-head": {"kv_cache_dtype": "fp8_e5m2", "kv_scale_kind": "head"},
     "cache-int8_per_token_head": {
         "kv_cache_dtype": "int8_per_token_head",
+        "head_size": 64,
         "layout": "HND_INTERLEAVED",
     },
     "layout-HND_PACKED": {"layout": "HND_PACKED"},
