@@ -158,9 +158,9 @@ class StepLaunches:
             return [(launches, False), (prefill.launches(direct, aligned), True)]
         # The prefill runs on the SMs that the decode leaves, before its splits are combined.
         attend, *combine = launches.steps
-        beside = prefill.launches(direct, aligned, concurrent=True)  # type: ignore[call-arg]  # a Hopper prefill
+        concurrent = prefill.launches(direct, aligned, concurrent=True)  # type: ignore[call-arg]  # a Hopper prefill
         combined = [(Launches(tuple(combine)), False)] if combine else []
-        return [(launches._replace(steps=(attend,)), False), (beside, True), *combined]
+        return [(launches._replace(steps=(attend,)), False), (concurrent, True), *combined]
 
 
 def prepare_step(
