@@ -48,5 +48,11 @@ BUILTIN_BACKENDS: dict[str, BuiltinBackend] = {
             50,
             "build https://github.com/deepseek-ai/FlashMLA",
         ),
+        BuiltinBackend(
+            "flashinfer_mla",
+            "attnlib.backends.flashinfer.mla:FlashInferMLABackend",
+            40,
+            "pip install flashinfer-python (compiles its kernels with nvcc and ninja at first use)",
+        ),
     )
 }

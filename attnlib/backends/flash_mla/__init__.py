@@ -1,6 +1,6 @@
 """The `flash_mla` backend: DeepSeek's FlashMLA kernels over latent caches on Hopper (P10, M12).
 
-This module can be imported without FlashMLA. Selected keys are refused: FlashMLA's sparse kernels
+This module can be imported without FlashMLA. The build in vLLM's wheels serves too. Selected keys are refused: FlashMLA's sparse kernels
 read latents of contiguous tokens or of its packed format, and not a paged cache of 16-bit latents.
 """
 
@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from attnlib.backends._foreign.imports import environment_facts, import_guarded, is_installed
+from attnlib.backends._foreign.imports import environment_facts, is_installed
 from attnlib.backends.base import AttentionBackend, AttentionImpl
+from attnlib.backends.flash_mla.probe import MODULES, find_flash_mla
 from attnlib.capabilities import Capabilities, Sizes
 from attnlib.device import DeviceInfo
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind
 
-__all__ = ["FUNCTIONS", "FlashMLABackend"]
+__all__ = ["FlashMLABackend"]
 
-FUNCTIONS = ("get_mla_metadata", "flash_mla_with_kvcache")
-"""What the backend calls."""
 _HEAD_SIZE, _HEAD_SIZE_V = 576, 512
+_NOT_INSTALLED = "flash_mla is not installed: build https://github.com/deepseek-ai/FlashMLA"
 
 
 class FlashMLABackend(AttentionBackend):
@@ -83,17 +83,15 @@ class FlashMLABackend(AttentionBackend):
     @classmethod
     def unavailable(cls, device: DeviceInfo) -> list[str]:
         """Why FlashMLA cannot be used: import, or an interface without a function."""
-        if not is_installed("flash_mla"):
-            return ["flash_mla is not installed: build https://github.com/deepseek-ai/FlashMLA"]
+        if not any(is_installed(path) for path in MODULES):
+            return [_NOT_INSTALLED]
         if device.type != "cuda":
             return []  # validate_configuration reports the device without importing anything
-        found = import_guarded("flash_mla")
-        facts = environment_facts(device, ("flash-mla",))
+        found = find_flash_mla()
+        if found.module is None and not found.problem:
+            return [_NOT_INSTALLED]
         if found.module is None:
-            return [f"{found.problem or 'flash_mla has no module'} {facts}"]
-        missing = [name for name in FUNCTIONS if not hasattr(found.module, name)]
-        if missing:
-            return [f"flash_mla has no function {', '.join(missing)}: install its main branch"]
+            return [f"{found.problem} {environment_facts(device, ('flash-mla', 'vllm'))}"]
         return []
 
     @classmethod

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from attnlib.backends._foreign.imports import import_guarded
 from attnlib.backends._foreign.outputs import apply_sinks, clear_rows, fill_empty, store_lse
 from attnlib.backends.base import AttentionImpl, StepPlan
 from attnlib.backends.flash_mla.metadata import FlashMLAMetadata, UniformPart
+from attnlib.backends.flash_mla.probe import find_flash_mla
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import BackendUnavailableError, ContractError
 
@@ -26,7 +26,7 @@ class FlashMLAImpl(AttentionImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        found = import_guarded("flash_mla")
+        found = find_flash_mla()
         if found.module is None:
             raise BackendUnavailableError(found.problem or "flash_mla is not installed")
         self._module: Any = found.module

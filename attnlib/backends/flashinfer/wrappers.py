@@ -20,7 +20,7 @@ from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.spec import AttentionSpec
 from attnlib.workspace import BatchLimits, Workspace
 
-__all__ = ["Wrappers"]
+__all__ = ["Wrappers", "compiler_errors"]
 
 logger = logging.getLogger("attnlib")
 
@@ -77,7 +77,7 @@ class Wrappers:
         try:
             lease.wrapper.plan(**arguments, **self._arguments(key))
         except Exception as error:
-            lines = _compiler_errors(error)
+            lines = compiler_errors(error)
             if lines is None:
                 raise
             raise BackendUnavailableError(
@@ -224,7 +224,7 @@ def _cache_folder() -> str:
     return str(getattr(env, "FLASHINFER_JIT_DIR", "its cache"))
 
 
-def _compiler_errors(error: BaseException) -> str | None:
+def compiler_errors(error: BaseException) -> str | None:
     """The last lines of a failed build that name an error; None if no build failed."""
     text = "\n".join(
         str(part)

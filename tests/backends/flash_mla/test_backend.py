@@ -13,6 +13,7 @@ import torch
 from attnlib import Attention, AttentionSpec, CommonAttentionMetadata, PagedKVCache
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.flash_mla import FlashMLABackend
+from attnlib.backends.flash_mla.probe import FUNCTIONS
 from attnlib.device import DeviceInfo, resolve_device
 from attnlib.errors import ContractError
 from attnlib.testing import run_conformance
@@ -109,7 +110,17 @@ def test_availability(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_mla", ModuleType("flash_mla"))
     (reason,) = FlashMLABackend.unavailable(H200)
     assert "get_mla_metadata, flash_mla_with_kvcache" in reason
-    install(monkeypatch)
+    fake = install(monkeypatch)
+    assert FlashMLABackend.unavailable(H200) == []
+    # The build of a vLLM wheel serves where the package is not installed.
+    monkeypatch.setitem(sys.modules, "flash_mla", None)  # type: ignore[arg-type]  # as above
+    path = "vllm"
+    for name in ("", ".third_party", ".flashmla", ".flash_mla_interface"):
+        path += name
+        monkeypatch.setitem(sys.modules, path, ModuleType(path))
+    assert "no function" in FlashMLABackend.unavailable(H200)[0]
+    for name in FUNCTIONS:
+        monkeypatch.setattr(sys.modules[path], name, getattr(fake, name), raising=False)
     assert FlashMLABackend.unavailable(H200) == []
 
 

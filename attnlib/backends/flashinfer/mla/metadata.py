@@ -1,0 +1,137 @@
+"""Metadata of the `flashinfer_mla` backend: the batch on the host, planned in its first layer.
+
+A plan of FlashInfer's MLA wrapper contains the softmax scale, so layers with equal scales share
+one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from attnlib.backends.flashinfer.plans import Lease, PageList, WrapperPool, list_pages
+from attnlib.backends.flashinfer.probe import find_mla_wrapper
+from attnlib.backends.flashinfer.wrappers import compiler_errors
+from attnlib.device import resolve_device
+from attnlib.errors import BackendUnavailableError, ContractError
+from attnlib.metadata.base import AttentionMetadataBuilder
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.paged import PagedMetadata, paged_fields
+from attnlib.spec import AttentionSpec, CudaGraphSupport
+from attnlib.workspace import Workspace
+
+__all__ = ["FlashInferMLAMetadata", "FlashInferMLAMetadataBuilder"]
+
+_WORKSPACE_BYTES = 128 * 1024 * 1024
+"""Recommended by FlashInfer, for the partial results of key splits."""
+
+
+@dataclass(kw_only=True)
+class FlashInferMLAMetadata(PagedMetadata):
+    """A batch for FlashInfer's MLA wrapper.
+
+    Attributes:
+        num_unpadded_tokens: tokens of requests, without padding.
+        starts: `[r + 1]` int32 on the CPU, first tokens of the requests with queries; r of R.
+        pages: the pages of these requests.
+        pool: the wrappers of the builder.
+        leases: planned wrappers by softmax scale.
+    """
+
+    num_unpadded_tokens: int
+    starts: torch.Tensor
+    pages: PageList
+    pool: WrapperPool
+    leases: dict[float, Lease] = field(default_factory=dict)
+
+    def planned(self, scale: float) -> Any:
+        """The wrapper that is planned for this batch and a softmax scale.
+
+        Raises:
+            BackendUnavailableError: the kernels cannot be compiled; has the compiler's error lines.
+        """
+        lease = self.leases.get(scale)
+        if lease is None:
+            lease, spec = self.pool.take(), self.spec
+            rotary = spec.head_size - spec.head_size_v
+            try:
+                lease.wrapper.plan(
+                    self.starts, self.pages.indptr, self.pages.indices, self.pages.seq_lens,
+                    spec.num_heads, spec.head_size_v, rotary, spec.block_size,
+                    bool(self.causal), scale, spec.dtype, spec.kv_dtype,
+                )  # fmt: skip
+            except Exception as error:
+                lines = compiler_errors(error)
+                if lines is None:
+                    raise
+                raise BackendUnavailableError(
+                    f"flashinfer's MLA kernels for {spec.dtype} could not be compiled: {lines}. "
+                    "Check that nvcc (CUDA_HOME) matches torch's CUDA, or choose another backend"
+                ) from error
+            lease.planned()
+            self.leases[scale] = lease
+        return lease.wrapper
+
+
+class FlashInferMLAMetadataBuilder(AttentionMetadataBuilder[FlashInferMLAMetadata]):
+    """Lists the pages of a batch on the host.
+
+    Raises:
+        BackendUnavailableError: FlashInfer cannot be imported.
+    """
+
+    cudagraph_support: ClassVar[CudaGraphSupport] = CudaGraphSupport.NEVER
+
+    def __init__(
+        self, spec: AttentionSpec, device: torch.device | str | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(spec, device, **kwargs)
+        found, problem = find_mla_wrapper(resolve_device(self.device).capability)
+        if found is None:
+            raise BackendUnavailableError(problem)
+        wrapper_cls, kernels = found.wrapper, str(self.config.get("kernels", "auto"))
+        self._workspace = Workspace(self.device, _WORKSPACE_BYTES, fixed=True)
+        scratch = self._workspace.reserve(0)
+        self._pool = WrapperPool(lambda: wrapper_cls(scratch, backend=kernels), self.device)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of the workspace on the device, without the buffers of each plan (16 MiB)."""
+        return self._workspace.num_bytes
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> FlashInferMLAMetadata:
+        """The metadata of one batch.
+
+        Raises:
+            ContractError: a batch that `check_batch` refuses, or with causality per request or a
+                query bias.
+        """
+        common = self.with_host_lengths(common_attn_metadata)
+        fields = paged_fields(common, self.spec, None)
+        if isinstance(common.causal, torch.Tensor) or common.query_bias is not None:
+            raise ContractError(
+                "FlashInfer's MLA wrapper takes one causal flag per batch and no query_bias: "
+                "choose triton or torch for this batch"
+            )
+        assert common.query_start_loc_cpu is not None and common.seq_lens_cpu is not None
+        assert common.block_table_tensor is not None  # checked by paged_fields
+        starts = common.query_start_loc_cpu
+        present = (common.query_lens_cpu > 0).nonzero()[:, 0]  # others have no rows to compute
+        table = common.block_table_tensor
+        if len(present) < common.num_reqs:
+            table = table[present.to(self.device)]
+        lengths = common.seq_lens_cpu[present].numpy()
+        return FlashInferMLAMetadata(
+            **fields,
+            num_unpadded_tokens=int(starts[-1]),
+            starts=torch.cat((starts[present], starts[-1:])),
+            pages=list_pages(lengths, table, self.spec.block_size),
+            pool=self._pool,
+        )
