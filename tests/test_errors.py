@@ -73,7 +73,7 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
             "'flash_atn'",
             "from argument",
             "Did you mean 'flash_attn'?",
-            "Registered: flash_attn, flash_mla, flashinfer, torch, triton",
+            "Registered: flash_attn, flash_mla, flashinfer, flashinfer_mla, torch, triton",
         ),
     ),
     "invalid request": (
