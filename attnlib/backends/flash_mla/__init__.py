@@ -1,7 +1,8 @@
 """The `flash_mla` backend: DeepSeek's FlashMLA kernels over latent caches on Hopper (P10, M12).
 
-This module can be imported without FlashMLA. The build in vLLM's wheels serves too. Selected keys are refused: FlashMLA's sparse kernels
-read latents of contiguous tokens or of its packed format, and not a paged cache of 16-bit latents.
+This module can be imported without FlashMLA. The build in vLLM's wheels serves too. Selected keys
+are refused: FlashMLA's sparse kernels read latents of contiguous tokens or of its packed format,
+and not a paged cache of 16-bit latents.
 """
 
 from __future__ import annotations
