@@ -161,8 +161,11 @@ def raw(name: str) -> object:
     `os.environ.get` takes microseconds for a variable that is not set, and layers read variables
     in each call.
     """
-    stored = getattr(os.environ, "_data", None)
-    return os.environ.get(name) if stored is None else stored.get(_KEYS.get(name) or _encode(name))
+    environment: Any = os.environ
+    try:
+        return environment._data.get(_KEYS[name])
+    except (AttributeError, KeyError):  # another mapping as `os.environ`, or another variable
+        return environment.get(name)
 
 
 def _parse(variable: EnvironmentVariable) -> Any:

@@ -43,6 +43,10 @@ class MaskKind(str, Enum):
     for example the mask of a speculation tree."""
 
 
+_PAGED_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+_CAUSAL_MASKS = (MaskKind.CAUSAL, MaskKind.QUERY_BIAS)
+
+
 class CudaGraphSupport(IntEnum):
     """Batches that a CUDA graph can capture. A model supports the minimum over its layers."""
 
@@ -310,12 +314,12 @@ class AttentionSpec:
     @property
     def is_causal(self) -> bool:
         """True if every request is causal."""
-        return self.mask_kind in (MaskKind.CAUSAL, MaskKind.QUERY_BIAS)
+        return self.mask_kind in _CAUSAL_MASKS
 
     @property
     def is_paged(self) -> bool:
         """True if keys and values are in the paged cache; encoder self-attention has no cache."""
-        return self.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+        return self.attn_type in _PAGED_TYPES
 
     @property
     def visible_window(self) -> Window:

@@ -2,6 +2,7 @@
 
     python benchmarks/host_costs.py
     python benchmarks/host_costs.py --score-function    # on a GPU: layers with a score function
+    python benchmarks/host_costs.py --builds            # on a GPU: builds of batches only
 
 Writes benchmarks/results/host_costs.json, on a GPU host_costs_gpu.json beside it. GPU rows are host
 time only: a round launches its calls into an idle stream and waits for them afterwards. A layer's
@@ -183,6 +184,9 @@ def main() -> None:
     parser.add_argument(
         "--score-function", action="store_true", help="layers with a score function, on a GPU only"
     )
+    parser.add_argument(
+        "--builds", action="store_true", help="only the builds of batches, on a GPU only"
+    )
     parser.add_argument("--out", type=Path, help="result file")
     parser.add_argument("--commit", help="commit, where there is no repository")
     arguments = parser.parse_args()
@@ -191,8 +195,10 @@ def main() -> None:
     target = arguments.out or Path(__file__).parent / "results" / name
     parts: list[Callable[[], dict[str, float]]] = []
     if on_gpu:
-        parts.append(lambda: gpu_costs(arguments.score_function))
-    if not arguments.score_function:
+        parts.append(
+            build_costs if arguments.builds else lambda: gpu_costs(arguments.score_function)
+        )
+    if not (arguments.score_function or arguments.builds):
         parts.append(host_costs)
     costs: dict[str, float] = {}
     for part in parts:

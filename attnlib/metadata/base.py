@@ -82,11 +82,12 @@ class AttentionMetadata:
     cross_attention: AttentionMetadata | None = None
 
     @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> Any:
+    def from_fields(cls, fields: dict[str, Any]) -> Any:
         """The instance with these fields, for builders: quicker than the constructor, whose
-        assignments pass through `__setattr__`. Fields with a default may be missing."""
+        assignments pass through `__setattr__`. Fields with a default may be missing. The dictionary
+        becomes that of the instance."""
         metadata = object.__new__(cls)
-        metadata.__dict__.update(fields)
+        object.__setattr__(metadata, "__dict__", fields)
         metadata.__post_init__()
         return metadata
 
@@ -95,7 +96,9 @@ class AttentionMetadata:
         self.recent_plan: Any
         self.plans: dict[Hashable, Any]
         # From here on `__setattr__` takes the batch as constructed, which it sees by its plans.
-        self.__dict__.update(handle=register_tensor_id(self), recent_plan=None, plans={})
+        state = self.__dict__
+        state["handle"] = register_tensor_id(self)
+        state["recent_plan"], state["plans"] = None, {}
 
     def __setattr__(self, name: str, value: Any) -> None:
         state = self.__dict__

@@ -33,7 +33,8 @@ def check_batch(
         ContractError: another type, or no block table where the layers need one. With
             ATTNLIB_VALIDATE also for values that contradict each other.
     """
-    check_type(common)
+    if type(common) is not CommonAttentionMetadata:
+        check_type(common)
     if spec.is_paged and common.block_table_tensor is None:
         raise ContractError(
             f"attn_type={spec.attn_type.value} reads the cache through a block table, but the "

@@ -187,7 +187,9 @@ def paged_fields(
     starts = common.query_start_loc.contiguous()
     if not is_paged:
         table = None
-    elif table is not None and table.stride(-1) != 1 and table.shape[-1] > 1:
+    elif not (table is None or table.is_contiguous()) and (
+        table.stride(-1) != 1 and table.shape[-1] > 1
+    ):
         table = table.contiguous()
     slots = None if common.slot_mapping is None else common.slot_mapping.contiguous()
     return {
@@ -208,7 +210,7 @@ def paged_fields(
         "causal": spec.is_causal if common.causal is None else common.causal,
         "causal_from_spec": common.causal is None,
         "query_bias": common.query_bias,
-        "score_tensors": _score_tensors(common, spec),
+        "score_tensors": None if spec.score_function is None else _score_tensors(common, spec),
         "query_start_loc_cpu": common.query_start_loc_cpu,
         "seq_lens_cpu": common.seq_lens_cpu,
         "is_cross_attention": common.is_cross_attention,

@@ -14,7 +14,7 @@ from attnlib.backends.loading import configured
 from attnlib.backends.triton import TritonBackend
 from attnlib.device import DeviceInfo, resolve_device
 from attnlib.key_selection import KeySelection
-from attnlib.ops.triton.hopper.support import prefers_hopper_decode
+from attnlib.ops.triton.hopper.support import hopper_decode_keys
 from attnlib.score_functions.builtin import documents
 
 DECODE = (
@@ -100,11 +100,7 @@ def test_the_stated_limits_are_those_of_the_dispatch() -> None:
     few, many, most = (
         int(word) for word in re.findall(r"length (\d+) \((\d+) above (\d+)", DECODE)[0]
     )
-    for requests, edge in ((most, few), (most + 1, many)):
-        assert [prefers_hopper_decode(keys, requests, 8, 132) for keys in (edge - 1, edge)] == [
-            False,
-            True,
-        ]
+    assert [hopper_decode_keys(requests, 8, 132) for requests in (most, most + 1)] == [few, many]
 
 
 def test_a_window_that_never_shows_enough_keys() -> None:

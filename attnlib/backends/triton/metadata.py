@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -19,7 +20,7 @@ from attnlib.ops.triton.heuristics.device import DeviceLimits, device_limits
 from attnlib.ops.triton.heuristics.splits import paged_decode_workspace_bytes, visible_bound
 from attnlib.ops.triton.heuristics.tile_table import work_bounds
 from attnlib.ops.triton.hopper.support import HOPPER_DECODE_KEYS, decode_rows
-from attnlib.ops.triton.paged_decode import AttentionShape, DecodeSchedule, schedule_decode
+from attnlib.ops.triton.paged_decode import AttentionShape, DecodeSchedule, decode_schedules
 from attnlib.ops.triton.paged_mixed import concurrent_ctas
 from attnlib.spec import AttentionSpec, CudaGraphSupport
 from attnlib.workspace import Workspace
@@ -28,6 +29,9 @@ __all__ = ["Scheduler", "TritonMetadata", "TritonMetadataBuilder"]
 
 DECODE_THRESHOLD = 8
 """Most new tokens of a request in the decode part: decodes and verification steps."""
+
+_UNBOUNDED = 1 << 62
+"""More than any sequence length."""
 
 
 class Scheduler(NamedTuple):
@@ -89,15 +93,24 @@ class Scheduler(NamedTuple):
         self, num_reqs: int, max_query_len: int, max_seq_len: int, causal: bool
     ) -> DecodeSchedule:
         """Splits of a decode by its bounds; in batch-invariant layers its segments."""
+        return self.decodes(num_reqs, max_query_len, causal)(max_seq_len)
+
+    def decodes(
+        self, num_reqs: int, max_query_len: int, causal: bool
+    ) -> Callable[[int], DecodeSchedule]:
+        """`decode` as a function of the longest sequence."""
         if self.batch_invariant:
-            bounds = (max_query_len, max_seq_len, self.window, causal, self.chunk)
-            return DecodeSchedule(
-                max(1, max_query_len), _invariant().visible_segments(*bounds, self.limits), False,
-                None, False,
-            )  # fmt: skip
-        return schedule_decode(
+            segments = _invariant().visible_segments
+
+            def schedule(max_seq_len: int) -> DecodeSchedule:
+                bounds = (max_query_len, max_seq_len, self.window, causal, self.chunk)
+                count = segments(*bounds, self.limits)
+                return DecodeSchedule(max(1, max_query_len), count, False, None, False)
+
+            return schedule
+        return decode_schedules(
             self.shape, self.limits, num_reqs=num_reqs, max_query_len=max_query_len,
-            visible=self.visible(max_query_len, max_seq_len, causal), kernels=self.kernels,
+            most_visible=self.visible(max_query_len, _UNBOUNDED, causal), kernels=self.kernels,
         )  # fmt: skip
 
     def workspace_bytes(self, schedule: DecodeSchedule, num_tokens: int) -> int:
@@ -195,7 +208,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         self._scheduler = Scheduler.of(
             spec, self.device, str(self.config.get("kernels", "auto")), self.reorder_batch_threshold
         )
-        # Consecutive steps have equal sizes and splits.
+        # Consecutive steps have equal sizes and splits, and longer sequences.
+        self._decodes = functools.lru_cache(maxsize=1024)(self._scheduler.decodes)
         self._needed_bytes = functools.lru_cache(maxsize=1024)(self._scheduler.workspace_bytes)
         self._counters: torch.Tensor | None = None
         dispatch = self._scheduler.dispatch()
@@ -247,18 +261,17 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             common, self.spec, threshold, this_batch_only=this_batch_only,
             needs_host_lengths=self.needs_host_lengths,
         )  # fmt: skip
-        schedule = workspace = None
-        if fields["num_decodes"]:
-            schedule = self._scheduler.decode(
-                fields["num_decodes"], fields["max_decode_query_len"], fields["max_seq_len"],
-                fields["causal"] is True,
-            )  # fmt: skip
+        workspace, num_decodes = None, fields["num_decodes"]
+        if num_decodes:
+            of_length = self._decodes(
+                num_decodes, fields["max_decode_query_len"], fields["causal"] is True
+            )
+            # The value of the cached property.
+            schedule = fields["decode_schedule"] = of_length(fields["max_seq_len"])
             needed = self._needed_bytes(schedule, fields["num_decode_tokens"])
             workspace = self._workspace.reserve(needed) if needed else None
         fields["scheduler"], fields["workspace"] = self._scheduler, workspace
         fields["counters"] = self._step_counters(bool(fields["num_prefills"]))
-        if schedule is not None:
-            fields["decode_schedule"] = schedule  # the value of the cached property
         metadata: TritonMetadata = TritonMetadata.from_fields(fields)
         return metadata
 

@@ -11,6 +11,7 @@ On Hopper, a Gluon kernel (`hopper/`) serves the calls that it supports and is f
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,11 +33,12 @@ from attnlib.ops.triton.heuristics.splits import (
     MAX_CTAS_PER_SM,
     MAX_SPLITS,
     MIN_TILES_PER_SPLIT,
-    choose_num_splits,
+    most_splits,
     paged_decode_workspace_bytes,
+    splits_of_keys,
     visible_bound,
 )
-from attnlib.ops.triton.heuristics.tile_table import relevant_work_class
+from attnlib.ops.triton.heuristics.tile_table import depends_on_work, work_class
 from attnlib.ops.triton.heuristics.tiles import (
     Tile,
     choose_decode_tile,
@@ -46,7 +48,7 @@ from attnlib.ops.triton.heuristics.tiles import (
     next_power_of_2,
     shared_bytes,
 )
-from attnlib.ops.triton.hopper.support import prefers_hopper_decode, prefers_latent_decode
+from attnlib.ops.triton.hopper.support import hopper_decode_keys, latent_decode_keys
 from attnlib.ops.triton.kernels.decode import combine_kernel, decode_kernel
 from attnlib.ops.triton.launch.attention import (
     BatchTensors,
@@ -209,28 +211,67 @@ def schedule_decode(
         num_splits: None chooses; a number splits every request into that many.
         kernels: as in `paged_decode`.
     """
+    if num_splits is not None:
+        return DecodeSchedule(max(1, max_query_len), num_splits, False, None, False)
+    return decode_schedules(
+        shape, limits, num_reqs=num_reqs, max_query_len=max_query_len, kernels=kernels
+    )(visible)
+
+
+def decode_schedules(
+    shape: AttentionShape,
+    limits: DeviceLimits,
+    *,
+    num_reqs: int,
+    max_query_len: int,
+    most_visible: int | None = None,
+    kernels: str = "auto",
+) -> Callable[[int], DecodeSchedule]:
+    """The schedule of a decode as a function of the length of its longest request.
+
+    A builder keeps it for batches of equal sizes, whose lengths grow in every step.
+
+    Args:
+        most_visible: the most keys that a request's queries see of any length; None has no bound.
+        kernels: as in `paged_decode`.
+    """
     max_query_len = max(1, max_query_len)
-    balanced, work = num_splits is None, None
+    num_sms, tuned = limits.num_sms, limits.tuned
     counts = (num_reqs, shape.num_kv_heads)
-    if num_splits is None:
-        work = relevant_work_class("decode", *counts, visible, limits.num_sms, limits.tuned)
+    hopper_keys: int | None = None  # from which the Hopper decode is preferred
+    if limits.capability[0] == 9 and kernels != "portable":
+        if kernels == "hopper":
+            hopper_keys = 0
+        elif shape.latent:
+            hopper_keys = latent_decode_keys(num_reqs, shape.num_heads, max_query_len, num_sms)
+        else:
+            hopper_keys = hopper_decode_keys(*counts, num_sms, shape.cache_dtype)
+    work_matters, hopper_work_matters = (
+        depends_on_work(op, tuned) for op in ("decode", "hopper_decode")
+    )
+
+    def splits_for(work: int | None) -> tuple[int, int]:
         tiling = decode_tiling(shape, limits, max_query_len, work)
-        num_splits = choose_num_splits(
-            num_reqs, tiling.ctas, visible, tiling.tile.block_n, tiling.max_resident_ctas
-        )
-    uses_hopper = limits.capability[0] == 9 and kernels != "portable" and balanced
-    hopper_work = None
-    if uses_hopper and kernels != "hopper":
-        uses_hopper = (
-            prefers_latent_decode(visible, num_reqs, shape.num_heads, max_query_len, limits.num_sms)
-            if shape.latent
-            else prefers_hopper_decode(visible, *counts, limits.num_sms, shape.cache_dtype)
-        )
-    if uses_hopper:
-        hopper_work = relevant_work_class(
-            "hopper_decode", *counts, visible, limits.num_sms, limits.tuned
-        )
-    return DecodeSchedule(max_query_len, num_splits, balanced, work, uses_hopper, hopper_work)
+        most = most_splits(num_reqs, tiling.ctas, tiling.max_resident_ctas)
+        return tiling.tile.block_n, most
+
+    of_any_work = None if work_matters else splits_for(None)
+
+    def schedule(max_seq_len: int) -> DecodeSchedule:
+        visible = max_seq_len
+        if most_visible is not None and visible > most_visible:
+            visible = most_visible
+        work = hopper_work = None
+        if work_matters:
+            work = work_class(*counts, visible, num_sms)
+        block_n, most = of_any_work or splits_for(work)
+        num_splits = splits_of_keys(visible, block_n, most)
+        uses_hopper = hopper_keys is not None and visible >= hopper_keys
+        if uses_hopper and hopper_work_matters:
+            hopper_work = work_class(*counts, visible, num_sms)
+        return DecodeSchedule(max_query_len, num_splits, True, work, uses_hopper, hopper_work)
+
+    return schedule
 
 
 def paged_decode_num_splits(

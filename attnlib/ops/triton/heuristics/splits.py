@@ -9,8 +9,8 @@ from __future__ import annotations
 
 __all__ = [
     "MAX_CTAS_PER_SM", "MAX_SPLITS", "MIN_TILES_PER_SPLIT", "choose_num_splits",
-    "choose_uniform_splits",
-    "paged_decode_workspace_bytes", "splits_per_load", "visible_bound",
+    "choose_uniform_splits", "most_splits",
+    "paged_decode_workspace_bytes", "splits_of_keys", "splits_per_load", "visible_bound",
 ]  # fmt: skip
 
 # The next four numbers are not tuned: they were chosen when the kernel was written (commits 009da5a
@@ -85,12 +85,20 @@ def choose_num_splits(
         Otherwise enough for one request to use the whole chip, limited to `_MAX_WAVES` waves of
         all requests together.
     """
-    most = -(-visible // block_n) // MIN_TILES_PER_SPLIT
-    if most <= 1:
-        return 1
+    return splits_of_keys(visible, block_n, most_splits(num_reqs, num_blocks, max_resident_ctas))
+
+
+def most_splits(num_reqs: int, num_blocks: int, max_resident_ctas: int) -> int:
+    """Return the splits of requests with very many keys; arguments as in `choose_num_splits`."""
     alone = -(-max_resident_ctas // max(1, num_blocks))
     together = -(-_MAX_WAVES * max_resident_ctas // max(1, num_reqs * num_blocks))
-    return max(1, min(most, alone, together, MAX_SPLITS))
+    return max(1, min(alone, together, MAX_SPLITS))
+
+
+def splits_of_keys(visible: int, block_n: int, most: int) -> int:
+    """Return the splits of `visible` keys, at most `most`, in tiles of `block_n` keys."""
+    splits = -(-visible // block_n) // MIN_TILES_PER_SPLIT
+    return most if splits > most else splits if splits > 1 else 1
 
 
 def choose_uniform_splits(

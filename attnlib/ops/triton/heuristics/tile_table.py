@@ -39,8 +39,8 @@ from attnlib.ops.triton.heuristics.tile_entries import (
 
 __all__ = [
     "CONDITIONS", "ELEMENTS", "OPS", "PRODUCTS", "VISIBLE_EDGES", "TileEntry", "TileProblem",
-    "TileTable", "matching", "parse_table", "read_table", "relevant_work_class", "shipped_tables",
-    "visible_class", "work_bounds", "work_class",
+    "TileTable", "depends_on_work", "matching", "parse_table", "read_table",
+    "relevant_work_class", "shipped_tables", "visible_class", "work_bounds", "work_class",
 ]  # fmt: skip
 
 VISIBLE_EDGES = (256, 512, 1024)
@@ -104,10 +104,19 @@ def relevant_work_class(
         num_reqs, num_kv_heads, visible, num_sms: as in `work_class`.
         tuned: the user's table for the chip.
     """
-    for table in _tables(tuned):
-        if op in table.work_bounds:
-            return work_class(num_reqs, num_kv_heads, visible, num_sms)
+    if depends_on_work(op, tuned):
+        return work_class(num_reqs, num_kv_heads, visible, num_sms)
     return None
+
+
+def depends_on_work(op: str, tuned: TileTable | None) -> bool:
+    """Return whether the tiles of an operation depend on `work_class`.
+
+    Args:
+        op: operation of the tables.
+        tuned: the user's table for the chip.
+    """
+    return any(op in table.work_bounds for table in _tables(tuned))
 
 
 def visible_class(visible: int | None) -> tuple[int, int | None]:

@@ -11,9 +11,9 @@ __all__ = [
     "BLOCK_SIZES", "DECODE_ROWS", "HOPPER_DECODE_KEYS", "INVARIANT_KERNELS", "LATENT_FEW_ROWS",
     "LATENT_KEYS_PER_SM",
     "LATENT_ROWS", "LATENT_SIZES", "PACKED_DECODE_ROWS", "PAIRS_PER_SM", "ROWS",
-    "decode_unsupported_reasons", "decode_keys", "decode_rows", "invariant_unsupported_reasons",
-    "latent_head_blocks",
-    "latent_unsupported_reasons", "prefers_hopper_decode", "prefers_latent_decode",
+    "decode_unsupported_reasons", "decode_keys", "decode_rows", "hopper_decode_keys",
+    "invariant_unsupported_reasons", "latent_decode_keys", "latent_head_blocks",
+    "latent_unsupported_reasons",
     "prefill_unsupported_reasons", "selected_latents_unsupported_reasons",
 ]  # fmt: skip
 
@@ -264,17 +264,19 @@ def latent_head_blocks(num_heads: int) -> int:
     return -(-num_heads // LATENT_ROWS) if num_heads <= LATENT_ROWS or not num_heads % 64 else 0
 
 
-def prefers_latent_decode(
-    visible: int, num_reqs: int, num_heads: int, max_query_len: int, num_sms: int
-) -> bool:
-    """Return whether the Hopper decode over latents is expected to be faster than the portable one.
+def latent_decode_keys(
+    num_reqs: int, num_heads: int, max_query_len: int, num_sms: int
+) -> int | None:
+    """Return the visible keys from which the Hopper decode over latents is expected to be faster
+    than the portable one; None if it never is.
 
-    Arguments as in `prefers_hopper_decode` and `latent_unsupported_reasons`.
+    Arguments as in `hopper_decode_keys` and `latent_unsupported_reasons`.
     """
     blocks = latent_head_blocks(num_heads)
     rows = num_heads // max(1, blocks) * max_query_len
-    enough = num_reqs * blocks * visible >= LATENT_KEYS_PER_SM * num_sms
-    return LATENT_FEW_ROWS < rows <= LATENT_ROWS and enough
+    if not LATENT_FEW_ROWS < rows <= LATENT_ROWS:
+        return None
+    return -(-LATENT_KEYS_PER_SM * num_sms // max(1, num_reqs * blocks))
 
 
 def latent_unsupported_reasons(
@@ -350,21 +352,17 @@ def selected_latents_unsupported_reasons(
     return reasons + _feature_reasons(kernel, causal_per_request, alibi, False, scales)
 
 
-def prefers_hopper_decode(
-    visible: int,
-    num_reqs: int,
-    num_kv_heads: int,
-    num_sms: int,
-    cache_dtype: torch.dtype | None = None,
-) -> bool:
-    """Return whether the Hopper decode is expected to be faster than the portable one.
+def hopper_decode_keys(
+    num_reqs: int, num_kv_heads: int, num_sms: int, cache_dtype: torch.dtype | None = None
+) -> int:
+    """Return the visible keys from which the Hopper decode is expected to be faster than the
+    portable one.
 
     Args:
-        visible: keys visible to a request's queries, an upper bound.
         num_reqs: requests of the batch.
         num_kv_heads: Hkv.
         num_sms: multiprocessors of the chip.
         cache_dtype: of the cache; None is 16 bits.
     """
     few, many = decode_keys(cache_dtype)
-    return visible >= (few if num_reqs * num_kv_heads <= PAIRS_PER_SM * num_sms else many)
+    return few if num_reqs * num_kv_heads <= PAIRS_PER_SM * num_sms else many

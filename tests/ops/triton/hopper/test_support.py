@@ -12,11 +12,11 @@ import torch
 from attnlib.ops.triton.hopper.support import (
     HOPPER_DECODE_KEYS,
     decode_unsupported_reasons,
+    hopper_decode_keys,
     invariant_unsupported_reasons,
+    latent_decode_keys,
     latent_head_blocks,
     latent_unsupported_reasons,
-    prefers_hopper_decode,
-    prefers_latent_decode,
     prefill_unsupported_reasons,
 )
 
@@ -121,31 +121,27 @@ def test_decode_rows_are_limited() -> None:
 def test_short_and_windowed_decodes_use_the_portable_kernel() -> None:
     """Measured: it is the faster one for few keys, and for many short requests."""
     few, many = HOPPER_DECODE_KEYS
-    assert prefers_hopper_decode(few, 16, 8, 132) and not prefers_hopper_decode(few - 1, 1, 8, 132)
-    assert not prefers_hopper_decode(many - 1, 133, 8, 132) and prefers_hopper_decode(
-        many, 256, 8, 132
-    )
+    assert [hopper_decode_keys(requests, 8, 132) for requests in (1, 16)] == [few, few]
+    assert [hopper_decode_keys(requests, 8, 132) for requests in (133, 256)] == [many, many]
 
 
 def test_faster_decode_kernel_changes_at_the_measured_lengths() -> None:
     """The second bound applies from 8 * 132 + 1 (request, KV head) pairs on."""
-    preferred = [keys for keys in range(4096) if prefers_hopper_decode(keys, 132, 8, 132)]
-    assert (preferred[0], len(preferred)) == (256, 4096 - 256)
-    preferred = [keys for keys in range(4096) if prefers_hopper_decode(keys, 133, 8, 132)]
-    assert (preferred[0], len(preferred)) == (2048, 4096 - 2048)
+    assert [hopper_decode_keys(requests, 8, 132) for requests in (132, 133)] == [256, 2048]
 
 
 def test_latents_on_hopper_need_rows_and_keys() -> None:
     """As measured: many rows of a tile, and enough latents for each multiprocessor."""
-    for batch, preferred in (
-        ((8192, 1, 128, 1), False),
-        ((4096, 32, 128, 1), True),
-        ((4096, 32, 16, 1), False),
-        ((4096, 16, 16, 4), True),
-        ((4096, 32, 128, 2), False),
-        ((4096, 32, 96, 1), False),
+    for batch, keys in (
+        ((1, 128, 1), 256 * 132 // 2),
+        ((32, 128, 1), 256 * 132 // 64),
+        ((32, 16, 1), None),
+        ((16, 16, 4), 256 * 132 // 16),
+        ((7, 128, 1), -(-256 * 132 // 14)),
+        ((32, 128, 2), None),
+        ((32, 96, 1), None),
     ):
-        assert prefers_latent_decode(*batch, 132) == preferred, batch
+        assert latent_decode_keys(*batch, 132) == keys, batch
 
 
 def _latent(heads: int = 16, tokens: int = 1, **changes: Any) -> list[str]:
