@@ -10,7 +10,8 @@ import torch
 from attnlib.backends.base import AttentionImpl, StepPlan, check_in_place
 from attnlib.cache.storage import PagedKVCache
 from attnlib.instrumentation import Checker
-from attnlib.key_selection import SelectedKeys
+from attnlib.metadata.compressed import CompressedKeys
+from attnlib.metadata_checks import ExtraKeys
 from attnlib.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -55,9 +56,9 @@ class MethodPlan:
         cache: PagedKVCache | None,
         output: torch.Tensor,
         lse: torch.Tensor | None,
-        selected_keys: SelectedKeys | None = None,
+        extra: ExtraKeys | None = None,
     ) -> None:
-        """See `StepPlan.run`; with `selected_keys` for layers with `spec.key_selection`."""
+        """See `StepPlan.run`; `extra` are the selected keys or the compressed entries."""
         spec, metadata = self._spec, self._metadata
         query = query.view(-1, spec.num_heads, spec.head_size) if query.dim() == 2 else query
         if output.dim() == 2:
@@ -73,9 +74,11 @@ class MethodPlan:
             if self._writes:
                 impl.write_kv(key, value, cache, metadata.slot_mapping)
         assert cache is not None  # `check_call` refuses a paged layer without one
-        if selected_keys is not None:
-            selected: Callable[..., object] = impl.forward_selected
-            check_in_place(impl, selected(query, cache, metadata, selected_keys, output, lse))
+        if extra is not None:
+            over: Callable[..., object] = impl.forward_selected
+            if isinstance(extra, CompressedKeys):
+                over = impl.forward_compressed
+            check_in_place(impl, over(query, cache, metadata, extra, output, lse))
             return
         forward: Callable[..., object] = impl.forward
         check_in_place(impl, forward(query, cache, metadata, output, lse))
@@ -93,8 +96,8 @@ class CheckedPlan:
     def run(self, impl: AttentionImpl, *call: Any) -> None:
         """See `StepPlan.run`."""
         query, key, value, cache = call[:4]
-        selected = {} if len(call) < 7 else {"selected_keys": call[6]}
-        finish = self._checker(self._layer, query, key, value, cache, self._metadata, **selected)
+        extra = {} if len(call) < 7 else {"extra": call[6]}
+        finish = self._checker(self._layer, query, key, value, cache, self._metadata, **extra)
         self._plan.run(impl, *call)
         if finish is not None:
             finish()

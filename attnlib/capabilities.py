@@ -69,6 +69,7 @@ class Capabilities:
         logits_soft_cap, alibi, sink, score_function, mla, lse, kv_sharing, batch_invariant: the
             features of the spec with these names.
         key_selection: attention to selected keys (M11).
+        compressed_entries: two key streams under one softmax (M17).
         cudagraph: batches that a CUDA graph can capture.
         needs_finite_cache: unused cache elements must be finite (P5). Allocation fills them with
             zeros.
@@ -101,6 +102,7 @@ class Capabilities:
     sink: bool = NOT_STATED
     score_function: bool = NOT_STATED
     key_selection: bool = NOT_STATED
+    compressed_entries: bool = NOT_STATED
     mla: bool = NOT_STATED
     lse: bool = NOT_STATED
     kv_sharing: bool = NOT_STATED
@@ -271,6 +273,11 @@ CHECKS: Mapping[str, _Check] = {
     ),
     "key_selection": _flag(
         "key_selection", lambda s: s.key_selection, "key_selection={spec.key_selection}"
+    ),
+    "compressed_entries": _flag(
+        "compressed_entries",
+        lambda s: s.compressed_entries,
+        "compressed_entries={spec.compressed_entries}",
     ),
     "use_mla": _flag("mla", lambda s: s.use_mla, "multi-head latent attention"),
     "needs_lse": _flag("lse", lambda s: s.needs_lse, "returning the LSE"),

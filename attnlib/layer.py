@@ -27,6 +27,8 @@ from attnlib.instrumentation import OBSERVERS
 from attnlib.key_selection import SelectedKeys
 from attnlib.layer_plans import PlannedLayer
 from attnlib.layer_scales import checked_layer_scale
+from attnlib.metadata.compressed import CompressedKeys
+from attnlib.metadata_checks import ExtraKeys, extra_keys
 from attnlib.ops.rotary import HeadNorm
 from attnlib.ops.scales import scale_for
 from attnlib.rotary_call import rotate_and_write_kv
@@ -194,6 +196,7 @@ class Attention(PlannedLayer):
         *,
         output: torch.Tensor | None = None,
         selected_keys: SelectedKeys | None = None,
+        compressed_keys: CompressedKeys | None = None,
     ) -> Any:
         """Write the new keys and values to the cache, then attend.
 
@@ -210,6 +213,8 @@ class Attention(PlannedLayer):
             output: where to write, `[T, Hq, Dv]` or `[T, Hq * Dv]`; None allocates.
             selected_keys: the lists of keys that the queries attend to (M11), exactly when the spec
                 has a `key_selection`.
+            compressed_keys: the entries of the second key stream (M17), exactly when the spec has
+                `compressed_entries`. Not under torch.compile.
 
         Returns:
             The output, flat or per head like the query; with `return_lse` a pair with the LSE,
@@ -220,23 +225,24 @@ class Attention(PlannedLayer):
                 written or launched then.
             LayoutMismatchError: the backend does not read the cache's memory layout; likewise.
         """
+        given: ExtraKeys | None = selected_keys
+        if compressed_keys is not None:
+            given = extra_keys(selected_keys, compressed_keys)
         if torch.compiler.is_compiling():
             return self._forward_traced(
                 query, key, value, cache, metadata, return_lse, output, selected_keys
             )
-        plan, shape = self._find_plan(
-            query, key, value, cache, metadata, output, return_lse, selected_keys
-        )
+        plan, shape = self._find_plan(query, key, value, cache, metadata, output, return_lse, given)
         if output is None:
             output = _new_output(query, shape)
         lse = None
         if return_lse:
             rows = (query.shape[0], self.spec.num_heads)
             lse = torch.empty(rows, dtype=torch.float32, device=query.device)
-        if selected_keys is None:
+        if given is None:
             plan.run(self.impl, query, key, value, cache, output, lse)
         else:
-            _run_selected(plan, self.impl, query, key, value, cache, output, lse, selected_keys)
+            _run_with(plan, self.impl, query, key, value, cache, output, lse, given)
         if OBSERVERS:
             self._notify(query, key, value, cache, metadata, output, lse)
         return (output, lse) if return_lse else output
@@ -252,6 +258,7 @@ class Attention(PlannedLayer):
         *,
         output: torch.Tensor | None = None,
         selected_keys: SelectedKeys | None = None,
+        compressed_keys: CompressedKeys | None = None,
     ) -> Any:
         """See `forward`. A call like the one before runs its plan at once, without the dispatch of
         `nn.Module`, which takes longer than the comparison; with hooks it does not."""
@@ -259,6 +266,7 @@ class Attention(PlannedLayer):
             (recent := getattr(metadata, "recent_plan", None)) is not None
             and cache is not None
             and selected_keys is None
+            and compressed_keys is None
             and not (
                 self._forward_hooks
                 or self._forward_pre_hooks
@@ -299,12 +307,13 @@ class Attention(PlannedLayer):
                     if OBSERVERS:
                         self._notify(query, key, value, cache, metadata, out, lse)
                     return (out, lse) if with_lse else out
-        if selected_keys is None:
+        if selected_keys is None and compressed_keys is None:
             return super().__call__(query, key, value, cache, metadata, return_lse, output=output)
+        both = {"selected_keys": selected_keys, "compressed_keys": compressed_keys}
+        given = {name: keys for name, keys in both.items() if keys is not None}
         return super().__call__(
-            query, key, value, cache, metadata, return_lse, output=output,
-            selected_keys=selected_keys,
-        )  # fmt: skip
+            query, key, value, cache, metadata, return_lse, output=output, **given
+        )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -340,7 +349,7 @@ class Attention(PlannedLayer):
         if selected_keys is None:
             plan.run(self.impl, query, key, value, cache, output, lse)
         else:
-            _run_selected(plan, self.impl, query, key, value, cache, output, lse, selected_keys)
+            _run_with(plan, self.impl, query, key, value, cache, output, lse, selected_keys)
         if OBSERVERS:
             self._notify(query, key, value, cache, metadata, output, lse)
 
@@ -489,6 +498,6 @@ def _new_output(query: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Ten
     return torch.empty(shape, dtype=query.dtype, device=query.device)
 
 
-def _run_selected(plan: Any, *call: Any) -> None:
-    """Run the plan of a layer with `spec.key_selection`, which takes one more argument."""
+def _run_with(plan: Any, *call: Any) -> None:
+    """Run the plan of a layer with selected keys or compressed entries: one more argument."""
     plan.run(*call)

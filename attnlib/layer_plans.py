@@ -16,9 +16,8 @@ from attnlib.call_checks import check_cache_type, check_call, check_latent_scale
 from attnlib.call_plans import MAX_PLANS, CheckedPlan, MethodPlan, RecentPlan
 from attnlib.errors import ContractError
 from attnlib.instrumentation import VALIDATE_VARIABLE, checker_for_level
-from attnlib.key_selection import SelectedKeys
 from attnlib.layer_scales import agree_on_scales
-from attnlib.metadata_checks import check_addresses, check_selected_keys
+from attnlib.metadata_checks import ExtraKeys, check_addresses, check_extra_keys
 from attnlib.ops.signature import tensor_check, tensor_signature
 from attnlib.spec import AttentionSpec
 
@@ -55,24 +54,27 @@ class PlannedLayer(nn.Module):
         metadata: Any,
         output: torch.Tensor | None,
         return_lse: bool,
-        selected_keys: SelectedKeys | None = None,
+        extra: ExtraKeys | None = None,
     ) -> tuple[StepPlan, tuple[int, ...] | None]:
-        """The plan of a call and the shape of an output to allocate (None: like the query)."""
+        """The plan of a call and the shape of an output to allocate (None: like the query).
+
+        `extra` are the selected keys or the compressed entries of the call.
+        """
         if cache is not None and not isinstance(cache, PagedKVCache):
             check_cache_type(cache)  # raises
         signature = self._call_signature(query, key, value, cache, output, return_lse)
-        if selected_keys is not None:
-            if not isinstance(selected_keys, SelectedKeys):
-                check_selected_keys(self.spec, query, metadata, selected_keys)  # raises
-            signature = (*signature, selected_keys.signature)
+        if extra is not None:
+            if not isinstance(extra, ExtraKeys):
+                check_extra_keys(self.spec, query, metadata, extra)  # raises
+            signature = (*signature, extra.signature)
         plans = getattr(metadata, "plans", None)
         known: tuple[StepPlan, tuple[int, ...] | None] | None
         known = None if plans is None else plans.get(signature)
         if known is None or not self._scales_agree(cache):
             known = self._prepare(
-                signature, query, key, value, cache, metadata, output, return_lse, selected_keys
+                signature, query, key, value, cache, metadata, output, return_lse, extra
             )
-        elif cache is not None and selected_keys is None:
+        elif cache is not None and extra is None:
             self.__dict__["_tensor_check"] = (), None  # it may have failed
             self._remember(signature, known, query, key, value, metadata, output, return_lse)
         return known
@@ -159,7 +161,7 @@ class PlannedLayer(nn.Module):
         metadata: Any,
         output: torch.Tensor | None,
         return_lse: bool,
-        selected_keys: SelectedKeys | None,
+        extra: ExtraKeys | None,
     ) -> tuple[StepPlan, tuple[int, ...] | None]:
         """Check a call and prepare its plan, once per batch and call signature.
 
@@ -188,8 +190,12 @@ class PlannedLayer(nn.Module):
             check_call(self, q, k, v, cache, metadata, return_lse)
             self._check_output(query, output, shape)
             self._accepted = accepted
-        if selected_keys is not None or spec.key_selection is not None:
-            check_selected_keys(spec, query, metadata, selected_keys)
+        if (
+            extra is not None
+            or spec.key_selection is not None
+            or spec.compressed_entries is not None
+        ):
+            check_extra_keys(spec, query, metadata, extra)
         if cache is not None and query.is_cpu:
             check_addresses(metadata, cache)
         calculates_scales = getattr(metadata, "enable_kv_scales_calculation", False)
@@ -198,8 +204,8 @@ class PlannedLayer(nn.Module):
         if cache is not None and not self._scales_agree(cache):
             agree_on_scales(self, cache)  # may change the scales of the cache
             signature = self._call_signature(query, key, value, cache, output, return_lse)
-            if selected_keys is not None:
-                signature = (*signature, selected_keys.signature)
+            if extra is not None:
+                signature = (*signature, extra.signature)
         if cache is not None and spec.use_mla:
             check_latent_scales(spec, cache)
         heads = (query.shape[0], spec.num_heads, spec.head_size_v)
@@ -215,7 +221,7 @@ class PlannedLayer(nn.Module):
             if len(plans) >= MAX_PLANS:
                 plans.clear()
             plans[signature] = known
-            if cache is not None and selected_keys is None and getattr(plan, "is_bound", False):
+            if cache is not None and extra is None and getattr(plan, "is_bound", False):
                 self._remember(signature, known, query, key, value, metadata, output, return_lse)
         return known
 
@@ -257,7 +263,9 @@ class PlannedLayer(nn.Module):
         asks for it. Tensors are per head."""
         plan: StepPlan | None = None
         writes = self.writes and metadata.slot_mapping is not None
-        if cache is not None and signature[0].has_plan and self.spec.key_selection is None:
+        spec = self.spec
+        takes_plans = spec.key_selection is None and spec.compressed_entries is None
+        if cache is not None and takes_plans and signature[0].has_plan:
             lse = None
             if return_lse:
                 rows = (query.shape[0], self.spec.num_heads)

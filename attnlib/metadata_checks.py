@@ -1,4 +1,4 @@
-"""Checks of the metadata of a layer call: type, spec, addresses on a CPU, selected keys."""
+"""Checks of the metadata of a layer call: type, spec, addresses on a CPU, further keys."""
 
 from __future__ import annotations
 
@@ -9,12 +9,23 @@ import torch
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.key_selection import SelectedKeys
+from attnlib.metadata.compressed import CompressedKeys
 from attnlib.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from attnlib.layer_plans import PlannedLayer
 
-__all__ = ["check_addresses", "check_metadata", "check_selected_keys", "tensor_of"]
+__all__ = [
+    "ExtraKeys",
+    "check_addresses",
+    "check_extra_keys",
+    "check_metadata",
+    "extra_keys",
+    "tensor_of",
+]
+
+ExtraKeys = SelectedKeys | CompressedKeys
+"""What a call passes about keys besides its own."""
 
 _SAME_IN_METADATA = ("block_size", "num_heads", "num_kv_heads", "head_size", "head_size_v")
 
@@ -104,14 +115,58 @@ def _check_block_ids(table: torch.Tensor, seq_lens: torch.Tensor, cache: PagedKV
         )
 
 
-def check_selected_keys(
-    spec: AttentionSpec, query: torch.Tensor, metadata: Any, selected_keys: SelectedKeys | None
+def extra_keys(
+    selected_keys: SelectedKeys | None, compressed_keys: CompressedKeys | None
+) -> ExtraKeys | None:
+    """The one of both arguments of a call that is given; no layer takes both."""
+    if compressed_keys is None:
+        return selected_keys
+    if selected_keys is not None:
+        raise ContractError(
+            "selected_keys and compressed_keys are both given: lists of selected entries are a "
+            "part of CompressedKeys",
+            rule="M17",
+        )
+    if torch.compiler.is_compiling():
+        raise ContractError(
+            "a layer with compressed entries cannot be traced by torch.compile: call it in a "
+            "function with torch.compiler.disable",
+            rule="M17",
+        )
+    return compressed_keys
+
+
+def check_extra_keys(
+    spec: AttentionSpec, query: torch.Tensor, metadata: Any, extra: ExtraKeys | None
 ) -> None:
-    """Whether a call passes lists of selected keys of the form that the spec declares (M11).
+    """Whether a call passes the selected keys (M11) or entries (M17) that the spec declares.
 
     Raises:
-        ContractError: lists are missing, given without `spec.key_selection`, or of another form.
+        ContractError: they are missing, given without being declared, or of another form.
     """
+    entries = spec.compressed_entries
+    if entries is None and not isinstance(extra, CompressedKeys):
+        _check_selected_keys(spec, query, metadata, extra)
+        return
+    if entries is None or extra is None:
+        given = "missing" if extra is None else "given"
+        raise ContractError(
+            f"compressed_keys is {given}, but the spec has compressed_entries={entries}: a call "
+            "passes entries exactly when the spec declares their form",
+            rule="M17",
+        )
+    if not isinstance(extra, CompressedKeys):
+        raise ContractError(
+            f"a layer with compressed_entries={entries} got a {type(extra).__name__}; pass "
+            "compressed_keys, an attnlib.metadata.compressed.CompressedKeys",
+            rule="M17",
+        )
+    extra.check(spec, query, getattr(metadata, "num_actual_tokens", 0) or 0)
+
+
+def _check_selected_keys(
+    spec: AttentionSpec, query: torch.Tensor, metadata: Any, selected_keys: SelectedKeys | None
+) -> None:
     selection = spec.key_selection
     if selection is None and selected_keys is None:
         return

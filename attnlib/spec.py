@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attnlib.compressed_entries import CompressedEntries
 from attnlib.errors import ContractError
 from attnlib.key_selection import KeySelection
 from attnlib.kv_dtype import KVFormat, kv_cache_format, kv_cache_torch_dtype
@@ -108,6 +109,8 @@ class AttentionSpec:
             none.
         key_selection: the form of the lists of selected keys that every call passes (M11); None
             attends to all visible keys.
+        compressed_entries: the form of a second key stream, whose entries every call passes and
+            which is under one softmax with the layer's own keys (M17); None for none.
         use_mla: multi-head latent attention: one latent KV head whose value is a prefix of its key
             (`value_cache` aliases `key_cache`, P10). Queries are absorbed (M12).
         needs_lse: the caller needs the log of the softmax denominator (M5).
@@ -139,6 +142,7 @@ class AttentionSpec:
     has_sink: bool = False
     score_function: ScoreFunction | None = None
     key_selection: KeySelection | None = None
+    compressed_entries: CompressedEntries | None = None
     use_mla: bool = False
     needs_lse: bool = False
     kv_sharing: bool = False
@@ -164,6 +168,7 @@ class AttentionSpec:
         self._check_dtypes()
         self._check_score_function()
         self._check_key_selection()
+        self._check_compressed_entries()
         assign(self, "_hash", hash(tuple(getattr(self, field.name) for field in fields(self))))
 
     def __hash__(self) -> int:
@@ -283,6 +288,37 @@ class AttentionSpec:
                 "key_selection needs a decoder or encoder_decoder layer",
                 rule="M11",
             )
+
+    def _check_compressed_entries(self) -> None:
+        if self.compressed_entries is None:
+            return
+        if not isinstance(self.compressed_entries, CompressedEntries):
+            raise ContractError(
+                f"compressed_entries={self.compressed_entries!r} is a "
+                f"{type(self.compressed_entries).__name__}; it must be an "
+                "attnlib.compressed_entries.CompressedEntries",
+                rule="M17",
+            )
+        if self.attn_type is not AttentionType.DECODER or self.mask_kind is not MaskKind.CAUSAL:
+            raise ContractError(
+                f"attn_type={self.attn_type.value} with mask_kind={self.mask_kind.value}: "
+                "compressed_entries needs a causal decoder, whose queries see the entries of "
+                "earlier tokens",
+                rule="M17",
+            )
+        other = {
+            "key_selection": self.key_selection,
+            "score_function": self.score_function,
+            "has_alibi": self.has_alibi or None,
+        }
+        for name, value in other.items():
+            if value is not None:
+                raise ContractError(
+                    f"{name}={value} and compressed_entries are both given: a layer with two key "
+                    "streams selects entries (CompressedEntries.selection), and its entries have "
+                    "no position for biases",
+                    rule="M17",
+                )
 
     @property
     def group_size(self) -> int:

@@ -27,6 +27,7 @@ from attnlib.key_selection import SelectedKeys
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.compressed import CompressedKeys, EntryBatch
 from attnlib.spec import AttentionSpec
 from attnlib.workspace import BatchLimits
 
@@ -211,14 +212,35 @@ def _run(
     num_tokens: int,
     device: torch.device,
 ) -> None:
-    selected = _selected_keys(layer.spec, metadata, num_tokens, device)
+    extra = _extra_keys(layer.spec, metadata, num_tokens, device)
     for fused in (True, False):
         query, key, value = _inputs(layer.spec, num_tokens, device, fused)
         for return_lse in (False, True) if layer.spec.needs_lse else (False,):
-            if selected is None:
-                layer(query, key, value, cache, metadata, return_lse)
-            else:
-                layer(query, key, value, cache, metadata, return_lse, selected_keys=selected)
+            layer(query, key, value, cache, metadata, return_lse, **extra)
+
+
+def _extra_keys(
+    spec: AttentionSpec, metadata: Any, num_tokens: int, device: torch.device
+) -> dict[str, Any]:
+    """The arguments of a call besides keys and values: selected keys or compressed entries."""
+    entries = spec.compressed_entries
+    if entries is None:
+        selected = _selected_keys(spec, metadata, num_tokens, device)
+        return {} if selected is None else {"selected_keys": selected}
+    plain = spec.replace(compressed_entries=None, block_size=entries.block_size)
+    cache = PagedKVCache.allocate(plain, 1, device)
+    for part in (cache.key_cache, cache.value_cache):
+        part.zero_()
+    batch = EntryBatch(
+        entries.compress_rate,
+        torch.arange(num_tokens + 1, dtype=torch.int32, device=device),
+        torch.ones(num_tokens, dtype=torch.int32, device=device),
+        torch.zeros(num_tokens, 1, dtype=torch.int32, device=device),
+        max(1, metadata.max_seq_len // entries.compress_rate),
+    )
+    with_lists = plain.replace(key_selection=entries.selection)
+    selected = _selected_keys(with_lists, metadata, num_tokens, device)
+    return {"compressed_keys": CompressedKeys(cache, batch, selected)}
 
 
 def _selected_keys(

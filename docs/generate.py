@@ -16,6 +16,7 @@ import attnlib
 from attnlib.bench.results import read_document
 from attnlib.bench.table import markdown
 from attnlib.capabilities import Capabilities
+from attnlib.compressed_entries import CompressedEntries
 from attnlib.device import DeviceInfo
 from attnlib.env import ENVIRONMENT, FOREIGN_VARIABLES
 from attnlib.key_selection import KeySelection
@@ -66,6 +67,10 @@ FEATURES = {
     "selected keys": [
         {"key_selection": KeySelection(max_blocks=2048)},
         {"key_selection": KeySelection(max_blocks=16, block_size=128, scope="kv_head")},
+    ],
+    "compressed entries": [
+        {"compressed_entries": CompressedEntries(compress_rate=128)},
+        {"compressed_entries": CompressedEntries.parse("4:64:512")},
     ],
     "MLA": [{"use_mla": True, "num_kv_heads": 1}],
     "encoder layers (no cache)": [{"attn_type": "encoder_only"}],

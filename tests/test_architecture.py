@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "attnlib"
 
 LAYERS = (
     ("errors", "env", "device", "compile.objects"),
-    ("score_functions", "key_selection"),
+    ("score_functions", "key_selection", "compressed_entries"),
     ("kv_dtype", "spec", "sizes", "capabilities"),
     ("ops",),
     ("cache", "workspace", "tuning"),
@@ -20,7 +20,7 @@ LAYERS = (
     ("backends.step_plan",),
     ("backends.attention_impl",),
     ("backends.base", "backends.builtin", "backends.plugins", "backends._foreign"),
-    ("backends.loading", "backends._pairs"),
+    ("backends.loading", "backends._pairs", "backends._two_streams"),
     ("backends",),
     ("selection",),
     (

@@ -16,6 +16,7 @@ from attnlib.capabilities import (
     unsupported_device_reasons,
     unsupported_reasons,
 )
+from attnlib.compressed_entries import CompressedEntries
 from attnlib.device import DeviceInfo
 from attnlib.key_selection import KeySelection
 from attnlib.kv_dtype import PAGE_FORMATS
@@ -48,6 +49,7 @@ EVERYTHING = Capabilities(
     sink=True,
     score_function=True,
     key_selection=True,
+    compressed_entries=True,
     mla=True,
     lse=True,
     kv_sharing=True,
@@ -137,6 +139,11 @@ CASES = {
         {"key_selection": KeySelection(max_blocks=16, block_size=128, scope="kv_head")},
         {"key_selection": False},
         "key_selection=16 blocks of 128 tokens per kv_head: not supported",
+    ),
+    "compressed_entries": (
+        {"compressed_entries": CompressedEntries(compress_rate=128)},
+        {"compressed_entries": False},
+        "compressed_entries=all entries of 128 tokens: not supported",
     ),
     "use_mla": (
         {"use_mla": True, "num_kv_heads": 1},

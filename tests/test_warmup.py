@@ -10,6 +10,7 @@ import torch
 from attnlib.backends.torch import TorchBackend
 from attnlib.backends.torch.impl import TorchImpl
 from attnlib.cache.storage import PagedKVCache
+from attnlib.compressed_entries import CompressedEntries
 from attnlib.errors import ContractError
 from attnlib.key_selection import KeySelection
 from attnlib.layer import Attention
@@ -104,6 +105,16 @@ def test_encoders_need_no_cache_and_decoders_do() -> None:
     assert warmup(encoder, None, LIMITS, device="cpu").batches
     with pytest.raises(ContractError, match="attn_type=decoder needs its cache"):
         warmup(Attention(SPEC, backend=TorchBackend, device="cpu"), None, LIMITS)
+
+
+@pytest.mark.parametrize("selection", [None, KeySelection(max_blocks=3)])
+def test_layers_with_compressed_entries_are_warmed_up(selection: KeySelection | None) -> None:
+    """M17: warm-up passes entries of the form that the spec declares."""
+    entries = CompressedEntries(compress_rate=4, block_size=8, selection=selection)
+    spec = SPEC.replace(compressed_entries=entries)
+    cache = PagedKVCache.allocate(spec, 4, "cpu")
+    report = warmup(Attention(spec, backend=TorchBackend, device="cpu"), cache, LIMITS)
+    assert report.batches
 
 
 @pytest.mark.parametrize("query_block_size", [1, 4])

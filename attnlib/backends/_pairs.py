@@ -52,6 +52,7 @@ def common_capabilities(first: Backend, second: Backend, **changes: Any) -> Capa
         rotary_write=False,
         batch_invariant=False,
         key_selection=False,  # lists are not split between the backends
+        compressed_entries=False,
     )
     values.update(changes)
     return Capabilities(**values)

@@ -17,6 +17,7 @@ from attnlib.backends.step_plan import LayerGroup, StepPlan
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.key_selection import SelectedKeys
+from attnlib.metadata.compressed import CompressedKeys
 from attnlib.ops.dispatch import operation
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.rotary import HeadNorm
@@ -343,6 +344,30 @@ class AttentionImpl(ABC):
         """
         raise UnsupportedConfigError(
             f"{type(self).__name__} does not support key_selection; use another backend, for "
+            "example torch"
+        )
+
+    def forward_compressed(
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: Any,
+        compressed_keys: CompressedKeys,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """`forward` over the layer's own keys and compressed entries under one softmax (M17), for
+        layers with `spec.compressed_entries`.
+
+        Args:
+            compressed_keys: the entries of this call; sizes and dtypes are checked.
+            query, cache, metadata, output, lse: as in `forward`.
+
+        Raises:
+            UnsupportedConfigError: the backend does not support compressed entries.
+        """
+        raise UnsupportedConfigError(
+            f"{type(self).__name__} does not support compressed_entries; use another backend, for "
             "example torch"
         )
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from attnlib.cli.hf_config import specs_from_config
+from attnlib.compressed_entries import CompressedEntries
 from attnlib.errors import ContractError
 from attnlib.key_selection import KeySelection
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
@@ -50,6 +51,11 @@ def add_spec_flags(parser: argparse.ArgumentParser) -> None:
     spec.add_argument("--kv-cache-layout")
     spec.add_argument("--logits-soft-cap", type=float)
     spec.add_argument(
+        "--compressed-entries",
+        help="a second key stream: RATE:BLOCK_SIZE for all entries or RATE:BLOCK_SIZE:MAX_SELECTED "
+        "for selected ones, for example 4:64:512",
+    )
+    spec.add_argument(
         "--key-selection",
         help="lists of selected keys: SCOPE:BLOCK_SIZE:MAX_BLOCKS, for example kv_head:128:16",
     )
@@ -90,7 +96,8 @@ def spec_fields(options: argparse.Namespace) -> dict[str, Any]:
     """Field -> value of the flags that were given.
 
     Raises:
-        ContractError: --dtype is not a torch dtype, or --key-selection does not parse.
+        ContractError: --dtype is not a torch dtype, or --key-selection or
+            --compressed-entries does not parse.
     """
     names = (*_NUMBERS, *_SWITCHES, *_WORDS)
     fields = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
@@ -103,4 +110,6 @@ def spec_fields(options: argparse.Namespace) -> dict[str, Any]:
         fields["dtype"] = dtype
     if options.key_selection:
         fields["key_selection"] = KeySelection.parse(options.key_selection)
+    if options.compressed_entries:
+        fields["compressed_entries"] = CompressedEntries.parse(options.compressed_entries)
     return fields

@@ -139,12 +139,13 @@ def capture_call(
 
     Raises:
         ContractError: the metadata does not have the required attributes, the layer has selected
-            keys, or its score function is defined in `__main__`, which no other process can import.
+            keys or compressed entries, or its score function is defined in `__main__`, which no
+            other process can import.
     """
-    if spec.key_selection is not None:
+    if spec.key_selection is not None or spec.compressed_entries is not None:
         raise ContractError(
-            "a call with selected keys cannot be recorded, because recordings hold no lists of "
-            "keys: compare two backends in a test instead"
+            "a call with selected keys or compressed entries cannot be recorded, because "
+            "recordings hold neither: compare two backends in a test instead"
         )
     score = None
     if spec.score_function is not None:

@@ -15,6 +15,7 @@ from attnlib.cache.storage import PagedKVCache, Scale
 from attnlib.debug.streams import check_stream
 from attnlib.errors import ContractError
 from attnlib.key_selection import SelectedKeys
+from attnlib.metadata.compressed import CompressedKeys
 from attnlib.metadata.values import BatchValues, check_values
 from attnlib.ops.scales import MAX_KV_SCALE, MIN_KV_SCALE
 
@@ -31,7 +32,7 @@ def check_call_values(
     value: torch.Tensor | None,
     cache: PagedKVCache | None,
     metadata: Any,
-    selected_keys: SelectedKeys | None = None,
+    extra: SelectedKeys | CompressedKeys | None = None,
 ) -> Callable[[], None] | None:
     """Check the values of a batch, the scales of the cache, and slopes and sinks of the layer. Warn
     if the cache saturates the new keys or values. This synchronizes with the device; while a CUDA
@@ -43,7 +44,7 @@ def check_call_values(
         cache: the cache of the layer; None where keys are not cached.
         metadata: the metadata of the batch. Metadata without `query_start_loc` and `seq_lens` is
             not checked.
-        selected_keys: the lists of selected keys of the call.
+        extra: the selected keys or the compressed entries of the call.
 
     Returns:
         What to call after the launches; None if nothing.
@@ -56,8 +57,10 @@ def check_call_values(
     name = layer.prefix or "(unnamed)"
     _check_batch(layer, query, cache, metadata)
     _check_per_head(layer, name)
-    if selected_keys is not None:
-        _check_lists(layer, selected_keys, metadata, name)
+    if isinstance(extra, CompressedKeys):
+        _check_entries(extra, name)
+    elif extra is not None:
+        _check_lists(layer, extra, metadata, name)
     scales_outside = layer.spec.is_kv_quantized and not layer.spec.kv_format.scales_in_page
     if cache is not None and scales_outside:
         for which in ("k_scale", "v_scale"):
@@ -162,14 +165,44 @@ def _check_lists(layer: Attention, selected: SelectedKeys, metadata: Any, name: 
                 "lists",
                 rule="M11",
             )
-    ordered = selected.indices[:count].sort(dim=-1).values
+    _check_distinct(selected.indices[:count], name, "M11")
+
+
+def _check_entries(compressed: CompressedKeys, name: str) -> None:
+    """Blocks of the visible entries inside their cache, and lists of distinct entries (M17)."""
+    batch, cache = compressed.batch, compressed.cache
+    first = torch.arange(batch.block_table.shape[1], device=batch.block_table.device)
+    read = first * cache.block_size < batch.num_entries[:, None]
+    wrong = read & ((batch.block_table < 0) | (batch.block_table >= cache.num_blocks))
+    if bool(wrong.any()):
+        token, column = wrong.nonzero()[0].tolist()
+        raise ContractError(
+            f"block_table of the entries of layer {name} has block "
+            f"{int(batch.block_table[token, column])} in column {column} for token {token}, "
+            f"outside the pool of {cache.num_blocks} blocks",
+            rule="M17",
+        )
+    most = int(batch.num_entries.max()) if len(batch.num_entries) else 0
+    if most > batch.block_table.shape[1] * cache.block_size or most > batch.max_entries:
+        raise ContractError(
+            f"a query of layer {name} sees {most} entries, but max_entries={batch.max_entries} and "
+            f"the block table of the entries has {batch.block_table.shape[1]} columns of "
+            f"{cache.block_size} entries",
+            rule="M17",
+        )
+    if compressed.selected is not None:
+        _check_distinct(compressed.selected.indices[: len(batch.num_entries)], name, "M17")
+
+
+def _check_distinct(indices: torch.Tensor, name: str, rule: str) -> None:
+    ordered = indices.sort(dim=-1).values
     repeated = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     if bool(repeated.any()):
         row, head, column = repeated.nonzero()[0].tolist()
         raise ContractError(
             f"list {row} of head {head} of the selected keys of layer {name} holds the entry "
             f"{int(ordered[row, head, column])} twice: the entries of a list must be distinct",
-            rule="M11",
+            rule=rule,
         )
 
 

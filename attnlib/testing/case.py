@@ -16,6 +16,7 @@ import torch
 
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind, Window
 from attnlib.testing.batch_spec import BatchSpec, resolve_batch
+from attnlib.testing.compressed_entries import entries_of
 from attnlib.testing.inputs import make_oracle_params
 from attnlib.testing.key_selection import KeyLists, make_lists, selected_masks, selection_of
 from attnlib.testing.layouts import Dimensions
@@ -51,6 +52,8 @@ class Case:
         score: path of a score function (`score_functions.load_score_function`), or None.
         key_selection: (scope, block_size, max_blocks, query_block_size) of a `KeySelection`, or
             None.
+        compressed: (compress_rate, block_size, max_selected) of `CompressedEntries`, with 0 for all
+            entries; or None.
         selects_everything: the lists select all keys.
         layout: cache layout, a name of `layouts.CACHE_LAYOUTS` or "ALIASED" (MLA).
         placement, garbage, extra_columns, guarded: arguments of `block_placement.place_blocks`.
@@ -81,6 +84,7 @@ class Case:
     sinks: bool = False
     score: str | None = None
     key_selection: tuple[str, int, int, int] | None = None
+    compressed: tuple[int, int, int] | None = None
     selects_everything: bool = False
     use_mla: bool = False
     needs_lse: bool = False
@@ -175,6 +179,7 @@ class Case:
             has_sink=self.sinks,
             score_function=None if self.score is None else load_score_function(self.score),
             key_selection=selection_of(self.key_selection),
+            compressed_entries=entries_of(self.compressed),
             use_mla=self.use_mla,
             needs_lse=self.needs_lse,
             kv_sharing=self.kv_sharing,

@@ -73,8 +73,9 @@ KINDS: dict[str, tuple[str, Any, str]] = {
     "V28": ("alibi_slopes", torch.tensor([0.0, torch.nan, 1.0, 0.0]), r"alibi_slopes\[1\]=nan"),
 }  # fmt: skip
 
-OTHER_KINDS = ("V29", "V30", "V31")
-"""Tested in `tests/test_key_selection.py` and `tests/metadata/test_shared_prefix.py`."""
+OTHER_KINDS = ("V29", "V30", "V31", "V32", "V33", "V34")
+"""Tested in `tests/test_key_selection.py`, `tests/metadata/test_shared_prefix.py` and
+`tests/metadata/test_compressed.py`."""
 
 AT_BUILD = [name for name, (field, *_) in KINDS.items() if name not in {"V13", "V14"}][:19]
 AT_CALL = [name for name in KINDS if name not in {"V8"}]

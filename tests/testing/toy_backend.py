@@ -17,6 +17,7 @@ from attnlib.capabilities import Capabilities, Sizes
 from attnlib.key_selection import SelectedKeys
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.compressed import CompressedKeys
 from attnlib.spec import AttentionType, CudaGraphSupport, MaskKind
 
 
@@ -79,6 +80,48 @@ class ToyImpl(AttentionImpl):
         self.clear_tail(output, lse, starts[-1])
 
     lists: SelectedKeys | None = None
+    compressed: CompressedKeys | None = None
+
+    def forward_compressed(
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: Any,
+        compressed_keys: CompressedKeys,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        self.compressed, self.starts = compressed_keys, metadata.query_start_loc.tolist()
+        self.forward(query, cache, metadata, output, lse)
+        self.compressed = None
+
+    def entry_counts(self, counts: torch.Tensor) -> torch.Tensor:
+        """The entries that each query sees, from `EntryBatch.num_entries`."""
+        return counts
+
+    def entries_of_request(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores [q, Hq, E] of the entries, -inf for hidden ones, and values [E, Hq, Dv]."""
+        assert self.compressed is not None
+        batch, cache = self.compressed.batch, self.compressed.cache
+        first = self.starts[self.request]
+        counts = self.entry_counts(batch.num_entries[first : first + len(query)].long())
+        entry = torch.arange(int(counts.max()) if len(counts) else 0, device=query.device)
+        row = batch.block_table[first] if len(query) else batch.block_table[0]
+        row = row.where((row >= 0) & (row < cache.num_blocks), 0)
+        slots = row[entry // cache.block_size].long() * cache.block_size
+        slots = slots + entry % cache.block_size
+        heads = [self.kv_head_of(head) for head in range(self.spec.num_heads)]
+        keys = self.read(cache.key_cache, slots, self.key_scale(cache))[:, heads]
+        values = self.read(cache.value_cache, slots, self.value_scale(cache))[:, heads]
+        seen = (entry < counts[:, None])[:, None]
+        if self.compressed.selected is not None:
+            lists = self.compressed.selected.indices[first : first + len(query)].long()
+            seen = seen & (lists[..., None] == entry).any(dim=2)
+        scores = self.scale * torch.einsum("qhd,khd->qhk", query, keys)
+        if self.spec.logits_soft_cap:
+            scores = self.spec.logits_soft_cap * torch.tanh(scores / self.spec.logits_soft_cap)
+        values = values.masked_fill(~seen.any(dim=0).any(dim=0)[:, None, None], 0.0)
+        return scores.masked_fill(~seen, -torch.inf), values
 
     def forward_selected(
         self,
@@ -219,6 +262,9 @@ class ToyImpl(AttentionImpl):
             seen = seen & self.selected(self.request, p, keys.shape[0])
             values = values.masked_fill(~seen.any(dim=0).T[..., None], 0.0)
         scores = self.score_and_mask(scores, seen, p, k)
+        if self.compressed is not None:
+            more, more_values = self.entries_of_request(query)
+            scores, values = torch.cat((scores, more), 2), torch.cat((values, more_values))
         return self.weigh(scores, values, self.sink(query_len))
 
     def score_and_mask(
@@ -284,6 +330,7 @@ TOY_CAPABILITIES = Capabilities(
     sink=True,
     score_function=True,
     key_selection=True,
+    compressed_entries=True,
     mla=True,
     lse=True,
     kv_sharing=True,

@@ -569,6 +569,45 @@ class SinkCountedTwice(ToyImpl):
         return sinks if sinks is None or self.lists is None else sinks + math.log(2)
 
 
+class SinkOfBothStreams(ToyImpl):
+    """Counts the sink in both key streams."""
+
+    def sink(self, query_len: int) -> torch.Tensor | None:
+        sinks = super().sink(query_len)
+        return sinks if sinks is None or self.compressed is None else sinks + math.log(2)
+
+
+class IncompleteEntries(ToyImpl):
+    """Shows the entry that contains the query, before its tokens are complete."""
+
+    def entry_counts(self, counts: torch.Tensor) -> torch.Tensor:
+        assert self.compressed is not None
+        columns = self.compressed.batch.block_table.shape[1]
+        return (counts + 1).clamp(max=columns * self.compressed.cache.block_size)
+
+
+class IgnoredEntries(ToyImpl):
+    """Attends to the layer's own keys only."""
+
+    def entry_counts(self, counts: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(counts)
+
+
+class EntriesWithTheirOwnSoftmax(ToyImpl):
+    """Adds the results of both streams, each with a softmax of its own."""
+
+    def weigh(
+        self, scores: torch.Tensor, values: torch.Tensor, sink: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.compressed is None:
+            return super().weigh(scores, values, sink)
+        count = int(self.compressed.batch.num_entries[self.starts[self.request] :][:1].sum())
+        cut = scores.shape[2] - count
+        own, lse = super().weigh(scores[..., :cut], values[:cut], sink)
+        other, _ = super().weigh(scores[..., cut:], values[cut:], None)
+        return own + other, lse
+
+
 class SharedListOfFirstHead(ToyImpl):
     """Uses the list of the first head for all heads."""
 
@@ -777,6 +816,10 @@ WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     "selection off by one block": (toy_with(SelectionOffByOneBlock), "S2"),
     "unmasked own block": (toy_with(UnmaskedOwnBlock), "S2"),
     "sink counted twice": (toy_with(SinkCountedTwice), "S2"),
+    "sink counted in both key streams": (toy_with(SinkOfBothStreams), "S3"),
+    "entries visible before their tokens are complete": (toy_with(IncompleteEntries), "S3"),
+    "ignored entries": (toy_with(IgnoredEntries), "S3"),
+    "entries with a softmax of their own": (toy_with(EntriesWithTheirOwnSoftmax), "S3"),
     "one list for all heads": (toy_with(SharedListOfFirstHead), "S2"),
     "ignored selection": (toy_with(IgnoredSelection), "S2"),
     "heads in reverse order": (toy_with(PrivateOrder), "K2"),

@@ -61,6 +61,7 @@ class FlashAttnBackend(AttentionBackend):
         alibi=True,
         score_function=False,
         key_selection=False,
+        compressed_entries=False,
         sink=True,
         mla=True,  # FlashAttention 3
         lse=True,

@@ -49,6 +49,7 @@ class FlashMLABackend(AttentionBackend):
         alibi=False,
         score_function=False,
         key_selection=False,
+        compressed_entries=False,
         sink=True,  # applied after the kernel, from the LSE
         mla=True,
         lse=True,

@@ -57,6 +57,7 @@ class FlashInferBackend(AttentionBackend):
         logits_soft_cap=True,
         score_function=False,
         key_selection=False,
+        compressed_entries=False,
         alibi=False,  # FlashInfer supports the standard slopes only
         sink=True,  # applied after the kernel, from the LSE
         mla=False,

@@ -17,7 +17,7 @@ __all__ = ["TorchBackend"]
 
 
 class TorchBackend(AttentionBackend):
-    """Supports every spec, except selected keys in batch-invariant layers."""
+    """Supports every spec, except selected keys and compressed entries in some layers."""
 
     description = "plain torch, on any device"
     capabilities = Capabilities(
@@ -55,6 +55,7 @@ class TorchBackend(AttentionBackend):
         sink=True,
         score_function=True,
         key_selection=True,
+        compressed_entries=True,
         mla=True,
         lse=True,
         kv_sharing=True,
@@ -77,6 +78,10 @@ class TorchBackend(AttentionBackend):
         """Selected keys are computed for several lists at once, and read the cache as stored."""
         if spec.key_selection is not None and spec.kv_format.scales_in_page:
             return [f"key_selection with kv_cache_dtype={spec.kv_format.name}: not supported"]
+        if spec.compressed_entries is not None and spec.kv_format.scales_in_page:
+            return [f"compressed_entries with kv_cache_dtype={spec.kv_format.name}: not supported"]
+        if spec.compressed_entries is not None and spec.batch_invariant:
+            return ["compressed_entries with batch_invariant=True: not supported"]
         if spec.key_selection is not None and spec.batch_invariant:
             return [f"key_selection={spec.key_selection} with batch_invariant=True: not supported"]
         return []

@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 
+from attnlib.backends._two_streams import EntryOperations, attend_two_streams
 from attnlib.backends.base import AttentionImpl
 from attnlib.backends.torch.metadata import TorchMetadata
 from attnlib.cache.storage import PagedKVCache
 from attnlib.key_selection import SelectedKeys
+from attnlib.metadata.compressed import CompressedKeys
+from attnlib.ops.torch.merge_states import merge_states
 from attnlib.ops.torch.paged_decode import paged_decode
 from attnlib.ops.torch.paged_prefill import paged_prefill
 from attnlib.ops.torch.selected_attention import selected_attention, selects_everything
@@ -87,6 +90,19 @@ class TorchImpl(AttentionImpl):
             query_start_loc_cpu=metadata.query_start_loc_cpu,
             seq_lens_cpu=metadata.seq_lens_cpu,
         )
+
+    def forward_compressed(
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: TorchMetadata,
+        compressed_keys: CompressedKeys,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """See `AttentionImpl.forward_compressed`."""
+        operations = EntryOperations(paged_decode, selected_attention, merge_states)
+        attend_two_streams(self, operations, query, cache, metadata, compressed_keys, output, lse)
 
     def forward_unpaged(
         self,

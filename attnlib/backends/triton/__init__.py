@@ -69,6 +69,7 @@ class TritonBackend(AttentionBackend):
         sink=True,
         score_function=True,
         key_selection=True,
+        compressed_entries=True,
         mla=True,
         lse=True,
         kv_sharing=True,
@@ -145,6 +146,8 @@ class TritonBackend(AttentionBackend):
                 reasons.append(
                     f"key_selection with kv_cache_dtype={spec.kv_format.name}: not supported"
                 )
+        if spec.compressed_entries is not None:
+            reasons += _unsupported_entries(spec)
         if spec.batch_invariant and spec.kv_format.scales_in_page:
             reasons.append(
                 f"batch_invariant=True with kv_cache_dtype={spec.kv_format.name}: not supported"
@@ -159,6 +162,18 @@ class TritonBackend(AttentionBackend):
                 "float16"
             )
         return reasons
+
+
+def _unsupported_entries(spec: AttentionSpec) -> list[str]:
+    """Features that the kernels over compressed entries have not."""
+    reasons = []
+    if spec.batch_invariant:
+        reasons.append("compressed_entries with batch_invariant=True: not supported")
+    if spec.kv_format.scales_in_page:
+        reasons.append(
+            f"compressed_entries with kv_cache_dtype={spec.kv_format.name}: not supported"
+        )
+    return reasons
 
 
 def _interpreter_reasons() -> list[str]:

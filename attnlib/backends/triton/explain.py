@@ -49,6 +49,9 @@ def kernel_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str = "auto")
         return ["prefill, decode: portable Triton kernels, interpreted on the CPU (for tests)"]
     if not spec.is_paged:
         return ["prefill: portable Triton kernel, no KV cache"]
+    if spec.compressed_entries is not None:
+        own = kernel_lines(spec.replace(compressed_entries=None), device, kernels)
+        return [*own, _entries_line(spec)]
     if spec.key_selection is not None:
         return _selected_lines(spec, device, kernels == "portable")
     if spec.batch_invariant:
@@ -63,6 +66,18 @@ def kernel_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str = "auto")
     if device.is_rocm or device.capability is None or device.capability[0] != 9:
         return ["prefill, decode: portable Triton kernels"]
     return _hopper_lines(spec, device.capability)
+
+
+def _entries_line(spec: AttentionSpec) -> str:
+    """The line of the second key stream."""
+    entries = spec.compressed_entries
+    assert entries is not None
+    kernel = (
+        "decode kernel, one query at a time"
+        if entries.selection is None
+        else ("portable kernel over selected keys")
+    )
+    return f"entries: {kernel}, over {entries}; merged by the LSE, the sink counts once"
 
 
 def _selected_lines(spec: AttentionSpec, device: DeviceInfo, portable_only: bool) -> list[str]:

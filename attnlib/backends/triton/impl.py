@@ -8,14 +8,18 @@ from typing import Any
 
 import torch
 
+from attnlib.backends._two_streams import EntryOperations, attend_two_streams
 from attnlib.backends.base import AttentionImpl, StepPlan
 from attnlib.backends.triton.metadata import TritonMetadata
 from attnlib.backends.triton.plan import TritonPlan
 from attnlib.cache.storage import PagedKVCache
 from attnlib.key_selection import SelectedKeys
+from attnlib.metadata.compressed import CompressedKeys
 from attnlib.ops.rotary import HeadNorm
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.cache_write import write_kv
+from attnlib.ops.triton.merge_states import merge_states
+from attnlib.ops.triton.paged_decode import paged_decode
 from attnlib.ops.triton.rotary_write import bind_rotation, rotate, rotate_and_write
 from attnlib.ops.triton.selected_attention import selected_attention
 from attnlib.ops.triton.varlen_prefill import varlen_prefill
@@ -192,6 +196,21 @@ class TritonImpl(AttentionImpl):
             out=output,
             lse=lse,
             kernels=self._kernels,
+        )
+
+    def forward_compressed(
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: TritonMetadata,
+        compressed_keys: CompressedKeys,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """See `AttentionImpl.forward_compressed`."""
+        operations = EntryOperations(paged_decode, selected_attention, merge_states)
+        attend_two_streams(
+            self, operations, query, cache, metadata, compressed_keys, output, lse, self._kernels
         )
 
     def forward_unpaged(
