@@ -40,6 +40,7 @@ def table_of(document: Document) -> dict[str, Any]:
         "them on this chip unless a table of attnlib tune has its own.",
         "schema": 1,
         "chip": facts["gpu"],
+        "capability": facts.get("capability", [9, 0]),
         "provenance": {"bench": f"{', '.join(words)}: {facts['command']}"},
         "backends": rank_rows(document.rows, "bench"),
     }

@@ -22,7 +22,7 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.key_selection import KeySelection, SelectionScope
 from attnlib.kv_dtype import PAGE_FORMATS
-from attnlib.spec import AttentionSpec
+from attnlib.spec import AttentionSpec, MaskKind
 from attnlib.testing.batch_spec import BatchSpec, parse_batch
 from attnlib.testing.block_placement import BlockPlacement, place_blocks
 from attnlib.testing.score_functions import load_score_function
@@ -57,6 +57,7 @@ class BenchCase:
         score: path of a score function (M10), `module:name` or `path/to/file.py:name`.
         select: scope, tokens per block and blocks of the lists of selected keys (M11); None for all
             keys.
+        causal: False where every query sees every key of its request.
     """
 
     name: str
@@ -75,6 +76,7 @@ class BenchCase:
     scale: float | None = None
     score: str | None = None
     select: tuple[str, int, int] | None = None
+    causal: bool = True
 
     @property
     def spec(self) -> AttentionSpec:
@@ -105,6 +107,7 @@ class BenchCase:
             use_mla=self.mla,
             score_function=None if self.score is None else load_score_function(self.score),
             key_selection=self.key_selection,
+            mask_kind=MaskKind.CAUSAL if self.causal else MaskKind.BIDIRECTIONAL,
         )
 
     @property
@@ -133,6 +136,7 @@ class BenchCase:
         words += [f"window {self.sliding_window}"] if self.sliding_window else []
         words += [f"soft cap {self.logits_soft_cap:g}"] if self.logits_soft_cap else []
         words += ["sinks"] if self.sinks else []
+        words += [] if self.causal else ["not causal"]
         words += [f"score {self.score.rpartition(':')[2]}"] if self.score else []
         words += [f"selected {self.key_selection}"] if self.key_selection else []
         cache = "" if self.kv_cache_dtype == "auto" else f", cache {self.kv_cache_dtype}"
@@ -178,6 +182,7 @@ _KEYS: Mapping[str, Callable[[str], dict[str, Any]]] = {
     "window": lambda text: {"sliding_window": int(text)},
     "cap": lambda text: {"logits_soft_cap": float(text)},
     "sinks": lambda text: {"sinks": text not in ("0", "no")},
+    "causal": lambda text: {"causal": text not in ("0", "no")},
     "mla": lambda text: {"mla": text not in ("0", "no")},
     "score": lambda text: {"score": text},
     "select": _select,
@@ -219,7 +224,12 @@ def check_case(case: BenchCase) -> None:
     Raises:
         ContractError: an empty batch, padding rows, or a query longer than its sequence.
     """
-    _ = case.spec  # checks sizes, dtypes and the score function: cases are causal
+    _ = case.spec  # checks sizes, dtypes and the score function
+    if not case.causal and (case.sliding_window is not None or case.select is not None):
+        raise ContractError(
+            f"case {case.name!r} is not causal and has a window or selected keys, whose work "
+            "attnlib bench counts for causal layers only; leave one of them out"
+        )
     if case.batch.padding_tokens or not case.batch.num_actual_tokens:
         raise ContractError(
             f"case {case.name!r} has padding rows or no query tokens; use a batch with query "

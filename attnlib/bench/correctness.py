@@ -161,12 +161,15 @@ class CorrectnessCheck:
         return _Expected(torch.cat(exact), torch.cat(same_precision))
 
     def _row(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        """One query `[1, Hq, D]`, the keys and values up to its own position, and its request."""
+        """One query `[1, Hq, D]`, the keys and values up to its own position, or all where the
+        layer is not causal, and its request."""
         inputs = self._inputs
         batch, block_size = inputs.case.batch, inputs.case.block_size
         ends = list(accumulate(batch.query_lens))
         request = next(index for index, end in enumerate(ends) if row < end)
-        length = batch.seq_lens[request] - (ends[request] - 1 - row)
+        length = batch.seq_lens[request]
+        if inputs.case.causal:
+            length -= ends[request] - 1 - row
         assert inputs.common.block_table_tensor is not None  # every case is paged
         blocks = inputs.common.block_table_tensor[request, : -(-length // block_size)].long()
         cache = inputs.caches[0]

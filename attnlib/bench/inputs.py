@@ -245,6 +245,7 @@ def _params(
             torch.randn(case.num_heads, generator=draw, device=device).to(torch.bfloat16).float()
         )
     return OracleParams(
+        causal=case.causal,
         scale=case.head_size**-0.5 if case.scale is None else case.scale,
         window=(-1, -1) if case.sliding_window is None else (case.sliding_window - 1, 0),
         logits_soft_cap=case.logits_soft_cap or 0.0,

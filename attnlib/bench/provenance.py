@@ -56,6 +56,7 @@ def provenance(
     }
     if torch.cuda.is_available() and (device is None or device.type == "cuda"):
         facts["gpu"] = torch.cuda.get_device_name(device)
+        facts["capability"] = list(torch.cuda.get_device_capability(device))
         facts["cuda"] = torch.version.cuda or "none"
         facts["driver"] = (
             _output(

@@ -167,6 +167,31 @@ _FORMATS = tuple(
         ("int4", "int4_per_group"),
     )
 )  # fmt: skip
+_WIDE: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 4, "head_size": 512}
+_COVERAGE = _cases(
+    ("cov-prefill-1x8k-cap30", "q8k", {"logits_soft_cap": 30.0}),
+    ("cov-prefill-1x8k-d80", "q8k", {"head_size": 80}),
+    ("cov-prefill-1x8k-d96-mha", "q8k", {"head_size": 96, "num_kv_heads": 32}),
+    ("cov-prefill-1x8k-d112", "q8k", {"head_size": 112}),
+    ("cov-prefill-1x8k-d64", "q8k", {"num_heads": 64, "head_size": 64}),
+    ("cov-prefill-512-over-20k-and-3k", "q512s20k_q512s3k", {}),
+    ("cov-mixed-8x1k-and-300", "8q1s1k_q300", {}),
+    ("cov-decode-48x5k-28heads", "48q1s5k", {"num_heads": 28, "num_kv_heads": 4}),
+    ("cov-decode-32x4k-d96-mha", "32q1s4k", {"head_size": 96, "num_kv_heads": 32}),
+    ("cov-decode-1x60k-and-31x500", "q1s60k_31q1s500", {}),
+    ("cov-verify-24x8-over-2k", "24q8s2k", {}),
+    ("cov-prefill-1x8k-p16", "q8k", {}),
+    ("cov-prefill-1x8k-p8", "q8k", {"block_size": 8}),
+    ("cov-prefill-1x8k-p1", "q8k", {"block_size": 1}),
+    ("cov-decode-32x4k-p8", "32q1s4k", {"block_size": 8}),
+    ("cov-decode-32x4k-p1", "32q1s4k", {"block_size": 1}),
+    ("cov-prefill-1x4k-d512", "q4k", _WIDE),
+    ("cov-decode-32x4k-d512", "32q1s4k", _WIDE),
+    ("cov-decode-32x16k-w4096", "32q1s16k", {"sliding_window": 4096}),
+    ("cov-prefill-1x16k-w4096", "q16k", {"sliding_window": 4096}),
+    ("cov-prefill-1x8k-bidirectional", "q8k", {"causal": False}),
+    ("cov-prefill-1x128k-p128", "q128k", {"block_size": 128}),
+)
 _SMALL: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "dtype": "float32"}
 _CPU = _cases(
     ("cpu-decode-1x512", "q1s512", _SMALL),
@@ -193,6 +218,7 @@ SUITES: Mapping[str, tuple[BenchCase, ...]] = {
     "anchors": _ANCHORS,
     "float8": _FLOAT8,
     "formats": _FORMATS,
+    "coverage": _COVERAGE,
     "quick": tuple(case for case in _ANCHORS if case.name in _QUICK),
     "mla": _MLA,
     "sparse": _SPARSE,
@@ -201,7 +227,7 @@ SUITES: Mapping[str, tuple[BenchCase, ...]] = {
 """Name -> cases. `anchors` are the rows of the published results; `float8` has decodes and prefills
 over a float8 cache; `formats` has caches with scales in the page, each beside bfloat16; `mla` has
 latent caches and the expanded prefill of the same model, `sparse` lists of selected blocks and
-tokens."""
+tokens; `coverage` has other head sizes, page sizes and features, and small or uneven batches."""
 
 
 def known_cases() -> dict[str, BenchCase]:

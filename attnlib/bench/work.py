@@ -75,4 +75,5 @@ def _request_flops(case: BenchCase, query_len: int, seq_len: int) -> int:
     window = case.sliding_window
     if case.key_selection is not None:  # as many keys as a window of this size shows
         window = min(window or case.key_selection.max_keys, case.key_selection.max_keys)
-    return visible_pairs(query_len, seq_len, window) * per_pair
+    pairs = visible_pairs(query_len, seq_len, window) if case.causal else query_len * seq_len
+    return pairs * per_pair

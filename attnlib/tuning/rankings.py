@@ -1,14 +1,17 @@
 """Rankings of backends that ship with attnlib, for the chips on which its benchmark was run.
 
 `tables/*.json` holds one table per chip in the format of `attnlib.tuning.table`. A ranking applies
-to the chip that it was measured on and to no other. `benchmarks/ship_rankings.py` writes the tables
-from results of `attnlib bench`.
+to the chip that it was measured on, and to chips of the same compute capability whose tables do not
+rank such layers: each takes it from the chip whose name resembles its own most.
+`benchmarks/ship_rankings.py` writes the tables from results of `attnlib bench`.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
+from difflib import SequenceMatcher
 from pathlib import Path
 
 from attnlib import env
@@ -23,23 +26,43 @@ __all__ = ["shipped_ranking", "shipped_rankings"]
 _TABLES = Path(__file__).with_name("tables")
 
 
-@functools.lru_cache(maxsize=16)
-def shipped_rankings(chip: str) -> tuple[Ranking, ...]:
-    """All shipped rankings for a chip, by the driver's name of it.
-
-    Files are read once, on first use.
-    """
-    found: list[Ranking] = []
+@functools.lru_cache(maxsize=1)
+def _tables() -> tuple[tuple[tuple[int, int], str, tuple[Ranking, ...]], ...]:
+    """(compute capability, chip, rankings) of each table, read once, on first use."""
+    found = []
     for path in sorted(_TABLES.glob("*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
-        if data["chip"] == chip:
-            source = f"attnlib's own table of the {chip}, tuning/tables/{path.name}"
-            found += [parse_ranking(line, source) for line in data["backends"]]
+        source = f"attnlib's own table of the {data['chip']}, tuning/tables/{path.name}"
+        rankings = tuple(parse_ranking(line, source) for line in data["backends"])
+        major, minor = data["capability"]
+        found.append(((major, minor), data["chip"], rankings))
     return tuple(found)
 
 
+def shipped_rankings(chip: str) -> tuple[Ranking, ...]:
+    """All shipped rankings for a chip, by the driver's name of it."""
+    return next((rankings for _, name, rankings in _tables() if name == chip), ())
+
+
+@functools.lru_cache(maxsize=16)
+def _nearest_chips(chip: str, capability: tuple[int, int] | None) -> tuple[str, ...]:
+    """The measured chips of a compute capability, the one whose name resembles `chip` most first.
+
+    Names are compared up to the length of the shortest one, because they begin with the model and
+    go on with memory sizes and packages ("80GB HBM3").
+    """
+    measured = [name for found, name, _ in _tables() if found == capability]
+    length = min(map(len, (chip, *measured)))
+
+    def resemblance(other: str) -> float:
+        return SequenceMatcher(None, chip[:length], other[:length], autojunk=False).ratio()
+
+    return tuple(sorted(measured, key=lambda name: (name != chip, -resemblance(name))))
+
+
 def shipped_ranking(spec: AttentionSpec, device: DeviceInfo) -> Ranking | None:
-    """The shipped ranking for layers like `spec` on this chip.
+    """The shipped ranking for layers like `spec`: of this chip, else of the nearest measured chip
+    of the same compute capability, with the other chip's name in `Ranking.chip`.
 
     Returns None if there is none, or if ATTNLIB_TUNING=off.
     """
@@ -47,4 +70,8 @@ def shipped_ranking(spec: AttentionSpec, device: DeviceInfo) -> Ranking | None:
     if chip is None or env.read("ATTNLIB_TUNING").lower() == "off":
         return None
     layer = layer_class(spec)
-    return next((ranking for ranking in shipped_rankings(chip) if ranking.layer == layer), None)
+    for name in _nearest_chips(chip, device.capability):
+        for ranking in shipped_rankings(name):
+            if ranking.layer == layer:
+                return ranking if name == chip else replace(ranking, chip=name)
+    return None

@@ -37,23 +37,29 @@ class Ranking:
         order: backend names, fastest first. Each passed the correctness check on every case.
         relative: name -> time divided by that of the fastest backend, at least 1.0.
         source: the table that holds it.
+        chip: the chip that it was measured on, if that is another one; "" means this chip.
     """
 
     layer: Mapping[str, Any]
     order: tuple[str, ...]
     relative: Mapping[str, float]
     source: str
+    chip: str = ""
 
     def message(self, name: str) -> str | None:
         """One line about a backend for selection reports; None if the table does not rank it."""
         if name not in self.order:
             return None
         if name == self.order[0]:
+            where = "this chip"
+            if self.chip:
+                where = f"the {self.chip}, the nearest chip with a measurement of them"
             return (
-                f"measured fastest of {', '.join(self.order)} for such layers on this chip: "
+                f"measured fastest of {', '.join(self.order)} for such layers on {where}: "
                 f"{self.source}"
             )
-        return f"measured at {self.relative[name]:.2f} x the time of {self.order[0]}"
+        where = f" on the {self.chip}" if self.chip else ""
+        return f"measured at {self.relative[name]:.2f} x the time of {self.order[0]}{where}"
 
 
 @dataclass(frozen=True, eq=False)

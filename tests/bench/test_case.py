@@ -69,6 +69,14 @@ def test_the_anchors() -> None:
     assert {case.dtype for case in SUITES["anchors"]} == {"bfloat16"}
 
 
+def test_a_layer_that_is_not_causal() -> None:
+    case = parse_case("q8k@causal=0")
+    assert not case.spec.is_causal and flops(case) == 4 * 128 * 32 * 8192 * 8192
+    assert flops(parse_case("q8k")) == 4 * 128 * 32 * 8192 * 8193 // 2
+    with pytest.raises(ContractError, match="not causal and has a window"):
+        parse_case("q8k@causal=0,window=128")
+
+
 def test_the_ragged_batch_is_fixed() -> None:
     """48 decodes of 200 to 32k keys, 452943 in all.
 
@@ -83,7 +91,8 @@ def test_the_ragged_batch_is_fixed() -> None:
 def test_kinds() -> None:
     kinds = {case.name: case.kind for case in known_cases().values()}
     for name, kind in kinds.items():
-        first = re.sub("^(cpu|mla|sparse|e4m3|e5m2|bf16|int8|fp8|int4)-", "", name).split("-")[0]
+        suite = "^(cpu|cov|mla|sparse|e4m3|e5m2|bf16|int8|fp8|int4)-"
+        first = re.sub(suite, "", name).split("-")[0]
         assert kind == {"verify": "decode"}.get(first, first), name
 
 

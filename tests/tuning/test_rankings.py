@@ -1,4 +1,4 @@
-"""Shipped rankings equal the committed result and are used only on the chip of that result."""
+"""Shipped rankings equal the committed result; other chips use those of the nearest one."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from attnlib.device import DeviceInfo
 from attnlib.selection.decision import auto_order
 from attnlib.selection.registry import registrations
 from attnlib.selection.selector import measured_ranking
+from attnlib.tuning import rankings
 from attnlib.tuning.rankings import shipped_ranking, shipped_rankings
 from benchmarks.ship_rankings import TABLES, table_of, text_of
 
@@ -77,7 +78,7 @@ def test_rankings_apply_to_every_degree_of_tensor_parallelism() -> None:
         (LLAMA.replace(head_size=96), H200),
         (LLAMA.replace(kv_cache_dtype="fp8_e4m3"), H200),
         (LLAMA.replace(block_size=32), H200),
-        (LLAMA, dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3")),
+        (LLAMA, DeviceInfo(type="cuda", name="NVIDIA A100-SXM4-80GB", capability=(8, 0))),
         (LLAMA, dataclasses.replace(H200, is_hypothetical=True)),
         (LLAMA, DeviceInfo(type="cpu")),
     ],
@@ -85,8 +86,44 @@ def test_rankings_apply_to_every_degree_of_tensor_parallelism() -> None:
 def test_layers_and_chips_that_were_not_measured_have_no_ranking(
     spec: attnlib.AttentionSpec, device: DeviceInfo
 ) -> None:
-    """Another layer class, another chip of the family, a hypothetical chip, a CPU."""
+    """Another layer class, another architecture, a hypothetical chip, a CPU."""
     assert measured_ranking(spec, device) is None
+
+
+def test_a_chip_without_measurements_uses_the_nearest_one_and_says_so() -> None:
+    """A GPU of the same compute capability; measurements precede priorities."""
+    other = dataclasses.replace(H200, name="NVIDIA GH200 480GB")
+    ranking = measured_ranking(LLAMA, other)
+    own = measured_ranking(LLAMA, H200)
+    assert ranking is not None and own is not None and ranking.order == own.order
+    assert own.chip == "" and "on this chip: attnlib's own table" in str(own.message("triton"))
+    assert "on the NVIDIA H200, the nearest chip with a measurement" in str(
+        ranking.message("triton")
+    )
+    assert str(ranking.message("flash_attn")).endswith("the time of triton on the NVIDIA H200")
+
+
+def test_the_nearest_chip_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model counts, not the memory after it; other compute capabilities never count."""
+    tables = (
+        ((9, 0), "NVIDIA H100 80GB HBM3", ()),
+        ((9, 0), "NVIDIA H200", ()),
+        ((10, 0), "NVIDIA H100 PCIe", ()),
+    )
+    monkeypatch.setattr(rankings, "_tables", lambda: tables)
+    rankings._nearest_chips.cache_clear()
+    nearest = {
+        name: rankings._nearest_chips(name, (9, 0))[0]
+        for name in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA H200")
+    }
+    rankings._nearest_chips.cache_clear()
+    assert nearest == {
+        "NVIDIA H100 PCIe": "NVIDIA H100 80GB HBM3",
+        "NVIDIA H100 NVL": "NVIDIA H100 80GB HBM3",
+        "NVIDIA H200 NVL": "NVIDIA H200",
+        "NVIDIA H200": "NVIDIA H200",
+    }
+    assert rankings._nearest_chips("NVIDIA A100", (8, 0)) == ()
 
 
 def test_the_table_of_the_user_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
