@@ -197,8 +197,9 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
     yield CheckCase("sinks-many", partial(_check, target, sinks_split), sinks_split)
     padded = target.case(batch="q1s40_q5s33_q0s0_pad3", key_selection=_FORMS["blocks"])
     yield CheckCase("padding", partial(_check, target, padded), padded)
+    batch = _BATCHES["decode" if target.quick else "mixed"]
     for form in ("tokens",) if target.quick else ("tokens", "shared"):
-        order = target.case(batch=_BATCHES["mixed"], key_selection=_FORMS[form])
+        order = target.case(batch=batch, key_selection=_FORMS[form])
         yield CheckCase(f"order-{form}", partial(_check_order, target, order), order)
     for form, selection in {
         "tokens": ("all_heads", 1, 90, 1),
@@ -207,9 +208,7 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
     }.items():
         if target.quick and form != "blocks":
             continue
-        case = target.case(
-            batch=_BATCHES["mixed"], key_selection=selection, selects_everything=True
-        )
+        case = target.case(batch=batch, key_selection=selection, selects_everything=True)
         yield CheckCase(f"everything-{form}", partial(_check_everything, target, case), case)
 
 

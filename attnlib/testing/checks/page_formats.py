@@ -168,7 +168,8 @@ def _check_visible(target: BackendUnderTest, case: Case, which: str) -> str:
 def _poison(target: BackendUnderTest) -> Iterator[CheckCase]:
     for name in PAGE_NAMES:
         for kind in ("nan",) if target.quick else ("nan", "inf", "huge"):
-            case = _case(target, name, batch="mixed", poison=kind)
+            batch = "q7s40_3q1s33" if target.quick else "mixed"
+            case = _case(target, name, batch=batch, poison=kind)
             yield CheckCase(f"unseen-{name}-{kind}", partial(_check_unseen, target, case), case)
         for which in ("key",) if target.quick else ("key", "value"):
             case = _case(target, name, batch="2q1s20", poison="zero")

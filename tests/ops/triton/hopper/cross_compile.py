@@ -47,7 +47,7 @@ from tests.ops.triton.cross_compile import TARGETS, Launch, score_options, stub_
 
 __all__ = [
     "CASES", "INVARIANT_CASES", "LATENT_CASES", "SCORE_CASES", "SELECTED_CASES", "compile_case",
-    "entry_cases",
+    "entry_cases", "problem_of",
 ]  # fmt: skip
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -372,6 +372,33 @@ def _compile_latent(options: dict[str, Any]) -> dict[str, Any]:
     return _facts(launches[0], log.getvalue())
 
 
+def _options(name: str) -> dict[str, Any]:
+    """Return the options of a case or of a table entry."""
+    known = CASES | SCORE_CASES
+    return known[name] if name in known else _entry_options(entry_cases()[name])
+
+
+def tile_of(name: str) -> Any:
+    """Return the tile of a case or of a table entry."""
+    options = _options(name)
+    d, cache = options.get("d", 128), options.get("cache", options.get("dtype", BF16))
+    sizes, cache_bytes = (d, options.get("dv", d)), cache.itemsize
+    chosen: Any = choose_hopper_tile(*sizes, cache_bytes=cache_bytes, has_score="score" in options)
+    if options.get("op") == "hopper_decode":
+        rows = options.get("group", 4) * options.get("query", 1)
+        chosen = choose_hopper_decode_tile(*sizes, cache_bytes=cache_bytes, rows=rows)
+    return dataclasses.replace(chosen, **options.get("tile", {}))
+
+
+def problem_of(name: str) -> Any:
+    """Return what the layout of a kernel's tiles depends on: cases with the same problem differ in
+    their features only."""
+    options = _options(name)
+    cache = options.get("cache", options.get("dtype", BF16))
+    sizes = (options.get("d", 128), cache.itemsize, options.get("packed", False))
+    return options.get("op", "hopper_prefill"), *sizes, tile_of(name)
+
+
 def compile_case(name: str) -> dict[str, Any]:
     """Compile one case.
 
@@ -387,18 +414,12 @@ def compile_case(name: str) -> dict[str, Any]:
         return _compile_latent((LATENT_CASES | SELECTED_CASES)[name])
     if name in INVARIANT_CASES:
         return _compile_invariant(INVARIANT_CASES[name])
-    known = CASES | SCORE_CASES
-    options = known[name] if name in known else _entry_options(entry_cases()[name])
+    options, tile = _options(name), tile_of(name)
     d, dtype, kv_heads = options.get("d", 128), options.get("dtype", BF16), 8
     cache = options.get("cache", dtype)
     dv, heads = options.get("dv", d), options.get("group", 4) * kv_heads
     decode = options.get("op") == "hopper_decode"
     has_score = "score" in options
-    chosen: Any = choose_hopper_tile(d, dv, cache_bytes=cache.itemsize, has_score=has_score)
-    if decode:
-        rows = options.get("group", 4) * options.get("query", 1)
-        chosen = choose_hopper_decode_tile(d, dv, cache_bytes=cache.itemsize, rows=rows)
-    tile = dataclasses.replace(chosen, **options.get("tile", {}))
     lengths = torch.zeros(options.get("reqs", 2), dtype=torch.int32)
     block_size = options.get("n", 16)
     cache_shapes = [(2, block_size, kv_heads, d), (2, block_size, kv_heads, dv)]
