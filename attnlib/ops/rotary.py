@@ -123,10 +123,11 @@ def _check_tables(name: str, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
                 "elements of a head, each angle once",
                 rule="P11",
             )
-        if table.dtype not in (heads.dtype, torch.float32) or table.device != heads.device:
+        dtypes = dict.fromkeys((heads.dtype, torch.float32))
+        if table.dtype not in dtypes or table.device != heads.device:
             raise ContractError(
-                f"{which} is {table.dtype} on {table.device}; it must be {heads.dtype} or "
-                f"torch.float32 on {heads.device}",
+                f"{which} is {table.dtype} on {table.device}; it must be "
+                f"{' or '.join(map(str, dtypes))} on {heads.device}",
                 rule="P11",
             )
         if table.stride(1) != 1 and table.shape[1] > 1:

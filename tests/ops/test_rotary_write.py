@@ -161,7 +161,7 @@ def test_norm_is_that_of_transformers_but_for_the_order_of_the_sum(
         ({"sin": None}, "sin is None and the other is not"),
         ({"cos": torch.zeros(2, 8)}, "with a row for each of the 3 rows of query"),
         ({"cos": torch.zeros(3, 9)}, "1 to 8 columns"),
-        ({"cos": torch.zeros(3, 8, dtype=torch.float16)}, "it must be torch.float32 or"),
+        ({"cos": torch.zeros(3, 8, dtype=torch.float16)}, "it must be torch.float32 on cpu"),
         ({"sin": torch.zeros(3, 4)}, "they must agree"),
         ({"key": torch.zeros(2, 2, 16), "value": torch.zeros(2, 2, 16)}, "each token has one row"),
         ({"key": torch.zeros(3, 3, 16)}, "key is \\(3, 3, 16\\)"),

@@ -178,6 +178,12 @@ def main_cases(target: str, every_target: bool) -> list[str]:
     return [name for names in chosen[kind.index(target) :: len(kind)] for name in names]
 
 
+def small_cases(target: str, every_target: bool) -> list[str]:
+    """Return the cases of `SMALL` for a target: all, or in turn for the targets of one kind."""
+    kind = next(kind for kind in KINDS if target in kind)
+    return SMALL if every_target else SMALL[kind.index(target) :: len(kind)]
+
+
 SAME_KERNELS = {"varlen", "invariant-prefill"}
 """Operations whose kernels are those of prefills and of batch-invariant decodes."""
 
@@ -217,7 +223,10 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
 def _started(every_target: bool) -> Compiled:
     plan, pool, parts = entry_plan(every_target), ThreadPoolExecutor(PROCESSES), PROCESSES // 2
     score = dict.fromkeys(LIMITS, list(SCORE_CASES)) if every_target else SCORE
-    cases = {t: [*SMALL, *main_cases(t, every_target), *score[t], *plan[t]] for t in LIMITS}
+    cases = {
+        t: [*small_cases(t, every_target), *main_cases(t, every_target), *score[t], *plan[t]]
+        for t in LIMITS
+    }
     cases["sm_90"] += HOPPER if every_target else HOPPER_SAMPLE
     cases = {target: list(dict.fromkeys(names)) for target, names in cases.items()}
     module = "tests.ops.triton.cross_compile"
