@@ -29,7 +29,7 @@ def page_shared_bytes(
             that are multiplied by their scales, pass through shared memory.
         products: `DeviceLimits.products`. Asynchronous products of 64 rows and more read queries
             and converted elements from shared memory, too; others exchange converted keys, then
-            values, between warps there.
+            values, between warps there, and mma.sync reads as many queries from there.
     """
     per_key = 0
     for size in (head_size, head_size_v):
@@ -44,6 +44,8 @@ def page_shared_bytes(
         extra = 2 * tile.block_n * elements
     elif tile.block_m >= 64:
         extra = 2 * tile.block_n * max(map(next_power_of_2, (head_size, head_size_v)))
+    if products == "sync" and tile.block_m >= 64:
+        extra += 2 * tile.block_m * next_power_of_2(head_size)
     if query_bytes == 4:
         extra = 4 * tile.block_n * elements
     weights = query_bytes * tile.block_m * tile.block_n
@@ -91,6 +93,8 @@ def choose_page_prefill_tile(
         query_bytes: bytes of an element of the queries.
     """
     largest = 128 if max(head_size, head_size_v) <= 128 else 64
+    if limits.products == "mfma" and stored.bits == 4:
+        largest = 64  # with 128 rows, unpacked elements in two layouts spill
     block_m = min(largest, max(16, next_power_of_2(rows)))
     tile = Tile(block_m, 32, 8 if block_m == 128 else 4, 2)
     return _fit(tile, stored, head_size, head_size_v, query_bytes, limits)
