@@ -3,21 +3,31 @@
     python benchmarks/gpu/score_functions.py --out score_functions.json
     python benchmarks/gpu/score_functions.py --rows plain        # also runs in trees without M10
     python benchmarks/gpu/score_functions.py --rows prefill --functions documents spans
+    python benchmarks/gpu/score_functions.py --processes --out score_functions.json
 
 Prefills of one request, decodes of a batch, 32/8 heads of 128, bfloat16, blocks of 16. Packed
 documents are compared with the same documents as requests of their own. All rows of a group are
 timed in turn, in CUDA graphs; flex_attention, compiled by torch, on contiguous keys without a paged
 cache. Before the timing, outputs of prefills are compared with those of flex_attention. At the end,
 random batches are run after `attnlib.warmup`, and compiled kernels are counted.
+
+With --processes, each group of rows has a process of its own. They compile at the same time, which
+takes most of a run, and time one after another, when all of them have compiled.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
+import os
 import random
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +48,14 @@ BASE: dict[str, Any] = {
     "block_size": 16,
 }
 DOCUMENTS = 8
+FUNCTIONS = (
+    "arithmetic", "alibi_sqrt", "relative_bias", "documents", "prefix_lm", "spans",
+    "block_diffusion", "multi_item", "head_windows",
+)  # fmt: skip
+TURN = "SCORE_FUNCTIONS_TURN"
+"""Environment variable of a process of --processes: folder, number of processes that time rows."""
+LONGEST_WAIT = 90.0
+"""Seconds that a process waits for the others at most, so that one that fails stops none."""
 
 
 def decay(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux: Any) -> Any:
@@ -116,6 +134,25 @@ class Row:
         return out
 
 
+@contextlib.contextmanager
+def turn() -> Iterator[None]:
+    """With --processes: wait until all processes have compiled, then time alone."""
+    if TURN not in os.environ:
+        yield
+        return
+    name, count = os.environ[TURN].rsplit(":", 1)
+    folder, begin = Path(name), time.monotonic()
+    torch.cuda.synchronize()
+    (folder / f"{os.getpid()}.ready").touch()
+    while len(list(folder.glob("*.ready"))) < int(count):
+        if time.monotonic() - begin > LONGEST_WAIT:
+            break
+        time.sleep(0.02)
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def compare(rows: dict[str, Callable[[int], Any]]) -> dict[str, dict[str, float]]:
     """Times of rows in turn; the copies of a row are used in turn too."""
     timers, expected = {}, {}
@@ -125,7 +162,8 @@ def compare(rows: dict[str, Callable[[int], Any]]) -> dict[str, dict[str, float]
             timers[name] = GraphTimer(row, getattr(row, "copies", 1), DEVICE, expected[name])
         except Exception as error:
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    found = measure_in_turn(timers, expected)
+    with turn():
+        found = measure_in_turn(timers, expected)
     result = {name: {"us": m.us, "low": m.low, "high": m.high} for name, m in found.items()}
     for name, numbers in result.items():
         print(f"{name:40} {numbers['us']:10.1f} us", flush=True)
@@ -232,6 +270,7 @@ def prefills(length: int, with_flex: bool, names: list[str]) -> dict[str, Any]:
         "multi_item": builtin.multi_item(),
         "head_windows": _with_examples(builtin.head_windows(128, 2048), windows),
     }
+    assert tuple(functions) == FUNCTIONS
     results: dict[str, Any] = {}
     size = length // DOCUMENTS
     plain = Row([length], [length])
@@ -330,19 +369,38 @@ def compiled_after_warmup(batches: int, names: list[str]) -> dict[str, int]:
     return counts
 
 
-@torch.inference_mode()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", nargs="*", default=["plain", "prefill", "decode", "warmup"])
-    parser.add_argument(
-        "--functions", nargs="*", default=[], help="of prefill and warmup (default: all)"
-    )
-    parser.add_argument("--length", type=int, default=8192, help="tokens of a prefill")
-    parser.add_argument("--no-flex", action="store_true", help="leave flex_attention out")
-    parser.add_argument("--commit", help="commit of a copy without history")
-    parser.add_argument("--out", type=Path, help="write the results to this JSON file")
-    options = parser.parse_args()
+def in_processes(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the chosen rows in one process for each group and merge their results."""
+    groups = [(row, "") for row in options.rows if row != "prefill"]
+    if "prefill" in options.rows:
+        groups += [("prefill", name) for name in options.functions or FUNCTIONS]
+    timed = sum(row != "warmup" for row, _ in groups)
+    more = ["--length", str(options.length), *(["--no-flex"] if options.no_flex else [])]
+    result: dict[str, Any] = {"provenance": provenance(commit=options.commit)}
+    with tempfile.TemporaryDirectory() as folder:
+        running = []
+        for number, (row, name) in enumerate(groups):
+            out = Path(folder) / f"{number}.json"
+            functions = [name] if name else options.functions
+            command = [sys.executable, __file__, "--rows", row, *more, "--out", str(out)]
+            command += ["--commit", options.commit] if options.commit else []
+            command += ["--functions", *functions] if functions else []
+            environment = {**os.environ, TURN: f"{folder}:{timed}"}
+            running.append((out, subprocess.Popen(command, env=environment)))
+        for out, process in running:
+            if process.wait() or not out.exists():
+                print(f"failed: {process.args}", file=sys.stderr)
+                continue
+            for key, value in json.loads(out.read_text()).items():
+                if key.startswith("prefill"):
+                    result.setdefault(key, {}).update(value)
+                elif key != "provenance":
+                    result[key] = value
+    return result
 
+
+def in_this_process(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the chosen rows one after another."""
     result: dict[str, Any] = {"provenance": provenance(commit=options.commit)}
     if "plain" in options.rows:
         result["plain"] = compare(
@@ -363,6 +421,25 @@ def main() -> None:
         result[f"prefill 1 x {options.length}"] = prefills(
             options.length, not options.no_flex, options.functions
         )
+    return result
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", nargs="*", default=["plain", "prefill", "decode", "warmup"])
+    parser.add_argument(
+        "--functions", nargs="*", default=[], help="of prefill and warmup (default: all)"
+    )
+    parser.add_argument(
+        "--processes", action="store_true", help="compile groups of rows at the same time"
+    )
+    parser.add_argument("--length", type=int, default=8192, help="tokens of a prefill")
+    parser.add_argument("--no-flex", action="store_true", help="leave flex_attention out")
+    parser.add_argument("--commit", help="commit of a copy without history")
+    parser.add_argument("--out", type=Path, help="write the results to this JSON file")
+    options = parser.parse_args()
+    result = in_processes(options) if options.processes else in_this_process(options)
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 
