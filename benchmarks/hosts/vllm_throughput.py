@@ -6,7 +6,10 @@ weights.
 
 Run it once per backend. Each workload appends one JSON object to --out. Prompts are random token
 ids. Prefix caching is on, and repetitions have prompts of their own; only `deep` and `long64k` use
-it: their prompts are prefilled first, then decoded over the cached prefix.
+it: their prompts are prefilled first, then decoded over the cached prefix. There `decode_s` is the
+time of a call with all new tokens, which includes the admission of the prompts (hashes of their
+blocks, last block computed again), and `steps_s` that time less the time of a call with one new
+token: the decode steps alone.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import argparse
 import json
 import os
 import random
+import statistics
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +112,48 @@ def measure(engine: Engine, name: str, repetitions: int) -> dict[str, Any]:
     if name in ("deep", "long64k"):
         _, prefill = engine.generate(given, 1)
         engine.generate(given, 2)  # compiles what only cached prefixes need
-        outputs, decode = engine.generate(given, new)
+        first_s, all_s = [], []
+        for _ in range(repetitions):
+            first_s.append(engine.generate(given, 1)[1])
+            outputs, seconds = engine.generate(given, new)
+            all_s.append(seconds)
+        decode, steps = min(all_s), statistics.median(all_s) - statistics.median(first_s)
         return {
             "prefill_s": prefill, "prefill_tokens_per_s": sum(sizes) / prefill,
             "decode_s": decode, "decode_tokens_per_s": decoded / decode,
+            "steps_s": steps, "step_tokens_per_s": len(sizes) * (new - 1) / steps,
+            "first_s": first_s, "all_s": all_s,
             "tokens": [list(o.outputs[0].token_ids)[:16] for o in outputs],
         }  # fmt: skip
     times = [engine.generate(prompts(name, r), new)[1] for r in range(repetitions)]
     return {"s": min(times), "new_tokens_per_s": decoded / min(times), "all_s": times}
+
+
+def profile(engine: Engine, name: str) -> dict[str, Any]:
+    """Times on the GPU of a few decode steps: from the first kernel of one to the end of the last
+    one, and of each kernel."""
+    import torch
+
+    given, steps = prompts(name, 0), 6
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        engine.generate(given, steps)
+    events = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    kernels: Counter[str] = Counter()
+    busy: Counter[str] = Counter()
+    idle = end = 0.0
+    for start, stop, kernel in events:
+        idle += max(0.0, start - end) if end else 0.0
+        end = max(end, stop)
+        kernels[kernel[:90]] += 1
+        busy[kernel[:90]] += stop - start
+    return {
+        "profiled_steps": steps, "span_us": end - events[0][0], "idle_us": idle,
+        "kernels": [[kernel, kernels[kernel], round(us)] for kernel, us in busy.most_common(40)],
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -130,6 +169,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1, help="tensor parallelism")
     parser.add_argument("--context-parallel", type=int, default=1, help="ranks that share a cache")
     parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--profile", type=Path, help="JSON lines: kernel times of a few steps")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     import torch
@@ -150,6 +190,9 @@ def main() -> None:
             file.write(json.dumps({"workload": name, **common, **result}) + "\n")
         shown = {k: round(v, 3) for k, v in result.items() if isinstance(v, float)}
         print(name, arguments.backend, arguments.mode, arguments.kv_cache_dtype, shown, flush=True)
+        if arguments.profile:
+            with arguments.profile.open("a") as file:
+                file.write(json.dumps({"workload": name, **common, **profile(engine, name)}) + "\n")
     os._exit(0)
 
 
