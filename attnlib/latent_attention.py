@@ -113,7 +113,8 @@ class LatentAttention(nn.Module):
         *,
         selected_keys: SelectedKeys | None = None,
     ) -> Tensor:
-        """Write the latents of the new tokens and attend.
+        """Write the latents of the new tokens and attend. A batch without slots has its new latents
+        in the cache already; nothing is written then.
 
         Args:
             query: `[T, Hq, P + rotary part]`, as it is before absorption.
@@ -172,10 +173,11 @@ class LatentAttention(nn.Module):
         to_latent, to_value = weights[:, : self.key_size], weights[:, self.key_size :]
         in_latent = torch.bmm(heads[..., : self.key_size], to_latent).transpose(0, 1)
         absorbed = torch.cat((in_latent, query[..., self.key_size :]), dim=-1)
-        key = latent[:, None]
-        out = self.layer(
-            absorbed, key, key[..., :size], cache, metadata, selected_keys=selected_keys
-        )
+        key: Tensor | None = latent[:, None]
+        value = latent[:, None, :size]
+        if getattr(metadata, "slot_mapping", None) is None:
+            key = value = None
+        out = self.layer(absorbed, key, value, cache, metadata, selected_keys=selected_keys)
         return torch.bmm(out.transpose(0, 1), to_value.transpose(1, 2)).transpose(0, 1)
 
     def _expanded_part(self, metadata: Any, cache: PagedKVCache) -> PagedMetadata | None:
@@ -188,7 +190,6 @@ class LatentAttention(nn.Module):
             or metadata.max_query_len < self.expand_from
             or metadata.seq_lens_cpu is None
             or metadata.query_start_loc_cpu is None
-            or metadata.slot_mapping is None
             or cache.dtype != spec.dtype
             or not _keeps_rows_apart(spec)
             or (cache.key_cache.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -202,9 +203,12 @@ class LatentAttention(nn.Module):
         spec, layer, key = self.spec, self.layer, latent[:, None]
         value = key[..., : spec.head_size_v]
         absorbed = query.as_strided((query.shape[0], spec.num_heads, spec.head_size), (0, 0, 1))
-        check_call(layer, absorbed, key, value, cache, batch, False)
-        assert batch.slot_mapping is not None and batch.block_table is not None
-        layer.impl.write_kv(key, value, cache, batch.slot_mapping)
+        if batch.slot_mapping is None:
+            check_call(layer, absorbed, None, None, cache, batch, False)
+        else:
+            check_call(layer, absorbed, key, value, cache, batch, False)
+            layer.impl.write_kv(key, value, cache, batch.slot_mapping)
+        assert batch.block_table is not None
         assert batch.query_start_loc_cpu is not None and batch.seq_lens_cpu is not None
         starts, seq_lens = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu.tolist()
         counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]

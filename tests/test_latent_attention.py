@@ -179,3 +179,20 @@ def test_selected_keys_run_in_the_absorbed_form() -> None:
     module, step, _ = _step(*lens, **options)
     with pytest.raises(ContractError, match="selected_keys is given"):
         module(*step, selected_keys=SelectedKeys(lists))
+
+
+@pytest.mark.parametrize("expand_from", [1, None])
+def test_a_batch_without_slots_writes_nothing(expand_from: int | None) -> None:
+    """Its new latents are in the cache already."""
+    module, (query, latent, cache, metadata), latents = _step(
+        [12, 30], [40, 30], expand_from=expand_from
+    )
+    wanted = module(query, latent, cache, metadata)
+    cache.key_cache.nan_to_num_()
+    metadata.slot_mapping = None
+    metadata.plans.clear()
+    found = module(query, latent, cache, metadata)
+    torch.testing.assert_close(found, wanted)
+    cache.key_cache.zero_()
+    module(query, latent, cache, metadata)
+    assert not cache.key_cache.any()

@@ -5,7 +5,8 @@
     ATTNLIB_TEST_VLLM_CPU=0 python tests/hosts/run_engine.py cases.json results.json
     python benchmarks/hosts/vllm_gpu_cases.py MODELS cases.json results.json     # compares
 
-With `two` as third argument it writes the cases for two GPUs instead. float32 runs of attnlib must
+With `two` as third argument it writes the cases for two GPUs instead, with `latent` those of latent
+attention (MLA), where the peer is FLASH_ATTN_MLA. float32 runs of attnlib must
 give the tokens of transformers. FLASH_ATTN has no float32: both backends are compared in bfloat16,
 and with n-gram speculation in float16, with acceptance rates.
 """
@@ -69,6 +70,31 @@ def two_gpus(models: Path) -> dict[str, Any]:
     return found
 
 
+def latent(models: Path) -> dict[str, Any]:
+    """Name -> case, over latents: short prompts in chunks, and long ones, whose keys and values
+    attnlib computes for each head."""
+    backends = {"CUSTOM": "CUSTOM", "FLASH_ATTN": "FLASH_ATTN_MLA"}
+    found: dict[str, Any] = {}
+    for name, more in {
+        "eager": {}, "decode graphs": _graphs("FULL_DECODE_ONLY"),
+        "full graphs": _graphs("FULL"),
+    }.items():  # fmt: skip
+        for short, backend in backends.items():
+            found[f"latent {name} {short}"] = {
+                "model": str(models / "deepseek"), "new_tokens": 64, "leads": True,
+                "arguments": {"attention_backend": backend, "dtype": "bfloat16",
+                              "block_size": 64, **more},
+            }  # fmt: skip
+    for short, backend in backends.items():
+        found[f"latent long {short}"] = {
+            "model": str(models / "deepseek"), "new_tokens": 64, "leads": True, "times": 6,
+            "arguments": {"attention_backend": backend, "dtype": "bfloat16", "block_size": 64,
+                          "max_model_len": 1024, "max_num_batched_tokens": 1024,
+                          **_graphs("FULL_DECODE_ONLY")},
+        }  # fmt: skip
+    return found
+
+
 def report(models: Path, results: dict[str, Any]) -> None:
     """Print one line per case, and one per request that the backends continue differently."""
     for name, result in results.items():
@@ -109,6 +135,8 @@ if __name__ == "__main__":
     folder, target = Path(sys.argv[1]), Path(sys.argv[2])
     if sys.argv[3:] == ["two"]:
         target.write_text(json.dumps(two_gpus(folder)))
+    elif sys.argv[3:] == ["latent"]:
+        target.write_text(json.dumps(latent(folder)))
     elif len(sys.argv) > 3:
         report(folder, json.loads(Path(sys.argv[3]).read_text()))
     else:

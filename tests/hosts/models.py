@@ -73,6 +73,21 @@ def _gemma2() -> Any:
     return model
 
 
+def _deepseek() -> Any:
+    """Latent attention, without experts. The sizes of a head are DeepSeek's, because vLLM refuses
+    others on a GPU."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    layers = _SIZES["num_hidden_layers"]
+    config = DeepseekV3Config(
+        **{**_SIZES, "num_key_value_heads": 8, "head_dim": 64}, initializer_range=0.1,
+        tie_word_embeddings=False, q_lora_rank=48, kv_lora_rank=512, qk_nope_head_dim=128,
+        qk_rope_head_dim=64, v_head_dim=128, first_k_dense_replace=layers, n_routed_experts=8,
+        n_group=1, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=64,
+    )  # fmt: skip
+    return DeepseekV3ForCausalLM(config)
+
+
 def _bert() -> Any:
     from transformers import BertConfig, BertModel
 
@@ -85,7 +100,8 @@ def _bert() -> Any:
 
 
 DECODERS = {
-    "llama": _llama, "mistral": _mistral, "gemma2": _gemma2, "loops": _loops, "mqa": _mqa
+    "llama": _llama, "mistral": _mistral, "gemma2": _gemma2, "loops": _loops, "mqa": _mqa,
+    "deepseek": _deepseek,
 }  # fmt: skip
 
 

@@ -3,7 +3,8 @@
     python tests/hosts/run_engine.py CASES.json RESULT.json
 
 Started by `test_vllm_engine.py` with one release of vLLM on PYTHONPATH. A case has a `model` folder
-and `arguments` of `vllm.LLM`; its result has the tokens (or embeddings) of each prompt, or `error`.
+and `arguments` of `vllm.LLM`, and `times` repeats each prompt in itself. Its result has the tokens
+(or embeddings) of each prompt, or `error`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         **case.get("arguments", {}),
     }  # fmt: skip
     llm = LLM(**arguments)
-    given = [{"prompt_token_ids": p} for p in expected["prompts"][: case.get("prompts")]]
+    times = case.get("times", 1)
+    given = [{"prompt_token_ids": p * times} for p in expected["prompts"][: case.get("prompts")]]
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     ours = (getattr(layer.impl, "_attention", None) for layer in layers.values())
     result: dict[str, Any] = {

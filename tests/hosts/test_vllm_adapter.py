@@ -1,4 +1,4 @@
-"""`vllm_adapter.py` under each release of vLLM."""
+"""`vllm_adapter.py` and `vllm_latent_adapter.py` under each release of vLLM."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from tests.hosts.install import VLLM
 @pytest.mark.hosts
 @pytest.mark.parametrize("version", VLLM)
 def test_adapter(environment: Any, version: str) -> None:
+    files = "vllm_adapter.py", "vllm_latent_adapter.py"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "vllm_adapter.py"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
         cwd=HERE, env=environment(version, ATTNLIB_TEST_VLLM_CPU="1"), capture_output=True,
         text=True, timeout=600, check=False,
     )  # fmt: skip

@@ -15,7 +15,7 @@ import pytest
 from tests.hosts.install import VLLM
 
 pytestmark = pytest.mark.hosts
-MODELS = ("llama", "mistral", "gemma2")
+MODELS = ("llama", "mistral", "gemma2", "deepseek")
 
 
 def expected_tokens(models: Path, name: str) -> list[list[int]]:

@@ -105,6 +105,7 @@ def combine_ranks(
 def worker_class() -> Any:
     """vLLM's CPU worker; the size of its cache is what the user says."""
     define_operations()
+    import vllm.model_executor.layers.attention.mla_attention as latent_layers
     import vllm.utils.cpu_triton_utils as kernels
     import vllm.v1.attention.ops.common as operations
     from vllm.v1.worker.cpu_worker import CPUWorker
@@ -112,6 +113,10 @@ def worker_class() -> Any:
     if hasattr(operations, "cp_lse_ag_out_rs"):  # vLLM 0.26
         operations.cp_lse_ag_out_rs = combine_ranks
         kernels.compute_slot_mapping_kernel = kernels._FuncWrapper(distributed_slots)
+
+    # vLLM's own prefills over latents need FlashAttention. attnlib does not call them.
+    latent_layers.get_mla_prefill_backend = lambda config: latent_layers.MLAPrefillBackend
+    latent_layers.MLAPrefillBackend.__abstractmethods__ = frozenset()
 
     class TestCpuWorker(CPUWorker):
         def _maybe_get_memory_pool_context(self, tag: str) -> Any:

@@ -9,15 +9,16 @@ processes. Inside vLLM, ATTNLIB_BACKEND selects attnlib's backend as it does els
 `backend` answers vLLM's questions about support, `layer_spec` translates its arguments to an
 `AttentionSpec`, `impl` is the attention of one layer, `builder` the metadata of one batch,
 `kv_cache` views vLLM's memory as a paged cache, `context_parallel` computes attention over a cache
-that is distributed over the ranks of a decode context parallel group. Only `register` can be
-imported without vLLM.
+that is distributed over the ranks of a decode context parallel group. `mla_backend`, `mla_impl` and
+`mla_builder` are the same for multi-head latent attention; `registered` chooses between both. Only
+`register` can be imported without vLLM.
 """
 
 from __future__ import annotations
 
 __all__ = ["register"]
 
-_BACKEND = "attnlib.integrations.vllm.backend.AttnlibBackend"
+_BACKEND = "attnlib.integrations.vllm.registered.Backend"
 
 
 def register() -> None:

@@ -21,14 +21,15 @@ from attnlib.metadata.parameters import PerLayerParameters
 from attnlib.spec import AttentionSpec, CudaGraphSupport
 from attnlib.workspace import BatchLimits
 
-__all__ = ["AttnlibMetadataBuilder"]
+__all__ = ["AttnlibMetadataBuilder", "CUDA_GRAPH_SUPPORT", "batch_limits", "common_batch"]
 
-_GRAPHS = {
+CUDA_GRAPH_SUPPORT = {
     CudaGraphSupport.NEVER: AttentionCGSupport.NEVER,
     CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE: AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE,
     CudaGraphSupport.UNIFORM_BATCH: AttentionCGSupport.UNIFORM_BATCH,
     CudaGraphSupport.ALWAYS: AttentionCGSupport.ALWAYS,
 }
+"""attnlib's levels in vLLM's terms."""
 
 
 class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
@@ -54,11 +55,7 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
             by_spec.setdefault(impl.spec, {})[name] = PerLayerParameters(
                 left, impl.spec.logits_soft_cap, impl.scale, right
             )
-        limits = BatchLimits(
-            max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
-            max_num_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-            max_seq_len=vllm_config.model_config.max_model_len,
-        )
+        limits = batch_limits(vllm_config)
         self._builders: dict[AttentionSpec, Any] = {}
         self._distributed: DistributedBuilder | None = None
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
@@ -88,7 +85,7 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
         level = min(levels, default=CudaGraphSupport.NEVER)
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
             level = min(level, CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
-        return _GRAPHS[level]
+        return CUDA_GRAPH_SUPPORT[level]
 
     def build(
         self,
@@ -116,11 +113,22 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
     def _metadata(self, batch: VllmBatch, build: Any) -> VllmMetadata:
         batches = {}
         for spec, builder in self._builders.items():
-            batches[spec] = build(builder, _common(batch, spec, builder.needs_host_lengths))
+            batches[spec] = build(builder, common_batch(batch, spec, builder.needs_host_lengths))
         return VllmMetadata(batch.num_actual_tokens, batches)
 
 
-def _common(batch: VllmBatch, spec: AttentionSpec, host_lengths: bool) -> CommonAttentionMetadata:
+def batch_limits(vllm_config: Any) -> BatchLimits:
+    """The largest batch of an engine."""
+    return BatchLimits(
+        max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
+        max_num_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        max_seq_len=vllm_config.model_config.max_model_len,
+    )
+
+
+def common_batch(
+    batch: VllmBatch, spec: AttentionSpec, host_lengths: bool
+) -> CommonAttentionMetadata:
     """vLLM's batch in attnlib's terms. No tensor is copied, except lengths that a backend needs on
     the host.
 

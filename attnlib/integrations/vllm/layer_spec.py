@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 
 from attnlib.backends.base import AttentionBackend
@@ -31,9 +32,16 @@ def spec_of(question: Mapping[str, Any]) -> AttentionSpec:
     Raises:
         ContractError: no attention layer can have these values.
     """
+    size = question["head_size"]
+    latent: dict[str, Any] = {}
+    if question.get("use_mla"):
+        config = get_current_vllm_config().model_config.hf_text_config
+        latent = {"use_mla": True, "head_size_v": size - config.qk_rope_head_dim}
     return AttentionSpec(
         num_heads=PROBE_HEADS,
-        head_size=question["head_size"],
+        num_kv_heads=PROBE_HEADS,
+        head_size=size,
+        **latent,
         dtype=question["dtype"],
         kv_cache_dtype=question.get("kv_cache_dtype") or "auto",
         block_size=question.get("block_size") or 16,

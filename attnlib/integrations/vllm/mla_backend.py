@@ -1,0 +1,72 @@
+"""What vLLM asks about attnlib for models with multi-head latent attention (MLA)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from vllm.v1.attention.backend import MLAAttentionImpl
+
+from attnlib.integrations.vllm.backend import AttnlibBackend
+from attnlib.integrations.vllm.mla_builder import AttnlibMLAMetadataBuilder
+from attnlib.integrations.vllm.mla_impl import AttnlibMLAImpl
+
+__all__ = ["AttnlibMLABackend"]
+
+
+class AttnlibMLABackend(AttnlibBackend):
+    """attnlib as a backend of latent attention in vLLM 0.26 and 0.33."""
+
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [
+        "auto", "float16", "bfloat16", "fp8", "fp8_e4m3",
+    ]  # fmt: skip
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        """Yes: vLLM projects the queries and outputs of decodes."""
+        return True
+
+    @staticmethod
+    def get_impl_cls() -> type[MLAAttentionImpl]:
+        """The attention of one layer."""
+        return AttnlibMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttnlibMLAMetadataBuilder]:
+        """The builder of metadata."""
+        return AttnlibMLAMetadataBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """The logical shape of a layer's cache; vLLM 0.33 decides it without this method."""
+        return (num_blocks, block_size, head_size)
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """Its order in memory; vLLM 0.33 decides it without this method."""
+        return (1, 0, 2, 3) if include_num_layers_dimension else (0, 1, 2)
+
+    @classmethod
+    def supports_dcp(cls) -> bool:
+        """No decode context parallelism over latents."""
+        return False
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Decoders."""
+        return attn_type == "decoder"
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        """Reasons against a layer; see `AttnlibBackend`."""
+        reasons = super().validate_configuration(*args, **kwargs)
+        from vllm.config import get_current_vllm_config
+
+        if get_current_vllm_config().parallel_config.decode_context_parallel_size > 1:
+            reasons = [*reasons, "attnlib: no decode context parallelism over latents"]
+        return reasons

@@ -1,0 +1,120 @@
+"""vLLM's common metadata of a batch as metadata of attnlib's backends, for latent attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
+from vllm.v1.attention.backend import CommonAttentionMetadata as VllmBatch
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from attnlib.errors import UnsupportedConfigError
+from attnlib.integrations.vllm.builder import CUDA_GRAPH_SUPPORT, batch_limits, common_batch
+from attnlib.integrations.vllm.layer_spec import select
+from attnlib.metadata.batch_slice import slice_batch
+from attnlib.spec import CudaGraphSupport
+
+__all__ = ["AttnlibMLAMetadataBuilder", "VllmLatentMetadata"]
+
+
+@dataclass
+class VllmLatentMetadata:
+    """One batch for a group of latent layers. vLLM writes the new latents and passes the tokens of
+    both parts to the layers separately.
+
+    Attributes:
+        num_actual_tokens: tokens of the batch, without padding outside of graphs.
+        num_decodes, num_prefills: requests of each part.
+        num_decode_tokens: tokens of the decode part, which comes first.
+        decode, prefill: attnlib's metadata of each part, without slots; None for an empty part.
+    """
+
+    num_actual_tokens: int
+    num_decodes: int
+    num_prefills: int
+    num_decode_tokens: int
+    decode: Any
+    prefill: Any
+
+
+class AttnlibMLAMetadataBuilder(AttentionMetadataBuilder[VllmLatentMetadata]):
+    """Builds the metadata of one group of latent layers, once per step. Arguments as in
+    `AttnlibMetadataBuilder`.
+
+    Raises:
+        UnsupportedConfigError: layers of one group with different specs.
+    """
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = vllm_config.compilation_config.static_forward_context
+        for name in layer_names:
+            layers[name].impl.set_block_size(kv_cache_spec.block_size)
+        specs = {layers[name].impl.spec for name in layer_names}
+        if len(specs) > 1:
+            raise UnsupportedConfigError(
+                f"latent layers of one cache group have {len(specs)} specs; attnlib needs one: "
+                f"{sorted(map(str, specs))}"
+            )
+        (self._spec,) = specs
+        self._builder: Any = select(self._spec, layer_names[0]).make_builder(
+            self._spec, device, layer_names=layer_names, limits=batch_limits(vllm_config)
+        )
+        threshold = self._builder.reorder_batch_threshold
+        self._init_reorder_batch_threshold(threshold or 1, supports_spec_as_decode=True)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Decodes and verifications as far as the backend can capture them. Prefills compute keys
+        and values of the heads in chunks of the context, which needs lengths on the host."""
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        specs = {spec for layer in layers if (spec := _latent_spec(layer)) is not None}
+        levels = [select(spec).get_builder_cls().cudagraph_support for spec in specs]
+        level = min(levels, default=CudaGraphSupport.NEVER)
+        return CUDA_GRAPH_SUPPORT[min(level, CudaGraphSupport.UNIFORM_BATCH)]
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: VllmBatch,
+        fast_build: bool = False,
+    ) -> VllmLatentMetadata:
+        """The metadata of one batch; `common_prefix_len` is ignored."""
+        return self._build(common_attn_metadata, self._builder.build)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: VllmBatch) -> VllmLatentMetadata:
+        """The metadata to capture decodes with."""
+
+        def build(_: int, common: Any) -> Any:
+            return self._builder.build_for_cudagraph_capture(common)
+
+        return self._build(common_attn_metadata, build)
+
+    def _build(self, batch: VllmBatch, build: Any) -> VllmLatentMetadata:
+        decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(
+            batch, decode_threshold=self.reorder_batch_threshold or 1
+        )
+        common = common_batch(batch, self._spec, self._builder.needs_host_lengths)
+        common.slot_mapping = None  # vLLM writes the latents
+        decode = prefill = None
+        tokens, bounds = batch.num_actual_tokens, batch.seq_lens_cpu_upper_bound
+        if decodes:
+            part = slice(0, decodes), slice(0, decode_tokens), slice(0, 0)
+            decode = build(0, slice_batch(common, *part) if prefills else common)
+        if prefills:
+            part = slice(decodes, batch.num_reqs), slice(decode_tokens, tokens), slice(0, 0)
+            rest = slice_batch(common, *part) if decodes else common
+            if rest.seq_lens_cpu is None and bounds is not None:
+                rest.seq_lens_cpu = bounds[part[0]]  # exact for prefills
+            prefill = build(0, rest)
+        return VllmLatentMetadata(tokens, decodes, prefills, decode_tokens, decode, prefill)
+
+
+def _latent_spec(layer: Any) -> Any:
+    """The spec of a layer of attnlib over latents; None for other layers."""
+    spec = getattr(getattr(layer, "impl", None), "spec", None)
+    return spec if spec is not None and getattr(spec, "use_mla", False) else None

@@ -1,0 +1,28 @@
+"""The class that vLLM gets for attnlib's name.
+
+vLLM has one class per name of a backend, and a class serves either latent attention (MLA) or other
+layers. `Backend` is the one for the model that is being loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["Backend"]  # noqa: F822  # by `__getattr__`
+
+
+def __getattr__(name: str) -> Any:
+    """`Backend`, by vLLM's current configuration."""
+    if name != "Backend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    model = None if config is None else config.model_config
+    if model is not None and model.use_mla:
+        from attnlib.integrations.vllm.mla_backend import AttnlibMLABackend
+
+        return AttnlibMLABackend
+    from attnlib.integrations.vllm.backend import AttnlibBackend
+
+    return AttnlibBackend

@@ -1,0 +1,234 @@
+"""The adapter for latent attention inside an importable vLLM, without an engine; run by
+`test_vllm_adapter.py`.
+
+Batches are vLLM's own `CommonAttentionMetadata`. The reference is torch's attention over keys and
+values of every head, computed from the latents that the cache holds.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+
+from attnlib.errors import UnsupportedConfigError
+from attnlib.integrations.vllm import registered
+from attnlib.integrations.vllm.backend import AttnlibBackend
+from attnlib.integrations.vllm.mla_backend import AttnlibMLABackend
+from attnlib.integrations.vllm.mla_builder import AttnlibMLAMetadataBuilder
+from attnlib.integrations.vllm.mla_impl import AttnlibMLAImpl
+from attnlib.latent_attention import EXPAND_FROM
+
+HEADS, LATENT, ROTARY, KEY, VALUE, BLOCK, COLUMNS = 4, 32, 16, 24, 20, 16, 60
+SCALE = (KEY + ROTARY) ** -0.5
+
+
+@pytest.fixture(autouse=True)
+def _config() -> Any:
+    with set_current_vllm_config(VllmConfig()):
+        torch.set_default_dtype(torch.float32)
+        torch.manual_seed(0)
+        yield
+
+
+class Layer:
+    """One layer with its cache and builder, over vLLM's memory."""
+
+    def __init__(self, kv_cache_dtype: str = "auto", **arguments: Any) -> None:
+        weight = torch.randn(HEADS * (KEY + VALUE), LATENT) / LATENT**0.5
+        self.projection = weight.view(HEADS, KEY + VALUE, LATENT)
+        sizes: dict[str, Any] = dict(
+            num_heads=HEADS, head_size=LATENT + ROTARY, scale=SCALE, num_kv_heads=1,
+            kv_lora_rank=LATENT, qk_nope_head_dim=KEY, qk_rope_head_dim=ROTARY,
+            qk_head_dim=KEY + ROTARY, v_head_dim=VALUE, q_lora_rank=None,
+            kv_b_proj=SimpleNamespace(weight=weight, quant_method=None),
+            alibi_slopes=None, sliding_window=None, logits_soft_cap=None, attn_type="decoder",
+            kv_sharing_target_layer_name=None, indexer=None,
+        )  # fmt: skip
+        self.impl = AttnlibMLAImpl(**{**sizes, "kv_cache_dtype": kv_cache_dtype, **arguments})
+        dtype = torch.float32 if kv_cache_dtype == "auto" else torch.uint8
+        self.kv_cache = torch.zeros(2 * COLUMNS + 1, BLOCK, LATENT + ROTARY, dtype=dtype)
+        self.layer = SimpleNamespace(impl=self.impl, _k_scale=torch.tensor([0.5]))
+        self.config = SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context={"layer": self.layer}),
+            scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=1024),
+            model_config=SimpleNamespace(max_model_len=1024),
+            parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+            speculative_config=None,
+        )
+        self.builder = AttnlibMLAMetadataBuilder(
+            SimpleNamespace(block_size=BLOCK), ["layer"], self.config, torch.device("cpu")
+        )
+
+    def step(
+        self, query_lens: list[int], seq_lens: list[int], padding: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a batch as vLLM's `MLAAttention` does. Returns queries before absorption and output;
+        `padding` requests without tokens follow, and as many tokens."""
+        requests, tokens = len(query_lens) + padding, sum(query_lens) + padding
+        starts = torch.tensor([0, *query_lens, *[0] * padding]).cumsum(0).int()
+        lengths = torch.tensor([*seq_lens, *[0] * padding], dtype=torch.int32)
+        table = torch.zeros(requests, COLUMNS, dtype=torch.int32)
+        slots = torch.full((tokens,), -1)
+        for request, (new, total) in enumerate(zip(query_lens, seq_lens, strict=True)):
+            table[request] = torch.arange(COLUMNS) + 1 + COLUMNS * request
+            position = torch.arange(total - new, total)
+            first = starts[request]
+            slots[first : first + new] = (
+                table[request][position // BLOCK] * BLOCK + position % BLOCK
+            )
+        batch = CommonAttentionMetadata(
+            query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths,
+            num_reqs=requests, num_actual_tokens=tokens, max_query_len=max(query_lens),
+            max_seq_len=max(seq_lens), block_table_tensor=table, slot_mapping=slots, causal=True,
+            seq_lens_cpu_upper_bound=lengths,
+        )  # fmt: skip
+        metadata = self.builder.build(0, batch)
+        query = torch.randn(tokens, HEADS, KEY + ROTARY)
+        latents, rotary = torch.randn(tokens, LATENT), torch.randn(tokens, 1, ROTARY)
+        scale, decodes = self.layer._k_scale, metadata.num_decode_tokens
+        self.impl.do_kv_cache_update(
+            latents, rotary, self.kv_cache, slots, self.impl.kv_cache_dtype, scale
+        )
+        output = torch.full((tokens, HEADS * VALUE), 7.0)
+        if decodes < tokens:
+            self.impl.forward_mha(
+                query[decodes:], latents[decodes:], rotary[decodes:], self.kv_cache, metadata,
+                scale, output=output[decodes:],
+            )  # fmt: skip
+        if decodes:
+            heads = query[:decodes].transpose(0, 1)
+            absorbed = torch.bmm(heads[..., :KEY], self.projection[:, :KEY]).transpose(0, 1)
+            parts = absorbed, query[:decodes, :, KEY:]
+            found, lse = self.impl.forward_mqa(parts, self.kv_cache, metadata, self.layer)
+            assert lse is None
+            values = torch.bmm(found.transpose(0, 1), self.projection[:, KEY:].transpose(1, 2))
+            output[:decodes] = values.transpose(0, 1).reshape(decodes, -1)
+        self.metadata, self.table = metadata, table
+        return query, output.view(tokens, HEADS, VALUE)
+
+    def expected(
+        self, query: torch.Tensor, query_lens: list[int], seq_lens: list[int]
+    ) -> torch.Tensor:
+        memory = self.kv_cache
+        if memory.dtype == torch.uint8:
+            memory = memory.view(torch.float8_e4m3fn).float() * 0.5
+        rows, start = [], 0
+        for request, (new, total) in enumerate(zip(query_lens, seq_lens, strict=True)):
+            position = torch.arange(total)
+            held = memory[self.table[request].long()[position // BLOCK], position % BLOCK]
+            both = torch.einsum("tl,hol->hto", held[:, :LATENT], self.projection)
+            rotary = held[:, LATENT:].expand(HEADS, -1, -1)
+            attended = torch.nn.functional.scaled_dot_product_attention(
+                query[start : start + new].transpose(0, 1),
+                torch.cat((both[..., :KEY], rotary), -1), both[..., KEY:],
+                attn_mask=torch.ones(new, total).tril(total - new).bool(), scale=SCALE,
+            )  # fmt: skip
+            rows.append(attended.transpose(0, 1))
+            start += new
+        return torch.cat(rows)
+
+
+LONG = EXPAND_FROM + 20
+STEPS = [
+    ([40, 9], [40, 9], (0, 2)),
+    ([1, 1], [41, 10], (2, 0)),
+    ([4, 4], [45, 14], (2, 0)),
+    ([1, 20], [46, 34], (1, 1)),
+    ([1, LONG], [47, 34 + LONG], (1, 1)),
+    ([LONG, LONG], [47 + LONG, 34 + 2 * LONG], (0, 2)),
+]
+"""Prefill, decodes, several tokens per request (speculation), a mixed batch, and prefills that are
+expanded over a context. With the number of decodes and prefills."""
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_steps(kv_cache_dtype: str) -> None:
+    layer = Layer(kv_cache_dtype)
+    for query_lens, seq_lens, parts in STEPS:
+        query, output = layer.step(query_lens, seq_lens)
+        assert (layer.metadata.num_decodes, layer.metadata.num_prefills) == parts
+        expected = layer.expected(query, query_lens, seq_lens)
+        torch.testing.assert_close(output, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_padded_batch() -> None:
+    """Padding rows have no tokens and length 0: nothing is written, and their output is 0."""
+    layer = Layer()
+    layer.step([30, 9], [30, 9])
+    held = layer.kv_cache.clone()
+    query, output = layer.step([1, 1], [31, 10], padding=3)
+    expected = layer.expected(query, [1, 1], [31, 10])
+    torch.testing.assert_close(output[:2], expected, atol=2e-5, rtol=2e-5)
+    assert not output[2:].any()
+    assert (layer.kv_cache != held).any(-1).sum() == 2
+
+
+def test_long_prefills_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, calls = Layer(), []
+    layer.step([40, 9], [40, 9])
+    prefills = layer.impl._prefills
+    assert prefills is not None
+    monkeypatch.setattr(prefills, "_expanded", lambda *args: calls.append(args))
+    layer.step([40, 9], [80, 18])
+    assert not calls
+    layer.step([1, LONG], [81, 18 + LONG])
+    assert len(calls) == 1
+
+
+def test_weights_are_not_copied() -> None:
+    layer = Layer()
+    layer.step([40], [40])
+    assert layer.impl._prefills._projection.data_ptr() == layer.projection.data_ptr()
+
+
+def test_arguments_without_implementation_are_refused() -> None:
+    for name in ("indexer", "topk_indices_buffer", "q_pad_num_heads", "sliding_window"):
+        with pytest.raises(UnsupportedConfigError, match=name):
+            Layer(**{name: 3})
+
+
+def test_the_class_follows_the_model() -> None:
+    config = VllmConfig()
+    assert registered.Backend is AttnlibBackend
+    sizes = SimpleNamespace(qk_rope_head_dim=ROTARY)
+    config.model_config = SimpleNamespace(use_mla=True, hf_text_config=sizes)
+    with set_current_vllm_config(config):
+        assert registered.Backend is AttnlibMLABackend
+    with pytest.raises(AttributeError):
+        registered.Other  # noqa: B018
+
+
+def ask(parallel: int = 1, **changes: Any) -> list[str]:
+    """The reasons for a configuration that is supported but for the changes."""
+    question = dict(
+        head_size=LATENT + ROTARY, dtype=torch.float32, kv_cache_dtype="auto", block_size=None,
+        use_mla=True, has_sink=False, use_sparse=False, use_mm_prefix=False,
+        use_per_head_quant_scales=False, device_capability=None, attn_type="decoder",
+    )  # fmt: skip
+    config = VllmConfig()
+    sizes = SimpleNamespace(qk_rope_head_dim=ROTARY)
+    config.model_config = SimpleNamespace(use_mla=True, hf_text_config=sizes)
+    config.parallel_config.decode_context_parallel_size = parallel
+    with set_current_vllm_config(config):
+        return AttnlibMLABackend.validate_configuration(**{**question, **changes})
+
+
+def test_refusals() -> None:
+    assert ask() == []
+    assert ask(kv_cache_dtype="fp8") == []
+    assert ask(use_mla=False)[0] == "non-MLA not supported"
+    assert "sparse not supported" in ask(use_sparse=True)
+    assert "kv_cache_dtype not supported" in ask(kv_cache_dtype="fp8_ds_mla")
+    assert ask(parallel=2) == ["attnlib: no decode context parallelism over latents"]
+    assert not AttnlibMLABackend.supports_dcp()
+
+
+def test_prefills_are_not_captured() -> None:
+    layer = Layer()
+    level = AttnlibMLAMetadataBuilder.get_cudagraph_support(layer.config, None)
+    assert level is AttentionCGSupport.NEVER  # of the torch backend
