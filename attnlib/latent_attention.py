@@ -174,7 +174,7 @@ class LatentAttention(nn.Module):
         in_latent = torch.bmm(heads[..., : self.key_size], to_latent).transpose(0, 1)
         absorbed = torch.cat((in_latent, query[..., self.key_size :]), dim=-1)
         key: Tensor | None = latent[:, None]
-        value = latent[:, None, :size]
+        value: Tensor | None = latent[:, None, :size]
         if getattr(metadata, "slot_mapping", None) is None:
             key = value = None
         out = self.layer(absorbed, key, value, cache, metadata, selected_keys=selected_keys)
