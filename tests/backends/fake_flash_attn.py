@@ -57,6 +57,7 @@ def attend(
     lse = torch.full(q.shape[:2], float("nan"))
     end = int(starts[-1])
     if qv is not None:  # absorbed: scores are q @ k + qv @ v
+        assert qv.shape[-1] == v.shape[-1] >= 256 and q.shape[-1] <= 64
         q, k = torch.cat((qv, q), -1), torch.cat((v, k), -1)
     params = AttentionParams(
         scale=scale,

@@ -99,6 +99,10 @@ def _head_sizes(kernel: FlashKernel) -> Sizes:
     return Sizes(8, max(built, default=8), 8)
 
 
+_ABSORBED_SIZE_V = 512
+"""The value head size with which FlashAttention 3's kernels take `qv`; they refuse small ones."""
+
+
 def kernel_unsupported_reasons(
     kernel: FlashKernel, spec: AttentionSpec, device: DeviceInfo, config: Mapping[str, Any]
 ) -> list[str]:
@@ -122,10 +126,17 @@ def _absorbed_reasons(spec: AttentionSpec) -> list[str]:
     """What FlashAttention 3 needs of absorbed queries over latents (M12), besides what it needs of
     a layer with the sizes of the rotary part and of the values: it multiplies the rotary parts as
     queries and keys, and the rest of the queries (`qv`) with the values."""
-    rotary = spec.head_size - spec.head_size_v
-    if 8 <= rotary <= 64:
-        return []
-    return [f"use_mla with a rotary part of {rotary} elements not supported (supported: 8 to 64)"]
+    rotary, reasons = spec.head_size - spec.head_size_v, []
+    if not 8 <= rotary <= 64:
+        reasons.append(
+            f"use_mla with a rotary part of {rotary} elements not supported (supported: 8 to 64)"
+        )
+    if spec.head_size_v != _ABSORBED_SIZE_V:
+        reasons.append(
+            f"use_mla with head_size_v={spec.head_size_v} not supported (supported: "
+            f"{_ABSORBED_SIZE_V})"
+        )
+    return reasons
 
 
 def _combination_reasons(

@@ -23,6 +23,7 @@ from attnlib.integrations.transformers.selected import (
     attend_selected,
     selects_keys,
 )
+from attnlib.integrations.transformers.two_streams import EntryMask, attend_two_streams
 
 __all__ = ["attnlib_attention"]
 
@@ -79,9 +80,12 @@ def attnlib_attention(
         if paged:
             return attend_continuous(call, kwargs["cache"], kwargs), None
         bias = kwargs.get("position_bias")
+        out = None
         if selects_keys(kwargs):
             out = attend_selected(call, attention_mask, kwargs)
-        else:
+        elif isinstance(attention_mask, EntryMask) and bias is None:
+            out = attend_two_streams(call, attention_mask)
+        if out is None:
             out = attend_plain(call, attention_mask, bias, kwargs)
         weights = _weights(call, attention_mask, bias) if kwargs.get("output_attentions") else None
     if torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value)):

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from attnlib.integrations.transformers.layers import Call
-from attnlib.key_selection import SelectedKeys
 from attnlib.layer import Attention
 
 __all__ = ["BatchPlan", "pack", "run_layer"]
@@ -40,7 +39,7 @@ def run_layer(
     key: torch.Tensor | None,
     value: torch.Tensor | None,
     cache: Any,
-    selected_keys: SelectedKeys | None = None,
+    **extra: Any,
 ) -> torch.Tensor:
     """Run a layer over the batch of a plan.
 
@@ -48,18 +47,14 @@ def run_layer(
         layer, plan, call: the layer, its batch and the attention call.
         key, value: packed keys and values of the new tokens, or None.
         cache: the layer's cache, or None.
-        selected_keys: for layers with a key selection.
+        extra: `selected_keys` or `compressed_keys` of the layer.
 
     Returns:
         `[B, T, Hq, Dv]`; queries that are not in the batch are 0.
     """
     batch, heads, queries, _ = call.query.shape
     packed = pack(call.query, plan.queries)
-    out: torch.Tensor
-    if selected_keys is None:
-        out = layer(packed, key, value, cache, plan.metadata)
-    else:
-        out = layer(packed, key, value, cache, plan.metadata, selected_keys=selected_keys)
+    out: torch.Tensor = layer(packed, key, value, cache, plan.metadata, **extra)
     if plan.queries is not None:
         whole = out.new_zeros(batch * queries, *out.shape[1:])
         out = whole.index_copy_(0, plan.queries, out)

@@ -30,7 +30,8 @@ class MaskTensor(torch.Tensor):
     """The float mask `[B, 1, T, S]` of a `StepMask`, evaluated on first use.
 
     Shape, dtype and device are known without evaluation. A move to another device or floating
-    dtype, `clone` and `detach` keep the description. Every other operation computes with the
+    dtype, `clone` and `detach` keep the description; so do columns of entries that are appended
+    (`two_streams`). Every other operation computes with the
     values: 0 where a key is visible, the lowest number of the dtype where it is hidden.
 
     Attributes:
@@ -93,7 +94,13 @@ class MaskTensor(torch.Tensor):
             copied = args[0]._copied(func, args[1:], kwargs)
             if copied is not None:
                 return copied
-        args, kwargs = tree_map_only(MaskTensor, MaskTensor.evaluated, (args, kwargs))
+        if func in _APPENDS:
+            from attnlib.integrations.transformers.two_streams import extended_mask
+
+            extended = extended_mask(func, args, kwargs)
+            if extended is not None:
+                return extended
+        args, kwargs = tree_map_only(MaskTensor, lambda mask: mask.evaluated(), (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -105,7 +112,8 @@ class MaskTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Evaluate the mask for operations that are called below `__torch_function__`."""
-        args, kwargs = tree_map_only(MaskTensor, MaskTensor.evaluated, (args, kwargs or {}))
+        given = (args, kwargs or {})
+        args, kwargs = tree_map_only(MaskTensor, lambda mask: mask.evaluated(), given)
         return func(*args, **kwargs)
 
     def _copied(
@@ -147,6 +155,9 @@ _COPIES = frozenset(
         *(torch.Tensor.detach, torch.detach, torch.Tensor.contiguous),
     ]
 )
+
+
+_APPENDS = frozenset([torch.cat, torch.nn.functional.pad])
 
 
 def attnlib_mask(
@@ -216,8 +227,8 @@ def read_mask(mask: torch.Tensor | None) -> StepMask | torch.Tensor | None:
         The `StepMask` of an unmodified `MaskTensor`; its values if the model wrote to them; any
         other mask as it is.
     """
-    if not isinstance(mask, MaskTensor):
-        return mask
+    if type(mask) is not MaskTensor:
+        return mask.evaluated() if isinstance(mask, MaskTensor) else mask
     modified = mask.modified()
     return mask.step if modified is None else modified
 

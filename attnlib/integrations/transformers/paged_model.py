@@ -72,7 +72,7 @@ class PagedModel:
     Raises:
         UnsupportedConfigError: `hybrid` and `latents` are both True, or `latents` is True and no
             module has latents that the backend supports, or the model uses the index of a token in
-            the packed row as its position.
+            the packed row as its position, or has layers with recurrent states.
     """
 
     def __init__(
@@ -333,9 +333,19 @@ def _shares_keys(module: nn.Module) -> bool:
     return bool(getattr(module, "is_kv_shared_layer", False))
 
 
+_WITH_STATES = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent")
+"""Layer types of transformers that keep a recurrent or convolution state."""
+
+
 def _refuse_model(model: nn.Module) -> None:
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    with_state = [kind for kind in getattr(text, "layer_types", None) or () if kind in _WITH_STATES]
+    if with_state:
+        raise UnsupportedConfigError(
+            f"{type(model).__name__} has layers of type {with_state[0]}, whose states are not in a "
+            "paged KV cache: use generate with attn_implementation='attnlib'"
+        )
     if getattr(text, "attn_temperature_tuning", False):
         raise UnsupportedConfigError(
             f"{type(model).__name__} scales queries by their index in the row "

@@ -41,7 +41,7 @@ from attnlib.layer import Attention
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.spec import AttentionType, MaskKind, Window
 
-__all__ = ["attend_plain", "mask_of", "paged_plan"]
+__all__ = ["attend_plain", "is_plain_window", "mask_of", "paged_plan"]
 
 _MAX_CACHED_SHAPES = 8
 _local = threading.local()
@@ -138,6 +138,14 @@ def mask_of(call: Call, mask: torch.Tensor | None) -> StepMask:
         while len(cached) > _MAX_CACHED_SHAPES:
             del cached[next(iter(cached))]
     return step
+
+
+def is_plain_window(step: StepMask) -> bool:
+    """Whether a mask is causal, with or without a window, and served over pages."""
+    pattern = step.pattern
+    if pattern is None or not pattern.causal or not pattern.is_plain or pattern.chunk is not None:
+        return False
+    return _dense_reason(step) is None
 
 
 def _broadcast_over_queries(step: StepMask, queries: int) -> StepMask | None:

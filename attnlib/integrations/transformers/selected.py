@@ -14,6 +14,7 @@ import torch
 
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.batch_plan import BatchPlan, run_layer
+from attnlib.integrations.transformers.dense import attend_dense
 from attnlib.integrations.transformers.layers import Call, layer_for, layer_name
 from attnlib.integrations.transformers.masks import read_mask
 from attnlib.integrations.transformers.pages import token_pages
@@ -60,8 +61,9 @@ def attend_selected(call: Call, mask: torch.Tensor | None, kwargs: dict[str, Any
     lists, size = _lists(call, kwargs)
     if rows is not None and not (rows.contiguous and rows.keys[:, 0].all()):
         if size > 1:
-            # The model's own choice of blocks then depends on the padding.
-            raise _unsupported(call, "its blocks of keys begin with padding (pad on the right)")
+            # The model counts blocks from the first column, padding included, and its choice
+            # depends on the states of padding tokens.
+            return _attend_blocks_densely(call, step, lists, size)
         lists = _positions_of(lists, step)
     selection = KeySelection(
         # One layer and one batch serve lists of similar lengths.
@@ -78,7 +80,7 @@ def attend_selected(call: Call, mask: torch.Tensor | None, kwargs: dict[str, Any
     if plan.queries is not None:
         lists = lists.index_select(0, plan.queries)
     selected = SelectedKeys(lists.int().contiguous())
-    return run_layer(layer, plan, call, None, None, cache, selected)
+    return run_layer(layer, plan, call, None, None, cache, selected_keys=selected)
 
 
 def _lists(call: Call, kwargs: dict[str, Any]) -> tuple[torch.Tensor, int]:
@@ -94,6 +96,27 @@ def _lists(call: Call, kwargs: dict[str, Any]) -> tuple[torch.Tensor, int]:
         raise _unsupported(call, f"block_indices have shape {tuple(blocks.shape)}")
     indexer = cast(Any, call.module).indexer
     return blocks.transpose(1, 2).reshape(batch * queries, blocks.shape[1], -1), indexer.block_size
+
+
+def _attend_blocks_densely(
+    call: Call, step: StepMask, blocks: torch.Tensor, size: int
+) -> torch.Tensor:
+    """Attention to blocks of columns `[B * T, H, K]` by an evaluated mask. Queries that see no key,
+    such as padding, get the mean of all values, as from eager and sdpa attention."""
+    batch, heads, queries, _ = call.query.shape
+    count = call.key.shape[2]
+    entries = torch.where(blocks < 0, -(-count // size), blocks).long()
+    chosen = torch.zeros((*blocks.shape[:2], -(-count // size) + 1), dtype=torch.bool)
+    chosen = chosen.to(blocks.device).scatter_(2, entries, True)[..., :-1]
+    columns = chosen.repeat_interleave(size, dim=2)[..., :count]
+    columns = columns.view(batch, queries, -1, count).transpose(1, 2)
+    columns = columns.repeat_interleave(heads // columns.shape[1], dim=1)
+    reason = "the model selects blocks of columns, some of which are padding"
+    mask = step.dense() & columns
+    out = attend_dense(call, mask, None, reason)
+    mean = call.value.mean(dim=2).repeat_interleave(heads // call.value.shape[1], dim=1)
+    hidden = ~mask.any(dim=-1).transpose(1, 2)[..., None]
+    return torch.where(hidden, mean[:, None].to(out.dtype), out)
 
 
 def _positions_of(columns: torch.Tensor, step: StepMask) -> torch.Tensor:

@@ -49,7 +49,7 @@ def _check_compiles(target: BackendUnderTest, case: Case) -> str:
     limits = BatchLimits(max_num_reqs=16, max_num_tokens=12 + 48 * block, max_seq_len=40 * block)
     layer = Attention(spec, backend=target.backend, device=target.device)
     builder = target.backend.make_builder(spec, target.device, limits=limits)
-    cache = PagedKVCache.allocate(spec, 64, target.device, case.layout)
+    cache = PagedKVCache.allocate(spec, 64, target.device, spec.kv_cache_layout)
     warmup(layer, cache, limits, builder=builder)
     if "triton" not in sys.modules:
         raise NotRun("this backend does not use Triton; other compilers have no compile hook")

@@ -189,6 +189,15 @@ def test_queries_scaled_by_their_index_in_the_row_are_refused() -> None:
         PagedModel(llama4(attn_temperature_tuning=True), num_blocks=4)
 
 
+@pytest.mark.parametrize("kind", ["linear_attention", "hybrid", "conv"])
+def test_models_with_recurrent_states_are_refused(kind: str) -> None:
+    """Their states would start anew in each step, and the tokens would be wrong."""
+    model = decoder("llama")
+    model.config.layer_types = ["full_attention", kind]
+    with pytest.raises(UnsupportedConfigError, match=f"layers of type {kind}, whose states"):
+        PagedModel(model, num_blocks=4)
+
+
 def test_a_block_that_does_not_exist_is_named() -> None:
     """Errors of the contract pass through the model."""
     paged = PagedModel(decoder("llama"), num_blocks=4, backend="torch")

@@ -57,7 +57,7 @@ def test_tokens_are_those_of_eager(name: str, monkeypatch: pytest.MonkeyPatch) -
     ids = torch.randint(2, 60, (2, 23), generator=generator)
     left, right = torch.ones_like(ids), torch.ones_like(ids)
     left[0, :6], right[1, 17:] = 0, 0
-    masks = [right] if name.startswith("minimax") else [left, right]
+    masks = [left, right]
     found: dict[str, Any] = {}
     with installed(), torch.no_grad():
         for implementation in ("eager", "attnlib"):
@@ -66,25 +66,13 @@ def test_tokens_are_those_of_eager(name: str, monkeypatch: pytest.MonkeyPatch) -
             logits = [model(ids).logits, *(model(ids, attention_mask=m).logits for m in masks)]
             options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
             tokens = [model.generate(ids, **options)]
-            if len(masks) == 2:
-                tokens.append(model.generate(ids, attention_mask=left, **options))
+            tokens.append(model.generate(ids, attention_mask=left, **options))
             found[implementation] = logits, tokens
         assert counted
     (eager, eager_tokens), (ours, our_tokens) = found["eager"], found["attnlib"]
     for expected, actual, mask in zip(eager, ours, [torch.ones_like(ids), *masks], strict=True):
         assert (expected - actual)[mask.bool()].abs().max() < 1e-4
     assert all(torch.equal(*pair) for pair in zip(eager_tokens, our_tokens, strict=True))
-
-
-def test_blocks_that_begin_with_padding_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model counts blocks from the first column, so that it selects others than without."""
-    model = _model("minimax_m3_vl_text", [], monkeypatch)
-    ids, mask = torch.arange(2, 14).view(2, 6), torch.ones(2, 6, dtype=torch.long)
-    mask[0, :2] = 0
-    with installed(), torch.no_grad():
-        model.set_attn_implementation("attnlib")
-        with pytest.raises(UnsupportedConfigError, match=r"begin with padding \(pad on the right"):
-            model(ids, attention_mask=mask)
 
 
 def test_a_selection_changes_the_result() -> None:

@@ -90,6 +90,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},
     "xmod": {"default_language": "en_XX"},
+    "deepseek_v4": {
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}
+    },
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "gptj": {"rotary_dim": 8},
     "codegen": {"rotary_dim": 8},
