@@ -19,12 +19,14 @@ from typing import Any
 import torch
 
 from attnlib.cache.storage import PagedKVCache
+from attnlib.compressed_entries import CompressedEntries
 from attnlib.errors import ContractError
 from attnlib.key_selection import KeySelection, SelectionScope
 from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.spec import AttentionSpec, MaskKind
 from attnlib.testing.batch_spec import BatchSpec, parse_batch
 from attnlib.testing.block_placement import BlockPlacement, place_blocks
+from attnlib.testing.compressed_entries import entries_of
 from attnlib.testing.score_functions import load_score_function
 
 __all__ = ["DECODE_TOKENS", "BenchCase", "check_case", "parse_case"]
@@ -57,6 +59,8 @@ class BenchCase:
         score: path of a score function (M10), `module:name` or `path/to/file.py:name`.
         select: scope, tokens per block and blocks of the lists of selected keys (M11); None for all
             keys.
+        entries: tokens per compressed entry, entries per block and most selected ones, 0 for all
+            (M17); None for one key stream.
         causal: False where every query sees every key of its request.
     """
 
@@ -76,6 +80,7 @@ class BenchCase:
     scale: float | None = None
     score: str | None = None
     select: tuple[str, int, int] | None = None
+    entries: tuple[int, int, int] | None = None
     causal: bool = True
 
     @property
@@ -107,6 +112,7 @@ class BenchCase:
             use_mla=self.mla,
             score_function=None if self.score is None else load_score_function(self.score),
             key_selection=self.key_selection,
+            compressed_entries=entries_of(self.entries),
             mask_kind=MaskKind.CAUSAL if self.causal else MaskKind.BIDIRECTIONAL,
         )
 
@@ -139,6 +145,7 @@ class BenchCase:
         words += [] if self.causal else ["not causal"]
         words += [f"score {self.score.rpartition(':')[2]}"] if self.score else []
         words += [f"selected {self.key_selection}"] if self.key_selection else []
+        words += [f"and {entries_of(self.entries)}"] if self.entries else []
         cache = "" if self.kv_cache_dtype == "auto" else f", cache {self.kv_cache_dtype}"
         return ", ".join([*words, f"page {self.block_size}", self.dtype]) + cache
 
@@ -174,6 +181,12 @@ def _select(text: str) -> dict[str, Any]:
     return {"select": (selection.scope.value, selection.block_size, selection.max_blocks)}
 
 
+def _entries(text: str) -> dict[str, Any]:
+    form = CompressedEntries.parse(text)
+    most = 0 if form.selection is None else form.selection.max_blocks
+    return {"entries": (form.compress_rate, form.block_size, most)}
+
+
 _KEYS: Mapping[str, Callable[[str], dict[str, Any]]] = {
     "heads": _pair,
     "d": lambda text: {"head_size": int(text)},
@@ -186,6 +199,7 @@ _KEYS: Mapping[str, Callable[[str], dict[str, Any]]] = {
     "mla": lambda text: {"mla": text not in ("0", "no")},
     "score": lambda text: {"score": text},
     "select": _select,
+    "entries": _entries,
     "dtype": lambda text: {"dtype": text},
     "kv": lambda text: {"kv_cache_dtype": text},
 }

@@ -17,6 +17,7 @@ from itertools import accumulate
 import torch
 
 from attnlib.backends.base import AttentionImpl
+from attnlib.bench.entries import own_and_entries
 from attnlib.bench.inputs import CaseInputs
 from attnlib.bench.key_lists import selected_mask
 from attnlib.cache.storage import PagedKVCache
@@ -149,6 +150,10 @@ class CorrectnessCheck:
         for row in rows:
             query, key, value, request = self._row(row)
             own = _of_request(params, request)
+            if self._inputs.compressed_keys:
+                entries = self._inputs.compressed_keys[0]
+                key, value = own_and_entries(key, value, self._inputs.spec, entries, row)
+                own = replace(own, causal=False, window=(-1, -1))
             selection = self._inputs.case.key_selection
             if selection is not None:
                 lists = self._inputs.selected_keys[0]

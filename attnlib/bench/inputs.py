@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from attnlib.bench.case import BenchCase
+from attnlib.bench.entries import random_entries
 from attnlib.bench.key_lists import random_lists
 from attnlib.bench.work import kv_bytes
 from attnlib.cache.storage import PagedKVCache
 from attnlib.key_selection import SelectedKeys
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.compressed import CompressedKeys
 from attnlib.ops.torch.cache_write import write_kv
 from attnlib.spec import AttentionSpec
 from attnlib.testing.layouts import read_slots
@@ -49,6 +51,7 @@ class CaseInputs:
         output: `[T, Hq, Dv]`, filled with NaN.
         params: the parameters of attention for the oracle.
         score_tensors: layer tensors of the score function by name.
+        compressed_keys: random compressed entries for each copy of the cache; empty without.
         selected_keys: random lists of selected keys for each copy of the cache; empty without.
     """
 
@@ -64,6 +67,7 @@ class CaseInputs:
     params: OracleParams
     score_tensors: dict[str, torch.Tensor]
     selected_keys: tuple[SelectedKeys, ...] = ()
+    compressed_keys: tuple[CompressedKeys, ...] = ()
 
     @property
     def slots(self) -> torch.Tensor:
@@ -164,6 +168,7 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> CaseInp
         _params(case, device, draw, tensors),
         {name: tensors[name] for name in layer_names},
         tuple(lists),
+        tuple(random_entries(spec, common, len(caches), draw) if case.entries else ()),
     )
 
 

@@ -48,6 +48,12 @@ class Runner:
                 inputs.output,
             )  # fmt: skip
             return
+        if inputs.compressed_keys:
+            self.layer.impl.forward_compressed(
+                inputs.query, inputs.caches[copy], self.metadata, inputs.compressed_keys[copy],
+                inputs.output,
+            )  # fmt: skip
+            return
         self.layer.impl.forward(inputs.query, inputs.caches[copy], self.metadata, inputs.output)
 
     def write(self, copy: int) -> None:
@@ -59,9 +65,10 @@ class Runner:
         """One call of the layer: check, write, attend."""
         m = self.inputs
         selected = m.selected_keys[0] if m.selected_keys else None
+        entries = m.compressed_keys[0] if m.compressed_keys else None
         self.layer(
             m.query, m.key, m.value, m.caches[0], self.metadata, output=m.output,
-            selected_keys=selected,
+            selected_keys=selected, compressed_keys=entries,
         )  # fmt: skip
 
 

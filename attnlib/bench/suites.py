@@ -145,6 +145,28 @@ _SPARSE = _cases(
         {**_latent(16), "select": ("all_heads", 1, 2048)},
     ),
 )
+_TWO_STREAMS: dict[str, Any] = {
+    "num_heads": 64,
+    "num_kv_heads": 1,
+    "head_size": 512,
+    "block_size": 64,
+    "mla": True,
+    "sinks": True,
+    "sliding_window": 128,
+}
+"""DeepSeek V4: keys are values; entries of 4 tokens of which 512 are selected, or of 128 tokens."""
+_ENTRIES = _cases(
+    *(
+        (f"streams-{name}-{kind}", batch, {**_TWO_STREAMS, "entries": entries})
+        for kind, entries in (("selected512", (4, 64, 512)), ("rate128", (128, 64, 0)))
+        for name, batch in (
+            ("decode-1x32k", "q1s32k"),
+            ("decode-32x32k", "32q1s32k"),
+            ("decode-32x128k", "32q1s128k"),
+            ("prefill-2k-over-32k", "q2ks32k"),
+        )
+    )
+)
 _FLOAT8 = tuple(
     replace(case, name=f"{name}-{case.name}", kv_cache_dtype=dtype)
     for name, dtype in (("e4m3", "fp8_e4m3"), ("e5m2", "fp8_e5m2"))
@@ -202,6 +224,11 @@ _CPU = _cases(
     ("cpu-prefill-64-over-512", "q64s512", _SMALL),
     ("cpu-prefill-1x256-w32-sinks", "q256", {**_SMALL, "sliding_window": 32, "sinks": True}),
     ("cpu-mixed-4x256-and-128", "4q1s256_q128", _SMALL),
+    (
+        "cpu-mixed-4x256-streams",
+        "4q1s256_q32s256",
+        {**_SMALL, "sinks": True, "sliding_window": 32, "entries": (4, 16, 8)},
+    ),
     ("cpu-mixed-4x256-selected", "4q1s256_q32s256", {**_SMALL, "select": ("kv_head", 16, 4)}),
 )
 _QUICK = (
@@ -222,12 +249,14 @@ SUITES: Mapping[str, tuple[BenchCase, ...]] = {
     "quick": tuple(case for case in _ANCHORS if case.name in _QUICK),
     "mla": _MLA,
     "sparse": _SPARSE,
+    "streams": _ENTRIES,
     "cpu": _CPU,
 }
 """Name -> cases. `anchors` are the rows of the published results; `float8` has decodes and prefills
 over a float8 cache; `formats` has caches with scales in the page, each beside bfloat16; `mla` has
 latent caches and the expanded prefill of the same model, `sparse` lists of selected blocks and
-tokens; `coverage` has other head sizes, page sizes and features, and small or uneven batches."""
+tokens, `streams` own keys and compressed entries; `coverage` has other head sizes, page sizes and
+features, and small or uneven batches."""
 
 
 def known_cases() -> dict[str, BenchCase]:

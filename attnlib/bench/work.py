@@ -67,7 +67,12 @@ def _request_bytes(case: BenchCase, query_len: int, seq_len: int) -> int:
     if case.key_selection is not None:  # the lists of queries overlap in an unknown share
         keys = min(seq_len, query_len * case.key_selection.max_keys)
         return keys * per_key
-    return read_keys(query_len, seq_len, case.sliding_window) * per_key
+    keys = read_keys(query_len, seq_len, case.sliding_window)
+    if case.entries is not None:  # the lists of queries overlap in an unknown share
+        rate, _, most = case.entries
+        visible = seq_len // rate
+        keys += min(visible, query_len * most) if most else visible
+    return keys * per_key
 
 
 def _request_flops(case: BenchCase, query_len: int, seq_len: int) -> int:
@@ -76,4 +81,9 @@ def _request_flops(case: BenchCase, query_len: int, seq_len: int) -> int:
     if case.key_selection is not None:  # as many keys as a window of this size shows
         window = min(window or case.key_selection.max_keys, case.key_selection.max_keys)
     pairs = visible_pairs(query_len, seq_len, window) if case.causal else query_len * seq_len
+    if case.entries is not None:
+        rate, _, most = case.entries
+        for p in range(seq_len - query_len, seq_len):
+            visible = (p + 1) // rate
+            pairs += min(visible, most) if most else visible
     return pairs * per_pair

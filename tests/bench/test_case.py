@@ -91,7 +91,7 @@ def test_the_ragged_batch_is_fixed() -> None:
 def test_kinds() -> None:
     kinds = {case.name: case.kind for case in known_cases().values()}
     for name, kind in kinds.items():
-        suite = "^(cpu|cov|mla|sparse|e4m3|e5m2|bf16|int8|fp8|int4)-"
+        suite = "^(cpu|cov|mla|sparse|streams|e4m3|e5m2|bf16|int8|fp8|int4)-"
         first = re.sub(suite, "", name).split("-")[0]
         assert kind == {"verify": "decode"}.get(first, first), name
 
@@ -119,6 +119,21 @@ def test_selected_keys_are_the_work_of_a_case() -> None:
     assert flops(case) == flops(long) == 2 * 32 * 2 * 128 * 8
     with pytest.raises(ContractError, match="write SCOPE:BLOCK_SIZE:MAX_BLOCKS|does not parse"):
         parse_case("q1s9@select=kv_head")
+
+
+def test_compressed_entries_are_part_of_the_work() -> None:
+    """M17: own keys of the window, and the selected or all entries that are complete."""
+    text = "q1s{}@heads=4/1,d=64,mla=1,window=16,entries=4:8:{}"
+    for length, most, entries in ((103, 10, 10), (103, 60, 25), (9000, 10, 10)):
+        case = parse_case(text.format(length, most))
+        assert f"and {most} entries of 4 tokens" in case.shape
+        assert kv_bytes(case) == (16 + entries) * 64 * 2
+        assert flops(case) == (16 + entries) * 2 * 128 * 4
+    every = parse_case("q3s103@heads=4/1,d=64,mla=1,window=16,entries=4:8")
+    assert kv_bytes(every) == (18 + 25) * 64 * 2
+    assert flops(every) == (3 * 16 + 25 + 25 + 25) * 2 * 128 * 4
+    with pytest.raises(ContractError, match="entries=4. does not parse"):
+        parse_case("q1s9@entries=4")
 
 
 def test_random_lists_hold_distinct_visible_blocks_and_the_own_one() -> None:
