@@ -247,3 +247,27 @@ def test_ids_keep_nothing_alive_and_are_typed() -> None:
     gc.collect()
     with pytest.raises(ContractError, match="the thing of this call no longer exists"):
         lookup(tensor_id, Thing, "thing")
+
+
+def test_an_id_is_used_again_only_if_nobody_knows_it() -> None:
+    """A tensor that somebody holds never names another object, whatever is registered later."""
+
+    class Thing:
+        def __init__(self) -> None:
+            self.handle = register_tensor_id(self)
+
+    things = [Thing() for _ in range(20)]
+    known = [thing.handle for thing in things[:5]]
+    forgotten = {int(thing.handle) for thing in things[5:]}
+    values = {int(handle) for handle in known}
+    del things
+    gc.collect()
+    with torch.inference_mode():
+        later = [Thing() for _ in range(300)]
+    numbers = {int(thing.handle) for thing in later}
+    assert len(numbers) == 300 and forgotten <= numbers and not values & numbers
+    assert not any(thing.handle.is_inference() for thing in later)
+    assert all(lookup(thing.handle, Thing, "thing") is thing for thing in later)
+    for handle in known:
+        with pytest.raises(ContractError, match="no longer exists"):
+            lookup(handle, Thing, "thing")

@@ -2,13 +2,14 @@
 
 An operator takes tensors and numbers only, but attention also needs its layer, its cache and the
 metadata of the batch. Each of them has an id, and the operator looks the object up by it. The
-registry holds objects weakly and never reuses an id.
+registry holds objects weakly, and uses an id again only if nobody can know it.
 """
 
 from __future__ import annotations
 
 from functools import partial
 from itertools import count
+from sys import getrefcount
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -20,7 +21,9 @@ __all__ = ["lookup", "register", "register_tensor_id"]
 
 _objects: dict[int, ref[Any]] = {}
 _ids = count(1)
-_CPU = torch.device("cpu")
+_unused: list[tuple[int, torch.Tensor]] = []
+"""Ids of objects that are gone, with their tensors."""
+_MAX_UNUSED = 256
 
 T = TypeVar("T")
 
@@ -35,9 +38,39 @@ def register(thing: Any) -> int:
 
 
 def register_tensor_id(thing: Any) -> torch.Tensor:
-    """A new id for `thing` as a 0-d int64 CPU tensor: another value does not recompile a graph."""
-    # Every batch has one: `torch.tensor` takes four times as long, and parsing "cpu" a quarter.
-    return torch.scalar_tensor(register(thing), dtype=torch.int64, device=_CPU)
+    """An id for `thing` as a 0-d int64 CPU tensor: another value does not recompile a graph.
+
+    Every batch has one. Making the tensor takes longer than all else here, so the tensor and the id
+    of an object that is gone are used again if nothing else refers to the tensor.
+    """
+    while _unused:
+        number, tensor = _unused.pop()
+        if getrefcount(tensor) == _ONLY_HERE:
+            break
+    else:
+        number = next(_ids)
+        # The guards of a graph distinguish inference tensors.
+        with torch.inference_mode(False):
+            tensor = torch.scalar_tensor(number, dtype=torch.int64, device="cpu")
+    _objects[number] = ref(thing, partial(_forget, number, tensor))
+    return tensor
+
+
+def _forget(number: int, tensor: torch.Tensor, reference: ref[Any]) -> None:
+    """Remove an object that is being deallocated."""
+    del _objects[number]
+    if len(_unused) < _MAX_UNUSED and type(tensor) is torch.Tensor:  # no `FakeTensor`
+        _unused.append((number, tensor))
+
+
+def _references_to_a_local() -> int:
+    """What `getrefcount` returns in `register_tensor_id`; it depends on the version of Python."""
+    pairs = [(0, object())]
+    _, thing = pairs.pop()
+    return getrefcount(thing)
+
+
+_ONLY_HERE = _references_to_a_local()
 
 
 def lookup(number: int | torch.Tensor, kind: type[T], what: str) -> T:
