@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from attnlib.compressed_entries import CompressedEntries
 from attnlib.errors import ContractError
+from attnlib.key_selection import KeySelection, SelectionScope
 from attnlib.spec import AttentionSpec, AttentionType
 
 __all__ = ["fallback_lines", "specs_from_config"]
@@ -28,14 +30,17 @@ _ENCODERS = (
     "modernbert",
     "camembert",
 )
-_SINKS = ("gpt_oss",)
+_SINKS = ("gpt_oss", "deepseek_v4")
+_KEYS_ARE_VALUES = ("deepseek_v4",)
 _ALIBI = ("bloom",)
+_COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
+"""Layer types of DeepSeek V4 with compressed entries."""
 _WITHOUT_KEYS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe", "mlp")
 """Layer types of hybrid models without keys and values; they need no attention backend."""
 
 
 def specs_from_config(path: str | Path, **overrides: Any) -> dict[str, AttentionSpec]:
-    """Layer kind ("full_attention", "sliding_attention", "chunked_attention") -> its spec.
+    """Layer kind ("full_attention", "sliding_attention", "indexed_attention", ...) -> its spec.
 
     Args:
         path: a `config.json`, or the directory that contains it.
@@ -43,8 +48,8 @@ def specs_from_config(path: str | Path, **overrides: Any) -> dict[str, Attention
 
     Returns:
         Kind of layer -> spec. Models with multi-head latent attention have two for each kind: with
-        keys and values of every head, as `generate` caches them, and "... over latents", as
-        `PagedModel` does.
+        keys and values of every head, as `generate` caches them, and "... over latents". Layers
+        whose indexer selects keys have the form of its lists.
 
     Raises:
         ContractError: the file or a required key is missing or invalid; the message names it.
@@ -112,7 +117,30 @@ def _fields_of_kind(
         return {"sliding_window": window}
     if kind == "chunked_attention":
         return {"attention_chunk_size": config.get("attention_chunk_size")}
-    return {}
+    if kind in _COMPRESSED:
+        return {"sliding_window": window, "compressed_entries": _entries(kind, config, file)}
+    return {"key_selection": _key_selection(kind, config)}
+
+
+def _key_selection(kind: str, config: dict[str, Any]) -> KeySelection | None:
+    """The lists of a layer whose indexer selects keys (M11); None for other layers."""
+    tokens = config.get("index_topk")
+    if kind == "indexed_attention" and tokens:
+        return KeySelection(max_blocks=tokens)
+    blocks, size = config.get("index_topk_blocks"), config.get("index_block_size")
+    if kind == "minimax_m3_sparse" and blocks and size:
+        return KeySelection(max_blocks=blocks, block_size=size, scope=SelectionScope.KV_HEAD)
+    return None
+
+
+def _entries(kind: str, config: dict[str, Any], file: Path) -> CompressedEntries:
+    """The second key stream of DeepSeek V4 (M17)."""
+    rate = (config.get("compress_rates") or {}).get(kind)
+    if not rate:
+        raise ContractError(f"{file} has {kind} layers and no compress_rates for them")
+    selects = kind == "compressed_sparse_attention" and config.get("index_topk")
+    selection = KeySelection(max_blocks=config["index_topk"]) if selects else None
+    return CompressedEntries(compress_rate=rate, selection=selection)
 
 
 def _common_fields(config: dict[str, Any], file: Path) -> dict[str, Any]:
@@ -134,6 +162,7 @@ def _common_fields(config: dict[str, Any], file: Path) -> dict[str, Any]:
         or bool(config.get("alibi"))
         or bool((config.get("attn_config") or {}).get("alibi")),
         "has_sink": model in _SINKS,
+        "use_mla": model in _KEYS_ARE_VALUES,
         "attn_type": AttentionType.ENCODER_ONLY if model in _ENCODERS else AttentionType.DECODER,
     }
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from attnlib.cli.hf_config import specs_from_config
+from attnlib.compressed_entries import CompressedEntries
 from attnlib.errors import ContractError
+from attnlib.key_selection import KeySelection
 from attnlib.spec import AttentionType
 
 
@@ -166,3 +168,49 @@ def test_invalid_files_and_dtypes_are_named(tmp_path: Path) -> None:
         specs_from_config(file)
     (spec,) = specs_from_config(file, dtype=torch.float16).values()
     assert spec.dtype is torch.float16
+
+
+def test_layers_whose_indexer_selects_keys(tmp_path: Path) -> None:
+    """M11: lists of tokens, also over latents, and lists of blocks for each KV head."""
+    config = {
+        "model_type": "deepseek_v32", "num_attention_heads": 128, "hidden_size": 7168,
+        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+        "layer_types": ["indexed_attention"], "index_topk": 2048,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    specs = specs_from_config(tmp_path)
+    assert list(specs) == ["indexed_attention", "indexed_attention over latents"]
+    assert {spec.key_selection for spec in specs.values()} == {KeySelection(max_blocks=2048)}
+    config = {
+        "model_type": "minimax_m3_vl_text", "num_attention_heads": 64, "num_key_value_heads": 4,
+        "head_dim": 128, "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "index_topk_blocks": 16, "index_block_size": 128,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    specs = specs_from_config(tmp_path)
+    assert specs["full_attention"].key_selection is None
+    expected = KeySelection(max_blocks=16, block_size=128, scope="kv_head")  # type: ignore[arg-type]  # converted
+    assert specs["minimax_m3_sparse"].key_selection == expected
+
+
+def test_layers_with_compressed_entries(tmp_path: Path) -> None:
+    """M17: DeepSeek V4, whose keys are the values."""
+    kinds = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+    config = {
+        "model_type": "deepseek_v4", "num_attention_heads": 64, "num_key_value_heads": 1,
+        "head_dim": 512, "sliding_window": 128, "index_topk": 512, "layer_types": kinds,
+        "compress_rates": {kinds[1]: 4, kinds[2]: 128},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    specs = specs_from_config(tmp_path)
+    assert list(specs) == kinds
+    for spec in specs.values():
+        assert spec.use_mla and spec.has_sink and spec.sliding_window == 128
+        assert (spec.head_size, spec.head_size_v) == (512, 512)
+    selected = CompressedEntries(compress_rate=4, selection=KeySelection(max_blocks=512))
+    assert [spec.compressed_entries for spec in specs.values()] == [
+        None, selected, CompressedEntries(compress_rate=128),
+    ]  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({**config, "compress_rates": {}}))
+    with pytest.raises(ContractError, match="no compress_rates for them"):
+        specs_from_config(tmp_path)
