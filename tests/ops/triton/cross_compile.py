@@ -664,6 +664,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "decode-576": ("decode", {"d": 576, "dv": 512, "group": 16}),
     "decode-latent": ("decode", {"d": 576, "dv": 512, "group": 16, "latent": True, "n": 64}),
     "decode-latent-128": ("decode", {"d": 576, "dv": 512, "group": 128, "latent": True}),
+    "decode-latent-512": ("decode", {"d": 512, "group": 64, "latent": True, "n": 64}),
     "decode-latent-e4m3": (
         "decode",
         {"d": 576, "dv": 512, "group": 16, "latent": True, "cache": E4M3},
@@ -688,6 +689,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "prefill-128-f32": ("prefill", {"dtype": torch.float32}),
     "prefill-512": ("prefill", {"d": 512}),
     "prefill-latent": ("prefill", {"d": 576, "dv": 512, "group": 128, "latent": True, "n": 64}),
+    "prefill-latent-512": (
+        "prefill",
+        {"d": 512, "group": 64, "latent": True, "n": 64, "features": "window sinks lse"},
+    ),
     "prefill-latent-e4m3": (
         "prefill",
         {"d": 576, "dv": 512, "group": 128, "latent": True, "cache": E4M3},
@@ -748,6 +753,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "kv_heads": 1,
             "latent": True,
             "selection": {"max_blocks": 2048},
+        },
+    ),
+    "selected-latent-512": (
+        "selected",
+        {
+            "d": 512,
+            "kv_heads": 1,
+            "group": 64,
+            "latent": True,
+            "selection": {"max_blocks": 512},
         },
     ),
     "selected-latent-many": (
