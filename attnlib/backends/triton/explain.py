@@ -19,6 +19,7 @@ from attnlib.ops.triton.hopper.support import (
     decode_keys,
     decode_rows,
     decode_unsupported_reasons,
+    hopper_reads,
     invariant_unsupported_reasons,
     latent_head_blocks,
     latent_unsupported_reasons,
@@ -56,14 +57,12 @@ def kernel_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str = "auto")
         return _selected_lines(spec, device, kernels == "portable")
     if spec.batch_invariant:
         return _invariant_lines(spec, device, kernels)
+    not_hopper = device.is_rocm or device.capability is None or device.capability[0] != 9
     if spec.kv_format.scales_in_page:
-        return [
-            "prefill, decode: portable Triton kernels (elements and scales of "
-            f"{spec.kv_format.name} are decoded in registers)"
-        ]
+        return _page_lines(spec, None if not_hopper else device.capability, kernels)
     if kernels == "portable":
         return ["prefill, decode: portable Triton kernels (configured: kernels=portable)"]
-    if device.is_rocm or device.capability is None or device.capability[0] != 9:
+    if not_hopper or device.capability is None:
         return ["prefill, decode: portable Triton kernels"]
     return _hopper_lines(spec, device.capability)
 
@@ -78,6 +77,17 @@ def _entries_line(spec: AttentionSpec) -> str:
         else ("portable kernel over selected keys")
     )
     return f"entries: {kernel}, over {entries}; merged by the LSE, the sink counts once"
+
+
+def _page_lines(spec: AttentionSpec, capability: tuple[int, int] | None, kernels: str) -> list[str]:
+    """The lines of layers whose pages hold their scales (M16); `capability` of Hopper GPUs only."""
+    stored = spec.kv_format
+    how = f"elements and scales of {stored.name} are decoded in registers"
+    if capability is None or kernels == "portable" or not hopper_reads(stored):
+        configured = "; configured: kernels=portable" if kernels == "portable" else ""
+        return [f"prefill, decode: portable Triton kernels ({how}{configured})"]
+    decode = _hopper_lines(spec, capability)[1]
+    return [f"prefill: portable Triton kernel ({how})", decode]
 
 
 def _selected_lines(spec: AttentionSpec, device: DeviceInfo, portable_only: bool) -> list[str]:
@@ -166,7 +176,8 @@ def _hopper_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]
     ) or _window_reasons(spec)
     portable, gluon = "portable Triton kernel", "Hopper kernel"
     if spec.is_kv_quantized:
-        cache = str(spec.kv_dtype).removeprefix("torch.")
+        paged = spec.kv_format.scales_in_page
+        cache = spec.kv_format.name if paged else str(spec.kv_dtype).removeprefix("torch.")
         gluon += f" (products in float16, to which {cache} is converted)"
     return [
         f"prefill: {portable} ({'; '.join(prefill)})" if prefill else f"prefill: {gluon}",

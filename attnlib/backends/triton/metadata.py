@@ -19,7 +19,7 @@ from attnlib.ops.triton import hopper
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_limits
 from attnlib.ops.triton.heuristics.splits import paged_decode_workspace_bytes, visible_bound
 from attnlib.ops.triton.heuristics.tile_table import work_bounds
-from attnlib.ops.triton.hopper.support import HOPPER_DECODE_KEYS, decode_rows
+from attnlib.ops.triton.hopper.support import HOPPER_DECODE_KEYS, decode_rows, hopper_reads
 from attnlib.ops.triton.paged_decode import AttentionShape, DecodeSchedule, decode_schedules
 from attnlib.ops.triton.paged_mixed import concurrent_ctas
 from attnlib.spec import AttentionSpec, CudaGraphSupport
@@ -63,7 +63,7 @@ class Scheduler(NamedTuple):
     ) -> Scheduler:
         """The scheduler of layers with this spec, for decodes of up to `longest_decode` tokens."""
         stored = spec.kv_format if spec.kv_format.scales_in_page else None
-        if stored is not None:
+        if not hopper_reads(stored):
             kernels = "portable"  # the only ones that read these pages
         shape = AttentionShape(
             spec.num_heads, spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.dtype,

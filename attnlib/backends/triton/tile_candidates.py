@@ -168,6 +168,8 @@ def tile_group(case: BenchCase, op: str, limits: DeviceLimits) -> TileGroup | No
 def _elements(spec: AttentionSpec, limits: DeviceLimits) -> str:
     """The element format (`TileProblem.elements`)."""
     stored = "16-bit" if spec.kv_dtype.itemsize > 1 else "fp8" if limits.has_fp8 else "fp8-bytes"
+    if spec.kv_format.scales_in_page and spec.kv_format.bits == 4:
+        stored = "int4"
     return "float32" if spec.dtype.itemsize == 4 else stored
 
 
@@ -247,20 +249,20 @@ def tile_candidates(case: BenchCase, op: str, limits: DeviceLimits) -> list[dict
 def _hopper_decode(
     case: BenchCase, sizes: tuple[int, int], limits: DeviceLimits
 ) -> Iterator[dict[str, Any]]:
-    cache_bytes, rows = case.spec.kv_dtype.itemsize, case.batch.max_query_len * case.spec.group_size
+    cache_bits, rows = case.spec.kv_format.bits, case.batch.max_query_len * case.spec.group_size
     pairs = case.batch.num_reqs * case.spec.num_kv_heads
     yield vars(
         choose_hopper_decode_tile(
-            *sizes, cache_bytes=cache_bytes, rows=rows, keys_per_sm=_work(case, limits),
+            *sizes, cache_bits=cache_bits, rows=rows, keys_per_sm=_work(case, limits),
             pairs_per_sm=-(-pairs // limits.num_sms), tuned=limits.tuned,
         )
     )  # fmt: skip
-    widest = 128 if cache_bytes == 2 or rows <= 32 else 64  # float8 tiles are in registers, too
+    widest = 128 if cache_bits == 16 or rows <= 32 else 64  # converted tiles are in registers, too
     tiles = [DecodeTile(block_n, stages) for block_n, stages in _HOPPER_DECODE]
-    if cache_bytes == 1 and rows <= 16:
+    if cache_bits < 16 and rows <= 16:
         tiles += [DecodeTile(64, 2, 2), DecodeTile(64, 4, 2), DecodeTile(128, 2, 2)]
     for tile in tiles:
-        if decode_shared_bytes(tile, *sizes, cache_bytes) <= SHARED_MEMORY and (
+        if decode_shared_bytes(tile, *sizes, cache_bits) <= SHARED_MEMORY and (
             tile.block_n <= (widest if max(sizes) <= 128 else 64)
         ):
             yield vars(tile)

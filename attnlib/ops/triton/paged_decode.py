@@ -48,7 +48,11 @@ from attnlib.ops.triton.heuristics.tiles import (
     next_power_of_2,
     shared_bytes,
 )
-from attnlib.ops.triton.hopper.support import hopper_decode_keys, latent_decode_keys
+from attnlib.ops.triton.hopper.support import (
+    hopper_decode_keys,
+    hopper_reads,
+    latent_decode_keys,
+)
 from attnlib.ops.triton.kernels.decode import combine_kernel, decode_kernel
 from attnlib.ops.triton.launch.attention import (
     BatchTensors,
@@ -437,7 +441,7 @@ def prepare_decode(
     prepared: PreparedAttention | None = None
     if (
         schedule.uses_hopper
-        and not holds_scales(params)
+        and (not holds_scales(params) or hopper_reads(page_format(key, params.k_scale)))
         and (dispatch := hopper.load()) is not None
     ):
         prepared = dispatch.select_decode(

@@ -454,6 +454,7 @@ def _pages(name: str, options: dict[str, Any]) -> None:
         max_seq_len=32768, scale=0.1,
         out=torch.empty(64, spec.num_heads, spec.head_size_v, dtype=dtype), **scales,
         **_features(options.get("features", ""), query, kv_heads),
+        **({"kernels": "portable"} if name == "decode" else {}),
     )  # fmt: skip
 
 

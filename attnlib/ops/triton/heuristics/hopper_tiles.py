@@ -175,15 +175,16 @@ def choose_hopper_tile(
 
 
 def decode_shared_bytes(
-    tile: DecodeTile, head_size: int, head_size_v: int, cache_bytes: int = 2
+    tile: DecodeTile, head_size: int, head_size_v: int, cache_bits: int = 16
 ) -> int:
     """Return the shared memory of a decode CTA in bytes, for 16-bit queries and the most rows.
 
-    `cache_bytes` is the size of an element of the cache, 1 or 2.
+    `cache_bits` is the size of an element of the cache: 4, 8 or 16. (The decode over 4-bit integers
+    stores four times the weights of a quarter of the rows.)
     """
     width, width_v = padded_width(head_size), padded_width(head_size_v)
     rows = decode_rows(head_size_v)
-    ring = cache_bytes * tile.stages * tile.block_n * (width + width_v)
+    ring = cache_bits * tile.stages * tile.block_n * (width + width_v) // 8
     return tile.consumers * (2 * rows * (width + tile.block_n) + ring) + 2048
 
 
@@ -192,7 +193,7 @@ def choose_hopper_decode_tile(
     head_size: int,
     head_size_v: int,
     *,
-    cache_bytes: int = 2,
+    cache_bits: int = 16,
     rows: int = DECODE_ROWS,
     keys_per_sm: int | None = None,
     pairs_per_sm: int | None = None,
@@ -203,7 +204,7 @@ def choose_hopper_decode_tile(
     Args:
         head_size: D.
         head_size_v: Dv.
-        cache_bytes: size of an element of the cache, 1 (float8) or 2.
+        cache_bits: size of an element of the cache: 4, 8 or 16.
         rows: query heads of a group times query tokens, an upper bound.
         keys_per_sm: `tile_table.work_class`; None matches no entry with a condition on it.
         pairs_per_sm: (request, KV head) pairs per multiprocessor, rounded up; None likewise.
@@ -215,13 +216,13 @@ def choose_hopper_decode_tile(
     widest = max(padded_width(head_size), padded_width(head_size_v))
     need = 0
     many = max(16, 1 << (rows - 1).bit_length())
-    elements = "16-bit" if cache_bytes == 2 else "fp8"
+    elements = {16: "16-bit", 8: "fp8", 4: "int4"}[cache_bits]
     problem = TileProblem(
         "hopper_decode", "async", elements, widest, many, keys_per_sm, pairs_per_sm=pairs_per_sm
     )
     for entry in matching(problem, tuned):
         tile = DecodeTile(**dict(entry.tile))
-        need = decode_shared_bytes(tile, head_size, head_size_v, cache_bytes)
+        need = decode_shared_bytes(tile, head_size, head_size_v, cache_bits)
         if need <= SHARED_MEMORY:
             return tile
     raise UnsupportedConfigError(

@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from attnlib.kv_dtype import page_format
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
 from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile, padded_width
@@ -30,7 +31,7 @@ from attnlib.ops.triton.hopper.kernels.cache_tiles import box_keys
 from attnlib.ops.triton.hopper.kernels.combine import hopper_combine_kernel
 from attnlib.ops.triton.hopper.kernels.decode import hopper_decode_kernel
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
-from attnlib.ops.triton.launch.attention import BatchTensors
+from attnlib.ops.triton.launch.attention import BatchTensors, holds_scales
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LaunchCache
 from attnlib.ops.triton.launch.run import run_attention
@@ -166,7 +167,7 @@ class HopperDecode:
         packed: whether they are the packed caches of vLLM's PagedAttention. Requests have one query
             token each then, and `query_start_loc` of a batch is not read.
         scale: softmax scale; times `k_scale` where the cache is not quantized.
-        is_quantized: whether the cache is float8.
+        is_quantized: whether the cache has elements of 8 bits.
         numbers: the attention kernel's runtime numbers after its scale.
         score_sizes: sizes of the layer tensors of the score function.
         combine_tail: the combine kernel's runtime numbers.
@@ -175,6 +176,8 @@ class HopperDecode:
         attend: the attention kernel.
         combine: the combine kernel; None where the attention kernel combines.
         num_batch_tensors: number of batch tensors of the score function.
+        scale_strides: of blocks, positions and heads of the scales in the pages (M16), of the keys
+            and of the values; None where the pages hold no scales.
     """
 
     limits: DeviceLimits
@@ -192,6 +195,7 @@ class HopperDecode:
     attend: BoundLaunch
     combine: BoundLaunch | None
     num_batch_tensors: int = 0
+    scale_strides: tuple[int | None, ...] = (None,) * 6
 
     needs_alignment: ClassVar[bool] = True
     """TMA and 16-byte loads require aligned tensors, also for launches by Triton."""
@@ -227,7 +231,7 @@ class HopperDecode:
         arguments = (
             *descriptor_arguments(self.views, maps, direct), QUERY, OUT, LSE, SINKS, *scales,
             *layer_tensors, *pointers, starts, lens, table, outputs, lses, headers, counters,
-            self.scale, *self.numbers, *sizes,
+            self.scale, *self.numbers, *sizes, *self.scale_strides,
         )  # fmt: skip
         steps = [bind_step(self.attend, direct, aligned, arguments)]
         if self.combine is not None:
@@ -311,6 +315,9 @@ def prepare_hopper_decode(
         num_blocks, num_kv_heads, head_size_v, block_size = value.shape
     else:
         num_blocks, block_size, num_kv_heads, head_size_v = value.shape
+    stored = page_format(key, params.k_scale)
+    if stored is not None:
+        head_size_v = stored.head_size(head_size_v)
     assert batch.block_table is not None
     group = num_heads // num_kv_heads
     width, width_v = padded_width(head_size), padded_width(head_size_v)
@@ -332,6 +339,7 @@ def prepare_hopper_decode(
     num_partials, stride_lt = 2 * workers * rows, 0 if lse is None else lse.stride(0)
     is_quantized, scale = key.dtype.itemsize == 1, params.scale
     few = width_v * columns <= (_FEW_ELEMENTS // 2 if is_quantized else _FEW_ELEMENTS)
+    few = few and key.dtype != torch.uint8  # four products and two accumulators
     few = few or tile.consumers == 2  # 384 threads; `setmaxnreg` gives the consumers more
     if not is_quantized:
         assert not isinstance(params.k_scale, Tensor)  # dispatch leaves tensors to the plain kernel
@@ -367,6 +375,7 @@ def prepare_hopper_decode(
         is_quantized=is_quantized,
         score_sizes=tensor_sizes(params.layer_score_tensors()),
         num_batch_tensors=len(batch.score_tensors),
+        scale_strides=_scale_strides(params),
         numbers=(
             float(cap), unbounded(left), unbounded(right), unbounded(chunk),
             num_reqs, num_tokens, num_blocks, rows, query.stride(0), query.stride(1),
@@ -381,6 +390,16 @@ def prepare_hopper_decode(
         attend=BoundLaunch(hopper_decode_kernel, (workers // tile.consumers, 1, 1), attend),
         combine=None if in_kernel else BoundLaunch(hopper_combine_kernel, combine_grid, combine),
     )  # fmt: skip
+
+
+def _scale_strides(params: AttentionParams) -> tuple[int | None, ...]:
+    """`HopperDecode.scale_strides`."""
+    if not holds_scales(params):
+        return (None,) * 6
+    assert isinstance(params.k_scale, Tensor) and isinstance(params.v_scale, Tensor)
+    together = params.k_scale.shape[3]  # scales of a head, which are loaded at once
+    strides = (*params.k_scale.stride()[:3], *params.v_scale.stride()[:3])
+    return tuple(stride // together for stride in strides)
 
 
 def launch_hopper_decode(

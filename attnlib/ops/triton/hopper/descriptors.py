@@ -25,7 +25,7 @@ __all__ = [
 ]  # fmt: skip
 
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.int16: tl.int16}
-_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
 
 
 class _Address:
@@ -50,7 +50,7 @@ def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
 class CacheView(NamedTuple):
     """What the descriptor of a cache `[B, N, Hkv, D]` follows from besides its address.
 
-    A float8 cache is described as int16 words of two neighboring elements.
+    A cache of float8 or int8 is described as int16 words of two neighboring elements.
 
     Attributes:
         dtype, shape, strides: of the view, in elements or words.
@@ -68,10 +68,11 @@ class CacheView(NamedTuple):
     def of(cls, cache: Tensor, rows: int, width: int) -> CacheView:
         """The view of a cache tensor; `width` counts its elements."""
         shape, strides = tuple(cache.shape), tuple(cache.stride())
-        if cache.dtype not in _FLOAT8:
+        if cache.dtype not in _BYTES:
             return cls(cache.dtype, shape, strides, rows, width)
         shape, strides = (*shape[:3], shape[3] // 2), tuple(stride // 2 for stride in strides[:3])
-        return cls(torch.int16, shape, (*strides, 1), rows, width // 2)
+        per_word = 4 if cache.dtype == torch.uint8 else 2
+        return cls(torch.int16, shape, (*strides, 1), rows, width // per_word)
 
     @property
     def sizes(self) -> tuple[list[int], list[int]]:

@@ -88,7 +88,7 @@ def _features(params: AttentionParams) -> dict[str, Any]:
 
 
 def _layer(query: Tensor, key: Tensor, value: Tensor, limits: DeviceLimits) -> tuple[Any, ...]:
-    sizes = (key.shape[3], value.shape[3])
+    sizes = (query.shape[2], value.shape[3] * query.shape[2] // key.shape[3])
     group = query.shape[1] // max(1, key.shape[2])
     return limits.capability, query.dtype, key.dtype, sizes, key.shape[1], group
 
@@ -181,7 +181,7 @@ def select_decode(
         return None
     pairs = batch.seq_lens.shape[0] * key.shape[2]
     tile = choose_hopper_decode_tile(
-        key.shape[3], value.shape[3], cache_bytes=key.element_size(),
+        *layer[3], cache_bits=8 * key.shape[3] * key.element_size() // query.shape[2],
         rows=query.shape[1] // key.shape[2] * max_query_len, keys_per_sm=keys_per_sm,
         pairs_per_sm=min(_MOST_PAIRS, -(-pairs // limits.num_sms)), tuned=limits.tuned,
     )  # fmt: skip

@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import torch
 
+from attnlib.kv_dtype import KVFormat
+
 __all__ = [
     "BLOCK_SIZES", "DECODE_ROWS", "HOPPER_DECODE_KEYS", "INVARIANT_KERNELS", "LATENT_FEW_ROWS",
     "LATENT_KEYS_PER_SM",
     "LATENT_ROWS", "LATENT_SIZES", "PACKED_DECODE_ROWS", "PAIRS_PER_SM", "ROWS",
     "decode_unsupported_reasons", "decode_keys", "decode_rows", "hopper_decode_keys",
+    "hopper_reads",
     "invariant_unsupported_reasons", "latent_decode_keys", "latent_head_blocks",
     "latent_unsupported_reasons",
     "prefill_unsupported_reasons", "selected_latents_unsupported_reasons",
 ]  # fmt: skip
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_QUANTIZED = (*_FLOAT8, torch.int8, torch.uint8)
+"""Dtypes of caches that the decode reads. Bytes (uint8) are 4-bit integers (`hopper_reads`)."""
+
+_DECODE = "Hopper decode"
 
 ROWS = 128
 """Query rows of a prefill work item, at least: two warpgroups of 64. A row is one query head of one
@@ -78,9 +85,14 @@ PAIRS_PER_SM = 8
 """(Request, KV head) pairs per multiprocessor up to which the first bound applies."""
 
 
+def hopper_reads(stored: KVFormat | None) -> bool:
+    """Return whether the Hopper decode reads pages of this format."""
+    return stored is None or not stored.elements_per_group
+
+
 def decode_keys(cache_dtype: torch.dtype | None) -> tuple[int, int]:
     """Return the bounds of `HOPPER_DECODE_KEYS` for a cache."""
-    return _FLOAT8_DECODE_KEYS if cache_dtype in _FLOAT8 else HOPPER_DECODE_KEYS
+    return _FLOAT8_DECODE_KEYS if cache_dtype in _QUANTIZED else HOPPER_DECODE_KEYS
 
 
 def decode_rows(head_size_v: int, cache_dtype: torch.dtype | None = None) -> int:
@@ -88,9 +100,11 @@ def decode_rows(head_size_v: int, cache_dtype: torch.dtype | None = None) -> int
 
     Converted float8 tiles are in registers, too, which leaves fewer for accumulators.
     """
+    if cache_dtype == torch.uint8:
+        return DECODE_ROWS // 4  # four products and two accumulators
     if head_size_v <= 128:
         return DECODE_ROWS
-    return DECODE_ROWS // (4 if cache_dtype in _FLOAT8 else 2)
+    return DECODE_ROWS // (4 if cache_dtype in _QUANTIZED else 2)
 
 
 def _layer_reasons(
@@ -102,24 +116,26 @@ def _layer_reasons(
     block_size: int,
 ) -> list[str]:
     reasons = []
-    is_float8 = cache_dtype in _FLOAT8
-    multiple = 16 if is_float8 else 8  # rows of the cache are read in units of 16 bytes
+    is_quantized = cache_dtype in (_QUANTIZED if kernel == _DECODE else _FLOAT8)
+    multiple = 16 if is_quantized else 8  # rows of the cache are read in units of 16 bytes
     if capability[0] != 9:
         reasons.append(
             f"compute capability {capability[0]}.{capability[1]}; the {kernel} needs 9.0"
         )
     if dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"query has dtype {dtype}; the {kernel} takes float16 and bfloat16")
-    if cache_dtype != dtype and not is_float8:
+    if cache_dtype != dtype and not is_quantized:
         reasons.append(
             f"the cache has dtype {cache_dtype} and query {dtype}; the {kernel} needs them equal "
             "or a float8 cache"
         )
+    if is_quantized and cache_dtype == torch.uint8 and head_sizes != (128, 128):
+        reasons.append(f"head sizes {head_sizes}; the {kernel} takes 128 over 4-bit integers")
     for name, size in zip(("keys", "values"), head_sizes, strict=True):
         if not 64 <= size <= 256 or size % multiple:
             reasons.append(
                 f"{name} have head size {size}; the {kernel} takes multiples of {multiple} in "
-                "[64, 256]" + (" over a float8 cache" if is_float8 else "")
+                "[64, 256]" + (f" over a cache of {cache_dtype}" if is_quantized else "")
             )
     if block_size not in BLOCK_SIZES:
         reasons.append(
@@ -200,7 +216,7 @@ def decode_unsupported_reasons(
         num_sms: multiprocessors of the chip.
         max_query_len: upper bound of the query lengths.
     """
-    kernel = "Hopper decode"
+    kernel = _DECODE
     reasons = _layer_reasons(kernel, capability, dtype, cache_dtype, head_sizes, block_size)
     most = decode_rows(head_sizes[1], cache_dtype)
     if group * max_query_len > most:
@@ -212,7 +228,7 @@ def decode_unsupported_reasons(
         reasons.append(
             f"{num_kv_heads} KV heads; the {kernel} takes at most one per multiprocessor, {num_sms}"
         )
-    scales = scales and cache_dtype not in _FLOAT8
+    scales = scales and cache_dtype not in _QUANTIZED
     return reasons + _feature_reasons(kernel, causal_per_request, alibi, bias, scales)
 
 

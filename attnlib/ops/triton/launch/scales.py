@@ -12,10 +12,13 @@ from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.kernels.quant import (
     KV_E4M3_BYTES,
     KV_E5M2_BYTES,
+    KV_INT4,
+    KV_INT8,
     KV_NATIVE,
     KV_PLAIN,
     SCALE_FLOAT,
     SCALE_PER_HEAD,
+    SCALE_PER_TOKEN,
     SCALE_TENSOR,
 )
 
@@ -28,6 +31,10 @@ def kv_kind(dtype: torch.dtype, has_fp8: bool) -> int:
         return int(KV_NATIVE.value if has_fp8 else KV_E4M3_BYTES.value)
     if dtype == torch.float8_e5m2:
         return int(KV_NATIVE.value if has_fp8 else KV_E5M2_BYTES.value)
+    if dtype == torch.int8:
+        return int(KV_INT8.value)
+    if dtype == torch.uint8:
+        return int(KV_INT4.value)
     return int(KV_PLAIN.value)
 
 
@@ -39,6 +46,8 @@ def scale_kind(name: str, scale: float | Tensor) -> int:
     """
     if not isinstance(scale, Tensor):
         return int(SCALE_FLOAT.value)
+    if scale.dim() == 4:
+        return int(SCALE_PER_TOKEN.value)
     if scale.numel() == 1:
         return int(SCALE_TENSOR.value)
     if scale.stride(-1) != 1:

@@ -33,9 +33,9 @@ def test_float8_tiles_fit(d: int, dv: int) -> None:
     for work in (None, *work_bounds("hopper_decode"), 1 << 20):
         for rows, pairs in ((4, None), (4, 1), (16, 16), (64, 16)):
             decode = choose_hopper_decode_tile(
-                d, dv, cache_bytes=1, rows=rows, keys_per_sm=work, pairs_per_sm=pairs
+                d, dv, cache_bits=8, rows=rows, keys_per_sm=work, pairs_per_sm=pairs
             )
-            assert decode_shared_bytes(decode, d, dv, cache_bytes=1) <= SHARED_MEMORY
+            assert decode_shared_bytes(decode, d, dv, cache_bits=8) <= SHARED_MEMORY
             # Converted tiles of 128 keys and accumulators of 64 rows do not fit in registers.
             assert decode.block_n == 64 or rows <= 32 or d == 64
     prefill = choose_hopper_tile(d, dv, cache_bytes=1)
@@ -47,11 +47,19 @@ def test_float8_tiles_fit(d: int, dv: int) -> None:
     assert threads * prefill.consumer_registers + 128 * others <= 65536
 
 
+def test_int4_tiles_fit() -> None:
+    for rows in (1, 4, 16):
+        tile = choose_hopper_decode_tile(128, 128, cache_bits=4, rows=rows)
+        assert decode_shared_bytes(tile, 128, 128, cache_bits=4) <= SHARED_MEMORY
+    with pytest.raises(UnsupportedConfigError):
+        choose_hopper_decode_tile(64, 64, cache_bits=4)
+
+
 def test_many_short_requests_over_float8_have_two_consumers() -> None:
     def consumers(requests: int, keys: int) -> int:
         work, pairs = work_class(requests, 8, keys, 132), -(-requests * 8 // 132)
         return choose_hopper_decode_tile(
-            128, 128, cache_bytes=1, rows=4, keys_per_sm=work, pairs_per_sm=pairs
+            128, 128, cache_bits=8, rows=4, keys_per_sm=work, pairs_per_sm=pairs
         ).consumers
 
     assert consumers(256, 1024) == 2

@@ -184,6 +184,26 @@ CASES: dict[str, dict[str, Any]] = {
         "chunk": 8192,
     },
     "decode-128-e4m3-mqa": {"op": "hopper_decode", "cache": E4M3, "group": 32},
+    "decode-128-int8-tokens": {"op": "hopper_decode", "cache": torch.int8, "scales": "tokens"},
+    "decode-64-int8-tokens-all": {
+        "op": "hopper_decode",
+        "cache": torch.int8,
+        "scales": "tokens",
+        "d": 64,
+        "group": 8,
+        "sinks": True,
+        "cap": 50.0,
+        "lse": True,
+        "window": (4095, 31),
+    },
+    "decode-128-int4": {"op": "hopper_decode", "cache": torch.uint8, "scales": "groups"},
+    "decode-128-e4m3-tokens-verify": {
+        "op": "hopper_decode",
+        "cache": E4M3,
+        "scales": "tokens",
+        "query": 4,
+        "reqs": 16,
+    },
     "decode-256-e4m3-most-rows": {
         "op": "hopper_decode",
         "cache": E4M3,
@@ -283,8 +303,12 @@ def entry_cases() -> dict[str, TileEntry]:
     return {f"{entry.op}:{index}": entry for index, entry in enumerate(entries)}
 
 
-def _scale(kind: str | None, num_kv_heads: int) -> torch.Tensor | float:
-    """Return a scale of a cache: a tensor for "tensor" and "heads", else 1.0."""
+def _scale(kind: str | None, num_kv_heads: int, block_size: int) -> torch.Tensor | float:
+    """Return a scale of a cache: a tensor for "tensor", "heads" and "tokens", else 1.0."""
+    if kind == "tokens":
+        return torch.ones(2, num_kv_heads, block_size, 1).transpose(1, 2)
+    if kind == "groups":
+        return torch.ones(2, num_kv_heads, block_size, 4, dtype=FP16).transpose(1, 2)
     sizes = {"tensor": 1, "heads": num_kv_heads}
     return torch.ones(sizes[kind]) if kind else 1.0
 
@@ -300,6 +324,7 @@ def _entry_options(entry: TileEntry) -> dict[str, Any]:
         "tile": dict(entry.tile),
         "group": 8 if size == 64 else 4,
         **({"cache": E4M3} if "fp8" in entry.elements else {}),
+        **({"cache": torch.uint8, "scales": "groups"} if "int4" in entry.elements else {}),
     }
 
 
@@ -378,15 +403,22 @@ def _options(name: str) -> dict[str, Any]:
     return known[name] if name in known else _entry_options(entry_cases()[name])
 
 
+def _bits(cache: torch.dtype) -> int:
+    """Return the bits of an element; bytes hold two 4-bit integers."""
+    return 4 if cache == torch.uint8 else 8 * cache.itemsize
+
+
 def tile_of(name: str) -> Any:
     """Return the tile of a case or of a table entry."""
     options = _options(name)
     d, cache = options.get("d", 128), options.get("cache", options.get("dtype", BF16))
-    sizes, cache_bytes = (d, options.get("dv", d)), cache.itemsize
-    chosen: Any = choose_hopper_tile(*sizes, cache_bytes=cache_bytes, has_score="score" in options)
+    sizes = (d, options.get("dv", d))
     if options.get("op") == "hopper_decode":
         rows = options.get("group", 4) * options.get("query", 1)
-        chosen = choose_hopper_decode_tile(*sizes, cache_bytes=cache_bytes, rows=rows)
+        chosen: Any = choose_hopper_decode_tile(*sizes, cache_bits=_bits(cache), rows=rows)
+    else:
+        has_score = "score" in options
+        chosen = choose_hopper_tile(*sizes, cache_bytes=cache.itemsize, has_score=has_score)
     return dataclasses.replace(chosen, **options.get("tile", {}))
 
 
@@ -417,12 +449,14 @@ def compile_case(name: str) -> dict[str, Any]:
     options, tile = _options(name), tile_of(name)
     d, dtype, kv_heads = options.get("d", 128), options.get("dtype", BF16), 8
     cache = options.get("cache", dtype)
+    bits = _bits(cache)
     dv, heads = options.get("dv", d), options.get("group", 4) * kv_heads
     decode = options.get("op") == "hopper_decode"
     has_score = "score" in options
     lengths = torch.zeros(options.get("reqs", 2), dtype=torch.int32)
     block_size = options.get("n", 16)
-    cache_shapes = [(2, block_size, kv_heads, d), (2, block_size, kv_heads, dv)]
+    stored = 8 * cache.itemsize // bits
+    cache_shapes = [(2, block_size, kv_heads, size // stored) for size in (d, dv)]
     if options.get("packed"):
         cache_shapes = [(2, kv_heads, d // 8, block_size, 8), (2, kv_heads, d, block_size)]
     shapes = (
@@ -440,8 +474,8 @@ def compile_case(name: str) -> dict[str, Any]:
         attention_chunk_size=options.get("chunk", 0),
         logits_soft_cap=options.get("cap", 0.0),
         sinks=torch.empty(heads, dtype=sinks_dtype) if options.get("sinks") else None,
-        k_scale=_scale(options.get("scales"), kv_heads),
-        v_scale=_scale(options.get("scales"), kv_heads),
+        k_scale=_scale(options.get("scales"), kv_heads, block_size),
+        v_scale=_scale(options.get("scales"), kv_heads, block_size),
     )
     if has_score:
         score = score_options(options["score"], heads, lengths.shape[0])
@@ -473,10 +507,10 @@ def compile_case(name: str) -> dict[str, Any]:
     launch = launches[0]
     return {
         **_facts(launch, log.getvalue()),
-        "estimate": decode_shared_bytes(tile, d, dv, cache.itemsize)
+        "estimate": decode_shared_bytes(tile, d, dv, bits)
         if decode
         else shared_bytes(tile, d, dv, has_score),
-        "loops": _key_loops(launch.kernel.asm["cubin"], (4,) if decode else (2, 3)),
+        "loops": _key_loops(launch.kernel.asm["cubin"], (4, 12) if decode else (2, 3)),
     }
 
 
@@ -507,8 +541,8 @@ def _key_loops(cubin: bytes, groups: tuple[int, ...]) -> list[int]:
     Args:
         cubin: the compiled kernel.
         groups: WGMMA groups that end in such a loop: two, three with the slope of a score function,
-            or four if masked and unmasked tiles are branches of one loop. Loops with stores to
-            global memory are loops over query tiles.
+            or four if masked and unmasked tiles are branches of one loop (12 over 4-bit integers).
+            Loops with stores to global memory are loops over query tiles.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

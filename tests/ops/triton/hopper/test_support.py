@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.ops.triton.hopper.support import (
     HOPPER_DECODE_KEYS,
     decode_unsupported_reasons,
     hopper_decode_keys,
+    hopper_reads,
     invariant_unsupported_reasons,
     latent_decode_keys,
     latent_head_blocks,
@@ -106,6 +108,17 @@ def test_every_reason_names_its_value(
 ) -> None:
     reasons = reasons_of(**options)
     assert any(words in reason for reason in reasons), reasons
+
+
+def test_integers_with_scales_in_the_page_are_read_by_the_decode() -> None:
+    """M16: int8 with any head size, 4-bit integers (bytes) with heads of 128."""
+    assert _decode(cache=torch.int8, scales=True, d=96, dv=96) == []
+    assert _decode(cache=torch.uint8, scales=True, group=16) == []
+    assert "takes 128 over 4-bit" in _decode(cache=torch.uint8, d=64, dv=64)[0]
+    assert "at most 16 rows" in _decode(cache=torch.uint8, group=16, tokens=2)[0]
+    assert "torch.int8" in _prefill(cache=torch.int8)[0]
+    assert hopper_reads(None) and hopper_reads(PAGE_FORMATS["int4_per_group"])
+    assert not hopper_reads(PAGE_FORMATS["nvfp4"])
 
 
 def test_decode_rows_are_limited() -> None:

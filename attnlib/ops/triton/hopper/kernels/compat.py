@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
     "TensorDescriptor", "arrive_after_copies", "consumers_sync", "copy_to_shared", "exp2",
-    "launch_dependent_grids", "load_box", "partition_barrier", "prefetch_l1", "reinterpret",
+    "launch_dependent_grids", "load_box", "log2", "partition_barrier", "prefetch_l1", "reinterpret",
     "wait_on_dependent_grids",
 ]  # fmt: skip
 
@@ -68,6 +68,12 @@ def consumers_sync(CONSUMERS: gl.constexpr):
 def exp2(x):
     """Return 2 ** x."""
     return gl.exp2(x)
+
+
+@gluon.jit
+def log2(x):
+    """Return the base-2 logarithm, with an absolute error of about 2^-22; x > 0."""
+    return gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
 
 
 @gluon.jit

@@ -40,19 +40,35 @@ from attnlib.ops.triton.hopper.kernels.cache_tiles import (
     tile_keys,
     value_operand,
 )
+from attnlib.ops.triton.hopper.kernels.column_softmax import (
+    add_weights,
+    mask_columns,
+    softmax_columns,
+    store_weights,
+)
 from attnlib.ops.triton.hopper.kernels.combine import clear_rows, combine_in_cta
 from attnlib.ops.triton.hopper.kernels.compat import (
-    exp2,
     launch_dependent_grids,
     partition_barrier,
     prefetch_l1,
     wait_on_dependent_grids,
+)
+from attnlib.ops.triton.hopper.kernels.int4 import (
+    float32_scale,
+    int4_key_products,
+    int4_query_columns,
+    int4_result,
+    int4_value_products,
+    int4_value_rows,
+    repeat_columns,
 )
 from attnlib.ops.triton.hopper.kernels.quantized import (
     WEIGHT_SCALE,
     float16_keys,
     float16_values,
     load_kv_scale,
+    load_pages,
+    load_token_scales,
     query_columns,
     query_powers,
     value_rows,
@@ -60,7 +76,6 @@ from attnlib.ops.triton.hopper.kernels.quantized import (
 from attnlib.ops.triton.hopper.kernels.schedule import load_lengths, visible_span, visited_tiles
 from attnlib.ops.triton.hopper.kernels.softmax import (
     LN2,
-    LOG2E,
     add_sink,
     apply_function,
     score_factor,
@@ -68,17 +83,18 @@ from attnlib.ops.triton.hopper.kernels.softmax import (
 )
 from attnlib.ops.triton.hopper.kernels.tma_load import load_tile
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS, atomic_increment
-from attnlib.ops.triton.kernels.quant import KV_PLAIN
+from attnlib.ops.triton.kernels.quant import KV_INT4, KV_PLAIN, SCALE_PER_TOKEN
 
 __all__ = [
-    "UNALIGNED", "UNSPECIALIZED", "clear_tile", "hopper_decode_kernel", "mask_columns",
+    "UNALIGNED", "UNSPECIALIZED", "clear_tile", "hopper_decode_kernel",
     "num_key_tiles", "tile_range",
 ]  # fmt: skip
 
 UNSPECIALIZED = [
     "left", "right", "chunk", "num_reqs", "num_tokens", "num_blocks", "rows", "stride_qt",
     "stride_qh", "stride_ot", "stride_oh", "stride_lt", "stride_table", "rows0", "columns0",
-    "rows1", "columns1", "rows2", "columns2", "rows3", "columns3",
+    "rows1", "columns1", "rows2", "columns2", "rows3", "columns3", "stride_ksb", "stride_ksn",
+    "stride_ksh", "stride_vsb", "stride_vsn", "stride_vsh",
 ]  # fmt: skip
 """Parameters whose values must not select a compilation, because they change from step to step."""
 
@@ -275,59 +291,59 @@ def clear_tile(v_tile, valid, AXIS: gl.constexpr):
 
 
 @gluon.jit
-def _online_softmax(scores, factor, row_max, MASKED: gl.constexpr, HAS_CAP: gl.constexpr):
-    """Return (weights, factor of what was accumulated before, new row_max) of scores [keys, rows].
-
-    As `softmax.online_softmax`, along the other axis and without the sum.
-    """
-    if HAS_CAP:
-        weight_factor = 1.0
-    else:
-        weight_factor = factor
-    new_max = gl.maximum(row_max, gl.max(scores, 0) * weight_factor)
-    finite_max = new_max
-    if MASKED:
-        # -inf - -inf is NaN: rows without a visible key are measured from 0.
-        finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = exp2(scores * weight_factor - finite_max[None, :])
-    return weights, exp2(row_max - finite_max), new_max
-
-
-@gluon.jit
-def mask_columns(scores, row_first, row_last, tile_start, CHECK_FIRST: gl.constexpr):
-    """Set the scores [keys, rows] of keys outside [row_first, row_last) to -inf."""
-    KEYS: gl.constexpr = scores.shape[0]
-    keys = tile_start + gl.arange(0, KEYS, gl.SliceLayout(1, scores.type.layout))
-    visible = keys[:, None] < row_last[None, :]
-    if CHECK_FIRST:
-        visible = visible & (keys[:, None] >= row_first[None, :])
-    return gl.where(visible, scores, float("-inf"))
-
-
-@gluon.jit
-def _add_weights(row_sum, acc_scale, weights):
-    """Add a tile's weights to their running sum."""
-    # Up to 16 rows the sums are kept per key, [keys, rows]: the registers suffice, and the
-    # reduction across warps happens once per split instead of once per tile.
-    if weights.shape[1] <= 16:
-        return row_sum * acc_scale[None, :] + weights
-    else:
-        return row_sum * acc_scale + gl.sum(weights, 0)
-
-
-@gluon.jit
 def _multiply_keys(
     k_ring, k_empty, stage, q_tile, zeros, PACKED: gl.constexpr, KV_KIND: gl.constexpr
 ):  # fmt: skip
     """Issue K @ Q^T, [keys, rows]."""
     LAYOUT: gl.constexpr = zeros.type.layout
-    if KV_KIND != KV_PLAIN:
+    if KV_KIND == KV_INT4:
+        return int4_key_products(k_ring.index(stage), q_tile, zeros)
+    elif KV_KIND != KV_PLAIN:
         keys = float16_keys(k_ring.index(stage), KV_KIND, gl.DotOperandLayout(0, LAYOUT, 2))
     elif PACKED:
         keys = load_packed_keys(k_ring, k_empty, stage, LAYOUT)
     else:
         keys = k_ring.index(stage)
-    return warpgroup_mma(keys, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if KV_KIND != KV_INT4:
+        return warpgroup_mma(keys, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _finish_scores(scores, k_factor, k_scales, LATER: gl.constexpr, KV_KIND: gl.constexpr):
+    """Wait for K @ Q^T, with LATER groups of products in flight behind it; return it in units of
+    the keys and queries."""
+    if KV_KIND == KV_INT4:
+        s0, s1, s2, s3 = warpgroup_mma_wait(
+            LATER, deps=[scores[0], scores[1], scores[2], scores[3]]
+        )
+        finished = s0 * float32_scale(k_scales, 0)[:, None]
+        finished += s1 * float32_scale(k_scales, 1)[:, None]
+        finished += s2 * float32_scale(k_scales, 2)[:, None]
+        finished += s3 * float32_scale(k_scales, 3)[:, None]
+        finished = finished * k_factor[None, :]
+    else:
+        finished = warpgroup_mma_wait(LATER, deps=[scores])
+        if KV_KIND != KV_PLAIN:
+            finished = finished * k_factor[None, :]
+            if k_scales is not None:
+                finished = finished * k_scales[:, None]
+    return finished
+
+
+@gluon.jit
+def _finish_values(acc, KV_KIND: gl.constexpr):
+    """Wait for V^T @ P^T + acc."""
+    if KV_KIND == KV_INT4:
+        acc0, acc1 = warpgroup_mma_wait(0, deps=[acc[0], acc[1]])
+        return acc0, acc1
+    else:
+        return warpgroup_mma_wait(0, deps=[acc])
+
+
+@gluon.constexpr_function
+def _score_layout(rows):
+    """Return the layout of [keys, rows] and [elements of a value, rows]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
 
 
 @gluon.jit
@@ -336,43 +352,38 @@ def _multiply_values(
     KV_KIND: gl.constexpr,
 ):  # fmt: skip
     """Issue V^T @ P^T + acc, [elements of a value, rows]; MASKED as in `float16_values`."""
-    if KV_KIND != KV_PLAIN:
+    if KV_KIND == KV_INT4:
+        return int4_value_products(v_ring.index(stage), p_tile, acc[0], acc[1])
+    elif KV_KIND != KV_PLAIN:
         OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
         values = float16_values(v_ring.index(stage), valid, MASKED, KV_KIND, OPERAND)
     else:
         values = value_operand(v_ring, stage, PACKED)
-    return warpgroup_mma(values, p_tile.permute((1, 0)), acc, is_async=True)
+    if KV_KIND != KV_INT4:
+        return warpgroup_mma(values, p_tile.permute((1, 0)), acc, is_async=True)
 
 
-@gluon.jit
-def _store_weights(p_tile, weights, KV_KIND: gl.constexpr):
-    """Store weights [keys, rows] in shared memory for the product with the values.
-
-    The product that read the previous weights must be complete.
-    """
-    if KV_KIND != KV_PLAIN:
-        weights = weights * WEIGHT_SCALE
-    p_tile.store(gl.permute(weights, (1, 0)).to(p_tile.dtype))
-    # WGMMA reads shared memory through the async proxy: fence, then wait for all four warps.
-    fence_async_shared()
-    partition_barrier()
+@gluon.constexpr_function
+def elements_per_word(kind):
+    """Return the elements in 16 bits of a cache."""
+    return {KV_PLAIN.value: 1, KV_INT4.value: 4}.get(kind, 2)
 
 
 @gluon.jit
 def _step(
     q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, row_max, row_sum, step,
     tile, row_first, row_last, factor, k_factor, soft_cap, scale, positions, heads, request, aux,
-    SCORE: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr, MASKED: gl.constexpr,
-    CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr, KV_KIND: gl.constexpr,
+    k_scales, v_scales, SCORE: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
+    MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr, KV_KIND: gl.constexpr,
 ):  # fmt: skip
     """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
 
     Returns:
         (acc, row_max, row_sum).
     """
-    KEYS: gl.constexpr = p_tile.shape[1]
-    ROWS: gl.constexpr = q_tile.shape[0]
-    LAYOUT: gl.constexpr = acc.type.layout
+    KEYS: gl.constexpr = p_tile.shape[-1]
+    ROWS: gl.constexpr = q_tile.shape[-2]
+    LAYOUT: gl.constexpr = _score_layout(ROWS)
     stage = step % STAGES
     v_stage = (step - 1) % STAGES
     zeros = gl.zeros([KEYS, ROWS], gl.float32, LAYOUT)
@@ -388,10 +399,8 @@ def _step(
         mbarrier.arrive(k_empty.index(stage), count=1)
         mbarrier.arrive(v_empty.index(v_stage), count=1)
     # One group may stay in flight: K @ Q^T is complete, V^T @ P^T overlaps with the softmax.
-    scores = warpgroup_mma_wait(1, deps=[scores])
-    if KV_KIND != KV_PLAIN:
-        scores = scores * k_factor[None, :]
-    elif not PACKED:
+    scores = _finish_scores(scores, k_factor, k_scales, 2 if KV_KIND == KV_INT4 else 1, KV_KIND)
+    if (KV_KIND == KV_PLAIN) and (not PACKED):
         mbarrier.arrive(k_empty.index(stage), count=1)
     if SCORE is not None:
         keys = tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
@@ -402,18 +411,21 @@ def _step(
         scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
     if MASKED:
         scores = mask_columns(scores, row_first, row_last, tile * KEYS, CHECK_FIRST)
-    if SCORE is not None:
-        # The function may hide keys of any tile.
-        weights, acc_scale, row_max = _online_softmax(scores, LOG2E, row_max, True, False)
-    else:
-        weights, acc_scale, row_max = _online_softmax(scores, factor, row_max, MASKED, HAS_CAP)
-    row_sum = _add_weights(row_sum, acc_scale, weights)
+    weights, acc_scale, row_max = softmax_columns(
+        scores, factor, row_max, v_scales, SCORE, MASKED, HAS_CAP
+    )
+    row_sum = add_weights(row_sum, acc_scale, weights)
     # V^T @ P^T is complete: its stage and p_tile are free, and the accumulator may be rescaled.
-    acc = warpgroup_mma_wait(0, deps=[acc])
+    acc = _finish_values(acc, KV_KIND)
     if KV_KIND == KV_PLAIN:
         mbarrier.arrive(v_empty.index(v_stage), count=1)
-    acc = acc * acc_scale[None, :]
-    _store_weights(p_tile, weights, KV_KIND)
+    if KV_KIND == KV_INT4:
+        TWICE: gl.constexpr = _score_layout(2 * ROWS)
+        acc_scale = repeat_columns(acc_scale, TWICE)
+        acc = (acc[0] * acc_scale[None, :], acc[1] * acc_scale[None, :])
+    else:
+        acc = acc * acc_scale[None, :]
+    store_weights(p_tile, weights, v_scales, MASKED, KV_KIND)
     return acc, row_max, row_sum
 
 
@@ -422,7 +434,7 @@ def _consumer(
     query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens, partials, partial_lses,
     split_headers, counters, scale, soft_cap, left, right, chunk, num_reqs, num_tokens, rows,
     stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tile, p_tile, k_ring, v_ring, k_full,
-    k_empty, v_full, v_empty, aux, SCORE: gl.constexpr, BOUNDS: gl.constexpr,
+    k_empty, v_full, v_empty, aux, scale_pages, SCORE: gl.constexpr, BOUNDS: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
     COMBINE_IN_KERNEL: gl.constexpr, SPLITS_PER_LOAD: gl.constexpr, CAUSAL: gl.constexpr,
@@ -432,15 +444,13 @@ def _consumer(
     WORKERS: gl.constexpr,
 ):  # fmt: skip
     """Multiply, and write or combine the results of a worker's splits. One warpgroup."""
-    ROWS: gl.constexpr = q_tile.shape[0]
-    WIDTH: gl.constexpr = q_tile.shape[1]
-    WIDTH_V: gl.constexpr = (
-        v_ring.shape[1 if PACKED else 2] if KV_KIND == KV_PLAIN else 2 * v_ring.shape[2]
-    )
-    BLOCK_N: gl.constexpr = p_tile.shape[1]
+    ROWS: gl.constexpr = q_tile.shape[-2]
+    WIDTH: gl.constexpr = q_tile.shape[-1]
+    WIDTH_V: gl.constexpr = elements_per_word(KV_KIND) * v_ring.shape[1 if PACKED else 2]
+    BLOCK_N: gl.constexpr = p_tile.shape[-1]
     DTYPE: gl.constexpr = out.dtype.element_ty
     # [keys or elements of a value, rows]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    LAYOUT: gl.constexpr = _score_layout(ROWS)
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     Q_LANES: gl.constexpr = min(32, WIDTH // 8)
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // Q_LANES, Q_LANES], [4, 1], [1, 0])
@@ -486,22 +496,40 @@ def _consumer(
             # The launcher checks 16-byte alignment; the shifts tell the compiler.
             q_offsets = (q_offsets >> 3) << 3
             columns = gl.arange(0, WIDTH, gl.SliceLayout(0, Q_LAYOUT))
-            if KV_KIND != KV_PLAIN:
+            if KV_KIND == KV_INT4:
+                columns = int4_query_columns(WIDTH, gl.SliceLayout(0, Q_LAYOUT))
+            elif KV_KIND != KV_PLAIN:
                 columns = query_columns(WIDTH, gl.SliceLayout(0, Q_LAYOUT))
-            q = gl.load(
-                query + q_offsets[:, None] + columns[None, :],
-                mask=q_valid[:, None] & (columns < D)[None, :],
-                other=0.0,
-            )
             k_factor = 0.0
-            if KV_KIND != KV_PLAIN:
-                q = q.to(gl.float32)
-                power, inverse = query_powers(gl.max(gl.abs(q), 1))
-                q = (q * power[:, None]).to(gl.float16)
-                k_factor = gl.convert_layout(inverse * key_scale, COLUMN)
-            # All warps are done with the previous split's queries before they are overwritten.
-            partition_barrier()
-            q_tile.store(q)
+            if KV_KIND == KV_INT4:
+                pointers = query + q_offsets[:, None] + columns[None, :]
+                q0 = gl.load(pointers, mask=q_valid[:, None], other=0.0).to(gl.float32)
+                q1 = gl.load(pointers + D // 4, mask=q_valid[:, None], other=0.0).to(gl.float32)
+                q2 = gl.load(pointers + D // 2, mask=q_valid[:, None], other=0.0).to(gl.float32)
+                q3 = gl.load(pointers + D // 4 * 3, mask=q_valid[:, None], other=0.0).to(gl.float32)
+                largest = gl.maximum(gl.maximum(gl.abs(q0), gl.abs(q1)), gl.abs(q2))
+                largest = gl.maximum(largest, gl.abs(q3))
+                power, inverse = query_powers(gl.max(largest, 1))
+                k_factor = gl.convert_layout(inverse, COLUMN)
+                partition_barrier()
+                q_tile.index(0).store((q0 * power[:, None]).to(gl.float16))
+                q_tile.index(1).store((q1 * power[:, None]).to(gl.float16))
+                q_tile.index(2).store((q2 * power[:, None]).to(gl.float16))
+                q_tile.index(3).store((q3 * power[:, None]).to(gl.float16))
+            else:
+                q = gl.load(
+                    query + q_offsets[:, None] + columns[None, :],
+                    mask=q_valid[:, None] & (columns < D)[None, :],
+                    other=0.0,
+                )
+                if KV_KIND != KV_PLAIN:
+                    q = q.to(gl.float32)
+                    power, inverse = query_powers(gl.max(gl.abs(q), 1))
+                    q = (q * power[:, None]).to(gl.float16)
+                    k_factor = gl.convert_layout(inverse * key_scale, COLUMN)
+                # All warps are done with the previous split's queries before they are overwritten.
+                partition_barrier()
+                q_tile.store(q)
             fence_async_shared()
             partition_barrier()
             if position + count < range_end:
@@ -517,19 +545,35 @@ def _consumer(
                 positions, seq_len, left, right, chunk, CAUSAL, HAS_LEFT,
                 HAS_RIGHT, HAS_CHUNK)  # fmt: skip
             row_max = gl.full([ROWS], float("-inf"), gl.float32, COLUMN)
-            acc = gl.zeros([WIDTH_V, ROWS], gl.float32, LAYOUT)
+            if KV_KIND == KV_INT4:
+                # Two groups of the values, with the weights of both.
+                none = gl.zeros([WIDTH_V // 2, 2 * ROWS], gl.float32, _score_layout(2 * ROWS))
+                acc = (none, none)
+            else:
+                acc = gl.zeros([WIDTH_V, ROWS], gl.float32, LAYOUT)
 
             # Prologue: the first tile has no values of an earlier tile to multiply by.
             tile = first_tile + skipped
+            k_scales = None
+            v_scales = None
+            if K_SCALE_KIND == SCALE_PER_TOKEN:
+                blocks = load_pages(
+                    scale_pages, request, tile, seq_len, BLOCK_N, BLOCK_SIZE, LAYOUT
+                )
+                k_scales, v_scales = load_token_scales(
+                    k_scale, v_scale, scale_pages, blocks, kv_head, tile, BLOCK_SIZE, KV_KIND
+                )
+                blocks = load_pages(
+                    scale_pages, request, tile + 1, seq_len, BLOCK_N, BLOCK_SIZE, LAYOUT
+                )
             stage = step % STAGES
             mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
             zeros = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
             scores = _multiply_keys(k_ring, k_empty, stage, q_tile, zeros, PACKED, KV_KIND)
-            scores = warpgroup_mma_wait(0, deps=[scores])
+            scores = _finish_scores(scores, k_factor, k_scales, 0, KV_KIND)
             if KV_KIND != KV_PLAIN:
                 # All warps have the keys in registers.
                 partition_barrier()
-                scores = scores * k_factor[None, :]
             if not PACKED:
                 mbarrier.arrive(k_empty.index(stage), count=1)
             if SCORE is not None:
@@ -540,30 +584,54 @@ def _consumer(
             else:
                 scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
             scores = mask_columns(scores, row_first, row_last, tile * BLOCK_N, CHECK_LEFT)
-            if SCORE is not None:
-                weights, _, row_max = _online_softmax(scores, LOG2E, row_max, True, False)
-            else:
-                weights, _, row_max = _online_softmax(scores, factor, row_max, True, HAS_CAP)
+            weights, _, row_max = softmax_columns(
+                scores, factor, row_max, v_scales, SCORE, True, HAS_CAP
+            )
             row_sum = weights
             if ROWS > 16:
                 row_sum = gl.sum(weights, 0)
-            _store_weights(p_tile, weights, KV_KIND)
+            store_weights(p_tile, weights, v_scales, True, KV_KIND)
 
+            if K_SCALE_KIND == SCALE_PER_TOKEN:
+                # Scales are loaded one tile ahead, their pages two.
+                next_k, next_v = load_token_scales(
+                    k_scale, v_scale, scale_pages, blocks, kv_head, tile + 1, BLOCK_SIZE, KV_KIND
+                )
+                blocks = load_pages(
+                    scale_pages, request, tile + 2, seq_len, BLOCK_N, BLOCK_SIZE, LAYOUT
+                )
             # Main loop. Only tiles at the ends of the visible keys need a mask.
             for i in range(1, count):
                 tile = first_tile + skipped + i
+                if K_SCALE_KIND == SCALE_PER_TOKEN:
+                    k_scales = next_k
+                    v_scales = next_v
+                    next_k, next_v = load_token_scales(
+                        k_scale,
+                        v_scale,
+                        scale_pages,
+                        blocks,
+                        kv_head,
+                        tile + 1,
+                        BLOCK_SIZE,
+                        KV_KIND,
+                    )
+                    blocks = load_pages(
+                        scale_pages, request, tile + 2, seq_len, BLOCK_N, BLOCK_SIZE, LAYOUT
+                    )
                 if (tile >= right_begin) | (tile < left_end):
                     acc, row_max, row_sum = _step(
                         q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
                         row_max, row_sum, step + i, tile, row_first, row_last, factor, k_factor,
-                        soft_cap, scale, positions, query_head, request, aux, SCORE, STAGES, PACKED,
-                        True, CHECK_LEFT, HAS_CAP, KV_KIND)  # fmt: skip
+                        soft_cap, scale, positions, query_head, request, aux, k_scales, v_scales,
+                        SCORE, STAGES, PACKED, True, CHECK_LEFT, HAS_CAP, KV_KIND)  # fmt: skip
                 else:
                     acc, row_max, row_sum = _step(
                         q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
                         row_max, row_sum, step + i, tile, row_first, row_last, factor, k_factor,
-                        soft_cap, scale, positions, query_head, request, aux, FULL_SCORE, STAGES,
-                        PACKED, False, CHECK_LEFT, HAS_CAP, KV_KIND)  # fmt: skip
+                        soft_cap, scale, positions, query_head, request, aux, k_scales, v_scales,
+                        FULL_SCORE, STAGES, PACKED, False, CHECK_LEFT, HAS_CAP,
+                        KV_KIND)  # fmt: skip
 
             # Epilogue: the product with the values of the last tile.
             step += count
@@ -575,7 +643,7 @@ def _consumer(
                 if (past_end < BLOCK_N) & (seq_len % BLOCK_SIZE != 0):
                     clear_tile(v_ring.index(stage), past_end, 1 if PACKED else 0)
             acc = _multiply_values(v_ring, stage, p_tile, acc, past_end, PACKED, True, KV_KIND)
-            acc = warpgroup_mma_wait(0, deps=[acc])
+            acc = _finish_values(acc, KV_KIND)
             if KV_KIND != KV_PLAIN:
                 # All warps have the values in registers.
                 partition_barrier()
@@ -611,7 +679,11 @@ def _consumer(
             base2 = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum))
             normalizer = acc_scale / safe_sum
             lanes = gl.arange(0, WIDTH_V, gl.SliceLayout(1, LAYOUT))
-            if KV_KIND != KV_PLAIN:
+            if KV_KIND == KV_INT4:
+                normalizer = normalizer * value_factor
+                lanes = int4_value_rows(WIDTH_V, gl.SliceLayout(1, LAYOUT))
+                acc = int4_result(acc[0], acc[1], LAYOUT)
+            elif KV_KIND != KV_PLAIN:
                 normalizer = normalizer * value_factor
                 lanes = value_rows(WIDTH_V, gl.SliceLayout(1, LAYOUT))
             result = acc * normalizer[None, :]
@@ -666,7 +738,8 @@ def hopper_decode_kernel(
     query_start_loc, seq_lens, block_table, partials, partial_lses, split_headers, counters, scale,
     soft_cap, left, right, chunk, num_reqs, num_tokens, num_blocks, rows, stride_qt, stride_qh,
     stride_ot, stride_oh, stride_lt, stride_table, rows0, columns0, rows1, columns1, rows2,
-    columns2, rows3, columns3, SCORE: gl.constexpr, BOUNDS: gl.constexpr,
+    columns2, rows3, columns3, stride_ksb, stride_ksn, stride_ksh, stride_vsb, stride_vsn,
+    stride_vsh, SCORE: gl.constexpr, BOUNDS: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
@@ -692,15 +765,23 @@ def hopper_decode_kernel(
     aux = (
         aux0, rows0, columns0, aux1, rows1, columns1, aux2, rows2, columns2, aux3, rows3, columns3,
     )  # fmt: skip
+    scale_pages = (None, None, None, None, None, None, None, None, None)
+    if K_SCALE_KIND == SCALE_PER_TOKEN:
+        scale_pages = (
+            block_table, stride_table, num_blocks, stride_ksb, stride_ksn, stride_ksh, stride_vsb,
+            stride_vsn, stride_vsh,
+        )  # fmt: skip
     CACHE: gl.constexpr = key_desc.dtype
     # Float8 caches are read as 16-bit words, two elements each, and multiplied in float16.
     COMPUTE: gl.constexpr = CACHE if KV_KIND == KV_PLAIN else gl.float16
-    K_COLUMNS: gl.constexpr = WIDTH if KV_KIND == KV_PLAIN else WIDTH // 2
-    V_COLUMNS: gl.constexpr = WIDTH_V if KV_KIND == KV_PLAIN else WIDTH_V // 2
-    Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], COMPUTE)
-    P_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], COMPUTE)
-    q_tile = gl.allocate_shared_memory(COMPUTE, [ROWS, WIDTH], Q_SHARED)
-    p_tile = gl.allocate_shared_memory(COMPUTE, [ROWS, BLOCK_N], P_SHARED)
+    K_COLUMNS: gl.constexpr = WIDTH // elements_per_word(KV_KIND)
+    V_COLUMNS: gl.constexpr = WIDTH_V // elements_per_word(KV_KIND)
+    Q_SHAPE: gl.constexpr = [4, ROWS, WIDTH // 4] if KV_KIND == KV_INT4 else [ROWS, WIDTH]
+    P_SHAPE: gl.constexpr = [4 * ROWS, BLOCK_N] if KV_KIND == KV_INT4 else [ROWS, BLOCK_N]
+    Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for(Q_SHAPE[-2:], COMPUTE)
+    P_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for(P_SHAPE[-2:], COMPUTE)
+    q_tile = gl.allocate_shared_memory(COMPUTE, Q_SHAPE, Q_SHARED)
+    p_tile = gl.allocate_shared_memory(COMPUTE, P_SHAPE, P_SHARED)
     k_ring, v_ring = allocate_rings(
         CACHE, STAGES, BLOCK_N, K_COLUMNS, V_COLUMNS, BLOCK_SIZE, PACKED
     )
@@ -718,8 +799,8 @@ def hopper_decode_kernel(
     fence_async_shared()
     if WORKERS == 2:
         # A second consumer with loaders and rings of its own.
-        q_tile1 = gl.allocate_shared_memory(COMPUTE, [ROWS, WIDTH], Q_SHARED)
-        p_tile1 = gl.allocate_shared_memory(COMPUTE, [ROWS, BLOCK_N], P_SHARED)
+        q_tile1 = gl.allocate_shared_memory(COMPUTE, Q_SHAPE, Q_SHARED)
+        p_tile1 = gl.allocate_shared_memory(COMPUTE, P_SHAPE, P_SHARED)
         k_ring1, v_ring1 = allocate_rings(
             CACHE, STAGES, BLOCK_N, K_COLUMNS, V_COLUMNS, BLOCK_SIZE, PACKED
         )
@@ -740,18 +821,18 @@ def hopper_decode_kernel(
                     partial_lses, split_headers, counters, scale, soft_cap, left, right, chunk,
                     num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot, stride_oh,
                     stride_lt, q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
-                    aux, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
-                    PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                    HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND, K_SCALE_KIND, V_SCALE_KIND, 0,
-                    WORKERS)),
+                    aux, scale_pages, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD, CAUSAL,
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
+                    K_SCALE_KIND, V_SCALE_KIND, 0, WORKERS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens, partials,
                     partial_lses, split_headers, counters, scale, soft_cap, left, right, chunk,
                     num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot, stride_oh,
                     stride_lt, q_tile1, p_tile1, k_ring1, v_ring1, k_full1, k_empty1, v_full1,
-                    v_empty1, aux, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS,
-                    BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD, CAUSAL,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
+                    v_empty1, aux, scale_pages, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV,
+                    TILE_TOKENS, BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, 1, WORKERS)),
                 (_loader, (
                     key_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
@@ -786,10 +867,10 @@ def hopper_decode_kernel(
                     partial_lses, split_headers, counters, scale, soft_cap, left, right, chunk,
                     num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot, stride_oh,
                     stride_lt, q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
-                    aux, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES,
-                    PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                    HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND, K_SCALE_KIND, V_SCALE_KIND, 0,
-                    WORKERS)),
+                    aux, scale_pages, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD, CAUSAL,
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
+                    K_SCALE_KIND, V_SCALE_KIND, 0, WORKERS)),
                 (_loader, (
                     key_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
                     num_blocks, stride_table, k_ring, k_full, k_empty, aux, BOUNDS, NUM_KV_HEADS,

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnlib.ops.triton.hopper.kernels.cache_tiles import allocate_rings
+from attnlib.ops.triton.hopper.kernels.column_softmax import mask_columns
 from attnlib.ops.triton.hopper.kernels.compat import (
     exp2,
     launch_dependent_grids,
@@ -37,7 +38,6 @@ from attnlib.ops.triton.hopper.kernels.decode import (
     UNALIGNED,
     UNSPECIALIZED,
     clear_tile,
-    mask_columns,
     num_key_tiles,
     tile_range,
 )

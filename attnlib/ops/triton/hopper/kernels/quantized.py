@@ -27,11 +27,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from attnlib.ops.triton.hopper.kernels.compat import partition_barrier
-from attnlib.ops.triton.kernels.quant import KV_E5M2_BYTES, SCALE_PER_HEAD, SCALE_TENSOR
+from attnlib.ops.triton.kernels.quant import (
+    KV_E5M2_BYTES,
+    KV_INT4,
+    KV_INT8,
+    SCALE_PER_HEAD,
+    SCALE_PER_TOKEN,
+    SCALE_TENSOR,
+)
 
 __all__ = [
-    "WEIGHT_EXPONENT", "WEIGHT_SCALE", "halve_queries", "float16_keys",
-    "load_kv_scale", "query_columns", "query_powers", "float16_values", "value_rows",
+    "WEIGHT_EXPONENT", "WEIGHT_SCALE", "float16_keys", "float16_pairs", "float16_values",
+    "halve_queries", "key_layout", "load_kv_scale", "load_pages", "load_token_scales",
+    "query_columns", "query_powers", "split_pairs", "value_layout", "value_rows",
 ]  # fmt: skip
 
 WEIGHT_EXPONENT: gl.constexpr = gl.constexpr(14.0)
@@ -49,9 +57,50 @@ def load_kv_scale(scale, head, KIND: gl.constexpr):
     elif KIND == SCALE_TENSOR:
         value = gl.load(scale)
         value = gl.where((value >= 2.0**-100) & (value <= 2.0**100), value, float("nan"))
+    elif KIND == SCALE_PER_TOKEN:
+        value = 1.0  # scores and weights have those of their tokens
     else:
         value = scale
     return value
+
+
+@gluon.jit
+def load_pages(
+    scale_pages, request, tile, seq_len, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Return the blocks of the keys of a tile; -1 for keys past the end and for numbers that are no
+    block. LAYOUT is that of the scores [keys, rows]."""
+    keys = tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
+    table = scale_pages[0] + request.to(gl.int64) * scale_pages[1]
+    # Unsigned numbers take fewer instructions, here and below.
+    columns = keys.to(gl.uint32) // BLOCK_SIZE
+    blocks = gl.load(table + columns, mask=keys < seq_len, other=-1)
+    return gl.where(blocks < scale_pages[2], blocks, -1)
+
+
+@gluon.jit
+def load_token_scales(
+    k_scale, v_scale, scale_pages, blocks, kv_head, tile, BLOCK_SIZE: gl.constexpr,
+    KV_KIND: gl.constexpr,
+):  # fmt: skip
+    """Return the scales of the keys and of the values of a tile; 0 where there is no block."""
+    KEYS: gl.constexpr = blocks.shape[0]
+    keys = tile * KEYS + gl.arange(0, KEYS, blocks.type.layout)
+    inside = blocks >= 0
+    block = blocks.to(gl.uint32).to(gl.uint64)
+    position = keys.to(gl.uint32) % BLOCK_SIZE
+    in_block = position * scale_pages[4].to(gl.uint32) + (kv_head * scale_pages[5]).to(gl.uint32)
+    k_offsets = block * scale_pages[3].to(gl.uint32).to(gl.uint64) + in_block
+    in_block = position * scale_pages[7].to(gl.uint32) + (kv_head * scale_pages[8]).to(gl.uint32)
+    v_offsets = block * scale_pages[6].to(gl.uint32).to(gl.uint64) + in_block
+    if KV_KIND == KV_INT4:
+        k_scale = k_scale.to(gl.pointer_type(gl.int64))
+        v_scale = v_scale.to(gl.pointer_type(gl.int64))
+    return (
+        gl.load(k_scale + k_offsets, mask=inside, other=0),
+        gl.load(v_scale + v_offsets, mask=inside, other=0),
+    )
 
 
 @gluon.jit
@@ -61,6 +110,14 @@ def float16_pairs(words, KV_KIND: gl.constexpr):
     if KV_KIND == KV_E5M2_BYTES:
         pairs = gl.inline_asm_elementwise(
             "prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;",
+            "=r,=r,r", [words], gl.int32, True, 2,
+        )  # fmt: skip
+    elif KV_KIND == KV_INT8:
+        # A byte plus 128 becomes the last bits of 1024; less 1152.
+        pairs = gl.inline_asm_elementwise(
+            "{ .reg .b32 s, b, c; xor.b32 s, $2, 0x80808080; mov.b32 b, 0x64646464;"
+            " mov.b32 c, 0x64806480; prmt.b32 $0, s, b, 0x5140; prmt.b32 $1, s, b, 0x5342;"
+            " sub.f16x2 $0, $0, c; sub.f16x2 $1, $1, c; }",
             "=r,=r,r", [words], gl.int32, True, 2,
         )  # fmt: skip
     else:
@@ -81,7 +138,7 @@ def split_pairs(pairs):
 
 
 @triton.constexpr_function
-def _key_layout(keys, words):
+def key_layout(keys, words):
     """Layout of [keys, words]: lane % 4 selects a quarter of each 128-byte line of a row."""
     line = min(words, 64)
     registers = [[0, 1 << bit] for bit in range((line // 4).bit_length() - 1)]
@@ -92,7 +149,7 @@ def _key_layout(keys, words):
 
 
 @triton.constexpr_function
-def _value_layout(words, keys):
+def value_layout(words, keys):
     """Layout of [words, keys]: that of matrices which `ldmatrix` transposes."""
     registers = [[0, 1], *([0, 8 << bit] for bit in range((keys // 8).bit_length() - 1))]
     registers += [[32 << bit, 0] for bit in range((words // 32).bit_length() - 1)]
@@ -109,7 +166,7 @@ def float16_keys(tile, KV_KIND: gl.constexpr, OPERAND: gl.constexpr):
     KEYS: gl.constexpr = tile.shape[0]
     WORDS: gl.constexpr = tile.shape[1]
     LINE: gl.constexpr = min(WORDS, 64)
-    pairs = float16_pairs(tile.load(_key_layout(KEYS, WORDS)), KV_KIND)
+    pairs = float16_pairs(tile.load(key_layout(KEYS, WORDS)), KV_KIND)
     lines = gl.reshape(pairs, [KEYS, WORDS // LINE, 4, LINE // 4])
     pairs = gl.reshape(gl.permute(lines, (0, 1, 3, 2)), [KEYS, WORDS])
     return gl.convert_layout(split_pairs(pairs), OPERAND)
@@ -135,7 +192,7 @@ def float16_values(tile, valid, MASKED: gl.constexpr, KV_KIND: gl.constexpr, OPE
     """
     KEYS: gl.constexpr = tile.shape[0]
     WORDS: gl.constexpr = tile.shape[1]
-    LAYOUT: gl.constexpr = _value_layout(WORDS, KEYS)
+    LAYOUT: gl.constexpr = value_layout(WORDS, KEYS)
     words = tile.permute((1, 0)).load(LAYOUT)
     if MASKED:
         keys = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
@@ -144,6 +201,13 @@ def float16_values(tile, valid, MASKED: gl.constexpr, KV_KIND: gl.constexpr, OPE
     if KV_KIND == KV_E5M2_BYTES:
         even, odd = gl.inline_asm_elementwise(
             "prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;",
+            "=r,=r,r", [words], (gl.float16, gl.float16), True, 2,
+        )  # fmt: skip
+    elif KV_KIND == KV_INT8:
+        even, odd = gl.inline_asm_elementwise(
+            "{ .reg .b32 s, b, c; xor.b32 s, $2, 0x80808080; mov.b32 b, 0x64646464;"
+            " mov.b32 c, 0x64806480; prmt.b32 $0, s, b, 0x5240; prmt.b32 $1, s, b, 0x5341;"
+            " sub.f16x2 $0, $0, c; sub.f16x2 $1, $1, c; }",
             "=r,=r,r", [words], (gl.float16, gl.float16), True, 2,
         )  # fmt: skip
     else:
