@@ -427,7 +427,7 @@ def problem_of(name: str) -> Any:
     their features only."""
     options = _options(name)
     cache = options.get("cache", options.get("dtype", BF16))
-    sizes = (options.get("d", 128), cache.itemsize, options.get("packed", False))
+    sizes = (options.get("d", 128), _bits(cache), options.get("packed", False))
     return options.get("op", "hopper_prefill"), *sizes, tile_of(name)
 
 
