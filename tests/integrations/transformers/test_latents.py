@@ -22,8 +22,10 @@ FAMILIES = {
     "axk1": "AXK1ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "kimi_k25": "Kimi_K25ForConditionalGeneration",
     "longcat_flash": "LongcatFlashForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
     "youtu": "YoutuForCausalLM",
 }
 
