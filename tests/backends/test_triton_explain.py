@@ -18,8 +18,8 @@ from attnlib.ops.triton.hopper.support import hopper_decode_keys
 from attnlib.score_functions.builtin import documents
 
 DECODE = (
-    "decode:  Hopper kernel from sequence length 256 (2048 above 132 requests) and up to 8 query "
-    "tokens; else portable Triton kernel"
+    "decode:  Hopper kernel from sequence length 256 (128 from 17 to 132 requests, 2048 above) and "
+    "up to 8 query tokens; else portable Triton kernel"
 )
 
 
@@ -42,7 +42,8 @@ def _lines(
 def test_the_kernels_of_both_phases_with_their_limits() -> None:
     assert _lines() == ["prefill: Hopper kernel", DECODE]
     assert "up to 4 query tokens" in _lines(num_heads=128)[1]
-    assert "(2048 above 1056 requests)" in _lines(num_heads=8, num_kv_heads=1)[1]
+    few_heads = _lines(num_heads=8, num_kv_heads=1)[1]
+    assert "(128 from 132 to 1056 requests, 2048 above)" in few_heads
 
 
 def test_layers_with_selected_keys_use_one_kernel() -> None:
@@ -96,23 +97,25 @@ def test_latents() -> None:
 
 
 def test_the_stated_limits_are_those_of_the_dispatch() -> None:
-    """On both sides of both sequence lengths, with 8 KV heads and 132 multiprocessors."""
-    few, many, most = (
-        int(word) for word in re.findall(r"length (\d+) \((\d+) above (\d+)", DECODE)[0]
-    )
-    assert [hopper_decode_keys(requests, 8, 132) for requests in (most, most + 1)] == [few, many]
+    """On both sides of each number of requests, with 8 KV heads and 132 multiprocessors."""
+    few, short, least, most, many = (int(word) for word in re.findall(r"\d+", DECODE)[:5])
+    numbers = (least - 1, least, most, most + 1)
+    found = [hopper_decode_keys(requests, 8, 132) for requests in numbers]
+    assert found == [few, short, short, many]
 
 
 def test_a_window_that_never_shows_enough_keys() -> None:
-    prefill, decode = _lines(sliding_window=128)
+    prefill, decode = _lines(sliding_window=128, head_size=64)
     assert prefill == "prefill: Hopper kernel"
     assert decode == (
         "decode:  portable Triton kernel (at most 135 keys are visible; the Hopper kernel is used "
         "from 256 on)"
     )
-    assert "(at most 135 keys" in _lines(attention_chunk_size=128)[1]
-    assert "(at most 255 keys" in _lines(sliding_window=248)[1]
-    assert _lines(sliding_window=249)[1] == DECODE
+    assert "(at most 135 keys" in _lines(attention_chunk_size=128, head_size=64)[1]
+    assert "(at most 255 keys" in _lines(sliding_window=248, head_size=64)[1]
+    assert "from sequence length 256 (2048 above" in _lines(sliding_window=249, head_size=64)[1]
+    assert "(at most 127 keys" in _lines(sliding_window=120)[1]
+    assert _lines(sliding_window=121)[1] == DECODE
     assert _lines(window=(64, None), mask_kind="bidirectional")[1] == DECODE, "no right bound"
 
 
@@ -164,7 +167,8 @@ def test_float8_caches_and_the_hopper_kernels() -> None:
         prefill, decode = _lines(kv_cache_dtype=name)
         converts = f"Hopper kernel (products in float16, to which {dtype} is converted)"
         assert prefill == f"prefill: {converts}"
-        assert decode == DECODE.replace("Hopper kernel", converts).replace("2048", "1024")
+        bounds = "(128 from 17 to 132 requests, 2048 above)", "(1024 above 132 requests)"
+        assert decode == DECODE.replace("Hopper kernel", converts).replace(*bounds)
 
 
 def test_score_functions_and_the_hopper_kernels() -> None:

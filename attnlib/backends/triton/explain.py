@@ -16,6 +16,7 @@ from attnlib.ops.triton.hopper.support import (
     LATENT_KEYS_PER_SM,
     LATENT_ROWS,
     PAIRS_PER_SM,
+    SHORT_DECODE_KEYS,
     decode_keys,
     decode_rows,
     decode_unsupported_reasons,
@@ -24,6 +25,7 @@ from attnlib.ops.triton.hopper.support import (
     latent_head_blocks,
     latent_unsupported_reasons,
     prefill_unsupported_reasons,
+    reads_short_decodes,
     selected_latents_unsupported_reasons,
 )
 from attnlib.spec import AttentionSpec, MaskKind
@@ -190,10 +192,11 @@ def _hopper_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]
 def _decode_conditions(spec: AttentionSpec) -> str:
     few, many = decode_keys(spec.kv_dtype)
     requests = PAIRS_PER_SM * _NUM_SMS // spec.num_kv_heads
-    return (
-        f"from sequence length {few} ({many} above {requests} requests) and up to "
-        f"{_max_query_len(spec)} query tokens"
-    )
+    least = -(-_NUM_SMS // spec.num_kv_heads)
+    others = f"{many} above {requests} requests"
+    if reads_short_decodes(spec.head_size, spec.kv_dtype):
+        others = f"{SHORT_DECODE_KEYS} from {least} to {requests} requests, {many} above"
+    return f"from sequence length {few} ({others}) and up to {_max_query_len(spec)} query tokens"
 
 
 def _max_query_len(spec: AttentionSpec) -> int:
@@ -209,7 +212,8 @@ def _window_reasons(spec: AttentionSpec) -> list[str]:
         spec.is_causal,
         spec.attention_chunk_size or 0,
     )
-    few = HOPPER_DECODE_KEYS[0]
+    short = reads_short_decodes(spec.head_size, spec.kv_dtype)
+    few = SHORT_DECODE_KEYS if short else HOPPER_DECODE_KEYS[0]
     return (
         [f"at most {most} keys are visible; the Hopper kernel is used from {few} on"]
         if most < few

@@ -19,7 +19,12 @@ from attnlib.ops.triton import hopper
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_limits
 from attnlib.ops.triton.heuristics.splits import paged_decode_workspace_bytes, visible_bound
 from attnlib.ops.triton.heuristics.tile_table import work_bounds
-from attnlib.ops.triton.hopper.support import HOPPER_DECODE_KEYS, decode_rows, hopper_reads
+from attnlib.ops.triton.hopper.support import (
+    HOPPER_DECODE_KEYS,
+    SHORT_DECODE_KEYS,
+    decode_rows,
+    hopper_reads,
+)
 from attnlib.ops.triton.paged_decode import AttentionShape, DecodeSchedule, decode_schedules
 from attnlib.ops.triton.paged_mixed import concurrent_ctas
 from attnlib.spec import AttentionSpec, CudaGraphSupport
@@ -318,7 +323,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         """
         turns: list[int] = []
         if self._scheduler.limits.capability[0] == 9:
-            turns = [keys - side for keys in HOPPER_DECODE_KEYS for side in (0, 1)]
+            bounds = (SHORT_DECODE_KEYS, *HOPPER_DECODE_KEYS)
+            turns = [keys - side for keys in bounds for side in (0, 1)]
             edges = self._work_edges("hopper_decode", num_reqs)
             turns += [edge + side for edge in edges for side in (0, 1)]
         inner = {edge + side for edge in self._tile_edges(num_reqs, most) for side in (0, 1)}

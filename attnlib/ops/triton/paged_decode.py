@@ -249,7 +249,7 @@ def decode_schedules(
         elif shape.latent:
             hopper_keys = latent_decode_keys(num_reqs, shape.num_heads, max_query_len, num_sms)
         else:
-            hopper_keys = hopper_decode_keys(*counts, num_sms, shape.cache_dtype)
+            hopper_keys = hopper_decode_keys(*counts, num_sms, shape.cache_dtype, shape.head_size)
     work_matters, hopper_work_matters = (
         depends_on_work(op, tuned) for op in ("decode", "hopper_decode")
     )

@@ -13,10 +13,11 @@ __all__ = [
     "BLOCK_SIZES", "DECODE_ROWS", "HOPPER_DECODE_KEYS", "INVARIANT_KERNELS", "LATENT_FEW_ROWS",
     "LATENT_KEYS_PER_SM",
     "LATENT_ROWS", "LATENT_SIZES", "PACKED_DECODE_ROWS", "PAIRS_PER_SM", "ROWS",
+    "SHORT_DECODE_KEYS",
     "decode_unsupported_reasons", "decode_keys", "decode_rows", "hopper_decode_keys",
     "hopper_reads",
     "invariant_unsupported_reasons", "latent_decode_keys", "latent_head_blocks",
-    "latent_unsupported_reasons",
+    "latent_unsupported_reasons", "reads_short_decodes",
     "prefill_unsupported_reasons", "selected_latents_unsupported_reasons",
 ]  # fmt: skip
 
@@ -71,11 +72,24 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 #   128 requests:  256 keys 39.4 / 47.3   1k keys 129.7 / 139.2
 #   256 requests:  256 keys 73.6 / 71.2   1k keys 251.4 / 248.0   2k keys 480.9 / 481.6
 #
-# No bound is sharp: nothing was measured between 128 and 256 keys or 128 and 256 requests.
+# and `benchmarks/gpu/decode_kernels.py` on the same machine on 2026-11-22 at 3f667bb:
+#
+#   8 requests:    128 keys 6.2 / 5.2
+#   16 requests:   128 keys 6.2 / 6.5
+#   32 requests:   64 keys 7.2 / 6.5      128 keys 8.3 / 10.0     192 keys 11.7 / 12.2
+#   128 requests:  64 keys 20.7 / 16.1    128 keys 23.1 / 24.0    192 keys 31.1 / 32.0
+#   256 requests:  128 keys 40.4 / 41.8
+#   head size 64, 8 query heads per KV head, 32 requests: 128 keys 7.5 / 5.6   192 keys 9.0 / 6.7
+#
+# No bound is sharp: nothing was measured between 128 and 256 requests.
 
 HOPPER_DECODE_KEYS = (256, 2048)
 """Visible keys from which the Hopper decode is the faster one: in batches of at most PAIRS_PER_SM
 (request, KV head) pairs per multiprocessor, and in larger batches."""
+
+SHORT_DECODE_KEYS = 128
+"""The first of these bounds where there is at least one pair per multiprocessor, for heads of 65 to
+128 elements of 16 bits."""
 
 _FLOAT8_DECODE_KEYS = (256, 1024)
 """The same over a float8 cache. On an H200, 256 requests of 1k keys took 145 us, the portable
@@ -93,6 +107,11 @@ def hopper_reads(stored: KVFormat | None) -> bool:
 def decode_keys(cache_dtype: torch.dtype | None) -> tuple[int, int]:
     """Return the bounds of `HOPPER_DECODE_KEYS` for a cache."""
     return _FLOAT8_DECODE_KEYS if cache_dtype in _QUANTIZED else HOPPER_DECODE_KEYS
+
+
+def reads_short_decodes(head_size: int, cache_dtype: torch.dtype | None) -> bool:
+    """Return whether `SHORT_DECODE_KEYS` applies to a layer."""
+    return 64 < head_size <= 128 and cache_dtype not in _FLOAT8
 
 
 def decode_rows(head_size_v: int, cache_dtype: torch.dtype | None = None) -> int:
@@ -369,7 +388,11 @@ def selected_latents_unsupported_reasons(
 
 
 def hopper_decode_keys(
-    num_reqs: int, num_kv_heads: int, num_sms: int, cache_dtype: torch.dtype | None = None
+    num_reqs: int,
+    num_kv_heads: int,
+    num_sms: int,
+    cache_dtype: torch.dtype | None = None,
+    head_size: int = 128,
 ) -> int:
     """Return the visible keys from which the Hopper decode is expected to be faster than the
     portable one.
@@ -379,6 +402,11 @@ def hopper_decode_keys(
         num_kv_heads: Hkv.
         num_sms: multiprocessors of the chip.
         cache_dtype: of the cache; None is 16 bits.
+        head_size: D.
     """
     few, many = decode_keys(cache_dtype)
-    return few if num_reqs * num_kv_heads <= PAIRS_PER_SM * num_sms else many
+    pairs = num_reqs * num_kv_heads
+    if pairs > PAIRS_PER_SM * num_sms:
+        return many
+    short = pairs >= num_sms and reads_short_decodes(head_size, cache_dtype)
+    return SHORT_DECODE_KEYS if short else few

@@ -135,12 +135,16 @@ def test_short_and_windowed_decodes_use_the_portable_kernel() -> None:
     """Measured: it is the faster one for few keys, and for many short requests."""
     few, many = HOPPER_DECODE_KEYS
     assert [hopper_decode_keys(requests, 8, 132) for requests in (1, 16)] == [few, few]
+    assert [hopper_decode_keys(requests, 8, 132) for requests in (17, 132)] == [128, 128]
+    e4m3, bf16 = torch.float8_e4m3fn, torch.bfloat16
+    for dtype, size in ((e4m3, 128), (bf16, 64), (bf16, 192)):  # not measured, or slower
+        assert hopper_decode_keys(32, 8, 132, dtype, size) == few
     assert [hopper_decode_keys(requests, 8, 132) for requests in (133, 256)] == [many, many]
 
 
 def test_faster_decode_kernel_changes_at_the_measured_lengths() -> None:
     """The second bound applies from 8 * 132 + 1 (request, KV head) pairs on."""
-    assert [hopper_decode_keys(requests, 8, 132) for requests in (132, 133)] == [256, 2048]
+    assert [hopper_decode_keys(requests, 8, 132) for requests in (132, 133)] == [128, 2048]
 
 
 def test_latents_on_hopper_need_rows_and_keys() -> None:
