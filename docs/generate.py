@@ -135,7 +135,26 @@ def support() -> str:
             f"- `{name}`: head sizes {caps.head_sizes}; block sizes {caps.block_sizes}; "
             f"query heads per KV head {caps.group_sizes}\n"
         )
-    return head + table + devices + sizes
+    return head + table + devices + sizes + _over_latents()
+
+
+def _over_latents() -> str:
+    """The backends that are used by name and serve layers over latents only."""
+    text = (
+        "\n## Over latents, by name\n\n"
+        "These backends serve layers with `use_mla` only, with latents of 512 elements and a\n"
+        "rotary part of 64.\n\n"
+        "| | devices | block sizes | masks | sinks | LSE |\n|---|---|---|---|---|---|\n"
+    )
+    for name in ("flash_mla", "flashinfer_mla"):
+        caps: Capabilities = load_backend(name).capabilities
+        masks = ", ".join(kind.value for kind in caps.mask_kinds)
+        low, high = caps.min_capability, caps.max_capability
+        chips = f"sm_{low[0]}{low[1]}" + ("" if high is None else f" to sm_{high[0]}{high[1]}")
+        features = " | ".join("yes" if has else "no" for has in (caps.sink, caps.lse))
+        chips += " and later" if high is None else ""
+        text += f"| `{name}` | {chips} | {caps.block_sizes} | {masks} | {features} |\n"
+    return text
 
 
 def _supports(name: str, changes: list[dict]) -> str:
