@@ -47,7 +47,7 @@ def test_tokens_are_those_of_eager(streams: list[tuple[bool, bool]]) -> None:
     ids = torch.randint(2, 60, (2, 23), generator=torch.Generator().manual_seed(0))
     left, right = torch.ones_like(ids), torch.ones_like(ids)
     left[0, :6], right[1, 17:] = 0, 0
-    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    options = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
     found: dict[str, Any] = {}
     with installed(), torch.no_grad():
         for implementation in ("eager", "attnlib"):
@@ -62,7 +62,7 @@ def test_tokens_are_those_of_eager(streams: list[tuple[bool, bool]]) -> None:
             found[implementation] = logits, tokens
     # Forwards with padding queries need the evaluated mask: two layers of two forwards and of one
     # prefill. Decodes of the first layer see all entries.
-    assert [served for _, served in streams].count(False) == 6 and len(streams) > 40
+    assert [served for _, served in streams].count(False) == 6 and len(streams) > 20
     assert (True, True) in streams and (False, True) in streams
     (eager, eager_tokens), (ours, our_tokens) = found["eager"], found["attnlib"]
     for expected, actual, mask in zip(
