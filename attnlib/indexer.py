@@ -64,7 +64,8 @@ class KeyIndexer:
                 own list by the scores q . k.
             key: `[T, Di]`, the index keys of the new tokens; None if the cache has them.
             cache: the index keys of the layer.
-            metadata: the batch's metadata, as for the layer.
+            metadata: the batch's metadata, as for the layer; an `EntryBatch` selects compressed
+                entries (M17), whose index keys the caller has written.
 
         Returns:
             The argument `selected_keys` of the layer: lists of `max_blocks` entries in ascending

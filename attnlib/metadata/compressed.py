@@ -8,7 +8,7 @@ every query token of the layer's batch is one. All layers with one compression r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ __all__ = ["CompressedKeys", "EntryBatch"]
 class EntryBatch:
     """The visible entries of each query token of a batch.
 
+    `KeyIndexer` takes it as the metadata of a call that selects entries by their index keys (M14).
+
     Attributes:
         compress_rate: tokens of one entry.
         query_start_loc: `[T + 1]` int32, 0 to T.
@@ -40,6 +42,26 @@ class EntryBatch:
     num_entries: Tensor
     block_table: Tensor
     max_entries: int
+
+    slot_mapping: ClassVar[None] = None
+    query_start_loc_cpu: ClassVar[None] = None
+    seq_lens_cpu: ClassVar[None] = None
+    max_query_len: ClassVar[int] = 1
+
+    @property
+    def seq_lens(self) -> Tensor:
+        """`num_entries`, under the name that metadata of backends have."""
+        return self.num_entries
+
+    @property
+    def max_seq_len(self) -> int:
+        """`max_entries`, likewise."""
+        return self.max_entries
+
+    @property
+    def num_actual_tokens(self) -> int:
+        """T."""
+        return self.num_entries.shape[0]
 
     @classmethod
     def build(

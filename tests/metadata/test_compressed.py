@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from attnlib import Attention, AttentionSpec, CommonAttentionMetadata, PagedKVCache, explain
+from attnlib.cache.index_keys import IndexKeyCache
 from attnlib.compressed_entries import CompressedEntries
 from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.indexer import KeyIndexer
 from attnlib.key_selection import KeySelection, SelectedKeys
 from attnlib.metadata.compressed import CompressedKeys, EntryBatch
 
@@ -96,6 +98,22 @@ def test_one_softmax_over_both_streams(selection: KeySelection | None) -> None:
             torch.testing.assert_close(out[token], expected, rtol=0, atol=2e-6)
             torch.testing.assert_close(lse[token], logits.logsumexp(1), rtol=0, atol=2e-6)
             token += 1
+
+
+def test_an_indexer_selects_entries() -> None:
+    """M14 over entries: the best visible ones by their index keys, for each query token."""
+    selection, batch = KeySelection(max_blocks=3), _batch()
+    draw = torch.Generator().manual_seed(0)
+    keys, query = (torch.randn(*shape, generator=draw) for shape in ((24, 2, 16), (9, 2, 16)))
+    weights = torch.rand(9, 2, generator=draw)
+    cache = IndexKeyCache(keys)
+    found = KeyIndexer(selection)(query, weights, None, cache, batch).indices
+    assert found.shape == (9, 1, 3)
+    for token, count in enumerate(batch.num_entries.tolist()):
+        rows = keys[batch.block_table[token].long()].flatten(0, 1)[:count]
+        scores = (weights[token][:, None] * (query[token] @ rows.T).relu()).sum(0)
+        best = sorted(scores.topk(min(3, count)).indices.tolist())
+        assert found[token, 0].tolist() == best + [-1] * (3 - len(best))
 
 
 @pytest.mark.parametrize(
