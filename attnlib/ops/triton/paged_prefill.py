@@ -212,8 +212,9 @@ def prepare_plain_prefill(
     else:
         lookups = count_lookups(params)
         tile = choose_prefill_tile(
-            *problem, lookups=lookups, native_fp8=limits.has_fp8, tuned=limits.tuned
-        )
+            *problem, lookups=lookups, has_score=params.score_function is not None,
+            native_fp8=limits.has_fp8, tuned=limits.tuned,
+        )  # fmt: skip
     tile_heads = 1 if one_head else min(group, tile.block_m)
     tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(group, tile_heads)
     constants |= {

@@ -214,6 +214,7 @@ def _tile(
         kwargs.get("HAS_BIAS", False) + _score_lookups.get(kwargs.get("SCORE"), 0),
         kwargs.get("LATENT", False),
         limits.has_fp8,
+        kwargs.get("SCORE") is not None,
     )
     return estimate, tile
 

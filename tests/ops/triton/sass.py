@@ -6,9 +6,9 @@ values from memory. ptxas 12.8, which Triton 3.6 uses, compiled kernels whose de
 from registers that held something else: half of the key cache's address, a stride, or nothing.
 Such kernels compute wrong results or access illegal addresses, depending on these values.
 
-`descriptor_sources` follows the values of registers through the code, along every path that runs
-each branch at most twice. It knows no more instructions than descriptors are made of; the result of
-any other instruction has the sources of all its operands.
+`descriptor_sources` follows the values of registers through the code (data-flow analysis): where
+paths join, a register has the sources of all of them. It knows no more instructions than
+descriptors are made of; the result of any other instruction has the sources of all its operands.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from bisect import bisect_right
 from typing import NamedTuple
 
 import triton
@@ -26,8 +27,6 @@ FORBIDDEN = {"argument", "memory", "undefined"}
 """Sources that a descriptor must not have."""
 _ARGUMENTS = 0x210
 """Offset of the kernel arguments in constant bank 0 on Hopper."""
-_MOST_PATHS = 5000
-_VISITS = 2
 _WORD = 0xFFFFFFFF
 
 _INSTRUCTION = re.compile(
@@ -35,6 +34,7 @@ _INSTRUCTION = re.compile(
 )
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _REGISTER = re.compile(r"(?<![A-Za-z0-9_.])(U?R)(\d+)(?!\w)")
+_TARGETS = re.compile(r'BRANCH_TARGETS ([^"]*)"')
 _PREDICATE = re.compile(r"!?U?P[0-9T]+")
 _NO_RESULT = (
     "ST", "RED.", "BAR", "LDGSTS", "LDGDEPBAR", "DEPBAR", "FENCE", "MEMBAR", "WARP", "SYNCS",
@@ -74,36 +74,55 @@ def disassemble(cubin: bytes) -> str:
 def descriptor_sources(text: str) -> dict[str, set[str]]:
     """Return address of a product -> forbidden sources of its descriptors, for those with some."""
     code, labels = _parse(text)
-    found: dict[str, set[str]] = {}
-    paths: list[tuple[int, _State, dict[int, int]]] = [(0, {}, {})]
-    for _ in range(_MOST_PATHS):
-        if not paths:
-            return found
-        at, state, visits = paths.pop()
-        while at < len(code):
-            here = code[at]
+    ends = sorted({*labels.values(), *(i + 1 for i, c in enumerate(code) if _leaves(c)), len(code)})
+    switch = [labels[name] for found in _TARGETS.findall(text) for name in found.split(",")]
+    entries: dict[int, _State] = {0: {}}
+    blocks, found = [0], dict[str, set[str]]()
+    while blocks:
+        at = blocks.pop()
+        state, end, following = dict(entries[at]), ends[bisect_right(ends, at)], list[int]()
+        for here in code[at:end]:
             if here.name.startswith("HGMMA"):
                 for register in _descriptor_registers(here):
                     sources = state.get(register, _UNDEFINED).sources & FORBIDDEN
                     if sources:
                         found.setdefault(here.address, set()).update(sources)
-            if here.name == "EXIT" and here.predicate is None:
-                break
             if here.name == "BRA":
-                target = labels[here.operands[-1].strip("`()")]
-                again = visits.get(at, 0) < _VISITS
-                visits[at] = visits.get(at, 0) + 1
-                if here.predicate is None and len(here.operands) == 1:
-                    if not again:
-                        break
-                    at = target
-                    continue
-                if again:
-                    paths.append((target, dict(state), dict(visits)))
-            else:
+                following.append(labels[here.operands[-1].strip("`()")])
+            elif here.name == "BRX":
+                following += switch
+            elif not _leaves(here):
                 _execute(state, here)
-            at += 1
-    raise RuntimeError(f"more than {_MOST_PATHS} paths")
+        if end < len(code) and not _always_leaves(code[end - 1]):
+            following.append(end)
+        for block in following:
+            joined = _join(entries[block], state) if block in entries else state
+            if joined != entries.get(block):
+                entries[block] = dict(joined)
+                blocks.append(block)
+    return found
+
+
+def _leaves(instruction: _Instruction) -> bool:
+    return instruction.name in ("BRA", "BRX", "EXIT")
+
+
+def _always_leaves(instruction: _Instruction) -> bool:
+    # A branch with two operands has a condition, too.
+    conditional = instruction.predicate is not None or (
+        instruction.name == "BRA" and len(instruction.operands) > 1
+    )
+    return _leaves(instruction) and not conditional
+
+
+def _join(first: _State, second: _State) -> _State:
+    """What registers hold where two paths join."""
+    joined = {}
+    for register in first.keys() | second.keys():
+        one, other = (state.get(register, _UNDEFINED) for state in (first, second))
+        same = one.number if one.number == other.number else None
+        joined[register] = _Value(same, one.sources | other.sources)
+    return joined
 
 
 def _parse(text: str) -> tuple[list[_Instruction], dict[str, int]]:

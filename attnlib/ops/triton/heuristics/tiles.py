@@ -124,6 +124,7 @@ def shared_bytes(
     score_tiles: int = 0,
     latent: bool = False,
     native_fp8: bool = True,
+    has_score: bool = False,
 ) -> int:
     """Return an upper estimate of the shared memory of one program, in bytes.
 
@@ -144,6 +145,8 @@ def shared_bytes(
         latent: the values are a prefix of the keys and are loaded with them.
         native_fp8: whether the chip converts float8 in hardware. For 16-bit queries, latents that
             are decoded from bytes are kept twice with mma.sync: as keys and as values.
+        has_score: there is a score function. With "mfma" the compiler may then move weights
+            between warps before it rounds them to 16 bits.
     """
     chunks = key_chunks((head_size, head_size_v), tile, query_bytes, products, latent)
     width, width_v = chunks["D0"] + chunks["D1"], chunks["DV0"] + chunks["DV1"]
@@ -154,7 +157,8 @@ def shared_bytes(
     else:
         ring = (tile.num_stages - (not in_place)) * tile.block_n * stored * cache_bytes
     queries = 0 if products == "mfma" else tile.block_m * width * query_bytes
-    weights = 0 if in_place else tile.block_m * tile.block_n * query_bytes
+    weight_bytes = 4 if has_score and products == "mfma" else query_bytes
+    weights = 0 if in_place else tile.block_m * tile.block_n * weight_bytes
     converted = tile.block_n * max(width, width_v) * query_bytes if cache_bytes < query_bytes else 0
     if latent and not native_fp8 and cache_bytes < query_bytes == 2 and products != "mfma":
         converted += tile.block_n * width_v * query_bytes
@@ -204,10 +208,13 @@ def _first_that_fits(
     score_tiles: int,
     latent: bool = False,
     native_fp8: bool = True,
+    has_score: bool = False,
 ) -> Tile:
     need = 0
     for tile in tiles:
-        need = shared_bytes(tile, *sizes, *element_bytes, products, score_tiles, latent, native_fp8)
+        need = shared_bytes(
+            tile, *sizes, *element_bytes, products, score_tiles, latent, native_fp8, has_score
+        )
         if need <= limit:
             return tile
     raise UnsupportedConfigError(
@@ -261,6 +268,7 @@ def choose_prefill_tile(
     score_tiles: int = 0,
     *,
     lookups: int = 0,
+    has_score: bool = False,
     native_fp8: bool = True,
     tuned: TileTable | None = None,
 ) -> Tile:
@@ -281,6 +289,7 @@ def choose_prefill_tile(
             registers: with 64 scores per thread, a kernel for sm_80 used 488 bytes of local memory
             per thread. Tiles with lookups have at most 32. With one stage and 64 keys, a kernel
             for sm_89 used 424 bytes.
+        has_score: as in `shared_bytes`.
         native_fp8: whether the chip converts float8 in hardware.
         tuned: the user's table for the chip, which precedes the shipped ones.
 
@@ -300,7 +309,9 @@ def choose_prefill_tile(
             t for t in candidates
             if t.block_m * t.block_n <= 1024 * t.num_warps and (t.num_stages > 1 or t.block_n <= 32)
         ]  # fmt: skip
-    return _first_that_fits(candidates, sizes, element_bytes, shared_memory, products, score_tiles)
+    return _first_that_fits(
+        candidates, sizes, element_bytes, shared_memory, products, score_tiles, has_score=has_score
+    )
 
 
 def choose_decode_tile(

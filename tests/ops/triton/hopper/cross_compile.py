@@ -12,9 +12,7 @@ import gc
 import io
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from typing import Any
 
 import torch
@@ -44,6 +42,7 @@ from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.run import run_attention
 from attnlib.ops.triton.selected_attention import selected_attention
 from tests.ops.triton.cross_compile import TARGETS, Launch, score_options, stub_target
+from tests.ops.triton.sass import descriptor_sources, disassemble
 
 __all__ = [
     "CASES", "INVARIANT_CASES", "LATENT_CASES", "SCORE_CASES", "SELECTED_CASES", "compile_case",
@@ -531,6 +530,7 @@ def _facts(launch: Launch, text: str) -> dict[str, Any]:
             line for line in text.splitlines() if re.search(r"C75\d\d|serializ|[Ww]arning", line)
         ],
         "wgmma": launch.kernel.asm["ptx"].count("wgmma.mma_async"),
+        "descriptors": sorted(descriptor_sources(disassemble(launch.kernel.asm["cubin"]))),
         "seconds": round(launch.seconds, 1),
     }
 
@@ -544,13 +544,7 @@ def _key_loops(cubin: bytes, groups: tuple[int, ...]) -> list[int]:
             or four if masked and unmasked tiles are branches of one loop (12 over 4-bit integers).
             Loops with stores to global memory are loops over query tiles.
     """
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        tool = triton.knobs.nvidia.nvdisasm.path
-        text = subprocess.run(
-            [tool, "-c", file.name], capture_output=True, text=True, check=True
-        ).stdout
+    text = disassemble(cubin)
     lines = text.splitlines()
     labels = {
         match[1]: index
