@@ -177,7 +177,8 @@ class HopperDecode:
         combine: the combine kernel; None where the attention kernel combines.
         num_batch_tensors: number of batch tensors of the score function.
         scale_strides: of blocks, positions and heads of the scales in the pages (M16), of the keys
-            and of the values; None where the pages hold no scales.
+            and of the values; None where the pages hold no scales, and empty for kernels without
+            these arguments.
     """
 
     limits: DeviceLimits

@@ -93,6 +93,7 @@ def prepare_latent_decode(
         index=query.get_device(),
         packed=False,
         is_quantized=False,
+        scale_strides=(),
         views=(
             CacheView.of(key, box, head_size - head_size_v),
             CacheView.of(value, box, head_size_v // 2),
