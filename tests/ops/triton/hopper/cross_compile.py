@@ -289,7 +289,7 @@ def _compile_invariant(options: dict[str, Any]) -> dict[str, Any]:
         run_attention(prepared, batch, query, cache, cache, tensors[3], lse, params)
     return {
         **_facts(launches[0], log.getvalue()),
-        "loops": _key_loops(launches[0].kernel.asm["cubin"], (4,) if decode else (2,)),
+        "loops": _key_loops(launches[0].kernel.asm["cubin"], (4,) if decode else (2,), True),
     }
 
 
@@ -537,7 +537,7 @@ def _facts(launch: Launch, text: str) -> dict[str, Any]:
     }
 
 
-def _key_loops(cubin: bytes, groups: tuple[int, ...]) -> list[int]:
+def _key_loops(cubin: bytes, groups: tuple[int, ...], stores: bool = False) -> list[int]:
     """Return the number of accesses to local memory in each loop over keys.
 
     Args:
@@ -545,6 +545,8 @@ def _key_loops(cubin: bytes, groups: tuple[int, ...]) -> list[int]:
         groups: WGMMA groups that end in such a loop: two, three with the slope of a score function,
             or four if masked and unmasked tiles are branches of one loop (12 over 4-bit integers).
             Loops with stores to global memory are loops over query tiles.
+        stores: loops over keys store to global memory, too; those over query tiles have more
+            groups.
     """
     text = disassemble(cubin)
     lines = text.splitlines()
@@ -560,7 +562,8 @@ def _key_loops(cubin: bytes, groups: tuple[int, ...]) -> list[int]:
             continue
         body = lines[labels[jump[1]] : index]
         if (
-            not any("STG" in instruction or "USETMAXREG" in instruction for instruction in body)
+            not any("USETMAXREG" in instruction for instruction in body)
+            and (stores or not any("STG" in instruction for instruction in body))
             and sum("HGMMA" in instruction and "gsb0" in instruction for instruction in body)
             in groups
         ):
