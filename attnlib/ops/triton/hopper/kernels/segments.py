@@ -34,6 +34,9 @@ SEGMENTS = ((FEW_POSITIONS, 128), (16384, 512), (0, 1024))
 elements."""
 WIDE_SEGMENTS = ((FEW_POSITIONS, 256), (4096, 1024), (0, 2048))
 """The same for wider values, whose sums do not fit in shared memory."""
+NARROW_SEGMENTS = ((0, 4096), (0, 4096), (0, 4096))
+"""The same for tiles of 64 keys and values of up to 128 elements: layers whose queries see few keys,
+which need not be divided."""
 
 
 @gluon.constexpr_function
@@ -42,7 +45,8 @@ def _segment(number, width_v, group, block_n):
 
     Positions are rounded up to query tiles of the prefill.
     """
-    position, keys = (SEGMENTS if width_v <= 128 else WIDE_SEGMENTS)[number]
+    segments = SEGMENTS if block_n == 128 else NARROW_SEGMENTS
+    position, keys = (segments if width_v <= 128 else WIDE_SEGMENTS)[number]
     tokens = QUERY_ROWS // group
     return -(-position // tokens) * tokens, keys // block_n
 
