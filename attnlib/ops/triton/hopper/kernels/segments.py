@@ -35,8 +35,8 @@ elements."""
 WIDE_SEGMENTS = ((FEW_POSITIONS, 256), (4096, 1024), (0, 2048))
 """The same for wider values, whose sums do not fit in shared memory."""
 NARROW_SEGMENTS = ((0, 4096), (0, 4096), (0, 4096))
-"""The same for tiles of 64 keys and values of up to 128 elements: layers whose queries see few keys,
-which need not be divided."""
+"""The same for tiles of 64 keys and values of up to 128 elements: queries of such layers see few
+keys, which need not be divided."""
 
 
 @gluon.constexpr_function
