@@ -74,6 +74,10 @@ def not_shared_reason(spec: AttentionSpec) -> str | None:
         (spec.attention_chunk_size is not None, "attention chunks hide keys by the position"),
         (spec.has_alibi, "ALiBi biases depend on the query's position"),
         (spec.score_function is not None, "the score function may depend on the query's position"),
+        (
+            spec.compressed_entries is not None,
+            "compressed entries are visible by the query's position",
+        ),
         (spec.use_mla, "latent caches (MLA) are read by absorbed queries"),
         (spec.batch_invariant, "batch_invariant=True forbids results that depend on other rows"),
     )

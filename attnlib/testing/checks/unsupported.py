@@ -43,7 +43,7 @@ _UNUSUAL: dict[str, dict[str, object]] = {
     "sinks": {"sinks": True},
     "score_function": {"score": "attnlib.testing.score_functions:POSITIONS"},
     "key_selection": {"key_selection": ("kv_head", 4, 2, 1)},
-    "compressed_entries": {"compressed": (4, 16, 0), "mask": "causal"},
+    "compressed_entries": {"compressed": (4, 16, 0)},
     "mask-bidirectional": {"mask": "bidirectional"},
     "mask-per_request": {"mask": "per_request"},
     "mask-query_bias": {"mask": "query_bias"},

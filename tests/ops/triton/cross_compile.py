@@ -34,6 +34,7 @@ from attnlib.ops.triton.heuristics.packed_tiles import packed_shared_bytes
 from attnlib.ops.triton.heuristics.page_tiles import page_shared_bytes
 from attnlib.ops.triton.heuristics.tile_table import TileEntry, TileTable, shipped_tables
 from attnlib.ops.triton.heuristics.tiles import Tile, latents_in_place, shared_bytes
+from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.score_compile import compile_score
 from attnlib.ops.triton.page_attention import page_kind
 from attnlib.testing.score_functions import SUITE, load_score_function, make_score_tensors
@@ -164,6 +165,7 @@ def stub_target(name: str) -> Iterator[list[Launch]]:
         compiled.append(Launch(kernel, seconds, *_tile(args, kwargs, target.limits)))
         return kernel
 
+    LAUNCHES.clear()  # their keys name a device, not a target
     saved = device.INTERPRETED, device.INTERPRETER_LIMITS
     triton.runtime.driver.set_active(_StubDriver(target))
     JITFunction.run = compile_only
