@@ -93,6 +93,12 @@ def _latent(heads: int) -> dict[str, Any]:
     }
 
 
+_EXPANDED: dict[str, Any] = {
+    "num_heads": 128,
+    "num_kv_heads": 128,
+    "head_size": 192,
+    "head_size_v": 128,
+}
 _MLA = _cases(
     ("mla-decode-1x8k-16heads", "q1s8k", _latent(16)),
     ("mla-decode-32x4k-16heads", "32q1s4k", _latent(16)),
@@ -102,11 +108,8 @@ _MLA = _cases(
     ("mla-decode-128x4k-128heads", "128q1s4k", _latent(128)),
     ("mla-verify-16x4k-16heads", "16q4s4k", _latent(16)),
     ("mla-prefill-1x2k-128heads", "q2k", _latent(128)),
-    (
-        "mla-prefill-1x8k-expanded",
-        "q8k",
-        {"num_heads": 128, "num_kv_heads": 128, "head_size": 192, "head_size_v": 128},
-    ),
+    ("mla-prefill-1x8k-expanded", "q8k", _EXPANDED),
+    ("mla-prefill-1x32k-expanded", "q32k", _EXPANDED),
 )
 _SELECTED: dict[str, Any] = {
     "num_heads": 64,

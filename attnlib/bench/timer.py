@@ -108,9 +108,7 @@ class GraphTimer:
                 same_batch_at_replay(),
                 torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
             ):
-                # The last call is that of copy 0: its output is checked after a replay, and lists
-                # of selected keys differ between the copies.
-                for number in reversed(range(captured)):
+                for number in range(captured):
                     call(number % copies)
         except Exception:
             torch.cuda.set_stream(before)  # a failed capture does not restore the current stream

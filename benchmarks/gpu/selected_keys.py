@@ -7,7 +7,8 @@ different lengths. The time must not depend on the context. The calls use differ
 so that the L2 cache does not hold the keys. `prefill` rows: the same selection for each query
 token of one request, against the layer without selection. `latent` rows: 2048 tokens per query of
 one latent KV head of 576 elements, whose first 512 are the values. The outputs of some query tokens
-are compared with the torch operation before anything is timed.
+are compared with the torch operation before anything is timed. If FlashMLA can be imported, its
+sparse kernel takes turns with ours in the `latent` rows; fewer than 64 heads are padded to 64.
 """
 
 from __future__ import annotations
@@ -33,12 +34,19 @@ from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.paged_prefill import paged_prefill
 from attnlib.ops.triton.selected_attention import selected_attention
 
+try:
+    from vllm.third_party.flashmla.flash_mla_interface import flash_mla_sparse_fwd
+except ImportError:
+    flash_mla_sparse_fwd = None
+
 BLOCKS = KeySelection(max_blocks=16, block_size=128, scope="kv_head")
 TOKENS = KeySelection(max_blocks=2048)
 HEADS, KV_HEADS, SIZE = 64, 4, 128
 LATENT, LATENT_VALUES = 576, 512
 DTYPE = torch.bfloat16
 CUDA = torch.device("cuda")
+FLASH_MLA_HEADS = 64
+"""The sparse kernel of FlashMLA takes multiples of this number of query heads."""
 _COLD_BYTES = 256 << 20
 """Bytes of selected keys and values that the calls read in turn, several times the L2 cache."""
 
@@ -63,6 +71,8 @@ class Batch:
         value_size = LATENT_VALUES if latent else SIZE
         self.out = torch.empty(tokens, heads, value_size, device=CUDA, dtype=DTYPE)
         self.params = AttentionParams(scale=SIZE**-0.5)
+        missing = max(0, FLASH_MLA_HEADS - heads) if latent else 0
+        self.padded_query = torch.nn.functional.pad(self.query, (0, 0, 0, missing))
         self.query_len, self.seq_len = query_len, seq_len
         self.selection = TOKENS if latent else BLOCKS
         visible = torch.arange(seq_len - query_len + 1, seq_len + 1, device=CUDA).repeat(requests)
@@ -88,6 +98,13 @@ class Batch:
             max_query_len=self.query_len, max_seq_len=self.seq_len, out=self.out,
         )  # fmt: skip
         return self.out
+
+    def flash_mla(self, number: int) -> torch.Tensor:
+        """FlashMLA's sparse kernel with list `number`, over contiguous latents."""
+        assert flash_mla_sparse_fwd is not None
+        flat = self.key.view(-1, 1, LATENT)
+        lists = self.lists[number].indices
+        return flash_mla_sparse_fwd(self.padded_query, flat, lists, self.params.scale)[0]
 
     def check(self) -> float:
         """Largest difference from the torch operation on the last query tokens of a request."""
@@ -203,7 +220,10 @@ def main() -> None:
         ):  # fmt: skip
             batch = Batch(requests, query_len, seq_len, latent=True, heads=heads)
             name = f"latent {requests * query_len} queries, {heads} heads, 2048 of {seq_len >> 10}k"
-            row(name, batch, {"selected": batch.selected}, graph=query_len == 1)
+            calls = {"selected": batch.selected}
+            if flash_mla_sparse_fwd is not None:
+                calls["flash_mla"] = batch.flash_mla
+            row(name, batch, calls, graph=query_len == 1)
             default = triton_operation._choose_tile
             for text in options.tiles:
                 tile = Tile(*(int(number) for number in text.split(",")))

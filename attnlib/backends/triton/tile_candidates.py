@@ -19,6 +19,7 @@ from attnlib.ops.triton.heuristics.hopper_tiles import (
     choose_hopper_decode_tile,
     choose_hopper_tile,
     decode_shared_bytes,
+    key_width,
     padded_width,
 )
 from attnlib.ops.triton.heuristics.hopper_tiles import shared_bytes as hopper_bytes
@@ -161,6 +162,8 @@ def tile_group(case: BenchCase, op: str, limits: DeviceLimits) -> TileGroup | No
         return dataclasses.replace(group, work=_work(case, limits))
     if op == "hopper_prefill":
         visible = visible_class(_window(case))
+        width = max(key_width(sizes[0], spec.kv_dtype.itemsize), padded_width(sizes[1]))
+        group = dataclasses.replace(group, head_size=width)
         return dataclasses.replace(group, block_size=case.block_size, visible=visible)
     return group
 

@@ -24,6 +24,7 @@ from attnlib.ops.triton.heuristics.hopper_tiles import (
     choose_hopper_decode_tile,
     choose_hopper_tile,
     decode_shared_bytes,
+    key_parts,
     shared_bytes,
 )
 from attnlib.ops.triton.heuristics.tile_table import TileEntry, shipped_tables
@@ -250,9 +251,7 @@ INVARIANT_CASES: dict[str, dict[str, Any]] = {
     "invariant-128": {},
     "invariant-64-sinks-cap": {"d": 64, "group": 8, "sinks": True, "cap": 50.0, "lse": True},
     "invariant-96-group5-window": {"d": 96, "group": 5, "window": (127, 0)},
-    "invariant-256": {"d": 256, "group": 2},
     "invariant-decode-128": {"op": "hopper_decode"},
-    "invariant-decode-256-verify": {"op": "hopper_decode", "d": 256, "group": 2, "query": 4},
     "invariant-decode-64-window": {
         "op": "hopper_decode", "d": 64, "group": 8, "window": (127, 0), "sinks": True,
     },
@@ -289,7 +288,7 @@ def _compile_invariant(options: dict[str, Any]) -> dict[str, Any]:
         run_attention(prepared, batch, query, cache, cache, tensors[3], lse, params)
     return {
         **_facts(launches[0], log.getvalue()),
-        "loops": _key_loops(launches[0].kernel.asm["cubin"], (4,) if decode else (2,), True),
+        "loops": _key_loops(launches[0].kernel.asm["cubin"], (4,) if decode else (2,)),
     }
 
 
@@ -321,6 +320,8 @@ def _entry_options(entry: TileEntry) -> dict[str, Any]:
     return {
         "op": entry.op,
         "d": size,
+        # Keys of 192 elements come with values of 128.
+        "dv": 128 if size == 192 else size,
         "n": most.get("block_size") or 16,
         "tile": dict(entry.tile),
         "group": 8 if size == 64 else 4,
@@ -454,6 +455,7 @@ def compile_case(name: str) -> dict[str, Any]:
     dv, heads = options.get("dv", d), options.get("group", 4) * kv_heads
     decode = options.get("op") == "hopper_decode"
     has_score = "score" in options
+    parts = key_parts(d, cache.itemsize)
     lengths = torch.zeros(options.get("reqs", 2), dtype=torch.int32)
     block_size = options.get("n", 16)
     stored = 8 * cache.itemsize // bits
@@ -511,7 +513,9 @@ def compile_case(name: str) -> dict[str, Any]:
         "estimate": decode_shared_bytes(tile, d, dv, bits)
         if decode
         else shared_bytes(tile, d, dv, has_score),
-        "loops": _key_loops(launch.kernel.asm["cubin"], (4, 12) if decode else (2, 3)),
+        "loops": _key_loops(
+            launch.kernel.asm["cubin"], (4, 12) if decode else (1 + parts, 2 + parts)
+        ),
     }
 
 
@@ -537,16 +541,15 @@ def _facts(launch: Launch, text: str) -> dict[str, Any]:
     }
 
 
-def _key_loops(cubin: bytes, groups: tuple[int, ...], stores: bool = False) -> list[int]:
+def _key_loops(cubin: bytes, groups: tuple[int, ...]) -> list[int]:
     """Return the number of accesses to local memory in each loop over keys.
 
     Args:
         cubin: the compiled kernel.
-        groups: WGMMA groups that end in such a loop: two, three with the slope of a score function,
-            or four if masked and unmasked tiles are branches of one loop (12 over 4-bit integers).
-            Loops with stores to global memory are loops over query tiles.
-        stores: loops over keys store to global memory, too; those over query tiles have more
-            groups.
+        groups: WGMMA groups that end in such a loop: one more than the parts of a key, another one
+            with the slope of a score function, or four if masked and unmasked tiles are branches
+            of one loop (12 over 4-bit integers). Loops with stores to global memory are loops over
+            query tiles.
     """
     text = disassemble(cubin)
     lines = text.splitlines()
@@ -562,8 +565,7 @@ def _key_loops(cubin: bytes, groups: tuple[int, ...], stores: bool = False) -> l
             continue
         body = lines[labels[jump[1]] : index]
         if (
-            not any("USETMAXREG" in instruction for instruction in body)
-            and (stores or not any("STG" in instruction for instruction in body))
+            not any("STG" in instruction or "USETMAXREG" in instruction for instruction in body)
             and sum("HGMMA" in instruction and "gsb0" in instruction for instruction in body)
             in groups
         ):

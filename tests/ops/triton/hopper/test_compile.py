@@ -57,9 +57,9 @@ ENTRY_SAMPLE = sorted(largest_tiles(ENTRIES) - set(COVERED))
 INVARIANT_SAMPLE = ["invariant-128", "invariant-decode-128"]
 ALL_LATENT = [*LATENT_CASES, *SELECTED_CASES]
 LATENT_SAMPLE = ["latent-128-page16", "latent-64-all", "selected-128", "selected-16-blocks-all"]
-MAX_LATENT_STACK = 720
+MAX_LATENT_STACK = 240
 """Bytes of local memory per thread of the kernels over latents, whose accumulators are half of the
-registers: scalars, and descriptors of tiles that are computed before the loops."""
+registers: scalars."""
 SCORE = [
     "128-multi_item", "64-head_windows", "decode-128-relative_bias", "decode-128-documents-combine",
 ]  # fmt: skip
@@ -143,8 +143,11 @@ def test_loops_over_keys_are_asynchronous_and_in_registers(case: str, compiled: 
         return
     # A masked and an unmasked loop of each consumer.
     assert len(result["loops"]) >= 4, result["loops"]
-    # All features at once, or queries that no TMA box can load, need registers for more scalars.
-    unmasked = {"128-all": 1, "128-group5": 3}.get(case, 0)
+    # All features at once, queries that no TMA box can load, and keys in three parts need registers
+    # for more scalars.
+    unmasked = {"128-all": 1, "128-group5": 3, "192-128": 1}.get(case, 0)
+    if case in ENTRIES and ("head_size", 192, 192) in ENTRIES[case].ranges:
+        unmasked = 1
     # Three consumers have 160 registers per thread. Triton 3.9 keeps a part of their masked loops,
     # which run once or twice per query tile, in local memory.
     most = 48 if len(result["loops"]) in (6, 9) and result["registers"] <= 128 else 8
@@ -156,12 +159,13 @@ def test_loops_over_keys_are_asynchronous_and_in_registers(case: str, compiled: 
 def test_kernels_over_latents_load_and_multiply_each_tile_once(
     case: str, compiled: Compiled
 ) -> None:
-    """P10: 36 products of queries and keys and 8 of weights and values, in each of two warpgroups;
-    none is serialized."""
+    """P10: 36 products of queries and keys and 8 of weights and values in the loop of each of two
+    warpgroups, and the same once more for the first and last tile of the first one; none is
+    serialized."""
     result = _result(case, compiled)
     assert "error" not in result, result["error"]
     assert result["shared"] <= 227 * 1024 and result["stack"] <= max_stack(case), result
-    assert result["warnings"] == [] and result["wgmma"] == 2 * (36 + 8)
+    assert result["warnings"] == [] and result["wgmma"] == 3 * (36 + 8)
 
 
 @pytest.mark.parametrize("case", INVARIANT_CASES)
@@ -172,9 +176,7 @@ def test_batch_invariant_kernels_compile_with_few_spills(case: str, compiled: Co
     assert result["shared"] <= 227 * 1024 and result["wgmma"] > 0, result
     assert result["warnings"] == [], result
     if "decode" in case:
-        # 32 rows and a soft cap: the branch that adds a segment reloads addresses.
-        stack, loops = (208, 24) if "cap-verify" in case else (128, 0)
-        assert result["stack"] <= stack and max(result["loops"]) <= loops, result
+        assert result["stack"] <= 128 and max(result["loops"]) == 0, result
         assert result["registers"] * 256 > 65536 // 2, result
         return
     assert result["stack"] <= MAX_STACK and len(result["loops"]) >= 4, result

@@ -14,8 +14,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
     "TensorDescriptor", "arrive_after_copies", "consumers_sync", "copy_to_shared", "exp2",
-    "launch_dependent_grids", "load_box", "log2", "partition_barrier", "prefetch_l1", "reinterpret",
-    "wait_on_dependent_grids",
+    "launch_dependent_grids", "load_box", "log2", "opaque_zero", "partition_barrier", "prefetch_l1",
+    "reinterpret", "wait_on_dependent_grids",
 ]  # fmt: skip
 
 partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -62,6 +62,12 @@ def consumers_sync(CONSUMERS: gl.constexpr):
         gl.inline_asm_elementwise(
             "bar.sync 11, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1
         )
+
+
+@gluon.jit
+def opaque_zero():
+    """Return 0 in a way that the compiler does not see."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
 
 
 @gluon.jit

@@ -33,8 +33,9 @@ from attnlib.ops.triton.hopper.kernels.latent_tiles import (
     PARTS,
     ROTARY_PART,
     TILE,
-    attend_first,
-    attend_second,
+    attend_both,
+    attend_other,
+    attend_own,
     total_sum,
 )
 from attnlib.ops.triton.hopper.kernels.schedule import visible_span, visited_tiles
@@ -147,6 +148,17 @@ def _clear_rows_from(tile, valid):
 
 
 @gluon.jit
+def _clear_tile(k_low, k_high, k_full, valid, parity, TILE_INDEX: gl.constexpr):
+    """Clear the rows of a tile from `valid` on once it is loaded."""
+    mbarrier.wait(k_full.index(TILE_INDEX * PARTS + LOW), parity)
+    mbarrier.wait(k_full.index(TILE_INDEX * PARTS + HIGH), parity)
+    _clear_rows_from(k_low.index(TILE_INDEX), valid)
+    _clear_rows_from(k_high.index(TILE_INDEX), valid)
+    fence_async_shared()
+    partition_barrier()
+
+
+@gluon.jit
 def _store_half(
     out, partials, acc, factor, offsets, partial_offsets, valid, num_splits, START: gl.constexpr,
 ):  # fmt: skip
@@ -211,10 +223,10 @@ def _consumer(
             # The launcher checks 16-byte alignment; the shifts tell the compiler.
             q_offsets = (q_offsets >> 3) << 3
             if CONSUMER == 0:
-                _store_queries(q_low, query, q_offsets, valid, 0)
+                _store_queries(q_low.index(0), query, q_offsets, valid, 0)
             else:
-                _store_queries(q_high, query, q_offsets, valid, HALF)
-                _store_queries(q_rotary, query, q_offsets, valid, DV)
+                _store_queries(q_high.index(0), query, q_offsets, valid, HALF)
+                _store_queries(q_rotary.index(0), query, q_offsets, valid, DV)
             fence_async_shared()
             consumers_sync(2)
 
@@ -224,31 +236,33 @@ def _consumer(
             row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
             row_sum = gl.zeros([ROWS], gl.float32, ROW)
             acc = gl.zeros([ROWS, HALF], gl.float32, VALUES)
-            for i in range(0, count):
-                parity = step & 1
-                first_key = (first_pair + i) * PAIR + CONSUMER * TILE
-                past_end = seq_len - first_key
-                # TMA fills whole pages past the end with zeros, but not the rest of the last page.
-                if (past_end < TILE) & (seq_len % BLOCK_SIZE != 0):
-                    mbarrier.wait(k_full.index(CONSUMER * PARTS + LOW), parity)
-                    mbarrier.wait(k_full.index(CONSUMER * PARTS + HIGH), parity)
-                    _clear_rows_from(k_low.index(CONSUMER), past_end)
-                    _clear_rows_from(k_high.index(CONSUMER), past_end)
-                    fence_async_shared()
-                    partition_barrier()
-                if CONSUMER == 0:
-                    acc, row_max, row_sum = attend_first(
-                        acc, row_max, row_sum, first_key + columns, row_first[:, None],
-                        row_last[:, None], parity, q_low, q_high, q_rotary, k_low, k_high,
-                        k_rotary, p_tile, maxima, scales, k_full, k_empty, p_ready, factor,
-                        soft_cap, HAS_CAP, False)  # fmt: skip
-                else:
-                    acc, row_max, row_sum = attend_second(
-                        acc, row_max, row_sum, first_key + columns, row_first[:, None],
-                        row_last[:, None], parity, q_low, q_high, q_rotary, k_low, k_high,
-                        k_rotary, p_tile, maxima, scales, k_full, k_empty, p_ready, factor,
-                        soft_cap, HAS_CAP, False)  # fmt: skip
+            first_own = first_pair * PAIR + CONSUMER * TILE
+            if CONSUMER == 0:
+                if (seq_len - first_own < TILE) & (seq_len % BLOCK_SIZE != 0):
+                    _clear_tile(k_low, k_high, k_full, seq_len - first_own, step & 1, CONSUMER)
+                keys = (first_own + columns, row_first[:, None], row_last[:, None])
+                acc, row_max, row_sum = attend_own(
+                    acc, row_max, row_sum, keys, step & 1, q_low, q_high, q_rotary, k_low, k_high,
+                    k_rotary, p_tile, maxima, scales, k_full, k_empty, p_ready, factor, soft_cap,
+                    CONSUMER, HAS_CAP, 0)  # fmt: skip
                 step += 1
+            # Consumer 0 attends to a tile A together with the tile B before it.
+            for i in range(1 - CONSUMER, count):
+                parity = step & 1
+                first_key = first_own + i * PAIR
+                # TMA fills whole pages past the end with zeros, but not the rest of the last page.
+                if (seq_len - first_key < TILE) & (seq_len % BLOCK_SIZE != 0):
+                    _clear_tile(k_low, k_high, k_full, seq_len - first_key, parity, CONSUMER)
+                keys = (first_key + columns, row_first[:, None], row_last[:, None])
+                acc, row_max, row_sum = attend_both(
+                    acc, row_max, row_sum, keys, parity, (step + CONSUMER + 1) & 1, q_low, q_high,
+                    q_rotary, k_low, k_high, k_rotary, p_tile, maxima, scales, k_full, k_empty,
+                    p_ready, factor, soft_cap, CONSUMER, HAS_CAP, 0, False)  # fmt: skip
+                step += 1
+            if CONSUMER == 0:
+                acc, row_max, row_sum = attend_other(
+                    acc, row_max, row_sum, (step - 1) & 1, k_low, k_high, p_tile, maxima, scales,
+                    k_empty, p_ready, CONSUMER, 0)  # fmt: skip
             final_sum = total_sum(row_sum, sums, summed, splits & 1, CONSUMER)
             splits += 1
 
@@ -334,9 +348,9 @@ def hopper_latent_decode_kernel(
     NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, ROTARY], DTYPE)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, TILE], DTYPE)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_low = gl.allocate_shared_memory(DTYPE, [ROWS, HALF], WIDE)
-    q_high = gl.allocate_shared_memory(DTYPE, [ROWS, HALF], WIDE)
-    q_rotary = gl.allocate_shared_memory(DTYPE, [ROWS, ROTARY], NARROW)
+    q_low = gl.allocate_shared_memory(DTYPE, [1, ROWS, HALF], WIDE)
+    q_high = gl.allocate_shared_memory(DTYPE, [1, ROWS, HALF], WIDE)
+    q_rotary = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROTARY], NARROW)
     k_low = gl.allocate_shared_memory(DTYPE, [2, TILE, HALF], WIDE)
     k_high = gl.allocate_shared_memory(DTYPE, [2, TILE, HALF], WIDE)
     k_rotary = gl.allocate_shared_memory(DTYPE, [2, TILE, ROTARY], NARROW)

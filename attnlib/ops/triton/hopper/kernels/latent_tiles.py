@@ -1,21 +1,22 @@
 """Attention of 64 query rows over gathered latents: the partitions of a CTA (P10, M12).
 
-A CTA has two consumer warpgroups and one warpgroup that gathers latents. A latent is loaded once
-and used as key and as value. Latents are processed in pairs of tiles A and B of 64:
+A CTA has two consumer warpgroups and one or more loader warps. A latent is loaded once and used as
+key and as value. Latents are processed in tiles A, B, A, B, ... of 64:
 
-- Consumer 0 computes the scores and weights of tile A, consumer 1 those of tile B.
-- Each consumer accumulates one half of the value elements, 64 rows of 256, over both tiles. It
+- Consumer 0 computes the scores and weights of tiles A, consumer 1 those of tiles B.
+- Each consumer accumulates one half of the value elements, 64 rows of 256, over all tiles. It
   multiplies its own weights from registers and the other consumer's from shared memory.
-- The running maximum goes from tile to tile: A of this pair, B of this pair, A of the next pair.
-  While consumer 1 computes its softmax, its product with the weights of tile A runs.
+- The running maximum goes from tile to tile.
+- A step of a consumer issues the scores of its own tile and the product with the weights of the
+  tile before, which is the other consumer's, and computes its softmax while they run. So the
+  consumers are half a step apart, and one tile is loaded while the other one is used.
 
 The division of the values between two warpgroups that exchange their weights is that of FlashMLA's
 "seesaw" schedule (DeepSeek, FlashMLA, 2025); the order of the products is different here.
 
-Barriers, by tile and part (`barrier_of`: the rotary part, the lower and the upper half of the value
-elements):
+Barriers, by tile and part (the rotary part, the lower and the upper half of the value elements):
 
-- q_full, k_full: the copies of a part are complete. One arrival per copying thread, or of TMA.
+- k_full: the copies of a part are complete. One arrival per copying thread, or of TMA.
 - k_empty: one arrival, of the consumer that uses a part last: the owner of the tile after its
   scores for the rotary part, and for a half the consumer that multiplies by it.
 - p_ready[tile]: the weights of a tile, their maximum and the factor of earlier results are in
@@ -24,6 +25,10 @@ elements):
 
 There is one buffer for the weights of both tiles: each consumer writes to it after its product with
 the weights of the other one.
+
+Addresses of tiles contain a zero that the compiler does not see (`opaque_zero`). It would compute
+the descriptors of all products before the loop, for which there are not enough registers: they went
+to local memory and back before each product.
 """
 
 from __future__ import annotations
@@ -40,13 +45,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attnlib.ops.triton.hopper.kernels.compat import (
     copy_to_shared,
     exp2,
+    opaque_zero,
     partition_barrier,
 )
 from attnlib.ops.triton.hopper.kernels.softmax import transform_scores
 
 __all__ = [
-    "HIGH", "LOW", "PARTS", "ROTARY_PART", "TILE", "attend_first", "attend_second", "gather_part",
-    "store_partial", "store_rows", "total_sum",
+    "HIGH", "LOW", "PARTS", "ROTARY_PART", "TILE", "attend_both", "attend_other", "attend_own",
+    "gather_part", "listed_positions", "store_partial", "store_rows", "total_sum",
 ]  # fmt: skip
 
 TILE: gl.constexpr = gl.constexpr(64)
@@ -79,39 +85,66 @@ def gather_part(base, offsets, exists, target, START: gl.constexpr):
 
 
 @gluon.jit
-def _scores(
-    q_low, q_high, q_rotary, low, high, rotary, k_full, parity, FIRST: gl.constexpr,
-    COPIED: gl.constexpr, LAYOUT: gl.constexpr,
+def _issue_part(
+    scores, queries, latents, k_full, parity, PART: gl.constexpr, CONSUMER: gl.constexpr,
+    SELECT: gl.constexpr,
 ):  # fmt: skip
-    """Return the products of the queries with one tile of latents, complete.
-
-    Args:
-        k_full: barriers of the parts, from FIRST on, which are awaited one by one.
-        COPIED: the parts were written by `cp.async`, and not by TMA.
-    """
-    scores = gl.zeros([64, TILE], gl.float32, LAYOUT)
-    mbarrier.wait(k_full.index(FIRST + ROTARY_PART), parity)
-    if COPIED:
-        # WGMMA reads shared memory through the async proxy.
+    """Issue the product of the queries with part PART of the consumer's tile once it is loaded."""
+    mbarrier.wait(k_full.index(CONSUMER * PARTS + PART), parity)
+    if SELECT > 0:
+        # Written by `cp.async`; WGMMA reads shared memory through the async proxy.
         fence_async_shared()
-    scores = warpgroup_mma(q_rotary, rotary.permute((1, 0)), scores, use_acc=False, is_async=True)
-    mbarrier.wait(k_full.index(FIRST + LOW), parity)
-    if COPIED:
-        fence_async_shared()
-    scores = warpgroup_mma(q_low, low.permute((1, 0)), scores, is_async=True)
-    mbarrier.wait(k_full.index(FIRST + HIGH), parity)
-    if COPIED:
-        fence_async_shared()
-    scores = warpgroup_mma(q_high, high.permute((1, 0)), scores, is_async=True)
-    return warpgroup_mma_wait(0, deps=[scores])
+    zero = opaque_zero()
+    return warpgroup_mma(
+        queries.index(zero),
+        latents.index(CONSUMER + zero).permute((1, 0)),
+        scores,
+        use_acc=PART != ROTARY_PART,
+        is_async=True,
+    )
 
 
 @gluon.jit
-def _weigh(scores, keys, low, high, row_max, factor, soft_cap, HAS_CAP: gl.constexpr):
+def listed_positions(entries, slots, end, first, last, SELECT: gl.constexpr):
+    """Return the positions of key slots; -1 where a slot selects nothing in [first, last)."""
+    if SELECT == 1:
+        entry = gl.load(entries + slots, mask=slots < end, other=-1)
+        position = entry
+        exists = entry >= 0
+    else:
+        entry = gl.load(entries + slots // SELECT, mask=slots < end, other=-1)
+        # Compared before a product that could overflow.
+        exists = (entry >= 0) & (entry < (last + SELECT - 1) // SELECT)
+        position = gl.where(exists, entry, 0) * SELECT + slots % SELECT
+    return gl.where(exists & (position >= first) & (position < last), position, -1)
+
+
+@gluon.jit
+def _mask(scores, keys, SELECT: gl.constexpr):
+    """Return the scores, -inf for keys that are not visible. `keys` as in `attend_own`."""
+    if SELECT == 0:
+        positions, first, last = keys
+        scores = gl.where(
+            (positions[None, :] >= first) & (positions[None, :] < last), scores, float("-inf")
+        )
+    else:
+        entries, first_slot, slots, end, first, last, has_holes = keys
+        if has_holes:
+            positions = listed_positions(entries, slots, end, first, last, SELECT)
+            scores = gl.where((positions >= 0)[None, :], scores, float("-inf"))
+        else:
+            if first_slot + TILE > end:
+                scores = gl.where((slots < end)[None, :], scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def _weigh(
+    scores, keys, row_max, factor, soft_cap, HAS_CAP: gl.constexpr, SELECT: gl.constexpr
+):  # fmt: skip
     """Return (weights, factor of earlier results, new row maximum)."""
     scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
-    visible = (keys[None, :] >= low) & (keys[None, :] < high)
-    scores = gl.where(visible, scores, float("-inf"))
+    scores = _mask(scores, keys, SELECT)
     weight_factor = factor
     if HAS_CAP:
         weight_factor = 1.0
@@ -135,97 +168,149 @@ def _publish(p_tile, maxima, scales, p_ready, weights, row_max, acc_scale):
 
 
 @gluon.jit
-def attend_first(
-    acc, row_max, row_sum, keys, low, high, parity, q_low, q_high, q_rotary, k_low, k_high,
-    k_rotary, p_tile, maxima, scales, k_full, k_empty, p_ready, factor, soft_cap,
-    HAS_CAP: gl.constexpr, COPIED: gl.constexpr,
+def _attend_to_tile(
+    scores, acc, row_max, row_sum, scale_before, keys, half, p_tile, maxima, scales, p_ready,
+    k_empty, factor, soft_cap, CONSUMER: gl.constexpr, HAS_CAP: gl.constexpr, SELECT: gl.constexpr,
 ):  # fmt: skip
-    """Consumer 0 over one pair of tiles.
+    """Turn the scores of the own tile into weights, publish them and multiply by the own half.
 
     Args:
-        keys: [64], positions of the keys of tile A; visible are those in [low, high), which
-            broadcast with the scores.
-        parity: of the number of pairs before this one.
-        COPIED: tiles were written by `cp.async`, and not by TMA.
-
-    Returns:
-        (acc, row_max, row_sum); `row_sum` sums the weights of the tiles A.
+        scale_before: factor of `row_sum` from the tile before.
+        half: [2, 64, 256], the half of the value elements that the consumer accumulates.
     """
-    SCORES: gl.constexpr = row_max.type.layout.parent
     VALUES: gl.constexpr = acc.type.layout
-    DTYPE: gl.constexpr = k_low.dtype
-    OUT_ROW: gl.constexpr = gl.SliceLayout(1, VALUES)
-    scores = _scores(
-        q_low, q_high, q_rotary, k_low.index(0), k_high.index(0), k_rotary.index(0), k_full, parity,
-        0, COPIED, SCORES)  # fmt: skip
-    mbarrier.arrive(k_empty.index(ROTARY_PART), count=1)
-    weights, scale_a, row_max = _weigh(scores, keys, low, high, row_max, factor, soft_cap, HAS_CAP)
-    row_sum = row_sum * scale_a + gl.sum(weights, 1)
-    operand = weights.to(DTYPE)
-    _publish(p_tile, maxima.index(0), scales.index(0), p_ready.index(0), operand, row_max, scale_a)
-    acc = acc * gl.convert_layout(scale_a, OUT_ROW)[:, None]
+    weights, scale, row_max = _weigh(scores, keys, row_max, factor, soft_cap, HAS_CAP, SELECT)
+    row_sum = row_sum * (scale_before * scale) + gl.sum(weights, 1)
+    operand = weights.to(half.dtype)
+    # All warps have read the weights of the other tile.
+    partition_barrier()
+    _publish(
+        p_tile, maxima.index(CONSUMER), scales.index(CONSUMER), p_ready.index(CONSUMER), operand,
+        row_max, scale)  # fmt: skip
+    acc = acc * gl.convert_layout(scale, gl.SliceLayout(1, VALUES))[:, None]
     acc = warpgroup_mma(
-        gl.convert_layout(operand, gl.DotOperandLayout(0, VALUES, 2)), k_low.index(0), acc,
+        gl.convert_layout(operand, gl.DotOperandLayout(0, VALUES, 2)), half.index(CONSUMER), acc,
         is_async=True,
     )  # fmt: skip
-    mbarrier.wait(p_ready.index(1), parity)
-    if COPIED:
-        fence_async_shared()
-    scale_b = scales.index(1).load(gl.SliceLayout(1, SCORES))
-    row_max = maxima.index(1).load(gl.SliceLayout(1, SCORES))
-    row_sum = row_sum * scale_b
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(k_empty.index(LOW), count=1)
-    acc = acc * gl.convert_layout(scale_b, OUT_ROW)[:, None]
-    acc = warpgroup_mma(p_tile, k_low.index(1), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(k_empty.index(PARTS + LOW), count=1)
+    mbarrier.arrive(k_empty.index(CONSUMER * PARTS + LOW + CONSUMER), count=1)
     return acc, row_max, row_sum
 
 
 @gluon.jit
-def attend_second(
-    acc, row_max, row_sum, keys, low, high, parity, q_low, q_high, q_rotary, k_low, k_high,
-    k_rotary, p_tile, maxima, scales, k_full, k_empty, p_ready, factor, soft_cap,
-    HAS_CAP: gl.constexpr, COPIED: gl.constexpr,
+def attend_own(
+    acc, row_max, row_sum, keys, parity, q_low, q_high, q_rotary, k_low, k_high, k_rotary, p_tile,
+    maxima, scales, k_full, k_empty, p_ready, factor, soft_cap, CONSUMER: gl.constexpr,
+    HAS_CAP: gl.constexpr, SELECT: gl.constexpr,
 ):  # fmt: skip
-    """Consumer 1 over one pair of tiles. Arguments as in `attend_first`, for tile B.
+    """Attend to the first tile of the consumer, without a tile before it.
+
+    Args:
+        keys: which keys of the tile are visible. With SELECT 0 the tuple (positions [64], first,
+            last): those in [first, last), which broadcast with the scores. Else (entries, first
+            slot, slots [64], end, first, last, has_holes): those that the slots select, as in
+            `listed_positions`; without holes all slots before `end` do.
+        parity: of the number of tiles of the consumer before this one.
+        q_low, q_high, q_rotary: queries, each with a leading dimension of 1.
+        SELECT: positions of an entry of a list; 0 without a list, for tiles loaded by TMA.
 
     Returns:
-        (acc, row_max, row_sum); `row_sum` sums the weights of the tiles B.
+        (acc, row_max, row_sum); `row_sum` sums the weights of the consumer's tiles.
     """
     SCORES: gl.constexpr = row_max.type.layout.parent
-    VALUES: gl.constexpr = acc.type.layout
-    DTYPE: gl.constexpr = k_low.dtype
-    OUT_ROW: gl.constexpr = gl.SliceLayout(1, VALUES)
-    scores = _scores(
-        q_low, q_high, q_rotary, k_low.index(1), k_high.index(1), k_rotary.index(1), k_full, parity,
-        PARTS, COPIED, SCORES)  # fmt: skip
-    mbarrier.arrive(k_empty.index(PARTS + ROTARY_PART), count=1)
-    mbarrier.wait(p_ready.index(0), parity)
-    if COPIED:
+    scores = gl.zeros([64, TILE], gl.float32, SCORES)
+    scores = _issue_part(scores, q_rotary, k_rotary, k_full, parity, ROTARY_PART, CONSUMER, SELECT)
+    scores = _issue_part(scores, q_low, k_low, k_full, parity, LOW, CONSUMER, SELECT)
+    scores = _issue_part(scores, q_high, k_high, k_full, parity, HIGH, CONSUMER, SELECT)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(k_empty.index(CONSUMER * PARTS + ROTARY_PART), count=1)
+    if CONSUMER == 0:
+        half = k_low
+    else:
+        half = k_high
+    return _attend_to_tile(
+        scores, acc, row_max, row_sum, 1.0, keys, half, p_tile, maxima, scales, p_ready, k_empty,
+        factor, soft_cap, CONSUMER, HAS_CAP, SELECT)  # fmt: skip
+
+
+@gluon.jit
+def attend_other(
+    acc, row_max, row_sum, parity, k_low, k_high, p_tile, maxima, scales, k_empty, p_ready,
+    CONSUMER: gl.constexpr, SELECT: gl.constexpr,
+):  # fmt: skip
+    """Multiply the weights of the other consumer's last tile, after which there is no own tile.
+
+    Arguments and results as in `attend_both`, with the parity of the other tile.
+    """
+    ROW: gl.constexpr = row_max.type.layout
+    OTHER: gl.constexpr = 1 - CONSUMER
+    mbarrier.wait(p_ready.index(OTHER), parity)
+    if SELECT > 0:
         fence_async_shared()
-    scale_a = scales.index(0).load(gl.SliceLayout(1, SCORES))
-    row_max = maxima.index(0).load(gl.SliceLayout(1, SCORES))
-    acc = acc * gl.convert_layout(scale_a, OUT_ROW)[:, None]
-    acc = warpgroup_mma(p_tile, k_high.index(0), acc, is_async=True)
-    # Runs while the product above does.
-    weights, scale_b, row_max = _weigh(scores, keys, low, high, row_max, factor, soft_cap, HAS_CAP)
-    row_sum = row_sum * (scale_a * scale_b) + gl.sum(weights, 1)
-    operand = weights.to(DTYPE)
+    scale = scales.index(OTHER).load(ROW)
+    row_max = maxima.index(OTHER).load(ROW)
+    row_sum = row_sum * scale
+    acc = acc * gl.convert_layout(scale, gl.SliceLayout(1, acc.type.layout))[:, None]
+    if CONSUMER == 0:
+        half = k_low
+    else:
+        half = k_high
+    acc = warpgroup_mma(p_tile, half.index(OTHER), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(k_empty.index(HIGH), count=1)
-    # All warps have read the weights of tile A.
-    partition_barrier()
-    _publish(p_tile, maxima.index(1), scales.index(1), p_ready.index(1), operand, row_max, scale_b)
-    acc = acc * gl.convert_layout(scale_b, OUT_ROW)[:, None]
-    acc = warpgroup_mma(
-        gl.convert_layout(operand, gl.DotOperandLayout(0, VALUES, 2)), k_high.index(1), acc,
-        is_async=True,
-    )  # fmt: skip
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(k_empty.index(PARTS + HIGH), count=1)
+    mbarrier.arrive(k_empty.index(OTHER * PARTS + LOW + CONSUMER), count=1)
     return acc, row_max, row_sum
+
+
+@gluon.jit
+def attend_both(
+    acc, row_max, row_sum, keys, parity, other_parity, q_low, q_high, q_rotary, k_low, k_high,
+    k_rotary, p_tile, maxima, scales, k_full, k_empty, p_ready, factor, soft_cap,
+    CONSUMER: gl.constexpr, HAS_CAP: gl.constexpr, SELECT: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """Multiply the weights of the tile before, the other consumer's, and attend to the own tile.
+
+    Arguments and results as in `attend_own`.
+
+    Args:
+        other_parity: of the number of tiles of the other consumer before that one.
+        EARLY: issue all scores before the product with the weights of the tile before, and not only
+            those of the parts that are loaded first. The tensor cores then work while the other
+            consumer computes its softmax, but its tile is released later.
+    """
+    SCORES: gl.constexpr = row_max.type.layout.parent
+    ROW: gl.constexpr = row_max.type.layout
+    OTHER: gl.constexpr = 1 - CONSUMER
+    if CONSUMER == 0:
+        half = k_low
+    else:
+        half = k_high
+    scores = gl.zeros([64, TILE], gl.float32, SCORES)
+    scores = _issue_part(scores, q_rotary, k_rotary, k_full, parity, ROTARY_PART, CONSUMER, SELECT)
+    scores = _issue_part(scores, q_low, k_low, k_full, parity, LOW, CONSUMER, SELECT)
+    if EARLY:
+        scores = _issue_part(scores, q_high, k_high, k_full, parity, HIGH, CONSUMER, SELECT)
+    mbarrier.wait(p_ready.index(OTHER), other_parity)
+    if SELECT > 0:
+        fence_async_shared()
+    scale = scales.index(OTHER).load(ROW)
+    row_max = maxima.index(OTHER).load(ROW)
+    acc = acc * gl.convert_layout(scale, gl.SliceLayout(1, acc.type.layout))[:, None]
+    acc = warpgroup_mma(p_tile, half.index(OTHER), acc, is_async=True)
+    # Groups complete in the order in which they were issued.
+    if EARLY:
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        mbarrier.arrive(k_empty.index(CONSUMER * PARTS + ROTARY_PART), count=1)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(k_empty.index(OTHER * PARTS + LOW + CONSUMER), count=1)
+    else:
+        scores = _issue_part(scores, q_high, k_high, k_full, parity, HIGH, CONSUMER, SELECT)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        mbarrier.arrive(k_empty.index(OTHER * PARTS + LOW + CONSUMER), count=1)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(k_empty.index(CONSUMER * PARTS + ROTARY_PART), count=1)
+    return _attend_to_tile(
+        scores, acc, row_max, row_sum, scale, keys, half, p_tile, maxima, scales, p_ready, k_empty,
+        factor, soft_cap, CONSUMER, HAS_CAP, SELECT)  # fmt: skip
 
 
 @gluon.jit

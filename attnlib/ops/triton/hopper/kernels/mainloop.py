@@ -27,7 +27,7 @@ from attnlib.ops.triton.hopper.kernels.softmax import (
 )
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
-__all__ = ["overlapped_step", "pack_weights", "unpack_weights", "weigh_tile"]
+__all__ = ["multiply_parts", "overlapped_step", "pack_weights", "unpack_weights", "weigh_tile"]
 
 
 @gluon.jit
@@ -113,12 +113,33 @@ def weigh_tile(
 
 
 @gluon.jit
+def multiply_parts(q_operand, k_ring, stage, zeros, KEY_PARTS: gl.constexpr):
+    """Issue the product of queries with the keys of a stage, both divided into parts.
+
+    Args:
+        q_operand: tuple of KEY_PARTS parts [M, width].
+        k_ring: [STAGES * KEY_PARTS, N, width] in shared memory.
+        zeros: [M, N] in the layout of the result.
+    """
+    scores = zeros
+    for part in gl.static_range(KEY_PARTS):
+        scores = warpgroup_mma(
+            q_operand[part],
+            k_ring.index(stage * KEY_PARTS + part).permute((1, 0)),
+            scores,
+            use_acc=part > 0,
+            is_async=True,
+        )
+    return scores
+
+
+@gluon.jit
 def overlapped_step(
     q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, row_max, row_sum,
     step, tile, row_first, row_last, factor, k_factor, soft_cap, scale, positions, heads, request,
     aux, slopes, column_tile, SCORE: gl.constexpr, RAW_SCORE: gl.constexpr, KEY_SLOPE: gl.constexpr,
     STAGES: gl.constexpr, MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
-    P_LAYOUT: gl.constexpr, KV_KIND: gl.constexpr,
+    P_LAYOUT: gl.constexpr, KV_KIND: gl.constexpr, KEY_PARTS: gl.constexpr,
 ):  # fmt: skip
     """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
 
@@ -127,7 +148,7 @@ def overlapped_step(
     Returns:
         (acc, packed weights of `tile`, row_max, row_sum).
     """
-    ROWS: gl.constexpr = q_operand.shape[0]
+    ROWS: gl.constexpr = acc.shape[0]
     DTYPE: gl.constexpr = k_ring.dtype
     BLOCK_N: gl.constexpr = k_ring.shape[1]
     S_LAYOUT: gl.constexpr = row_last.type.layout.parent
@@ -138,9 +159,12 @@ def overlapped_step(
     # Wait for the TMA loads of this tile's keys, then issue Q @ K^T.
     mbarrier.wait(k_full.index(stage), parity)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    scores = warpgroup_mma(
-        q_operand, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
-    )
+    if KEY_PARTS == 1:
+        scores = warpgroup_mma(
+            q_operand, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
+    else:
+        scores = multiply_parts(q_operand, k_ring, stage, zeros, KEY_PARTS)
     if KEY_SLOPE is not None:
         scores = warpgroup_mma(slopes, column_tile[0].permute((1, 0)), scores, is_async=True)
     # Wait for the TMA loads of the previous tile's values, then issue P @ V behind it.

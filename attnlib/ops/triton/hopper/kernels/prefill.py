@@ -49,6 +49,7 @@ from attnlib.ops.triton.hopper.kernels.compat import (
 from attnlib.ops.triton.hopper.kernels.converter import converter
 from attnlib.ops.triton.hopper.kernels.mailbox import publish, read_field, read_tiles
 from attnlib.ops.triton.hopper.kernels.mainloop import (
+    multiply_parts,
     overlapped_step,
     pack_weights,
     unpack_weights,
@@ -111,6 +112,15 @@ def aligned_offset(offset):
 
 
 @gluon.jit
+def query_part(q_tiles, tile, part: gl.constexpr, KEY_PARTS: gl.constexpr):
+    """Return a part of a query tile in shared memory."""
+    if KEY_PARTS == 1:
+        return q_tiles.index(tile)
+    else:
+        return q_tiles.index(tile * KEY_PARTS + part)
+
+
+@gluon.jit
 def key_loader(
     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left, right, chunk,
     num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks, stride_table, mailbox,
@@ -119,15 +129,13 @@ def key_loader(
     GROUP: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr,
     PERSISTENT: gl.constexpr, FIELDS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, ALIGNED: gl.constexpr = False,
+    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, KEY_PARTS: gl.constexpr = 1,
 ):  # fmt: skip
     """Select and publish work items; load queries and keys. One warp.
 
-    Runs ahead of the consumers, over the borders of items, as far as the rings allow. With ALIGNED,
-    query tiles begin at positions that are multiples of TILE_TOKENS: the first one of a request may
-    begin before its first token.
+    Runs ahead of the consumers, over the borders of items, as far as the rings allow.
     """
-    Q_BYTES: gl.constexpr = CONSUMERS * 64 * q_tiles.shape[2] * 2
+    Q_BYTES: gl.constexpr = CONSUMERS * 64 * KEY_PARTS * q_tiles.shape[2] * 2
     if concurrent == 0:
         # PDL: the previous kernel may have written the queries, the cache or the lengths.
         wait_on_dependent_grids()
@@ -147,15 +155,12 @@ def key_loader(
     while item < items:
         request, start, first_token, kv_head = find_tile(
             item, query_start_loc, num_reqs, num_tiles, section, NUM_KV_HEADS * SHARED,
-            TILE_TOKENS, 2 if ALIGNED else 1)  # fmt: skip
+            TILE_TOKENS)  # fmt: skip
         query_len = num_tokens - start
         seq_len = 0
         if request < num_reqs:
             query_len = gl.load(query_start_loc + request + 1) - start
             seq_len = gl.load(seq_lens + request)
-            if ALIGNED:
-                context = gl.where(query_len > 0, gl.maximum(seq_len - query_len, 0), 0)
-                first_token -= context % TILE_TOKENS
         begin = 0
         end = 0
         after_gap = 0
@@ -189,20 +194,24 @@ def key_loader(
                     first_row = start + first_token
                     # One box of 64 rows per consumer: 64 // GROUP tokens, or 64 heads of one token.
                     for consumer in gl.static_range(CONSUMERS):
-                        if GROUP <= 64:
-                            load_box(
-                                query_desc,
-                                [first_row + consumer * (64 // GROUP), kv_head * GROUP, 0],
-                                q_full.index(q_stage),
-                                q_tiles.index(q_stage * CONSUMERS + consumer),
-                            )
-                        else:
-                            load_box(
-                                query_desc,
-                                [first_row, kv_head * GROUP + consumer * 64, 0],
-                                q_full.index(q_stage),
-                                q_tiles.index(q_stage * CONSUMERS + consumer),
-                            )
+                        for part in gl.static_range(KEY_PARTS):
+                            column = part * q_tiles.shape[2]
+                            if GROUP <= 64:
+                                load_box(
+                                    query_desc,
+                                    [first_row + consumer * (64 // GROUP), kv_head * GROUP, column],
+                                    q_full.index(q_stage),
+                                    query_part(q_tiles, q_stage * CONSUMERS + consumer, part,
+                                               KEY_PARTS),
+                                )  # fmt: skip
+                            else:
+                                load_box(
+                                    query_desc,
+                                    [first_row, kv_head * GROUP + consumer * 64, column],
+                                    q_full.index(q_stage),
+                                    query_part(q_tiles, q_stage * CONSUMERS + consumer, part,
+                                               KEY_PARTS),
+                                )  # fmt: skip
                     loaded += 1
                 if RANGES == 0:
                     begin, _, _, end = visited_tiles(
@@ -220,7 +229,7 @@ def key_loader(
             load_tile(
                 key_desc, table, pages, num_blocks, kv_head // SHARED, tile,
                 tile * BLOCK_N // BLOCK_SIZE - 32, k_ring, k_full, k_empty, step, BLOCK_SIZE,
-                STAGES, "nhd")  # fmt: skip
+                STAGES, "nhd", KEY_PARTS)  # fmt: skip
             step += 1
         if PERSISTENT and RANGES == 0:
             item = first_counted + atomic_increment(counters, "relaxed")
@@ -232,7 +241,7 @@ def key_loader(
             load_tile(
                 key_desc, table, pages, num_blocks, kv_head // SHARED, tile,
                 tile * BLOCK_N // BLOCK_SIZE - 32, k_ring, k_full, k_empty, step, BLOCK_SIZE,
-                STAGES, "nhd")  # fmt: skip
+                STAGES, "nhd", KEY_PARTS)  # fmt: skip
             step += 1
         if PERSISTENT and RANGES > 0:
             item = first_counted + incremented(claimed)
@@ -342,7 +351,7 @@ def _consumer(
     STAGED_STORE: gl.constexpr, FIELDS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr,
     HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr, K_SCALE_KIND: gl.constexpr,
-    V_SCALE_KIND: gl.constexpr, QUERY_REGISTERS: gl.constexpr,
+    V_SCALE_KIND: gl.constexpr, QUERY_REGISTERS: gl.constexpr, KEY_PARTS: gl.constexpr,
 ):  # fmt: skip
     """Compute the 64 rows of consumer warpgroup WARPGROUP of each published work item."""
     WIDTH: gl.constexpr = q_tiles.shape[2]
@@ -409,7 +418,7 @@ def _consumer(
                     TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
 
             q_stage = loaded % Q_STAGES
-            q_tile = q_tiles.index(q_stage * CONSUMERS + WARPGROUP)
+            q_tile = query_part(q_tiles, q_stage * CONSUMERS + WARPGROUP, 0, KEY_PARTS)
             if LOAD_QUERY:
                 # Wait for the TMA loads of this item's queries.
                 mbarrier.wait(q_full.index(q_stage), (loaded // Q_STAGES) & 1)
@@ -422,15 +431,22 @@ def _consumer(
                     (start + token).to(gl.int64) * stride_qt + head.to(gl.int64) * stride_qh
                 )
                 columns = gl.arange(0, WIDTH, gl.SliceLayout(0, Q_LAYOUT))
-                mask = valid[:, None] & (columns < D)[None, :]
-                q = gl.load(query + offsets[:, None] + columns[None, :], mask=mask, other=0.0)
-                # All warps are done with the previous queries before they are overwritten.
-                partition_barrier()
-                q_tile.store(q)
+                for part in gl.static_range(KEY_PARTS):
+                    lanes = part * WIDTH + columns
+                    mask = valid[:, None] & (lanes < D)[None, :]
+                    q = gl.load(query + offsets[:, None] + lanes[None, :], mask=mask, other=0.0)
+                    # All warps are done with the previous queries before they are overwritten.
+                    partition_barrier()
+                    query_part(q_tiles, q_stage * CONSUMERS + WARPGROUP, part, KEY_PARTS).store(q)
                 fence_async_shared()
                 partition_barrier()
             loaded += 1
             q_operand = q_tile
+            if KEY_PARTS == 3:
+                tile = q_stage * CONSUMERS + WARPGROUP
+                q_operand = (
+                    q_tile, query_part(q_tiles, tile, 1, 3), query_part(q_tiles, tile, 2, 3)
+                )  # fmt: skip
             k_factor = factor  # not used
             if KV_KIND != KV_PLAIN:
                 # Products are computed in float16.
@@ -477,13 +493,16 @@ def _consumer(
                 # Wait for the TMA loads of the last tile's keys.
                 mbarrier.wait(k_full.index(stage), parity)
                 zeros = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
-                scores = warpgroup_mma(
-                    q_operand,
-                    k_ring.index(stage).permute((1, 0)),
-                    zeros,
-                    use_acc=False,
-                    is_async=True,
-                )
+                if KEY_PARTS == 1:
+                    scores = warpgroup_mma(
+                        q_operand,
+                        k_ring.index(stage).permute((1, 0)),
+                        zeros,
+                        use_acc=False,
+                        is_async=True,
+                    )
+                else:
+                    scores = multiply_parts(q_operand, k_ring, stage, zeros, KEY_PARTS)
                 if KEY_SLOPE is not None:
                     scores = warpgroup_mma(
                         slopes, column_tile[0].permute((1, 0)), scores, is_async=True
@@ -517,7 +536,7 @@ def _consumer(
                             weights, row_max, row_sum, step, tile, row_first, row_last, factor,
                             k_factor, soft_cap, scale, positions, head, request, aux, slopes,
                             column_tile, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True, CHECK_LEFT,
-                            HAS_CAP, P_LAYOUT, KV_KIND)  # fmt: skip
+                            HAS_CAP, P_LAYOUT, KV_KIND, KEY_PARTS)  # fmt: skip
                         step += 1
                     for back in range(0, full_end - full_begin):
                         tile = tile_at(full_end - 1 - back, after_gap, gap, RANGES)
@@ -526,7 +545,7 @@ def _consumer(
                             weights, row_max, row_sum, step, tile, row_first, row_last, factor,
                             k_factor, soft_cap, scale, positions, head, request, aux, slopes,
                             column_tile, FULL_SCORE, RAW_SCORE, FULL_SLOPE, STAGES, False,
-                            CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND)  # fmt: skip
+                            CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, KEY_PARTS)  # fmt: skip
                         step += 1
                     # The tiles that are left, as if the last one had been visited above.
                     end = full_begin + 1
@@ -569,6 +588,7 @@ def _consumer(
                         HAS_CAP,
                         P_LAYOUT,
                         KV_KIND,
+                        KEY_PARTS,
                     )
                     # fmt: skip
                     step += 1
@@ -578,7 +598,7 @@ def _consumer(
                         row_max, row_sum, step, full_end - 1 - back, row_first, row_last, factor,
                         k_factor, soft_cap, scale, positions, head, request, aux, slopes,
                         column_tile, FULL_SCORE, RAW_SCORE, FULL_SLOPE, STAGES, False, CHECK_LEFT,
-                        HAS_CAP, P_LAYOUT, KV_KIND)  # fmt: skip
+                        HAS_CAP, P_LAYOUT, KV_KIND, KEY_PARTS)  # fmt: skip
                     step += 1
                 if CHECK_LEFT or RANGES > 0:
                     for back in range(0, full_begin - begin):
@@ -587,7 +607,7 @@ def _consumer(
                             weights, row_max, row_sum, step, full_begin - 1 - back, row_first,
                             row_last, factor, k_factor, soft_cap, scale, positions, head, request,
                             aux, slopes, column_tile, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True,
-                            CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND)  # fmt: skip
+                            CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, KEY_PARTS)  # fmt: skip
                         step += 1
 
                 # Epilogue: the product with the values of the first tile, the last one visited.
@@ -663,6 +683,7 @@ def hopper_prefill_kernel(
     HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr,
     K_SCALE_KIND: gl.constexpr, V_SCALE_KIND: gl.constexpr, BYTE_STAGES: gl.constexpr,
     CONVERTER_WARPS: gl.constexpr, CONVERTER_REGISTERS: gl.constexpr, QUERY_REGISTERS: gl.constexpr,
+    KEY_PARTS: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 4 warps per consumer and 1 + 1 loader warps.
 
@@ -674,6 +695,7 @@ def hopper_prefill_kernel(
         query_desc: TMA descriptor of the queries; only with LOAD_QUERY.
         counters: two int32 zeros; only with PERSISTENT.
         num_tiles: query tiles, an upper bound.
+        KEY_PARTS: queries and keys are kept in as many parts of WIDTH elements.
         concurrent: 1 to run next to the previous kernel, 0 to wait for it first.
         section: KV heads of a section, as in `schedule.find_tile`.
         num_blocks: blocks of the cache.
@@ -691,8 +713,10 @@ def hopper_prefill_kernel(
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, WIDTH], QUERY)
     K_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH], COMPUTE)
     V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH_V], COMPUTE)
-    q_tiles = gl.allocate_shared_memory(QUERY, [Q_STAGES * CONSUMERS, 64, WIDTH], Q_SHARED)
-    k_ring = gl.allocate_shared_memory(COMPUTE, [STAGES, BLOCK_N, WIDTH], K_SHARED)
+    q_tiles = gl.allocate_shared_memory(
+        QUERY, [Q_STAGES * CONSUMERS * KEY_PARTS, 64, WIDTH], Q_SHARED
+    )
+    k_ring = gl.allocate_shared_memory(COMPUTE, [STAGES * KEY_PARTS, BLOCK_N, WIDTH], K_SHARED)
     v_ring = gl.allocate_shared_memory(COMPUTE, [STAGES, BLOCK_N, WIDTH_V], V_SHARED)
     # Two slots, so that the key loader can publish an item while the last one is being processed.
     mailbox = gl.allocate_shared_memory(
@@ -754,7 +778,7 @@ def hopper_prefill_kernel(
                     KEY_SLOPE, BOUNDS, RANGES, EXACT, SHARED, 0, GROUP, D, DV, TILE_TOKENS,
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
-                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
+                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, KEY_PARTS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -763,7 +787,7 @@ def hopper_prefill_kernel(
                     KEY_SLOPE, BOUNDS, RANGES, EXACT, SHARED, 1, GROUP, D, DV, TILE_TOKENS,
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
-                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
+                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, KEY_PARTS)),
                 (converter, (
                     left, right, chunk, num_reqs, mailbox, k_bytes, v_bytes, k_ring, v_ring,
                     mail_full, mail_empty, kb_full, kb_empty, vb_full, vb_empty, k_full, k_empty,
@@ -796,7 +820,7 @@ def hopper_prefill_kernel(
                     KEY_SLOPE, BOUNDS, RANGES, EXACT, SHARED, 0, GROUP, D, DV, TILE_TOKENS,
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
-                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
+                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, KEY_PARTS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -805,7 +829,7 @@ def hopper_prefill_kernel(
                     KEY_SLOPE, BOUNDS, RANGES, EXACT, SHARED, 1, GROUP, D, DV, TILE_TOKENS,
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
-                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
+                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, KEY_PARTS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -814,14 +838,14 @@ def hopper_prefill_kernel(
                     KEY_SLOPE, BOUNDS, RANGES, EXACT, SHARED, 2, GROUP, D, DV, TILE_TOKENS,
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
-                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
+                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, KEY_PARTS)),
                 (key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
                     stride_table, mailbox, q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty,
                     k_full, k_empty, aux, BOUNDS, RANGES, NUM_KV_HEADS, SHARED, GROUP, TILE_TOKENS,
                     BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, PERSISTENT,
-                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KEY_PARTS)),
                 (value_loader, (
                     value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
                     mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, RANGES, SHARED,
@@ -842,7 +866,7 @@ def hopper_prefill_kernel(
                     KEY_SLOPE, BOUNDS, RANGES, EXACT, SHARED, 0, GROUP, D, DV, TILE_TOKENS,
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
-                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
+                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, KEY_PARTS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -851,14 +875,14 @@ def hopper_prefill_kernel(
                     KEY_SLOPE, BOUNDS, RANGES, EXACT, SHARED, 1, GROUP, D, DV, TILE_TOKENS,
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
-                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS)),
+                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, KEY_PARTS)),
                 (key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
                     stride_table, mailbox, q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty,
                     k_full, k_empty, aux, BOUNDS, RANGES, NUM_KV_HEADS, SHARED, GROUP, TILE_TOKENS,
                     BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, PERSISTENT,
-                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KEY_PARTS)),
                 (value_loader, (
                     value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
                     mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, RANGES, SHARED,

@@ -2,7 +2,8 @@
 
 One CTA per (query token, block of heads, split of the list); the slots of a list are numbered as in
 `ops.triton.kernels.selected`, whose combine kernel and workspace it shares. Consumers read the
-list for their masks, so that only copied latents pass through shared memory.
+list for their masks, so that only copied latents pass through shared memory; only lists with
+entries that select nothing between others need it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from attnlib.ops.triton.hopper.kernels.latent_tiles import (
     PARTS,
     ROTARY_PART,
     TILE,
-    attend_first,
-    attend_second,
+    attend_both,
+    attend_other,
+    attend_own,
     gather_part,
+    listed_positions,
     store_partial,
     store_rows,
     total_sum,
@@ -39,34 +42,27 @@ UNALIGNED = ["query_start_loc", "seq_lens", "block_table", "indices", "sinks", "
 
 
 @gluon.jit
-def _positions(entries, slots, end, first, last, SELECT: gl.constexpr):
-    """Return the positions of key slots; -1 where a slot selects nothing in [first, last)."""
-    if SELECT == 1:
-        entry = gl.load(entries + slots, mask=slots < end, other=-1)
-        position = entry
-        exists = entry >= 0
-    else:
-        entry = gl.load(entries + slots // SELECT, mask=slots < end, other=-1)
-        # Compared before a product that could overflow.
-        exists = (entry >= 0) & (entry < (last + SELECT - 1) // SELECT)
-        position = gl.where(exists, entry, 0) * SELECT + slots % SELECT
-    return gl.where(exists & (position >= first) & (position < last), position, -1)
-
-
-@gluon.jit
 def _count_slots(entries, num_entries, first, last, SELECT: gl.constexpr):
-    """Return the slots up to the last entry with a position in [first, last)."""
-    LANES: gl.constexpr = 512
+    """Return the slots up to the last entry with a position in [first, last), and whether there is
+    a slot before it without one."""
+    LANES: gl.constexpr = 2048
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     low = first // SELECT
     high = (last + SELECT - 1) // SELECT
     furthest = gl.zeros([LANES], gl.int32, layout)
+    complete = gl.zeros([LANES], gl.int32, layout)
     for base in range(0, num_entries, LANES):
         lanes = base + gl.arange(0, LANES, layout)
         entry = gl.load(entries + lanes, mask=lanes < num_entries, other=-1)
         used = (entry >= 0) & (entry >= low) & (entry < high)
         furthest = gl.maximum(furthest, gl.where(used, lanes + 1, 0))
-    return gl.max(furthest, 0) * SELECT
+        if SELECT == 1:
+            complete += used.to(gl.int32)
+        else:
+            inside = (entry >= 0) & (entry >= (first + SELECT - 1) // SELECT)
+            complete += (inside & (entry < last // SELECT)).to(gl.int32)
+    count = gl.max(furthest, 0)
+    return count * SELECT, gl.sum(complete, 0) < count
 
 
 @gluon.jit
@@ -79,19 +75,19 @@ def _gatherer(
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
     heads = (head_offset + rows).to(gl.int64)
-    HALF: gl.constexpr = q_low.shape[1]
+    HALF: gl.constexpr = q_low.shape[2]
     query_offsets = token.to(gl.int64) * stride_qt + heads * stride_qh
-    gather_part(query, query_offsets, rows < HEADS, q_rotary, 2 * HALF)
-    gather_part(query, query_offsets, rows < HEADS, q_low, 0)
-    gather_part(query, query_offsets, rows < HEADS, q_high, HALF)
+    gather_part(query, query_offsets, rows < HEADS, q_rotary.index(0), 2 * HALF)
+    gather_part(query, query_offsets, rows < HEADS, q_low.index(0), 0)
+    gather_part(query, query_offsets, rows < HEADS, q_high.index(0), HALF)
     arrive_after_copies(q_full.index(0), increment_count=False)
     # Positions and blocks are loaded one tile ahead.
-    position = _positions(entries, begin + rows, end, first, last, SELECT)
+    position = listed_positions(entries, begin + rows, end, first, last, SELECT)
     block = gl.load(table + gl.maximum(position, 0) // BLOCK_SIZE, mask=position >= 0, other=0)
     for pair in range(pairs):
         for tile in gl.static_range(2):
             slots = begin + (2 * pair + tile + 1) * TILE + rows
-            next_position = _positions(entries, slots, end, first, last, SELECT)
+            next_position = listed_positions(entries, slots, end, first, last, SELECT)
             next_block = gl.load(
                 table + gl.maximum(next_position, 0) // BLOCK_SIZE, mask=next_position >= 0, other=0
             )
@@ -114,12 +110,12 @@ def _gatherer(
 
 @gluon.jit
 def _consumer(
-    out, partials, lse, sinks, entries, token, head_offset, exists, begin, end, first, last, pairs,
-    scale, soft_cap, num_tokens, num_heads, split, num_splits, stride_ot, stride_oh, stride_lt,
-    q_low, q_high, q_rotary, k_low, k_high, k_rotary, p_tile, maxima, scales, sums, q_full, k_full,
-    k_empty, p_ready, summed, CONSUMER: gl.constexpr, SELECT: gl.constexpr, HEADS: gl.constexpr,
-    DV: gl.constexpr, SPLIT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr,
-    HAS_LSE: gl.constexpr,
+    out, partials, lse, sinks, entries, token, head_offset, exists, begin, end, has_holes,
+    first, last, pairs, scale, soft_cap, num_tokens, num_heads, split, num_splits, stride_ot,
+    stride_oh, stride_lt, q_low, q_high, q_rotary, k_low, k_high, k_rotary, p_tile, maxima, scales,
+    sums, q_full, k_full, k_empty, p_ready, summed, CONSUMER: gl.constexpr, SELECT: gl.constexpr,
+    HEADS: gl.constexpr, DV: gl.constexpr, SPLIT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINK:
+    gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """Compute one half of the value elements."""
     HALF: gl.constexpr = DV // 2
@@ -134,20 +130,26 @@ def _consumer(
     # Wait for the copies of the queries, which WGMMA reads through the async proxy.
     mbarrier.wait(q_full.index(0), 0)
     fence_async_shared()
-    for pair in range(pairs):
-        slots = begin + (2 * pair + CONSUMER) * TILE + columns
-        # -1 where nothing is selected; all others are before `last`.
-        keys = _positions(entries, slots, end, first, last, SELECT)
-        if CONSUMER == 0:
-            acc, row_max, row_sum = attend_first(
-                acc, row_max, row_sum, keys, 0, last, pair & 1, q_low, q_high, q_rotary, k_low,
-                k_high, k_rotary, p_tile, maxima, scales, k_full, k_empty, p_ready, factor,
-                soft_cap, HAS_CAP, True)  # fmt: skip
-        else:
-            acc, row_max, row_sum = attend_second(
-                acc, row_max, row_sum, keys, 0, last, pair & 1, q_low, q_high, q_rotary, k_low,
-                k_high, k_rotary, p_tile, maxima, scales, k_full, k_empty, p_ready, factor,
-                soft_cap, HAS_CAP, True)  # fmt: skip
+    if CONSUMER == 0:
+        if pairs > 0:
+            keys = (entries, begin, begin + columns, end, first, last, has_holes)
+            acc, row_max, row_sum = attend_own(
+                acc, row_max, row_sum, keys, 0, q_low, q_high, q_rotary, k_low, k_high, k_rotary,
+                p_tile, maxima, scales, k_full, k_empty, p_ready, factor, soft_cap, CONSUMER,
+                HAS_CAP, SELECT)  # fmt: skip
+    # Consumer 0 attends to a tile A together with the tile B before it.
+    for pair in range(1 - CONSUMER, pairs):
+        slot = begin + (2 * pair + CONSUMER) * TILE
+        keys = (entries, slot, slot + columns, end, first, last, has_holes)
+        acc, row_max, row_sum = attend_both(
+            acc, row_max, row_sum, keys, pair & 1, (pair + CONSUMER + 1) & 1, q_low, q_high,
+            q_rotary, k_low, k_high, k_rotary, p_tile, maxima, scales, k_full, k_empty, p_ready,
+            factor, soft_cap, CONSUMER, HAS_CAP, SELECT, True)  # fmt: skip
+    if CONSUMER == 0:
+        if pairs > 0:
+            acc, row_max, row_sum = attend_other(
+                acc, row_max, row_sum, (pairs - 1) & 1, k_low, k_high, p_tile, maxima, scales,
+                k_empty, p_ready, CONSUMER, SELECT)  # fmt: skip
     row_sum = total_sum(row_sum, sums, summed, 0, CONSUMER)
 
     head = head_offset + gl.arange(0, 64, ROW)
@@ -219,9 +221,9 @@ def hopper_selected_latents_kernel(
     NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, ROTARY], DTYPE)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, TILE], DTYPE)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_low = gl.allocate_shared_memory(DTYPE, [64, HALF], WIDE)
-    q_high = gl.allocate_shared_memory(DTYPE, [64, HALF], WIDE)
-    q_rotary = gl.allocate_shared_memory(DTYPE, [64, ROTARY], NARROW)
+    q_low = gl.allocate_shared_memory(DTYPE, [1, 64, HALF], WIDE)
+    q_high = gl.allocate_shared_memory(DTYPE, [1, 64, HALF], WIDE)
+    q_rotary = gl.allocate_shared_memory(DTYPE, [1, 64, ROTARY], NARROW)
     k_low = gl.allocate_shared_memory(DTYPE, [2, TILE, HALF], WIDE)
     k_high = gl.allocate_shared_memory(DTYPE, [2, TILE, HALF], WIDE)
     k_rotary = gl.allocate_shared_memory(DTYPE, [2, TILE, ROTARY], NARROW)
@@ -266,8 +268,9 @@ def hopper_selected_latents_kernel(
     entries = indices + token.to(gl.int64) * stride_lists
     table = block_table + request.to(gl.int64) * stride_table
     end = 0
+    has_holes = exists
     if exists:
-        end = _count_slots(entries, num_entries, first, last, SELECT)
+        end, has_holes = _count_slots(entries, num_entries, first, last, SELECT)
     begin = 0
     if SPLIT:
         # The same splits for all lists, because the combine kernel knows one number per token.
@@ -283,17 +286,17 @@ def hopper_selected_latents_kernel(
                 stride_qt, stride_qh, stride_kb, stride_kn, q_low, q_high, q_rotary, k_low, k_high,
                 k_rotary, q_full, k_full, k_empty, SELECT, BLOCK_SIZE, HEADS)),
             (_consumer, (
-                out, partials, lse, sinks, entries, token, head_offset, exists, begin, end, first,
-                last, pairs, scale, soft_cap, num_tokens, num_heads, split, num_splits, stride_ot,
-                stride_oh, stride_lt, q_low, q_high, q_rotary, k_low, k_high, k_rotary, p_tile,
-                maxima, scales, sums, q_full, k_full, k_empty, p_ready, summed, 0, SELECT, HEADS,
-                DV, SPLIT, HAS_CAP, HAS_SINK, HAS_LSE)),
+                out, partials, lse, sinks, entries, token, head_offset, exists, begin, end,
+                has_holes, first, last, pairs, scale, soft_cap, num_tokens, num_heads, split,
+                num_splits, stride_ot, stride_oh, stride_lt, q_low, q_high, q_rotary, k_low, k_high,
+                k_rotary, p_tile, maxima, scales, sums, q_full, k_full, k_empty, p_ready, summed, 0,
+                SELECT, HEADS, DV, SPLIT, HAS_CAP, HAS_SINK, HAS_LSE)),
             (_consumer, (
-                out, partials, lse, sinks, entries, token, head_offset, exists, begin, end, first,
-                last, pairs, scale, soft_cap, num_tokens, num_heads, split, num_splits, stride_ot,
-                stride_oh, stride_lt, q_low, q_high, q_rotary, k_low, k_high, k_rotary, p_tile,
-                maxima, scales, sums, q_full, k_full, k_empty, p_ready, summed, 1, SELECT, HEADS,
-                DV, SPLIT, HAS_CAP, HAS_SINK, HAS_LSE)),
+                out, partials, lse, sinks, entries, token, head_offset, exists, begin, end,
+                has_holes, first, last, pairs, scale, soft_cap, num_tokens, num_heads, split,
+                num_splits, stride_ot, stride_oh, stride_lt, q_low, q_high, q_rotary, k_low, k_high,
+                k_rotary, p_tile, maxima, scales, sums, q_full, k_full, k_empty, p_ready, summed, 1,
+                SELECT, HEADS, DV, SPLIT, HAS_CAP, HAS_SINK, HAS_LSE)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, CONSUMER_REGISTERS],

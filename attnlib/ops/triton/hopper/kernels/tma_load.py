@@ -16,6 +16,7 @@ __all__ = ["load_tile"]
 def load_tile(
     cache, table, pages, num_blocks, kv_head, tile, later_page, ring, full, empty, step,
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
+    PARTS: gl.constexpr = 1,
 ):  # fmt: skip
     """Issue the TMA loads of key tile `tile` into stage `step % STAGES` of the ring.
 
@@ -32,11 +33,12 @@ def load_tile(
         empty: mbarriers that count the consumers that have released a stage.
         step: number of tiles that this loader has loaded.
         LAYOUT: of the cache, see `cache_tiles`.
+        PARTS: the ring is [STAGES * PARTS, BLOCK_N, width], and a row has PARTS * width elements.
     """
     BLOCK_N: gl.constexpr = tile_keys(ring.shape, LAYOUT)
     BOX: gl.constexpr = box_keys(BLOCK_SIZE, BLOCK_N, LAYOUT)
     BOXES: gl.constexpr = BLOCK_N // BOX
-    BYTES: gl.constexpr = tile_bytes(ring.shape)
+    BYTES: gl.constexpr = PARTS * tile_bytes(ring.shape)
     first_page = tile * BLOCK_N // BLOCK_SIZE
     inside = tile * BLOCK_N % BLOCK_SIZE
     # A loader that waits for global memory before it knows its pages falls behind the consumers, so
@@ -50,7 +52,10 @@ def load_tile(
         page = gl.load(table + column, mask=column < pages, other=num_blocks)
         blocks = blocks + (page,)
     stage = step % STAGES
-    buffer = ring.index(stage)
+    if PARTS == 1:
+        buffer = ring.index(stage)
+    else:
+        buffer = ring.index(stage * PARTS)
     # Wait until all consumers have released the tile that the stage held STAGES steps ago. The
     # parity is inverted, so that the first pass over the ring does not wait.
     mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
@@ -78,3 +83,10 @@ def load_tile(
                 full.index(stage),
                 buffer.slice(box * BOX, BOX, 0),
             )
+            for part in gl.static_range(1, PARTS):
+                load_box(
+                    cache,
+                    [blocks[box], kv_head, first, part * ring.shape[2]],
+                    full.index(stage),
+                    ring.index(stage * PARTS + part).slice(box * BOX, BOX, 0),
+                )
