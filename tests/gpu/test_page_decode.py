@@ -166,6 +166,40 @@ def test_nan_reaches_the_rows_that_see_it(name: str, which: str) -> None:
     assert not out[1:].isnan().any()
 
 
+@pytest.mark.parametrize("name", [INT8, FP8, INT4])
+def test_layers_use_the_hopper_decode(name: str) -> None:
+    """Also when calls are repeated, which launch without Triton."""
+    from attnlib import Attention, CommonAttentionMetadata
+    from attnlib.ops.triton.launch.cache import LAUNCHES
+
+    LAUNCHES.clear()
+    torch.manual_seed(0)
+    spec = AttentionSpec(
+        num_heads=HEADS * 4, num_kv_heads=HEADS, head_size=128, dtype=torch.bfloat16,
+        kv_cache_dtype=name,
+    )  # fmt: skip
+    lengths = [1000, 300, 2048]
+    table = torch.randperm(3 * 128).int().view(3, 128)
+    common = CommonAttentionMetadata.from_lengths([1] * 3, lengths, table, 16, DEVICE)
+    cache = PagedKVCache.allocate(spec, 3 * 128, DEVICE)
+    old = torch.randn(2, 3 * 2048, HEADS, 128, device=DEVICE).bfloat16()
+    slots = torch.arange(3 * 2048, device=DEVICE)
+    write_kv(
+        *old, cache.key_cache, cache.value_cache, slots, k_scale=cache.k_scale,
+        v_scale=cache.v_scale,
+    )  # fmt: skip
+    query = torch.randn(3, HEADS * 4, 128, device=DEVICE).bfloat16()
+    results = []
+    for backend in ("torch", "triton"):
+        layer = Attention(spec, backend=backend, device=DEVICE)
+        metadata = layer.backend.make_builder(spec, torch.device(DEVICE)).build(0, common)
+        for _ in range(3):
+            results.append(layer(query, None, None, cache, metadata).float())
+    assert _uses("HopperDecode")
+    for result in results[3:]:
+        assert (result - results[0]).norm() / results[0].norm() < 3e-3
+
+
 def test_needle_at_128k_keys() -> None:
     """The value of one key that stands out is found among 131072 keys, in each format."""
     from attnlib.ops.triton.paged_decode import paged_decode

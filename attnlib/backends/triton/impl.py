@@ -18,6 +18,7 @@ from attnlib.metadata.compressed import CompressedKeys
 from attnlib.ops.rotary import HeadNorm
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.cache_write import write_kv
+from attnlib.ops.triton.hopper.support import hopper_reads
 from attnlib.ops.triton.merge_states import merge_states
 from attnlib.ops.triton.paged_decode import paged_decode
 from attnlib.ops.triton.rotary_write import bind_rotation, rotate, rotate_and_write
@@ -35,7 +36,8 @@ class TritonImpl(AttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._kernels = str(self.config.get("kernels", "auto"))
-        if self.spec.kv_format.scales_in_page:
+        stored = self.spec.kv_format
+        if stored.scales_in_page and not hopper_reads(stored):
             self._kernels = "portable"  # the only ones that read these pages
 
     def write_kv(
