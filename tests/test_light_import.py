@@ -116,9 +116,11 @@ def test_import_takes_little_time_besides_torch() -> None:
 
 
 def test_an_excluded_backend_is_never_imported() -> None:
-    """I6: `-name` prevents the import of the declaration, too."""
+    """I6: `-name` prevents the import of the declaration, too. The declarations of `flashinfer` and
+    `flashinfer_mla` are in one package."""
     statement = (
-        "import os; os.environ['ATTNLIB_BACKEND'] = '-flash_attn,-flashinfer'\n"
+        "import os\n"
+        "os.environ['ATTNLIB_BACKEND'] = '-flash_attn,-flashinfer,-flashinfer_mla'\n"
         "import attnlib\n"
         "spec = attnlib.AttentionSpec(num_heads=4, head_size=64, dtype=torch.float32)\n"
         "attnlib.get_attn_backend(spec, device='cpu')\n"
