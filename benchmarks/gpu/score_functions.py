@@ -54,7 +54,7 @@ FUNCTIONS = (
 )  # fmt: skip
 TURN = "SCORE_FUNCTIONS_TURN"
 """Environment variable of a process of --processes: folder, number of processes that time rows."""
-LONGEST_WAIT = 90.0
+LONGEST_WAIT = 45.0
 """Seconds that a process waits for the others at most, so that one that fails stops none."""
 
 
@@ -377,7 +377,7 @@ def in_processes(options: argparse.Namespace) -> dict[str, Any]:
     timed = sum(row != "warmup" for row, _ in groups)
     more = ["--length", str(options.length), *(["--no-flex"] if options.no_flex else [])]
     result: dict[str, Any] = {"provenance": provenance(commit=options.commit)}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix="score-functions-") as folder:
         running = []
         for number, (row, name) in enumerate(groups):
             out = Path(folder) / f"{number}.json"

@@ -30,6 +30,7 @@ from attnlib.ops.triton.hopper.descriptors import (
 )
 from attnlib.ops.triton.hopper.kernels.prefill import hopper_prefill_kernel
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
+from attnlib.ops.triton.kernels.quant import KV_PLAIN
 from attnlib.ops.triton.launch.attention import BatchTensors, check_batch
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LaunchCache
@@ -289,6 +290,8 @@ def prepare_hopper_prefill(
     kernel = hopper_prefill_kernel
     if segment:
         kernel, constants = _invariant(constants, segment)
+    elif ranges["EXACT"] and _has_range_kernel(constants):
+        kernel, constants = _range(constants)
     query_view = None
     if load_query:
         shape, strides = tuple(query.shape), tuple(query.stride())
@@ -336,6 +339,36 @@ def _invariant(constants: dict[str, Any], segment: int) -> tuple[Any, dict[str, 
     )  # fmt: skip
     return invariant_prefill_kernel, {
         **{name: constants[name] for name in names}, "SEGMENT": segment
+    }  # fmt: skip
+
+
+_RANGE_CONSTANTS = (
+    "BOUNDS", "SHARED", "NUM_KV_HEADS", "GROUP", "DV", "WIDTH", "WIDTH_V", "TILE_TOKENS", "BLOCK_N",
+    "BLOCK_SIZE", "STAGES", "Q_STAGES", "CONSUMERS", "PERSISTENT", "CONSUMER_REGISTERS",
+    "PRODUCER_REGISTERS", "CAUSAL", "HAS_LEFT", "HAS_RIGHT", "HAS_CHUNK", "HAS_CAP", "HAS_SINK",
+    "HAS_LSE", "num_warps", "enable_fp_fusion", "launch_pdl",
+)  # fmt: skip
+
+
+def _has_range_kernel(constants: dict[str, Any]) -> bool:
+    """Whether `range_prefill_kernel` takes a layer with exact bounds."""
+    return (
+        constants["KV_KIND"] == KV_PLAIN
+        and constants["CONSUMERS"] == 2
+        and constants["Q_STAGES"] >= 2
+        and constants["KEY_PARTS"] == 1
+        and bool(constants["LOAD_QUERY"] and constants["STAGED_STORE"])
+    )
+
+
+def _range(constants: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The kernel for one range of keys per query and its compile-time arguments."""
+    from attnlib.ops.triton.hopper.kernels.range_prefill import range_prefill_kernel
+
+    tokens = constants["TILE_TOKENS"] // constants["CONSUMERS"]
+    return range_prefill_kernel, {
+        **{name: constants[name] for name in _RANGE_CONSTANTS},
+        "SKIP": tokens >= constants["BLOCK_N"],
     }  # fmt: skip
 
 

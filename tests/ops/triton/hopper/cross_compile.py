@@ -36,6 +36,7 @@ from attnlib.ops.triton.hopper.invariant_plan import (
 from attnlib.ops.triton.hopper.kernels.decode import hopper_decode_kernel
 from attnlib.ops.triton.hopper.kernels.latent_decode import hopper_latent_decode_kernel
 from attnlib.ops.triton.hopper.kernels.prefill import hopper_prefill_kernel
+from attnlib.ops.triton.hopper.kernels.range_prefill import range_prefill_kernel
 from attnlib.ops.triton.hopper.kernels.selected_latents import hopper_selected_latents_kernel
 from attnlib.ops.triton.hopper.latent_plan import launch_latent_decode
 from attnlib.ops.triton.hopper.prefill_plan import launch_hopper_prefill
@@ -491,7 +492,7 @@ def compile_case(name: str) -> dict[str, Any]:
     log = io.StringIO()
     triton.knobs.nvidia.dump_ptxas_log = True
     triton.knobs.compilation.always_compile = True
-    for kernel in (hopper_decode_kernel, hopper_prefill_kernel):
+    for kernel in (hopper_decode_kernel, hopper_prefill_kernel, range_prefill_kernel):
         # ptxas prints its log only when it compiles, and two cases may share a kernel.
         kernel.device_caches.clear()
     with stub_target("sm_90") as launches, contextlib.redirect_stdout(log):

@@ -194,8 +194,8 @@ def test_score_functions_compile_with_few_spills(case: str, compiled: Compiled) 
     if "decode" in case:
         assert result["loops"], result
         return
-    # A masked and an unmasked loop of each consumer.
-    assert len(result["loops"]) >= 4 and max(result["loops"]) <= MAX_SCORE_LOOP, result
+    # A masked and an unmasked loop of each consumer; one loop where a range is the function.
+    assert len(result["loops"]) >= 2 and max(result["loops"]) <= MAX_SCORE_LOOP, result
 
 
 def test_descriptors_come_from_constants(compiled: Compiled) -> None:
