@@ -15,7 +15,9 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from attnlib.testing.captured_step import CapturedStep
 from attnlib.testing.case import Case
 from attnlib.testing.conformance import make_target
 from attnlib.testing.materialized_case import MaterializedCase
+from attnlib.testing.parallel import default_jobs
 from attnlib.testing.runner import AttentionOutput, run_materialized_case
 
 __all__ = ["Certificate", "CertifiedSpec", "certify_batch_invariance"]
@@ -136,6 +139,7 @@ def certify_batch_invariance(
     seed: int = 0,
     quick: bool = False,
     commit: str | None = None,
+    jobs: int | None = None,
     on_spec: Callable[[CertifiedSpec], object] | None = None,
 ) -> Certificate:
     """Compare the bits of requests alone with those in many other batches.
@@ -149,7 +153,9 @@ def certify_batch_invariance(
         seed: seed of all random numbers.
         quick: fewer kinds of layers.
         commit: the commit of attnlib, for copies without history.
-        on_spec: called after each kind of layer.
+        jobs: number of worker processes, of which each compares whole kinds of layers. None selects
+            several on a GPU, one elsewhere.
+        on_spec: called after each kind of layer, in their order.
 
     Raises:
         UnknownBackendError, BackendUnavailableError, ContractError: as `run_conformance`.
@@ -160,15 +166,34 @@ def certify_batch_invariance(
     target = make_target(backend, device=device, seed=seed, quick=quick, against=())
     declared = target.supports(target.case(batch_invariant=True, needs_lse=False))
     specs = []
-    for name, case in _cases(target, declared):
-        specs.append(_certify(target, name, case))
+    for spec in _specs(target, declared, default_jobs(target) if jobs is None else jobs):
+        specs.append(spec)
         if on_spec is not None:
-            on_spec(specs[-1])
+            on_spec(spec)
     facts = provenance(commit=commit, device=target.device)
     return Certificate(
         target.label, ":".join(target.backend.full_cls_name()), declared, str(target.device), seed,
         quick, tuple(specs), facts, round(time.perf_counter() - started, 1),
     )  # fmt: skip
+
+
+def _specs(target: BackendUnderTest, declared: bool, jobs: int) -> Iterator[CertifiedSpec]:
+    """The comparisons of all kinds of layers, in their order."""
+    numbers = range(len(list(_cases(target, declared))))
+    if jobs <= 1:
+        for number in numbers:
+            yield _certify_number(target, declared, number)
+        return
+    with ProcessPoolExecutor(min(jobs, len(numbers)), mp_context=get_context("spawn")) as pool:
+        pending = [pool.submit(_certify_number, target, declared, number) for number in numbers]
+        for done in pending:
+            yield done.result()
+
+
+def _certify_number(target: BackendUnderTest, declared: bool, number: int) -> CertifiedSpec:
+    """The comparisons of one kind of layer; also the task of a worker process."""
+    name, case = list(_cases(target, declared))[number]
+    return _certify(target, name, case)
 
 
 def _cases(target: BackendUnderTest, declared: bool) -> Iterator[tuple[str, Case]]:
@@ -187,6 +212,7 @@ def _cases(target: BackendUnderTest, declared: bool) -> Iterator[tuple[str, Case
             ("one head per KV head", {"num_heads": 2, "num_kv_heads": 2}),
             ("one KV head", {"num_heads": 16, "num_kv_heads": 1}),
             ("head size 128", {**heads, "head_size": 128, "block_size": 64}),
+            ("short window", {**heads, "sliding_window": window // 3}),
             ("head size 256", {"num_heads": 4, "num_kv_heads": 2, "head_size": 256}),
             ("biases by position", {**heads, "alibi": True}),
             ("float8 cache", {**heads, "kv_cache_dtype": "fp8_e4m3", "k_scale": 0.5}),
@@ -202,7 +228,7 @@ def _batch(target: BackendUnderTest, case: Case) -> str:
     if case.attn_type == "encoder":
         return f"q{n + 3}_q{4 * n + 1}_q5"
     if target.on_gpu:
-        return "q1_q1s37_q1s515_q1s2300_q1s8200_q130_q400s1500_q700"
+        return "q1_q1s37_q1s515_q3s1025_q1s2300_q1s8200_q130_q400s1300_q700"
     return f"q1_q1s{n + 5}_q1s{10 * n + 3}_q{2 * n + 5}_q5s{6 * n}"
 
 

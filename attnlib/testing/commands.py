@@ -149,6 +149,7 @@ def _run_certify(args: argparse.Namespace) -> int:
             seed=args.seed,
             quick=args.quick,
             commit=args.commit,
+            jobs=args.jobs,
             on_spec=lambda spec: print(f"compared: {spec.name}", file=sys.stderr, flush=True),
         )
     except (AttnlibError, ImportError, AttributeError) as error:

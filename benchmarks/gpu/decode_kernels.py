@@ -2,9 +2,10 @@
 
     python benchmarks/gpu/decode_kernels.py --out results/decode_kernels.json
 
-`ops.triton.paged_decode` over the same cache with either kernel. The outputs are compared before
-anything is timed. Times are medians of replays of a CUDA graph of many calls, in turn, over copies
-of the cache that do not fit the L2 cache. `hopper.support.HOPPER_DECODE_KEYS` follows from them.
+`ops.triton.paged_decode` over the same cache with either kernel, and with "auto", the choice of the
+heuristics. The outputs are compared before anything is timed. Times are medians of replays of a
+CUDA graph of many calls, in turn, over copies of the cache that do not fit the L2 cache.
+`hopper.support.HOPPER_DECODE_KEYS` follows from them.
 """
 
 from __future__ import annotations
@@ -28,9 +29,15 @@ BLOCK_SIZE = 16
 LAYERS = {"32/8 x 128": (32, 8, 128), "64/8 x 64": (64, 8, 64)}
 """Query heads, KV heads, head size."""
 
-BATCHES = [(32, 128), (64, 128), (16, 128), (128, 128), (256, 128), (8, 128), (32, 64), (64, 64),
-           (128, 64), (32, 192), (64, 192), (128, 192), (1, 128)]  # fmt: skip
-"""Requests, keys."""
+BATCHES = {
+    "32/8 x 128": [(32, 128), (17, 128), (64, 128), (132, 128), (16, 128), (8, 128), (32, 64),
+                   (128, 64), (32, 192), (128, 192), (256, 128), (1, 128)],
+    "64/8 x 64": [(32, 256), (32, 128), (128, 256), (32, 512), (128, 512), (16, 256), (32, 1024),
+                  (128, 1024), (8, 256), (1, 256), (1, 512), (64, 192)],
+}  # fmt: skip
+"""Requests and keys, by layer."""
+
+KERNELS = ("auto", "hopper", "portable")
 
 _COLD_BYTES = 256 << 20
 """Bytes of keys and values that the calls read in turn, several times the L2 cache."""
@@ -62,9 +69,9 @@ def measure(layer: tuple[int, int, int], num_reqs: int, seq_len: int) -> dict[st
         )  # fmt: skip
         return out
 
-    calls: dict[str, Any] = {name: partial(call, kernels=name) for name in ("hopper", "portable")}
-    first, second = (calls[name](0).float().clone() for name in calls)
-    error = float((first - second).abs().max())
+    calls: dict[str, Any] = {name: partial(call, kernels=name) for name in KERNELS}
+    results = [one(0).float().clone() for one in calls.values()]
+    error = max(float((result - results[0]).abs().max()) for result in results)
     assert error < 1e-2, f"{num_reqs} x {seq_len}: the outputs differ by {error}"
     expected = {name: warm_up(one, device) for name, one in calls.items()}
     timers = {name: GraphTimer(one, copies, device, expected[name]) for name, one in calls.items()}
@@ -79,7 +86,7 @@ def main() -> None:
     options = parser.parse_args()
     document: dict[str, Any] = {"provenance": provenance(commit=options.commit), "rows": []}
     for name, layer in LAYERS.items():
-        for num_reqs, seq_len in BATCHES:
+        for num_reqs, seq_len in BATCHES[name]:
             us = measure(layer, num_reqs, seq_len)
             row = {"layer": name, "requests": num_reqs, "keys": seq_len, "us": us,
                    "hopper_to_portable": us["hopper"] / us["portable"]}  # fmt: skip

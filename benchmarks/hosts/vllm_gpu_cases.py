@@ -90,6 +90,7 @@ def latent(models: Path) -> dict[str, Any]:
             "model": str(models / "deepseek"), "new_tokens": 64, "leads": True, "times": 6,
             "arguments": {"attention_backend": backend, "dtype": "bfloat16", "block_size": 64,
                           "max_model_len": 1024, "max_num_batched_tokens": 1024,
+                          "kv_cache_memory_bytes": 64 << 20,
                           **_graphs("FULL_DECODE_ONLY")},
         }  # fmt: skip
     return found

@@ -223,6 +223,20 @@ def test_parts_of_prefills_fill_the_multiprocessors() -> None:
     assert len(prefix_parts(prefixes, [40, 40], spec, 0, PrefixRule(), 16)) == 1
 
 
+def test_parts_of_a_prefix_fit_the_multiprocessors() -> None:
+    """One thread block more than there are multiprocessors would take twice the time."""
+    spec = _spec(num_heads=32, num_kv_heads=8, head_size=128, block_size=16)
+    for requests, tokens in ((16, 32768), (64, 8192), (40, 5000 // 16 * 16)):
+        prefix = SharedPrefix(tuple(range(requests)), 0, tokens)
+        parts = prefix_parts(
+            [prefix], [1] * requests, spec, 132, PrefixRule(max_decode_parts=0), 16
+        )  # fmt: skip
+        blocks = len(parts) * 8 * -(-requests * 4 // 128)
+        assert 100 < blocks <= 132, (requests, blocks)
+        assert [part.start for part in parts[1:]] == [part.end for part in parts[:-1]]
+        assert parts[-1].end == tokens
+
+
 def test_prefixes_of_a_batch_on_the_host() -> None:
     """The engine's path on a GPU: find the prefixes in the host's block table, then state them."""
     forest = Forest(3, _spec(), decode=True)

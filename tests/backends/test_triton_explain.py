@@ -71,8 +71,8 @@ def test_batch_invariant_layers() -> None:
     lines = ["prefill, decode: portable batch-invariant Triton kernel"]
     assert _lines("sm_80", batch_invariant=True) == lines
     assert _lines(batch_invariant=True) == ["prefill, decode: batch-invariant Hopper kernels"]
-    (line,) = _lines(batch_invariant=True, head_size=256)
-    assert line.startswith(lines[0]) and "head sizes (256, 256)" in line
+    (line,) = _lines(batch_invariant=True, head_size=320)
+    assert line.startswith(lines[0]) and "head size 320" in line
     portable = configured(TritonBackend, {"kernels": "portable"})
     assert _lines(backend=portable, batch_invariant=True) == [
         f"{lines[0]} (configured: kernels=portable)"

@@ -268,6 +268,7 @@ def test_graphs_are_timed_per_call_and_use_every_copy_equally_often(
     assert len(captured) == 56 and all(
         sum(copy == each for copy, _ in captured) == 8 for each in range(7)
     )
+    assert captured[-1][0] == 0, "a replay ends with the output of copy 0, which is checked"
     assert graph_timer.calls == 56 * 17, "17 replays of 560 us fill a round of 10 ms"
     assert not any(capturing for _, capturing in used), "adapters do not clear rows"
     fake.capturing = True

@@ -46,6 +46,14 @@ def test_hashes_follow_from_the_seed() -> None:
     assert first == same and not set(first) & set(other)
 
 
+@pytest.mark.slow
+def test_worker_processes_find_the_same() -> None:
+    one, two = (
+        certify_batch_invariance("torch", device="cpu", quick=True, jobs=jobs) for jobs in (1, 2)
+    )
+    assert one.specs == two.specs and two.passed
+
+
 @pytest.mark.parametrize("error", UNCERTIFIED)
 def test_backends_that_only_claim_it_fail(error: str) -> None:
     backend, kinds = UNCERTIFIED[error]

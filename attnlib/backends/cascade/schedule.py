@@ -168,7 +168,8 @@ def _split_tokens(
     found = []
     for prefix in prefixes:
         tokens = prefix.end - prefix.start
-        count = max(1, round(tokens / longest)) if num_sms else 1
+        # Rounded down: one more part than fits the multiprocessors takes twice the time.
+        count = max(1, tokens // longest) if num_sms else 1
         size = -(-tokens // count // spec.block_size) * spec.block_size
         found += [
             PrefixPart(prefix.requests, start, min(start + size, prefix.end))

@@ -180,7 +180,10 @@ class TritonMetadata(PagedMetadata):
         """Splits of the decode part while the prefill part runs beside it; None where the parts
         run one after the other."""
         scheduler, decode = self.scheduler, self.decode_schedule
-        if not (self.num_decodes and self.num_prefills and decode.uses_hopper):
+        uses_hopper = decode.uses_hopper or (
+            scheduler.batch_invariant and scheduler.limits.capability[0] == 9
+        )
+        if not (self.num_decodes and self.num_prefills and uses_hopper):
             return None
         causal = self.causal is True
         shape, bounds = scheduler.shape, (self.max_query_len, self.max_seq_len)

@@ -205,7 +205,9 @@ def prepare_step(
     # of as many tokens.
     part = signature if decodes is None or prefills is None else (signature, split)
     if impl.spec.batch_invariant:
-        decode, prefill = _prepare_invariant(part, call, params, batch, metadata, schedule, kernels)
+        decode, prefill, runs_beside = _prepare_invariant(
+            part, call, params, batch, metadata, schedule, concurrent, kernels
+        )
         decodes = prefills = None
     if prefills is not None:
         rows = slice(split if decodes is not None else None, None)
@@ -237,9 +239,11 @@ def _prepare_invariant(
     batch: Batch,
     metadata: TritonMetadata,
     schedule: DecodeSchedule | None,
+    concurrent: DecodeSchedule | None,
     kernels: str,
-) -> tuple[PreparedAttention | None, PreparedAttention | None]:
-    """The batch-invariant launches of the decode part and of the prefill part (M15)."""
+) -> tuple[PreparedAttention | None, PreparedAttention | None, bool]:
+    """The batch-invariant launches of the decode part and of the prefill part (M15), and whether
+    the prefill runs beside the decode."""
     # Other layers do not import these kernels.
     from attnlib.ops.triton.invariant_attention import prepare_invariant
 
@@ -252,14 +256,18 @@ def _prepare_invariant(
             (signature, "prefill"), *_rows_of(call, slice(first_prefill_row, None)), prefills,
             _params_of(params, prefills), limits, metadata.max_query_len, kernels=kernels,
         )  # fmt: skip
+    runs_beside = False
     if decodes is not None and schedule is not None:
         end = None if prefills is None else first_prefill_row
+        # The number of CTAs has no effect on the results.
         decode = prepare_invariant(
             (signature, "decode"), *_rows_of(call, slice(None, end)), decodes,
             _params_of(params, decodes), limits, schedule.max_query_len, schedule.num_splits,
-            kernels,
+            kernels, None if concurrent is None else concurrent.max_ctas,
         )  # fmt: skip
-    return decode, prefill
+        if concurrent is not None and prefill is not None:
+            runs_beside = can_run_concurrently(decode, prefill)
+    return decode, prefill, runs_beside
 
 
 def _fixed_values(impl: AttentionImpl, cache: PagedKVCache) -> dict[Source, Any]:

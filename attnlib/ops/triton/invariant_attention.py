@@ -27,8 +27,8 @@ from attnlib.ops.triton.heuristics.invariant_tiles import (
 from attnlib.ops.triton.heuristics.splits import visible_bound
 from attnlib.ops.triton.heuristics.tiles import key_chunks
 from attnlib.ops.triton.hopper.support import (
-    DECODE_ROWS,
     INVARIANT_KERNELS,
+    decode_rows,
     invariant_unsupported_reasons,
 )
 from attnlib.ops.triton.kernels.invariant import invariant_combine_kernel, invariant_kernel
@@ -101,7 +101,8 @@ def workspace_bytes(
         limits.capability, shape.query_dtype, shape.cache_dtype,
         (shape.head_size, shape.head_size_v), block_size, group, shape.num_kv_heads, limits.num_sms,
     )  # fmt: skip
-    if reasons or group * schedule.max_query_len > DECODE_ROWS or hopper.load() is None:
+    rows = group * schedule.max_query_len
+    if reasons or rows > decode_rows(shape.head_size_v) or hopper.load() is None:
         return plain
     # Tensors may still require the plain kernel, which is found when a plan is made: it allocates.
     from attnlib.ops.triton.hopper.invariant_plan import hopper_invariant_bytes
@@ -125,6 +126,7 @@ def prepare_invariant(
     max_query_len: int,
     num_segments: int | None = None,
     kernels: str = "auto",
+    max_ctas: int | None = None,
 ) -> PreparedAttention:
     """The batch-invariant launches for calls of this signature. Cached.
 
@@ -136,6 +138,7 @@ def prepare_invariant(
             decode is divided; None for a prefill, where one program adds all segments.
         kernels: one of `hopper.support.INVARIANT_KERNELS` uses the Gluon kernels where they
             support the layer.
+        max_ctas: CTAs of the Hopper decode, where a prefill runs beside it; None means all.
 
     Raises:
         ContractError: tensors that the kernel cannot address, or sequences with too many segments.
@@ -143,7 +146,7 @@ def prepare_invariant(
     """
     key_ = (
         "invariant", signature, batch_signature(batch), batch.block_table is None, num_segments,
-        kernels,
+        kernels, max_ctas,
     )  # fmt: skip
     found: PreparedAttention | None = LAUNCHES.get(key_)
     if found is not None and found.limits is limits:
@@ -158,8 +161,9 @@ def prepare_invariant(
     wanted = limits.capability[0] == 9 and kernels in INVARIANT_KERNELS
     if wanted and (dispatch := hopper.load()) is not None:
         prepared = dispatch.select_invariant(
-            query, key, value, out, lse, batch, params, limits, max(1, max_query_len), num_segments
-        )
+            query, key, value, out, lse, batch, params, limits, max(1, max_query_len), num_segments,
+            max_ctas,
+        )  # fmt: skip
     if prepared is None:
         prepared = _prepare_plain(
             query, key, value, out, lse, batch, params, limits, num_segments or 1

@@ -10,7 +10,11 @@ from typing import Any
 import triton
 from torch import Tensor
 
-from attnlib.ops.triton.heuristics.device import device_guard, limits_of
+from attnlib.ops.triton.heuristics.device import (
+    device_guard,
+    limits_of,
+    programmatic_launch,
+)
 from attnlib.ops.triton.kernels.merge_states import (
     merge_partial_rows_kernel,
     merge_states_kernel,
@@ -21,6 +25,10 @@ from attnlib.ops.triton.launch.cache import LAUNCHES
 __all__ = ["merge_partial_rows", "merge_states"]
 
 _ELEMENTS_PER_PROGRAM = 2048
+_STEP = 8
+"""Partial states that a program reads at a time."""
+_STEP_ELEMENTS = 512
+"""Elements of the output in a program that reads `_STEP` states at a time."""
 
 
 def merge_states(
@@ -89,11 +97,17 @@ def merge_partial_rows(
     """
     if out.numel() == 0 or partial_out.numel() == 0:
         return
-    limits_of(out)
+    limits = limits_of(out)
     tensors = (out, lse, partial_out, partial_lse, partial_starts, partial_rows)
     layouts = ((x.dtype, x.stride()) for x in tensors)
     key = ("merge partial rows", out.get_device(), out.shape, *layouts)
-    launch = LAUNCHES.get(key) or LAUNCHES.keep(key, _launch(merge_partial_rows_kernel, out))
+    launch = LAUNCHES.get(key) or LAUNCHES.keep(
+        key,
+        _launch(
+            merge_partial_rows_kernel, out, _STEP_ELEMENTS, STEP=_STEP,
+            **programmatic_launch(limits, out.shape[0] * out.shape[1]),
+        ),
+    )  # fmt: skip
     numbers = (
         out.shape[1], out.stride(0), out.stride(1), lse.stride(0),
         partial_out.stride(0), partial_out.stride(1), partial_lse.stride(0),
@@ -105,10 +119,13 @@ def merge_partial_rows(
         launch.run((*tensors, *numbers), addresses, out.get_device())
 
 
-def _launch(kernel: Any, out: Tensor, **constants: object) -> BoundLaunch:
+def _launch(
+    kernel: Any, out: Tensor, elements: int = _ELEMENTS_PER_PROGRAM, **constants: object
+) -> BoundLaunch:
+    """The launch of a kernel with this many elements of the output in a program."""
     num_tokens, num_heads, head_size_v = out.shape
     padded = triton.next_power_of_2(head_size_v)
-    block_h = max(1, min(triton.next_power_of_2(num_heads), _ELEMENTS_PER_PROGRAM // padded))
+    block_h = max(1, min(triton.next_power_of_2(num_heads), elements // padded))
     constants |= {
         "DV": head_size_v,
         "DV_PAD": padded,

@@ -208,6 +208,7 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
     }.items():
         if target.quick and form != "blocks":
             continue
+        batch = "q1s90_q3s44_q2s2" if target.quick else _BATCHES["mixed"]  # at most 90 keys
         case = target.case(batch=batch, key_selection=selection, selects_everything=True)
         yield CheckCase(f"everything-{form}", partial(_check_everything, target, case), case)
 

@@ -1,8 +1,9 @@
 """Compile the Triton kernels for chips that are not available, through the public operations.
 
 A stub driver provides the target, and every launch becomes a compilation. It needs a process that
-does not interpret Triton: the tests start one per target with
-`python -m tests.ops.triton.cross_compile TARGET CASE...` and read one JSON line per case.
+does not interpret Triton: the tests start a few with
+`python -m tests.ops.triton.cross_compile TARGET CASE... [TARGET CASE...]` and read one JSON line
+per case.
 """
 
 from __future__ import annotations
@@ -1003,6 +1004,9 @@ def main(arguments: list[str]) -> None:
     gc.freeze()  # torch and Triton are many objects, which every collection would traverse
     target, cases = arguments[0], arguments[1:] or list(CASES)
     for case in cases:
+        if case in TARGETS:
+            target = case
+            continue
         try:
             results: dict[str, Any] = {
                 "kernels": [asdict(c) for c in compile_for(target, [case])[case]]

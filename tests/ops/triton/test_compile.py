@@ -1,10 +1,10 @@
 """Every portable kernel and every tile table entry, compiled for chips that are not available.
 
-One process per target compiles the cases of `cross_compile`; the tests check the results. By
-default that is a sample: each kernel for each kind of matrix instruction, its variants in rotation,
-and of the table entries for one kind of problem the largest tile, for one of its targets.
-`--every-target` compiles every case and entry for all of its targets, with 16-bit and float8 caches
-and each score function.
+A few processes compile the cases of `cross_compile`; the tests check the results. By default that
+is a sample: each kernel for each kind of matrix instruction, its variants in rotation, and of the
+table entries for one kind of problem the largest tile, for one of its targets. `--every-target`
+compiles every case and entry for all of its targets, with 16-bit and float8 caches and each score
+function.
 The Hopper kernels are in `hopper/test_compile.py`.
 """
 
@@ -221,7 +221,7 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
 
 @functools.cache
 def _started(every_target: bool) -> Compiled:
-    plan, pool, parts = entry_plan(every_target), ThreadPoolExecutor(PROCESSES), PROCESSES // 2
+    plan, pool = entry_plan(every_target), ThreadPoolExecutor(PROCESSES)
     score = dict.fromkeys(LIMITS, list(SCORE_CASES)) if every_target else SCORE
     cases = {
         t: [*small_cases(t, every_target), *main_cases(t, every_target), *score[t], *plan[t]]
@@ -230,21 +230,33 @@ def _started(every_target: bool) -> Compiled:
     cases["sm_90"] += HOPPER if every_target else HOPPER_SAMPLE
     cases = {target: list(dict.fromkeys(names)) for target, names in cases.items()}
     module = "tests.ops.triton.cross_compile"
-    futures = {
-        target: [
-            pool.submit(compile_in_process, module, target, *cases[target][part::parts])
-            for part in range(min(parts, len(cases[target])))
-        ]
-        for target in sorted(LIMITS, key="sm_90".__ne__)
-    }
+    # As few processes as run at the same time, because a new one takes seconds to import torch.
+    targets = sorted(LIMITS, key="sm_90".__ne__)
+    parts = [(target, case) for target in targets for case in cases[target]]
+    size = -(-len(parts) // PROCESSES)
+    futures = [
+        pool.submit(compile_in_process, module, *_arguments(parts[first : first + size]))
+        for first in range(0, len(parts), size)
+    ]
 
     @functools.cache
     def results(target: str) -> dict[str, Any]:
-        found = {r["case"]: r for future in futures[target] for r in future.result()}
+        every = [result for future in futures for result in future.result()]
+        found = {result["case"]: result for result in every if result["target"] == target}
         assert set(found) == set(cases[target])
         return found
 
     return results
+
+
+def _arguments(parts: list[tuple[str, str]]) -> Iterator[str]:
+    """Yield each case, after its target where that is another one than before."""
+    before = None
+    for target, case in parts:
+        if target != before:
+            yield target
+        yield case
+        before = target
 
 
 def max_spilled(case: str) -> int:

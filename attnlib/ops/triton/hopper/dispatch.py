@@ -32,8 +32,8 @@ from attnlib.ops.triton.hopper.latent_plan import (
 )
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill, prepare_hopper_prefill
 from attnlib.ops.triton.hopper.support import (
-    DECODE_ROWS,
     PACKED_DECODE_ROWS,
+    decode_rows,
     decode_unsupported_reasons,
     invariant_unsupported_reasons,
     latent_unsupported_reasons,
@@ -237,6 +237,7 @@ def select_invariant(
     limits: DeviceLimits,
     max_query_len: int,
     num_segments: int | None,
+    max_ctas: int | None = None,
 ) -> HopperDecode | HopperPrefill | None:
     """The batch-invariant Hopper launches for calls of this signature (M15); None where the plain
     kernel serves them, which follows from the layer and its tensors, not from the batch.
@@ -245,6 +246,7 @@ def select_invariant(
         max_query_len: upper bound of the query lengths, at least 1.
         num_segments: upper bound of the segments of a request, for the decode; None for the
             prefill.
+        max_ctas: as in `select_decode`.
     """
     if key.dim() != 4 or batch.block_table is None:
         return None
@@ -259,9 +261,9 @@ def select_invariant(
         return None
     tensors = (query, key, value, out, lse, batch, params, limits)
     rows = query.shape[1] // key.shape[2] * max_query_len
-    if num_segments is None or rows > DECODE_ROWS:
+    if num_segments is None or rows > decode_rows(value.shape[3]):
         return prepare_hopper_invariant_prefill(*tensors)
-    return prepare_hopper_invariant_decode(*tensors, max_query_len, num_segments)
+    return prepare_hopper_invariant_decode(*tensors, max_query_len, num_segments, max_ctas)
 
 
 def _select_latent_decode(

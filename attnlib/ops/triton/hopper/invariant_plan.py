@@ -12,12 +12,17 @@ from torch import Tensor
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.hopper_tiles import HopperTile, padded_width
-from attnlib.ops.triton.heuristics.invariant_tiles import combine_columns, segment_keys
+from attnlib.ops.triton.heuristics.invariant_tiles import combine_columns
 from attnlib.ops.triton.hopper.decode_plan import HopperDecode, unbounded, workers_per_head
 from attnlib.ops.triton.hopper.descriptors import CacheView
 from attnlib.ops.triton.hopper.kernels.invariant_decode import (
     invariant_decode_kernel,
     invariant_split_kernel,
+)
+from attnlib.ops.triton.hopper.kernels.segments import (
+    FEW_POSITIONS,
+    QUERY_ROWS,
+    SEGMENTS,
 )
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill, prepare_hopper_prefill
 from attnlib.ops.triton.launch.attention import BatchTensors
@@ -27,14 +32,29 @@ __all__ = [
     "hopper_invariant_bytes", "prepare_hopper_invariant_decode", "prepare_hopper_invariant_prefill",
 ]  # fmt: skip
 
-_BLOCK_N = 128
-"""Keys of a tile, in both kernels: the sums of weights are written for this number."""
+_FEW_KEYS = 256
+"""Visible keys up to which a layer has tiles of 64 keys."""
 _STEP = 16
 """Partial results that the second kernel loads at a time."""
 
 
-def _workers(num_kv_heads: int, limits: DeviceLimits) -> int:
-    return workers_per_head(limits.num_sms, num_kv_heads, 1) * num_kv_heads
+def _block_n(head_sizes: tuple[int, int], params: AttentionParams) -> int:
+    """Keys of a tile, in both kernels: the sums of weights are written for 128 and 64."""
+    left, right = params.window[0], 0 if params.causal is True else params.window[1]
+    few = left >= 0 and right >= 0 and left + right < _FEW_KEYS
+    return (
+        64 if few or 0 < params.attention_chunk_size <= _FEW_KEYS or max(head_sizes) > 128 else 128
+    )
+
+
+def _workers(num_kv_heads: int, max_ctas: int) -> int:
+    return workers_per_head(max_ctas, num_kv_heads, 1) * num_kv_heads
+
+
+def _slots(num_segments: int) -> int:
+    """Upper bound of the segments of a row, given that of segments of `segment_keys`: the first
+    queries of a request have shorter ones."""
+    return max(num_segments, (FEW_POSITIONS + QUERY_ROWS) // SEGMENTS[0][1] + 1)
 
 
 def hopper_invariant_bytes(
@@ -55,8 +75,8 @@ def hopper_invariant_bytes(
         limits: the chip.
     """
     rows = num_heads // num_kv_heads * max_query_len
-    partials = _workers(num_kv_heads, limits) * (num_segments + 1) * rows
-    return 4 * (partials * (head_size_v + 2) + 4 * num_tokens * num_kv_heads)
+    partials = _workers(num_kv_heads, limits.num_sms) * (_slots(num_segments) + 1) * rows
+    return 4 * (partials * (head_size_v + 2) + 8 * num_tokens * num_kv_heads)
 
 
 def prepare_hopper_invariant_prefill(
@@ -70,10 +90,16 @@ def prepare_hopper_invariant_prefill(
     limits: DeviceLimits,
 ) -> HopperPrefill:
     """The launch of prefills like this one."""
-    # One query tile: the sums over earlier segments take the place of the second one.
-    tile = HopperTile(_BLOCK_N, 2, persistent=True)
+    # Wide heads have one query tile: the sums over earlier segments take the place of the second.
+    head_sizes = key.shape[3], value.shape[3]
+    q_stages = 2 if max(head_sizes) <= 64 else 1
+    # Outputs are staged in the memory of these sums.
+    staged = padded_width(head_sizes[1]) <= 128
+    tile = HopperTile(
+        _block_n(head_sizes, params), 2, staged_store=staged, persistent=True, q_stages=q_stages
+    )
     return prepare_hopper_prefill(
-        query, key, value, out, lse, batch, params, tile, limits, segment=segment_keys(limits)
+        query, key, value, out, lse, batch, params, tile, limits, invariant=True
     )
 
 
@@ -88,12 +114,14 @@ def prepare_hopper_invariant_decode(
     limits: DeviceLimits,
     max_query_len: int,
     num_segments: int,
+    max_ctas: int | None = None,
 ) -> HopperDecode:
     """The launches of decodes like this one.
 
     Args:
         max_query_len: upper bound of the query lengths, at least 1.
         num_segments: upper bound of the segments of a request.
+        max_ctas: CTAs that may run at a time; None means one per SM.
     """
     num_tokens, num_heads, head_size = query.shape
     num_blocks, block_size, num_kv_heads, head_size_v = value.shape
@@ -103,10 +131,14 @@ def prepare_hopper_invariant_decode(
     width, width_v = padded_width(head_size), padded_width(head_size_v)
     rows = group * max_query_len
     columns = max(8, 1 << (rows - 1).bit_length())
-    workers, num_reqs = _workers(num_kv_heads, limits), batch.seq_lens.shape[0]
-    partials = workers * (num_segments + 1) * rows
+    workers = _workers(num_kv_heads, max_ctas or limits.num_sms)
+    num_reqs = batch.seq_lens.shape[0]
+    slots = _slots(num_segments)
+    partials = workers * (slots + 1) * rows
     chunk, cap = params.attention_chunk_size, params.logits_soft_cap
-    box = min(block_size, _BLOCK_N)
+    block_n = _block_n((head_size, head_size_v), params)
+    box, widest = min(block_size, block_n), max(width, width_v)
+    stages = 2 if widest > 128 else (3 if widest <= 64 else 2) * 128 // block_n
     shared: dict[str, Any] = {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "DV": head_size_v,
         "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
@@ -114,9 +146,9 @@ def prepare_hopper_invariant_decode(
     }  # fmt: skip
     attend = {
         **shared, "D": head_size, "WIDTH": width, "WIDTH_V": width_v,
-        "TILE_TOKENS": columns // group, "BLOCK_N": _BLOCK_N, "BLOCK_SIZE": block_size,
-        "ROWS": columns, "STAGES": 3 if max(width, width_v) <= 64 else 2,
-        "SEGMENT": segment_keys(limits), "CAUSAL": bool(params.causal), "HAS_LEFT": left >= 0,
+        "TILE_TOKENS": columns // group, "BLOCK_N": block_n, "BLOCK_SIZE": block_size,
+        "ROWS": columns, "STAGES": stages,
+        "CAUSAL": bool(params.causal), "HAS_LEFT": left >= 0,
         "HAS_RIGHT": right >= 0, "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0, "num_warps": 4,
         "maxnreg": 240,
     }  # fmt: skip
@@ -131,13 +163,14 @@ def prepare_hopper_invariant_decode(
         scale=params.scale * float(params.k_scale),
         is_quantized=False,
         score_sizes=(),
+        scale_strides=(),
         numbers=(
             float(cap), unbounded(left), unbounded(right), unbounded(chunk),
             num_reqs, num_tokens, num_blocks, rows, query.stride(0), query.stride(1),
-            out.stride(0), out.stride(1), stride_lt, table.stride(0), num_segments,
+            out.stride(0), out.stride(1), stride_lt, table.stride(0), slots,
         ),
         combine_tail=(
-            num_reqs, rows, num_segments, workers, out.stride(0), out.stride(1), stride_lt
+            num_reqs, rows, slots, workers, out.stride(0), out.stride(1), stride_lt
         ),
         lse_offset=partials * head_size_v,
         header_offset=partials * (head_size_v + 2),

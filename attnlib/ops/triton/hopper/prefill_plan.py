@@ -89,6 +89,8 @@ class HopperPrefill:
         last: the runtime numbers after the section.
         attend: the kernel.
         num_batch_tensors: number of batch tensors of the score function.
+        totals_bytes: global memory of the batch-invariant kernel for sums of values that do not fit
+            in shared memory, 0 for none; None for the other kernel.
         key_parts: parts of a key in shared memory, each as wide as a TMA box.
     """
 
@@ -106,6 +108,7 @@ class HopperPrefill:
     last: tuple[int, ...]
     attend: BoundLaunch
     num_batch_tensors: int = 0
+    totals_bytes: int | None = None
     key_parts: int = 1
 
     needs_alignment: ClassVar[bool] = True
@@ -121,7 +124,7 @@ class HopperPrefill:
     @property
     def num_batch_values(self) -> int:
         """The number of values of a batch."""
-        return _NUM_BATCH_VALUES + 3 * self.num_batch_tensors
+        return _NUM_BATCH_VALUES + bool(self.totals_bytes) + 3 * self.num_batch_tensors
 
     def launches(self, direct: bool, aligned: bool = True, concurrent: bool = False) -> Launches:
         """The launch. The order of the kernel's arguments is written here.
@@ -133,6 +136,9 @@ class HopperPrefill:
                 its successor early and must have waited for everything before itself.
         """
         starts, lens, table, counters, section = batch_sources(_NUM_BATCH_VALUES)
+        totals: tuple[Any, ...] = () if self.totals_bytes is None else (None,)
+        if self.totals_bytes:
+            totals = batch_sources(1, _NUM_BATCH_VALUES)
         pointers, sizes = score_arguments(
             self.score_sizes, self.num_batch_tensors, _NUM_BATCH_VALUES
         )
@@ -144,7 +150,7 @@ class HopperPrefill:
         scales = (K_SCALE, V_SCALE) if self.is_quantized else (None, None)
         arguments = (
             *maps, *query_map, QUERY, OUT, LSE, SINKS, *scales, *layer_tensors, *pointers, starts,
-            lens, table, counters, self.scale, *self.numbers, int(concurrent), section,
+            lens, table, counters, *totals, self.scale, *self.numbers, int(concurrent), section,
             *self.last, *sizes,
         )  # fmt: skip
         step = bind_step(self.attend, direct, aligned, arguments)
@@ -156,7 +162,12 @@ class HopperPrefill:
         return self.launches(True)
 
     def with_scratch(self, batch: BatchTensors) -> BatchTensors:
-        """The batch, with counters if it has none or too few for a persistent kernel."""
+        """The batch, with counters if it has none or too few for a persistent kernel, and with
+        memory for totals."""
+        if self.totals_bytes:
+            device = batch.query_start_loc.device
+            space = torch.empty(self.totals_bytes // 4, dtype=torch.float32, device=device)
+            batch = batch._replace(workspace=space)
         counters = batch.counters
         if not self.tile.persistent or (
             counters is not None and counters.numel() >= PREFILL_COUNTERS
@@ -175,9 +186,13 @@ class HopperPrefill:
             counters = batch.counters.data_ptr()
             if counters & ALIGNMENT:
                 return None
+        totals: tuple[int, ...] = ()
+        if self.totals_bytes:
+            assert batch.workspace is not None  # see `with_scratch`
+            totals = (batch.workspace.data_ptr(),)
         return (
             batch.query_start_loc.data_ptr(), batch.seq_lens.data_ptr(), table.data_ptr(),
-            counters, self._section(batch.max_seq_len),
+            counters, self._section(batch.max_seq_len), *totals,
             *(batch_score_values(score, True) if score else ()),
         )  # fmt: skip
 
@@ -186,6 +201,7 @@ class HopperPrefill:
         return (
             batch.query_start_loc, batch.seq_lens, batch.block_table,
             batch.counters if self.tile.persistent else None, self._section(batch.max_seq_len),
+            *((batch.workspace,) if self.totals_bytes else ()),
             *batch_score_values(batch.score_tensors, False),
         )  # fmt: skip
 
@@ -242,12 +258,12 @@ def prepare_hopper_prefill(
     tile: HopperTile,
     limits: DeviceLimits,
     one_head: bool = False,
-    segment: int = 0,
+    invariant: bool = False,
 ) -> HopperPrefill:
     """Prepare the launch of calls like this one with a given tile; at least one query and block.
 
     With `one_head` a work item has one query head, and uses `ScoreFunction.head_bounds`. With
-    `segment`, the batch-invariant kernel adds segments of as many keys.
+    `invariant`, the batch-invariant kernel.
     """
     num_tokens, num_heads, head_size = query.shape
     num_blocks, block_size, num_kv_heads, _ = key.shape
@@ -256,13 +272,14 @@ def prepare_hopper_prefill(
     group = num_heads // num_kv_heads // shared
     width, width_v = padded_width(head_size), padded_width(head_size_v)
     # The batch-invariant kernel keeps keys undivided.
-    parts = 1 if segment else key_parts(head_size, key.element_size())
+    parts = 1 if invariant else key_parts(head_size, key.element_size())
     width = width if parts == 1 else 64
     box, rows = min(block_size, tile.block_n), 64 * tile.consumers
     tile_tokens, num_reqs = rows // group, batch.query_start_loc.shape[0] - 1
     left, right = params.window
     chunk, cap = params.attention_chunk_size, params.logits_soft_cap
-    num_tiles = num_tokens // tile_tokens + num_reqs + 1
+    # Tiles of the batch-invariant kernel begin at fixed positions: two of a request are incomplete.
+    num_tiles = num_tokens // tile_tokens + (2 if invariant else 1) * num_reqs + 1
     items = num_tiles * num_kv_heads * shared
     box_tokens, box_heads = (64 // group, group) if group <= 64 else (1, 64)
     load_query = tile_tokens * group == rows and (64 % group == 0 or group % 64 == 0)
@@ -287,9 +304,11 @@ def prepare_hopper_prefill(
     }  # fmt: skip
     if ranges["EXACT"]:
         constants |= {"SCORE": None, "RAW_SCORE": False, "KEY_SLOPE": None}
-    kernel = hopper_prefill_kernel
-    if segment:
-        kernel, constants = _invariant(constants, segment)
+    kernel, totals_bytes = hopper_prefill_kernel, None
+    if invariant:
+        kernel, constants = _invariant(constants)
+        # For each CTA, which has one work item at a time.
+        totals_bytes = 4 * rows * width_v * limits.num_sms if width_v > 128 else 0
     elif ranges["EXACT"] and _has_range_kernel(constants):
         kernel, constants = _range(constants)
     query_view = None
@@ -313,6 +332,7 @@ def prepare_hopper_prefill(
         is_quantized=is_quantized,
         score_sizes=tensor_sizes(params.layer_score_tensors()),
         num_batch_tensors=len(batch.score_tensors),
+        totals_bytes=totals_bytes,
         key_parts=parts,
         numbers=(
             float(cap), min(left, _UNBOUNDED), min(right, _UNBOUNDED), min(chunk, _UNBOUNDED),
@@ -326,7 +346,7 @@ def prepare_hopper_prefill(
     )  # fmt: skip
 
 
-def _invariant(constants: dict[str, Any], segment: int) -> tuple[Any, dict[str, Any]]:
+def _invariant(constants: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The batch-invariant kernel and its compile-time arguments."""
     from attnlib.ops.triton.hopper.kernels.invariant_prefill import invariant_prefill_kernel
 
@@ -337,9 +357,7 @@ def _invariant(constants: dict[str, Any], segment: int) -> tuple[Any, dict[str, 
         "HAS_RIGHT", "HAS_CHUNK", "HAS_CAP", "HAS_SINK", "HAS_LSE", "num_warps",
         "enable_fp_fusion", "launch_pdl",
     )  # fmt: skip
-    return invariant_prefill_kernel, {
-        **{name: constants[name] for name in names}, "SEGMENT": segment
-    }  # fmt: skip
+    return invariant_prefill_kernel, {name: constants[name] for name in names}
 
 
 _RANGE_CONSTANTS = (

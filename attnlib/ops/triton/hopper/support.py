@@ -278,8 +278,6 @@ def invariant_unsupported_reasons(
     """
     kernel = "batch-invariant Hopper kernels"
     reasons = _layer_reasons(kernel, capability, dtype, cache_dtype, head_sizes, block_size)
-    if max(head_sizes) > 128:
-        reasons.append(f"head sizes {head_sizes}; the {kernel} take at most 128")
     if cache_dtype in _FLOAT8:
         reasons.append(f"the cache has dtype {cache_dtype}; the {kernel} need that of the query")
     if group > DECODE_ROWS:

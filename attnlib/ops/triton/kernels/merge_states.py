@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnlib.ops.triton.kernels.softmax import LN2, LOG2E
 
@@ -63,13 +64,17 @@ def merge_states_kernel(
 def merge_partial_rows_kernel(
     out, lse, partial_out, partial_lse, partial_starts, partial_rows, num_heads, stride_ot,
     stride_oh, stride_lo, stride_pt, stride_ph, stride_lp, DV: tl.constexpr, DV_PAD: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    BLOCK_H: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial states of one token into its own state. Grid: (tokens, blocks of heads).
 
-    The states are read one after the other, with the running maximum of an online softmax: their
-    number differs between tokens.
+    The states are read STEP at a time, with the running maximum of an online softmax: their number
+    differs between tokens.
     """
+    if PDL:
+        # Started early; nothing may be read before the kernels of the states have ended.
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     first, end = tl.load(partial_starts + token), tl.load(partial_starts + token + 1)
     if first < end:
@@ -85,19 +90,28 @@ def merge_partial_rows_kernel(
         acc = tl.load(target, mask=mask, other=0.0).to(tl.float32)
         # A state without keys may hold anything, and 0 * NaN is NaN.
         acc = tl.where(total[:, None] == 0.0, 0.0, acc)
-        for entry in range(first, end):
-            row = tl.load(partial_rows + entry).to(tl.int64)
-            part = tl.load(partial_lse + row * stride_lp + head, mask=live, other=minus_inf)
+        for base in range(first, end, STEP):
+            entry = base + tl.arange(0, STEP)
+            row = tl.load(partial_rows + entry, mask=entry < end, other=0).to(tl.int64)
+            found = (entry < end)[:, None] & live[None, :]
+            part = tl.load(
+                partial_lse + (row * stride_lp)[:, None] + head[None, :], mask=found,
+                other=minus_inf,
+            )  # fmt: skip
+            source = partial_out + (row * stride_pt)[:, None] + (head * stride_ph)[None, :]
+            x = tl.load(
+                source[:, :, None] + lanes[None, None, :],
+                mask=found[:, :, None] & (lanes < DV)[None, None, :],
+                other=0.0,
+            ).to(tl.float32)
             part = tl.where(part == float("inf"), minus_inf, part)
-            new_top = tl.maximum(top, part)
+            new_top = tl.maximum(top, tl.max(part, 0))
             finite_top = tl.where(new_top == minus_inf, 0.0, new_top)
             keep = tl.exp2((top - finite_top) * LOG2E)
-            weight = tl.exp2((part - finite_top) * LOG2E)
-            source = partial_out + (row * stride_pt + head * stride_ph)[:, None] + lanes[None, :]
-            x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-            x = tl.where(weight[:, None] == 0.0, 0.0, x * weight[:, None])
-            acc = acc * keep[:, None] + x
-            total = total * keep + weight
+            weight = tl.exp2((part - finite_top[None, :]) * LOG2E)
+            x = tl.where(weight[:, :, None] == 0.0, 0.0, x * weight[:, :, None])
+            acc = acc * keep[:, None] + tl.sum(x, 0)
+            total = total * keep + tl.sum(weight, 0)
             top = new_top
         safe_total = tl.where(total == 0.0, 1.0, total)
         tl.store(target, (acc / safe_total[:, None]).to(out.dtype.element_ty), mask=mask)

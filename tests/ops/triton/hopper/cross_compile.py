@@ -252,7 +252,9 @@ INVARIANT_CASES: dict[str, dict[str, Any]] = {
     "invariant-128": {},
     "invariant-64-sinks-cap": {"d": 64, "group": 8, "sinks": True, "cap": 50.0, "lse": True},
     "invariant-96-group5-window": {"d": 96, "group": 5, "window": (127, 0)},
+    "invariant-256": {"d": 256, "group": 2},
     "invariant-decode-128": {"op": "hopper_decode"},
+    "invariant-decode-256-verify": {"op": "hopper_decode", "d": 256, "group": 2, "query": 4},
     "invariant-decode-64-window": {
         "op": "hopper_decode", "d": 64, "group": 8, "window": (127, 0), "sinks": True,
     },
@@ -289,7 +291,7 @@ def _compile_invariant(options: dict[str, Any]) -> dict[str, Any]:
         run_attention(prepared, batch, query, cache, cache, tensors[3], lse, params)
     return {
         **_facts(launches[0], log.getvalue()),
-        "loops": _key_loops(launches[0].kernel.asm["cubin"], (4,) if decode else (2,)),
+        "loops": _key_loops(launches[0].kernel.asm["cubin"], (4,) if decode else (2,), True),
     }
 
 
@@ -542,7 +544,7 @@ def _facts(launch: Launch, text: str) -> dict[str, Any]:
     }
 
 
-def _key_loops(cubin: bytes, groups: tuple[int, ...]) -> list[int]:
+def _key_loops(cubin: bytes, groups: tuple[int, ...], stores: bool = False) -> list[int]:
     """Return the number of accesses to local memory in each loop over keys.
 
     Args:
@@ -551,6 +553,8 @@ def _key_loops(cubin: bytes, groups: tuple[int, ...]) -> list[int]:
             with the slope of a score function, or four if masked and unmasked tiles are branches
             of one loop (12 over 4-bit integers). Loops with stores to global memory are loops over
             query tiles.
+        stores: loops over keys store to global memory, too; those over query tiles have more
+            groups.
     """
     text = disassemble(cubin)
     lines = text.splitlines()
@@ -566,7 +570,8 @@ def _key_loops(cubin: bytes, groups: tuple[int, ...]) -> list[int]:
             continue
         body = lines[labels[jump[1]] : index]
         if (
-            not any("STG" in instruction or "USETMAXREG" in instruction for instruction in body)
+            not any("USETMAXREG" in instruction for instruction in body)
+            and (stores or not any("STG" in instruction for instruction in body))
             and sum("HGMMA" in instruction and "gsb0" in instruction for instruction in body)
             in groups
         ):

@@ -87,7 +87,7 @@ from attnlib.ops.triton.kernels.quant import KV_INT4, KV_PLAIN, SCALE_PER_TOKEN
 
 __all__ = [
     "UNALIGNED", "UNSPECIALIZED", "clear_tile", "hopper_decode_kernel",
-    "num_key_tiles", "tile_range",
+    "num_key_tiles", "prefetch_queries", "tile_range",
 ]  # fmt: skip
 
 UNSPECIALIZED = [
@@ -255,7 +255,7 @@ def _loader(
 
 
 @gluon.jit
-def _prefetch_queries(
+def prefetch_queries(
     query, token, kv_head, num_tokens, stride_qt, stride_qh, GROUP: gl.constexpr, D: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
@@ -533,7 +533,7 @@ def _consumer(
             fence_async_shared()
             partition_barrier()
             if position + count < range_end:
-                _prefetch_queries(
+                prefetch_queries(
                     query, start + query_len, kv_head, num_tokens, stride_qt, stride_qh, GROUP, D,
                     ROWS)  # fmt: skip
 

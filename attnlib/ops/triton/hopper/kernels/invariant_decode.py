@@ -1,13 +1,14 @@
 """The batch-invariant Hopper decode (M15): `decode.py` with sums over segments of keys.
 
-Work distribution: the segments of all requests form one line, request after request and each from
-its last segment to its first. The line is cut into equal ranges. Each range has NUM_KV_HEADS
-consecutive CTAs, one per KV head.
+Work distribution: the key tiles of all requests form one line, request after request and each from
+its last tile to its first. The line is cut into equal ranges, and each cut is moved to the end of
+its segment. Each range has NUM_KV_HEADS consecutive CTAs, one per KV head.
 
 A CTA adds the segments of a request that begins in its range. If all are in the range, it writes
 the output; else one partial result, in slot `slots`. The segments of a request that begins in an
-earlier range are written one by one, in the slots from 0 on. `invariant_split_kernel` adds them in
-the order of the line. So the order of all additions is that of the line, wherever it is cut.
+earlier range are written one by one, each in the slot of its number. `invariant_split_kernel` adds
+them in the order of the line. So the order of all additions is that of the line, wherever it is
+cut.
 
 Warps, rings and barriers are those of `hopper_decode_kernel`.
 """
@@ -39,6 +40,7 @@ from attnlib.ops.triton.hopper.kernels.decode import (
     UNSPECIALIZED,
     clear_tile,
     num_key_tiles,
+    prefetch_queries,
     tile_range,
 )
 from attnlib.ops.triton.hopper.kernels.schedule import load_lengths, visible_span, visited_tiles
@@ -47,6 +49,7 @@ from attnlib.ops.triton.hopper.kernels.segments import (
     cap_scores,
     column_sums,
     fold_sums,
+    segment_tiles,
     softmax_factor,
     sum_columns,
 )
@@ -57,30 +60,49 @@ __all__ = ["invariant_decode_kernel", "invariant_split_kernel"]
 
 
 @gluon.jit
+def _part(
+    position, stop, before, request_end, begin, end, seq_len, WIDTH_V: gl.constexpr,
+    BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Return (bottom, top) of the tiles of a request that lie between two positions of the line.
+
+    Args:
+        position, stop: of the line, within the request.
+        before, request_end: positions where the request begins and ends.
+        begin, end: tiles that the request visits.
+    """
+    # Later queries of a request have segments of as many tiles or more, so that their boundaries
+    # are boundaries of all.
+    tiles = segment_tiles(seq_len - 1, WIDTH_V, BLOCK_N, GROUP)
+    top = gl.maximum((end - (position - before)) // tiles * tiles, begin)
+    bottom = gl.maximum((end - (stop - before)) // tiles * tiles, begin)
+    return gl.where(stop == request_end, begin, bottom), gl.where(position == before, end, top)
+
+
+@gluon.jit
 def _loader(
     cache, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_blocks,
-    stride_table, ring, full, empty, NUM_KV_HEADS: gl.constexpr, TILE_TOKENS: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, SEGMENT: gl.constexpr, CAUSAL: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+    stride_table, ring, full, empty, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HAS_CHUNK: gl.constexpr,
 ):  # fmt: skip
     """Load the key or value tiles of the CTA's segments into a ring, backwards. One warp."""
     BLOCK_N: gl.constexpr = ring.shape[1]
-    TILES: gl.constexpr = SEGMENT // BLOCK_N
     # PDL: the previous kernel may have written the cache, the lengths or the block table.
     wait_on_dependent_grids()
     worker = gl.program_id(0)
     position, range_end, _, request, before = tile_range(
         query_start_loc, seq_lens, left, right, chunk, num_reqs, worker // NUM_KV_HEADS,
-        gl.num_programs(0) // NUM_KV_HEADS, None, None, SEGMENT, CAUSAL, HAS_LEFT, HAS_RIGHT,
+        gl.num_programs(0) // NUM_KV_HEADS, None, None, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
         HAS_CHUNK)  # fmt: skip
     kv_head = worker % NUM_KV_HEADS
     step = 0
     while position < range_end:
-        segments = num_key_tiles(
-            query_start_loc, seq_lens, request, True, left, right, chunk, None, None, SEGMENT,
+        request_end = before + num_key_tiles(
+            query_start_loc, seq_lens, request, True, left, right, chunk, None, None, BLOCK_N,
             CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
-        request_end = before + segments
-        # Requests without queries have no segments and are skipped.
+        # Requests without queries have no tiles and are skipped.
         if position < request_end:
             _, query_len, seq_len = load_lengths(query_start_loc, seq_lens, request, True)
             begin, _, _, end = visited_tiles(
@@ -88,19 +110,18 @@ def _loader(
                 BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
             table = block_table + request.to(gl.int64) * stride_table
             pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
-            count = gl.minimum(range_end, request_end) - position
-            # The segments are consecutive, and so are their tiles.
-            last_segment = begin // TILES + (request_end - position)
-            top = gl.minimum(end, last_segment * TILES)
-            low = gl.maximum(begin, (last_segment - count) * TILES)
-            for back in range(0, top - low):
+            stop = gl.minimum(range_end, request_end)
+            bottom, top = _part(
+                position, stop, before, request_end, begin, end, seq_len, WIDTH_V, BLOCK_N,
+                GROUP)  # fmt: skip
+            for back in range(0, top - bottom):
                 tile = top - 1 - back
                 load_tile(
                     cache, table, pages, num_blocks, kv_head, tile,
                     tile * BLOCK_N // BLOCK_SIZE - 32, ring, full, empty, step, BLOCK_SIZE,
                     STAGES, "nhd")  # fmt: skip
                 step += 1
-            position += count
+            position = stop
         before = request_end
         request += 1
 
@@ -136,22 +157,20 @@ def _store_weights(p_tile, weights):
 
 
 @gluon.jit
-def _step(
-    q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, row_max, sums, step,
-    tile, row_first, row_last, factor, soft_cap, STAGES: gl.constexpr, MASKED: gl.constexpr,
-    CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
+def _multiply(
+    q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, acc, step, STAGES: gl.constexpr
 ):  # fmt: skip
-    """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
+    """Multiply by the keys of a tile, and begin to multiply by the values of the tile before it.
 
     Returns:
-        (acc, row_max, sums).
+        (scores, acc), of which the second is still in flight.
     """
-    LAYOUT: gl.constexpr = acc.type.layout
     stage = step % STAGES
     v_stage = (step - 1) % STAGES
     mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
     KEYS: gl.constexpr = p_tile.shape[1]
     ROWS: gl.constexpr = q_tile.shape[0]
+    LAYOUT: gl.constexpr = acc.type.layout
     zeros = gl.zeros([KEYS, ROWS], gl.float32, LAYOUT)
     scores = warpgroup_mma(
         k_ring.index(stage), q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
@@ -162,26 +181,97 @@ def _step(
     # One group may stay in flight: K @ Q^T is complete, V^T @ P^T overlaps with the softmax.
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    weights, acc_scale, row_max = _weigh(
-        scores, tile, row_first, row_last, row_max, factor, soft_cap, MASKED, CHECK_FIRST, HAS_CAP
+    return scores, acc
+
+
+@gluon.jit
+def _add_segment(
+    total, total_max, total_sum, acc, row_max, sums, complete, slot, continued, first_partial,
+    rows, num_partials, partials, partial_maxima, row, lanes, DV: gl.constexpr,
+):  # fmt: skip
+    """Add a segment of some rows to those before it, or write it where the request is `continued`.
+
+    Args:
+        complete: [rows], whether the row's segment is complete.
+        slot: [rows], of the row's partial result.
+        first_partial: index of slot 0.
+
+    Returns:
+        (total, total_max, total_sum).
+    """
+    COLUMN: gl.constexpr = row_max.type.layout
+    part_sum = sum_columns(sums, COLUMN)
+    if continued:
+        index = (first_partial + slot) * rows + row
+        gl.store(
+            partials + (index * DV)[None, :] + lanes[:, None],
+            acc,
+            mask=complete[None, :] & (lanes < DV)[:, None],
+        )
+        gl.store(partial_maxima + index, row_max, mask=complete)
+        gl.store(partial_maxima + num_partials + index, part_sum, mask=complete)
+    else:
+        new_max, new_sum, old, new = fold_sums(total_max, total_sum, row_max, part_sum)
+        # A sum of -0.0 becomes 0.0, as in the prefill.
+        more = acc * new[None, :] + 0.0
+        added = gl.fma(total, gl.broadcast(old[None, :], total)[0], more)
+        total = gl.where(complete[None, :], added, total)
+        total_max = gl.where(complete, new_max, total_max)
+        total_sum = gl.where(complete, new_sum, total_sum)
+    return total, total_max, total_sum
+
+
+@gluon.jit
+def _step(
+    q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, row_max, sums, total,
+    total_max, total_sum, step, tile, begin, least_tiles, row_tiles, valid, continued,
+    first_partial, rows, num_partials, partials, partial_maxima, row, lanes, row_first, row_last,
+    factor, soft_cap, DV: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
+    CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
+):  # fmt: skip
+    """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
+    Where `tile` begins a segment, the complete one is added or written.
+
+    Args:
+        least_tiles: of the shortest segments of all rows.
+        row_tiles: [rows], of the segments of each row.
+
+    Returns:
+        (acc, row_max, sums, total, total_max, total_sum).
+    """
+    v_stage = (step - 1) % STAGES
+    scores, acc = _multiply(
+        q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, acc, step, STAGES
     )
-    sums = add_column_sums(sums, acc_scale, weights)
+    begins = ((tile + 1) & (row_tiles - 1)) == 0
+    weights, acc_scale, next_max = _weigh(
+        scores, tile, row_first, row_last, gl.where(begins, float("-inf"), row_max), factor,
+        soft_cap, MASKED, CHECK_FIRST, HAS_CAP)  # fmt: skip
     # V^T @ P^T is complete: its stage and p_tile are free, and the accumulator may be rescaled.
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index(v_stage), count=1)
+    if ((tile + 1) & (least_tiles - 1)) == 0:
+        slot = (tile + 1) // row_tiles - begin // row_tiles
+        total, total_max, total_sum = _add_segment(
+            total, total_max, total_sum, acc, row_max, sums, valid & begins, slot, continued,
+            first_partial, rows, num_partials, partials, partial_maxima, row, lanes,
+            DV)  # fmt: skip
+        acc = gl.where(begins[None, :], 0.0, acc)
+    sums = add_column_sums(sums, acc_scale, weights)
     acc = acc * acc_scale[None, :]
     _store_weights(p_tile, weights)
-    return acc, row_max, sums
+    return acc, next_max, sums, total, total_max, total_sum
 
 
 @gluon.jit
 def _consumer(
     query, out, lse, sinks, query_start_loc, seq_lens, partials, partial_maxima, split_headers,
-    scale, soft_cap, left, right, chunk, num_reqs, rows, slots, stride_qt, stride_qh, stride_ot,
-    stride_oh, stride_lt, q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+    scale, soft_cap, left, right, chunk, num_reqs, num_tokens, rows, slots, stride_qt, stride_qh,
+    stride_ot, stride_oh, stride_lt, q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full,
+    v_empty,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
-    SEGMENT: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """Multiply, add segments, and write outputs or partial results. One warpgroup."""
@@ -189,7 +279,6 @@ def _consumer(
     WIDTH: gl.constexpr = q_tile.shape[1]
     WIDTH_V: gl.constexpr = v_ring.shape[2]
     BLOCK_N: gl.constexpr = p_tile.shape[1]
-    TILES: gl.constexpr = SEGMENT // BLOCK_N
     DTYPE: gl.constexpr = out.dtype.element_ty
     # [keys or elements of a value, rows]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -205,7 +294,7 @@ def _consumer(
     worker = gl.program_id(0)
     range_begin, range_end, per_range, request, before = tile_range(
         query_start_loc, seq_lens, left, right, chunk, num_reqs, worker // NUM_KV_HEADS,
-        gl.num_programs(0) // NUM_KV_HEADS, None, None, SEGMENT, CAUSAL, HAS_LEFT, HAS_RIGHT,
+        gl.num_programs(0) // NUM_KV_HEADS, None, None, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
         HAS_CHUNK)  # fmt: skip
     kv_head = worker % NUM_KV_HEADS
     num_partials = gl.num_programs(0) * (slots + 1) * rows
@@ -217,17 +306,19 @@ def _consumer(
     position = range_begin
     step = 0
     while position < range_end:
-        segments = num_key_tiles(
-            query_start_loc, seq_lens, request, True, left, right, chunk, None, None, SEGMENT,
+        request_end = before + num_key_tiles(
+            query_start_loc, seq_lens, request, True, left, right, chunk, None, None, BLOCK_N,
             CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
-        request_end = before + segments
         if position < request_end:
-            count = gl.minimum(range_end, request_end) - position
+            stop = gl.minimum(range_end, request_end)
             continued = position > before
             start, query_len, seq_len = load_lengths(query_start_loc, seq_lens, request, True)
             begin, left_end, right_begin, end = visited_tiles(
                 0, query_len, seq_len, left, right, chunk, request, None, None, TILE_TOKENS,
                 BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            bottom, top = _part(
+                position, stop, before, request_end, begin, end, seq_len, WIDTH_V, BLOCK_N,
+                GROUP)  # fmt: skip
 
             q_rows = gl.arange(0, ROWS, gl.SliceLayout(1, Q_LAYOUT))
             q_valid = (q_rows < TILE_TOKENS * GROUP) & (q_rows // GROUP < query_len)
@@ -248,6 +339,11 @@ def _consumer(
             fence_async_shared()
             partition_barrier()
 
+            if stop < range_end:
+                prefetch_queries(
+                    query, start + query_len, kv_head, num_tokens, stride_qt, stride_qh, GROUP, D,
+                    ROWS)  # fmt: skip
+
             valid = (row < TILE_TOKENS * GROUP) & (token < query_len)
             row_first, row_last = visible_span(
                 token + (seq_len - query_len), seq_len, left, right, chunk, CAUSAL, HAS_LEFT,
@@ -255,88 +351,87 @@ def _consumer(
             total_max = gl.full([ROWS], float("-inf"), gl.float32, COLUMN)
             total_sum = gl.full([ROWS], 0.0, gl.float32, COLUMN)
             total = gl.zeros([WIDTH_V, ROWS], gl.float32, LAYOUT)
-            last_segment = begin // TILES + (request_end - position)
-            for number in range(0, count):
-                # One segment: tiles [low, top), backwards.
-                top = gl.minimum(end, (last_segment - number) * TILES)
-                low = gl.maximum(begin, (last_segment - number - 1) * TILES)
+            least_tiles = segment_tiles(seq_len - query_len, WIDTH_V, BLOCK_N, GROUP)
+            row_tiles = segment_tiles(token + (seq_len - query_len), WIDTH_V, BLOCK_N, GROUP)
+            if top > bottom:
+                # Prologue: the last tile has no values of an earlier tile to multiply by.
                 row_max = gl.full([ROWS], float("-inf"), gl.float32, COLUMN)
-                part_sum = gl.full([ROWS], 0.0, gl.float32, COLUMN)
                 acc = gl.zeros([WIDTH_V, ROWS], gl.float32, LAYOUT)
-                if top > low:
-                    # Prologue: the last tile has no values of an earlier tile to multiply by.
-                    stage = step % STAGES
-                    parity = (step // STAGES) & 1
-                    mbarrier.wait(k_full.index(stage), parity)
-                    zeros = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
-                    scores = warpgroup_mma(
-                        k_ring.index(stage), q_tile.permute((1, 0)), zeros, use_acc=False,
-                        is_async=True)  # fmt: skip
-                    scores = warpgroup_mma_wait(0, deps=[scores])
-                    mbarrier.arrive(k_empty.index(stage), count=1)
-                    weights, _, row_max = _weigh(
-                        scores, top - 1, row_first, row_last, row_max, factor, soft_cap, True,
-                        CHECK_LEFT, HAS_CAP)  # fmt: skip
-                    sums = column_sums(weights)
-                    _store_weights(p_tile, weights)
-                    # TMA fills whole pages past the end with zeros, but not the rest of the last
-                    # page.
-                    past_end = seq_len - (top - 1) * BLOCK_N
-                    if (past_end < BLOCK_N) & (seq_len % BLOCK_SIZE != 0):
-                        mbarrier.wait(v_full.index(stage), parity)
-                        clear_tile(v_ring.index(stage), past_end, 0)
+                stage = step % STAGES
+                parity = (step // STAGES) & 1
+                mbarrier.wait(k_full.index(stage), parity)
+                zeros = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
+                scores = warpgroup_mma(
+                    k_ring.index(stage), q_tile.permute((1, 0)), zeros, use_acc=False,
+                    is_async=True)  # fmt: skip
+                scores = warpgroup_mma_wait(0, deps=[scores])
+                mbarrier.arrive(k_empty.index(stage), count=1)
+                weights, _, row_max = _weigh(
+                    scores, top - 1, row_first, row_last, row_max, factor, soft_cap, True,
+                    CHECK_LEFT, HAS_CAP)  # fmt: skip
+                sums = column_sums(weights)
+                _store_weights(p_tile, weights)
+                # TMA fills whole pages past the end with zeros, but not the rest of the last page.
+                past_end = seq_len - (top - 1) * BLOCK_N
+                if (past_end < BLOCK_N) & (seq_len % BLOCK_SIZE != 0):
+                    mbarrier.wait(v_full.index(stage), parity)
+                    clear_tile(v_ring.index(stage), past_end, 0)
+                step += 1
+
+                # Main loop. Only tiles at the ends of the visible keys need a mask.
+                for back in range(0, top - 1 - bottom):
+                    tile = top - 2 - back
+                    if (tile >= right_begin) | (tile < left_end):
+                        acc, row_max, sums, total, total_max, total_sum = _step(
+                            q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
+                            row_max, sums, total, total_max, total_sum, step, tile, begin,
+                            least_tiles, row_tiles, valid, continued, first_partial, rows,
+                            num_partials, partials, partial_maxima, row, lanes, row_first,
+                            row_last, factor, soft_cap, DV, STAGES, True, CHECK_LEFT,
+                            HAS_CAP)  # fmt: skip
+                    else:
+                        acc, row_max, sums, total, total_max, total_sum = _step(
+                            q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
+                            row_max, sums, total, total_max, total_sum, step, tile, begin,
+                            least_tiles, row_tiles, valid, continued, first_partial, rows,
+                            num_partials, partials, partial_maxima, row, lanes, row_first,
+                            row_last, factor, soft_cap, DV, STAGES, False, CHECK_LEFT,
+                            HAS_CAP)  # fmt: skip
                     step += 1
 
-                    # Main loop. Only tiles at the ends of the visible keys need a mask.
-                    for back in range(0, top - 1 - low):
-                        tile = top - 2 - back
-                        if (tile >= right_begin) | (tile < left_end):
-                            acc, row_max, sums = _step(
-                                q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
-                                acc, row_max, sums, step, tile, row_first, row_last, factor,
-                                soft_cap, STAGES, True, CHECK_LEFT, HAS_CAP)  # fmt: skip
-                        else:
-                            acc, row_max, sums = _step(
-                                q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
-                                acc, row_max, sums, step, tile, row_first, row_last, factor,
-                                soft_cap, STAGES, False, CHECK_LEFT, HAS_CAP)  # fmt: skip
-                        step += 1
-
-                    # Epilogue: the product with the values of the last tile.
-                    stage = (step - 1) % STAGES
-                    mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) & 1)
-                    values = v_ring.index(stage).permute((1, 0))
-                    acc = warpgroup_mma(values, p_tile.permute((1, 0)), acc, is_async=True)
-                    acc = warpgroup_mma_wait(0, deps=[acc])
-                    mbarrier.arrive(v_empty.index(stage), count=1)
-                    part_sum = sum_columns(sums, COLUMN)
-                if continued:
-                    index = (first_partial + position - range_begin + number) * rows + row
-                    gl.store(
-                        partials + (index * DV)[None, :] + lanes[:, None],
-                        acc,
-                        mask=valid[None, :] & (lanes < DV)[:, None],
-                    )
-                    gl.store(partial_maxima + index, row_max, mask=valid)
-                    gl.store(partial_maxima + num_partials + index, part_sum, mask=valid)
-                else:
-                    total_max, total_sum, old, new = fold_sums(
-                        total_max, total_sum, row_max, part_sum
-                    )
-                    acc = acc * new[None, :]
-                    total = gl.fma(total, gl.broadcast(old[None, :], total)[0], acc)
+                # Epilogue: the product with the values of the last tile.
+                stage = (step - 1) % STAGES
+                mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) & 1)
+                values = v_ring.index(stage).permute((1, 0))
+                acc = warpgroup_mma(values, p_tile.permute((1, 0)), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                mbarrier.arrive(v_empty.index(stage), count=1)
+                slot = bottom // row_tiles - begin // row_tiles
+                total, total_max, total_sum = _add_segment(
+                    total, total_max, total_sum, acc, row_max, sums, valid, slot, continued,
+                    first_partial, rows, num_partials, partials, partial_maxima, row, lanes,
+                    DV)  # fmt: skip
 
             if not continued:
-                # Tells the kernel that adds partial results where they are: how many segments are
-                # in slot `slots`, 0 if the output is written; all segments; the CTA.
-                unfinished = gl.where(count < segments, count, 0)
-                header = split_headers + ((start + token) * NUM_KV_HEADS + kv_head) * 4
+                # Tells the kernel that adds partial results where they are; see there.
+                first_segment = begin // row_tiles
+                rest = bottom // row_tiles - first_segment
+                header = split_headers + ((start + token) * NUM_KV_HEADS + kv_head) * 8
                 first_head = valid & (row % GROUP == 0)
-                gl.store(header, unfinished + token * 0, mask=first_head)
-                gl.store(header + 1, segments + token * 0, mask=first_head)
-                gl.store(header + 2, worker + token * 0, mask=first_head)
-                gl.store(header + 3, per_range + token * 0, mask=first_head)
-                if count < segments:
+                line_end = before + end
+                gl.store(header, rest, mask=first_head)
+                if bottom > begin:
+                    gl.store(header + 1, first_segment, mask=first_head)
+                    gl.store(header + 2, token * GROUP, mask=first_head)
+                    gl.store(header + 3, worker + token * 0, mask=first_head)
+                    gl.store(header + 4, line_end + token * 0, mask=first_head)
+                    gl.store(header + 5, per_range + token * 0, mask=first_head)
+                    gl.store(header + 6, row_tiles, mask=first_head)
+                    gl.store(
+                        header + 7,
+                        segment_tiles(seq_len - 1, WIDTH_V, BLOCK_N, GROUP) + token * 0,
+                        mask=first_head,
+                    )
                     index = (first_partial + slots) * rows + row
                     gl.store(
                         partials + (index * DV)[None, :] + lanes[:, None],
@@ -373,7 +468,7 @@ def _consumer(
                             base2 * LN2,
                             mask=valid,
                         )
-            position += count
+            position = stop
         if position >= request_end:
             before = request_end
             request += 1
@@ -390,8 +485,8 @@ def invariant_decode_kernel(
     columns2, rows3, columns3, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    SEGMENT: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+    HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 4 + 1 + 1 warps. Grid: ranges of segments * NUM_KV_HEADS, all resident.
 
@@ -400,7 +495,7 @@ def invariant_decode_kernel(
     Args:
         partials: sums of values, [grid, slots + 1, rows, DV] float32.
         partial_lses: their row maxima and then their sums of weights, [grid, slots + 1, rows] each.
-        split_headers: int32 [tokens, KV heads, 4] for `invariant_split_kernel`.
+        split_headers: int32 [tokens, KV heads, 8] for `invariant_split_kernel`.
         slots: upper bound of the segments of a request.
     """
     DTYPE: gl.constexpr = key_desc.dtype
@@ -425,19 +520,19 @@ def invariant_decode_kernel(
         [
             (_consumer, (
                 query, out, lse, sinks, query_start_loc, seq_lens, partials, partial_lses,
-                split_headers, scale, soft_cap, left, right, chunk, num_reqs, rows, slots,
-                stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tile, p_tile, k_ring,
-                v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS,
-                BLOCK_SIZE, STAGES, SEGMENT, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP,
+                split_headers, scale, soft_cap, left, right, chunk, num_reqs, num_tokens, rows,
+                slots, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tile, p_tile,
+                k_ring, v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS, GROUP, D, DV,
+                TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP,
                 HAS_SINK, HAS_LSE)),
             (_loader, (
                 key_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
-                num_blocks, stride_table, k_ring, k_full, k_empty, NUM_KV_HEADS, TILE_TOKENS,
-                BLOCK_SIZE, STAGES, SEGMENT, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+                num_blocks, stride_table, k_ring, k_full, k_empty, NUM_KV_HEADS, GROUP, WIDTH_V,
+                TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
             (_loader, (
                 value_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
-                num_blocks, stride_table, v_ring, v_full, v_empty, NUM_KV_HEADS, TILE_TOKENS,
-                BLOCK_SIZE, STAGES, SEGMENT, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+                num_blocks, stride_table, v_ring, v_full, v_empty, NUM_KV_HEADS, GROUP, WIDTH_V,
+                TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
         ],
         [1, 1],
         # Registers per thread of the two loader warps.
@@ -452,7 +547,7 @@ def _fold(total, total_max, total_sum, more, more_max, more_sum):
     finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
     old = tl.exp2(total_max - finite_max)
     new = tl.exp2(more_max - finite_max)
-    total = tl.fma(total, tl.broadcast_to(old[:, None], total.shape), more * new[:, None])
+    total = tl.fma(total, tl.broadcast_to(old[:, None], total.shape), more * new[:, None] + 0.0)
     return total, new_max, tl.fma(total_sum, old, more_sum * new)
 
 
@@ -473,64 +568,73 @@ def invariant_split_kernel(
     """Add the partial results of one row in the order of the line, COLUMNS of the values.
 
     Grid: (tokens, query heads, blocks of COLUMNS). Rows after the last request become 0 (M6).
+
+    `split_headers` has for each token and KV head: the segments to be added, 0 if the output is
+    written; the number of the first visited segment; the token's first row; the CTA that began the
+    request; the position of the line that tile 0 has; the positions of a range; the tiles of a
+    segment, and of one of the last query of the request.
     """
     # PDL: started early; nothing may be read before the decode kernel has ended.
     gdc_wait()
     gdc_launch_dependents()
     token = tl.program_id(0)
     head = tl.program_id(1)
-    kv_head = head // GROUP
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     one = tl.arange(0, 1)
     inside = (columns < DV)[None, :]
     offsets = token.to(tl.int64) * stride_ot + head.to(tl.int64) * stride_oh + columns[None, :]
+    kv_head = head // GROUP
+    header = split_headers + (token * NUM_KV_HEADS + kv_head) * 8
     num_rows = tl.load(query_start_loc + num_reqs)
+    rest = tl.load(header)
+    first_segment = tl.load(header + 1)
+    row = tl.load(header + 2) + head % GROUP
+    worker = tl.load(header + 3)
+    line_end = tl.load(header + 4)
+    per_range = tl.load(header + 5)
+    tiles = tl.load(header + 6)
+    last_tiles = tl.load(header + 7)
     if token >= num_rows:
         tl.store(out + offsets, tl.zeros([1, COLUMNS], out.dtype.element_ty), mask=inside)
         if HAS_LSE:
             empty_lse = tl.full([1], float("-inf"), tl.float32)
             tl.store(lse + token.to(tl.int64) * stride_lt + head + one, empty_lse)
         return
-    header = split_headers + (token * NUM_KV_HEADS + kv_head) * 4
-    added = tl.load(header)
-    if added == 0:
+    if rest == 0:
         # The decode kernel has written the output.
         return
-    segments = tl.load(header + 1)
-    worker = tl.load(header + 2)
-    per_range = tl.load(header + 3)
-    # The token's first row among the rows of its request.
-    request = 0
-    for base in range(1, num_reqs + 1, 128):
-        others = base + tl.arange(0, 128)
-        starts = tl.load(query_start_loc + others, mask=others <= num_reqs, other=2147483647)
-        request += tl.sum((starts <= token).to(tl.int32), 0)
-    start = tl.load(query_start_loc + request)
-    row = (token - start) * GROUP + head % GROUP
     num_partials = grid * (slots + 1) * rows
     index = (worker * (slots + 1) + slots) * rows + row
     total = tl.load(partials + index * DV + columns[None, :], mask=inside, other=0.0)
     total_max = tl.load(partial_lses + index + one)
     total_sum = tl.load(partial_lses + num_partials + index + one)
-    rest = segments - added
     for base in range(0, rest, STEP):
-        # Unrolled, so that the loads of several segments overlap. Segments past the last one have
-        # no key and leave the sums unchanged.
+        # All loads of a round are issued before the first result is used, to overlap their latency.
+        # Segments past the last one have no key and leave the sums unchanged.
+        values = ()
+        maxima = ()
+        sums = ()
         for i in tl.static_range(STEP):
-            number = base + i
-            live = number + one < rest
-            ahead = number // per_range
-            slot = number % per_range
-            index = ((worker + (1 + ahead) * NUM_KV_HEADS) * (slots + 1) + slot) * rows + row
-            more = tl.load(
-                partials + index * DV + columns[None, :],
-                mask=live[:, None] & inside,
-                other=0.0,
+            slot = rest - 1 - base - i
+            live = slot + one >= 0
+            # The range that has the segment's end, moved to the end of one of the last query.
+            end = ((first_segment + slot + 1) * tiles + last_tiles - 1) // last_tiles * last_tiles
+            section = (line_end - end) // per_range
+            index = ((section * NUM_KV_HEADS + kv_head) * (slots + 1) + slot) * rows + row
+            values = values + (
+                tl.load(
+                    partials + index * DV + columns[None, :],
+                    mask=live[:, None] & inside,
+                    other=0.0,
+                ),
             )
-            more_max = tl.load(partial_lses + index + one, mask=live, other=float("-inf"))
-            more_sum = tl.load(partial_lses + num_partials + index + one, mask=live, other=0.0)
+            maxima = maxima + (tl.load(partial_lses + index + one, mask=live, other=float("-inf")),)
+            sums = sums + (
+                tl.load(partial_lses + num_partials + index + one, mask=live, other=0.0),
+            )
+        for i in tl.static_range(STEP):
             total, total_max, total_sum = _fold(
-                total, total_max, total_sum, more, more_max, more_sum
+                total, total_max, total_sum, values[i], maxima[i], sums[i]
             )
     finite_max = tl.where(total_max == float("-inf"), 0.0, total_max)
     acc_scale = tl.full([1], 1.0, tl.float32)

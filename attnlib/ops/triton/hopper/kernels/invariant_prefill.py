@@ -20,6 +20,7 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     exp2,
     launch_dependent_grids,
     partition_barrier,
+    reinterpret,
     wait_on_dependent_grids,
 )
 from attnlib.ops.triton.hopper.kernels.mailbox import read_field
@@ -40,6 +41,7 @@ from attnlib.ops.triton.hopper.kernels.segments import (
     cap_scores,
     fold_sums,
     row_sums,
+    segment_tiles,
     softmax_factor,
     sum_rows,
 )
@@ -69,15 +71,77 @@ def _weigh(
 
 
 @gluon.jit
+def _item_rows(
+    first_token, query_len, kv_head, WARPGROUP: gl.constexpr, GROUP: gl.constexpr,
+    TILE_TOKENS: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """`prefill.item_rows`, for query tiles that may begin before the first token."""
+    token, head, valid = item_rows(
+        first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS, layout
+    )
+    return token, head, valid & (token >= 0)
+
+
+@gluon.jit
+def _add_segment(
+    total_tile, acc, total_max, total_sum, row_max, sums, first, last, O_LAYOUT: gl.constexpr,
+    GLOBAL: gl.constexpr,
+):  # fmt: skip
+    """Add a complete segment to those before it.
+
+    Args:
+        total_tile: memory of the sums of values, shared, or global with GLOBAL; a thread reads what
+            it has written.
+        first: whether no segment is before it.
+        last: whether none follows, so that the sum needs not be stored.
+
+    Returns:
+        (sums of values, total_max, total_sum).
+    """
+    ROW: gl.constexpr = row_max.type.layout
+    O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    total_max, total_sum, old, new = fold_sums(total_max, total_sum, row_max, sum_rows(sums, ROW))
+    # A sum of -0.0 becomes 0.0, as in the decode.
+    acc = acc * gl.convert_layout(new, O_ROW)[:, None] + 0.0
+    if GLOBAL:
+        rows = gl.arange(0, 64, O_ROW)
+        columns = gl.arange(0, acc.shape[1], gl.SliceLayout(0, O_LAYOUT))
+        pointers = total_tile + rows[:, None] * acc.shape[1] + columns[None, :]
+    if not first:
+        if GLOBAL:
+            before = gl.load(pointers)
+        else:
+            before = total_tile.load(O_LAYOUT)
+        factors = gl.convert_layout(old, O_ROW)[:, None]
+        acc = gl.fma(before, gl.broadcast(factors, before)[0], acc)
+    if not last:
+        if GLOBAL:
+            gl.store(pointers, acc)
+        else:
+            total_tile.store(acc)
+    return acc, total_max, total_sum
+
+
+@gluon.jit
 def _step(
-    q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, row_max, sums, step,
-    tile, row_first, row_last, factor, soft_cap, STAGES: gl.constexpr, MASKED: gl.constexpr,
-    CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr, P_LAYOUT: gl.constexpr,
+    q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, total_tile, acc, weights, row_max,
+    sums, total_max, total_sum, step, tile, end, tiles, row_first, row_last, factor, soft_cap,
+    STAGES: gl.constexpr, MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
+    P_LAYOUT: gl.constexpr, GLOBAL: gl.constexpr,
 ):  # fmt: skip
     """`mainloop.overlapped_step`: multiply by the keys of `tile` and by the values of the tile
-    before it. Returns (acc, packed weights of `tile`, row_max, sums)."""
+    before it. Where `tile` begins a segment, the complete one is added to those before it.
+
+    Args:
+        end: the end of the visited tiles.
+        tiles: of a segment.
+
+    Returns:
+        (acc, packed weights of `tile`, row_max, sums, total_max, total_sum).
+    """
     DTYPE: gl.constexpr = k_ring.dtype
     S_LAYOUT: gl.constexpr = row_last.type.layout.parent
+    O_LAYOUT: gl.constexpr = acc.type.layout
     stage = step % STAGES
     v_stage = (step - 1) % STAGES
     mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
@@ -87,40 +151,49 @@ def _step(
         q_tile, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
     )
     mbarrier.wait(v_full.index(v_stage), ((step - 1) // STAGES) & 1)
+    # The first product of a segment begins from 0.
     acc = warpgroup_mma(
-        unpack_weights(weights, DTYPE, P_LAYOUT), v_ring.index(v_stage), acc, is_async=True
-    )
+        unpack_weights(weights, DTYPE, P_LAYOUT), v_ring.index(v_stage), acc,
+        use_acc=((tile + 2) & (tiles - 1)) != 0, is_async=True,
+    )  # fmt: skip
     # One group may stay in flight: Q @ K^T is complete, P @ V overlaps with the softmax.
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    probs, acc_scale, row_max = _weigh(
-        scores, tile, row_first, row_last, row_max, factor, soft_cap, MASKED, CHECK_FIRST, HAS_CAP
+    begins = ((tile + 1) & (tiles - 1)) == 0
+    before = gl.where(begins, float("-inf"), row_max)
+    probs, acc_scale, next_max = _weigh(
+        scores, tile, row_first, row_last, before, factor, soft_cap, MASKED, CHECK_FIRST, HAS_CAP
     )
-    sums = add_row_sums(sums, acc_scale, probs)
     # P @ V is complete: its stage is free, and the accumulator may be rescaled.
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index(v_stage), count=1)
-    acc = acc * gl.convert_layout(acc_scale, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return acc, pack_weights(probs, DTYPE), row_max, sums
+    if begins:
+        # The next product overwrites the accumulator.
+        acc, total_max, total_sum = _add_segment(
+            total_tile, acc, total_max, total_sum, row_max, sums, tile + 1 + tiles >= end, False,
+            O_LAYOUT, GLOBAL)  # fmt: skip
+    acc = acc * gl.convert_layout(acc_scale, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    sums = add_row_sums(sums, acc_scale, row_sums(probs))
+    return acc, pack_weights(probs, DTYPE), next_max, sums, total_max, total_sum
 
 
 @gluon.jit
 def _consumer(
-    query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, stride_qt, stride_qh,
+    query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, concurrent, stride_qt,
+    stride_qh,
     stride_ot, stride_oh, stride_lt, mailbox, q_tiles, k_ring, v_ring, totals, mail_full,
     mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, WARPGROUP: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, TILE_TOKENS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr, STAGED_STORE: gl.constexpr,
-    FIELDS: gl.constexpr, SEGMENT: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
+    FIELDS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
-    HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
+    HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr, GLOBAL: gl.constexpr,
 ):  # fmt: skip
     """Compute the 64 rows of consumer warpgroup WARPGROUP of each published work item."""
     WIDTH: gl.constexpr = q_tiles.shape[2]
     WIDTH_V: gl.constexpr = v_ring.shape[2]
     BLOCK_N: gl.constexpr = k_ring.shape[1]
-    TILES: gl.constexpr = SEGMENT // BLOCK_N
     DTYPE: gl.constexpr = q_tiles.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
@@ -129,14 +202,19 @@ def _consumer(
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // Q_LANES, Q_LANES], [4, 1], [1, 0])
     V_LANES: gl.constexpr = min(32, WIDTH_V // 8)
     STORE_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // V_LANES, V_LANES], [4, 1], [1, 0])
+    O_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, WIDTH_V], DTYPE)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK
     factor = score_factor(scale, soft_cap, HAS_CAP)
-    total_tile = totals.index(WARPGROUP)
-    # PDL: the previous kernel may have written the queries or read the output.
-    wait_on_dependent_grids()
-    launch_dependent_grids()
+    if GLOBAL:
+        total_tile = totals + (gl.program_id(0) * CONSUMERS + WARPGROUP) * (64 * WIDTH_V)
+    else:
+        total_tile = totals.index(WARPGROUP)
+    if concurrent == 0:
+        # PDL: the previous kernel may have written the queries or read the output.
+        wait_on_dependent_grids()
+        launch_dependent_grids()
 
     mail = 0
     loaded = 0
@@ -156,7 +234,7 @@ def _consumer(
         mail += 1
         if request == num_reqs:
             # Rows after the last request become 0 (M6).
-            token, head, valid = item_rows(
+            token, head, valid = _item_rows(
                 first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
                 gl.SliceLayout(1, STORE_LAYOUT))  # fmt: skip
             offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
@@ -180,7 +258,7 @@ def _consumer(
                 mbarrier.wait(q_full.index(q_stage), (loaded // Q_STAGES) & 1)
             else:
                 # No box covers the rows (GROUP does not divide 64): the warpgroup loads its own.
-                token, head, valid = item_rows(
+                token, head, valid = _item_rows(
                     first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
                     gl.SliceLayout(1, Q_LAYOUT))  # fmt: skip
                 offsets = aligned_offset(
@@ -196,21 +274,18 @@ def _consumer(
                 partition_barrier()
             loaded += 1
 
-            token, head, valid = item_rows(
+            token, head, valid = _item_rows(
                 first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS, ROW
             )
             row_first, row_last = visible_span(
                 token + (seq_len - query_len), seq_len, left, right, chunk, CAUSAL, HAS_LEFT,
                 HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            tiles = segment_tiles(first_token + (seq_len - query_len), WIDTH_V, BLOCK_N, GROUP)
             total_max = gl.full([64], float("-inf"), gl.float32, ROW)
             total_sum = gl.full([64], 0.0, gl.float32, ROW)
             acc = gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT)
-            top = end
-            while top > begin:
-                # One segment: tiles [low, top), backwards.
-                low = gl.maximum((top - 1) // TILES * TILES, begin)
-                row_max = gl.full([64], float("-inf"), gl.float32, ROW)
-                acc = gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT)
+            row_max = gl.full([64], float("-inf"), gl.float32, ROW)
+            if end > begin:
                 # Prologue: the last tile has no values of an earlier tile to multiply by.
                 stage = step % STAGES
                 parity = (step // STAGES) & 1
@@ -226,11 +301,11 @@ def _consumer(
                 scores = warpgroup_mma_wait(0, deps=[scores])
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 probs, _, row_max = _weigh(
-                    scores, top - 1, row_first, row_last, row_max, factor, soft_cap, True,
+                    scores, end - 1, row_first, row_last, row_max, factor, soft_cap, True,
                     CHECK_LEFT, HAS_CAP)  # fmt: skip
                 sums = row_sums(probs)
                 weights = pack_weights(probs, DTYPE)
-                past_end = seq_len - (top - 1) * BLOCK_N
+                past_end = seq_len - (end - 1) * BLOCK_N
                 # TMA fills whole pages past the end with zeros, but not the rest of the last page.
                 if (past_end < BLOCK_N) & (seq_len % BLOCK_SIZE != 0):
                     mbarrier.wait(v_full.index(stage), parity)
@@ -238,29 +313,35 @@ def _consumer(
                 step += 1
 
                 # Main loop: masked tiles at the diagonal, unmasked tiles, masked tiles at the left.
-                full_end = gl.maximum(gl.minimum(right_begin, top - 1), low)
-                full_begin = gl.maximum(gl.minimum(left_end, full_end), low)
-                for back in range(0, top - 1 - full_end):
-                    acc, weights, row_max, sums = _step(
-                        q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
-                        row_max, sums, step, top - 2 - back, row_first, row_last, factor, soft_cap,
-                        STAGES, True, CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
+                full_end = gl.minimum(right_begin, end - 1)
+                full_begin = gl.minimum(left_end, full_end)
+                for back in range(0, end - 1 - full_end):
+                    acc, weights, row_max, sums, total_max, total_sum = _step(
+                        q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, total_tile, acc,
+                        weights, row_max, sums, total_max, total_sum, step, end - 2 - back, end,
+                        tiles, row_first, row_last, factor, soft_cap, STAGES,
+                        True, CHECK_LEFT, HAS_CAP, P_LAYOUT, GLOBAL)  # fmt: skip
                     step += 1
                 for back in range(0, full_end - full_begin):
-                    acc, weights, row_max, sums = _step(
-                        q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
-                        row_max, sums, step, full_end - 1 - back, row_first, row_last, factor,
-                        soft_cap, STAGES, False, CHECK_LEFT, HAS_CAP, P_LAYOUT)  # fmt: skip
+                    acc, weights, row_max, sums, total_max, total_sum = _step(
+                        q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, total_tile, acc,
+                        weights, row_max, sums, total_max, total_sum, step, full_end - 1 - back,
+                        end, tiles, row_first, row_last, factor, soft_cap, STAGES,
+                        False, CHECK_LEFT, HAS_CAP, P_LAYOUT, GLOBAL)  # fmt: skip
                     step += 1
                 if CHECK_LEFT:
-                    for back in range(0, full_begin - low):
-                        acc, weights, row_max, sums = _step(
-                            q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
-                            row_max, sums, step, full_begin - 1 - back, row_first, row_last,
+                    for back in range(0, full_begin - begin):
+                        acc, weights, row_max, sums, total_max, total_sum = _step(
+                            q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, total_tile,
+                            acc, weights, row_max, sums, total_max, total_sum, step,
+                            full_begin - 1 - back, end, tiles, row_first, row_last,
                             factor, soft_cap, STAGES, True, CHECK_LEFT, HAS_CAP,
-                            P_LAYOUT)  # fmt: skip
+                            P_LAYOUT, GLOBAL)  # fmt: skip
                         step += 1
 
+                if LOAD_QUERY:
+                    # All products with the queries are complete: the next ones may arrive by TMA.
+                    mbarrier.arrive(q_empty.index(q_stage), count=1)
                 # Epilogue: the product with the values of the first tile, the last one visited.
                 stage = (step - 1) % STAGES
                 mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) & 1)
@@ -268,23 +349,17 @@ def _consumer(
                     unpack_weights(weights, DTYPE, P_LAYOUT),
                     v_ring.index(stage),
                     acc,
+                    use_acc=((begin + 1) & (tiles - 1)) != 0,
                     is_async=True,
                 )
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(v_empty.index(stage), count=1)
-
-                total_max, total_sum, old, new = fold_sums(
-                    total_max, total_sum, row_max, sum_rows(sums, ROW)
-                )
-                acc = acc * gl.convert_layout(new, O_ROW)[:, None]
-                if top < end:
-                    # A thread reads what it has written.
-                    before = total_tile.load(O_LAYOUT)
-                    factors = gl.convert_layout(old, O_ROW)[:, None]
-                    acc = gl.fma(before, gl.broadcast(factors, before)[0], acc)
-                if low > begin:
-                    total_tile.store(acc)
-                top = low
+                first = (end - 1) // tiles * tiles <= begin
+                acc, total_max, total_sum = _add_segment(
+                    total_tile, acc, total_max, total_sum, row_max, sums, first, True, O_LAYOUT,
+                    GLOBAL)  # fmt: skip
+            elif LOAD_QUERY:
+                mbarrier.arrive(q_empty.index(q_stage), count=1)
 
             finite_max = gl.where(total_max == float("-inf"), 0.0, total_max)
             acc_scale = gl.full([64], 1.0, gl.float32, ROW)
@@ -303,46 +378,52 @@ def _consumer(
             normalizer = gl.convert_layout(acc_scale / safe_sum, O_ROW)
             rows = (acc * normalizer[:, None]).to(DTYPE)
             if STAGED_STORE:
-                # Staged in the queries' shared memory, so that stores are 16 bytes wide.
+                # Staged in the memory of the sums, so that stores are 16 bytes wide.
                 partition_barrier()
-                q_tile.store(rows)
+                staged = reinterpret(total_tile, DTYPE, [64, WIDTH_V], O_SHARED)
+                staged.store(rows)
                 partition_barrier()
-                token, head, valid = item_rows(
+                token, head, valid = _item_rows(
                     first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
                     gl.SliceLayout(1, STORE_LAYOUT))  # fmt: skip
                 offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
-                store_rows(out, offsets, q_tile.load(STORE_LAYOUT), valid, DV)
+                content = staged.load(STORE_LAYOUT)
+                # All warps have loaded before sums are stored here again.
+                partition_barrier()
+                store_rows(out, offsets, content, valid, DV)
             else:
-                token, head, valid = item_rows(
+                token, head, valid = _item_rows(
                     first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS, O_ROW
                 )
                 offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
                 store_rows(out, offsets, rows, valid, DV)
-            if LOAD_QUERY:
-                # The next queries arrive here by TMA, after the staged output has been read.
-                fence_async_shared()
-                mbarrier.arrive(q_empty.index(q_stage), count=1)
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def invariant_prefill_kernel(
     key_desc, value_desc, query_desc, query, out, lse, sinks, k_scale, v_scale, aux0, aux1, aux2,
-    aux3, query_start_loc, seq_lens, block_table, counters, scale, soft_cap, left, right, chunk,
-    num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks, stride_qt, stride_qh,
+    aux3, query_start_loc, seq_lens, block_table, counters, totals_memory, scale, soft_cap, left,
+    right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks, stride_qt,
+    stride_qh,
     stride_ot, stride_oh, stride_lt, stride_table, rows0, columns0, rows1, columns1, rows2,
     columns2, rows3, columns3, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr, PERSISTENT: gl.constexpr,
     STAGED_STORE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr, SEGMENT: gl.constexpr, CAUSAL: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
     HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 4 warps for each of two consumers and 1 + 1 loader warps.
 
     Runtime arguments, grid and constants are those of `hopper_prefill_kernel`, which has more
-    constants. SEGMENT is the number of keys in a segment.
+    constants, and
+
+    Args:
+        totals_memory: float32 [grid, 2, 64, WIDTH_V], where shared memory is too small for sums of
+            values; else None.
+
     """
     FIELDS: gl.constexpr = 6
     DTYPE: gl.constexpr = key_desc.dtype
@@ -353,7 +434,10 @@ def invariant_prefill_kernel(
     q_tiles = gl.allocate_shared_memory(DTYPE, [Q_STAGES * CONSUMERS, 64, WIDTH], Q_SHARED)
     k_ring = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, WIDTH], K_SHARED)
     v_ring = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, WIDTH_V], V_SHARED)
-    totals = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 64, WIDTH_V], T_SHARED)
+    if totals_memory is not None:
+        totals = totals_memory
+    else:
+        totals = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 64, WIDTH_V], T_SHARED)
     # Two slots, so that the key loader can publish an item while the last one is being processed.
     mailbox = gl.allocate_shared_memory(
         gl.int32, [2 * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -382,26 +466,28 @@ def invariant_prefill_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, stride_qt,
+                query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, concurrent,
+                stride_qt,
                 stride_qh, stride_ot, stride_oh, stride_lt, mailbox, q_tiles, k_ring, v_ring,
                 totals, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, 0,
                 GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY,
-                STAGED_STORE, FIELDS, SEGMENT, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP,
-                HAS_SINK, HAS_LSE)),
+                STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP,
+                HAS_SINK, HAS_LSE, totals_memory is not None)),
             (_consumer, (
-                query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, stride_qt,
+                query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, concurrent,
+                stride_qt,
                 stride_qh, stride_ot, stride_oh, stride_lt, mailbox, q_tiles, k_ring, v_ring,
                 totals, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, 1,
                 GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY,
-                STAGED_STORE, FIELDS, SEGMENT, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP,
-                HAS_SINK, HAS_LSE)),
+                STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP,
+                HAS_SINK, HAS_LSE, totals_memory is not None)),
             (key_loader, (
                 key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                 right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
                 stride_table, mailbox, q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty,
                 k_full, k_empty, None, None, 0, NUM_KV_HEADS, 1, GROUP, TILE_TOKENS, BLOCK_N,
                 BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, PERSISTENT, FIELDS, CAUSAL,
-                HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, 1, True)),
             (value_loader, (
                 value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
                 mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, 0, 1, TILE_TOKENS,

@@ -130,10 +130,13 @@ def key_loader(
     STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr,
     PERSISTENT: gl.constexpr, FIELDS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, KEY_PARTS: gl.constexpr = 1,
+    ALIGNED: gl.constexpr = False,
 ):  # fmt: skip
     """Select and publish work items; load queries and keys. One warp.
 
-    Runs ahead of the consumers, over the borders of items, as far as the rings allow.
+    Runs ahead of the consumers, over the borders of items, as far as the rings allow. With ALIGNED,
+    query tiles begin at positions that are multiples of TILE_TOKENS: the first one of a request may
+    begin before its first token.
     """
     Q_BYTES: gl.constexpr = CONSUMERS * 64 * KEY_PARTS * q_tiles.shape[2] * 2
     if concurrent == 0:
@@ -155,12 +158,15 @@ def key_loader(
     while item < items:
         request, start, first_token, kv_head = find_tile(
             item, query_start_loc, num_reqs, num_tiles, section, NUM_KV_HEADS * SHARED,
-            TILE_TOKENS)  # fmt: skip
+            TILE_TOKENS, 2 if ALIGNED else 1)  # fmt: skip
         query_len = num_tokens - start
         seq_len = 0
         if request < num_reqs:
             query_len = gl.load(query_start_loc + request + 1) - start
             seq_len = gl.load(seq_lens + request)
+            if ALIGNED:
+                context = gl.where(query_len > 0, gl.maximum(seq_len - query_len, 0), 0)
+                first_token -= context % TILE_TOKENS
         begin = 0
         end = 0
         after_gap = 0

@@ -17,14 +17,15 @@ __all__ = [
 @gluon.jit
 def find_tile(
     item, query_start_loc, num_reqs, num_tiles, section,
-    NUM_KV_HEADS: gl.constexpr, TILE_TOKENS: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, TILE_TOKENS: gl.constexpr, PARTIAL: gl.constexpr = 1,
 ):  # fmt: skip
     """Return (request, its first row, first token of the tile in the request, KV head) of an item.
 
     Items come in sections of `section` KV heads whose keys and values fit in the L2 cache together.
     Within a section they run from the last tile to the first with all heads of a tile adjacent, so
     that under a causal mask the longest rows start first. Request r owns the tiles from
-    start[r] // TILE_TOKENS + r on; `num_reqs` denotes the rows after the last request.
+    start[r] // TILE_TOKENS + PARTIAL * r on, of which at most PARTIAL are incomplete; `num_reqs`
+    denotes the rows after the last request.
     """
     per_section = num_tiles * section
     within = item % per_section
@@ -39,10 +40,12 @@ def find_tile(
     for base in range(1, num_reqs + 1, LANES):
         lanes = base + gl.arange(0, LANES, layout)
         mask = lanes <= num_reqs
-        begins = gl.load(query_start_loc + lanes, mask=mask, other=0) // TILE_TOKENS + lanes
+        begins = (
+            gl.load(query_start_loc + lanes, mask=mask, other=0) // TILE_TOKENS + PARTIAL * lanes
+        )
         request += gl.sum((mask & (begins <= tile)).to(gl.int32), 0)
     start = gl.load(query_start_loc + request)
-    first_token = (tile - (start // TILE_TOKENS + request)) * TILE_TOKENS
+    first_token = (tile - (start // TILE_TOKENS + PARTIAL * request)) * TILE_TOKENS
     return request, start, first_token, kv_head
 
 

@@ -1,13 +1,14 @@
 """Arithmetic that the batch-invariant decode and prefill share, so that their bits are equal (M15).
 
-Keys are summed in segments of a fixed number of tiles. Both kernels visit the tiles of a segment
-and the segments of a row from the last to the first.
+Keys are summed in segments of tiles, whose number follows from the position of the query
+(`segment_tiles`). Both kernels visit the tiles of a segment and the segments of a row from the last
+to the first.
 
 The decode multiplies K @ Q^T and the prefill Q @ K^T. Each element of both products is the same sum
 over the head in the same order. Sums of weights are taken over keys, which threads hold in
 different orders. So their order is written out: of the seven bits of a key's number in a tile of
 128, bits 6 and 3, which no kernel distributes over threads, are summed in every tile, the others
-once per segment.
+once per segment. A tile of 64 has no bit 6.
 """
 
 from __future__ import annotations
@@ -19,9 +20,51 @@ from attnlib.ops.triton.hopper.kernels.compat import exp2
 from attnlib.ops.triton.hopper.kernels.softmax import LOG2E
 
 __all__ = [
-    "add_column_sums", "add_row_sums", "cap_scores", "column_sums", "fold_sums", "row_sums",
-    "softmax_factor", "sum_columns", "sum_rows",
+    "FEW_POSITIONS", "QUERY_ROWS", "SEGMENTS", "add_column_sums", "add_row_sums", "cap_scores",
+    "column_sums", "fold_sums", "row_sums", "segment_tiles", "softmax_factor", "sum_columns",
+    "sum_rows",
 ]  # fmt: skip
+
+
+QUERY_ROWS = 128
+"""Rows of a query tile of the prefill."""
+FEW_POSITIONS = 1024
+SEGMENTS = ((FEW_POSITIONS, 128), (16384, 512), (0, 1024))
+"""(positions before which queries have these segments, their keys), for values of up to 128
+elements."""
+WIDE_SEGMENTS = ((FEW_POSITIONS, 256), (4096, 1024), (0, 2048))
+"""The same for wider values, whose sums do not fit in shared memory."""
+NARROW_SEGMENTS = ((0, 4096), (0, 4096), (0, 4096))
+"""The same for tiles of 64 keys and values of up to 128 elements: queries of such layers see few
+keys, which need not be divided."""
+
+
+@gluon.constexpr_function
+def _segment(number, width_v, group, block_n):
+    """Return (the first position of the next entry, tiles of a segment) of an entry of SEGMENTS.
+
+    Positions are rounded up to query tiles of the prefill.
+    """
+    segments = SEGMENTS if block_n == 128 else NARROW_SEGMENTS
+    position, keys = (segments if width_v <= 128 else WIDE_SEGMENTS)[number]
+    tokens = QUERY_ROWS // group
+    return -(-position // tokens) * tokens, keys // block_n
+
+
+@gluon.jit
+def segment_tiles(
+    position, WIDTH_V: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
+    """Return the key tiles of a segment for queries at `position`, a power of 2.
+
+    All queries of a query tile of the prefill have the same number. Short segments let a decode of
+    few keys use many multiprocessors; long ones cost prefills less.
+    """
+    FEW: gl.constexpr = _segment(0, WIDTH_V, GROUP, BLOCK_N)
+    SOME: gl.constexpr = _segment(1, WIDTH_V, GROUP, BLOCK_N)
+    MANY: gl.constexpr = _segment(2, WIDTH_V, GROUP, BLOCK_N)
+    few = gl.where(position < FEW[0], FEW[1], SOME[1])
+    return gl.where(position < SOME[0], few, MANY[1])
 
 
 @gluon.jit
@@ -47,26 +90,34 @@ def cap_scores(scores, factor, soft_cap, HAS_CAP: gl.constexpr):
 
 @gluon.jit
 def row_sums(weights):
-    """Sum weights [rows, 128] over bits 6 and 3 of the key: [rows, 4, 8]."""
+    """Sum weights [rows, 128 or 64] over bits 6 and 3 of the key: [rows, 4, 8]."""
     ROWS: gl.constexpr = weights.shape[0]
-    parts = gl.reshape(weights, [ROWS, 2, 4, 2, 8])
-    return gl.sum(gl.sum(parts, 3), 1)
+    if weights.shape[1] == 64:
+        found = gl.sum(gl.reshape(weights, [ROWS, 4, 2, 8]), 2)
+    else:
+        parts = gl.reshape(weights, [ROWS, 2, 4, 2, 8])
+        found = gl.sum(gl.sum(parts, 3), 1)
+    return found
 
 
 @gluon.jit
 def column_sums(weights):
-    """Sum weights [128, rows] over bits 6 and 3 of the key: [4, 8, rows]."""
+    """Sum weights [128 or 64, rows] over bits 6 and 3 of the key: [4, 8, rows]."""
     ROWS: gl.constexpr = weights.shape[1]
-    parts = gl.reshape(weights, [2, 4, 2, 8, ROWS])
-    return gl.sum(gl.sum(parts, 2), 0)
+    if weights.shape[0] == 64:
+        found = gl.sum(gl.reshape(weights, [4, 2, 8, ROWS]), 1)
+    else:
+        parts = gl.reshape(weights, [2, 4, 2, 8, ROWS])
+        found = gl.sum(gl.sum(parts, 2), 0)
+    return found
 
 
 @gluon.jit
-def add_row_sums(sums, acc_scale, weights):
-    """Add a tile's weights to the sums [rows, 4, 8] of the tiles before it."""
+def add_row_sums(sums, acc_scale, more):
+    """Add the `row_sums` of a tile to the sums [rows, 4, 8] of the tiles before it."""
     LAYOUT: gl.constexpr = sums.type.layout
     scale = gl.convert_layout(acc_scale, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    more = gl.convert_layout(row_sums(weights), LAYOUT)
+    more = gl.convert_layout(more, LAYOUT)
     return sums * scale[:, None, None] + more
 
 
