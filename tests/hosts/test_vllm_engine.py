@@ -110,11 +110,16 @@ def test_tokens_with_decode_context_parallelism(engine: Any, models: Path) -> No
 
 
 def test_tokens_by_interpreted_triton_kernels(engine: Any, models: Path) -> None:
-    case = {"model": str(models / "llama"), "prompts": 4, "new_tokens": 6}
+    cases = {
+        "llama": {"model": str(models / "llama"), "prompts": 4, "new_tokens": 6},
+        "deepseek": {"model": str(models / "deepseek"), "prompts": 2, "new_tokens": 3},
+    }
     variables = {"ATTNLIB_BACKEND": "triton", "TRITON_INTERPRET": "1"}
-    result = engine(VLLM[0], {"triton": case}, **variables)["triton"]
-    assert result["backends"] == ["triton"]
-    assert result["tokens"] == [row[:6] for row in expected_tokens(models, "llama")[:4]]
+    results = engine(VLLM[0], cases, **variables)
+    for name, case in cases.items():
+        assert results[name]["backends"] == ["triton"]
+        expected = expected_tokens(models, name)[: case["prompts"]]
+        assert results[name]["tokens"] == [row[: case["new_tokens"]] for row in expected]
 
 
 def test_a_backend_that_cannot_run_here_is_refused_with_its_reason(
