@@ -61,10 +61,14 @@ class AttnlibMLAMetadataBuilder(AttentionMetadataBuilder[VllmLatentMetadata]):
                 f"{sorted(map(str, specs))}"
             )
         (self._spec,) = specs
-        self._builder: Any = select(self._spec, layer_names[0]).make_builder(
-            self._spec, device, layer_names=layer_names, limits=batch_limits(vllm_config)
+        backend, limits = select(self._spec, layer_names[0]), batch_limits(vllm_config)
+        # A builder with limits uses the same memory for each batch, and both parts are in use at
+        # the same time.
+        self._decodes, self._prefills = (
+            backend.make_builder(self._spec, device, layer_names=layer_names, limits=limits)
+            for _ in range(2)
         )
-        threshold = self._builder.reorder_batch_threshold
+        threshold = self._decodes.reorder_batch_threshold
         self._init_reorder_batch_threshold(threshold or 1, supports_spec_as_decode=True)
 
     @classmethod
@@ -84,33 +88,33 @@ class AttnlibMLAMetadataBuilder(AttentionMetadataBuilder[VllmLatentMetadata]):
         fast_build: bool = False,
     ) -> VllmLatentMetadata:
         """The metadata of one batch; `common_prefix_len` is ignored."""
-        return self._build(common_attn_metadata, self._builder.build)
+        return self._build(common_attn_metadata, self._decodes.build)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: VllmBatch) -> VllmLatentMetadata:
         """The metadata to capture decodes with."""
 
         def build(_: int, common: Any) -> Any:
-            return self._builder.build_for_cudagraph_capture(common)
+            return self._decodes.build_for_cudagraph_capture(common)
 
         return self._build(common_attn_metadata, build)
 
-    def _build(self, batch: VllmBatch, build: Any) -> VllmLatentMetadata:
+    def _build(self, batch: VllmBatch, build_decodes: Any) -> VllmLatentMetadata:
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(
             batch, decode_threshold=self.reorder_batch_threshold or 1
         )
-        common = common_batch(batch, self._spec, self._builder.needs_host_lengths)
+        common = common_batch(batch, self._spec, self._decodes.needs_host_lengths)
         common.slot_mapping = None  # vLLM writes the latents
         decode = prefill = None
         tokens, bounds = batch.num_actual_tokens, batch.seq_lens_cpu_upper_bound
         if decodes:
             part = slice(0, decodes), slice(0, decode_tokens), slice(0, 0)
-            decode = build(0, slice_batch(common, *part) if prefills else common)
+            decode = build_decodes(0, slice_batch(common, *part) if prefills else common)
         if prefills:
             part = slice(decodes, batch.num_reqs), slice(decode_tokens, tokens), slice(0, 0)
             rest = slice_batch(common, *part) if decodes else common
             if rest.seq_lens_cpu is None and bounds is not None:
                 rest.seq_lens_cpu = bounds[part[0]]  # exact for prefills
-            prefill = build(0, rest)
+            prefill = self._prefills.build(0, rest)
         return VllmLatentMetadata(tokens, decodes, prefills, decode_tokens, decode, prefill)
 
 
