@@ -180,6 +180,20 @@ def test_long_prefills_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 1
 
 
+def test_both_parts_of_a_batch_keep_their_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A builder may use the same memory for each batch, so that no builder makes both parts."""
+    layer, made = Layer(), []
+    layer.step([40, 9], [40, 9])
+    kind = type(layer.builder._decodes)
+    build = kind.build
+    monkeypatch.setattr(
+        kind, "build", lambda self, *args: (made.append(self), build(self, *args))[1]
+    )
+    layer.step([1, 20], [41, 29])
+    assert len(made) == 2
+    assert made[0] is not made[1]
+
+
 def test_weights_are_not_copied() -> None:
     layer = Layer()
     layer.step([40], [40])
