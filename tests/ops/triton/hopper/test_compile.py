@@ -33,10 +33,10 @@ SAMPLE = [
     "128-group5", "128-all", "192-128", "decode-128-mqa", "decode-128-all", "decode-64-sinks-bf16",
     "decode-192-128", "packed-decode-80-mqa", "packed-decode-256-most-rows", "128-e4m3-all",
     "decode-128-e4m3-all", "decode-256-e4m3-most-rows", "decode-64-int8-tokens-all",
-    "decode-128-int4",
+    "decode-128-int4", "128-page1", "112", "512", "decode-128-page1",
 ]  # fmt: skip
 CASES = [
-    *SAMPLE, "128-page128", "128-page256", "64-sinks-window", "256-page128-cap",
+    *SAMPLE, "128-page8", "128-page128", "128-page256", "64-sinks-window", "256-page128-cap",
     "decode-128-page128", "decode-64-sinks", "decode-256-cap", "packed-decode-128",
     "packed-decode-64-page32", "128-e4m3", "decode-128-e5m2", "decode-128-int8-tokens",
     "decode-128-e4m3-tokens-verify",
