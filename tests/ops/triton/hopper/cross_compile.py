@@ -434,13 +434,13 @@ def tile_of(name: str) -> Any:
     return dataclasses.replace(chosen, **options.get("tile", {}))
 
 
-def problem_of(name: str) -> Any:
-    """Return what the layout of a kernel's tiles depends on: cases with the same problem differ in
-    their features only."""
+def problem_of(name: str) -> tuple[Any, int]:
+    """Return what the tiles of a kernel in registers and shared memory depend on, and the head
+    size, with which they grow. Cases for which both are equal differ in their features only."""
     options = _options(name)
     cache = options.get("cache", options.get("dtype", BF16))
-    sizes = (options.get("d", 128), _bits(cache), options.get("packed", False))
-    return options.get("op", "hopper_prefill"), *sizes, tile_of(name)
+    kernel = (options.get("op", "hopper_prefill"), _bits(cache), options.get("packed", False))
+    return (*kernel, tile_of(name)), options.get("d", 128)
 
 
 def compile_case(name: str) -> dict[str, Any]:

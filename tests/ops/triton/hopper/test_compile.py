@@ -46,13 +46,18 @@ MAX_STACK = 304
 over keys. Table entries have limits of their own."""
 
 ENTRIES = entry_cases()
-COVERED = {
-    entry: cases
-    for entry in sorted(largest_tiles(ENTRIES))
-    if (cases := [case for case in SAMPLE if problem_of(case) == problem_of(entry)])
-}
-"""Entry -> cases of `SAMPLE` with its tile and head size, and more features. They are compiled in
-its place, with its limit of local memory."""
+
+
+def _covering(entry: str) -> list[str]:
+    """Return the cases of `SAMPLE` with the tile of an entry, its head size or a larger one, and
+    more features."""
+    kernel, size = problem_of(entry)
+    problems = {case: problem_of(case) for case in SAMPLE}
+    return [case for case, found in problems.items() if found[0] == kernel and found[1] >= size]
+
+
+COVERED = {entry: cases for entry in sorted(largest_tiles(ENTRIES)) if (cases := _covering(entry))}
+"""Entry -> cases that are compiled in its place, with its limit of local memory."""
 ENTRY_SAMPLE = sorted(largest_tiles(ENTRIES) - set(COVERED))
 INVARIANT_SAMPLE = ["invariant-128", "invariant-decode-128"]
 ALL_LATENT = [*LATENT_CASES, *SELECTED_CASES]
