@@ -176,10 +176,9 @@ def _secondary_times(
         timer = (GraphTimer if graphs else EagerTimer)(runner.write, copies, device, took)
         return {"write_us": measure_in_turn({"call": timer}, {"call": took})["call"].us}
 
-    writes = {} if runner.inputs.case.unpaged else {"cache write": write}
     return {
         "eager call": eager,
-        **writes,
+        "cache write": write,
         "build": lambda: {
             "build_us": host_us(lambda: runner.builder.build(0, runner.inputs.common), device, 5)
         },

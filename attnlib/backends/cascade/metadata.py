@@ -120,7 +120,8 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
             # Without limits: prefixes are not captured, and repeat rows beyond any limit.
             kwargs.pop("limits", None)
             builder_cls = self.prefix_backend.get_builder_cls()
-            self._longest_decode = builder_cls.max_decode_query_len(spec)
+            fitting = max(1, self.rule.max_decode_rows // spec.group_size)
+            self._longest_decode = min(builder_cls.max_decode_query_len(spec), fitting)
             config = dict(self.prefix_backend.config)
             if self._longest_decode > (builder_cls.reorder_batch_threshold or 1):
                 config["decode_query_len"] = self._longest_decode
@@ -409,18 +410,11 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
 
 
 def _to_device(host: dict[str, list[int]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Lists of integers as int32 tensors on the device, by one copy.
-
-    Each begins at a multiple of 16 bytes: Triton compiles a kernel again for other addresses.
-    """
-    values: list[int] = []
-    sizes: list[int] = []
-    for numbers in host.values():
-        padding = -len(numbers) % 4
-        values += [*numbers, *[0] * padding]
-        sizes += [len(numbers), padding]
+    """Lists of integers as int32 tensors on the device, by one copy."""
+    values = [value for numbers in host.values() for value in numbers]
     packed = torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
-    return dict(zip(host, torch.split(packed, sizes)[::2], strict=True))
+    parts = torch.split(packed, [len(numbers) for numbers in host.values()])
+    return dict(zip(host, parts, strict=True))
 
 
 def _suffix_batch(

@@ -31,6 +31,8 @@ class PrefixRule:
         max_decode_parts: a prefix whose query rows fit this many decodes is computed by the decode
             kernels, which split its keys over the multiprocessors. Others go to the prefill
             kernels.
+        max_decode_rows: query rows of such a decode for each KV head, at most. With more, decode
+            kernels are bound by arithmetic, and prefill kernels are faster.
         min_part_tokens: shortest part into which a prefix is split for the prefill kernels.
         parts_per_sm: parts of all prefixes, in units of thread blocks per multiprocessor.
         captured_parts: parts of prefixes in a captured step; 0 captures steps that do not share. A
@@ -39,6 +41,7 @@ class PrefixRule:
 
     min_saved_bytes: int = 192 << 20
     max_decode_parts: int = 1
+    max_decode_rows: int = 32
     min_part_tokens: int = 512
     parts_per_sm: float = 1.0
     captured_parts: int = 0

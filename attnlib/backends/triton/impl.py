@@ -238,5 +238,4 @@ class TritonImpl(AttentionImpl):
             out=output,
             lse=lse,
             batch_invariant=self.spec.batch_invariant,
-            kernels=self._kernels,
         )
