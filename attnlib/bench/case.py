@@ -23,7 +23,7 @@ from attnlib.compressed_entries import CompressedEntries
 from attnlib.errors import ContractError
 from attnlib.key_selection import KeySelection, SelectionScope
 from attnlib.kv_dtype import PAGE_FORMATS
-from attnlib.spec import AttentionSpec, MaskKind
+from attnlib.spec import AttentionSpec, AttentionType, MaskKind
 from attnlib.testing.batch_spec import BatchSpec, parse_batch
 from attnlib.testing.block_placement import BlockPlacement, place_blocks
 from attnlib.testing.compressed_entries import entries_of
@@ -62,6 +62,7 @@ class BenchCase:
         entries: tokens per compressed entry, entries per block and most selected ones, 0 for all
             (M17); None for one key stream.
         causal: False where every query sees every key of its request.
+        unpaged: an encoder: keys and values are packed like the queries, without a cache.
     """
 
     name: str
@@ -82,6 +83,7 @@ class BenchCase:
     select: tuple[str, int, int] | None = None
     entries: tuple[int, int, int] | None = None
     causal: bool = True
+    unpaged: bool = False
 
     @property
     def spec(self) -> AttentionSpec:
@@ -105,7 +107,9 @@ class BenchCase:
             dtype=dtype,
             kv_cache_dtype=self.kv_cache_dtype,
             block_size=self.block_size,
-            kv_cache_layout=None if self.mla or self.kv_cache_dtype in PAGE_FORMATS else "NHD",
+            kv_cache_layout=None
+            if self.mla or self.unpaged or self.kv_cache_dtype in PAGE_FORMATS
+            else "NHD",
             sliding_window=self.sliding_window,
             logits_soft_cap=self.logits_soft_cap,
             has_sink=self.sinks,
@@ -113,6 +117,7 @@ class BenchCase:
             score_function=None if self.score is None else load_score_function(self.score),
             key_selection=self.key_selection,
             compressed_entries=entries_of(self.entries),
+            attn_type=AttentionType.ENCODER_ONLY if self.unpaged else AttentionType.DECODER,
             mask_kind=MaskKind.CAUSAL if self.causal else MaskKind.BIDIRECTIONAL,
         )
 
@@ -143,6 +148,7 @@ class BenchCase:
         words += [f"soft cap {self.logits_soft_cap:g}"] if self.logits_soft_cap else []
         words += ["sinks"] if self.sinks else []
         words += [] if self.causal else ["not causal"]
+        words += ["unpaged"] if self.unpaged else []
         words += [f"score {self.score.rpartition(':')[2]}"] if self.score else []
         words += [f"selected {self.key_selection}"] if self.key_selection else []
         words += [f"and {entries_of(self.entries)}"] if self.entries else []
@@ -196,6 +202,7 @@ _KEYS: Mapping[str, Callable[[str], dict[str, Any]]] = {
     "cap": lambda text: {"logits_soft_cap": float(text)},
     "sinks": lambda text: {"sinks": text not in ("0", "no")},
     "causal": lambda text: {"causal": text not in ("0", "no")},
+    "unpaged": lambda text: {"unpaged": text not in ("0", "no")},
     "mla": lambda text: {"mla": text not in ("0", "no")},
     "score": lambda text: {"score": text},
     "select": _select,
@@ -249,6 +256,8 @@ def check_case(case: BenchCase) -> None:
             f"case {case.name!r} has padding rows or no query tokens; use a batch with query "
             "tokens only"
         )
+    if case.unpaged and case.batch.query_lens != case.batch.seq_lens:
+        raise ContractError(f"case {case.name!r} is unpaged and has a context; write qN without s")
     for request, (query_len, seq_len) in enumerate(
         zip(case.batch.query_lens, case.batch.seq_lens, strict=True)
     ):

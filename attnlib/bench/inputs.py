@@ -7,7 +7,7 @@ changes nothing and the order of cache writes and attention calls does not matte
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -103,6 +103,8 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> CaseInp
         torch.OutOfMemoryError: the device has no memory for one copy of the cache.
     """
     spec = case.spec
+    # Without a cache, the keys of the step are all keys; the correctness check reads this copy.
+    cached = replace(case, unpaged=False).spec
     placement = case.place(seed)
     function = spec.score_function
     tensors: dict[str, torch.Tensor] = {}
@@ -119,7 +121,7 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> CaseInp
         score_tensors={n: t for n, t in tensors.items() if n not in layer_names} or None,
     )
     draw = torch.Generator(device=device).manual_seed(seed)
-    first = PagedKVCache.allocate(spec, placement.num_blocks, device, _layout(spec))
+    first = PagedKVCache.allocate(cached, placement.num_blocks, device, _layout(cached))
     if first.page_format is None:
         for view in _stored(first):
             _fill(view, spec.dtype, draw)
@@ -136,7 +138,7 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> CaseInp
         new_tokens = _random_tokens(tokens, spec, draw)
         _write(first, *new_tokens, common.slot_mapping)
     copies = cold_copies(case, first.nbytes, *_memory(device))
-    caches = [first, *(_copy(first, spec, device) for _ in range(copies - 1))]
+    caches = [first, *(_copy(first, cached, device) for _ in range(copies - 1))]
     assert common.slot_mapping is not None  # a block table was given
     slots: Any = common.slot_mapping  # a tensor is a valid sequence of slots
     if first.page_format is None:

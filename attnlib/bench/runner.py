@@ -54,6 +54,11 @@ class Runner:
                 inputs.output,
             )  # fmt: skip
             return
+        if inputs.case.unpaged:
+            self.layer.impl.forward_unpaged(
+                inputs.query, inputs.key, inputs.value, self.metadata, inputs.output
+            )
+            return
         self.layer.impl.forward(inputs.query, inputs.caches[copy], self.metadata, inputs.output)
 
     def write(self, copy: int) -> None:
@@ -67,8 +72,8 @@ class Runner:
         selected = m.selected_keys[0] if m.selected_keys else None
         entries = m.compressed_keys[0] if m.compressed_keys else None
         self.layer(
-            m.query, m.key, m.value, m.caches[0], self.metadata, output=m.output,
-            selected_keys=selected, compressed_keys=entries,
+            m.query, m.key, m.value, None if m.case.unpaged else m.caches[0], self.metadata,
+            output=m.output, selected_keys=selected, compressed_keys=entries,
         )  # fmt: skip
 
 

@@ -215,6 +215,7 @@ _COVERAGE = _cases(
     ("cov-decode-32x16k-w4096", "32q1s16k", {"sliding_window": 4096}),
     ("cov-prefill-1x16k-w4096", "q16k", {"sliding_window": 4096}),
     ("cov-prefill-1x8k-bidirectional", "q8k", {"causal": False}),
+    ("cov-prefill-1x8k-unpaged", "q8k", {"causal": False, "unpaged": True}),
     ("cov-prefill-1x128k-p128", "q128k", {"block_size": 128}),
 )
 _SMALL: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "dtype": "float32"}

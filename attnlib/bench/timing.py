@@ -176,9 +176,10 @@ def _secondary_times(
         timer = (GraphTimer if graphs else EagerTimer)(runner.write, copies, device, took)
         return {"write_us": measure_in_turn({"call": timer}, {"call": took})["call"].us}
 
+    writes = {} if runner.inputs.case.unpaged else {"cache write": write}
     return {
         "eager call": eager,
-        "cache write": write,
+        **writes,
         "build": lambda: {
             "build_us": host_us(lambda: runner.builder.build(0, runner.inputs.common), device, 5)
         },

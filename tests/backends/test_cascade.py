@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import attnlib
+from attnlib.backends.cascade.metadata import _to_device
 from attnlib.backends.cascade.schedule import PrefixRule, prefix_parts
 from attnlib.errors import ContractError
 from attnlib.metadata.shared_prefix import SharedPrefix, find_shared_prefixes
@@ -278,3 +279,11 @@ def test_warmup_runs_the_kernels_of_prefixes() -> None:
         attnlib.warmup(layer, cache, limits, builder=builder)
     assert set(seen) == {2, 4, 5, 16}
     assert torch.equal(cache.key_cache, before[0]) and torch.equal(cache.value_cache, before[1])
+
+
+def test_indices_of_prefixes_are_aligned() -> None:
+    """Another address modulo 16 bytes would compile the kernels again."""
+    host = {"rows": [3, 1, 2], "starts": [0, 3, 5, 9, 11], "none": [], "last": [7]}
+    found = _to_device(host, torch.device("cpu"))
+    assert {name: part.tolist() for name, part in found.items()} == host
+    assert all(part.storage_offset() % 4 == 0 for part in found.values())

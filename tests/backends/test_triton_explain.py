@@ -140,7 +140,12 @@ def test_a_cpu_interprets_them() -> None:
 
 
 def test_layers_without_a_cache() -> None:
-    assert _lines(attn_type="encoder_only") == ["prefill: portable Triton kernel, no KV cache"]
+    assert _lines(attn_type="encoder_only") == ["prefill: Hopper kernel, no KV cache"]
+    assert _lines("sm_80", attn_type="encoder_only") == [
+        "prefill: portable Triton kernel, no KV cache"
+    ]
+    (line,) = _lines(attn_type="encoder_only", head_size=32)
+    assert line.startswith("prefill: portable Triton kernel (keys have head size 32")
 
 
 def test_a_configuration_for_portable_kernels_is_named() -> None:

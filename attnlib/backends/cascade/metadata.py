@@ -410,11 +410,18 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
 
 
 def _to_device(host: dict[str, list[int]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Lists of integers as int32 tensors on the device, by one copy."""
-    values = [value for numbers in host.values() for value in numbers]
+    """Lists of integers as int32 tensors on the device, by one copy.
+
+    Each begins at a multiple of 16 bytes: Triton compiles a kernel again for other addresses.
+    """
+    values: list[int] = []
+    sizes: list[int] = []
+    for numbers in host.values():
+        padding = -len(numbers) % 4
+        values += [*numbers, *[0] * padding]
+        sizes += [len(numbers), padding]
     packed = torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
-    parts = torch.split(packed, [len(numbers) for numbers in host.values()])
-    return dict(zip(host, parts, strict=True))
+    return dict(zip(host, torch.split(packed, sizes)[::2], strict=True))
 
 
 def _suffix_batch(

@@ -11,6 +11,7 @@ from attnlib.device import DeviceInfo
 from attnlib.key_selection import SelectionScope
 from attnlib.ops.triton.heuristics.splits import visible_bound
 from attnlib.ops.triton.hopper.support import (
+    BLOCK_SIZES,
     HOPPER_DECODE_KEYS,
     LATENT_FEW_ROWS,
     LATENT_KEYS_PER_SM,
@@ -51,7 +52,7 @@ def kernel_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str = "auto")
     if device.type == "cpu":
         return ["prefill, decode: portable Triton kernels, interpreted on the CPU (for tests)"]
     if not spec.is_paged:
-        return ["prefill: portable Triton kernel, no KV cache"]
+        return [f"prefill: {_unpaged_kernel(spec, device, kernels)}, no KV cache"]
     if spec.compressed_entries is not None:
         own = kernel_lines(spec.replace(compressed_entries=None), device, kernels)
         return [*own, _entries_line(spec)]
@@ -67,6 +68,25 @@ def kernel_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str = "auto")
     if not_hopper or device.capability is None:
         return ["prefill, decode: portable Triton kernels"]
     return _hopper_lines(spec, device.capability)
+
+
+def _unpaged_kernel(spec: AttentionSpec, device: DeviceInfo, kernels: str) -> str:
+    """The kernel over packed keys, with the reasons why it is not the Hopper kernel."""
+    portable = "portable Triton kernel"
+    if kernels == "portable" or device.is_rocm or (device.capability or (0, 0))[0] != 9:
+        return portable
+    assert device.capability is not None
+    reasons = prefill_unsupported_reasons(
+        device.capability, spec.dtype, spec.dtype, (spec.head_size, spec.head_size_v),
+        BLOCK_SIZES[-1], spec.group_size,
+        causal_per_request=spec.mask_kind is MaskKind.PER_REQUEST, alibi=spec.has_alibi,
+        bias=spec.mask_kind is MaskKind.QUERY_BIAS,
+    )  # fmt: skip
+    if spec.score_function is not None:
+        reasons.append(f"score_function={spec.score_function}: portable kernel only")
+    if spec.batch_invariant:
+        reasons.append("batch_invariant: portable kernel only")
+    return f"{portable} ({'; '.join(reasons)})" if reasons else "Hopper kernel"
 
 
 def _entries_line(spec: AttentionSpec) -> str:
@@ -172,7 +192,7 @@ def _hopper_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]
         "alibi": spec.has_alibi,
         "bias": spec.mask_kind is MaskKind.QUERY_BIAS,
     }
-    prefill = prefill_unsupported_reasons(*layer, **features)
+    prefill = prefill_unsupported_reasons(*layer, **features, score=spec.score_function is not None)
     decode = decode_unsupported_reasons(
         *layer, spec.num_kv_heads, _NUM_SMS, **features
     ) or _window_reasons(spec)

@@ -238,4 +238,5 @@ class TritonImpl(AttentionImpl):
             out=output,
             lse=lse,
             batch_invariant=self.spec.batch_invariant,
+            kernels=self._kernels,
         )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from attnlib.ops.params import AttentionParams
-from attnlib.ops.triton.heuristics.device import limits_of
-from attnlib.ops.triton.launch.attention import BatchTensors
-from attnlib.ops.triton.launch.run import run_attention
-from attnlib.ops.triton.launch.signature import call_signature
+from attnlib.ops.triton import hopper
+from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
+from attnlib.ops.triton.launch.attention import BatchTensors, check_batch
+from attnlib.ops.triton.launch.bound import ALIGNMENT
+from attnlib.ops.triton.launch.cache import LAUNCHES
+from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
+from attnlib.ops.triton.launch.signature import batch_signature, call_signature
 from attnlib.ops.triton.paged_prefill import prepare_plain_prefill
 
 __all__ = ["varlen_prefill"]
@@ -29,6 +34,7 @@ def varlen_prefill(
     cu_seqlens_q_cpu: Tensor | None = None,
     cu_seqlens_k_cpu: Tensor | None = None,
     batch_invariant: bool = False,
+    kernels: str = "auto",
 ) -> None:
     """Attention of request r's queries over request r's keys, both packed without padding.
 
@@ -48,6 +54,7 @@ def varlen_prefill(
         cu_seqlens_q_cpu: ignored; see `attnlib.ops.torch.varlen_prefill`.
         cu_seqlens_k_cpu: ignored, likewise.
         batch_invariant: the bits of a row depend on that row and its keys only (M15).
+        kernels: "auto" uses the Hopper prefill where it supports the call, "portable" never.
 
     Raises:
         ContractError, UnsupportedConfigError: as `paged_prefill`.
@@ -64,8 +71,42 @@ def varlen_prefill(
 
         run_invariant_prefill(query, key, value, out, lse, batch, params, max_seqlen_q)
         return
-    prepared = prepare_plain_prefill(
-        call_signature(query, key, value, out, lse, params), query, key, value, out, lse, batch,
-        params, limits_of(query), max_seqlen_q,
-    )  # fmt: skip
+    tensors = (query, key, value, out, lse)
+    signature, limits = call_signature(*tensors, params), limits_of(query)
+    if limits.capability[0] == 9 and kernels != "portable" and not _is_misaligned(*tensors[:4]):
+        # The first rows of the keys take the place of a block table.
+        packed = batch._replace(block_table=cu_seqlens_k.unsqueeze(1), max_seq_len=max_seqlen_k)
+        if found := _hopper_prefill(signature, tensors, packed, params, limits, max_seqlen_q):
+            run_attention(found, packed, query, key, value, out, lse, params)
+            return
+    prepared = prepare_plain_prefill(signature, *tensors, batch, params, limits, max_seqlen_q)
     run_attention(prepared, batch, query, key, value, out, lse, params)
+
+
+def _is_misaligned(*tensors: Tensor) -> bool:
+    """Whether a tensor begins off a 16-byte boundary, which the Hopper kernels cannot read."""
+    return any(tensor.data_ptr() & ALIGNMENT for tensor in tensors)
+
+
+def _hopper_prefill(
+    signature: tuple[Any, ...],
+    tensors: tuple[Any, ...],
+    batch: BatchTensors,
+    params: AttentionParams,
+    limits: DeviceLimits,
+    max_query_len: int,
+) -> PreparedAttention | None:
+    """The launch of the Hopper prefill for calls of this signature, None where it does not support
+    them. Cached."""
+    key = ("unpaged prefill", signature, batch_signature(batch), max_query_len)
+    found: PreparedAttention | None = LAUNCHES.get(key)
+    if found is not None and found.limits is limits:
+        return found
+    dispatch = hopper.load()
+    if dispatch is None:
+        return None
+    found = dispatch.select_unpaged(*tensors, batch, params, limits, max_query_len)
+    if found is not None:
+        check_batch(batch, max_query_len)
+        LAUNCHES.keep(key, found)
+    return found

@@ -13,6 +13,7 @@ descriptors are made of; the result of any other instruction has the sources of 
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -60,6 +61,7 @@ _UNDEFINED = _Value(None, frozenset({"undefined"}))
 _State = dict[str, _Value]
 
 
+@functools.lru_cache(maxsize=1)  # a kernel is searched for several things, one after the other
 def disassemble(cubin: bytes) -> str:
     """The machine code of a kernel as text, by the nvdisasm of Triton's wheel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

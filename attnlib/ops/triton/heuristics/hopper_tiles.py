@@ -8,11 +8,11 @@ leave too few registers for another CTA.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnlib.errors import UnsupportedConfigError
 from attnlib.ops.triton.heuristics.tile_table import TileProblem, TileTable, matching
-from attnlib.ops.triton.hopper.support import DECODE_ROWS, decode_rows
+from attnlib.ops.triton.hopper.support import DECODE_ROWS, decode_rows, gathers
 
 __all__ = [
     "MAX_CONSUMERS", "SHARED_MEMORY", "DecodeTile", "HopperTile", "choose_hopper_decode_tile",
@@ -25,6 +25,9 @@ SHARED_MEMORY = 227 * 1024
 
 MAX_CONSUMERS = 2
 """Consumer warpgroups of a decode CTA, at most."""
+
+_GATHER_REGISTERS = (224, 64)
+"""Registers per thread of a consumer and of the warpgroup that gathers the rows of small blocks."""
 
 L2_BYTES = 40 * 1024 * 1024
 """Bytes of the 50 MB L2 cache that hold keys and values; each half of the chip caches its own copy.
@@ -119,7 +122,8 @@ def shared_bytes(
     """
     width = key_width(head_size, 1 if tile.byte_stages else 2)
     width_v = padded_width(head_size_v)
-    queries = 2 * tile.q_stages * 64 * tile.consumers * width
+    blocks = tile.consumers if max(width, width_v) <= 256 else 1
+    queries = 2 * tile.q_stages * 64 * blocks * width
     ring = (2 * tile.stages + tile.byte_stages) * tile.block_n * (width + width_v)
     numbers = 32 * tile.block_n if has_score and not tile.byte_stages else 0
     return queries + ring + numbers + 1024
@@ -173,14 +177,18 @@ def choose_hopper_tile(
     widest = max(key_width(head_size, cache_bytes), padded_width(head_size_v))
     many = 1 << 30 if rows is None else max(16, 1 << max(0, rows - 1).bit_length())
     elements = "16-bit" if cache_bytes == 2 else "fp8"
+    gathered = block_size is not None and gathers(block_size)
     problem = TileProblem(
         "hopper_prefill", "async", elements, widest, many, None, block_size, visible
     )
     need = 0
     for entry in matching(problem, tuned):
         tile = HopperTile(**dict(entry.tile))
-        if has_score and tile.consumers > 2:
+        if tile.consumers > 2 and (has_score or gathered):
             continue
+        if gathered:
+            consumer, producer = _GATHER_REGISTERS
+            tile = replace(tile, consumer_registers=consumer, producer_registers=producer)
         need = shared_bytes(tile, head_size, head_size_v, has_score)
         if need <= SHARED_MEMORY:
             return tile

@@ -32,7 +32,9 @@ from attnlib.ops.triton.hopper.latent_plan import (
 )
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill, prepare_hopper_prefill
 from attnlib.ops.triton.hopper.support import (
+    BLOCK_SIZES,
     PACKED_DECODE_ROWS,
+    SMALL_SIZES,
     decode_rows,
     decode_unsupported_reasons,
     invariant_unsupported_reasons,
@@ -50,6 +52,7 @@ __all__ = [
     "select_invariant",
     "select_packed_decode",
     "select_prefill",
+    "select_unpaged",
     "unsupported_strides",
 ]
 
@@ -130,8 +133,8 @@ def select_prefill(
     max_query_len: int,
 ) -> HopperPrefill | None:
     """The Hopper prefill for calls of this signature; None where the plain kernel serves them."""
-    layer = _layer(query, key, value, limits)
-    if prefill_unsupported_reasons(*layer, **_features(params)):
+    layer, score = _layer(query, key, value, limits), params.score_function is not None
+    if prefill_unsupported_reasons(*layer, **_features(params), score=score):
         return None
     if _is_unsupported(query, key, value, out, params):
         return None
@@ -145,6 +148,42 @@ def select_prefill(
     one_head = has_head_bounds(params) and max_query_len >= _LEAST_TOKENS_OF_ONE_HEAD
     return prepare_hopper_prefill(
         query, key, value, out, lse, batch, params, tile, limits, one_head
+    )
+
+
+def select_unpaged(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    batch: BatchTensors,
+    params: AttentionParams,
+    limits: DeviceLimits,
+    max_query_len: int,
+) -> HopperPrefill | None:
+    """The Hopper prefill over packed keys and values `[Tk, Hkv, D]`; None where the plain kernel
+    serves them. The batch has the first rows of the requests' keys as `seq_lens` and as
+    `block_table`, `[R + 1, 1]`."""
+    key, value = key.unsqueeze(0), value.unsqueeze(0)
+    capability, dtype, cache_dtype, sizes, _, group = _layer(query, key, value, limits)
+    layer = capability, dtype, cache_dtype, sizes, BLOCK_SIZES[-1], group
+    if prefill_unsupported_reasons(*layer, **_features(params)):
+        return None
+    if params.score_function is not None or key.dtype != query.dtype:
+        return None
+    if batch.seq_lens.dtype != torch.int32:
+        return None
+    if key.shape[1] == 0 or _is_unsupported(query, key, value, out, params):
+        return None
+    rows = query.shape[1] // key.shape[2] * max_query_len
+    tile = choose_hopper_tile(
+        key.shape[3], value.shape[3], cache_bytes=key.element_size(),
+        rows=min(1 << 20, 1 << max(0, rows - 1).bit_length()), visible=_visible(params),
+        tuned=limits.tuned,
+    )  # fmt: skip
+    return prepare_hopper_prefill(
+        query, key, value, out, lse, batch, params, tile, limits, unpaged=True
     )
 
 
@@ -213,7 +252,11 @@ def select_packed_decode(
         return None
     if _is_unsupported(query, key, value, out, params):
         return None
-    if group > PACKED_DECODE_ROWS or {table.dtype, batch.seq_lens.dtype} != {torch.int32}:
+    if (
+        block_size in SMALL_SIZES
+        or group > PACKED_DECODE_ROWS
+        or {table.dtype, batch.seq_lens.dtype} != {torch.int32}
+    ):
         return None
     if key.dtype != query.dtype:  # a float8 cache has 16 elements together instead of 8
         return None

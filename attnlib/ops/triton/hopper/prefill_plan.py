@@ -28,8 +28,10 @@ from attnlib.ops.triton.hopper.descriptors import (
     encode_views,
     encoded_descriptors,
 )
+from attnlib.ops.triton.hopper.kernels.mainloop import BOUNDED
 from attnlib.ops.triton.hopper.kernels.prefill import hopper_prefill_kernel
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
+from attnlib.ops.triton.hopper.support import gathers
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
 from attnlib.ops.triton.launch.attention import BatchTensors, check_batch
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
@@ -66,6 +68,14 @@ from attnlib.ops.triton.launch.sequence import (
 __all__ = ["HopperPrefill", "launch_hopper_prefill", "prepare_hopper_prefill"]
 
 _UNBOUNDED = 1 << 30
+_FEW_ITEMS_PER_SM = 4
+"""Work items per multiprocessor up to which they are not ordered by sections. Sections order the
+items of all requests several times, and the last of few items may be a long one."""
+
+_MOST_BOUNDED_CAP = 64.0
+"""Soft cap up to which bfloat16 weights need no running maximum (`softmax.bounded_softmax`). Its
+tanh is too coarse for float16, whose range does not hold the weights either."""
+
 _NUM_BATCH_VALUES = 5
 """Values of a batch that the kernel takes, besides those of its score function."""
 
@@ -92,6 +102,8 @@ class HopperPrefill:
         totals_bytes: global memory of the batch-invariant kernel for sums of values that do not fit
             in shared memory, 0 for none; None for the other kernel.
         key_parts: parts of a key in shared memory, each as wide as a TMA box.
+        num_items: work items, an upper bound.
+        gathers: the kernel reads the caches by address instead of descriptors.
     """
 
     limits: DeviceLimits
@@ -110,6 +122,8 @@ class HopperPrefill:
     num_batch_tensors: int = 0
     totals_bytes: int | None = None
     key_parts: int = 1
+    num_items: int = 0
+    gathers: bool = False
 
     needs_alignment: ClassVar[bool] = True
     """TMA requires aligned tensors, also for launches by Triton."""
@@ -143,7 +157,9 @@ class HopperPrefill:
             self.score_sizes, self.num_batch_tensors, _NUM_BATCH_VALUES
         )
         layer_tensors = score_sources(len(self.score_sizes) // 2)
-        maps = descriptor_arguments(self.views, (KEY_MAP, VALUE_MAP), direct)
+        maps: tuple[Any, ...] = (KEY_CACHE, VALUE_CACHE)
+        if not self.gathers:
+            maps = descriptor_arguments(self.views, (KEY_MAP, VALUE_MAP), direct)
         query_map: tuple[Any, ...] = (None,)
         if self.query_view is not None:
             query_map = descriptor_arguments((self.query_view,), (QUERY_MAP,), direct)
@@ -208,7 +224,7 @@ class HopperPrefill:
     def _section(self, max_seq_len: int) -> int:
         """Heads of a section of work items: KV heads, times the work items that share one."""
         heads, (key_view, value_view) = self.num_kv_heads, self.views
-        if self.tile.sections:
+        if self.tile.sections and self.num_items >= _FEW_ITEMS_PER_SM * self.limits.num_sms:
             width = self.key_parts * key_view.width
             heads = choose_section(heads, max_seq_len, width + value_view.width)
         return heads * self.shared
@@ -216,14 +232,20 @@ class HopperPrefill:
     def _lookups(self, direct: bool) -> tuple[Lookup, ...]:
         """The descriptors of a call."""
         caches, maps, view = (KEY_CACHE, VALUE_CACHE), (KEY_MAP, VALUE_MAP), self.query_view
-        if not direct:
-            found = described(self.views, caches, maps)
-            return (found,) if view is None else (found, described((view,), (QUERY,), (QUERY_MAP,)))
-        found = Lookup(caches, self._descriptors, self._encode, maps)
-        if view is None:
-            return (found,)
-        queries = Lookup((QUERY,), self._query_descriptors, self._encode_query, (QUERY_MAP,))
-        return found, queries
+        found: list[Lookup] = []
+        if not self.gathers:
+            found.append(
+                Lookup(caches, self._descriptors, self._encode, maps)
+                if direct
+                else described(self.views, caches, maps)
+            )
+        if view is not None:
+            found.append(
+                Lookup((QUERY,), self._query_descriptors, self._encode_query, (QUERY_MAP,))
+                if direct
+                else described((view,), (QUERY,), (QUERY_MAP,))
+            )
+        return tuple(found)
 
     @cached_property
     def _descriptors(self) -> LaunchCache:
@@ -243,8 +265,9 @@ class HopperPrefill:
         """Encode and keep the descriptor of the queries at this address."""
         assert self.query_view is not None
         return encode_views(
-            self._query_descriptors, self.attend, (self.query_view,), query, first=2
-        )
+            self._query_descriptors, self.attend, (self.query_view,), query,
+            first=0 if self.gathers else 2,
+        )  # fmt: skip
 
 
 def prepare_hopper_prefill(
@@ -259,22 +282,28 @@ def prepare_hopper_prefill(
     limits: DeviceLimits,
     one_head: bool = False,
     invariant: bool = False,
+    unpaged: bool = False,
 ) -> HopperPrefill:
     """Prepare the launch of calls like this one with a given tile; at least one query and block.
 
     With `one_head` a work item has one query head, and uses `ScoreFunction.head_bounds`. With
-    `invariant`, the batch-invariant kernel.
+    `invariant`, the batch-invariant kernel. With `unpaged`, keys and values `[1, Tk, Hkv, D]` are
+    packed, and the batch has the first row of each request's keys as `seq_lens` and as
+    `block_table`.
     """
     num_tokens, num_heads, head_size = query.shape
     num_blocks, block_size, num_kv_heads, _ = key.shape
+    block_size = 0 if unpaged else block_size
     assert batch.block_table is not None
     head_size_v, shared = value.shape[3], num_heads // num_kv_heads if one_head else 1
     group = num_heads // num_kv_heads // shared
     width, width_v = padded_width(head_size), padded_width(head_size_v)
-    # The batch-invariant kernel keeps keys undivided.
-    parts = 1 if invariant else key_parts(head_size, key.element_size())
+    # The batch-invariant kernel and gathered rows keep keys undivided.
+    undivided = invariant or gathers(block_size)
+    parts = 1 if undivided else key_parts(head_size, key.element_size())
     width = width if parts == 1 else 64
-    box, rows = min(block_size, tile.block_n), 64 * tile.consumers
+    split = max(width, width_v) > 256  # consumers share rows and split the value elements
+    box, rows = min(block_size or tile.block_n, tile.block_n), 64 * (1 if split else tile.consumers)
     tile_tokens, num_reqs = rows // group, batch.query_start_loc.shape[0] - 1
     left, right = params.window
     chunk, cap = params.attention_chunk_size, params.logits_soft_cap
@@ -283,15 +312,24 @@ def prepare_hopper_prefill(
     items = num_tiles * num_kv_heads * shared
     box_tokens, box_heads = (64 // group, group) if group <= 64 else (1, 64)
     load_query = tile_tokens * group == rows and (64 % group == 0 or group % 64 == 0)
+    bounded = (
+        0 < cap <= _MOST_BOUNDED_CAP
+        and (query.dtype, key.dtype) == (torch.bfloat16, torch.bfloat16)
+        and params.score_function is None
+        and not invariant
+    )
+    cache_strides = (*key.stride()[:3], *value.stride()[:3]) if gathers(block_size) else None
     constants = {
         "NUM_KV_HEADS": num_kv_heads, "SHARED": shared, "GROUP": group, "D": head_size, "DV":
         head_size_v, "WIDTH": width, "WIDTH_V": width_v, "TILE_TOKENS": tile_tokens, "BLOCK_N":
         tile.block_n, "BLOCK_SIZE": block_size, "STAGES": tile.stages, "Q_STAGES": tile.q_stages,
         "CONSUMERS": tile.consumers, "LOAD_QUERY": load_query, "PERSISTENT": tile.persistent,
-        "STAGED_STORE": tile.staged_store and width == width_v, "CONSUMER_REGISTERS":
+        "STAGED_STORE": tile.staged_store and width == width_v and not split, "CONSUMER_REGISTERS":
         tile.consumer_registers, "PRODUCER_REGISTERS": tile.producer_registers, "CAUSAL":
         bool(params.causal),
-        "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0, "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0,
+        "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0, "HAS_CHUNK": chunk > 0,
+        "HAS_CAP": BOUNDED.value if bounded else cap > 0,
+        "STRIDES": cache_strides, "SPLIT_V": split,
         "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
         "KV_KIND": kv_kind(key.dtype, has_fp8=False),
         "K_SCALE_KIND": scale_kind("k_scale", params.k_scale),
@@ -334,6 +372,8 @@ def prepare_hopper_prefill(
         num_batch_tensors=len(batch.score_tensors),
         totals_bytes=totals_bytes,
         key_parts=parts,
+        num_items=items,
+        gathers=cache_strides is not None,
         numbers=(
             float(cap), min(left, _UNBOUNDED), min(right, _UNBOUNDED), min(chunk, _UNBOUNDED),
             num_reqs, num_tokens, num_tiles,
@@ -372,6 +412,7 @@ def _has_range_kernel(constants: dict[str, Any]) -> bool:
     """Whether `range_prefill_kernel` takes a layer with exact bounds."""
     return (
         constants["KV_KIND"] == KV_PLAIN
+        and constants["STRIDES"] is None
         and constants["CONSUMERS"] == 2
         and constants["Q_STAGES"] >= 2
         and constants["KEY_PARTS"] == 1

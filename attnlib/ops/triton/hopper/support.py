@@ -10,11 +10,11 @@ import torch
 from attnlib.kv_dtype import KVFormat
 
 __all__ = [
-    "BLOCK_SIZES", "DECODE_ROWS", "HOPPER_DECODE_KEYS", "INVARIANT_KERNELS", "LATENT_FEW_ROWS",
-    "LATENT_KEYS_PER_SM",
+    "BLOCK_SIZES", "DECODE_ROWS", "GATHERED_SIZES", "HOPPER_DECODE_KEYS", "INVARIANT_KERNELS",
+    "LATENT_FEW_ROWS", "LATENT_KEYS_PER_SM",
     "LATENT_ROWS", "LATENT_SIZES", "PACKED_DECODE_ROWS", "PAIRS_PER_SM", "ROWS",
-    "SHORT_DECODE_KEYS",
-    "decode_unsupported_reasons", "decode_keys", "decode_rows", "hopper_decode_keys",
+    "SHORT_DECODE_KEYS", "SMALL_SIZES", "WIDEST",
+    "decode_unsupported_reasons", "decode_keys", "decode_rows", "gathers", "hopper_decode_keys",
     "hopper_reads",
     "invariant_unsupported_reasons", "latent_decode_keys", "latent_head_blocks",
     "latent_unsupported_reasons", "reads_short_decodes",
@@ -60,7 +60,23 @@ INVARIANT_KERNELS = ("auto", "hopper")
 """Values of `config["kernels"]` with which batch-invariant layers use the Hopper kernels."""
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-"""Block sizes that divide a key tile or are divided by it."""
+"""Block sizes of all kernels: they divide a key tile or are divided by it."""
+
+SMALL_SIZES = (1, 2, 4, 8)
+"""Block sizes that the decode and the prefill of 16-bit caches read, too."""
+
+WIDEST = 512
+"""Head size, at most. Above 256 the consumers of a prefill share rows and split the values."""
+
+GATHERED_SIZES = (1, 2, 4)
+"""Block sizes whose rows are gathered one by one."""
+
+
+def gathers(block_size: int) -> bool:
+    """Return whether the kernels gather the rows of blocks of this size instead of reading them by
+    TMA."""
+    return block_size in GATHERED_SIZES
+
 
 # Measured on an NVIDIA H200 (driver 580.159.04, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-21) with
 # 32/8 heads of size 128: 1 to 256 requests of 64 to 2048 keys, windows of 128 to 2048 keys, CUDA
@@ -123,6 +139,8 @@ def decode_rows(head_size_v: int, cache_dtype: torch.dtype | None = None) -> int
         return DECODE_ROWS // 4  # four products and two accumulators
     if head_size_v <= 128:
         return DECODE_ROWS
+    if head_size_v > 256:
+        return DECODE_ROWS // 8
     return DECODE_ROWS // (4 if cache_dtype in _QUANTIZED else 2)
 
 
@@ -133,6 +151,7 @@ def _layer_reasons(
     cache_dtype: torch.dtype,
     head_sizes: tuple[int, int],
     block_size: int,
+    small_sizes: tuple[int, ...] = (),
 ) -> list[str]:
     reasons = []
     is_quantized = cache_dtype in (_QUANTIZED if kernel == _DECODE else _FLOAT8)
@@ -151,15 +170,16 @@ def _layer_reasons(
     if is_quantized and cache_dtype == torch.uint8 and head_sizes != (128, 128):
         reasons.append(f"head sizes {head_sizes}; the {kernel} takes 128 over 4-bit integers")
     for name, size in zip(("keys", "values"), head_sizes, strict=True):
-        if not 64 <= size <= 256 or size % multiple:
+        is_wide = small_sizes and not is_quantized and block_size not in GATHERED_SIZES
+        most = WIDEST if is_wide else 256
+        if not 64 <= size <= most or size % multiple:
             reasons.append(
                 f"{name} have head size {size}; the {kernel} takes multiples of {multiple} in "
-                "[64, 256]" + (f" over a cache of {cache_dtype}" if is_quantized else "")
+                f"[64, {most}]" + (f" over a cache of {cache_dtype}" if is_quantized else "")
             )
-    if block_size not in BLOCK_SIZES:
-        reasons.append(
-            f"block_size {block_size}; the {kernel} takes {', '.join(map(str, BLOCK_SIZES))}"
-        )
+    sizes = BLOCK_SIZES if is_quantized else (*small_sizes, *BLOCK_SIZES)
+    if block_size not in sizes:
+        reasons.append(f"block_size {block_size}; the {kernel} takes {', '.join(map(str, sizes))}")
     return reasons
 
 
@@ -190,6 +210,7 @@ def prefill_unsupported_reasons(
     alibi: bool = False,
     bias: bool = False,
     scales: bool = False,
+    score: bool = False,
 ) -> list[str]:
     """Return why the Hopper prefill does not support a layer; empty if it does.
 
@@ -201,11 +222,26 @@ def prefill_unsupported_reasons(
         group: query heads per KV head.
         causal_per_request, alibi, bias: whether the calls use these features.
         scales: whether a scale of the cache is a tensor.
+        score: whether the layer has a score function.
     """
     kernel = "Hopper prefill"
-    reasons = _layer_reasons(kernel, capability, dtype, cache_dtype, head_sizes, block_size)
+    reasons = _layer_reasons(
+        kernel, capability, dtype, cache_dtype, head_sizes, block_size, SMALL_SIZES
+    )
     if group > ROWS:
         reasons.append(f"{group} query heads per KV head; the {kernel} takes at most {ROWS}")
+    if block_size in GATHERED_SIZES and 128 < head_sizes[0] <= 192:
+        reasons.append(
+            f"keys have head size {head_sizes[0]}, which are kept in parts; the {kernel} gathers "
+            f"undivided rows over blocks of {block_size}"
+        )
+    if max(head_sizes) > 256 and 64 % group:
+        reasons.append(
+            f"{group} query heads per KV head; with head sizes above 256, the {kernel} takes "
+            "divisors of 64"
+        )
+    if max(head_sizes) > 256 and score:
+        reasons.append(f"score function: the {kernel} takes none with head sizes above 256")
     scales = scales and cache_dtype not in _FLOAT8
     return reasons + _feature_reasons(kernel, causal_per_request, alibi, bias, scales)
 
@@ -236,7 +272,9 @@ def decode_unsupported_reasons(
         max_query_len: upper bound of the query lengths.
     """
     kernel = _DECODE
-    reasons = _layer_reasons(kernel, capability, dtype, cache_dtype, head_sizes, block_size)
+    reasons = _layer_reasons(
+        kernel, capability, dtype, cache_dtype, head_sizes, block_size, SMALL_SIZES
+    )
     most = decode_rows(head_sizes[1], cache_dtype)
     if group * max_query_len > most:
         reasons.append(

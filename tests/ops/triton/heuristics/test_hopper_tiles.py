@@ -87,5 +87,5 @@ def test_tiles_fit(d: int, dv: int) -> None:
 
 
 def test_unsupported_head_sizes_are_named() -> None:
-    with pytest.raises(UnsupportedConfigError, match="head sizes 512"):
-        choose_hopper_tile(512, 512)
+    with pytest.raises(UnsupportedConfigError, match="head sizes 576"):
+        choose_hopper_tile(576, 576)

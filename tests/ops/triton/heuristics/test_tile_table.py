@@ -159,8 +159,8 @@ def test_prefill_and_hopper_tiles_come_from_the_same_table() -> None:
         choose_hopper_tile(128, 128, visible=513) == usual
         and choose_hopper_tile(128, 128, visible=128).block_n == 64
     )
-    with pytest.raises(UnsupportedConfigError, match="head sizes 512"):
-        choose_hopper_tile(512, 512, tuned=tuned)
+    with pytest.raises(UnsupportedConfigError, match="head sizes 576"):
+        choose_hopper_tile(576, 576, tuned=tuned)
 
 
 def test_tuned_entry_applies_to_its_window_class_only() -> None:

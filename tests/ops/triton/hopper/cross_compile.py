@@ -24,7 +24,6 @@ from attnlib.ops.triton.heuristics.hopper_tiles import (
     choose_hopper_decode_tile,
     choose_hopper_tile,
     decode_shared_bytes,
-    key_parts,
     shared_bytes,
 )
 from attnlib.ops.triton.heuristics.tile_table import TileEntry, shipped_tables
@@ -59,6 +58,8 @@ CASES: dict[str, dict[str, Any]] = {
     "128-page64": {"n": 64},
     "128-page128": {"n": 128},
     "128-page256": {"n": 256},
+    "128-page8": {"n": 8},
+    "128-page1": {"n": 1},
     "128-fp16": {"dtype": FP16},
     "128-bidirectional": {"causal": False},
     "128-group1": {"group": 1},
@@ -79,8 +80,10 @@ CASES: dict[str, dict[str, Any]] = {
     "64-sinks-window": {"d": 64, "group": 8, "sinks": True, "window": (127, 0)},
     "64-sinks-bf16": {"d": 64, "group": 8, "sinks": True, "sinks_dtype": BF16},
     "96": {"d": 96},
+    "112": {"d": 112},
     "192-128": {"d": 192, "dv": 128, "group": 1},
     "256": {"d": 256, "group": 2},
+    "512": {"d": 512, "group": 8, "lse": True},
     "256-page128-cap": {"d": 256, "group": 2, "n": 128, "cap": 50.0},
     "128-e4m3": {"cache": E4M3},
     "128-e5m2-page128": {"cache": E5M2, "n": 128, "scales": "tensor"},
@@ -98,6 +101,8 @@ CASES: dict[str, dict[str, Any]] = {
     "256-e4m3": {"cache": E4M3, "d": 256, "group": 2},
     "decode-128": {"op": "hopper_decode"},
     "decode-128-page128": {"op": "hopper_decode", "n": 128},
+    "decode-128-page1": {"op": "hopper_decode", "n": 1},
+    "decode-512": {"op": "hopper_decode", "d": 512, "group": 8},
     "decode-128-mqa": {"op": "hopper_decode", "group": 32},
     "decode-128-verify": {"op": "hopper_decode", "query": 4},
     "decode-128-most-rows": {"op": "hopper_decode", "group": 8, "query": 8},
@@ -423,17 +428,19 @@ def tile_of(name: str) -> Any:
         chosen: Any = choose_hopper_decode_tile(*sizes, cache_bits=_bits(cache), rows=rows)
     else:
         has_score = "score" in options
-        chosen = choose_hopper_tile(*sizes, cache_bytes=cache.itemsize, has_score=has_score)
+        chosen = choose_hopper_tile(
+            *sizes, cache_bytes=cache.itemsize, block_size=options.get("n", 16), has_score=has_score
+        )
     return dataclasses.replace(chosen, **options.get("tile", {}))
 
 
-def problem_of(name: str) -> Any:
-    """Return what the layout of a kernel's tiles depends on: cases with the same problem differ in
-    their features only."""
+def problem_of(name: str) -> tuple[Any, int]:
+    """Return what the tiles of a kernel in registers and shared memory depend on, and the head
+    size, with which they grow. Cases for which both are equal differ in their features only."""
     options = _options(name)
     cache = options.get("cache", options.get("dtype", BF16))
-    sizes = (options.get("d", 128), _bits(cache), options.get("packed", False))
-    return options.get("op", "hopper_prefill"), *sizes, tile_of(name)
+    kernel = (options.get("op", "hopper_prefill"), _bits(cache), options.get("packed", False))
+    return (*kernel, tile_of(name)), options.get("d", 128)
 
 
 def compile_case(name: str) -> dict[str, Any]:
@@ -458,7 +465,6 @@ def compile_case(name: str) -> dict[str, Any]:
     dv, heads = options.get("dv", d), options.get("group", 4) * kv_heads
     decode = options.get("op") == "hopper_decode"
     has_score = "score" in options
-    parts = key_parts(d, cache.itemsize)
     lengths = torch.zeros(options.get("reqs", 2), dtype=torch.int32)
     block_size = options.get("n", 16)
     stored = 8 * cache.itemsize // bits
@@ -516,9 +522,7 @@ def compile_case(name: str) -> dict[str, Any]:
         "estimate": decode_shared_bytes(tile, d, dv, bits)
         if decode
         else shared_bytes(tile, d, dv, has_score),
-        "loops": _key_loops(
-            launch.kernel.asm["cubin"], (4, 12) if decode else (1 + parts, 2 + parts)
-        ),
+        "loops": _key_loops(launch.kernel.asm["cubin"], (4, 12) if decode else (2, 3, 4, 5)),
     }
 
 

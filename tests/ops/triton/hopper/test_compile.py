@@ -30,39 +30,42 @@ from tests.ops.triton.hopper.cross_compile import (
 pytestmark = pytest.mark.slow  # compiles for more than a minute
 
 SAMPLE = [
-    "128-group5", "128-all", "192-128", "decode-128-mqa", "decode-128-all", "decode-64-sinks-bf16",
-    "decode-192-128", "packed-decode-80-mqa", "packed-decode-256-most-rows", "128-e4m3-all",
+    "128-group5", "128-all", "192-128", "decode-128-all", "decode-64-sinks-bf16",
+    "packed-decode-80-mqa", "packed-decode-256-most-rows", "128-e4m3-all",
     "decode-128-e4m3-all", "decode-256-e4m3-most-rows", "decode-64-int8-tokens-all",
-    "decode-128-int4",
+    "decode-128-int4", "128-page1", "512",
 ]  # fmt: skip
 CASES = [
-    *SAMPLE, "128-page128", "128-page256", "64-sinks-window", "256-page128-cap",
-    "decode-128-page128", "decode-64-sinks", "decode-256-cap", "packed-decode-128",
-    "packed-decode-64-page32", "128-e4m3", "decode-128-e5m2", "decode-128-int8-tokens",
-    "decode-128-e4m3-tokens-verify",
+    *SAMPLE, "112", "decode-128-page1", "decode-128-mqa", "decode-192-128", "128-page8",
+    "128-page128", "128-page256", "64-sinks-window", "256-page128-cap", "decode-128-page128",
+    "decode-64-sinks", "decode-256-cap", "packed-decode-128", "packed-decode-64-page32",
+    "128-e4m3", "decode-128-e5m2", "decode-128-int8-tokens", "decode-128-e4m3-tokens-verify",
 ]  # fmt: skip
 MAX_STACK = 304
 """Bytes of local memory per thread; nearly all of it is used between query tiles, not in the loops
 over keys. Table entries have limits of their own."""
 
 ENTRIES = entry_cases()
-COVERED = {
-    entry: cases
-    for entry in sorted(largest_tiles(ENTRIES))
-    if (cases := [case for case in SAMPLE if problem_of(case) == problem_of(entry)])
-}
-"""Entry -> cases of `SAMPLE` with its tile and head size, and more features. They are compiled in
-its place, with its limit of local memory."""
+
+
+def _covering(entry: str) -> list[str]:
+    """Return the cases of `SAMPLE` with the tile of an entry, its head size or a larger one, and
+    more features."""
+    kernel, size = problem_of(entry)
+    problems = {case: problem_of(case) for case in SAMPLE}
+    return [case for case, found in problems.items() if found[0] == kernel and found[1] >= size]
+
+
+COVERED = {entry: cases for entry in sorted(largest_tiles(ENTRIES)) if (cases := _covering(entry))}
+"""Entry -> cases that are compiled in its place, with its limit of local memory."""
 ENTRY_SAMPLE = sorted(largest_tiles(ENTRIES) - set(COVERED))
 INVARIANT_SAMPLE = ["invariant-128", "invariant-decode-128"]
 ALL_LATENT = [*LATENT_CASES, *SELECTED_CASES]
-LATENT_SAMPLE = ["latent-128-page16", "latent-64-all", "selected-128", "selected-16-blocks-all"]
+LATENT_SAMPLE = ["latent-64-all", "selected-16-blocks-all"]
 MAX_LATENT_STACK = 240
 """Bytes of local memory per thread of the kernels over latents, whose accumulators are half of the
 registers: scalars."""
-SCORE = [
-    "128-multi_item", "64-head_windows", "decode-128-relative_bias", "decode-128-documents-combine",
-]  # fmt: skip
+SCORE = ["128-multi_item", "decode-128-relative_bias", "decode-128-documents-combine"]
 """Cases with a score function; `--every-target` compiles all of `SCORE_CASES`."""
 MAX_SCORE_STACK, MAX_SCORE_LOOP = 352, 24
 """Bytes of local memory per thread of a kernel with a score function, and accesses to it in a loop

@@ -15,9 +15,12 @@ from attnlib.ops.triton.hopper.dispatch import (
     decode_workspace_bytes,
     select_decode,
     select_packed_decode,
+    select_prefill,
+    select_unpaged,
     supports_decode,
     unsupported_strides,
 )
+from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill
 from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.paged_decode import AttentionShape
 from attnlib.ops.triton.paged_mixed import concurrent_ctas
@@ -41,6 +44,86 @@ def test_strides_of_dimensions_of_size_1_are_ignored() -> None:
     query = torch.empty(4, 8, 128, dtype=BF16)
     cache = torch.empty(4096, dtype=BF16).as_strided((1, 16, 1, 128), (3, 128, 7, 1))
     assert unsupported_strides(query=query, key_cache=cache, value_cache=cache, out=query) == []
+
+
+CHIP = DeviceLimits(132, 227 * 1024, 228 * 1024, (9, 0), True)
+
+
+def _prefill(
+    head_size: int = 128, block_size: int = 16, tokens: int = 600, seq_len: int = 600,
+    dtype: torch.dtype = BF16, **params: Any,
+) -> HopperPrefill:  # fmt: skip
+    """The launch of prefills of two requests, with 8 / 2 heads."""
+    query = torch.empty(tokens, 8, head_size, dtype=dtype)
+    cache = torch.empty(5, block_size, 2, head_size, dtype=dtype)
+    starts = torch.zeros(3, dtype=torch.int32)
+    table = torch.zeros(2, -(-seq_len // block_size), dtype=torch.int32)
+    batch = BatchTensors(starts, starts[:2], table, max_seq_len=seq_len)
+    found = select_prefill(
+        query, cache, cache.clone(), torch.empty_like(query), None, batch,
+        AttentionParams(scale=0.1, **params), CHIP, tokens,
+    )  # fmt: skip
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4, 8, 16])
+def test_rows_of_small_blocks_are_gathered(block_size: int) -> None:
+    """TMA reads boxes of at least 8 rows; a gathering kernel takes addresses and strides."""
+    found = _prefill(block_size=block_size)
+    gathered = block_size < 8
+    assert found.gathers is gathered
+    strides = found.attend._constants["STRIDES"]
+    assert strides == ((block_size * 256, 256, 128) * 2 if gathered else None)
+    # Descriptors of the queries, and of the caches.
+    assert len(found.launches(False).lookups) == (1 if gathered else 2)
+
+
+def test_wide_heads_share_rows_between_consumers() -> None:
+    wide, usual = (_prefill(head_size=size).attend._constants for size in (512, 256))
+    assert (wide["SPLIT_V"], usual["SPLIT_V"]) == (True, False)
+    assert wide["TILE_TOKENS"] * 2 == usual["TILE_TOKENS"] and not wide["STAGED_STORE"]
+
+
+@pytest.mark.parametrize(
+    ("cap", "dtype", "has_cap"),
+    [
+        (30.0, BF16, 2),
+        (64.0, BF16, 2),
+        (65.0, BF16, True),
+        (30.0, torch.float16, True),
+        (0.0, BF16, False),
+    ],
+)
+def test_soft_caps_whose_weights_fit_need_no_running_maximum(
+    cap: float, dtype: torch.dtype, has_cap: bool | int
+) -> None:
+    """bfloat16 has the range of float32; float16 has not."""
+    found = _prefill(dtype=dtype, logits_soft_cap=cap).attend._constants["HAS_CAP"]
+    assert found == has_cap and type(found) is type(has_cap)
+
+
+def test_few_work_items_are_not_ordered_by_sections() -> None:
+    """Two chunks of 512 tokens over long contexts: one section of all heads."""
+    few, many = _prefill(tokens=600, seq_len=1 << 20), _prefill(tokens=40000, seq_len=1 << 20)
+    assert few._section(1 << 20) == 2 and many._section(1 << 20) == 1
+
+
+def test_packed_keys_are_read_by_the_hopper_prefill() -> None:
+    query, key = torch.empty(600, 8, 128, dtype=BF16), torch.empty(700, 2, 128, dtype=BF16)
+    starts = torch.zeros(3, dtype=torch.int32)
+    batch = BatchTensors(starts, starts, starts.unsqueeze(1), max_seq_len=350)
+
+    def select(params: AttentionParams, key: torch.Tensor) -> HopperPrefill | None:
+        out = torch.empty_like(query)
+        return select_unpaged(query, key, key.clone(), out, None, batch, params, CHIP, 300)
+
+    found = select(AttentionParams(scale=0.1, causal=False), key)
+    assert found is not None and found.attend._constants["BLOCK_SIZE"] == 0
+    assert found.views[0].shape == (1, 700, 2, 128) and found.views[0].rows == 128
+    assert select(AttentionParams(scale=0.1, alibi_slopes=torch.ones(8)), key) is None
+    assert select(AttentionParams(scale=0.1), key.to(torch.float8_e4m3fn)) is None
+    assert select(AttentionParams(scale=0.1), key[:0]) is None
 
 
 PACKED = {

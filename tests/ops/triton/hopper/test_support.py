@@ -67,6 +67,10 @@ def _decode(*, kv_heads: int = 8, tokens: int = 1, **options: Any) -> list[str]:
 LAYERS = [
     {},
     {"n": 256},
+    {"n": 8},
+    {"n": 1},
+    {"d": 512, "dv": 512, "group": 8},
+    {"d": 320, "dv": 320, "n": 8},
     {"d": 96, "dv": 96},
     {"d": 192},
     {"d": 256, "dv": 256},
@@ -96,6 +100,9 @@ def test_supports_common_layers(
         ({"d": 32, "dv": 32}, "head size 32"),
         ({"d": 576, "dv": 512}, "head size 576"),
         ({"n": 48}, "block_size 48"),
+        ({"n": 1, "cache": torch.float8_e4m3fn}, "block_size 1"),
+        ({"n": 1, "d": 512, "dv": 512}, "head size 512"),
+        ({"cache": torch.float8_e4m3fn, "d": 512, "dv": 512}, "head size 512"),
         ({"group": 256}, "256 query heads"),
         ({"causal_per_request": True}, "causal per request"),
         ({"alibi": True}, "alibi_slopes"),
@@ -128,6 +135,10 @@ def test_decode_rows_are_limited() -> None:
     assert _decode(**wide, tokens=8) == []
     assert _decode(**wide, tokens=4, cache=torch.float8_e5m2) == []
     assert "at most 16 rows" in _decode(**wide, tokens=8, cache=torch.float8_e5m2)[0]
+    widest = {"d": 512, "dv": 512, "group": 4}
+    assert _decode(**widest, tokens=2) == []
+    assert "at most 8 rows" in _decode(**widest, tokens=3)[0]
+    assert "divisors of 64" in _prefill(d=512, dv=512, group=6)[0]
     assert "133 KV heads" in _decode(kv_heads=133)[0]
 
 

@@ -6,6 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from attnlib.ops.triton.hopper.kernels.compat import partition_barrier
+
 __all__ = ["publish", "read_field", "read_tiles"]
 
 _FIRST_TILE_FIELD: gl.constexpr = gl.constexpr(6)
@@ -53,6 +55,9 @@ def publish(
         _write_field(mailbox, slot * FIELDS + _FIRST_TILE_FIELD + 5, right_b)
         _write_field(mailbox, slot * FIELDS + _FIRST_TILE_FIELD + 6, after_gap)
         _write_field(mailbox, slot * FIELDS + _FIRST_TILE_FIELD + 7, gap)
+    if gl.num_warps() > 1:
+        # All warps have written their fields.
+        partition_barrier()
     mbarrier.arrive(mail_full.index(slot), count=1)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -19,6 +20,7 @@ from attnlib.ops.triton.hopper.kernels.quantized import WEIGHT_EXPONENT
 from attnlib.ops.triton.hopper.kernels.softmax import (
     LOG2E,
     apply_function,
+    bounded_softmax,
     mask_scores,
     online_softmax,
     online_softmax_by_row,
@@ -27,7 +29,19 @@ from attnlib.ops.triton.hopper.kernels.softmax import (
 )
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
-__all__ = ["multiply_parts", "overlapped_step", "pack_weights", "unpack_weights", "weigh_tile"]
+__all__ = [
+    "BOUNDED",
+    "hidden_zero",
+    "multiply_parts",
+    "overlapped_step",
+    "pack_weights",
+    "unpack_weights",
+    "weigh_tile",
+]
+
+
+BOUNDED = gl.constexpr(2)
+"""Value of HAS_CAP for `bounded_softmax`; True for `online_softmax`."""
 
 
 @gluon.jit
@@ -60,11 +74,71 @@ def unpack_weights(words, DTYPE: gl.constexpr, P_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def wait_for_tile(full, stage, parity, COPIED: gl.constexpr):
+    """Wait until a stage of a ring has been loaded; COPIED: by `cp.async`, and not by TMA."""
+    mbarrier.wait(full.index(stage), parity)
+    if COPIED:
+        # WGMMA reads shared memory through the async proxy.
+        fence_async_shared()
+
+
+@gluon.jit
+def hidden_zero(step):
+    """Return 0 as a function of a step that the compiler cannot evaluate.
+
+    Matrix descriptors of operands at a constant address would be kept in registers during the whole
+    loop: two for each 16 elements of the head.
+    """
+    return gl.inline_asm_elementwise("shr.s32 $0, $1, 31;", "=r,r", [step], gl.int32, True, 1)
+
+
+@gluon.jit
+def _multiply_part(
+    q_operand, k_tile, scores, HALF: gl.constexpr, REST: gl.constexpr, SIZE: gl.constexpr
+):  # fmt: skip
+    """Issue the product over the SIZE elements that are a part of the REST after HALF, if any."""
+    START: gl.constexpr = HALF + REST // (2 * SIZE) * (2 * SIZE)
+    if REST % (2 * SIZE) >= SIZE:
+        keys = k_tile.slice(START, SIZE, 1).permute((1, 0))
+        scores = warpgroup_mma(q_operand.slice(START, SIZE, 1), keys, scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def multiply_keys(q_operand, k_tile, zeros, ELEMENTS: gl.constexpr):
+    """Issue Q @ K^T over the first ELEMENTS elements of a head, a multiple of 16."""
+    WIDTH: gl.constexpr = k_tile.shape[1]
+    if ELEMENTS == WIDTH:
+        scores = warpgroup_mma(
+            q_operand, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
+    else:
+        # The rest after the first half in parts of powers of two.
+        HALF: gl.constexpr = WIDTH // 2
+        scores = warpgroup_mma(
+            q_operand.slice(0, HALF, 1), k_tile.slice(0, HALF, 1).permute((1, 0)), zeros,
+            use_acc=False, is_async=True)  # fmt: skip
+        for bit in gl.static_range(4):
+            scores = _multiply_part(q_operand, k_tile, scores, HALF, ELEMENTS - HALF, 128 >> bit)
+    return scores
+
+
+@gluon.jit
+def multiply_values(weights, v_tile, acc, PART: gl.constexpr):
+    """Issue P @ V + acc, over part PART of the value elements; -1 is all."""
+    COLUMNS: gl.constexpr = acc.shape[1]
+    values = v_tile
+    if PART >= 0:
+        values = v_tile.slice(PART * COLUMNS, COLUMNS, 1)
+    return warpgroup_mma(weights, values, acc, is_async=True)
+
+
+@gluon.jit
 def weigh_tile(
     scores, tile, row_first, row_last, row_max, row_sum, factor, k_factor, soft_cap, scale,
     positions, heads, request, aux, SCORE: gl.constexpr, RAW_SCORE: gl.constexpr,
     KEY_SLOPE: gl.constexpr, MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
-    KV_KIND: gl.constexpr,
+    KV_KIND: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     """Turn raw products with the keys of `tile` into weights.
 
@@ -81,6 +155,11 @@ def weigh_tile(
         return softmax_with_slope(
             scores, scale, factor, positions, tile * BLOCK_N, heads, request, aux, row_first,
             row_last, row_max, row_sum, SCORE, MASKED, CHECK_FIRST)  # fmt: skip
+    elif HAS_CAP == BOUNDED:
+        weights, row_max, row_sum = bounded_softmax(
+            scores, factor, soft_cap, row_first, row_last, tile * BLOCK_N, row_max, row_sum, MASKED,
+            CHECK_FIRST, FIRST)  # fmt: skip
+        return weights, 1.0, row_max, row_sum
     else:
         if KV_KIND != KV_PLAIN:
             if SCORE is not None or HAS_CAP:
@@ -139,11 +218,15 @@ def overlapped_step(
     step, tile, row_first, row_last, factor, k_factor, soft_cap, scale, positions, heads, request,
     aux, slopes, column_tile, SCORE: gl.constexpr, RAW_SCORE: gl.constexpr, KEY_SLOPE: gl.constexpr,
     STAGES: gl.constexpr, MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
-    P_LAYOUT: gl.constexpr, KV_KIND: gl.constexpr, KEY_PARTS: gl.constexpr,
+    P_LAYOUT: gl.constexpr, KV_KIND: gl.constexpr, ELEMENTS: gl.constexpr, COPIED: gl.constexpr,
+    PART: gl.constexpr, KEY_PARTS: gl.constexpr,
 ):  # fmt: skip
     """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
 
-    With KEY_SLOPE, `slopes` is `slope_operand` and `column_tile` has `column_numbers`.
+    With KEY_SLOPE, `slopes` is `slope_operand` and `column_tile` has `column_numbers`. Products
+    with keys read ELEMENTS of a head. With a PART of at least 0 the consumers share the query rows,
+    `q_operand` has a leading dimension of 1, and `acc` has this part of the value elements.
+    COPIED: `cp.async` fills the rings.
 
     Returns:
         (acc, packed weights of `tile`, row_max, row_sum).
@@ -155,22 +238,26 @@ def overlapped_step(
     stage = step % STAGES
     parity = (step // STAGES) & 1
     v_stage = (step - 1) % STAGES
+    if PART >= 0:
+        hidden = hidden_zero(step)
+        q_operand = q_operand.index(hidden)
+        if STAGES == 1:
+            stage = hidden
+            v_stage = hidden
     v_parity = ((step - 1) // STAGES) & 1
     # Wait for the TMA loads of this tile's keys, then issue Q @ K^T.
-    mbarrier.wait(k_full.index(stage), parity)
+    wait_for_tile(k_full, stage, parity, COPIED)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     if KEY_PARTS == 1:
-        scores = warpgroup_mma(
-            q_operand, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
-        )
+        scores = multiply_keys(q_operand, k_ring.index(stage), zeros, ELEMENTS)
     else:
         scores = multiply_parts(q_operand, k_ring, stage, zeros, KEY_PARTS)
     if KEY_SLOPE is not None:
         scores = warpgroup_mma(slopes, column_tile[0].permute((1, 0)), scores, is_async=True)
     # Wait for the TMA loads of the previous tile's values, then issue P @ V behind it.
-    mbarrier.wait(v_full.index(v_stage), v_parity)
-    acc = warpgroup_mma(
-        unpack_weights(weights, DTYPE, P_LAYOUT), v_ring.index(v_stage), acc, is_async=True
+    wait_for_tile(v_full, v_stage, v_parity, COPIED)
+    acc = multiply_values(
+        unpack_weights(weights, DTYPE, P_LAYOUT), v_ring.index(v_stage), acc, PART
     )
     # One group may stay in flight: Q @ K^T is complete, P @ V overlaps with the softmax.
     scores = warpgroup_mma_wait(1, deps=[scores])
@@ -178,9 +265,10 @@ def overlapped_step(
     probs, acc_scale, row_max, row_sum = weigh_tile(
         scores, tile, row_first, row_last, row_max, row_sum, factor, k_factor, soft_cap, scale,
         positions, heads, request, aux, SCORE, RAW_SCORE, KEY_SLOPE, MASKED, CHECK_FIRST, HAS_CAP,
-        KV_KIND)  # fmt: skip
+        KV_KIND, False)  # fmt: skip
     # P @ V is complete: its stage is free, and the accumulator may be rescaled.
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index(v_stage), count=1)
-    acc = acc * gl.convert_layout(acc_scale, gl.SliceLayout(1, acc.type.layout))[:, None]
+    if HAS_CAP != BOUNDED:
+        acc = acc * gl.convert_layout(acc_scale, gl.SliceLayout(1, acc.type.layout))[:, None]
     return acc, pack_weights(probs, DTYPE), row_max, row_sum

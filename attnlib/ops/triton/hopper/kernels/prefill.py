@@ -47,12 +47,16 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     wait_on_dependent_grids,
 )
 from attnlib.ops.triton.hopper.kernels.converter import converter
+from attnlib.ops.triton.hopper.kernels.gather import GATHER_THREADS, gather_tile
 from attnlib.ops.triton.hopper.kernels.mailbox import publish, read_field, read_tiles
 from attnlib.ops.triton.hopper.kernels.mainloop import (
+    multiply_keys,
     multiply_parts,
+    multiply_values,
     overlapped_step,
     pack_weights,
     unpack_weights,
+    wait_for_tile,
     weigh_tile,
 )
 from attnlib.ops.triton.hopper.kernels.quantized import (
@@ -102,6 +106,9 @@ UNALIGNED = [
 offsets."""
 
 
+_GATHER_THREADS = gl.constexpr(GATHER_THREADS)
+
+
 @gluon.jit
 def aligned_offset(offset):
     """Return the offset, marked as a multiple of 8 elements (16 bytes).
@@ -121,24 +128,45 @@ def query_part(q_tiles, tile, part: gl.constexpr, KEY_PARTS: gl.constexpr):
 
 
 @gluon.jit
+def _gather_step(
+    key, value, table, seq_len, kv_head, tile, previous, k_ring, v_ring, k_full, k_empty, v_full,
+    v_empty, step, first_step, D: gl.constexpr, DV: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    STAGES: gl.constexpr, STRIDES: gl.constexpr,
+):  # fmt: skip
+    """Gather the keys of `tile`, then the values of the tile before it, which the consumers need
+    later and whose stage becomes free later."""
+    gather_tile(
+        key, table, seq_len, kv_head, tile, tile - 2, k_ring, k_full, k_empty, step, D, BLOCK_SIZE,
+        STAGES, STRIDES[0], STRIDES[1], STRIDES[2])  # fmt: skip
+    if step > first_step:
+        gather_tile(
+            value, table, seq_len, kv_head, previous, tile - 2, v_ring, v_full, v_empty, step - 1,
+            DV, BLOCK_SIZE, STAGES, STRIDES[3], STRIDES[4], STRIDES[5])  # fmt: skip
+
+
+@gluon.jit
 def key_loader(
     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left, right, chunk,
     num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks, stride_table, mailbox,
-    q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, aux,
-    BOUNDS: gl.constexpr, RANGES: gl.constexpr, NUM_KV_HEADS: gl.constexpr, SHARED: gl.constexpr,
-    GROUP: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, aux, value_cache,
+    v_ring, v_full, v_empty, BOUNDS: gl.constexpr, RANGES: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, SHARED: gl.constexpr, GROUP: gl.constexpr,
+    TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr,
     PERSISTENT: gl.constexpr, FIELDS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, KEY_PARTS: gl.constexpr = 1,
-    ALIGNED: gl.constexpr = False,
+    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    STRIDES: gl.constexpr, KEY_PARTS: gl.constexpr = 1, ALIGNED: gl.constexpr = False,
 ):  # fmt: skip
     """Select and publish work items; load queries and keys. One warp.
 
-    Runs ahead of the consumers, over the borders of items, as far as the rings allow. With ALIGNED,
-    query tiles begin at positions that are multiples of TILE_TOKENS: the first one of a request may
-    begin before its first token.
+    Runs ahead of the consumers, over the borders of items, as far as the rings allow. With the
+    STRIDES of both caches, 4 warps gather keys and values (`gather.gather_tile`), and the caches
+    are pointers. With ALIGNED, query tiles begin at positions that are multiples of TILE_TOKENS:
+    the first one of a request may begin before its first token.
     """
-    Q_BYTES: gl.constexpr = CONSUMERS * 64 * KEY_PARTS * q_tiles.shape[2] * 2
+    QUERY_BLOCKS: gl.constexpr = q_tiles.shape[0] // (Q_STAGES * KEY_PARTS)
+    PAGE: gl.constexpr = max(BLOCK_SIZE, 1)
+    Q_BYTES: gl.constexpr = QUERY_BLOCKS * 64 * KEY_PARTS * q_tiles.shape[2] * 2
     if concurrent == 0:
         # PDL: the previous kernel may have written the queries, the cache or the lengths.
         wait_on_dependent_grids()
@@ -164,6 +192,9 @@ def key_loader(
         if request < num_reqs:
             query_len = gl.load(query_start_loc + request + 1) - start
             seq_len = gl.load(seq_lens + request)
+            if BLOCK_SIZE == 0:
+                # Keys without pages: `seq_lens` are the first rows of the requests.
+                seq_len = gl.load(seq_lens + request + 1) - seq_len
             if ALIGNED:
                 context = gl.where(query_len > 0, gl.maximum(seq_len - query_len, 0), 0)
                 first_token -= context % TILE_TOKENS
@@ -198,8 +229,8 @@ def key_loader(
                     mbarrier.wait(q_empty.index(q_stage), ((loaded // Q_STAGES) & 1) ^ 1)
                     mbarrier.expect(q_full.index(q_stage), Q_BYTES)
                     first_row = start + first_token
-                    # One box of 64 rows per consumer: 64 // GROUP tokens, or 64 heads of one token.
-                    for consumer in gl.static_range(CONSUMERS):
+                    # One box for each 64 rows: 64 // GROUP tokens, or 64 heads of one token.
+                    for consumer in gl.static_range(QUERY_BLOCKS):
                         for part in gl.static_range(KEY_PARTS):
                             column = part * q_tiles.shape[2]
                             if GROUP <= 64:
@@ -207,7 +238,7 @@ def key_loader(
                                     query_desc,
                                     [first_row + consumer * (64 // GROUP), kv_head * GROUP, column],
                                     q_full.index(q_stage),
-                                    query_part(q_tiles, q_stage * CONSUMERS + consumer, part,
+                                    query_part(q_tiles, q_stage * QUERY_BLOCKS + consumer, part,
                                                KEY_PARTS),
                                 )  # fmt: skip
                             else:
@@ -215,7 +246,7 @@ def key_loader(
                                     query_desc,
                                     [first_row, kv_head * GROUP + consumer * 64, column],
                                     q_full.index(q_stage),
-                                    query_part(q_tiles, q_stage * CONSUMERS + consumer, part,
+                                    query_part(q_tiles, q_stage * QUERY_BLOCKS + consumer, part,
                                                KEY_PARTS),
                                 )  # fmt: skip
                     loaded += 1
@@ -224,18 +255,26 @@ def key_loader(
                         first_token, query_len, seq_len, left, right, chunk, request, aux, None,
                         TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
         table = block_table + gl.minimum(request, num_reqs - 1).to(gl.int64) * stride_table
-        pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
+        pages = (seq_len + PAGE - 1) // PAGE
         # The next item is claimed 4 steps before the end of this one: early enough to hide the
         # atomic's latency, and no earlier, because idle CTAs cannot take a claimed item.
         item = items
+        first_step = step
         last = gl.minimum(begin + 4, end)
         for back in range(0, end - last):
             tile = tile_at(end - 1 - back, after_gap, gap, RANGES)
             # Tiles go backwards: prefetch the 128-byte line of the block table before this one.
-            load_tile(
-                key_desc, table, pages, num_blocks, kv_head // SHARED, tile,
-                tile * BLOCK_N // BLOCK_SIZE - 32, k_ring, k_full, k_empty, step, BLOCK_SIZE,
-                STAGES, "nhd", KEY_PARTS)  # fmt: skip
+            if STRIDES is None:
+                load_tile(
+                    key_desc, table, pages, num_blocks, kv_head // SHARED, tile,
+                    tile * BLOCK_N // PAGE - 32, k_ring, k_full, k_empty, step, BLOCK_SIZE,
+                    STAGES, "nhd", KEY_PARTS)  # fmt: skip
+            else:
+                _gather_step(
+                    key_desc, value_cache, table, seq_len, kv_head // SHARED, tile,
+                    tile_at(end - back, after_gap, gap, RANGES), k_ring, v_ring, k_full,
+                    k_empty, v_full, v_empty, step, first_step, D, DV, BLOCK_SIZE, STAGES,
+                    STRIDES)  # fmt: skip
             step += 1
         if PERSISTENT and RANGES == 0:
             item = first_counted + atomic_increment(counters, "relaxed")
@@ -244,11 +283,24 @@ def key_loader(
             claimed = issue_increment(counters, "relaxed")
         for back in range(0, last - begin):
             tile = tile_at(last - 1 - back, after_gap, gap, RANGES)
-            load_tile(
-                key_desc, table, pages, num_blocks, kv_head // SHARED, tile,
-                tile * BLOCK_N // BLOCK_SIZE - 32, k_ring, k_full, k_empty, step, BLOCK_SIZE,
-                STAGES, "nhd", KEY_PARTS)  # fmt: skip
+            if STRIDES is None:
+                load_tile(
+                    key_desc, table, pages, num_blocks, kv_head // SHARED, tile,
+                    tile * BLOCK_N // PAGE - 32, k_ring, k_full, k_empty, step, BLOCK_SIZE,
+                    STAGES, "nhd", KEY_PARTS)  # fmt: skip
+            else:
+                _gather_step(
+                    key_desc, value_cache, table, seq_len, kv_head // SHARED, tile,
+                    tile_at(last - back, after_gap, gap, RANGES), k_ring, v_ring, k_full,
+                    k_empty, v_full, v_empty, step, first_step, D, DV, BLOCK_SIZE, STAGES,
+                    STRIDES)  # fmt: skip
             step += 1
+        if STRIDES is not None:
+            if step > first_step:
+                gather_tile(
+                    value_cache, table, seq_len, kv_head // SHARED,
+                    tile_at(begin, after_gap, gap, RANGES), 0, v_ring, v_full, v_empty, step - 1,
+                    DV, BLOCK_SIZE, STAGES, STRIDES[3], STRIDES[4], STRIDES[5])  # fmt: skip
         if PERSISTENT and RANGES > 0:
             item = first_counted + incremented(claimed)
     publish(
@@ -273,6 +325,7 @@ def value_loader(
     HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
 ):  # fmt: skip
     """Load the values of the published work items. One warp."""
+    PAGE: gl.constexpr = max(BLOCK_SIZE, 1)
     mail = 0
     step = 0
     request = 0
@@ -294,12 +347,12 @@ def value_loader(
                     first_token, query_len, seq_len, left, right, chunk, request, None, None,
                     TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
             table = block_table + request.to(gl.int64) * stride_table
-            pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
+            pages = (seq_len + PAGE - 1) // PAGE
             for back in range(0, end - begin):
                 tile = tile_at(end - 1 - back, after_gap, gap, RANGES)
                 load_tile(
                     value_desc, table, pages, num_blocks, kv_head // SHARED, tile,
-                    tile * BLOCK_N // BLOCK_SIZE - 32, v_ring, v_full, v_empty, step, BLOCK_SIZE,
+                    tile * BLOCK_N // PAGE - 32, v_ring, v_full, v_empty, step, BLOCK_SIZE,
                     STAGES, "nhd")  # fmt: skip
                 step += 1
 
@@ -357,7 +410,8 @@ def _consumer(
     STAGED_STORE: gl.constexpr, FIELDS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr,
     HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr, K_SCALE_KIND: gl.constexpr,
-    V_SCALE_KIND: gl.constexpr, QUERY_REGISTERS: gl.constexpr, KEY_PARTS: gl.constexpr,
+    V_SCALE_KIND: gl.constexpr, QUERY_REGISTERS: gl.constexpr, COPIED: gl.constexpr,
+    SPLIT_V: gl.constexpr, KEY_PARTS: gl.constexpr,
 ):  # fmt: skip
     """Compute the 64 rows of consumer warpgroup WARPGROUP of each published work item."""
     WIDTH: gl.constexpr = q_tiles.shape[2]
@@ -366,7 +420,14 @@ def _consumer(
     DTYPE: gl.constexpr = q_tiles.dtype
     COMPUTE: gl.constexpr = k_ring.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
+    # Elements of a head that products read. Float8 queries and keys are permuted.
+    ELEMENTS: gl.constexpr = (D + 15) // 16 * 16 if KV_KIND == KV_PLAIN else WIDTH
+    # With SPLIT_V, all consumers compute the same rows, each for a part of the value elements.
+    ROW_BLOCK: gl.constexpr = 0 if SPLIT_V else WARPGROUP
+    QUERY_BLOCKS: gl.constexpr = 1 if SPLIT_V else CONSUMERS
+    PART: gl.constexpr = WARPGROUP if SPLIT_V else -1
+    COLUMNS: gl.constexpr = WIDTH_V // (CONSUMERS if SPLIT_V else 1)
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     Q_LANES: gl.constexpr = min(32, WIDTH // 8)
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // Q_LANES, Q_LANES], [4, 1], [1, 0])
@@ -406,11 +467,11 @@ def _consumer(
         if request == num_reqs:
             # Rows after the last request become 0 (M6).
             token, head, valid = item_rows(
-                first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
+                first_token, query_len, kv_head, ROW_BLOCK, GROUP, TILE_TOKENS,
                 gl.SliceLayout(1, STORE_LAYOUT))  # fmt: skip
             offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
             store_rows(out, offsets, gl.zeros([64, WIDTH_V], DTYPE, STORE_LAYOUT), valid, DV)
-            if HAS_LSE:
+            if HAS_LSE and PART <= 0:
                 empty_lse = gl.full(
                     [64], float("-inf"), gl.float32, gl.SliceLayout(1, STORE_LAYOUT)
                 )
@@ -424,14 +485,14 @@ def _consumer(
                     TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
 
             q_stage = loaded % Q_STAGES
-            q_tile = query_part(q_tiles, q_stage * CONSUMERS + WARPGROUP, 0, KEY_PARTS)
+            q_tile = query_part(q_tiles, q_stage * QUERY_BLOCKS + ROW_BLOCK, 0, KEY_PARTS)
             if LOAD_QUERY:
                 # Wait for the TMA loads of this item's queries.
                 mbarrier.wait(q_full.index(q_stage), (loaded // Q_STAGES) & 1)
             else:
                 # No box covers the rows (GROUP does not divide 64): the warpgroup loads its own.
                 token, head, valid = item_rows(
-                    first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
+                    first_token, query_len, kv_head, ROW_BLOCK, GROUP, TILE_TOKENS,
                     gl.SliceLayout(1, Q_LAYOUT))  # fmt: skip
                 offsets = aligned_offset(
                     (start + token).to(gl.int64) * stride_qt + head.to(gl.int64) * stride_qh
@@ -447,7 +508,7 @@ def _consumer(
                 fence_async_shared()
                 partition_barrier()
             loaded += 1
-            q_operand = q_tile
+            q_operand = q_tiles if SPLIT_V else q_tile
             if KEY_PARTS == 3:
                 tile = q_stage * CONSUMERS + WARPGROUP
                 q_operand = (
@@ -469,7 +530,7 @@ def _consumer(
             slopes = 0.0  # not used
             if KEY_SLOPE is not None:
                 token, head, valid = item_rows(
-                    first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
+                    first_token, query_len, kv_head, ROW_BLOCK, GROUP, TILE_TOKENS,
                     gl.SliceLayout(1, A_LAYOUT))  # fmt: skip
                 slope_positions = (token + (seq_len - query_len))[:, None]
                 slopes = KEY_SLOPE(
@@ -477,7 +538,7 @@ def _consumer(
                 )
                 slopes = slope_operand(gl.zeros([64, 1], gl.float32, A_LAYOUT) + slopes)
             token, head, valid = item_rows(
-                first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS, ROW
+                first_token, query_len, kv_head, ROW_BLOCK, GROUP, TILE_TOKENS, ROW
             )
             positions = token + (seq_len - query_len)
             row_first, row_last = visible_span(
@@ -491,21 +552,17 @@ def _consumer(
                 row_last = gl.minimum(row_last, high)
             row_max = gl.full([64], float("-inf"), gl.float32, ROW)
             row_sum = gl.full([64], 0.0, gl.float32, ROW)
-            acc = gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT)
+            acc = gl.zeros([64, COLUMNS], gl.float32, O_LAYOUT)
             if end > begin:
                 # Prologue: the last tile has no values of an earlier tile to multiply by.
                 stage = step % STAGES
                 parity = (step // STAGES) & 1
                 # Wait for the TMA loads of the last tile's keys.
-                mbarrier.wait(k_full.index(stage), parity)
+                wait_for_tile(k_full, stage, parity, COPIED)
                 zeros = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
                 if KEY_PARTS == 1:
-                    scores = warpgroup_mma(
-                        q_operand,
-                        k_ring.index(stage).permute((1, 0)),
-                        zeros,
-                        use_acc=False,
-                        is_async=True,
+                    scores = multiply_keys(
+                        q_tile if SPLIT_V else q_operand, k_ring.index(stage), zeros, ELEMENTS
                     )
                 else:
                     scores = multiply_parts(q_operand, k_ring, stage, zeros, KEY_PARTS)
@@ -519,13 +576,17 @@ def _consumer(
                 probs, _, row_max, row_sum = weigh_tile(
                     scores, last_tile, row_first, row_last, row_max, row_sum, factor, k_factor,
                     soft_cap, scale, positions, head, request, aux, SCORE, RAW_SCORE, KEY_SLOPE,
-                    True, CHECK_LEFT, HAS_CAP, KV_KIND)  # fmt: skip
+                    True, CHECK_LEFT, HAS_CAP, KV_KIND, True)  # fmt: skip
                 weights = pack_weights(probs, COMPUTE)
                 past_end = seq_len - last_tile * BLOCK_N
-                if KV_KIND == KV_PLAIN:
+                if KV_KIND == KV_PLAIN and not COPIED:
                     # TMA fills whole pages past the end with zeros, but not the rest of the last
                     # page. (Float8 values are cleared when they are converted.)
-                    if (past_end < BLOCK_N) & (seq_len % BLOCK_SIZE != 0):
+                    # Without pages, the rows of the next request follow.
+                    partial = past_end < BLOCK_N
+                    if BLOCK_SIZE > 0:
+                        partial = partial & (seq_len % BLOCK_SIZE != 0)
+                    if partial:
                         mbarrier.wait(v_full.index(stage), parity)
                         clear_values(v_ring.index(stage), past_end, WARPGROUP, CONSUMERS)
                 step += 1
@@ -542,7 +603,8 @@ def _consumer(
                             weights, row_max, row_sum, step, tile, row_first, row_last, factor,
                             k_factor, soft_cap, scale, positions, head, request, aux, slopes,
                             column_tile, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True, CHECK_LEFT,
-                            HAS_CAP, P_LAYOUT, KV_KIND, KEY_PARTS)  # fmt: skip
+                            HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
+                            KEY_PARTS)  # fmt: skip
                         step += 1
                     for back in range(0, full_end - full_begin):
                         tile = tile_at(full_end - 1 - back, after_gap, gap, RANGES)
@@ -551,7 +613,8 @@ def _consumer(
                             weights, row_max, row_sum, step, tile, row_first, row_last, factor,
                             k_factor, soft_cap, scale, positions, head, request, aux, slopes,
                             column_tile, FULL_SCORE, RAW_SCORE, FULL_SLOPE, STAGES, False,
-                            CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, KEY_PARTS)  # fmt: skip
+                            CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
+                            KEY_PARTS)  # fmt: skip
                         step += 1
                     # The tiles that are left, as if the last one had been visited above.
                     end = full_begin + 1
@@ -594,6 +657,9 @@ def _consumer(
                         HAS_CAP,
                         P_LAYOUT,
                         KV_KIND,
+                        ELEMENTS,
+                        COPIED,
+                        PART,
                         KEY_PARTS,
                     )
                     # fmt: skip
@@ -604,7 +670,8 @@ def _consumer(
                         row_max, row_sum, step, full_end - 1 - back, row_first, row_last, factor,
                         k_factor, soft_cap, scale, positions, head, request, aux, slopes,
                         column_tile, FULL_SCORE, RAW_SCORE, FULL_SLOPE, STAGES, False, CHECK_LEFT,
-                        HAS_CAP, P_LAYOUT, KV_KIND, KEY_PARTS)  # fmt: skip
+                        HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
+                            KEY_PARTS)  # fmt: skip
                     step += 1
                 if CHECK_LEFT or RANGES > 0:
                     for back in range(0, full_begin - begin):
@@ -613,17 +680,15 @@ def _consumer(
                             weights, row_max, row_sum, step, full_begin - 1 - back, row_first,
                             row_last, factor, k_factor, soft_cap, scale, positions, head, request,
                             aux, slopes, column_tile, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True,
-                            CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, KEY_PARTS)  # fmt: skip
+                            CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
+                            KEY_PARTS)  # fmt: skip
                         step += 1
 
                 # Epilogue: the product with the values of the first tile, the last one visited.
                 stage = (step - 1) % STAGES
-                mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) & 1)
-                acc = warpgroup_mma(
-                    unpack_weights(weights, COMPUTE, P_LAYOUT),
-                    v_ring.index(stage),
-                    acc,
-                    is_async=True,
+                wait_for_tile(v_full, stage, ((step - 1) // STAGES) & 1, COPIED)
+                acc = multiply_values(
+                    unpack_weights(weights, COMPUTE, P_LAYOUT), v_ring.index(stage), acc, PART
                 )
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(v_empty.index(stage), count=1)
@@ -642,7 +707,7 @@ def _consumer(
                 row_sum = row_sum * acc_scale + exp2(sink - finite_max)
             empty = row_sum == 0.0
             safe_sum = gl.where(empty, 1.0, row_sum)
-            if HAS_LSE:
+            if HAS_LSE and PART <= 0:
                 natural = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum)) * LN2
                 gl.store(lse + (start + token).to(gl.int64) * stride_lt + head, natural, mask=valid)
             normalizer = acc_scale / safe_sum
@@ -656,16 +721,19 @@ def _consumer(
                 q_tile.store(rows)
                 partition_barrier()
                 token, head, valid = item_rows(
-                    first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
+                    first_token, query_len, kv_head, ROW_BLOCK, GROUP, TILE_TOKENS,
                     gl.SliceLayout(1, STORE_LAYOUT))  # fmt: skip
                 offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
                 store_rows(out, offsets, q_tile.load(STORE_LAYOUT), valid, DV)
             else:
                 token, head, valid = item_rows(
-                    first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
+                    first_token, query_len, kv_head, ROW_BLOCK, GROUP, TILE_TOKENS,
                     gl.SliceLayout(1, O_LAYOUT))  # fmt: skip
                 offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
-                store_rows(out, offsets, rows, valid, DV)
+                if SPLIT_V:
+                    store_rows(out, offsets + PART * COLUMNS, rows, valid, DV - PART * COLUMNS)
+                else:
+                    store_rows(out, offsets, rows, valid, DV)
             if LOAD_QUERY:
                 # The next queries arrive here by TMA, after the staged output has been read.
                 fence_async_shared()
@@ -689,7 +757,8 @@ def hopper_prefill_kernel(
     HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr,
     K_SCALE_KIND: gl.constexpr, V_SCALE_KIND: gl.constexpr, BYTE_STAGES: gl.constexpr,
     CONVERTER_WARPS: gl.constexpr, CONVERTER_REGISTERS: gl.constexpr, QUERY_REGISTERS: gl.constexpr,
-    KEY_PARTS: gl.constexpr,
+    STRIDES: gl.constexpr,
+    SPLIT_V: gl.constexpr, KEY_PARTS: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 4 warps per consumer and 1 + 1 loader warps.
 
@@ -699,6 +768,9 @@ def hopper_prefill_kernel(
         key_desc, value_desc: TMA descriptors of the caches; of float8 ones as int16.
         k_scale, v_scale: of a float8 cache, as `SCALE_KIND` of each says; else None.
         query_desc: TMA descriptor of the queries; only with LOAD_QUERY.
+        seq_lens, block_table: with BLOCK_SIZE 0, which stands for keys without pages, the first row
+            of each request's keys (the row after the last key at the end); the caches are
+            [1, rows, Hkv, D].
         counters: two int32 zeros; only with PERSISTENT.
         num_tiles: query tiles, an upper bound.
         KEY_PARTS: queries and keys are kept in as many parts of WIDTH elements.
@@ -708,19 +780,25 @@ def hopper_prefill_kernel(
         aux0 to columns3: tensors of the score function SCORE, as in `kernels.score`; None without.
             With RAW_SCORE it takes raw products instead of scores. KEY_SLOPE: it adds this times
             the key's position, and terms that are equal for all keys; None for others.
+        STRIDES: of the key and the value cache, in blocks, rows and heads, whose rows are gathered:
+            `key_desc` and `value_desc` are pointers then. None where TMA reads them.
+        SPLIT_V: the consumers share 64 query rows, and each has a part of the value elements.
     """
     aux = (
         aux0, rows0, columns0, aux1, rows1, columns1, aux2, rows2, columns2, aux3, rows3, columns3,
     )  # fmt: skip
     FIELDS: gl.constexpr = 6 + 4 * RANGES
-    CACHE: gl.constexpr = key_desc.dtype
+    LOADERS: gl.constexpr = 1 if STRIDES is None else _GATHER_THREADS
+    COPIED: gl.constexpr = STRIDES is not None
+    CACHE: gl.constexpr = key_desc.dtype.element_ty if COPIED else key_desc.dtype
     QUERY: gl.constexpr = query.dtype.element_ty
     COMPUTE: gl.constexpr = CACHE if KV_KIND == KV_PLAIN else gl.float16
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, WIDTH], QUERY)
     K_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH], COMPUTE)
     V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH_V], COMPUTE)
+    QUERY_BLOCKS: gl.constexpr = 1 if SPLIT_V else CONSUMERS
     q_tiles = gl.allocate_shared_memory(
-        QUERY, [Q_STAGES * CONSUMERS * KEY_PARTS, 64, WIDTH], Q_SHARED
+        QUERY, [Q_STAGES * QUERY_BLOCKS * KEY_PARTS, 64, WIDTH], Q_SHARED
     )
     k_ring = gl.allocate_shared_memory(COMPUTE, [STAGES * KEY_PARTS, BLOCK_N, WIDTH], K_SHARED)
     v_ring = gl.allocate_shared_memory(COMPUTE, [STAGES, BLOCK_N, WIDTH_V], V_SHARED)
@@ -738,14 +816,16 @@ def hopper_prefill_kernel(
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(2):
         mbarrier.init(mail_full.index(slot), count=1)
-        mbarrier.init(mail_empty.index(slot), count=CONSUMERS + 1 + int(KV_KIND != KV_PLAIN))
+        mbarrier.init(
+            mail_empty.index(slot), count=CONSUMERS + 1 + int(KV_KIND != KV_PLAIN) - int(COPIED)
+        )
     for stage in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(stage), count=1)
         mbarrier.init(q_empty.index(stage), count=CONSUMERS)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_full.index(stage), count=LOADERS)
         mbarrier.init(k_empty.index(stage), count=CONSUMERS)
-        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=LOADERS)
         mbarrier.init(v_empty.index(stage), count=CONSUMERS)
     # Makes the initialized barriers visible to TMA.
     fence_async_shared()
@@ -784,7 +864,8 @@ def hopper_prefill_kernel(
                     KEY_SLOPE, BOUNDS, RANGES, EXACT, SHARED, 0, GROUP, D, DV, TILE_TOKENS,
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
-                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, KEY_PARTS)),
+                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
+                    KEY_PARTS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -793,7 +874,8 @@ def hopper_prefill_kernel(
                     KEY_SLOPE, BOUNDS, RANGES, EXACT, SHARED, 1, GROUP, D, DV, TILE_TOKENS,
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
-                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, KEY_PARTS)),
+                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
+                    KEY_PARTS)),
                 (converter, (
                     left, right, chunk, num_reqs, mailbox, k_bytes, v_bytes, k_ring, v_ring,
                     mail_full, mail_empty, kb_full, kb_empty, vb_full, vb_empty, k_full, k_empty,
@@ -803,9 +885,10 @@ def hopper_prefill_kernel(
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
                     stride_table, mailbox, q_tiles, k_bytes, mail_full, mail_empty, q_full, q_empty,
-                    kb_full, kb_empty, aux, BOUNDS, RANGES, NUM_KV_HEADS, SHARED, GROUP,
-                    TILE_TOKENS, BLOCK_N, BLOCK_SIZE, BYTE_STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY,
-                    PERSISTENT, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+                    kb_full, kb_empty, aux, None, None, None, None, BOUNDS, RANGES, NUM_KV_HEADS,
+                    SHARED, GROUP, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, BYTE_STAGES, Q_STAGES,
+                    CONSUMERS, LOAD_QUERY, PERSISTENT, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                    HAS_CHUNK, D, DV, None)),
                 (value_loader, (
                     value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
                     mailbox, v_bytes, mail_full, mail_empty, vb_full, vb_empty, RANGES, SHARED,
@@ -826,7 +909,8 @@ def hopper_prefill_kernel(
                     KEY_SLOPE, BOUNDS, RANGES, EXACT, SHARED, 0, GROUP, D, DV, TILE_TOKENS,
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
-                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, KEY_PARTS)),
+                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
+                    KEY_PARTS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -835,7 +919,8 @@ def hopper_prefill_kernel(
                     KEY_SLOPE, BOUNDS, RANGES, EXACT, SHARED, 1, GROUP, D, DV, TILE_TOKENS,
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
-                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, KEY_PARTS)),
+                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
+                    KEY_PARTS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -844,14 +929,16 @@ def hopper_prefill_kernel(
                     KEY_SLOPE, BOUNDS, RANGES, EXACT, SHARED, 2, GROUP, D, DV, TILE_TOKENS,
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
-                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, KEY_PARTS)),
+                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
+                    KEY_PARTS)),
                 (key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
                     stride_table, mailbox, q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty,
-                    k_full, k_empty, aux, BOUNDS, RANGES, NUM_KV_HEADS, SHARED, GROUP, TILE_TOKENS,
-                    BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, PERSISTENT,
-                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KEY_PARTS)),
+                    k_full, k_empty, aux, None, None, None, None, BOUNDS, RANGES, NUM_KV_HEADS,
+                    SHARED, GROUP, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS,
+                    LOAD_QUERY, PERSISTENT, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, D, DV,
+                    None, KEY_PARTS)),
                 (value_loader, (
                     value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
                     mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, RANGES, SHARED,
@@ -860,6 +947,41 @@ def hopper_prefill_kernel(
             ],
             [4, 4, 1, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    elif STRIDES is not None:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
+                    num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
+                    mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, column_tile, SCORE, RAW_SCORE,
+                    KEY_SLOPE, BOUNDS, RANGES, EXACT, SHARED, 0, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
+                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
+                    KEY_PARTS)),
+                (_consumer, (
+                    query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
+                    num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
+                    mailbox, q_tiles, None, k_ring, v_ring, mail_full, mail_empty, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, aux, column_tile, SCORE, RAW_SCORE,
+                    KEY_SLOPE, BOUNDS, RANGES, EXACT, SHARED, 1, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
+                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
+                    KEY_PARTS)),
+                (key_loader, (
+                    key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
+                    right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
+                    stride_table, mailbox, q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty,
+                    k_full, k_empty, aux, value_desc, v_ring, v_full, v_empty, BOUNDS, RANGES,
+                    NUM_KV_HEADS, SHARED, GROUP, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES,
+                    CONSUMERS, LOAD_QUERY, PERSISTENT, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                    HAS_CHUNK, D, DV, STRIDES)),
+            ],
+            [4, 4],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -872,7 +994,8 @@ def hopper_prefill_kernel(
                     KEY_SLOPE, BOUNDS, RANGES, EXACT, SHARED, 0, GROUP, D, DV, TILE_TOKENS,
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
-                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, KEY_PARTS)),
+                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
+                    KEY_PARTS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -881,14 +1004,16 @@ def hopper_prefill_kernel(
                     KEY_SLOPE, BOUNDS, RANGES, EXACT, SHARED, 1, GROUP, D, DV, TILE_TOKENS,
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
-                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, KEY_PARTS)),
+                    K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
+                    KEY_PARTS)),
                 (key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
                     stride_table, mailbox, q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty,
-                    k_full, k_empty, aux, BOUNDS, RANGES, NUM_KV_HEADS, SHARED, GROUP, TILE_TOKENS,
-                    BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, PERSISTENT,
-                    FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KEY_PARTS)),
+                    k_full, k_empty, aux, None, None, None, None, BOUNDS, RANGES, NUM_KV_HEADS,
+                    SHARED, GROUP, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS,
+                    LOAD_QUERY, PERSISTENT, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, D, DV,
+                    None, KEY_PARTS)),
                 (value_loader, (
                     value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
                     mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, RANGES, SHARED,

@@ -13,12 +13,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from attnlib.ops.triton.hopper.kernels.compat import exp2
 
 __all__ = [
-    "LN2", "LOG2E", "add_sink", "apply_function", "column_numbers", "mask_scores", "online_softmax",
+    "LN2", "LOG2E", "MOST_EXPONENT", "add_sink", "apply_function", "bounded_softmax",
+    "column_numbers", "mask_scores", "online_softmax",
     "online_softmax_by_row", "score_factor", "slope_operand", "softmax_with_slope",
     "transform_scores",
 ]  # fmt: skip
 
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
+MOST_EXPONENT: gl.constexpr = gl.constexpr(43.0)
+"""Logarithm of the largest weight of `bounded_softmax`. With caps of at most 64, its least weight,
+e ** (43 - 2 * 64), is a normal float32."""
+
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
 
 
@@ -101,6 +106,42 @@ def online_softmax(
     weights = exp2(scores * weight_factor - finite_max[:, None])
     acc_scale = exp2(row_max - finite_max)
     return weights, acc_scale, new_max, row_sum * acc_scale + gl.sum(weights, 1)
+
+
+@gluon.jit
+def _tanh(x):
+    """Return tanh(x) with a relative error of at most 2 ** -11."""
+    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.jit
+def bounded_softmax(
+    scores, factor, soft_cap, row_first, row_last, tile_start, row_max, row_sum,
+    MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, FIRST: gl.constexpr,
+):  # fmt: skip
+    """Cap, mask and exponentiate one tile of raw products [M, N], without a running maximum.
+
+    Logits are at most `soft_cap`, so that weights relative to the maximum of the first tile are
+    finite, and nothing that was accumulated has to be rescaled. The reference of a row is at least
+    MOST_EXPONENT below the cap, so that its weights and their sums fit in float32 and bfloat16.
+
+    Args:
+        factor: as returned by `score_factor`.
+        row_max: [M], base-2 reference of the row; not used with FIRST.
+        row_sum: [M], sum of weights relative to `row_max`.
+        FIRST: the tile is the first one of its rows.
+
+    Returns:
+        (weights [M, N], row_max, new row_sum).
+    """
+    # `factor` is that of exp2(2 x); the scaled scores are the arguments of tanh.
+    logits = _tanh(scores * (factor * (0.5 * LN2))) * (soft_cap * LOG2E)
+    if MASKED:
+        logits = mask_scores(logits, row_first, row_last, tile_start, CHECK_FIRST)
+    if FIRST:
+        row_max = gl.maximum(gl.max(logits, 1), (soft_cap - MOST_EXPONENT) * LOG2E)
+    weights = exp2(logits - row_max[:, None])
+    return weights, row_max, row_sum + gl.sum(weights, 1)
 
 
 @gluon.jit

@@ -22,7 +22,8 @@ def load_tile(
 
     Args:
         cache: TMA descriptor of the key or value cache, one box per page or per tile in a page.
-        table: the request's row of the block table.
+        table: the request's row of the block table; with BLOCK_SIZE 0, which stands for keys
+            without pages, a pointer to the request's first row of `cache`, [1, rows, Hkv, D].
         pages: entries of `table` that may be read.
         num_blocks: blocks of the cache.
         kv_head: KV head.
@@ -35,6 +36,43 @@ def load_tile(
         LAYOUT: of the cache, see `cache_tiles`.
         PARTS: the ring is [STAGES * PARTS, BLOCK_N, width], and a row has PARTS * width elements.
     """
+    if BLOCK_SIZE == 0:
+        _load_rows(cache, table, kv_head, tile, ring, full, empty, step, STAGES, PARTS)
+    else:
+        _load_pages(
+            cache, table, pages, num_blocks, kv_head, tile, later_page, ring, full, empty, step,
+            BLOCK_SIZE, STAGES, LAYOUT, PARTS)  # fmt: skip
+
+
+@gluon.jit
+def _load_rows(
+    cache, table, kv_head, tile, ring, full, empty, step, STAGES: gl.constexpr, PARTS: gl.constexpr
+):  # fmt: skip
+    """Issue the loads of a tile of keys without pages. Rows past the request's last one are those
+    of the next request."""
+    BLOCK_N: gl.constexpr = ring.shape[1]
+    BYTES: gl.constexpr = PARTS * tile_bytes(ring.shape)
+    row = gl.load(table) + tile * BLOCK_N
+    stage = step % STAGES
+    # As in `_load_pages`.
+    mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(stage), BYTES)
+    for part in gl.static_range(PARTS):
+        load_box(
+            cache,
+            [0, kv_head, row, part * ring.shape[2]],
+            full.index(stage),
+            ring.index(stage * PARTS + part),
+        )
+
+
+@gluon.jit
+def _load_pages(
+    cache, table, pages, num_blocks, kv_head, tile, later_page, ring, full, empty, step,
+    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
+    PARTS: gl.constexpr,
+):  # fmt: skip
+    """Issue the loads of a tile, a box for each page or for the part of a page."""
     BLOCK_N: gl.constexpr = tile_keys(ring.shape, LAYOUT)
     BOX: gl.constexpr = box_keys(BLOCK_SIZE, BLOCK_N, LAYOUT)
     BOXES: gl.constexpr = BLOCK_N // BOX

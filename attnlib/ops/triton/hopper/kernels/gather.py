@@ -1,0 +1,75 @@
+"""Fill a ring of key or value tiles by `cp.async`, row by row, for pages that TMA cannot read.
+
+A TMA box is the rows of one page, so pages of a few rows take too many boxes. Here each thread
+copies 16 bytes at a time and looks the page of its row up by itself.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from attnlib.ops.triton.hopper.kernels.compat import (
+    arrive_after_copies,
+    copy_to_shared,
+    prefetch_l1,
+)
+
+__all__ = ["GATHER_THREADS", "gather_tile"]
+
+GATHER_THREADS = 128
+"""Threads of a partition that gathers: the arrivals that its `full` barriers count."""
+
+
+@gluon.jit
+def gather_tile(
+    cache, table, seq_len, kv_head, tile, later_tile, ring, full, empty, step, D: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, STRIDE_B: gl.constexpr, STRIDE_N: gl.constexpr,
+    STRIDE_H: gl.constexpr,
+):  # fmt: skip
+    """Issue the copies of key tile `tile` into stage `step % STAGES` of the ring. 4 warps.
+
+    Rows past the sequence's end and columns past the head size become 0.
+
+    Args:
+        cache: pointer to the key or value cache [B, N, Hkv, D].
+        table: the request's row of the block table.
+        seq_len: keys of the request.
+        kv_head: KV head.
+        tile: number of the tile in the request, in units of BLOCK_N positions.
+        later_tile: a tile that a later step needs.
+        ring: shared memory [STAGES, BLOCK_N, width].
+        full: mbarriers that count GATHER_THREADS arrivals.
+        empty: mbarriers that count the consumers that have released a stage.
+        step: number of tiles that this loader has loaded.
+        STRIDE_B, STRIDE_N, STRIDE_H: strides of the cache in elements, multiples of 8.
+    """
+    BLOCK_N: gl.constexpr = ring.shape[1]
+    WIDTH: gl.constexpr = ring.shape[2]
+    WARPS: gl.constexpr = gl.num_warps()
+    LANES: gl.constexpr = min(32, WIDTH // 8)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    # Block numbers of a later tile are prefetched, as in `tma_load.load_tile`: one lane per line.
+    LINES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    ahead = later_tile * BLOCK_N + gl.arange(0, 32 * WARPS, LINES)
+    prefetch_l1(table + gl.maximum(gl.minimum(ahead, seq_len - 1), 0) // BLOCK_SIZE)
+    positions = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+    exists = positions < seq_len
+    page = gl.load(table + positions // BLOCK_SIZE, mask=exists, other=0)
+    offsets = page.to(gl.int64) * STRIDE_B + kv_head.to(gl.int64) * STRIDE_H
+    if BLOCK_SIZE > 1:
+        offsets += (positions % BLOCK_SIZE).to(gl.int64) * STRIDE_N
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    stage = step % STAGES
+    # Wait until all consumers have released the tile that the stage held STAGES steps ago. The
+    # parity is inverted, so that the first pass over the ring does not wait.
+    mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+    # The shifts tell the compiler about the alignment, which the launcher checks.
+    starts = cache + ((offsets >> 3) << 3)
+    copy_to_shared(
+        ring.index(stage),
+        starts[:, None] + columns[None, :],
+        mask=exists[:, None] & (columns < D)[None, :],
+    )
+    arrive_after_copies(full.index(stage), increment_count=False)
