@@ -34,8 +34,10 @@ __all__ = [
 
 _FEW_KEYS = 256
 """Visible keys up to which a layer has tiles of 64 keys."""
-_STEP = 16
-"""Partial results that the second kernel loads at a time."""
+_STEP = 32
+_FEW_STEP = 8
+"""Partial results that the second kernel loads at a time, and for sequences with few segments."""
+_FEW_SLOTS = 16
 
 
 def _block_n(head_sizes: tuple[int, int], params: AttentionParams) -> int:
@@ -152,8 +154,8 @@ def prepare_hopper_invariant_decode(
         "HAS_RIGHT": right >= 0, "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0, "num_warps": 4,
         "maxnreg": 240,
     }  # fmt: skip
-    columns_v = combine_columns(head_size_v)
-    split = {**shared, "COLUMNS": columns_v, "STEP": _STEP, "num_warps": 1}
+    columns_v, step = combine_columns(head_size_v), _FEW_STEP if slots <= _FEW_SLOTS else _STEP
+    split = {**shared, "COLUMNS": columns_v, "STEP": step, "num_warps": 1}
     stride_lt = 0 if lse is None else lse.stride(0)
     return HopperDecode(
         limits=limits,

@@ -541,6 +541,15 @@ def invariant_decode_kernel(
 
 
 @triton.jit
+def _divide(number, divisor, reciprocal):
+    """Return number // divisor, in fewer instructions than an integer division."""
+    quotient = (number.to(tl.float32) * reciprocal).to(tl.int32)
+    rest = number - quotient * divisor
+    quotient = tl.where(rest < 0, quotient - 1, quotient)
+    return tl.where(rest >= divisor, quotient + 1, quotient)
+
+
+@triton.jit
 def _fold(total, total_max, total_sum, more, more_max, more_sum):
     """`segments.fold_sums`, and the sums of values."""
     new_max = tl.maximum(total_max, more_max)
@@ -603,6 +612,7 @@ def invariant_split_kernel(
     if rest == 0:
         # The decode kernel has written the output.
         return
+    reciprocal = 1.0 / per_range.to(tl.float32)
     num_partials = grid * (slots + 1) * rows
     index = (worker * (slots + 1) + slots) * rows + row
     total = tl.load(partials + index * DV + columns[None, :], mask=inside, other=0.0)
@@ -618,8 +628,8 @@ def invariant_split_kernel(
             slot = rest - 1 - base - i
             live = slot + one >= 0
             # The range that has the segment's end, moved to the end of one of the last query.
-            end = ((first_segment + slot + 1) * tiles + last_tiles - 1) // last_tiles * last_tiles
-            section = (line_end - end) // per_range
+            end = ((first_segment + slot + 1) * tiles + last_tiles - 1) & -last_tiles
+            section = _divide(line_end - end, per_range, reciprocal)
             index = ((section * NUM_KV_HEADS + kv_head) * (slots + 1) + slot) * rows + row
             values = values + (
                 tl.load(

@@ -70,6 +70,15 @@ def _weigh(
     return weights, exp2(row_max - finite_max), new_max
 
 
+@gluon.constexpr_function
+def _by_thread(width):
+    """Return the layout of float32 sums [64, width], in which each thread of a warpgroup accesses
+    16 bytes at a time without bank conflicts."""
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    columns = [[0, 8 << bit] for bit in range((width // 8).bit_length() - 1)]
+    return gl.SharedLinearLayout([[0, 1], [8, 0], *lanes, *columns, [16, 0], [32, 0]])
+
+
 @gluon.jit
 def _item_rows(
     first_token, query_len, kv_head, WARPGROUP: gl.constexpr, GROUP: gl.constexpr,
@@ -210,7 +219,7 @@ def _consumer(
     if GLOBAL:
         total_tile = totals + (gl.program_id(0) * CONSUMERS + WARPGROUP) * (64 * WIDTH_V)
     else:
-        total_tile = totals.index(WARPGROUP)
+        total_tile = totals
     if concurrent == 0:
         # PDL: the previous kernel may have written the queries or read the output.
         wait_on_dependent_grids()
@@ -430,14 +439,16 @@ def invariant_prefill_kernel(
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, WIDTH], DTYPE)
     K_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH], DTYPE)
     V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH_V], DTYPE)
-    T_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, WIDTH_V], gl.float32)
+    T_SHARED: gl.constexpr = _by_thread(WIDTH_V)
     q_tiles = gl.allocate_shared_memory(DTYPE, [Q_STAGES * CONSUMERS, 64, WIDTH], Q_SHARED)
     k_ring = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, WIDTH], K_SHARED)
     v_ring = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, WIDTH_V], V_SHARED)
     if totals_memory is not None:
-        totals = totals_memory
+        totals0 = totals_memory
+        totals1 = totals_memory
     else:
-        totals = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 64, WIDTH_V], T_SHARED)
+        totals0 = gl.allocate_shared_memory(gl.float32, [64, WIDTH_V], T_SHARED)
+        totals1 = gl.allocate_shared_memory(gl.float32, [64, WIDTH_V], T_SHARED)
     # Two slots, so that the key loader can publish an item while the last one is being processed.
     mailbox = gl.allocate_shared_memory(
         gl.int32, [2 * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -469,25 +480,25 @@ def invariant_prefill_kernel(
                 query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, concurrent,
                 stride_qt,
                 stride_qh, stride_ot, stride_oh, stride_lt, mailbox, q_tiles, k_ring, v_ring,
-                totals, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, 0,
-                GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY,
+                totals0, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY,
                 STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP,
                 HAS_SINK, HAS_LSE, totals_memory is not None)),
             (_consumer, (
                 query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, concurrent,
                 stride_qt,
                 stride_qh, stride_ot, stride_oh, stride_lt, mailbox, q_tiles, k_ring, v_ring,
-                totals, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, 1,
-                GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY,
+                totals1, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY,
                 STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP,
                 HAS_SINK, HAS_LSE, totals_memory is not None)),
             (key_loader, (
                 key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                 right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
                 stride_table, mailbox, q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty,
-                k_full, k_empty, None, None, None, None, None, None, 0, NUM_KV_HEADS, 1, GROUP,
-                TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY,
-                PERSISTENT, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, 0, 0, None, 1, True)),
+                k_full, k_empty, None, None, 0, NUM_KV_HEADS, 1, GROUP, TILE_TOKENS, BLOCK_N,
+                BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, PERSISTENT, FIELDS, CAUSAL,
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, 1, True)),
             (value_loader, (
                 value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
                 mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, 0, 1, TILE_TOKENS,

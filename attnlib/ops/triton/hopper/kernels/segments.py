@@ -29,7 +29,7 @@ __all__ = [
 QUERY_ROWS = 128
 """Rows of a query tile of the prefill."""
 FEW_POSITIONS = 1024
-SEGMENTS = ((FEW_POSITIONS, 128), (16384, 512), (0, 1024))
+SEGMENTS = ((FEW_POSITIONS, 128), (8192, 512), (0, 1024))
 """(positions before which queries have these segments, their keys), for values of up to 128
 elements."""
 WIDE_SEGMENTS = ((FEW_POSITIONS, 256), (4096, 1024), (0, 2048))
