@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -146,6 +147,9 @@ def select_prefill(
     )  # fmt: skip
     # Tiles of one head waste rows where queries are short.
     one_head = has_head_bounds(params) and max_query_len >= _LEAST_TOKENS_OF_ONE_HEAD
+    if one_head and tile.block_n == 128 and not tile.byte_stages:
+        # Windows of heads are short: 229 instead of 308 us for 128 to 2048 keys on an H200.
+        tile = replace(tile, block_n=64, stages=2 * tile.stages)
     return prepare_hopper_prefill(
         query, key, value, out, lse, batch, params, tile, limits, one_head
     )
