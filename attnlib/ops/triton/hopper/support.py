@@ -63,7 +63,11 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 """Block sizes of all kernels: they divide a key tile or are divided by it."""
 
 SMALL_SIZES = (1, 2, 4, 8)
-"""Block sizes that the decode and the prefill of 16-bit caches read, too."""
+"""Block sizes that the prefill of 16-bit caches reads, too."""
+
+DECODE_SMALL_SIZES = (8,)
+"""The same for the decode. Its gathering loaders did not end on an H200 with 32 requests of 4096
+keys and blocks of 1."""
 
 WIDEST = 512
 """Head size, at most. Above 256 the consumers of a prefill share rows and split the values."""
@@ -273,7 +277,7 @@ def decode_unsupported_reasons(
     """
     kernel = _DECODE
     reasons = _layer_reasons(
-        kernel, capability, dtype, cache_dtype, head_sizes, block_size, SMALL_SIZES
+        kernel, capability, dtype, cache_dtype, head_sizes, block_size, DECODE_SMALL_SIZES
     )
     most = decode_rows(head_sizes[1], cache_dtype)
     if group * max_query_len > most:

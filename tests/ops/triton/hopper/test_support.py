@@ -68,7 +68,6 @@ LAYERS = [
     {},
     {"n": 256},
     {"n": 8},
-    {"n": 1},
     {"d": 512, "dv": 512, "group": 8},
     {"d": 320, "dv": 320, "n": 8},
     {"d": 96, "dv": 96},
@@ -126,6 +125,12 @@ def test_integers_with_scales_in_the_page_are_read_by_the_decode() -> None:
     assert "torch.int8" in _prefill(cache=torch.int8)[0]
     assert hopper_reads(None) and hopper_reads(PAGE_FORMATS["int4_per_group"])
     assert not hopper_reads(PAGE_FORMATS["nvfp4"])
+
+
+def test_blocks_of_few_tokens_are_prefilled_only() -> None:
+    for size in (1, 2, 4):
+        assert _prefill(n=size) == []
+        assert f"block_size {size}" in _decode(n=size)[0]
 
 
 def test_decode_rows_are_limited() -> None:
