@@ -18,6 +18,7 @@ __all__ = [
     "MAX_CONSUMERS", "SHARED_MEMORY", "DecodeTile", "HopperTile", "choose_hopper_decode_tile",
     "choose_hopper_tile", "choose_section", "decode_shared_bytes", "key_parts", "key_width",
     "padded_width", "shared_bytes",
+    "with_query_registers",
 ]  # fmt: skip
 
 SHARED_MEMORY = 227 * 1024
@@ -129,6 +130,15 @@ def shared_bytes(
     return queries + ring + numbers + 1024
 
 
+def with_query_registers(tile: HopperTile) -> HopperTile:
+    """Return a prefill tile over a float8 cache with its queries in registers, where its converter
+    is a warpgroup that can give registers away; other tiles as they are."""
+    if not tile.byte_stages or tile.converter_warps != 4 or tile.consumers != 2:
+        return tile
+    # 65536 registers of a multiprocessor, with the loaders' warpgroup.
+    return replace(tile, query_registers=True, consumer_registers=224, converter_registers=40)
+
+
 def choose_section(num_kv_heads: int, max_seq_len: int, widths: int) -> int:
     """Return the number of KV heads of a section.
 
@@ -220,6 +230,7 @@ def choose_hopper_decode_tile(
     head_size_v: int,
     *,
     cache_bits: int = 16,
+    scales_in_page: bool = False,
     rows: int = DECODE_ROWS,
     keys_per_sm: int | None = None,
     pairs_per_sm: int | None = None,
@@ -231,6 +242,7 @@ def choose_hopper_decode_tile(
         head_size: D.
         head_size_v: Dv.
         cache_bits: size of an element of the cache: 4, 8 or 16.
+        scales_in_page: whether its pages hold their scales (M16).
         rows: query heads of a group times query tokens, an upper bound.
         keys_per_sm: `tile_table.work_class`; None matches no entry with a condition on it.
         pairs_per_sm: (request, KV head) pairs per multiprocessor, rounded up; None likewise.
@@ -242,7 +254,7 @@ def choose_hopper_decode_tile(
     widest = max(padded_width(head_size), padded_width(head_size_v))
     need = 0
     many = max(16, 1 << (rows - 1).bit_length())
-    elements = {16: "16-bit", 8: "fp8", 4: "int4"}[cache_bits]
+    elements = {16: "16-bit", 8: "int8" if scales_in_page else "fp8", 4: "int4"}[cache_bits]
     problem = TileProblem(
         "hopper_decode", "async", elements, widest, many, keys_per_sm, pairs_per_sm=pairs_per_sm
     )

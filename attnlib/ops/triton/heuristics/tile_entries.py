@@ -22,7 +22,7 @@ PRODUCTS = ("async", "sync", "mfma")
 """Matrix instructions of a chip: asynchronous ones that read shared memory (wgmma, tcgen05),
 mma.sync, and AMD's."""
 
-ELEMENTS = ("16-bit", "fp8", "fp8-bytes", "int4", "float32")
+ELEMENTS = ("16-bit", "fp8", "fp8-bytes", "int8", "int4", "float32")
 CONDITIONS = ("head_size", "rows", "keys_per_sm", "pairs_per_sm", "block_size", "visible")
 """Conditions that are ranges of numbers, as named in `TileProblem`."""
 
@@ -36,7 +36,7 @@ class TileProblem:
         products: matrix instructions of the chip, one of `PRODUCTS`.
         elements: "16-bit"; "fp8", 16-bit queries over a cache of 8-bit elements; "fp8-bytes", the
             same on a chip that cannot convert float8, where the kernel decodes bytes and needs more
-            registers; "int4", 16-bit queries over 4-bit integers; or "float32".
+            registers; "int8" and "int4", the same over pages that hold scales; or "float32".
         head_size: the larger of the two head sizes, padded.
         rows: query tokens times heads per group of the longest request, as a power of two of at
             least 16.

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from attnlib.ops.latent import values_are_prefix
@@ -16,6 +17,7 @@ from attnlib.ops.triton.heuristics.hopper_tiles import (
     MAX_CONSUMERS,
     choose_hopper_decode_tile,
     choose_hopper_tile,
+    with_query_registers,
 )
 from attnlib.ops.triton.hopper.decode_plan import (
     HopperDecode,
@@ -42,7 +44,7 @@ from attnlib.ops.triton.hopper.support import (
     latent_unsupported_reasons,
     prefill_unsupported_reasons,
 )
-from attnlib.ops.triton.launch.attention import BatchTensors
+from attnlib.ops.triton.launch.attention import BatchTensors, holds_scales
 from attnlib.ops.triton.launch.score import has_head_bounds
 
 __all__ = [
@@ -60,6 +62,11 @@ __all__ = [
 _LEAST_TOKENS_OF_ONE_HEAD = 64
 """Query tokens of the longest request from which a tile has the rows of one head, if the score
 function has bounds for each head. Not tuned: a consumer warpgroup has 64 rows."""
+
+_QUERIES_IN_REGISTERS = triton.__version__.startswith("3.6.")
+"""Whether prefills over float8 keep their queries in registers, which leaves more of the shared
+memory's throughput to the converter. Triton 3.9 compiles them with spills in the loops over keys.
+"""
 
 _MOST_PAIRS = 16
 """Pairs per multiprocessor that are told apart when a tile is chosen."""
@@ -145,6 +152,8 @@ def select_prefill(
         rows - 1).bit_length()), block_size=key.shape[1], visible=_visible(params),
         has_score=params.score_function is not None, tuned=limits.tuned,
     )  # fmt: skip
+    if _QUERIES_IN_REGISTERS and limits.tuned is None and params.score_function is None:
+        tile = with_query_registers(tile)
     # Tiles of one head waste rows where queries are short.
     one_head = has_head_bounds(params) and max_query_len >= _LEAST_TOKENS_OF_ONE_HEAD
     if one_head and tile.block_n == 128 and not tile.byte_stages:
@@ -225,6 +234,7 @@ def select_decode(
     pairs = batch.seq_lens.shape[0] * key.shape[2]
     tile = choose_hopper_decode_tile(
         *layer[3], cache_bits=8 * key.shape[3] * key.element_size() // query.shape[2],
+        scales_in_page=holds_scales(params),
         rows=query.shape[1] // key.shape[2] * max_query_len, keys_per_sm=keys_per_sm,
         pairs_per_sm=min(_MOST_PAIRS, -(-pairs // limits.num_sms)), tuned=limits.tuned,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from attnlib.ops.triton.heuristics.hopper_tiles import (
     decode_shared_bytes,
     padded_width,
     shared_bytes,
+    with_query_registers,
 )
 from attnlib.ops.triton.heuristics.tile_table import work_bounds, work_class
 
@@ -45,6 +46,16 @@ def test_float8_tiles_fit(d: int, dv: int) -> None:
     if prefill.converter_warps == 2:  # they share a warpgroup with the loader warps
         others = prefill.converter_registers
     assert threads * prefill.consumer_registers + 128 * others <= 65536
+
+
+def test_queries_in_registers_fit_the_register_file() -> None:
+    plain = choose_hopper_tile(128, 128, cache_bytes=1)
+    tile = with_query_registers(plain)
+    assert tile.query_registers and not plain.query_registers
+    per_cta = 2 * tile.consumer_registers + tile.converter_registers + tile.producer_registers
+    assert 128 * per_cta == 65536
+    for other in (choose_hopper_tile(256, 256, cache_bytes=1), choose_hopper_tile(128, 128)):
+        assert with_query_registers(other) == other
 
 
 def test_int4_tiles_fit() -> None:

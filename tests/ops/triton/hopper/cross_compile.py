@@ -335,6 +335,7 @@ def _entry_options(entry: TileEntry) -> dict[str, Any]:
         "group": 8 if size == 64 else 4,
         **({"cache": E4M3} if "fp8" in entry.elements else {}),
         **({"cache": torch.uint8, "scales": "groups"} if "int4" in entry.elements else {}),
+        **({"cache": torch.int8, "scales": "tokens"} if entry.elements == ("int8",) else {}),
     }
 
 
