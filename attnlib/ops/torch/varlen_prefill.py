@@ -30,6 +30,7 @@ def varlen_prefill(
     cu_seqlens_q_cpu: Tensor | None = None,
     cu_seqlens_k_cpu: Tensor | None = None,
     batch_invariant: bool = False,
+    kernels: str = "auto",
 ) -> None:
     """Attention of each request's queries over the same request's keys, both packed.
 
@@ -50,6 +51,7 @@ def varlen_prefill(
             and synchronizes.
         cu_seqlens_k_cpu: `cu_seqlens_k` on the host, likewise.
         batch_invariant: the bits of a row depend on that row and its keys only.
+        kernels: ignored; see `attnlib.ops.triton.varlen_prefill`.
     """
     starts = on_host(cu_seqlens_q, cu_seqlens_q_cpu)
     key_starts = on_host(cu_seqlens_k, cu_seqlens_k_cpu)

@@ -31,7 +31,6 @@ from attnlib.ops.triton.hopper.kernels.cache_tiles import box_keys
 from attnlib.ops.triton.hopper.kernels.combine import hopper_combine_kernel
 from attnlib.ops.triton.hopper.kernels.decode import hopper_decode_kernel
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
-from attnlib.ops.triton.hopper.support import gathers
 from attnlib.ops.triton.launch.attention import BatchTensors, holds_scales
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LaunchCache
@@ -198,7 +197,6 @@ class HopperDecode:
     combine: BoundLaunch | None
     num_batch_tensors: int = 0
     scale_strides: tuple[int | None, ...] = (None,) * 6
-    gathers: bool = False
 
     needs_alignment: ClassVar[bool] = True
     """TMA and 16-byte loads require aligned tensors, also for launches by Triton."""
@@ -222,14 +220,9 @@ class HopperDecode:
             aligned: for launches by Triton, whether all tensors are aligned.
         """
         caches, maps = (KEY_CACHE, VALUE_CACHE), (KEY_MAP, VALUE_MAP)
-        lookups: tuple[Lookup, ...] = ()
-        read: tuple[Any, ...] = caches
-        if not self.gathers:
-            lookup = described(self.views, caches, maps)
-            if direct:
-                lookup = Lookup(caches, self._descriptors, self._encode, maps)
-            lookups = (lookup,)
-            read = descriptor_arguments(self.views, maps, direct)
+        lookup = described(self.views, caches, maps)
+        if direct:
+            lookup = Lookup(caches, self._descriptors, self._encode, maps)
         starts, lens, table, outputs, lses, headers, counters = batch_sources(_NUM_BATCH_VALUES)
         pointers, sizes = score_arguments(
             self.score_sizes, self.num_batch_tensors, _NUM_BATCH_VALUES
@@ -237,7 +230,7 @@ class HopperDecode:
         layer_tensors = score_sources(len(self.score_sizes) // 2)
         scales = (K_SCALE, V_SCALE) if self.is_quantized else (None, None)
         arguments = (
-            *read, QUERY, OUT, LSE, SINKS, *scales,
+            *descriptor_arguments(self.views, maps, direct), QUERY, OUT, LSE, SINKS, *scales,
             *layer_tensors, *pointers, starts, lens, table, outputs, lses, headers, counters,
             self.scale, *self.numbers, *sizes, *self.scale_strides,
         )  # fmt: skip
@@ -245,7 +238,7 @@ class HopperDecode:
         if self.combine is not None:
             arguments = (outputs, lses, headers, starts, SINKS, OUT, LSE, *self.combine_tail)
             steps.append(bind_step(self.combine, direct, aligned, arguments))
-        return Launches(tuple(steps), lookups)
+        return Launches(tuple(steps), (lookup,))
 
     @cached_property
     def direct(self) -> Launches:
@@ -330,7 +323,6 @@ def prepare_hopper_decode(
     group = num_heads // num_kv_heads
     width, width_v = padded_width(head_size), padded_width(head_size_v)
     box = box_keys(block_size, tile.block_n, "packed_keys" if packed else "nhd")
-    reads_rows = not packed and gathers(block_size)
     views: tuple[CacheView, CacheView] | tuple[PackedKeyView, PackedValueView]
     views = CacheView.of(key, box, width), CacheView.of(value, box, width_v)
     if packed:
@@ -349,8 +341,7 @@ def prepare_hopper_decode(
     is_quantized, scale = key.dtype.itemsize == 1, params.scale
     few = width_v * columns <= (_FEW_ELEMENTS // 2 if is_quantized else _FEW_ELEMENTS)
     few = few and key.dtype != torch.uint8  # four products and two accumulators
-    # 384 threads; `setmaxnreg` gives the consumers more.
-    few = few or tile.consumers == 2 or reads_rows
+    few = few or tile.consumers == 2  # 384 threads; `setmaxnreg` gives the consumers more
     if not is_quantized:
         assert not isinstance(params.k_scale, Tensor)  # dispatch leaves tensors to the plain kernel
         scale *= float(params.k_scale)
@@ -370,7 +361,6 @@ def prepare_hopper_decode(
         "V_SCALE_KIND": scale_kind("v_scale", params.v_scale), "num_warps": 4,
         **score_constants(params, "gluon"),
         "maxnreg": _FEW_REGISTERS if few else _MANY_REGISTERS, "WORKERS": tile.consumers,
-        "STRIDES": (*key.stride()[:3], *value.stride()[:3]) if reads_rows else None,
     }  # fmt: skip
     combine = {
         **shared, "DV_PAD": triton.next_power_of_2(head_size_v),
@@ -382,7 +372,6 @@ def prepare_hopper_decode(
         index=query.get_device(),
         views=views,
         packed=packed,
-        gathers=reads_rows,
         scale=scale,
         is_quantized=is_quantized,
         score_sizes=tensor_sizes(params.layer_score_tensors()),

@@ -66,14 +66,13 @@ SMALL_SIZES = (1, 2, 4, 8)
 """Block sizes that the prefill of 16-bit caches reads, too."""
 
 DECODE_SMALL_SIZES = (8,)
-"""The same for the decode. Its gathering loaders did not end on an H200 with 32 requests of 4096
-keys and blocks of 1."""
+"""The same for the decode, which reads all pages by TMA: a box has at least 8 rows."""
 
 WIDEST = 512
 """Head size, at most. Above 256 the consumers of a prefill share rows and split the values."""
 
 GATHERED_SIZES = (1, 2, 4)
-"""Block sizes whose rows are gathered one by one."""
+"""Block sizes whose rows the prefill gathers one by one."""
 
 
 def gathers(block_size: int) -> bool:

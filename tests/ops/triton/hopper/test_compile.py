@@ -36,7 +36,7 @@ SAMPLE = [
     "decode-128-int4", "128-page1", "512",
 ]  # fmt: skip
 CASES = [
-    *SAMPLE, "112", "decode-128-page1", "decode-128-mqa", "decode-192-128", "128-page8",
+    *SAMPLE, "112", "decode-128-mqa", "decode-192-128", "128-page8",
     "128-page128", "128-page256", "64-sinks-window", "256-page128-cap", "decode-128-page128",
     "decode-64-sinks", "decode-256-cap", "packed-decode-128", "packed-decode-64-page32",
     "128-e4m3", "decode-128-e5m2", "decode-128-int8-tokens", "decode-128-e4m3-tokens-verify",

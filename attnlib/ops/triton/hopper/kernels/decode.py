@@ -53,7 +53,6 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     prefetch_l1,
     wait_on_dependent_grids,
 )
-from attnlib.ops.triton.hopper.kernels.gather import GATHER_THREADS, gather_tile
 from attnlib.ops.triton.hopper.kernels.int4 import (
     float32_scale,
     int4_key_products,
@@ -63,7 +62,7 @@ from attnlib.ops.triton.hopper.kernels.int4 import (
     int4_value_rows,
     repeat_columns,
 )
-from attnlib.ops.triton.hopper.kernels.mainloop import hidden_zero, wait_for_tile
+from attnlib.ops.triton.hopper.kernels.mainloop import hidden_zero
 from attnlib.ops.triton.hopper.kernels.quantized import (
     WEIGHT_SCALE,
     float16_keys,
@@ -107,7 +106,6 @@ UNALIGNED = [
 """Pointers whose alignment must not select a compilation: slices of a batch or of the workspace
 with arbitrary offsets."""
 
-_GATHER_THREADS = gl.constexpr(GATHER_THREADS)
 _FIRST_COUNTER = gl.constexpr(PREFILL_COUNTERS)
 """Index of the decode's first counter."""
 
@@ -217,14 +215,9 @@ def _loader(
     stride_table, ring, full, empty, aux, BOUNDS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
     TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
-    LAYOUT: gl.constexpr, WORKER: gl.constexpr, WORKERS: gl.constexpr, D: gl.constexpr,
-    STRIDES: gl.constexpr, FIRST: gl.constexpr,
+    LAYOUT: gl.constexpr, WORKER: gl.constexpr, WORKERS: gl.constexpr,
 ):  # fmt: skip
-    """Load the key or value tiles of the CTA's range into a ring, split after split. One warp.
-
-    With STRIDES, 4 warps gather the rows of the cache (`gather.gather_tile`), whose three strides
-    begin at FIRST; `cache` is a pointer.
-    """
+    """Load the key or value tiles of the CTA's range into a ring, split after split. One warp."""
     BLOCK_N: gl.constexpr = tile_keys(ring.shape, LAYOUT)
     # PDL: the previous kernel may have written the cache, the lengths or the block table.
     wait_on_dependent_grids()
@@ -251,17 +244,11 @@ def _loader(
             count = gl.minimum(range_end, request_end) - position
             for i in range(0, count):
                 tile = first_tile + (position + i - before)
-                if STRIDES is None:
-                    # 32 pages ahead: one 128-byte line of the block table.
-                    load_tile(
-                        cache, table, pages, num_blocks, kv_head, tile,
-                        tile * BLOCK_N // BLOCK_SIZE + 32, ring, full, empty, step, BLOCK_SIZE,
-                        STAGES, LAYOUT)  # fmt: skip
-                else:
-                    gather_tile(
-                        cache, table, seq_len, kv_head, tile, tile + 4, ring, full, empty, step, D,
-                        BLOCK_SIZE, STAGES, STRIDES[FIRST], STRIDES[FIRST + 1],
-                        STRIDES[FIRST + 2])  # fmt: skip
+                # 32 pages ahead: one 128-byte line of the block table.
+                load_tile(
+                    cache, table, pages, num_blocks, kv_head, tile,
+                    tile * BLOCK_N // BLOCK_SIZE + 32, ring, full, empty, step, BLOCK_SIZE,
+                    STAGES, LAYOUT)  # fmt: skip
                 step += 1
             position += count
         before = request_end
@@ -389,7 +376,6 @@ def _step(
     tile, row_first, row_last, factor, k_factor, soft_cap, scale, positions, heads, request, aux,
     k_scales, v_scales, SCORE: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
     MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr, KV_KIND: gl.constexpr,
-    COPIED: gl.constexpr,
 ):  # fmt: skip
     """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
 
@@ -406,10 +392,10 @@ def _step(
         v_stage = stage
     zeros = gl.zeros([KEYS, ROWS], gl.float32, LAYOUT)
     # Wait for the TMA loads of this tile's keys, then issue K @ Q^T.
-    wait_for_tile(k_full, stage, (step // STAGES) & 1, COPIED)
+    mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
     scores = _multiply_keys(k_ring, k_empty, stage, q_tile, zeros, PACKED, KV_KIND)
     # Wait for the TMA loads of the previous tile's values, then issue V^T @ P^T behind it.
-    wait_for_tile(v_full, v_stage, ((step - 1) // STAGES) & 1, COPIED)
+    mbarrier.wait(v_full.index(v_stage), ((step - 1) // STAGES) & 1)
     acc = _multiply_values(v_ring, v_stage, p_tile, acc, 0, PACKED, False, KV_KIND)
     if KV_KIND != KV_PLAIN:
         # All warps have both tiles in registers.
@@ -459,7 +445,7 @@ def _consumer(
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
     HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr,
     K_SCALE_KIND: gl.constexpr, V_SCALE_KIND: gl.constexpr, WORKER: gl.constexpr,
-    WORKERS: gl.constexpr, COPIED: gl.constexpr,
+    WORKERS: gl.constexpr,
 ):  # fmt: skip
     """Multiply, and write or combine the results of a worker's splits. One warpgroup."""
     ROWS: gl.constexpr = q_tile.shape[-2]
@@ -585,7 +571,7 @@ def _consumer(
                     scale_pages, request, tile + 1, seq_len, BLOCK_N, BLOCK_SIZE, LAYOUT
                 )
             stage = step % STAGES
-            wait_for_tile(k_full, stage, (step // STAGES) & 1, COPIED)
+            mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
             zeros = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
             scores = _multiply_keys(k_ring, k_empty, stage, q_tile, zeros, PACKED, KV_KIND)
             scores = _finish_scores(scores, k_factor, k_scales, 0, KV_KIND)
@@ -642,23 +628,22 @@ def _consumer(
                         q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
                         row_max, row_sum, step + i, tile, row_first, row_last, factor, k_factor,
                         soft_cap, scale, positions, query_head, request, aux, k_scales, v_scales,
-                        SCORE, STAGES, PACKED, True, CHECK_LEFT, HAS_CAP, KV_KIND,
-                        COPIED)  # fmt: skip
+                        SCORE, STAGES, PACKED, True, CHECK_LEFT, HAS_CAP, KV_KIND)  # fmt: skip
                 else:
                     acc, row_max, row_sum = _step(
                         q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
                         row_max, row_sum, step + i, tile, row_first, row_last, factor, k_factor,
                         soft_cap, scale, positions, query_head, request, aux, k_scales, v_scales,
-                        FULL_SCORE, STAGES, PACKED, False, CHECK_LEFT, HAS_CAP, KV_KIND,
-                        COPIED)  # fmt: skip
+                        FULL_SCORE, STAGES, PACKED, False, CHECK_LEFT, HAS_CAP,
+                        KV_KIND)  # fmt: skip
 
             # Epilogue: the product with the values of the last tile.
             step += count
             stage = (step - 1) % STAGES
-            wait_for_tile(v_full, stage, ((step - 1) // STAGES) & 1, COPIED)
+            mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) & 1)
             past_end = seq_len - (first_tile + skipped + count - 1) * BLOCK_N
             # TMA fills whole pages past the end with zeros, but not the rest of the last page.
-            if KV_KIND == KV_PLAIN and not COPIED:
+            if KV_KIND == KV_PLAIN:
                 if (past_end < BLOCK_N) & (seq_len % BLOCK_SIZE != 0):
                     clear_tile(v_ring.index(stage), past_end, 1 if PACKED else 0)
             acc = _multiply_values(v_ring, stage, p_tile, acc, past_end, PACKED, True, KV_KIND)
@@ -766,7 +751,6 @@ def hopper_decode_kernel(
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
     HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr,
     K_SCALE_KIND: gl.constexpr, V_SCALE_KIND: gl.constexpr, WORKERS: gl.constexpr,
-    STRIDES: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 4 + 1 + 1 warps. Grid: tile ranges * NUM_KV_HEADS, all resident at the same time.
 
@@ -791,9 +775,7 @@ def hopper_decode_kernel(
             block_table, stride_table, num_blocks, stride_ksb, stride_ksn, stride_ksh, stride_vsb,
             stride_vsn, stride_vsh,
         )  # fmt: skip
-    COPIED: gl.constexpr = STRIDES is not None
-    CACHE: gl.constexpr = key_desc.dtype.element_ty if COPIED else key_desc.dtype
-    LOADERS: gl.constexpr = _GATHER_THREADS if COPIED else 1
+    CACHE: gl.constexpr = key_desc.dtype
     # Float8 caches are read as 16-bit words, two elements each, and multiplied in float16.
     COMPUTE: gl.constexpr = CACHE if KV_KIND == KV_PLAIN else gl.float16
     K_COLUMNS: gl.constexpr = WIDTH // elements_per_word(KV_KIND)
@@ -812,11 +794,10 @@ def hopper_decode_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        # full: the loader's expect and the bytes of its TMA loads, or the threads that gather.
-        # empty: the consumer's arrival.
-        mbarrier.init(k_full.index(stage), count=LOADERS)
+        # full: the loader's expect and the bytes of its TMA loads. empty: the consumer's arrival.
+        mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=LOADERS)
+        mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=1)
     # Makes the initialized barriers visible to TMA.
     fence_async_shared()
@@ -847,7 +828,7 @@ def hopper_decode_kernel(
                     aux, scale_pages, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS,
                     BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD, CAUSAL,
                     HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
-                    K_SCALE_KIND, V_SCALE_KIND, 0, WORKERS, COPIED)),
+                    K_SCALE_KIND, V_SCALE_KIND, 0, WORKERS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens, partials,
                     partial_lses, split_headers, counters, scale, soft_cap, left, right, chunk,
@@ -856,60 +837,31 @@ def hopper_decode_kernel(
                     v_empty1, aux, scale_pages, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV,
                     TILE_TOKENS, BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
-                    K_SCALE_KIND, V_SCALE_KIND, 1, WORKERS, COPIED)),
+                    K_SCALE_KIND, V_SCALE_KIND, 1, WORKERS)),
                 (_loader, (
                     key_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
                     num_blocks, stride_table, k_ring, k_full, k_empty, aux, BOUNDS, NUM_KV_HEADS,
                     TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
-                    "packed_keys" if PACKED else "nhd", 0, WORKERS, D, None, 0)),
+                    "packed_keys" if PACKED else "nhd", 0, WORKERS)),
                 (_loader, (
                     value_desc, query_start_loc, seq_lens, block_table, left, right, chunk,
                     num_reqs, num_blocks, stride_table, v_ring, v_full, v_empty, aux, BOUNDS,
                     NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                    HAS_CHUNK, "packed_values" if PACKED else "nhd", 0, WORKERS, DV,
-                    None, 0)),
+                    HAS_CHUNK, "packed_values" if PACKED else "nhd", 0, WORKERS)),
                 (_loader, (
                     key_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
                     num_blocks, stride_table, k_ring1, k_full1, k_empty1, aux, BOUNDS, NUM_KV_HEADS,
                     TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
-                    "packed_keys" if PACKED else "nhd", 1, WORKERS, D, None, 0)),
+                    "packed_keys" if PACKED else "nhd", 1, WORKERS)),
                 (_loader, (
                     value_desc, query_start_loc, seq_lens, block_table, left, right, chunk,
                     num_reqs, num_blocks, stride_table, v_ring1, v_full1, v_empty1, aux, BOUNDS,
                     NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                    HAS_CHUNK, "packed_values" if PACKED else "nhd", 1, WORKERS, DV,
-                    None, 0)),
+                    HAS_CHUNK, "packed_values" if PACKED else "nhd", 1, WORKERS)),
             ],
             [4, 1, 1, 1, 1],
             # Registers per thread of the second consumer and of the loader warps.
             [216, 48, 48, 48, 48],
-        )  # fmt: skip
-    elif COPIED:
-        gl.warp_specialize(
-            [
-                (_consumer, (
-                    query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens, partials,
-                    partial_lses, split_headers, counters, scale, soft_cap, left, right, chunk,
-                    num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot, stride_oh,
-                    stride_lt, q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
-                    aux, scale_pages, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS,
-                    BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD, CAUSAL,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
-                    K_SCALE_KIND, V_SCALE_KIND, 0, WORKERS, COPIED)),
-                (_loader, (
-                    key_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
-                    num_blocks, stride_table, k_ring, k_full, k_empty, aux, BOUNDS, NUM_KV_HEADS,
-                    TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
-                    "nhd", 0, WORKERS, D, STRIDES, 0)),
-                (_loader, (
-                    value_desc, query_start_loc, seq_lens, block_table, left, right, chunk,
-                    num_reqs, num_blocks, stride_table, v_ring, v_full, v_empty, aux, BOUNDS,
-                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                    HAS_CHUNK, "nhd", 0, WORKERS, DV, STRIDES, 3)),
-            ],
-            [4, 4],
-            # Registers per thread of the two loaders.
-            [136, 136],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -922,18 +874,17 @@ def hopper_decode_kernel(
                     aux, scale_pages, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS,
                     BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD, CAUSAL,
                     HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
-                    K_SCALE_KIND, V_SCALE_KIND, 0, WORKERS, COPIED)),
+                    K_SCALE_KIND, V_SCALE_KIND, 0, WORKERS)),
                 (_loader, (
                     key_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
                     num_blocks, stride_table, k_ring, k_full, k_empty, aux, BOUNDS, NUM_KV_HEADS,
                     TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
-                    "packed_keys" if PACKED else "nhd", 0, WORKERS, D, None, 0)),
+                    "packed_keys" if PACKED else "nhd", 0, WORKERS)),
                 (_loader, (
                     value_desc, query_start_loc, seq_lens, block_table, left, right, chunk,
                     num_reqs, num_blocks, stride_table, v_ring, v_full, v_empty, aux, BOUNDS,
                     NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                    HAS_CHUNK, "packed_values" if PACKED else "nhd", 0, WORKERS, DV,
-                    None, 0)),
+                    HAS_CHUNK, "packed_values" if PACKED else "nhd", 0, WORKERS)),
             ],
             [1, 1],
             # Registers per thread of the two loader warps.
