@@ -65,7 +65,12 @@ LATENT_SAMPLE = ["latent-64-all", "selected-16-blocks-all"]
 MAX_LATENT_STACK = 240
 """Bytes of local memory per thread of the kernels over latents, whose accumulators are half of the
 registers: scalars."""
-SCORE = ["128-multi_item", "decode-128-relative_bias", "decode-128-documents-combine"]
+SCORE = [
+    "128-multi_item",
+    "64-head_windows",
+    "decode-128-relative_bias",
+    "decode-128-documents-combine",
+]
 """Cases with a score function; `--every-target` compiles all of `SCORE_CASES`."""
 MAX_SCORE_STACK, MAX_SCORE_LOOP = 352, 24
 """Bytes of local memory per thread of a kernel with a score function, and accesses to it in a loop
