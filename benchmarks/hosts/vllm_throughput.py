@@ -10,6 +10,10 @@ it: their prompts are prefilled first, then decoded over the cached prefix. Ther
 time of a call with all new tokens, which includes the admission of the prompts (hashes of their
 blocks, last block computed again), and `steps_s` that time less the time of a call with one new
 token: the decode steps alone.
+
+`deep-uncached` has other prompts in every call, so that no prefix is cached. `decode_s` is the time
+of a call with all new tokens less the time of a call with one: the requests whose prompts are
+complete decode in the steps that prefill the others.
 """
 
 from __future__ import annotations
@@ -54,6 +58,7 @@ def lengths(name: str) -> tuple[list[int], int]:
         "long": ([30000] * 8, 64),
         "one": ([2000], 128),
         "deep": ([16000] * 32, 256),
+        "deep-uncached": ([16000] * 32, 256),
         "long64k": ([65536] * 2, 128),
     }[name]
 
@@ -125,6 +130,17 @@ def measure(engine: Engine, name: str, repetitions: int) -> dict[str, Any]:
             "first_s": first_s, "all_s": all_s,
             "tokens": [list(o.outputs[0].token_ids)[:16] for o in outputs],
         }  # fmt: skip
+    if name == "deep-uncached":
+        first_s, all_s = [], []
+        for repetition in range(max(1, repetitions // 2)):  # each takes 35 s
+            first_s.append(engine.generate(prompts(name, 2 * repetition), 1)[1])
+            all_s.append(engine.generate(prompts(name, 2 * repetition + 1), new)[1])
+        decode = statistics.median(all_s) - statistics.median(first_s)
+        return {
+            "prefill_s": min(first_s), "prefill_tokens_per_s": sum(sizes) / min(first_s),
+            "decode_s": decode, "decode_tokens_per_s": len(sizes) * (new - 1) / decode,
+            "first_s": first_s, "all_s": all_s,
+        }  # fmt: skip
     times = [engine.generate(prompts(name, r), new)[1] for r in range(repetitions)]
     return {"s": min(times), "new_tokens_per_s": decoded / min(times), "all_s": times}
 
@@ -169,7 +185,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1, help="tensor parallelism")
     parser.add_argument("--context-parallel", type=int, default=1, help="ranks that share a cache")
     parser.add_argument("--repetitions", type=int, default=2)
-    parser.add_argument("--profile", type=Path, help="JSON lines: kernel times of a few steps")
+    parser.add_argument("--profile", type=Path, help="JSON lines: kernel times of steps of `deep`")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     import torch
@@ -190,7 +206,7 @@ def main() -> None:
             file.write(json.dumps({"workload": name, **common, **result}) + "\n")
         shown = {k: round(v, 3) for k, v in result.items() if isinstance(v, float)}
         print(name, arguments.backend, arguments.mode, arguments.kv_cache_dtype, shown, flush=True)
-        if arguments.profile:
+        if arguments.profile and name == "deep":
             with arguments.profile.open("a") as file:
                 file.write(json.dumps({"workload": name, **common, **profile(engine, name)}) + "\n")
     os._exit(0)
