@@ -37,12 +37,13 @@ def read_kernel(
     offsets = tl.arange(0, TILE)
     total = tl.zeros([TILE], tl.int32)
     for tile in tl.range(first, last, step, num_stages=STAGES):
-        total += tl.load(source + tile.to(tl.int64) * TILE + offsets)
+        total += tl.load(source + tile * TILE + offsets)
     tl.store(sums + program, tl.sum(total, 0))
 
 
 VARIANTS = [
-    {"tile": tile, "warps": warps, "programs_per_sm": programs, "strided": strided, "stages": stages}
+    {"tile": tile, "warps": warps, "programs_per_sm": programs, "strided": strided,
+     "stages": stages}
     for tile, warps, programs, stages in (
         (4096, 4, 8, 1), (8192, 8, 4, 1), (16384, 8, 2, 1), (4096, 4, 4, 4), (8192, 8, 2, 4),
         (8192, 8, 3, 3), (16384, 16, 1, 3),
