@@ -74,7 +74,15 @@ def latent(models: Path) -> dict[str, Any]:
     """Name -> case, over latents: short prompts in chunks, and long ones, whose keys and values
     attnlib computes for each head."""
     backends = {"CUSTOM": "CUSTOM", "FLASH_ATTN": "FLASH_ATTN_MLA"}
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {
+        "deepseek float32 eager": {
+            "model": str(models / "deepseek"), "arguments": {"block_size": 64}
+        },
+        "deepseek float32 decode graphs": {
+            "model": str(models / "deepseek"),
+            "arguments": {"block_size": 64, **_graphs("FULL_DECODE_ONLY")},
+        },
+    }  # fmt: skip
     for name, more in {
         "eager": {}, "decode graphs": _graphs("FULL_DECODE_ONLY"),
         "full graphs": _graphs("FULL"),
@@ -132,13 +140,19 @@ def _print_divergence(request: int, rows: Any, leads: Any) -> None:
         )
 
 
+def _write(target: Path, cases: dict[str, Any]) -> None:
+    """Write cases that need little of the GPU's memory, so that processes can share a GPU."""
+    for case in cases.values():
+        case["arguments"].setdefault("gpu_memory_utilization", 0.1)
+    target.write_text(json.dumps(cases))
+
+
 if __name__ == "__main__":
     folder, target = Path(sys.argv[1]), Path(sys.argv[2])
-    if sys.argv[3:] == ["two"]:
-        target.write_text(json.dumps(two_gpus(folder)))
-    elif sys.argv[3:] == ["latent"]:
-        target.write_text(json.dumps(latent(folder)))
-    elif len(sys.argv) > 3:
-        report(folder, json.loads(Path(sys.argv[3]).read_text()))
+    kinds = {"two": two_gpus, "latent": latent}
+    if len(sys.argv) == 3:
+        _write(target, cases(folder))
+    elif sys.argv[3] in kinds:
+        _write(target, kinds[sys.argv[3]](folder))
     else:
-        target.write_text(json.dumps(cases(folder)))
+        report(folder, json.loads(Path(sys.argv[3]).read_text()))
