@@ -65,9 +65,15 @@ class AttnlibAttentionBackend(AttentionBackend):
         self._begin(common, capturing=False)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Take a batch that is captured or replayed."""
+        """Take a batch that is captured or replayed. A replay calls no layer, so that metadata
+        that a backend computes per batch is refreshed here, in the memory that the graph reads."""
         assert self._buffers is not None  # SGLang calls `init_cuda_graph_state` first
-        self._begin(self._buffers.fill(forward_batch, self._req_to_token), capturing=in_capture)
+        common = self._buffers.fill(forward_batch, self._req_to_token)
+        self._begin(common, capturing=in_capture)
+        if not in_capture:
+            for (_, limits), builder in self._builders.items():
+                if limits is not None:
+                    builder.build(0, common)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what captured graphs read."""
@@ -146,6 +152,13 @@ class AttnlibAttentionBackend(AttentionBackend):
             builder = attention.backend.make_builder(attention.spec, self._device, limits=limits)
             self._builders[key] = builder
         if self._capturing:
+            if self._device.type == "cuda" and not builder.can_run_in_cudagraph(self._common):
+                raise UnsupportedConfigError(
+                    f"attnlib's backend {attention.backend.get_name()} cannot be captured in a "
+                    f"CUDA graph of batches with {self._common.max_query_len} new tokens per "
+                    "request: pass --disable-decode-cuda-graph, or select another one with "
+                    "ATTNLIB_BACKEND"
+                )
             return builder.build_for_cudagraph_capture(self._common)
         return builder.build(0, self._common)
 

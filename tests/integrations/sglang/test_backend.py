@@ -122,6 +122,29 @@ def test_captured_metadata_follows_later_batches(sglang: Any, page: int) -> None
     torch.testing.assert_close(out.view(2, -1), expected)
 
 
+def test_a_replay_builds_the_metadata_of_its_batch(
+    sglang: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph replays no Python code of the layers, and FlashAttention's and FlashInfer's metadata
+    has values that depend on the lengths."""
+    engine, layer = Engine(16), make_layer()
+    backend = engine.backend
+    backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4)
+    first = engine.batch(Mode.DECODE, [1, 1], [2, 2])
+    backend.init_forward_metadata_out_graph(first, in_capture=True)
+    backend.forward_decode(*tensors(2), layer, first)
+    (builder,) = backend._builders.values()
+    built = []
+    monkeypatch.setattr(
+        builder, "build", lambda prefix, common: built.append(common.seq_lens.tolist())
+    )
+    backend.init_forward_metadata_out_graph(engine.batch(Mode.DECODE, [1, 1], [90, 33]))
+    assert built == [[90, 33]]
+    eager = engine.batch(Mode.DECODE, [1, 1], [91, 34])
+    backend.init_forward_metadata(eager)
+    assert built == [[90, 33]]
+
+
 def test_without_save_nothing_is_written(sglang: Any) -> None:
     engine, layer = Engine(16), make_layer()
     batch = engine.batch(Mode.DECODE, [1, 1], [30, 20])
