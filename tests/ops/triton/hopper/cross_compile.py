@@ -13,10 +13,13 @@ import io
 import json
 import re
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from triton.runtime.cache import get_cache_manager
 
 from attnlib.key_selection import KeySelection, SelectedKeys
 from attnlib.ops.params import AttentionParams
@@ -32,11 +35,6 @@ from attnlib.ops.triton.hopper.invariant_plan import (
     prepare_hopper_invariant_decode,
     prepare_hopper_invariant_prefill,
 )
-from attnlib.ops.triton.hopper.kernels.decode import hopper_decode_kernel
-from attnlib.ops.triton.hopper.kernels.latent_decode import hopper_latent_decode_kernel
-from attnlib.ops.triton.hopper.kernels.prefill import hopper_prefill_kernel
-from attnlib.ops.triton.hopper.kernels.range_prefill import range_prefill_kernel
-from attnlib.ops.triton.hopper.kernels.selected_latents import hopper_selected_latents_kernel
 from attnlib.ops.triton.hopper.latent_plan import launch_latent_decode
 from attnlib.ops.triton.hopper.prefill_plan import launch_hopper_prefill
 from attnlib.ops.triton.launch.attention import BatchTensors
@@ -50,6 +48,7 @@ __all__ = [
     "entry_cases", "problem_of",
 ]  # fmt: skip
 
+_LOG = "ptxas.log"
 BF16, FP16 = torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CASES: dict[str, dict[str, Any]] = {
@@ -283,20 +282,46 @@ def _compile_invariant(options: dict[str, Any]) -> dict[str, Any]:
         sinks=torch.empty(heads) if options.get("sinks") else None,
     )
     lse = torch.empty(64, heads) if options.get("lse") else None
-    log = io.StringIO()
-    triton.knobs.nvidia.dump_ptxas_log = True
-    triton.knobs.compilation.always_compile = True
-    with stub_target("sm_90") as launches, contextlib.redirect_stdout(log):
-        limits = TARGETS["sm_90"].limits
-        tensors = (query, cache, cache, torch.empty_like(query), lse, batch, params)
+    limits = TARGETS["sm_90"].limits
+    tensors = (query, cache, cache, torch.empty_like(query), lse, batch, params)
+
+    def run() -> None:
         prepared: Any = prepare_hopper_invariant_prefill(*tensors, limits)
         if decode:
             prepared = prepare_hopper_invariant_decode(*tensors, limits, options.get("query", 1), 8)
         run_attention(prepared, batch, query, cache, cache, tensors[3], lse, params)
+
+    launch, log = _compiled(run)
     return {
-        **_facts(launches[0], log.getvalue()),
-        "loops": _key_loops(launches[0].kernel.asm["cubin"], (4,) if decode else (2,), True),
+        **_facts(launch, log),
+        "loops": _key_loops(launch.kernel.asm["cubin"], (4,) if decode else (2,), True),
     }
+
+
+def _compiled(run: Callable[[], None]) -> tuple[Launch, str]:
+    """Compile the kernel that `run` launches; return the launch and the log of ptxas.
+
+    The log is kept beside the kernel in Triton's cache, so that a kernel that has been compiled
+    there is not compiled again.
+    """
+    log = io.StringIO()
+    triton.knobs.nvidia.dump_ptxas_log = True
+    with stub_target("sm_90") as launches, contextlib.redirect_stdout(log):
+        run()
+    kept = get_cache_manager(launches[0].kernel.hash)
+    if log.getvalue():
+        kept.put(log.getvalue(), _LOG)
+    elif (path := kept.get_file(_LOG)) is not None:
+        return launches[0], Path(path).read_text()
+    else:
+        # Compiled by another program, without the log.
+        launches[0].kernel.src.fn.device_caches.clear()
+        triton.knobs.compilation.always_compile = True
+        try:
+            return _compiled(run)
+        finally:
+            triton.knobs.compilation.always_compile = False
+    return launches[0], log.getvalue()
 
 
 def entry_cases() -> dict[str, TileEntry]:
@@ -374,11 +399,6 @@ def _compile_latent(options: dict[str, Any]) -> dict[str, Any]:
     key = torch.empty(2, options.get("n", 64), 1, 576, dtype=dtype)
     sinks = torch.empty(heads) if "params" in options else None
     params = AttentionParams(scale=0.1, sinks=sinks, **options.get("params", {}))
-    log = io.StringIO()
-    triton.knobs.nvidia.dump_ptxas_log = True
-    triton.knobs.compilation.always_compile = True
-    hopper_latent_decode_kernel.device_caches.clear()
-    hopper_selected_latents_kernel.device_caches.clear()
     inputs = (
         torch.empty(tokens, heads, 576, dtype=dtype),
         key,
@@ -392,7 +412,8 @@ def _compile_latent(options: dict[str, Any]) -> dict[str, Any]:
         "out": torch.empty(tokens, heads, 512, dtype=dtype),
         "lse": torch.empty(tokens, heads) if options.get("lse") else None,
     }
-    with stub_target("sm_90") as launches, contextlib.redirect_stdout(log):
+
+    def run() -> None:
         if "tokens" in options:
             selection = KeySelection(**options.get("selection", {"max_blocks": 2048}))
             lists = torch.zeros(tokens, 1, selection.max_blocks, dtype=torch.int32)
@@ -404,7 +425,8 @@ def _compile_latent(options: dict[str, Any]) -> dict[str, Any]:
                 workspace=torch.empty(1 << 25),
                 **outputs,
             )
-    return _facts(launches[0], log.getvalue())
+
+    return _facts(*_compiled(run))
 
 
 def _options(name: str) -> dict[str, Any]:
@@ -497,13 +519,8 @@ def compile_case(name: str) -> dict[str, Any]:
         "lse": torch.empty(64, heads) if options.get("lse") else None,
     }
     counters = torch.zeros(1024, dtype=torch.int32) if "reqs" in options else None
-    log = io.StringIO()
-    triton.knobs.nvidia.dump_ptxas_log = True
-    triton.knobs.compilation.always_compile = True
-    for kernel in (hopper_decode_kernel, hopper_prefill_kernel, range_prefill_kernel):
-        # ptxas prints its log only when it compiles, and two cases may share a kernel.
-        kernel.device_caches.clear()
-    with stub_target("sm_90") as launches, contextlib.redirect_stdout(log):
+
+    def run() -> None:
         if decode:
             launch_hopper_decode(
                 *shapes,
@@ -516,9 +533,10 @@ def compile_case(name: str) -> dict[str, Any]:
             )
         else:
             launch_hopper_prefill(*shapes, params, tile, max_seq_len=64, **outputs)
-    launch = launches[0]
+
+    launch, log = _compiled(run)
     return {
-        **_facts(launch, log.getvalue()),
+        **_facts(launch, log),
         "estimate": decode_shared_bytes(tile, d, dv, bits)
         if decode
         else shared_bytes(tile, d, dv, has_score),
