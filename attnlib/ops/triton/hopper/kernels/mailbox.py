@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnlib.ops.triton.hopper.kernels.compat import partition_barrier
 
-__all__ = ["publish", "read_field", "read_tiles"]
+__all__ = ["publish", "read_field", "read_tiles", "receive"]
 
 _FIRST_TILE_FIELD: gl.constexpr = gl.constexpr(6)
 
@@ -84,3 +84,28 @@ def read_tiles(mailbox, slot, RANGES: gl.constexpr, FIELDS: gl.constexpr):
         after_gap = read_field(mailbox, first + 6)
         gap = read_field(mailbox, first + 7)
     return begin, left_end, right_begin, end, left_b, right_b, after_gap, gap
+
+
+@gluon.jit
+def receive(mailbox, mail_full, mail_empty, mail, RANGES: gl.constexpr, FIELDS: gl.constexpr):
+    """Wait for the key loader to publish item number `mail`, copy it, and release its slot.
+
+    Returns:
+        The arguments of `publish` from `request` to `gap`.
+    """
+    slot = mail % 2
+    mbarrier.wait(mail_full.index(slot), (mail // 2) & 1)
+    request = read_field(mailbox, slot * FIELDS)
+    start = read_field(mailbox, slot * FIELDS + 1)
+    first_token = read_field(mailbox, slot * FIELDS + 2)
+    kv_head = read_field(mailbox, slot * FIELDS + 3)
+    query_len = read_field(mailbox, slot * FIELDS + 4)
+    seq_len = read_field(mailbox, slot * FIELDS + 5)
+    begin, left_end, right_begin, end, left_b, right_b, after_gap, gap = read_tiles(
+        mailbox, slot, RANGES, FIELDS
+    )
+    mbarrier.arrive(mail_empty.index(slot), count=1)
+    return (
+        request, start, first_token, kv_head, query_len, seq_len, begin, left_end, right_begin, end,
+        left_b, right_b, after_gap, gap,
+    )  # fmt: skip

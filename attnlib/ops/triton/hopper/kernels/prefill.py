@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnlib.ops.triton.hopper.kernels.barriers import allocate_barriers
 from attnlib.ops.triton.hopper.kernels.compat import (
     consumers_sync,
     exp2,
@@ -48,7 +49,7 @@ from attnlib.ops.triton.hopper.kernels.compat import (
 )
 from attnlib.ops.triton.hopper.kernels.converter import converter
 from attnlib.ops.triton.hopper.kernels.gather import GATHER_THREADS, gather_tile
-from attnlib.ops.triton.hopper.kernels.mailbox import publish, read_field, read_tiles
+from attnlib.ops.triton.hopper.kernels.mailbox import publish, receive
 from attnlib.ops.triton.hopper.kernels.mainloop import (
     multiply_keys,
     multiply_parts,
@@ -88,7 +89,7 @@ from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
 __all__ = [
     "UNALIGNED", "UNSPECIALIZED", "aligned_offset", "clear_values", "hopper_prefill_kernel",
-    "item_rows", "key_loader", "store_rows", "value_loader",
+    "item_rows", "key_loader", "stage_rows", "store_rows", "value_loader",
 ]  # fmt: skip
 
 UNSPECIALIZED = [
@@ -330,16 +331,10 @@ def value_loader(
     step = 0
     request = 0
     while request >= 0:
-        slot = mail % 2
-        # Wait for the key loader to publish the next item, copy it, and release the slot.
-        mbarrier.wait(mail_full.index(slot), (mail // 2) & 1)
-        request = read_field(mailbox, slot * FIELDS)
-        first_token = read_field(mailbox, slot * FIELDS + 2)
-        kv_head = read_field(mailbox, slot * FIELDS + 3)
-        query_len = read_field(mailbox, slot * FIELDS + 4)
-        seq_len = read_field(mailbox, slot * FIELDS + 5)
-        begin, _, _, end, _, _, after_gap, gap = read_tiles(mailbox, slot, RANGES, FIELDS)
-        mbarrier.arrive(mail_empty.index(slot), count=1)
+        (
+            request, _, first_token, kv_head, query_len, seq_len, begin, _, _, end, _, _, after_gap,
+            gap,
+        ) = receive(mailbox, mail_full, mail_empty, mail, RANGES, FIELDS)  # fmt: skip
         mail += 1
         if (request >= 0) & (request < num_reqs):
             if RANGES == 0:
@@ -398,6 +393,14 @@ def item_rows(
 
 
 @gluon.jit
+def stage_rows(q_tile, rows):
+    """Put output rows into the queries' shared memory, from which stores are 16 bytes wide."""
+    partition_barrier()
+    q_tile.store(rows)
+    partition_barrier()
+
+
+@gluon.jit
 def _consumer(
     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk, num_reqs,
     concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox, q_tiles, q_halves,
@@ -450,19 +453,10 @@ def _consumer(
     step = 0
     request = 0
     while request >= 0:
-        slot = mail % 2
-        # Wait for the key loader to publish the next item, copy it, and release the slot.
-        mbarrier.wait(mail_full.index(slot), (mail // 2) & 1)
-        request = read_field(mailbox, slot * FIELDS)
-        start = read_field(mailbox, slot * FIELDS + 1)
-        first_token = read_field(mailbox, slot * FIELDS + 2)
-        kv_head = read_field(mailbox, slot * FIELDS + 3)
-        query_len = read_field(mailbox, slot * FIELDS + 4)
-        seq_len = read_field(mailbox, slot * FIELDS + 5)
-        begin, left_end, right_begin, end, left_b, right_b, after_gap, gap = read_tiles(
-            mailbox, slot, RANGES, FIELDS
-        )
-        mbarrier.arrive(mail_empty.index(slot), count=1)
+        (
+            request, start, first_token, kv_head, query_len, seq_len, begin, left_end, right_begin,
+            end, left_b, right_b, after_gap, gap,
+        ) = receive(mailbox, mail_full, mail_empty, mail, RANGES, FIELDS)  # fmt: skip
         mail += 1
         if request == num_reqs:
             # Rows after the last request become 0 (M6).
@@ -716,10 +710,7 @@ def _consumer(
             normalizer = gl.convert_layout(normalizer, gl.SliceLayout(1, O_LAYOUT))
             rows = (acc * normalizer[:, None]).to(DTYPE)
             if STAGED_STORE:
-                # Staged in the queries' shared memory, so that stores are 16 bytes wide.
-                partition_barrier()
-                q_tile.store(rows)
-                partition_barrier()
+                stage_rows(q_tile, rows)
                 token, head, valid = item_rows(
                     first_token, query_len, kv_head, ROW_BLOCK, GROUP, TILE_TOKENS,
                     gl.SliceLayout(1, STORE_LAYOUT))  # fmt: skip
@@ -802,33 +793,10 @@ def hopper_prefill_kernel(
     )
     k_ring = gl.allocate_shared_memory(COMPUTE, [STAGES * KEY_PARTS, BLOCK_N, WIDTH], K_SHARED)
     v_ring = gl.allocate_shared_memory(COMPUTE, [STAGES, BLOCK_N, WIDTH_V], V_SHARED)
-    # Two slots, so that the key loader can publish an item while the last one is being processed.
-    mailbox = gl.allocate_shared_memory(
-        gl.int32, [2 * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    READERS: gl.constexpr = CONSUMERS + 1 + int(KV_KIND != KV_PLAIN) - int(COPIED)
+    mailbox, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty = (
+        allocate_barriers(FIELDS, STAGES, Q_STAGES, CONSUMERS, READERS, LOADERS)
     )
-    mail_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mail_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(2):
-        mbarrier.init(mail_full.index(slot), count=1)
-        mbarrier.init(
-            mail_empty.index(slot), count=CONSUMERS + 1 + int(KV_KIND != KV_PLAIN) - int(COPIED)
-        )
-    for stage in gl.static_range(Q_STAGES):
-        mbarrier.init(q_full.index(stage), count=1)
-        mbarrier.init(q_empty.index(stage), count=CONSUMERS)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=LOADERS)
-        mbarrier.init(k_empty.index(stage), count=CONSUMERS)
-        mbarrier.init(v_full.index(stage), count=LOADERS)
-        mbarrier.init(v_empty.index(stage), count=CONSUMERS)
-    # Makes the initialized barriers visible to TMA.
-    fence_async_shared()
     column_tile = (None,)
     if KEY_SLOPE is not None:
         column_tile = (column_numbers(BLOCK_N),)

@@ -20,13 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnlib.ops.triton.hopper.kernels.barriers import allocate_barriers
 from attnlib.ops.triton.hopper.kernels.compat import (
     exp2,
     launch_dependent_grids,
-    partition_barrier,
     wait_on_dependent_grids,
 )
-from attnlib.ops.triton.hopper.kernels.mailbox import read_field, read_tiles
+from attnlib.ops.triton.hopper.kernels.mailbox import receive
 from attnlib.ops.triton.hopper.kernels.mainloop import (
     pack_weights,
     unpack_weights,
@@ -37,6 +37,7 @@ from attnlib.ops.triton.hopper.kernels.prefill import (
     clear_values,
     item_rows,
     key_loader,
+    stage_rows,
     store_rows,
     value_loader,
 )
@@ -51,24 +52,6 @@ from attnlib.ops.triton.hopper.kernels.softmax import (
 )
 
 __all__ = ["range_prefill_kernel"]
-
-
-@gluon.jit
-def _next_item(mailbox, mail_full, mail_empty, mail, FIELDS: gl.constexpr):
-    """Wait for a published work item, copy it, and release its slot."""
-    slot = mail % 2
-    mbarrier.wait(mail_full.index(slot), (mail // 2) & 1)
-    request = read_field(mailbox, slot * FIELDS)
-    start = read_field(mailbox, slot * FIELDS + 1)
-    first_token = read_field(mailbox, slot * FIELDS + 2)
-    kv_head = read_field(mailbox, slot * FIELDS + 3)
-    query_len = read_field(mailbox, slot * FIELDS + 4)
-    seq_len = read_field(mailbox, slot * FIELDS + 5)
-    begin, left_end, right_begin, end, _, _, _, _ = read_tiles(mailbox, slot, 1, FIELDS)
-    mbarrier.arrive(mail_empty.index(slot), count=1)
-    return (
-        request, start, first_token, kv_head, query_len, seq_len, begin, left_end, right_begin, end
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -240,8 +223,8 @@ def _consumer(
     step = 0
     (
         request, start, first_token, kv_head, query_len, seq_len, item_begin, left_end, right_begin,
-        item_end,
-    ) = _next_item(mailbox, mail_full, mail_empty, 0, FIELDS)  # fmt: skip
+        item_end, _, _, _, _,
+    ) = receive(mailbox, mail_full, mail_empty, 0, 1, FIELDS)  # fmt: skip
     mail = 1
     known = gl.minimum(gl.maximum(request, 0), num_reqs - 1)
     has_query = (request >= 0) & (request < num_reqs)
@@ -308,8 +291,8 @@ def _consumer(
         more = has_query.to(gl.int32)
         (
             request_b, start_b, first_token_b, kv_head_b, query_len_b, seq_len_b, item_begin_b,
-            left_end_b, right_begin_b, item_end_b,
-        ) = _next_item(mailbox, mail_full, mail_empty, mail, FIELDS)  # fmt: skip
+            left_end_b, right_begin_b, item_end_b, _, _, _, _,
+        ) = receive(mailbox, mail_full, mail_empty, mail, 1, FIELDS)  # fmt: skip
         mail += 1
         known_b = gl.minimum(gl.maximum(request_b, 0), num_reqs - 1)
         has_query_b = (request_b >= 0) & (request_b < num_reqs)
@@ -372,10 +355,7 @@ def _consumer(
             gl.SliceLayout(1, STORE_LAYOUT))  # fmt: skip
         offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
         if has_query:
-            # Staged in the queries' shared memory, so that stores are 16 bytes wide.
-            partition_barrier()
-            q_tile.store(rows)
-            partition_barrier()
+            stage_rows(q_tile, rows)
             store_rows(out, offsets, q_tile.load(STORE_LAYOUT), valid, DV)
             # The next queries arrive here by TMA, after the staged output has been read.
             fence_async_shared()
@@ -435,31 +415,9 @@ def range_prefill_kernel(
     q_tiles = gl.allocate_shared_memory(DTYPE, [Q_STAGES * CONSUMERS, 64, WIDTH], Q_SHARED)
     k_ring = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, WIDTH], K_SHARED)
     v_ring = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, WIDTH_V], V_SHARED)
-    # Two slots, so that the key loader can publish an item while the last one is being processed.
-    mailbox = gl.allocate_shared_memory(
-        gl.int32, [2 * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    mailbox, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty = (
+        allocate_barriers(FIELDS, STAGES, Q_STAGES, CONSUMERS, CONSUMERS + 1, 1)
     )
-    mail_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mail_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(2):
-        mbarrier.init(mail_full.index(slot), count=1)
-        mbarrier.init(mail_empty.index(slot), count=CONSUMERS + 1)
-    for stage in gl.static_range(Q_STAGES):
-        mbarrier.init(q_full.index(stage), count=1)
-        mbarrier.init(q_empty.index(stage), count=CONSUMERS)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=CONSUMERS)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=CONSUMERS)
-    # Makes the initialized barriers visible to TMA.
-    fence_async_shared()
     gl.warp_specialize(
         [
             (_consumer, (
