@@ -65,11 +65,10 @@ from attnlib.ops.triton.hopper.kernels.int4 import (
 from attnlib.ops.triton.hopper.kernels.mainloop import hidden_zero
 from attnlib.ops.triton.hopper.kernels.quantized import (
     WEIGHT_SCALE,
+    copy_token_scales,
     float16_keys,
     float16_values,
     load_kv_scale,
-    load_pages,
-    load_token_scales,
     query_columns,
     query_powers,
     value_rows,
@@ -212,12 +211,16 @@ def _workers(WORKER: gl.constexpr, WORKERS: gl.constexpr):
 @gluon.jit
 def _loader(
     cache, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_blocks,
-    stride_table, ring, full, empty, aux, BOUNDS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
+    stride_table, ring, full, empty, scales, aux, BOUNDS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
     TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
-    LAYOUT: gl.constexpr, WORKER: gl.constexpr, WORKERS: gl.constexpr,
+    LAYOUT: gl.constexpr, KV_KIND: gl.constexpr, WORKER: gl.constexpr, WORKERS: gl.constexpr,
 ):  # fmt: skip
-    """Load the key or value tiles of the CTA's range into a ring, split after split. One warp."""
+    """Load the key or value tiles of the CTA's range into a ring, split after split. One warp.
+
+    `scales` is that of `copy_token_scales` for the loader of the keys of pages that hold scales;
+    otherwise a tuple of None.
+    """
     BLOCK_N: gl.constexpr = tile_keys(ring.shape, LAYOUT)
     # PDL: the previous kernel may have written the cache, the lengths or the block table.
     wait_on_dependent_grids()
@@ -249,6 +252,11 @@ def _loader(
                     cache, table, pages, num_blocks, kv_head, tile,
                     tile * BLOCK_N // BLOCK_SIZE + 32, ring, full, empty, step, BLOCK_SIZE,
                     STAGES, LAYOUT)  # fmt: skip
+                if scales[8] is not None:
+                    # The stage is free: the loads of the tile have waited for it.
+                    copy_token_scales(
+                        scales, table, pages, num_blocks, kv_head, tile, step % STAGES, full,
+                        BLOCK_SIZE, KV_KIND)  # fmt: skip
                 step += 1
             position += count
         before = request_end
@@ -374,7 +382,7 @@ def elements_per_word(kind):
 def _step(
     q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, row_max, row_sum, step,
     tile, row_first, row_last, factor, k_factor, soft_cap, scale, positions, heads, request, aux,
-    k_scales, v_scales, SCORE: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
+    scales, SCORE: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
     MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr, KV_KIND: gl.constexpr,
 ):  # fmt: skip
     """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
@@ -393,6 +401,11 @@ def _step(
     zeros = gl.zeros([KEYS, ROWS], gl.float32, LAYOUT)
     # Wait for the TMA loads of this tile's keys, then issue K @ Q^T.
     mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
+    k_scales = None
+    v_scales = None
+    if scales[8] is not None:
+        k_scales = scales[8].index(2 * stage).load(gl.SliceLayout(1, LAYOUT))
+        v_scales = scales[8].index(2 * stage + 1).load(gl.SliceLayout(1, LAYOUT))
     scores = _multiply_keys(k_ring, k_empty, stage, q_tile, zeros, PACKED, KV_KIND)
     # Wait for the TMA loads of the previous tile's values, then issue V^T @ P^T behind it.
     mbarrier.wait(v_full.index(v_stage), ((step - 1) // STAGES) & 1)
@@ -438,7 +451,7 @@ def _consumer(
     query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens, partials, partial_lses,
     split_headers, counters, scale, soft_cap, left, right, chunk, num_reqs, num_tokens, rows,
     stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tile, p_tile, k_ring, v_ring, k_full,
-    k_empty, v_full, v_empty, aux, scale_pages, SCORE: gl.constexpr, BOUNDS: gl.constexpr,
+    k_empty, v_full, v_empty, aux, scales, SCORE: gl.constexpr, BOUNDS: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
     COMBINE_IN_KERNEL: gl.constexpr, SPLITS_PER_LOAD: gl.constexpr, CAUSAL: gl.constexpr,
@@ -558,21 +571,14 @@ def _consumer(
 
             # Prologue: the first tile has no values of an earlier tile to multiply by.
             tile = first_tile + skipped
-            k_scales = None
-            v_scales = None
-            if K_SCALE_KIND == SCALE_PER_TOKEN:
-                blocks = load_pages(
-                    scale_pages, request, tile, seq_len, BLOCK_N, BLOCK_SIZE, LAYOUT
-                )
-                k_scales, v_scales = load_token_scales(
-                    k_scale, v_scale, scale_pages, blocks, kv_head, tile, BLOCK_SIZE, KV_KIND
-                )
-                blocks = load_pages(
-                    scale_pages, request, tile + 1, seq_len, BLOCK_N, BLOCK_SIZE, LAYOUT
-                )
             stage = step % STAGES
             mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
             zeros = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
+            k_scales = None
+            v_scales = None
+            if scales[8] is not None:
+                k_scales = scales[8].index(2 * stage).load(gl.SliceLayout(1, LAYOUT))
+                v_scales = scales[8].index(2 * stage + 1).load(gl.SliceLayout(1, LAYOUT))
             scores = _multiply_keys(k_ring, k_empty, stage, q_tile, zeros, PACKED, KV_KIND)
             scores = _finish_scores(scores, k_factor, k_scales, 0, KV_KIND)
             if KV_KIND != KV_PLAIN:
@@ -596,44 +602,20 @@ def _consumer(
                 row_sum = gl.sum(weights, 0)
             store_weights(p_tile, weights, v_scales, True, KV_KIND)
 
-            if K_SCALE_KIND == SCALE_PER_TOKEN:
-                # Scales are loaded one tile ahead, their pages two.
-                next_k, next_v = load_token_scales(
-                    k_scale, v_scale, scale_pages, blocks, kv_head, tile + 1, BLOCK_SIZE, KV_KIND
-                )
-                blocks = load_pages(
-                    scale_pages, request, tile + 2, seq_len, BLOCK_N, BLOCK_SIZE, LAYOUT
-                )
             # Main loop. Only tiles at the ends of the visible keys need a mask.
             for i in range(1, count):
                 tile = first_tile + skipped + i
-                if K_SCALE_KIND == SCALE_PER_TOKEN:
-                    k_scales = next_k
-                    v_scales = next_v
-                    next_k, next_v = load_token_scales(
-                        k_scale,
-                        v_scale,
-                        scale_pages,
-                        blocks,
-                        kv_head,
-                        tile + 1,
-                        BLOCK_SIZE,
-                        KV_KIND,
-                    )
-                    blocks = load_pages(
-                        scale_pages, request, tile + 2, seq_len, BLOCK_N, BLOCK_SIZE, LAYOUT
-                    )
                 if (tile >= right_begin) | (tile < left_end):
                     acc, row_max, row_sum = _step(
                         q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
                         row_max, row_sum, step + i, tile, row_first, row_last, factor, k_factor,
-                        soft_cap, scale, positions, query_head, request, aux, k_scales, v_scales,
-                        SCORE, STAGES, PACKED, True, CHECK_LEFT, HAS_CAP, KV_KIND)  # fmt: skip
+                        soft_cap, scale, positions, query_head, request, aux, scales, SCORE,
+                        STAGES, PACKED, True, CHECK_LEFT, HAS_CAP, KV_KIND)  # fmt: skip
                 else:
                     acc, row_max, row_sum = _step(
                         q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
                         row_max, row_sum, step + i, tile, row_first, row_last, factor, k_factor,
-                        soft_cap, scale, positions, query_head, request, aux, k_scales, v_scales,
+                        soft_cap, scale, positions, query_head, request, aux, scales,
                         FULL_SCORE, STAGES, PACKED, False, CHECK_LEFT, HAS_CAP,
                         KV_KIND)  # fmt: skip
 
@@ -736,6 +718,16 @@ def _consumer(
         launch_dependent_grids()
 
 
+@gluon.jit
+def _allocate_scales(STAGES: gl.constexpr, BLOCK_N: gl.constexpr, KV_KIND: gl.constexpr):
+    """Return the ring of scales: of the keys and of the values of each stage. The four scales of a
+    head of int4 values are one number."""
+    DTYPE: gl.constexpr = gl.int64 if KV_KIND == KV_INT4 else gl.float32
+    return gl.allocate_shared_memory(
+        DTYPE, [2 * STAGES, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+
+
 @gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def hopper_decode_kernel(
     key_desc, value_desc, query, out, lse, sinks, k_scale, v_scale, aux0, aux1, aux2, aux3,
@@ -769,12 +761,6 @@ def hopper_decode_kernel(
     aux = (
         aux0, rows0, columns0, aux1, rows1, columns1, aux2, rows2, columns2, aux3, rows3, columns3,
     )  # fmt: skip
-    scale_pages = (None, None, None, None, None, None, None, None, None)
-    if K_SCALE_KIND == SCALE_PER_TOKEN:
-        scale_pages = (
-            block_table, stride_table, num_blocks, stride_ksb, stride_ksn, stride_ksh, stride_vsb,
-            stride_vsn, stride_vsh,
-        )  # fmt: skip
     CACHE: gl.constexpr = key_desc.dtype
     # Float8 caches are read as 16-bit words, two elements each, and multiplied in float16.
     COMPUTE: gl.constexpr = CACHE if KV_KIND == KV_PLAIN else gl.float16
@@ -793,14 +779,23 @@ def hopper_decode_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # full: the loader's expect and the bytes of its TMA loads; the threads of the loader of the keys
+    # that copy scales. empty: the consumer's arrival.
+    K_ARRIVALS: gl.constexpr = 33 if K_SCALE_KIND == SCALE_PER_TOKEN else 1
     for stage in gl.static_range(STAGES):
-        # full: the loader's expect and the bytes of its TMA loads. empty: the consumer's arrival.
-        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_full.index(stage), count=K_ARRIVALS)
         mbarrier.init(k_empty.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=1)
     # Makes the initialized barriers visible to TMA.
     fence_async_shared()
+    no_scales = (None, None, None, None, None, None, None, None, None)
+    scales = no_scales
+    if K_SCALE_KIND == SCALE_PER_TOKEN:
+        scales = (
+            k_scale, v_scale, stride_ksb, stride_ksn, stride_ksh, stride_vsb, stride_vsn,
+            stride_vsh, _allocate_scales(STAGES, BLOCK_N, KV_KIND),
+        )  # fmt: skip
     if WORKERS == 2:
         # A second consumer with loaders and rings of its own.
         q_tile1 = gl.allocate_shared_memory(COMPUTE, Q_SHAPE, Q_SHARED)
@@ -813,11 +808,17 @@ def hopper_decode_kernel(
         v_full1 = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         v_empty1 = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for stage in gl.static_range(STAGES):
-            mbarrier.init(k_full1.index(stage), count=1)
+            mbarrier.init(k_full1.index(stage), count=K_ARRIVALS)
             mbarrier.init(k_empty1.index(stage), count=1)
             mbarrier.init(v_full1.index(stage), count=1)
             mbarrier.init(v_empty1.index(stage), count=1)
         fence_async_shared()
+        scales1 = no_scales
+        if K_SCALE_KIND == SCALE_PER_TOKEN:
+            scales1 = (
+                k_scale, v_scale, stride_ksb, stride_ksn, stride_ksh, stride_vsb, stride_vsn,
+                stride_vsh, _allocate_scales(STAGES, BLOCK_N, KV_KIND),
+            )  # fmt: skip
         gl.warp_specialize(
             [
                 (_consumer, (
@@ -825,7 +826,7 @@ def hopper_decode_kernel(
                     partial_lses, split_headers, counters, scale, soft_cap, left, right, chunk,
                     num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot, stride_oh,
                     stride_lt, q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
-                    aux, scale_pages, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS,
+                    aux, scales, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS,
                     BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD, CAUSAL,
                     HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, 0, WORKERS)),
@@ -834,30 +835,30 @@ def hopper_decode_kernel(
                     partial_lses, split_headers, counters, scale, soft_cap, left, right, chunk,
                     num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot, stride_oh,
                     stride_lt, q_tile1, p_tile1, k_ring1, v_ring1, k_full1, k_empty1, v_full1,
-                    v_empty1, aux, scale_pages, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV,
+                    v_empty1, aux, scales1, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV,
                     TILE_TOKENS, BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, 1, WORKERS)),
                 (_loader, (
                     key_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
-                    num_blocks, stride_table, k_ring, k_full, k_empty, aux, BOUNDS, NUM_KV_HEADS,
+                    num_blocks, stride_table, k_ring, k_full, k_empty, scales, aux, BOUNDS, NUM_KV_HEADS,
                     TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
-                    "packed_keys" if PACKED else "nhd", 0, WORKERS)),
+                    "packed_keys" if PACKED else "nhd", KV_KIND, 0, WORKERS)),
                 (_loader, (
                     value_desc, query_start_loc, seq_lens, block_table, left, right, chunk,
-                    num_reqs, num_blocks, stride_table, v_ring, v_full, v_empty, aux, BOUNDS,
+                    num_reqs, num_blocks, stride_table, v_ring, v_full, v_empty, no_scales, aux, BOUNDS,
                     NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                    HAS_CHUNK, "packed_values" if PACKED else "nhd", 0, WORKERS)),
+                    HAS_CHUNK, "packed_values" if PACKED else "nhd", KV_KIND, 0, WORKERS)),
                 (_loader, (
                     key_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
-                    num_blocks, stride_table, k_ring1, k_full1, k_empty1, aux, BOUNDS, NUM_KV_HEADS,
-                    TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
-                    "packed_keys" if PACKED else "nhd", 1, WORKERS)),
+                    num_blocks, stride_table, k_ring1, k_full1, k_empty1, scales1, aux, BOUNDS,
+                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
+                    "packed_keys" if PACKED else "nhd", KV_KIND, 1, WORKERS)),
                 (_loader, (
                     value_desc, query_start_loc, seq_lens, block_table, left, right, chunk,
-                    num_reqs, num_blocks, stride_table, v_ring1, v_full1, v_empty1, aux, BOUNDS,
+                    num_reqs, num_blocks, stride_table, v_ring1, v_full1, v_empty1, no_scales, aux, BOUNDS,
                     NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                    HAS_CHUNK, "packed_values" if PACKED else "nhd", 1, WORKERS)),
+                    HAS_CHUNK, "packed_values" if PACKED else "nhd", KV_KIND, 1, WORKERS)),
             ],
             [4, 1, 1, 1, 1],
             # Registers per thread of the second consumer and of the loader warps.
@@ -871,20 +872,20 @@ def hopper_decode_kernel(
                     partial_lses, split_headers, counters, scale, soft_cap, left, right, chunk,
                     num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot, stride_oh,
                     stride_lt, q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
-                    aux, scale_pages, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS,
+                    aux, scales, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS,
                     BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD, CAUSAL,
                     HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, 0, WORKERS)),
                 (_loader, (
                     key_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
-                    num_blocks, stride_table, k_ring, k_full, k_empty, aux, BOUNDS, NUM_KV_HEADS,
+                    num_blocks, stride_table, k_ring, k_full, k_empty, scales, aux, BOUNDS, NUM_KV_HEADS,
                     TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
-                    "packed_keys" if PACKED else "nhd", 0, WORKERS)),
+                    "packed_keys" if PACKED else "nhd", KV_KIND, 0, WORKERS)),
                 (_loader, (
                     value_desc, query_start_loc, seq_lens, block_table, left, right, chunk,
-                    num_reqs, num_blocks, stride_table, v_ring, v_full, v_empty, aux, BOUNDS,
+                    num_reqs, num_blocks, stride_table, v_ring, v_full, v_empty, no_scales, aux, BOUNDS,
                     NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                    HAS_CHUNK, "packed_values" if PACKED else "nhd", 0, WORKERS)),
+                    HAS_CHUNK, "packed_values" if PACKED else "nhd", KV_KIND, 0, WORKERS)),
             ],
             [1, 1],
             # Registers per thread of the two loader warps.

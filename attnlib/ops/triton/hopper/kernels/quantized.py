@@ -26,7 +26,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from attnlib.ops.triton.hopper.kernels.compat import partition_barrier
+from attnlib.ops.triton.hopper.kernels.compat import (
+    arrive_after_copies,
+    copy_to_shared,
+    partition_barrier,
+)
 from attnlib.ops.triton.kernels.quant import (
     KV_E5M2_BYTES,
     KV_INT4,
@@ -37,9 +41,9 @@ from attnlib.ops.triton.kernels.quant import (
 )
 
 __all__ = [
-    "WEIGHT_EXPONENT", "WEIGHT_SCALE", "float16_keys", "float16_pairs", "float16_values",
-    "halve_queries", "key_layout", "load_kv_scale", "load_pages", "load_token_scales",
-    "query_columns", "query_powers", "split_pairs", "value_layout", "value_rows",
+    "WEIGHT_EXPONENT", "WEIGHT_SCALE", "copy_token_scales", "float16_keys", "float16_pairs",
+    "float16_values", "halve_queries", "key_layout", "load_kv_scale", "query_columns",
+    "query_powers", "split_pairs", "value_layout", "value_rows",
 ]  # fmt: skip
 
 WEIGHT_EXPONENT: gl.constexpr = gl.constexpr(14.0)
@@ -65,42 +69,40 @@ def load_kv_scale(scale, head, KIND: gl.constexpr):
 
 
 @gluon.jit
-def load_pages(
-    scale_pages, request, tile, seq_len, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Return the blocks of the keys of a tile; -1 for keys past the end and for numbers that are no
-    block. LAYOUT is that of the scores [keys, rows]."""
-    keys = tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
-    table = scale_pages[0] + request.to(gl.int64) * scale_pages[1]
-    # Unsigned numbers take fewer instructions, here and below.
-    columns = keys.to(gl.uint32) // BLOCK_SIZE
-    blocks = gl.load(table + columns, mask=keys < seq_len, other=-1)
-    return gl.where(blocks < scale_pages[2], blocks, -1)
-
-
-@gluon.jit
-def load_token_scales(
-    k_scale, v_scale, scale_pages, blocks, kv_head, tile, BLOCK_SIZE: gl.constexpr,
+def copy_token_scales(
+    scales, table, pages, num_blocks, kv_head, tile, stage, full, BLOCK_SIZE: gl.constexpr,
     KV_KIND: gl.constexpr,
 ):  # fmt: skip
-    """Return the scales of the keys and of the values of a tile; 0 where there is no block."""
-    KEYS: gl.constexpr = blocks.shape[0]
-    keys = tile * KEYS + gl.arange(0, KEYS, blocks.type.layout)
-    inside = blocks >= 0
-    block = blocks.to(gl.uint32).to(gl.uint64)
-    position = keys.to(gl.uint32) % BLOCK_SIZE
-    in_block = position * scale_pages[4].to(gl.uint32) + (kv_head * scale_pages[5]).to(gl.uint32)
-    k_offsets = block * scale_pages[3].to(gl.uint32).to(gl.uint64) + in_block
-    in_block = position * scale_pages[7].to(gl.uint32) + (kv_head * scale_pages[8]).to(gl.uint32)
-    v_offsets = block * scale_pages[6].to(gl.uint32).to(gl.uint64) + in_block
+    """Issue the copies of the scales of a tile's keys and values into shared memory. One warp.
+
+    Each of its 32 threads arrives on the stage of `full` when its copies are complete. Scales of
+    positions without a block are 0.
+
+    Args:
+        scales: (scales of the keys, of the values, strides of blocks, positions and heads of the
+            former, of the latter, ring [2 * stages, keys]).
+        table: the request's row of the block table.
+        pages: entries of `table` that may be read.
+    """
+    k_scale, v_scale, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, ring = (
+        scales
+    )
+    KEYS: gl.constexpr = ring.shape[1]
     if KV_KIND == KV_INT4:
         k_scale = k_scale.to(gl.pointer_type(gl.int64))
         v_scale = v_scale.to(gl.pointer_type(gl.int64))
-    return (
-        gl.load(k_scale + k_offsets, mask=inside, other=0),
-        gl.load(v_scale + v_offsets, mask=inside, other=0),
-    )
+    keys = tile * KEYS + gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [1], [0]))
+    # Unsigned numbers take fewer instructions.
+    column = (keys.to(gl.uint32) // BLOCK_SIZE).to(gl.int32)
+    block = gl.load(table + column, mask=column < pages, other=-1)
+    inside = (block >= 0) & (block < num_blocks)
+    block = block.to(gl.int64)
+    position = keys % BLOCK_SIZE
+    k_offsets = block * stride_kb + (position * stride_kn + kv_head * stride_kh)
+    v_offsets = block * stride_vb + (position * stride_vn + kv_head * stride_vh)
+    copy_to_shared(ring.index(2 * stage), k_scale + k_offsets, mask=inside)
+    copy_to_shared(ring.index(2 * stage + 1), v_scale + v_offsets, mask=inside)
+    arrive_after_copies(full.index(stage), increment_count=False)
 
 
 @gluon.jit
