@@ -148,12 +148,12 @@ def _table(
     storage = torch.full((len(rows) * width + 2 * guard,), _HUGE_BLOCK, dtype=torch.int32)
     table = storage[guard : guard + len(rows) * width].view(len(rows), width)
     for request, row in enumerate(rows):
-        other_blocks = [block for block in range(num_blocks) if block not in row] or [0]
-        for column in range(width):
-            if column < len(row):
-                table[request, column] = row[column]
-            elif garbage == "plausible":
-                table[request, column] = other_blocks[(request + column) % len(other_blocks)]
-            else:
-                table[request, column] = -1 if garbage == "minus_one" else _HUGE_BLOCK
+        unused = range(len(row), width)
+        if garbage == "plausible" and unused:
+            own = set(row)
+            other = [block for block in range(num_blocks) if block not in own] or [0]
+            rest = [other[(request + column) % len(other)] for column in unused]
+        else:
+            rest = [-1 if garbage == "minus_one" else _HUGE_BLOCK] * len(unused)
+        table[request] = torch.tensor([*row, *rest], dtype=torch.int32)
     return table
