@@ -216,11 +216,14 @@ def decode_shared_bytes(
     """Return the shared memory of a decode CTA in bytes, for 16-bit queries and the most rows.
 
     `cache_bits` is the size of an element of the cache: 4, 8 or 16. (The decode over 4-bit integers
-    stores four times the weights of a quarter of the rows.)
+    stores four times the weights of a quarter of the rows.) Pages of elements of less than 16 bits
+    may hold scales, of at most 8 bytes for a key and for a value.
     """
     width, width_v = padded_width(head_size), padded_width(head_size_v)
     rows = decode_rows(head_size_v)
     ring = cache_bits * tile.stages * tile.block_n * (width + width_v) // 8
+    if cache_bits < 16:
+        ring += 2 * 8 * tile.stages * tile.block_n
     return tile.consumers * (2 * rows * (width + tile.block_n) + ring) + 2048
 
 

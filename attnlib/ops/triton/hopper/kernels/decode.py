@@ -779,8 +779,8 @@ def hopper_decode_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # full: the loader's expect and the bytes of its TMA loads; the threads of the loader of the keys
-    # that copy scales. empty: the consumer's arrival.
+    # full: the loader's expect and the bytes of its TMA loads, and 32 threads that copy scales.
+    # empty: the consumer's arrival.
     K_ARRIVALS: gl.constexpr = 33 if K_SCALE_KIND == SCALE_PER_TOKEN else 1
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=K_ARRIVALS)
@@ -840,25 +840,27 @@ def hopper_decode_kernel(
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, 1, WORKERS)),
                 (_loader, (
-                    key_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
-                    num_blocks, stride_table, k_ring, k_full, k_empty, scales, aux, BOUNDS, NUM_KV_HEADS,
-                    TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
-                    "packed_keys" if PACKED else "nhd", KV_KIND, 0, WORKERS)),
+                    key_desc, query_start_loc, seq_lens, block_table, left, right, chunk,
+                    num_reqs, num_blocks, stride_table, k_ring, k_full, k_empty, scales, aux,
+                    BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT,
+                    HAS_RIGHT, HAS_CHUNK, "packed_keys" if PACKED else "nhd", KV_KIND, 0, WORKERS)),
                 (_loader, (
                     value_desc, query_start_loc, seq_lens, block_table, left, right, chunk,
-                    num_reqs, num_blocks, stride_table, v_ring, v_full, v_empty, no_scales, aux, BOUNDS,
-                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                    HAS_CHUNK, "packed_values" if PACKED else "nhd", KV_KIND, 0, WORKERS)),
+                    num_reqs, num_blocks, stride_table, v_ring, v_full, v_empty, no_scales, aux,
+                    BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT,
+                    HAS_RIGHT, HAS_CHUNK, "packed_values" if PACKED else "nhd", KV_KIND, 0,
+                    WORKERS)),
                 (_loader, (
-                    key_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
-                    num_blocks, stride_table, k_ring1, k_full1, k_empty1, scales1, aux, BOUNDS,
-                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
-                    "packed_keys" if PACKED else "nhd", KV_KIND, 1, WORKERS)),
+                    key_desc, query_start_loc, seq_lens, block_table, left, right, chunk,
+                    num_reqs, num_blocks, stride_table, k_ring1, k_full1, k_empty1, scales1, aux,
+                    BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT,
+                    HAS_RIGHT, HAS_CHUNK, "packed_keys" if PACKED else "nhd", KV_KIND, 1, WORKERS)),
                 (_loader, (
                     value_desc, query_start_loc, seq_lens, block_table, left, right, chunk,
-                    num_reqs, num_blocks, stride_table, v_ring1, v_full1, v_empty1, no_scales, aux, BOUNDS,
-                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                    HAS_CHUNK, "packed_values" if PACKED else "nhd", KV_KIND, 1, WORKERS)),
+                    num_reqs, num_blocks, stride_table, v_ring1, v_full1, v_empty1, no_scales,
+                    aux, BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT,
+                    HAS_RIGHT, HAS_CHUNK, "packed_values" if PACKED else "nhd", KV_KIND, 1,
+                    WORKERS)),
             ],
             [4, 1, 1, 1, 1],
             # Registers per thread of the second consumer and of the loader warps.
@@ -877,15 +879,16 @@ def hopper_decode_kernel(
                     HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, 0, WORKERS)),
                 (_loader, (
-                    key_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
-                    num_blocks, stride_table, k_ring, k_full, k_empty, scales, aux, BOUNDS, NUM_KV_HEADS,
-                    TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
-                    "packed_keys" if PACKED else "nhd", KV_KIND, 0, WORKERS)),
+                    key_desc, query_start_loc, seq_lens, block_table, left, right, chunk,
+                    num_reqs, num_blocks, stride_table, k_ring, k_full, k_empty, scales, aux,
+                    BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT,
+                    HAS_RIGHT, HAS_CHUNK, "packed_keys" if PACKED else "nhd", KV_KIND, 0, WORKERS)),
                 (_loader, (
                     value_desc, query_start_loc, seq_lens, block_table, left, right, chunk,
-                    num_reqs, num_blocks, stride_table, v_ring, v_full, v_empty, no_scales, aux, BOUNDS,
-                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                    HAS_CHUNK, "packed_values" if PACKED else "nhd", KV_KIND, 0, WORKERS)),
+                    num_reqs, num_blocks, stride_table, v_ring, v_full, v_empty, no_scales, aux,
+                    BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT,
+                    HAS_RIGHT, HAS_CHUNK, "packed_values" if PACKED else "nhd", KV_KIND, 0,
+                    WORKERS)),
             ],
             [1, 1],
             # Registers per thread of the two loader warps.
