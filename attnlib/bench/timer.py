@@ -93,6 +93,7 @@ class GraphTimer:
         wanted = max(min(int(_ROUND_US / max(expected_us, 1.0)), _MAX_CALLS), 1)
         captured = max(-(-wanted // copies), 1) * copies  # uses every copy equally often
         self._device = device
+        self._call = call  # owns the tensors that the graph reads
         side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # untyped in torch
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):

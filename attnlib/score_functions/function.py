@@ -202,7 +202,19 @@ class ScoreFunction:
         Raises:
             ContractError: they return neither four nor eight values.
         """
-        return _count_ranges(self, by_head)
+        return len(_bounds_far_from_the_start(self, by_head)) // 4
+
+    def has_moving_range(self, by_head: bool = False) -> bool:
+        """Whether the bounds hide the first keys from some queries, as windows and documents do.
+
+        Their ranges are shorter than the sequence. False where the first position that they return
+        is the number 0, and without bounds.
+
+        Args:
+            by_head: of `head_bounds` instead of `bounds`.
+        """
+        first = _bounds_far_from_the_start(self, by_head)[:1]
+        return bool(first) and (isinstance(first[0], Tensor) or first[0] > 0)
 
     def check_tensors(
         self, tensors: Mapping[str, Tensor] | None, names: Sequence[str], owner: str
@@ -252,15 +264,21 @@ class ScoreFunction:
                 )
 
 
+_FAR = 1 << 20
+"""A position after which windows do not reach the first key."""
+
+
 @lru_cache(maxsize=256)
-def _count_ranges(function: ScoreFunction, by_head: bool) -> int:
+def _bounds_far_from_the_start(function: ScoreFunction, by_head: bool) -> tuple[Any, ...]:
+    """What the bounds return for six queries from `_FAR` on, with zeros for lookups; () without
+    bounds."""
     bounds = function.head_bounds if by_head else function.bounds
     if bounds is None:
-        return 0
+        return ()
     tables = dict.fromkeys(function.tensor_names, torch.zeros(1, dtype=torch.int32))
     head = (0,) if by_head else ()
     with observed_lookups():
-        values = bounds(4, 9, 16, *head, 0, function.namespace(tables))
+        values = bounds(_FAR, _FAR + 5, _FAR + 9, *head, 0, function.namespace(tables))
     if not isinstance(values, tuple) or len(values) not in (4, 4 * _MOST_RANGES):
         found = f"{len(values)} values" if isinstance(values, tuple) else type(values).__name__
         raise ContractError(
@@ -268,7 +286,7 @@ def _count_ranges(function: ScoreFunction, by_head: bool) -> int:
             f"same_first, same_last), or eight for {_MOST_RANGES} ranges",
             rule="M10",
         )
-    return len(values) // 4
+    return values
 
 
 @lru_cache(maxsize=256)

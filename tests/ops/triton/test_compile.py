@@ -108,12 +108,6 @@ HOPPER_SAMPLE = [
     "invariant-decode-all", "invariant-prefill-all",
 ]  # fmt: skip
 """Cases whose instructions are checked, and the decodes and prefills with most features."""
-HOPPER = [
-    *HOPPER_SAMPLE, "decode-128", "decode-128-page128", "decode-128-verify", "decode-128-e5m2",
-    "decode-latent-128", "prefill-64", "prefill-192", "prefill-latent-e4m3", "prefill-128-16-e5m2",
-    "prefill-96-e5m2",
-    "invariant-decode-64", "invariant-prefill-128-e4m3", "invariant-prefill-f32",
-]  # fmt: skip
 SCORE_SAMPLE = [
     f"{('decode', 'prefill')[number % 2]}-{(64, 128)[number // 2 % 2]}-{function}"
     for number, function in enumerate(dict.fromkeys(name.split("-")[2] for name in SCORE_CASES))
@@ -158,14 +152,12 @@ def sampled_entries() -> set[str]:
     return {name for name in names if {"16-bit", "fp8"} & set(ENTRIES[name].elements)}
 
 
-def main_cases(target: str, every_target: bool) -> list[str]:
-    """Return the cases of `MAIN` for a target: all, or some of each operation in rotation.
+def main_cases(target: str) -> list[str]:
+    """Return cases of `MAIN` for a target: some of each operation in rotation.
 
     Targets of one kind share the operations. Those of which a table entry is compiled for the kind
     need no other case.
     """
-    if every_target:
-        return MAIN
     by_operation: dict[str, list[str]] = {}
     for name in MAIN:
         by_operation.setdefault(_operation(name), []).append(name)
@@ -178,10 +170,10 @@ def main_cases(target: str, every_target: bool) -> list[str]:
     return [name for names in chosen[kind.index(target) :: len(kind)] for name in names]
 
 
-def small_cases(target: str, every_target: bool) -> list[str]:
-    """Return the cases of `SMALL` for a target: all, or in turn for the targets of one kind."""
+def small_cases(target: str) -> list[str]:
+    """Return the cases of `SMALL` for a target, in turn for the targets of one kind."""
     kind = next(kind for kind in KINDS if target in kind)
-    return SMALL if every_target else SMALL[kind.index(target) :: len(kind)]
+    return SMALL[kind.index(target) :: len(kind)]
 
 
 SAME_KERNELS = {"varlen", "invariant-prefill"}
@@ -223,11 +215,10 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
 def _started(every_target: bool) -> Compiled:
     plan, pool = entry_plan(every_target), ThreadPoolExecutor(PROCESSES)
     score = dict.fromkeys(LIMITS, list(SCORE_CASES)) if every_target else SCORE
-    cases = {
-        t: [*small_cases(t, every_target), *main_cases(t, every_target), *score[t], *plan[t]]
-        for t in LIMITS
-    }
-    cases["sm_90"] += HOPPER if every_target else HOPPER_SAMPLE
+    cases = {t: [*score[t], *plan[t]] for t in LIMITS}
+    for target, names in cases.items():
+        names += CASES if every_target else [*small_cases(target), *main_cases(target)]
+    cases["sm_90"] += HOPPER_SAMPLE
     cases = {target: list(dict.fromkeys(names)) for target, names in cases.items()}
     module = "tests.ops.triton.cross_compile"
     # As few processes as run at the same time, because a new one takes seconds to import torch.
@@ -331,11 +322,10 @@ def test_sample_of_cases_covers_all_targets() -> None:
     for part in range(3):
         assert {names[part] for names in split} == {names[part] for names in every}
     operations = {_operation(name) for name in MAIN} - SAME_KERNELS
-    sample = {target: main_cases(target, every_target=False) for target in LIMITS}
+    sample = {target: main_cases(target) for target in LIMITS}
     for kind in KINDS:
         names = [name for target in kind for name in sample[target]]
         assert set(map(_operation, names)).union(*map(entry_operations, kind)) == operations, kind
-    assert all(main_cases(target, every_target=True) == MAIN for target in LIMITS)
     compiled = {name for names in sample.values() for name in names} | set(HOPPER_SAMPLE)
     # Of decodes and prefills, the entries of the tables are compiled.
     others = {"decode", "prefill", *SAME_KERNELS}

@@ -18,7 +18,7 @@ __all__ = [
     "MAX_CONSUMERS", "SHARED_MEMORY", "DecodeTile", "HopperTile", "choose_hopper_decode_tile",
     "choose_hopper_tile", "choose_section", "decode_shared_bytes", "key_parts", "key_width",
     "padded_width", "shared_bytes",
-    "with_query_registers",
+    "with_query_registers", "with_short_ranges",
 ]  # fmt: skip
 
 SHARED_MEMORY = 227 * 1024
@@ -137,6 +137,17 @@ def with_query_registers(tile: HopperTile) -> HopperTile:
         return tile
     # 65536 registers of a multiprocessor, with the loaders' warpgroup.
     return replace(tile, query_registers=True, consumer_registers=224, converter_registers=40)
+
+
+def with_short_ranges(tile: HopperTile) -> HopperTile:
+    """Return a prefill tile for queries that see short ranges of keys: half as many keys per step.
+
+    Fewer keys of the first and last step of a range are masked, and a work item ends earlier after
+    its last product. Tiles over a float8 cache stay as they are.
+    """
+    if tile.block_n != 128 or tile.byte_stages:
+        return tile
+    return replace(tile, block_n=64, stages=2 * tile.stages)
 
 
 def choose_section(num_kv_heads: int, max_seq_len: int, widths: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from attnlib.ops.triton.heuristics.hopper_tiles import (
     choose_hopper_decode_tile,
     choose_hopper_tile,
     with_query_registers,
+    with_short_ranges,
 )
 from attnlib.ops.triton.hopper.decode_plan import (
     HopperDecode,
@@ -45,7 +45,7 @@ from attnlib.ops.triton.hopper.support import (
     prefill_unsupported_reasons,
 )
 from attnlib.ops.triton.launch.attention import BatchTensors, holds_scales
-from attnlib.ops.triton.launch.score import has_head_bounds
+from attnlib.ops.triton.launch.score import has_head_bounds, has_short_ranges
 
 __all__ = [
     "decode_workspace_bytes",
@@ -156,9 +156,8 @@ def select_prefill(
         tile = with_query_registers(tile)
     # Tiles of one head waste rows where queries are short.
     one_head = has_head_bounds(params) and max_query_len >= _LEAST_TOKENS_OF_ONE_HEAD
-    if one_head and tile.block_n == 128 and not tile.byte_stages:
-        # Windows of heads are short: 229 instead of 308 us for 128 to 2048 keys on an H200.
-        tile = replace(tile, block_n=64, stages=2 * tile.stages)
+    if has_short_ranges(params, one_head):
+        tile = with_short_ranges(tile)
     return prepare_hopper_prefill(
         query, key, value, out, lse, batch, params, tile, limits, one_head
     )

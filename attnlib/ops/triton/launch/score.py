@@ -17,6 +17,7 @@ __all__ = [
     "count_lookups",
     "count_score_tiles",
     "has_head_bounds",
+    "has_short_ranges",
     "range_constants",
     "score_arguments",
     "score_constants",
@@ -91,6 +92,21 @@ def range_constants(
 def has_head_bounds(params: AttentionParams) -> bool:
     """Whether the keys that a query sees depend on its head, so that a tile has one head."""
     return params.score_function is not None and params.score_function.head_bounds is not None
+
+
+def has_short_ranges(params: AttentionParams, one_head: bool) -> bool:
+    """Whether the queries of a prefill probably see short ranges of keys: windows of heads, and
+    exact bounds that hide the first keys. The lengths are in tensors on the device.
+
+    Args:
+        params: parameters of the call.
+        one_head: a tile has the rows of one query head (`has_head_bounds`).
+    """
+    function = params.score_function
+    if function is None or one_head:
+        return one_head
+    is_exact = function.exact_bounds and function.head_bounds is None
+    return is_exact and function.count_ranges() == 1 and function.has_moving_range()
 
 
 def tensor_sizes(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:

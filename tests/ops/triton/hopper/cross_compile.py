@@ -28,6 +28,7 @@ from attnlib.ops.triton.heuristics.hopper_tiles import (
     choose_hopper_tile,
     decode_shared_bytes,
     shared_bytes,
+    with_short_ranges,
 )
 from attnlib.ops.triton.heuristics.tile_table import TileEntry, shipped_tables
 from attnlib.ops.triton.hopper.decode_plan import launch_hopper_decode
@@ -39,6 +40,7 @@ from attnlib.ops.triton.hopper.latent_plan import launch_latent_decode
 from attnlib.ops.triton.hopper.prefill_plan import launch_hopper_prefill
 from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.run import run_attention
+from attnlib.ops.triton.launch.score import has_head_bounds, has_short_ranges
 from attnlib.ops.triton.selected_attention import selected_attention
 from tests.ops.triton.cross_compile import TARGETS, Launch, score_options, stub_target
 from tests.ops.triton.sass import descriptor_sources, disassemble
@@ -514,6 +516,8 @@ def compile_case(name: str) -> dict[str, Any]:
     if has_score:
         score = score_options(options["score"], heads, lengths.shape[0])
         params = dataclasses.replace(params, **score)
+        if not decode and has_short_ranges(params, has_head_bounds(params)):
+            tile = with_short_ranges(tile)
     outputs: dict[str, Any] = {
         "out": torch.empty(shapes[0].shape[0], heads, dv, dtype=dtype),
         "lse": torch.empty(64, heads) if options.get("lse") else None,

@@ -18,6 +18,7 @@ from tests.ops.triton.cross_compile import (
     largest_tiles,
     write_table,
 )
+from tests.ops.triton.hopper.cross_compile import CASES as EVERY_CASE
 from tests.ops.triton.hopper.cross_compile import (
     INVARIANT_CASES,
     LATENT_CASES,
@@ -35,12 +36,7 @@ SAMPLE = [
     "decode-128-e4m3-all", "decode-256-e4m3-most-rows", "decode-64-int8-tokens-all",
     "decode-128-int4", "128-page1", "512",
 ]  # fmt: skip
-CASES = [
-    *SAMPLE, "112", "decode-128-mqa", "decode-192-128", "128-page8",
-    "128-page128", "128-page256", "64-sinks-window", "256-page128-cap", "decode-128-page128",
-    "decode-64-sinks", "decode-256-cap", "packed-decode-128", "packed-decode-64-page32",
-    "128-e4m3", "decode-128-e5m2", "decode-128-int8-tokens", "decode-128-e4m3-tokens-verify",
-]  # fmt: skip
+CASES = [*SAMPLE, *(case for case in EVERY_CASE if case not in SAMPLE)]
 MAX_STACK = 304
 """Bytes of local memory per thread; nearly all of it is used between query tiles, not in the loops
 over keys. Table entries have limits of their own."""

@@ -24,6 +24,7 @@ from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill
 from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.paged_decode import AttentionShape
 from attnlib.ops.triton.paged_mixed import concurrent_ctas
+from attnlib.score_functions import builtin
 
 BF16 = torch.bfloat16
 
@@ -77,6 +78,28 @@ def test_rows_of_small_blocks_are_gathered(block_size: int) -> None:
     assert strides == ((block_size * 256, 256, 128) * 2 if gathered else None)
     # Descriptors of the queries, and of the caches.
     assert len(found.launches(False).lookups) == (1 if gathered else 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "block_n", "own_kernel"),
+    [
+        ("documents", 64, True),
+        ("head_windows", 64, True),
+        ("prefix_lm", 128, True),
+        ("block_diffusion", 128, True),
+        ("multi_item", 128, False),  # two ranges, the first of which begins with the first key
+        ("relative_bias", 128, False),
+    ],
+)
+def test_tiles_are_small_where_ranges_are_short(name: str, block_n: int, own_kernel: bool) -> None:
+    """M10: a range that hides the first keys is taken for a short one."""
+    function = getattr(builtin, name)()
+    made = function.examples(8, [600]) if function.examples else {}
+    tensors = {name: made[name] for name in function.tensor_names}
+    causal = not function.needs_bidirectional
+    found = _prefill(score_function=function, score_tensors=tensors, causal=causal)
+    assert (found.tile.block_n, found.tile.stages) == (block_n, 256 // block_n)
+    assert ("SKIP" in found.attend._constants) is own_kernel
 
 
 def test_wide_heads_share_rows_between_consumers() -> None:
