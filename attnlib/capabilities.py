@@ -70,6 +70,7 @@ class Capabilities:
             features of the spec with these names.
         key_selection: attention to selected keys (M11).
         compressed_entries: two key streams under one softmax (M17).
+        skip_softmax: takes a threshold of weights below which keys may be left out (M18).
         cudagraph: batches that a CUDA graph can capture.
         needs_finite_cache: unused cache elements must be finite (P5). Allocation fills them with
             zeros.
@@ -103,6 +104,7 @@ class Capabilities:
     score_function: bool = NOT_STATED
     key_selection: bool = NOT_STATED
     compressed_entries: bool = NOT_STATED
+    skip_softmax: bool = NOT_STATED
     mla: bool = NOT_STATED
     lse: bool = NOT_STATED
     kv_sharing: bool = NOT_STATED
@@ -278,6 +280,11 @@ CHECKS: Mapping[str, _Check] = {
         "compressed_entries",
         lambda s: s.compressed_entries,
         "compressed_entries={spec.compressed_entries}",
+    ),
+    "skip_softmax_threshold": _flag(
+        "skip_softmax",
+        lambda s: s.skip_softmax_threshold,
+        "skip_softmax_threshold={spec.skip_softmax_threshold}",
     ),
     "use_mla": _flag("mla", lambda s: s.use_mla, "multi-head latent attention"),
     "needs_lse": _flag("lse", lambda s: s.needs_lse, "returning the LSE"),

@@ -111,6 +111,8 @@ class AttentionSpec:
             attends to all visible keys.
         compressed_entries: the form of a second key stream, whose entries every call passes and
             which is under one softmax with the layer's own keys (M17); None for none.
+        skip_softmax_threshold: weight, relative to the largest weight of its row, below which a
+            backend may leave out keys (M18); None leaves none out.
         use_mla: multi-head latent attention: one latent KV head whose value is a prefix of its key
             (`value_cache` aliases `key_cache`, P10). Queries are absorbed (M12).
         needs_lse: the caller needs the log of the softmax denominator (M5).
@@ -143,6 +145,7 @@ class AttentionSpec:
     score_function: ScoreFunction | None = None
     key_selection: KeySelection | None = None
     compressed_entries: CompressedEntries | None = None
+    skip_softmax_threshold: float | None = None
     use_mla: bool = False
     needs_lse: bool = False
     kv_sharing: bool = False
@@ -226,6 +229,26 @@ class AttentionSpec:
                 f"logits_soft_cap={self.logits_soft_cap} must be above 0 and at most "
                 f"{MAX_LOGITS_SOFT_CAP:.0f}, or None for no soft cap",
                 rule="M3",
+            )
+
+        self._check_skip_softmax()
+
+    def _check_skip_softmax(self) -> None:
+        threshold = self.skip_softmax_threshold
+        if threshold is None:
+            return
+        if not 0 < threshold < 1:
+            raise ContractError(
+                f"skip_softmax_threshold={threshold} must be above 0 and below 1 (a weight "
+                "relative to the largest one of its row), or None to leave no key out",
+                rule="M18",
+            )
+        if self.batch_invariant:
+            raise ContractError(
+                f"skip_softmax_threshold={threshold} with batch_invariant=True: the rows of a tile "
+                "decide together which keys are left out, so a row would depend on other rows; "
+                "drop one of them",
+                rule="M18",
             )
 
     def _check_dtypes(self) -> None:

@@ -30,6 +30,7 @@ _WORDS = (
     "kv_scale_kind",
     "kv_cache_layout",
     "logits_soft_cap",
+    "skip_softmax_threshold",
     "attn_type",
     "mask_kind",
 )
@@ -50,6 +51,7 @@ def add_spec_flags(parser: argparse.ArgumentParser) -> None:
     spec.add_argument("--kv-scale-kind", choices=("tensor", "head"))
     spec.add_argument("--kv-cache-layout")
     spec.add_argument("--logits-soft-cap", type=float)
+    spec.add_argument("--skip-softmax-threshold", type=float)
     spec.add_argument(
         "--compressed-entries",
         help="a second key stream: RATE:BLOCK_SIZE for all entries or RATE:BLOCK_SIZE:MAX_SELECTED "

@@ -85,6 +85,7 @@ class Case:
     score: str | None = None
     key_selection: tuple[str, int, int, int] | None = None
     compressed: tuple[int, int, int] | None = None
+    skip_softmax_threshold: float | None = None
     selects_everything: bool = False
     use_mla: bool = False
     needs_lse: bool = False
@@ -180,6 +181,7 @@ class Case:
             score_function=None if self.score is None else load_score_function(self.score),
             key_selection=selection_of(self.key_selection),
             compressed_entries=entries_of(self.compressed),
+            skip_softmax_threshold=self.skip_softmax_threshold,
             use_mla=self.use_mla,
             needs_lse=self.needs_lse,
             kv_sharing=self.kv_sharing,

@@ -29,6 +29,7 @@ from attnlib.ops.triton.launch.attention import (
     check_batch,
     holds_scales,
     reads_bytes,
+    skip_exponent,
 )
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
@@ -220,6 +221,7 @@ def prepare_plain_prefill(
     constants |= {
         **range_constants(params, "triton", one_head),
         "PAGED": table is not None,
+        "SKIP_BELOW": skip_exponent(params),
         **key_chunks((head_size, head_size_v), tile, query.element_size(), limits.products, latent),
         "TILE_HEADS": tile_heads,
         "TILE_TOKENS": tile_tokens,

@@ -51,6 +51,7 @@ class FlashInferMLABackend(AttentionBackend):
         score_function=False,
         key_selection=False,
         compressed_entries=False,
+        skip_softmax=False,
         sink=True,  # applied after the kernel, from the LSE
         mla=True,
         lse=True,

@@ -33,7 +33,11 @@ from attnlib.ops.triton.hopper.kernels.prefill import hopper_prefill_kernel
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
 from attnlib.ops.triton.hopper.support import gathers
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
-from attnlib.ops.triton.launch.attention import BatchTensors, check_batch
+from attnlib.ops.triton.launch.attention import (
+    BatchTensors,
+    check_batch,
+    skip_exponent,
+)
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LaunchCache
 from attnlib.ops.triton.launch.run import run_attention
@@ -316,6 +320,7 @@ def prepare_hopper_prefill(
         0 < cap <= _MOST_BOUNDED_CAP
         and (query.dtype, key.dtype) == (torch.bfloat16, torch.bfloat16)
         and params.score_function is None
+        and params.skip_softmax_threshold == 0
         and not invariant
     )
     cache_strides = (*key.stride()[:3], *value.stride()[:3]) if gathers(block_size) else None
@@ -332,6 +337,7 @@ def prepare_hopper_prefill(
         "STRIDES": cache_strides, "SPLIT_V": split,
         "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
         "KV_KIND": kv_kind(key.dtype, has_fp8=False),
+        "SKIP_BELOW": skip_exponent(params) if _can_skip(params, key, parts, split) else None,
         "K_SCALE_KIND": scale_kind("k_scale", params.k_scale),
         "V_SCALE_KIND": scale_kind("v_scale", params.v_scale), "BYTE_STAGES": tile.byte_stages,
         "CONVERTER_WARPS": tile.converter_warps, "QUERY_REGISTERS": tile.query_registers,
@@ -384,6 +390,17 @@ def prepare_hopper_prefill(
         ),
         attend=BoundLaunch(kernel, grid, constants),
     )  # fmt: skip
+
+
+def _can_skip(params: AttentionParams, key: Tensor, parts: int, split: bool) -> bool:
+    """Whether the kernel can leave tiles out for these layers (M18)."""
+    return (
+        params.score_function is None
+        and key.element_size() == 2
+        and not gathers(key.shape[1])
+        and parts == 1
+        and not split
+    )
 
 
 def _invariant(constants: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -158,6 +158,38 @@ def _load_chunk(
 
 
 @triton.jit
+def _add_tile(
+    scores, acc0, acc1, row_max, row_sum, k0, value_base, blocks, start, inside, stride_vb,
+    stride_vn, factor, SCORE: tl.constexpr, MASKED: tl.constexpr, PAGED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr,
+    DV1: tl.constexpr, KV_KIND: tl.constexpr, COMPUTE: tl.constexpr, SCALE_LATE: tl.constexpr,
+    LATENT: tl.constexpr, VEC_V: tl.constexpr,
+):  # fmt: skip
+    """Add the values of a tile, weighted by its masked scores."""
+    weights, acc_scale, row_max, row_sum = online_softmax(
+        scores, factor, row_max, row_sum, MASKED or SCORE is not None, SCALE_LATE
+    )
+
+    weights = weights.to(COMPUTE)
+    if LATENT:
+        acc0 = tl.dot(weights, k0, acc0 * acc_scale[:, None], input_precision="ieee")
+    else:
+        offsets_v = _key_offsets(
+            blocks, start, stride_vb, stride_vn, BLOCK_SIZE, BLOCK_N, PAGED, VEC_V
+        )
+        v0 = decode_kv(
+            _load_chunk(value_base, offsets_v, inside, DV, 0, DV0, MASKED), KV_KIND, COMPUTE
+        )
+        acc0 = tl.dot(weights, v0, acc0 * acc_scale[:, None], input_precision="ieee")
+    if DV1 > 0:
+        v1 = decode_kv(
+            _load_chunk(value_base, offsets_v, inside, DV, DV0, DV1, MASKED), KV_KIND, COMPUTE
+        )
+        acc1 = tl.dot(weights, v1, acc1 * acc_scale[:, None], input_precision="ieee")
+    return acc0, acc1, row_max, row_sum
+
+
+@triton.jit
 def attend_tile(
     acc0, acc1, row_max, row_sum, q0, q1, key_base, value_base, blocks, start, first, last,
     row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale, factor, soft_cap,
@@ -167,8 +199,13 @@ def attend_tile(
     D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, KV_KIND: tl.constexpr,
     COMPUTE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr,
     SCALE_LATE: tl.constexpr, LATENT: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr,
+    SKIP_BELOW: tl.constexpr = None, valid=None,
 ):  # fmt: skip
-    """Add the key tile at `start` to the accumulators."""
+    """Add the key tile at `start` to the accumulators.
+
+    With SKIP_BELOW, the base-2 logarithm of a weight, a tile is left out if its weights in all
+    `valid` rows, relative to the largest one so far, are below it (M18).
+    """
     keys = start + tl.arange(0, BLOCK_N)
     inside = (keys >= first) & (keys < last)
     offsets_k = _key_offsets(blocks, start, stride_kb, stride_kn, BLOCK_SIZE, BLOCK_N, PAGED, VEC_K)
@@ -199,26 +236,22 @@ def attend_tile(
     if MASKED:
         visible = (keys[None, :] >= row_first[:, None]) & (keys[None, :] < row_last[:, None])
         scores = tl.where(visible, scores, float("-inf"))
-    weights, acc_scale, row_max, row_sum = online_softmax(
-        scores, factor, row_max, row_sum, MASKED or SCORE is not None, SCALE_LATE
-    )
-
-    weights = weights.to(COMPUTE)
-    if LATENT:
-        acc0 = tl.dot(weights, k0, acc0 * acc_scale[:, None], input_precision="ieee")
+    if SKIP_BELOW is None:
+        acc0, acc1, row_max, row_sum = _add_tile(
+            scores, acc0, acc1, row_max, row_sum, k0, value_base, blocks, start, inside, stride_vb,
+            stride_vn, factor, SCORE, MASKED, PAGED, BLOCK_SIZE, BLOCK_N, DV, DV0, DV1, KV_KIND,
+            COMPUTE, SCALE_LATE, LATENT, VEC_V)  # fmt: skip
     else:
-        offsets_v = _key_offsets(
-            blocks, start, stride_vb, stride_vn, BLOCK_SIZE, BLOCK_N, PAGED, VEC_V
-        )
-        v0 = decode_kv(
-            _load_chunk(value_base, offsets_v, inside, DV, 0, DV0, MASKED), KV_KIND, COMPUTE
-        )
-        acc0 = tl.dot(weights, v0, acc0 * acc_scale[:, None], input_precision="ieee")
-    if DV1 > 0:
-        v1 = decode_kv(
-            _load_chunk(value_base, offsets_v, inside, DV, DV0, DV1, MASKED), KV_KIND, COMPUTE
-        )
-        acc1 = tl.dot(weights, v1, acc1 * acc_scale[:, None], input_precision="ieee")
+        tile_max = tl.max(scores, 1)
+        if SCALE_LATE:
+            tile_max = tile_max * factor
+        # Comparisons with NaN are false: a tile with NaN is kept.
+        is_small = tile_max < row_max + SKIP_BELOW
+        if tl.max(tl.where(valid & (is_small == 0), 1, 0), 0) != 0:
+            acc0, acc1, row_max, row_sum = _add_tile(
+                scores, acc0, acc1, row_max, row_sum, k0, value_base, blocks, start, inside,
+                stride_vb, stride_vn, factor, SCORE, MASKED, PAGED, BLOCK_SIZE, BLOCK_N, DV, DV0,
+                DV1, KV_KIND, COMPUTE, SCALE_LATE, LATENT, VEC_V)  # fmt: skip
     return acc0, acc1, row_max, row_sum
 
 
@@ -241,7 +274,7 @@ def attend(
     CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr,
     SCALE_LATE: tl.constexpr, LATENT: tl.constexpr, VEC_Q: tl.constexpr, VEC_K: tl.constexpr,
-    VEC_V: tl.constexpr,
+    VEC_V: tl.constexpr, SKIP_BELOW: tl.constexpr = None,
 ):  # fmt: skip
     """Compute attention of the packed rows over their visible keys, without normalization.
 
@@ -329,7 +362,8 @@ def attend(
                 last, row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale,
                 factor, soft_cap, slopes, positions, bias_rows, origin, heads, request, aux, SCORE,
                 True, PAGED, BLOCK_SIZE, BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE,
-                HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, LATENT, VEC_K, VEC_V)  # fmt: skip
+                HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, LATENT, VEC_K, VEC_V,
+                SKIP_BELOW, valid)  # fmt: skip
             blocks = next_blocks
     else:
         # Prefill: tiles in [full_begin, full_end) are entirely visible to all rows and need no
@@ -379,7 +413,8 @@ def attend(
                 last, row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale,
                 factor, soft_cap, slopes, positions, bias_rows, origin, heads, request, aux,
                 FULL_SCORE, False, PAGED, BLOCK_SIZE, BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND,
-                COMPUTE, HAS_CAP, HAS_ALIBI, False, SCALE_LATE, LATENT, VEC_K, VEC_V)  # fmt: skip
+                COMPUTE, HAS_CAP, HAS_ALIBI, False, SCALE_LATE, LATENT, VEC_K, VEC_V,
+                SKIP_BELOW, valid)  # fmt: skip
             blocks = next_blocks
         # One loop for the masked tiles of all ends, which halves the code: the loop variable
         # counts as if the unmasked tiles did not exist.
@@ -404,7 +439,8 @@ def attend(
                 last, row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale,
                 factor, soft_cap, slopes, positions, bias_rows, origin, heads, request, aux,
                 CALLED, True, PAGED, BLOCK_SIZE, BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE,
-                HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, LATENT, VEC_K, VEC_V)  # fmt: skip
+                HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, LATENT, VEC_K, VEC_V,
+                SKIP_BELOW, valid)  # fmt: skip
             blocks = next_blocks
     return acc0, acc1, row_max, row_sum
 

@@ -7,6 +7,7 @@ so nothing compiles after warm-up.
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -53,6 +54,7 @@ __all__ = [
     "compute_dtype",
     "holds_scales",
     "reads_bytes",
+    "skip_exponent",
     "vector_elements",
 ]
 
@@ -254,6 +256,12 @@ class PlainAttention:
 def holds_scales(params: AttentionParams) -> bool:
     """Whether the pages of the cache hold its scales (M16)."""
     return isinstance(params.k_scale, Tensor) and params.k_scale.dim() == 4
+
+
+def skip_exponent(params: AttentionParams) -> float | None:
+    """The base-2 logarithm of the weight below which prefills leave tiles out (M18), or None."""
+    threshold = params.skip_softmax_threshold
+    return math.log2(threshold) if threshold > 0 else None
 
 
 def reads_bytes(cache_dtype: torch.dtype, limits: DeviceLimits) -> bool:

@@ -72,6 +72,7 @@ from attnlib.ops.triton.hopper.kernels.schedule import (
     visible_span,
     visited_tiles,
 )
+from attnlib.ops.triton.hopper.kernels.skipping import attend_kept_tiles, multiply_last_values
 from attnlib.ops.triton.hopper.kernels.softmax import (
     LN2,
     LOG2E,
@@ -414,7 +415,7 @@ def _consumer(
     HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr,
     HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr, K_SCALE_KIND: gl.constexpr,
     V_SCALE_KIND: gl.constexpr, QUERY_REGISTERS: gl.constexpr, COPIED: gl.constexpr,
-    SPLIT_V: gl.constexpr, KEY_PARTS: gl.constexpr,
+    SPLIT_V: gl.constexpr, KEY_PARTS: gl.constexpr, SKIP_BELOW: gl.constexpr,
 ):  # fmt: skip
     """Compute the 64 rows of consumer warpgroup WARPGROUP of each published work item."""
     WIDTH: gl.constexpr = q_tiles.shape[2]
@@ -585,11 +586,46 @@ def _consumer(
                         clear_values(v_ring.index(stage), past_end, WARPGROUP, CONSUMERS)
                 step += 1
 
-                # Main loop: masked tiles at the diagonal, unmasked tiles, masked tiles at the left.
-                if RANGES == 2:
-                    # The second range lies at the right of the first one.
-                    full_end = gl.minimum(right_b, end - 1)
-                    full_begin = gl.minimum(left_b, full_end)
+                if SKIP_BELOW is not None:
+                    acc, weights, row_max, row_sum, kept, step = attend_kept_tiles(
+                        q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
+                        row_max, row_sum, step, begin, left_end, right_begin, end, row_first,
+                        row_last, valid, factor, soft_cap, STAGES, CHECK_LEFT, HAS_CAP, P_LAYOUT,
+                        ELEMENTS, SKIP_BELOW)  # fmt: skip
+                    acc = multiply_last_values(
+                        v_ring, v_full, v_empty, acc, weights, kept, step, STAGES, P_LAYOUT
+                    )
+                else:
+                    # Main loop: masked tiles at the diagonal, unmasked tiles, masked tiles at the
+                    # left.
+                    if RANGES == 2:
+                        # The second range lies at the right of the first one.
+                        full_end = gl.minimum(right_b, end - 1)
+                        full_begin = gl.minimum(left_b, full_end)
+                        for back in range(0, end - 1 - full_end):
+                            tile = tile_at(end - 2 - back, after_gap, gap, RANGES)
+                            acc, weights, row_max, row_sum = overlapped_step(
+                                q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
+                                weights, row_max, row_sum, step, tile, row_first, row_last, factor,
+                                k_factor, soft_cap, scale, positions, head, request, aux, slopes,
+                                column_tile, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True, CHECK_LEFT,
+                                HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
+                                KEY_PARTS)  # fmt: skip
+                            step += 1
+                        for back in range(0, full_end - full_begin):
+                            tile = tile_at(full_end - 1 - back, after_gap, gap, RANGES)
+                            acc, weights, row_max, row_sum = overlapped_step(
+                                q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
+                                weights, row_max, row_sum, step, tile, row_first, row_last, factor,
+                                k_factor, soft_cap, scale, positions, head, request, aux, slopes,
+                                column_tile, FULL_SCORE, RAW_SCORE, FULL_SLOPE, STAGES, False,
+                                CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
+                                KEY_PARTS)  # fmt: skip
+                            step += 1
+                        # The tiles that are left, as if the last one had been visited above.
+                        end = full_begin + 1
+                    full_end = gl.minimum(right_begin, end - 1)
+                    full_begin = gl.minimum(left_end, full_end)
                     for back in range(0, end - 1 - full_end):
                         tile = tile_at(end - 2 - back, after_gap, gap, RANGES)
                         acc, weights, row_max, row_sum = overlapped_step(
@@ -601,91 +637,33 @@ def _consumer(
                             KEY_PARTS)  # fmt: skip
                         step += 1
                     for back in range(0, full_end - full_begin):
-                        tile = tile_at(full_end - 1 - back, after_gap, gap, RANGES)
                         acc, weights, row_max, row_sum = overlapped_step(
                             q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
-                            weights, row_max, row_sum, step, tile, row_first, row_last, factor,
-                            k_factor, soft_cap, scale, positions, head, request, aux, slopes,
-                            column_tile, FULL_SCORE, RAW_SCORE, FULL_SLOPE, STAGES, False,
-                            CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
-                            KEY_PARTS)  # fmt: skip
-                        step += 1
-                    # The tiles that are left, as if the last one had been visited above.
-                    end = full_begin + 1
-                full_end = gl.minimum(right_begin, end - 1)
-                full_begin = gl.minimum(left_end, full_end)
-                for back in range(0, end - 1 - full_end):
-                    tile = tile_at(end - 2 - back, after_gap, gap, RANGES)
-                    acc, weights, row_max, row_sum = overlapped_step(
-                        q_operand,
-                        k_ring,
-                        v_ring,
-                        k_full,
-                        k_empty,
-                        v_full,
-                        v_empty,
-                        acc,
-                        weights,
-                        row_max,
-                        row_sum,
-                        step,
-                        tile,
-                        row_first,
-                        row_last,
-                        factor,
-                        k_factor,
-                        soft_cap,
-                        scale,
-                        positions,
-                        head,
-                        request,
-                        aux,
-                        slopes,
-                        column_tile,
-                        SCORE,
-                        RAW_SCORE,
-                        KEY_SLOPE,
-                        STAGES,
-                        True,
-                        CHECK_LEFT,
-                        HAS_CAP,
-                        P_LAYOUT,
-                        KV_KIND,
-                        ELEMENTS,
-                        COPIED,
-                        PART,
-                        KEY_PARTS,
-                    )
-                    # fmt: skip
-                    step += 1
-                for back in range(0, full_end - full_begin):
-                    acc, weights, row_max, row_sum = overlapped_step(
-                        q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
-                        row_max, row_sum, step, full_end - 1 - back, row_first, row_last, factor,
-                        k_factor, soft_cap, scale, positions, head, request, aux, slopes,
-                        column_tile, FULL_SCORE, RAW_SCORE, FULL_SLOPE, STAGES, False, CHECK_LEFT,
-                        HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
-                            KEY_PARTS)  # fmt: skip
-                    step += 1
-                if CHECK_LEFT or RANGES > 0:
-                    for back in range(0, full_begin - begin):
-                        acc, weights, row_max, row_sum = overlapped_step(
-                            q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
-                            weights, row_max, row_sum, step, full_begin - 1 - back, row_first,
+                            weights, row_max, row_sum, step, full_end - 1 - back, row_first,
                             row_last, factor, k_factor, soft_cap, scale, positions, head, request,
-                            aux, slopes, column_tile, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True,
-                            CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
+                            aux, slopes, column_tile, FULL_SCORE, RAW_SCORE, FULL_SLOPE, STAGES,
+                            False, CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
                             KEY_PARTS)  # fmt: skip
                         step += 1
+                    if CHECK_LEFT or RANGES > 0:
+                        for back in range(0, full_begin - begin):
+                            acc, weights, row_max, row_sum = overlapped_step(
+                                q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
+                                weights, row_max, row_sum, step, full_begin - 1 - back, row_first,
+                                row_last, factor, k_factor, soft_cap, scale, positions, head,
+                                request, aux, slopes, column_tile, SCORE, RAW_SCORE, KEY_SLOPE,
+                                STAGES, True, CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS,
+                                COPIED, PART, KEY_PARTS)  # fmt: skip
+                            step += 1
 
-                # Epilogue: the product with the values of the first tile, the last one visited.
-                stage = (step - 1) % STAGES
-                wait_for_tile(v_full, stage, ((step - 1) // STAGES) & 1, COPIED)
-                acc = multiply_values(
-                    unpack_weights(weights, COMPUTE, P_LAYOUT), v_ring.index(stage), acc, PART
-                )
-                acc = warpgroup_mma_wait(0, deps=[acc])
-                mbarrier.arrive(v_empty.index(stage), count=1)
+                    # Epilogue: the product with the values of the first tile, the last one visited.
+                    stage = (step - 1) % STAGES
+                    wait_for_tile(v_full, stage, ((step - 1) // STAGES) & 1, COPIED)
+                    acc = multiply_values(
+                        unpack_weights(weights, COMPUTE, P_LAYOUT), v_ring.index(stage), acc, PART
+                    )
+                    acc = warpgroup_mma_wait(0, deps=[acc])
+                    mbarrier.arrive(v_empty.index(stage), count=1)
 
             if KV_KIND != KV_PLAIN:
                 row_sum = row_sum * (1.0 / WEIGHT_SCALE)
@@ -749,7 +727,7 @@ def hopper_prefill_kernel(
     K_SCALE_KIND: gl.constexpr, V_SCALE_KIND: gl.constexpr, BYTE_STAGES: gl.constexpr,
     CONVERTER_WARPS: gl.constexpr, CONVERTER_REGISTERS: gl.constexpr, QUERY_REGISTERS: gl.constexpr,
     STRIDES: gl.constexpr,
-    SPLIT_V: gl.constexpr, KEY_PARTS: gl.constexpr,
+    SPLIT_V: gl.constexpr, KEY_PARTS: gl.constexpr, SKIP_BELOW: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 4 warps per consumer and 1 + 1 loader warps.
 
@@ -773,6 +751,8 @@ def hopper_prefill_kernel(
             the key's position, and terms that are equal for all keys; None for others.
         STRIDES: of the key and the value cache, in blocks, rows and heads, whose rows are gathered:
             `key_desc` and `value_desc` are pointers then. None where TMA reads them.
+        SKIP_BELOW: base-2 logarithm of the weight below which tiles are left out (`skipping`), or
+            None; only for one range of keys, without score function, float8 and gathered rows.
         SPLIT_V: the consumers share 64 query rows, and each has a part of the value elements.
     """
     aux = (
@@ -833,7 +813,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS)),
+                    KEY_PARTS, SKIP_BELOW)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -843,7 +823,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS)),
+                    KEY_PARTS, SKIP_BELOW)),
                 (converter, (
                     left, right, chunk, num_reqs, mailbox, k_bytes, v_bytes, k_ring, v_ring,
                     mail_full, mail_empty, kb_full, kb_empty, vb_full, vb_empty, k_full, k_empty,
@@ -878,7 +858,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS)),
+                    KEY_PARTS, SKIP_BELOW)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -888,7 +868,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS)),
+                    KEY_PARTS, SKIP_BELOW)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -898,7 +878,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS)),
+                    KEY_PARTS, SKIP_BELOW)),
                 (key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
@@ -928,7 +908,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS)),
+                    KEY_PARTS, SKIP_BELOW)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -938,7 +918,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS)),
+                    KEY_PARTS, SKIP_BELOW)),
                 (key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
@@ -963,7 +943,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS)),
+                    KEY_PARTS, SKIP_BELOW)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -973,7 +953,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS)),
+                    KEY_PARTS, SKIP_BELOW)),
                 (key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
