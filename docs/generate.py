@@ -72,6 +72,7 @@ FEATURES = {
         {"compressed_entries": CompressedEntries(compress_rate=128)},
         {"compressed_entries": CompressedEntries.parse("4:64:512")},
     ],
+    "threshold of weights": [{"skip_softmax_threshold": 0.001}],
     "MLA": [{"use_mla": True, "num_kv_heads": 1}],
     "encoder layers (no cache)": [{"attn_type": "encoder_only"}],
     "cross attention": [{"attn_type": "encoder_decoder"}],

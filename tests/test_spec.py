@@ -22,6 +22,12 @@ BASE = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloa
         ({"num_heads": -8}, "num_heads=-8 must be"),
         ({"block_size": 0}, "block_size=0 must be"),
         ({"sliding_window": 0}, "sliding_window=0 must be at least 1"),
+        ({"skip_softmax_threshold": 0.0}, "skip_softmax_threshold=0.0 must be above 0 and below"),
+        ({"skip_softmax_threshold": 1.0}, "skip_softmax_threshold=1.0 must be above 0 and below"),
+        (
+            {"skip_softmax_threshold": 0.1, "batch_invariant": True},
+            "skip_softmax_threshold=0.1 with batch_invariant=True",
+        ),
         ({"window": (-1, 0)}, "window left=-1 must not be negative"),
         ({"window": (None, -5)}, "window right=-5 must not be negative"),
         ({"window": (3, 0), "sliding_window": 4}, "are both given: give one of them"),

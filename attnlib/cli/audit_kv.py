@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from attnlib.debug.kv_audit import KVAudit
 
     options = _parser().parse_args(argv)
-    formats = _formats(options.formats)
+    formats = _formats(options.formats) + _thresholds(options.skip_softmax_thresholds)
     if options.figure and importlib.util.find_spec("matplotlib") is None:
         print('attnlib audit-kv --figure: pip install "attnlib[bench]"', file=sys.stderr)
         return 2
@@ -67,6 +67,12 @@ def _formats(names: str | None) -> list[AuditFormat]:
             f"--formats {unknown[0]!r} is not known; use some of {'; '.join(known)}"
         )
     return [known[name] for name in wanted]
+
+
+def _thresholds(text: str | None) -> list[AuditFormat]:
+    from attnlib.debug.kv_audit import AuditFormat
+
+    return [] if text is None else [AuditFormat.of_threshold(float(t)) for t in text.split(",")]
 
 
 def _audit_recordings(
@@ -142,7 +148,7 @@ def _table(audit: KVAudit, formats: Sequence[AuditFormat], source: str, all_laye
         "output error: root mean square, relative to the output; LSE error: mean and largest",
         "",
         f"{'format':24} {'bytes/token':>11} {'saved':>6} {'output':>9} {'worst layer':>20} "
-        f"{'LSE':>9} {'max':>9} {'saturated':>10}",
+        f"{'LSE':>9} {'max':>9} {'saturated':>10} {'skipped':>8}",
     ]
     auto = sum(audit.bytes_per_token.values())
     for one in formats:
@@ -155,7 +161,7 @@ def _table(audit: KVAudit, formats: Sequence[AuditFormat], source: str, all_laye
         lines.append(
             f"{one.label:24} {total.bytes_per_token:>11} {1 - total.bytes_per_token / auto:>6.0%} "
             f"{total.output_error:>9.2e} {f'{worst} {error:.2e}':>20} {total.mean_lse_error:>9.2e} "
-            f"{total.max_lse_error:>9.2e} {total.saturation:>10.2%}"
+            f"{total.max_lse_error:>9.2e} {total.saturation:>10.2%} {total.skipped:>8.1%}"
         )
     if all_layers:
         lines += ["", f"{'layer':12} {'format':24} {'output':>9} {'LSE':>9} {'saturated':>10}"]
@@ -186,6 +192,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", metavar="FILE", help="text of the prompt; default: built in")
     parser.add_argument("--max-tokens", type=int, default=1024, help="per prompt (default 1024)")
     parser.add_argument("--formats", help="labels of the table, separated by ';'")
+    parser.add_argument(
+        "--skip-softmax-thresholds", metavar="T,T",
+        help="also leave out keys with weights below these thresholds (rule M18), in the dtype of "
+        "the model",
+    )  # fmt: skip
     parser.add_argument("--layers", action="store_true", help="print every layer")
     parser.add_argument("--device", help="cpu or cuda")
     parser.add_argument("--dtype", help="dtype of the model: bfloat16, float16, float32")

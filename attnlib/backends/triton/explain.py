@@ -9,6 +9,7 @@ from typing import Any
 
 from attnlib.device import DeviceInfo
 from attnlib.key_selection import SelectionScope
+from attnlib.ops.triton.heuristics.hopper_tiles import key_parts
 from attnlib.ops.triton.heuristics.splits import visible_bound
 from attnlib.ops.triton.hopper.support import (
     BLOCK_SIZES,
@@ -21,6 +22,7 @@ from attnlib.ops.triton.hopper.support import (
     decode_keys,
     decode_rows,
     decode_unsupported_reasons,
+    gathers,
     hopper_reads,
     invariant_unsupported_reasons,
     latent_head_blocks,
@@ -42,6 +44,12 @@ _UNBOUNDED = 1 << 30
 
 
 def kernel_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str = "auto") -> list[str]:
+    """The kernels of a layer (`_kernel_lines`), and what they do with a threshold of weights."""
+    lines = _kernel_lines(spec, device, kernels)
+    return lines if spec.skip_softmax_threshold is None else [*lines, _threshold_line(spec, lines)]
+
+
+def _kernel_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str) -> list[str]:
     """The kernels for prefill and for decode, with the reasons why a Hopper kernel is not used.
 
     Args:
@@ -54,7 +62,7 @@ def kernel_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str = "auto")
     if not spec.is_paged:
         return [f"prefill: {_unpaged_kernel(spec, device, kernels)}, no KV cache"]
     if spec.compressed_entries is not None:
-        own = kernel_lines(spec.replace(compressed_entries=None), device, kernels)
+        own = _kernel_lines(spec.replace(compressed_entries=None), device, kernels)
         return [*own, _entries_line(spec)]
     if spec.key_selection is not None:
         return _selected_lines(spec, device, kernels == "portable")
@@ -68,6 +76,26 @@ def kernel_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str = "auto")
     if not_hopper or device.capability is None:
         return ["prefill, decode: portable Triton kernels"]
     return _hopper_lines(spec, device.capability)
+
+
+def _threshold_line(spec: AttentionSpec, lines: list[str]) -> str:
+    """Whether the kernels of these lines leave keys out (M18)."""
+    exact = (
+        spec.use_mla
+        or spec.key_selection is not None
+        or spec.compressed_entries is not None
+        or spec.kv_format.scales_in_page
+    )
+    if "prefill: Hopper kernel" in lines:
+        sizes = max(spec.head_size, spec.head_size_v)
+        exact = exact or spec.is_kv_quantized or spec.score_function is not None or sizes > 256
+        exact = exact or gathers(spec.block_size) or key_parts(spec.head_size) > 1
+    if exact:
+        return "threshold: not used, these kernels compute all keys"
+    return (
+        f"threshold: prefills leave out key tiles with weights below {spec.skip_softmax_threshold}"
+        "; decodes compute all keys"
+    )
 
 
 def _unpaged_kernel(spec: AttentionSpec, device: DeviceInfo, kernels: str) -> str:
