@@ -86,7 +86,7 @@ def _threshold_line(spec: AttentionSpec, lines: list[str]) -> str:
         or spec.compressed_entries is not None
         or spec.kv_format.scales_in_page
     )
-    if "prefill: Hopper kernel" in lines:
+    if any(line.startswith("prefill: Hopper kernel") for line in lines):
         sizes = max(spec.head_size, spec.head_size_v)
         exact = exact or spec.is_kv_quantized or spec.score_function is not None or sizes > 256
         exact = exact or gathers(spec.block_size) or key_parts(spec.head_size) > 1
