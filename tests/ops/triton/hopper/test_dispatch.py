@@ -236,6 +236,21 @@ def test_longer_prefills_get_more_multiprocessors() -> None:
     assert (few, many) == (48, 88)
 
 
+@pytest.mark.parametrize(
+    ("decodes", "tokens", "ctas"), [(8, 300, 48), (8, 340, 88), (8, 160, 88), (64, 300, 88)]
+)
+def test_few_query_tiles_run_beside_a_small_decode(decodes: int, tokens: int, ctas: int) -> None:
+    """Prefills of 80, 88 and 40 query tiles beside decodes of 1k keys, which get fewer CTAs if all
+    tiles fit beside them then and did not before; a large decode keeps its share."""
+    shape = AttentionShape(32, 8, 128, 128, BF16, BF16)
+    chip = DeviceLimits(132, 227 * 1024, 228 * 1024, (9, 0), True)
+    found = concurrent_ctas(
+        shape, chip, num_decodes=decodes, decode_visible=1024, prefill_tokens=tokens,
+        prefill_visible=tokens, bounds=(tokens, 1024),
+    )  # fmt: skip
+    assert found == ctas
+
+
 def test_latents_have_a_decode_of_their_own() -> None:
     """P10: aliased values select it; separate values of the same sizes select no Hopper kernel."""
     chip = DeviceLimits(132, 227 * 1024, 228 * 1024, (9, 0), True)
