@@ -143,11 +143,12 @@ def _add(a, b):
 def tile_range(
     query_start_loc, seq_lens, left, right, chunk, num_reqs, range_index, num_ranges, aux,
     BOUNDS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, gap=0,
 ):  # fmt: skip
     """Return (begin, end, tiles per range, first request, tiles before that request) of a range.
 
-    `begin`, `end` and the tiles before a request are positions in the line of all key tiles.
+    `begin`, `end` and the tiles before a request are positions in the line of all key tiles, where
+    `gap` empty positions follow the tiles of a request.
     """
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = max(128, 32 * WARPS)
@@ -167,6 +168,7 @@ def tile_range(
         tiles = num_key_tiles(
             query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, aux, BOUNDS,
             BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+        tiles += gl.where(tiles > 0, gap, 0)
         ends = gl.associative_scan(tiles, 0, _add)
         total = gl.max(ends, 0)
         past = (ends <= range_index * ((total + num_ranges - 1) // num_ranges)) & (lanes < num_reqs)
@@ -179,6 +181,7 @@ def tile_range(
             tiles = num_key_tiles(
                 query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, aux,
                 BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            tiles += gl.where(tiles > 0, gap, 0)
             total += gl.sum(tiles, 0)
         begin = range_index * ((total + num_ranges - 1) // num_ranges)
         seen = 0
@@ -187,6 +190,7 @@ def tile_range(
             tiles = num_key_tiles(
                 query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, aux,
                 BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            tiles += gl.where(tiles > 0, gap, 0)
             ends = seen + gl.associative_scan(tiles, 0, _add)
             past = (ends <= begin) & (lanes < num_reqs)
             request += gl.sum(past.to(gl.int32), 0)
@@ -209,6 +213,16 @@ def _workers(WORKER: gl.constexpr, WORKERS: gl.constexpr):
 
 
 @gluon.jit
+def _gap(num_reqs, num_ranges):
+    """Return the empty positions after the tiles of a request: 1 with more requests than ranges.
+
+    The queries, the first scores and the output of a request take about the time of a tile. Without
+    gaps, ranges of many short requests ended last beside those of a long one.
+    """
+    return (num_reqs > num_ranges).to(gl.int32)
+
+
+@gluon.jit
 def _loader(
     cache, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_blocks,
     stride_table, ring, full, empty, scales, aux, BOUNDS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
@@ -225,10 +239,11 @@ def _loader(
     # PDL: the previous kernel may have written the cache, the lengths or the block table.
     wait_on_dependent_grids()
     worker, num_workers = _workers(WORKER, WORKERS)
+    gap = _gap(num_reqs, num_workers // NUM_KV_HEADS)
     position, range_end, _, request, before = tile_range(
         query_start_loc, seq_lens, left, right, chunk, num_reqs, worker // NUM_KV_HEADS,
         num_workers // NUM_KV_HEADS, aux, BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
-        HAS_CHUNK)  # fmt: skip
+        HAS_CHUNK, gap)  # fmt: skip
     kv_head = worker % NUM_KV_HEADS
     step = 0
     while position < range_end:
@@ -259,7 +274,8 @@ def _loader(
                         BLOCK_SIZE, KV_KIND)  # fmt: skip
                 step += 1
             position += count
-        before = request_end
+        before = request_end + gl.where(tiles > 0, gap, 0)
+        position = gl.maximum(position, before)
         request += 1
 
 
@@ -481,10 +497,11 @@ def _consumer(
         # The combine kernel may start; it waits for this kernel's results by itself.
         launch_dependent_grids()
     worker, num_workers = _workers(WORKER, WORKERS)
+    gap = _gap(num_reqs, num_workers // NUM_KV_HEADS)
     range_begin, range_end, per_range, request, before = tile_range(
         query_start_loc, seq_lens, left, right, chunk, num_reqs, worker // NUM_KV_HEADS,
         num_workers // NUM_KV_HEADS, aux, BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
-        HAS_CHUNK)  # fmt: skip
+        HAS_CHUNK, gap)  # fmt: skip
     kv_head = worker % NUM_KV_HEADS
     if KV_KIND != KV_PLAIN:
         key_scale = load_kv_scale(k_scale, kv_head, K_SCALE_KIND)
@@ -708,7 +725,8 @@ def _consumer(
                             HAS_LSE)  # fmt: skip
             position += count
         if position >= request_end:
-            before = request_end
+            before = request_end + gl.where(tiles > 0, gap, 0)
+            position = gl.maximum(position, before)
             request += 1
     if COMBINE_IN_KERNEL:
         # Without a combine kernel, the rows after the last request are cleared here.
