@@ -24,6 +24,7 @@ from attnlib.ops.triton.hopper.kernels.softmax import (
     mask_scores,
     online_softmax,
     online_softmax_by_row,
+    rescale,
     softmax_with_slope,
     transform_scores,
 )
@@ -138,7 +139,7 @@ def weigh_tile(
     scores, tile, row_first, row_last, row_max, row_sum, factor, k_factor, soft_cap, scale,
     positions, heads, request, aux, SCORE: gl.constexpr, RAW_SCORE: gl.constexpr,
     KEY_SLOPE: gl.constexpr, MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
-    KV_KIND: gl.constexpr, FIRST: gl.constexpr,
+    KV_KIND: gl.constexpr, FIRST: gl.constexpr, THRESHOLD: gl.constexpr,
 ):  # fmt: skip
     """Turn raw products with the keys of `tile` into weights.
 
@@ -188,7 +189,7 @@ def weigh_tile(
         elif SCORE is not None and not RAW_SCORE:
             return online_softmax(scores, LOG2E, row_max, row_sum, CAN_HIDE, False)
         else:
-            return online_softmax(scores, factor, row_max, row_sum, CAN_HIDE, HAS_CAP)
+            return online_softmax(scores, factor, row_max, row_sum, CAN_HIDE, HAS_CAP, THRESHOLD)
 
 
 @gluon.jit
@@ -219,7 +220,7 @@ def overlapped_step(
     aux, slopes, column_tile, SCORE: gl.constexpr, RAW_SCORE: gl.constexpr, KEY_SLOPE: gl.constexpr,
     STAGES: gl.constexpr, MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
     P_LAYOUT: gl.constexpr, KV_KIND: gl.constexpr, ELEMENTS: gl.constexpr, COPIED: gl.constexpr,
-    PART: gl.constexpr, KEY_PARTS: gl.constexpr,
+    PART: gl.constexpr, KEY_PARTS: gl.constexpr, THRESHOLD: gl.constexpr,
 ):  # fmt: skip
     """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
 
@@ -265,10 +266,13 @@ def overlapped_step(
     probs, acc_scale, row_max, row_sum = weigh_tile(
         scores, tile, row_first, row_last, row_max, row_sum, factor, k_factor, soft_cap, scale,
         positions, heads, request, aux, SCORE, RAW_SCORE, KEY_SLOPE, MASKED, CHECK_FIRST, HAS_CAP,
-        KV_KIND, False)  # fmt: skip
+        KV_KIND, False, THRESHOLD)  # fmt: skip
     # P @ V is complete: its stage is free, and the accumulator may be rescaled.
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index(v_stage), count=1)
     if HAS_CAP != BOUNDED:
-        acc = acc * gl.convert_layout(acc_scale, gl.SliceLayout(1, acc.type.layout))[:, None]
+        if THRESHOLD > 0:
+            acc = rescale(acc, acc_scale)
+        else:
+            acc = acc * gl.convert_layout(acc_scale, gl.SliceLayout(1, acc.type.layout))[:, None]
     return acc, pack_weights(probs, DTYPE), row_max, row_sum

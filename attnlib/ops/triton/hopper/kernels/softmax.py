@@ -15,7 +15,7 @@ from attnlib.ops.triton.hopper.kernels.compat import exp2
 __all__ = [
     "LN2", "LOG2E", "MOST_EXPONENT", "add_sink", "apply_function", "bounded_softmax",
     "column_numbers", "mask_scores", "online_softmax",
-    "online_softmax_by_row", "score_factor", "slope_operand", "softmax_with_slope",
+    "online_softmax_by_row", "rescale", "score_factor", "slope_operand", "softmax_with_slope",
     "transform_scores",
 ]  # fmt: skip
 
@@ -80,7 +80,8 @@ def mask_scores(scores, row_first, row_last, tile_start, CHECK_FIRST: gl.constex
 
 @gluon.jit
 def online_softmax(
-    scores, factor, row_max, row_sum, MASKED: gl.constexpr, HAS_CAP: gl.constexpr
+    scores, factor, row_max, row_sum, MASKED: gl.constexpr, HAS_CAP: gl.constexpr,
+    THRESHOLD: gl.constexpr = 0,
 ):  # fmt: skip
     """Add one tile of scores [M, N] to the running softmax.
 
@@ -90,6 +91,8 @@ def online_softmax(
         row_max: [M], largest base-2 logit so far; -inf before the first visible key.
         row_sum: [M], sum of weights relative to `row_max`.
         MASKED: rows may still have no visible key.
+        THRESHOLD: `row_max` follows the largest logit once that exceeds it by more than this, so
+            that sums are rarely rescaled (FlashAttention-4). Weights are at most 2 ** THRESHOLD.
 
     Returns:
         (weights [M, N], factor [M] of what was accumulated before, new row_max, new row_sum).
@@ -98,7 +101,11 @@ def online_softmax(
         weight_factor = 1.0
     else:
         weight_factor = factor
-    new_max = gl.maximum(row_max, gl.max(scores, 1) * weight_factor)
+    if THRESHOLD > 0:
+        tile_max = gl.max(scores, 1) * weight_factor
+        new_max = gl.where(tile_max > row_max + THRESHOLD, tile_max, row_max)
+    else:
+        new_max = gl.maximum(row_max, gl.max(scores, 1) * weight_factor)
     finite_max = new_max
     if MASKED:
         # -inf - -inf is NaN: rows without a visible key are measured from 0.
@@ -106,6 +113,41 @@ def online_softmax(
     weights = exp2(scores * weight_factor - finite_max[:, None])
     acc_scale = exp2(row_max - finite_max)
     return weights, acc_scale, new_max, row_sum * acc_scale + gl.sum(weights, 1)
+
+
+@gluon.constexpr_function
+def _rescale_asm(elements):
+    """Return PTX that multiplies the elements of a thread by their factors.
+
+    A thread has pairs of elements of two rows in turn. The branch is that of a whole warp.
+    """
+    lines = [
+        ".reg .pred p, q;",
+        f"setp.neu.f32 p, ${2 * elements}, 0f3F800000;",
+        f"setp.neu.or.f32 p, ${2 * elements + 2}, 0f3F800000, p;",
+        "vote.sync.any.pred q, p, 0xffffffff;",
+        "@!q bra.uni DONE;",
+        *(f"mul.f32 ${i}, ${i}, ${2 * elements + i};" for i in range(elements)),
+    ]
+    return "{ " + " ".join(lines) + " DONE: }"
+
+
+@gluon.constexpr_function
+def _rescale_constraints(elements):
+    return ",".join(["=f"] * elements + [str(i) for i in range(elements)] + ["f"] * elements)
+
+
+@gluon.jit
+def rescale(acc, acc_scale):
+    """Return acc [M, N], an accumulator of WGMMA, times acc_scale [M].
+
+    A warp whose factors are all 1 skips the products.
+    """
+    ELEMENTS: gl.constexpr = acc.shape[1] // 2
+    ASM: gl.constexpr = _rescale_asm(ELEMENTS)
+    CONSTRAINTS: gl.constexpr = _rescale_constraints(ELEMENTS)
+    factors = gl.convert_layout(acc_scale, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [acc, factors], gl.float32, True, ELEMENTS)
 
 
 @gluon.jit
