@@ -190,6 +190,7 @@ def test_thresholds_of_weights() -> None:
     leaves_out = "threshold: prefills leave out key tiles with weights below 0.001; decodes compute"
     for device in ("sm_90", "sm_100"):
         assert _lines(device, skip_softmax_threshold=0.001)[-1].startswith(leaves_out)
-    for features in ({"kv_cache_dtype": "fp8"}, {"head_size": 512}, {"block_size": 1}):
+    for features in ({"kv_cache_dtype": "fp8"}, {"head_size": 512}, {"block_size": 1},
+                     {"sliding_window": 512}):  # fmt: skip
         found = _lines(skip_softmax_threshold=0.001, **features)
         assert found[-1] == "threshold: not used, these kernels compute all keys"

@@ -89,6 +89,8 @@ def _threshold_line(spec: AttentionSpec, lines: list[str]) -> str:
     if any(line.startswith("prefill: Hopper kernel") for line in lines):
         sizes = max(spec.head_size, spec.head_size_v)
         exact = exact or spec.is_kv_quantized or spec.score_function is not None or sizes > 256
+        exact = exact or spec.visible_window.left is not None
+        exact = exact or spec.attention_chunk_size is not None
         exact = exact or gathers(spec.block_size) or key_parts(spec.head_size) > 1
     if exact:
         return "threshold: not used, these kernels compute all keys"

@@ -396,6 +396,8 @@ def _can_skip(params: AttentionParams, key: Tensor, parts: int, split: bool) -> 
     """Whether the kernel can leave tiles out for these layers (M18)."""
     return (
         params.score_function is None
+        and params.window[0] < 0
+        and params.attention_chunk_size == 0
         and key.element_size() == 2
         and not gathers(key.shape[1])
         and parts == 1

@@ -70,7 +70,7 @@ CASES: dict[str, dict[str, Any]] = {
     "128-sinks-cap": {"sinks": True, "cap": 50.0, "lse": True},
     "128-all": {"sinks": True, "cap": 50.0, "lse": True, "window": (127, 31), "chunk": 8192},
     "128-skip": {"skip": 2.0**-10},
-    "128-skip-window-cap": {"skip": 2.0**-10, "window": (127, 0), "cap": 50.0, "sinks": True},
+    "128-skip-cap": {"skip": 2.0**-10, "cap": 50.0, "sinks": True},
     "128-static": {"tile": {"persistent": False, "q_stages": 1}},
     "128-direct-store": {"tile": {"staged_store": False}},
     "64": {"d": 64, "group": 8},

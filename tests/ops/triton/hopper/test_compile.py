@@ -149,13 +149,18 @@ def test_loops_over_keys_are_asynchronous_and_in_registers(case: str, compiled: 
     assert len(result["loops"]) >= 4, result["loops"]
     # All features at once, queries that no TMA box can load, and keys in three parts need registers
     # for more scalars.
-    unmasked = {"128-all": 1, "128-group5": 3, "192-128": 1}.get(case, 0)
+    # Tiles that may be left out keep more scalars, too.
+    unmasked = {"128-all": 1, "128-group5": 3, "192-128": 1, "128-skip": 4, "128-skip-cap": 4}.get(
+        case, 0
+    )
     if case in ENTRIES and ("head_size", 192, 192) in ENTRIES[case].ranges:
         unmasked = 1
     # Three consumers have 160 registers per thread. Triton 3.9 keeps a part of their masked loops,
     # which run once or twice per query tile, in local memory.
     most = 48 if len(result["loops"]) in (6, 9) and result["registers"] <= 128 else 8
     assert max(sorted(result["loops"])[:2]) <= unmasked, result["loops"]
+    if "skip" in case:
+        most = 12
     assert max(result["loops"]) <= most, result["loops"]
 
 

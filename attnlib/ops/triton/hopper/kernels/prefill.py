@@ -593,11 +593,20 @@ def _consumer(
                 step += 1
 
                 if SKIP_BELOW is not None:
+                    full_end = gl.minimum(right_begin, end - 1)
+                    for back in range(0, end - 1 - full_end):
+                        acc, weights, row_max, row_sum = overlapped_step(
+                            q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
+                            weights, row_max, row_sum, step, end - 2 - back, row_first, row_last,
+                            factor, k_factor, soft_cap, scale, positions, head, request, aux,
+                            slopes, column_tile, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True,
+                            CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
+                            KEY_PARTS)  # fmt: skip
+                        step += 1
                     acc, weights, row_max, row_sum, kept, step = attend_kept_tiles(
                         q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
-                        row_max, row_sum, step, begin, left_end, right_begin, end, row_first,
-                        row_last, valid, factor, soft_cap, STAGES, CHECK_LEFT, HAS_CAP, P_LAYOUT,
-                        ELEMENTS, SKIP_BELOW)  # fmt: skip
+                        row_max, row_sum, step, begin, full_end, valid, factor, soft_cap, STAGES,
+                        HAS_CAP, P_LAYOUT, ELEMENTS, SKIP_BELOW)  # fmt: skip
                     acc = multiply_last_values(
                         v_ring, v_full, v_empty, acc, weights, kept, step, STAGES, P_LAYOUT
                     )
@@ -758,7 +767,7 @@ def hopper_prefill_kernel(
         STRIDES: of the key and the value cache, in blocks, rows and heads, whose rows are gathered:
             `key_desc` and `value_desc` are pointers then. None where TMA reads them.
         SKIP_BELOW: base-2 logarithm of the weight below which tiles are left out (`skipping`), or
-            None; only for one range of keys, without score function, float8 and gathered rows.
+            None; only without windows, chunks, score functions, float8 and gathered rows.
         SPLIT_V: the consumers share 64 query rows, and each has a part of the value elements.
     """
     aux = (

@@ -18,7 +18,6 @@ from attnlib.ops.triton.hopper.kernels.mainloop import (
     unpack_weights,
 )
 from attnlib.ops.triton.hopper.kernels.softmax import (
-    mask_scores,
     online_softmax,
     transform_scores,
 )
@@ -28,20 +27,16 @@ __all__ = ["attend_kept_tiles", "multiply_last_values"]
 
 @gluon.jit
 def _weigh_or_skip(
-    scores, weights, tile, row_first, row_last, valid, row_max, row_sum, factor, soft_cap,
-    MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
+    scores, weights, valid, row_max, row_sum, factor, soft_cap, HAS_CAP: gl.constexpr,
     SKIP_BELOW: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """Turn raw products into packed weights, unless the tile is left out.
 
     Returns:
-        (weights, factor [M] of what was accumulated before, row_max, row_sum, whether the tile has
-        weights: 1 or 0).
+        (weights, those given if the tile is left out; factor [M] of what was accumulated before;
+        row_max; row_sum; whether the tile has weights: 1 or 0).
     """
-    BLOCK_N: gl.constexpr = scores.shape[1]
     scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
-    if MASKED:
-        scores = mask_scores(scores, row_first, row_last, tile * BLOCK_N, CHECK_FIRST)
     if HAS_CAP:
         weight_factor = 1.0
     else:
@@ -52,7 +47,7 @@ def _weigh_or_skip(
     acc_scale = gl.full(row_max.shape, 1.0, gl.float32, row_max.type.layout)
     if kept != 0:
         probs, acc_scale, row_max, row_sum = online_softmax(
-            scores, factor, row_max, row_sum, MASKED, HAS_CAP
+            scores, factor, row_max, row_sum, False, HAS_CAP
         )
         weights = pack_weights(probs, DTYPE)
     return weights, acc_scale, row_max, row_sum, kept
@@ -61,18 +56,17 @@ def _weigh_or_skip(
 @gluon.jit
 def _step(
     q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, row_max, row_sum,
-    kept, step, tile, row_first, row_last, valid, factor, soft_cap, STAGES: gl.constexpr,
-    MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr, P_LAYOUT: gl.constexpr,
-    ELEMENTS: gl.constexpr, SKIP_BELOW: gl.constexpr,
+    kept, step, valid, factor, soft_cap, STAGES: gl.constexpr, HAS_CAP: gl.constexpr,
+    P_LAYOUT: gl.constexpr, ELEMENTS: gl.constexpr, SKIP_BELOW: gl.constexpr,
 ):  # fmt: skip
-    """`mainloop.overlapped_step` for tiles that may be left out.
+    """`mainloop.overlapped_step` for an unmasked tile that may be left out.
 
     `kept` says whether the tile before this one has weights, which the product with its values
     needs. Waits are inside of the branches, so that no product is in flight where they join.
     """
     DTYPE: gl.constexpr = k_ring.dtype
     BLOCK_N: gl.constexpr = k_ring.shape[1]
-    S_LAYOUT: gl.constexpr = row_last.type.layout.parent
+    S_LAYOUT: gl.constexpr = row_max.type.layout.parent
     stage = step % STAGES
     v_stage = (step - 1) % STAGES
     mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
@@ -86,8 +80,8 @@ def _step(
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(k_empty.index(stage), count=1)
         weights, acc_scale, row_max, row_sum, kept = _weigh_or_skip(
-            scores, weights, tile, row_first, row_last, valid, row_max, row_sum, factor, soft_cap,
-            MASKED, CHECK_FIRST, HAS_CAP, SKIP_BELOW, DTYPE)  # fmt: skip
+            scores, weights, valid, row_max, row_sum, factor, soft_cap, HAS_CAP, SKIP_BELOW,
+            DTYPE)  # fmt: skip
         acc = warpgroup_mma_wait(0, deps=[acc])
         acc = acc * gl.convert_layout(acc_scale, gl.SliceLayout(1, acc.type.layout))[:, None]
     else:
@@ -95,8 +89,8 @@ def _step(
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_empty.index(stage), count=1)
         weights, acc_scale, row_max, row_sum, kept = _weigh_or_skip(
-            scores, weights, tile, row_first, row_last, valid, row_max, row_sum, factor, soft_cap,
-            MASKED, CHECK_FIRST, HAS_CAP, SKIP_BELOW, DTYPE)  # fmt: skip
+            scores, weights, valid, row_max, row_sum, factor, soft_cap, HAS_CAP, SKIP_BELOW,
+            DTYPE)  # fmt: skip
         # The loader may not refill a stage before its last load has arrived.
         mbarrier.wait(v_full.index(v_stage), ((step - 1) // STAGES) & 1)
         if kept != 0:
@@ -108,41 +102,24 @@ def _step(
 @gluon.jit
 def attend_kept_tiles(
     q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, row_max, row_sum,
-    step, begin, left_end, right_begin, end, row_first, row_last, valid, factor, soft_cap,
-    STAGES: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr, P_LAYOUT: gl.constexpr,
-    ELEMENTS: gl.constexpr, SKIP_BELOW: gl.constexpr,
+    step, begin, end, valid, factor, soft_cap, STAGES: gl.constexpr, HAS_CAP: gl.constexpr,
+    P_LAYOUT: gl.constexpr, ELEMENTS: gl.constexpr, SKIP_BELOW: gl.constexpr,
 ):  # fmt: skip
-    """Visit the tiles before the last one, from right to left.
+    """Visit the unmasked tiles in [begin, end), from right to left.
 
-    The last tile has been weighed and has `weights`. Tiles in [left_end, right_begin) need no mask.
+    The tile before them has been weighed and has `weights`.
 
     Returns:
         (acc, packed weights of the tile at `begin`, row_max, row_sum, whether it has weights, the
         next step).
     """
-    full_end = gl.minimum(right_begin, end - 1)
-    full_begin = gl.minimum(left_end, full_end)
     kept = 1
-    for back in range(0, end - 1 - full_end):
+    for _ in range(0, end - begin):
         acc, weights, row_max, row_sum, kept = _step(
             q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, row_max,
-            row_sum, kept, step, end - 2 - back, row_first, row_last, valid, factor, soft_cap,
-            STAGES, True, CHECK_FIRST, HAS_CAP, P_LAYOUT, ELEMENTS, SKIP_BELOW)  # fmt: skip
+            row_sum, kept, step, valid, factor, soft_cap, STAGES, HAS_CAP, P_LAYOUT, ELEMENTS,
+            SKIP_BELOW)  # fmt: skip
         step += 1
-    for back in range(0, full_end - full_begin):
-        acc, weights, row_max, row_sum, kept = _step(
-            q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, row_max,
-            row_sum, kept, step, full_end - 1 - back, row_first, row_last, valid, factor, soft_cap,
-            STAGES, False, CHECK_FIRST, HAS_CAP, P_LAYOUT, ELEMENTS, SKIP_BELOW)  # fmt: skip
-        step += 1
-    if CHECK_FIRST:
-        for back in range(0, full_begin - begin):
-            acc, weights, row_max, row_sum, kept = _step(
-                q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, row_max,
-                row_sum, kept, step, full_begin - 1 - back, row_first, row_last, valid, factor,
-                soft_cap, STAGES, True, CHECK_FIRST, HAS_CAP, P_LAYOUT, ELEMENTS,
-                SKIP_BELOW)  # fmt: skip
-            step += 1
     return acc, weights, row_max, row_sum, kept, step
 
 
