@@ -86,8 +86,14 @@ class CapturedStep:
             self._run()
         return graph.replay
 
-    def load(self, step: MaterializedCase) -> Any:
-        """Copy a batch into the static tensors, poison the rest, and return the new metadata."""
+    def load(self, step: MaterializedCase, *, exact_bound: bool = False) -> Any:
+        """Copy a batch into the static tensors, poison the rest, and return the new metadata.
+
+        Args:
+            step: the batch.
+            exact_bound: build with the longest sequence of the batch as bound, as engines do that
+                pad batches themselves, instead of with the limit.
+        """
         rows = step.inputs.query.shape[0]
         for static, live in (
             (self.query, step.inputs.query),
@@ -104,4 +110,6 @@ class CapturedStep:
         ):
             static[:blocks].copy_(live)
         padded = self.state.begin_forward(step.common(), self.num_reqs, self.query_len)
+        if exact_bound:
+            padded = padded.replace(max_seq_len=step.common().max_seq_len)
         return self.builder.build(0, padded)

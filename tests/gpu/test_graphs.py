@@ -18,15 +18,20 @@ from tests.gpu.devices import ON_GPU, backend_or_skip, batch_of, needs_gpu, spec
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
 REQUESTS, LONGEST, BLOCKS = 8, 512, 400
+LATENTS = {
+    "num_heads": 8, "num_kv_heads": 1, "head_size": 576, "head_size_v": 512, "use_mla": True,
+}  # fmt: skip
 
 
 class Captured:
     """One layer, captured for `REQUESTS` requests of `query_len` tokens over static tensors."""
 
-    def __init__(self, name: str, spec: AttentionSpec, query_len: int) -> None:
+    def __init__(
+        self, name: str, spec: AttentionSpec, query_len: int, longest: int = LONGEST
+    ) -> None:
         backend = backend_or_skip(name, spec)
         self.spec, self.query_len, tokens = spec, query_len, REQUESTS * query_len
-        limits = BatchLimits(max_num_reqs=REQUESTS, max_num_tokens=tokens, max_seq_len=LONGEST)
+        limits = BatchLimits(max_num_reqs=REQUESTS, max_num_tokens=tokens, max_seq_len=longest)
         self.builder = backend.make_builder(spec, "cuda", limits=limits)
         self.state = backend.get_state_cls()(self.builder, limits)
         self.layer = Attention(spec, backend=backend, device="cuda")
@@ -40,6 +45,8 @@ class Captured:
             torch.zeros(tokens, spec.num_kv_heads, spec.head_size, dtype=spec.dtype, device="cuda")
             for _ in range(2)
         )
+        if spec.use_mla:
+            self.value = self.key[..., : spec.head_size_v]
         self.metadata = self.state.graph_capture_get_metadata_for_batch(
             REQUESTS, query_len=query_len
         )
@@ -57,7 +64,7 @@ class Captured:
             )
 
     def replay(
-        self, seq_lens: list[int], seed: int
+        self, seq_lens: list[int], seed: int, *, exact_bound: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """(output, LSE, eager result) for `query_len` new tokens each; padding is NaN."""
         common = batch_of(self.spec, [self.query_len] * len(seq_lens), seq_lens, BLOCKS, seed)
@@ -72,9 +79,10 @@ class Captured:
         expected = self.layer(
             self.query[:rows], self.key[:rows], self.value[:rows], eager_cache, eager, True
         )
-        self.guard.check(
-            self.builder.build(0, self.state.begin_forward(common, REQUESTS, self.query_len))
-        )
+        padded = self.state.begin_forward(common, REQUESTS, self.query_len)
+        if exact_bound:
+            padded = padded.replace(max_seq_len=max(seq_lens))
+        self.guard.check(self.builder.build(0, padded))
         self.graph.replay()
         torch.cuda.synchronize()
         return self.out, self.lse, expected
@@ -114,6 +122,29 @@ def test_replays_equal_eager(
         torch.testing.assert_close(out[:rows], expected, rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(lse[:rows], expected_lse, rtol=1e-3, atol=1e-3)
         assert not out[rows:].any() and torch.isneginf(lse[rows:]).all()
+
+
+@pytest.mark.parametrize("longest", [LONGEST, 8192])
+@pytest.mark.parametrize(
+    "features", [{}, {"num_heads": 8, "num_kv_heads": 1}, LATENTS], ids=["gqa", "mqa", "latents"]
+)
+@pytest.mark.parametrize("name", ON_GPU)
+@torch.inference_mode()
+def test_replays_with_the_bound_of_their_batch(
+    name: str, features: dict[str, Any], longest: int
+) -> None:
+    """Engines that pad batches themselves build them with their own longest sequence."""
+    spec = spec_of(
+        needs_lse=True, cudagraph=CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE, **features
+    )
+    captured = Captured(name, spec, 1, longest)
+    for seed, seq_lens in enumerate(
+        ([10, 22, 68, 132, 3, 41, 100], [160, 105, 128, 191, 62], [400, 30], [512] * REQUESTS)
+    ):
+        out, lse, (expected, expected_lse) = captured.replay(seq_lens, seed, exact_bound=True)
+        rows = len(seq_lens)
+        torch.testing.assert_close(out[:rows], expected, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse[:rows], expected_lse, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ON_GPU)

@@ -89,6 +89,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             if not kernel.takes_lengths and self.limits
             else None
         )
+        self._captured_bounds: dict[tuple[int, int], int] = {}
 
     def build(
         self,
@@ -132,12 +133,16 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         fields = paged_fields(common, self.spec, None, needs_host_lengths=self.needs_host_lengths)
         _check(common)
         starts = None if for_capture else common.query_start_loc_cpu
+        query_bound = self._query_bound(common, for_capture)
+        key_bound = self._key_bound(fields["block_table"], common.max_seq_len)
         metadata = FlashAttnMetadata(
             **fields,
             kernel=self.kernel,
             num_unpadded_tokens=None if starts is None else int(starts[-1]),
-            query_bound=self._query_bound(common, for_capture),
-            key_bound=self._key_bound(fields["block_table"], common.max_seq_len),
+            query_bound=query_bound,
+            key_bound=self._bound_of_capture(
+                (common.num_reqs, query_bound), key_bound, for_capture
+            ),
             key_start_loc=None if self.kernel.takes_lengths else self._running_sum(common.seq_lens),
         )
         if schedule and self._aot and metadata.num_actual_tokens and metadata.max_seq_len:
@@ -160,6 +165,17 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         if self.kernel.takes_key_bound or block_table is None:
             return max_seq_len
         return block_table.shape[1] * self.spec.block_size
+
+    def _bound_of_capture(self, size: tuple[int, int], bound: int, for_capture: bool) -> int:
+        """The bound on sequence lengths of a batch that a graph may replay.
+
+        The number of splits follows from it, and a captured kernel needs a schedule with its own
+        number of splits. Batches of a captured size therefore keep the bound of the capture.
+        """
+        bound = max(bound, self._captured_bounds.get(size, 0))
+        if for_capture:
+            self._captured_bounds[size] = bound
+        return bound
 
     def _running_sum(self, lengths: torch.Tensor) -> torch.Tensor:
         """Cumulative sum of the lengths; with limits at a fixed address, which graphs require."""

@@ -99,6 +99,25 @@ def test_schedule_is_made_once_per_batch(
     assert builder.build(0, step.common, fast_build=True).scheduler_metadata is None
 
 
+def test_batches_of_a_captured_size_keep_its_bound(
+    monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder
+) -> None:
+    """G1: the captured kernel and the schedule of a replay have equally many splits, which follow
+    from the bound."""
+    install_vllm(monkeypatch, record)
+    spec = spec_of()
+    builder = builder_for(
+        monkeypatch, spec, limits=BatchLimits(max_num_reqs=8, max_num_tokens=64, max_seq_len=512)
+    )
+    pair = make_step(spec, [1, 1], [30, 4]).common
+    assert builder.build(0, pair).key_bound == 30
+    builder.build_for_cudagraph_capture(pair.replace(max_seq_len=512))
+    assert builder.build(0, pair).key_bound == record.scheduled[-1]["max_seqlen_k"] == 512
+    others = make_step(spec, [1, 1, 1], [30, 4, 6]).common, make_step(spec, [2, 1], [30, 4]).common
+    for other in others:
+        assert builder.build(0, other).key_bound == record.scheduled[-1]["max_seqlen_k"] == 30
+
+
 def test_cumulative_lengths_have_a_fixed_address(
     monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder
 ) -> None:
