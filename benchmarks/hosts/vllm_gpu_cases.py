@@ -74,15 +74,7 @@ def latent(models: Path) -> dict[str, Any]:
     """Name -> case, over latents: short prompts in chunks, and long ones, whose keys and values
     attnlib computes for each head."""
     backends = {"CUSTOM": "CUSTOM", "FLASH_ATTN": "FLASH_ATTN_MLA"}
-    found: dict[str, Any] = {
-        "deepseek float32 eager": {
-            "model": str(models / "deepseek"), "arguments": {"block_size": 64}
-        },
-        "deepseek float32 decode graphs": {
-            "model": str(models / "deepseek"),
-            "arguments": {"block_size": 64, **_graphs("FULL_DECODE_ONLY")},
-        },
-    }  # fmt: skip
+    found: dict[str, Any] = {}
     for name, more in {
         "eager": {}, "decode graphs": _graphs("FULL_DECODE_ONLY"),
         "full graphs": _graphs("FULL"),

@@ -135,6 +135,7 @@ def measure(engine: Engine, name: str, repetitions: int) -> dict[str, Any]:
         for repetition in range(max(1, repetitions // 2)):  # each takes 35 s
             first_s.append(engine.generate(prompts(name, 2 * repetition), 1)[1])
             all_s.append(engine.generate(prompts(name, 2 * repetition + 1), new)[1])
+            print(name, repetition, first_s, all_s, flush=True)
         decode = statistics.median(all_s) - statistics.median(first_s)
         return {
             "prefill_s": min(first_s), "prefill_tokens_per_s": sum(sizes) / min(first_s),
