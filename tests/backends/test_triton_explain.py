@@ -184,6 +184,11 @@ def test_score_functions_and_the_hopper_kernels() -> None:
     assert _lines("sm_80", score_function=documents()) == [
         "prefill, decode: portable Triton kernels"
     ]
+    prefill, decode = _lines(score_function=documents(), head_size=512)
+    assert "score function: the Hopper prefill takes none with head sizes above 256" in prefill
+    assert decode.startswith("decode:  Hopper kernel")
+    (line,) = _lines(score_function=documents(), batch_invariant=True)
+    assert "portable batch-invariant Triton kernel (score function: not supported by" in line
 
 
 def test_thresholds_of_weights() -> None:

@@ -990,14 +990,28 @@ def compile_in_process(module: str, *arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 
 
+_TABLE_HEAD = """\
+# Every case, score function and tile table entry, compiled for every target without a GPU.
+# Bytes of local memory per thread and their limit, bytes of shared memory.
+# Triton {triton}, torch {torch}, commit {commit}:
+# pytest -m "" tests/ops/triton/test_compile.py tests/ops/triton/hopper/test_compile.py
+#     --every-target --compile-table FILE
+"""
+
+
 def write_table(path: Path, rows: list[tuple[Any, ...]]) -> None:
     """Append (target, case, kernel, registers, bytes of local memory, their limit, bytes of shared
     memory) of compiled kernels to a text file."""
     form = "{:<8} {:<32} {:<28} {:>9} {:>7} {:>7} {:>9}\n"
     title = ("target", "case", "kernel", "registers", "spilled", "limit", "shared")
     with path.open("a", encoding="utf-8") as file:
-        lines = rows if file.tell() else [title, *rows]
-        file.writelines(form.format(*map(str, line)) for line in lines)
+        if not file.tell():
+            git = ["git", "rev-parse", "--short", "HEAD"]
+            found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+            versions = {"triton": triton.__version__, "torch": torch.__version__}
+            file.write(_TABLE_HEAD.format(**versions, commit=found or "unknown"))
+            file.write(form.format(*title))
+        file.writelines(form.format(*map(str, line)) for line in rows)
 
 
 def main(arguments: list[str]) -> None:

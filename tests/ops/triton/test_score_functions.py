@@ -30,7 +30,13 @@ PHASES: dict[str, dict[str, Any]] = {
     "mixed": {"batch": "q1s30_q2s18_q19s23"},
     "fp8": {"batch": "q1s37_q18s24", **FP8},
 }
-BUILTINS = [name for name, (path, _) in SUITE.items() if "builtin" in path]
+WINDOWED_SPANS = builtin.bidirectional_spans(window=6)
+CLOSED_DOCUMENTS = builtin.documents(causal=False)
+BUILTINS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: found for name, found in SUITE.items() if "builtin" in found[0]},
+    "windowed_spans": (f"{__name__}:WINDOWED_SPANS", {"mask": "bidirectional"}),
+    "closed_documents": (f"{__name__}:CLOSED_DOCUMENTS", {"mask": "bidirectional"}),
+}
 
 
 def _check(device: torch.device, path: str, **fields: Any) -> None:
@@ -44,7 +50,7 @@ def _check(device: torch.device, path: str, **fields: Any) -> None:
 @pytest.mark.parametrize("name", BUILTINS)
 def test_functions_of_models(device: torch.device, name: str, phase: str) -> None:
     """M10: against float64, in each kernel."""
-    path, fields = SUITE[name]
+    path, fields = BUILTINS[name]
     _check(device, path, **PHASES[phase], **fields)
 
 

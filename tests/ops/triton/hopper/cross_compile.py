@@ -295,37 +295,38 @@ def _compile_invariant(options: dict[str, Any]) -> dict[str, Any]:
             prepared = prepare_hopper_invariant_decode(*tensors, limits, options.get("query", 1), 8)
         run_attention(prepared, batch, query, cache, cache, tensors[3], lse, params)
 
-    launch, log = _compiled(run)
+    launch, facts = _compiled(run)
     return {
-        **_facts(launch, log),
+        **facts,
         "loops": _key_loops(launch.kernel.asm["cubin"], (4,) if decode else (2,), True),
     }
 
 
-def _compiled(run: Callable[[], None]) -> tuple[Launch, str]:
-    """Compile the kernel that `run` launches; return the launch and the log of ptxas.
+def _compiled(run: Callable[[], None]) -> tuple[Launch, dict[str, Any]]:
+    """Compile the kernel that `run` launches; return the launch and `_facts`.
 
-    The log is kept beside the kernel in Triton's cache, so that a kernel that has been compiled
-    there is not compiled again.
+    The log of ptxas is kept beside the kernel in Triton's cache, so that a kernel that has been
+    compiled there is not compiled again.
     """
     log = io.StringIO()
     triton.knobs.nvidia.dump_ptxas_log = True
     with stub_target("sm_90") as launches, contextlib.redirect_stdout(log):
         run()
-    kept = get_cache_manager(launches[0].kernel.hash)
-    if log.getvalue():
-        kept.put(log.getvalue(), _LOG)
-    elif (path := kept.get_file(_LOG)) is not None:
-        return launches[0], Path(path).read_text()
-    else:
+    launch, text = launches[0], log.getvalue()
+    kept = get_cache_manager(launch.kernel.hash)
+    if text:
+        kept.put(text, _LOG)
+    elif (path := kept.get_file(_LOG)) is None:
         # Compiled by another program, without the log.
-        launches[0].kernel.src.fn.device_caches.clear()
+        launch.kernel.src.fn.device_caches.clear()
         triton.knobs.compilation.always_compile = True
         try:
             return _compiled(run)
         finally:
             triton.knobs.compilation.always_compile = False
-    return launches[0], log.getvalue()
+    else:
+        return launch, {**_facts(launch, Path(path).read_text()), "cached": True}
+    return launch, {**_facts(launch, text), "cached": False}
 
 
 def entry_cases() -> dict[str, TileEntry]:
@@ -430,7 +431,7 @@ def _compile_latent(options: dict[str, Any]) -> dict[str, Any]:
                 **outputs,
             )
 
-    return _facts(*_compiled(run))
+    return _compiled(run)[1]
 
 
 def _options(name: str) -> dict[str, Any]:
@@ -478,6 +479,7 @@ def compile_case(name: str) -> dict[str, Any]:
         loops: accesses to local memory in each loop over keys.
         warnings: warnings of ptxas.
         wgmma: number of WGMMA instructions in the PTX.
+        cached: whether the kernel was in Triton's cache.
         seconds: compile time.
     """
     if name in LATENT_CASES or name in SELECTED_CASES:
@@ -541,9 +543,9 @@ def compile_case(name: str) -> dict[str, Any]:
         else:
             launch_hopper_prefill(*shapes, params, tile, max_seq_len=64, **outputs)
 
-    launch, log = _compiled(run)
+    launch, facts = _compiled(run)
     return {
-        **_facts(launch, log),
+        **facts,
         "estimate": decode_shared_bytes(tile, d, dv, bits)
         if decode
         else shared_bytes(tile, d, dv, has_score),

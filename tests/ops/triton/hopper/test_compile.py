@@ -69,8 +69,11 @@ SCORE = [
 ]
 """Cases with a score function; `--every-target` compiles all of `SCORE_CASES`."""
 MAX_SCORE_STACK, MAX_SCORE_LOOP = 352, 24
-"""Bytes of local memory per thread of a kernel with a score function, and accesses to it in a loop
+"""Bytes of local memory per thread of a prefill with a score function, and accesses to it in a loop
 over keys."""
+DECODE_SCORE_STACK = {"decode-128-e4m3-heads": 32}
+"""The same of decodes, 0 for others. Triton 3.9 keeps scalars of this one there outside of its loop
+over keys, 3.6 does not."""
 
 
 Compiled = dict[str, dict[str, Any]]
@@ -105,7 +108,7 @@ def max_stack(case: str) -> int:
     if case in ALL_LATENT:
         return MAX_LATENT_STACK
     if case in SCORE_CASES:
-        return 0 if "decode" in case else MAX_SCORE_STACK
+        return DECODE_SCORE_STACK.get(case, 0) if "decode" in case else MAX_SCORE_STACK
     covered = [ENTRIES[entry].spills for entry, cases in COVERED.items() if case in cases]
     return min([MAX_STACK, *covered])
 
@@ -207,6 +210,15 @@ def test_score_functions_compile_with_few_spills(case: str, compiled: Compiled) 
         return
     # A masked and an unmasked loop of each consumer; one loop where a range is the function.
     assert len(result["loops"]) >= 2 and max(result["loops"]) <= MAX_SCORE_LOOP, result
+
+
+def test_a_kernel_is_compiled_once(compiled: Compiled) -> None:
+    """Another run finds kernels and logs in Triton's cache, so that a long one can be repeated."""
+    case = SCORE[2]
+    (again,) = compile_in_process("tests.ops.triton.hopper.cross_compile", case)
+    assert again["cached"]
+    changing = {"cached": True, "seconds": 0.0}
+    assert again | changing == compiled[case] | changing
 
 
 def test_descriptors_come_from_constants(compiled: Compiled) -> None:
