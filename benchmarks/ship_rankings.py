@@ -1,48 +1,67 @@
-"""Write the rankings that ship with attnlib for a chip, from a result of `attnlib bench` on it.
+"""Write the rankings that ship with attnlib, from results of `attnlib bench`.
 
-    python benchmarks/ship_rankings.py benchmarks/results/h200/bench.json
+    python benchmarks/ship_rankings.py
 
-A backend is ranked if it was correct and timed on every case of a class of layers. The result must
-have one run, because ratios are never taken between runs. Writes attnlib/tuning/tables/CHIP.json; a
-test fails if it does not match the committed result.
+A backend is ranked if it was correct and timed on every case of a class of layers. Each result must
+have one run, because ratios are never taken between runs; a class is ranked by the first result of
+its chip that has it. Writes attnlib/tuning/tables/CHIP.json; a test fails if it does not match the
+committed results.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attnlib.bench.results import Document, read_document
+from attnlib.bench.results import read_document
 from attnlib.tuning.measure import rank_rows
 
-TABLES = Path(__file__).resolve().parents[1] / "attnlib" / "tuning" / "tables"
+ROOT = Path(__file__).resolve().parents[1]
+TABLES = ROOT / "attnlib" / "tuning" / "tables"
+RESULTS = ROOT / "benchmarks" / "results"
+
+SOURCES = {"nvidia-h200": ("h200/bench.json",)}
+"""Table -> results of its chip."""
 
 
-def table_of(document: Document) -> dict[str, Any]:
+def table_of(sources: Sequence[str]) -> dict[str, Any]:
     """The table as a JSON value.
 
+    Args:
+        sources: paths in RESULTS, of one chip.
+
     Raises:
-        SystemExit: the document has several runs, or no GPU.
+        SystemExit: a result with several runs, without a GPU, or of another chip.
     """
-    if len(document.runs) != 1 or "gpu" not in document.runs[0].provenance:
-        raise SystemExit(f"{len(document.runs)} runs: give the result of one run on a GPU")
-    facts = document.runs[0].provenance
-    words = [
-        facts["gpu"],
-        *(f"{name} {facts[name]}" for name in ("driver", "torch", "triton", "commit")),
-        facts["date"],
-    ]
+    provenance: dict[str, str] = {}
+    ranked: dict[str, dict[str, Any]] = {}
+    chip, capability = "", [9, 0]
+    for source in sources:
+        document, name = read_document(RESULTS / source), Path(source).stem
+        if len(document.runs) != 1 or "gpu" not in document.runs[0].provenance:
+            raise SystemExit(f"{source} has {len(document.runs)} runs: it needs one run on a GPU")
+        facts = document.runs[0].provenance
+        if chip not in ("", facts["gpu"]):
+            raise SystemExit(f"{source} was measured on {facts['gpu']}, not on {chip}")
+        chip, capability = facts["gpu"], facts.get("capability", capability)
+        words = [
+            chip,
+            *(f"{fact} {facts[fact]}" for fact in ("driver", "torch", "triton", "commit")),
+            facts["date"],
+        ]
+        provenance[name] = f"{', '.join(words)}: {facts['command']}"
+        for line in rank_rows(document.rows, name):
+            ranked.setdefault(json.dumps(line["layer"]), line)
     return {
         "about": "Rankings of backends for each measured class of layers; automatic selection uses "
         "them on this chip unless a table of attnlib tune has its own.",
         "schema": 1,
-        "chip": facts["gpu"],
-        "capability": facts.get("capability", [9, 0]),
-        "provenance": {"bench": f"{', '.join(words)}: {facts['command']}"},
-        "backends": rank_rows(document.rows, "bench"),
+        "chip": chip,
+        "capability": capability,
+        "provenance": provenance,
+        "backends": list(ranked.values()),
     }
 
 
@@ -55,15 +74,13 @@ def text_of(table: dict[str, Any]) -> str:
     return f'{head},\n "backends": [\n{lines}\n ]\n}}\n'
 
 
-def main(paths: list[str]) -> int:
-    """Write one table for each result."""
-    for path in paths:
-        table = table_of(read_document(path))
-        target = TABLES / (re.sub(r"[^a-z0-9]+", "-", table["chip"].lower()).strip("-") + ".json")
-        target.write_text(text_of(table), encoding="utf-8")
-        print(f"wrote {len(table['backends'])} rankings to {target}")
-    return 0
+def main() -> None:
+    """Write every table."""
+    for name, sources in SOURCES.items():
+        table = table_of(sources)
+        (TABLES / f"{name}.json").write_text(text_of(table), encoding="utf-8")
+        print(f"{name}: {len(table['backends'])} rankings")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

@@ -18,9 +18,9 @@ from attnlib.selection.registry import registrations
 from attnlib.selection.selector import measured_ranking
 from attnlib.tuning import rankings
 from attnlib.tuning.rankings import shipped_ranking, shipped_rankings
-from benchmarks.ship_rankings import TABLES, table_of, text_of
+from benchmarks.ship_rankings import RESULTS, SOURCES, TABLES, table_of, text_of
 
-RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "bench.json"
+RESULT = RESULTS / "h200" / "bench.json"
 H200 = DeviceInfo(type="cuda", name="NVIDIA H200", capability=(9, 0))
 LLAMA = attnlib.AttentionSpec(
     num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, block_size=16
@@ -37,11 +37,15 @@ def _no_user_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     tuning.clear_cache()
 
 
-def test_the_table_equals_the_committed_result() -> None:
-    """`python benchmarks/ship_rankings.py benchmarks/results/h200/bench.json` writes it."""
-    assert (TABLES / "nvidia-h200.json").read_text(encoding="utf-8") == text_of(
-        table_of(read_document(RESULT))
-    )
+@pytest.mark.parametrize("name", SOURCES)
+def test_tables_equal_the_committed_results(name: str) -> None:
+    """`python benchmarks/ship_rankings.py` writes them."""
+    text = (TABLES / f"{name}.json").read_text(encoding="utf-8")
+    assert text == text_of(table_of(SOURCES[name]))
+
+
+def test_every_table_has_committed_results() -> None:
+    assert {path.stem for path in TABLES.glob("*.json")} == set(SOURCES)
 
 
 def test_auto_takes_the_fastest_backend_on_each_row() -> None:
