@@ -99,7 +99,7 @@ def test_concurrent_parts_equal_sequential_parts(
     assert plans and all(plan._launches.concurrent for plan in plans)
 
     with monkeypatch.context() as patched:
-        patched.setattr(step_launches, "can_run_concurrently", lambda decode, prefill: False)
+        patched.setattr(step_launches, "can_run_concurrently", lambda *_: False)
         LAUNCHES.clear()
         metadata.plans.clear()
         sequential, sequential_lse = torch.empty_like(out), torch.empty_like(lse)

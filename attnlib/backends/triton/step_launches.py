@@ -21,7 +21,7 @@ from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
-from attnlib.ops.triton.launch.run import PreparedAttention
+from attnlib.ops.triton.launch.run import PreparedAttention, PreparedConcurrentPrefill
 from attnlib.ops.triton.launch.sequence import (
     K_SCALE,
     LSE,
@@ -72,7 +72,7 @@ class StepLaunches:
         limits: the chip that they were prepared for.
         write: the cache write; None where nothing is written.
         decode, prefill: of the parts of the batch; None for an empty part.
-        concurrent: whether the prefill runs beside the decode.
+        concurrent: the prefill, if it runs beside the decode; else None.
         workspace_bytes: bytes of workspace that the decode needs.
         of_layer: what else than the tensors of `StepPlan.run` a layer gives, by its index in the
             values of a call: slopes, sinks, scales that are tensors, score tensors.
@@ -89,7 +89,7 @@ class StepLaunches:
         write: CacheWrite | None,
         decode: PreparedAttention | None,
         prefill: PreparedAttention | None,
-        concurrent: bool,
+        concurrent: PreparedConcurrentPrefill | None,
         first_prefill_row: int,
         fixed: dict[Source, Any],
         num_values: int,
@@ -154,11 +154,11 @@ class StepLaunches:
                 if part is not None
             ]
         launches = decode.launches(direct, aligned)
-        if not self.concurrent:
+        if self.concurrent is None:
             return [(launches, False), (prefill.launches(direct, aligned), True)]
         # The prefill runs on the SMs that the decode leaves, before its splits are combined.
         attend, *combine = launches.steps
-        concurrent = prefill.launches(direct, aligned, concurrent=True)  # type: ignore[call-arg]  # a Hopper prefill
+        concurrent = self.concurrent.launches(direct, aligned, concurrent=True)
         combined = [(Launches(tuple(combine)), False)] if combine else []
         return [(launches._replace(steps=(attend,)), False), (concurrent, True), *combined]
 
@@ -199,13 +199,12 @@ def prepare_step(
             cache.k_scale, cache.v_scale,
         )  # fmt: skip
     split = metadata.num_decode_tokens if metadata.num_prefills else None
-    decode = prefill = None
-    runs_beside = False
+    decode = prefill = beside = None
     # A part has fewer rows than the call, whose signature alone would also match an unsplit batch
     # of as many tokens.
     part = signature if decodes is None or prefills is None else (signature, split)
     if impl.spec.batch_invariant:
-        decode, prefill, runs_beside = _prepare_invariant(
+        decode, prefill, beside = _prepare_invariant(
             part, call, params, batch, metadata, schedule, concurrent, kernels
         )
         decodes = prefills = None
@@ -221,11 +220,11 @@ def prepare_step(
         if concurrent is not None and prefill is not None:
             alone = decodes._replace(counters=None)
             decode = prepare_decode((part, "concurrent"), *tensors, alone, own, limits, concurrent)
-            runs_beside = can_run_concurrently(decode, prefill)
-        if not runs_beside:
+            beside = prefill if can_run_concurrently(prefill, decode) else None
+        if beside is None:
             decode = prepare_decode((part, "decode"), *tensors, decodes, own, limits, schedule)
     launches = StepLaunches(
-        call, limits, write, decode, prefill, runs_beside, split or 0, _fixed_values(impl, cache),
+        call, limits, write, decode, prefill, beside, split or 0, _fixed_values(impl, cache),
         NUM_VALUES + len(impl.layer_score_tensors),
     )  # fmt: skip
     kept: StepLaunches = LAUNCHES.keep(key, launches)
@@ -241,22 +240,21 @@ def _prepare_invariant(
     schedule: DecodeSchedule | None,
     concurrent: DecodeSchedule | None,
     kernels: str,
-) -> tuple[PreparedAttention | None, PreparedAttention | None, bool]:
-    """The batch-invariant launches of the decode part and of the prefill part (M15), and whether
-    the prefill runs beside the decode."""
+) -> tuple[PreparedAttention | None, PreparedAttention | None, PreparedConcurrentPrefill | None]:
+    """The batch-invariant launches of the decode part and of the prefill part (M15), and the
+    prefill again if it runs beside the decode."""
     # Other layers do not import these kernels.
     from attnlib.ops.triton.invariant_attention import prepare_invariant
 
     decodes, prefills, _ = batch
     limits = metadata.scheduler.limits
     first_prefill_row = None if decodes is None else metadata.num_decode_tokens
-    decode = prefill = None
+    decode = prefill = beside = None
     if prefills is not None:
         prefill = prepare_invariant(
             (signature, "prefill"), *_rows_of(call, slice(first_prefill_row, None)), prefills,
             _params_of(params, prefills), limits, metadata.max_query_len, kernels=kernels,
         )  # fmt: skip
-    runs_beside = False
     if decodes is not None and schedule is not None:
         end = None if prefills is None else first_prefill_row
         # The number of CTAs has no effect on the results.
@@ -266,8 +264,8 @@ def _prepare_invariant(
             kernels, None if concurrent is None else concurrent.max_ctas,
         )  # fmt: skip
         if concurrent is not None and prefill is not None:
-            runs_beside = can_run_concurrently(decode, prefill)
-    return decode, prefill, runs_beside
+            beside = prefill if can_run_concurrently(prefill, decode) else None
+    return decode, prefill, beside
 
 
 def _fixed_values(impl: AttentionImpl, cache: PagedKVCache) -> dict[Source, Any]:

@@ -11,8 +11,10 @@ launch overlaps two kernels, and a captured CUDA graph keeps the overlap.
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 from attnlib.ops.triton.heuristics.device import DeviceLimits
-from attnlib.ops.triton.launch.run import PreparedAttention
+from attnlib.ops.triton.launch.run import PreparedAttention, PreparedConcurrentPrefill
 from attnlib.ops.triton.paged_decode import AttentionShape
 
 __all__ = ["can_run_concurrently", "concurrent_ctas"]
@@ -70,6 +72,8 @@ def concurrent_ctas(
     return least if fits and kv_bytes <= _SMALL_BYTES else most
 
 
-def can_run_concurrently(decode: PreparedAttention, prefill: PreparedAttention) -> bool:
+def can_run_concurrently(
+    prefill: PreparedAttention, decode: PreparedAttention
+) -> TypeGuard[PreparedConcurrentPrefill]:
     """Whether prepared launches of both parts are Hopper kernels, which can overlap."""
     return decode.needs_alignment and prefill.needs_alignment

@@ -20,7 +20,10 @@ from attnlib.ops.triton.launch.bound import (
 )
 from attnlib.ops.triton.launch.sequence import Launches
 
-__all__ = ["PreparedAttention", "is_direct", "run_attention", "with_workspace"]
+__all__ = [
+    "PreparedAttention", "PreparedConcurrentPrefill", "is_direct", "run_attention",
+    "with_workspace",
+]  # fmt: skip
 
 
 class PreparedAttention(Protocol):
@@ -70,6 +73,13 @@ class PreparedAttention(Protocol):
 
     def tensors(self, batch: BatchTensors) -> tuple[Any, ...]:
         """The values of a batch for launches by Triton."""
+
+
+class PreparedConcurrentPrefill(PreparedAttention, Protocol):
+    """A prefill that can start while the kernel launched before it runs: `HopperPrefill`."""
+
+    def launches(self, direct: bool, aligned: bool = True, concurrent: bool = False) -> Launches:
+        """The launches; with `concurrent`, they do not wait for the kernel launched before."""
 
 
 def with_workspace(prepared: PreparedAttention, batch: BatchTensors, device: Any) -> BatchTensors:
