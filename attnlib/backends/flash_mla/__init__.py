@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from attnlib.backends._foreign.imports import environment_facts, is_installed
+from attnlib.backends._foreign.latents import latent_capabilities, other_layer_reasons
 from attnlib.backends.base import AttentionBackend, AttentionImpl
 from attnlib.backends.flash_mla.probe import MODULES, find_flash_mla
-from attnlib.capabilities import Capabilities, Sizes
+from attnlib.capabilities import Sizes
 from attnlib.device import DeviceInfo
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
-from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind
+from attnlib.spec import AttentionSpec
 
 __all__ = ["FlashMLABackend"]
 
-_HEAD_SIZE, _HEAD_SIZE_V = 576, 512
 _NOT_INSTALLED = "flash_mla is not installed: build https://github.com/deepseek-ai/FlashMLA"
 
 
@@ -29,36 +27,11 @@ class FlashMLABackend(AttentionBackend):
     """FlashMLA's dense kernel. It was written for decodes; prefills are correct and slow."""
 
     description = "FlashMLA over latent caches on Hopper"
-    capabilities = Capabilities(
-        devices=("cuda",),
+    capabilities = latent_capabilities(
         min_capability=(9, 0),
         max_capability=(9, 9),
-        dtypes=(torch.float16, torch.bfloat16),
-        kv_cache_dtypes=(),
-        kv_scale_kinds=(),
-        head_sizes=Sizes(exactly=(_HEAD_SIZE,)),
-        head_size_v_may_differ=True,
         block_sizes=Sizes(exactly=(64,)),
-        kv_cache_layouts=("NHD",),
-        group_sizes=Sizes(1),
-        attn_types=(AttentionType.DECODER,),
-        mask_kinds=(MaskKind.CAUSAL, MaskKind.BIDIRECTIONAL),
-        sliding_window=False,
-        attention_chunks=False,
-        logits_soft_cap=False,
-        alibi=False,
-        score_function=False,
-        key_selection=False,
-        compressed_entries=False,
-        skip_softmax=False,
-        sink=True,  # applied after the kernel, from the LSE
-        mla=True,
-        lse=True,
-        kv_sharing=True,
-        batch_invariant=False,
-        cudagraph=CudaGraphSupport.NEVER,  # it plans the first call of a batch on the host
         needs_finite_cache=True,
-        allocates_in_forward=True,
     )
 
     @staticmethod
@@ -100,11 +73,4 @@ class FlashMLABackend(AttentionBackend):
     @classmethod
     def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
         """FlashMLA reads latent caches with values of 512 elements only."""
-        reasons = []
-        if not spec.use_mla:
-            reasons.append("use_mla=False: FlashMLA reads latent caches only")
-        if spec.head_size_v != _HEAD_SIZE_V:
-            reasons.append(
-                f"head_size_v={spec.head_size_v} is not supported (supported: {_HEAD_SIZE_V})"
-            )
-        return reasons
+        return other_layer_reasons(spec, "FlashMLA reads latent caches only")

@@ -121,9 +121,11 @@ def _join(first: _State, second: _State) -> _State:
     """What registers hold where two paths join."""
     joined = {}
     for register in first.keys() | second.keys():
-        one, other = (state.get(register, _UNDEFINED) for state in (first, second))
-        same = one.number if one.number == other.number else None
-        joined[register] = _Value(same, one.sources | other.sources)
+        one, other = first.get(register, _UNDEFINED), second.get(register, _UNDEFINED)
+        if one is not other:
+            same = one.number if one.number == other.number else None
+            one = _Value(same, one.sources | other.sources)
+        joined[register] = one
     return joined
 
 
@@ -148,6 +150,7 @@ def _descriptor_registers(product: _Instruction) -> list[str]:
     return []
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def _next(register: str, number: int) -> str:
     kind = register.rstrip("0123456789")
     return f"{kind}{int(register.removeprefix(kind)) + number}"
@@ -161,23 +164,31 @@ def _width(name: str) -> int:
 
 
 def _value(state: _State, operand: str) -> _Value:
-    plain = operand.lstrip("-~|").rstrip("|")
-    if plain in ("RZ", "URZ", "SRZ"):
-        value = _Value(0)
-    elif re.fullmatch(r"0x[0-9a-f]+", plain):
-        value = _Value(int(plain, 16))
-    elif re.fullmatch(r"U?R\d+", plain):
-        value = state.get(plain, _UNDEFINED)
-    elif constant := re.match(r"c\[0x0\]\[(0x[0-9a-f]+)\]", plain):
-        is_argument = int(constant[1], 16) >= _ARGUMENTS
-        return _Value(None, frozenset({"argument"} if is_argument else ()))
-    else:
-        registers = ["".join(found) for found in _REGISTER.findall(plain)]
-        return _Value(None, _union(state.get(register, _UNDEFINED) for register in registers))
+    value = _operand(operand)
+    if isinstance(value, list):
+        return _Value(None, _union(state.get(register, _UNDEFINED) for register in value))
+    if isinstance(value, str):
+        value = state.get(value, _UNDEFINED)
     if value.number is None or operand[0] not in "-~":
         return value
     number = -value.number if operand[0] == "-" else ~value.number
     return _Value(number & _WORD, value.sources)
+
+
+@functools.lru_cache(maxsize=1 << 14)  # instructions are executed once for each path
+def _operand(operand: str) -> _Value | str | list[str]:
+    """Return a constant without its sign, a register, or the registers of an address."""
+    plain = operand.lstrip("-~|").rstrip("|")
+    if plain in ("RZ", "URZ", "SRZ"):
+        return _Value(0)
+    if re.fullmatch(r"0x[0-9a-f]+", plain):
+        return _Value(int(plain, 16))
+    if re.fullmatch(r"U?R\d+", plain):
+        return plain
+    if constant := re.match(r"c\[0x0\]\[(0x[0-9a-f]+)\]", plain):
+        is_argument = int(constant[1], 16) >= _ARGUMENTS
+        return _Value(None, frozenset({"argument"} if is_argument else ()))
+    return ["".join(found) for found in _REGISTER.findall(plain)]
 
 
 def _union(values: object) -> frozenset[str]:

@@ -10,56 +10,25 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from attnlib.backends._foreign.imports import environment_facts, is_installed
+from attnlib.backends._foreign.latents import latent_capabilities, other_layer_reasons
 from attnlib.backends.base import AttentionBackend, AttentionImpl
 from attnlib.backends.flashinfer.probe import find_mla_wrapper, toolchain_problems
-from attnlib.capabilities import Capabilities, Sizes
+from attnlib.capabilities import Sizes
 from attnlib.device import DeviceInfo
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
-from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind
+from attnlib.spec import AttentionSpec
 
 __all__ = ["FlashInferMLABackend"]
 
 _DISTRIBUTIONS = ("flashinfer-python", "flashinfer-jit-cache")
-_HEAD_SIZE, _HEAD_SIZE_V = 576, 512
 
 
 class FlashInferMLABackend(AttentionBackend):
     """FlashInfer's `BatchMLAPagedAttentionWrapper`, for decodes and absorbed prefills."""
 
     description = "FlashInfer's MLA wrapper, planned once per batch"
-    capabilities = Capabilities(
-        devices=("cuda",),
-        min_capability=(8, 0),
-        dtypes=(torch.float16, torch.bfloat16),
-        kv_cache_dtypes=(),
-        kv_formats=(),
-        kv_scale_kinds=(),
-        head_sizes=Sizes(exactly=(_HEAD_SIZE,)),
-        head_size_v_may_differ=True,
-        block_sizes=Sizes(1),
-        kv_cache_layouts=("NHD",),
-        group_sizes=Sizes(1),
-        attn_types=(AttentionType.DECODER,),
-        mask_kinds=(MaskKind.CAUSAL, MaskKind.BIDIRECTIONAL),
-        sliding_window=False,
-        attention_chunks=False,
-        logits_soft_cap=False,
-        alibi=False,
-        score_function=False,
-        key_selection=False,
-        compressed_entries=False,
-        skip_softmax=False,
-        sink=True,  # applied after the kernel, from the LSE
-        mla=True,
-        lse=True,
-        kv_sharing=True,
-        batch_invariant=False,
-        cudagraph=CudaGraphSupport.NEVER,  # a batch is planned in its first layer, on the host
-        allocates_in_forward=True,
-    )
+    capabilities = latent_capabilities(min_capability=(8, 0), block_sizes=Sizes(1))
 
     @staticmethod
     def get_name() -> str:
@@ -98,11 +67,4 @@ class FlashInferMLABackend(AttentionBackend):
     @classmethod
     def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
         """The wrapper reads latent caches with values of 512 elements only."""
-        reasons = []
-        if not spec.use_mla:
-            reasons.append("use_mla=False: this wrapper reads latent caches only; use flashinfer")
-        if spec.head_size_v != _HEAD_SIZE_V:
-            reasons.append(
-                f"head_size_v={spec.head_size_v} is not supported (supported: {_HEAD_SIZE_V})"
-            )
-        return reasons
+        return other_layer_reasons(spec, "this wrapper reads latent caches only; use flashinfer")
