@@ -83,7 +83,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--distinct-specs",
         type=int,
-        default=3000,
+        default=2000,
         help="specs and shapes that tests/properties/test_bounded_memory.py uses in one process",
     )
     draws = parser.getgroup("draws", "property tests, tests/properties/test_attention.py")

@@ -137,13 +137,20 @@ def _dequantize(
     return stored.to(precision) * per_head.to(precision)[:, None]
 
 
+def _per_kv_head(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Multiply x [Hq, q, n] by the y [Hkv, n, m] of its KV head: [Hq, q, m]."""
+    (heads, query_len, size), kv_heads = x.shape, y.shape[0]
+    rows = x.reshape(kv_heads, heads // kv_heads * query_len, size)  # no copy of y per query head
+    return (rows @ y).view(heads, query_len, y.shape[2])
+
+
 def _logits(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, params: OracleParams
 ) -> torch.Tensor:
-    """Logits before the mask, in the order of M3: [Hq, q, s] from q [Hq, q, D] and k [Hq, s, D]."""
+    """Logits before the mask, in the order of M3: [Hq, q, s] of q [Hq, q, D] and k [Hkv, s, D]."""
     statistics = torch.float64 if q.dtype == torch.float64 else torch.float32  # M8
     query_len, seq_len = q.shape[1], k.shape[1]
-    logits = (params.scale * (q @ k.transpose(1, 2))).to(statistics)
+    logits = (params.scale * _per_kv_head(q, k.transpose(1, 2))).to(statistics)
     if params.logits_soft_cap > 0:
         logits = params.logits_soft_cap * torch.tanh(logits / params.logits_soft_cap)
     if params.alibi_slopes is not None:
@@ -174,15 +181,10 @@ def _attend(
         (out, lse, weights, visible) as in `OracleResult`.
     """
     query_len, num_heads, _ = query.shape
-    seq_len, num_kv_heads, _ = keys.shape
-    group = num_heads // num_kv_heads
+    seq_len = keys.shape[0]
     q = query.to(precision).transpose(0, 1)
-    k = _dequantize(keys, params.k_scale, precision).repeat_interleave(group, dim=1).transpose(0, 1)
-    v = (
-        _dequantize(values, params.v_scale, precision)
-        .repeat_interleave(group, dim=1)
-        .transpose(0, 1)
-    )
+    k = _dequantize(keys, params.k_scale, precision).transpose(0, 1)
+    v = _dequantize(values, params.v_scale, precision).transpose(0, 1)
     positions = seq_len - query_len + torch.arange(query_len, device=query.device)  # M1
 
     logits = _logits(q, k, positions, params)
@@ -201,7 +203,7 @@ def _attend(
     weights = torch.exp(
         logits - lse.masked_fill(lse == -math.inf, 0.0)[:, :, None]
     )  # M5: no key, no sink: 0
-    out = weights.to(precision) @ v
+    out = _per_kv_head(weights.to(precision), v)
     return out.transpose(0, 1), lse.transpose(0, 1), weights, visible
 
 

@@ -262,5 +262,5 @@ def test_random_sequences_of_calls(machine: type[RuleBasedStateMachine]) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [AllocatorMachine, TableMachine], ids=lambda m: m.__name__)
 def test_long_sequences_of_calls(machine: type[RuleBasedStateMachine]) -> None:
-    long = settings(BOUNDED, max_examples=150, stateful_step_count=80, derandomize=True)
+    long = settings(BOUNDED, max_examples=75, stateful_step_count=80, derandomize=True)
     run_state_machine_as_test(machine, settings=long)

@@ -42,14 +42,16 @@ from tests.ops.calls import call_operation, split_options
 from tests.ops.triton.sass import descriptor_sources, disassemble
 
 __all__ = [
-    "CASES", "PROCESSES", "SCORE_CASES", "TARGETS", "Compiled", "Launch", "Target", "compile_for",
-    "compile_in_process", "describe", "entry_cases", "entry_fits", "entry_sizes", "formats_of",
-    "largest_tiles", "run_case", "score_options", "stub_target", "write_table",
+    "CASES", "PROCESSES", "SCORE_CASES", "TARGETS", "Compiled", "Launch", "Target",
+    "collect_rarely", "compile_for", "compile_in_process", "describe", "entry_cases", "entry_fits",
+    "entry_sizes", "formats_of", "largest_tiles", "run_case", "score_options", "stub_target",
+    "write_table",
 ]  # fmt: skip
 
 KB = 1024
-PROCESSES = max(2, len(os.sched_getaffinity(0)))
-"""Processes of the compile tests."""
+PROCESSES = 1 if "PYTEST_XDIST_WORKER" in os.environ else max(2, len(os.sched_getaffinity(0)))
+"""Processes of one file of compile tests. In two workers, the files for Hopper and for the other
+kernels compile side by side."""
 
 
 @dataclass(frozen=True)
@@ -875,19 +877,26 @@ def entry_sizes(entry: TileEntry) -> tuple[int, int]:
 
 
 def largest_tiles(entries: dict[str, TileEntry]) -> set[str]:
-    """Return the names of the entries with the largest tile for each kind of problem.
+    """Return the names of the entries with the largest tile for each kind of kernel.
 
-    Entries for the same operation, elements, instructions and head sizes differ in the number of
-    rows, keys or stages of a tile: the largest one needs the most registers and shared memory.
+    Entries for the same operation, bits of an element, instructions and consumers compile the same
+    code with other sizes. The largest tile, in elements of keys and queries, needs the most
+    registers and shared memory.
     """
     found: dict[Any, list[tuple[tuple[int, ...], str]]] = {}
     for name, entry in entries.items():
-        tile, head_sizes = dict(entry.tile), [r[2] for r in entry.ranges if r[0] == "head_size"]
-        kind = entry.op, entry.products, entry.elements, tile.get("consumers"), *head_sizes
+        tile = dict(entry.tile)
+        size = max((most or 576 for field, _, most in entry.ranges if field == "head_size"))
+        rows = tile.get("block_m", 1)
         stages = tile.get("num_stages", tile.get("stages", 0))
-        elements = tile.get("block_m", 1) * tile["block_n"]
-        found.setdefault(kind, []).append(((elements, stages), name))
+        bits = {_ELEMENT_BITS[element] for element in entry.elements}
+        kind = entry.op, entry.products, max(bits, default=None), tile.get("consumers")
+        found.setdefault(kind, []).append(((rows * tile["block_n"] * size, size, stages), name))
     return {max(tiles)[1] for tiles in found.values()}
+
+
+_ELEMENT_BITS = {"float32": 32, "16-bit": 16, "fp8": 8, "fp8-bytes": 8, "int8": 8, "int4": 4}
+"""Elements of a table entry -> their bits."""
 
 
 def formats_of(entry: TileEntry, target: str) -> list[str]:
@@ -978,6 +987,8 @@ def compile_in_process(module: str, *arguments: str) -> list[dict[str, Any]]:
         The JSON objects that it prints, one for each case.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # Line numbers have no effect on the machine code and take a tenth of the time.
+    environment["TRITON_DISABLE_LINE_INFO"] = "1"
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", module, *arguments],
         capture_output=True,
@@ -1014,8 +1025,15 @@ def write_table(path: Path, rows: list[tuple[Any, ...]]) -> None:
         file.writelines(form.format(*map(str, line)) for line in rows)
 
 
+def collect_rarely() -> None:
+    """torch and Triton are many objects, which every collection would traverse, and a compilation
+    makes hundreds of thousands."""
+    gc.freeze()
+    gc.set_threshold(200_000)
+
+
 def main(arguments: list[str]) -> None:
-    gc.freeze()  # torch and Triton are many objects, which every collection would traverse
+    collect_rarely()
     target, cases = arguments[0], arguments[1:] or list(CASES)
     for case in cases:
         if case in TARGETS:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import io
 import json
 import re
@@ -42,7 +41,13 @@ from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.run import run_attention
 from attnlib.ops.triton.launch.score import has_head_bounds, has_short_ranges
 from attnlib.ops.triton.selected_attention import selected_attention
-from tests.ops.triton.cross_compile import TARGETS, Launch, score_options, stub_target
+from tests.ops.triton.cross_compile import (
+    TARGETS,
+    Launch,
+    collect_rarely,
+    score_options,
+    stub_target,
+)
 from tests.ops.triton.sass import descriptor_sources, disassemble
 
 __all__ = [
@@ -613,7 +618,7 @@ def _key_loops(cubin: bytes, groups: tuple[int, ...], stores: bool = False) -> l
 
 
 def main(names: list[str]) -> None:
-    gc.freeze()
+    collect_rarely()
     for name in names or list(CASES):
         try:
             result = compile_case(name)
