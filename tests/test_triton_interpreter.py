@@ -21,8 +21,10 @@ REPLACED = {
     tl.core.block_type: ("__init__",),
     tl.core.tensor: ("__init__",),
     tl.core.dtype: ("__eq__",),
-    interpreter.TritonSemantic: ("computation_type_impl", "broadcast_impl_value"),
-}
+    interpreter.TritonSemantic: (
+        "computation_type_impl", "broadcast_impl_value", "cast", "binary_op_type_checking_impl",
+    ),
+}  # fmt: skip
 """All functions of Triton that the faster interpreter replaces."""
 
 
@@ -39,6 +41,16 @@ def _kernel(source, target, SIZE: tl.constexpr, FAIL: tl.constexpr):
         tl.store(target + at, _scaled(tl.load(source + at), 3) + step)
 
 
+@triton.jit
+def _arithmetic_kernel(source, target):
+    """Equal numbers in several operations, types and shapes."""
+    x = tl.load(source + tl.arange(0, 8))
+    y = x / 2 + (x + 2) * 2.0 - 2 / (x + 3.0) + (x > 2) * 2 + x.to(tl.int32) // 2 % 3
+    for step in range(3):
+        y += (x[:, None] * 2 + step > 2.0).to(tl.float32).sum(1) * step
+    tl.store(target + tl.arange(0, 8), y.to(tl.float32))
+
+
 def _run(source: torch.Tensor, fail: bool = False) -> torch.Tensor:
     target = torch.zeros_like(source)
     _kernel[(2,)](source, target, source.shape[0] // 2, fail)
@@ -51,6 +63,9 @@ def test_results_equal_those_of_triton(dtype: torch.dtype, monkeypatch: pytest.M
     source = torch.tensor([1, 2, 3, 4, 5, 6, 7, 100], dtype=dtype)
     ours = _run(source)
     assert ours[:3].tolist() == [2, 3, 10]
+    sums = [torch.zeros(8) for _ in range(3)]
+    for number in range(2):  # the second call uses what the first one cached
+        _arithmetic_kernel[(1,)](source, sums[number])
     for owner, names in REPLACED.items():
         for name in names:
             monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
@@ -58,6 +73,8 @@ def test_results_equal_those_of_triton(dtype: torch.dtype, monkeypatch: pytest.M
         interpreter.interpreter_builder, "options", interpreter.InterpreterOptions()
     )
     torch.testing.assert_close(_run(source), ours, rtol=0, atol=0)
+    _arithmetic_kernel[(1,)](source, sums[2])
+    assert sums[2].any() and torch.equal(sums[0], sums[2]) and torch.equal(sums[1], sums[2])
 
 
 @pytest.mark.parametrize("fail", [False, True])

@@ -10,7 +10,7 @@ time of an interpreted kernel:
   they are shared by all results of the same type.
 - Every operator derives the common type of its operands and broadcasts them, also where nothing
   changes, and is called through three functions that add one argument. Here types are compared by
-  identity first, common types are cached, and one function remains.
+  identity first, common types and blocks of one number are cached, and one function remains.
 - Every sum, difference and product of integers is also computed in int64 for an overflow check, and
   the result is dropped, because the interpreter's options do not enable assertions
   (`options.debug`). Here the check is off unless assertions are on.
@@ -143,6 +143,10 @@ def _share_types(core: Any) -> None:
     core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor
 
 
+_MOST_CONSTANTS = 512
+"""Blocks of one number that are kept."""
+
+
 def _shorten_operators(core: Any, semantic: Any) -> None:
     """Equality of types, the type of a result and broadcasting, where they are known before."""
     equal, common = core.dtype.__eq__, semantic.computation_type_impl
@@ -166,8 +170,33 @@ def _shorten_operators(core: Any, semantic: Any) -> None:
             return a, b
         return broadcast(self, a, b)
 
+    cast, check = semantic.cast, semantic.binary_op_type_checking_impl
+    constants: dict[Any, Any] = {}
+
+    @functools.wraps(cast)
+    def cast_unless_same(self: Any, input: Any, dst_ty: Any, *rest: Any, **more: Any) -> Any:
+        return input if input.dtype is dst_ty else cast(self, input, dst_ty, *rest, **more)
+
+    @functools.wraps(check)
+    def operands(self: Any, lhs: Any, rhs: Any, *flags: Any, **more: Any) -> tuple[Any, Any]:
+        # A number is the second operand nearly always. -0.0 equals 0.0, but has other bits.
+        sizes = None
+        if type(rhs) in (int, float) and rhs > 0 and type(lhs) is core.tensor:
+            sizes = lhs.type.__dict__.get("_sizes")
+        if sizes is None or lhs.dtype.is_ptr():
+            return check(self, lhs, rhs, *flags, **more)
+        key = sizes, lhs.dtype.name, type(rhs), rhs, flags, tuple(more.items())
+        if (found := constants.get(key)) is None:
+            left, right = check(self, lhs, rhs, *flags, **more)
+            if len(constants) >= _MOST_CONSTANTS:
+                constants.clear()
+            constants[key] = left.dtype, right
+            return left, right
+        return self.cast(lhs, found[0]), found[1]
+
     core.dtype.__eq__, semantic.computation_type_impl = same, common_type
-    semantic.broadcast_impl_value = broadcast_value
+    semantic.broadcast_impl_value, semantic.cast = broadcast_value, cast_unless_same
+    semantic.binary_op_type_checking_impl = operands
 
 
 def main(arguments: list[str]) -> int:
