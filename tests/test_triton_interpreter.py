@@ -21,6 +21,7 @@ REPLACED = {
     tl.core.block_type: ("__init__",),
     tl.core.tensor: ("__init__",),
     tl.core.dtype: ("__eq__",),
+    tl.core: ("_unwrap_if_constexpr",),
     interpreter.TritonSemantic: (
         "computation_type_impl", "broadcast_impl_value", "cast", "binary_op_type_checking_impl",
     ),
@@ -46,6 +47,8 @@ def _arithmetic_kernel(source, target):
     """Equal numbers in several operations, types and shapes."""
     x = tl.load(source + tl.arange(0, 8))
     y = x / 2 + (x + 2) * 2.0 - 2 / (x + 3.0) + (x > 2) * 2 + x.to(tl.int32) // 2 % 3
+    pairs = (x[:, None] - x[None, :]) * (x + 1)[None, :]
+    y += tl.where(x[:, None] > x, pairs, 0.5).to(tl.float32).sum(1)
     for step in range(3):
         y += (x[:, None] * 2 + step > 2.0).to(tl.float32).sum(1) * step
     tl.store(target + tl.arange(0, 8), y.to(tl.float32))

@@ -10,7 +10,8 @@ time of an interpreted kernel:
   they are shared by all results of the same type.
 - Every operator derives the common type of its operands and broadcasts them, also where nothing
   changes, and is called through three functions that add one argument. Here types are compared by
-  identity first, common types and blocks of one number are cached, and one function remains.
+  identity first, common types, shapes and blocks of one number are cached, and one function
+  remains.
 - Every sum, difference and product of integers is also computed in int64 for an overflow check, and
   the result is dropped, because the interpreter's options do not enable assertions
   (`options.debug`). Here the check is off unless assertions are on.
@@ -163,12 +164,39 @@ def _shorten_operators(core: Any, semantic: Any) -> None:
             found = known[key] = common(self, a, a_is_scalar, b, *rest)
         return found
 
+    shapes: dict[Any, Any] = {}
+
     @functools.wraps(broadcast)
     def broadcast_value(self: Any, a: Any, b: Any) -> Any:
-        sizes = a.type.__dict__.get("_sizes")
-        if sizes is not None and sizes == b.type.__dict__.get("_sizes"):
+        sizes, others = a.type.__dict__.get("_sizes"), b.type.__dict__.get("_sizes")
+        if others is None:
+            return a, b if sizes is None else splat(self, b, sizes)
+        if sizes is None:
+            return splat(self, a, others), b
+        if sizes == others:
             return a, b
-        return broadcast(self, a, b)
+        if (shape := shapes.get((sizes, others))) is None:
+            a, b = broadcast(self, a, b)
+            if len(sizes) == len(others):
+                shapes[sizes, others] = a.type.__dict__["_sizes"]
+            return a, b
+        if sizes != shape:
+            a = widened(self, a, shape)
+        return a, b if others == shape else widened(self, b, shape)
+
+    def splat(self: Any, x: Any, shape: tuple[int, ...]) -> Any:
+        block = core.block_type(x.type.scalar, list(shape))
+        return core.tensor(self.builder.create_splat(block, x.handle), block)
+
+    def widened(self: Any, x: Any, shape: tuple[int, ...]) -> Any:
+        block = core.block_type(x.type.scalar, list(shape))
+        return core.tensor(self.builder.create_broadcast(x.handle, shape), block)
+
+    unwrap, plain = core._unwrap_if_constexpr, (core.tensor, int, float, bool, str, type(None))
+
+    @functools.wraps(unwrap)
+    def unwrap_unless_plain(o: Any) -> Any:
+        return o if type(o) in plain else unwrap(o)
 
     cast, check = semantic.cast, semantic.binary_op_type_checking_impl
     constants: dict[Any, Any] = {}
@@ -197,6 +225,7 @@ def _shorten_operators(core: Any, semantic: Any) -> None:
     core.dtype.__eq__, semantic.computation_type_impl = same, common_type
     semantic.broadcast_impl_value, semantic.cast = broadcast_value, cast_unless_same
     semantic.binary_op_type_checking_impl = operands
+    core._unwrap_if_constexpr = unwrap_unless_plain
 
 
 def main(arguments: list[str]) -> int:
