@@ -52,6 +52,11 @@ LONGEST = (
     "ops/triton/hopper/test_compile.py",
     "ops/triton/test_compile.py",
     "backends/test_triton_conformance.py",
+    "ops/triton/test_invariant_attention.py",
+    "testing/test_certificate.py",
+    "testing/test_checks.py",
+    "testing/test_conformance.py",
+    "testing/test_plugin.py",
 )
 """Files that begin first, so that no process waits for one of them at the end."""
 
