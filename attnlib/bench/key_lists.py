@@ -30,8 +30,8 @@ def spread_lists(heads: int, selection: KeySelection, lengths: torch.Tensor) -> 
     own = (count - 1)[:, None, None]
     found[..., -1:] = own
     found = found.where(found <= own, -1)
-    beside = found[..., :-1]
-    beside[beside == own] = -1
+    others = found[..., :-1]
+    others[others == own] = -1
     order = torch.rand(found.shape, device=device).argsort(-1)
     return found.gather(-1, order).int()
 

@@ -86,7 +86,7 @@ def variants_of(
             others = [r for r in every if r != request]
             half = len(others) // 2
             order = [*others[:half], *[request] * size, *others[half:]]
-            label = f"request {request} {size} times, beside all others"
+            label = f"request {request} {size} times, with all others"
             yield variant("size of the batch", label, order)
             label = f"request {request} {size} times"
             yield variant("size of the batch", label, [request] * size)
@@ -106,7 +106,7 @@ def _shortened(step: MaterializedCase, request: int, draw: random.Random) -> Bat
     requests = [r for r in range(len(lens)) if r == request or lens[r] > 1]
     spans = [(0, lens[r]) if r == request else (0, draw.randint(1, lens[r] - 1)) for r in requests]
     parts = tuple((r, *span) for r, span in zip(requests, spans, strict=True))
-    label = f"request {request} beside requests with {[b for _, b in spans]} new tokens"
+    label = f"request {request} with requests of {[b for _, b in spans]} new tokens"
     return BatchVariant(
         "lengths of other requests", label, slice_batch(step, requests, spans), parts
     )
@@ -127,12 +127,12 @@ def _chunked(step: MaterializedCase, chunks: Sequence[int]) -> Iterator[BatchVar
         distance = max(1, length // _SINGLE_TOKENS)
         spans += [(t, t + 1) for t in sorted({*range(0, length, distance), length - 1})]
         for number, span in enumerate(spans):
-            # Every other chunk is computed beside decodes.
-            beside = others if number % 2 else []
-            requests = [*beside, request]
-            every_span = [*((0, 1) for _ in beside), span]
+            # Every other chunk is computed with decodes.
+            decodes = others if number % 2 else []
+            requests = [*decodes, request]
+            every_span = [*((0, 1) for _ in decodes), span]
             parts = tuple((r, *s) for r, s in zip(requests, every_span, strict=True))
-            label = f"tokens {span[0]} to {span[1]} of request {request} beside requests {beside}"
+            label = f"tokens {span[0]} to {span[1]} of request {request} with requests {decodes}"
             yield BatchVariant("chunks", label, slice_batch(step, requests, every_span), parts)
 
 

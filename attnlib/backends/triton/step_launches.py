@@ -72,7 +72,7 @@ class StepLaunches:
         limits: the chip that they were prepared for.
         write: the cache write; None where nothing is written.
         decode, prefill: of the parts of the batch; None for an empty part.
-        concurrent: the prefill, if it runs beside the decode; else None.
+        concurrent: the prefill, if it runs concurrently with the decode; else None.
         workspace_bytes: bytes of workspace that the decode needs.
         of_layer: what else than the tensors of `StepPlan.run` a layer gives, by its index in the
             values of a call: slopes, sinks, scales that are tensors, score tensors.
@@ -181,7 +181,7 @@ def prepare_step(
         signature: of the call, for the launches of single parts.
         key: where to keep the result in the launch cache.
         schedule: of the decode part.
-        concurrent: of the decode part while the prefill part runs beside it; None where the parts
+        concurrent: of the decode part while the prefill part runs, too; None where the parts
             run one after the other.
 
     Raises:
@@ -199,12 +199,12 @@ def prepare_step(
             cache.k_scale, cache.v_scale,
         )  # fmt: skip
     split = metadata.num_decode_tokens if metadata.num_prefills else None
-    decode = prefill = beside = None
+    decode = prefill = overlapping = None
     # A part has fewer rows than the call, whose signature alone would also match an unsplit batch
     # of as many tokens.
     part = signature if decodes is None or prefills is None else (signature, split)
     if impl.spec.batch_invariant:
-        decode, prefill, beside = _prepare_invariant(
+        decode, prefill, overlapping = _prepare_invariant(
             part, call, params, batch, metadata, schedule, concurrent, kernels
         )
         decodes = prefills = None
@@ -220,11 +220,11 @@ def prepare_step(
         if concurrent is not None and prefill is not None:
             alone = decodes._replace(counters=None)
             decode = prepare_decode((part, "concurrent"), *tensors, alone, own, limits, concurrent)
-            beside = prefill if can_run_concurrently(prefill, decode) else None
-        if beside is None:
+            overlapping = prefill if can_run_concurrently(prefill, decode) else None
+        if overlapping is None:
             decode = prepare_decode((part, "decode"), *tensors, decodes, own, limits, schedule)
     launches = StepLaunches(
-        call, limits, write, decode, prefill, beside, split or 0, _fixed_values(impl, cache),
+        call, limits, write, decode, prefill, overlapping, split or 0, _fixed_values(impl, cache),
         NUM_VALUES + len(impl.layer_score_tensors),
     )  # fmt: skip
     kept: StepLaunches = LAUNCHES.keep(key, launches)
@@ -242,14 +242,14 @@ def _prepare_invariant(
     kernels: str,
 ) -> tuple[PreparedAttention | None, PreparedAttention | None, PreparedConcurrentPrefill | None]:
     """The batch-invariant launches of the decode part and of the prefill part (M15), and the
-    prefill again if it runs beside the decode."""
+    prefill again if it runs concurrently with the decode."""
     # Other layers do not import these kernels.
     from attnlib.ops.triton.invariant_attention import prepare_invariant
 
     decodes, prefills, _ = batch
     limits = metadata.scheduler.limits
     first_prefill_row = None if decodes is None else metadata.num_decode_tokens
-    decode = prefill = beside = None
+    decode = prefill = overlapping = None
     if prefills is not None:
         prefill = prepare_invariant(
             (signature, "prefill"), *_rows_of(call, slice(first_prefill_row, None)), prefills,
@@ -264,8 +264,8 @@ def _prepare_invariant(
             kernels, None if concurrent is None else concurrent.max_ctas,
         )  # fmt: skip
         if concurrent is not None and prefill is not None:
-            beside = prefill if can_run_concurrently(prefill, decode) else None
-    return decode, prefill, beside
+            overlapping = prefill if can_run_concurrently(prefill, decode) else None
+    return decode, prefill, overlapping
 
 
 def _fixed_values(impl: AttentionImpl, cache: PagedKVCache) -> dict[Source, Any]:
