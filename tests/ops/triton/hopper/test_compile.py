@@ -32,7 +32,7 @@ from tests.ops.triton.hopper.cross_compile import (
 pytestmark = pytest.mark.slow  # compiles for more than a minute
 
 SAMPLE = [
-    "128-group5", "128-all", "192-128", "decode-128-all", "decode-64-sinks-bf16",
+    "128-group5", "128-skip", "128-all", "192-128", "decode-128-all", "decode-64-sinks-bf16",
     "packed-decode-80-mqa", "128-e4m3-all",
     "decode-128-e4m3-all", "decode-256-e4m3-most-rows", "decode-64-int8-tokens-all",
     "decode-128-int4", "128-page1", "512",

@@ -601,7 +601,7 @@ def _consumer(
                             factor, k_factor, soft_cap, scale, positions, head, request, aux,
                             slopes, column_tile, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True,
                             CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
-                            KEY_PARTS)  # fmt: skip
+                            KEY_PARTS, THRESHOLD)  # fmt: skip
                         step += 1
                     acc, weights, row_max, row_sum, kept, step = attend_kept_tiles(
                         q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
