@@ -16,21 +16,22 @@ from attnlib.cache.engine_layouts import EngineLayouts
 from attnlib.cache.layout import LAYOUTS, get_kv_cache_layout, layout_named
 from attnlib.cache.overlap import blocks_overlap
 from attnlib.cache.pages import PAGE_LAYOUTS, page_sizes, page_views
+from attnlib.cache.scales import (
+    UNIT_SCALE,
+    Scale,
+    check_equal_scales,
+    check_page_scales,
+    checked_scale,
+)
 from attnlib.compile.objects import register_tensor_id
 from attnlib.errors import ContractError
 from attnlib.kv_dtype import KVFormat, page_format
 from attnlib.ops.block_moves import BlockPairs, check_ids, checked_pairs, move_blocks, zero_blocks
 from attnlib.ops.latent import values_are_prefix
-from attnlib.ops.scales import check_scale
 from attnlib.ops.signature import tensor_signature
 from attnlib.spec import AttentionSpec
 
-__all__ = ["BlockPairs", "PagedKVCache", "Scale", "UNIT_SCALE", "checked_scale"]
-
-Scale = float | torch.Tensor
-
-UNIT_SCALE: float = 1.0
-"""The default scale. A layer whose scale is this object uses the scales of its cache."""
+__all__ = ["BlockPairs", "PagedKVCache", "Scale", "UNIT_SCALE"]
 
 
 class CacheSignature:
@@ -99,7 +100,7 @@ class PagedKVCache(EngineLayouts):
             if self.page_format is None:
                 value = checked_scale(name, value, view)
             else:
-                _check_page_scales(name, value, view, self.page_format)
+                check_page_scales(name, value, view, self.page_format)
         state = self.__dict__
         state["_signature"] = None  # follows every attribute
         state[name] = value
@@ -359,7 +360,7 @@ class PagedKVCache(EngineLayouts):
                 )
         if self.dtype.itemsize == 1 and self.page_format is None:
             for name in ("k_scale", "v_scale"):
-                _check_equal_scales(name, getattr(self, name), getattr(other, name))
+                check_equal_scales(name, getattr(self, name), getattr(other, name))
         source, destination = checked_pairs(pairs, self.num_blocks, other.num_blocks)
         move_blocks(self.block_views, other.block_views, source, destination)
 
@@ -412,74 +413,9 @@ def _check_views(key: torch.Tensor, value: torch.Tensor) -> None:
         )
 
 
-def checked_scale(name: str, scale: Scale, view: torch.Tensor) -> Scale:
-    """A valid scale of a cache.
-
-    Raises:
-        ContractError: a number that is not finite and positive, or a tensor of another dtype,
-            shape, stride or device than the cache needs.
-    """
-    if not isinstance(scale, torch.Tensor):
-        check_scale(name, scale)
-        return float(scale)
-    heads = view.shape[2]
-    if scale.numel() == 1 and scale.dim() == 1 and heads != 1:
-        scale = scale.reshape(())  # a view: later changes in place are seen
-    if (
-        scale.dtype != torch.float32
-        or scale.shape not in ((), (heads,))
-        or scale.device != view.device
-        or (scale.dim() == 1 and scale.numel() > 1 and not scale.is_contiguous())
-    ):
-        raise ContractError(
-            f"{name} is {scale.dtype} {tuple(scale.shape)} with strides {scale.stride()} on "
-            f"{scale.device}; it must be float32, a scalar or contiguous [{heads}] (KV heads), on "
-            f"{view.device}",
-            rule="M9",
-        )
-    return scale
-
-
 def _page_shape(spec: AttentionSpec) -> tuple[int, int, int, int]:
     """N, Hkv, D and Dv of a page."""
     return spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v
-
-
-def _check_page_scales(name: str, scales: Any, view: torch.Tensor, stored: KVFormat) -> None:
-    """Whether the scales belong to the elements of `view` (M16).
-
-    Raises:
-        ContractError: another dtype, shape or device, or a last stride that is not 1.
-    """
-    wanted = (*view.shape[:3], stored.num_scales(stored.head_size(view.shape[3])))
-    if (
-        not isinstance(scales, torch.Tensor)
-        or (scales.dtype, tuple(scales.shape)) != (stored.scale_dtype, wanted)
-        or scales.device != view.device
-        or (scales.stride(3) != 1 and wanted[3] > 1)
-    ):
-        raise ContractError(
-            f"{name} is {scales if not isinstance(scales, torch.Tensor) else scales.dtype} "
-            f"{list(getattr(scales, 'shape', []))}; a cache of {stored.name} has its scales in the "
-            f"page: {stored.scale_dtype} {list(wanted)} on {view.device}, last stride 1",
-            rule="M16",
-        )
-
-
-def _check_equal_scales(name: str, source: Scale, destination: Scale) -> None:
-    """Refuse to copy quantized elements to where another scale would change their value."""
-    if source is destination:
-        return
-    values = [
-        torch.as_tensor(scale, dtype=torch.float32, device="cpu") for scale in (source, destination)
-    ]
-    if not bool((values[0] == values[1]).all()):
-        raise ContractError(
-            f"swap_blocks copies quantized elements as stored, but {name} is {values[0].tolist()} "
-            f"in the source and {values[1].tolist()} in the destination: give both caches the same "
-            f"scales",
-            rule="M9",
-        )
 
 
 def _recognized_layout(key: torch.Tensor, value: torch.Tensor) -> str | None:

@@ -1,0 +1,83 @@
+"""Scales of a quantized cache: one per tensor or KV head (M9), or in the pages (M16)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnlib.errors import ContractError
+from attnlib.kv_dtype import KVFormat
+from attnlib.ops.scales import check_scale
+
+__all__ = ["Scale", "UNIT_SCALE", "check_equal_scales", "check_page_scales", "checked_scale"]
+
+Scale = float | torch.Tensor
+
+UNIT_SCALE: float = 1.0
+"""The default scale. A layer whose scale is this object uses the scales of its cache."""
+
+
+def checked_scale(name: str, scale: Scale, view: torch.Tensor) -> Scale:
+    """A valid scale of a cache.
+
+    Raises:
+        ContractError: a number that is not finite and positive, or a tensor of another dtype,
+            shape, stride or device than the cache needs.
+    """
+    if not isinstance(scale, torch.Tensor):
+        check_scale(name, scale)
+        return float(scale)
+    heads = view.shape[2]
+    if scale.numel() == 1 and scale.dim() == 1 and heads != 1:
+        scale = scale.reshape(())  # a view: later changes in place are seen
+    if (
+        scale.dtype != torch.float32
+        or scale.shape not in ((), (heads,))
+        or scale.device != view.device
+        or (scale.dim() == 1 and scale.numel() > 1 and not scale.is_contiguous())
+    ):
+        raise ContractError(
+            f"{name} is {scale.dtype} {tuple(scale.shape)} with strides {scale.stride()} on "
+            f"{scale.device}; it must be float32, a scalar or contiguous [{heads}] (KV heads), on "
+            f"{view.device}",
+            rule="M9",
+        )
+    return scale
+
+
+def check_page_scales(name: str, scales: Any, view: torch.Tensor, stored: KVFormat) -> None:
+    """Whether the scales belong to the elements of `view` (M16).
+
+    Raises:
+        ContractError: another dtype, shape or device, or a last stride that is not 1.
+    """
+    wanted = (*view.shape[:3], stored.num_scales(stored.head_size(view.shape[3])))
+    if (
+        not isinstance(scales, torch.Tensor)
+        or (scales.dtype, tuple(scales.shape)) != (stored.scale_dtype, wanted)
+        or scales.device != view.device
+        or (scales.stride(3) != 1 and wanted[3] > 1)
+    ):
+        raise ContractError(
+            f"{name} is {scales if not isinstance(scales, torch.Tensor) else scales.dtype} "
+            f"{list(getattr(scales, 'shape', []))}; a cache of {stored.name} has its scales in the "
+            f"page: {stored.scale_dtype} {list(wanted)} on {view.device}, last stride 1",
+            rule="M16",
+        )
+
+
+def check_equal_scales(name: str, source: Scale, destination: Scale) -> None:
+    """Refuse to copy quantized elements to where another scale would change their value."""
+    if source is destination:
+        return
+    values = [
+        torch.as_tensor(scale, dtype=torch.float32, device="cpu") for scale in (source, destination)
+    ]
+    if not bool((values[0] == values[1]).all()):
+        raise ContractError(
+            f"swap_blocks copies quantized elements as stored, but {name} is {values[0].tolist()} "
+            f"in the source and {values[1].tolist()} in the destination: give both caches the same "
+            f"scales",
+            rule="M9",
+        )
