@@ -41,6 +41,8 @@ CASES = [*SAMPLE, *(case for case in EVERY_CASE if case not in SAMPLE)]
 MAX_STACK = 304
 """Bytes of local memory per thread; nearly all of it is used between query tiles, not in the loops
 over keys. Table entries have limits of their own."""
+WIDE_STACK = {"decode-512": 880}
+"""The same of decodes with head size 512: 872 with Triton 3.6, 208 with 3.9, none in the loop."""
 
 ENTRIES = entry_cases()
 
@@ -73,9 +75,12 @@ SCORE = [
 MAX_SCORE_STACK, MAX_SCORE_LOOP = 352, 24
 """Bytes of local memory per thread of a prefill with a score function, and accesses to it in a loop
 over keys."""
-DECODE_SCORE_STACK = {"decode-128-e4m3-heads": 32}
+DECODE_SCORE_STACK = {"decode-128-e4m3-heads": 48}
 """The same of decodes, 0 for others. Triton 3.9 keeps scalars of this one there outside of its loop
 over keys, 3.6 does not."""
+SCORE_LOOP = {"128-e4m3-multi_item": 40}
+"""Accesses in loops over keys above `MAX_SCORE_LOOP`: the masked loops of two ranges over a
+converted cache with Triton 3.9, which run for the first and last tiles of a range."""
 
 
 Compiled = dict[str, dict[str, Any]]
@@ -107,6 +112,8 @@ def max_stack(case: str) -> int:
     """Return the limit of a kernel's bytes of local memory per thread."""
     if case in ENTRIES:
         return ENTRIES[case].spills
+    if case in WIDE_STACK:
+        return WIDE_STACK[case]
     if case in ALL_LATENT:
         return MAX_LATENT_STACK
     if case in SCORE_CASES:
@@ -211,7 +218,8 @@ def test_score_functions_compile_with_few_spills(case: str, compiled: Compiled) 
         assert result["loops"], result
         return
     # A masked and an unmasked loop of each consumer; one loop where a range is the function.
-    assert len(result["loops"]) >= 2 and max(result["loops"]) <= MAX_SCORE_LOOP, result
+    most = SCORE_LOOP.get(case, MAX_SCORE_LOOP)
+    assert len(result["loops"]) >= 2 and max(result["loops"]) <= most, result
 
 
 def test_a_kernel_is_compiled_once(compiled: Compiled) -> None:
