@@ -146,7 +146,7 @@ def _span_examples(num_heads: int, seq_lens: Sequence[int]) -> dict[str, Tensor]
     return span_tensors(spans, max(seq_lens, default=1))
 
 
-def documents(causal: bool = True) -> ScoreFunction:
+def documents(causal: bool = True, longest: int = 1 << 30) -> ScoreFunction:
     """Documents packed in one request: a query sees the keys of its own document only.
 
     Batch tensor `document_begin` `[R, positions]`, without `causal` also `document_end`
@@ -155,9 +155,12 @@ def documents(causal: bool = True) -> ScoreFunction:
 
     Args:
         causal: the layer is causal, so that the ends are not needed.
+        longest: no document has more tokens. Prefills on Hopper choose their tiles by it: without
+            it, documents are taken for short ones.
     """
     return ScoreFunction(
         _causal_documents if causal else _documents,
+        constants=(("longest", longest),),
         batch_tensors=("document_begin",) if causal else ("document_begin", "document_end"),
         bounds=_causal_documents_bounds if causal else _documents_bounds,
         exact_bounds=True,
@@ -169,11 +172,15 @@ def _causal_documents(score: Any, q_pos: Any, k_pos: Any, head: Any, request: An
     return where(k_pos >= lookup(aux.document_begin, request, q_pos), score, float("-inf"))
 
 
+def _first_of_document(q_pos: Any, request: Any, aux: Any) -> Any:
+    return maximum(lookup(aux.document_begin, request, q_pos), q_pos - aux.longest + 1)
+
+
 def _causal_documents_bounds(
     q_first: Any, q_last: Any, seq_len: Any, request: Any, aux: Any
 ) -> Any:
-    first = lookup(aux.document_begin, request, q_first)
-    return first, seq_len, lookup(aux.document_begin, request, q_last), seq_len
+    first = _first_of_document(q_first, request, aux)
+    return first, seq_len, _first_of_document(q_last, request, aux), seq_len
 
 
 def _documents(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux: Any) -> Any:
@@ -183,9 +190,9 @@ def _documents(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux:
 
 
 def _documents_bounds(q_first: Any, q_last: Any, seq_len: Any, request: Any, aux: Any) -> Any:
-    first = lookup(aux.document_begin, request, q_first)
+    first = _first_of_document(q_first, request, aux)
     last = lookup(aux.document_end, request, q_last)
-    same_first = lookup(aux.document_begin, request, q_last)
+    same_first = _first_of_document(q_last, request, aux)
     return first, last, same_first, lookup(aux.document_end, request, q_first)
 
 

@@ -204,17 +204,18 @@ class ScoreFunction:
         """
         return len(_bounds_far_from_the_start(self, by_head)) // 4
 
-    def has_moving_range(self, by_head: bool = False) -> bool:
-        """Whether the bounds hide the first keys from some queries, as windows and documents do.
+    def longest_range(self) -> int | None:
+        """Most keys between the first one that `bounds` return for a query, and the last one or the
+        query.
 
-        Their ranges are shorter than the sequence. False where the first position that they return
-        is the number 0, and without bounds.
-
-        Args:
-            by_head: of `head_bounds` instead of `bounds`.
+        `FAR` and more where nothing limits them. None without bounds and where they depend on the
+        elements of a tensor.
         """
-        first = _bounds_far_from_the_start(self, by_head)[:1]
-        return bool(first) and (isinstance(first[0], Tensor) or first[0] > 0)
+        bounds = _bounds_far_from_the_start(self, False)
+        if not bounds or (isinstance(bounds[0], Tensor) and int(bounds[0]) <= 0):
+            return None
+        # A last position that a tensor has is 0 here, and not before the query.
+        return max(int(bounds[1]), FAR + 1) - int(bounds[0])
 
     def check_tensors(
         self, tensors: Mapping[str, Tensor] | None, names: Sequence[str], owner: str
@@ -264,21 +265,21 @@ class ScoreFunction:
                 )
 
 
-_FAR = 1 << 20
+FAR = 1 << 20
 """A position after which windows do not reach the first key."""
 
 
 @lru_cache(maxsize=256)
 def _bounds_far_from_the_start(function: ScoreFunction, by_head: bool) -> tuple[Any, ...]:
-    """What the bounds return for six queries from `_FAR` on, with zeros for lookups; () without
-    bounds."""
+    """What the bounds return for the query at `FAR`, the last one, with zeros for lookups; ()
+    without bounds."""
     bounds = function.head_bounds if by_head else function.bounds
     if bounds is None:
         return ()
     tables = dict.fromkeys(function.tensor_names, torch.zeros(1, dtype=torch.int32))
     head = (0,) if by_head else ()
     with observed_lookups():
-        values = bounds(_FAR, _FAR + 5, _FAR + 9, *head, 0, function.namespace(tables))
+        values = bounds(FAR, FAR, FAR + 1, *head, 0, function.namespace(tables))
     if not isinstance(values, tuple) or len(values) not in (4, 4 * _MOST_RANGES):
         found = f"{len(values)} values" if isinstance(values, tuple) else type(values).__name__
         raise ContractError(

@@ -8,8 +8,9 @@
 Prefills of one request, decodes of a batch, 32/8 heads of 128, bfloat16, blocks of 16. Packed
 documents are compared with the same documents as requests of their own. All rows of a group are
 timed in turn, in CUDA graphs; flex_attention, compiled by torch, on contiguous keys without a paged
-cache. Before the timing, outputs of prefills are compared with those of flex_attention. At the end,
-random batches are run after `attnlib.warmup`, and compiled kernels are counted.
+cache. "tiles" are documents of several lengths with each of the two tiles for exact bounds. Before
+the timing, outputs of prefills are compared with those of flex_attention. At the end, random
+batches are run after `attnlib.warmup`, and compiled kernels are counted.
 
 With --processes, each group of rows has a process of its own. They compile at the same time, which
 takes most of a run, and time one after another, when all of them have compiled.
@@ -295,6 +296,23 @@ def prefills(length: int, with_flex: bool, names: list[str]) -> dict[str, Any]:
     return results
 
 
+def tiles(length: int) -> dict[str, dict[str, float]]:
+    """Prefills of packed documents of equal lengths, with the tiles for short and long ranges."""
+    from attnlib.score_functions import builtin
+
+    rows = {}
+    for size in (256 << power for power in range((length // 256).bit_length())):
+
+        def packed(num_heads: int, seq_lens: Any, size: int = size) -> dict[str, torch.Tensor]:
+            return builtin.document_tensors([[size] * (length // size)], length)
+
+        # A bound above 1024 tokens selects the tile for long ranges.
+        for name, longest in {"short": 1 << 30, "long": length}.items():
+            function = _with_examples(builtin.documents(longest=longest), packed)
+            rows[f"{length // size} of {size}, {name}"] = Row([length], [length], function)
+    return compare(rows)
+
+
 def _with_examples(function: Any, examples: Callable[..., Any]) -> Any:
     """The function with other tensors. `dataclasses.replace` refuses functions that cannot be
     pickled, which these layers need not be."""
@@ -414,6 +432,8 @@ def in_this_process(options: argparse.Namespace) -> dict[str, Any]:
         )
     if "decode" in options.rows:
         result["decode 32 x 4k"] = decodes(32, 4096)
+    if "tiles" in options.rows:
+        result[f"tiles, 1 x {options.length}"] = tiles(options.length)
     if "warmup" in options.rows:
         result["kernels compiled after warmup"] = compiled_after_warmup(60, options.functions)
         print(result["kernels compiled after warmup"])
@@ -427,7 +447,9 @@ def in_this_process(options: argparse.Namespace) -> dict[str, Any]:
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", nargs="*", default=["plain", "prefill", "decode", "warmup"])
+    parser.add_argument(
+        "--rows", nargs="*", default=["plain", "prefill", "decode", "tiles", "warmup"]
+    )
     parser.add_argument(
         "--functions", nargs="*", default=[], help="of prefill and warmup (default: all)"
     )

@@ -86,8 +86,10 @@ def test_a_score_function_is_a_value() -> None:
     assert ScoreFunction(decay, constants={"a": 1}) == ScoreFunction(decay, (("a", 1),))
     assert documents().count_ranges() == 1 and multi_item().count_ranges() == 2
     assert head_windows().count_ranges(by_head=True) == 1 and documents().count_ranges(True) == 0
-    assert documents().has_moving_range() and head_windows(1, 2048).has_moving_range()
-    assert not prefix_lm().has_moving_range() and not head_windows().has_moving_range()
+    assert documents().longest_range() is None and documents(longest=99).longest_range() == 99
+    assert documents(causal=False, longest=99).longest_range() == 99
+    assert head_windows(1, 2048).longest_range() == 2048
+    assert prefix_lm().longest_range() > 1 << 20
     assert str(WITH_TENSORS) == "tests.score_functions.test_function.with_tensors"
 
 

@@ -24,7 +24,7 @@ from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill
 from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.paged_decode import AttentionShape
 from attnlib.ops.triton.paged_mixed import concurrent_ctas
-from attnlib.score_functions import builtin
+from attnlib.score_functions import ScoreFunction, builtin
 
 BF16 = torch.bfloat16
 
@@ -81,19 +81,27 @@ def test_rows_of_small_blocks_are_gathered(block_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "block_n", "own_kernel"),
+    ("function", "block_n", "own_kernel"),
     [
-        ("documents", 64, True),
-        ("head_windows", 64, True),
-        ("prefix_lm", 128, True),
-        ("block_diffusion", 128, True),
-        ("multi_item", 128, False),  # two ranges, the first of which begins with the first key
-        ("relative_bias", 128, False),
+        (builtin.documents(), 64, True),
+        (builtin.documents(longest=1024), 64, True),
+        (builtin.documents(longest=1025), 128, True),
+        (builtin.bidirectional_spans(window=512), 64, True),
+        (builtin.bidirectional_spans(window=4096), 128, True),
+        (builtin.bidirectional_spans(), 128, True),
+        (builtin.head_windows(), 64, True),
+        (builtin.head_windows(1, 2048), 64, True),
+        (builtin.head_windows(1, 4096), 128, True),
+        (builtin.prefix_lm(), 128, True),
+        (builtin.block_diffusion(), 128, True),
+        (builtin.multi_item(), 128, False),
+        (builtin.relative_bias(), 128, False),
     ],
 )
-def test_tiles_are_small_where_ranges_are_short(name: str, block_n: int, own_kernel: bool) -> None:
-    """M10: a range that hides the first keys is taken for a short one."""
-    function = getattr(builtin, name)()
+def test_tiles_are_small_where_ranges_are_short(
+    function: ScoreFunction, block_n: int, own_kernel: bool
+) -> None:
+    """M10: by the longest range; a length that only a tensor has counts as short."""
     made = function.examples(8, [600]) if function.examples else {}
     tensors = {name: made[name] for name in function.tensor_names}
     causal = not function.needs_bidirectional
