@@ -166,6 +166,8 @@ def capture_call(
         for r, (q, s) in enumerate(zip(query_lens, seq_lens, strict=True))
         for slot in ([-1] * max(q - s, 0) + placement.slots(r, max(s - q, 0), s, cache.block_size))
     ]
+    if key is None:  # nothing is written, and requests may share the blocks of their last tokens
+        slots = [-1] * len(slots)
     case = case_of(spec, batch)
     device, kv_heads = query.device, spec.num_kv_heads
     inputs = StepInputs(

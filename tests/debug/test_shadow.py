@@ -112,6 +112,21 @@ def test_a_skipped_call_has_a_reason_and_does_not_pass() -> None:
     assert not log.passed
 
 
+def test_requests_of_a_call_that_writes_nothing_may_share_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Engines warm up with batches whose requests all read one block."""
+    monkeypatch.setenv("ATTNLIB_VALIDATE", "1")
+    layer = Attention(CASE.spec, backend=ToyBackend, prefix="warm-up", device="cpu")
+    step = Case(batch="q1s7_q1s7", sliding_window=5, needs_lse=True).materialize()
+    common = step.common().replace(slot_mapping=None)
+    common.block_table_tensor[:] = common.block_table_tensor[0].clone()
+    metadata = ToyBackend.make_builder(CASE.spec, "cpu").build(0, common)
+    with shadow("torch") as log:
+        layer(step.inputs.query, None, None, step.cache(), metadata, return_lse=True)
+    assert log.passed
+
+
 def test_the_observer_is_removed_after_the_block() -> None:
     model = Model([ToyBackend])
     with shadow("torch") as log:
