@@ -167,10 +167,10 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         return block_table.shape[1] * self.spec.block_size
 
     def _bound_of_capture(self, size: tuple[int, int], bound: int, for_capture: bool) -> int:
-        """The bound on sequence lengths of a batch that a graph may replay.
+        """The bound on sequence lengths of a batch that a graph may replay: that of the capture.
 
-        The number of splits follows from it, and a captured kernel needs a schedule with its own
-        number of splits. Batches of a captured size therefore keep the bound of the capture.
+        FlashAttention 3 derives the largest number of splits from the bound, and a schedule for one
+        split has another layout than a schedule for several. The captured kernel reads its own.
         """
         bound = max(bound, self._captured_bounds.get(size, 0))
         if for_capture:
