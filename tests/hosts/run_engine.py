@@ -77,7 +77,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             result["accepted"] = f"{accepted} of {drafted} drafted tokens accepted"
         if arguments["distributed_executor_backend"] == "uni":
             worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-            result["cache_groups"] = len(worker.model_runner.kv_cache_config.kv_cache_groups)
+            config = getattr(worker.model_runner, "kv_cache_config", None)
+            result["cache_groups"] = len(config.kv_cache_groups) if config else None
     return result
 
 
