@@ -56,7 +56,9 @@ class GraphBuffers:
         self._seq_lens[:requests].copy_(seq_lens)
         pages = block_table(req_to_token, batch.req_pool_indices, longest, self._page_size)
         self._table[:requests, : pages.shape[1]].copy_(pages)
-        self._slots[:tokens].copy_(batch.out_cache_loc[:tokens])
+        slots = batch.out_cache_loc[:tokens]  # SGLang leaves out those of padding rows
+        self._slots[: len(slots)].copy_(slots)
+        self._slots[len(slots) : tokens].fill_(-1)  # nothing is written
         return CommonAttentionMetadata(
             query_start_loc=self._starts[: requests + 1],
             query_start_loc_cpu=starts,

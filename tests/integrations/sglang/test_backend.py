@@ -122,6 +122,34 @@ def test_captured_metadata_follows_later_batches(sglang: Any, page: int) -> None
     torch.testing.assert_close(out.view(2, -1), expected)
 
 
+@pytest.mark.parametrize("query_len", [1, 4])
+def test_padding_rows_of_a_replay_write_nothing(sglang: Any, query_len: int) -> None:
+    """SGLang pads the requests of a replayed batch, but not its slots."""
+    engine, layer = Engine(16), make_layer()
+    backend = engine.backend
+    backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * query_len)
+    mode = Mode.DECODE if query_len == 1 else Mode.TARGET_VERIFY
+    new = [query_len] * 2
+    first = engine.batch(mode, new, [20, 40])
+    backend.init_forward_metadata_out_graph(first, in_capture=True)
+    backend.forward_extend(*tensors(2 * query_len), layer, first)
+    (captured,) = backend._batches.values()
+    live = engine.batch(mode, new, [90, 33])
+    live.out_cache_loc = live.out_cache_loc[:query_len]
+    live.seq_lens[1] = 1  # the fill value
+    backend.init_forward_metadata_out_graph(live)
+    assert captured.slot_mapping[query_len:].tolist() == [-1] * query_len
+    before, _ = (buffer.clone() for buffer in engine.pool.get_kv_buffer(layer.layer_id))
+    attention, cache = backend._layers[layer.layer_id]
+    q, k, v = tensors(2 * query_len)
+    out = attention.forward(q.view(-1, HEADS, SIZE), k, v, cache, captured)
+    keys, _ = engine.pool.get_kv_buffer(layer.layer_id)
+    changed = (keys != before).flatten(1).any(1).nonzero()[:, 0]
+    assert sorted(changed.tolist()) == sorted(live.out_cache_loc.tolist())
+    expected = engine.expected(q, layer, new, [90, 33])[:query_len]
+    torch.testing.assert_close(out[:query_len].flatten(1), expected)
+
+
 def test_a_replay_builds_the_metadata_of_its_batch(
     sglang: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
