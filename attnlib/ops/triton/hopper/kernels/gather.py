@@ -46,30 +46,52 @@ def gather_tile(
         STRIDE_B, STRIDE_N, STRIDE_H: strides of the cache in elements, multiples of 8.
     """
     BLOCK_N: gl.constexpr = ring.shape[1]
-    WIDTH: gl.constexpr = ring.shape[2]
     WARPS: gl.constexpr = gl.num_warps()
-    LANES: gl.constexpr = min(32, WIDTH // 8)
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
     # Block numbers of a later tile are prefetched, as in `tma_load.load_tile`: one lane per line.
     LINES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     ahead = later_tile * BLOCK_N + gl.arange(0, 32 * WARPS, LINES)
     prefetch_l1(table + gl.maximum(gl.minimum(ahead, seq_len - 1), 0) // BLOCK_SIZE)
-    positions = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
-    exists = positions < seq_len
-    page = gl.load(table + positions // BLOCK_SIZE, mask=exists, other=0)
-    offsets = page.to(gl.int64) * STRIDE_B + kv_head.to(gl.int64) * STRIDE_H
-    if BLOCK_SIZE > 1:
-        offsets += (positions % BLOCK_SIZE).to(gl.int64) * STRIDE_N
-    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     stage = step % STAGES
     # Wait until all consumers have released the tile that the stage held STAGES steps ago. The
     # parity is inverted, so that the first pass over the ring does not wait.
     mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-    # The shifts tell the compiler about the alignment, which the launcher checks.
-    starts = cache + ((offsets >> 3) << 3)
-    copy_to_shared(
-        ring.index(stage),
-        starts[:, None] + columns[None, :],
-        mask=exists[:, None] & (columns < D)[None, :],
-    )
+    first = cache + kv_head.to(gl.int64) * STRIDE_H
+    # Only the last tile has rows to leave out. The other copies take 4 instructions per row: the
+    # load of its page, two that add its offset to a common address, and the copy.
+    if (tile + 1) * BLOCK_N <= seq_len:
+        _copy_rows(
+            first, table, seq_len, tile, ring.index(stage), D, BLOCK_SIZE, STRIDE_B, STRIDE_N, True
+        )
+    else:
+        _copy_rows(
+            first, table, seq_len, tile, ring.index(stage), D, BLOCK_SIZE, STRIDE_B, STRIDE_N, False
+        )
     arrive_after_copies(full.index(stage), increment_count=False)
+
+
+@gluon.jit
+def _copy_rows(
+    cache, table, seq_len, tile, buffer, D: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    STRIDE_B: gl.constexpr, STRIDE_N: gl.constexpr, ALL: gl.constexpr,
+):  # fmt: skip
+    """Issue the copies of a tile. ALL: no row is past the end. `cache` is that of the KV head."""
+    BLOCK_N: gl.constexpr = buffer.shape[0]
+    WIDTH: gl.constexpr = buffer.shape[1]
+    WARPS: gl.constexpr = gl.num_warps()
+    LANES: gl.constexpr = min(32, WIDTH // 8)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
+    positions = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+    exists = positions < seq_len
+    if ALL:
+        page = gl.load(table + positions // BLOCK_SIZE)
+    else:
+        page = gl.load(table + positions // BLOCK_SIZE, mask=exists, other=0)
+    offsets = page.to(gl.int64) * STRIDE_B
+    if BLOCK_SIZE > 1:
+        offsets += (positions % BLOCK_SIZE).to(gl.int64) * STRIDE_N
+    pointers = (cache + columns) + offsets[:, None]
+    if ALL and D == WIDTH:
+        copy_to_shared(buffer, pointers)
+    else:
+        copy_to_shared(buffer, pointers, mask=exists[:, None] & (columns < D))
