@@ -14,7 +14,7 @@ from attnlib.ops.triton.hopper.kernels.compat import exp2
 
 __all__ = [
     "LN2", "LOG2E", "MOST_EXPONENT", "add_sink", "apply_function", "bounded_softmax",
-    "column_numbers", "mask_scores", "online_softmax",
+    "column_numbers", "lane_sums", "mask_scores", "online_softmax",
     "online_softmax_by_row", "rescale", "score_factor", "slope_operand", "softmax_with_slope",
     "transform_scores",
 ]  # fmt: skip
@@ -89,7 +89,7 @@ def online_softmax(
         scores: raw products, or base-2 logits with HAS_CAP.
         factor: as returned by `score_factor`.
         row_max: [M], largest base-2 logit so far; -inf before the first visible key.
-        row_sum: [M], sum of weights relative to `row_max`.
+        row_sum: [M], sum of weights relative to `row_max`; with THRESHOLD `lane_sums` of them.
         MASKED: rows may still have no visible key.
         THRESHOLD: `row_max` follows the largest logit once that exceeds it by more than this, so
             that sums are rarely rescaled (FlashAttention-4). Weights are at most 2 ** THRESHOLD.
@@ -112,7 +112,24 @@ def online_softmax(
         finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
     weights = exp2(scores * weight_factor - finite_max[:, None])
     acc_scale = exp2(row_max - finite_max)
-    return weights, acc_scale, new_max, row_sum * acc_scale + gl.sum(weights, 1)
+    if THRESHOLD > 0:
+        sums = lane_sums(weights)
+        factors = gl.convert_layout(acc_scale, gl.SliceLayout(1, sums.type.layout))[:, None]
+        row_sum = row_sum * factors + sums
+    else:
+        row_sum = row_sum * acc_scale + gl.sum(weights, 1)
+    return weights, acc_scale, new_max, row_sum
+
+
+@gluon.jit
+def lane_sums(weights):
+    """Return the sums [M, 4] of weights [M, N] of each of the 4 threads that hold a row.
+
+    Added across threads once per query tile instead of once per tile of keys.
+    """
+    M: gl.constexpr = weights.shape[0]
+    N: gl.constexpr = weights.shape[1]
+    return gl.sum(gl.sum(gl.reshape(weights, [M, N // 8, 4, 2]), 3), 1)
 
 
 @gluon.constexpr_function
