@@ -23,8 +23,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "28/4 heads": {"num_heads": 28, "num_kv_heads": 4},
     "head size 64, sinks": {"num_heads": 64, "head_size": 64, "sinks": True},
     "one KV head, window": {"num_heads": 8, "num_kv_heads": 1, "sliding_window": 200},
-    "blocks of 1": {"block_size": 1},
-    "blocks of 4, head size 256": {"num_heads": 16, "head_size": 256, "block_size": 4},
+    "blocks of 8, head size 256": {"num_heads": 16, "head_size": 256, "block_size": 8},
 }
 
 
