@@ -4,8 +4,9 @@
     python benchmarks/hosts/sglang_tokens.py MODELS --backend attnlib --out tokens.jsonl
 
 The line that it appends has the tokens of each prompt, and how many equal those of transformers in
-float32. SGLang's kernels have no float32, so that other backends of SGLang are the reference: run
-this once per backend. `--ngram` drafts tokens from the text.
+float32. SGLang's kernels have no float32: in float16 other backends of SGLang are the reference,
+and with `--native --dtype float32` its own operations run as PyTorch code (`sglang_native.py`).
+`--ngram` drafts tokens from the text.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import json
 import time
 from pathlib import Path
 from typing import Any
+
+from sglang_native import enable
 
 SPECULATION = {
     "speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4,
@@ -33,9 +36,12 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs of decodes")
     parser.add_argument("--ngram", action="store_true")
+    parser.add_argument("--native", action="store_true", help="SGLang's operations in PyTorch")
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    if arguments.native:
+        enable()
     import sglang
 
     folder = arguments.models / arguments.model
@@ -59,7 +65,8 @@ def main() -> None:
     meta = [row["meta_info"] for row in outputs]
     row = {
         "backend": arguments.backend, "model": arguments.model, "dtype": arguments.dtype,
-        "page_size": arguments.page_size, "graphs": arguments.graphs, "ngram": arguments.ngram,
+        "page_size": arguments.page_size, "graphs": arguments.graphs,
+        "ngram": arguments.ngram, "native": arguments.native,
         "sglang": sglang.__version__, "engine_start_s": round(up, 1),
         "equal": sum(a == b for a, b in pairs), "of": len(pairs),
         "verify_steps": [entry.get("spec_verify_ct") for entry in meta] if more else None,
