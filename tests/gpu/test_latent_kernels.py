@@ -96,6 +96,11 @@ SELECTED: dict[str, dict[str, Any]] = {
         "batch": "q140s1000_q2s500", "heads": 64, "entries": 7, "select": 64,
         "window": (400, 0), "logits_soft_cap": 20.0,
     },
+    "16 heads, splits": {"batch": "q1s9000_q1s4097_q1s130", "heads": 16, "entries": 2048},
+    "12 heads, blocks of 64 tokens, window, cap, sinks": {
+        "batch": "q140s1000_q2s500", "heads": 12, "entries": 7, "select": 64,
+        "window": (400, 0), "logits_soft_cap": 20.0, "sinks": True,
+    },
     "3 tokens each, not causal, sinks": {
         "batch": "q150s400", "heads": 32, "entries": 50, "select": 3, "causal": False,
         "sinks": True,
@@ -135,6 +140,18 @@ DECODES: dict[str, dict[str, Any]] = {
     "16 heads, 4 tokens": {"batch": "6q4s900_q2s70", "heads": 16},
     "5 heads, float16, blocks of 256, sinks": {
         "batch": "9q8s500", "heads": 5, "block_size": 256, "dtype": torch.float16, "sinks": True,
+    },
+    "16 heads": {"batch": "3q1s1000_q1s1", "heads": 16},
+    "16 heads, one request": {"batch": "q1s8192", "heads": 16},
+    "8 heads, 2 tokens, ragged": {"batch": "q2s2_q1s4097_q2s130_q1s64_q2s65_q2s7000", "heads": 8},
+    "5 heads, 3 tokens, float16, blocks of 256, sinks": {
+        "batch": "9q3s500_q1s3", "heads": 5, "block_size": 256, "dtype": torch.float16,
+        "sinks": True,
+    },
+    "16 heads, many requests, sinks": {"batch": "300q1s300_q1s2000", "heads": 16, "sinks": True},
+    "16 heads, blocks of 16, window, cap": {
+        "batch": "7q1s3000_q1s5", "heads": 16, "block_size": 16, "window": (999, 0),
+        "logits_soft_cap": 20.0,
     },
     "128 heads, many requests": {"batch": "150q1s300_q1s2000", "heads": 128, "sinks": True},
     "64 heads, window, cap": {

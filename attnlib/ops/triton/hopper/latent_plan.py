@@ -21,6 +21,7 @@ from attnlib.ops.triton.hopper.decode_plan import (
 from attnlib.ops.triton.hopper.descriptors import CacheView
 from attnlib.ops.triton.hopper.kernels.combine import hopper_combine_kernel
 from attnlib.ops.triton.hopper.kernels.latent_decode import hopper_latent_decode_kernel
+from attnlib.ops.triton.hopper.kernels.latent_few_heads import hopper_latent_few_heads_kernel
 from attnlib.ops.triton.hopper.support import LATENT_ROWS, LATENT_SIZES, latent_head_blocks
 from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.bound import BoundLaunch
@@ -30,6 +31,8 @@ __all__ = ["latent_decode_workspace_bytes", "launch_latent_decode", "prepare_lat
 
 _TILE = 64
 """Latents of a tile: two tiles and the queries fill the shared memory."""
+_FEW_ROWS = 16
+"""Query rows up to which latents are the rows of the products."""
 _REGISTERS = {"CONSUMER_REGISTERS": 224, "LOADER_REGISTERS": 40}
 
 
@@ -38,9 +41,15 @@ def latent_decode_workspace_bytes(
 ) -> int:
     """Workspace in bytes, as `hopper_decode_workspace_bytes`."""
     blocks = latent_head_blocks(num_heads)
+    resident = _resident(num_heads // blocks * max_query_len, num_sms)
     return hopper_decode_workspace_bytes(
-        num_tokens, blocks, num_heads // blocks, max_query_len, LATENT_SIZES[1], num_sms
+        num_tokens, blocks, num_heads // blocks, max_query_len, LATENT_SIZES[1], resident
     )
+
+
+def _resident(rows: int, ctas: int) -> int:
+    """Return the tile ranges of a chip that runs `ctas` of the larger CTAs at a time."""
+    return 2 * ctas if rows <= _FEW_ROWS else ctas
 
 
 def prepare_latent_decode(
@@ -68,7 +77,8 @@ def prepare_latent_decode(
     rows, (left, right) = group * max_query_len, params.window
     num_reqs = batch.query_start_loc.shape[0] - 1
     chunk, cap = params.attention_chunk_size, params.logits_soft_cap
-    resident = max_ctas or limits.num_sms
+    few = rows <= _FEW_ROWS
+    resident = _resident(rows, max_ctas or limits.num_sms)
     ctas = workers_per_head(resident, head_blocks, 1) * head_blocks
     num_partials, stride_lt = 2 * ctas * rows, 0 if lse is None else lse.stride(0)
     box = min(block_size, _TILE)
@@ -78,11 +88,14 @@ def prepare_latent_decode(
         "enable_fp_fusion": True, "launch_pdl": True,
     }  # fmt: skip
     attend = {
-        **shared, "ROTARY": head_size - head_size_v, "TILE_TOKENS": LATENT_ROWS // group,
-        "BLOCK_SIZE": block_size, "ROWS": LATENT_ROWS,
+        **shared, "ROTARY": head_size - head_size_v,
+        "TILE_TOKENS": (_FEW_ROWS if few else LATENT_ROWS) // group,
+        "BLOCK_SIZE": block_size, "ROWS": _FEW_ROWS if few else LATENT_ROWS,
         "CAUSAL": bool(params.causal), "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0,
-        "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0, "num_warps": 4, **_REGISTERS,
+        "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0, "num_warps": 4,
+        **({} if few else _REGISTERS),
     }  # fmt: skip
+    kernel = hopper_latent_few_heads_kernel if few else hopper_latent_decode_kernel
     combine = {
         **shared, "DV_PAD": triton.next_power_of_2(head_size_v),
         **combine_tile(num_tokens * num_heads, group, head_size_v),
@@ -111,7 +124,7 @@ def prepare_latent_decode(
         workspace_bytes=hopper_decode_workspace_bytes(
             num_tokens, head_blocks, group, max_query_len, head_size_v, resident
         ),
-        attend=BoundLaunch(hopper_latent_decode_kernel, (ctas, 1, 1), attend),
+        attend=BoundLaunch(kernel, (ctas, 1, 1), attend),
         combine=BoundLaunch(hopper_combine_kernel, combine_grid, combine),
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.scales import MIN_LATE_SCALE
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.splits import choose_uniform_splits
+from attnlib.ops.triton.hopper.kernels.selected_few_heads import hopper_selected_few_heads_kernel
 from attnlib.ops.triton.hopper.kernels.selected_latents import hopper_selected_latents_kernel
 from attnlib.ops.triton.hopper.support import (
     latent_head_blocks,
@@ -19,8 +20,10 @@ from attnlib.ops.triton.launch.bound import BoundLaunch
 
 __all__ = ["HopperSelectedLatents", "selected_latents_reasons"]
 
-_PAIR = 128
-"""Latents of a pair of tiles, which a CTA processes together."""
+_TILE = 64
+"""Latents of a tile."""
+_FEW_HEADS = 16
+"""Query heads up to which latents are the rows of the products."""
 _CONSUMER_REGISTERS = 216
 
 
@@ -78,8 +81,10 @@ class HopperSelectedLatents:
     ) -> None:
         num_tokens, num_heads = query.shape[:2]
         blocks = latent_head_blocks(num_heads)
+        few = num_heads <= _FEW_HEADS
+        step, resident = (_TILE, 2 * limits.num_sms) if few else (2 * _TILE, limits.num_sms)
         self.num_splits = choose_uniform_splits(
-            num_tokens * blocks, num_entries * selection.block_size, _PAIR, limits.num_sms
+            num_tokens * blocks, num_entries * selection.block_size, step, resident
         )
         left, right = params.window
         constants = {
@@ -89,10 +94,13 @@ class HopperSelectedLatents:
             "CAUSAL": bool(params.causal), "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0,
             "HAS_CHUNK": params.attention_chunk_size > 0, "HAS_CAP": params.logits_soft_cap > 0,
             "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
-            "CONSUMER_REGISTERS": _CONSUMER_REGISTERS, "num_warps": 4, "enable_fp_fusion": True,
+            "num_warps": 4, "enable_fp_fusion": True,
         }  # fmt: skip
-        grid = (num_tokens * blocks, self.num_splits, 1)
-        self._launch = BoundLaunch(hopper_selected_latents_kernel, grid, constants)
+        kernel = hopper_selected_few_heads_kernel
+        if not few:
+            kernel = hopper_selected_latents_kernel
+            constants["CONSUMER_REGISTERS"] = _CONSUMER_REGISTERS
+        self._launch = BoundLaunch(kernel, (num_tokens * blocks, self.num_splits, 1), constants)
 
     def run(
         self,

@@ -375,6 +375,14 @@ def _entry_options(entry: TileEntry) -> dict[str, Any]:
 
 LATENT_CASES: dict[str, dict[str, Any]] = {
     "latent-16": {"heads": 16, "n": 64},
+    "latent-5-verify-page16-all": {
+        "heads": 5,
+        "query": 3,
+        "n": 16,
+        "dtype": FP16,
+        "lse": True,
+        "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
+    },
     "latent-128-page16": {"heads": 128, "n": 16, "dtype": FP16},
     "latent-5-verify-page256": {"heads": 5, "query": 8, "n": 256},
     "latent-64-all": {
@@ -388,8 +396,18 @@ LATENT_CASES: dict[str, dict[str, Any]] = {
 SELECTED_CASES: dict[str, dict[str, Any]] = {
     "selected-128": {"heads": 128, "tokens": 300},
     "selected-64-splits-page16": {"heads": 64, "tokens": 32, "n": 16},
+    "selected-16": {"heads": 16, "tokens": 300},
+    "selected-5-splits-page16": {"heads": 5, "tokens": 32, "n": 16},
     "selected-16-blocks-all": {
         "heads": 16,
+        "tokens": 300,
+        "dtype": FP16,
+        "lse": True,
+        "selection": {"max_blocks": 20, "block_size": 64},
+        "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
+    },
+    "selected-64-blocks-all": {
+        "heads": 64,
         "tokens": 300,
         "dtype": FP16,
         "lse": True,

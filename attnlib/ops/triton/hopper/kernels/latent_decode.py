@@ -41,7 +41,7 @@ from attnlib.ops.triton.hopper.kernels.latent_tiles import (
 from attnlib.ops.triton.hopper.kernels.schedule import visible_span, visited_tiles
 from attnlib.ops.triton.hopper.kernels.softmax import LN2, add_sink, score_factor
 
-__all__ = ["PAIR", "hopper_latent_decode_kernel"]
+__all__ = ["PAIR", "hopper_latent_decode_kernel", "store_queries"]
 
 PAIR: gl.constexpr = gl.constexpr(128)
 """Latents of a pair of tiles, the unit of the work distribution."""
@@ -118,7 +118,7 @@ def _loader(
 
 
 @gluon.jit
-def _store_queries(target, query, offsets, valid, START: gl.constexpr):
+def store_queries(target, query, offsets, valid, START: gl.constexpr):
     """Copy the elements of the queries from START on to a tile in shared memory."""
     ROWS: gl.constexpr = target.shape[0]
     WIDTH: gl.constexpr = target.shape[1]
@@ -223,10 +223,10 @@ def _consumer(
             # The launcher checks 16-byte alignment; the shifts tell the compiler.
             q_offsets = (q_offsets >> 3) << 3
             if CONSUMER == 0:
-                _store_queries(q_low.index(0), query, q_offsets, valid, 0)
+                store_queries(q_low.index(0), query, q_offsets, valid, 0)
             else:
-                _store_queries(q_high.index(0), query, q_offsets, valid, HALF)
-                _store_queries(q_rotary.index(0), query, q_offsets, valid, DV)
+                store_queries(q_high.index(0), query, q_offsets, valid, HALF)
+                store_queries(q_rotary.index(0), query, q_offsets, valid, DV)
             fence_async_shared()
             consumers_sync(2)
 

@@ -294,6 +294,8 @@ def attend_both(
         fence_async_shared()
     scale = scales.index(OTHER).load(ROW)
     row_max = maxima.index(OTHER).load(ROW)
+    # Complete since the step before, but ptxas 12.8 does not see that and would wait for the scores.
+    acc = warpgroup_mma_wait(3 if EARLY else 2, deps=[acc])
     acc = acc * gl.convert_layout(scale, gl.SliceLayout(1, acc.type.layout))[:, None]
     acc = warpgroup_mma(p_tile, half.index(OTHER), acc, is_async=True)
     # Groups complete in the order in which they were issued.

@@ -31,7 +31,7 @@ from attnlib.ops.triton.hopper.kernels.latent_tiles import (
 from attnlib.ops.triton.hopper.kernels.schedule import visible_span
 from attnlib.ops.triton.hopper.kernels.softmax import LN2, add_sink, score_factor
 
-__all__ = ["hopper_selected_latents_kernel"]
+__all__ = ["UNALIGNED", "UNSPECIALIZED", "hopper_selected_latents_kernel", "token_list"]
 
 UNSPECIALIZED = [
     "left", "right", "chunk", "num_reqs", "num_tokens", "num_heads", "num_entries", "num_splits",
@@ -63,6 +63,55 @@ def _count_slots(entries, num_entries, first, last, SELECT: gl.constexpr):
             complete += (inside & (entry < last // SELECT)).to(gl.int32)
     count = gl.max(furthest, 0)
     return count * SELECT, gl.sum(complete, 0) < count
+
+
+@gluon.jit
+def token_list(
+    query_start_loc, seq_lens, block_table, indices, token, split, left, right, chunk, num_reqs,
+    num_entries, num_splits, stride_lists, stride_table, STEP: gl.constexpr, SELECT: gl.constexpr,
+    SPLIT: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HAS_CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Return where a CTA finds its keys.
+
+    Args:
+        STEP: slots of a step of the CTA; splits begin at multiples of it.
+
+    Returns:
+        (list of the token, block table of its request, whether there is a request, [first, last) of
+        the visible positions, [begin, end) of the CTA's slots, whether some select nothing).
+    """
+    REQUESTS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    request = 0
+    for base in range(1, num_reqs + 1, 128):
+        lanes = base + gl.arange(0, 128, REQUESTS)
+        inside = lanes <= num_reqs
+        starts = gl.load(query_start_loc + lanes, mask=inside, other=0)
+        request += gl.sum((inside & (starts <= token)).to(gl.int32), 0)
+    # Tokens after the last request have no keys: their rows become 0 (M6).
+    exists = request < num_reqs
+    start = gl.load(query_start_loc + request)
+    query_len = gl.load(query_start_loc + request + 1, mask=exists, other=0) - start
+    seq_len = gl.load(seq_lens + request, mask=exists, other=0)
+    first, last = visible_span(
+        seq_len - query_len + token - start, seq_len, left, right, chunk, CAUSAL, HAS_LEFT,
+        HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+    first = gl.maximum(first, 0)
+    last = gl.where(exists, last, 0)
+    entries = indices + token.to(gl.int64) * stride_lists
+    table = block_table + request.to(gl.int64) * stride_table
+    end = 0
+    has_holes = exists
+    if exists:
+        end, has_holes = _count_slots(entries, num_entries, first, last, SELECT)
+    begin = 0
+    if SPLIT:
+        # The same splits for all lists, because the combine kernel knows one number per token.
+        steps = (num_entries * SELECT + STEP - 1) // STEP
+        per_split = (steps + num_splits - 1) // num_splits
+        begin = split * per_split * STEP
+        end = gl.minimum(end, begin + per_split * STEP)
+    return entries, table, exists, first, last, begin, end, has_holes
 
 
 @gluon.jit
@@ -248,36 +297,10 @@ def hopper_selected_latents_kernel(
     token = gl.program_id(0) // HEAD_BLOCKS
     head_offset = gl.program_id(0) % HEAD_BLOCKS * HEADS
     split = gl.program_id(1)
-    REQUESTS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    request = 0
-    for base in range(1, num_reqs + 1, 128):
-        lanes = base + gl.arange(0, 128, REQUESTS)
-        inside = lanes <= num_reqs
-        starts = gl.load(query_start_loc + lanes, mask=inside, other=0)
-        request += gl.sum((inside & (starts <= token)).to(gl.int32), 0)
-    # Tokens after the last request have no keys: their rows become 0 (M6).
-    exists = request < num_reqs
-    start = gl.load(query_start_loc + request)
-    query_len = gl.load(query_start_loc + request + 1, mask=exists, other=0) - start
-    seq_len = gl.load(seq_lens + request, mask=exists, other=0)
-    first, last = visible_span(
-        seq_len - query_len + token - start, seq_len, left, right, chunk, CAUSAL, HAS_LEFT,
-        HAS_RIGHT, HAS_CHUNK)  # fmt: skip
-    first = gl.maximum(first, 0)
-    last = gl.where(exists, last, 0)
-    entries = indices + token.to(gl.int64) * stride_lists
-    table = block_table + request.to(gl.int64) * stride_table
-    end = 0
-    has_holes = exists
-    if exists:
-        end, has_holes = _count_slots(entries, num_entries, first, last, SELECT)
-    begin = 0
-    if SPLIT:
-        # The same splits for all lists, because the combine kernel knows one number per token.
-        pair_count = (num_entries * SELECT + 2 * TILE - 1) // (2 * TILE)
-        per_split = (pair_count + num_splits - 1) // num_splits
-        begin = split * per_split * (2 * TILE)
-        end = gl.minimum(end, begin + per_split * (2 * TILE))
+    entries, table, exists, first, last, begin, end, has_holes = token_list(
+        query_start_loc, seq_lens, block_table, indices, token, split, left, right, chunk, num_reqs,
+        num_entries, num_splits, stride_lists, stride_table, 2 * TILE, SELECT, SPLIT, CAUSAL,
+        HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
     pairs = gl.maximum(end - begin + 2 * TILE - 1, 0) // (2 * TILE)
     gl.warp_specialize(
         [

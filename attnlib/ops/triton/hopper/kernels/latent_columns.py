@@ -1,0 +1,55 @@
+"""Attention of up to 16 query rows over one tile of latents, with the latents as the rows of the
+products (P10).
+
+WGMMA multiplies at least 64 rows. With few query heads the operands of both products are swapped,
+as in `decode`: scores are [latents, query rows] and accumulators [elements of a value, query rows],
+and no row of a product is padding. Accumulators take 64 registers of each thread.
+
+Addresses of tiles contain a zero that the compiler does not see, as in `latent_tiles`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+
+from attnlib.ops.triton.hopper.kernels.compat import opaque_zero
+
+__all__ = ["COLUMNS", "LATENTS", "multiply_keys", "multiply_values"]
+
+COLUMNS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
+"""Layout of [latents, query rows] and [elements of a value, query rows]."""
+LATENTS: gl.constexpr = gl.constexpr(64)
+"""Latents of a tile: the M of a WGMMA."""
+
+
+@gluon.jit
+def multiply_keys(scores, latents, queries, USE_ACC: gl.constexpr):
+    """Issue scores + K @ Q^T for some of the elements.
+
+    Args:
+        scores: [64, 16].
+        latents, queries: [1, 64, elements] and [1, 16, elements] in shared memory.
+    """
+    zero = opaque_zero()
+    return warpgroup_mma(
+        latents.index(zero), queries.index(zero).permute((1, 0)), scores, use_acc=USE_ACC,
+        is_async=True,
+    )  # fmt: skip
+
+
+@gluon.jit
+def multiply_values(acc, latents, weights):
+    """Issue acc + V^T @ P^T for some of the elements.
+
+    Args:
+        acc: [elements, 16].
+        latents: [1, 64, elements] in shared memory.
+        weights: [1, 16, 64] in shared memory.
+    """
+    zero = opaque_zero()
+    return warpgroup_mma(
+        latents.index(zero).permute((1, 0)), weights.index(zero).permute((1, 0)), acc,
+        is_async=True,
+    )  # fmt: skip
