@@ -72,7 +72,7 @@ __all__ = [
 
 _NUM_BATCH_VALUES = 7
 """Values of a batch that the kernels take, besides those of its score function."""
-_MAX_SPLITS = 255
+_MAX_SPLITS = 511
 _UNBOUNDED = 1 << 30
 
 _FEW_ROWS = 1024

@@ -13,7 +13,6 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
 from attnlib.ops.triton.hopper.decode_plan import (
     HopperDecode,
-    combine_tile,
     hopper_decode_workspace_bytes,
     unbounded,
     workers_per_head,
@@ -33,6 +32,10 @@ _TILE = 64
 """Latents of a tile: two tiles and the queries fill the shared memory."""
 _FEW_ROWS = 16
 """Query rows up to which latents are the rows of the products."""
+_LEAST_TILES = 2
+"""Units of work of a range, at least: with shorter ones, combining takes longer than it saves."""
+_FEW_RESULTS = 1024
+"""Rows of the output up to which one is combined by several programs."""
 _REGISTERS = {"CONSUMER_REGISTERS": 224, "LOADER_REGISTERS": 40}
 
 
@@ -45,6 +48,17 @@ def latent_decode_workspace_bytes(
     return hopper_decode_workspace_bytes(
         num_tokens, blocks, num_heads // blocks, max_query_len, LATENT_SIZES[1], resident
     )
+
+
+def _combine_tile(num_rows: int, group: int, head_size_v: int) -> dict[str, int]:
+    """Return the tile of the combine kernel, as `decode_plan.combine_tile`.
+
+    Few rows have many splits: four programs share a row, and each loads 32 splits together.
+    """
+    if num_rows <= _FEW_RESULTS:
+        return {"HEADS": 1, "PARTS": 4, "DV_PAD": head_size_v // 4, "STEP": 32, "num_warps": 4}
+    heads = min(8, triton.next_power_of_2(group))
+    return {"HEADS": heads, "PARTS": 1, "DV_PAD": head_size_v, "STEP": 4, "num_warps": 8}
 
 
 def _resident(rows: int, ctas: int) -> int:
@@ -93,14 +107,11 @@ def prepare_latent_decode(
         "BLOCK_SIZE": block_size, "ROWS": _FEW_ROWS if few else LATENT_ROWS,
         "CAUSAL": bool(params.causal), "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0,
         "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0, "num_warps": 4,
-        **({} if few else _REGISTERS),
+        "LEAST": _LEAST_TILES, **({} if few else _REGISTERS),
     }  # fmt: skip
     kernel = hopper_latent_few_heads_kernel if few else hopper_latent_decode_kernel
-    combine = {
-        **shared, "DV_PAD": triton.next_power_of_2(head_size_v),
-        **combine_tile(num_tokens * num_heads, group, head_size_v),
-    }  # fmt: skip
-    combine_grid = (num_tokens, head_blocks, triton.cdiv(group, combine["HEADS"]))
+    combine = {**shared, **_combine_tile(num_tokens * num_heads, group, head_size_v)}
+    programs = triton.cdiv(group, combine["HEADS"]) * combine["PARTS"]
     return HopperDecode(
         limits=limits,
         index=query.get_device(),
@@ -125,7 +136,9 @@ def prepare_latent_decode(
             num_tokens, head_blocks, group, max_query_len, head_size_v, resident
         ),
         attend=BoundLaunch(kernel, (ctas, 1, 1), attend),
-        combine=BoundLaunch(hopper_combine_kernel, combine_grid, combine),
+        combine=BoundLaunch(
+            hopper_combine_kernel, (num_tokens, head_blocks, programs), combine
+        ),
     )  # fmt: skip
 
 

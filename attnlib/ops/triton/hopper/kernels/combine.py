@@ -155,19 +155,20 @@ def hopper_combine_kernel(
     partials, partial_lses, split_headers, query_start_loc, sinks, out, lse, num_reqs, rows,
     stride_ot, stride_oh, stride_lt, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, STEP: tl.constexpr,
-    HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr,
+    HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, PARTS: tl.constexpr = 1,
 ):  # fmt: skip
     """Combine the splits of HEADS query heads of one token and KV head.
 
-    Grid: (tokens, KV heads, blocks of HEADS in a group). Rows after the last request become 0 (M6).
-    `split_headers` is [token, KV head], written by the CTA that has the request's first tile.
+    Grid: (tokens, KV heads, blocks of HEADS in a group times PARTS). Rows after the last request
+    become 0 (M6). `split_headers` is [token, KV head], written by the CTA that has the request's
+    first tile. Each of PARTS programs combines DV_PAD elements of the values.
     """
     # PDL: started early; nothing may be read before the decode kernel has ended.
     gdc_wait()
     gdc_launch_dependents()
     token = tl.program_id(0)
     kv_head = tl.program_id(1)
-    within = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
+    within = tl.program_id(2) // PARTS * HEADS + tl.arange(0, HEADS)
     head = kv_head * GROUP + within
     inside = within < GROUP
     if query_start_loc is None:
@@ -175,7 +176,8 @@ def hopper_combine_kernel(
     else:
         num_rows = tl.load(query_start_loc + num_reqs)
     header = tl.load(split_headers + token * NUM_KV_HEADS + kv_head)
-    lanes = tl.arange(0, DV_PAD)
+    part = tl.program_id(2) % PARTS
+    lanes = part * DV_PAD + tl.arange(0, DV_PAD)
     offsets = (
         token.to(tl.int64) * stride_ot + head.to(tl.int64)[:, None] * stride_oh + lanes[None, :]
     )
@@ -188,17 +190,17 @@ def hopper_combine_kernel(
             tl.store(
                 lse + token.to(tl.int64) * stride_lt + head,
                 tl.full([HEADS], float("-inf"), tl.float32),
-                mask=inside,
+                mask=inside & (part == 0),
             )
         return
-    # Header: bits 0-7 number of splits, bits 8-13 the token's first row, from bit 14 the index of
+    # Header: bits 0-8 number of splits, bits 9-14 the token's first row, from bit 15 the index of
     # the request's first partial result.
-    num_splits = header & 255
+    num_splits = header & 511
     if num_splits <= 1:
         # The decode kernel has written the output.
         return
-    row = (header >> 8 & 63) + within
-    first_partial = header >> 14
+    row = (header >> 9 & 63) + within
+    first_partial = header >> 15
     acc = tl.zeros([HEADS, DV_PAD], tl.float32)
     row_max = tl.full([HEADS], float("-inf"), tl.float32)
     row_sum = tl.zeros([HEADS], tl.float32)
@@ -227,5 +229,7 @@ def hopper_combine_kernel(
     tl.store(out + offsets, (acc * factor[:, None]).to(out.dtype.element_ty), mask=mask)
     if HAS_LSE:
         tl.store(
-            lse + token.to(tl.int64) * stride_lt + head, base2_lse * 0.6931471805599453, mask=inside
+            lse + token.to(tl.int64) * stride_lt + head,
+            base2_lse * 0.6931471805599453,
+            mask=inside & (part == 0),
         )

@@ -140,20 +140,41 @@ def _add(a, b):
 
 
 @gluon.jit
+def _range_length(total, longest, num_reqs, num_ranges, LEAST: gl.constexpr):
+    """Return the tiles of a range.
+
+    With LEAST, ranges have at least that many tiles, and hold whole requests where all requests
+    have the same tiles (`longest`) and ranges become at most 1/16 longer: for kernels whose partial
+    results cost much.
+    """
+    length = (total + num_ranges - 1) // num_ranges
+    if LEAST > 0:
+        length = gl.maximum(length, LEAST)
+        whole = (length + longest - 1) // gl.maximum(longest, 1) * longest
+        is_better = (total == longest * num_reqs) & (16 * (whole - length) <= length)
+        length = gl.where(is_better & (whole > 0), whole, length)
+    return length
+
+
+@gluon.jit
 def tile_range(
     query_start_loc, seq_lens, left, right, chunk, num_reqs, range_index, num_ranges, aux,
     BOUNDS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, gap=0,
+    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, gap=0, LEAST: gl.constexpr = 0,
 ):  # fmt: skip
     """Return (begin, end, tiles per range, first request, tiles before that request) of a range.
 
     `begin`, `end` and the tiles before a request are positions in the line of all key tiles, where
     `gap` empty positions follow the tiles of a request.
+
+    Args:
+        LEAST: see `_range_length`.
     """
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = max(128, 32 * WARPS)
     layout: gl.constexpr = gl.BlockedLayout([LANES // (32 * WARPS)], [32], [WARPS], [0])
     total = 0
+    longest = 0
     request = 0
     before = 0
     if num_reqs == 1:
@@ -171,7 +192,10 @@ def tile_range(
         tiles += gl.where(tiles > 0, gap, 0)
         ends = gl.associative_scan(tiles, 0, _add)
         total = gl.max(ends, 0)
-        past = (ends <= range_index * ((total + num_ranges - 1) // num_ranges)) & (lanes < num_reqs)
+        if LEAST > 0:
+            longest = gl.max(tiles, 0)
+        per_range = _range_length(total, longest, num_reqs, num_ranges, LEAST)
+        past = (ends <= range_index * per_range) & (lanes < num_reqs)
         request = gl.sum(past.to(gl.int32), 0)
         before = gl.max(gl.where(past, ends, 0), 0)
     else:
@@ -183,7 +207,9 @@ def tile_range(
                 BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
             tiles += gl.where(tiles > 0, gap, 0)
             total += gl.sum(tiles, 0)
-        begin = range_index * ((total + num_ranges - 1) // num_ranges)
+            if LEAST > 0:
+                longest = gl.maximum(longest, gl.max(tiles, 0))
+        begin = range_index * _range_length(total, longest, num_reqs, num_ranges, LEAST)
         seen = 0
         for base in range(0, num_reqs, LANES):
             lanes = base + gl.arange(0, LANES, layout)
@@ -196,7 +222,7 @@ def tile_range(
             request += gl.sum(past.to(gl.int32), 0)
             before = gl.maximum(before, gl.max(gl.where(past, ends, 0), 0))
             seen += gl.sum(tiles, 0)
-    per_range = (total + num_ranges - 1) // num_ranges
+    per_range = _range_length(total, longest, num_reqs, num_ranges, LEAST)
     begin = range_index * per_range
     return begin, gl.minimum(begin + per_range, total), per_range, request, before
 
@@ -660,7 +686,7 @@ def _consumer(
                 if skipped == 0:
                     # The CTA with a request's first tile tells the combine kernel how many splits
                     # there are and where the first partial result is.
-                    header = (partial_index << 14) | (token * GROUP << 8) | num_splits
+                    header = (partial_index << 15) | (token * GROUP << 9) | num_splits
                     gl.store(
                         split_headers + (start + token) * NUM_KV_HEADS + kv_head,
                         header,

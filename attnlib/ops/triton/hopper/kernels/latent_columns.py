@@ -5,7 +5,7 @@ WGMMA multiplies at least 64 rows. With few query heads the operands of both pro
 as in `decode`: scores are [latents, query rows] and accumulators [elements of a value, query rows],
 and no row of a product is padding. Accumulators take 64 registers of each thread.
 
-Addresses of tiles contain a zero that the compiler does not see, as in `latent_tiles`.
+Addresses of tiles should contain a value that the compiler does not see, as in `latent_tiles`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
-
-from attnlib.ops.triton.hopper.kernels.compat import opaque_zero
 
 __all__ = ["COLUMNS", "LATENTS", "multiply_keys", "multiply_values"]
 
@@ -30,13 +28,9 @@ def multiply_keys(scores, latents, queries, USE_ACC: gl.constexpr):
 
     Args:
         scores: [64, 16].
-        latents, queries: [1, 64, elements] and [1, 16, elements] in shared memory.
+        latents, queries: [64, elements] and [16, elements] in shared memory.
     """
-    zero = opaque_zero()
-    return warpgroup_mma(
-        latents.index(zero), queries.index(zero).permute((1, 0)), scores, use_acc=USE_ACC,
-        is_async=True,
-    )  # fmt: skip
+    return warpgroup_mma(latents, queries.permute((1, 0)), scores, use_acc=USE_ACC, is_async=True)
 
 
 @gluon.jit
@@ -45,11 +39,7 @@ def multiply_values(acc, latents, weights):
 
     Args:
         acc: [elements, 16].
-        latents: [1, 64, elements] in shared memory.
-        weights: [1, 16, 64] in shared memory.
+        latents: [64, elements] in shared memory.
+        weights: [16, 64] in shared memory.
     """
-    zero = opaque_zero()
-    return warpgroup_mma(
-        latents.index(zero).permute((1, 0)), weights.index(zero).permute((1, 0)), acc,
-        is_async=True,
-    )  # fmt: skip
+    return warpgroup_mma(latents.permute((1, 0)), weights.permute((1, 0)), acc, is_async=True)

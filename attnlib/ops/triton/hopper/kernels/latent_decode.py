@@ -41,29 +41,42 @@ from attnlib.ops.triton.hopper.kernels.latent_tiles import (
 from attnlib.ops.triton.hopper.kernels.schedule import visible_span, visited_tiles
 from attnlib.ops.triton.hopper.kernels.softmax import LN2, add_sink, score_factor
 
-__all__ = ["PAIR", "hopper_latent_decode_kernel", "store_queries"]
+__all__ = [
+    "PAIR", "hopper_latent_decode_kernel", "load_part", "store_queries", "tile_blocks",
+]  # fmt: skip
 
 PAIR: gl.constexpr = gl.constexpr(128)
 """Latents of a pair of tiles, the unit of the work distribution."""
 
 
 @gluon.jit
-def _load_part(
-    descriptor, table, pages, num_blocks, tile, target, full, empty, parity, START: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-):  # fmt: skip
-    """Issue the TMA loads of elements START and following of latent tile `tile` of a request."""
+def tile_blocks(table, pages, num_blocks, tile, BLOCK_SIZE: gl.constexpr):
+    """Return the blocks of a tile of latents, one for each box.
+
+    Pages past the last one become block `num_blocks`, which is out of bounds: TMA fills their boxes
+    with zeros.
+    """
     BOX: gl.constexpr = min(BLOCK_SIZE, TILE)
-    first_page = tile * TILE // BLOCK_SIZE
-    inside = tile * TILE % BLOCK_SIZE
-    # The parity is inverted, so that the first use of a buffer does not wait.
-    mbarrier.wait(empty, parity ^ 1)
-    mbarrier.expect(full, TILE * target.shape[1] * 2)
+    blocks = ()
     for box in gl.static_range(TILE // BOX):
-        # Pages past the last one become block `num_blocks`, which is out of bounds: TMA fills their
-        # boxes with zeros.
-        page = gl.load(table + first_page + box, mask=first_page + box < pages, other=num_blocks)
-        load_box(descriptor, [page, 0, inside, START], full, target.slice(box * BOX, BOX, 0))
+        column = (tile * TILE + box * BOX) // BLOCK_SIZE
+        blocks = blocks + (gl.load(table + column, mask=column < pages, other=num_blocks),)
+    return blocks
+
+
+@gluon.jit
+def load_part(descriptor, blocks, inside, target, full, START: gl.constexpr):
+    """Issue the TMA loads of elements START and following of a tile.
+
+    Args:
+        blocks: of the tile (`tile_blocks`).
+        inside: offset of the tile in its block; 0 for blocks smaller than a tile.
+    """
+    BOXES: gl.constexpr = len(blocks)
+    BOX: gl.constexpr = TILE // BOXES
+    mbarrier.expect(full, TILE * target.shape[1] * 2)
+    for box in gl.static_range(BOXES):
+        load_box(descriptor, [blocks[box], 0, inside, START], full, target.slice(box * BOX, BOX, 0))
 
 
 @gluon.jit
@@ -95,21 +108,35 @@ def _loader(
             table = block_table + request.to(gl.int64) * stride_table
             pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
             for i in range(0, count):
-                for tile in gl.static_range(2):
-                    number = 2 * (first_pair + i) + tile
-                    _load_part(
-                        key_desc, table, pages, num_blocks, number, k_rotary.index(tile),
-                        k_full.index(tile * PARTS + ROTARY_PART),
-                        k_empty.index(tile * PARTS + ROTARY_PART), step & 1, 2 * HALF,
-                        BLOCK_SIZE)  # fmt: skip
-                    _load_part(
-                        value_desc, table, pages, num_blocks, number, k_low.index(tile),
-                        k_full.index(tile * PARTS + LOW), k_empty.index(tile * PARTS + LOW),
-                        step & 1, 0, BLOCK_SIZE)  # fmt: skip
-                    _load_part(
-                        value_desc, table, pages, num_blocks, number, k_high.index(tile),
-                        k_full.index(tile * PARTS + HIGH), k_empty.index(tile * PARTS + HIGH),
-                        step & 1, HALF, BLOCK_SIZE)  # fmt: skip
+                # Blocks are loaded before the waits for free parts.
+                number = 2 * (first_pair + i)
+                blocks_a = tile_blocks(table, pages, num_blocks, number, BLOCK_SIZE)
+                blocks_b = tile_blocks(table, pages, num_blocks, number + 1, BLOCK_SIZE)
+                inside_a = number * TILE % BLOCK_SIZE
+                inside_b = (number + 1) * TILE % BLOCK_SIZE
+                # The parity is inverted, so that the first use of a part does not wait.
+                parity = (step & 1) ^ 1
+                mbarrier.wait(k_empty.index(ROTARY_PART), parity)
+                load_part(
+                    key_desc, blocks_a, inside_a, k_rotary.index(0), k_full.index(ROTARY_PART),
+                    2 * HALF)  # fmt: skip
+                mbarrier.wait(k_empty.index(LOW), parity)
+                load_part(value_desc, blocks_a, inside_a, k_low.index(0), k_full.index(LOW), 0)
+                mbarrier.wait(k_empty.index(HIGH), parity)
+                load_part(value_desc, blocks_a, inside_a, k_high.index(0), k_full.index(HIGH), HALF)
+                # The half that consumer 1 multiplies by its own weights first.
+                mbarrier.wait(k_empty.index(PARTS + ROTARY_PART), parity)
+                load_part(
+                    key_desc, blocks_b, inside_b, k_rotary.index(1),
+                    k_full.index(PARTS + ROTARY_PART), 2 * HALF)  # fmt: skip
+                mbarrier.wait(k_empty.index(PARTS + HIGH), parity)
+                load_part(
+                    value_desc, blocks_b, inside_b, k_high.index(1), k_full.index(PARTS + HIGH),
+                    HALF)  # fmt: skip
+                mbarrier.wait(k_empty.index(PARTS + LOW), parity)
+                load_part(
+                    value_desc, blocks_b, inside_b, k_low.index(1), k_full.index(PARTS + LOW), 0
+                )
                 step += 1
             position += count
         if position >= request_end:
@@ -272,7 +299,7 @@ def _consumer(
                 if skipped == 0:
                     # The CTA with a request's first tile tells the combine kernel how many splits
                     # there are and where the first partial result is.
-                    header = (partial_index << 14) | (token * GROUP << 8) | num_splits
+                    header = (partial_index << 15) | (token * GROUP << 9) | num_splits
                     gl.store(
                         split_headers + (start + token) * NUM_KV_HEADS + head_block,
                         header,
@@ -327,7 +354,8 @@ def hopper_latent_decode_kernel(
     TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, CAUSAL: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+    LEAST: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 9 warps. Grid: tile ranges * NUM_KV_HEADS, all resident at the same time.
 
@@ -339,6 +367,7 @@ def hopper_latent_decode_kernel(
         split_headers: int32 [tokens, NUM_KV_HEADS] for `hopper_combine_kernel`.
         rows: GROUP times the largest query length, at most ROWS.
         NUM_KV_HEADS: blocks of GROUP query heads.
+        LEAST: pairs of tiles of a range, at least (`tile_range`).
         k_scale, v_scale, aux0 to aux3, counters, rows0 to columns3: not used; the arguments are
             those of `hopper_decode_kernel`.
     """
@@ -378,7 +407,7 @@ def hopper_latent_decode_kernel(
     range_begin, range_end, per_range, request, before = tile_range(
         query_start_loc, seq_lens, left, right, chunk, num_reqs, gl.program_id(0) // NUM_KV_HEADS,
         gl.num_programs(0) // NUM_KV_HEADS, None, None, PAIR, CAUSAL, HAS_LEFT, HAS_RIGHT,
-        HAS_CHUNK)  # fmt: skip
+        HAS_CHUNK, 0, LEAST)  # fmt: skip
     head_block = gl.program_id(0) % NUM_KV_HEADS
     gl.warp_specialize(
         [

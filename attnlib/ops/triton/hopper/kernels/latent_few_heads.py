@@ -23,7 +23,7 @@ from attnlib.ops.triton.hopper.kernels.column_softmax import (
 )
 from attnlib.ops.triton.hopper.kernels.compat import (
     launch_dependent_grids,
-    load_box,
+    opaque_zero,
     partition_barrier,
     wait_on_dependent_grids,
 )
@@ -40,7 +40,11 @@ from attnlib.ops.triton.hopper.kernels.latent_columns import (
     multiply_keys,
     multiply_values,
 )
-from attnlib.ops.triton.hopper.kernels.latent_decode import store_queries
+from attnlib.ops.triton.hopper.kernels.latent_decode import (
+    load_part,
+    store_queries,
+    tile_blocks,
+)
 from attnlib.ops.triton.hopper.kernels.schedule import visible_span, visited_tiles
 from attnlib.ops.triton.hopper.kernels.softmax import (
     LN2,
@@ -51,36 +55,6 @@ from attnlib.ops.triton.hopper.kernels.softmax import (
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
 __all__ = ["hopper_latent_few_heads_kernel"]
-
-
-@gluon.jit
-def _tile_blocks(table, pages, num_blocks, tile, BLOCK_SIZE: gl.constexpr):
-    """Return the blocks of a tile of latents, one for each box.
-
-    Pages past the last one become block `num_blocks`, which is out of bounds: TMA fills their boxes
-    with zeros.
-    """
-    BOX: gl.constexpr = min(BLOCK_SIZE, LATENTS)
-    blocks = ()
-    for box in gl.static_range(LATENTS // BOX):
-        column = (tile * LATENTS + box * BOX) // BLOCK_SIZE
-        blocks = blocks + (gl.load(table + column, mask=column < pages, other=num_blocks),)
-    return blocks
-
-
-@gluon.jit
-def _load_part(descriptor, blocks, inside, target, full, START: gl.constexpr):
-    """Issue the TMA loads of elements START and following of a tile.
-
-    Args:
-        blocks: of the tile (`_tile_blocks`).
-        inside: offset of the tile in its block; 0 for blocks smaller than a tile.
-    """
-    BOXES: gl.constexpr = len(blocks)
-    BOX: gl.constexpr = LATENTS // BOXES
-    mbarrier.expect(full, LATENTS * target.shape[1] * 2)
-    for box in gl.static_range(BOXES):
-        load_box(descriptor, [blocks[box], 0, inside, START], full, target.slice(box * BOX, BOX, 0))
 
 
 @gluon.jit
@@ -110,12 +84,14 @@ def hopper_latent_few_heads_kernel(
     TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, CAUSAL: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
+    LEAST: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 4 warps. Grid: tile ranges. Arguments as in `hopper_latent_decode_kernel`.
 
     Args:
         ROWS: 16.
         NUM_KV_HEADS: 1.
+        LEAST: tiles of a range, at least (`tile_range`).
     """
     HALF: gl.constexpr = DV // 2
     DTYPE: gl.constexpr = key_desc.dtype
@@ -147,7 +123,7 @@ def hopper_latent_few_heads_kernel(
     range_begin, range_end, per_range, request, before = tile_range(
         query_start_loc, seq_lens, left, right, chunk, num_reqs, gl.program_id(0),
         gl.num_programs(0), None, None, LATENTS, CAUSAL, HAS_LEFT, HAS_RIGHT,
-        HAS_CHUNK)  # fmt: skip
+        HAS_CHUNK, 0, LEAST)  # fmt: skip
     factor = score_factor(scale, soft_cap, HAS_CAP)
     row = gl.arange(0, ROWS, ROW)
     token = row // GROUP
@@ -173,13 +149,13 @@ def hopper_latent_few_heads_kernel(
             first_tile += skipped
             table = block_table + request.to(gl.int64) * stride_table
             pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
-            blocks = _tile_blocks(table, pages, num_blocks, first_tile, BLOCK_SIZE)
+            blocks = tile_blocks(table, pages, num_blocks, first_tile, BLOCK_SIZE)
             inside = first_tile * LATENTS % BLOCK_SIZE
             # All warps are done with the tiles and queries of the split before.
             partition_barrier()
-            _load_part(value_desc, blocks, inside, k_low.index(0), full.index(0), 0)
-            _load_part(value_desc, blocks, inside, k_high.index(0), full.index(1), HALF)
-            _load_part(key_desc, blocks, inside, k_rotary.index(0), full.index(2), DV)
+            load_part(value_desc, blocks, inside, k_low.index(0), full.index(0), 0)
+            load_part(value_desc, blocks, inside, k_high.index(0), full.index(1), HALF)
+            load_part(key_desc, blocks, inside, k_rotary.index(0), full.index(2), DV)
             q_offsets = (start + q_row // GROUP).to(gl.int64) * stride_qt
             q_offsets += (q_row % GROUP).to(gl.int64) * stride_qh
             # The launcher checks 16-byte alignment; the shifts tell the compiler.
@@ -202,15 +178,16 @@ def hopper_latent_few_heads_kernel(
             acc_high = gl.zeros([HALF, ROWS], gl.float32, COLUMNS)
             for i in range(0, count):
                 tile = first_tile + i
-                blocks = _tile_blocks(table, pages, num_blocks, tile + 1, BLOCK_SIZE)
+                blocks = tile_blocks(table, pages, num_blocks, tile + 1, BLOCK_SIZE)
                 inside = (tile + 1) * LATENTS % BLOCK_SIZE
+                zero = opaque_zero()
                 scores = gl.zeros([LATENTS, ROWS], gl.float32, COLUMNS)
                 mbarrier.wait(full.index(0), step & 1)
-                scores = multiply_keys(scores, k_low, q_low, False)
+                scores = multiply_keys(scores, k_low.index(zero), q_low.index(zero), False)
                 mbarrier.wait(full.index(1), step & 1)
-                scores = multiply_keys(scores, k_high, q_high, True)
+                scores = multiply_keys(scores, k_high.index(zero), q_high.index(zero), True)
                 mbarrier.wait(full.index(2), step & 1)
-                scores = multiply_keys(scores, k_rotary, q_rotary, True)
+                scores = multiply_keys(scores, k_rotary.index(zero), q_rotary.index(zero), True)
                 scores = warpgroup_mma_wait(0, deps=[scores])
                 # TMA fills whole pages past the end with zeros, but not the rest of the last page,
                 # which may hold anything (P5).
@@ -230,17 +207,18 @@ def hopper_latent_few_heads_kernel(
                 store_weights(p_tile.index(0), weights, None, True, KV_PLAIN)
                 # All warps are done with the rotary part (`store_weights`).
                 if i + 1 < count:
-                    _load_part(key_desc, blocks, inside, k_rotary.index(0), full.index(2), DV)
-                acc_low = multiply_values(acc_low, k_low, p_tile)
-                acc_high = multiply_values(acc_high, k_high, p_tile)
+                    load_part(key_desc, blocks, inside, k_rotary.index(0), full.index(2), DV)
+                zero = opaque_zero()
+                acc_low = multiply_values(acc_low, k_low.index(zero), p_tile.index(zero))
+                acc_high = multiply_values(acc_high, k_high.index(zero), p_tile.index(zero))
                 acc_low = warpgroup_mma_wait(1, deps=[acc_low])
                 partition_barrier()
                 if i + 1 < count:
-                    _load_part(value_desc, blocks, inside, k_low.index(0), full.index(0), 0)
+                    load_part(value_desc, blocks, inside, k_low.index(0), full.index(0), 0)
                 acc_high = warpgroup_mma_wait(0, deps=[acc_high])
                 partition_barrier()
                 if i + 1 < count:
-                    _load_part(value_desc, blocks, inside, k_high.index(0), full.index(1), HALF)
+                    load_part(value_desc, blocks, inside, k_high.index(0), full.index(1), HALF)
                 step += 1
             row_sum = gl.sum(sums, 0)
 
@@ -250,7 +228,7 @@ def hopper_latent_few_heads_kernel(
             if skipped == 0:
                 # The CTA with a request's first tile tells the combine kernel how many splits
                 # there are and where the first partial result is.
-                header = (partial_index << 14) | (token * GROUP << 8) | num_splits
+                header = (partial_index << 15) | (token * GROUP << 9) | num_splits
                 gl.store(split_headers + start + token, header, mask=valid & (head == 0))
             finite_max = gl.where(row_max == float("-inf"), 0.0, row_max)
             out_scale = gl.full([ROWS], 1.0, gl.float32, ROW)

@@ -61,8 +61,9 @@ PARTS: gl.constexpr = gl.constexpr(3)
 ROTARY_PART: gl.constexpr = gl.constexpr(0)
 LOW: gl.constexpr = gl.constexpr(1)
 HIGH: gl.constexpr = gl.constexpr(2)
-"""Parts of a tile, in the order in which they are loaded. The barriers of tile t begin at
-PARTS * t."""
+"""Parts of a tile. The barriers of tile t begin at PARTS * t. The rotary part is loaded first, then
+the half that the owner of the tile accumulates: it releases that one before the other consumer
+releases the other one."""
 
 
 @gluon.jit
@@ -102,6 +103,18 @@ def _issue_part(
         use_acc=PART != ROTARY_PART,
         is_async=True,
     )
+
+
+@gluon.jit
+def _issue_half(
+    scores, q_low, q_high, k_low, k_high, k_full, parity, HALF: gl.constexpr,
+    CONSUMER: gl.constexpr, SELECT: gl.constexpr,
+):  # fmt: skip
+    """`_issue_part` for half HALF of the value elements."""
+    if HALF == 0:
+        return _issue_part(scores, q_low, k_low, k_full, parity, LOW, CONSUMER, SELECT)
+    else:
+        return _issue_part(scores, q_high, k_high, k_full, parity, HIGH, CONSUMER, SELECT)
 
 
 @gluon.jit
@@ -286,15 +299,19 @@ def attend_both(
         half = k_high
     scores = gl.zeros([64, TILE], gl.float32, SCORES)
     scores = _issue_part(scores, q_rotary, k_rotary, k_full, parity, ROTARY_PART, CONSUMER, SELECT)
-    scores = _issue_part(scores, q_low, k_low, k_full, parity, LOW, CONSUMER, SELECT)
+    scores = _issue_half(
+        scores, q_low, q_high, k_low, k_high, k_full, parity, CONSUMER, CONSUMER, SELECT
+    )
     if EARLY:
-        scores = _issue_part(scores, q_high, k_high, k_full, parity, HIGH, CONSUMER, SELECT)
+        scores = _issue_half(
+            scores, q_low, q_high, k_low, k_high, k_full, parity, OTHER, CONSUMER, SELECT
+        )
     mbarrier.wait(p_ready.index(OTHER), other_parity)
     if SELECT > 0:
         fence_async_shared()
     scale = scales.index(OTHER).load(ROW)
     row_max = maxima.index(OTHER).load(ROW)
-    # Complete since the step before, but ptxas 12.8 does not see that and would wait for the scores.
+    # Complete since the step before. ptxas 12.8 does not see that and would wait for the scores.
     acc = warpgroup_mma_wait(3 if EARLY else 2, deps=[acc])
     acc = acc * gl.convert_layout(scale, gl.SliceLayout(1, acc.type.layout))[:, None]
     acc = warpgroup_mma(p_tile, half.index(OTHER), acc, is_async=True)
@@ -305,7 +322,9 @@ def attend_both(
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(k_empty.index(OTHER * PARTS + LOW + CONSUMER), count=1)
     else:
-        scores = _issue_part(scores, q_high, k_high, k_full, parity, HIGH, CONSUMER, SELECT)
+        scores = _issue_half(
+            scores, q_low, q_high, k_low, k_high, k_full, parity, OTHER, CONSUMER, SELECT
+        )
         acc = warpgroup_mma_wait(1, deps=[acc])
         mbarrier.arrive(k_empty.index(OTHER * PARTS + LOW + CONSUMER), count=1)
         scores = warpgroup_mma_wait(0, deps=[scores])

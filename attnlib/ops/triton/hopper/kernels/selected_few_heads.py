@@ -1,9 +1,9 @@
 """The Hopper kernel over selected latents for up to 16 query heads (M11, M12).
 
-A CTA of four warps attends to the list of one query token, or to a split of it. It gathers a tile
-of latents by `cp.async` and multiplies it in place (`latent_columns`); a part of the tile is
-gathered again as soon as its last product is complete. Two CTAs of an SM overlap the gathers of
-one with the products of the other.
+A CTA of four warps attends to the list of one query token, or to a split of it. It gathers tiles of
+latents by `cp.async`, in quarters, and multiplies them in place (`latent_columns`). As soon as the
+last product with a quarter is complete, another one takes its slot. Two CTAs of an SM overlap the
+gathers of one with the products of the other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnlib.ops.triton.hopper.kernels.column_softmax import softmax_columns, store_weights
-from attnlib.ops.triton.hopper.kernels.compat import partition_barrier
+from attnlib.ops.triton.hopper.kernels.compat import opaque_zero, partition_barrier
 from attnlib.ops.triton.hopper.kernels.latent_columns import (
     COLUMNS,
     LATENTS,
@@ -25,7 +25,12 @@ from attnlib.ops.triton.hopper.kernels.latent_columns import (
     multiply_values,
 )
 from attnlib.ops.triton.hopper.kernels.latent_tiles import gather_part, listed_positions
-from attnlib.ops.triton.hopper.kernels.selected_latents import UNALIGNED, UNSPECIALIZED, token_list
+from attnlib.ops.triton.hopper.kernels.selected_latents import (
+    UNALIGNED,
+    UNSPECIALIZED,
+    count_slots,
+    token_list,
+)
 from attnlib.ops.triton.hopper.kernels.softmax import (
     LN2,
     add_sink,
@@ -35,6 +40,21 @@ from attnlib.ops.triton.hopper.kernels.softmax import (
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
 __all__ = ["hopper_selected_few_heads_kernel"]
+
+QUARTERS: gl.constexpr = gl.constexpr(4)
+"""Parts of the value elements of a tile, in which it is gathered. The rotary part comes last."""
+SLOTS: gl.constexpr = gl.constexpr(5)
+"""Quarters in shared memory: quarter q of tile t is in slot (4 * t + q) % 5, so that the first one
+of the next tile is there while a tile is used."""
+
+
+@gluon.jit
+def _wait_for_copies(LATER: gl.constexpr):
+    """Wait for the copies of all threads but the LATER last groups."""
+    async_copy.wait_group(LATER)
+    # WGMMA reads shared memory through the async proxy: fence, then wait for all warps.
+    fence_async_shared()
+    partition_barrier()
 
 
 @gluon.jit
@@ -50,13 +70,13 @@ def _place(entries, table, slots, end, first, last, stride_kb, stride_kn, SELECT
 
 
 @gluon.jit
-def _store_half(out, partials, result, staging, out_offset, stride_oh, place, num_splits,
+def _store_quarter(out, partials, result, staging, out_offset, stride_oh, place, num_splits,
                 START: gl.constexpr, HEADS: gl.constexpr, DV: gl.constexpr,
                 TO_OUT: gl.constexpr):  # fmt: skip
     """Write some elements of all heads: the output, else a partial result in float32."""
     if TO_OUT:
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-        target = staging.index(0).slice(0, 16, 0)
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+        target = staging.slice(0, 16, 0)
         target.store(gl.permute(result, (1, 0)).to(target.dtype))
         partition_barrier()
         head = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
@@ -93,18 +113,16 @@ def hopper_selected_few_heads_kernel(
         HEADS: query heads, at most 16.
         HEAD_BLOCKS: 1.
     """
-    HALF: gl.constexpr = DV // 2
+    WIDTH: gl.constexpr = DV // QUARTERS
     DTYPE: gl.constexpr = query.dtype.element_ty
-    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([LATENTS, HALF], DTYPE)
+    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([LATENTS, WIDTH], DTYPE)
     NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([LATENTS, ROTARY], DTYPE)
-    Q_WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([16, HALF], DTYPE)
+    Q_WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([16, WIDTH], DTYPE)
     Q_NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([16, ROTARY], DTYPE)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([16, LATENTS], DTYPE)
-    q_low = gl.allocate_shared_memory(DTYPE, [1, 16, HALF], Q_WIDE)
-    q_high = gl.allocate_shared_memory(DTYPE, [1, 16, HALF], Q_WIDE)
+    q_tile = gl.allocate_shared_memory(DTYPE, [QUARTERS, 16, WIDTH], Q_WIDE)
     q_rotary = gl.allocate_shared_memory(DTYPE, [1, 16, ROTARY], Q_NARROW)
-    k_low = gl.allocate_shared_memory(DTYPE, [1, LATENTS, HALF], WIDE)
-    k_high = gl.allocate_shared_memory(DTYPE, [1, LATENTS, HALF], WIDE)
+    ring = gl.allocate_shared_memory(DTYPE, [SLOTS, LATENTS, WIDTH], WIDE)
     k_rotary = gl.allocate_shared_memory(DTYPE, [1, LATENTS, ROTARY], NARROW)
     p_tile = gl.allocate_shared_memory(DTYPE, [1, 16, LATENTS], WEIGHTS)
 
@@ -114,14 +132,31 @@ def hopper_selected_few_heads_kernel(
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     q_rows = gl.arange(0, 16, gl.SliceLayout(1, COPY))
     q_offsets = token.to(gl.int64) * stride_qt + q_rows.to(gl.int64) * stride_qh
-    gather_part(query, q_offsets, q_rows < HEADS, q_low.index(0), 0)
-    gather_part(query, q_offsets, q_rows < HEADS, q_high.index(0), HALF)
+    for quarter in gl.static_range(QUARTERS):
+        gather_part(query, q_offsets, q_rows < HEADS, q_tile.index(quarter), quarter * WIDTH)
     gather_part(query, q_offsets, q_rows < HEADS, q_rotary.index(0), DV)
-    async_copy.commit_group()
-    entries, table, exists, first, last, begin, end, has_holes = token_list(
+    entries, table, exists, first, last, begin, limit = token_list(
         query_start_loc, seq_lens, block_table, indices, token, split, left, right, chunk, num_reqs,
         num_entries, num_splits, stride_lists, stride_table, LATENTS, SELECT, SPLIT, CAUSAL,
         HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+    # The first tiles are on their way before the list is examined.
+    rows = begin + gl.arange(0, LATENTS, gl.SliceLayout(1, COPY))
+    offsets, found = _place(
+        entries, table, rows, limit, first, last, stride_kb, stride_kn, SELECT, BLOCK_SIZE
+    )
+    for quarter in gl.static_range(QUARTERS):
+        gather_part(key, offsets, found, ring.index(quarter), quarter * WIDTH)
+        if quarter == QUARTERS - 1:
+            gather_part(key, offsets, found, k_rotary.index(0), DV)
+        async_copy.commit_group()
+    rows += LATENTS
+    offsets, found = _place(
+        entries, table, rows, limit, first, last, stride_kb, stride_kn, SELECT, BLOCK_SIZE
+    )
+    gather_part(key, offsets, found, ring.index(QUARTERS), 0)
+    async_copy.commit_group()
+    used, has_holes = count_slots(entries, num_entries, exists, first, last, SELECT)
+    end = gl.minimum(limit, used)
     tiles = gl.maximum(end - begin + LATENTS - 1, 0) // LATENTS
 
     ROW: gl.constexpr = gl.SliceLayout(0, COLUMNS)
@@ -129,42 +164,37 @@ def hopper_selected_few_heads_kernel(
     row_max = gl.full([16], float("-inf"), gl.float32, ROW)
     # Sums of the weights of each latent of a tile; added up at the end.
     sums = gl.zeros([LATENTS, 16], gl.float32, COLUMNS)
-    acc_low = gl.zeros([HALF, 16], gl.float32, COLUMNS)
-    acc_high = gl.zeros([HALF, 16], gl.float32, COLUMNS)
+    acc0 = gl.zeros([WIDTH, 16], gl.float32, COLUMNS)
+    acc1 = gl.zeros([WIDTH, 16], gl.float32, COLUMNS)
+    acc2 = gl.zeros([WIDTH, 16], gl.float32, COLUMNS)
+    acc3 = gl.zeros([WIDTH, 16], gl.float32, COLUMNS)
     slots = gl.arange(0, LATENTS, gl.SliceLayout(1, COLUMNS))
-    rows = begin + gl.arange(0, LATENTS, gl.SliceLayout(1, COPY))
-    offsets, found = _place(
-        entries, table, rows, end, first, last, stride_kb, stride_kn, SELECT, BLOCK_SIZE
-    )
-    gather_part(key, offsets, found, k_low.index(0), 0)
-    async_copy.commit_group()
-    gather_part(key, offsets, found, k_high.index(0), HALF)
-    gather_part(key, offsets, found, k_rotary.index(0), DV)
-    async_copy.commit_group()
     for tile in range(tiles):
-        # Places of the next tile, whose loads run beside the products.
+        # Places of the tile after the next one, whose loads run beside the products.
         rows += LATENTS
-        offsets, found = _place(
-            entries, table, rows, end, first, last, stride_kb, stride_kn, SELECT, BLOCK_SIZE
+        later_offsets, later_found = _place(
+            entries, table, rows, limit, first, last, stride_kb, stride_kn, SELECT, BLOCK_SIZE
         )
-        async_copy.wait_group(1)
-        # WGMMA reads shared memory through the async proxy: fence, then wait for all warps.
-        fence_async_shared()
-        partition_barrier()
+        slot0 = tile * QUARTERS % SLOTS
+        slot1 = (tile * QUARTERS + 1) % SLOTS
+        slot2 = (tile * QUARTERS + 2) % SLOTS
+        slot3 = (tile * QUARTERS + 3) % SLOTS
         scores = gl.zeros([LATENTS, 16], gl.float32, COLUMNS)
-        scores = multiply_keys(scores, k_low, q_low, False)
-        async_copy.wait_group(0)
-        fence_async_shared()
-        partition_barrier()
-        scores = multiply_keys(scores, k_high, q_high, True)
-        scores = multiply_keys(scores, k_rotary, q_rotary, True)
+        _wait_for_copies(4)
+        scores = multiply_keys(scores, ring.index(slot0), q_tile.index(0), False)
+        _wait_for_copies(3)
+        scores = multiply_keys(scores, ring.index(slot1), q_tile.index(1), True)
+        _wait_for_copies(2)
+        scores = multiply_keys(scores, ring.index(slot2), q_tile.index(2), True)
+        _wait_for_copies(1)
+        scores = multiply_keys(scores, ring.index(slot3), q_tile.index(3), True)
+        zero = opaque_zero()
+        scores = multiply_keys(scores, k_rotary.index(zero), q_rotary.index(zero), True)
         scores = warpgroup_mma_wait(0, deps=[scores])
         scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
         first_slot = begin + tile * LATENTS
         if has_holes:
-            positions = listed_positions(
-                entries, first_slot + slots, end, first, last, SELECT
-            )
+            positions = listed_positions(entries, first_slot + slots, end, first, last, SELECT)
             scores = gl.where((positions >= 0)[:, None], scores, float("-inf"))
         else:
             if first_slot + LATENTS > end:
@@ -173,20 +203,41 @@ def hopper_selected_few_heads_kernel(
             scores, factor, row_max, None, None, True, HAS_CAP
         )
         sums = sums * acc_scale[None, :] + weights
-        acc_low = acc_low * acc_scale[None, :]
-        acc_high = acc_high * acc_scale[None, :]
+        acc0 = acc0 * acc_scale[None, :]
+        acc1 = acc1 * acc_scale[None, :]
+        acc2 = acc2 * acc_scale[None, :]
+        acc3 = acc3 * acc_scale[None, :]
         store_weights(p_tile.index(0), weights, None, True, KV_PLAIN)
-        acc_low = multiply_values(acc_low, k_low, p_tile)
-        acc_high = multiply_values(acc_high, k_high, p_tile)
-        acc_low = warpgroup_mma_wait(1, deps=[acc_low])
-        # All warps are done with the lower half.
+        weights_tile = p_tile.index(opaque_zero())
+        acc0 = multiply_values(acc0, ring.index(slot0), weights_tile)
+        acc1 = multiply_values(acc1, ring.index(slot1), weights_tile)
+        acc2 = multiply_values(acc2, ring.index(slot2), weights_tile)
+        acc3 = multiply_values(acc3, ring.index(slot3), weights_tile)
+        # Each quarter makes room for the following one of the next tile, and the last one for the
+        # first one of the tile after it.
+        more = tile + 1 < tiles
+        acc0 = warpgroup_mma_wait(3, deps=[acc0])
         partition_barrier()
-        gather_part(key, offsets, found, k_low.index(0), 0)
+        if more:
+            gather_part(key, offsets, found, ring.index(slot0), WIDTH)
         async_copy.commit_group()
-        acc_high = warpgroup_mma_wait(0, deps=[acc_high])
+        acc1 = warpgroup_mma_wait(2, deps=[acc1])
         partition_barrier()
-        gather_part(key, offsets, found, k_high.index(0), HALF)
-        gather_part(key, offsets, found, k_rotary.index(0), DV)
+        if more:
+            gather_part(key, offsets, found, ring.index(slot1), 2 * WIDTH)
+        async_copy.commit_group()
+        acc2 = warpgroup_mma_wait(1, deps=[acc2])
+        partition_barrier()
+        if more:
+            gather_part(key, offsets, found, ring.index(slot2), 3 * WIDTH)
+            gather_part(key, offsets, found, k_rotary.index(0), DV)
+        async_copy.commit_group()
+        acc3 = warpgroup_mma_wait(0, deps=[acc3])
+        partition_barrier()
+        offsets = later_offsets
+        found = later_found
+        if tile + 2 < tiles:
+            gather_part(key, offsets, found, ring.index(slot3), 0)
         async_copy.commit_group()
     async_copy.wait_group(0)
     partition_barrier()
@@ -215,18 +266,15 @@ def hopper_selected_few_heads_kernel(
         # Rows after the last request have no splits: the combine kernel leaves them alone.
         counts = lses + rows64 * num_splits + token64
         gl.store(counts, gl.where(exists, num_splits, 0).to(gl.float32))
-        _store_half(
-            out, partials, acc_low * normalizer, k_low, 0, stride_oh, place, num_splits, 0, HEADS,
-            DV, False)  # fmt: skip
-        _store_half(
-            out, partials, acc_high * normalizer, k_high, 0, stride_oh, place, num_splits, HALF,
-            HEADS, DV, False)  # fmt: skip
+        for quarter in gl.static_range(QUARTERS):
+            _store_quarter(
+                out, partials, (acc0, acc1, acc2, acc3)[quarter] * normalizer, ring.index(quarter),
+                0, stride_oh, place, num_splits, quarter * WIDTH, HEADS, DV, False)  # fmt: skip
     if not SPLIT or (split == 0 and not exists):
-        _store_half(
-            out, partials, acc_low * normalizer, k_low, token64 * stride_ot, stride_oh, place,
-            num_splits, 0, HEADS, DV, True)  # fmt: skip
-        _store_half(
-            out, partials, acc_high * normalizer, k_high, token64 * stride_ot, stride_oh, place,
-            num_splits, HALF, HEADS, DV, True)  # fmt: skip
+        for quarter in gl.static_range(QUARTERS):
+            _store_quarter(
+                out, partials, (acc0, acc1, acc2, acc3)[quarter] * normalizer, ring.index(quarter),
+                token64 * stride_ot, stride_oh, place, num_splits, quarter * WIDTH, HEADS, DV,
+                True)  # fmt: skip
         if HAS_LSE:
             gl.store(lse + token64 * stride_lt + head, base2 * LN2, mask=valid)

@@ -31,7 +31,13 @@ from attnlib.ops.triton.hopper.kernels.latent_tiles import (
 from attnlib.ops.triton.hopper.kernels.schedule import visible_span
 from attnlib.ops.triton.hopper.kernels.softmax import LN2, add_sink, score_factor
 
-__all__ = ["UNALIGNED", "UNSPECIALIZED", "hopper_selected_latents_kernel", "token_list"]
+__all__ = [
+    "UNALIGNED",
+    "UNSPECIALIZED",
+    "count_slots",
+    "hopper_selected_latents_kernel",
+    "token_list",
+]
 
 UNSPECIALIZED = [
     "left", "right", "chunk", "num_reqs", "num_tokens", "num_heads", "num_entries", "num_splits",
@@ -42,7 +48,7 @@ UNALIGNED = ["query_start_loc", "seq_lens", "block_table", "indices", "sinks", "
 
 
 @gluon.jit
-def _count_slots(entries, num_entries, first, last, SELECT: gl.constexpr):
+def count_slots(entries, num_entries, exists, first, last, SELECT: gl.constexpr):
     """Return the slots up to the last entry with a position in [first, last), and whether there is
     a slot before it without one."""
     LANES: gl.constexpr = 2048
@@ -51,6 +57,8 @@ def _count_slots(entries, num_entries, first, last, SELECT: gl.constexpr):
     high = (last + SELECT - 1) // SELECT
     furthest = gl.zeros([LANES], gl.int32, layout)
     complete = gl.zeros([LANES], gl.int32, layout)
+    # Tokens after the last request have no list.
+    num_entries = gl.where(exists, num_entries, 0)
     for base in range(0, num_entries, LANES):
         lanes = base + gl.arange(0, LANES, layout)
         entry = gl.load(entries + lanes, mask=lanes < num_entries, other=-1)
@@ -79,7 +87,7 @@ def token_list(
 
     Returns:
         (list of the token, block table of its request, whether there is a request, [first, last) of
-        the visible positions, [begin, end) of the CTA's slots, whether some select nothing).
+        the visible positions, [begin, end) of the CTA's slots).
     """
     REQUESTS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     request = 0
@@ -100,18 +108,15 @@ def token_list(
     last = gl.where(exists, last, 0)
     entries = indices + token.to(gl.int64) * stride_lists
     table = block_table + request.to(gl.int64) * stride_table
-    end = 0
-    has_holes = exists
-    if exists:
-        end, has_holes = _count_slots(entries, num_entries, first, last, SELECT)
     begin = 0
+    end = num_entries * SELECT
     if SPLIT:
         # The same splits for all lists, because the combine kernel knows one number per token.
         steps = (num_entries * SELECT + STEP - 1) // STEP
         per_split = (steps + num_splits - 1) // num_splits
         begin = split * per_split * STEP
         end = gl.minimum(end, begin + per_split * STEP)
-    return entries, table, exists, first, last, begin, end, has_holes
+    return entries, table, exists, first, last, begin, end
 
 
 @gluon.jit
@@ -147,12 +152,20 @@ def _gatherer(
             mbarrier.wait(k_empty.index(tile * PARTS + ROTARY_PART), (pair & 1) ^ 1)
             gather_part(key, offsets, exists, k_rotary.index(tile), 2 * HALF)
             arrive_after_copies(k_full.index(tile * PARTS + ROTARY_PART), increment_count=False)
-            mbarrier.wait(k_empty.index(tile * PARTS + LOW), (pair & 1) ^ 1)
-            gather_part(key, offsets, exists, k_low.index(tile), 0)
-            arrive_after_copies(k_full.index(tile * PARTS + LOW), increment_count=False)
-            mbarrier.wait(k_empty.index(tile * PARTS + HIGH), (pair & 1) ^ 1)
-            gather_part(key, offsets, exists, k_high.index(tile), HALF)
-            arrive_after_copies(k_full.index(tile * PARTS + HIGH), increment_count=False)
+            if tile == 0:
+                mbarrier.wait(k_empty.index(tile * PARTS + LOW), (pair & 1) ^ 1)
+                gather_part(key, offsets, exists, k_low.index(tile), 0)
+                arrive_after_copies(k_full.index(tile * PARTS + LOW), increment_count=False)
+                mbarrier.wait(k_empty.index(tile * PARTS + HIGH), (pair & 1) ^ 1)
+                gather_part(key, offsets, exists, k_high.index(tile), HALF)
+                arrive_after_copies(k_full.index(tile * PARTS + HIGH), increment_count=False)
+            else:
+                mbarrier.wait(k_empty.index(tile * PARTS + HIGH), (pair & 1) ^ 1)
+                gather_part(key, offsets, exists, k_high.index(tile), HALF)
+                arrive_after_copies(k_full.index(tile * PARTS + HIGH), increment_count=False)
+                mbarrier.wait(k_empty.index(tile * PARTS + LOW), (pair & 1) ^ 1)
+                gather_part(key, offsets, exists, k_low.index(tile), 0)
+                arrive_after_copies(k_full.index(tile * PARTS + LOW), increment_count=False)
             position = next_position
             block = next_block
 
@@ -297,10 +310,12 @@ def hopper_selected_latents_kernel(
     token = gl.program_id(0) // HEAD_BLOCKS
     head_offset = gl.program_id(0) % HEAD_BLOCKS * HEADS
     split = gl.program_id(1)
-    entries, table, exists, first, last, begin, end, has_holes = token_list(
+    entries, table, exists, first, last, begin, end = token_list(
         query_start_loc, seq_lens, block_table, indices, token, split, left, right, chunk, num_reqs,
         num_entries, num_splits, stride_lists, stride_table, 2 * TILE, SELECT, SPLIT, CAUSAL,
         HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+    used, has_holes = count_slots(entries, num_entries, exists, first, last, SELECT)
+    end = gl.minimum(end, used)
     pairs = gl.maximum(end - begin + 2 * TILE - 1, 0) // (2 * TILE)
     gl.warp_specialize(
         [
