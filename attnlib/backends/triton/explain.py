@@ -14,7 +14,6 @@ from attnlib.ops.triton.heuristics.splits import visible_bound
 from attnlib.ops.triton.hopper.support import (
     BLOCK_SIZES,
     HOPPER_DECODE_KEYS,
-    LATENT_FEW_ROWS,
     LATENT_KEYS_PER_SM,
     LATENT_ROWS,
     PAIRS_PER_SM,
@@ -196,13 +195,11 @@ def _latent_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]
         return [prefill, f"decode:  {portable} over latents ({'; '.join(reasons)})"]
     blocks = latent_head_blocks(spec.num_heads)
     heads, keys = spec.num_heads // blocks, -(-LATENT_KEYS_PER_SM * _NUM_SMS // blocks)
-    least, most = LATENT_FEW_ROWS // heads + 1, min(8, LATENT_ROWS // heads)
-    if least > most:
-        return [prefill, f"decode:  {portable} over latents ({heads} query heads)"]
+    most = min(8, LATENT_ROWS // heads)
     return [
         prefill,
-        f"decode:  Hopper kernel over latents for {least} to {most} query tokens and batches of "
-        f"{keys} keys and more; else {portable}",
+        f"decode:  Hopper kernel over latents for up to {most} query tokens and batches of {keys} "
+        f"keys and more; else {portable}",
     ]
 
 

@@ -53,12 +53,12 @@ def latent_decode_workspace_bytes(
 def _combine_tile(num_rows: int, group: int, head_size_v: int) -> dict[str, int]:
     """Return the tile of the combine kernel, as `decode_plan.combine_tile`.
 
-    Few rows have many splits: four programs share a row, and each loads 32 splits together.
+    Few rows have many splits: four programs share a row, and each loads 64 splits together.
     """
     if num_rows <= _FEW_RESULTS:
-        return {"HEADS": 1, "PARTS": 4, "DV_PAD": head_size_v // 4, "STEP": 32, "num_warps": 4}
-    heads = min(8, triton.next_power_of_2(group))
-    return {"HEADS": heads, "PARTS": 1, "DV_PAD": head_size_v, "STEP": 4, "num_warps": 8}
+        return {"HEADS": 1, "PARTS": 4, "DV_PAD": head_size_v // 4, "STEP": 64, "num_warps": 4}
+    heads = min(2, group)
+    return {"HEADS": heads, "PARTS": 1, "DV_PAD": head_size_v, "STEP": 4, "num_warps": 4}
 
 
 def _resident(rows: int, ctas: int) -> int:

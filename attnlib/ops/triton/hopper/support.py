@@ -11,8 +11,7 @@ from attnlib.kv_dtype import KVFormat
 
 __all__ = [
     "BLOCK_SIZES", "DECODE_ROWS", "GATHERED_SIZES", "HOPPER_DECODE_KEYS", "INVARIANT_KERNELS",
-    "LATENT_FEW_ROWS", "LATENT_KEYS_PER_SM",
-    "LATENT_ROWS", "LATENT_SIZES", "PACKED_DECODE_ROWS", "PAIRS_PER_SM", "ROWS",
+    "LATENT_KEYS_PER_SM", "LATENT_ROWS", "LATENT_SIZES", "PACKED_DECODE_ROWS", "PAIRS_PER_SM", "ROWS",
     "SHORT_DECODE_KEYS", "SMALL_SIZES", "WIDEST",
     "decode_unsupported_reasons", "decode_keys", "decode_rows", "gathers", "hopper_decode_keys",
     "hopper_reads",
@@ -41,17 +40,15 @@ PACKED_DECODE_ROWS = 32
 LATENT_ROWS = 64
 """Query rows of a decode over latents: the M of its WGMMAs."""
 
-LATENT_KEYS_PER_SM = 256
-"""Latents that each multiprocessor reads, from which the Hopper decode over latents is the faster
-one, in tiles with more than `LATENT_FEW_ROWS` rows. Measured as above, Hopper / portable:
+LATENT_KEYS_PER_SM = 48
+"""Latents that each multiprocessor reads, from which the Hopper decodes over latents are faster.
+Measured on an H200 (docs/kernel-notes.md), Hopper / portable in microseconds:
 
-    128 heads:  1 x 8k 39.0 / 32.5   32 x 4k 131.8 / 204.4   128 x 4k 470.1 / 720.5
-    16 heads:   1 x 8k 44.0 / 17.6   32 x 4k 74.6 / 58.9     64 x 16k 457.5 / 309.0
-    16 heads, 4 query tokens:        16 x 4k 55.7 / 71.7
+    128 heads:  1 x 8k 22.1 / 31.8   1 x 32k 36.3 / 70.3   8 x 4k 46.1 / 67.5   32 x 4k 88 / 206
+    16 heads:   1 x 8k 13.5 / 18.6   4 x 4k 17.2 / 19.5    8 x 8k 33.4 / 40.7   32 x 4k 57.5 / 60.5
+                32 x 1k 27.9 / 24.9  128 x 2k 94.8 / 102.0 64 x 16k 308.8 / 319.8
 
-Nothing was measured between 124 and 496 latents, nor between 16 and 64 rows."""
-
-LATENT_FEW_ROWS = 32
+Fewer than 62 latents were not measured."""
 
 LATENT_SIZES = (576, 512)
 """(D, Dv) of the decode over latents."""
@@ -347,8 +344,8 @@ def latent_decode_keys(
     Arguments as in `hopper_decode_keys` and `latent_unsupported_reasons`.
     """
     blocks = latent_head_blocks(num_heads)
-    rows = num_heads // max(1, blocks) * max_query_len
-    if not LATENT_FEW_ROWS < rows <= LATENT_ROWS:
+    rows = num_heads // blocks * max_query_len if blocks else 0
+    if not 0 < rows <= LATENT_ROWS:
         return None
     return -(-LATENT_KEYS_PER_SM * num_sms // max(1, num_reqs * blocks))
 

@@ -281,3 +281,23 @@ def test_latents_have_a_decode_of_their_own() -> None:
     assert found.workspace_bytes == decode_workspace_bytes(shape, chip, 3, 1)
     assert select(torch.empty(4, 64, 1, 512, dtype=BF16)) is None
     assert select(key[..., :512], v_scale=0.5) is None
+
+
+@pytest.mark.parametrize(("heads", "tokens", "ctas"), [(16, 1, 264), (5, 3, 264), (16, 2, 132)])
+def test_latents_of_few_query_rows_have_two_ctas_on_each_multiprocessor(
+    heads: int, tokens: int, ctas: int
+) -> None:
+    """Up to 16 rows; the workspace has two partial results for each CTA."""
+    chip = DeviceLimits(132, 227 * 1024, 228 * 1024, (9, 0), True)
+    query, key = torch.empty(6, heads, 576, dtype=BF16), torch.empty(4, 64, 1, 576, dtype=BF16)
+    out, lengths = torch.empty(6, heads, 512, dtype=BF16), torch.zeros(3, dtype=torch.int32)
+    batch = BatchTensors(lengths, lengths[:2], torch.zeros(2, 2, dtype=torch.int32))
+    params = AttentionParams(scale=0.1)
+    found = select_decode(
+        query, key, key[..., :512], out, None, batch, params, chip, tokens, None, None, 0
+    )
+    assert found is not None
+    shape = AttentionShape(heads, 1, 576, 512, BF16, BF16, latent=True)
+    rows = heads * tokens
+    assert found.workspace_bytes == 4 * (2 * ctas * rows * 513 + 6)
+    assert found.workspace_bytes == decode_workspace_bytes(shape, chip, 6, tokens)

@@ -143,13 +143,13 @@ def _add(a, b):
 def _range_length(total, longest, num_reqs, num_ranges, LEAST: gl.constexpr):
     """Return the tiles of a range.
 
-    With LEAST, ranges have at least that many tiles, and hold whole requests where all requests
-    have the same tiles (`longest`) and ranges become at most 1/16 longer: for kernels whose partial
-    results cost much.
+    With LEAST, ranges have at least that many tiles, requests are cut into at most about 128
+    splits, and ranges hold whole requests where all requests have the same tiles (`longest`) and
+    ranges become at most 1/16 longer: for kernels whose partial results cost much.
     """
     length = (total + num_ranges - 1) // num_ranges
     if LEAST > 0:
-        length = gl.maximum(length, LEAST)
+        length = gl.maximum(length, gl.maximum(LEAST, (longest + 127) // 128))
         whole = (length + longest - 1) // gl.maximum(longest, 1) * longest
         is_better = (total == longest * num_reqs) & (16 * (whole - length) <= length)
         length = gl.where(is_better & (whole > 0), whole, length)
@@ -182,6 +182,8 @@ def tile_range(
         total = num_key_tiles(
             query_start_loc, seq_lens, 0, True, left, right, chunk, aux, BOUNDS, BLOCK_N, CAUSAL,
             HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+        if LEAST > 0:
+            longest = total
     elif num_reqs <= LANES:
         # Every request has a lane, so the lengths are loaded and summed in one pass. This latency
         # is exposed: no key can be loaded before.

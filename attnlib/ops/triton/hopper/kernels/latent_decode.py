@@ -284,7 +284,7 @@ def _consumer(
                 acc, row_max, row_sum = attend_both(
                     acc, row_max, row_sum, keys, parity, (step + CONSUMER + 1) & 1, q_low, q_high,
                     q_rotary, k_low, k_high, k_rotary, p_tile, maxima, scales, k_full, k_empty,
-                    p_ready, factor, soft_cap, CONSUMER, HAS_CAP, 0, False)  # fmt: skip
+                    p_ready, factor, soft_cap, CONSUMER, HAS_CAP, 0, True)  # fmt: skip
                 step += 1
             if CONSUMER == 0:
                 acc, row_max, row_sum = attend_other(
