@@ -11,7 +11,8 @@ from attnlib.kv_dtype import KVFormat
 
 __all__ = [
     "BLOCK_SIZES", "DECODE_ROWS", "GATHERED_SIZES", "HOPPER_DECODE_KEYS", "INVARIANT_KERNELS",
-    "LATENT_KEYS_PER_SM", "LATENT_ROWS", "LATENT_SIZES", "PACKED_DECODE_ROWS", "PAIRS_PER_SM", "ROWS",
+    "LATENT_KEYS_PER_SM", "LATENT_ROWS", "LATENT_SIZES", "PACKED_DECODE_ROWS", "PAIRS_PER_SM",
+    "ROWS",
     "SHORT_DECODE_KEYS", "SMALL_SIZES", "WIDEST",
     "decode_unsupported_reasons", "decode_keys", "decode_rows", "gathers", "hopper_decode_keys",
     "hopper_reads",
