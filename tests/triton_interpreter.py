@@ -200,6 +200,7 @@ def _shorten_operators(core: Any, semantic: Any) -> None:
 
     cast, check = semantic.cast, semantic.binary_op_type_checking_impl
     constants: dict[Any, Any] = {}
+    results: dict[Any, Any] = {}
 
     @functools.wraps(cast)
     def cast_unless_same(self: Any, input: Any, dst_ty: Any, *rest: Any, **more: Any) -> Any:
@@ -207,11 +208,18 @@ def _shorten_operators(core: Any, semantic: Any) -> None:
 
     @functools.wraps(check)
     def operands(self: Any, lhs: Any, rhs: Any, *flags: Any, **more: Any) -> tuple[Any, Any]:
+        if type(lhs) is not core.tensor or lhs.dtype.is_ptr():
+            return check(self, lhs, rhs, *flags, **more)
+        if type(rhs) is core.tensor and not rhs.dtype.is_ptr():
+            key: Any = lhs.dtype.name, rhs.dtype.name, flags, tuple(more.items())
+            if (found := results.get(key)) is None:
+                left, right = check(self, lhs, rhs, *flags, **more)
+                results[key] = left.dtype, right.dtype
+                return left, right
+            return self.broadcast_impl_value(self.cast(lhs, found[0]), self.cast(rhs, found[1]))
         # A number is the second operand nearly always. -0.0 equals 0.0, but has other bits.
-        sizes = None
-        if type(rhs) in (int, float) and rhs > 0 and type(lhs) is core.tensor:
-            sizes = lhs.type.__dict__.get("_sizes")
-        if sizes is None or lhs.dtype.is_ptr():
+        sizes = lhs.type.__dict__.get("_sizes")
+        if sizes is None or type(rhs) not in (int, float) or not rhs > 0:
             return check(self, lhs, rhs, *flags, **more)
         key = sizes, lhs.dtype.name, type(rhs), rhs, flags, tuple(more.items())
         if (found := constants.get(key)) is None:
