@@ -50,15 +50,23 @@ def latent_decode_workspace_bytes(
     )
 
 
-def _combine_tile(num_rows: int, group: int, head_size_v: int) -> dict[str, int]:
+def _combine_tile(
+    num_reqs: int, num_rows: int, group: int, head_size_v: int, num_ranges: int
+) -> dict[str, int]:
     """Return the tile of the combine kernel, as `decode_plan.combine_tile`.
 
-    Few rows have many splits: four programs share a row, and each loads 64 splits together.
+    With few rows, four programs share a row. Each loads the splits that requests of equal lengths
+    have together, in at most 64 registers of each thread. The number of requests counts as a power
+    of 2, so that a warm-up over powers of 2 compiles every variant.
     """
-    if num_rows <= _FEW_RESULTS:
-        return {"HEADS": 1, "PARTS": 4, "DV_PAD": head_size_v // 4, "STEP": 64, "num_warps": 4}
-    heads = min(2, group)
-    return {"HEADS": heads, "PARTS": 1, "DV_PAD": head_size_v, "STEP": 4, "num_warps": 4}
+    if num_rows > _FEW_RESULTS:
+        heads = min(4, triton.next_power_of_2(group))
+        return {"HEADS": heads, "PARTS": 1, "DV_PAD": head_size_v, "STEP": 4, "num_warps": 4}
+    splits = num_ranges // triton.next_power_of_2(num_reqs) + 2
+    step = min(64, max(16, triton.next_power_of_2(splits)))
+    return {
+        "HEADS": 1, "PARTS": 4, "DV_PAD": head_size_v // 4, "STEP": step, "num_warps": step // 16,
+    }  # fmt: skip
 
 
 def _resident(rows: int, ctas: int) -> int:
@@ -110,7 +118,10 @@ def prepare_latent_decode(
         "LEAST": _LEAST_TILES, **({} if few else _REGISTERS),
     }  # fmt: skip
     kernel = hopper_latent_few_heads_kernel if few else hopper_latent_decode_kernel
-    combine = {**shared, **_combine_tile(num_tokens * num_heads, group, head_size_v)}
+    combine = {
+        **shared,
+        **_combine_tile(num_reqs, num_tokens * num_heads, group, head_size_v, ctas // head_blocks),
+    }  # fmt: skip
     programs = triton.cdiv(group, combine["HEADS"]) * combine["PARTS"]
     return HopperDecode(
         limits=limits,
