@@ -5,6 +5,8 @@ A layer uses them for all batches or for none, because other kernels give other 
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +14,7 @@ from torch import Tensor
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.hopper_tiles import HopperTile, padded_width
-from attnlib.ops.triton.heuristics.invariant_tiles import combine_columns
+from attnlib.ops.triton.heuristics.tiles import next_power_of_2
 from attnlib.ops.triton.hopper.decode_plan import HopperDecode, unbounded, workers_per_head
 from attnlib.ops.triton.hopper.descriptors import CacheView
 from attnlib.ops.triton.hopper.kernels.invariant_decode import (
@@ -21,7 +23,7 @@ from attnlib.ops.triton.hopper.kernels.invariant_decode import (
 )
 from attnlib.ops.triton.hopper.kernels.segments import (
     FEW_POSITIONS,
-    QUERY_ROWS,
+    MOST_QUERY_ROWS,
     SEGMENTS,
 )
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill, prepare_hopper_prefill
@@ -34,10 +36,10 @@ __all__ = [
 
 _FEW_KEYS = 256
 """Visible keys up to which a layer has tiles of 64 keys."""
-_STEP = 32
-_FEW_STEP = 8
-"""Partial results that the second kernel loads at a time, and for sequences with few segments."""
-_FEW_SLOTS = 16
+_FEW_ROWS, _MANY_ROWS = 256, 2048
+"""Rows (tokens times query heads) up to which the second kernel has programs of 32 elements of the
+values, for the most parallel loads, and of one head. With more rows, most of them have nothing to
+add."""
 
 
 def _block_n(head_sizes: tuple[int, int], params: AttentionParams) -> int:
@@ -56,7 +58,18 @@ def _workers(num_kv_heads: int, max_ctas: int) -> int:
 def _slots(num_segments: int) -> int:
     """Upper bound of the segments of a row, given that of segments of `segment_keys`: the first
     queries of a request have shorter ones."""
-    return max(num_segments, (FEW_POSITIONS + QUERY_ROWS) // SEGMENTS[0][1] + 1)
+    return max(num_segments, (FEW_POSITIONS + MOST_QUERY_ROWS) // SEGMENTS[0][1] + 1)
+
+
+def _split_tile(num_rows: int, group: int, head_size_v: int, slots: int) -> dict[str, int]:
+    """Tile of the kernel that adds partial results: heads of a program, elements of a value, and
+    partial results that it loads at a time."""
+    if num_rows > _FEW_ROWS:
+        heads = math.gcd(group, 4) if num_rows > _MANY_ROWS else 1
+        columns = max(32, next_power_of_2(head_size_v))
+        return {"HEADS": heads, "COLUMNS": columns, "STEP": 8, "num_warps": 1}
+    step = 8 if slots <= 10 else 16 if slots <= 17 else 32
+    return {"HEADS": 1, "COLUMNS": 32, "STEP": step, "num_warps": 1}
 
 
 def hopper_invariant_bytes(
@@ -97,9 +110,11 @@ def prepare_hopper_invariant_prefill(
     q_stages = 2 if max(head_sizes) <= 64 else 1
     # Outputs are staged in the memory of these sums.
     staged = padded_width(head_sizes[1]) <= 128
-    tile = HopperTile(
-        _block_n(head_sizes, params), 2, staged_store=staged, persistent=True, q_stages=q_stages
-    )
+    block_n, group = _block_n(head_sizes, params), query.shape[1] // key.shape[2]
+    tile = HopperTile(block_n, 2, staged_store=staged, persistent=True, q_stages=q_stages)
+    if max(head_sizes) <= 64 and 64 % group == 0:
+        # Narrow heads leave registers for a third consumer.
+        tile = replace(tile, consumers=3, consumer_registers=160, producer_registers=24)
     return prepare_hopper_prefill(
         query, key, value, out, lse, batch, params, tile, limits, invariant=True
     )
@@ -146,16 +161,17 @@ def prepare_hopper_invariant_decode(
         "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
         "enable_fp_fusion": True, "launch_pdl": True,
     }  # fmt: skip
+    # Queries that see few keys: dividing these and adding partial results would take longer.
+    whole = block_n == 64 and widest <= 128
     attend = {
-        **shared, "D": head_size, "WIDTH": width, "WIDTH_V": width_v,
+        **shared, "WHOLE": whole, "D": head_size, "WIDTH": width, "WIDTH_V": width_v,
         "TILE_TOKENS": columns // group, "BLOCK_N": block_n, "BLOCK_SIZE": block_size,
         "ROWS": columns, "STAGES": stages,
         "CAUSAL": bool(params.causal), "HAS_LEFT": left >= 0,
         "HAS_RIGHT": right >= 0, "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0, "num_warps": 4,
         "maxnreg": 240,
     }  # fmt: skip
-    columns_v, step = combine_columns(head_size_v), _FEW_STEP if slots <= _FEW_SLOTS else _STEP
-    split = {**shared, "COLUMNS": columns_v, "STEP": step, "num_warps": 1}
+    split = {**shared, **_split_tile(num_tokens * num_heads, group, head_size_v, slots)}
     stride_lt = 0 if lse is None else lse.stride(0)
     return HopperDecode(
         limits=limits,
@@ -180,7 +196,9 @@ def prepare_hopper_invariant_decode(
             num_tokens, num_heads, num_kv_heads, head_size_v, max_query_len, num_segments, limits
         ),
         attend=BoundLaunch(invariant_decode_kernel, (workers, 1, 1), attend),
-        combine=BoundLaunch(
-            invariant_split_kernel, (num_tokens, num_heads, -(-head_size_v // columns_v)), split
+        combine=None if whole else BoundLaunch(
+            invariant_split_kernel,
+            (num_tokens, num_heads // split["HEADS"], -(-head_size_v // split["COLUMNS"])),
+            split,
         ),
     )  # fmt: skip

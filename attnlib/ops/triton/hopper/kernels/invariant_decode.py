@@ -15,8 +15,6 @@ Warps, rings and barriers are those of `hopper_decode_kernel`.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -25,10 +23,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnlib.ops.triton.hopper.kernels.cache_tiles import allocate_rings
 from attnlib.ops.triton.hopper.kernels.column_softmax import mask_columns
+from attnlib.ops.triton.hopper.kernels.combine import clear_rows
 from attnlib.ops.triton.hopper.kernels.compat import (
     exp2,
     launch_dependent_grids,
@@ -58,13 +56,18 @@ from attnlib.ops.triton.hopper.kernels.tma_load import load_tile
 
 __all__ = ["invariant_decode_kernel", "invariant_split_kernel"]
 
+_ALL_TILES: gl.constexpr = gl.constexpr(1 << 24)
+"""More tiles than a request has."""
+
 
 @gluon.jit
 def _part(
-    position, stop, before, request_end, begin, end, seq_len, WIDTH_V: gl.constexpr,
-    BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
+    position, stop, before, request_end, begin, end, seq_len, WHOLE: gl.constexpr,
+    WIDTH_V: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Return (bottom, top) of the tiles of a request that lie between two positions of the line.
+
+    With WHOLE, all tiles of a request lie in the range where it begins.
 
     Args:
         position, stop: of the line, within the request.
@@ -74,6 +77,8 @@ def _part(
     # Later queries of a request have segments of as many tiles or more, so that their boundaries
     # are boundaries of all.
     tiles = segment_tiles(seq_len - 1, WIDTH_V, BLOCK_N, GROUP)
+    if WHOLE:
+        tiles = _ALL_TILES
     top = gl.maximum((end - (position - before)) // tiles * tiles, begin)
     bottom = gl.maximum((end - (stop - before)) // tiles * tiles, begin)
     return gl.where(stop == request_end, begin, bottom), gl.where(position == before, end, top)
@@ -82,8 +87,8 @@ def _part(
 @gluon.jit
 def _loader(
     cache, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_blocks,
-    stride_table, ring, full, empty, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
-    WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    stride_table, ring, full, empty, WHOLE: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr, WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_CHUNK: gl.constexpr,
 ):  # fmt: skip
@@ -112,7 +117,7 @@ def _loader(
             pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
             stop = gl.minimum(range_end, request_end)
             bottom, top = _part(
-                position, stop, before, request_end, begin, end, seq_len, WIDTH_V, BLOCK_N,
+                position, stop, before, request_end, begin, end, seq_len, WHOLE, WIDTH_V, BLOCK_N,
                 GROUP)  # fmt: skip
             for back in range(0, top - bottom):
                 tile = top - 1 - back
@@ -247,9 +252,13 @@ def _step(
     weights, acc_scale, next_max = _weigh(
         scores, tile, row_first, row_last, gl.where(begins, float("-inf"), row_max), factor,
         soft_cap, MASKED, CHECK_FIRST, HAS_CAP)  # fmt: skip
+    # All arithmetic of the softmax comes before the branch, over which ptxas moves nothing.
+    more = column_sums(weights)
     # V^T @ P^T is complete: its stage and p_tile are free, and the accumulator may be rescaled.
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index(v_stage), count=1)
+    _store_weights(p_tile, weights)
+    acc = acc * gl.where(begins, 1.0, acc_scale)[None, :]
     if ((tile + 1) & (least_tiles - 1)) == 0:
         slot = (tile + 1) // row_tiles - begin // row_tiles
         total, total_max, total_sum = _add_segment(
@@ -257,10 +266,30 @@ def _step(
             first_partial, rows, num_partials, partials, partial_maxima, row, lanes,
             DV)  # fmt: skip
         acc = gl.where(begins[None, :], 0.0, acc)
-    sums = add_column_sums(sums, acc_scale, weights)
-    acc = acc * acc_scale[None, :]
-    _store_weights(p_tile, weights)
+    sums = add_column_sums(sums, acc_scale, more)
     return acc, next_max, sums, total, total_max, total_sum
+
+
+@gluon.jit
+def _write_header(
+    split_headers, bottom, begin, end, before, start, token, kv_head, worker, per_range, row_tiles,
+    seq_len, first_head, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH_V: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Tell the kernel that adds partial results where they are; see there."""
+    first_segment = begin // row_tiles
+    header = split_headers + ((start + token) * NUM_KV_HEADS + kv_head) * 8
+    gl.store(header, bottom // row_tiles - first_segment, mask=first_head)
+    if bottom > begin:
+        line_end = before + end
+        last_tiles = segment_tiles(seq_len - 1, WIDTH_V, BLOCK_N, GROUP)
+        gl.store(header + 1, first_segment, mask=first_head)
+        gl.store(header + 2, token * GROUP, mask=first_head)
+        gl.store(header + 3, worker + token * 0, mask=first_head)
+        gl.store(header + 4, line_end + token * 0, mask=first_head)
+        gl.store(header + 5, per_range + token * 0, mask=first_head)
+        gl.store(header + 6, row_tiles, mask=first_head)
+        gl.store(header + 7, last_tiles + token * 0, mask=first_head)
 
 
 @gluon.jit
@@ -268,7 +297,7 @@ def _consumer(
     query, out, lse, sinks, query_start_loc, seq_lens, partials, partial_maxima, split_headers,
     scale, soft_cap, left, right, chunk, num_reqs, num_tokens, rows, slots, stride_qt, stride_qh,
     stride_ot, stride_oh, stride_lt, q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full,
-    v_empty,
+    v_empty, WHOLE: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
@@ -289,8 +318,9 @@ def _consumer(
     factor = score_factor(scale, soft_cap, HAS_CAP)
     # PDL: the previous kernel may have written the queries, the cache or the lengths.
     wait_on_dependent_grids()
-    # The kernel that adds partial results may start; it waits for this kernel by itself.
-    launch_dependent_grids()
+    if not WHOLE:
+        # The kernel that adds partial results may start; it waits for this kernel by itself.
+        launch_dependent_grids()
     worker = gl.program_id(0)
     range_begin, range_end, per_range, request, before = tile_range(
         query_start_loc, seq_lens, left, right, chunk, num_reqs, worker // NUM_KV_HEADS,
@@ -317,7 +347,7 @@ def _consumer(
                 0, query_len, seq_len, left, right, chunk, request, None, None, TILE_TOKENS,
                 BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
             bottom, top = _part(
-                position, stop, before, request_end, begin, end, seq_len, WIDTH_V, BLOCK_N,
+                position, stop, before, request_end, begin, end, seq_len, WHOLE, WIDTH_V, BLOCK_N,
                 GROUP)  # fmt: skip
 
             q_rows = gl.arange(0, ROWS, gl.SliceLayout(1, Q_LAYOUT))
@@ -413,25 +443,11 @@ def _consumer(
                     DV)  # fmt: skip
 
             if not continued:
-                # Tells the kernel that adds partial results where they are; see there.
-                first_segment = begin // row_tiles
-                rest = bottom // row_tiles - first_segment
-                header = split_headers + ((start + token) * NUM_KV_HEADS + kv_head) * 8
-                first_head = valid & (row % GROUP == 0)
-                line_end = before + end
-                gl.store(header, rest, mask=first_head)
+                _write_header(
+                    split_headers, bottom, begin, end, before, start, token, kv_head, worker,
+                    per_range, row_tiles, seq_len, valid & (row % GROUP == 0), NUM_KV_HEADS, GROUP,
+                    WIDTH_V, BLOCK_N)  # fmt: skip
                 if bottom > begin:
-                    gl.store(header + 1, first_segment, mask=first_head)
-                    gl.store(header + 2, token * GROUP, mask=first_head)
-                    gl.store(header + 3, worker + token * 0, mask=first_head)
-                    gl.store(header + 4, line_end + token * 0, mask=first_head)
-                    gl.store(header + 5, per_range + token * 0, mask=first_head)
-                    gl.store(header + 6, row_tiles, mask=first_head)
-                    gl.store(
-                        header + 7,
-                        segment_tiles(seq_len - 1, WIDTH_V, BLOCK_N, GROUP) + token * 0,
-                        mask=first_head,
-                    )
                     index = (first_partial + slots) * rows + row
                     gl.store(
                         partials + (index * DV)[None, :] + lanes[:, None],
@@ -472,6 +488,12 @@ def _consumer(
         if position >= request_end:
             before = request_end
             request += 1
+    if WHOLE:
+        # No other kernel clears the rows after the last request.
+        clear_rows(
+            out, lse, query_start_loc, worker, gl.num_programs(0), num_reqs, num_tokens, stride_ot,
+            stride_oh, stride_lt, NUM_KV_HEADS, GROUP, DV, WIDTH_V, ROWS, HAS_LSE)  # fmt: skip
+        launch_dependent_grids()
 
 
 @gluon.jit(
@@ -482,9 +504,10 @@ def invariant_decode_kernel(
     query_start_loc, seq_lens, block_table, partials, partial_lses, split_headers, counters, scale,
     soft_cap, left, right, chunk, num_reqs, num_tokens, num_blocks, rows, stride_qt, stride_qh,
     stride_ot, stride_oh, stride_lt, stride_table, slots, rows0, columns0, rows1, columns1, rows2,
-    columns2, rows3, columns3, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    columns2, rows3, columns3, WHOLE: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr,
+    WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
     HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
@@ -497,6 +520,7 @@ def invariant_decode_kernel(
         partial_lses: their row maxima and then their sums of weights, [grid, slots + 1, rows] each.
         split_headers: int32 [tokens, KV heads, 8] for `invariant_split_kernel`.
         slots: upper bound of the segments of a request.
+        WHOLE: requests are not divided, and no second kernel follows.
     """
     DTYPE: gl.constexpr = key_desc.dtype
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], DTYPE)
@@ -522,17 +546,19 @@ def invariant_decode_kernel(
                 query, out, lse, sinks, query_start_loc, seq_lens, partials, partial_lses,
                 split_headers, scale, soft_cap, left, right, chunk, num_reqs, num_tokens, rows,
                 slots, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tile, p_tile,
-                k_ring, v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS, GROUP, D, DV,
+                k_ring, v_ring, k_full, k_empty, v_full, v_empty, WHOLE, NUM_KV_HEADS, GROUP, D, DV,
                 TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP,
                 HAS_SINK, HAS_LSE)),
             (_loader, (
                 key_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
-                num_blocks, stride_table, k_ring, k_full, k_empty, NUM_KV_HEADS, GROUP, WIDTH_V,
-                TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+                num_blocks, stride_table, k_ring, k_full, k_empty, WHOLE, NUM_KV_HEADS, GROUP,
+                WIDTH_V, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                HAS_CHUNK)),
             (_loader, (
                 value_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
-                num_blocks, stride_table, v_ring, v_full, v_empty, NUM_KV_HEADS, GROUP, WIDTH_V,
-                TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+                num_blocks, stride_table, v_ring, v_full, v_empty, WHOLE, NUM_KV_HEADS, GROUP,
+                WIDTH_V, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                HAS_CHUNK)),
         ],
         [1, 1],
         # Registers per thread of the two loader warps.
@@ -540,27 +566,28 @@ def invariant_decode_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@gluon.jit
 def _divide(number, divisor, reciprocal):
     """Return number // divisor, in fewer instructions than an integer division."""
-    quotient = (number.to(tl.float32) * reciprocal).to(tl.int32)
+    quotient = (number.to(gl.float32) * reciprocal).to(gl.int32)
     rest = number - quotient * divisor
-    quotient = tl.where(rest < 0, quotient - 1, quotient)
-    return tl.where(rest >= divisor, quotient + 1, quotient)
+    quotient = gl.where(rest < 0, quotient - 1, quotient)
+    return gl.where(rest >= divisor, quotient + 1, quotient)
 
 
-@triton.jit
-def _fold(total, total_max, total_sum, more, more_max, more_sum):
-    """`segments.fold_sums`, and the sums of values."""
-    new_max = tl.maximum(total_max, more_max)
-    finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-    old = tl.exp2(total_max - finite_max)
-    new = tl.exp2(more_max - finite_max)
-    total = tl.fma(total, tl.broadcast_to(old[:, None], total.shape), more * new[:, None] + 0.0)
-    return total, new_max, tl.fma(total_sum, old, more_sum * new)
+@gluon.jit
+def _maximum(left, right):
+    return gl.maximum(left, right)
 
 
-@triton.jit(
+@gluon.jit
+def _shared_value(memory, number: gl.constexpr):
+    """Return an element of a vector in shared memory, to all lanes."""
+    value = memory.slice(number, 1).load(gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.sum(value, 0)
+
+
+@gluon.jit(
     do_not_specialize=[
         "num_reqs", "rows", "slots", "grid", "stride_ot", "stride_oh", "stride_lt",
     ],
@@ -570,95 +597,119 @@ def _fold(total, total_max, total_sum, more, more_max, more_sum):
 )  # fmt: skip
 def invariant_split_kernel(
     partials, partial_lses, split_headers, query_start_loc, sinks, out, lse, num_reqs, rows, slots,
-    grid, stride_ot, stride_oh, stride_lt, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    DV: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, HAS_SINK: tl.constexpr,
-    HAS_LSE: tl.constexpr,
+    grid, stride_ot, stride_oh, stride_lt, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    DV: gl.constexpr, HEADS: gl.constexpr, COLUMNS: gl.constexpr, STEP: gl.constexpr,
+    HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
-    """Add the partial results of one row in the order of the line, COLUMNS of the values.
+    """Add the partial results of a row in the order of the line: COLUMNS of the values of HEADS
+    query heads of a group, one after the other. One warp.
 
-    Grid: (tokens, query heads, blocks of COLUMNS). Rows after the last request become 0 (M6).
+    Grid: (tokens, query heads / HEADS, blocks of COLUMNS). Rows after the last request become 0
+    (M6).
 
     `split_headers` has for each token and KV head: the segments to be added, 0 if the output is
     written; the number of the first visited segment; the token's first row; the CTA that began the
     request; the position of the line that tile 0 has; the positions of a range; the tiles of a
     segment, and of one of the last query of the request.
+
+    Each of the first STEP lanes has one segment of a round and computes its address and factors,
+    which depend on the maxima only. Then all lanes add the values of one segment after the other.
     """
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    WIDE: gl.constexpr = gl.BlockedLayout([COLUMNS // 32], [32], [1], [0])
     # PDL: started early; nothing may be read before the decode kernel has ended.
-    gdc_wait()
-    gdc_launch_dependents()
-    token = tl.program_id(0)
-    head = tl.program_id(1)
-    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    one = tl.arange(0, 1)
-    inside = (columns < DV)[None, :]
-    offsets = token.to(tl.int64) * stride_ot + head.to(tl.int64) * stride_oh + columns[None, :]
-    kv_head = head // GROUP
+    wait_on_dependent_grids()
+    launch_dependent_grids()
+    token = gl.program_id(0)
+    first_head = gl.program_id(1) * HEADS
+    columns = gl.program_id(2) * COLUMNS + gl.arange(0, COLUMNS, WIDE)
+    inside = columns < DV
+    kv_head = first_head // GROUP
     header = split_headers + (token * NUM_KV_HEADS + kv_head) * 8
-    num_rows = tl.load(query_start_loc + num_reqs)
-    rest = tl.load(header)
-    first_segment = tl.load(header + 1)
-    row = tl.load(header + 2) + head % GROUP
-    worker = tl.load(header + 3)
-    line_end = tl.load(header + 4)
-    per_range = tl.load(header + 5)
-    tiles = tl.load(header + 6)
-    last_tiles = tl.load(header + 7)
+    num_rows = gl.load(query_start_loc + num_reqs)
+    rest = gl.load(header)
+    first_segment = gl.load(header + 1)
+    first_row = gl.load(header + 2)
+    worker = gl.load(header + 3)
+    line_end = gl.load(header + 4)
+    per_range = gl.load(header + 5)
+    tiles = gl.load(header + 6)
+    last_tiles = gl.load(header + 7)
     if token >= num_rows:
-        tl.store(out + offsets, tl.zeros([1, COLUMNS], out.dtype.element_ty), mask=inside)
-        if HAS_LSE:
-            empty_lse = tl.full([1], float("-inf"), tl.float32)
-            tl.store(lse + token.to(tl.int64) * stride_lt + head + one, empty_lse)
-        return
-    if rest == 0:
-        # The decode kernel has written the output.
-        return
-    reciprocal = 1.0 / per_range.to(tl.float32)
-    num_partials = grid * (slots + 1) * rows
-    index = (worker * (slots + 1) + slots) * rows + row
-    total = tl.load(partials + index * DV + columns[None, :], mask=inside, other=0.0)
-    total_max = tl.load(partial_lses + index + one)
-    total_sum = tl.load(partial_lses + num_partials + index + one)
-    for base in range(0, rest, STEP):
-        # All loads of a round are issued before the first result is used, to overlap their latency.
-        # Segments past the last one have no key and leave the sums unchanged.
-        values = ()
-        maxima = ()
-        sums = ()
-        for i in tl.static_range(STEP):
-            slot = rest - 1 - base - i
-            live = slot + one >= 0
+        for head in range(first_head, first_head + HEADS):
+            offset = token.to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
+            zeros = gl.zeros([COLUMNS], out.dtype.element_ty, WIDE)
+            gl.store(out + offset + columns, zeros, mask=inside)
+            if HAS_LSE:
+                gl.store(lse + token.to(gl.int64) * stride_lt + head, float("-inf"))
+    # With no segment, the decode kernel has written the output.
+    heads = gl.where((token < num_rows) & (rest > 0), HEADS, 0)
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    indices = gl.allocate_shared_memory(gl.int32, [STEP], VECTOR)
+    olds = gl.allocate_shared_memory(gl.float32, [STEP], VECTOR)
+    news = gl.allocate_shared_memory(gl.float32, [STEP], VECTOR)
+    addends = gl.allocate_shared_memory(gl.float32, [STEP], VECTOR)
+    reciprocal = 1.0 / per_range.to(gl.float32)
+    maxima = partial_lses
+    sums = partial_lses + grid * (slots + 1) * rows
+    lane = gl.arange(0, STEP, LANES)
+    for head in range(first_head, first_head + heads):
+        row = first_row + head % GROUP
+        output = out + token.to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh + columns
+        own = (worker * (slots + 1) + slots) * rows + row
+        total = gl.load(partials + own * DV + columns, mask=inside, other=0.0)
+        total_max = gl.load(maxima + own)
+        total_sum = gl.load(sums + own)
+        for base in range(0, rest, STEP):
+            # The segment of a lane and the one that is added before it.
+            slot = rest - 1 - base - lane
+            live = slot >= 0
             # The range that has the segment's end, moved to the end of one of the last query.
             end = ((first_segment + slot + 1) * tiles + last_tiles - 1) & -last_tiles
             section = _divide(line_end - end, per_range, reciprocal)
             index = ((section * NUM_KV_HEADS + kv_head) * (slots + 1) + slot) * rows + row
-            values = values + (
-                tl.load(
-                    partials + index * DV + columns[None, :],
-                    mask=live[:, None] & inside,
-                    other=0.0,
-                ),
-            )
-            maxima = maxima + (tl.load(partial_lses + index + one, mask=live, other=float("-inf")),)
-            sums = sums + (
-                tl.load(partial_lses + num_partials + index + one, mask=live, other=0.0),
-            )
-        for i in tl.static_range(STEP):
-            total, total_max, total_sum = _fold(
-                total, total_max, total_sum, values[i], maxima[i], sums[i]
-            )
-    finite_max = tl.where(total_max == float("-inf"), 0.0, total_max)
-    acc_scale = tl.full([1], 1.0, tl.float32)
-    if HAS_SINK:
-        sink = (tl.load(sinks + head + one)).to(tl.float32) * 1.4426950408889634
-        new_max = tl.maximum(total_max, sink)
-        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        acc_scale = tl.exp2(total_max - finite_max)
-        total_sum = tl.fma(total_sum, acc_scale, tl.exp2(sink - finite_max))
-    empty = total_sum == 0.0
-    safe_sum = tl.where(empty, 1.0, total_sum)
-    normalizer = acc_scale / safe_sum
-    tl.store(out + offsets, (total * normalizer[:, None]).to(out.dtype.element_ty), mask=inside)
-    if HAS_LSE:
-        if tl.program_id(2) == 0:
-            base2 = tl.where(empty, float("-inf"), finite_max + tl.log2(safe_sum))
-            tl.store(lse + token.to(tl.int64) * stride_lt + head + one, base2 * 0.6931471805599453)
+            end = ((first_segment + slot + 2) * tiles + last_tiles - 1) & -last_tiles
+            section = _divide(line_end - end, per_range, reciprocal)
+            before = ((section * NUM_KV_HEADS + kv_head) * (slots + 1) + slot + 1) * rows + row
+            # Segments past the last one have no key and leave the sums unchanged.
+            part_max = gl.load(maxima + index, mask=live, other=float("-inf"))
+            part_sum = gl.load(sums + index, mask=live, other=0.0)
+            max_before = gl.load(maxima + before, mask=live & (lane > 0), other=float("-inf"))
+            indices.store(index)
+            # All loads of a round are issued before the first result is used.
+            values = ()
+            for i in gl.static_range(STEP):
+                pointers = partials + _shared_value(indices, i) * DV + columns
+                mask = inside & (base + i < rest)
+                values = values + (gl.load(pointers, mask=mask, other=0.0),)
+            # `segments.fold_sums`, of all segments of the round at once.
+            max_before = gl.where(lane == 0, total_max, max_before)
+            max_before = gl.associative_scan(max_before, 0, _maximum)
+            new_max = gl.maximum(max_before, part_max)
+            finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
+            new = exp2(part_max - finite_max)
+            olds.store(exp2(max_before - finite_max))
+            news.store(new)
+            addends.store(part_sum * new)
+            for i in gl.static_range(STEP):
+                old = _shared_value(olds, i)
+                more = values[i] * _shared_value(news, i) + 0.0
+                total = gl.fma(total, gl.full([COLUMNS], old, gl.float32, WIDE), more)
+                total_sum = gl.fma(total_sum, old, _shared_value(addends, i))
+            total_max = gl.maximum(total_max, gl.max(part_max, 0))
+        finite_max = gl.where(total_max == float("-inf"), 0.0, total_max)
+        acc_scale = 1.0
+        if HAS_SINK:
+            # The sink counts in the denominator, once (M4).
+            sink = gl.load(sinks + head).to(gl.float32) * LOG2E
+            new_max = gl.maximum(total_max, sink)
+            finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
+            acc_scale = exp2(total_max - finite_max)
+            total_sum = gl.fma(total_sum, acc_scale, exp2(sink - finite_max))
+        empty = total_sum == 0.0
+        safe_sum = gl.where(empty, 1.0, total_sum)
+        gl.store(output, (total * (acc_scale / safe_sum)).to(out.dtype.element_ty), mask=inside)
+        if HAS_LSE:
+            if gl.program_id(2) == 0:
+                base2 = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum))
+                gl.store(lse + token.to(gl.int64) * stride_lt + head, base2 * LN2)

@@ -173,17 +173,21 @@ def _step(
     probs, acc_scale, next_max = _weigh(
         scores, tile, row_first, row_last, before, factor, soft_cap, MASKED, CHECK_FIRST, HAS_CAP
     )
+    # All arithmetic of the softmax comes before the branch, over which ptxas moves nothing.
+    more = row_sums(probs)
     # P @ V is complete: its stage is free, and the accumulator may be rescaled.
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index(v_stage), count=1)
+    packed = pack_weights(probs, DTYPE)
+    # A complete segment is left as it is, and the next product overwrites it.
+    kept = gl.where(begins, 1.0, acc_scale)
+    acc = acc * gl.convert_layout(kept, gl.SliceLayout(1, O_LAYOUT))[:, None]
     if begins:
-        # The next product overwrites the accumulator.
         acc, total_max, total_sum = _add_segment(
             total_tile, acc, total_max, total_sum, row_max, sums, tile + 1 + tiles >= end, False,
             O_LAYOUT, GLOBAL)  # fmt: skip
-    acc = acc * gl.convert_layout(acc_scale, gl.SliceLayout(1, O_LAYOUT))[:, None]
-    sums = add_row_sums(sums, acc_scale, row_sums(probs))
-    return acc, pack_weights(probs, DTYPE), next_max, sums, total_max, total_sum
+    sums = add_row_sums(sums, acc_scale, more)
+    return acc, packed, next_max, sums, total_max, total_sum
 
 
 @gluon.jit
@@ -424,7 +428,7 @@ def invariant_prefill_kernel(
     HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
     HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
-    """One CTA of 4 warps for each of two consumers and 1 + 1 loader warps.
+    """One CTA of 4 warps for each of two or three consumers and 1 + 1 loader warps.
 
     Runtime arguments, grid and constants are those of `hopper_prefill_kernel`, which has more
     constants, and
@@ -474,36 +478,79 @@ def invariant_prefill_kernel(
         mbarrier.init(v_empty.index(stage), count=CONSUMERS)
     # Makes the initialized barriers visible to TMA.
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_consumer, (
-                query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, concurrent,
-                stride_qt,
-                stride_qh, stride_ot, stride_oh, stride_lt, mailbox, q_tiles, k_ring, v_ring,
-                totals0, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY,
-                STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP,
-                HAS_SINK, HAS_LSE, totals_memory is not None)),
-            (_consumer, (
-                query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, concurrent,
-                stride_qt,
-                stride_qh, stride_ot, stride_oh, stride_lt, mailbox, q_tiles, k_ring, v_ring,
-                totals1, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY,
-                STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP,
-                HAS_SINK, HAS_LSE, totals_memory is not None)),
-            (key_loader, (
-                key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
-                right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
-                stride_table, mailbox, q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty,
-                k_full, k_empty, None, None, None, None, None, None, 0, NUM_KV_HEADS, 1, GROUP,
-                TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY,
-                PERSISTENT, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, D, DV, None, 1, True)),
-            (value_loader, (
-                value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
-                mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, 0, 1, TILE_TOKENS,
-                BLOCK_N, BLOCK_SIZE, STAGES, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
-        ],
-        [4, 1, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    if CONSUMERS == 3:
+        totals2 = totals_memory
+        if totals_memory is None:
+            totals2 = gl.allocate_shared_memory(gl.float32, [64, WIDTH_V], T_SHARED)
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
+                    concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
+                    q_tiles, k_ring, v_ring, totals0, mail_full, mail_empty, q_full, q_empty,
+                    k_full, k_empty, v_full, v_empty, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE,
+                    STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
+                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, totals_memory is not None)),
+                (_consumer, (
+                    query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
+                    concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
+                    q_tiles, k_ring, v_ring, totals1, mail_full, mail_empty, q_full, q_empty,
+                    k_full, k_empty, v_full, v_empty, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE,
+                    STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
+                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, totals_memory is not None)),
+                (_consumer, (
+                    query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
+                    concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
+                    q_tiles, k_ring, v_ring, totals2, mail_full, mail_empty, q_full, q_empty,
+                    k_full, k_empty, v_full, v_empty, 2, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE,
+                    STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
+                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, totals_memory is not None)),
+                (key_loader, (
+                    key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
+                    right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
+                    stride_table, mailbox, q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty,
+                    k_full, k_empty, None, None, None, None, None, None, 0, NUM_KV_HEADS, 1, GROUP,
+                    TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY,
+                    PERSISTENT, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, D, DV, None, 1,
+                    True)),
+                (value_loader, (
+                    value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
+                    mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, 0, 1, TILE_TOKENS,
+                    BLOCK_N, BLOCK_SIZE, STAGES, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+            ],
+            [4, 4, 1, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
+                    concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
+                    q_tiles, k_ring, v_ring, totals0, mail_full, mail_empty, q_full, q_empty,
+                    k_full, k_empty, v_full, v_empty, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE,
+                    STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
+                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, totals_memory is not None)),
+                (_consumer, (
+                    query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
+                    concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
+                    q_tiles, k_ring, v_ring, totals1, mail_full, mail_empty, q_full, q_empty,
+                    k_full, k_empty, v_full, v_empty, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE,
+                    STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
+                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, totals_memory is not None)),
+                (key_loader, (
+                    key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
+                    right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
+                    stride_table, mailbox, q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty,
+                    k_full, k_empty, None, None, None, None, None, None, 0, NUM_KV_HEADS, 1, GROUP,
+                    TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY,
+                    PERSISTENT, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, D, DV, None, 1,
+                    True)),
+                (value_loader, (
+                    value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
+                    mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, 0, 1, TILE_TOKENS,
+                    BLOCK_N, BLOCK_SIZE, STAGES, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+            ],
+            [4, 1, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip

@@ -20,14 +20,16 @@ from attnlib.ops.triton.hopper.kernels.compat import exp2
 from attnlib.ops.triton.hopper.kernels.softmax import LOG2E
 
 __all__ = [
-    "FEW_POSITIONS", "QUERY_ROWS", "SEGMENTS", "add_column_sums", "add_row_sums", "cap_scores",
+    "FEW_POSITIONS", "MOST_QUERY_ROWS", "SEGMENTS", "add_column_sums", "add_row_sums", "cap_scores",
     "column_sums", "fold_sums", "row_sums", "segment_tiles", "softmax_factor", "sum_columns",
     "sum_rows",
 ]  # fmt: skip
 
 
 QUERY_ROWS = 128
-"""Rows of a query tile of the prefill."""
+"""Rows of a query tile of the prefill; 192 with narrow heads in groups that fill tiles."""
+MOST_QUERY_ROWS = 384
+"""A multiple of both."""
 FEW_POSITIONS = 1024
 SEGMENTS = ((FEW_POSITIONS, 128), (8192, 512), (0, 1024))
 """(positions before which queries have these segments, their keys), for values of up to 128
@@ -47,7 +49,8 @@ def _segment(number, width_v, group, block_n):
     """
     segments = SEGMENTS if block_n == 128 else NARROW_SEGMENTS
     position, keys = (segments if width_v <= 128 else WIDE_SEGMENTS)[number]
-    tokens = QUERY_ROWS // group
+    rows = MOST_QUERY_ROWS if width_v <= 64 and 64 % group == 0 else QUERY_ROWS
+    tokens = rows // group
     return -(-position // tokens) * tokens, keys // block_n
 
 
@@ -122,11 +125,11 @@ def add_row_sums(sums, acc_scale, more):
 
 
 @gluon.jit
-def add_column_sums(sums, acc_scale, weights):
-    """Add a tile's weights to the sums [4, 8, rows] of the tiles before it."""
+def add_column_sums(sums, acc_scale, more):
+    """Add the `column_sums` of a tile to the sums [4, 8, rows] of the tiles before it."""
     LAYOUT: gl.constexpr = sums.type.layout
     scale = gl.convert_layout(acc_scale, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    more = gl.convert_layout(column_sums(weights), LAYOUT)
+    more = gl.convert_layout(more, LAYOUT)
     return sums * scale[None, None, :] + more
 
 
