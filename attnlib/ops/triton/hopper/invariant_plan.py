@@ -9,6 +9,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import triton
 from torch import Tensor
 
 from attnlib.ops.params import AttentionParams
@@ -33,6 +34,10 @@ from attnlib.ops.triton.launch.bound import BoundLaunch
 __all__ = [
     "hopper_invariant_bytes", "prepare_hopper_invariant_decode", "prepare_hopper_invariant_prefill",
 ]  # fmt: skip
+
+_THREE_CONSUMERS = triton.__version__.startswith("3.6.")
+"""Whether prefills with narrow heads have three consumer warpgroups. Triton 3.9 compiles them with
+spills in the loops over keys."""
 
 _FEW_KEYS = 256
 """Visible keys up to which a layer has tiles of 64 keys."""
@@ -112,8 +117,8 @@ def prepare_hopper_invariant_prefill(
     staged = padded_width(head_sizes[1]) <= 128
     block_n, group = _block_n(head_sizes, params), query.shape[1] // key.shape[2]
     tile = HopperTile(block_n, 2, staged_store=staged, persistent=True, q_stages=q_stages)
-    if max(head_sizes) <= 64 and 64 % group == 0:
-        # Narrow heads leave registers for a third consumer.
+    if _THREE_CONSUMERS and max(head_sizes) <= 64 and 64 % group == 0:
+        # Narrow heads leave registers for a third consumer. It changes no bits.
         tile = replace(tile, consumers=3, consumer_registers=160, producer_registers=24)
     return prepare_hopper_prefill(
         query, key, value, out, lse, batch, params, tile, limits, invariant=True

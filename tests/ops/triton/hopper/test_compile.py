@@ -208,13 +208,12 @@ def test_batch_invariant_kernels_compile_with_few_spills(case: str, compiled: Co
     assert result["shared"] <= 227 * 1024 and result["wgmma"] > 0, result
     assert result["warnings"] == [], result
     if "decode" in case:
-        # 32 rows and a soft cap: the branch that adds a segment reloads addresses.
-        stack, loops = (208, 24) if "cap-verify" in case else (128, 0)
-        assert result["stack"] <= stack and max(result["loops"]) <= loops, result
+        assert result["stack"] <= 128 and max(result["loops"]) == 0, result
         assert result["registers"] * 256 > 65536 // 2, result
         return
     assert result["stack"] <= MAX_STACK and len(result["loops"]) >= 4, result
-    assert max(sorted(result["loops"])[:2]) <= 8, result["loops"]
+    # The accumulator of 256 elements is half of the registers; with Triton 3.6 there is no access.
+    assert max(sorted(result["loops"])[:2]) <= (16 if case == "invariant-256" else 8), result
 
 
 @pytest.mark.parametrize("case", SCORE_CASES)

@@ -339,6 +339,10 @@ def _consumer(
         request_end = before + num_key_tiles(
             query_start_loc, seq_lens, request, True, left, right, chunk, None, None, BLOCK_N,
             CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+        if WHOLE:
+            # A request that begins in an earlier range is computed there.
+            skipped = gl.minimum(range_end, request_end)
+            position = gl.where(position > before, skipped, position)
         if position < request_end:
             stop = gl.minimum(range_end, request_end)
             continued = position > before

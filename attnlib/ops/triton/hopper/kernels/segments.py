@@ -7,8 +7,8 @@ to the first.
 The decode multiplies K @ Q^T and the prefill Q @ K^T. Each element of both products is the same sum
 over the head in the same order. Sums of weights are taken over keys, which threads hold in
 different orders. So their order is written out: of the seven bits of a key's number in a tile of
-128, bits 6 and 3, which no kernel distributes over threads, are summed in every tile, the others
-once per segment. A tile of 64 has no bit 6.
+128, bits 6 and 3, which no kernel distributes over threads, and bit 0, which the decode distributes
+over lanes, are summed in every tile, the others once per segment. A tile of 64 has no bit 6.
 """
 
 from __future__ import annotations
@@ -93,31 +93,31 @@ def cap_scores(scores, factor, soft_cap, HAS_CAP: gl.constexpr):
 
 @gluon.jit
 def row_sums(weights):
-    """Sum weights [rows, 128 or 64] over bits 6 and 3 of the key: [rows, 4, 8]."""
+    """Sum weights [rows, 128 or 64] over bits 3, 6 and 0 of the key: [rows, 4, 4]."""
     ROWS: gl.constexpr = weights.shape[0]
     if weights.shape[1] == 64:
-        found = gl.sum(gl.reshape(weights, [ROWS, 4, 2, 8]), 2)
+        found = gl.sum(gl.reshape(weights, [ROWS, 4, 2, 4, 2]), 2)
     else:
-        parts = gl.reshape(weights, [ROWS, 2, 4, 2, 8])
+        parts = gl.reshape(weights, [ROWS, 2, 4, 2, 4, 2])
         found = gl.sum(gl.sum(parts, 3), 1)
-    return found
+    return gl.sum(found, 3)
 
 
 @gluon.jit
 def column_sums(weights):
-    """Sum weights [128 or 64, rows] over bits 6 and 3 of the key: [4, 8, rows]."""
+    """Sum weights [128 or 64, rows] over bits 3, 6 and 0 of the key: [4, 4, rows]."""
     ROWS: gl.constexpr = weights.shape[1]
     if weights.shape[0] == 64:
-        found = gl.sum(gl.reshape(weights, [4, 2, 8, ROWS]), 1)
+        found = gl.sum(gl.reshape(weights, [4, 2, 4, 2, ROWS]), 1)
     else:
-        parts = gl.reshape(weights, [2, 4, 2, 8, ROWS])
+        parts = gl.reshape(weights, [2, 4, 2, 4, 2, ROWS])
         found = gl.sum(gl.sum(parts, 2), 0)
-    return found
+    return gl.sum(found, 2)
 
 
 @gluon.jit
 def add_row_sums(sums, acc_scale, more):
-    """Add the `row_sums` of a tile to the sums [rows, 4, 8] of the tiles before it."""
+    """Add the `row_sums` of a tile to the sums [rows, 4, 4] of the tiles before it."""
     LAYOUT: gl.constexpr = sums.type.layout
     scale = gl.convert_layout(acc_scale, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     more = gl.convert_layout(more, LAYOUT)
@@ -126,7 +126,7 @@ def add_row_sums(sums, acc_scale, more):
 
 @gluon.jit
 def add_column_sums(sums, acc_scale, more):
-    """Add the `column_sums` of a tile to the sums [4, 8, rows] of the tiles before it."""
+    """Add the `column_sums` of a tile to the sums [4, 4, rows] of the tiles before it."""
     LAYOUT: gl.constexpr = sums.type.layout
     scale = gl.convert_layout(acc_scale, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     more = gl.convert_layout(more, LAYOUT)
@@ -135,19 +135,19 @@ def add_column_sums(sums, acc_scale, more):
 
 @gluon.jit
 def sum_rows(sums, LAYOUT: gl.constexpr):
-    """Sum [rows, 4, 8] over bits 0, 5, 4, 2 and 1 of the key, in this order: [rows]."""
+    """Sum [rows, 4, 4] over bits 5, 4, 2 and 1 of the key, in this order: [rows]."""
     ROWS: gl.constexpr = sums.shape[0]
-    parts = gl.reshape(sums, [ROWS, 2, 2, 2, 2, 2])
-    parts = gl.sum(gl.sum(gl.sum(parts, 5), 1), 1)
+    parts = gl.reshape(sums, [ROWS, 2, 2, 2, 2])
+    parts = gl.sum(gl.sum(parts, 1), 1)
     return gl.convert_layout(gl.sum(gl.sum(parts, 1), 1), LAYOUT)
 
 
 @gluon.jit
 def sum_columns(sums, LAYOUT: gl.constexpr):
-    """Sum [4, 8, rows] over bits 0, 5, 4, 2 and 1 of the key, in this order: [rows]."""
+    """Sum [4, 4, rows] over bits 5, 4, 2 and 1 of the key, in this order: [rows]."""
     ROWS: gl.constexpr = sums.shape[2]
-    parts = gl.reshape(sums, [2, 2, 2, 2, 2, ROWS])
-    parts = gl.sum(gl.sum(gl.sum(parts, 4), 0), 0)
+    parts = gl.reshape(sums, [2, 2, 2, 2, ROWS])
+    parts = gl.sum(gl.sum(parts, 0), 0)
     return gl.convert_layout(gl.sum(gl.sum(parts, 0), 0), LAYOUT)
 
 
