@@ -113,9 +113,13 @@ def _add_segment(
     # A sum of -0.0 becomes 0.0, as in the decode.
     acc = acc * gl.convert_layout(new, O_ROW)[:, None] + 0.0
     if GLOBAL:
+        # Two elements of a thread after those of the threads before it: the accesses of a warp are
+        # 256 consecutive bytes.
         rows = gl.arange(0, 64, O_ROW)
         columns = gl.arange(0, acc.shape[1], gl.SliceLayout(0, O_LAYOUT))
-        pointers = total_tile + rows[:, None] * acc.shape[1] + columns[None, :]
+        rows = rows // 16 * 64 + rows // 8 % 2 * 256 + rows % 8 * 8
+        columns = columns // 8 * 512 + columns % 8
+        pointers = total_tile + rows[:, None] + columns[None, :]
     if not first:
         if GLOBAL:
             before = gl.load(pointers)
