@@ -10,6 +10,8 @@ earlier range are written one by one, each in the slot of its number. `invariant
 them in the order of the line. So the order of all additions is that of the line, wherever it is
 cut.
 
+Where queries see few keys (WHOLE), a request is not cut, and one kernel computes all.
+
 Warps, rings and barriers are those of `hopper_decode_kernel`.
 """
 

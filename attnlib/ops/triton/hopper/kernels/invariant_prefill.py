@@ -438,9 +438,8 @@ def invariant_prefill_kernel(
     constants, and
 
     Args:
-        totals_memory: float32 [grid, 2, 64, WIDTH_V], where shared memory is too small for sums of
+        totals_memory: float32 [grid, 2, 64 * WIDTH_V], where shared memory is too small for sums of
             values; else None.
-
     """
     FIELDS: gl.constexpr = 6
     DTYPE: gl.constexpr = key_desc.dtype
