@@ -41,7 +41,7 @@ spills in the loops over keys."""
 
 _FEW_KEYS = 256
 """Visible keys up to which a layer has tiles of 64 keys."""
-_FEW_ROWS, _MANY_ROWS = 256, 2048
+_FEW_ROWS, _MANY_ROWS = 256, 1024
 """Rows (tokens times query heads) up to which the second kernel has programs of 32 elements of the
 values, for the most parallel loads, and of one head. With more rows, most of them have nothing to
 add."""
@@ -73,7 +73,7 @@ def _split_tile(num_rows: int, group: int, head_size_v: int, slots: int) -> dict
         heads = math.gcd(group, 4) if num_rows > _MANY_ROWS else 1
         columns = max(32, next_power_of_2(head_size_v))
         return {"HEADS": heads, "COLUMNS": columns, "STEP": 8, "num_warps": 1}
-    step = 8 if slots <= 10 else 16 if slots <= 17 else 32
+    step = 8 if slots <= 12 else 16 if slots <= 17 else 32
     return {"HEADS": 1, "COLUMNS": 32, "STEP": step, "num_warps": 1}
 
 
@@ -117,7 +117,7 @@ def prepare_hopper_invariant_prefill(
     staged = padded_width(head_sizes[1]) <= 128
     block_n, group = _block_n(head_sizes, params), query.shape[1] // key.shape[2]
     tile = HopperTile(block_n, 2, staged_store=staged, persistent=True, q_stages=q_stages)
-    if _THREE_CONSUMERS and max(head_sizes) <= 64 and 64 % group == 0:
+    if _THREE_CONSUMERS and max(head_sizes) <= 64 and block_n == 128 and 64 % group == 0:
         # Narrow heads leave registers for a third consumer. It changes no bits.
         tile = replace(tile, consumers=3, consumer_registers=160, producer_registers=24)
     return prepare_hopper_prefill(

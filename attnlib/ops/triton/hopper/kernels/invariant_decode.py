@@ -329,6 +329,10 @@ def _consumer(
         gl.num_programs(0) // NUM_KV_HEADS, None, None, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
         HAS_CHUNK)  # fmt: skip
     kv_head = worker % NUM_KV_HEADS
+    num_rows = num_tokens
+    if WHOLE:
+        # Loaded here, because the latency would be exposed at the end.
+        num_rows = gl.load(query_start_loc + num_reqs)
     num_partials = gl.num_programs(0) * (slots + 1) * rows
     first_partial = worker * (slots + 1)
     row = gl.arange(0, ROWS, COLUMN)
@@ -495,10 +499,12 @@ def _consumer(
             before = request_end
             request += 1
     if WHOLE:
-        # No other kernel clears the rows after the last request.
-        clear_rows(
-            out, lse, query_start_loc, worker, gl.num_programs(0), num_reqs, num_tokens, stride_ot,
-            stride_oh, stride_lt, NUM_KV_HEADS, GROUP, DV, WIDTH_V, ROWS, HAS_LSE)  # fmt: skip
+        if num_rows < num_tokens:
+            # No other kernel clears the rows after the last request.
+            clear_rows(
+                out, lse, query_start_loc, worker, gl.num_programs(0), num_reqs, num_tokens,
+                stride_ot, stride_oh, stride_lt, NUM_KV_HEADS, GROUP, DV, WIDTH_V, ROWS,
+                HAS_LSE)  # fmt: skip
         launch_dependent_grids()
 
 
@@ -680,7 +686,9 @@ def invariant_split_kernel(
             # Segments past the last one have no key and leave the sums unchanged.
             part_max = gl.load(maxima + index, mask=live, other=float("-inf"))
             part_sum = gl.load(sums + index, mask=live, other=0.0)
-            max_before = gl.load(maxima + before, mask=live & (lane > 0), other=float("-inf"))
+            # A lane after the last segment has the maximum of all: its factor must not be 0.
+            is_before = (slot >= -1) & (lane > 0)
+            max_before = gl.load(maxima + before, mask=is_before, other=float("-inf"))
             indices.store(index)
             # All loads of a round are issued before the first result is used.
             values = ()
