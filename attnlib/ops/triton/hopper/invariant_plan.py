@@ -43,8 +43,7 @@ _FEW_KEYS = 256
 """Visible keys up to which a layer has tiles of 64 keys."""
 _FEW_ROWS, _MANY_ROWS = 256, 1024
 """Rows (tokens times query heads) up to which the second kernel has programs of 32 elements of the
-values, for the most parallel loads, and of one head. With more rows, most of them have nothing to
-add."""
+values, for the most parallel loads, and of one head. With more rows, most have nothing to add."""
 
 
 def _block_n(head_sizes: tuple[int, int], params: AttentionParams) -> int:
@@ -69,12 +68,13 @@ def _slots(num_segments: int) -> int:
 def _split_tile(num_rows: int, group: int, head_size_v: int, slots: int) -> dict[str, int]:
     """Tile of the kernel that adds partial results: heads of a program, elements of a value, and
     partial results that it loads at a time."""
-    if num_rows > _FEW_ROWS:
-        heads = math.gcd(group, 4) if num_rows > _MANY_ROWS else 1
-        columns = max(32, next_power_of_2(head_size_v))
-        return {"HEADS": heads, "COLUMNS": columns, "STEP": 8, "num_warps": 1}
     step = 8 if slots <= 12 else 16 if slots <= 17 else 32
-    return {"HEADS": 1, "COLUMNS": 32, "STEP": step, "num_warps": 1}
+    if num_rows <= _FEW_ROWS:
+        return {"HEADS": 1, "COLUMNS": 32, "STEP": step, "num_warps": 1}
+    columns = max(32, next_power_of_2(head_size_v))
+    if num_rows <= _MANY_ROWS:
+        return {"HEADS": 1, "COLUMNS": columns, "STEP": min(step, 16), "num_warps": 1}
+    return {"HEADS": math.gcd(group, 4), "COLUMNS": columns, "STEP": 8, "num_warps": 1}
 
 
 def hopper_invariant_bytes(
