@@ -263,7 +263,6 @@ SCORE_CASES: dict[str, dict[str, Any]] = {
 INVARIANT_CASES: dict[str, dict[str, Any]] = {
     "invariant-128": {},
     "invariant-64-sinks-cap": {"d": 64, "group": 8, "sinks": True, "cap": 50.0, "lse": True},
-    "invariant-64-sinks": {"d": 64, "group": 8, "sinks": True},
     "invariant-96-group5-window": {"d": 96, "group": 5, "window": (127, 0)},
     "invariant-256": {"d": 256, "group": 2},
     "invariant-decode-128": {"op": "hopper_decode"},
