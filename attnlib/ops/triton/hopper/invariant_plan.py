@@ -116,7 +116,8 @@ def prepare_hopper_invariant_prefill(
     # Outputs are staged in the memory of these sums.
     staged = padded_width(head_sizes[1]) <= 128
     block_n, group = _block_n(head_sizes, params), query.shape[1] // key.shape[2]
-    tile = HopperTile(block_n, 2, staged_store=staged, persistent=True, q_stages=q_stages)
+    stages = 2 if max(head_sizes) > 128 else 256 // block_n
+    tile = HopperTile(block_n, stages, staged_store=staged, persistent=True, q_stages=q_stages)
     if _THREE_CONSUMERS and max(head_sizes) <= 64 and block_n == 128 and 64 % group == 0:
         # Narrow heads leave registers for a third consumer. It changes no bits.
         tile = replace(tile, consumers=3, consumer_registers=160, producer_registers=24)

@@ -174,6 +174,7 @@ def key_loader(
     the first one of a request may begin before its first token.
     """
     QUERY_BLOCKS: gl.constexpr = q_tiles.shape[0] // (Q_STAGES * KEY_PARTS)
+    SHORT: gl.constexpr = RANGES > 0 or (ALIGNED and (HAS_LEFT or HAS_CHUNK))
     PAGE: gl.constexpr = max(BLOCK_SIZE, 1)
     Q_BYTES: gl.constexpr = QUERY_BLOCKS * 64 * KEY_PARTS * q_tiles.shape[2] * 2
     if concurrent == 0:
@@ -285,9 +286,9 @@ def key_loader(
                     k_empty, v_full, v_empty, step, first_step, D, DV, BLOCK_SIZE, STAGES,
                     STRIDES)  # fmt: skip
             step += 1
-        if PERSISTENT and RANGES == 0:
+        if PERSISTENT and not SHORT:
             item = first_counted + atomic_increment(counters, "relaxed")
-        if PERSISTENT and RANGES > 0:
+        if PERSISTENT and SHORT:
             # Items are short: the loads of their keys do not wait for the counter.
             claimed = issue_increment(counters, "relaxed")
         for back in range(0, last - begin):
@@ -310,7 +311,7 @@ def key_loader(
                     value_cache, table, seq_len, kv_head // SHARED,
                     tile_at(begin, after_gap, gap, RANGES), 0, v_ring, v_full, v_empty, step - 1,
                     DV, BLOCK_SIZE, STAGES, STRIDES[3], STRIDES[4], STRIDES[5])  # fmt: skip
-        if PERSISTENT and RANGES > 0:
+        if PERSISTENT and SHORT:
             item = first_counted + incremented(claimed)
     publish(
         mailbox, mail_full, mail_empty, mail, -1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, RANGES,
