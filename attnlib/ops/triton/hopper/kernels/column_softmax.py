@@ -19,8 +19,39 @@ from attnlib.ops.triton.kernels.quant import KV_INT4, KV_PLAIN
 __all__ = ["add_weights", "mask_columns", "softmax_columns", "store_weights"]
 
 
+@gluon.constexpr_function
+def _partial_layout(rows):
+    """Layout of [warps, rows] in which each thread has the maxima of all warps of its columns."""
+    registers = [[0, 1], *([0, 8 << bit] for bit in range((rows // 8).bit_length() - 1))]
+    lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
+    return gl.DistributedLinearLayout(
+        [*registers, [1, 0], [2, 0]], lanes, [[0, 0], [0, 0]], [], [4, rows]
+    )
+
+
 @gluon.jit
-def _online_softmax(scores, factor, row_max, MASKED: gl.constexpr, HAS_CAP: gl.constexpr):
+def _column_max(scores, max_tile):
+    """Return the maximum of each column of scores [keys, rows].
+
+    Args:
+        max_tile: shared memory [4, rows] for the exchange between the warps; None for that of
+            `gl.max`, which takes two more barriers.
+    """
+    if max_tile is None:
+        return gl.max(scores, 0)
+    else:
+        KEYS: gl.constexpr = scores.shape[0]
+        ROWS: gl.constexpr = scores.shape[1]
+        # A warp has 16 of each 64 keys.
+        own = gl.max(gl.max(gl.reshape(scores, [KEYS // 64, 4, 16, ROWS]), 2), 0)
+        max_tile.store(own)
+        partition_barrier()
+        found = gl.max(max_tile.load(_partial_layout(ROWS)), 0)
+        return gl.convert_layout(found, gl.SliceLayout(0, scores.type.layout))
+
+
+@gluon.jit
+def _online_softmax(scores, factor, row_max, max_tile, MASKED: gl.constexpr, HAS_CAP: gl.constexpr):
     """Return (weights, factor of what was accumulated before, new row_max) of scores [keys, rows].
 
     As `softmax.online_softmax`, along the other axis and without the sum.
@@ -29,7 +60,7 @@ def _online_softmax(scores, factor, row_max, MASKED: gl.constexpr, HAS_CAP: gl.c
         weight_factor = 1.0
     else:
         weight_factor = factor
-    new_max = gl.maximum(row_max, gl.max(scores, 0) * weight_factor)
+    new_max = gl.maximum(row_max, _column_max(scores, max_tile) * weight_factor)
     finite_max = new_max
     if MASKED:
         # -inf - -inf is NaN: rows without a visible key are measured from 0.
@@ -48,7 +79,9 @@ def _unit(v_scales):
 
 
 @gluon.jit
-def _scaled_softmax(scores, factor, row_max, v_scales, MASKED: gl.constexpr, HAS_CAP: gl.constexpr):
+def _scaled_softmax(
+    scores, factor, row_max, v_scales, max_tile, MASKED: gl.constexpr, HAS_CAP: gl.constexpr
+):  # fmt: skip
     """As `_online_softmax`, for values with a scale per key.
 
     `row_max` is that of the scores plus the base-2 logarithms of the scales of the values, so that
@@ -61,7 +94,7 @@ def _scaled_softmax(scores, factor, row_max, v_scales, MASKED: gl.constexpr, HAS
         scores = scores * factor
     # Scales of hidden keys may be anything, and those of zeros are 0.
     units = log2(gl.minimum(gl.maximum(_unit(v_scales), 2.0**-100), 2.0**100))
-    new_max = gl.maximum(row_max, gl.max(scores + units[:, None], 0))
+    new_max = gl.maximum(row_max, _column_max(scores + units[:, None], max_tile))
     finite_max = new_max
     if MASKED:
         finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
@@ -81,7 +114,7 @@ def mask_columns(scores, row_first, row_last, tile_start, CHECK_FIRST: gl.conste
 
 @gluon.jit
 def softmax_columns(
-    scores, factor, row_max, v_scales, SCORE: gl.constexpr, MASKED: gl.constexpr,
+    scores, factor, row_max, v_scales, max_tile, SCORE: gl.constexpr, MASKED: gl.constexpr,
     HAS_CAP: gl.constexpr,
 ):  # fmt: skip
     """Return (weights, factor of what was accumulated before, new row_max) of scores [keys, rows];
@@ -89,18 +122,22 @@ def softmax_columns(
     if v_scales is not None:
         if SCORE is not None:
             weights, acc_scale, row_max = _scaled_softmax(
-                scores, LOG2E, row_max, v_scales, True, False
+                scores, LOG2E, row_max, v_scales, max_tile, True, False
             )
         else:
             weights, acc_scale, row_max = _scaled_softmax(
-                scores, factor, row_max, v_scales, MASKED, HAS_CAP
+                scores, factor, row_max, v_scales, max_tile, MASKED, HAS_CAP
             )
     else:
         if SCORE is not None:
             # The function may hide keys of any tile.
-            weights, acc_scale, row_max = _online_softmax(scores, LOG2E, row_max, True, False)
+            weights, acc_scale, row_max = _online_softmax(
+                scores, LOG2E, row_max, max_tile, True, False
+            )
         else:
-            weights, acc_scale, row_max = _online_softmax(scores, factor, row_max, MASKED, HAS_CAP)
+            weights, acc_scale, row_max = _online_softmax(
+                scores, factor, row_max, max_tile, MASKED, HAS_CAP
+            )
     return weights, acc_scale, row_max
 
 

@@ -11,7 +11,8 @@ Work distribution (stream-K, Osama et al. 2023):
   other splits are written as float32 partial results and combined (`combine.py`).
 - A CTA has one consumer warpgroup (4 warps) that multiplies, one warp that loads keys and one warp
   that loads values. The loaders run ahead over the borders of splits, so that memory stays busy
-  when a new request begins.
+  when a new request begins. Over quantized caches there may be two such workers, each with ranges
+  of its own.
 
 Barriers, one pair per ring stage and ring: `full` completes when the TMA loads of a stage have
 delivered their bytes; `empty` counts one arrival, of the consumer.
@@ -37,7 +38,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attnlib.ops.triton.hopper.kernels.cache_tiles import (
     allocate_rings,
     load_packed_keys,
-    tile_keys,
     value_operand,
 )
 from attnlib.ops.triton.hopper.kernels.column_softmax import (
@@ -252,18 +252,20 @@ def _gap(num_reqs, num_ranges):
 
 @gluon.jit
 def _loader(
-    cache, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_blocks,
-    stride_table, ring, full, empty, scales, aux, BOUNDS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
-    TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
-    LAYOUT: gl.constexpr, KV_KIND: gl.constexpr, WORKER: gl.constexpr, WORKERS: gl.constexpr,
+    key_cache, value_cache, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
+    num_blocks, stride_table, memory, scales, aux, BOUNDS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
+    TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    STAGES: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, KV_KIND: gl.constexpr, KEYS: gl.constexpr,
+    WORKER: gl.constexpr, WORKERS: gl.constexpr,
 ):  # fmt: skip
-    """Load the key or value tiles of the CTA's range into a ring, split after split. One warp.
+    """Load the keys of a worker's range, with the scales of pages that hold them, or its values,
+    split after split. One warp.
 
-    `scales` is that of `copy_token_scales` for the loader of the keys of pages that hold scales;
-    otherwise a tuple of None.
+    Args:
+        memory: of the worker, see `_allocate_worker`.
+        scales: of pages that hold them, and the ring for them (`copy_token_scales`).
     """
-    BLOCK_N: gl.constexpr = tile_keys(ring.shape, LAYOUT)
     # PDL: the previous kernel may have written the cache, the lengths or the block table.
     wait_on_dependent_grids()
     worker, num_workers = _workers(WORKER, WORKERS)
@@ -291,15 +293,22 @@ def _loader(
             for i in range(0, count):
                 tile = first_tile + (position + i - before)
                 # 32 pages ahead: one 128-byte line of the block table.
-                load_tile(
-                    cache, table, pages, num_blocks, kv_head, tile,
-                    tile * BLOCK_N // BLOCK_SIZE + 32, ring, full, empty, step, BLOCK_SIZE,
-                    STAGES, LAYOUT)  # fmt: skip
-                if scales[8] is not None:
-                    # The stage is free: the loads of the tile have waited for it.
-                    copy_token_scales(
-                        scales, table, pages, num_blocks, kv_head, tile, step % STAGES, full,
-                        BLOCK_SIZE, KV_KIND)  # fmt: skip
+                later = tile * BLOCK_N // BLOCK_SIZE + 32
+                if KEYS:
+                    load_tile(
+                        key_cache, table, pages, num_blocks, kv_head, tile, later, memory[2],
+                        memory[4], memory[5], step, BLOCK_SIZE, STAGES,
+                        "packed_keys" if PACKED else "nhd")  # fmt: skip
+                    if scales[8] is not None:
+                        # The stage is free: the loads of the tile have waited for it.
+                        copy_token_scales(
+                            scales, table, pages, num_blocks, kv_head, tile, step % STAGES,
+                            memory[4], BLOCK_SIZE, KV_KIND)  # fmt: skip
+                else:
+                    load_tile(
+                        value_cache, table, pages, num_blocks, kv_head, tile, later, memory[3],
+                        memory[6], memory[7], step, BLOCK_SIZE, STAGES,
+                        "packed_values" if PACKED else "nhd")  # fmt: skip
                 step += 1
             position += count
         before = request_end + gl.where(tiles > 0, gap, 0)
@@ -473,7 +482,7 @@ def _step(
     if MASKED:
         scores = mask_columns(scores, row_first, row_last, tile * KEYS, CHECK_FIRST)
     weights, acc_scale, row_max = softmax_columns(
-        scores, factor, row_max, v_scales, SCORE, MASKED, HAS_CAP
+        scores, factor, row_max, v_scales, scales[9], SCORE, MASKED, HAS_CAP
     )
     row_sum = add_weights(row_sum, acc_scale, weights)
     # V^T @ P^T is complete: its stage and p_tile are free, and the accumulator may be rescaled.
@@ -494,8 +503,8 @@ def _step(
 def _consumer(
     query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens, partials, partial_lses,
     split_headers, counters, scale, soft_cap, left, right, chunk, num_reqs, num_tokens, rows,
-    stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tile, p_tile, k_ring, v_ring, k_full,
-    k_empty, v_full, v_empty, aux, scales, SCORE: gl.constexpr, BOUNDS: gl.constexpr,
+    stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, memory, scales, aux,
+    SCORE: gl.constexpr, BOUNDS: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
     COMBINE_IN_KERNEL: gl.constexpr, SPLITS_PER_LOAD: gl.constexpr, CAUSAL: gl.constexpr,
@@ -504,7 +513,13 @@ def _consumer(
     K_SCALE_KIND: gl.constexpr, V_SCALE_KIND: gl.constexpr, WORKER: gl.constexpr,
     WORKERS: gl.constexpr,
 ):  # fmt: skip
-    """Multiply, and write or combine the results of a worker's splits. One warpgroup."""
+    """Multiply, and write or combine the results of a worker's splits. One warpgroup.
+
+    Args:
+        memory: of the worker, see `_allocate_worker`.
+        scales: [8] is the ring of the scales of pages or None, [9] as `column_softmax` takes it.
+    """
+    q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty = memory
     ROWS: gl.constexpr = q_tile.shape[-2]
     WIDTH: gl.constexpr = q_tile.shape[-1]
     WIDTH_V: gl.constexpr = elements_per_word(KV_KIND) * v_ring.shape[1 if PACKED else 2]
@@ -640,7 +655,7 @@ def _consumer(
                 scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
             scores = mask_columns(scores, row_first, row_last, tile * BLOCK_N, CHECK_LEFT)
             weights, _, row_max = softmax_columns(
-                scores, factor, row_max, v_scales, SCORE, True, HAS_CAP
+                scores, factor, row_max, v_scales, scales[9], SCORE, True, HAS_CAP
             )
             row_sum = weights
             if ROWS > 16:
@@ -765,6 +780,46 @@ def _consumer(
 
 
 @gluon.jit
+def _allocate_worker(
+    CACHE: gl.constexpr, COMPUTE: gl.constexpr, Q_SHAPE: gl.constexpr, P_SHAPE: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, K_COLUMNS: gl.constexpr, V_COLUMNS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, PACKED: gl.constexpr, K_SCALE_KIND: gl.constexpr,
+):  # fmt: skip
+    """Return (q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty) of a worker.
+
+    Each worker has loaders, rings and splits of its own.
+    """
+    Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for(Q_SHAPE[-2:], COMPUTE)
+    P_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for(P_SHAPE[-2:], COMPUTE)
+    q_tile = gl.allocate_shared_memory(COMPUTE, Q_SHAPE, Q_SHARED)
+    p_tile = gl.allocate_shared_memory(COMPUTE, P_SHAPE, P_SHARED)
+    k_ring, v_ring = allocate_rings(
+        CACHE, STAGES, BLOCK_N, K_COLUMNS, V_COLUMNS, BLOCK_SIZE, PACKED
+    )
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # full: the loader's expect and the bytes of its TMA loads, and 32 threads that copy scales.
+    # empty: the consumer's arrival.
+    K_ARRIVALS: gl.constexpr = 33 if K_SCALE_KIND == SCALE_PER_TOKEN else 1
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=K_ARRIVALS)
+        mbarrier.init(k_empty.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=1)
+    return q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty
+
+
+@gluon.jit
+def _allocate_maxima(ROWS: gl.constexpr):
+    """Return shared memory for the maxima of each column of scores in four warps."""
+    return gl.allocate_shared_memory(
+        gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
+
+
+@gluon.jit
 def _allocate_scales(STAGES: gl.constexpr, BLOCK_N: gl.constexpr, KV_KIND: gl.constexpr):
     """Return the ring of scales: of the keys and of the values of each stage. The four scales of a
     head of int4 values are one number."""
@@ -790,7 +845,8 @@ def hopper_decode_kernel(
     HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr,
     K_SCALE_KIND: gl.constexpr, V_SCALE_KIND: gl.constexpr, WORKERS: gl.constexpr,
 ):  # fmt: skip
-    """One CTA of 4 + 1 + 1 warps. Grid: tile ranges * NUM_KV_HEADS, all resident at the same time.
+    """One CTA of WORKERS consumers of 4 warps and their loaders. Grid: tile ranges * NUM_KV_HEADS
+    workers, all resident at the same time.
 
     Args:
         key_desc, value_desc: TMA descriptors of the caches; PACKED as in `cache_tiles`, of float8
@@ -814,129 +870,105 @@ def hopper_decode_kernel(
     V_COLUMNS: gl.constexpr = WIDTH_V // elements_per_word(KV_KIND)
     Q_SHAPE: gl.constexpr = [4, ROWS, WIDTH // 4] if KV_KIND == KV_INT4 else [ROWS, WIDTH]
     P_SHAPE: gl.constexpr = [4 * ROWS, BLOCK_N] if KV_KIND == KV_INT4 else [ROWS, BLOCK_N]
-    Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for(Q_SHAPE[-2:], COMPUTE)
-    P_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for(P_SHAPE[-2:], COMPUTE)
-    q_tile = gl.allocate_shared_memory(COMPUTE, Q_SHAPE, Q_SHARED)
-    p_tile = gl.allocate_shared_memory(COMPUTE, P_SHAPE, P_SHARED)
-    k_ring, v_ring = allocate_rings(
-        CACHE, STAGES, BLOCK_N, K_COLUMNS, V_COLUMNS, BLOCK_SIZE, PACKED
-    )
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # full: the loader's expect and the bytes of its TMA loads, and 32 threads that copy scales.
-    # empty: the consumer's arrival.
-    K_ARRIVALS: gl.constexpr = 33 if K_SCALE_KIND == SCALE_PER_TOKEN else 1
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=K_ARRIVALS)
-        mbarrier.init(k_empty.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=1)
-    # Makes the initialized barriers visible to TMA.
-    fence_async_shared()
-    no_scales = (None, None, None, None, None, None, None, None, None)
-    scales = no_scales
+    # What decodes over quantized caches need besides: `copy_token_scales` names the first nine
+    # values, and the last one is that of `_allocate_maxima`.
+    plain = (None, None, None, None, None, None, None, None, None, None)
+    memory0 = _allocate_worker(
+        CACHE, COMPUTE, Q_SHAPE, P_SHAPE, STAGES, BLOCK_N, K_COLUMNS, V_COLUMNS, BLOCK_SIZE,
+        PACKED, K_SCALE_KIND)  # fmt: skip
+    scales0 = plain
     if K_SCALE_KIND == SCALE_PER_TOKEN:
-        scales = (
+        scales0 = (
             k_scale, v_scale, stride_ksb, stride_ksn, stride_ksh, stride_vsb, stride_vsn,
-            stride_vsh, _allocate_scales(STAGES, BLOCK_N, KV_KIND),
+            stride_vsh, _allocate_scales(STAGES, BLOCK_N, KV_KIND), _allocate_maxima(ROWS),
         )  # fmt: skip
-    if WORKERS == 2:
-        # A second consumer with loaders and rings of its own.
-        q_tile1 = gl.allocate_shared_memory(COMPUTE, Q_SHAPE, Q_SHARED)
-        p_tile1 = gl.allocate_shared_memory(COMPUTE, P_SHAPE, P_SHARED)
-        k_ring1, v_ring1 = allocate_rings(
-            CACHE, STAGES, BLOCK_N, K_COLUMNS, V_COLUMNS, BLOCK_SIZE, PACKED
-        )
-        k_full1 = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        k_empty1 = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        v_full1 = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        v_empty1 = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        for stage in gl.static_range(STAGES):
-            mbarrier.init(k_full1.index(stage), count=K_ARRIVALS)
-            mbarrier.init(k_empty1.index(stage), count=1)
-            mbarrier.init(v_full1.index(stage), count=1)
-            mbarrier.init(v_empty1.index(stage), count=1)
+    elif KV_KIND != KV_PLAIN:
+        scales0 = (
+            None, None, None, None, None, None, None, None, None, _allocate_maxima(ROWS),
+        )  # fmt: skip
+    if WORKERS == 1:
+        # Makes the initialized barriers visible to TMA.
         fence_async_shared()
-        scales1 = no_scales
-        if K_SCALE_KIND == SCALE_PER_TOKEN:
-            scales1 = (
-                k_scale, v_scale, stride_ksb, stride_ksn, stride_ksh, stride_vsb, stride_vsn,
-                stride_vsh, _allocate_scales(STAGES, BLOCK_N, KV_KIND),
-            )  # fmt: skip
         gl.warp_specialize(
             [
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens, partials,
                     partial_lses, split_headers, counters, scale, soft_cap, left, right, chunk,
                     num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot, stride_oh,
-                    stride_lt, q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
-                    aux, scales, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS,
-                    BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD, CAUSAL,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
-                    K_SCALE_KIND, V_SCALE_KIND, 0, WORKERS)),
-                (_consumer, (
-                    query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens, partials,
-                    partial_lses, split_headers, counters, scale, soft_cap, left, right, chunk,
-                    num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot, stride_oh,
-                    stride_lt, q_tile1, p_tile1, k_ring1, v_ring1, k_full1, k_empty1, v_full1,
-                    v_empty1, aux, scales1, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV,
+                    stride_lt, memory0, scales0, aux, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV,
                     TILE_TOKENS, BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
-                    K_SCALE_KIND, V_SCALE_KIND, 1, WORKERS)),
-                (_loader, (
-                    key_desc, query_start_loc, seq_lens, block_table, left, right, chunk,
-                    num_reqs, num_blocks, stride_table, k_ring, k_full, k_empty, scales, aux,
-                    BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK, "packed_keys" if PACKED else "nhd", KV_KIND, 0, WORKERS)),
-                (_loader, (
-                    value_desc, query_start_loc, seq_lens, block_table, left, right, chunk,
-                    num_reqs, num_blocks, stride_table, v_ring, v_full, v_empty, no_scales, aux,
-                    BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK, "packed_values" if PACKED else "nhd", KV_KIND, 0,
-                    WORKERS)),
-                (_loader, (
-                    key_desc, query_start_loc, seq_lens, block_table, left, right, chunk,
-                    num_reqs, num_blocks, stride_table, k_ring1, k_full1, k_empty1, scales1, aux,
-                    BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK, "packed_keys" if PACKED else "nhd", KV_KIND, 1, WORKERS)),
-                (_loader, (
-                    value_desc, query_start_loc, seq_lens, block_table, left, right, chunk,
-                    num_reqs, num_blocks, stride_table, v_ring1, v_full1, v_empty1, no_scales,
-                    aux, BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK, "packed_values" if PACKED else "nhd", KV_KIND, 1,
-                    WORKERS)),
-            ],
-            [4, 1, 1, 1, 1],
-            # Registers per thread of the second consumer and of the loader warps.
-            [216, 48, 48, 48, 48],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consumer, (
-                    query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens, partials,
-                    partial_lses, split_headers, counters, scale, soft_cap, left, right, chunk,
-                    num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot, stride_oh,
-                    stride_lt, q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
-                    aux, scales, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS,
-                    BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD, CAUSAL,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, 0, WORKERS)),
                 (_loader, (
-                    key_desc, query_start_loc, seq_lens, block_table, left, right, chunk,
-                    num_reqs, num_blocks, stride_table, k_ring, k_full, k_empty, scales, aux,
-                    BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK, "packed_keys" if PACKED else "nhd", KV_KIND, 0, WORKERS)),
+                    key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
+                    chunk, num_reqs, num_blocks, stride_table, memory0, scales0, aux, BOUNDS,
+                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, True, 0, WORKERS)),
                 (_loader, (
-                    value_desc, query_start_loc, seq_lens, block_table, left, right, chunk,
-                    num_reqs, num_blocks, stride_table, v_ring, v_full, v_empty, no_scales, aux,
-                    BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK, "packed_values" if PACKED else "nhd", KV_KIND, 0,
-                    WORKERS)),
+                    key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
+                    chunk, num_reqs, num_blocks, stride_table, memory0, scales0, aux, BOUNDS,
+                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, False, 0, WORKERS)),
             ],
             [1, 1],
             # Registers per thread of the two loader warps.
             [48, 48],
+        )  # fmt: skip
+    else:
+        memory1 = _allocate_worker(
+            CACHE, COMPUTE, Q_SHAPE, P_SHAPE, STAGES, BLOCK_N, K_COLUMNS, V_COLUMNS, BLOCK_SIZE,
+            PACKED, K_SCALE_KIND)  # fmt: skip
+        scales1 = plain
+        if K_SCALE_KIND == SCALE_PER_TOKEN:
+            scales1 = (
+                k_scale, v_scale, stride_ksb, stride_ksn, stride_ksh, stride_vsb, stride_vsn,
+                stride_vsh, _allocate_scales(STAGES, BLOCK_N, KV_KIND), _allocate_maxima(ROWS),
+            )  # fmt: skip
+        elif KV_KIND != KV_PLAIN:
+            scales1 = (
+                None, None, None, None, None, None, None, None, None, _allocate_maxima(ROWS),
+            )  # fmt: skip
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens,
+                    partials, partial_lses, split_headers, counters, scale, soft_cap, left,
+                    right, chunk, num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot,
+                    stride_oh, stride_lt, memory0, scales0, aux, SCORE, BOUNDS, NUM_KV_HEADS,
+                    GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL,
+                    SPLITS_PER_LOAD, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK,
+                    HAS_LSE, KV_KIND, K_SCALE_KIND, V_SCALE_KIND, 0, WORKERS)),
+                (_consumer, (
+                    query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens,
+                    partials, partial_lses, split_headers, counters, scale, soft_cap, left,
+                    right, chunk, num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot,
+                    stride_oh, stride_lt, memory1, scales1, aux, SCORE, BOUNDS, NUM_KV_HEADS,
+                    GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL,
+                    SPLITS_PER_LOAD, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK,
+                    HAS_LSE, KV_KIND, K_SCALE_KIND, V_SCALE_KIND, 1, WORKERS)),
+                (_loader, (
+                    key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
+                    chunk, num_reqs, num_blocks, stride_table, memory0, scales0, aux, BOUNDS,
+                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, True, 0, WORKERS)),
+                (_loader, (
+                    key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
+                    chunk, num_reqs, num_blocks, stride_table, memory0, scales0, aux, BOUNDS,
+                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, False, 0, WORKERS)),
+                (_loader, (
+                    key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
+                    chunk, num_reqs, num_blocks, stride_table, memory1, scales1, aux, BOUNDS,
+                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, True, 1, WORKERS)),
+                (_loader, (
+                    key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
+                    chunk, num_reqs, num_blocks, stride_table, memory1, scales1, aux, BOUNDS,
+                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, False, 1, WORKERS)),
+            ],
+            [4, 1, 1, 1, 1],
+            # Registers per thread of the second consumer and of the loader warps.
+            [216, 48, 48, 48, 48],
         )  # fmt: skip

@@ -80,11 +80,11 @@ def copy_token_scales(
 
     Args:
         scales: (scales of the keys, of the values, strides of blocks, positions and heads of the
-            former, of the latter, ring [2 * stages, keys]).
+            former, of the latter, ring [2 * stages, keys], what this function does not use).
         table: the request's row of the block table.
         pages: entries of `table` that may be read.
     """
-    k_scale, v_scale, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, ring = (
+    k_scale, v_scale, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, ring, _ = (
         scales
     )
     KEYS: gl.constexpr = ring.shape[1]
